@@ -1,0 +1,1 @@
+"""The dashboard: Streamlit pages over recorded runs."""

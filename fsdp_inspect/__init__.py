@@ -1,0 +1,52 @@
+"""Record, inspect and tune PyTorch FSDP runs, one unit at a time.
+
+    from fsdp_inspect import Recorder
+
+    with Recorder(model, optimizer=optimizer, path="runs/llama-1b") as recorder:
+        for batch in loader:
+            with recorder.step():
+                ...
+
+Importing this package imports neither torch nor streamlit: the public names load on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fsdp_inspect.version import __version__
+
+if TYPE_CHECKING:
+    from fsdp_inspect.recording.recorder import Recorder
+    from fsdp_inspect.sharding.apply import apply_plan
+    from fsdp_inspect.sharding.observe import observe_plan
+    from fsdp_inspect.store.reader import StoredRun, open_run
+    from fsdp_inspect.trace.plan import Plan
+
+__all__ = [
+    "Plan",
+    "Recorder",
+    "StoredRun",
+    "__version__",
+    "apply_plan",
+    "observe_plan",
+    "open_run",
+]
+
+_HOMES = {
+    "Plan": "fsdp_inspect.trace.plan",
+    "Recorder": "fsdp_inspect.recording.recorder",
+    "StoredRun": "fsdp_inspect.store.reader",
+    "apply_plan": "fsdp_inspect.sharding.apply",
+    "observe_plan": "fsdp_inspect.sharding.observe",
+    "open_run": "fsdp_inspect.store.reader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""One question a file, one result object, pure numbers."""

@@ -1,0 +1,74 @@
+"""How do numbers read? Nanoseconds, bytes, rates and ratios as short text.
+
+Text uses powers of 1024 for memory (GiB) and powers of 1000 for bandwidth (GB/s), as the field
+does. `None` reads as an en dash: a missing number is never shown as 0.
+"""
+
+MISSING = "–"
+
+_TIME_STEPS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"), (1, "ns"))
+_MEMORY_STEPS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+_RATE_STEPS = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
+_COUNT_STEPS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
+
+
+def format_ns(value: float | None) -> str:
+    """A duration: `412.6 ms`, `18.0 µs`, `1.20 s`."""
+    if value is None:
+        return MISSING
+    for size, suffix in _TIME_STEPS:
+        if abs(value) >= size:
+            return f"{_three_digits(value / size)} {suffix}"
+    return "0 ns" if value == 0 else f"{value:.2f} ns"
+
+
+def format_ms(value: float | None) -> str:
+    """A duration always in milliseconds, for columns that must compare by eye: `0.018`."""
+    return MISSING if value is None else f"{value / 1e6:.3f}"
+
+
+def format_bytes(value: float | None) -> str:
+    """An amount of memory in powers of 1024: `38.2 GiB`."""
+    if value is None:
+        return MISSING
+    for size, suffix in _MEMORY_STEPS:
+        if abs(value) >= size:
+            return f"{_three_digits(value / size)} {suffix}"
+    return f"{value:.0f} B"
+
+
+def format_bytes_per_s(value: float | None) -> str:
+    """A bandwidth in powers of 1000: `26.5 GB/s`."""
+    if value is None:
+        return MISSING
+    for size, suffix in _RATE_STEPS:
+        if abs(value) >= size:
+            return f"{_three_digits(value / size)} {suffix}"
+    return f"{value:.0f} B/s"
+
+
+def format_count(value: float | None) -> str:
+    """A count in powers of 1000: `1.24B` parameters."""
+    if value is None:
+        return MISSING
+    for size, suffix in _COUNT_STEPS:
+        if abs(value) >= size:
+            return f"{_three_digits(value / size)}{suffix}"
+    return f"{value:.0f}"
+
+
+def format_ratio(value: float | None) -> str:
+    """A ratio from 0 to 1 as a percentage: `14.9 %`."""
+    return MISSING if value is None else f"{100 * value:.1f} %"
+
+
+def format_unit(fqn: str) -> str:
+    """The name of an FSDP unit; the root's empty name reads `(root)`."""
+    return fqn or "(root)"
+
+
+def _three_digits(value: float) -> str:
+    magnitude = abs(value)
+    if magnitude >= 100:
+        return f"{value:.1f}" if magnitude < 1000 else f"{value:.0f}"
+    return f"{value:.1f}" if magnitude >= 10 else f"{value:.2f}"

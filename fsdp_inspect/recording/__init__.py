@@ -1,0 +1,1 @@
+"""Record a run of any `fully_shard` model. Needs torch."""

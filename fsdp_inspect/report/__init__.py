@@ -1,0 +1,1 @@
+"""One presenter a file; nothing is computed here."""

@@ -1,0 +1,1 @@
+"""What a recorded run is: pure data and interval algebra; no files, no torch."""

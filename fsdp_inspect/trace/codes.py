@@ -1,0 +1,200 @@
+"""Which words does a run use? The integer codes of the run folder, each with its name.
+
+The numbers are part of the schema (version 1): never renumber one, only append.
+"""
+
+from enum import IntEnum, IntFlag
+
+
+class NamedCode(IntEnum):
+    """An integer code whose lower-case name is what people and JSON see."""
+
+    @property
+    def label(self) -> str:
+        """The name as written in tables: `all_gather_copy_in`."""
+        return self.name.lower()
+
+
+class EventKind(NamedCode):
+    """What an event is. Collectives without a unit were not issued by FSDP."""
+
+    STEP = 0
+    """One optimizer step, from the end of the previous one to its own end."""
+    DATA = 1
+    """Waiting for the next batch."""
+    FORWARD = 2
+    """A unit's forward, from its parameters being ready to its output; holds nested units."""
+    BACKWARD = 3
+    """A unit's backward, from its parameters being ready to its gradients being complete."""
+    RECOMPUTE = 4
+    """Forward work repeated inside backward by activation checkpointing."""
+    OPTIMIZER = 5
+    """The optimizer's step."""
+    BETWEEN_STEPS = 6
+    """Evaluation, checkpointing: work that belongs to no training step."""
+    ALL_GATHER_COPY_IN = 10
+    ALL_GATHER = 11
+    ALL_GATHER_WAIT = 12
+    """The compute stream (CPU: the main thread) stands still until an all-gather ends."""
+    ALL_GATHER_COPY_OUT = 13
+    REDUCE_SCATTER_COPY_IN = 20
+    REDUCE_SCATTER = 21
+    REDUCE_SCATTER_WAIT = 22
+    """As ALL_GATHER_WAIT; `unit` owns the collective, `issued_by` is where the wait happened."""
+    ALL_REDUCE = 30
+    ALL_REDUCE_WAIT = 31
+    BROADCAST = 40
+    ALL_TO_ALL = 41
+    BARRIER = 42
+    POINT_TO_POINT = 43
+    OTHER_COLLECTIVE = 44
+    OTHER_WAIT = 45
+    """As ALL_GATHER_WAIT, for the collectives from BROADCAST on."""
+
+
+COLLECTIVES = frozenset(
+    {
+        EventKind.ALL_GATHER,
+        EventKind.REDUCE_SCATTER,
+        EventKind.ALL_REDUCE,
+        EventKind.BROADCAST,
+        EventKind.ALL_TO_ALL,
+        EventKind.BARRIER,
+        EventKind.POINT_TO_POINT,
+        EventKind.OTHER_COLLECTIVE,
+    }
+)
+"""The kinds in which bytes travel between ranks."""
+
+WAIT_OF = {
+    EventKind.ALL_GATHER: EventKind.ALL_GATHER_WAIT,
+    EventKind.REDUCE_SCATTER: EventKind.REDUCE_SCATTER_WAIT,
+    EventKind.ALL_REDUCE: EventKind.ALL_REDUCE_WAIT,
+}
+"""The wait that belongs to a collective; all others use OTHER_WAIT."""
+
+COPIES = frozenset(
+    {
+        EventKind.ALL_GATHER_COPY_IN,
+        EventKind.ALL_GATHER_COPY_OUT,
+        EventKind.REDUCE_SCATTER_COPY_IN,
+    }
+)
+"""FSDP's own copies between parameters and communication buffers."""
+
+
+class Phase(NamedCode):
+    """Where in a step an event lies."""
+
+    OUTSIDE = 0
+    DATA = 1
+    FORWARD = 2
+    BACKWARD = 3
+    OPTIMIZER = 4
+    EVALUATION = 5
+
+
+class Stream(NamedCode):
+    """The queue on which an event ran. On CPU everything synchronous is HOST."""
+
+    HOST = 0
+    COMPUTE = 1
+    ALL_GATHER_COPY_IN = 2
+    ALL_GATHER = 3
+    REDUCE_SCATTER = 4
+    ALL_REDUCE = 5
+    OTHER = 6
+
+
+class Source(NamedCode):
+    """How the event came to be in this run."""
+
+    RECORDED = 0
+    EMULATED = 1
+    IMPORTED = 2
+    PREDICTED = 3
+
+
+class Method(NamedCode):
+    """How the times were obtained."""
+
+    MEASURED = 0
+    INFERRED = 1
+    """Derived from neighbouring measurements, e.g. the end of a wait from the collective's end."""
+    HOST_BLOCKING = 2
+    """Time the host stood in a synchronous call: queueing and wake-up are inside (CPU, gloo)."""
+
+
+class EventFlag(IntFlag):
+    """Bits of the `flags` column."""
+
+    RECOMPUTE = 1
+    """Happened while activation checkpointing repeated a forward."""
+    ASYNC = 2
+    """A collective that was issued without blocking the host."""
+    PREFETCHED = 4
+    """An all-gather issued before its own unit asked for it."""
+    UNUSED = 8
+    """An all-gather that nobody waited for."""
+    NO_GRAD = 16
+    """A forward with gradients switched off."""
+    MEMORY_STEP = 32
+    """Recorded in a step under the storage tracker: times are not representative."""
+
+
+class MemoryPoint(NamedCode):
+    """Where a memory sample was taken."""
+
+    STEP_END = 0
+    FORWARD_START = 1
+    FORWARD_END = 2
+    BACKWARD_START = 3
+    BACKWARD_END = 4
+    OPTIMIZER_END = 5
+    PEAK = 6
+    """The highest moment of a memory step; `unit` is the position, categories are exact."""
+    PEAK_BY_OWNER = 7
+    """The same moment, one row for each owning unit; `allocated` is what that unit owns."""
+    AFTER_UNSHARD = 8
+    """Right after a unit's parameters were made full."""
+
+
+class MemoryCategory(NamedCode):
+    """What a live byte is."""
+
+    SHARDED_PARAMETER = 0
+    UNSHARDED_PARAMETER = 1
+    SHARDED_GRADIENT = 2
+    UNSHARDED_GRADIENT = 3
+    OPTIMIZER_STATE = 4
+    ACTIVATION = 5
+    ALL_GATHER_BUFFER = 6
+    REDUCE_SCATTER_BUFFER = 7
+    BUFFER = 8
+    INPUT = 9
+    TEMPORARY = 10
+    OUTSIDE_ALLOCATOR = 11
+
+
+DTYPES = (
+    "unknown",
+    "float32",
+    "bfloat16",
+    "float16",
+    "float64",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "bool",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "complex64",
+)
+"""Names of the `dtype` column's codes, by position."""
+
+NO_UNIT = -1
+"""The `unit` of an event that belongs to no FSDP unit."""

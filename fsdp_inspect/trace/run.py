@@ -1,0 +1,233 @@
+"""What is known about a run beside its events? The manifest, the units, the ranks.
+
+`RunManifest` is `run.json`, `RankRecord` is `rank.json`; both are read leniently (unknown fields
+of a newer minor version are kept out of the way) and written strictly.
+"""
+
+from collections.abc import Collection, Sequence
+from enum import StrEnum
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fsdp_inspect.trace.tables import (
+    DeviceTable,
+    EventTable,
+    MemoryTable,
+    ScalarTable,
+    SummaryTable,
+)
+
+SCHEMA_VERSION = 1
+"""Version of the run folder; raised when an older reader would misread a newer run."""
+
+
+class Record(BaseModel):
+    """Base of what is stored as JSON: unknown fields are ignored, values are checked."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class RunStatus(StrEnum):
+    """How a run, or a rank, ended."""
+
+    RUNNING = "running"
+    COMPLETE = "complete"
+    CRASHED = "crashed"
+    """It stopped without saying so; everything up to the last flush is here."""
+    FAILED = "failed"
+    """The training raised an exception, which the recorder saw."""
+    PARTIAL = "partial"
+    """Ranks are missing."""
+    IMPORTED = "imported"
+
+
+class Unit(Record):
+    """One FSDP communication group (torch: `FSDPParamGroup`)."""
+
+    index: int
+    fqn: str
+    """As torch names it: the modules' fqns joined by `, `; the root is empty."""
+    modules: list[str]
+    """The fqns of the modules that were given to one `fully_shard` call."""
+    module_class: str = ""
+    num_parameters: int
+    """Parameters of the whole unit, over all ranks, without padding."""
+    num_trainable_parameters: int
+    num_tensors: int = 0
+    unsharded_bytes: int
+    """The padded all-gather output in the parameter dtype: what unsharding allocates."""
+    sharded_bytes: int
+    """This rank's share in the original dtype (rank 0)."""
+    reduce_bytes: int
+    """The padded reduce-scatter input in the reduce dtype; 0 for a frozen unit."""
+    param_dtype: str
+    reduce_dtype: str
+    reshard_after_forward: bool | int | None
+    """As it runs, after torch's own rule for the root; an int is the size of the smaller group."""
+    shard_group: int = -1
+    """Index of the process group of its all-gather and reduce-scatter; -1: no communication."""
+    replicate_group: int = -1
+    """Index of the process group of its all-reduce (HSDP); -1: none."""
+    is_root: bool = False
+    offload: bool = False
+    execution_index: int = -1
+    """Position in the first recorded forward, from 0; -1: never ran."""
+    recorded_by: str = "custom_comm"
+    """`custom_comm`: a wrapper installed through torch's public setters; `param_group`: installed
+    on the group object itself (several groups in a module, torch before 2.9)."""
+
+
+class ProcessGroup(Record):
+    """A set of ranks that communicate together."""
+
+    index: int
+    name: str
+    ranks: list[int]
+    """Global ranks, in group order, of the group that rank 0 belongs to."""
+    role: str = "other"
+    """`shard`, `replicate`, `post_forward` or `other`."""
+
+
+class ModelInfo(Record):
+    """The model as a whole."""
+
+    class_name: str = ""
+    num_parameters: int = 0
+    num_trainable_parameters: int = 0
+
+
+class RunManifest(Record):
+    """`run.json`: written first, by rank 0, before any event."""
+
+    schema_version: int = SCHEMA_VERSION
+    run_id: str
+    name: str = ""
+    created: str
+    """ISO 8601, UTC."""
+    created_unix_ns: int
+    command: list[str] = Field(default_factory=list)
+    config: dict[str, Any] = Field(default_factory=dict)
+    """What the training script chose to say about itself."""
+    plan: dict[str, Any] = Field(default_factory=dict)
+    """The observed plan (`trace.plan.Plan`), as a dictionary."""
+    model: ModelInfo = ModelInfo()
+    units: list[Unit] = Field(default_factory=list)
+    process_groups: list[ProcessGroup] = Field(default_factory=list)
+    world_size: int
+    mesh: dict[str, int] = Field(default_factory=dict)
+    """Mesh dimension name to size, outermost first."""
+    backend: str
+    device_type: str
+    device_name: str = ""
+    source: str = "recorded"
+    """`recorded`, `emulated`, `imported` or `predicted`."""
+    warmup_steps: int = 0
+    """The first steps, left out of every median."""
+    memory_steps: list[int] = Field(default_factory=list)
+    """Steps under the storage tracker, left out of every time."""
+    versions: dict[str, str] = Field(default_factory=dict)
+    environment: dict[str, str] = Field(default_factory=dict)
+    """The environment variables that matter: CUDA_DEVICE_MAX_CONNECTIONS, NCCL_*, ..."""
+    git_commit: str | None = None
+    tags: list[str] = Field(default_factory=list)
+    recorder: dict[str, Any] = Field(default_factory=dict)
+    """How the recording was made: clock, flush interval, what could not be recorded."""
+
+
+class ClockPair(Record):
+    """The monotonic clock of the events and the wall clock, read at one moment."""
+
+    monotonic_ns: int
+    unix_ns: int
+    uncertainty_ns: int
+    """Half the time between the two reads around it."""
+
+
+class RankRecord(Record):
+    """`rank.json`: one rank of one attempt; rewritten at start, on news, and at the end."""
+
+    schema_version: int = SCHEMA_VERSION
+    rank: int
+    world_size: int
+    attempt: int = 0
+    local_rank: int = 0
+    host: str = ""
+    pid: int = 0
+    device: str = ""
+    device_memory_bytes: int | None = None
+    """What the device has; None on CPU."""
+    clock: str = "host"
+    """`host` (CPU) or `cuda_event`."""
+    clock_start: ClockPair
+    clock_end: ClockPair | None = None
+    clock_uncertainty_ns: int = 0
+    """Of the event times on the host clock; 0 when they are host times."""
+    status: RunStatus = RunStatus.RUNNING
+    failure: str | None = None
+    """What ended the training, in words, when the recorder saw it."""
+    num_steps: int = 0
+    flush_interval_s: float = 1.0
+    flushed_unix_ns: int = 0
+    """When this file was last rewritten; the live streams are newer."""
+    memory_from: str = ""
+    """`cuda_allocator` or `storage_tracker`: what the memory samples count."""
+    dropped: dict[str, int] = Field(default_factory=dict)
+    """Rows that could not be written, by table."""
+    problems: list[str] = Field(default_factory=list)
+    """What went wrong while recording, in words."""
+    scalar_names: list[str] = Field(default_factory=list)
+
+
+class RunSource(Protocol):
+    """A run that can be asked for its tables, lazily; what every analysis takes.
+
+    Ranks are those of the chosen attempt (the last one unless said otherwise). A table that was
+    not recorded is empty. Steps and kinds, where given, limit what is read.
+    """
+
+    @property
+    def manifest(self) -> RunManifest:
+        """What is known about the run as a whole."""
+        ...
+
+    @property
+    def status(self) -> RunStatus:
+        """How the run ended, as far as its files tell."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What is missing or odd, one sentence each; empty for a whole run."""
+        ...
+
+    @property
+    def ranks(self) -> Sequence[RankRecord]:
+        """The ranks that wrote something, by rank."""
+        ...
+
+    def events(
+        self,
+        rank: int,
+        *,
+        steps: Collection[int] | None = None,
+        kinds: Collection[int] | None = None,
+    ) -> EventTable:
+        """The events of a rank, sorted by start."""
+        ...
+
+    def memory(self, rank: int) -> MemoryTable:
+        """The memory samples of a rank, in the order they were taken."""
+        ...
+
+    def devices(self, rank: int) -> DeviceTable:
+        """The device samples of a rank, in the order they were taken."""
+        ...
+
+    def scalars(self, rank: int) -> ScalarTable:
+        """What the training loop logged on a rank."""
+        ...
+
+    def summary(self) -> SummaryTable:
+        """The whole run in small, by rank and step."""
+        ...

@@ -1,0 +1,1 @@
+"""A training loop that shows its own cost: FSDP Inspect's reference client."""
