@@ -1,0 +1,229 @@
+"""Where does torch keep what FSDP2 knows? The only file that reads its private attributes.
+
+Written against torch 2.13 (`torch/distributed/fsdp/_fully_shard`); `tests/sharding` pins that
+version, so a new torch is looked at before it is trusted. torch before 2.11 keeps one group in a
+module (`_fsdp_param_group`) instead of a list; both are read.
+
+Words: a *state* (`FSDPState`) belongs to one `fully_shard` call; a *group* (`FSDPParamGroup`) is
+what communicates together, FSDP Inspect's unit. A state has one group as a rule, none when all
+its parameters went to nested calls, several when its parameters live on several meshes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+
+WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
+"""Path segments put in by activation checkpointing and by torch.compile."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateHandle:
+    """One `fully_shard` call on a model."""
+
+    state: FSDPState
+    modules: tuple[nn.Module, ...]
+    """The modules given to the call, in the order of `named_modules()`."""
+    fqns: tuple[str, ...]
+    """Their names, without wrapper segments; the model itself is the empty name."""
+    is_root: bool
+    """No module above it is sharded; torch makes it the root of its tree at the first forward."""
+
+    @property
+    def name(self) -> str:
+        """As torch names it: the fqns joined by a comma; the root's name is empty."""
+        return ", ".join(self.fqns)
+
+    @property
+    def groups(self) -> tuple[FSDPParamGroup, ...]:
+        """Its communication groups, in torch's order."""
+        return groups_of(self.state)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHandle:
+    """One FSDP communication group of a model: a unit."""
+
+    group: FSDPParamGroup
+    state: FSDPState
+    modules: tuple[nn.Module, ...]
+    """The modules of the `fully_shard` call, in the order of `named_modules()`."""
+    fqns: tuple[str, ...]
+    """Their names, without wrapper segments; the model itself is the empty name."""
+    name: str
+    """As torch names it in its profiler ranges: the fqns joined by a comma, ` [pg=N]` behind it
+    when the call has several groups (N: the size of this group's shard mesh)."""
+    is_root: bool
+    """No module above it is sharded; a model without a unit at its top has several such units."""
+    index: int
+    """Position among the groups of its own `fully_shard` call."""
+    num_groups: int
+    """How many groups its `fully_shard` call has."""
+
+    @property
+    def shard_group(self) -> ProcessGroup | None:
+        """Where all-gather runs in forward; None when nothing is sharded (plain replication)."""
+        info = self.group.mesh_info
+        return info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
+
+    @property
+    def reduce_scatter_group(self) -> ProcessGroup | None:
+        """Where reduce-scatter runs: the shard group, unless a separate one was asked for."""
+        info = self.group.mesh_info
+        separate = getattr(info, "reduce_scatter_process_group", None)
+        return separate or self.shard_group
+
+    @property
+    def replicate_group(self) -> ProcessGroup | None:
+        """Where HSDP's all-reduce runs; None without replication."""
+        info = self.group.mesh_info
+        return info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
+
+    @property
+    def post_forward_group(self) -> ProcessGroup | None:
+        """Where backward gathers after `reshard_after_forward=int`; None otherwise."""
+        info = self.group.post_forward_mesh_info
+        if info is None or info is self.group.mesh_info:
+            return None
+        return info.shard_process_group
+
+    @property
+    def reshard_after_forward(self) -> bool | int | None:
+        """As it runs; None while torch has yet to decide (the root, before its first forward)."""
+        undecided = is_reshard_automatic(self.state) and not is_lazily_initialized(self.state)
+        if self.is_root and undecided:
+            return None
+        return reshard_after_forward_of(self.group)
+
+
+def find_states(model: nn.Module) -> list[StateHandle]:
+    """Each `fully_shard` call of a model once, by its first module in `model.named_modules()`.
+
+    Empty for a model on which `fully_shard` was never called.
+    """
+    members: dict[int, list[tuple[str, nn.Module]]] = {}
+    states: dict[int, FSDPState] = {}
+    sharded_names: list[str] = []
+    for name, module in model.named_modules():
+        state = _get_module_fsdp_state(module)
+        if state is None:
+            continue
+        states[id(state)] = state
+        members.setdefault(id(state), []).append((name, module))
+        sharded_names.append(name)
+    return [
+        StateHandle(
+            state=state,
+            modules=tuple(module for _, module in members[key]),
+            fqns=tuple(strip_wrappers(name) for name, _ in members[key]),
+            is_root=not _has_ancestor(members[key][0][0], sharded_names),
+        )
+        for key, state in states.items()
+    ]
+
+
+def find_groups(model: nn.Module) -> list[GroupHandle]:
+    """The units of a model, by their first module in `model.named_modules()`, each once.
+
+    Empty for a model on which `fully_shard` was never called; a call that got no parameters of
+    its own has no unit.
+    """
+    return [
+        GroupHandle(
+            group=group,
+            state=handle.state,
+            modules=handle.modules,
+            fqns=handle.fqns,
+            name=handle.name + _group_suffix(group, len(handle.groups)),
+            is_root=handle.is_root,
+            index=index,
+            num_groups=len(handle.groups),
+        )
+        for handle in find_states(model)
+        for index, group in enumerate(handle.groups)
+    ]
+
+
+def groups_of(state: FSDPState) -> tuple[FSDPParamGroup, ...]:
+    """The communication groups of one `fully_shard` call."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch before 2.11
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return tuple(groups)
+
+
+def strip_wrappers(fqn: str) -> str:
+    """A module's name as the model's author wrote it, without checkpointing and compile."""
+    return ".".join(part for part in fqn.split(".") if part not in WRAPPER_SEGMENTS)
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """Every module of a model that `fully_shard` was called on."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def is_lazily_initialized(state: FSDPState) -> bool:
+    """Whether a first forward has run, after which torch knows which state is the root."""
+    return state._is_root is not None
+
+
+def is_reshard_automatic(state: FSDPState) -> bool:
+    """Whether `reshard_after_forward` was left to torch: True, but False at the root."""
+    return bool(state._auto_reshard_after_forward)
+
+
+def reshard_after_forward_of(group: FSDPParamGroup) -> bool | int:
+    """What a group does after forward at present; an int is the size of the smaller group."""
+    info = group.post_forward_mesh_info
+    if info is None:
+        return False
+    if info is group.mesh_info:
+        return True
+    return int(info.shard_mesh_size)
+
+
+def is_hsdp(group: FSDPParamGroup) -> bool:
+    """Whether a group's gradients are all-reduced over replicas after being reduce-scattered."""
+    return isinstance(group.mesh_info, HSDPMeshInfo)
+
+
+def prefetched_states(state: FSDPState, *, forward: bool) -> tuple[FSDPState, ...]:
+    """The `fully_shard` calls that one call unshards early; empty means torch's own order."""
+    states = state._states_to_forward_prefetch if forward else state._states_to_backward_prefetch
+    return tuple(states)
+
+
+def parameters_of(group: FSDPParamGroup) -> list[nn.Parameter]:
+    """The sharded parameters (DTensors) of a group, in the order in which they are gathered."""
+    return [param.sharded_param for param in group.fsdp_params]
+
+
+def original_sizes(group: FSDPParamGroup) -> list[torch.Size]:
+    """The full shapes of a group's parameters, in the same order as `parameters_of`."""
+    return [param._orig_size for param in group.fsdp_params]
+
+
+def padded_shard_numels(group: FSDPParamGroup) -> list[int]:
+    """Elements of each parameter on one rank with padding: what it puts into an all-gather."""
+    return [param.padded_sharded_param_size.numel() for param in group.fsdp_params]
+
+
+def _group_suffix(group: FSDPParamGroup, num_groups: int) -> str:
+    if num_groups > 1 and isinstance(group.mesh_info, FSDPMeshInfo):
+        return f" [pg={group.mesh_info.shard_mesh_size}]"
+    return ""
+
+
+def _has_ancestor(name: str, others: list[str]) -> bool:
+    return any(other != name and (not other or name.startswith(f"{other}.")) for other in others)
