@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DDPMeshInfo,
     FSDPMeshInfo,
@@ -196,6 +196,17 @@ def reshard_after_forward_of(group: FSDPParamGroup) -> bool | int:
 def is_hsdp(group: FSDPParamGroup) -> bool:
     """Whether a group's gradients are all-reduced over replicas after being reduce-scattered."""
     return isinstance(group.mesh_info, HSDPMeshInfo)
+
+
+def offloads_to_cpu(group: FSDPParamGroup) -> bool:
+    """Whether a group's sharded parameters, gradients and optimizer state live on the host."""
+    return isinstance(group.offload_policy, CPUOffloadPolicy)
+
+
+def pins_offloaded_memory(group: FSDPParamGroup) -> bool:
+    """Whether offloaded memory is pinned; False without offload."""
+    policy = group.offload_policy
+    return isinstance(policy, CPUOffloadPolicy) and policy.pin_memory
 
 
 def prefetched_states(state: FSDPState, *, forward: bool) -> tuple[FSDPState, ...]:
