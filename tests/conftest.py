@@ -1,0 +1,156 @@
+"""What can every test rely on? One thread a process, loopback only, and a torchrun that ends.
+
+Benchmarks are left out unless asked for with `-m benchmark`; tests marked `gpu` are skipped with a
+reason where there is no CUDA device; tests that need Chromium ask for the `chromium` fixture.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+# Before anything imports torch, and inherited by every process that a test starts: two ranks on
+# two cores must not fight over threads, and gloo must not depend on the machine's host name.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+REQUIRE_BROWSER = "FSDP_INSPECT_REQUIRE_BROWSER"
+
+Torchrun = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "benchmark" not in config.option.markexpr:
+        _deselect(config, items, "benchmark")
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not _has_cuda():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
+    left_out = [item for item in items if item.get_closest_marker(marker)]
+    if left_out:
+        items[:] = [item for item in items if not item.get_closest_marker(marker)]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """Path of a Chromium; without one the test is skipped, or fails where a browser is required."""
+    for name in CHROMIUM_NAMES:
+        if path := shutil.which(name):
+            return path
+    message = f"no browser: none of {', '.join(CHROMIUM_NAMES)} is on PATH; install chromium"
+    if os.environ.get(REQUIRE_BROWSER) == "1":
+        pytest.fail(f"{message} ({REQUIRE_BROWSER}=1 forbids skipping)", pytrace=False)
+    pytest.skip(message)
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    """Call it for a loopback port that nobody listens on."""
+
+    def find() -> int:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            return int(listener.getsockname()[1])
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
+    """Run `torchrun ARGUMENTS` to its end on a free loopback port, for example
+
+    torchrun("-m", "instrumented_trainer", "--steps", "3", num_ranks=4, cwd=tmp_path)
+
+    The result has `returncode`, `stdout` and `stderr` of all ranks together. A non-zero exit
+    fails the test, showing the end of both, unless `check=False`; so does a run longer than
+    `timeout_s`, after every process of it was killed. `environment` adds variables. Without `cwd`
+    it runs in an empty folder of its own.
+    """
+
+    def run(
+        *arguments: str | Path,
+        num_ranks: int = 2,
+        timeout_s: float = 120,
+        check: bool = True,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        logs = tmp_path_factory.mktemp("torchrun")
+        command = [*_torchrun_command(num_ranks), *map(str, arguments)]
+        with (logs / "stdout").open("w") as stdout, (logs / "stderr").open("w") as stderr:
+            process = subprocess.Popen(
+                command,
+                cwd=cwd or tmp_path_factory.mktemp("cwd"),
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+            )
+            ended = _wait(process, timeout_s)
+        done = subprocess.CompletedProcess(
+            command,
+            process.returncode,
+            (logs / "stdout").read_text(),
+            (logs / "stderr").read_text(),
+        )
+        if not ended:
+            pytest.fail(f"still running after {timeout_s} s: {_describe(done)}", pytrace=False)
+        if check and done.returncode != 0:
+            pytest.fail(f"exit code {done.returncode}: {_describe(done)}", pytrace=False)
+        return done
+
+    return run
+
+
+def _torchrun_command(num_ranks: int) -> list[str]:
+    local = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    module = [sys.executable, "-m", "torch.distributed.run"]
+    return [*module, f"--nproc-per-node={num_ranks}", *local]
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    """Wait for the process; whatever happens (time over, Ctrl-C), leave none of its kind alive."""
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        if process.poll() is None:
+            _kill_with_descendants(process)
+    return True
+
+
+def _kill_with_descendants(process: subprocess.Popen[bytes]) -> None:
+    # torchrun starts its workers in sessions of their own: a signal to the group misses them.
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for member in family:
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            continue
+    process.wait(10)
+
+
+def _describe(done: subprocess.CompletedProcess[str]) -> str:
+    command: Sequence[str] = done.args
+    return (
+        f"{' '.join(command)}\n--- end of stdout\n{done.stdout[-3000:]}"
+        f"\n--- end of stderr\n{done.stderr[-6000:]}"
+    )
