@@ -1,0 +1,62 @@
+"""How much communication hides behind compute, on each rank?"""
+
+from dataclasses import dataclass
+
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.statistics import median
+from fsdp_inspect.trace.steps import RankSteps, median_rank, steps_by_rank, timed_summary
+
+
+@dataclass(frozen=True, slots=True)
+class RankOverlap:
+    """Communication of one rank; medians over its timed steps."""
+
+    rank: int
+    host: str
+    num_steps: int
+    step_time_ns: int
+    communication_ns: int
+    """Union of the rank's running collectives over all streams: two at once count once."""
+    exposed_ns: int
+    """The part during which the compute stream (CPU: the main thread) stood waiting for it."""
+    overlap_ratio: float
+    """1 - exposed / communication, 0 to 1; 1.0 when nothing is communicated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Communication of every rank and of the median rank."""
+
+    run: RankOverlap | None
+    """The median rank; None without a timed step."""
+    ranks: tuple[RankOverlap, ...]
+    """By rank; ranks without a timed step are absent."""
+
+
+def measure_overlap(run: RunSource) -> Overlap:
+    """How much communication each rank has, and how much of it is exposed.
+
+    Source:
+        The complement of HTA's communication/computation overlap: 1 - exposed / communication.
+    """
+    rows = timed_summary(run)
+    hosts = {record.rank: record.host for record in run.ranks}
+    ranks = tuple(
+        _measure_rank(member, hosts.get(member.rank, "")) for member in steps_by_rank(rows)
+    )
+    chosen = median_rank(rows)
+    return Overlap(run=next((row for row in ranks if row.rank == chosen), None), ranks=ranks)
+
+
+def _measure_rank(member: RankSteps, host: str) -> RankOverlap:
+    communication = median(member.communication_ns) or 0
+    exposed = median(member.exposed_ns) or 0
+    return RankOverlap(
+        rank=member.rank,
+        host=host,
+        num_steps=len(member.steps),
+        step_time_ns=median(member.step_time_ns) or 0,
+        communication_ns=communication,
+        exposed_ns=exposed,
+        overlap_ratio=1 - exposed / communication if communication else 1.0,
+    )

@@ -1,0 +1,68 @@
+"""How were the numbers of this run obtained?
+
+The methods are read from the events of the median step of the median rank; a kind whose events
+were obtained in several ways names them all.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.trace.codes import COLLECTIVES, COPIES, EventKind, Method, NamedCode, Source
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.steps import median_rank, median_step, timed_summary
+
+_KINDS_OF_GROUP = {
+    "step": (EventKind.STEP,),
+    "all_gather": (EventKind.ALL_GATHER,),
+    "reduce_scatter": (EventKind.REDUCE_SCATTER,),
+    "all_reduce": (EventKind.ALL_REDUCE,),
+    "copies": tuple(sorted(COPIES)),
+    "forward": (EventKind.FORWARD,),
+    "backward": (EventKind.BACKWARD, EventKind.RECOMPUTE),
+    "optimizer": (EventKind.OPTIMIZER,),
+    "data": (EventKind.DATA,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where the numbers come from, and how they were obtained."""
+
+    sources: tuple[str, ...]
+    """`recorded`, `emulated`, `imported` or `predicted`; several in a mixed run."""
+    methods: dict[str, str]
+    """By group of numbers (`step`, `all_gather`, `forward`, ...): `measured`, `inferred`,
+    `host_blocking`; groups without an event are absent."""
+    memory: str | None
+    """`cuda_allocator` or `storage_tracker`; None if no memory was recorded."""
+    blocks_host: bool
+    """Every collective stood in the host's way, as gloo's synchronous ones do: that they are
+    exposed is then a property of the backend, not of the plan."""
+
+
+def measure_provenance(run: RunSource) -> Provenance:
+    """How times and memory were obtained."""
+    rows = timed_summary(run)
+    rank = median_rank(rows)
+    step = None if rank is None else median_step(rows, rank)
+    memory = next((record.memory_from for record in run.ranks if record.memory_from), None)
+    if rank is None or step is None:
+        return Provenance((run.manifest.source,), {}, memory, blocks_host=False)
+    events = run.events(rank, steps=[step])
+    methods = {
+        group: ", ".join(_labels(Method, events.method[np.isin(events.kind, kinds)]))
+        for group, kinds in _KINDS_OF_GROUP.items()
+    }
+    of_collectives = events.method[np.isin(events.kind, sorted(COLLECTIVES))]
+    return Provenance(
+        sources=_labels(Source, events.source),
+        methods={group: named for group, named in methods.items() if named},
+        memory=memory,
+        blocks_host=len(of_collectives) > 0 and set(of_collectives) == {Method.HOST_BLOCKING},
+    )
+
+
+def _labels(codes: type[NamedCode], column: NDArray[np.int8]) -> tuple[str, ...]:
+    return tuple(codes(code).label for code in np.unique(column).tolist())

@@ -1,0 +1,96 @@
+"""How long does a step take, and how steady is it?"""
+
+from dataclasses import dataclass
+
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.statistics import Distribution
+from fsdp_inspect.trace.steps import (
+    StepSelection,
+    median_rank,
+    median_step,
+    select_steps,
+    steps_by_rank,
+    timed_summary,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankStepTime:
+    """Step time of one rank over its timed steps."""
+
+    rank: int
+    step_time_ns: Distribution
+    median_step: int
+    """The step that took the median time; the earliest of equals."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPoint:
+    """One finished step of the median rank, for a line over steps."""
+
+    step: int
+    step_time_ns: int
+    communication_ns: int
+    exposed_ns: int
+    is_timed: bool
+    """False for warm-up and memory steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Step time of the run and of each rank."""
+
+    selection: StepSelection
+    median_rank: int | None
+    """The rank that stands for the run ([Note: the median rank] in `trace.steps`)."""
+    median_step: int | None
+    """Its median step; None without a timed step."""
+    step_time_ns: Distribution | None
+    """Step time of the median rank; None without a timed step."""
+    ranks: tuple[RankStepTime, ...]
+    """By rank; ranks without a timed step are absent."""
+    over_steps: tuple[StepPoint, ...]
+    """Every finished step of the median rank, timed or not, by step."""
+
+
+def measure_step_times(run: RunSource) -> StepTimes:
+    """How long the steps take: over the timed steps of each rank and of the median rank."""
+    rows = timed_summary(run)
+    rank = median_rank(rows)
+    selection = select_steps(run)
+    ranks = tuple(
+        RankStepTime(
+            rank=member.rank,
+            step_time_ns=distribution,
+            median_step=int(member.steps[(member.step_time_ns == distribution.median).argmax()]),
+        )
+        for member in steps_by_rank(rows)
+        if (distribution := Distribution.of(member.step_time_ns)) is not None
+    )
+    return StepTimes(
+        selection=selection,
+        median_rank=rank,
+        median_step=None if rank is None else median_step(rows, rank),
+        step_time_ns=next((row.step_time_ns for row in ranks if row.rank == rank), None),
+        ranks=ranks,
+        over_steps=_over_steps(run, selection, rank),
+    )
+
+
+def _over_steps(
+    run: RunSource, selection: StepSelection, rank: int | None
+) -> tuple[StepPoint, ...]:
+    """The steps of the rank; without a median rank, those of the first rank with any step."""
+    members = list(steps_by_rank(run.summary()))
+    chosen = [member for member in members if rank in (None, member.rank)][:1]
+    return tuple(
+        StepPoint(
+            step=int(step),
+            step_time_ns=int(member.step_time_ns[position]),
+            communication_ns=int(member.communication_ns[position]),
+            exposed_ns=int(member.exposed_ns[position]),
+            is_timed=int(step) in selection.timed,
+        )
+        for member in chosen
+        for position, step in enumerate(member.steps)
+    )

@@ -1,0 +1,229 @@
+"""What does each FSDP unit cost: its collectives, copies, forward and backward?
+
+All times are medians over the timed steps of one rank, per step unless said otherwise.
+Bus bandwidth follows nccl-tests: message x (N-1)/N / duration for all-gather and reduce-scatter,
+2 (N-1)/N for all-reduce, N the size of the group that communicates.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.trace.codes import COPIES, EventFlag, EventKind, Phase
+from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
+from fsdp_inspect.trace.statistics import median
+from fsdp_inspect.trace.steps import (
+    median_rank,
+    rows_of,
+    steps_by_rank,
+    sum_per_step,
+    timed_summary,
+)
+from fsdp_inspect.trace.tables import EventTable, SummaryTable
+
+_COLLECTIVES_OF_A_UNIT = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCollective:
+    """One unit's collectives of one kind."""
+
+    count_per_step: int
+    """0 when the unit has none: a group of one rank, or frozen parameters."""
+    bytes: int | None
+    """Full padded message of one collective: all-gather output, reduce-scatter input."""
+    group_size: int | None
+    """Ranks that take part; None without a group."""
+    median_ns: int | None
+    """Duration of one collective."""
+    exposed_ns: int
+    """Per step: how long the rank waits for them."""
+    bus_bytes_per_s: float | None
+    """None for a group of one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCost:
+    """One FSDP unit: what it is, and what it costs per step."""
+
+    index: int
+    fqn: str
+    """Empty for the root."""
+    module_class: str
+    execution_index: int | None
+    """Position in the first recorded forward; None if it never ran."""
+    num_parameters: int
+    num_trainable_parameters: int
+    unsharded_bytes: int
+    sharded_bytes: int
+    reduce_bytes: int
+    param_dtype: str
+    reduce_dtype: str
+    reshard_after_forward: bool | int | None
+    all_gather: UnitCollective
+    reduce_scatter: UnitCollective
+    all_reduce: UnitCollective
+    """HSDP; count 0 elsewhere."""
+    exposed_ns: int
+    """Of all its collectives, per step."""
+    prefetched_per_step: int
+    """All-gathers issued before their own unit asked for them."""
+    copies_ns: int
+    """FSDP's copies between parameters and communication buffers."""
+    forward_ns: int
+    """From parameters ready to output; holds nested units."""
+    backward_ns: int
+    """From parameters ready to gradients complete; holds nested units and recomputation."""
+    recompute_ns: int
+    """Forward work repeated in backward by activation checkpointing; inside `backward_ns`."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCosts:
+    """All units of the model, as one rank saw them."""
+
+    rank: int | None
+    """None: no timed step, so every time is 0 or None."""
+    num_steps: int
+    units: tuple[UnitCost, ...]
+    """In order of execution, those that never ran last."""
+
+
+def measure_units(run: RunSource, *, rank: int | None = None) -> UnitCosts:
+    """What each unit costs per step.
+
+    Args:
+        run: A recorded run.
+        rank: Default the median rank.
+    """
+    rows = timed_summary(run)
+    chosen = median_rank(rows) if rank is None else rank
+    member = next((member for member in steps_by_rank(rows) if member.rank == chosen), None)
+    if member is None:
+        rows, gathers, steps = SummaryTable.empty(), EventTable.empty(), np.empty(0, np.int32)
+    else:
+        rows, steps = rows_of(rows, rank=member.rank), member.steps
+        gathers = run.events(member.rank, steps=steps.tolist(), kinds=[EventKind.ALL_GATHER])
+    trained = _UnitRows(rows.where(rows.phase != Phase.EVALUATION), steps)
+    prefetched = gathers.where((gathers.flags & EventFlag.PREFETCHED) != 0)
+    units = [
+        _measure_unit(
+            unit, run.manifest, trained.of_unit(unit.index), _of_unit(prefetched, unit.index)
+        )
+        for unit in run.manifest.units
+    ]
+    return UnitCosts(
+        rank=None if member is None else member.rank,
+        num_steps=len(steps),
+        units=tuple(sorted(units, key=_execution_order)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _UnitRows:
+    """Summary rows of one rank, and the steps that they are medians over."""
+
+    rows: SummaryTable
+    steps: NDArray[np.int32]
+
+    def of_unit(self, unit: int) -> "_UnitRows":
+        return _UnitRows(self.rows.where(self.rows.unit == unit), self.steps)
+
+    def of_kind(self, *kinds: EventKind, phase: Phase | None = None) -> "_UnitRows":
+        chosen = rows_of(self.rows, kinds=kinds)
+        if phase is not None:
+            chosen = chosen.where(chosen.phase == phase)
+        return _UnitRows(chosen, self.steps)
+
+    def per_step(self, column: str) -> int:
+        """Median over the steps of the column's sum in each step."""
+        return median(sum_per_step(self.rows.step, getattr(self.rows, column), self.steps)) or 0
+
+
+def _of_unit(events: EventTable, unit: int) -> EventTable:
+    return events.where(events.unit == unit)
+
+
+def _execution_order(unit: UnitCost) -> tuple[bool, int]:
+    return unit.execution_index is None, unit.execution_index or 0
+
+
+def _measure_unit(
+    unit: Unit, manifest: RunManifest, own: _UnitRows, prefetched: EventTable
+) -> UnitCost:
+    sizes = {group.index: len(group.ranks) for group in manifest.process_groups}
+    shard, replicate = sizes.get(unit.shard_group), sizes.get(unit.replicate_group)
+    gathers = own.of_kind(EventKind.ALL_GATHER)
+    prefetched_counts = sum_per_step(prefetched.step, np.ones(len(prefetched), int), own.steps)
+    recompute_ns = own.of_kind(EventKind.RECOMPUTE).per_step("duration_ns") + own.of_kind(
+        EventKind.FORWARD, phase=Phase.BACKWARD
+    ).per_step("duration_ns")
+    return UnitCost(
+        index=unit.index,
+        fqn=unit.fqn,
+        module_class=unit.module_class,
+        execution_index=None if unit.execution_index < 0 else unit.execution_index,
+        num_parameters=unit.num_parameters,
+        num_trainable_parameters=unit.num_trainable_parameters,
+        unsharded_bytes=unit.unsharded_bytes,
+        sharded_bytes=unit.sharded_bytes,
+        reduce_bytes=unit.reduce_bytes,
+        param_dtype=unit.param_dtype,
+        reduce_dtype=unit.reduce_dtype,
+        reshard_after_forward=unit.reshard_after_forward,
+        all_gather=_measure_collective(gathers, shard, _gather_factor(gathers, unit, shard)),
+        reduce_scatter=_measure_collective(
+            own.of_kind(EventKind.REDUCE_SCATTER), shard, _ring_share(shard)
+        ),
+        all_reduce=_measure_collective(
+            own.of_kind(EventKind.ALL_REDUCE), replicate, 2 * _ring_share(replicate)
+        ),
+        exposed_ns=own.of_kind(*_COLLECTIVES_OF_A_UNIT).per_step("exposed_ns"),
+        prefetched_per_step=median(prefetched_counts) or 0,
+        copies_ns=own.of_kind(*sorted(COPIES)).per_step("duration_ns"),
+        forward_ns=own.of_kind(EventKind.FORWARD, phase=Phase.FORWARD).per_step("duration_ns"),
+        backward_ns=own.of_kind(EventKind.BACKWARD).per_step("duration_ns"),
+        recompute_ns=recompute_ns,
+    )
+
+
+def _measure_collective(
+    own: _UnitRows, group_size: int | None, bus_factor: float
+) -> UnitCollective:
+    """Sum up one kind of collective; `bus_factor` turns message bytes into bus bytes."""
+    message = median(own.rows.bytes // np.maximum(own.rows.count, 1))
+    duration = median(own.rows.median_ns)
+    bandwidth = None
+    if message is not None and duration and bus_factor > 0:
+        bandwidth = message * bus_factor / duration * 1e9
+    return UnitCollective(
+        count_per_step=own.per_step("count"),
+        bytes=message,
+        group_size=group_size,
+        median_ns=duration,
+        exposed_ns=own.per_step("exposed_ns"),
+        bus_bytes_per_s=bandwidth,
+    )
+
+
+def _ring_share(group_size: int | None) -> float:
+    """(N-1)/N: the share of a message that has to come from other ranks."""
+    return (group_size - 1) / group_size if group_size else 0.0
+
+
+def _gather_factor(gathers: _UnitRows, unit: Unit, shard: int | None) -> float:
+    """The mean of (N-1)/N over the unit's gathers of a step.
+
+    With an integer `reshard_after_forward` the gathers of backward run in the smaller group of
+    that size; elsewhere every gather runs in the shard group.
+    """
+    reshard = unit.reshard_after_forward
+    if reshard is None or isinstance(reshard, bool):
+        return _ring_share(shard)
+    in_backward = gathers.of_kind(EventKind.ALL_GATHER, phase=Phase.BACKWARD).per_step("count")
+    total = gathers.per_step("count")
+    in_forward = total - in_backward
+    if total == 0:
+        return _ring_share(shard)
+    return (in_forward * _ring_share(shard) + in_backward * _ring_share(reshard)) / total

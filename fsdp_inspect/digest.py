@@ -1,0 +1,204 @@
+"""What is there to say about a run, all in one object?
+
+The analyses answer one question each and do not know each other; this puts their answers side by
+side, for `fsdp-inspect summary`, the dashboard's Overview and the end of a recording. The fields
+are the keys of `summary --json`, with the units in their names. Times are medians over the timed
+steps of the median rank unless a field says otherwise ([Note: the median rank] in `trace.steps`).
+"""
+
+from dataclasses import dataclass
+
+from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
+from fsdp_inspect.analysis.exposed import Exposed, measure_exposed
+from fsdp_inspect.analysis.memory import Memory, measure_memory
+from fsdp_inspect.analysis.overlap import RankOverlap, measure_overlap
+from fsdp_inspect.analysis.provenance import Provenance, measure_provenance
+from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
+from fsdp_inspect.analysis.steps import measure_step_times
+from fsdp_inspect.analysis.units import UnitCost, measure_units
+from fsdp_inspect.analysis.verdict import UNKNOWN, StepFacts, Verdict, Waiting, give_verdict
+from fsdp_inspect.trace.reduction import StepPart
+from fsdp_inspect.trace.run import RunManifest, RunSource
+from fsdp_inspect.trace.statistics import Distribution
+
+
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """What ran, where."""
+
+    name: str
+    created: str
+    """ISO 8601, UTC."""
+    command: tuple[str, ...]
+    model: str
+    num_parameters: int
+    device_type: str
+    device_name: str
+    mesh: dict[str, int]
+    versions: dict[str, str]
+    environment: dict[str, str]
+    git_commit: str | None
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """How the logged loss went."""
+
+    first: float
+    last: float
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepsLeftOut:
+    """Which finished steps no time is taken from."""
+
+    warmup: tuple[int, ...]
+    memory: tuple[int, ...]
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunDigest:
+    """A run in numbers; the fields are the keys of `summary --json`."""
+
+    run_id: str
+    status: str
+    """`complete`, `running`, `crashed`, `failed`, `partial` or `imported`."""
+    notes: tuple[str, ...]
+    """What is missing or odd about the run, in words."""
+    identity: RunIdentity
+    world_size: int
+    num_ranks: int
+    """Ranks that wrote something."""
+    backend: str
+    num_steps: int
+    """Finished steps, those that are left out of times included."""
+    num_timed_steps: int
+    left_out: StepsLeftOut
+    median_rank: int | None
+    """The rank that the times of this object come from; None without a timed step."""
+    provenance: Provenance
+    step_time_ns: Distribution | None
+    communication_ns: int | None
+    exposed_ns: int | None
+    overlap_ratio: float | None
+    """1 - exposed_ns / communication_ns; 1.0 when nothing is communicated."""
+    floor_ns: int | None
+    """The part of exposed_ns that no setting can hide."""
+    peak_allocated_bytes: int | None
+    """Highest of all ranks; None if memory was not recorded."""
+    peak_reserved_bytes: int | None
+    """Highest of all ranks; None on CPU, where nothing is reserved."""
+    breakdown: StepBreakdown | None
+    """The median step of the median rank: a real step, its parts add up."""
+    exposed: Exposed | None
+    memory: Memory
+    loss: Loss | None
+    units: tuple[UnitCost, ...]
+    ranks: tuple[RankOverlap, ...]
+    verdict: Verdict
+
+
+def digest_run(run: RunSource) -> RunDigest:
+    """Ask every analysis, and put the answers side by side."""
+    times, overlap = measure_step_times(run), measure_overlap(run)
+    breakdown, exposed = measure_breakdown(run).headline, measure_exposed(run)
+    units, memory, provenance = measure_units(run), measure_memory(run), measure_provenance(run)
+    manifest, steps = run.manifest, times.selection
+    return RunDigest(
+        run_id=manifest.run_id,
+        status=run.status.value,
+        notes=tuple(run.notes),
+        identity=_identify(manifest),
+        world_size=manifest.world_size,
+        num_ranks=len(run.ranks),
+        backend=manifest.backend,
+        num_steps=len(steps.finished),
+        num_timed_steps=len(steps.timed),
+        left_out=StepsLeftOut(steps.warmup, steps.memory, steps.sentence),
+        median_rank=times.median_rank,
+        provenance=provenance,
+        step_time_ns=times.step_time_ns,
+        communication_ns=overlap.run.communication_ns if overlap.run else None,
+        exposed_ns=overlap.run.exposed_ns if overlap.run else None,
+        overlap_ratio=overlap.run.overlap_ratio if overlap.run else None,
+        floor_ns=exposed.floor_ns if exposed else None,
+        peak_allocated_bytes=memory.peak_allocated_bytes,
+        peak_reserved_bytes=memory.peak_reserved_bytes,
+        breakdown=breakdown,
+        exposed=exposed,
+        memory=memory,
+        loss=_find_loss(measure_scalars(run)),
+        units=units.units,
+        ranks=overlap.ranks,
+        verdict=_judge(manifest, breakdown, exposed, memory, provenance),
+    )
+
+
+def _identify(manifest: RunManifest) -> RunIdentity:
+    return RunIdentity(
+        name=manifest.name,
+        created=manifest.created,
+        command=tuple(manifest.command),
+        model=manifest.model.class_name,
+        num_parameters=manifest.model.num_parameters,
+        device_type=manifest.device_type,
+        device_name=manifest.device_name,
+        mesh=manifest.mesh,
+        versions=manifest.versions,
+        environment=manifest.environment,
+        git_commit=manifest.git_commit,
+        tags=tuple(manifest.tags),
+    )
+
+
+def _find_loss(series: tuple[ScalarSeries, ...]) -> Loss | None:
+    losses = [one for one in series if one.name == "loss"]
+    return Loss(losses[0].values[0], losses[0].values[-1], len(losses[0].steps)) if losses else None
+
+
+def _judge(
+    manifest: RunManifest,
+    breakdown: StepBreakdown | None,
+    exposed: Exposed | None,
+    memory: Memory,
+    provenance: Provenance,
+) -> Verdict:
+    if breakdown is None or exposed is None:
+        return UNKNOWN
+    parameters = [unit.num_parameters for unit in manifest.units]
+    return give_verdict(
+        StepFacts(
+            step_time_ns=breakdown.step_time_ns,
+            compute_ns=sum(breakdown.duration_ns(part) for part in _COMPUTE_PARTS),
+            data_ns=breakdown.duration_ns(StepPart.DATA),
+            host_bound_ns=breakdown.duration_ns(StepPart.HOST_BOUND),
+            exposed_ns=breakdown.exposed_ns,
+            floor_ns=min(exposed.floor_ns, breakdown.exposed_ns),
+            other_ns=breakdown.duration_ns(StepPart.OTHER),
+            backward_gathers_ns=exposed.backward_gathers_ns,
+            top=_top_owner(exposed),
+            blocks_host=provenance.blocks_host,
+            backend=manifest.backend,
+            num_units=len(parameters),
+            largest_unit_ratio=max(parameters, default=0) / max(sum(parameters), 1),
+            peak_allocated_bytes=memory.peak_allocated_bytes,
+            peak_reserved_bytes=memory.peak_reserved_bytes,
+            device_bytes=memory.device_bytes,
+            device_ratio=memory.device_ratio,
+        )
+    )
+
+
+_COMPUTE_PARTS = (StepPart.FORWARD, StepPart.BACKWARD, StepPart.OPTIMIZER)
+
+
+def _top_owner(exposed: Exposed) -> Waiting | None:
+    """The owner of the longest wait beyond the floor; None if there is nothing beyond it."""
+    top = max(exposed.owners, key=lambda owner: owner.exposed_ns - owner.floor_ns, default=None)
+    if top is None or top.exposed_ns == top.floor_ns:
+        return None
+    exposed_ns = top.exposed_ns - top.floor_ns
+    return Waiting(fqn=top.fqn, kind=top.kind, phase=top.phase, exposed_ns=exposed_ns)

@@ -1,0 +1,177 @@
+"""Which steps count, and which rank and step stand for the run?
+
+Timed steps are the finished ones after warm-up that were not memory steps. Every scalar over
+steps is a median over the timed steps of one rank.
+
+[Note: the median rank] Collectives tie the ranks together, so all of them take the same time for
+a step; what differs is how long each one waits. The rank that stands for the run is therefore the
+one whose exposed communication is the median over ranks (of two, the lower), not the one whose
+step time is: by step time a single straggler, which waits for nobody, could be picked by noise.
+Ties go by step time, then communication, then rank.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.reduction import StepFlag, StepPart
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.statistics import median
+from fsdp_inspect.trace.tables import SummaryTable
+
+
+@dataclass(frozen=True, slots=True)
+class StepSelection:
+    """The finished steps of a run, and which of them are left out of every time."""
+
+    finished: tuple[int, ...]
+    """Steps that at least one rank finished."""
+    timed: tuple[int, ...]
+    """Those that count."""
+    warmup: tuple[int, ...]
+    """Left out: the first steps hold allocator growth, communicator set-up, compilation."""
+    memory: tuple[int, ...]
+    """Left out: recorded under the storage tracker, which slows them."""
+
+    @property
+    def sentence(self) -> str:
+        """What counts and what does not, in words."""
+        left_out = [
+            f"{_numbered(steps)} {reason}"
+            for steps, reason in (
+                (self.warmup, "(warm-up)"),
+                (self.memory, "(under the memory tracker)"),
+            )
+            if steps
+        ]
+        counted = f"{len(self.timed)} of {len(self.finished)} finished steps are timed"
+        return f"{counted}; left out: {', '.join(left_out)}." if left_out else f"{counted}."
+
+
+def select_steps(run: RunSource) -> StepSelection:
+    """Sort the finished steps into timed, warm-up and memory steps; warm-up wins over memory."""
+    rows = _step_rows(run.summary())
+    finished = [int(step) for step in np.unique(rows.step)]
+    first = finished[0] if finished else 0
+    flagged = rows.step[(rows.flags & StepFlag.MEMORY_STEP) != 0]
+    memory = {*run.manifest.memory_steps, *(int(step) for step in np.unique(flagged))}
+    warmup = [step for step in finished if step < first + run.manifest.warmup_steps]
+    rest = finished[len(warmup) :]
+    return StepSelection(
+        finished=tuple(finished),
+        timed=tuple(step for step in rest if step not in memory),
+        warmup=tuple(warmup),
+        memory=tuple(step for step in rest if step in memory),
+    )
+
+
+def timed_summary(run: RunSource) -> SummaryTable:
+    """The rows of the run's summary that belong to timed steps."""
+    rows = run.summary()
+    return rows.where(np.isin(rows.step, select_steps(run).timed))
+
+
+def rows_of(
+    rows: SummaryTable, *, rank: int | None = None, kinds: Sequence[int] | None = None
+) -> SummaryTable:
+    """The rows of one rank, of some kinds, or both."""
+    mask = np.ones(len(rows), dtype=bool)
+    if rank is not None:
+        mask &= rows.rank == rank
+    if kinds is not None:
+        mask &= np.isin(rows.kind, [int(kind) for kind in kinds])
+    return rows.where(mask)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSteps:
+    """The steps of one rank; arrays of shape (S,), by step."""
+
+    rank: int
+    steps: NDArray[np.int32]
+    step_time_ns: NDArray[np.int64]
+    exposed_ns: NDArray[np.int64]
+    communication_ns: NDArray[np.int64]
+
+
+def steps_by_rank(rows: SummaryTable) -> Iterator[RankSteps]:
+    """The steps that the rows hold, rank by rank, in rank and step order."""
+    steps = _ordered(_step_rows(rows))
+    communication = _ordered(rows_of(rows, kinds=[StepPart.COMMUNICATION]))
+    ranks, firsts = np.unique(steps.rank, return_index=True)
+    bounds = [*firsts.tolist(), len(steps)]
+    for rank, low, high in zip(ranks.tolist(), bounds, bounds[1:], strict=False):
+        yield RankSteps(
+            rank=rank,
+            steps=steps.step[low:high],
+            step_time_ns=steps.duration_ns[low:high],
+            exposed_ns=steps.exposed_ns[low:high],
+            communication_ns=communication.duration_ns[low:high],
+        )
+
+
+def median_rank(rows: SummaryTable) -> int | None:
+    """The rank that stands for the run; None if the rows hold no step.
+
+    See [Note: the median rank].
+    """
+    candidates = sorted(
+        (
+            median(member.exposed_ns) or 0,
+            median(member.step_time_ns) or 0,
+            median(member.communication_ns) or 0,
+            member.rank,
+        )
+        for member in steps_by_rank(rows)
+    )
+    return candidates[(len(candidates) - 1) // 2][-1] if candidates else None
+
+
+def median_step(rows: SummaryTable, rank: int) -> int | None:
+    """The rank's step with the median step time, the earliest of equals; None if it has none."""
+    steps = _ordered(_step_rows(rows_of(rows, rank=rank)))
+    middle = median(steps.duration_ns)
+    if middle is None:
+        return None
+    return int(steps.step[np.flatnonzero(steps.duration_ns == middle)[0]])
+
+
+def sum_per_step(
+    rows_step: NDArray[np.integer], values: NDArray[np.integer], steps: NDArray[np.integer]
+) -> NDArray[np.int64]:
+    """Add up the values of each step; a step without rows counts 0.
+
+    Args:
+        rows_step: Shape (n,), the step of each value; every one is in `steps`.
+        values: Shape (n,).
+        steps: Shape (S,), ascending, distinct.
+
+    Returns:
+        Shape (S,).
+    """
+    sums = np.zeros(len(steps), dtype=np.int64)
+    np.add.at(sums, np.searchsorted(steps, rows_step), values)
+    return sums
+
+
+def _step_rows(rows: SummaryTable) -> SummaryTable:
+    return rows_of(rows, kinds=[EventKind.STEP])
+
+
+def _ordered(rows: SummaryTable) -> SummaryTable:
+    return rows.where(np.lexsort((rows.step, rows.rank)))
+
+
+def _numbered(steps: Sequence[int]) -> str:
+    """`step 4`, `steps 0-2`, `steps 0-2, 7`."""
+    spans: list[list[int]] = []
+    for step in steps:
+        if spans and step == spans[-1][1] + 1:
+            spans[-1][1] = step
+        else:
+            spans.append([step, step])
+    listed = ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)
+    return f"{'step' if len(steps) == 1 else 'steps'} {listed}"

@@ -1,0 +1,354 @@
+"""Hand-made runs for tests: exact integers, no files, no torch.
+
+    builder = RunBuilder(units=("", "layers.0"), world_size=2, warmup_steps=1)
+    rank = builder.rank(0)
+    rank.step(0, start=0, end=100)
+    rank.data(0, 10)
+    rank.all_gather("layers.0", 10, 30, need=15)
+    rank.forward("layers.0", 30, 60)
+    run = builder.build()             # a RunSource, as the analyses take it
+
+What is added after `rank.step(n, ...)` belongs to step n. `steady_run()` is a whole run of equal
+steps; the drawing at `add_steady_step` says what every analysis must find in it.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fsdp_inspect.trace.codes import (
+    NO_UNIT,
+    EventFlag,
+    EventKind,
+    MemoryCategory,
+    MemoryPoint,
+    Method,
+    Phase,
+    Source,
+    Stream,
+)
+from fsdp_inspect.trace.reduction import reduce_rank
+from fsdp_inspect.trace.run import (
+    ClockPair,
+    ModelInfo,
+    ProcessGroup,
+    RankRecord,
+    RunManifest,
+    RunStatus,
+    Unit,
+)
+from fsdp_inspect.trace.tables import (
+    MISSING_INT,
+    DeviceTable,
+    EventTable,
+    MemoryTable,
+    ScalarTable,
+    SummaryTable,
+)
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class InMemoryRun:
+    """A `RunSource` that lives in memory."""
+
+    manifest: RunManifest
+    ranks: Sequence[RankRecord]
+    event_tables: Mapping[int, EventTable]
+    memory_tables: Mapping[int, MemoryTable] = field(default_factory=dict)
+    scalar_tables: Mapping[int, ScalarTable] = field(default_factory=dict)
+    device_tables: Mapping[int, DeviceTable] = field(default_factory=dict)
+    status: RunStatus = RunStatus.COMPLETE
+    notes: Sequence[str] = ()
+
+    def events(
+        self,
+        rank: int,
+        *,
+        steps: Collection[int] | None = None,
+        kinds: Collection[int] | None = None,
+    ) -> EventTable:
+        table = self.event_tables.get(rank, EventTable.empty())
+        mask = np.ones(len(table), dtype=bool)
+        if steps is not None:
+            mask &= np.isin(table.step, list(steps))
+        if kinds is not None:
+            mask &= np.isin(table.kind, list(kinds))
+        chosen = table.where(mask)
+        return chosen.where(np.argsort(chosen.start_ns, kind="stable"))
+
+    def memory(self, rank: int) -> MemoryTable:
+        return self.memory_tables.get(rank, MemoryTable.empty())
+
+    def devices(self, rank: int) -> DeviceTable:
+        return self.device_tables.get(rank, DeviceTable.empty())
+
+    def scalars(self, rank: int) -> ScalarTable:
+        return self.scalar_tables.get(rank, ScalarTable.empty())
+
+    def summary(self) -> SummaryTable:
+        return SummaryTable.concat(
+            [reduce_rank(table, rank=rank) for rank, table in sorted(self.event_tables.items())]
+        )
+
+
+class RankBuilder:
+    """One rank's rows, added in any order."""
+
+    def __init__(self, rank: int, unit_indices: Mapping[str, int]):
+        self.rank = rank
+        self.events: list[dict[str, int]] = []
+        self.samples: list[dict[str, int]] = []
+        self.logged: list[dict[str, float]] = []
+        self.record: dict[str, Any] = {}
+        self._units = unit_indices
+        self._step = 0
+
+    def step(self, number: int, start: int, end: int, *, is_memory_step: bool = False) -> None:
+        self._step = number
+        flags = EventFlag.MEMORY_STEP if is_memory_step else 0
+        self.add(EventKind.STEP, start, end, flags=flags)
+
+    def add(
+        self,
+        kind: EventKind,
+        start: int,
+        end: int,
+        *,
+        unit: str | None = None,
+        phase: Phase = Phase.OUTSIDE,
+        **columns: int,
+    ) -> None:
+        """Any event; `columns` are those of `EventTable`. Without `unit` it is not FSDP's."""
+        index = NO_UNIT if unit is None else self._units[unit]
+        blank = {
+            "step": self._step,
+            "microbatch": 0,
+            "issued_by": index,
+            "stream": Stream.HOST,
+            "group": -1,
+            "dtype": 1,
+            "source": Source.RECORDED,
+            "method": Method.MEASURED,
+            "flags": 0,
+            "sequence": MISSING_INT,
+            "collective": MISSING_INT,
+            "bytes": MISSING_INT,
+            "issue_ns": start,
+            "need_ns": MISSING_INT,
+        }
+        row = {"kind": kind, "unit": index, "phase": phase, "start_ns": start, "end_ns": end}
+        self.events.append({**blank, **row, **columns})
+
+    def data(self, start: int, end: int) -> None:
+        self.add(EventKind.DATA, start, end, phase=Phase.DATA)
+
+    def optimizer(self, start: int, end: int) -> None:
+        self.add(EventKind.OPTIMIZER, start, end, phase=Phase.OPTIMIZER)
+
+    def forward(self, unit: str, start: int, end: int, **columns: int) -> None:
+        self.add(EventKind.FORWARD, start, end, unit=unit, phase=Phase.FORWARD, **columns)
+
+    def backward(self, unit: str, start: int, end: int, **columns: int) -> None:
+        self.add(EventKind.BACKWARD, start, end, unit=unit, phase=Phase.BACKWARD, **columns)
+
+    def copy_out(self, unit: str, start: int, end: int) -> None:
+        kind = EventKind.ALL_GATHER_COPY_OUT
+        self.add(kind, start, end, unit=unit, phase=Phase.FORWARD)
+
+    def all_gather(
+        self,
+        unit: str,
+        start: int,
+        end: int,
+        *,
+        need: int = MISSING_INT,
+        phase: Phase = Phase.FORWARD,
+        **columns: int,
+    ) -> None:
+        """`need`: when the rank began to wait for it; nobody waited unless given."""
+        columns = {"bytes": 64, "stream": Stream.ALL_GATHER, "group": 0, **columns}
+        kind = EventKind.ALL_GATHER
+        self.add(kind, start, end, unit=unit, phase=phase, need_ns=need, **columns)
+
+    def reduce_scatter(
+        self, unit: str, start: int, end: int, *, need: int = MISSING_INT, **columns: int
+    ) -> None:
+        columns = {"bytes": 64, "stream": Stream.REDUCE_SCATTER, "group": 0, **columns}
+        kind, phase = EventKind.REDUCE_SCATTER, Phase.BACKWARD
+        self.add(kind, start, end, unit=unit, phase=phase, need_ns=need, **columns)
+
+    def all_reduce(
+        self, unit: str | None, start: int, end: int, *, need: int = MISSING_INT, **columns: int
+    ) -> None:
+        """Of an HSDP unit, or with None one that FSDP did not issue (clipping)."""
+        columns = {"bytes": 4, "stream": Stream.ALL_REDUCE, "group": 1, **columns}
+        kind, phase = EventKind.ALL_REDUCE, Phase.BACKWARD
+        self.add(kind, start, end, unit=unit, phase=phase, need_ns=need, **columns)
+
+    def memory(
+        self, point: MemoryPoint, allocated: int, *, unit: str | None = None, **columns: int
+    ) -> None:
+        """A sample; `columns` are those of `MemoryTable`, categories included."""
+        blank = {
+            "step": self._step,
+            "microbatch": 0,
+            "phase": Phase.OUTSIDE,
+            "method": Method.MEASURED,
+            "time_ns": len(self.samples),
+            "reserved": MISSING_INT,
+            "active": MISSING_INT,
+            "peak_allocated": allocated,
+            "peak_reserved": MISSING_INT,
+            **{category.label: MISSING_INT for category in MemoryCategory},
+        }
+        index = NO_UNIT if unit is None else self._units[unit]
+        row = {"point": point, "unit": index, "allocated": allocated}
+        self.samples.append({**blank, **row, **columns})
+
+    def loss(self, value: float) -> None:
+        self.logged.append({"step": self._step, "name": 0, "time_ns": 0, "value": value})
+
+
+class RunBuilder:
+    """A run of some ranks and units; every unit has 100 parameters unless `unit()` says more."""
+
+    def __init__(
+        self,
+        units: Sequence[str] = ("layers.0", "layers.1"),
+        *,
+        world_size: int = 2,
+        **manifest: Any,
+    ):
+        self.world_size = world_size
+        self.units = {fqn: self._unit(index, fqn) for index, fqn in enumerate(units)}
+        self.manifest = {
+            "run_id": "hand-made",
+            "created": "2026-01-01T00:00:00+00:00",
+            "created_unix_ns": 0,
+            "backend": "gloo",
+            "device_type": "cpu",
+            "model": ModelInfo(class_name="Decoder", num_parameters=100 * len(units)),
+            "process_groups": [
+                ProcessGroup(index=0, name="shard", ranks=list(range(world_size)), role="shard")
+            ],
+            **manifest,
+        }
+        self._ranks: dict[int, RankBuilder] = {}
+
+    def rank(self, rank: int) -> RankBuilder:
+        indices = {fqn: unit.index for fqn, unit in self.units.items()}
+        return self._ranks.setdefault(rank, RankBuilder(rank, indices))
+
+    def unit(self, fqn: str, **changes: Any) -> None:
+        """Change what the manifest says about a unit."""
+        self.units[fqn] = self.units[fqn].model_copy(update=changes)
+
+    def build(self, **run: Any) -> InMemoryRun:
+        """The run; `run` sets `status` or `notes`."""
+        members = sorted(self._ranks.items())
+        return InMemoryRun(
+            manifest=RunManifest(
+                units=list(self.units.values()), world_size=self.world_size, **self.manifest
+            ),
+            ranks=[self._record(builder) for _, builder in members],
+            event_tables={rank: EventTable.from_rows(one.events) for rank, one in members},
+            memory_tables={rank: MemoryTable.from_rows(one.samples) for rank, one in members},
+            scalar_tables={rank: ScalarTable.from_rows(one.logged) for rank, one in members},
+            **run,
+        )
+
+    def _record(self, builder: RankBuilder) -> RankRecord:
+        clock = ClockPair(monotonic_ns=0, unix_ns=0, uncertainty_ns=0)
+        known = {
+            "rank": builder.rank,
+            "world_size": self.world_size,
+            "clock_start": clock,
+            "memory_from": "storage_tracker" if builder.samples else "",
+            "scalar_names": ["loss"] if builder.logged else [],
+        }
+        return RankRecord(**{**known, **builder.record})
+
+    def _unit(self, index: int, fqn: str) -> Unit:
+        return Unit(
+            index=index,
+            fqn=fqn,
+            modules=[fqn],
+            module_class="Block",
+            num_parameters=100,
+            num_trainable_parameters=100,
+            num_tensors=2,
+            unsharded_bytes=400,
+            sharded_bytes=400 // self.world_size,
+            reduce_bytes=400,
+            param_dtype="float32",
+            reduce_dtype="float32",
+            reshard_after_forward=True,
+            shard_group=0,
+            is_root=fqn == "",
+            execution_index=index,
+        )
+
+
+STEADY_STEP_NS = 1000
+STEADY_PARTS = {
+    "forward": 200,
+    "backward": 320,
+    "fsdp_copies": 20,
+    "exposed_all_gather": 130,
+    "exposed_reduce_scatter": 100,
+    "exposed_all_reduce": 0,
+    "exposed_other": 20,
+    "host_bound": 0,
+    "optimizer": 100,
+    "data": 50,
+    "other": 60,
+}
+STEADY_COMMUNICATION_NS = 500
+STEADY_EXPOSED_NS = 250
+STEADY_FLOOR_NS = 150
+
+
+def add_steady_step(rank: RankBuilder, number: int, *, start: int, **step: bool) -> None:
+    """One step of 1000 ns over the units layers.0 and layers.1.
+
+    0    50   110        270       370 400       560        720     840  940  1000
+    data |    f(0)       f(1)          backward 1 backward 0        opt
+         AG0  AG1 (prefetched)     AG1                      RS0  AR
+         ^^   ....^^^^^ 210-260    ^^^  AG0 hidden RS1 hidden^^^ ^^ exposed
+    """
+    rank.step(number, start, start + STEADY_STEP_NS, **step)
+    at = start.__add__
+    rank.data(at(0), at(50))
+    rank.all_gather("layers.0", at(50), at(100), need=at(50))
+    rank.copy_out("layers.0", at(100), at(110))
+    rank.forward("layers.0", at(110), at(210))
+    prefetched = int(EventFlag.PREFETCHED)
+    rank.all_gather("layers.1", at(110), at(260), need=at(210), flags=prefetched)
+    rank.copy_out("layers.1", at(260), at(270))
+    rank.forward("layers.1", at(270), at(370))
+    in_backward = Phase.BACKWARD
+    rank.all_gather("layers.1", at(370), at(400), need=at(370), phase=in_backward)
+    rank.backward("layers.1", at(400), at(560))
+    rank.all_gather("layers.0", at(450), at(520), need=at(560), phase=in_backward, flags=prefetched)
+    rank.backward("layers.0", at(560), at(720))
+    rank.reduce_scatter("layers.1", at(560), at(640), need=at(720))
+    rank.reduce_scatter("layers.0", at(720), at(820), need=at(720))
+    rank.all_reduce(None, at(820), at(840), need=at(820))
+    rank.optimizer(at(840), at(940))
+
+
+def steady_run(
+    *, world_size: int = 2, num_steps: int = 4, warmup_steps: int = 1, **manifest: Any
+) -> InMemoryRun:
+    """Equal steps on every rank, each rank on a clock of its own, with a falling loss."""
+    builder = RunBuilder(world_size=world_size, warmup_steps=warmup_steps, **manifest)
+    for rank in range(world_size):
+        for number in range(num_steps):
+            start = 10_000 * rank + STEADY_STEP_NS * number
+            add_steady_step(builder.rank(rank), number, start=start)
+            builder.rank(rank).loss(4.0 - number)
+    return builder.build()
