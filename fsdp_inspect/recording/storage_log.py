@@ -1,0 +1,309 @@
+"""What was alive at each instant of a step? A log of storages, and what it adds up to.
+
+`recording.storage_tracker` writes the log while a step runs; everything said about the step is
+computed from it afterwards, so a storage that is recognised late (an all-gather output known
+only when its unit is unsharded) still counts as what it is for its whole life.
+
+Conventions: sizes are the storages' own bytes, without an allocator's rounding, cache or
+workspaces. Cut c is the moment after the first c events. Pure Python and numpy, no torch.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Method, Phase
+from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
+
+Ownership = Mapping[tuple[int, MemoryCategory], int]
+"""Live bytes by owning unit (-1: none) and category; no entry with 0 bytes."""
+
+
+class Moment(NamedTuple):
+    """When and where something happened."""
+
+    unit: int
+    """The innermost unit on the host's stack; -1: none."""
+    phase: int
+    """A `Phase`."""
+    time_ns: int
+    """Host monotonic time."""
+    recompute: bool = False
+    """Whether activation checkpointing was repeating a forward."""
+
+
+class StorageEvent(NamedTuple):
+    """A storage was allocated, resized or freed."""
+
+    storage: int
+    """Index into `StorageLog.storages`."""
+    num_bytes: int
+    """Its size from this moment on; 0 when it was freed."""
+    moment: Moment
+
+
+@dataclass(slots=True)
+class TrackedStorage:
+    """What is known about one storage apart from its size."""
+
+    owner_unit: int
+    category: MemoryCategory | None = None
+    """None: decided by when it was allocated and freed, see `StorageLog.categories`."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInstant:
+    """What was alive at one moment."""
+
+    moment: Moment
+    owned: Ownership
+
+    @property
+    def total_bytes(self) -> int:
+        """All live storages."""
+        return sum(self.owned.values())
+
+    @property
+    def by_category(self) -> dict[MemoryCategory, int]:
+        """Live bytes by category; adds up to `total_bytes`."""
+        totals: Counter[MemoryCategory] = Counter()
+        for (_, category), num_bytes in self.owned.items():
+            totals[category] += num_bytes
+        return dict(totals)
+
+    @property
+    def by_owner(self) -> dict[int, dict[MemoryCategory, int]]:
+        """Live bytes by owning unit, then category; units ascending, adds up to `total_bytes`."""
+        return {
+            owner: {category: num_bytes for (_, category), num_bytes in members}
+            for owner, members in groupby(sorted(self.owned.items()), key=lambda item: item[0][0])
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMark:
+    """What was alive at a point that the recorder's hooks chose."""
+
+    point: MemoryPoint
+    microbatch: int
+    instant: MemoryInstant
+    peak_bytes: int
+    """The most that was alive since the previous mark (or the step's begin), ends included."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """The memory of one step, in bytes of live storages."""
+
+    start: MemoryInstant
+    """What rested before the step."""
+    peak: MemoryInstant
+    """The first moment at which the most was alive."""
+    peak_microbatch: int
+    """That of the last mark before the peak; 0 when there is none."""
+    end: MemoryInstant
+    """What rests after the step."""
+    marks: tuple[MemoryMark, ...]
+
+    def rows(self, step: int) -> Iterator[tuple[int, ...]]:
+        """The step as rows of `MemoryTable`: its marks, the peak, the peak by owning unit.
+
+        Allocator columns (reserved, active) and bytes outside the allocator are not known here
+        and read -1. A PEAK_BY_OWNER row holds what one unit owns; together they are the peak.
+        """
+        for mark in self.marks:
+            yield _row(
+                mark.instant.by_category,
+                {"step": step, "microbatch": mark.microbatch, "point": mark.point},
+                mark.instant.moment,
+                mark.peak_bytes,
+            )
+        peak = self.peak
+        at_peak = {"step": step, "microbatch": self.peak_microbatch, "point": MemoryPoint.PEAK}
+        yield _row(peak.by_category, at_peak, peak.moment, peak.total_bytes)
+        for owner, categories in peak.by_owner.items():
+            of_owner = {**at_peak, "point": MemoryPoint.PEAK_BY_OWNER}
+            yield _row(categories, of_owner, peak.moment._replace(unit=owner), MISSING_INT)
+
+
+@dataclass(slots=True)
+class StorageLog:
+    """Everything that happened to storages in one step, in the order it happened."""
+
+    storages: list[TrackedStorage] = field(default_factory=list)
+    events: list[StorageEvent] = field(default_factory=list)
+    _marks: list["_MarkAt"] = field(default_factory=list)
+    _start: "_Cut | None" = None
+    _end: "_Cut | None" = None
+
+    def begin(self, moment: Moment) -> None:
+        """The step begins: events so far are what rested before it."""
+        self._start = _Cut(len(self.events), moment)
+
+    def mark(self, point: MemoryPoint, microbatch: int, moment: Moment) -> None:
+        """Remember this moment."""
+        self._marks.append(_MarkAt(point, microbatch, _Cut(len(self.events), moment)))
+
+    def finish(self, moment: Moment) -> None:
+        """The step has ended; later events are not part of it."""
+        self._end = _Cut(len(self.events), moment)
+
+    def summarize(self) -> StepMemory:
+        """Add up the step between `begin` and `finish`."""
+        assert self._start is not None, "begin() comes before summarize()"
+        assert self._end is not None, "finish() comes before summarize()"
+        totals = self._totals()
+        peak = self._peak(totals, self._start, self._end)
+        cuts = [self._start, peak, self._end, *(mark.cut for mark in self._marks)]
+        owned = self._owned_at({cut.position for cut in cuts})
+        start, at_peak, end, *at_marks = (
+            MemoryInstant(cut.moment, owned[cut.position]) for cut in cuts
+        )
+        opened = [self._start.position, *(mark.cut.position for mark in self._marks)]
+        marks = tuple(
+            MemoryMark(
+                mark.point,
+                mark.microbatch,
+                instant,
+                peak_bytes=max(totals[since : mark.cut.position + 1]),
+            )
+            for mark, instant, since in zip(self._marks, at_marks, opened, strict=False)
+        )
+        before = [mark.microbatch for mark in self._marks if mark.cut.position <= peak.position]
+        return StepMemory(start, at_peak, before[-1] if before else 0, end, marks)
+
+    def categories(self) -> list[MemoryCategory]:
+        """The category of each storage: what it was classified as, or decided by its lifetime.
+
+        Without a classification: INPUT when it was allocated in the data phase, or outside any
+        phase and reached the forward; ACTIVATION when it was allocated in a forward or its
+        recomputation and outlived it, or outside any phase and reached the backward; else
+        TEMPORARY.
+        """
+        lifetimes = self._lifetimes()
+        return [
+            storage.category
+            if storage.category is not None
+            else _default_category(lifetimes.get(index))
+            for index, storage in enumerate(self.storages)
+        ]
+
+    def _totals(self) -> list[int]:
+        """Live bytes at every cut, `len(events) + 1` numbers."""
+        sizes = [0] * len(self.storages)
+        changes = []
+        for event in self.events:
+            changes.append(event.num_bytes - sizes[event.storage])
+            sizes[event.storage] = event.num_bytes
+        return list(accumulate(changes, initial=0))
+
+    def _peak(self, totals: list[int], start: "_Cut", end: "_Cut") -> "_Cut":
+        """The first cut of the step with the highest total."""
+        position = max(range(start.position, end.position + 1), key=totals.__getitem__)
+        if position == start.position:
+            return start
+        return _Cut(position, self.events[position - 1].moment)
+
+    def _owned_at(self, positions: set[int]) -> dict[int, Ownership]:
+        """What was owned by whom at each of the given cuts."""
+        categories = self.categories()
+        keys = [
+            (storage.owner_unit, category)
+            for storage, category in zip(self.storages, categories, strict=True)
+        ]
+        sizes = [0] * len(self.storages)
+        owned: Counter[tuple[int, MemoryCategory]] = Counter()
+        snapshots: dict[int, Ownership] = {0: {}}
+        for position, event in enumerate(self.events, start=1):
+            owned[keys[event.storage]] += event.num_bytes - sizes[event.storage]
+            sizes[event.storage] = event.num_bytes
+            if position in positions:
+                snapshots[position] = {key: size for key, size in owned.items() if size}
+        return snapshots
+
+    def _lifetimes(self) -> dict[int, "_Lifetime"]:
+        """From the first allocation to the first release after it, by storage index."""
+        stretches: list[Moment] = []
+        lifetimes: dict[int, _Lifetime] = {}
+        for storage, num_bytes, moment in self.events:
+            if not stretches or _stretch(moment) != _stretch(stretches[-1]):
+                stretches.append(moment)
+            lifetime = lifetimes.get(storage)
+            if lifetime is None and num_bytes:
+                lifetimes[storage] = _Lifetime(stretches, born=len(stretches) - 1)
+            elif lifetime is not None and not num_bytes and lifetime.died is None:
+                lifetime.died = len(stretches) - 1
+        return lifetimes
+
+
+class _Cut(NamedTuple):
+    position: int
+    moment: Moment
+
+
+class _MarkAt(NamedTuple):
+    point: MemoryPoint
+    microbatch: int
+    cut: _Cut
+
+
+@dataclass(slots=True)
+class _Lifetime:
+    """Which stretches of one phase a storage was born and died in."""
+
+    stretches: list[Moment]
+    """The first moment of every stretch of the step; shared by all lifetimes."""
+    born: int
+    died: int | None = None
+
+    @property
+    def outlived_its_stretch(self) -> bool:
+        return self.died is None or self.died > self.born
+
+    def reached_next(self, phase: Phase) -> bool:
+        following = self.stretches[self.born + 1 : self.born + 2]
+        return self.outlived_its_stretch and [moment.phase for moment in following] == [phase]
+
+
+def _stretch(moment: Moment) -> tuple[int, bool]:
+    return moment.phase, moment.recompute
+
+
+def _default_category(lifetime: _Lifetime | None) -> MemoryCategory:
+    if lifetime is None:
+        return MemoryCategory.TEMPORARY
+    birth = lifetime.stretches[lifetime.born]
+    outside = birth.phase == Phase.OUTSIDE
+    if birth.phase == Phase.DATA or (outside and lifetime.reached_next(Phase.FORWARD)):
+        return MemoryCategory.INPUT
+    if birth.phase == Phase.FORWARD or birth.recompute:
+        is_activation = lifetime.outlived_its_stretch
+    else:
+        is_activation = outside and lifetime.reached_next(Phase.BACKWARD)
+    return MemoryCategory.ACTIVATION if is_activation else MemoryCategory.TEMPORARY
+
+
+def _row(
+    categories: Mapping[MemoryCategory, int],
+    where: Mapping[str, int],
+    moment: Moment,
+    peak_bytes: int,
+) -> tuple[int, ...]:
+    """One row in the column order of `MemoryTable`; columns that nothing sets read -1."""
+    values = {
+        **where,
+        "phase": moment.phase,
+        "unit": moment.unit,
+        "method": Method.MEASURED,
+        "time_ns": moment.time_ns,
+        "allocated": sum(categories.values()),
+        "peak_allocated": peak_bytes,
+        **{
+            category.label: categories.get(category, 0)
+            for category in MemoryCategory
+            if category is not MemoryCategory.OUTSIDE_ALLOCATOR
+        },
+    }
+    return tuple(int(values.get(column, MISSING_INT)) for column in MemoryTable.DTYPES)
