@@ -58,7 +58,7 @@ class Unit(Record):
     unsharded_bytes: int
     """The padded all-gather output in the parameter dtype: what unsharding allocates."""
     sharded_bytes: int
-    """This rank's share in the original dtype (rank 0)."""
+    """One rank's share in the original dtype, with padding."""
     reduce_bytes: int
     """The padded reduce-scatter input in the reduce dtype; 0 for a frozen unit."""
     param_dtype: str

@@ -1,0 +1,399 @@
+"""What is a recorder made of once it is attached? The parts, their start and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_inspect.errors import RecordingError
+from fsdp_inspect.recording.clocks import Clock, CudaClock, HostClock, TorchCudaBackend
+from fsdp_inspect.recording.devices import DeviceSampler
+from fsdp_inspect.recording.environment import describe_environment, read_clock_pair
+from fsdp_inspect.recording.folders import RecordingFolder, agree_on_folder, default_path
+from fsdp_inspect.recording.instruments import Instruments
+from fsdp_inspect.recording.memory import CudaAllocator, MemoryProbe
+from fsdp_inspect.recording.memory_steps import MemorySteps
+from fsdp_inspect.recording.patches import warn
+from fsdp_inspect.recording.scalars import ScalarLog
+from fsdp_inspect.recording.session import Session
+from fsdp_inspect.recording.units import (
+    ProcessGroups,
+    describe_model,
+    describe_unit,
+    find_recordable_groups,
+    mesh_of,
+    register_groups,
+)
+from fsdp_inspect.recording.verdict import print_verdict
+from fsdp_inspect.sharding.observe import observe_plan
+from fsdp_inspect.store import folder
+from fsdp_inspect.store.compaction import compact_run
+from fsdp_inspect.store.writer import RankWriter
+from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Phase, Source
+from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
+
+_OTHER_RANKS_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The recorder's arguments, checked; see `Recorder`."""
+
+    path: Path | None
+    name: str
+    config: dict[str, Any]
+    tags: list[str]
+    warmup_steps: int
+    memory_steps: Sequence[int] | Literal["auto"]
+    device_interval_s: float
+    flush_interval_s: float
+    print_verdict: bool
+
+
+class Attachment:
+    """A recording in progress: hooks on a model, a writer, a sampler."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options
+    ) -> None:
+        if not dist.is_initialized():
+            raise RecordingError(
+                "There is no process group. Expected torch.distributed to be initialised before "
+                "the recorder is attached. Call torch.distributed.init_process_group() first."
+            )
+        self._handles = find_recordable_groups(model)
+        self._options = options
+        self._model = model
+        self._rank = dist.get_rank()
+        self._device = torch.device(self._handles[0].group.device)
+        self._process_groups = ProcessGroups()
+        register_groups(self._handles, self._process_groups)
+        self._manifest = self._first_manifest()
+        self.folder = self._make_folder()
+        self._writer = RankWriter(
+            self.folder.path, self._rank_record(), flush_interval_s=options.flush_interval_s
+        )
+        self.session = Session(
+            self._make_clock(),
+            self._writer.events.append,
+            self._process_groups,
+            Source.EMULATED if self._manifest.source == "emulated" else Source.RECORDED,
+        )
+        self._reported_problems = 0
+        self._scalars = ScalarLog(self.session.clock, self._writer.scalars.append)
+        self._memory = MemoryProbe(
+            self.session,
+            self._writer.memory.append,
+            CudaAllocator(self._device) if self._device.type == "cuda" else None,
+        )
+        self._memory_steps = MemorySteps(
+            self.session, self._writer.memory.append, model, self._handles, options.memory_steps
+        )
+        self._memory_steps.plan(options.warmup_steps)
+        self._sampler = self._start_sampler()
+        self._instruments = Instruments(
+            self.session, self._handles, self._memory, optimizer, self._optimizer_stepped
+        )
+        self._recorded_by = self._instruments.attach()
+        self._settle_units()
+        self._write_manifest()
+
+    # --- starting
+
+    def _first_manifest(self) -> RunManifest:
+        options, backend = self._options, dist.get_backend()
+        model = describe_model(self._model, self._handles)
+        name = options.name or model.class_name
+        now = time.time_ns()
+        path = options.path or default_path(name)
+        described = describe_environment()
+        return RunManifest(
+            run_id=path.name,
+            name=name,
+            created=datetime.fromtimestamp(now / 1e9, UTC).isoformat(timespec="seconds"),
+            created_unix_ns=now,
+            command=described.command,
+            config=_json_values(options.config),
+            model=model,
+            units=[
+                describe_unit(handle, index, self._process_groups, "custom_comm")
+                for index, handle in enumerate(self._handles)
+            ],
+            process_groups=self._process_groups.describe(),
+            world_size=dist.get_world_size(),
+            mesh=mesh_of(self._handles),
+            backend=backend,
+            device_type=self._device.type,
+            device_name=described.device_name,
+            source="emulated" if backend == "fake" else "recorded",
+            warmup_steps=options.warmup_steps,
+            versions=described.versions,
+            environment=described.environment,
+            git_commit=described.git_commit,
+            tags=options.tags,
+        )
+
+    def _make_folder(self) -> RecordingFolder:
+        path = self._options.path or default_path(self._manifest.name)
+        try:
+            return agree_on_folder(path, self._manifest, self._rank)
+        except OSError as error:
+            if self._rank == 0:
+                warn(f"nothing will be recorded: {error}. The training goes on.")
+            return RecordingFolder(path, 0)
+
+    def _rank_record(self) -> RankRecord:
+        cuda = self._device.type == "cuda"
+        described = describe_environment()
+        return RankRecord(
+            rank=self._rank,
+            world_size=dist.get_world_size(),
+            attempt=self.folder.attempt,
+            local_rank=dist.get_node_local_rank(fallback_rank=self._rank),
+            host=described.host,
+            pid=os.getpid(),
+            device=str(self._device),
+            device_memory_bytes=(
+                torch.cuda.get_device_properties(self._device).total_memory if cuda else None
+            ),
+            clock="cuda_event" if cuda else "host",
+            clock_start=read_clock_pair(),
+            flush_interval_s=self._options.flush_interval_s,
+            memory_from="cuda_allocator" if cuda else "storage_tracker",
+        )
+
+    def _make_clock(self) -> Clock:
+        if self._device.type == "cuda":
+            return CudaClock(TorchCudaBackend(self._device))
+        return HostClock()
+
+    def _start_sampler(self) -> DeviceSampler | None:
+        interval_s = self._options.device_interval_s
+        if interval_s == 0:
+            return None
+        sampler = DeviceSampler(
+            self._writer.devices.append,
+            interval_s=interval_s,
+            cuda_index=self._device.index if self._device.type == "cuda" else None,
+        )
+        sampler.start()
+        return sampler
+
+    # --- the course of the training
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """The body of one optimizer step."""
+        session = self.session
+        if session.in_step:
+            session.problem("recorder.step() was entered inside another step(); it was ignored.")
+            yield
+            return
+        session.explicit_steps = session.in_step = True
+        self._guarded(session.open_step)
+        self._guarded(self._memory_steps.begin)
+        try:
+            yield
+        except BaseException:
+            session.in_step = False
+            self._memory_steps.abandon()
+            raise
+        session.in_step = False
+        self._guarded(self._end_step)
+
+    @contextlib.contextmanager
+    def span(self, kind: EventKind, phase: Phase) -> Iterator[None]:
+        """A stretch of the training loop that the script names."""
+        session = self.session
+        if not session.active:
+            yield
+            return
+        outer, session.phase = session.phase, phase
+        session.open_step()
+        start = session.clock.mark()
+        try:
+            yield
+        finally:
+            session.phase = outer
+            if session.active:
+                self._guarded(lambda: session.add(kind, start, session.clock.mark(), phase=phase))
+
+    def log(self, values: Mapping[str, float | torch.Tensor]) -> None:
+        """Numbers of the training at the current step."""
+        self._guarded(lambda: self._log(values))
+
+    def _log(self, values: Mapping[str, float | torch.Tensor]) -> None:
+        session = self.session
+        ended = session.explicit_steps and not session.in_step and session.step > 0
+        if self._scalars.log(session.step - ended, values):
+            self._writer.update(scalar_names=self._scalars.names)
+
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self._memory_steps.name_optimizer_states(optimizer)
+        self._memory.sample(MemoryPoint.OPTIMIZER_END)
+        if not self.session.explicit_steps:
+            self._end_step()
+            self._memory_steps.begin()
+
+    def _end_step(self) -> None:
+        session = self.session
+        self._memory.sample(MemoryPoint.STEP_END)
+        self._memory_steps.end()
+        session.end_step()
+        self._instruments.end_step()
+        self._scalars.drain()
+        if session.step == 1:
+            self._settle_units()
+            self._write_manifest()
+        if len(session.problems) > self._reported_problems:
+            self._reported_problems = len(session.problems)
+            self._writer.update(problems=[*self._writer.record.problems, *session.problems])
+
+    def _guarded(self, action: Any) -> None:
+        """Run something of ours; what it raises never reaches the training."""
+        if not self.session.active:
+            return
+        try:
+            action()
+        except Exception as error:
+            self.session.fail(error)
+
+    # --- the manifest
+
+    def _settle_units(self) -> None:
+        """Describe the units again: torch settles some of it at the first forward."""
+        order = {unit: place for place, unit in enumerate(self.session.execution_order)}
+        units = [
+            describe_unit(handle, index, self._process_groups, self._recorded_by[index]).model_copy(
+                update={"execution_index": order.get(index, -1)}
+            )
+            for index, handle in enumerate(self._handles)
+        ]
+        self._manifest = self._manifest.model_copy(
+            update={"units": units, "plan": self._observed_plan()}
+        )
+
+    def _write_manifest(self) -> None:
+        """Rank 0 writes what is known by now."""
+        if self._rank != 0:
+            return
+        self._manifest = self._manifest.model_copy(
+            update={
+                "run_id": self.folder.path.name,
+                "process_groups": self._process_groups.describe(),
+                "memory_steps": self._memory_steps.steps,
+                "recorder": {
+                    "clock": self.session.clock.name,
+                    "flush_interval_s": self._options.flush_interval_s,
+                    "steps_end_at": "step()" if self.session.explicit_steps else "optimizer",
+                },
+            }
+        )
+        try:
+            folder.write_manifest(self.folder.path, self._manifest)
+        except OSError as error:
+            self.session.problem(f"run.json could not be rewritten: {error}.")
+
+    def _observed_plan(self) -> dict[str, Any]:
+        try:
+            return observe_plan(self._model).model_dump(mode="json", exclude_none=True)
+        except Exception as error:
+            self.session.problem(f"The plan of the model could not be observed: {error!r}.")
+            return {}
+
+    # --- the end
+
+    def finish(self, error: BaseException | None, *, show: bool) -> None:
+        """Take the hooks away, write what is left, close the files, say what limited the run."""
+        session = self.session
+        self._memory_steps.abandon()
+        was_active, session.active = session.active, False
+        self._instruments.detach()
+        if self._sampler is not None:
+            self._sampler.stop()
+            session.problems.extend(self._sampler.problems)
+        if was_active:
+            self._settle()
+        failure = None if error is None else self._describe_failure(error)
+        status = RunStatus.COMPLETE if error is None or _is_clean_exit(error) else RunStatus.FAILED
+        self._write_manifest()
+        self._writer.update(
+            num_steps=session.step,
+            problems=[*self._writer.record.problems, *session.problems],
+            scalar_names=self._scalars.names,
+            clock_end=read_clock_pair(),
+            clock_uncertainty_ns=session.clock.uncertainty_ns,
+        )
+        self._writer.close(status, failure if status == RunStatus.FAILED else None)
+        self._release()
+        if self._rank == 0 and status == RunStatus.COMPLETE:
+            self._conclude(show=show and self._options.print_verdict)
+
+    def _release(self) -> None:
+        """Keep nothing of the model alive."""
+        self._model = nn.Module()
+        self._handles = []
+        del self._instruments, self._memory_steps
+
+    def _settle(self) -> None:
+        try:
+            lost = self.session.journal.settle()
+            if lost:
+                self.session.problem(f"{lost} events never got their times and are left out.")
+            self._scalars.drain()
+        except Exception as error:  # the device may be gone with the training
+            self.session.problem(f"The last events could not be read: {error!r}.")
+
+    def _describe_failure(self, error: BaseException) -> str:
+        """What ended the training and where it stood."""
+        unit, phase = self.session.position()
+        names = [unit.fqn or "(root)" for unit in self._manifest.units]
+        place = f"{Phase(phase).label} of {names[unit]}" if unit >= 0 else Phase(phase).label
+        return f"{type(error).__name__} at step {self.session.step}, {place}: {error}"
+
+    def _conclude(self, *, show: bool) -> None:
+        """Wait a little for the other ranks' files, sum the run up, print the verdict."""
+        try:
+            self._wait_for_other_ranks()
+            compact_run(self.folder.path)
+        except Exception as error:
+            warn(f"the run could not be summed up: {error}")
+            return
+        if show and self.session.step > 0:
+            print_verdict(self.folder.path)
+
+    def _wait_for_other_ranks(self) -> None:
+        deadline = time.monotonic() + _OTHER_RANKS_TIMEOUT_S
+        while time.monotonic() < deadline and folder.has_running_ranks(
+            self.folder.path, self.folder.attempt
+        ):
+            time.sleep(0.05)
+
+
+def _is_clean_exit(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
+def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that JSON knows stay; everything else is kept as text."""
+
+    def plain(value: Any) -> Any:
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, Mapping):
+            return {str(key): plain(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(item) for item in value]
+        return str(value)
+
+    return {str(key): plain(value) for key, value in config.items()}

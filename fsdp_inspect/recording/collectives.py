@@ -1,0 +1,270 @@
+"""When does each FSDP collective run? Communication objects that time the ones they replace.
+
+torch lets a unit's all-gather and reduce-scatter be replaced through public setters. What is
+installed here is an instance of a subclass of the class that was there, sharing its attributes:
+torch's own isinstance checks, and setters called later, go on working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_inspect.recording.journal import NOT_NEEDED, Completion, host_ns_of
+from fsdp_inspect.trace.codes import (
+    WAIT_OF,
+    EventFlag,
+    EventKind,
+    Method,
+    Stream,
+)
+
+if TYPE_CHECKING:
+    from fsdp_inspect.recording.session import Session
+    from fsdp_inspect.recording.unit_hooks import UnitHooks
+
+
+class Communication:
+    """One collective on its way from issue to the moment somebody needs it."""
+
+    __slots__ = (
+        "bytes",
+        "dtype",
+        "end",
+        "flags",
+        "group",
+        "identity",
+        "issue_ns",
+        "issued_by",
+        "kind",
+        "method",
+        "microbatch",
+        "need",
+        "phase",
+        "sequence",
+        "start",
+        "step",
+        "stream",
+        "unit",
+        "wait",
+    )
+
+    def __init__(self, session: Session, kind: EventKind, unit: int, stream: Stream) -> None:
+        self.kind = kind
+        self.unit = unit
+        self.stream = stream
+        self.step = session.step
+        self.microbatch = session.microbatch
+        self.phase = session.phase
+        self.issued_by = session.issuing_unit()
+        self.identity = session.next_collective()
+        self.flags = 0
+        self.method = Method.MEASURED
+        self.group = -1
+        self.sequence = -1
+        self.dtype = 0
+        self.bytes = -1
+        self.start: Any = None
+        self.issue_ns = 0
+        self.end: Any = None
+        self.need: Any = NOT_NEEDED
+        self.wait: tuple[Any, Any] | None = None
+        """When the compute stream stood still for it: from, to."""
+
+    def begin(self, session: Session, message: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Note what is sent and when it is issued; call right before the collective."""
+        from fsdp_inspect.recording.units import dtype_code
+
+        self.bytes = message.numel() * message.element_size()
+        self.dtype = dtype_code(message.dtype)
+        self.group = session.process_groups.index(group)
+        self.sequence = session.process_groups.next_sequence(self.group)
+        self.start = session.clock.mark()
+        self.issue_ns = host_ns_of(self.start)
+
+    def block_host(self) -> None:
+        """It was synchronous on the host: needed from the start, and waited for until the end."""
+        self.method = Method.HOST_BLOCKING
+        self.stream = Stream.HOST
+        self.need_from(self.start, self.end)
+
+    def need_from(self, start: Any, end: Any) -> None:
+        """The compute stream stood still for it between these two marks."""
+        self.need = start
+        self.wait = (start, end)
+
+    def write(self, session: Session) -> None:
+        """Add its row, and the row of the wait for it if there was one."""
+        session.add(
+            self.kind,
+            self.start,
+            self.end,
+            step=self.step,
+            microbatch=self.microbatch,
+            phase=self.phase,
+            unit=self.unit,
+            issued_by=self.issued_by,
+            stream=self.stream,
+            group=self.group,
+            dtype=self.dtype,
+            method=self.method,
+            flags=self.flags,
+            sequence=self.sequence,
+            collective=self.identity,
+            bytes=self.bytes,
+            issue_ns=self.issue_ns,
+            need=self.need,
+        )
+        if self.wait is not None:
+            session.add(
+                WAIT_OF.get(self.kind, EventKind.OTHER_WAIT),
+                *self.wait,
+                step=self.step,
+                microbatch=self.microbatch,
+                phase=self.phase,
+                unit=self.unit,
+                issued_by=session.position()[0],
+                method=self.method if session.on_host else Method.INFERRED,
+                collective=self.identity,
+            )
+
+
+class TimedWork(dist.Work):
+    """The handle of an asynchronous collective, which notes when the host waited for it."""
+
+    def __init__(self, inner: dist.Work, session: Session, communication: Communication) -> None:
+        super().__init__()
+        self._inner = inner
+        self._session = session
+        self._communication = communication
+        communication.flags |= EventFlag.ASYNC
+        if session.on_host:
+            communication.end = completion = Completion()
+            clock = session.clock
+
+            def done(_: object) -> None:
+                completion.ns = clock.host_now()
+
+            inner.get_future().add_done_callback(done)
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait as the original does, between two marks on the compute stream."""
+        clock, communication = self._session.clock, self._communication
+        before = clock.mark()
+        result = self._inner.wait(*args, **kwargs)
+        after = clock.mark()
+        communication.need_from(before, after)
+        if communication.end is None:
+            communication.end = after
+        return result
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _OWN_OF_TIMED_WORK:
+            return object.__getattribute__(self, name)
+        return getattr(object.__getattribute__(self, "_inner"), name)
+
+
+_OWN_OF_TIMED_WORK = frozenset(
+    {"wait", "_inner", "_session", "_communication", "__class__", "__init__", "__dict__"}
+)
+
+
+def recorded_all_gather(inner: Any, hooks: UnitHooks) -> Any:
+    """An all-gather object like `inner` whose calls are timed by `hooks`."""
+    base = type(inner)
+
+    def call(
+        self: Any,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        def collective() -> Any:
+            return base.__call__(
+                self,
+                output_tensor=output_tensor,
+                input_tensor=input_tensor,
+                group=group,
+                async_op=async_op,
+            )
+
+        return hooks.all_gather(collective, output_tensor, group)
+
+    def allocate(self: Any, size: Any, *, dtype: torch.dtype, device: torch.device) -> Any:
+        buffer = base.allocate(self, size, dtype=dtype, device=device)
+        hooks.gather_allocated(buffer)
+        return buffer
+
+    return _like(inner, {"__call__": call, "allocate": allocate})
+
+
+def recorded_reduce_scatter(inner: Any, hooks: UnitHooks) -> Any:
+    """A reduce-scatter object like `inner` whose calls are timed by `hooks`."""
+    base = type(inner)
+
+    def call(
+        self: Any,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        def collective() -> Any:
+            return base.__call__(
+                self,
+                output_tensor=output_tensor,
+                input_tensor=input_tensor,
+                group=group,
+                op=op,
+                async_op=async_op,
+            )
+
+        return hooks.reduce_scatter(collective, input_tensor, group)
+
+    def allocate(self: Any, size: Any, *, dtype: torch.dtype, device: torch.device) -> Any:
+        hooks.before_reduce_allocation()
+        buffer = base.allocate(self, size, dtype=dtype, device=device)
+        hooks.reduce_allocated(buffer)
+        return buffer
+
+    return _like(inner, {"__call__": call, "allocate": allocate})
+
+
+def run_inside_collective(session: Session, collective: Callable[[], Any]) -> Any:
+    """Call it so that the collectives it makes of its own are not recorded a second time."""
+    session.collective_depth += 1
+    try:
+        return collective()
+    finally:
+        session.collective_depth -= 1
+
+
+def is_recorded(comm: object) -> bool:
+    """Whether a communication object is one of ours."""
+    return getattr(type(comm), "_fsdp_inspect_inner", None) is not None
+
+
+def unrecorded(comm: Any) -> Any:
+    """The object that one of ours stands for."""
+    return type(comm)._fsdp_inspect_inner
+
+
+def _like(inner: Any, methods: dict[str, Any]) -> Any:
+    """An instance of a subclass of `inner`'s class that shares `inner`'s attributes."""
+    base = type(inner)
+    recorded = type(base.__name__, (base,), {**methods, "_fsdp_inspect_inner": inner})
+    comm = object.__new__(recorded)
+    comm.__dict__ = inner.__dict__
+    return comm
+
+
+def close_unwaited(session: Session, communication: Communication) -> None:
+    """Write a collective that nobody waited for."""
+    if communication.end is not None:
+        communication.flags |= EventFlag.UNUSED
+        communication.write(session)

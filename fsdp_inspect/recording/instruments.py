@@ -1,0 +1,58 @@
+"""Which hooks make up a recording? All of them together, put on and taken off as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fsdp_inspect.recording.dist_calls import DistCalls
+from fsdp_inspect.recording.loop_hooks import LoopHooks
+from fsdp_inspect.recording.memory import MemoryProbe
+from fsdp_inspect.recording.patches import Patches
+from fsdp_inspect.recording.session import Session
+from fsdp_inspect.recording.unit_hooks import Reductions, UnitHooks
+from fsdp_inspect.sharding.torch_fsdp import GroupHandle
+
+
+class Instruments:
+    """The hooks on a model's units, on the training loop and on `torch.distributed`."""
+
+    def __init__(
+        self,
+        session: Session,
+        handles: Sequence[GroupHandle],
+        memory: MemoryProbe,
+        optimizer: torch.optim.Optimizer | None,
+        on_optimizer_step: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
+        reductions = Reductions()
+        self._patches = Patches()
+        self._units = [
+            UnitHooks(session, handle, index, reductions, memory)
+            for index, handle in enumerate(handles)
+        ]
+        self._dist_calls = DistCalls(session, reductions)
+        self._loop = LoopHooks(session, optimizer, on_optimizer_step)
+
+    def attach(self) -> list[str]:
+        """Put all hooks on.
+
+        Returns:
+            For each unit how its collectives are recorded; see `trace.run.Unit.recorded_by`.
+        """
+        recorded_by = [hooks.attach(self._patches) for hooks in self._units]
+        self._dist_calls.attach(self._patches)
+        self._loop.attach(self._patches)
+        return recorded_by
+
+    def end_step(self) -> None:
+        """After each step: close what was left open, put back what torch has replaced."""
+        for hooks in self._units:
+            hooks.end_step()
+            hooks.install_collectives()
+        self._dist_calls.end_step()
+
+    def detach(self) -> None:
+        """Take all hooks off."""
+        self._patches.undo()

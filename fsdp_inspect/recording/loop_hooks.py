@@ -1,0 +1,174 @@
+"""Where do forward, backward, optimizer and data begin and end? Hooks around the training loop.
+
+None of them needs the script's cooperation: autograd's entry point, the optimizer's own hooks,
+the DataLoader's iterator and the recomputation of checkpointing are wrapped while attached.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from fsdp_inspect.recording.patches import Patches, wrap_call
+from fsdp_inspect.recording.session import Session
+from fsdp_inspect.trace.codes import EventKind, Phase
+
+
+class LoopHooks:
+    """Times the parts of a step that are not a unit's own."""
+
+    def __init__(
+        self,
+        session: Session,
+        optimizer: torch.optim.Optimizer | None,
+        on_optimizer_step: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
+        self._session = session
+        self._optimizer = optimizer
+        self._on_optimizer_step = on_optimizer_step
+        self._backward_depth = 0
+        self._optimizer_start: Any = None
+
+    def attach(self, patches: Patches) -> None:
+        """Install every hook."""
+        self._wrap_backward(patches)
+        self._hook_optimizer(patches)
+        self._wrap_data_loader(patches)
+        self._wrap_recomputation(patches)
+
+    # --- backward
+
+    def _wrap_backward(self, patches: Patches) -> None:
+        original = torch.autograd.backward
+        session = self._session
+
+        def before(*args: Any, **kwargs: Any) -> Any:
+            self._backward_depth += 1
+            passing = not session.active or self._backward_depth > 1
+            return None if passing or torch.compiler.is_compiling() else session.begin_backward()
+
+        def after(begin: Any, result: Any) -> None:
+            if begin is not None and session.active:
+                session.finish_backward(begin)
+
+        timed = wrap_call(original, before, after, session.fail)
+
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            depth = self._backward_depth
+            try:
+                return timed(*args, **kwargs)
+            finally:
+                self._backward_depth = depth
+
+        patches.set_attribute(torch.autograd, "backward", backward)
+
+    # --- optimizer
+
+    def _hook_optimizer(self, patches: Patches) -> None:
+        if self._optimizer is not None:
+            handles = [
+                self._optimizer.register_step_pre_hook(self._before_optimizer),
+                self._optimizer.register_step_post_hook(self._after_optimizer),
+            ]
+        else:
+            handles = [
+                register_optimizer_step_pre_hook(self._before_optimizer),
+                register_optimizer_step_post_hook(self._after_optimizer),
+            ]
+        for handle in handles:
+            patches.on_undo(handle.remove)
+
+    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        session = self._session
+        if not session.active:
+            return
+        try:
+            session.phase = Phase.OPTIMIZER
+            self._optimizer_start = session.clock.mark()
+        except Exception as error:
+            session.fail(error)
+
+    def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        session = self._session
+        if not session.active or self._optimizer_start is None:
+            return
+        try:
+            session.add(
+                EventKind.OPTIMIZER,
+                self._optimizer_start,
+                session.clock.mark(),
+                phase=Phase.OPTIMIZER,
+            )
+            self._optimizer_start = None
+            session.phase = Phase.OUTSIDE
+            self._on_optimizer_step(optimizer)
+        except Exception as error:
+            session.fail(error)
+
+    # --- data
+
+    def _wrap_data_loader(self, patches: Patches) -> None:
+        original = _BaseDataLoaderIter.__next__
+        session = self._session
+
+        def following(iterator: Any) -> Any:
+            if not session.active:
+                return original(iterator)
+            start = session.clock.mark()
+            try:
+                return original(iterator)
+            finally:
+                try:
+                    session.add(EventKind.DATA, start, session.clock.mark(), phase=Phase.DATA)
+                except Exception as error:
+                    session.fail(error)
+
+        patches.set_attribute(_BaseDataLoaderIter, "__next__", following)
+
+    # --- recomputation
+
+    def _wrap_recomputation(self, patches: Patches) -> None:
+        """Time what activation checkpointing repeats in backward (the non-reentrant kind).
+
+        torch 2.13, `torch/utils/checkpoint.py`: the repeated forward runs inside a
+        `_recomputation_hook`, also when it is stopped early by an exception.
+        """
+        hook = getattr(torch.utils.checkpoint, "_recomputation_hook", None)
+        if hook is None:
+            self._session.problem(
+                "This torch has no torch.utils.checkpoint._recomputation_hook: recomputation is "
+                "part of backward and not shown by itself."
+            )
+            return
+        session, starts = self._session, []
+        enter, leave = hook.__enter__, hook.__exit__
+
+        def entered(self_: Any) -> Any:
+            starts.append(session.clock.mark() if session.active else None)
+            return enter(self_)
+
+        def left(self_: Any, *error: Any) -> Any:
+            start = starts.pop() if starts else None
+            if start is not None and session.active:
+                unit, _ = session.position()
+                session.add(
+                    EventKind.RECOMPUTE,
+                    start,
+                    session.clock.mark(),
+                    unit=unit,
+                    phase=Phase.BACKWARD,
+                )
+            return leave(self_, *error)
+
+        patches.set_attribute(hook, "__enter__", entered)
+        patches.set_attribute(hook, "__exit__", left)

@@ -1,0 +1,123 @@
+"""Which steps run under the storage tracker? Their beginning, their names, their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from fsdp_inspect.recording.session import Session
+from fsdp_inspect.recording.storage_tracker import StorageTracker
+from fsdp_inspect.sharding import torch_fsdp
+from fsdp_inspect.sharding.torch_fsdp import GroupHandle
+from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory
+
+
+class MemorySteps:
+    """Follows every storage in the chosen steps; idle in all others."""
+
+    def __init__(
+        self,
+        session: Session,
+        append: Callable[[tuple[int, ...]], None],
+        model: nn.Module,
+        handles: Sequence[GroupHandle],
+        wanted: Sequence[int] | Literal["auto"],
+    ) -> None:
+        self._session = session
+        self._append = append
+        self._model = model
+        self._handles = handles
+        self._wanted = wanted
+        self._unit_of = {
+            id(parameter): index
+            for index, handle in enumerate(handles)
+            for parameter in torch_fsdp.parameters_of(handle.group)
+        }
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self.steps: list[int] = []
+        """The steps that will run, or ran, under the tracker."""
+
+    def plan(self, warmup_steps: int) -> None:
+        """Decide which steps it will be, now that the model is known."""
+        if self._wanted != "auto":
+            self.steps = sorted({int(step) for step in self._wanted})
+        elif _is_compiled(self._model):
+            self._session.problem(
+                "No memory step: inside torch.compile's regions storages are not seen. Ask for "
+                "one with memory_steps=[N] to get what lies outside of them."
+            )
+        else:
+            self.steps = [warmup_steps]
+
+    def begin(self) -> None:
+        """Start following storages if the step that begins now is a memory step."""
+        session = self._session
+        if session.step not in self.steps or session.tracker is not None:
+            return
+        device = torch_fsdp.parameters_of(self._handles[0].group)[0].device.type
+        tracker = StorageTracker(session.position, device_type=device)
+        self._register(tracker)
+        tracker.__enter__()
+        session.tracker = tracker
+
+    def end(self) -> None:
+        """Stop following storages and write what was seen."""
+        tracker = self._leave()
+        if tracker is None:
+            return
+        if tracker.problem is not None:
+            self._session.problem(f"The memory step is left out: {tracker.problem}.")
+            return
+        for row in tracker.rows(self._session.step):
+            self._append(row)
+
+    def abandon(self) -> None:
+        """Stop following storages in a step that did not end; nothing is written."""
+        self._leave()
+
+    def name_optimizer_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer stepped: remember it, and name its states in a memory step."""
+        self._optimizers[id(optimizer)] = optimizer
+        if self._session.tracker is not None:
+            self._register_states(self._session.tracker, optimizer)
+
+    def _leave(self) -> StorageTracker | None:
+        tracker = self._session.tracker
+        if tracker is not None:
+            tracker.__exit__(None, None, None)
+            self._session.tracker = None
+        return tracker
+
+    def _register(self, tracker: StorageTracker) -> None:
+        """Name what exists before the step."""
+        for index, handle in enumerate(self._handles):
+            for parameter in torch_fsdp.parameters_of(handle.group):
+                tracker.register_known(MemoryCategory.SHARDED_PARAMETER, [parameter], index)
+                if parameter.grad is not None:
+                    tracker.register_known(MemoryCategory.SHARDED_GRADIENT, [parameter.grad], index)
+            if handle.group.is_unsharded:
+                for param in handle.group.fsdp_params:
+                    tracker.register_known(
+                        MemoryCategory.UNSHARDED_PARAMETER, param.all_gather_outputs, index
+                    )
+        for buffer in self._model.buffers():
+            tracker.register_known(MemoryCategory.BUFFER, [buffer], NO_UNIT)
+        for optimizer in self._optimizers.values():
+            self._register_states(tracker, optimizer)
+
+    def _register_states(self, tracker: StorageTracker, optimizer: torch.optim.Optimizer) -> None:
+        for parameter, state in optimizer.state.items():
+            tensors = [value for value in state.values() if torch.is_tensor(value)]
+            unit = self._unit_of.get(id(parameter), NO_UNIT)
+            tracker.register_known(MemoryCategory.OPTIMIZER_STATE, tensors, unit)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile was applied to the model or to a module in it."""
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+        for module in model.modules()
+    )

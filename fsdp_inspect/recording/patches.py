@@ -1,0 +1,83 @@
+"""How is the model left as it was? Every change the recorder makes, with its undoing."""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+_ABSENT = object()
+
+
+class Patches:
+    """Attributes set on objects that are not ours, and callbacks that take other changes back.
+
+    `undo` restores in reverse order. Where somebody else has replaced our value in the meantime
+    theirs stays: taking it away would remove a change that is not ours.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def set_attribute(self, target: object, name: str, value: Any) -> None:
+        """Set `target.name` on the object itself; undoing restores or deletes it."""
+        before = vars(target).get(name, _ABSENT)
+        setattr(target, name, value)
+
+        def restore() -> None:
+            if vars(target).get(name) is not value:
+                return
+            if before is _ABSENT:
+                delattr(target, name)
+            else:
+                setattr(target, name, before)
+
+        self._undo.append(restore)
+
+    def on_undo(self, callback: Callable[[], None]) -> None:
+        """Call this when everything is taken back."""
+        self._undo.append(callback)
+
+    def undo(self) -> None:
+        """Take everything back, once; a failing restore does not stop the others."""
+        while self._undo:
+            restore = self._undo.pop()
+            with contextlib.suppress(ReferenceError):
+                restore()
+
+
+def wrap_call(
+    original: Callable[..., Any],
+    before: Callable[..., Any],
+    after: Callable[[Any, Any], None],
+    fail: Callable[[BaseException], None],
+) -> Callable[..., Any]:
+    """A function that calls `original` between `before(*args)` and `after(token, result)`.
+
+    Whatever `original` raises goes through; what `before` and `after` raise goes to `fail` only.
+    `after` is not called when `original` raised.
+    """
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        token = None
+        try:
+            token = before(*args, **kwargs)
+        except Exception as error:
+            fail(error)
+        result = original(*args, **kwargs)
+        try:
+            after(token, result)
+        except Exception as error:
+            fail(error)
+        return result
+
+    wrapped.__wrapped__ = original  # type: ignore[attr-defined]
+    return wrapped
+
+
+def warn(message: str) -> None:
+    """One warning of the recorder; where warnings are errors it is logged, and never raised."""
+    try:
+        warnings.warn(f"fsdp_inspect: {message}", RuntimeWarning, stacklevel=3)
+    except RuntimeWarning:
+        logging.getLogger("fsdp_inspect").warning("%s", message)

@@ -1,0 +1,203 @@
+"""How does one line record a run? `Recorder` attaches to any `fully_shard` model."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+
+from fsdp_inspect.recording.attachment import Attachment, Options
+from fsdp_inspect.trace.codes import EventKind, Phase
+
+DEFAULT_WARMUP_STEPS = 2
+
+
+class Recorder:
+    """Records every FSDP unit of a model while it trains.
+
+    Attach it after `fully_shard` and after the process group is initialised, on every rank:
+
+        with Recorder(model, optimizer=optimizer, path="runs/llama-1b") as recorder:
+            for batch in loader:
+                with recorder.step():
+                    loss = model(batch).loss
+                    loss.backward()
+                    optimizer.step(); optimizer.zero_grad()
+
+    Without `recorder.step()` a step ends when the optimizer steps. The training computes the same
+    numbers with and without it, and goes on whatever happens to the recorder or to its disk.
+
+    Args:
+        model: The model that `fully_shard` was called on, or one that holds such modules.
+        optimizer: The optimizer whose step is recorded and ends a step; None: any optimizer that
+            steps in this process.
+        path: The run folder. A folder that holds a run of the same model gets another attempt.
+            None: `runs/<time>-<name>-<random>`.
+        name: What people call this run; None: the model's class.
+        config: What the script wants to be remembered of its settings; JSON values.
+        tags: Words to find the run by.
+        warmup_steps: The first steps, left out of every median.
+        memory_steps: Steps that run under the storage tracker (about twice as slow, never timed).
+            "auto": the first step after the warm-up, none under torch.compile.
+        device_interval_s: Seconds between samples of GPU, CPU and host memory; 0: none.
+        flush_interval_s: What a killed process may lose.
+        print_verdict: At the end rank 0 says on stderr what limits the step.
+        enabled: False makes every method do nothing.
+
+    Raises:
+        RecordingError: The model is not sharded with `fully_shard`, or there is no process group.
+        ValueError: An argument is impossible; names it and the legal values.
+    """
+
+    def __init__(  # noqa: PLR0913 - the one public constructor; keywords read better than a bag
+        self,
+        model: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        path: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
+        warmup_steps: int = DEFAULT_WARMUP_STEPS,
+        memory_steps: Sequence[int] | Literal["auto"] = "auto",
+        device_interval_s: float = 0.5,
+        flush_interval_s: float = 1.0,
+        print_verdict: bool = True,
+        enabled: bool = True,
+    ) -> None:
+        self._attachment: Attachment | None = None
+        self._closed = not enabled
+        if not enabled:
+            return
+        _check_arguments(warmup_steps, device_interval_s, flush_interval_s)
+        options = Options(
+            path=None if path is None else Path(path),
+            name=name or "",
+            config=dict(config or {}),
+            tags=list(tags),
+            warmup_steps=warmup_steps,
+            memory_steps=memory_steps,
+            device_interval_s=device_interval_s,
+            flush_interval_s=flush_interval_s,
+            print_verdict=print_verdict,
+        )
+        self._attachment = Attachment(model, optimizer, options)
+        self._atexit = _close_at_exit(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.close(error)
+
+    @property
+    def run_folder(self) -> Path | None:
+        """Where the run is recorded; None when disabled, or when no folder could be made."""
+        return (
+            self._attachment.folder.path if self._attachment and self._attachment.folder else None
+        )
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether events are being recorded at this moment."""
+        return bool(self._attachment and not self._closed and self._attachment.session.active)
+
+    @property
+    def problems(self) -> list[str]:
+        """What could not be recorded so far, one sentence each."""
+        return list(self._attachment.session.problems) if self._attachment else []
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """One optimizer step: everything since the end of the previous one belongs to it."""
+        if self._attachment is None or self._closed:
+            yield
+            return
+        with self._attachment.step():
+            yield
+
+    @contextlib.contextmanager
+    def data(self) -> Iterator[None]:
+        """Time spent waiting for the next batch; loops over a DataLoader are timed without it."""
+        if self._attachment is None or self._closed:
+            yield
+            return
+        with self._attachment.span(EventKind.DATA, Phase.DATA):
+            yield
+
+    @contextlib.contextmanager
+    def between_steps(self, label: str = "") -> Iterator[None]:
+        """Evaluation, a checkpoint: shown, and left out of the step's time.
+
+        Forward passes without gradients outside `step()` are recognised without it.
+        """
+        if self._attachment is None or self._closed:
+            yield
+            return
+        with self._attachment.span(EventKind.BETWEEN_STEPS, Phase.EVALUATION):
+            yield
+
+    def log(self, **values: float | torch.Tensor) -> None:
+        """Numbers of the training at the current step, such as `loss`.
+
+        A tensor is copied without waiting for it and read a step later.
+        """
+        if self._attachment is not None and not self._closed:
+            self._attachment.log(values)
+
+    def detach(self) -> None:
+        """Take every hook away and finish the run's files; the model is as it was before."""
+        self._finish(None, show=False)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """As `detach`, and rank 0 prints the verdict.
+
+        Args:
+            error: What ended the training, if it did not end by itself.
+        """
+        self._finish(error, show=True)
+
+    def _finish(self, error: BaseException | None, *, show: bool) -> None:
+        if self._closed or self._attachment is None:
+            return
+        self._closed = True
+        atexit.unregister(self._atexit)
+        self._attachment.finish(error, show=show)
+
+
+def _check_arguments(warmup_steps: int, device_interval_s: float, flush_interval_s: float) -> None:
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps must be 0 or more, got {warmup_steps}.")
+    if device_interval_s < 0:
+        raise ValueError(
+            f"device_interval_s must be 0 (no samples) or more, got {device_interval_s}."
+        )
+    if flush_interval_s <= 0:
+        raise ValueError(f"flush_interval_s must be above 0, got {flush_interval_s}.")
+
+
+def _close_at_exit(recorder: Recorder) -> Callable[[], None]:
+    """Finish a recording that the script did not close, without keeping the recorder alive."""
+    reference = weakref.ref(recorder)
+
+    def close() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.close(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
+
+    atexit.register(close)
+    return close

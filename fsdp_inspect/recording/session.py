@@ -1,0 +1,249 @@
+"""What is the training loop doing at this moment? The state that every hook reads and writes.
+
+The session knows the step, the microbatch, the phase and the unit whose code is running, and
+turns marks into rows. It holds no reference to the model.
+"""
+
+import logging
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+from fsdp_inspect.recording.clocks import Clock
+from fsdp_inspect.recording.journal import NOT_NEEDED, Journal, Row, host_ns_of
+from fsdp_inspect.recording.patches import warn
+from fsdp_inspect.recording.units import ProcessGroups
+from fsdp_inspect.trace.codes import (
+    NO_UNIT,
+    EventFlag,
+    EventKind,
+    Method,
+    Phase,
+    Source,
+    Stream,
+)
+
+if TYPE_CHECKING:
+    from fsdp_inspect.recording.storage_tracker import StorageTracker
+
+logger = logging.getLogger("fsdp_inspect")
+
+
+class Columns(TypedDict, total=False):
+    """The columns of `EventTable` that an event may give; see there."""
+
+    step: int
+    microbatch: int
+    phase: int
+    unit: int
+    issued_by: int
+    stream: int
+    group: int
+    dtype: int
+    method: int
+    flags: int
+    sequence: int
+    collective: int
+    bytes: int
+    issue_ns: int
+    need: Any
+
+
+class Session:
+    """The recording's position in the training, and the way from marks to rows."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        append: Callable[[tuple[int, ...]], None],
+        process_groups: ProcessGroups,
+        source: Source = Source.RECORDED,
+    ) -> None:
+        self.clock = clock
+        self.journal = Journal(clock, append)
+        self.process_groups = process_groups
+        self.source = source
+        self.active = True
+        """False after detach, or after a bug of ours: hooks then only call through."""
+        self.problems: list[str] = []
+        self.step = 0
+        self.microbatch = 0
+        self.phase: Phase = Phase.OUTSIDE
+        self.in_step = False
+        """Inside `recorder.step()`; without it, steps end at the optimizer's step."""
+        self.explicit_steps = False
+        self.hook_unit = NO_UNIT
+        """The unit whose FSDP hook is on the host's stack; -1: none."""
+        self.open_units: list[int] = []
+        """Units whose forward or backward is open, outermost first."""
+        self.tracker: StorageTracker | None = None
+        """Set during a memory step."""
+        self.collective_depth = 0
+        """Above 0 inside a collective that is being recorded: inner calls are part of it."""
+        self.execution_order: list[int] = []
+        """Units in the order of the first recorded forward."""
+        self.execution_known = False
+        self.step_start: Any = None
+        self.on_host = clock.immediate
+        self._next_collective = 0
+        self._forward_start: Any = None
+        self._last_forward_end: Any = None
+        self._evaluation: tuple[Any, Any] | None = None
+
+    # --- where we are
+
+    def position(self) -> tuple[int, int]:
+        """The innermost unit on the host's stack, or -1, and the phase."""
+        if self.hook_unit != NO_UNIT:
+            return self.hook_unit, int(self.phase)
+        return (self.open_units[-1] if self.open_units else NO_UNIT), int(self.phase)
+
+    def issuing_unit(self) -> int:
+        """The unit whose hook is issuing at this moment; -1: the training script itself."""
+        return self.hook_unit if self.hook_unit != NO_UNIT else self.position()[0]
+
+    def close_unit(self, unit: int) -> None:
+        """Take a unit off the stack; backward does not close units strictly in nested order."""
+        for place in range(len(self.open_units) - 1, -1, -1):
+            if self.open_units[place] == unit:
+                del self.open_units[place]
+                return
+
+    def note_execution(self, unit: int) -> None:
+        """A unit runs in the first recorded forward."""
+        if unit not in self.execution_order:
+            self.execution_order.append(unit)
+
+    def next_collective(self) -> int:
+        """A number that ties together the rows of one communication."""
+        self._next_collective += 1
+        return self._next_collective
+
+    # --- rows
+
+    def add(self, kind: EventKind, start: Any, end: Any, **given: Unpack[Columns]) -> None:
+        """One event row from its marks; what is not given is where the session stands now."""
+        column = given.get
+        stream = column("stream", Stream.COMPUTE)
+        flags = column("flags", 0)
+        if self.tracker is not None:
+            flags |= EventFlag.MEMORY_STEP
+        self.journal.add(
+            Row(
+                column("step", self.step),
+                column("microbatch", self.microbatch),
+                column("phase", self.phase),
+                kind,
+                column("unit", NO_UNIT),
+                column("issued_by", NO_UNIT),
+                Stream.HOST if self.on_host and stream == Stream.COMPUTE else stream,
+                column("group", -1),
+                column("dtype", 0),
+                self.source,
+                column("method", Method.MEASURED),
+                flags,
+                column("sequence", -1),
+                column("collective", -1),
+                column("bytes", -1),
+                column("issue_ns") or host_ns_of(start),
+                start,
+                end,
+                column("need", NOT_NEEDED),
+            )
+        )
+
+    # --- the course of a step
+
+    def open_step(self) -> None:
+        """Fix where step 0 starts: at the first sign of training."""
+        if self.step_start is None:
+            self.step_start = self.clock.mark()
+
+    def end_step(self) -> None:
+        """Close the current step at this moment and begin the next one."""
+        end = self.clock.mark()
+        self.open_step()
+        self._close_forward(self._last_forward_end)
+        self._close_evaluation()
+        self.add(EventKind.STEP, self.step_start, end, phase=Phase.OUTSIDE)
+        self.step_start = end
+        self.step += 1
+        self.microbatch = 0
+        self.phase = Phase.OUTSIDE
+        self.open_units.clear()
+        self.hook_unit = NO_UNIT
+        self.execution_known = self.execution_known or bool(self.execution_order)
+        self.journal.drain()
+        self.clock.advance()
+
+    def enter_forward(self, mark: Any, *, grad_enabled: bool) -> Phase:
+        """A unit's forward begins: training, or an evaluation pass outside a step."""
+        self.open_step()
+        in_step = self.in_step if self.explicit_steps else grad_enabled
+        if not grad_enabled and not in_step:
+            self.phase = Phase.EVALUATION
+            begin = self._evaluation[0] if self._evaluation else mark
+            self._evaluation = (begin, mark)
+            return Phase.EVALUATION
+        if self._evaluation:
+            self._close_evaluation()
+        if self._forward_start is None:
+            self._forward_start = mark
+        self.phase = Phase.FORWARD
+        return Phase.FORWARD
+
+    def leave_forward(self, mark: Any) -> None:
+        """A unit's forward ended."""
+        if self.phase == Phase.EVALUATION and self._evaluation:
+            self._evaluation = (self._evaluation[0], mark)
+            if not self.open_units:
+                self.phase = Phase.OUTSIDE
+        else:
+            self._last_forward_end = mark
+
+    def begin_backward(self) -> Any:
+        """Autograd starts: the forward pass, with the loss in it, is over."""
+        mark = self.clock.mark()
+        self._close_forward(mark)
+        self.phase = Phase.BACKWARD
+        return mark
+
+    def finish_backward(self, begin: Any) -> None:
+        """Autograd returned: one microbatch is complete."""
+        self.add(EventKind.BACKWARD, begin, self.clock.mark(), phase=Phase.BACKWARD)
+        self.microbatch += 1
+        self.phase = Phase.OUTSIDE
+        self.open_units.clear()
+
+    def _close_forward(self, end: Any) -> None:
+        if self._forward_start is not None and end is not None:
+            self.add(EventKind.FORWARD, self._forward_start, end, phase=Phase.FORWARD)
+        self._forward_start = None
+        self._last_forward_end = None
+
+    def _close_evaluation(self) -> None:
+        if self._evaluation is not None:
+            begin, end = self._evaluation
+            self._evaluation = None
+            self.add(EventKind.BETWEEN_STEPS, begin, end, phase=Phase.EVALUATION)
+
+    # --- our own failures
+
+    def fail(self, error: BaseException) -> None:
+        """A bug of ours: say so once, stop recording, let the training go on."""
+        if not self.active:
+            return
+        self.active = False
+        where = traceback.extract_tb(error.__traceback__)
+        place = f" at {where[-1].name}:{where[-1].lineno}" if where else ""
+        self.problems.append(f"Recording stopped by an internal error{place}: {error!r}")
+        logger.debug("recording stopped", exc_info=error)
+        warn(
+            f"recording stopped at step {self.step} by an error of its own{place}: {error!r}. "
+            "The training goes on unchanged; what was recorded so far is kept."
+        )
+
+    def problem(self, sentence: str) -> None:
+        """Note something that limits the recording, for the run folder."""
+        if sentence not in self.problems:
+            self.problems.append(sentence)

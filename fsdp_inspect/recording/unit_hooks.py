@@ -1,0 +1,487 @@
+"""What does one FSDP unit do, and when? Wraps on the methods of its communication group.
+
+[Note: Where the recorder attaches]
+A unit's boundaries come from wraps on the *instance* of torch's `FSDPParamGroup`: `unshard`,
+`wait_for_unshard`, `pre_forward`, `post_forward`, `pre_backward`, `post_backward`,
+`finalize_backward`. Against module and tensor hooks this has four advantages: the order of the
+user's and of FSDP's hooks is not touched; the wait for an all-gather has its own boundary; methods
+registered with `register_fsdp_forward_method` and grouped modules run in part are seen; and
+torch.compile never traces the recorder, since FSDP's own hooks are outside its graphs. The names
+are private but the same from torch 2.6 to 2.15; `tests/recording` pins them. The collectives
+themselves are timed through torch's public setters (see `collectives`).
+
+The order of calls, torch 2.13 (`_fsdp_state.py`, `_fsdp_param_group.py`):
+
+    pre_forward   [unshard [allocate, all_gather]  wait_for_unshard [wait, copy-out]]
+                  unshard of the units named for forward prefetch
+    ... forward ...
+    post_forward
+    pre_backward  [unshard  wait_for_unshard  unshard of the unit that runs next in backward]
+    ... backward ...
+    post_backward [wait for an earlier reduce-scatter, allocate, copy-in, allocate, reduce_scatter]
+    finalize_backward, after the last backward: wait for every reduction that is left
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from fsdp_inspect.recording.collectives import (
+    Communication,
+    TimedWork,
+    close_unwaited,
+    is_recorded,
+    recorded_all_gather,
+    recorded_reduce_scatter,
+    run_inside_collective,
+    unrecorded,
+)
+from fsdp_inspect.recording.journal import LaterOf
+from fsdp_inspect.recording.patches import Patches, wrap_call
+from fsdp_inspect.trace.codes import (
+    NO_UNIT,
+    EventFlag,
+    EventKind,
+    MemoryPoint,
+    Method,
+    Phase,
+    Stream,
+)
+
+if TYPE_CHECKING:
+    from fsdp_inspect.recording.memory import MemoryProbe
+    from fsdp_inspect.recording.session import Session
+    from fsdp_inspect.sharding.torch_fsdp import GroupHandle
+
+WRAPPED_METHODS = (
+    "unshard",
+    "wait_for_unshard",
+    "pre_forward",
+    "post_forward",
+    "pre_backward",
+    "post_backward",
+    "finalize_backward",
+)
+"""The methods of `FSDPParamGroup` that are wrapped on the instance."""
+
+
+class Reductions:
+    """Gradient reductions on their way, shared by the units of one FSDP root (device streams)."""
+
+    def __init__(self) -> None:
+        self.reduce_scatters: deque[Communication] = deque()
+        """In order of issue, as torch's `comm_ctx.reduce_scatter_states`."""
+        self.all_reduces: deque[Communication] = deque()
+
+
+class UnitHooks:
+    """Everything the recorder does in one unit."""
+
+    def __init__(
+        self,
+        session: Session,
+        handle: GroupHandle,
+        index: int,
+        reductions: Reductions,
+        memory: MemoryProbe,
+    ) -> None:
+        self.index = index
+        self._session = session
+        self._clock = session.clock
+        self._handle = handle
+        self._group = handle.group
+        self._reductions = reductions
+        self._memory = memory
+        self._gather: Communication | None = None
+        """An all-gather that was issued and not yet waited for."""
+        self._copy_in_start: Any = None
+        self._reduce_copy_in: tuple[Any, Any] | None = None
+        """Start of the copy into the reduce-scatter input, and the stream it runs on."""
+        self._forwards: list[tuple[Any, Phase, int]] = []
+        """Open forwards of this unit: start, phase, flags."""
+        self._backward_start: Any = None
+        self._outer_hooks: list[int] = []
+
+    # --- attaching
+
+    def attach(self, patches: Patches) -> str:
+        """Wrap the group's methods and install the timed collectives.
+
+        Returns:
+            How the collectives were installed; see `Unit.recorded_by`.
+        """
+        pairs: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], None]]] = {
+            "unshard": (self._before_unshard, self._after_unshard),
+            "wait_for_unshard": (self._before_wait, self._after_wait),
+            "pre_forward": (self._before_pre_forward, self._after_pre_forward),
+            "post_forward": (self._before_post_forward, _nothing),
+            "pre_backward": (self._before_pre_backward, self._after_pre_backward),
+            "post_backward": (self._before_post_backward, self._after_post_backward),
+            "finalize_backward": (self._before_finalize, _nothing),
+        }
+        for name in WRAPPED_METHODS:
+            before, after = pairs[name]
+            wrapped = wrap_call(
+                getattr(self._group, name),
+                self._when_active(before),
+                self._when_active(after),
+                self._session.fail,
+            )
+            patches.set_attribute(self._group, name, wrapped)
+        patches.on_undo(self._restore_collectives)
+        return self.install_collectives()
+
+    def install_collectives(self) -> str:
+        """Replace the unit's all-gather and reduce-scatter unless ours are there already.
+
+        Called again at each step: a later call of a torch setter may have replaced them.
+        """
+        gather = self._group._all_gather_comm
+        if not is_recorded(gather):
+            self._set_all_gather(recorded_all_gather(gather, self))
+        reduce = self._group._reduce_scatter_comm
+        if not is_recorded(reduce):
+            self._set_reduce_scatter(recorded_reduce_scatter(reduce, self))
+        return "custom_comm" if self._handle.num_groups == 1 else "param_group"
+
+    def _restore_collectives(self) -> None:
+        gather, reduce = self._group._all_gather_comm, self._group._reduce_scatter_comm
+        if is_recorded(gather):
+            self._set_all_gather(unrecorded(gather))
+        if is_recorded(reduce):
+            self._set_reduce_scatter(unrecorded(reduce))
+
+    def _set_all_gather(self, comm: Any) -> None:
+        if self._handle.num_groups == 1:
+            self._handle.modules[0].set_custom_all_gather(comm)  # type: ignore[operator]
+        else:  # torch's setter refuses a module with several groups
+            self._group._all_gather_comm = comm
+
+    def _set_reduce_scatter(self, comm: Any) -> None:
+        if self._handle.num_groups == 1:
+            self._handle.modules[0].set_custom_reduce_scatter(comm)  # type: ignore[operator]
+        else:
+            self._group._reduce_scatter_comm = comm
+
+    def _when_active(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        session = self._session
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return hook(*args, **kwargs) if session.active else None
+
+        return run
+
+    # --- all-gather
+
+    def _before_unshard(self, async_op: bool = False) -> None:
+        group = self._group
+        if group._all_gather_result is not None or group.is_unsharded:
+            return
+        self._copy_in_start = self._clock.mark(self._copy_in_stream(async_op))
+
+    def _after_unshard(self, token: None, result: None) -> None:
+        self._copy_in_start = None
+
+    def _copy_in_stream(self, async_op: bool) -> Any:
+        """The stream on which torch will copy the shards into the all-gather's input."""
+        context = self._group.comm_ctx
+        if self._session.on_host or not hasattr(context, "all_gather_copy_in_stream"):
+            return None
+        return context.get_all_gather_streams(async_op, self._group._training_state)[0]
+
+    def gather_allocated(self, buffer: torch.Tensor) -> None:
+        """The all-gather's output buffer was allocated."""
+        self._memory.gather_buffer(buffer, self.index)
+
+    def all_gather(
+        self, collective: Callable[[], Any], output: torch.Tensor, group: dist.ProcessGroup
+    ) -> Any:
+        """Run the unit's all-gather and note its course; returns what the original returned."""
+        session = self._session
+        if not session.active:
+            return collective()
+        communication = None
+        try:
+            communication = self._issue_gather(output, group)
+        except Exception as error:
+            session.fail(error)
+        work = run_inside_collective(session, collective)
+        if communication is None:
+            return work
+        try:
+            return self._gather_issued(communication, work)
+        except Exception as error:
+            session.fail(error)
+            return work
+
+    def _issue_gather(self, output: torch.Tensor, group: dist.ProcessGroup) -> Communication:
+        session = self._session
+        self._drop_unused_gather()
+        communication = Communication(session, EventKind.ALL_GATHER, self.index, Stream.ALL_GATHER)
+        if session.hook_unit != self.index:
+            communication.flags |= EventFlag.PREFETCHED
+        communication.begin(session, output, group)
+        if self._copy_in_start is not None:
+            copied = communication.start
+            if not session.on_host and hasattr(self._group.comm_ctx, "all_gather_copy_in_stream"):
+                copied = self._clock.mark(self._group.comm_ctx.all_gather_copy_in_stream)
+            session.add(
+                EventKind.ALL_GATHER_COPY_IN,
+                self._copy_in_start,
+                copied,
+                unit=self.index,
+                issued_by=communication.issued_by,
+                stream=Stream.HOST if session.on_host else Stream.ALL_GATHER_COPY_IN,
+                collective=communication.identity,
+            )
+        return communication
+
+    def _gather_issued(self, communication: Communication, work: Any) -> Any:
+        session = self._session
+        self._gather = communication
+        if isinstance(work, dist.Work):
+            return TimedWork(work, session, communication)
+        communication.end = self._clock.mark()
+        if session.on_host:
+            communication.block_host()
+            communication.write(session)
+        return work
+
+    def _drop_unused_gather(self) -> None:
+        """An earlier all-gather that nobody waited for is written before the next one."""
+        if self._gather is not None and self._gather.need == -1:
+            close_unwaited(self._session, self._gather)
+        self._gather = None
+
+    # --- the wait for it, and the copy out of its buffer
+
+    def _before_wait(self) -> Any:
+        return None if self._group._all_gather_result is None else self._clock.mark()
+
+    def _after_wait(self, begin: Any, result: None) -> None:
+        if begin is None:
+            return
+        session, gather = self._session, self._gather
+        self._gather = None
+        copy_start: Any = begin
+        if gather is not None:
+            copy_start = self._close_gather(gather, begin)
+        end = self._clock.mark()
+        session.add(
+            EventKind.ALL_GATHER_COPY_OUT,
+            copy_start,
+            end,
+            unit=self.index,
+            collective=-1 if gather is None else gather.identity,
+            method=Method.MEASURED if session.on_host else Method.INFERRED,
+        )
+        self._memory.unsharded(self._group, self.index)
+        self._memory.sample(MemoryPoint.AFTER_UNSHARD, self.index)
+
+    def _close_gather(self, gather: Communication, begin: Any) -> Any:
+        """Write an all-gather that is needed now; returns when the copy out of it began."""
+        session = self._session
+        if gather.wait is not None and not gather.flags & EventFlag.ASYNC:
+            return begin  # blocked the host when it was issued, and was written then
+        if gather.wait is None:
+            gather.need_from(begin, LaterOf(begin, gather.end))
+        assert gather.wait is not None
+        gather.write(session)
+        return gather.wait[1]
+
+    # --- forward
+
+    def _before_pre_forward(self, module: Any, args: Any, kwargs: Any) -> bool:
+        session = self._session
+        self._outer_hooks.append(session.hook_unit)
+        session.hook_unit = self.index
+        if self._group._training_state == TrainingState.FORWARD:
+            return False  # another module of the same unit has opened this forward
+        if torch._C._current_graph_task_id() == -1:
+            mark = self._clock.mark()
+            phase = session.enter_forward(mark, grad_enabled=torch.is_grad_enabled())
+            if not session.execution_known and phase == Phase.FORWARD:
+                session.note_execution(self.index)
+        self._memory.inputs(args, kwargs)
+        return True
+
+    def _after_pre_forward(self, opened: bool, result: Any) -> None:
+        session = self._session
+        session.hook_unit = self._outer_hooks.pop() if self._outer_hooks else NO_UNIT
+        if not opened:
+            return
+        flags = 0 if torch.is_grad_enabled() else EventFlag.NO_GRAD
+        if session.phase == Phase.BACKWARD:
+            flags |= EventFlag.RECOMPUTE
+        self._forwards.append((self._clock.mark(), session.phase, flags))
+        session.open_units.append(self.index)
+        self._memory.sample(MemoryPoint.FORWARD_START, self.index)
+
+    def _before_post_forward(self, *args: Any, **kwargs: Any) -> None:
+        if not self._forwards:
+            return
+        session = self._session
+        start, phase, flags = self._forwards.pop()
+        end = self._clock.mark()
+        self._memory.sample(MemoryPoint.FORWARD_END, self.index)
+        session.close_unit(self.index)
+        session.leave_forward(end)
+        session.add(EventKind.FORWARD, start, end, unit=self.index, phase=phase, flags=flags)
+
+    # --- backward
+
+    def _before_pre_backward(self, *args: Any, **kwargs: Any) -> bool:
+        if self._group._training_state == TrainingState.PRE_BACKWARD:
+            return False
+        session = self._session
+        session.phase = Phase.BACKWARD
+        self._outer_hooks.append(session.hook_unit)
+        session.hook_unit = self.index
+        return True
+
+    def _after_pre_backward(self, opened: bool, result: Any) -> None:
+        if not opened:
+            return
+        session = self._session
+        session.hook_unit = self._outer_hooks.pop() if self._outer_hooks else NO_UNIT
+        self._backward_start = self._clock.mark()
+        session.open_units.append(self.index)
+        self._memory.sample(MemoryPoint.BACKWARD_START, self.index)
+
+    def _before_post_backward(self, *args: Any, **kwargs: Any) -> Any:
+        session = self._session
+        end = self._clock.mark()
+        if self._backward_start is not None:
+            session.add(
+                EventKind.BACKWARD,
+                self._backward_start,
+                end,
+                unit=self.index,
+                phase=Phase.BACKWARD,
+            )
+            self._backward_start = None
+            self._memory.unsharded_gradients(self._group, self.index)
+            self._memory.sample(MemoryPoint.BACKWARD_END, self.index)
+        session.close_unit(self.index)
+        self._outer_hooks.append(session.hook_unit)
+        session.hook_unit = self.index
+        self._reduce_copy_in = None
+        return end
+
+    def _after_post_backward(self, end: Any, result: None) -> None:
+        session = self._session
+        self._memory.sharded_gradients(self._group, self.index)
+        waiting = self._reductions.reduce_scatters
+        if waiting:
+            kept = len(self._group.comm_ctx.reduce_scatter_states)
+            self._wait_for_reductions(end, len(waiting) - kept)
+        session.hook_unit = self._outer_hooks.pop() if self._outer_hooks else NO_UNIT
+
+    # --- reduce-scatter
+
+    def before_reduce_allocation(self) -> None:
+        """The reduce-scatter's input, then its output, is about to be allocated."""
+        session = self._session
+        if not session.active:
+            return
+        try:
+            if self._reduce_copy_in is None:
+                stream = self._clock.current_stream()
+                self._reduce_copy_in = (self._clock.mark(), stream)
+            else:
+                start, stream = self._reduce_copy_in
+                session.add(
+                    EventKind.REDUCE_SCATTER_COPY_IN,
+                    start,
+                    self._clock.mark(stream),
+                    unit=self.index,
+                    phase=Phase.BACKWARD,
+                )
+        except Exception as error:
+            session.fail(error)
+
+    def reduce_allocated(self, buffer: torch.Tensor) -> None:
+        """A buffer of the reduce-scatter was allocated."""
+        self._memory.reduce_buffer(buffer, self.index)
+
+    def reduce_scatter(
+        self, collective: Callable[[], Any], message: torch.Tensor, group: dist.ProcessGroup
+    ) -> Any:
+        """Run the unit's reduce-scatter and note its course."""
+        session = self._session
+        if not session.active:
+            return collective()
+        communication = None
+        try:
+            communication = Communication(
+                session, EventKind.REDUCE_SCATTER, self.index, Stream.REDUCE_SCATTER
+            )
+            communication.begin(session, message, group)
+        except Exception as error:
+            session.fail(error)
+        work = run_inside_collective(session, collective)
+        if communication is None:
+            return work
+        try:
+            self._reduction_issued(communication)
+        except Exception as error:
+            session.fail(error)
+        return work
+
+    def _reduction_issued(self, communication: Communication) -> None:
+        communication.end = self._clock.mark()
+        if self._session.on_host:
+            communication.block_host()
+            communication.write(self._session)
+        else:
+            self._reductions.reduce_scatters.append(communication)
+
+    def _wait_for_reductions(self, begin: Any, count: int) -> None:
+        """The compute stream waited, from `begin`, for the oldest `count` reduce-scatters."""
+        for _ in range(count):
+            oldest = self._reductions.reduce_scatters.popleft()
+            begin = _needed(oldest, begin)
+            oldest.write(self._session)
+
+    def _before_finalize(self) -> None:
+        """The compute stream waits for all reductions that are left."""
+        reductions = self._reductions
+        if not (reductions.reduce_scatters or reductions.all_reduces):
+            return
+        left = sorted(
+            (*reductions.reduce_scatters, *reductions.all_reduces),
+            key=lambda communication: communication.identity,
+        )
+        reductions.reduce_scatters.clear()
+        reductions.all_reduces.clear()
+        begin: Any = self._clock.mark()
+        for communication in left:
+            begin = _needed(communication, begin)
+            communication.write(self._session)
+
+    # --- the end of a step
+
+    def end_step(self) -> None:
+        """Write an all-gather of an earlier step that nobody waited for; close what is open."""
+        if self._gather is not None and self._gather.step < self._session.step:
+            self._drop_unused_gather()
+        self._forwards.clear()
+        self._outer_hooks.clear()
+        self._backward_start = None
+
+
+def _needed(communication: Communication, begin: Any) -> Any:
+    """Note that the compute stream waits for it from `begin`; returns when that wait ended."""
+    end = LaterOf(begin, communication.end)
+    communication.need_from(begin, end)
+    return end
+
+
+def _nothing(token: Any, result: Any) -> None:
+    return

@@ -1,0 +1,178 @@
+"""Which units and process groups does this model have? What the manifest says about them."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from fsdp_inspect.errors import RecordingError
+from fsdp_inspect.sharding import torch_fsdp
+from fsdp_inspect.sharding.torch_fsdp import GroupHandle
+from fsdp_inspect.trace.codes import DTYPES
+from fsdp_inspect.trace.run import ModelInfo, ProcessGroup, Unit
+
+_DTYPE_CODES = {name: code for code, name in enumerate(DTYPES)}
+
+
+class ProcessGroups:
+    """Numbers the process groups as they are met, and the collectives within each of them."""
+
+    def __init__(self) -> None:
+        self._indices: dict[str, int] = {}
+        self._groups: list[ProcessGroup] = []
+        self._issued: list[int] = []
+
+    def index(self, group: dist.ProcessGroup | None, role: str = "other") -> int:
+        """The number of a group; None: the default group. A new one is described on the way."""
+        group = group or dist.group.WORLD
+        assert group is not None
+        name = group.group_name
+        known = self._indices.get(name)
+        if known is not None:
+            return known
+        index = self._indices[name] = len(self._groups)
+        self._groups.append(
+            ProcessGroup(
+                index=index, name=name, ranks=dist.get_process_group_ranks(group), role=role
+            )
+        )
+        self._issued.append(0)
+        return index
+
+    def next_sequence(self, index: int) -> int:
+        """How many collectives this rank has issued on the group so far; counts the new one."""
+        sequence = self._issued[index]
+        self._issued[index] = sequence + 1
+        return sequence
+
+    def describe(self) -> list[ProcessGroup]:
+        """All groups met so far, by index."""
+        return list(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """The code of a torch dtype in the run folder; 0 for one that has no code yet."""
+    return _DTYPE_CODES.get(dtype_name(dtype), 0)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` as `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def find_recordable_groups(model: nn.Module) -> list[GroupHandle]:
+    """The units of a `fully_shard` model.
+
+    Raises:
+        RecordingError: The model has none; says what kind of model it is and what to do.
+    """
+    groups = torch_fsdp.find_groups(model)
+    if groups:
+        return groups
+    name = type(model).__name__
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise RecordingError(
+            f"{name} has fully_shard modules but none of them manages a parameter. Expected at "
+            "least one FSDP unit with parameters. Call fully_shard on the modules that own them."
+        )
+    if _is_fsdp1(model):
+        raise RecordingError(
+            f"{name} is wrapped with FullyShardedDataParallel (FSDP1), which has no place to "
+            "attach to per unit. Expected a model sharded with torch.distributed.fsdp.fully_shard "
+            "(FSDP2). Move to fully_shard, or record the run with torch.profiler and import it."
+        )
+    raise RecordingError(
+        f"{name} is not sharded: fully_shard was never called on it or on a module in it. "
+        "Attach the recorder after fully_shard(...), and pass the model that it was called on."
+    )
+
+
+def describe_model(model: nn.Module, groups: Sequence[GroupHandle]) -> ModelInfo:
+    """The model's class and its parameters over all ranks; unsharded ones count once."""
+    sizes = {
+        id(parameter): (parameter.numel(), parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    for handle in groups:
+        for parameter, size in zip(
+            torch_fsdp.parameters_of(handle.group),
+            torch_fsdp.original_sizes(handle.group),
+            strict=True,
+        ):
+            sizes[id(parameter)] = (size.numel(), parameter.requires_grad)
+    return ModelInfo(
+        class_name=_original_class(model).__name__,
+        num_parameters=sum(numel for numel, _ in sizes.values()),
+        num_trainable_parameters=sum(numel for numel, trained in sizes.values() if trained),
+    )
+
+
+def describe_unit(
+    handle: GroupHandle, index: int, process_groups: ProcessGroups, recorded_by: str
+) -> Unit:
+    """A unit as it stands now; some of it is settled only by torch's first forward."""
+    group = handle.group
+    parameters = torch_fsdp.parameters_of(group)
+    numels = [size.numel() for size in torch_fsdp.original_sizes(group)]
+    trained = [parameter.requires_grad for parameter in parameters]
+    trained_numels = [numel for numel, wanted in zip(numels, trained, strict=True) if wanted]
+    shard_size = handle.shard_group.size() if handle.shard_group is not None else 1
+    original = parameters[0].dtype
+    param_dtype = group.mp_policy.param_dtype or original
+    reduce_dtype = group.mp_policy.reduce_dtype or param_dtype
+    padded = torch_fsdp.padded_shard_numels(group)
+    padded_trained = sum(numel for numel, wanted in zip(padded, trained, strict=True) if wanted)
+    return Unit(
+        index=index,
+        fqn=handle.name,
+        modules=list(handle.fqns),
+        module_class=_original_class(handle.modules[0]).__name__,
+        num_parameters=sum(numels),
+        num_trainable_parameters=sum(trained_numels),
+        num_tensors=len(parameters),
+        unsharded_bytes=sum(padded) * shard_size * param_dtype.itemsize,
+        sharded_bytes=sum(padded) * original.itemsize,
+        reduce_bytes=padded_trained * shard_size * reduce_dtype.itemsize,
+        param_dtype=dtype_name(param_dtype),
+        reduce_dtype=dtype_name(reduce_dtype),
+        reshard_after_forward=handle.reshard_after_forward,
+        shard_group=_group_index(process_groups, handle.shard_group, "shard"),
+        replicate_group=_group_index(process_groups, handle.replicate_group, "replicate"),
+        is_root=handle.is_root,
+        offload=isinstance(group.offload_policy, CPUOffloadPolicy),
+        recorded_by=recorded_by,
+    )
+
+
+def register_groups(handles: Sequence[GroupHandle], process_groups: ProcessGroups) -> None:
+    """Give every process group that the units use its number and its role."""
+    for handle in handles:
+        _group_index(process_groups, handle.shard_group, "shard")
+        _group_index(process_groups, handle.reduce_scatter_group, "shard")
+        _group_index(process_groups, handle.replicate_group, "replicate")
+        _group_index(process_groups, handle.post_forward_group, "post_forward")
+
+
+def _group_index(process_groups: ProcessGroups, group: dist.ProcessGroup | None, role: str) -> int:
+    return -1 if group is None else process_groups.index(group, role)
+
+
+def _original_class(module: nn.Module) -> type:
+    """The class that the model's author wrote: without `FSDP...` and wrapper classes."""
+    module = getattr(module, "_checkpoint_wrapped_module", module)
+    module = getattr(module, "_orig_mod", module)
+    cls = type(module)
+    if isinstance(module, FSDPModule) and len(cls.__mro__) > 2:
+        return cls.__mro__[2]
+    return cls
+
+
+def _is_fsdp1(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
