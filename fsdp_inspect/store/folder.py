@@ -6,14 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_inspect.errors import NotARunError, StoreError
+from fsdp_inspect.store.files import LocalFiles
+from fsdp_inspect.store.liveness import is_alive
 from fsdp_inspect.store.records import decode_record, encode_record, replace_file
 from fsdp_inspect.store.schema import (
     MANIFEST_FILE,
+    RANK_FILE,
     attempt_name,
     attempt_numbers,
     rank_name,
+    rank_numbers,
 )
-from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
 
 _LISTING_DEPTH = 2
 """Runs lie in the listed folder, or one folder further down (`samples/<name>/run`)."""
@@ -82,6 +86,20 @@ def rewrite_manifest(path: Path, manifest: RunManifest) -> None:
     replace_file(path / MANIFEST_FILE, encode_record(manifest))
 
 
+def write_manifest(path: Path, manifest: RunManifest) -> None:
+    """Rewrite `run.json` with what became known since; when the run began stays as it was.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with contextlib.suppress(StoreError):
+        first = read_manifest(path)
+        manifest = manifest.model_copy(
+            update={"created": first.created, "created_unix_ns": first.created_unix_ns}
+        )
+    replace_file(path / MANIFEST_FILE, encode_record(manifest), durable=True)
+
+
 def read_manifest(path: Path) -> RunManifest:
     """The manifest of a run on this disk.
 
@@ -98,6 +116,19 @@ def read_manifest(path: Path) -> RunManifest:
             "fsdp_inspect.Recorder, or give the folder of a run."
         ) from error
     return decode_record(encoded, RunManifest, str(target))
+
+
+def has_running_ranks(path: Path, attempt: int) -> bool:
+    """Whether a rank of this attempt, among those that lie here, still records."""
+    files = LocalFiles(path)
+    for rank in rank_numbers(files.folders(attempt_name(attempt))):
+        folder = f"{attempt_name(attempt)}/{rank_name(rank)}"
+        encoded = files.read(f"{folder}/{RANK_FILE}")
+        with contextlib.suppress(StoreError):
+            record = decode_record(encoded or b"", RankRecord, RANK_FILE)
+            if record.status is RunStatus.RUNNING and is_alive(record, files, folder):
+                return True
+    return False
 
 
 def rank_folder(path: Path, attempt: int, rank: int) -> Path:
@@ -165,5 +196,4 @@ def _identity(manifest: RunManifest) -> dict[str, object]:
         "backend": manifest.backend,
         "model": f"{manifest.model.class_name} ({manifest.model.num_parameters} parameters)",
         "list of units": units,
-        "list of process groups": [group.ranks for group in manifest.process_groups],
     }
