@@ -1,0 +1,223 @@
+"""How is a finished table kept, small and fast to read?
+
+One Parquet file per table (see `store.schema`). Every row group is checked against its checksum
+after decoding, so a changed bit anywhere in the file gives an error or no difference, never other
+numbers.
+"""
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Generic
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fsdp_inspect.errors import CorruptFileError
+from fsdp_inspect.store.checksums import checksum_columns, checksum_text
+from fsdp_inspect.store.decoding import Columns, build_table, columns_of
+from fsdp_inspect.store.records import check_version, unfinished_path
+from fsdp_inspect.store.schema import (
+    FOOTER_CHECKSUM_KEY,
+    FOOTER_KEY,
+    ROW_GROUP_ROWS,
+    TableFile,
+    TableT,
+)
+from fsdp_inspect.trace.run import SCHEMA_VERSION
+from fsdp_inspect.trace.tables import Table
+
+_ZSTD_LEVEL = 3
+_REMEDY = (
+    "Copy the file again from where it was recorded, or move it away to work with the other ranks."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CompactedContents(Generic[TableT]):
+    """What a compacted file holds."""
+
+    table: TableT
+    """The rows that were asked for, in the order of the file."""
+    covered_rows: int
+    """How many recorded rows the whole file stands for: stream rows below this are in it."""
+    details: Mapping[str, Any]
+    """The footer's own fields."""
+
+
+def write_compacted(
+    path: Path,
+    file: TableFile[TableT],
+    table: TableT,
+    *,
+    covered_rows: int,
+    details: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a table in one instant and wait until it is on the disk.
+
+    Args:
+        path: Where; its folder must exist.
+        file: Which table.
+        table: All rows; written in the order of `file.sort_by`.
+        covered_rows: Rows of the stream that this file replaces.
+        details: Further fields for the footer.
+
+    Raises:
+        OSError: The disk refuses; nothing is left behind.
+    """
+    ordered = _sorted(file, table)
+    footer = json.dumps(
+        {
+            "schema_version": SCHEMA_VERSION,
+            "table": file.name,
+            "covered_rows": covered_rows,
+            "groups": _describe_groups(ordered),
+            **(details or {}),
+        },
+        separators=(",", ":"),
+    )
+    unfinished = unfinished_path(path)
+    try:
+        with unfinished.open("wb") as sink:
+            _write_parquet(ordered, footer, file, sink)
+            sink.flush()
+            os.fsync(sink.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def read_compacted(
+    source: BinaryIO | pa.NativeFile,
+    file: TableFile[TableT],
+    name: str,
+    *,
+    steps: Collection[int] | None = None,
+) -> CompactedContents[TableT]:
+    """Read a compacted table, or only the row groups that can hold some steps.
+
+    Args:
+        source: The open file; only the parts that are needed are read.
+        file: Which table.
+        name: The file's name, for messages.
+        steps: Leave out row groups without any of them; rows of other steps may remain.
+
+    Raises:
+        CorruptFileError: Foreign, cut off, or changed since it was written.
+        SchemaVersionError: Written by a newer version of FSDP Inspect.
+    """
+    try:
+        parquet = pq.ParquetFile(source, page_checksum_verification=True)
+        footer = _read_footer(parquet, file, name)
+        batches = [
+            _read_group(parquet, number, group, name)
+            for number, group in enumerate(footer["groups"])
+            if steps is None or _may_hold(group, steps)
+        ]
+    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise CorruptFileError(
+            f"{name} cannot be decoded: {error}. Expected a whole Parquet file. {_REMEDY}"
+        ) from error
+    return CompactedContents(
+        build_table(file, batches, name), covered_rows=footer["covered_rows"], details=footer
+    )
+
+
+def read_footer(
+    source: BinaryIO | pa.NativeFile, file: TableFile[Any], name: str
+) -> Mapping[str, Any]:
+    """Only the footer's own fields: what the file stands for, without its rows.
+
+    Raises:
+        CorruptFileError: Foreign, cut off, or changed since it was written.
+        SchemaVersionError: Written by a newer version of FSDP Inspect.
+    """
+    return read_compacted(source, file, name, steps=()).details
+
+
+def _sorted(file: TableFile[TableT], table: TableT) -> TableT:
+    if file.sort_by is None:
+        return table
+    return table.where(np.argsort(getattr(table, file.sort_by), kind="stable"))
+
+
+def _describe_groups(table: Table) -> list[list[int | str]]:
+    groups: list[list[int | str]] = []
+    for start in range(0, len(table), ROW_GROUP_ROWS):
+        part = table.where(np.arange(start, min(start + ROW_GROUP_ROWS, len(table))))
+        columns = part.columns()
+        step = columns.get("step", np.array([-1]))
+        groups.append([len(part), int(step.min()), int(step.max()), checksum_columns(columns)])
+    return groups
+
+
+def _write_parquet(table: Table, footer: str, file: TableFile[Any], sink: BinaryIO) -> None:
+    delta = dict.fromkeys(file.delta_columns, "DELTA_BINARY_PACKED")
+    schema = file.arrow_schema.remove_metadata()
+    plain: Any = [name for name in schema.names if name not in delta]
+    with pq.ParquetWriter(
+        sink,
+        schema,
+        compression="zstd",
+        compression_level=_ZSTD_LEVEL,
+        use_dictionary=plain,
+        column_encoding=delta or None,
+        write_page_checksum=True,
+        write_statistics=[name for name in ("step", file.sort_by) if name in schema.names],
+        store_schema=False,
+    ) as writer:
+        writer.add_key_value_metadata(
+            {
+                FOOTER_KEY.decode(): footer,
+                FOOTER_CHECKSUM_KEY.decode(): checksum_text(footer),
+            }
+        )
+        if len(table):
+            arrays = [pa.array(values) for values in table.columns().values()]
+            writer.write_table(pa.Table.from_arrays(arrays, schema=schema), ROW_GROUP_ROWS)
+
+
+def _read_footer(parquet: pq.ParquetFile, file: TableFile[Any], name: str) -> Mapping[str, Any]:
+    metadata = parquet.metadata.metadata or {}
+    text = metadata.get(FOOTER_KEY, b"").decode(errors="replace")
+    if not text:
+        raise CorruptFileError(
+            f"{name} is a Parquet file with the columns "
+            f"{', '.join(parquet.schema_arrow.names[:5])}. Expected the {file.name} of a run, "
+            f"written by fsdp-inspect. {_REMEDY}"
+        )
+    stored = metadata.get(FOOTER_CHECKSUM_KEY, b"").decode(errors="replace")
+    if checksum_text(text) != stored:
+        raise CorruptFileError(
+            f"{name} has a footer with the checksum {checksum_text(text)}. Expected {stored!r}: "
+            f"bytes have changed since it was written. {_REMEDY}"
+        )
+    footer: dict[str, Any] = json.loads(text)
+    check_version(footer["schema_version"], name)
+    if footer["table"] != file.name or len(footer["groups"]) != parquet.num_row_groups:
+        raise CorruptFileError(
+            f"{name} holds the table {footer['table']!r} in {parquet.num_row_groups} row groups. "
+            f"Expected {file.name!r} in {len(footer['groups'])}. {_REMEDY}"
+        )
+    return footer
+
+
+def _may_hold(group: list[Any], steps: Collection[int]) -> bool:
+    _, lowest, highest, _ = group
+    return any(lowest <= step <= highest for step in steps)
+
+
+def _read_group(parquet: pq.ParquetFile, number: int, group: list[Any], name: str) -> Columns:
+    columns = columns_of(parquet.read_row_group(number, use_threads=False))
+    actual = checksum_columns(columns)
+    if actual != group[3]:
+        raise CorruptFileError(
+            f"{name}: row group {number} has the checksum {actual}. Expected {group[3]}: bytes "
+            f"have changed since it was written. {_REMEDY}"
+        )
+    return columns

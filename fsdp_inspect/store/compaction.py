@@ -1,0 +1,281 @@
+"""How do a run's streams become small, fast files? Compaction, safe to kill at any instant.
+
+For each table: the Parquet file is written beside its place, waits until it is on the disk, is
+renamed into place, and only then is the stream removed. Killed between any two of these, the run
+reads the same, and the next compaction goes on. Ranks that still record are left alone.
+"""
+
+import contextlib
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_inspect.errors import NotARunError, StoreError
+from fsdp_inspect.store.compacted import read_compacted, read_footer, write_compacted
+from fsdp_inspect.store.files import LocalFiles
+from fsdp_inspect.store.folder import rank_folder
+from fsdp_inspect.store.liveness import is_alive
+from fsdp_inspect.store.rank_tables import read_table
+from fsdp_inspect.store.records import decode_record, encode_record, replace_file
+from fsdp_inspect.store.schema import (
+    EVENTS,
+    MANIFEST_FILE,
+    RANK_FILE,
+    RECORDED_TABLES,
+    REDUCTION_VERSION,
+    SUMMARY,
+    TableFile,
+    TableT,
+    attempt_name,
+    attempt_numbers,
+    rank_name,
+    rank_numbers,
+)
+from fsdp_inspect.trace.reduction import reduce_rank
+from fsdp_inspect.trace.run import RankRecord, RunStatus
+from fsdp_inspect.trace.tables import SummaryTable
+
+MAX_BYTES_AT_END = 64 << 20
+"""Streams larger than this are left for `fsdp-inspect compact`: a training that ends must not
+take long or much memory over it."""
+
+_UNFINISHED_AGE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankCompaction:
+    """What compaction did to one rank of one attempt."""
+
+    attempt: int
+    rank: int
+    rows: int
+    """Rows of all tables in the compacted files."""
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedRank:
+    """A rank that compaction left as it was."""
+
+    attempt: int
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompactionResult:
+    """What compaction did to a run."""
+
+    path: Path
+    compacted: list[RankCompaction] = field(default_factory=list)
+    """Ranks whose files are compacted now, whether by this call or before."""
+    skipped: list[SkippedRank] = field(default_factory=list)
+    has_run_summary: bool = False
+    """Whether the run's own `summary.parquet` stands for all ranks that are here."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of all compacted ranks."""
+        return sum(rank.rows for rank in self.compacted)
+
+    @property
+    def bytes_before(self) -> int:
+        """Size of the compacted ranks' tables before."""
+        return sum(rank.bytes_before for rank in self.compacted)
+
+    @property
+    def bytes_after(self) -> int:
+        """Size of the compacted ranks' tables now."""
+        return sum(rank.bytes_after for rank in self.compacted)
+
+
+def compact_run(path: Path) -> CompactionResult:
+    """Compact every rank of every attempt that does not record any more; may be repeated.
+
+    Args:
+        path: The run folder, on a local or mounted disk.
+
+    Returns:
+        What was done; a damaged rank is skipped with the reason, and does not stop the others.
+
+    Raises:
+        NotARunError: The path holds no run.
+        OSError: The disk refuses; the run is as readable as before.
+    """
+    places = _rank_places(path)
+    if not places and not (path / MANIFEST_FILE).exists():
+        raise NotARunError(
+            f"No run at {str(path)!r}: neither {MANIFEST_FILE} nor ranks in it. Expected the "
+            "folder of a run. `fsdp-inspect runs` lists those in a folder."
+        )
+    result = CompactionResult(path)
+    for attempt, rank in places:
+        try:
+            result.compacted.append(compact_rank(path, attempt, rank))
+        except StoreError as error:
+            result.skipped.append(SkippedRank(attempt, rank, str(error)))
+    has_summary = not result.skipped and write_run_summary(path)
+    return CompactionResult(path, result.compacted, result.skipped, has_summary)
+
+
+def compact_rank(path: Path, attempt: int, rank: int) -> RankCompaction:
+    """Compact one rank and sum it up; does nothing to what is compacted already.
+
+    Raises:
+        StoreError: The rank still records, or a file of it is damaged.
+        OSError: The disk refuses; the rank is as readable as before.
+    """
+    files = LocalFiles(path)
+    folder = rank_folder(path, attempt, rank)
+    record = _read_record(folder)
+    if record is not None and record.status is RunStatus.RUNNING:
+        if is_alive(record, files, _inner(attempt, rank)):
+            raise StoreError(
+                f"Rank {rank} of attempt {attempt} is still recording (process {record.pid} on "
+                f"{record.host!r}). Expected a rank that has ended. Compact when the job is over."
+            )
+        _mark_crashed(folder, record)
+    return _compact_tables(path, attempt, rank)
+
+
+def compact_at_end(path: Path, attempt: int, rank: int) -> None:
+    """What a rank does with its own streams when its training ends.
+
+    Very large streams are left as they are. Rank 0 also tries to sum up the run.
+
+    Raises:
+        StoreError: A file is damaged.
+        OSError: The disk refuses; the rank is as readable as before.
+    """
+    if _size_of_streams(rank_folder(path, attempt, rank)) > MAX_BYTES_AT_END:
+        return
+    _compact_tables(path, attempt, rank)
+    if rank == 0:
+        write_run_summary(path)
+
+
+def write_run_summary(path: Path) -> bool:
+    """Join the ranks' summaries into the run's, if every rank that is here has one.
+
+    Returns:
+        Whether the run's summary is in place now.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    places = _rank_places(path)
+    summaries = [_read_rank_summary(path, attempt, rank) for attempt, rank in places]
+    found = [summary for summary in summaries if summary is not None]
+    if not places or len(found) < len(places):
+        return False
+    listed: dict[str, list[int]] = {}
+    for attempt, rank in places:
+        listed.setdefault(str(attempt), []).append(rank)
+    write_compacted(
+        path / SUMMARY.compacted_name,
+        SUMMARY,
+        SummaryTable.concat(found),
+        covered_rows=0,
+        details={"reduction": REDUCTION_VERSION, "ranks": listed},
+    )
+    return True
+
+
+def _compact_tables(path: Path, attempt: int, rank: int) -> RankCompaction:
+    folder = rank_folder(path, attempt, rank)
+    _remove_unfinished(folder)
+    before = _size_of_tables(folder)
+    tables: tuple[TableFile[Any], ...] = RECORDED_TABLES
+    rows = sum(_compact_table(path, attempt, rank, file) for file in tables)
+    if _read_rank_summary(path, attempt, rank) is None:
+        _write_rank_summary(path, attempt, rank)
+    return RankCompaction(attempt, rank, rows, before, _size_of_tables(folder))
+
+
+def _compact_table(path: Path, attempt: int, rank: int, file: TableFile[TableT]) -> int:
+    """Compact one table; returns its rows."""
+    folder = rank_folder(path, attempt, rank)
+    live, compacted = folder / file.live_name, folder / file.compacted_name
+    if not live.exists():
+        return _count_rows(compacted, file)
+    recorded = read_table(LocalFiles(path), _inner(attempt, rank), file)
+    write_compacted(compacted, file, recorded.table, covered_rows=recorded.covered_rows)
+    if file.name == EVENTS.name:
+        (folder / SUMMARY.compacted_name).unlink(missing_ok=True)
+    live.unlink(missing_ok=True)
+    return len(recorded.table)
+
+
+def _write_rank_summary(path: Path, attempt: int, rank: int) -> None:
+    events = read_table(LocalFiles(path), _inner(attempt, rank), EVENTS).table
+    write_compacted(
+        rank_folder(path, attempt, rank) / SUMMARY.compacted_name,
+        SUMMARY,
+        reduce_rank(events, rank=rank, attempt=attempt),
+        covered_rows=0,
+        details={"reduction": REDUCTION_VERSION},
+    )
+
+
+def _read_rank_summary(path: Path, attempt: int, rank: int) -> SummaryTable | None:
+    """The rank's summary; None if there is none, or one that must be made again."""
+    name = rank_folder(path, attempt, rank) / SUMMARY.compacted_name
+    with contextlib.suppress(FileNotFoundError, StoreError), name.open("rb") as source:
+        contents = read_compacted(source, SUMMARY, str(name))
+        if contents.details.get("reduction") == REDUCTION_VERSION:
+            return contents.table
+    return None
+
+
+def _count_rows(path: Path, file: TableFile[TableT]) -> int:
+    if not path.exists():
+        return 0
+    with path.open("rb") as source:
+        return sum(group[0] for group in read_footer(source, file, str(path))["groups"])
+
+
+def _read_record(folder: Path) -> RankRecord | None:
+    """The rank's record; None where it is missing or damaged: its tables can still be compacted."""
+    with contextlib.suppress(FileNotFoundError, StoreError):
+        return decode_record((folder / RANK_FILE).read_bytes(), RankRecord, RANK_FILE)
+    return None
+
+
+def _mark_crashed(folder: Path, record: RankRecord) -> None:
+    crashed = record.model_copy(update={"status": RunStatus.CRASHED})
+    replace_file(folder / RANK_FILE, encode_record(crashed))
+
+
+def _rank_places(path: Path) -> list[tuple[int, int]]:
+    """Attempt and rank of every rank folder, ascending."""
+    files = LocalFiles(path)
+    return [
+        (attempt, rank)
+        for attempt in attempt_numbers(files.folders(""))
+        for rank in rank_numbers(files.folders(attempt_name(attempt)))
+    ]
+
+
+def _inner(attempt: int, rank: int) -> str:
+    return f"{attempt_name(attempt)}/{rank_name(rank)}"
+
+
+def _size_of_streams(folder: Path) -> int:
+    paths = (folder / file.live_name for file in RECORDED_TABLES)
+    return sum(path.stat().st_size for path in paths if path.exists())
+
+
+def _size_of_tables(folder: Path) -> int:
+    names = [file.compacted_name for file in (*RECORDED_TABLES, SUMMARY)]
+    paths = (folder / name for name in names)
+    return _size_of_streams(folder) + sum(path.stat().st_size for path in paths if path.exists())
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what killed processes left half written; a write that goes on is younger."""
+    for left_over in folder.glob("*.tmp-*"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - left_over.stat().st_mtime > _UNFINISHED_AGE_S:
+                left_over.unlink()

@@ -1,0 +1,150 @@
+"""How are the files of a run reached, on a disk or behind a URL?
+
+Names are relative to the run folder, with slashes. What does not exist is None or empty, never an
+error: a run may lack anything.
+"""
+
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import pyarrow as pa
+
+from fsdp_inspect.errors import NotARunError
+
+
+class RunFiles(Protocol):
+    """Read access to one run folder."""
+
+    label: str
+    """The path or URL, for messages."""
+
+    def read(self, name: str) -> bytes | None:
+        """All bytes of a file; None if there is none."""
+        ...
+
+    def open(self, name: str) -> BinaryIO | pa.NativeFile | None:
+        """A file for reading in parts; None if there is none."""
+        ...
+
+    def folders(self, name: str) -> list[str]:
+        """Names of the folders in a folder."""
+        ...
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file."""
+        ...
+
+    def modified_unix_ns(self, name: str) -> int | None:
+        """When a file last changed; None if there is none, or the place does not tell."""
+        ...
+
+
+class LocalFiles:
+    """A run folder on a local or mounted disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.label = str(path)
+
+    def read(self, name: str) -> bytes | None:
+        """All bytes of a file; None if there is none."""
+        try:
+            return (self.path / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def open(self, name: str) -> pa.NativeFile | None:
+        """A file for reading in parts; None if there is none."""
+        try:
+            return pa.OSFile(str(self.path / name), "rb")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def folders(self, name: str) -> list[str]:
+        """Names of the folders in a folder."""
+        try:
+            return [child.name for child in (self.path / name).iterdir() if child.is_dir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file."""
+        return (self.path / name).is_file()
+
+    def modified_unix_ns(self, name: str) -> int | None:
+        """When a file last changed; None if there is none."""
+        try:
+            return (self.path / name).stat().st_mtime_ns
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+
+class RemoteFiles:
+    """A run folder behind a URL that fsspec knows: `s3://`, `gs://`, `https://`, `memory://`."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            from fsspec.core import url_to_fs  # takes a tenth of a second: only for URLs
+
+            self._system, self._root = url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise NotARunError(
+                f"No run at {url!r}: {error}. Expected a local path or a URL that fsspec can "
+                "open. Install the package that the message names, or copy the run to this disk."
+            ) from error
+        self._system.invalidate_cache()
+        self.label = url
+
+    def read(self, name: str) -> bytes | None:
+        """All bytes of a file; None if there is none."""
+        try:
+            return bytes(self._system.cat_file(self._full(name)))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def open(self, name: str) -> BinaryIO | None:
+        """A file for reading in parts; None if there is none."""
+        try:
+            opened: BinaryIO = self._system.open(self._full(name), "rb")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return opened
+
+    def folders(self, name: str) -> list[str]:
+        """Names of the folders in a folder."""
+        try:
+            children: list[dict[str, Any]] = self._system.ls(self._full(name), detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [
+            str(child["name"]).rstrip("/").rsplit("/", 1)[-1]
+            for child in children
+            if child["type"] == "directory"
+        ]
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file."""
+        return bool(self._system.isfile(self._full(name)))
+
+    def modified_unix_ns(self, name: str) -> int | None:
+        """When a file last changed; None if there is none, or the place does not tell."""
+        try:
+            return int(self._system.modified(self._full(name)).timestamp() * 1e9)
+        except (FileNotFoundError, NotImplementedError):
+            return None
+
+    def _full(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}" if name else self._root
+
+
+def open_files(path: str | Path) -> RunFiles:
+    """The files at a path or URL.
+
+    Raises:
+        NotARunError: The URL's kind is unknown here.
+    """
+    if isinstance(path, str) and "://" in path:
+        if path.startswith("file://"):
+            return LocalFiles(Path(path.removeprefix("file://")))
+        return RemoteFiles(path)
+    return LocalFiles(Path(path))

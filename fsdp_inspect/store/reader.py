@@ -1,0 +1,311 @@
+"""What is in this run folder? Opens a run, whole or not, and reads its tables when asked.
+
+Opening reads `run.json`; the ranks' records are read when first needed, tables at each call. A
+run that is still being written gives what is there now; open it again to see more.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from fsdp_inspect.errors import IncompleteRunError, NotARunError, StoreError
+from fsdp_inspect.store.files import RunFiles, open_files
+from fsdp_inspect.store.folder import list_runs
+from fsdp_inspect.store.liveness import is_alive, last_sign_unix_ns
+from fsdp_inspect.store.notes import (
+    describe_numbers,
+    note_ends,
+    note_losses,
+    note_missing,
+    note_stream,
+)
+from fsdp_inspect.store.rank_tables import read_compacted_table, read_table
+from fsdp_inspect.store.records import decode_record
+from fsdp_inspect.store.schema import (
+    DEVICE,
+    EVENTS,
+    MANIFEST_FILE,
+    MEMORY,
+    RANK_FILE,
+    REDUCTION_VERSION,
+    SCALARS,
+    SUMMARY,
+    TableFile,
+    TableT,
+    attempt_name,
+    attempt_numbers,
+    rank_name,
+    rank_numbers,
+)
+from fsdp_inspect.trace.reduction import reduce_rank
+from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
+from fsdp_inspect.trace.tables import (
+    DeviceTable,
+    EventTable,
+    MemoryTable,
+    ScalarTable,
+    SummaryTable,
+)
+
+_MAX_NEARBY = 5
+
+
+def open_run(path: str | Path, *, attempt: int | None = None) -> "StoredRun":
+    """Open a recorded run.
+
+    Args:
+        path: The run folder, or its URL (any that fsspec can open).
+        attempt: Which start of the job; the last one unless given.
+
+    Returns:
+        The run, whatever its state; `status` and `notes` say what is missing.
+
+    Raises:
+        NotARunError: There is no run.
+        SchemaVersionError: A newer version of FSDP Inspect wrote it.
+        CorruptFileError: `run.json` is damaged.
+        IncompleteRunError: There is no such attempt.
+    """
+    files = open_files(path)
+    attempts = attempt_numbers(files.folders(""))
+    encoded = files.read(MANIFEST_FILE)
+    if encoded is None:
+        raise NotARunError(_describe_no_run(path))
+    manifest = decode_record(encoded, RunManifest, _label(files, MANIFEST_FILE))
+    if attempt is not None and attempt not in attempts:
+        raise IncompleteRunError(
+            f"Run {files.label!r} has no attempt {attempt}. It has: {describe_numbers(attempts)}. "
+            "Leave the attempt out to open the last one."
+        )
+    chosen = attempt if attempt is not None else max(attempts, default=0)
+    return StoredRun(files, manifest, attempts=attempts, attempt=chosen)
+
+
+class StoredRun:
+    """One attempt of a recorded run; a `trace.run.RunSource` over its files."""
+
+    def __init__(
+        self, files: RunFiles, manifest: RunManifest, *, attempts: Sequence[int], attempt: int
+    ) -> None:
+        self._files = files
+        self._manifest = manifest
+        self._found: dict[str, None] = {}
+        self.attempts = tuple(attempts)
+        """The starts of the job that left anything, ascending."""
+        self.attempt = attempt
+        """The start that the tables are about."""
+
+    @property
+    def path(self) -> str:
+        """Where the run lies: a path or a URL."""
+        return self._files.label
+
+    @property
+    def run_id(self) -> str:
+        """The run's id, as recorded."""
+        return self._manifest.run_id
+
+    @property
+    def manifest(self) -> RunManifest:
+        """What is known about the run as a whole."""
+        return self._manifest
+
+    @property
+    def status(self) -> RunStatus:
+        """How the run ended, as far as its files tell: the worst of its ranks."""
+        statuses = {record.status for record in self.ranks}
+        for status in (RunStatus.RUNNING, RunStatus.FAILED, RunStatus.CRASHED):
+            if status in statuses:
+                return status
+        if self._missing_ranks:
+            return RunStatus.PARTIAL
+        return statuses.pop() if len(statuses) == 1 else RunStatus.COMPLETE
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What is missing or odd, one sentence each; grows as tables are read."""
+        return [*self._standing_notes, *self._found]
+
+    @property
+    def ranks(self) -> Sequence[RankRecord]:
+        """The ranks that wrote something, by rank; one that died in silence reads crashed."""
+        return [record for record in self._records.values() if record is not None]
+
+    def events(
+        self,
+        rank: int,
+        *,
+        steps: Collection[int] | None = None,
+        kinds: Collection[int] | None = None,
+    ) -> EventTable:
+        """The events of a rank, sorted by start.
+
+        Args:
+            rank: The global rank.
+            steps: Only events of these steps; row groups without them are not read.
+            kinds: Only these `EventKind`s.
+
+        Raises:
+            IncompleteRunError: The rank wrote nothing here.
+            CorruptFileError: Its file is damaged.
+        """
+        events = self._read(rank, EVENTS, steps)
+        if steps is not None:
+            events = events.where(np.isin(events.step, list(steps)))
+        if kinds is not None:
+            events = events.where(np.isin(events.kind, [int(kind) for kind in kinds]))
+        return events
+
+    def memory(self, rank: int) -> MemoryTable:
+        """The memory samples of a rank, by time; raises as `events`."""
+        return self._read(rank, MEMORY)
+
+    def devices(self, rank: int) -> DeviceTable:
+        """The device samples of a rank, by time; raises as `events`."""
+        return self._read(rank, DEVICE)
+
+    def scalars(self, rank: int) -> ScalarTable:
+        """What the training loop logged on a rank, by time; raises as `events`."""
+        return self._read(rank, SCALARS)
+
+    def summary(self) -> SummaryTable:
+        """The whole run in small, by rank and step.
+
+        The run's own summary file if it is up to date, else those of the ranks, else computed
+        from the events. A rank whose files are damaged has no rows, and a note says so.
+        """
+        return self._summary
+
+    @cached_property
+    def _summary(self) -> SummaryTable:
+        whole = self._read_run_summary()
+        if whole is not None:
+            return whole
+        parts = [self._summarise_rank(rank) for rank in self._records]
+        return SummaryTable.concat([part for part in parts if part is not None])
+
+    def _read_run_summary(self) -> SummaryTable | None:
+        """The run's summary file; None if there is none, or it does not stand for these ranks."""
+        with _noting(self._found):
+            contents = read_compacted_table(self._files, "", SUMMARY)
+            if contents is None or contents.details.get("reduction") != REDUCTION_VERSION:
+                return None
+            listed = contents.details["ranks"].get(str(self.attempt), [])
+            if set(self._records) <= set(listed):
+                return contents.table.where(contents.table.attempt == self.attempt)
+        return None
+
+    def _summarise_rank(self, rank: int) -> SummaryTable | None:
+        with _noting(self._found):
+            folder = self._folder(rank)
+            if not self._files.exists(f"{folder}/{EVENTS.live_name}"):
+                contents = read_compacted_table(self._files, folder, SUMMARY)
+                if contents and contents.details.get("reduction") == REDUCTION_VERSION:
+                    return contents.table
+            return reduce_rank(self.events(rank), rank=rank, attempt=self.attempt)
+        return None
+
+    def _read(
+        self, rank: int, file: TableFile[TableT], steps: Collection[int] | None = None
+    ) -> TableT:
+        if rank not in self._records:
+            raise IncompleteRunError(self._describe_missing_rank(rank))
+        recorded = read_table(self._files, self._folder(rank), file, steps=steps)
+        if recorded.stream is None:
+            return recorded.table
+        record = self._records[rank]
+        for note in note_stream(record, rank, file.live_name, recorded.stream):
+            self._found[note] = None
+        if file.sort_by is None:
+            return recorded.table
+        order = np.argsort(getattr(recorded.table, file.sort_by), kind="stable")
+        return recorded.table.where(order)
+
+    def _folder(self, rank: int) -> str:
+        return f"{attempt_name(self.attempt)}/{rank_name(rank)}"
+
+    @cached_property
+    def _records(self) -> dict[int, RankRecord | None]:
+        """The record of every rank that has a folder, by rank; None where it is damaged."""
+        numbers = rank_numbers(self._files.folders(attempt_name(self.attempt)))
+        return {rank: self._read_record(rank) for rank in numbers}
+
+    def _read_record(self, rank: int) -> RankRecord | None:
+        name = f"{self._folder(rank)}/{RANK_FILE}"
+        encoded = self._files.read(name)
+        if encoded is None:
+            self._found[f"Rank {rank} has no {RANK_FILE}: its clock and its end are unknown."] = (
+                None
+            )
+            return None
+        with _noting(self._found):
+            record = decode_record(encoded, RankRecord, _label(self._files, name))
+            if record.status is RunStatus.RUNNING and not is_alive(
+                record, self._files, self._folder(rank)
+            ):
+                return record.model_copy(update={"status": RunStatus.CRASHED})
+            return record
+        return None
+
+    @property
+    def _missing_ranks(self) -> list[int]:
+        if self._manifest.source == "emulated":
+            return []
+        expected = range(self._manifest.world_size)
+        return [rank for rank in expected if rank not in self._records]
+
+    @cached_property
+    def _standing_notes(self) -> list[str]:
+        records = self.ranks
+        signs = {
+            record.rank: last_sign_unix_ns(record, self._files, self._folder(record.rank))
+            for record in records
+            if record.status is RunStatus.CRASHED
+        }
+        return [
+            *note_missing(self._missing_ranks, self._manifest.world_size),
+            *note_ends(records, signs),
+            *note_losses(records),
+        ]
+
+    def _describe_missing_rank(self, rank: int) -> str:
+        return (
+            f"Run {self.path!r} holds nothing of rank {rank}. It holds "
+            f"{describe_numbers(self._records)} of world size {self._manifest.world_size} in "
+            f"attempt {self.attempt}. Copy {self._folder(rank)} here from the node where the rank "
+            "ran, or ask for a rank that is here."
+        )
+
+
+@contextmanager
+def _noting(found: dict[str, None]) -> Iterator[None]:
+    """Turn a damaged file into a note, so that the rest of the run stays usable."""
+    try:
+        yield
+    except StoreError as error:
+        found[str(error)] = None
+
+
+def _describe_no_run(path: str | Path) -> str:
+    nearby = [] if "://" in str(path) else _runs_near(Path(path))
+    listed = f"Runs nearby: {', '.join(nearby)}." if nearby else "There are no runs nearby."
+    return (
+        f"No run at {str(path)!r}: there is no {MANIFEST_FILE} in it. {listed} Give the folder of "
+        "a run, or record one with fsdp_inspect.Recorder."
+    )
+
+
+def _runs_near(path: Path) -> list[str]:
+    """A few runs inside the folder, or else beside it."""
+    for place in (path, path.parent):
+        entries = [str(entry.path) for entry in list_runs(place)[:_MAX_NEARBY]]
+        if entries:
+            return entries
+    return []
+
+
+def _label(files: RunFiles, name: str) -> str:
+    return f"{files.label.rstrip('/')}/{name}"

@@ -1,0 +1,125 @@
+"""How do `run.json` and `rank.json` get onto the disk and back?
+
+A record is written beside its place and renamed, so that a reader never sees half of one.
+"""
+
+import contextlib
+import json
+import os
+import re
+import zlib
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from fsdp_inspect.errors import CorruptFileError, SchemaVersionError
+from fsdp_inspect.store.checksums import checksum_text
+from fsdp_inspect.trace.run import SCHEMA_VERSION, RankRecord, RunManifest
+
+RecordT = TypeVar("RecordT", RunManifest, RankRecord)
+
+_CHECKSUM_FIELD = re.compile(rb'"crc32"\s*:\s*"([0-9a-f]{8})"\s*\}\s*\Z')
+
+
+def encode_record(record: RunManifest | RankRecord) -> bytes:
+    """A record as JSON, with a checksum as the last field."""
+    text = record.model_dump_json(indent=1, fallback=str)
+    body = text.removesuffix("\n}") + ",\n "
+    return f'{body}"crc32": "{checksum_text(body)}"\n}}\n'.encode()
+
+
+def decode_record(encoded: bytes, kind: type[RecordT], name: str) -> RecordT:
+    """Read a record from JSON.
+
+    Args:
+        encoded: The file's bytes.
+        kind: What it should be.
+        name: The file's name, for messages.
+
+    Raises:
+        SchemaVersionError: Written by a newer version of FSDP Inspect.
+        CorruptFileError: Cut off, changed, or something else.
+    """
+    try:
+        fields = json.loads(encoded)
+    except ValueError as error:
+        raise CorruptFileError(
+            f"{name} holds {len(encoded)} bytes that are not JSON ({error}). Expected the record "
+            f"of a run as UTF-8 JSON. {_REMEDY}"
+        ) from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("schema_version"), int):
+        raise CorruptFileError(
+            f"{name} is JSON, but has no schema_version. Expected a record written by "
+            f"fsdp-inspect. {_REMEDY}"
+        )
+    _check_integrity(encoded, name)
+    check_version(fields["schema_version"], name)
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise CorruptFileError(
+            f"{name} has the value {first['input']!r} at {where}: {first['msg']}. Expected a "
+            f"record of schema version {SCHEMA_VERSION}. {_REMEDY}"
+        ) from error
+
+
+def check_version(version: int, name: str) -> None:
+    """Refuse what a newer version wrote.
+
+    Raises:
+        SchemaVersionError: `version` is above what this version reads.
+    """
+    if version > SCHEMA_VERSION:
+        raise SchemaVersionError(
+            f"{name} has schema version {version}. This fsdp-inspect reads up to version "
+            f"{SCHEMA_VERSION}. Update fsdp-inspect: pip install --upgrade fsdp-inspect."
+        )
+
+
+def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Put a file in place in one instant; what was there stays until then.
+
+    Args:
+        path: Where; its folder must exist.
+        content: All bytes.
+        durable: Wait until the bytes are on the disk, so that a power cut cannot take them.
+
+    Raises:
+        OSError: The disk refuses; nothing is left behind, the old file is untouched.
+    """
+    unfinished = unfinished_path(path)
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+def unfinished_path(path: Path) -> Path:
+    """Where this process writes a file before it is renamed into place."""
+    return path.with_name(f"{path.name}.tmp-{os.getpid()}")
+
+
+_REMEDY = "Copy the file again from where it was recorded."
+
+
+def _check_integrity(encoded: bytes, name: str) -> None:
+    found = _CHECKSUM_FIELD.search(encoded)
+    if found is None:
+        return
+    actual = zlib.crc32(encoded[: found.start()])
+    if int(found[1], 16) != actual:
+        raise CorruptFileError(
+            f"{name} has the checksum {actual:08x}. Expected {found[1].decode()}, which it carries "
+            "itself: its bytes have changed since it was written. Copy the file again from where "
+            "it was recorded; if you edited it by hand, remove its crc32 field."
+        )

@@ -1,0 +1,202 @@
+"""What lies in a run folder? Every file, column, code and rule of schema version 1.
+
+This text is meant to be enough to write a reader or a writer in another language.
+
+**Layout.** One folder holds one run; a restart of the job is the next attempt and touches nothing
+that an earlier attempt wrote::
+
+    <run>/
+      run.json                        the run as a whole; written before any event, and again when
+                                      more is known (process groups)
+      summary.parquet                 all ranks of all attempts in small; only after compaction
+      attempt-000/                    three digits or more, from 0
+        rank-00000/                   five digits or more, the global rank
+          rank.json                   one rank of one attempt; rewritten now and then
+          events.arrows               while recording: an Arrow IPC stream
+          events.parquet              after compaction: the same rows, sorted
+          memory.arrows, memory.parquet, device.arrows, device.parquet,
+          scalars.arrows, scalars.parquet
+          summary.parquet             this rank in small; only after compaction
+
+A table that was not recorded has no file. Names that end in `.tmp-<digits>` are unfinished writes
+of a process that died: ignore them. A folder may lack ranks (they ran on nodes whose disk is
+elsewhere), and may lack `run.json` (the node of rank 0 is elsewhere): what is there stays usable.
+Merging the folders of two nodes by copying makes the run whole.
+
+**JSON files** are UTF-8 objects: the fields of `trace.run.RunManifest` (`run.json`) and
+`trace.run.RankRecord` (`rank.json`), whose docstrings give meaning and units. Unknown fields are
+ignored. The last field may be `crc32`: eight lower-case hexadecimal digits, the CRC-32 (IEEE 802.3,
+as in zlib and gzip) of all bytes of the file before that field's opening quote. Without the field
+the file is taken as it is (so drop it when you edit by hand). Both files are replaced atomically
+(written beside, then renamed), so they are never half written.
+
+**Tables.** All columns are non-null little-endian integers, two's complement (`scalars.value` is an
+IEEE 754 double); their names, order and widths are `DTYPES` of the classes in `trace.tables`, which
+also say what each column means; codes are in `trace.codes` and, for the summary's `kind` from 100
+on, in `trace.reduction.StepPart`. -1 means "not measured" or "none". Times are nanoseconds on the
+recording rank's monotonic clock; `rank.json` holds pairs of that clock and the wall clock. Amounts
+are bytes.
+
+======== ============================ ============================================ ===============
+file     class                        one row is                                   parquet order
+======== ============================ ============================================ ===============
+events   `trace.tables.EventTable`    something with a duration                    `start_ns`
+memory   `trace.tables.MemoryTable`   a reading of the memory counters             `time_ns`
+device   `trace.tables.DeviceTable`   a sample of the machine                      `time_ns`
+scalars  `trace.tables.ScalarTable`   a number that the training loop logged       `time_ns`
+summary  `trace.tables.SummaryTable`  sums of a rank, step, unit, phase and kind   rank, step
+======== ============================ ============================================ ===============
+
+Rows that tie keep the order in which they were recorded.
+
+**Live streams** (`.arrows`) are Arrow IPC streams: a schema message, record batches (each on its
+own either uncompressed or LZ4 frame, as its header says), and the end mark
+`FF FF FF FF 00 00 00 00` when the writer closed it. Rows are in the order of recording, which is
+nearly but not quite the order of time. The schema's metadata has the key `fsdp_inspect` with the
+table's name and the schema version: `events 1`. Each record batch carries two pieces of custom
+metadata:
+
+* `first_row`: the number of its first row, counted from 0 over all rows that were ever recorded
+  into this table. A gap means that rows were dropped (a full disk), never that they are hidden.
+* `crc32`: as above, of `first_row` in decimal ASCII, then for each column in file order its name in
+  UTF-8 and its values as little-endian bytes without padding.
+
+A stream without an end mark is that of a running or killed process. Its last batch may be cut off
+anywhere (a torn tail): the batches before it are valid. A process that dies loses the rows since
+its last flush, at most `flush_interval_s` of `rank.json`; a machine that loses power may lose more,
+since nothing waits for the disk.
+
+**Compacted files** (`.parquet`): zstd, row groups of at most 65,536 rows, page checksums, one
+key-value pair `fsdp_inspect` with a JSON object:
+
+* `schema_version`: of this file; `table`: its name, as above;
+* `covered_rows`: the rows [0, covered_rows) of the stream are in this file (or were dropped), so a
+  stream that still lies beside it adds only batches whose `first_row` is not below it;
+* `groups`: for each row group `[rows, lowest step, highest step, crc32]`, the checksum as in a
+  stream but without `first_row`; tables without a step have -1, -1;
+* summaries also have `reduction`: the version of the formulas that made it. A reader that knows
+  other formulas computes the summary from the events instead. The summary of the whole run also
+  has `ranks`: for each attempt (a decimal string) the list of ranks that it sums up; it is out of
+  date once ranks lie in the folder that are not listed.
+
+The pair `fsdp_inspect_crc32` is the CRC-32 of that JSON text, in hexadecimal digits.
+
+**Versions.** `schema_version` is raised only when an older reader would misread a newer run; it
+then refuses. New fields, columns, codes and tables do not raise it: a reader ignores what it does
+not know, and reads a column that an older writer did not have as -1.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from fsdp_inspect.trace.run import SCHEMA_VERSION
+from fsdp_inspect.trace.tables import (
+    DeviceTable,
+    EventTable,
+    MemoryTable,
+    ScalarTable,
+    SummaryTable,
+    Table,
+)
+
+MANIFEST_FILE = "run.json"
+RANK_FILE = "rank.json"
+LIVE_SUFFIX = ".arrows"
+COMPACTED_SUFFIX = ".parquet"
+
+ROW_GROUP_ROWS = 65_536
+REDUCTION_VERSION = 1
+"""Raised when `trace.reduction.reduce_rank` gives other numbers for the same events."""
+
+STREAM_KEY = b"fsdp_inspect"
+FIRST_ROW_KEY = b"first_row"
+CHECKSUM_KEY = b"crc32"
+FOOTER_KEY = b"fsdp_inspect"
+FOOTER_CHECKSUM_KEY = b"fsdp_inspect_crc32"
+
+END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+"""The last eight bytes of an Arrow IPC stream that was closed."""
+
+_ATTEMPT = re.compile(r"attempt-(\d{3,})")
+_RANK = re.compile(r"rank-(\d{5,})")
+
+TableT = TypeVar("TableT", bound=Table)
+
+
+@dataclass(frozen=True, slots=True)
+class TableFile(Generic[TableT]):
+    """One table of a rank: its file names, columns and how it is compacted."""
+
+    name: str
+    """File name without suffix."""
+    table: type[TableT]
+    sort_by: str | None
+    """The column that orders the compacted rows; None: kept as they are."""
+    delta_columns: tuple[str, ...]
+    """Columns that ascend nearly everywhere: stored as differences when compacted."""
+
+    @property
+    def live_name(self) -> str:
+        """Name of the stream: `events.arrows`."""
+        return self.name + LIVE_SUFFIX
+
+    @property
+    def compacted_name(self) -> str:
+        """Name of the compacted file: `events.parquet`."""
+        return self.name + COMPACTED_SUFFIX
+
+    @property
+    def arrow_schema(self) -> pa.Schema:
+        """Columns and types in file order; no column holds nulls. Says what table it is."""
+        fields = [
+            pa.field(name, pa.from_numpy_dtype(np.dtype(dtype)), nullable=False)
+            for name, dtype in self.table.DTYPES.items()
+        ]
+        return pa.schema(fields, {STREAM_KEY: f"{self.name} {SCHEMA_VERSION}"})
+
+
+EVENTS = TableFile(
+    "events",
+    EventTable,
+    "start_ns",
+    ("sequence", "collective", "issue_ns", "start_ns", "end_ns", "need_ns"),
+)
+MEMORY = TableFile("memory", MemoryTable, "time_ns", ("time_ns",))
+DEVICE = TableFile("device", DeviceTable, "time_ns", ("time_ns",))
+SCALARS = TableFile("scalars", ScalarTable, "time_ns", ("time_ns",))
+SUMMARY = TableFile("summary", SummaryTable, None, ())
+
+RECORDED_TABLES: tuple[
+    TableFile[EventTable], TableFile[MemoryTable], TableFile[DeviceTable], TableFile[ScalarTable]
+] = (EVENTS, MEMORY, DEVICE, SCALARS)
+"""The tables that a rank appends to; the summary is derived from them."""
+
+
+def attempt_name(attempt: int) -> str:
+    """The folder of an attempt: `attempt-000`."""
+    return f"attempt-{attempt:03d}"
+
+
+def rank_name(rank: int) -> str:
+    """The folder of a rank: `rank-00000`."""
+    return f"rank-{rank:05d}"
+
+
+def attempt_numbers(names: Iterable[str]) -> list[int]:
+    """The attempts among these folder names, ascending."""
+    return _numbers(_ATTEMPT, names)
+
+
+def rank_numbers(names: Iterable[str]) -> list[int]:
+    """The ranks among these folder names, ascending."""
+    return _numbers(_RANK, names)
+
+
+def _numbers(pattern: re.Pattern[str], names: Iterable[str]) -> list[int]:
+    matches = (pattern.fullmatch(name) for name in names)
+    return sorted(int(match[1]) for match in matches if match)

@@ -1,0 +1,374 @@
+"""How are rows appended while a run goes on, and what can be read back after a crash?
+
+A live table is an Arrow IPC stream (see `store.schema`). Every write goes to the offset after the
+last whole batch, so that a write that the disk refused halfway can be repeated.
+"""
+
+import os
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import starmap
+from pathlib import Path
+from typing import Any, Generic
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from fsdp_inspect.errors import CorruptFileError
+from fsdp_inspect.store.checksums import checksum_columns
+from fsdp_inspect.store.decoding import Columns, build_table, columns_of
+from fsdp_inspect.store.records import check_version
+from fsdp_inspect.store.schema import (
+    CHECKSUM_KEY,
+    END_OF_STREAM,
+    FIRST_ROW_KEY,
+    STREAM_KEY,
+    TableFile,
+    TableT,
+)
+from fsdp_inspect.trace.tables import Table
+
+Row = tuple[float, ...]
+"""One row in the column order of the table's DTYPES."""
+
+MAX_PENDING_BYTES = 32 << 20
+"""Encoded batches that wait for a disk that refuses them; older ones are dropped beyond this."""
+
+_COMPRESS_FROM_ROWS = 128
+"""Smaller batches are mostly headers: LZ4 would make them larger (measured)."""
+_ROWS_PER_SLICE = 256
+"""Rows packed before other threads may run: about 0.15 ms."""
+_FORMATS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "float64": "d"}
+_CONTINUATION = b"\xff\xff\xff\xff"
+_REMEDY = (
+    "Copy the file again from where it was recorded, or move it away to work with the other ranks."
+)
+
+
+class RowEncoder:
+    """Turns rows into record batches of one table, as bytes."""
+
+    def __init__(self, file: TableFile[Any]) -> None:
+        self._schema = file.arrow_schema
+        formats = [_FORMATS[np.dtype(dtype).name] for dtype in file.table.DTYPES.values()]
+        self._packing = struct.Struct("<" + "".join(formats))
+        self._record_type = np.dtype(
+            [(name, np.dtype(dtype).newbyteorder("<")) for name, dtype in file.table.DTYPES.items()]
+        )
+        self.header = self._serialize(None, {})
+
+    def pack(self, rows: Sequence[Row]) -> tuple[NDArray[Any], int]:
+        """Rows as one structured array, and how many did not fit the table and were left out."""
+        packed: list[bytes] = []
+        for start in range(0, len(rows), _ROWS_PER_SLICE):
+            part = rows[start : start + _ROWS_PER_SLICE]
+            try:
+                packed.append(b"".join(starmap(self._packing.pack, part)))
+            except (struct.error, TypeError, OverflowError):
+                packed.extend(self._pack_what_fits(part))
+            time.sleep(0)  # lets the training thread have the interpreter
+        array = np.frombuffer(b"".join(packed), self._record_type)
+        return array, len(rows) - len(array)
+
+    def encode(self, rows: NDArray[Any], first_row: int) -> bytes:
+        """One record batch message with its row number and checksum."""
+        columns = {name: np.ascontiguousarray(rows[name]) for name in self._schema.names}
+        batch = pa.record_batch(
+            [pa.array(values) for values in columns.values()], schema=self._schema
+        )
+        checksum = checksum_columns(columns, first_row=first_row)
+        return self._serialize(
+            batch, {FIRST_ROW_KEY: str(first_row).encode(), CHECKSUM_KEY: checksum.encode()}
+        )
+
+    def _pack_what_fits(self, rows: Sequence[Row]) -> list[bytes]:
+        packed = []
+        for row in rows:
+            try:
+                packed.append(self._packing.pack(*row))
+            except (struct.error, TypeError, OverflowError):
+                continue
+        return packed
+
+    def _serialize(self, batch: pa.RecordBatch | None, metadata: dict[bytes, bytes]) -> bytes:
+        """The schema message if there is no batch, else the batch's message alone."""
+        compress = batch is not None and batch.num_rows >= _COMPRESS_FROM_ROWS
+        options = pa.ipc.IpcWriteOptions(compression="lz4" if compress else None, use_threads=False)
+        sink = pa.BufferOutputStream()
+        writer = pa.ipc.new_stream(sink, self._schema, options=options)
+        if batch is not None:
+            writer.write_batch(batch, custom_metadata=metadata)
+        writer.close()
+        message = sink.getvalue().to_pybytes()[: -len(END_OF_STREAM)]
+        return message if batch is None else message[len(self.header) :]
+
+
+class LiveStream:
+    """One `.arrows` file that grows; one thread uses it at a time."""
+
+    def __init__(self, path: Path, file: TableFile[Any]) -> None:
+        self.path = path
+        self._encoder = RowEncoder(file)
+        self._pending: deque[tuple[bytes, int]] = deque()
+        self._pending_bytes = 0
+        self._fd: int | None = None
+        self._offset = 0
+        self._next_row = 0
+        self._rows_on_disk = 0
+
+    def add(self, rows: Sequence[Row]) -> int:
+        """Encode rows for the next write.
+
+        Returns:
+            How many rows were dropped: those that do not fit the table, and old ones beyond
+            `MAX_PENDING_BYTES`.
+        """
+        if not rows:
+            return 0
+        array, dropped = self._encoder.pack(rows)
+        if len(array):
+            message = self._encoder.encode(array, self._next_row)
+            self._pending.append((message, len(array)))
+            self._pending_bytes += len(message)
+        self._next_row += len(rows)
+        while self._pending_bytes > MAX_PENDING_BYTES:
+            dropped += self._drop_oldest()
+        return dropped
+
+    def write(self) -> None:
+        """Append what is pending; opens the file with the first rows.
+
+        Raises:
+            OSError: The disk refuses; the rows stay pending and the file ends with a whole batch.
+        """
+        if not self._pending:
+            return
+        if self._fd is None:
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        if self._offset == 0:
+            self._write_at_end(self._encoder.header)
+        while self._pending:
+            message, rows = self._pending[0]
+            self._write_at_end(message)
+            self._pending.popleft()
+            self._pending_bytes -= len(message)
+            self._rows_on_disk += rows
+
+    def finish(self) -> int:
+        """Write the end mark and close. Rows that are still pending are lost.
+
+        Returns:
+            How many rows were lost.
+
+        Raises:
+            OSError: The disk refuses the end mark; the file is closed all the same.
+        """
+        lost = sum(rows for _, rows in self._pending)
+        self._pending.clear()
+        self._pending_bytes = 0
+        if self._fd is None:
+            return lost
+        try:
+            if self._offset:
+                self._write_at_end(END_OF_STREAM)
+        finally:
+            os.close(self._fd)
+            self._fd = None
+        return lost
+
+    def forget_deleted_file(self) -> int:
+        """If the file was deleted or replaced, close it, so that the next write begins a new one.
+
+        Returns:
+            How many written rows were in it.
+        """
+        if self._fd is None or self._is_in_place(self._fd):
+            return 0
+        os.close(self._fd)
+        self._fd = None
+        self._offset = 0
+        lost, self._rows_on_disk = self._rows_on_disk, 0
+        return lost
+
+    def _is_in_place(self, fd: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(fd), self.path.stat())
+        except FileNotFoundError:
+            return False
+
+    def _write_at_end(self, content: bytes) -> None:
+        assert self._fd is not None
+        view = memoryview(content)
+        written = 0
+        try:
+            while written < len(content):
+                written += os.pwrite(self._fd, view[written:], self._offset + written)
+        except OSError:
+            os.ftruncate(self._fd, self._offset)
+            raise
+        self._offset += written
+
+    def _drop_oldest(self) -> int:
+        message, rows = self._pending.popleft()
+        self._pending_bytes -= len(message)
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class StreamContents(Generic[TableT]):
+    """What a stream holds, as far as it can be trusted."""
+
+    table: TableT
+    """All rows of whole batches, in the order of recording."""
+    next_row: int
+    """The number that the row after the last one would have."""
+    missing_rows: int
+    """Rows that the writer dropped between the batches."""
+    torn_bytes: int
+    """Bytes of an unfinished batch at the end."""
+    is_closed: bool
+    """Whether the writer put its end mark."""
+
+
+def read_stream(
+    raw: bytes, file: TableFile[TableT], name: str, *, covered_rows: int = 0
+) -> StreamContents[TableT]:
+    """Read a live table, also while it grows and after a crash.
+
+    Args:
+        raw: The file's bytes.
+        file: Which table.
+        name: The file's name, for messages.
+        covered_rows: Leave out the rows before this number.
+
+    Raises:
+        CorruptFileError: Foreign, or changed since it was written.
+        SchemaVersionError: Written by a newer version of FSDP Inspect.
+    """
+    reading = _StreamReading(raw, name)
+    batches: list[Columns] = []
+    next_row = missing_rows = 0
+    for first_row, columns in reading.batches(file):
+        if first_row < next_row:
+            raise reading.corrupt(f"row {first_row} again after row {next_row - 1}", "new rows")
+        rows = len(next(iter(columns.values())))
+        if first_row >= covered_rows:
+            missing_rows += first_row - max(next_row, covered_rows)
+            batches.append(columns)
+        next_row = first_row + rows
+    return StreamContents(
+        table=build_table(file, batches, name),
+        next_row=next_row,
+        missing_rows=missing_rows,
+        torn_bytes=reading.torn_bytes,
+        is_closed=reading.is_closed,
+    )
+
+
+class _StreamReading:
+    """One pass over a stream's bytes."""
+
+    def __init__(self, raw: bytes, name: str) -> None:
+        self._raw = raw
+        self._name = name
+        self.torn_bytes = 0
+        self.is_closed = False
+
+    def batches(self, file: TableFile[Any]) -> list[tuple[int, Columns]]:
+        """The row number and columns of each whole batch."""
+        source = pa.BufferReader(self._raw)
+        found: list[tuple[int, Columns]] = []
+        position = 0
+        try:
+            reader = pa.ipc.open_stream(source)
+            self._check_schema(reader.schema, file)
+            while True:
+                position = source.tell()
+                item = reader.read_next_batch_with_custom_metadata()
+                found.append(self._checked(item.batch, item.custom_metadata, position))
+        except StopIteration:
+            self._end_at(position, source.tell())
+        except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+            self._tear_at(position, error)
+        return found
+
+    def corrupt(self, found: str, expected: str) -> CorruptFileError:
+        """The error for this file."""
+        return CorruptFileError(f"{self._name}: {found}. Expected {expected}. {_REMEDY}")
+
+    def _check_schema(self, schema: pa.Schema, file: TableFile[Any]) -> None:
+        label = (schema.metadata or {}).get(STREAM_KEY, b"").decode(errors="replace").split()
+        if len(label) != 2 or label[0] != file.name or not label[1].isdigit():
+            raise self.corrupt(
+                f"an Arrow stream with the columns {', '.join(schema.names[:5])}",
+                f"the {file.name} of a run, written by fsdp-inspect",
+            )
+        check_version(int(label[1]), self._name)
+
+    def _checked(
+        self, batch: pa.RecordBatch, metadata: pa.KeyValueMetadata | None, position: int
+    ) -> tuple[int, Columns]:
+        batch.validate(full=True)
+        columns = columns_of(batch)
+        marks = dict(metadata or {})
+        first_row = marks.get(FIRST_ROW_KEY, b"")
+        if not first_row.isdigit():
+            raise self.corrupt(f"the batch at byte {position} has no row number", "one")
+        actual = checksum_columns(columns, first_row=int(first_row))
+        stored = marks.get(CHECKSUM_KEY, b"").decode(errors="replace")
+        if actual != stored:
+            raise self.corrupt(
+                f"the batch at byte {position} has the checksum {actual}",
+                f"{stored!r}: bytes have changed since it was written",
+            )
+        return int(first_row), columns
+
+    def _end_at(self, position: int, end: int) -> None:
+        """Arrow saw the end of the stream, or of the file."""
+        rest = self._raw[end:]
+        if rest.strip(b"\0"):
+            raise self.corrupt(f"{len(rest)} bytes after the end mark", "nothing there")
+        self.is_closed = self._raw[position:end] == END_OF_STREAM
+        self.torn_bytes = 0 if self.is_closed else len(self._raw) - position
+
+    def _tear_at(self, position: int, error: BaseException) -> None:
+        """Arrow could not read on: a torn tail is normal, anything else is damage."""
+        if self._raw[:4] != _CONTINUATION[: len(self._raw)]:
+            raise self.corrupt(
+                f"it begins with {self._raw[:8]!r}", "an Arrow IPC stream"
+            ) from error
+        if self._raw.endswith(END_OF_STREAM) or self._has_whole_message_from(position):
+            raise self.corrupt(
+                f"the batch at byte {position} cannot be decoded ({error})", "a record batch"
+            ) from error
+        self.torn_bytes = len(self._raw) - position
+
+    def _has_whole_message_from(self, position: int) -> bool:
+        """Whether anything from here on is a whole message: then the tail is damaged, not torn."""
+        everything = pa.py_buffer(self._raw)
+        while position >= 0:
+            try:
+                pa.ipc.read_message(everything.slice(position))
+            except (pa.ArrowException, OSError, ValueError, MemoryError, EOFError):
+                position = self._next_mark(position + 1)
+            else:
+                return True
+        return False
+
+    def _next_mark(self, position: int) -> int:
+        """Where a message may begin, from here on: they lie at multiples of 8. -1: nowhere."""
+        position = self._raw.find(_CONTINUATION, position)
+        while position % 8 and position >= 0:
+            position = self._raw.find(_CONTINUATION, position + 1)
+        return position
+
+
+def empty_contents(file: TableFile[TableT]) -> StreamContents[TableT]:
+    """What a stream that was never opened holds."""
+    table: Table = file.table.empty()
+    assert isinstance(table, file.table)
+    return StreamContents(table, next_row=0, missing_rows=0, torn_bytes=0, is_closed=True)
