@@ -11,7 +11,7 @@ from fsdp_inspect.errors import IncompleteRunError
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.reduction import EXPOSED_PART_CODES, PARTS_OF_STEP, StepPart
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.steps import median_rank, median_step, rows_of, steps_by_rank, timed_summary
+from fsdp_inspect.trace.steps import find_rank, steps_by_rank, timed_summary
 from fsdp_inspect.trace.tables import SummaryTable
 
 _STEP_KINDS = frozenset({int(EventKind.STEP), *(int(part) for part in StepPart)})
@@ -61,14 +61,13 @@ class Breakdown:
 
 def measure_breakdown(run: RunSource) -> Breakdown:
     """Where the time of the median step goes, for the run and for each rank."""
-    rows = timed_summary(run)
-    ranks = tuple(
-        _split(rows_of(rows, rank=member.rank), member.rank, step)
-        for member in steps_by_rank(rows)
-        if (step := median_step(rows, member.rank)) is not None
+    members = list(steps_by_rank(timed_summary(run)))
+    chosen = find_rank(members)
+    ranks = tuple(_split(member.rows, member.rank, member.median_step) for member in members)
+    return Breakdown(
+        headline=next((row for row in ranks if chosen and row.rank == chosen.rank), None),
+        ranks=ranks,
     )
-    chosen = median_rank(rows)
-    return Breakdown(headline=next((row for row in ranks if row.rank == chosen), None), ranks=ranks)
 
 
 def measure_step_breakdown(run: RunSource, *, rank: int, step: int) -> StepBreakdown:
@@ -77,7 +76,8 @@ def measure_step_breakdown(run: RunSource, *, rank: int, step: int) -> StepBreak
     Raises:
         IncompleteRunError: The rank did not finish that step.
     """
-    rows = rows_of(run.summary(), rank=rank)
+    rows = run.summary()
+    rows = rows.where(rows.rank == rank)
     finished = rows.step[rows.kind == EventKind.STEP]
     if step not in finished:
         exists = f"{finished.min()} to {finished.max()}" if len(finished) else "none"

@@ -20,13 +20,14 @@ from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.statistics import median
 from fsdp_inspect.trace.steps import (
     RankSteps,
-    median_rank,
+    collective_rows,
+    find_rank,
     rows_of,
     steps_by_rank,
     sum_per_step,
     timed_summary,
 )
-from fsdp_inspect.trace.tables import EventTable, SummaryTable
+from fsdp_inspect.trace.tables import EventTable
 
 _REDUCTIONS = (EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
 
@@ -83,12 +84,9 @@ def measure_exposed(run: RunSource, *, rank: int | None = None) -> Exposed | Non
     Returns:
         None if the rank has no timed step.
     """
-    rows = timed_summary(run)
-    chosen = median_rank(rows) if rank is None else rank
-    member = next((member for member in steps_by_rank(rows) if member.rank == chosen), None)
+    member = find_rank(list(steps_by_rank(timed_summary(run))), rank)
     if member is None:
         return None
-    rows = rows_of(rows, rank=member.rank)
     floor = _find_floor(run, member)
     exposed = median(member.exposed_ns) or 0
     return Exposed(
@@ -97,37 +95,32 @@ def measure_exposed(run: RunSource, *, rank: int | None = None) -> Exposed | Non
         communication_ns=median(member.communication_ns) or 0,
         exposed_ns=exposed,
         floor_ns=min(_median_floor(floor, member), exposed),
-        backward_gathers_ns=_backward_gathers(rows, member),
+        backward_gathers_ns=_backward_gathers(member),
         by_kind={
-            part.label.removeprefix("exposed_"): _per_step(rows.where(rows.kind == part), member)
+            part.label.removeprefix("exposed_"): member.median_per_step(
+                rows_of(member.rows, kinds=[part]), "duration_ns"
+            )
             for part in sorted(EXPOSED_PART_CODES)
         },
-        owners=_find_owners(run, rows, member, floor),
+        owners=_find_owners(run, member, floor),
     )
 
 
-def _per_step(rows: SummaryTable, member: RankSteps) -> int:
-    return median(sum_per_step(rows.step, rows.duration_ns, member.steps)) or 0
-
-
-def _backward_gathers(rows: SummaryTable, member: RankSteps) -> int:
-    rows = rows_of(rows, kinds=[EventKind.ALL_GATHER])
+def _backward_gathers(member: RankSteps) -> int:
+    rows = rows_of(member.rows, kinds=[EventKind.ALL_GATHER])
     rows = rows.where((rows.phase == Phase.BACKWARD) & (rows.unit != NO_UNIT))
-    return median(sum_per_step(rows.step, rows.exposed_ns, member.steps)) or 0
+    return member.median_per_step(rows, "exposed_ns")
 
 
-def _find_owners(
-    run: RunSource, rows: SummaryTable, member: RankSteps, floor: "_Floor"
-) -> tuple[ExposedOwner, ...]:
+def _find_owners(run: RunSource, member: RankSteps, floor: "_Floor") -> tuple[ExposedOwner, ...]:
     fqns = {unit.index: unit.fqn for unit in run.manifest.units}
     step_time = median(member.step_time_ns) or 0
-    rows = rows_of(rows, kinds=sorted(COLLECTIVES))
-    rows = rows.where(rows.phase != Phase.EVALUATION)
+    rows = collective_rows(member.rows)
     keys = zip(rows.unit.tolist(), rows.phase.tolist(), rows.kind.tolist(), strict=True)
     owners = []
     for unit, phase, kind in sorted(set(keys)):
         own = rows.where((rows.unit == unit) & (rows.phase == phase) & (rows.kind == kind))
-        exposed = median(sum_per_step(own.step, own.exposed_ns, member.steps)) or 0
+        exposed = member.median_per_step(own, "exposed_ns")
         owned_floor = _median_floor(floor.of_owner(unit, phase, kind), member)
         owners.append(
             ExposedOwner(
@@ -135,8 +128,8 @@ def _find_owners(
                 fqn=fqns.get(unit),
                 kind=EventKind(kind).label,
                 phase=Phase(phase).label,
-                count_per_step=median(sum_per_step(own.step, own.count, member.steps)) or 0,
-                duration_ns=_per_step(own, member),
+                count_per_step=member.median_per_step(own, "count"),
+                duration_ns=member.median_per_step(own, "duration_ns"),
                 exposed_ns=exposed,
                 floor_ns=min(owned_floor, exposed),
                 step_ratio=exposed / step_time if step_time else 0.0,

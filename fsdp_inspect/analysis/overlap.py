@@ -4,7 +4,13 @@ from dataclasses import dataclass
 
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.statistics import median
-from fsdp_inspect.trace.steps import RankSteps, median_rank, steps_by_rank, timed_summary
+from fsdp_inspect.trace.steps import (
+    RankSteps,
+    collective_rows,
+    find_rank,
+    steps_by_rank,
+    timed_summary,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +27,9 @@ class RankOverlap:
     """The part during which the compute stream (CPU: the main thread) stood waiting for it."""
     overlap_ratio: float
     """1 - exposed / communication, 0 to 1; 1.0 when nothing is communicated."""
+    communication_bytes: int
+    """Messages of one step, full and padded, added up."""
+    collectives_per_step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +48,17 @@ def measure_overlap(run: RunSource) -> Overlap:
     Source:
         The complement of HTA's communication/computation overlap: 1 - exposed / communication.
     """
-    rows = timed_summary(run)
+    members = list(steps_by_rank(timed_summary(run)))
     hosts = {record.rank: record.host for record in run.ranks}
-    ranks = tuple(
-        _measure_rank(member, hosts.get(member.rank, "")) for member in steps_by_rank(rows)
+    ranks = tuple(_measure_rank(member, hosts.get(member.rank, "")) for member in members)
+    chosen = find_rank(members)
+    return Overlap(
+        run=next((row for row in ranks if chosen and row.rank == chosen.rank), None), ranks=ranks
     )
-    chosen = median_rank(rows)
-    return Overlap(run=next((row for row in ranks if row.rank == chosen), None), ranks=ranks)
 
 
 def _measure_rank(member: RankSteps, host: str) -> RankOverlap:
+    collectives = collective_rows(member.rows)
     communication = median(member.communication_ns) or 0
     exposed = median(member.exposed_ns) or 0
     return RankOverlap(
@@ -59,4 +69,6 @@ def _measure_rank(member: RankSteps, host: str) -> RankOverlap:
         communication_ns=communication,
         exposed_ns=exposed,
         overlap_ratio=1 - exposed / communication if communication else 1.0,
+        communication_bytes=member.median_per_step(collectives, "bytes"),
+        collectives_per_step=member.median_per_step(collectives, "count"),
     )

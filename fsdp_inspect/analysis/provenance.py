@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.trace.codes import COLLECTIVES, COPIES, EventKind, Method, NamedCode, Source
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.steps import median_rank, median_step, timed_summary
+from fsdp_inspect.trace.steps import find_rank, steps_by_rank, timed_summary
 
 _KINDS_OF_GROUP = {
     "step": (EventKind.STEP,),
@@ -44,13 +44,11 @@ class Provenance:
 
 def measure_provenance(run: RunSource) -> Provenance:
     """How times and memory were obtained."""
-    rows = timed_summary(run)
-    rank = median_rank(rows)
-    step = None if rank is None else median_step(rows, rank)
+    chosen = find_rank(list(steps_by_rank(timed_summary(run))))
     memory = next((record.memory_from for record in run.ranks if record.memory_from), None)
-    if rank is None or step is None:
+    if chosen is None:
         return Provenance((run.manifest.source,), {}, memory, blocks_host=False)
-    events = run.events(rank, steps=[step])
+    events = run.events(chosen.rank, steps=[chosen.median_step])
     methods = {
         group: ", ".join(_labels(Method, events.method[np.isin(events.kind, kinds)]))
         for group, kinds in _KINDS_OF_GROUP.items()

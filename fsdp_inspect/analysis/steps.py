@@ -6,8 +6,7 @@ from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.statistics import Distribution
 from fsdp_inspect.trace.steps import (
     StepSelection,
-    median_rank,
-    median_step,
+    find_rank,
     select_steps,
     steps_by_rank,
     timed_summary,
@@ -55,25 +54,21 @@ class StepTimes:
 
 def measure_step_times(run: RunSource) -> StepTimes:
     """How long the steps take: over the timed steps of each rank and of the median rank."""
-    rows = timed_summary(run)
-    rank = median_rank(rows)
     selection = select_steps(run)
+    members = list(steps_by_rank(timed_summary(run)))
     ranks = tuple(
-        RankStepTime(
-            rank=member.rank,
-            step_time_ns=distribution,
-            median_step=int(member.steps[(member.step_time_ns == distribution.median).argmax()]),
-        )
-        for member in steps_by_rank(rows)
+        RankStepTime(member.rank, distribution, member.median_step)
+        for member in members
         if (distribution := Distribution.of(member.step_time_ns)) is not None
     )
+    chosen = find_rank(members)
     return StepTimes(
         selection=selection,
-        median_rank=rank,
-        median_step=None if rank is None else median_step(rows, rank),
-        step_time_ns=next((row.step_time_ns for row in ranks if row.rank == rank), None),
+        median_rank=chosen.rank if chosen else None,
+        median_step=chosen.median_step if chosen else None,
+        step_time_ns=Distribution.of(chosen.step_time_ns) if chosen else None,
         ranks=ranks,
-        over_steps=_over_steps(run, selection, rank),
+        over_steps=_over_steps(run, selection, chosen.rank if chosen else None),
     )
 
 

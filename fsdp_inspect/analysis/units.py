@@ -14,7 +14,7 @@ from fsdp_inspect.trace.codes import COPIES, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 from fsdp_inspect.trace.statistics import median
 from fsdp_inspect.trace.steps import (
-    median_rank,
+    find_rank,
     rows_of,
     steps_by_rank,
     sum_per_step,
@@ -97,13 +97,11 @@ def measure_units(run: RunSource, *, rank: int | None = None) -> UnitCosts:
         run: A recorded run.
         rank: Default the median rank.
     """
-    rows = timed_summary(run)
-    chosen = median_rank(rows) if rank is None else rank
-    member = next((member for member in steps_by_rank(rows) if member.rank == chosen), None)
+    member = find_rank(list(steps_by_rank(timed_summary(run))), rank)
     if member is None:
         rows, gathers, steps = SummaryTable.empty(), EventTable.empty(), np.empty(0, np.int32)
     else:
-        rows, steps = rows_of(rows, rank=member.rank), member.steps
+        rows, steps = member.rows, member.steps
         gathers = run.events(member.rank, steps=steps.tolist(), kinds=[EventKind.ALL_GATHER])
     trained = _UnitRows(rows.where(rows.phase != Phase.EVALUATION), steps)
     prefetched = gathers.where((gathers.flags & EventFlag.PREFETCHED) != 0)

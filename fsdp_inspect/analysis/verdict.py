@@ -210,7 +210,9 @@ def _say_communication(facts: StepFacts) -> _Words:
             "they are exposed whatever the plan: a property of the backend."
         )
     elif facts.floor_ns and not _is_unwrapped(facts):
-        why.append(f"{format_ns(facts.floor_ns)} of it is the floor, which no setting hides.")
+        why.append(
+            f"{format_ns(facts.floor_ns)} of the exposed time is the floor, which no setting hides."
+        )
     return (
         f"Communication is exposed for {_share(facts, facts.exposed_ns)}.",
         " ".join(sentence for sentence in why if sentence),

@@ -87,6 +87,9 @@ class RunDigest:
     """1 - exposed_ns / communication_ns; 1.0 when nothing is communicated."""
     floor_ns: int | None
     """The part of exposed_ns that no setting can hide."""
+    communication_bytes: int | None
+    """Messages of one step, full and padded, added up."""
+    collectives_per_step: int | None
     peak_allocated_bytes: int | None
     """Highest of all ranks; None if memory was not recorded."""
     peak_reserved_bytes: int | None
@@ -125,6 +128,8 @@ def digest_run(run: RunSource) -> RunDigest:
         exposed_ns=overlap.run.exposed_ns if overlap.run else None,
         overlap_ratio=overlap.run.overlap_ratio if overlap.run else None,
         floor_ns=exposed.floor_ns if exposed else None,
+        communication_bytes=overlap.run.communication_bytes if overlap.run else None,
+        collectives_per_step=overlap.run.collectives_per_step if overlap.run else None,
         peak_allocated_bytes=memory.peak_allocated_bytes,
         peak_reserved_bytes=memory.peak_reserved_bytes,
         breakdown=breakdown,

@@ -10,13 +10,13 @@ step time is: by step time a single straggler, which waits for nobody, could be 
 Ties go by step time, then communication, then rank.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase
 from fsdp_inspect.trace.reduction import StepFlag, StepPart
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.statistics import median
@@ -53,7 +53,7 @@ class StepSelection:
 
 def select_steps(run: RunSource) -> StepSelection:
     """Sort the finished steps into timed, warm-up and memory steps; warm-up wins over memory."""
-    rows = _step_rows(run.summary())
+    rows = rows_of(run.summary(), kinds=[EventKind.STEP])
     finished = [int(step) for step in np.unique(rows.step)]
     first = finished[0] if finished else 0
     flagged = rows.step[(rows.flags & StepFlag.MEMORY_STEP) != 0]
@@ -74,16 +74,15 @@ def timed_summary(run: RunSource) -> SummaryTable:
     return rows.where(np.isin(rows.step, select_steps(run).timed))
 
 
-def rows_of(
-    rows: SummaryTable, *, rank: int | None = None, kinds: Sequence[int] | None = None
-) -> SummaryTable:
-    """The rows of one rank, of some kinds, or both."""
-    mask = np.ones(len(rows), dtype=bool)
-    if rank is not None:
-        mask &= rows.rank == rank
-    if kinds is not None:
-        mask &= np.isin(rows.kind, [int(kind) for kind in kinds])
-    return rows.where(mask)
+def rows_of(rows: SummaryTable, *, kinds: Collection[int]) -> SummaryTable:
+    """The rows of some kinds."""
+    return rows.where(np.isin(rows.kind, [int(kind) for kind in kinds]))
+
+
+def collective_rows(rows: SummaryTable) -> SummaryTable:
+    """The rows of collectives that belong to training: those of evaluation passes are left out."""
+    rows = rows_of(rows, kinds=COLLECTIVES)
+    return rows.where(rows.phase != Phase.EVALUATION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,48 +94,64 @@ class RankSteps:
     step_time_ns: NDArray[np.int64]
     exposed_ns: NDArray[np.int64]
     communication_ns: NDArray[np.int64]
+    rows: SummaryTable
+    """All rows of the rank, by step."""
+
+    def median_per_step(self, rows: SummaryTable, column: str) -> int:
+        """Median over the rank's steps of a column's sum in each step.
+
+        Args:
+            rows: Some of the rank's rows; a step without any counts 0.
+            column: A column of `SummaryTable` that can be added up.
+        """
+        return median(sum_per_step(rows.step, getattr(rows, column), self.steps)) or 0
+
+    @property
+    def median_step(self) -> int:
+        """The step with the median step time, the earliest of equals."""
+        middle = median(self.step_time_ns)
+        return int(self.steps[np.flatnonzero(self.step_time_ns == middle)[0]])
 
 
 def steps_by_rank(rows: SummaryTable) -> Iterator[RankSteps]:
-    """The steps that the rows hold, rank by rank, in rank and step order."""
-    steps = _ordered(_step_rows(rows))
-    communication = _ordered(rows_of(rows, kinds=[StepPart.COMMUNICATION]))
-    ranks, firsts = np.unique(steps.rank, return_index=True)
-    bounds = [*firsts.tolist(), len(steps)]
+    """The finished steps that the rows hold, rank by rank; ranks without one are left out."""
+    ordered = rows.where(np.lexsort((rows.step, rows.rank)))
+    ranks, firsts = np.unique(ordered.rank, return_index=True)
+    bounds = [*firsts.tolist(), len(ordered)]
     for rank, low, high in zip(ranks.tolist(), bounds, bounds[1:], strict=False):
-        yield RankSteps(
-            rank=rank,
-            steps=steps.step[low:high],
-            step_time_ns=steps.duration_ns[low:high],
-            exposed_ns=steps.exposed_ns[low:high],
-            communication_ns=communication.duration_ns[low:high],
-        )
+        own = ordered.where(np.arange(low, high))
+        steps = rows_of(own, kinds=[EventKind.STEP])
+        communication = rows_of(own, kinds=[StepPart.COMMUNICATION])
+        if len(steps):
+            yield RankSteps(
+                rank=rank,
+                steps=steps.step,
+                step_time_ns=steps.duration_ns,
+                exposed_ns=steps.exposed_ns,
+                communication_ns=communication.duration_ns,
+                rows=own,
+            )
 
 
-def median_rank(rows: SummaryTable) -> int | None:
-    """The rank that stands for the run; None if the rows hold no step.
+def find_rank(members: Sequence[RankSteps], rank: int | None = None) -> RankSteps | None:
+    """The given rank among the members, or without one the rank that stands for all.
 
-    See [Note: the median rank].
+    Returns:
+        None if there is no such rank, or no member at all. See [Note: the median rank].
     """
-    candidates = sorted(
-        (
-            median(member.exposed_ns) or 0,
-            median(member.step_time_ns) or 0,
-            median(member.communication_ns) or 0,
-            member.rank,
-        )
-        for member in steps_by_rank(rows)
+    if rank is not None:
+        return next((member for member in members if member.rank == rank), None)
+    ordered = sorted(members, key=_standing)
+    return ordered[(len(ordered) - 1) // 2] if ordered else None
+
+
+def _standing(member: RankSteps) -> tuple[int, int, int, int]:
+    return (
+        median(member.exposed_ns) or 0,
+        median(member.step_time_ns) or 0,
+        median(member.communication_ns) or 0,
+        member.rank,
     )
-    return candidates[(len(candidates) - 1) // 2][-1] if candidates else None
-
-
-def median_step(rows: SummaryTable, rank: int) -> int | None:
-    """The rank's step with the median step time, the earliest of equals; None if it has none."""
-    steps = _ordered(_step_rows(rows_of(rows, rank=rank)))
-    middle = median(steps.duration_ns)
-    if middle is None:
-        return None
-    return int(steps.step[np.flatnonzero(steps.duration_ns == middle)[0]])
 
 
 def sum_per_step(
@@ -155,14 +170,6 @@ def sum_per_step(
     sums = np.zeros(len(steps), dtype=np.int64)
     np.add.at(sums, np.searchsorted(steps, rows_step), values)
     return sums
-
-
-def _step_rows(rows: SummaryTable) -> SummaryTable:
-    return rows_of(rows, kinds=[EventKind.STEP])
-
-
-def _ordered(rows: SummaryTable) -> SummaryTable:
-    return rows.where(np.lexsort((rows.step, rows.rank)))
 
 
 def _numbered(steps: Sequence[int]) -> str:

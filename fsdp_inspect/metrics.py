@@ -1,0 +1,259 @@
+"""What does each number mean? Every metric once: name, label, unit, formula, which way is better.
+
+The text reports, the dashboard and the README's table take their words from here; the names are
+the keys of `--json` and the attributes of the result objects, so one name means one thing.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class MetricUnit(StrEnum):
+    """What a metric is counted in; text chooses the prefix."""
+
+    NS = "ns"
+    BYTES = "bytes"
+    BYTES_PER_S = "bytes/s"
+    RATIO = "ratio"
+    COUNT = "count"
+    NUMBER = "number"
+
+
+class Better(StrEnum):
+    """Which way a change is an improvement."""
+
+    LOWER = "lower"
+    HIGHER = "higher"
+    NEITHER = "neither"
+    """Neither: it describes, or trades against something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One number that FSDP Inspect reports."""
+
+    name: str
+    label: str
+    unit: MetricUnit
+    definition: str
+    better: Better = Better.LOWER
+
+
+_NS, _BYTES, _RATIO, _COUNT = (
+    MetricUnit.NS,
+    MetricUnit.BYTES,
+    MetricUnit.RATIO,
+    MetricUnit.COUNT,
+)
+
+_ALL = (
+    Metric(
+        "step_time_ns",
+        "step time",
+        _NS,
+        "from the end of the previous step to the end of this one; evaluation and checkpoints "
+        "between them left out",
+    ),
+    Metric(
+        "communication_ns",
+        "communication",
+        _NS,
+        "union of all running collectives of a rank over all streams: two at once count once",
+        Better.NEITHER,
+    ),
+    Metric(
+        "exposed_ns",
+        "exposed communication",
+        _NS,
+        "from the moment the compute stream (CPU: the main thread) begins to wait for a collective "
+        "to that collective's end, where communication of the rank runs",
+    ),
+    Metric(
+        "floor_ns",
+        "exposed, floor",
+        _NS,
+        "the part of exposed that no setting hides: the first gather of each forward and the last "
+        "reduction of each backward, which have no compute beside them",
+        Better.NEITHER,
+    ),
+    Metric(
+        "overlap_ratio",
+        "overlap",
+        _RATIO,
+        "1 - exposed / communication; 100 % when nothing is communicated",
+        Better.HIGHER,
+    ),
+    Metric(
+        "forward_ns",
+        "forward",
+        _NS,
+        "forward of the units, less the copies and waits inside it",
+    ),
+    Metric(
+        "backward_ns",
+        "backward",
+        _NS,
+        "backward of the units, recomputation included, less the copies and waits inside it",
+    ),
+    Metric(
+        "recompute_ns",
+        "recompute",
+        _NS,
+        "forward work that activation checkpointing repeats in backward",
+    ),
+    Metric(
+        "fsdp_copies_ns",
+        "FSDP copies",
+        _NS,
+        "copies between parameters and communication buffers on the compute stream",
+    ),
+    Metric(
+        "copies_ns",
+        "copies",
+        _NS,
+        "copies between the unit's parameters and its communication buffers, on any stream",
+    ),
+    Metric(
+        "exposed_all_gather_ns",
+        "exposed all-gather",
+        _NS,
+        "waiting for an FSDP all-gather that runs",
+    ),
+    Metric(
+        "exposed_reduce_scatter_ns",
+        "exposed reduce-scatter",
+        _NS,
+        "waiting for an FSDP reduce-scatter that runs",
+    ),
+    Metric(
+        "exposed_all_reduce_ns",
+        "exposed all-reduce",
+        _NS,
+        "waiting for an FSDP all-reduce (HSDP) that runs",
+    ),
+    Metric(
+        "exposed_other_ns",
+        "exposed, not FSDP's",
+        _NS,
+        "waiting for a collective that FSDP did not issue: clipping, loss reduction, tensor "
+        "parallel",
+    ),
+    Metric(
+        "host_bound_ns",
+        "host-bound",
+        _NS,
+        "the compute stream waits for a collective that has not begun",
+    ),
+    Metric("optimizer_ns", "optimizer", _NS, "the optimizer's step"),
+    Metric("data_ns", "data", _NS, "waiting for the next batch"),
+    Metric(
+        "other_ns",
+        "other",
+        _NS,
+        "what is left of the step: loss, clipping, logging, zeroing gradients",
+    ),
+    Metric(
+        "between_ns",
+        "between steps",
+        _NS,
+        "evaluation and checkpoints before the step; not in its time",
+        Better.NEITHER,
+    ),
+    Metric(
+        "count_per_step",
+        "per step",
+        _COUNT,
+        "collectives of the unit in one step",
+        Better.NEITHER,
+    ),
+    Metric(
+        "bytes",
+        "message",
+        _BYTES,
+        "full padded message of one collective: all-gather output, reduce-scatter input",
+        Better.NEITHER,
+    ),
+    Metric(
+        "communication_bytes",
+        "communicated",
+        _BYTES,
+        "messages of all collectives of one step, full and padded, added up",
+    ),
+    Metric("collectives_per_step", "collectives", _COUNT, "collectives of one step"),
+    Metric("median_ns", "duration", _NS, "median duration of one collective"),
+    Metric(
+        "bus_bytes_per_s",
+        "bus bandwidth",
+        MetricUnit.BYTES_PER_S,
+        "message x (N-1)/N / duration for all-gather and reduce-scatter, 2(N-1)/N for all-reduce, "
+        "N ranks in the group (nccl-tests); none for N = 1",
+        Better.HIGHER,
+    ),
+    Metric(
+        "prefetched_per_step",
+        "prefetched",
+        _COUNT,
+        "all-gathers issued before their own unit asked for them",
+        Better.HIGHER,
+    ),
+    Metric(
+        "num_parameters",
+        "parameters",
+        _COUNT,
+        "parameters over all ranks, without padding",
+        Better.NEITHER,
+    ),
+    Metric(
+        "unsharded_bytes",
+        "unsharded",
+        _BYTES,
+        "what unsharding allocates: the padded all-gather output in the parameter dtype",
+        Better.NEITHER,
+    ),
+    Metric(
+        "peak_allocated_bytes",
+        "peak allocated",
+        _BYTES,
+        "highest bytes held by tensors, of the rank with the highest: the CUDA allocator's own "
+        "count, on CPU the storage tracker's in memory steps",
+    ),
+    Metric(
+        "peak_reserved_bytes",
+        "peak reserved",
+        _BYTES,
+        "highest bytes that the CUDA allocator took from the device; none on CPU",
+    ),
+    Metric(
+        "resting_bytes",
+        "resting",
+        _BYTES,
+        "allocated at the end of the last sampled step",
+    ),
+    Metric(
+        "step_adds_bytes",
+        "a step adds",
+        _BYTES,
+        "peak allocated - resting",
+    ),
+    Metric(
+        "device_ratio",
+        "of the device",
+        _RATIO,
+        "peak reserved / memory of the device",
+    ),
+    Metric("loss", "loss", MetricUnit.NUMBER, "as the training loop logged it"),
+)
+
+METRICS = {metric.name: metric for metric in _ALL}
+"""Every metric by name, in the order in which a reader meets them."""
+
+
+def find_metric(name: str) -> Metric:
+    """The metric of that name.
+
+    Raises:
+        KeyError: There is none: a report shows a number that is not defined here.
+    """
+    if name not in METRICS:
+        raise KeyError(f"no metric {name!r} in fsdp_inspect.metrics; define it there first")
+    return METRICS[name]

@@ -1,0 +1,34 @@
+"""How does a result read for programs? The result object's own fields as JSON, nothing renamed."""
+
+import json
+import math
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from pydantic import BaseModel
+
+
+def render_json(result: object) -> str:
+    """A result object as JSON text, keys in the order of its fields.
+
+    A value that JSON does not know (a loss of NaN or infinity) is null, so that every parser reads
+    the output.
+    """
+    return json.dumps(_plain(result), indent=2, allow_nan=False)
+
+
+def _plain(value: object) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, BaseModel):
+        return _plain(value.model_dump(mode="json"))
+    if isinstance(value, dict):
+        return {str(_plain(key)): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
