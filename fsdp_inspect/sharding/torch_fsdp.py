@@ -9,7 +9,7 @@ what communicates together, FSDP Inspect's unit. A state has one group as a rule
 its parameters went to nested calls, several when its parameters live on several meshes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +21,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     HSDPMeshInfo,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
+from fsdp_inspect.errors import PlanError
+
 WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 """Path segments put in by activation checkpointing and by torch.compile."""
+
+_DEFAULTS_BEFORE_TORCH_2_13 = {"reduce_scatter_max_input_buffers": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +160,14 @@ def find_groups(model: nn.Module) -> list[GroupHandle]:
     ]
 
 
+def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model by the name its author gave; of a wrapped one the wrapper."""
+    modules: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        modules.setdefault(strip_wrappers(name), module)
+    return modules
+
+
 def groups_of(state: FSDPState) -> tuple[FSDPParamGroup, ...]:
     """The communication groups of one `fully_shard` call."""
     groups = getattr(state, "_fsdp_param_groups", None)
@@ -191,6 +204,17 @@ def reshard_after_forward_of(group: FSDPParamGroup) -> bool | int:
     if info is group.mesh_info:
         return True
     return int(info.shard_mesh_size)
+
+
+def mesh_sizes(group: FSDPParamGroup) -> dict[str, int]:
+    """Ranks along `replicate` (HSDP only) and `shard`, outermost first."""
+    info = group.mesh_info
+    sizes = {}
+    if isinstance(info, DDPMeshInfo):
+        sizes["replicate"] = int(info.replicate_mesh_size)
+    if isinstance(info, FSDPMeshInfo):
+        sizes["shard"] = int(info.shard_mesh_size)
+    return sizes
 
 
 def is_hsdp(group: FSDPParamGroup) -> bool:
@@ -230,10 +254,84 @@ def padded_shard_numels(group: FSDPParamGroup) -> list[int]:
     return [param.padded_sharded_param_size.numel() for param in group.fsdp_params]
 
 
+def shard_dimensions(group: FSDPParamGroup) -> set[int]:
+    """The tensor dimensions on which a group's parameters are cut; 0 unless asked otherwise."""
+    return {int(param.fsdp_placement.dim) for param in group.fsdp_params}
+
+
+def unmanaged_parameters(model: nn.Module) -> list[str]:
+    """Parameters in a sharded module that no group manages: those `fully_shard` had to ignore."""
+    handles = find_states(model)
+    managed = {
+        (id(module), name)
+        for handle in handles
+        for group in handle.groups
+        for param in group.fsdp_params
+        for module, name in _places_of(param)
+    }
+    inside = {id(part) for h in handles for module in h.modules for part in module.modules()}
+    return [
+        strip_wrappers(f"{path}.{name}".removeprefix("."))
+        for path, module in model.named_modules()
+        if id(module) in inside
+        for name, _ in module.named_parameters(recurse=False)
+        if (id(module), name) not in managed
+    ]
+
+
+def reduce_scatter_max_input_buffers(group: FSDPParamGroup) -> int:
+    """How many reduce-scatter inputs may be alive at once; 1 where torch has no such setting."""
+    return int(getattr(group, "reduce_scatter_max_input_buffers", 1))
+
+
+def has_separate_reduce_scatter_group(group: FSDPParamGroup) -> bool:
+    """Whether reduce-scatter has a communicator of its own."""
+    return getattr(group.mesh_info, "reduce_scatter_process_group", None) is not None
+
+
+def configure(module: nn.Module, **settings: bool | int) -> None:
+    """Set attributes of the groups of one `fully_shard` call, and of no call nested in it.
+
+    torch's public setters write the same attributes; some of them reach into nested calls
+    whether one wants it or not (`_set_unshard_async_op`).
+    """
+    state = _get_module_fsdp_state(module)
+    assert state is not None
+    for group in groups_of(state):
+        for name, value in settings.items():
+            if hasattr(group, name):
+                setattr(group, name, value)
+            elif value != _DEFAULTS_BEFORE_TORCH_2_13[name]:
+                raise PlanError(
+                    f"{name} is {value!r}, and torch {torch.__version__} has no such setting. "
+                    "Install torch 2.13 or newer, or leave the setting out of the plan."
+                )
+
+
+def separate_reduce_scatter_groups(modules: Iterable[nn.Module]) -> None:
+    """Give the reduce-scatters of these modules' calls one communicator of their own.
+
+    Collective over the ranks that shard: call it alike on all of them.
+    """
+    communicators: dict[tuple[int, ...], ProcessGroup] = {}
+    for module in modules:
+        state = _get_module_fsdp_state(module)
+        assert state is not None
+        for group in groups_of(state):
+            group._set_separate_reduce_scatter_group(True, communicators)
+
+
 def _group_suffix(group: FSDPParamGroup, num_groups: int) -> str:
     if num_groups > 1 and isinstance(group.mesh_info, FSDPMeshInfo):
         return f" [pg={group.mesh_info.shard_mesh_size}]"
     return ""
+
+
+def _places_of(param: FSDPParam) -> Iterator[tuple[nn.Module, str]]:
+    """Every module attribute at which one parameter stands; several when weights are tied."""
+    info = param._module_info
+    yield info.module, info.param_name
+    yield from zip(info.shared_modules, info.shared_param_names, strict=True)
 
 
 def _has_ancestor(name: str, others: list[str]) -> bool:

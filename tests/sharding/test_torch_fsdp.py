@@ -2,78 +2,62 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
+from fsdp_inspect.errors import PlanError
 from fsdp_inspect.sharding import torch_fsdp
 
-
-class Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(16, 8)
-        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
-        self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, 16, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.head(self.norm(hidden))
+pytestmark = pytest.mark.usefixtures("fake_world_of_4")
 
 
 def test_the_private_attributes_are_those_of_the_pinned_torch():
     assert torch.__version__.split("+")[0] == "2.13.0", "read torch_fsdp.py against this torch"
 
 
-def test_a_plain_model_has_no_units():
-    assert torch_fsdp.find_groups(Decoder()) == []
+def test_a_plain_model_has_no_units(decoder):
+    assert torch_fsdp.find_groups(decoder) == []
 
 
-def test_units_come_in_the_order_of_the_modules_and_groups_once(fake_world_of_4):
-    model = Decoder()
-    fully_shard(model.layers[0])
-    fully_shard(model.layers[1])
-    fully_shard([model.norm, model.head])
-    fully_shard(model)
-    groups = torch_fsdp.find_groups(model)
+def test_units_come_in_the_order_of_the_modules_and_groups_once(decoder):
+    fully_shard(decoder.layers[0])
+    fully_shard(decoder.layers[1])
+    fully_shard([decoder.norm, decoder.head])
+    fully_shard(decoder)
+    groups = torch_fsdp.find_groups(decoder)
     assert [group.name for group in groups] == ["", "layers.0", "layers.1", "norm, head"]
     assert [group.is_root for group in groups] == [True, False, False, False]
-    assert groups[3].modules == (model.norm, model.head)
+    assert groups[3].modules == (decoder.norm, decoder.head)
 
 
-def test_unit_names_are_those_of_torch(fake_world_of_4):
-    model = Decoder()
-    fully_shard([model.norm, model.head])
-    fully_shard(model)
-    model(torch.zeros(1, 3, dtype=torch.long))
-    for handle in torch_fsdp.find_groups(model):
+def test_unit_names_are_those_of_torch(decoder, tokens):
+    fully_shard([decoder.norm, decoder.head])
+    fully_shard(decoder)
+    decoder(tokens)
+    for handle in torch_fsdp.find_groups(decoder):
         assert handle.name == handle.group._module_fqn
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, at import
-def test_wrapper_segments_are_left_out_of_names(fake_world_of_4):
+def test_wrapper_segments_are_left_out_of_names(decoder):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    model = Decoder()
-    model.layers[0] = checkpoint_wrapper(model.layers[0])
-    model.layers[1].compile()
-    for layer in model.layers:
+    decoder.layers[0] = checkpoint_wrapper(decoder.layers[0])
+    decoder.layers[1] = torch.compile(decoder.layers[1])
+    for layer in decoder.layers[:2]:
         fully_shard(layer)
-    assert [group.name for group in torch_fsdp.find_groups(model)] == ["layers.0", "layers.1"]
+    assert [group.name for group in torch_fsdp.find_groups(decoder)] == ["layers.0", "layers.1"]
     assert torch_fsdp.strip_wrappers("_orig_mod.layers.0._checkpoint_wrapped_module.ffn") == (
         "layers.0.ffn"
     )
 
 
-def test_a_model_without_a_unit_at_its_top_has_several_roots(fake_world_of_4):
-    model = Decoder()
-    for layer in model.layers:
+def test_a_model_without_a_unit_at_its_top_has_several_roots(decoder):
+    for layer in decoder.layers:
         fully_shard(layer)
-    assert [group.is_root for group in torch_fsdp.find_groups(model)] == [True, True]
+    assert [group.is_root for group in torch_fsdp.find_groups(decoder)] == [True] * 3
 
 
-def test_a_call_without_own_parameters_is_a_state_but_no_unit(fake_world_of_4):
+def test_a_call_without_own_parameters_is_a_state_but_no_unit():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for layer in model:
         fully_shard(layer)
@@ -82,37 +66,76 @@ def test_a_call_without_own_parameters_is_a_state_but_no_unit(fake_world_of_4):
     assert [handle.name for handle in torch_fsdp.find_groups(model)] == ["0", "1"]
 
 
-def test_several_groups_of_one_call_are_told_apart_by_mesh_size(fake_world_of_4):
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-    from torch.distributed.tensor import Shard
-
-    experts = FSDPMeshInfo(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"], 0)
-    dense = FSDPMeshInfo(init_device_mesh("cpu", (4,)), 0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
-    expert = model[1].weight
-    fully_shard(
-        model,
-        mesh=dense.mesh,
-        shard_placement_fn=lambda param: ShardPlacementResult(
-            Shard(0), experts if param is expert else dense
-        ),
-    )
-    groups = torch_fsdp.find_groups(model)
+def test_several_groups_of_one_call_are_told_apart_by_mesh_size(two_meshes_in_one_unit):
+    groups = torch_fsdp.find_groups(two_meshes_in_one_unit)
     assert [group.name for group in groups] == [" [pg=4]", " [pg=2]"]
     assert [(group.index, group.num_groups) for group in groups] == [(0, 2), (1, 2)]
 
 
 @pytest.mark.parametrize(("asked", "found"), [(True, True), (False, False), (2, 2)])
-def test_reshard_after_forward_is_found_as_it_was_asked(fake_world_of_4, asked, found):
-    model = Decoder()
-    fully_shard(model, reshard_after_forward=asked)
-    assert torch_fsdp.find_groups(model)[0].reshard_after_forward == found
+def test_reshard_after_forward_is_found_as_it_was_asked(decoder, asked, found):
+    fully_shard(decoder, reshard_after_forward=asked)
+    assert torch_fsdp.find_groups(decoder)[0].reshard_after_forward == found
 
 
-def test_an_automatic_root_is_undecided_until_the_first_forward(fake_world_of_4):
-    model = Decoder()
+def test_an_automatic_root_is_undecided_until_the_first_forward(decoder, tokens):
+    fully_shard(decoder)
+    (group,) = torch_fsdp.find_groups(decoder)
+    assert group.reshard_after_forward is None
+    decoder(tokens)
+    assert group.reshard_after_forward is False
+
+
+def test_the_process_groups_of_a_unit_are_told_apart_by_their_work(decoder):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(decoder, mesh=mesh, reshard_after_forward=False)
+    (group,) = torch_fsdp.find_groups(decoder)
+    assert group.shard_group is mesh.get_group("shard")
+    assert group.reduce_scatter_group is group.shard_group
+    assert group.replicate_group is mesh.get_group("replicate")
+    assert group.post_forward_group is None
+    torch_fsdp.separate_reduce_scatter_groups([decoder])
+    assert group.reduce_scatter_group is not group.shard_group
+    assert torch_fsdp.is_hsdp(group.group)
+
+
+def test_a_smaller_group_after_forward_has_its_own_process_group(decoder):
+    fully_shard(decoder, reshard_after_forward=2)
+    (group,) = torch_fsdp.find_groups(decoder)
+    assert group.post_forward_group is not None
+    assert group.post_forward_group.size() == 2
+
+
+def test_offload_and_pinning_are_found(decoder):
+    fully_shard(decoder, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    (group,) = torch_fsdp.find_groups(decoder)
+    assert torch_fsdp.offloads_to_cpu(group.group)
+    assert not torch_fsdp.pins_offloaded_memory(group.group)
+
+
+def test_padded_shards_cover_the_original_sizes():
+    model = nn.Linear(8, 5, bias=False)
     fully_shard(model)
     (group,) = torch_fsdp.find_groups(model)
-    assert group.reshard_after_forward is None
-    model(torch.zeros(1, 3, dtype=torch.long))
-    assert group.reshard_after_forward is False
+    assert torch_fsdp.original_sizes(group.group) == [torch.Size([5, 8])]
+    assert torch_fsdp.padded_shard_numels(group.group) == [16]
+    assert torch_fsdp.parameters_of(group.group) == [model.weight]
+
+
+def test_a_setting_reaches_its_own_call_and_none_inside(decoder):
+    fully_shard(decoder.layers[0])
+    fully_shard(decoder)
+    torch_fsdp.configure(decoder, unshard_async_op=True)
+    root, inner = torch_fsdp.find_groups(decoder)
+    assert root.group.unshard_async_op
+    assert not inner.group.unshard_async_op
+
+
+def test_a_setting_that_an_older_torch_lacks_is_refused(decoder):
+    fully_shard(decoder)
+    (group,) = torch_fsdp.find_groups(decoder)
+    del group.group.reduce_scatter_max_input_buffers
+    torch_fsdp.configure(decoder, reduce_scatter_max_input_buffers=1)
+    assert torch_fsdp.reduce_scatter_max_input_buffers(group.group) == 1
+    with pytest.raises(PlanError, match=r"is 2, and torch .* has no such setting. Install"):
+        torch_fsdp.configure(decoder, reduce_scatter_max_input_buffers=2)

@@ -1,0 +1,206 @@
+"""How does a plan become `fully_shard` calls? Applied to any model, in place."""
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from fsdp_inspect.errors import PlanError
+from fsdp_inspect.sharding import torch_fsdp
+from fsdp_inspect.sharding.checkpointing import apply_checkpointing
+from fsdp_inspect.trace.plan import Plan, UnitPlan, entry_order, owned_parameters
+
+
+def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh | None = None) -> Plan:
+    """Shard a model as a plan says: activation checkpointing, `fully_shard`, prefetch.
+
+    Accumulation is the training loop's business and only read from the plan there. Compile
+    modules after `apply_checkpointing` and before this. A `UserWarning` says what torch accepts
+    but the user may regret (`Plan.find_risks`), and what the plan's notes leave out.
+
+    Args:
+        model: Not sharded yet; may be on the meta device.
+        plan: Names or patterns of modules of this model.
+        mesh: One dimension (shard) or two (replicate, shard). By default the plan's mesh on the
+            accelerator, or on the CPU where there is none; without one in the plan all ranks
+            shard.
+
+    Returns:
+        The plan with its patterns resolved for this model.
+
+    Raises:
+        PlanError: The plan names what the model does not have, was made for another number of
+            ranks, or the model is sharded already. Nothing has been changed then.
+    """
+    modules = torch_fsdp.modules_by_name(model)
+    _refuse_sharded(model)
+    resolved = plan.resolve(modules)
+    _refuse_containers(resolved, modules)
+    mesh = _checked_mesh(resolved, mesh)
+    _warn_of_risks(model, resolved, modules)
+    apply_checkpointing(model, resolved.checkpointing)
+    modules = torch_fsdp.modules_by_name(model)
+    for unit in _inner_first(resolved.units):
+        _shard(unit, modules, mesh)
+    _set_separate_groups(resolved.units, modules)
+    _set_prefetch(resolved, modules, model)
+    return resolved
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    sharded = [name for name, m in model.named_modules() if isinstance(m, FSDPModule)]
+    if sharded:
+        raise PlanError(
+            f"{type(model).__name__} is sharded already, at {sharded[0]!r} first. Expected a "
+            "model on which fully_shard was never called. Build it anew and apply the plan."
+        )
+
+
+def _refuse_containers(plan: Plan, modules: dict[str, nn.Module]) -> None:
+    for unit in plan.units:
+        for name in unit.modules:
+            if isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
+                raise PlanError(
+                    f"The plan names {name!r}, a {type(modules[name]).__name__}, which has no "
+                    f"forward. Expected modules that are called. Name its parts: '{name}.*'."
+                )
+
+
+def _checked_mesh(plan: Plan, mesh: DeviceMesh | None) -> DeviceMesh:
+    if not dist.is_initialized():
+        raise PlanError(
+            "There is no process group to shard over. Expected one for each rank of the plan. "
+            "Call torch.distributed.init_process_group first, for example under torchrun."
+        )
+    world_size = dist.get_world_size()
+    if plan.world_size not in (None, world_size):
+        raise PlanError(
+            f"The plan was made for {plan.world_size} ranks and runs on {world_size}. Start "
+            f"{plan.world_size} ranks, or change world_size and mesh in the plan."
+        )
+    sizes = plan.mesh or {"shard": world_size}
+    if mesh is None:
+        if math.prod(sizes.values()) != world_size:
+            raise PlanError(
+                f"The plan's mesh {sizes} does not cover {world_size} ranks. Expected a product "
+                f"of {world_size}. Pass the mesh of the data-parallel ranks, or change the plan."
+            )
+        names = tuple(str(name) for name in sizes)
+        mesh = init_device_mesh(_device_type(), tuple(sizes.values()), mesh_dim_names=names)
+    elif plan.mesh and tuple(mesh.shape) != tuple(sizes.values()):
+        raise PlanError(
+            f"The mesh has the shape {tuple(mesh.shape)}, the plan's is {sizes}. Pass a mesh of "
+            "the plan's shape, or change the plan."
+        )
+    _check_reshard_sizes(plan, mesh.size(mesh.ndim - 1))
+    return mesh
+
+
+def _check_reshard_sizes(plan: Plan, shard_size: int) -> None:
+    for unit in plan.units:
+        size = unit.reshard_after_forward
+        if type(size) is int and shard_size % size:
+            raise PlanError(
+                f"reshard_after_forward of unit {unit.name!r} is {size}, and {shard_size} ranks "
+                f"shard. Expected true, false or a divisor of {shard_size}. Change the plan."
+            )
+
+
+def _device_type() -> str:
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def _warn_of_risks(model: nn.Module, plan: Plan, modules: dict[str, nn.Module]) -> None:
+    shapes = {
+        torch_fsdp.strip_wrappers(name): tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+    }
+    embeddings = [name for name, module in modules.items() if isinstance(module, nn.Embedding)]
+    for risk in plan.find_risks(shapes, inputs_without_gradient=embeddings):
+        warnings.warn(risk, UserWarning, stacklevel=3)
+    for note in plan.notes:
+        warnings.warn(f"Not applied, since a plan cannot say it: {note}", UserWarning, stacklevel=3)
+
+
+def _inner_first(units: Sequence[UnitPlan]) -> Iterable[UnitPlan]:
+    by_name = {unit.name: unit for unit in units}
+    return [by_name[name] for name in reversed(entry_order(units, "backward"))]
+
+
+def _shard(unit: UnitPlan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
+    targets = [modules[name] for name in unit.modules]
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": unit.reshard_after_forward,
+        "mp_policy": _mixed_precision(unit),
+        "offload_policy": _offload(unit),
+    }
+    if len(targets) == 1:
+        fully_shard(targets[0], **settings)
+    else:
+        fully_shard(targets, **settings)
+    torch_fsdp.configure(
+        targets[0],
+        reshard_after_backward=unit.reshard_after_backward,
+        unshard_in_backward=unit.unshard_in_backward,
+        unshard_async_op=unit.unshard_async_op,
+        reduce_scatter_max_input_buffers=unit.reduce_scatter_max_input_buffers,
+    )
+
+
+def _mixed_precision(unit: UnitPlan) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=_dtype(unit.param_dtype),
+        reduce_dtype=_dtype(unit.reduce_dtype),
+        output_dtype=_dtype(unit.output_dtype),
+        cast_forward_inputs=unit.cast_forward_inputs,
+    )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _offload(unit: UnitPlan) -> OffloadPolicy:
+    if unit.offload == "none":
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=unit.offload == "cpu_pinned")
+
+
+def _set_separate_groups(units: Iterable[UnitPlan], modules: dict[str, nn.Module]) -> None:
+    wanted = [modules[unit.modules[0]] for unit in units if unit.separate_reduce_scatter_group]
+    torch_fsdp.separate_reduce_scatter_groups(wanted)
+
+
+def _set_prefetch(plan: Plan, modules: dict[str, nn.Module], model: nn.Module) -> None:
+    first_modules = {unit.name: modules[unit.modules[0]] for unit in plan.units}
+    owned = owned_parameters(
+        plan.units, (torch_fsdp.strip_wrappers(name) for name, _ in model.named_parameters())
+    )
+    empty = {name for name, parameters in owned.items() if not parameters}
+    for name, targets in plan.prefetch_lists("forward", without=empty).items():
+        _as_fsdp(first_modules[name]).set_modules_to_forward_prefetch(
+            [_as_fsdp(first_modules[target]) for target in targets]
+        )
+    for name, targets in plan.prefetch_lists("backward", without=empty).items():
+        _as_fsdp(first_modules[name]).set_modules_to_backward_prefetch(
+            [_as_fsdp(first_modules[target]) for target in targets]
+        )
+
+
+def _as_fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module

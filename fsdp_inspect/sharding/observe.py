@@ -1,0 +1,135 @@
+"""What plan does this model have? Read from a `fully_shard` model, whoever sharded it.
+
+Settings of the training loop (accumulation) leave no trace in a model: the plan has their
+defaults, and who runs the loop fills them in.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from fsdp_inspect.errors import PlanError
+from fsdp_inspect.sharding import torch_fsdp
+from fsdp_inspect.sharding.checkpointing import observe_checkpointing
+from fsdp_inspect.sharding.torch_fsdp import StateHandle
+from fsdp_inspect.trace.plan import Plan, Prefetch, UnitPlan, entry_order, lists_of_depth
+
+
+def observe_plan(model: nn.Module) -> Plan:
+    """The plan of a `fully_shard` model: `apply_plan` of it on a fresh copy gives the same.
+
+    What a plan cannot say (several meshes in a unit, parameters that are ignored or sharded on
+    another dimension) is in its `notes`.
+
+    Raises:
+        PlanError: `fully_shard` was never called on the model.
+    """
+    handles = torch_fsdp.find_states(model)
+    if not handles:
+        raise PlanError(
+            f"{type(model).__name__} has no plan: fully_shard was never called on it or on a "
+            "module in it. Observe the model after fully_shard, or apply a plan first."
+        )
+    units = [_observe_unit(handle) for handle in handles]
+    groups = [group for handle in handles for group in handle.groups]
+    return Plan(
+        units=tuple(units),
+        world_size=dist.get_world_size() if dist.is_initialized() else None,
+        mesh=torch_fsdp.mesh_sizes(groups[0]) if groups else {},
+        forward_prefetch=_observe_prefetch(handles, units, "forward"),
+        backward_prefetch=_observe_prefetch(handles, units, "backward"),
+        checkpointing=observe_checkpointing(model),
+        notes=tuple(_find_inexpressible(model, handles)),
+    )
+
+
+def _observe_unit(handle: StateHandle) -> UnitPlan:
+    policy = handle.state._mp_policy
+    settings: dict[str, Any] = {
+        "modules": handle.fqns,
+        "param_dtype": _dtype_name(policy.param_dtype),
+        "reduce_dtype": _dtype_name(policy.reduce_dtype),
+        "output_dtype": _dtype_name(policy.output_dtype),
+        "cast_forward_inputs": policy.cast_forward_inputs,
+    }
+    if handle.groups:
+        group = handle.groups[0]
+        is_automatic = handle.is_root and torch_fsdp.is_reshard_automatic(handle.state)
+        settings |= _observe_group(group)
+        settings["reshard_after_forward"] = (
+            None if is_automatic else torch_fsdp.reshard_after_forward_of(group)
+        )
+    return UnitPlan.model_validate(settings)
+
+
+def _observe_group(group: FSDPParamGroup) -> dict[str, Any]:
+    offload = "cpu_pinned" if torch_fsdp.pins_offloaded_memory(group) else "cpu"
+    return {
+        "reshard_after_backward": group.reshard_after_backward,
+        "unshard_in_backward": group.unshard_in_backward,
+        "unshard_async_op": group.unshard_async_op,
+        "reduce_scatter_max_input_buffers": torch_fsdp.reduce_scatter_max_input_buffers(group),
+        "separate_reduce_scatter_group": torch_fsdp.has_separate_reduce_scatter_group(group),
+        "offload": offload if torch_fsdp.offloads_to_cpu(group) else "none",
+    }
+
+
+def _dtype_name(dtype: object) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _observe_prefetch(
+    handles: Sequence[StateHandle],
+    units: Sequence[UnitPlan],
+    direction: Literal["forward", "backward"],
+) -> Prefetch:
+    names = {id(handle.state): handle.name for handle in handles}
+    lists = {
+        handle.name: tuple(
+            names[id(target)]
+            for target in torch_fsdp.prefetched_states(handle.state, forward=direction == "forward")
+            if id(target) in names
+        )
+        for handle in handles
+    }
+    lists = {name: targets for name, targets in lists.items() if targets}
+    if not lists:
+        return 0
+    with_parameters = {handle.name for handle in handles if handle.groups}
+    order = [name for name in entry_order(units, direction) if name in with_parameters]
+    depth = max(len(targets) for targets in lists.values())
+    as_depth = {name: tuple(targets) for name, targets in lists_of_depth(order, depth).items()}
+    return depth if lists == as_depth else lists
+
+
+def _find_inexpressible(model: nn.Module, handles: Sequence[StateHandle]) -> list[str]:
+    notes: list[str] = []
+    groups = [group for handle in handles for group in handle.groups]
+    if len({str(torch_fsdp.mesh_sizes(group)) for group in groups}) > 1:
+        notes.append("Units live on meshes of different shapes; the plan has that of the first.")
+    checks: tuple[Callable[[StateHandle], str | None], ...] = (_several_groups, _other_dimension)
+    notes += [note for handle in handles for check in checks if (note := check(handle))]
+    ignored = torch_fsdp.unmanaged_parameters(model)
+    if ignored:
+        shown = ", ".join(ignored[:3]) + (", ..." if len(ignored) > 3 else "")
+        notes.append(f"Parameters inside units that fully_shard was told to ignore: {shown}.")
+    return notes
+
+
+def _several_groups(handle: StateHandle) -> str | None:
+    if len(handle.groups) < 2:
+        return None
+    return (
+        f"Unit {handle.name or '(root)'} has {len(handle.groups)} groups on meshes of their own; "
+        "the plan has the first."
+    )
+
+
+def _other_dimension(handle: StateHandle) -> str | None:
+    dims = {dim for group in handle.groups for dim in torch_fsdp.shard_dimensions(group)}
+    if dims <= {0}:
+        return None
+    return f"Unit {handle.name or '(root)'} shards parameters on dimension {max(dims)}, not 0."

@@ -1,0 +1,80 @@
+"""How does a value that does not fit read? The words of refusals, in three parts.
+
+What is wrong with the value, what is expected or exists, what to do: `errors` states the form.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
+from typing import Any
+
+from pydantic import ValidationError
+
+_MAX_SHOWN = 3
+
+
+def nearest(name: str, names: Iterable[str], *, count: int = _MAX_SHOWN) -> list[str]:
+    """The names most like one that does not exist, best first; names quite unlike are left out."""
+    scored = [(SequenceMatcher(None, name, other).ratio(), other) for other in dict.fromkeys(names)]
+    ranked = sorted(scored, key=lambda pair: -pair[0])
+    worst = max(0.5, 0.75 * ranked[0][0]) if ranked else 0.5
+    return [other for score, other in ranked[:count] if score >= worst]
+
+
+def suggest(name: str, names: Sequence[str], *, what: str = "names") -> str:
+    """One sentence that points from a name that does not exist to those that do."""
+    close = nearest(name, names)
+    if close:
+        return f"Nearest: {quote_all(close)}."
+    if not names:
+        return f"There are no {what}."
+    shown = quote_all(names[:8])
+    return f"The {what} are {shown}{', ...' if len(names) > 8 else ''}."
+
+
+def quote_all(values: Iterable[object]) -> str:
+    """`'a', 'b'`: values in quotes, with commas."""
+    return ", ".join(repr(value) for value in values)
+
+
+def describe_validation_error(
+    error: ValidationError, *, legal_keys: Mapping[str, Sequence[str]] | None = None
+) -> str:
+    """What pydantic refused, at most three complaints, each with its place and its value.
+
+    Args:
+        error: What pydantic raised.
+        legal_keys: For each table (dotted place without list positions; the top is empty) the
+            keys it may have, to point from an unknown key to the nearest known one.
+    """
+    complaints = error.errors(include_url=False)
+    texts = [_describe(complaint, legal_keys or {}) for complaint in complaints[:_MAX_SHOWN]]
+    if len(complaints) > _MAX_SHOWN:
+        texts.append(f"And {len(complaints) - _MAX_SHOWN} more.")
+    return " ".join(dict.fromkeys(texts))
+
+
+def _describe(complaint: Any, legal_keys: Mapping[str, Sequence[str]]) -> str:
+    place = [str(part) for part in complaint["loc"]]
+    if complaint["type"] == "extra_forbidden":
+        table = ".".join(part for part in place[:-1] if not part.isdigit())
+        return f"There is no key {place[-1]!r}{_inside(place)}. " + suggest(
+            place[-1], list(legal_keys.get(table, ())), what="keys"
+        )
+    if complaint["type"] == "missing":
+        return f"{'.'.join(place)} is missing."
+    if complaint["type"] == "value_error":
+        return _sentence(str(complaint["ctx"]["error"]))
+    expected = _lower_first(complaint["msg"].removeprefix("Input should be "))
+    return _sentence(f"{'.'.join(place)} is {complaint['input']!r}. Expected {expected}")
+
+
+def _inside(place: Sequence[str]) -> str:
+    return f" in {'.'.join(place[:-1])}" if len(place) > 1 else ""
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith(".") else f"{text}."
