@@ -38,6 +38,7 @@ from fsdp_inspect.recording.verdict import print_verdict
 from fsdp_inspect.sharding.observe import observe_plan
 from fsdp_inspect.store import folder
 from fsdp_inspect.store.compaction import compact_run
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Phase, Source
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
@@ -284,8 +285,8 @@ class Attachment:
         )
 
     def _write_manifest(self) -> None:
-        """Rank 0 writes what is known by now."""
-        if self._rank != 0:
+        """Rank 0 writes what is known by now; a later attempt leaves the first one's word alone."""
+        if self._rank != 0 or self.folder.attempt > 0:
             return
         self._manifest = self._manifest.model_copy(
             update={
@@ -300,7 +301,7 @@ class Attachment:
             }
         )
         try:
-            folder.write_manifest(self.folder.path, self._manifest)
+            folder.rewrite_manifest(self.folder.path, self._manifest)
         except OSError as error:
             self.session.problem(f"run.json could not be rewritten: {error}.")
 
@@ -374,9 +375,9 @@ class Attachment:
 
     def _wait_for_other_ranks(self) -> None:
         deadline = time.monotonic() + _OTHER_RANKS_TIMEOUT_S
-        while time.monotonic() < deadline and folder.has_running_ranks(
-            self.folder.path, self.folder.attempt
-        ):
+        while time.monotonic() < deadline:
+            if open_run(self.folder.path).status is not RunStatus.RUNNING:
+                return
             time.sleep(0.05)
 
 

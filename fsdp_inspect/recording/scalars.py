@@ -32,6 +32,7 @@ class ScalarLog:
         now = self._clock.host_now()
         for name, value in values.items():
             code = self._codes.setdefault(name, len(self._codes))
+            value = value.detach() if isinstance(value, torch.Tensor) else value
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                 self._copy_later(step, code, now, value)
             else:
@@ -50,7 +51,6 @@ class ScalarLog:
         self._pending = waiting
 
     def _copy_later(self, step: int, code: int, now: int, value: torch.Tensor) -> None:
-        source = value.detach()
-        copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        copy.copy_(source, non_blocking=True)
+        copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        copy.copy_(value, non_blocking=True)
         self._pending.append((step, code, now, copy, self._clock.mark()))

@@ -171,7 +171,7 @@ class StorageLog:
             )
             for mark, instant, since in zip(self._marks, at_marks, opened, strict=False)
         )
-        before = [mark.microbatch for mark in self._marks if mark.cut.position <= peak.position]
+        before = [mark.microbatch for mark in self._marks if mark.cut.position < peak.position]
         return StepMemory(start, at_peak, before[-1] if before else 0, end, marks)
 
     def categories(self) -> list[MemoryCategory]:

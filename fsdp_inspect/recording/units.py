@@ -158,6 +158,13 @@ def register_groups(handles: Sequence[GroupHandle], process_groups: ProcessGroup
         _group_index(process_groups, handle.post_forward_group, "post_forward")
 
 
+def mesh_of(handles: Sequence[GroupHandle]) -> dict[str, int]:
+    """Dimension names and sizes of the first unit's mesh, outermost first."""
+    mesh = handles[0].group.mesh_info.mesh
+    names = mesh.mesh_dim_names or tuple(f"dim{place}" for place in range(mesh.ndim))
+    return dict(zip(names, mesh.shape, strict=True))
+
+
 def _group_index(process_groups: ProcessGroups, group: dist.ProcessGroup | None, role: str) -> int:
     return -1 if group is None else process_groups.index(group, role)
 

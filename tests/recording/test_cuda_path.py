@@ -187,19 +187,17 @@ def test_little_is_exposed_when_compute_is_long(well_hidden: Replay) -> None:
     assert last.exposed_ns[0] == pytest.approx(floor_ns, abs=0.2 * MS)
 
 
-def test_the_wait_for_a_reduction_belongs_to_the_unit_that_is_reduced(
-    bandwidth_bound: Replay,
-) -> None:
-    events = bandwidth_bound.events
+def test_the_wait_for_a_reduction_belongs_to_the_unit_that_is_reduced() -> None:
+    replay = Replay(gather_ms=1, scatter_ms=12)
+    events = replay.events
     waits = events.where(events.kind == EventKind.REDUCE_SCATTER_WAIT)
     elsewhere = waits.where((waits.unit != waits.issued_by) & (waits.end_ns > waits.start_ns))
-    assert len(elsewhere) > 0
     names = {
-        (bandwidth_bound.units[unit], bandwidth_bound.units[place])
+        (replay.units[unit], replay.units[place])
         for unit, place in zip(elsewhere.unit, elsewhere.issued_by, strict=True)
         if place >= 0
     }
-    assert ("layers.3", "layers.2") in names
+    assert {("layers.3", "layers.2"), ("layers.2", "layers.1")} <= names
 
 
 def test_host_bound_waits_are_not_called_exposed() -> None:
