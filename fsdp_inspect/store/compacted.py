@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Generic
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from fsdp_inspect.errors import CorruptFileError
 from fsdp_inspect.store.checksums import checksum_columns, checksum_text
@@ -28,9 +29,10 @@ from fsdp_inspect.store.schema import (
     TableT,
 )
 from fsdp_inspect.trace.run import SCHEMA_VERSION
-from fsdp_inspect.trace.tables import Table
+from fsdp_inspect.trace.tables import MISSING_INT
 
 _ZSTD_LEVEL = 3
+_MISSING_DIFFERENCE = np.iinfo(np.int64).min
 _REMEDY = (
     "Copy the file again from where it was recorded, or move it away to work with the other ranks."
 )
@@ -68,13 +70,13 @@ def write_compacted(
     Raises:
         OSError: The disk refuses; nothing is left behind.
     """
-    ordered = _sorted(file, table)
+    columns = _to_stored(file, _sorted(file, table))
     footer = json.dumps(
         {
             "schema_version": SCHEMA_VERSION,
             "table": file.name,
             "covered_rows": covered_rows,
-            "groups": _describe_groups(ordered),
+            "groups": _describe_groups(columns),
             **(details or {}),
         },
         separators=(",", ":"),
@@ -82,7 +84,7 @@ def write_compacted(
     unfinished = unfinished_path(path)
     try:
         with unfinished.open("wb") as sink:
-            _write_parquet(ordered, footer, file, sink)
+            _write_parquet(columns, footer, file, sink)
             sink.flush()
             os.fsync(sink.fileno())
         unfinished.replace(path)
@@ -124,7 +126,9 @@ def read_compacted(
             f"{name} cannot be decoded: {error}. Expected a whole Parquet file. {_REMEDY}"
         ) from error
     return CompactedContents(
-        build_table(file, batches, name), covered_rows=footer["covered_rows"], details=footer
+        build_table(file, [_from_stored(file, batch) for batch in batches], name),
+        covered_rows=footer["covered_rows"],
+        details=footer,
     )
 
 
@@ -146,29 +150,62 @@ def _sorted(file: TableFile[TableT], table: TableT) -> TableT:
     return table.where(np.argsort(getattr(table, file.sort_by), kind="stable"))
 
 
-def _describe_groups(table: Table) -> list[list[int | str]]:
+def _to_stored(file: TableFile[TableT], table: TableT) -> Columns:
+    """The columns as the file holds them: some relative to the one that orders the rows."""
+    stored: dict[str, NDArray[Any]] = {}
+    for name, values in table.columns().items():
+        if name in file.relative_columns:
+            differences = values - getattr(table, file.sort_by or "")
+            stored[_relative_name(file, name)] = np.where(
+                values == MISSING_INT, _MISSING_DIFFERENCE, differences
+            )
+        else:
+            stored[name] = values
+    return stored
+
+
+def _from_stored(file: TableFile[Any], stored: Columns) -> Columns:
+    """The columns of the table again; those that the file does not have are left out."""
+    columns = dict(stored)
+    for name in file.relative_columns:
+        differences = columns.pop(_relative_name(file, name), None)
+        if differences is not None:
+            values = differences + columns[file.sort_by or ""]
+            columns[name] = np.where(differences == _MISSING_DIFFERENCE, MISSING_INT, values)
+    return columns
+
+
+def _relative_name(file: TableFile[Any], name: str) -> str:
+    return f"{name}_minus_{file.sort_by}"
+
+
+def _describe_groups(columns: Columns) -> list[list[int | str]]:
     groups: list[list[int | str]] = []
-    for start in range(0, len(table), ROW_GROUP_ROWS):
-        part = table.where(np.arange(start, min(start + ROW_GROUP_ROWS, len(table))))
-        columns = part.columns()
-        step = columns.get("step", np.array([-1]))
-        groups.append([len(part), int(step.min()), int(step.max()), checksum_columns(columns)])
+    num_rows = len(next(iter(columns.values())))
+    for start in range(0, num_rows, ROW_GROUP_ROWS):
+        part = {name: values[start : start + ROW_GROUP_ROWS] for name, values in columns.items()}
+        step = part.get("step", np.array([-1]))
+        rows = min(ROW_GROUP_ROWS, num_rows - start)
+        groups.append([rows, int(step.min()), int(step.max()), checksum_columns(part)])
     return groups
 
 
-def _write_parquet(table: Table, footer: str, file: TableFile[Any], sink: BinaryIO) -> None:
-    delta = dict.fromkeys(file.delta_columns, "DELTA_BINARY_PACKED")
-    schema = file.arrow_schema.remove_metadata()
-    plain: Any = [name for name in schema.names if name not in delta]
+def _write_parquet(columns: Columns, footer: str, file: TableFile[Any], sink: BinaryIO) -> None:
+    table = pa.table({name: pa.array(values) for name, values in columns.items()})
+    encodings = {_relative_name(file, name): "BYTE_STREAM_SPLIT" for name in file.relative_columns}
+    encodings |= dict.fromkeys(file.split_columns, "BYTE_STREAM_SPLIT")
+    if file.sort_by:
+        encodings[file.sort_by] = "DELTA_BINARY_PACKED"
+    with_dictionary: Any = [name for name in columns if name not in encodings]
     with pq.ParquetWriter(
         sink,
-        schema,
+        table.schema,
         compression="zstd",
         compression_level=_ZSTD_LEVEL,
-        use_dictionary=plain,
-        column_encoding=delta or None,
+        use_dictionary=with_dictionary,
+        column_encoding=encodings or None,
         write_page_checksum=True,
-        write_statistics=[name for name in ("step", file.sort_by) if name in schema.names],
+        write_statistics=[name for name in ("step", file.sort_by) if name in columns],
         store_schema=False,
     ) as writer:
         writer.add_key_value_metadata(
@@ -178,8 +215,7 @@ def _write_parquet(table: Table, footer: str, file: TableFile[Any], sink: Binary
             }
         )
         if len(table):
-            arrays = [pa.array(values) for values in table.columns().values()]
-            writer.write_table(pa.Table.from_arrays(arrays, schema=schema), ROW_GROUP_ROWS)
+            writer.write_table(table, ROW_GROUP_ROWS)
 
 
 def _read_footer(parquet: pq.ParquetFile, file: TableFile[Any], name: str) -> Mapping[str, Any]:

@@ -80,24 +80,17 @@ def write_manifest_if_absent(path: Path, manifest: RunManifest) -> bool:
 def rewrite_manifest(path: Path, manifest: RunManifest) -> None:
     """Replace `run.json` by what is known later in the same attempt (torch's first forward).
 
+    When the run began stays as it was.
+
     Raises:
         OSError: It cannot be written; the one before stays.
-    """
-    replace_file(path / MANIFEST_FILE, encode_record(manifest))
-
-
-def write_manifest(path: Path, manifest: RunManifest) -> None:
-    """Rewrite `run.json` with what became known since; when the run began stays as it was.
-
-    Raises:
-        OSError: It cannot be written.
     """
     with contextlib.suppress(StoreError):
         first = read_manifest(path)
         manifest = manifest.model_copy(
             update={"created": first.created, "created_unix_ns": first.created_unix_ns}
         )
-    replace_file(path / MANIFEST_FILE, encode_record(manifest), durable=True)
+    replace_file(path / MANIFEST_FILE, encode_record(manifest))
 
 
 def read_manifest(path: Path) -> RunManifest:

@@ -66,14 +66,17 @@ anywhere (a torn tail): the batches before it are valid. A process that dies los
 its last flush, at most `flush_interval_s` of `rank.json`; a machine that loses power may lose more,
 since nothing waits for the disk.
 
-**Compacted files** (`.parquet`): zstd, row groups of at most 65,536 rows, page checksums, one
-key-value pair `fsdp_inspect` with a JSON object:
+**Compacted files** (`.parquet`) are compressed with zstd, in row groups of at most 65,536 rows,
+with page checksums. A column named `X_minus_Y` holds X - Y, wrapping around at 64 bits, and the
+lowest 64-bit integer where X is -1 (`events` has three: durations repeat where times never do, so
+the file is half as large). The key-value pair `fsdp_inspect` is a JSON object:
 
 * `schema_version`: of this file; `table`: its name, as above;
 * `covered_rows`: the rows [0, covered_rows) of the stream are in this file (or were dropped), so a
   stream that still lies beside it adds only batches whose `first_row` is not below it;
 * `groups`: for each row group `[rows, lowest step, highest step, crc32]`, the checksum as in a
-  stream but without `first_row`; tables without a step have -1, -1;
+  stream but without `first_row`, over the columns as this file names and holds them;
+  tables without a step have -1, -1;
 * summaries also have `reduction`: the version of the formulas that made it. A reader that knows
   other formulas computes the summary from the events instead. The summary of the whole run also
   has `ranks`: for each attempt (a decimal string) the list of ranks that it sums up; it is out of
@@ -135,10 +138,12 @@ class TableFile(Generic[TableT]):
     name: str
     """File name without suffix."""
     table: type[TableT]
-    sort_by: str | None
+    sort_by: str | None = None
     """The column that orders the compacted rows; None: kept as they are."""
-    delta_columns: tuple[str, ...]
-    """Columns that ascend nearly everywhere: stored as differences when compacted."""
+    relative_columns: tuple[str, ...] = ()
+    """Columns that are compacted as their difference to `sort_by`."""
+    split_columns: tuple[str, ...] = ()
+    """Columns whose bytes are compacted plane by plane, since only the low ones vary."""
 
     @property
     def live_name(self) -> str:
@@ -163,13 +168,14 @@ class TableFile(Generic[TableT]):
 EVENTS = TableFile(
     "events",
     EventTable,
-    "start_ns",
-    ("sequence", "collective", "issue_ns", "start_ns", "end_ns", "need_ns"),
+    sort_by="start_ns",
+    relative_columns=("issue_ns", "end_ns", "need_ns"),
+    split_columns=("sequence", "collective"),
 )
-MEMORY = TableFile("memory", MemoryTable, "time_ns", ("time_ns",))
-DEVICE = TableFile("device", DeviceTable, "time_ns", ("time_ns",))
-SCALARS = TableFile("scalars", ScalarTable, "time_ns", ("time_ns",))
-SUMMARY = TableFile("summary", SummaryTable, None, ())
+MEMORY = TableFile("memory", MemoryTable, sort_by="time_ns")
+DEVICE = TableFile("device", DeviceTable, sort_by="time_ns")
+SCALARS = TableFile("scalars", ScalarTable, sort_by="time_ns")
+SUMMARY = TableFile("summary", SummaryTable)
 
 RECORDED_TABLES: tuple[
     TableFile[EventTable], TableFile[MemoryTable], TableFile[DeviceTable], TableFile[ScalarTable]
