@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.errors import StoreError
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Phase
 from fsdp_inspect.trace.run import RankRecord, RunSource
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
@@ -104,20 +105,31 @@ class Memory:
     peak: PeakMoment | None
     """Composition at the highest peak of the memory steps; None without memory steps."""
     ranks: tuple[RankMemory, ...]
+    """By rank; ranks whose samples cannot be read are absent."""
     over_steps: tuple[MemoryOfStep, ...]
     """Of the peak rank, by step."""
+    unreadable: tuple[str, ...]
+    """Why samples of a rank could not be read, one sentence a rank."""
 
 
 def measure_memory(run: RunSource) -> Memory:
     """How high memory rises on each rank, and what fills it at the highest moment."""
-    tables = {record.rank: run.memory(record.rank) for record in run.ranks}
-    ranks = tuple(_measure_rank(record, tables[record.rank]) for record in run.ranks)
+    ranks: list[RankMemory] = []
+    moments: list[PeakMoment] = []
+    unreadable: list[str] = []
+    for record in run.ranks:
+        try:
+            table = run.memory(record.rank)
+        except StoreError as error:
+            unreadable.append(str(error))
+            continue
+        ranks.append(_measure_rank(record, table))
+        moments.extend(_find_peak(run, record.rank, table))
     top = max(
         (row for row in ranks if row.peak_allocated_bytes is not None),
         key=lambda row: row.peak_allocated_bytes or 0,
         default=None,
     )
-    moments = [moment for rank, table in tables.items() if (moment := _find_peak(run, rank, table))]
     return Memory(
         peak_allocated_bytes=top.peak_allocated_bytes if top else None,
         peak_reserved_bytes=_highest(row.peak_reserved_bytes for row in ranks),
@@ -125,8 +137,9 @@ def measure_memory(run: RunSource) -> Memory:
         device_bytes=min((row.device_bytes for row in ranks if row.device_bytes), default=None),
         device_ratio=max(map(_device_ratio, ranks), key=lambda ratio: ratio or 0.0, default=None),
         peak=max(moments, key=lambda moment: moment.bytes, default=None),
-        ranks=ranks,
-        over_steps=tuple(_measure_steps(top.method, tables[top.rank])) if top else (),
+        ranks=tuple(ranks),
+        over_steps=tuple(_measure_steps(top.method, run.memory(top.rank))) if top else (),
+        unreadable=tuple(unreadable),
     )
 
 
@@ -171,15 +184,16 @@ def _measure_steps(method: str, table: MemoryTable) -> Iterator[MemoryOfStep]:
             yield MemoryOfStep(int(step), highest, _maximum(own.reserved))
 
 
-def _find_peak(run: RunSource, rank: int, table: MemoryTable) -> PeakMoment | None:
+def _find_peak(run: RunSource, rank: int, table: MemoryTable) -> Iterator[PeakMoment]:
+    """The highest moment of the rank's memory steps, if it had any."""
     peaks = table.where((table.point == MemoryPoint.PEAK) & (table.allocated != MISSING_INT))
     if len(peaks) == 0:
-        return None
+        return
     top = peaks.where(np.array([int(np.argmax(peaks.allocated))]))
     step, unit = int(top.step[0]), int(top.unit[0])
     fqns = {unit.index: unit.fqn for unit in run.manifest.units}
     owners = table.where((table.point == MemoryPoint.PEAK_BY_OWNER) & (table.step == step))
-    return PeakMoment(
+    yield PeakMoment(
         rank=rank,
         step=step,
         phase=Phase(int(top.phase[0])).label,

@@ -1,6 +1,14 @@
-"""The analyses of a run side by side, and one run beside another."""
+"""The analyses of a run side by side, one run beside another, and the runs of a folder."""
 
 from fsdp_inspect.digest.difference import RunDifference, compare_runs
+from fsdp_inspect.digest.listing import ListedRun, list_recorded_runs
 from fsdp_inspect.digest.run import RunDigest, digest_run
 
-__all__ = ["RunDifference", "RunDigest", "compare_runs", "digest_run"]
+__all__ = [
+    "ListedRun",
+    "RunDifference",
+    "RunDigest",
+    "compare_runs",
+    "digest_run",
+    "list_recorded_runs",
+]

@@ -6,17 +6,20 @@ are the keys of `summary --json`, with the units in their names. Times are media
 steps of the median rank unless a field says otherwise ([Note: the median rank] in `trace.steps`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
 from fsdp_inspect.analysis.exposed import Exposed, measure_exposed
 from fsdp_inspect.analysis.memory import Memory, measure_memory
 from fsdp_inspect.analysis.overlap import RankOverlap, measure_overlap
 from fsdp_inspect.analysis.provenance import Provenance, measure_provenance
-from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
+from fsdp_inspect.analysis.scalars import measure_scalars
 from fsdp_inspect.analysis.steps import measure_step_times
 from fsdp_inspect.analysis.units import UnitCost, measure_units
 from fsdp_inspect.analysis.verdict import UNKNOWN, StepFacts, Verdict, Waiting, give_verdict
+from fsdp_inspect.errors import StoreError
 from fsdp_inspect.trace.reduction import StepPart
 from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.statistics import Distribution
@@ -79,7 +82,7 @@ class RunDigest:
     left_out: StepsLeftOut
     median_rank: int | None
     """The rank that the times of this object come from; None without a timed step."""
-    provenance: Provenance
+    provenance: Provenance | None
     step_time_ns: Distribution | None
     communication_ns: int | None
     exposed_ns: int | None
@@ -105,15 +108,22 @@ class RunDigest:
 
 
 def digest_run(run: RunSource) -> RunDigest:
-    """Ask every analysis, and put the answers side by side."""
+    """Ask every analysis, and put the answers side by side.
+
+    A question whose files are damaged has no answer; `notes` says why, and the others stand.
+    """
+    damage: list[str] = []
     times, overlap = measure_step_times(run), measure_overlap(run)
-    breakdown, exposed = measure_breakdown(run).headline, measure_exposed(run)
-    units, memory, provenance = measure_units(run), measure_memory(run), measure_provenance(run)
-    manifest, steps = run.manifest, times.selection
+    breakdown, memory = measure_breakdown(run).headline, measure_memory(run)
+    exposed = _ask(measure_exposed, run, damage)
+    units = _ask(measure_units, run, damage)
+    provenance = _ask(measure_provenance, run, damage)
+    loss = _ask(_find_loss, run, damage)
+    manifest, steps, middle = run.manifest, times.selection, overlap.run
     return RunDigest(
         run_id=manifest.run_id,
         status=run.status.value,
-        notes=tuple(run.notes),
+        notes=tuple(dict.fromkeys([*run.notes, *damage, *memory.unreadable])),
         identity=_identify(manifest),
         world_size=manifest.world_size,
         num_ranks=len(run.ranks),
@@ -124,22 +134,36 @@ def digest_run(run: RunSource) -> RunDigest:
         median_rank=times.median_rank,
         provenance=provenance,
         step_time_ns=times.step_time_ns,
-        communication_ns=overlap.run.communication_ns if overlap.run else None,
-        exposed_ns=overlap.run.exposed_ns if overlap.run else None,
-        overlap_ratio=overlap.run.overlap_ratio if overlap.run else None,
+        communication_ns=middle.communication_ns if middle else None,
+        exposed_ns=middle.exposed_ns if middle else None,
+        overlap_ratio=middle.overlap_ratio if middle else None,
         floor_ns=exposed.floor_ns if exposed else None,
-        communication_bytes=overlap.run.communication_bytes if overlap.run else None,
-        collectives_per_step=overlap.run.collectives_per_step if overlap.run else None,
+        communication_bytes=middle.communication_bytes if middle else None,
+        collectives_per_step=middle.collectives_per_step if middle else None,
         peak_allocated_bytes=memory.peak_allocated_bytes,
         peak_reserved_bytes=memory.peak_reserved_bytes,
         breakdown=breakdown,
         exposed=exposed,
         memory=memory,
-        loss=_find_loss(measure_scalars(run)),
-        units=units.units,
+        loss=loss,
+        units=units.units if units else (),
         ranks=overlap.ranks,
         verdict=_judge(manifest, breakdown, exposed, memory, provenance),
     )
+
+
+_AnswerT = TypeVar("_AnswerT")
+
+
+def _ask(
+    question: Callable[[RunSource], _AnswerT], run: RunSource, damage: list[str]
+) -> _AnswerT | None:
+    """The answer, or None where the files that it needs are damaged; `damage` says so."""
+    try:
+        return question(run)
+    except StoreError as error:
+        damage.append(str(error))
+        return None
 
 
 def _identify(manifest: RunManifest) -> RunIdentity:
@@ -159,9 +183,11 @@ def _identify(manifest: RunManifest) -> RunIdentity:
     )
 
 
-def _find_loss(series: tuple[ScalarSeries, ...]) -> Loss | None:
-    losses = [one for one in series if one.name == "loss"]
-    return Loss(losses[0].values[0], losses[0].values[-1], len(losses[0].steps)) if losses else None
+def _find_loss(run: RunSource) -> Loss | None:
+    for series in measure_scalars(run):
+        if series.name == "loss":
+            return Loss(series.values[0], series.values[-1], len(series.steps))
+    return None
 
 
 def _judge(
@@ -169,7 +195,7 @@ def _judge(
     breakdown: StepBreakdown | None,
     exposed: Exposed | None,
     memory: Memory,
-    provenance: Provenance,
+    provenance: Provenance | None,
 ) -> Verdict:
     if breakdown is None or exposed is None:
         return UNKNOWN
@@ -185,7 +211,7 @@ def _judge(
             other_ns=breakdown.duration_ns(StepPart.OTHER),
             backward_gathers_ns=exposed.backward_gathers_ns,
             top=_top_owner(exposed),
-            blocks_host=provenance.blocks_host,
+            blocks_host=provenance is not None and provenance.blocks_host,
             backend=manifest.backend,
             num_units=len(parameters),
             largest_unit_ratio=max(parameters, default=0) / max(sum(parameters), 1),

@@ -258,6 +258,8 @@ def _ranks_table(ranks: Sequence[RankOverlap]) -> Table:
 
 def _provenance(digest: RunDigest) -> Text:
     obtained = digest.provenance
+    if obtained is None:
+        return _dim(digest.left_out.sentence)
     by_method: dict[str, list[str]] = {}
     for group, method in obtained.methods.items():
         by_method.setdefault(method, []).append(format_kind(group))

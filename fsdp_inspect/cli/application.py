@@ -1,0 +1,51 @@
+"""Which subcommands are there? Put together here, each with its help in its own file."""
+
+from typing import Annotated
+
+import typer
+
+from fsdp_inspect.cli.app import app
+from fsdp_inspect.cli.compact import compact
+from fsdp_inspect.cli.demo import demo
+from fsdp_inspect.cli.runs import runs
+from fsdp_inspect.cli.summary import summary
+from fsdp_inspect.cli.units import units
+from fsdp_inspect.version import __version__
+
+_COMMANDS = (demo, runs, summary, units, compact, app)
+
+
+def build_application() -> typer.Typer:
+    """The command line with all subcommands."""
+    application = typer.Typer(
+        help="Record, inspect and tune PyTorch FSDP runs, one unit at a time.",
+        epilog="Begin with: fsdp-inspect demo",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="markdown",
+        pretty_exceptions_enable=False,
+    )
+    application.callback()(_options)
+    for command in _COMMANDS:
+        application.command()(command)
+    return application
+
+
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=lambda asked: _print_version(asked),
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    """Record, inspect and tune PyTorch FSDP runs, one unit at a time."""
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"fsdp-inspect {__version__}")
+        raise typer.Exit

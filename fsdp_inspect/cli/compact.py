@@ -1,0 +1,28 @@
+"""`fsdp-inspect compact`: make a run small and quick to open."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fsdp_inspect.cli.arguments import JsonOption, print_renderable
+
+
+def compact(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Compact the live streams of a run into Parquet files; safe to interrupt and to repeat.
+
+    A run that ends normally is compacted by itself: this is for runs that were killed, or large.
+
+    Example: `fsdp-inspect compact runs/demo`
+    """
+    from fsdp_inspect.report.compaction import render_compaction, render_compaction_json
+    from fsdp_inspect.store.compaction import compact_run
+
+    result = compact_run(run)
+    if as_json:
+        print(render_compaction_json(result))
+    else:
+        print_renderable(render_compaction(result))

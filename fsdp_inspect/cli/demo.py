@@ -1,0 +1,127 @@
+"""`fsdp-inspect demo`: two short recorded runs that differ in one setting, side by side."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fsdp_inspect.cli.app import serve
+from fsdp_inspect.cli.arguments import print_renderable
+
+if TYPE_CHECKING:
+    from fsdp_inspect.store.reader import StoredRun
+
+DEFAULT_STEPS = 30
+_NUM_RANKS = 2
+_TRAINER = "instrumented_trainer"
+
+
+@dataclass(frozen=True, slots=True)
+class _DemoRun:
+    """One of the demo's recordings."""
+
+    name: str
+    settings: tuple[str, ...]
+
+
+_RUNS = (
+    _DemoRun("demo-reshard", ("--reshard-after-forward", "true")),
+    _DemoRun("demo-keep", ("--reshard-after-forward", "false")),
+)
+
+
+def demo(
+    runs_dir: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where the two runs are written.")
+    ] = Path("runs"),
+    steps: Annotated[int, typer.Option(help="Steps of each run.", min=1)] = DEFAULT_STEPS,
+    should_serve: Annotated[
+        bool, typer.Option("--serve/--no-serve", help="Serve the dashboard in the end.")
+    ] = True,
+    port: Annotated[
+        int | None,
+        typer.Option(help="Port of the dashboard; the first free one unless given.", min=1),
+    ] = None,
+) -> None:
+    """Record two short 2-rank runs that differ in one setting, and show them.
+
+    Trains the `tiny` preset on this machine (GPUs if there are any, else CPU), once with the
+    parameters freed after forward and gathered again in backward, once with them kept.
+
+    Example: `fsdp-inspect demo --no-serve`
+    """
+    from fsdp_inspect.digest.difference import compare_runs
+    from fsdp_inspect.digest.run import digest_run
+    from fsdp_inspect.report.difference import render_difference
+    from fsdp_inspect.report.text import render_summary
+
+    _require_trainer()
+    recorded = [_record(run, runs_dir, steps) for run in _RUNS]
+    for run in recorded:
+        print_renderable(render_summary(digest_run(run)))
+        print()
+    print_renderable(render_difference(compare_runs(*recorded)))
+    print(f"\nOpen one again: fsdp-inspect summary {recorded[0].path}", flush=True)
+    if should_serve:
+        serve(runs_dir, host="127.0.0.1", port=port)
+
+
+def _require_trainer() -> None:
+    from importlib.util import find_spec
+
+    from fsdp_inspect.errors import FsdpInspectError
+
+    missing = [name for name in ("torch", _TRAINER) if find_spec(name) is None]
+    if missing:
+        raise FsdpInspectError(
+            f"The demo trains a model, and there is no module {missing[0]!r}. Expected the extra "
+            "[record]. Install it with: pip install 'fsdp-inspect[record]'"
+        )
+
+
+def _record(run: _DemoRun, runs_dir: Path, steps: int) -> "StoredRun":
+    """Train once, as a child; the run that it leaves."""
+    from fsdp_inspect.cli.child import run_child
+    from fsdp_inspect.errors import NotARunError
+    from fsdp_inspect.store.folder import list_runs
+    from fsdp_inspect.store.reader import open_run
+
+    before = {entry.id for entry in list_runs(runs_dir)}
+    log = runs_dir / ".logs" / f"{run.name}.log"
+    took_s = run_child(
+        _command(run, runs_dir, steps),
+        what=f"Recording {run.name} ({' '.join(run.settings)})",
+        log=log,
+        environment=_environment(),
+    )
+    new = [entry for entry in list_runs(runs_dir) if entry.id not in before]
+    if not new:
+        raise NotARunError(
+            f"The training of {run.name} ended well, but left no run in {runs_dir}. Expected one "
+            f"folder more there. Its output is in {log}."
+        )
+    print(f"Recorded {new[0].path} in {took_s:.0f} s: {' '.join(run.settings)}", flush=True)
+    return open_run(new[0].path)
+
+
+def _command(run: _DemoRun, runs_dir: Path, steps: int) -> list[str]:
+    import sys
+
+    # On loopback only: neither the rendezvous nor gloo may depend on the machine's host name.
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={_NUM_RANKS}"),
+        *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
+        *("-m", _TRAINER, "--preset", "tiny", "--steps", str(steps)),
+        *("--runs-dir", str(runs_dir), *run.settings),
+    ]
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, one thread a rank, gloo on loopback, unless the user decided."""
+    import os
+
+    defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    if Path("/sys/class/net/lo").exists():
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    return {**defaults, **os.environ}

@@ -1,0 +1,35 @@
+"""`fsdp-inspect runs`: which runs are in a folder?"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fsdp_inspect.cli.arguments import JsonOption, print_renderable
+
+
+def runs(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A folder of runs.", show_default=True)
+    ] = Path("runs"),
+    as_json: JsonOption = False,
+) -> None:
+    """List the runs in a folder, newest first.
+
+    Example: `fsdp-inspect runs runs/`
+    """
+    from fsdp_inspect.digest.listing import list_recorded_runs
+    from fsdp_inspect.errors import NotARunError
+    from fsdp_inspect.report.json import render_json
+    from fsdp_inspect.report.listing import render_listing
+
+    if not directory.is_dir():
+        raise NotARunError(
+            f"No folder at {str(directory)!r}. Expected a folder that holds runs. "
+            "Record some with `fsdp-inspect demo`, or give another folder."
+        )
+    listed = list_recorded_runs(directory)
+    if as_json:
+        print(render_json(listed))
+    else:
+        print_renderable(render_listing(listed, directory))

@@ -1,0 +1,30 @@
+"""`fsdp-inspect units`: what does each FSDP unit cost?"""
+
+from typing import Annotated
+
+import typer
+
+from fsdp_inspect.cli.arguments import JsonOption, RunArgument, open_run_argument, print_renderable
+
+
+def units(
+    run: RunArgument,
+    rank: Annotated[
+        int | None, typer.Option(help="Of which rank; the median rank unless given.", min=0)
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what each FSDP unit costs per step: collectives, waits, copies, compute.
+
+    Example: `fsdp-inspect units runs/demo --rank 1`
+    """
+    from fsdp_inspect.analysis.units import measure_units
+    from fsdp_inspect.report.json import render_json
+
+    costs = measure_units(open_run_argument(run), rank=rank)
+    if as_json:
+        print(render_json(costs))
+        return
+    from fsdp_inspect.report.text import render_units
+
+    print_renderable(render_units(costs))

@@ -1,0 +1,43 @@
+"""What did compaction do to a run?"""
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.report.json import render_json
+from fsdp_inspect.store.compaction import CompactionResult
+
+
+def render_compaction(result: CompactionResult) -> RenderableType:
+    """What was compacted, how small it is now, and what was left as it was."""
+    ranks = f"{len(result.compacted)} {'rank' if len(result.compacted) == 1 else 'ranks'}"
+    lines = [
+        Text(
+            f"{result.path}: {ranks} compacted, {result.rows} rows, "
+            f"{format_bytes(result.bytes_before)} -> {format_bytes(result.bytes_after)}."
+        )
+    ]
+    for skipped in result.skipped:
+        lines.append(
+            Text(
+                f"rank {skipped.rank} of attempt {skipped.attempt} was left as it was: "
+                f"{skipped.reason}",
+                style="yellow",
+            )
+        )
+    return Group(*lines)
+
+
+def render_compaction_json(result: CompactionResult) -> str:
+    """The same for programs."""
+    return render_json(
+        {
+            "path": result.path,
+            "rows": result.rows,
+            "bytes_before": result.bytes_before,
+            "bytes_after": result.bytes_after,
+            "has_run_summary": result.has_run_summary,
+            "compacted": result.compacted,
+            "skipped": result.skipped,
+        }
+    )
