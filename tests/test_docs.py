@@ -1,0 +1,184 @@
+"""Does the README tell the truth: do its commands exist, its code run, its links lead somewhere?
+
+Code blocks marked `python` are run as they stand, on two ranks, in a folder of their own. They find
+what a reader would have at hand: `model` (sharded, returns an object with `.loss`), `optimizer`,
+`loader` and `mesh`. Blocks marked `console` or `bash` hold commands.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_group
+
+from fsdp_inspect.cli.application import build_application
+from fsdp_inspect.metrics import METRICS
+from tests.conftest import Torchrun
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("README.md", "CHANGELOG.md", ".github/CONTRIBUTING.md")
+COMMANDS = get_group(build_application()).commands
+
+READER = '''
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+class Reader(torch.nn.Module):
+    """A model as the README's examples assume it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, batch):
+        for layer in self.layers:
+            batch = layer(batch)
+        return SimpleNamespace(loss=batch.square().mean())
+
+
+def at_hand(shard):
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = Reader()
+    if shard:
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = [torch.randn(4, 8) for _ in range(3)]
+    return dict(model=model, optimizer=optimizer, loader=loader, mesh=mesh)
+
+
+dist.init_process_group("gloo")
+for block in BLOCKS:
+    exec(block, at_hand(shard="apply_plan(" not in block))
+dist.destroy_process_group()
+'''
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text()
+
+
+def code_blocks(*languages: str) -> list[str]:
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", readme(), flags=re.MULTILINE | re.DOTALL)
+    return [code for language, code in blocks if language in languages]
+
+
+def command_lines(program: str) -> list[list[str]]:
+    """The README's commands that start with `program`, as words, continued lines joined."""
+    text = "\n".join(code_blocks("console", "bash")).replace("\\\n", " ")
+    lines = [line.removeprefix("$ ").strip() for line in text.splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith(program)]
+
+
+def flags_of(words: list[str]) -> set[str]:
+    return {word.split("=")[0] for word in words if word.startswith("--")}
+
+
+def output_of(*command: str | Path) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_is_in_the_readme_and_has_help(command: str) -> None:
+    assert "Example: " in (COMMANDS[command].help or "")
+    assert re.search(rf"fsdp-inspect {command}\b", readme())
+
+
+def test_commands_in_the_readme_exist_with_their_options() -> None:
+    lines = command_lines("fsdp-inspect ")
+
+    assert lines
+    for _, command, *words in lines:
+        assert command in COMMANDS
+        parameters = COMMANDS[command].params
+        options = {name for each in parameters for name in (*each.opts, *each.secondary_opts)}
+        assert flags_of(words) <= options, words
+
+
+def test_commands_on_samples_in_the_readme_run() -> None:
+    lines = [line for line in command_lines("fsdp-inspect ") if "samples" in " ".join(line)]
+
+    for _, command, *words in lines:
+        if command != "app":
+            assert output_of(sys.executable, "-m", "fsdp_inspect", command, *words)
+
+
+def test_trainer_options_in_the_readme_exist() -> None:
+    lines = [line for line in command_lines("torchrun ") if "instrumented_trainer" in line]
+    shown = output_of(sys.executable, "-m", "instrumented_trainer", "--help")
+
+    assert lines
+    for line in lines:
+        for flag in flags_of(line[line.index("instrumented_trainer") :]):
+            assert re.search(rf"{flag}\b", shown), f"{flag} is not in the trainer's --help"
+
+
+def test_make_targets_in_the_documents_exist() -> None:
+    text = "\n".join((ROOT / name).read_text() for name in DOCUMENTS)
+    named = set(re.findall(r"(?:^|`|&& )make ([a-z]+)", text, flags=re.MULTILINE))
+
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+
+    assert {"demo", "test", "check"} <= named <= set(targets)
+
+
+def test_shell_blocks_in_the_readme_are_shell() -> None:
+    for block in code_blocks("bash", "console"):
+        commands = re.sub(r"^\$ ", "", block, flags=re.MULTILINE)
+        checked = subprocess.run(
+            ["bash", "-n"], input=commands, capture_output=True, text=True, check=False
+        )
+        assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.distributed
+def test_python_blocks_in_the_readme_run(tmp_path: Path, torchrun: Torchrun) -> None:
+    blocks = code_blocks("python")
+    script = tmp_path / "reader.py"
+    script.write_text(f"BLOCKS = {blocks!r}\n{READER}")
+
+    torchrun(script, cwd=tmp_path)
+
+    assert any("Recorder(" in block for block in blocks)
+    recorded = list(tmp_path.rglob("run.json"))
+    assert recorded
+    for manifest in recorded:
+        assert output_of(sys.executable, "-m", "fsdp_inspect", "summary", manifest.parent)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_to_files_lead_somewhere(document: str) -> None:
+    folder = (ROOT / document).parent
+    targets = re.findall(
+        r"(?:\]\(|(?:src|href|srcset)=\")([^)\"\s]+)", (ROOT / document).read_text()
+    )
+
+    local = [target.split("#")[0] for target in targets if not target.startswith(("http", "#"))]
+
+    assert [target for target in local if not (folder / target).exists()] == []
+
+
+def test_metric_table_of_the_readme_is_that_of_the_code() -> None:
+    header = "| metric | key | better | definition |\n|---|---|---|---|\n"
+    rows = [
+        f"| {metric.label} | `{metric.name}` | {metric.better} | {metric.definition} |\n"
+        for metric in METRICS.values()
+    ]
+
+    table = header + "".join(rows)
+
+    assert table in readme(), f"the README's table of metrics should be:\n\n{table}"
