@@ -80,8 +80,8 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
 
     The result has `returncode`, `stdout` and `stderr` of all ranks together. A non-zero exit
     fails the test, showing the end of both, unless `check=False`; so does a run longer than
-    `timeout_s`, after every process of it was killed. `environment` adds variables. Without `cwd`
-    it runs in an empty folder of its own.
+    `timeout_s`, after every process of it was killed. `environment` adds variables, `python` is
+    another interpreter than that of the tests. Without `cwd` it runs in an empty folder.
     """
 
     def run(
@@ -90,10 +90,11 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
         timeout_s: float = 120,
         check: bool = True,
         cwd: Path | None = None,
+        python: Path | str = sys.executable,
         environment: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         logs = tmp_path_factory.mktemp("torchrun")
-        command = [*_torchrun_command(num_ranks), *map(str, arguments)]
+        command = [*_torchrun_command(python, num_ranks), *map(str, arguments)]
         with (logs / "stdout").open("w") as stdout, (logs / "stderr").open("w") as stderr:
             process = subprocess.Popen(
                 command,
@@ -119,9 +120,9 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
     return run
 
 
-def _torchrun_command(num_ranks: int) -> list[str]:
+def _torchrun_command(python: Path | str, num_ranks: int) -> list[str]:
     local = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    module = [sys.executable, "-m", "torch.distributed.run"]
+    module = [str(python), "-m", "torch.distributed.run"]
     return [*module, f"--nproc-per-node={num_ranks}", *local]
 
 

@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from fsdp_inspect import __version__
+from tests.conftest import Torchrun
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE")
@@ -208,6 +209,51 @@ def test_core_opens_a_run(core: Environment, sample: Path, command: str) -> None
     assert data["run_id"] == recorded["run_id"]
 
 
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [(["app"], "[app]"), (["demo", "--no-serve"], "[record]")],
+    ids=["app", "demo"],
+)
+def test_core_names_the_extra_that_a_command_needs(
+    core: Environment, command: list[str], extra: str
+) -> None:
+    refused = core.run("fsdp-inspect", *command, check=False)
+
+    assert refused.returncode == 1
+    assert f"pip install 'fsdp-inspect{extra}'" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.distributed
+def test_record_extra_trains_and_records_without_streamlit(
+    with_record: Environment, torchrun: Torchrun
+) -> None:
+    train = ("-m", "instrumented_trainer", "--preset", "tiny", "--steps", "4", "--runs-dir", "runs")
+
+    torchrun(*train, python=with_record.python, cwd=with_record.folder)
+
+    (listed,) = json.loads(with_record.run("fsdp-inspect", "runs", "runs", "--json").stdout)["runs"]
+    assert listed["world_size"] == 2
+    assert not with_record.has("streamlit")
+
+
+def test_app_extra_shows_a_run_without_torch(with_app: Environment, sample: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; import fsdp_inspect_app\n"
+        "from streamlit.testing.v1 import AppTest\n"
+        f"sys.argv = ['app', {str(sample.parents[1])!r}]\n"
+        "page = Path(fsdp_inspect_app.__file__).with_name('streamlit_app.py')\n"
+        "shown = AppTest.from_file(str(page), default_timeout=60).run()\n"
+        "print(list(shown.exception), [box.value for box in shown.selectbox])\n"
+    )
+
+    printed = with_app.run("python", "-c", script).stdout
+
+    assert printed.startswith("[] ")
+    assert json.loads((sample / "run.json").read_text())["run_id"] in printed
+    assert not with_app.has("torch")
+
+
 @pytest.fixture(scope="module")
 def sample() -> Path:
-    return next(path.parent for path in sorted((ROOT / "samples").glob("*/run/run.json")))
+    return next(path.parent for path in sorted((ROOT / "samples").rglob("run.json")))
