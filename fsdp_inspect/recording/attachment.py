@@ -29,7 +29,7 @@ from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.units import (
     ProcessGroups,
     describe_model,
-    describe_unit,
+    describe_units,
     find_recordable_groups,
     mesh_of,
     register_groups,
@@ -126,10 +126,7 @@ class Attachment:
             command=described.command,
             config=_json_values(options.config),
             model=model,
-            units=[
-                describe_unit(handle, index, self._process_groups, "custom_comm")
-                for index, handle in enumerate(self._handles)
-            ],
+            units=describe_units(self._handles, self._process_groups),
             process_groups=self._process_groups.describe(),
             world_size=dist.get_world_size(),
             mesh=mesh_of(self._handles),
@@ -234,9 +231,7 @@ class Attachment:
         self._guarded(lambda: self._log(values))
 
     def _log(self, values: Mapping[str, float | torch.Tensor]) -> None:
-        session = self.session
-        ended = session.explicit_steps and not session.in_step and session.step > 0
-        if self._scalars.log(session.step - ended, values):
+        if self._scalars.log(self.session.logged_step, values):
             self._writer.update(scalar_names=self._scalars.names)
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -256,9 +251,14 @@ class Attachment:
         if session.step == 1:
             self._settle_units()
             self._write_manifest()
-        if len(session.problems) > self._reported_problems:
-            self._reported_problems = len(session.problems)
-            self._writer.update(problems=[*self._writer.record.problems, *session.problems])
+        self._report_problems()
+
+    def _report_problems(self) -> None:
+        """Put what is new on the session's list into the rank's record."""
+        new = self.session.problems[self._reported_problems :]
+        if new:
+            self._reported_problems += len(new)
+            self._writer.update(problems=[*self._writer.record.problems, *new])
 
     def _guarded(self, action: Any) -> None:
         """Run something of ours; what it raises never reaches the training."""
@@ -275,10 +275,13 @@ class Attachment:
         """Describe the units again: torch settles some of it at the first forward."""
         order = {unit: place for place, unit in enumerate(self.session.execution_order)}
         units = [
-            describe_unit(handle, index, self._process_groups, self._recorded_by[index]).model_copy(
-                update={"execution_index": order.get(index, -1)}
+            unit.model_copy(
+                update={
+                    "execution_index": order.get(unit.index, -1),
+                    "recorded_by": self._recorded_by[unit.index],
+                }
             )
-            for index, handle in enumerate(self._handles)
+            for unit in describe_units(self._handles, self._process_groups)
         ]
         self._manifest = self._manifest.model_copy(
             update={"units": units, "plan": self._observed_plan()}
@@ -309,7 +312,8 @@ class Attachment:
         try:
             return observe_plan(self._model).model_dump(mode="json", exclude_none=True)
         except Exception as error:
-            self.session.problem(f"The plan of the model could not be observed: {error!r}.")
+            reason = str(error).splitlines()[0]
+            self.session.problem(f"The plan of the model could not be observed: {reason}")
             return {}
 
     # --- the end
@@ -328,9 +332,9 @@ class Attachment:
         failure = None if error is None else self._describe_failure(error)
         status = RunStatus.COMPLETE if error is None or _is_clean_exit(error) else RunStatus.FAILED
         self._write_manifest()
+        self._report_problems()
         self._writer.update(
             num_steps=session.step,
-            problems=[*self._writer.record.problems, *session.problems],
             scalar_names=self._scalars.names,
             clock_end=read_clock_pair(),
             clock_uncertainty_ns=session.clock.uncertainty_ns,

@@ -98,6 +98,12 @@ class Session:
             return self.hook_unit, int(self.phase)
         return (self.open_units[-1] if self.open_units else NO_UNIT), int(self.phase)
 
+    @property
+    def logged_step(self) -> int:
+        """The step that a number logged now belongs to: between two steps, the one that ended."""
+        has_begun = self.in_step or self.microbatch > 0 or self._forward_start is not None
+        return self.step if has_begun else max(self.step - 1, 0)
+
     def issuing_unit(self) -> int:
         """The unit whose hook is issuing at this moment; -1: the training script itself."""
         return self.hook_unit if self.hook_unit != NO_UNIT else self.position()[0]

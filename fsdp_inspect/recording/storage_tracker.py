@@ -30,6 +30,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    _get_current_dispatch_mode,
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
 )
@@ -54,12 +55,13 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
 
 
-class StorageTracker(TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows all live storages during one step; enter it at the step's begin, once.
 
     What a storage is may be said at any time: the last `classify` counts, for the storage's whole
     life. Storages nobody classifies are decided by when they lived (`StorageLog.categories`) and
-    belong to the unit at whose position they were allocated.
+    belong to the unit at whose position they were allocated. A step on fake tensors is followed by
+    a tracker that was made under the same fake mode.
 
     Args:
         position: The innermost unit (-1: none) and the `Phase` at this moment; called at every
@@ -72,7 +74,7 @@ class StorageTracker(TorchDispatchMode):
     def __init__(
         self, position: Callable[[], tuple[int, int]], *, device_type: str | None = None
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._position = position
         self._device_type = device_type
         self._log = StorageLog()
@@ -80,7 +82,7 @@ class StorageTracker(TorchDispatchMode):
         """By the address of torch's own storage object, which is unique among live ones."""
         self._on_death = _death_of(self)
         self._patches = Patches()
-        self._fake_mode: Any = None
+        self._fake_mode = active_fake_mode()
         self._begun = False
         self._ended = False
         self.problem: str | None = None
@@ -160,17 +162,18 @@ class StorageTracker(TorchDispatchMode):
                 "Make a new StorageTracker for each memory step."
             )
         self._begun = True
-        self._fake_mode = active_fake_mode()
         self._catch_up()
         self._log.begin(self._now())
         self._patch_resize()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        if _get_current_dispatch_mode() is not self:
+            self.problem = "another dispatch mode began or ended inside it, and hid a part of it"
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._patches.undo()
-        self._log.finish(self._now())
+        self._guarded(lambda: self._log.finish(self._now()))
         self._ended = True
         # Dropping the weak references drops their callbacks: the log is complete.
         self._live.clear()
@@ -224,13 +227,13 @@ class StorageTracker(TorchDispatchMode):
 
     def _counts(self, tensor: TensorLike) -> bool:
         """Whether this memory exists, and on the device that is watched."""
-        if isinstance(tensor, FakeTensor):
-            # DTensor works out its layouts on fake tensors of the global shape, which are no
-            # memory; where the step itself runs on fake tensors, those are what is to be counted.
-            if tensor.fake_mode is not self._fake_mode:
-                return False
-        elif tensor.device.type == "meta":
+        # DTensor works out its layouts on fake tensors of the global shape, which are no memory;
+        # where the step itself runs on fake tensors, those of its own mode are what counts.
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode is not self._fake_mode:
             return False
+        if tensor.device.type == "meta":
+            # A bare storage of a fake tensor does not know the device it stands for.
+            return isinstance(tensor, torch.UntypedStorage) and self._fake_mode is not None
         return self._device_type in (None, tensor.device.type)
 
     def _note_size(self, live: "_LiveStorage", storage: torch.UntypedStorage) -> None:
@@ -314,12 +317,14 @@ def _category_of_argument(func: Any, tensor: TensorLike) -> MemoryCategory | Non
     """What a storage is that nobody saw being made: an input, unless it was just computed.
 
     Results of code that torch cannot see (a compiled region, an extension) carry a gradient or
-    are written to; those are left to the rule for what is allocated in a step.
+    are written to, and `torch.tensor` lifts what it has just made; those are left to the rule for
+    what is allocated in a step.
     """
     schema = getattr(func, "_schema", None)
     written = schema is not None and schema.is_mutable
+    lifted = func is torch.ops.aten.lift_fresh.default
     computed = isinstance(tensor, torch.Tensor) and tensor.requires_grad
-    return None if written or computed else MemoryCategory.INPUT
+    return None if written or lifted or computed else MemoryCategory.INPUT
 
 
 def _storages_in(value: object) -> list[tuple[TensorLike, torch.UntypedStorage]]:

@@ -1,5 +1,6 @@
 """Which units and process groups does this model have? What the manifest says about them."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -112,10 +113,25 @@ def describe_model(model: nn.Module, groups: Sequence[GroupHandle]) -> ModelInfo
     )
 
 
-def describe_unit(
-    handle: GroupHandle, index: int, process_groups: ProcessGroups, recorded_by: str
+def describe_units(handles: Sequence[GroupHandle], process_groups: ProcessGroups) -> list[Unit]:
+    """The units as they stand now; some of it is settled only by torch's first forward.
+
+    Names are unique: torch gives the groups of one module that shard over equally many ranks the
+    same name, here the second one reads `layers.0 [pg=8] #2`.
+    """
+    seen: Counter[str] = Counter()
+    units = []
+    for index, handle in enumerate(handles):
+        seen[handle.name] += 1
+        number = seen[handle.name]
+        name = handle.name if number == 1 else f"{handle.name} #{number}"
+        units.append(_describe_unit(handle, index, name, process_groups))
+    return units
+
+
+def _describe_unit(
+    handle: GroupHandle, index: int, name: str, process_groups: ProcessGroups
 ) -> Unit:
-    """A unit as it stands now; some of it is settled only by torch's first forward."""
     group = handle.group
     parameters = torch_fsdp.parameters_of(group)
     numels = [size.numel() for size in torch_fsdp.original_sizes(group)]
@@ -129,7 +145,7 @@ def describe_unit(
     padded_trained = sum(numel for numel, wanted in zip(padded, trained, strict=True) if wanted)
     return Unit(
         index=index,
-        fqn=handle.name,
+        fqn=name,
         modules=list(handle.fqns),
         module_class=_original_class(handle.modules[0]).__name__,
         num_parameters=sum(numels),
@@ -145,7 +161,6 @@ def describe_unit(
         replicate_group=_group_index(process_groups, handle.replicate_group, "replicate"),
         is_root=handle.is_root,
         offload=isinstance(group.offload_policy, CPUOffloadPolicy),
-        recorded_by=recorded_by,
     )
 
 
