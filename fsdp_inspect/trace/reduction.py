@@ -15,7 +15,8 @@ first of these that applies names the part, so that the parts add up to the step
 6. other: whatever is left.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ from fsdp_inspect.trace.codes import (
     Stream,
 )
 from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.statistics import median
 from fsdp_inspect.trace.tables import EventTable, SummaryTable
 
 
@@ -95,14 +97,26 @@ def reduce_rank(events: EventTable, *, rank: int, attempt: int = 0) -> SummaryTa
     Returns:
         Rows sorted by step. Steps without a STEP event (unfinished) have no rows.
     """
+    members = [member for _, member in _finished_steps(events)]
     rows: list[dict[str, int]] = []
-    for step, members in _finished_steps(events):
-        window = members.where(members.kind == EventKind.STEP)
-        rows.extend(
-            {"attempt": attempt, "rank": rank, "step": step, **row}
-            for row in _reduce_step(members, int(window.start_ns[0]), int(window.end_ns[0]))
-        )
-    return SummaryTable.from_rows(rows)
+    exposed: list[NDArray[np.int64]] = []
+    for member in members:
+        parts, exposed_of_step = _reduce_step(member)
+        rows.extend(parts)
+        exposed.append(exposed_of_step)
+    if not members:
+        return SummaryTable.empty()
+    groups = _group(EventTable.concat(members), np.concatenate(exposed))
+    columns = {
+        name: np.concatenate([[row[name] for row in rows], groups[name]])
+        for name in SummaryTable.DTYPES
+        if name not in ("rank", "attempt")
+    }
+    total = len(columns["step"])
+    summary = SummaryTable.from_columns(
+        {**columns, "rank": np.full(total, rank), "attempt": np.full(total, attempt)}
+    )
+    return summary.where(np.argsort(summary.step, kind="stable"))
 
 
 def exposed_ns(events: EventTable, communication: Intervals) -> NDArray[np.int64]:
@@ -199,61 +213,95 @@ def _finished_steps(events: EventTable) -> Iterator[tuple[int, EventTable]]:
             yield step, members
 
 
-def _reduce_step(events: EventTable, start_ns: int, end_ns: int) -> Iterator[dict[str, int]]:
+def _reduce_step(events: EventTable) -> tuple[list[dict[str, int]], NDArray[np.int64]]:
+    """The rows of one finished step as a whole, and how long each of its events was exposed."""
+    window = events.where(events.kind == EventKind.STEP)
+    start_ns, end_ns = int(window.start_ns[0]), int(window.end_ns[0])
     parts = split_step(events, start_ns, end_ns)
-    between_ns = parts[StepPart.BETWEEN_STEPS].duration_ns
-    window = Intervals.of([start_ns], [end_ns]).subtract(parts[StepPart.BETWEEN_STEPS])
-    exposed = exposed_ns(events, running_communication(events).intersect(window))
-    trained = events.phase != Phase.EVALUATION
-    collective = np.isin(events.kind, list(COLLECTIVES)) & trained
-    flags = StepFlag.HAS_BETWEEN if between_ns else 0
-    if np.any(events.flags & EventFlag.MEMORY_STEP):
-        flags |= StepFlag.MEMORY_STEP
-    yield _row(
-        kind=EventKind.STEP,
-        flags=int(flags),
-        bytes=int(events.bytes[collective].sum()),
-        duration_ns=end_ns - start_ns - between_ns,
-        median_ns=end_ns - start_ns - between_ns,
-        exposed_ns=sum(parts[part].duration_ns for part in EXPOSED_PART_CODES),
-    )
-    for part, spans in parts.items():
-        yield _row(
+    between = parts[StepPart.BETWEEN_STEPS]
+    in_step = Intervals.of([start_ns], [end_ns]).subtract(between)
+    exposed = exposed_ns(events, running_communication(events).intersect(in_step))
+    row = _Row(int(window.step[0]))
+    return [
+        row.of_step(events, in_step.duration_ns, has_between=len(between) > 0, parts=parts),
+        *(row.of_part(part, spans) for part, spans in parts.items()),
+    ], exposed
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Makes the rows of one step that stand for no single unit."""
+
+    step: int
+
+    def of_step(
+        self,
+        events: EventTable,
+        duration_ns: int,
+        *,
+        has_between: bool,
+        parts: Mapping[StepPart, Intervals],
+    ) -> dict[str, int]:
+        collective = np.isin(events.kind, list(COLLECTIVES)) & (events.phase != Phase.EVALUATION)
+        is_memory_step = np.any(events.flags & EventFlag.MEMORY_STEP)
+        return self._blank(
+            kind=EventKind.STEP,
+            flags=(StepFlag.HAS_BETWEEN if has_between else 0)
+            | (StepFlag.MEMORY_STEP if is_memory_step else 0),
+            bytes=int(np.maximum(events.bytes[collective], 0).sum()),
+            duration_ns=duration_ns,
+            median_ns=duration_ns,
+            exposed_ns=sum(parts[part].duration_ns for part in EXPOSED_PART_CODES),
+        )
+
+    def of_part(self, part: StepPart, spans: Intervals) -> dict[str, int]:
+        return self._blank(
             kind=part,
             count=len(spans),
             duration_ns=spans.duration_ns,
-            median_ns=int(np.median(spans.ends - spans.starts)) if len(spans) else 0,
+            median_ns=median(spans.ends - spans.starts) or 0,
         )
-    yield from _grouped_rows(events, exposed)
+
+    def _blank(self, **values: int) -> dict[str, int]:
+        blank = {
+            "step": self.step,
+            "unit": NO_UNIT,
+            "phase": Phase.OUTSIDE,
+            "flags": 0,
+            "count": 1,
+            "bytes": 0,
+            "exposed_ns": 0,
+        }
+        return {**blank, **values}
 
 
-def _grouped_rows(events: EventTable, exposed: NDArray[np.int64]) -> Iterator[dict[str, int]]:
+def _group(events: EventTable, exposed: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+    """Sums over the events of each step, unit, phase and kind, as columns of the summary."""
     members = np.flatnonzero(events.kind != EventKind.STEP)
-    keys = np.stack([events.unit[members], events.phase[members], events.kind[members]], axis=1)
-    groups, inverse = np.unique(keys, axis=0, return_inverse=True)
-    for number, (unit, phase, kind) in enumerate(groups.tolist()):
-        chosen = members[inverse.reshape(-1) == number]
-        durations = events.end_ns[chosen] - events.start_ns[chosen]
-        is_collective = kind in COLLECTIVES
-        yield _row(
-            unit=unit,
-            phase=phase,
-            kind=kind,
-            count=len(chosen),
-            bytes=int(np.maximum(events.bytes[chosen], 0).sum()) if is_collective else 0,
-            duration_ns=int(durations.sum()),
-            median_ns=int(np.median(durations)),
-            exposed_ns=int(exposed[chosen].sum()) if is_collective else 0,
-        )
-
-
-def _row(**values: int) -> dict[str, int]:
-    blank = {
-        "unit": NO_UNIT,
-        "phase": int(Phase.OUTSIDE),
-        "flags": 0,
-        "count": 1,
-        "bytes": 0,
-        "exposed_ns": 0,
+    keys = [getattr(events, name)[members] for name in ("step", "unit", "phase", "kind")]
+    durations = (events.end_ns - events.start_ns)[members]
+    # By group, and inside a group by duration, so that a group's median is an element.
+    order = np.lexsort((durations, *reversed(keys)))
+    keys, durations, members = [key[order] for key in keys], durations[order], members[order]
+    changes = np.any([key[1:] != key[:-1] for key in keys], axis=0)
+    firsts = np.flatnonzero(np.concatenate([[True], changes])) if len(members) else members
+    counts = np.diff(np.append(firsts, len(members)))
+    step, unit, phase, kind = (key[firsts] for key in keys)
+    travels = np.isin(kind, list(COLLECTIVES))
+    return {
+        "step": step,
+        "unit": unit,
+        "phase": phase,
+        "kind": kind,
+        "flags": np.zeros_like(counts),
+        "count": counts,
+        "bytes": _sums(np.maximum(events.bytes[members], 0), firsts) * travels,
+        "duration_ns": _sums(durations, firsts),
+        "median_ns": durations[firsts + (counts - 1) // 2],
+        "exposed_ns": _sums(exposed[members], firsts) * travels,
     }
-    return {**blank, **{name: int(value) for name, value in values.items()}}
+
+
+def _sums(values: NDArray[np.int64], firsts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Sum of each group; groups begin at `firsts`."""
+    return np.add.reduceat(values, firsts) if len(firsts) else np.empty(0, dtype=np.int64)
