@@ -18,8 +18,14 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from fsdp_inspect.errors import CorruptFileError
+from fsdp_inspect.store.arrow_columns import (
+    Columns,
+    build_table,
+    columns_of,
+    num_rows_of,
+    to_arrow,
+)
 from fsdp_inspect.store.checksums import checksum_columns, checksum_text
-from fsdp_inspect.store.decoding import Columns, build_table, columns_of
 from fsdp_inspect.store.records import check_version, unfinished_path
 from fsdp_inspect.store.schema import (
     FOOTER_CHECKSUM_KEY,
@@ -181,7 +187,7 @@ def _relative_name(file: TableFile[Any], name: str) -> str:
 
 def _describe_groups(columns: Columns) -> list[list[int | str]]:
     groups: list[list[int | str]] = []
-    num_rows = len(next(iter(columns.values())))
+    num_rows = num_rows_of(columns)
     for start in range(0, num_rows, ROW_GROUP_ROWS):
         part = {name: values[start : start + ROW_GROUP_ROWS] for name, values in columns.items()}
         step = part.get("step", np.array([-1]))
@@ -191,7 +197,7 @@ def _describe_groups(columns: Columns) -> list[list[int | str]]:
 
 
 def _write_parquet(columns: Columns, footer: str, file: TableFile[Any], sink: BinaryIO) -> None:
-    table = pa.table({name: pa.array(values) for name, values in columns.items()})
+    table = pa.table({name: to_arrow(values) for name, values in columns.items()})
     encodings = {_relative_name(file, name): "BYTE_STREAM_SPLIT" for name in file.relative_columns}
     encodings |= dict.fromkeys(file.split_columns, "BYTE_STREAM_SPLIT")
     if file.sort_by:
@@ -249,7 +255,8 @@ def _may_hold(group: list[Any], steps: Collection[int]) -> bool:
 
 
 def _read_group(parquet: pq.ParquetFile, number: int, group: list[Any], name: str) -> Columns:
-    columns = columns_of(parquet.read_row_group(number, use_threads=False))
+    batches = parquet.read_row_group(number, use_threads=False).combine_chunks().to_batches()
+    columns = columns_of(batches[0]) if batches else {}
     actual = checksum_columns(columns)
     if actual != group[3]:
         raise CorruptFileError(

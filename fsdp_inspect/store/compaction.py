@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_inspect.errors import NotARunError, StoreError
+from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.store.compacted import read_compacted, read_footer, write_compacted
 from fsdp_inspect.store.files import LocalFiles
 from fsdp_inspect.store.folder import rank_folder
@@ -37,8 +38,7 @@ from fsdp_inspect.trace.run import RankRecord, RunStatus
 from fsdp_inspect.trace.tables import SummaryTable
 
 MAX_BYTES_AT_END = 64 << 20
-"""Streams larger than this are left for `fsdp-inspect compact`: a training that ends must not
-take long or much memory over it."""
+"""Streams of a rank that are larger than this are not compacted when its training ends."""
 
 _UNFINISHED_AGE_S = 60.0
 
@@ -91,11 +91,13 @@ class CompactionResult:
         return sum(rank.bytes_after for rank in self.compacted)
 
 
-def compact_run(path: Path) -> CompactionResult:
+def compact_run(path: Path, *, max_bytes: int | None = None) -> CompactionResult:
     """Compact every rank of every attempt that does not record any more; may be repeated.
 
     Args:
         path: The run folder, on a local or mounted disk.
+        max_bytes: Leave ranks alone whose streams are larger; for a training that ends and must
+            not take long or much memory over it.
 
     Returns:
         What was done; a damaged rank is skipped with the reason, and does not stop the others.
@@ -113,20 +115,25 @@ def compact_run(path: Path) -> CompactionResult:
     result = CompactionResult(path)
     for attempt, rank in places:
         try:
-            result.compacted.append(compact_rank(path, attempt, rank))
+            compacted = compact_rank(path, attempt, rank, max_bytes=max_bytes)
+            result.compacted.append(compacted)
         except StoreError as error:
             result.skipped.append(SkippedRank(attempt, rank, str(error)))
     has_summary = not result.skipped and write_run_summary(path)
     return CompactionResult(path, result.compacted, result.skipped, has_summary)
 
 
-def compact_rank(path: Path, attempt: int, rank: int) -> RankCompaction:
+def compact_rank(
+    path: Path, attempt: int, rank: int, *, max_bytes: int | None = None
+) -> RankCompaction:
     """Compact one rank and sum it up; does nothing to what is compacted already.
 
     Raises:
-        StoreError: The rank still records, or a file of it is damaged.
+        StoreError: The rank still records, its streams are larger than `max_bytes`, or a file of
+            it is damaged.
         OSError: The disk refuses; the rank is as readable as before.
     """
+    _check_size(path, attempt, rank, max_bytes)
     files = LocalFiles(path)
     folder = rank_folder(path, attempt, rank)
     record = _read_record(folder)
@@ -138,22 +145,6 @@ def compact_rank(path: Path, attempt: int, rank: int) -> RankCompaction:
             )
         _mark_crashed(folder, record)
     return _compact_tables(path, attempt, rank)
-
-
-def compact_at_end(path: Path, attempt: int, rank: int) -> None:
-    """What a rank does with its own streams when its training ends.
-
-    Very large streams are left as they are. Rank 0 also tries to sum up the run.
-
-    Raises:
-        StoreError: A file is damaged.
-        OSError: The disk refuses; the rank is as readable as before.
-    """
-    if _size_of_streams(rank_folder(path, attempt, rank)) > MAX_BYTES_AT_END:
-        return
-    _compact_tables(path, attempt, rank)
-    if rank == 0:
-        write_run_summary(path)
 
 
 def write_run_summary(path: Path) -> bool:
@@ -206,6 +197,15 @@ def _compact_table(path: Path, attempt: int, rank: int, file: TableFile[TableT])
         (folder / SUMMARY.compacted_name).unlink(missing_ok=True)
     live.unlink(missing_ok=True)
     return len(recorded.table)
+
+
+def _check_size(path: Path, attempt: int, rank: int, max_bytes: int | None) -> None:
+    size = _size_of_streams(rank_folder(path, attempt, rank))
+    if max_bytes is not None and size > max_bytes:
+        raise StoreError(
+            f"Rank {rank} of attempt {attempt} has {format_bytes(size)} of streams. Expected at "
+            f"most {format_bytes(max_bytes)} here. Run `fsdp-inspect compact` on the run later."
+        )
 
 
 def _write_rank_summary(path: Path, attempt: int, rank: int) -> None:

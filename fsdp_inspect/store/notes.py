@@ -100,7 +100,7 @@ def note_stream(
     ended = record is not None and record.status in (RunStatus.COMPLETE, RunStatus.FAILED)
     if ended and not stream.is_closed:
         notes.append(
-            f"{name} of rank {rank} has no end mark though the rank ended: it was cut off after "
+            f"{name} of rank {rank} was never closed though the rank ended: it is cut off after "
             f"{len(stream.table)} rows."
         )
     elif stream.torn_bytes and not (record and record.status is RunStatus.RUNNING):

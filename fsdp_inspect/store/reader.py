@@ -24,6 +24,8 @@ from fsdp_inspect.store.notes import (
 )
 from fsdp_inspect.store.rank_tables import read_compacted_table, read_table
 from fsdp_inspect.store.records import decode_record
+from fsdp_inspect.store.salvage import NOTE as NO_MANIFEST_NOTE
+from fsdp_inspect.store.salvage import describe_run, describe_units
 from fsdp_inspect.store.schema import (
     DEVICE,
     EVENTS,
@@ -72,15 +74,17 @@ def open_run(path: str | Path, *, attempt: int | None = None) -> "StoredRun":
     files = open_files(path)
     attempts = attempt_numbers(files.folders(""))
     encoded = files.read(MANIFEST_FILE)
-    if encoded is None:
+    if encoded is None and not attempts:
         raise NotARunError(_describe_no_run(path))
-    manifest = decode_record(encoded, RunManifest, _label(files, MANIFEST_FILE))
     if attempt is not None and attempt not in attempts:
         raise IncompleteRunError(
             f"Run {files.label!r} has no attempt {attempt}. It has: {describe_numbers(attempts)}. "
             "Leave the attempt out to open the last one."
         )
     chosen = attempt if attempt is not None else max(attempts, default=0)
+    if encoded is None:
+        return _open_without_manifest(files, attempts, chosen)
+    manifest = decode_record(encoded, RunManifest, _label(files, MANIFEST_FILE))
     return StoredRun(files, manifest, attempts=attempts, attempt=chosen)
 
 
@@ -88,11 +92,17 @@ class StoredRun:
     """One attempt of a recorded run; a `trace.run.RunSource` over its files."""
 
     def __init__(
-        self, files: RunFiles, manifest: RunManifest, *, attempts: Sequence[int], attempt: int
+        self,
+        files: RunFiles,
+        manifest: RunManifest,
+        *,
+        attempts: Sequence[int],
+        attempt: int,
+        notes: Sequence[str] = (),
     ) -> None:
         self._files = files
         self._manifest = manifest
-        self._found: dict[str, None] = {}
+        self._found: dict[str, None] = dict.fromkeys(notes)
         self.attempts = tuple(attempts)
         """The starts of the job that left anything, ascending."""
         self.attempt = attempt
@@ -120,7 +130,7 @@ class StoredRun:
         for status in (RunStatus.RUNNING, RunStatus.FAILED, RunStatus.CRASHED):
             if status in statuses:
                 return status
-        if self._missing_ranks:
+        if self._missing_ranks or not self.ranks:
             return RunStatus.PARTIAL
         return statuses.pop() if len(statuses) == 1 else RunStatus.COMPLETE
 
@@ -230,25 +240,7 @@ class StoredRun:
     @cached_property
     def _records(self) -> dict[int, RankRecord | None]:
         """The record of every rank that has a folder, by rank; None where it is damaged."""
-        numbers = rank_numbers(self._files.folders(attempt_name(self.attempt)))
-        return {rank: self._read_record(rank) for rank in numbers}
-
-    def _read_record(self, rank: int) -> RankRecord | None:
-        name = f"{self._folder(rank)}/{RANK_FILE}"
-        encoded = self._files.read(name)
-        if encoded is None:
-            self._found[f"Rank {rank} has no {RANK_FILE}: its clock and its end are unknown."] = (
-                None
-            )
-            return None
-        with _noting(self._found):
-            record = decode_record(encoded, RankRecord, _label(self._files, name))
-            if record.status is RunStatus.RUNNING and not is_alive(
-                record, self._files, self._folder(rank)
-            ):
-                return record.model_copy(update={"status": RunStatus.CRASHED})
-            return record
-        return None
+        return _read_records(self._files, self.attempt, self._found)
 
     @property
     def _missing_ranks(self) -> list[int]:
@@ -278,6 +270,48 @@ class StoredRun:
             f"attempt {self.attempt}. Copy {self._folder(rank)} here from the node where the rank "
             "ran, or ask for a rank that is here."
         )
+
+
+def _read_records(
+    files: RunFiles, attempt: int, found: dict[str, None]
+) -> dict[int, RankRecord | None]:
+    """The ranks of an attempt; what is wrong with a record goes to `found`."""
+    numbers = rank_numbers(files.folders(attempt_name(attempt)))
+    return {rank: _read_record(files, attempt, rank, found) for rank in numbers}
+
+
+def _read_record(
+    files: RunFiles, attempt: int, rank: int, found: dict[str, None]
+) -> RankRecord | None:
+    folder = f"{attempt_name(attempt)}/{rank_name(rank)}"
+    encoded = files.read(f"{folder}/{RANK_FILE}")
+    if encoded is None:
+        found[f"Rank {rank} has no {RANK_FILE}: its clock and its end are unknown."] = None
+        return None
+    with _noting(found):
+        record = decode_record(encoded, RankRecord, _label(files, f"{folder}/{RANK_FILE}"))
+        if record.status is RunStatus.RUNNING and not is_alive(record, files, folder):
+            return record.model_copy(update={"status": RunStatus.CRASHED})
+        return record
+    return None
+
+
+def _open_without_manifest(files: RunFiles, attempts: Sequence[int], attempt: int) -> StoredRun:
+    """A part of a run: some ranks, without the manifest that rank 0 wrote elsewhere."""
+    records = _read_records(files, attempt, {})
+    known = [record for record in records.values() if record is not None]
+    if not known:
+        raise NotARunError(_describe_no_run(files.label))
+    manifest = describe_run(files.label.rstrip("/").rsplit("/", 1)[-1], known)
+    nameless = StoredRun(files, manifest, attempts=attempts, attempt=attempt)
+    units = describe_units(nameless.summary())
+    return StoredRun(
+        files,
+        manifest.model_copy(update={"units": units}),
+        attempts=attempts,
+        attempt=attempt,
+        notes=[NO_MANIFEST_NOTE],
+    )
 
 
 @contextmanager

@@ -50,21 +50,21 @@ summary  `trace.tables.SummaryTable`  sums of a rank, step, unit, phase and kind
 Rows that tie keep the order in which they were recorded.
 
 **Live streams** (`.arrows`) are Arrow IPC streams: a schema message, record batches (each on its
-own either uncompressed or LZ4 frame, as its header says), and the end mark
-`FF FF FF FF 00 00 00 00` when the writer closed it. Rows are in the order of recording, which is
-nearly but not quite the order of time. The schema's metadata has the key `fsdp_inspect` with the
-table's name and the schema version: `events 1`. Each record batch carries two pieces of custom
-metadata:
+own either uncompressed or LZ4 frame, as its header says), and, once the writer has closed it, a
+record batch without rows and the end mark `FF FF FF FF 00 00 00 00`. Rows are in the order of
+recording, which is nearly but not quite the order of time. The schema's metadata has the key
+`fsdp_inspect` with the table's name and the schema version: `events 1`. Each record batch carries
+two pieces of custom metadata:
 
 * `first_row`: the number of its first row, counted from 0 over all rows that were ever recorded
   into this table. A gap means that rows were dropped (a full disk), never that they are hidden.
 * `crc32`: as above, of `first_row` in decimal ASCII, then for each column in file order its name in
   UTF-8 and its values as little-endian bytes without padding.
 
-A stream without an end mark is that of a running or killed process. Its last batch may be cut off
-anywhere (a torn tail): the batches before it are valid. A process that dies loses the rows since
-its last flush, at most `flush_interval_s` of `rank.json`; a machine that loses power may lose more,
-since nothing waits for the disk.
+A stream without the empty batch at its end is that of a running or killed process. Its last batch
+may be cut off anywhere (a torn tail): the batches before it are valid. A process that dies loses
+the rows since its last flush, at most `flush_interval_s` of `rank.json`; a machine that loses power
+may lose more, since nothing waits for the disk.
 
 **Compacted files** (`.parquet`) are compressed with zstd, in row groups of at most 65,536 rows,
 with page checksums. A column named `X_minus_Y` holds X - Y, wrapping around at 64 bits, and the

@@ -19,8 +19,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from fsdp_inspect.errors import CorruptFileError
+from fsdp_inspect.store.arrow_columns import (
+    Columns,
+    build_table,
+    columns_of,
+    num_rows_of,
+    to_arrow,
+)
 from fsdp_inspect.store.checksums import checksum_columns
-from fsdp_inspect.store.decoding import Columns, build_table, columns_of
 from fsdp_inspect.store.records import check_version
 from fsdp_inspect.store.schema import (
     CHECKSUM_KEY,
@@ -30,7 +36,6 @@ from fsdp_inspect.store.schema import (
     TableFile,
     TableT,
 )
-from fsdp_inspect.trace.tables import Table
 
 Row = tuple[float, ...]
 """One row in the column order of the table's DTYPES."""
@@ -77,9 +82,8 @@ class RowEncoder:
     def encode(self, rows: NDArray[Any], first_row: int) -> bytes:
         """One record batch message with its row number and checksum."""
         columns = {name: np.ascontiguousarray(rows[name]) for name in self._schema.names}
-        batch = pa.record_batch(
-            [pa.array(values) for values in columns.values()], schema=self._schema
-        )
+        arrays = [to_arrow(values) for values in columns.values()]
+        batch = pa.record_batch(arrays, schema=self._schema)
         checksum = checksum_columns(columns, first_row=first_row)
         return self._serialize(
             batch, {FIRST_ROW_KEY: str(first_row).encode(), CHECKSUM_KEY: checksum.encode()}
@@ -120,6 +124,11 @@ class LiveStream:
         self._next_row = 0
         self._rows_on_disk = 0
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return self._offset
+
     def add(self, rows: Sequence[Row]) -> int:
         """Encode rows for the next write.
 
@@ -159,13 +168,13 @@ class LiveStream:
             self._rows_on_disk += rows
 
     def finish(self) -> int:
-        """Write the end mark and close. Rows that are still pending are lost.
+        """Write the closing batch and close. Rows that are still pending are lost.
 
         Returns:
             How many rows were lost.
 
         Raises:
-            OSError: The disk refuses the end mark; the file is closed all the same.
+            OSError: The disk refuses the closing batch; the file is closed all the same.
         """
         lost = sum(rows for _, rows in self._pending)
         self._pending.clear()
@@ -174,7 +183,9 @@ class LiveStream:
             return lost
         try:
             if self._offset:
-                self._write_at_end(END_OF_STREAM)
+                nothing, _ = self._encoder.pack([])
+                closing = self._encoder.encode(nothing, self._next_row)
+                self._write_at_end(closing + END_OF_STREAM)
         finally:
             os.close(self._fd)
             self._fd = None
@@ -231,7 +242,7 @@ class StreamContents(Generic[TableT]):
     torn_bytes: int
     """Bytes of an unfinished batch at the end."""
     is_closed: bool
-    """Whether the writer put its end mark."""
+    """Whether the writer closed it."""
 
 
 def read_stream(
@@ -252,10 +263,14 @@ def read_stream(
     reading = _StreamReading(raw, name)
     batches: list[Columns] = []
     next_row = missing_rows = 0
+    is_closed = False
     for first_row, columns in reading.batches(file):
         if first_row < next_row:
             raise reading.corrupt(f"row {first_row} again after row {next_row - 1}", "new rows")
-        rows = len(next(iter(columns.values())))
+        if is_closed:
+            raise reading.corrupt("a batch after the closing one", "nothing there")
+        rows = num_rows_of(columns)
+        is_closed = rows == 0
         if first_row >= covered_rows:
             missing_rows += first_row - max(next_row, covered_rows)
             batches.append(columns)
@@ -265,7 +280,7 @@ def read_stream(
         next_row=next_row,
         missing_rows=missing_rows,
         torn_bytes=reading.torn_bytes,
-        is_closed=reading.is_closed,
+        is_closed=is_closed,
     )
 
 
@@ -276,7 +291,6 @@ class _StreamReading:
         self._raw = raw
         self._name = name
         self.torn_bytes = 0
-        self.is_closed = False
 
     def batches(self, file: TableFile[Any]) -> list[tuple[int, Columns]]:
         """The row number and columns of each whole batch."""
@@ -328,12 +342,12 @@ class _StreamReading:
         return int(first_row), columns
 
     def _end_at(self, position: int, end: int) -> None:
-        """Arrow saw the end of the stream, or of the file."""
+        """Arrow saw the end of the stream, or of the file, or zeros as a power cut leaves them."""
         rest = self._raw[end:]
         if rest.strip(b"\0"):
             raise self.corrupt(f"{len(rest)} bytes after the end mark", "nothing there")
-        self.is_closed = self._raw[position:end] == END_OF_STREAM
-        self.torn_bytes = 0 if self.is_closed else len(self._raw) - position
+        is_marked = self._raw[position:end] == END_OF_STREAM
+        self.torn_bytes = 0 if is_marked else len(self._raw) - position
 
     def _tear_at(self, position: int, error: BaseException) -> None:
         """Arrow could not read on: a torn tail is normal, anything else is damage."""
@@ -341,7 +355,7 @@ class _StreamReading:
             raise self.corrupt(
                 f"it begins with {self._raw[:8]!r}", "an Arrow IPC stream"
             ) from error
-        if self._raw.endswith(END_OF_STREAM) or self._has_whole_message_from(position):
+        if self._has_whole_message_from(position):
             raise self.corrupt(
                 f"the batch at byte {position} cannot be decoded ({error})", "a record batch"
             ) from error
@@ -365,10 +379,3 @@ class _StreamReading:
         while position % 8 and position >= 0:
             position = self._raw.find(_CONTINUATION, position + 1)
         return position
-
-
-def empty_contents(file: TableFile[TableT]) -> StreamContents[TableT]:
-    """What a stream that was never opened holds."""
-    table: Table = file.table.empty()
-    assert isinstance(table, file.table)
-    return StreamContents(table, next_row=0, missing_rows=0, torn_bytes=0, is_closed=True)

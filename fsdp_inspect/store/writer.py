@@ -17,6 +17,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from fsdp_inspect.store.compaction import MAX_BYTES_AT_END, compact_rank
 from fsdp_inspect.store.folder import rank_folder
 from fsdp_inspect.store.records import encode_record, replace_file
 from fsdp_inspect.store.schema import (
@@ -35,7 +36,8 @@ logger = logging.getLogger("fsdp_inspect.store")
 MAX_BUFFERED_ROWS = 100_000
 """Rows of one table that may wait in memory (about 40 MB); the oldest are dropped beyond this."""
 
-_POLL_S = 0.1
+_POLLS_PER_INTERVAL = 4
+"""How often the background thread looks whether a table has many rows."""
 _HEARTBEAT_S = 15.0
 """`rank.json` is rewritten at least this often, so that a reader elsewhere sees a living rank."""
 _FLUSH_TIMEOUT_S = 10.0
@@ -169,7 +171,8 @@ class RankWriter:
     def _work(self) -> None:
         """The background thread: all file access happens here."""
         while self._ending is None:
-            self._wake.wait(min(_POLL_S, self._flush_interval_s))
+            until_due = self._flushed_s + self._flush_interval_s - time.monotonic()
+            self._wake.wait(min(until_due, self._flush_interval_s / _POLLS_PER_INTERVAL))
             self._wake.clear()
             waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             if waiting or self._is_flush_due():
@@ -238,10 +241,10 @@ class RankWriter:
             self._compact_safely()
 
     def _compact_safely(self) -> None:
+        if sum(stream.num_bytes for stream in self._streams.values()) > MAX_BYTES_AT_END:
+            return
         try:
-            from fsdp_inspect.store.compaction import compact_at_end
-
-            compact_at_end(self._run_folder, self._record.attempt, self._record.rank)
+            compact_rank(self._run_folder, self._record.attempt, self._record.rank)
         except Exception as error:  # the streams stay, and are as good
             self._report("compaction", error)
             self._write_record_safely()

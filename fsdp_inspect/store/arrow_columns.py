@@ -1,4 +1,8 @@
-"""How do Arrow columns become one of our tables? Shared by streams and compacted files."""
+"""How do numpy columns become Arrow columns, and back one of our tables?
+
+Works on the buffers directly: pyarrow's own conversions import pandas on their first use, which
+costs a third of a second in the middle of a training step.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,20 +18,33 @@ from fsdp_inspect.trace.tables import MISSING_INT
 Columns = Mapping[str, NDArray[Any]]
 """Arrays of equal length by column name, in file order."""
 
+_DTYPES: dict[str, np.dtype[Any]] = {
+    **{name: np.dtype(name) for name in ("int8", "int16", "int32", "int64")},
+    **{name: np.dtype(name) for name in ("uint8", "uint16", "uint32", "uint64")},
+    "float": np.dtype(np.float32),
+    "double": np.dtype(np.float64),
+}
+"""Arrow's name of a type to ours: what this version writes, and a later one may add."""
 
-def columns_of(batch: pa.RecordBatch | pa.Table) -> Columns:
-    """Every column as a numpy array, without copying where that is possible.
+
+def to_arrow(values: NDArray[Any]) -> "pa.Array[Any]":
+    """A column without nulls, over the same memory if that is contiguous."""
+    memory: Any = np.ascontiguousarray(values)
+    kind = pa.from_numpy_dtype(values.dtype)
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(memory)])
+
+
+def columns_of(batch: pa.RecordBatch) -> Columns:
+    """Every column as a read-only numpy array over the same memory.
 
     Raises:
         ValueError: A column holds nulls, or something other than plain numbers.
     """
-    columns: dict[str, NDArray[Any]] = {}
     arrays: Sequence[Any] = batch.columns
-    for name, column in zip(batch.schema.names, arrays, strict=True):
-        if column.null_count or not _is_number(column.type):
-            raise ValueError(f"column {name!r} holds nulls or {column.type}")
-        columns[name] = column.to_numpy()
-    return columns
+    return {
+        name: _from_arrow(name, array)
+        for name, array in zip(batch.schema.names, arrays, strict=True)
+    }
 
 
 def build_table(file: TableFile[TableT], batches: Sequence[Columns], name: str) -> TableT:
@@ -41,14 +58,14 @@ def build_table(file: TableFile[TableT], batches: Sequence[Columns], name: str) 
     Raises:
         CorruptFileError: A column has another type than the schema says.
     """
-    num_rows = sum(_num_rows(columns) for columns in batches)
+    num_rows = sum(num_rows_of(columns) for columns in batches)
     gathered: dict[str, NDArray[Any]] = {}
     for column_name, dtype in file.table.DTYPES.items():
         values = np.empty(num_rows, dtype=dtype)
         position = 0
         for columns in batches:
             part = columns.get(column_name)
-            rows = _num_rows(columns)
+            rows = num_rows_of(columns)
             if part is not None and part.dtype != values.dtype:
                 raise CorruptFileError(
                     f"{name} has the column {column_name!r} as {part.dtype}. Expected "
@@ -61,9 +78,16 @@ def build_table(file: TableFile[TableT], batches: Sequence[Columns], name: str) 
     return file.table.from_columns(gathered)
 
 
-def _num_rows(columns: Columns) -> int:
+def num_rows_of(columns: Columns) -> int:
+    """The common length of the columns; 0 without columns."""
     return len(next(iter(columns.values()), ()))
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+def _from_arrow(name: str, array: "pa.Array[Any]") -> NDArray[Any]:
+    dtype = _DTYPES.get(str(array.type))
+    if dtype is None or array.null_count:
+        raise ValueError(f"column {name!r} holds nulls or {array.type}")
+    memory: Any = array.buffers()[1]
+    if memory is None:
+        return np.empty(0, dtype=dtype)
+    return np.frombuffer(memory, dtype, count=len(array), offset=array.offset * dtype.itemsize)
