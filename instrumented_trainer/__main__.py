@@ -1,0 +1,76 @@
+"""Train and record: `torchrun --nproc-per-node N -m instrumented_trainer [--key VALUE ...]`.
+
+Ends with 2, before any process group starts, when a setting is bad; only rank 0 says so.
+"""
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp_inspect.errors import FsdpInspectError
+from instrumented_trainer.command_line import parse_command
+from instrumented_trainer.config import TrainerConfig
+
+BAD_SETTING = 2
+
+_PATIENCE_S = 5.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the trainer; returns the exit code."""
+    try:
+        command = parse_command(sys.argv[1:] if arguments is None else arguments)
+    except FsdpInspectError as error:
+        return _refuse(error)
+    if command.text is not None:
+        if _is_first():
+            print(command.text, end="")
+        return 0
+    return _run(command.config)
+
+
+def _run(config: TrainerConfig) -> int:
+    from instrumented_trainer.runtime import process_group, read_runtime
+    from instrumented_trainer.trainer import prepare, train
+
+    try:
+        runtime = read_runtime()
+        prepared = prepare(config, runtime)
+    except FsdpInspectError as error:
+        return _refuse(error)
+    try:
+        with process_group(runtime):
+            result = train(prepared)
+    except FsdpInspectError as error:
+        print(f"instrumented_trainer, rank {runtime.rank}: {error}", file=sys.stderr)
+        return 1
+    if runtime.is_first and result.run_folder is not None:
+        print(_how_to_open(result.run_folder))
+    return 0
+
+
+def _refuse(error: FsdpInspectError) -> int:
+    if _is_first():
+        print(f"instrumented_trainer: {error}", file=sys.stderr, flush=True)
+    else:
+        # torchrun ends all ranks as soon as one has ended: let the first one speak before.
+        time.sleep(_PATIENCE_S)
+    return BAD_SETTING
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _how_to_open(run_folder: Path) -> str:
+    return (
+        f"\nLook at it:    fsdp-inspect app {shlex.quote(str(run_folder.parent))}\n"
+        f"Read about it: fsdp-inspect summary {shlex.quote(str(run_folder))}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

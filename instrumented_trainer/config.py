@@ -1,0 +1,324 @@
+"""Which settings has a training run? Each once: its name, default, legal values and meaning.
+
+The command line, the TOML file, `--help` and `--print-config` are all made from this class. A
+setting that is None takes the preset's value, or none at all, as its text says.
+"""
+
+import json
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+)
+
+STDLIB = "stdlib"
+"""The default corpus: the source text of Python's standard library, as bytes."""
+
+Preset = Literal["tiny", "small", "llama-1b", "llama-8b", "llama-70b"]
+ComputeDtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class Section(StrEnum):
+    """The headings under which settings are shown and stored."""
+
+    MODEL = "model"
+    DATA = "data"
+    TRAINING = "training"
+    OPTIMIZER = "optimizer"
+    SHARDING = "sharding"
+    MEMORY = "memory"
+    CHECKPOINTS = "checkpoints"
+    RECORDING = "recording"
+
+
+def _setting(section: Section, default: Any, meaning: str, *, legal: str = "") -> Any:
+    extra: dict[str, JsonValue] = {"section": str(section), "legal": legal}
+    return Field(default, description=meaning, json_schema_extra=extra)
+
+
+def _read_json(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"hf_config is {value!r}, which is not JSON: {error}. Expected an object such as "
+            "'{\"hidden_size\": 64}'"
+        ) from error
+
+
+def _read_list(value: Any) -> Any:
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+class TrainerConfig(BaseModel):
+    """The settings of one run, checked."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    preset: Preset = _setting(Section.MODEL, "tiny", "Shape of the decoder to train.")
+    dim: PositiveInt | None = _setting(
+        Section.MODEL, None, "Width, instead of the preset's; likewise the next five."
+    )
+    num_layers: PositiveInt | None = _setting(Section.MODEL, None, "Number of blocks.")
+    num_heads: PositiveInt | None = _setting(Section.MODEL, None, "Query heads.")
+    num_kv_heads: PositiveInt | None = _setting(
+        Section.MODEL, None, "Key/value heads, shared by groups of query heads."
+    )
+    ffn_dim: PositiveInt | None = _setting(Section.MODEL, None, "Width inside the feed-forward.")
+    vocab_size: PositiveInt | None = _setting(Section.MODEL, None, "Number of different tokens.")
+    hf: str | None = _setting(
+        Section.MODEL,
+        None,
+        "Train a Hugging Face causal language model instead, from its config and with random "
+        "weights.",
+        legal="a model type (llama, gpt2), a config.json or its folder, or a hub name (org/name)",
+    )
+    hf_config: Annotated[dict[str, Any], BeforeValidator(_read_json)] = _setting(
+        Section.MODEL, {}, "Changes to the Hugging Face config.", legal="a JSON object"
+    )
+
+    data: str = _setting(
+        Section.DATA,
+        STDLIB,
+        "What to train on. The default is the source text of Python's standard library.",
+        legal="stdlib, a text file, a folder of text files, a .bin or .npy file of token ids",
+    )
+    token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = _setting(
+        Section.DATA, "uint16", "How a .bin file stores a token."
+    )
+    seq_len: PositiveInt | None = _setting(
+        Section.DATA, None, "Tokens in a sequence; the preset's if not set."
+    )
+    batch_size: PositiveInt | None = _setting(
+        Section.DATA, None, "Sequences on one rank in one microbatch; the preset's if not set."
+    )
+
+    steps: PositiveInt = _setting(Section.TRAINING, 30, "Optimizer steps, counted from the start.")
+    microbatches: PositiveInt = _setting(
+        Section.TRAINING, 1, "Forward and backward passes in a step (gradient accumulation)."
+    )
+    accumulation_sync: Literal["every", "last", "all_reduce_last"] = _setting(
+        Section.TRAINING,
+        "every",
+        "When microbatches reduce their gradients: each one; only the last (gradients stay "
+        "unsharded until then); or, with replicas, all-reduce only the last time.",
+    )
+    eval_every: NonNegativeInt = _setting(
+        Section.TRAINING, 0, "Evaluate after every so many steps; 0: never."
+    )
+    eval_batches: PositiveInt = _setting(Section.TRAINING, 4, "Batches of an evaluation, per rank.")
+    log_every: PositiveInt = _setting(
+        Section.TRAINING, 1, "Reduce and show the loss after every so many steps."
+    )
+    seed: NonNegativeInt = _setting(
+        Section.TRAINING, 0, "Of the initial weights and of the order of the data."
+    )
+
+    lr: PositiveFloat | None = _setting(
+        Section.OPTIMIZER, None, "Peak learning rate of AdamW; the preset's if not set."
+    )
+    lr_warmup: NonNegativeInt = _setting(
+        Section.OPTIMIZER, 5, "Steps in which the learning rate rises to its peak."
+    )
+    schedule: Literal["cosine", "linear", "constant"] = _setting(
+        Section.OPTIMIZER, "cosine", "How the learning rate falls after its peak."
+    )
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = _setting(
+        Section.OPTIMIZER, 0.1, "The learning rate of the last step, as a part of the peak."
+    )
+    weight_decay: NonNegativeFloat = _setting(Section.OPTIMIZER, 0.1, "Of matrices; not of norms.")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = _setting(Section.OPTIMIZER, 0.9, "AdamW's beta 1.")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = _setting(
+        Section.OPTIMIZER, 0.95, "AdamW's beta 2."
+    )
+    clip_norm: NonNegativeFloat = _setting(
+        Section.OPTIMIZER, 1.0, "Greatest norm of the gradients; 0: no clipping."
+    )
+    fused: bool = _setting(Section.OPTIMIZER, True, "Use AdamW's fused kernel.")
+
+    plan: str | None = _setting(
+        Section.SHARDING,
+        None,
+        "Shard as this plan file says, instead of by the settings below (and those of "
+        "accumulation and checkpointing).",
+        legal="a TOML file, as fsdp_inspect.Plan.dump writes it",
+    )
+    wrap: str = _setting(
+        Section.SHARDING,
+        "block",
+        "Which modules are gathered together (FSDP units). `block`: the embedding, each block, "
+        "and [norm, lm_head]; `every:N`: N blocks in a unit; `size:BYTES`: blocks packed or "
+        "split to about this much; `root`: one unit.",
+        legal="block, every:N, size:BYTES (size:8MiB), root, or units split by `;` of modules "
+        "split by `,` (layers.*; norm, lm_head)",
+    )
+    reshard_after_forward: str = _setting(
+        Section.SHARDING,
+        "auto",
+        "Free full parameters after forward and gather them again in backward. `auto`: yes, but "
+        "not for the head and the root, which backward needs at once. An integer keeps a copy "
+        "on each group of that many ranks.",
+        legal="auto, true, false, a divisor of the sharding ranks; behind `;` also by unit "
+        "(true; layers.7=false)",
+    )
+    forward_prefetch: NonNegativeInt = _setting(
+        Section.SHARDING, 0, "Units to gather ahead in forward; 0: torch's own order."
+    )
+    backward_prefetch: NonNegativeInt = _setting(
+        Section.SHARDING, 0, "Units to gather ahead in backward; 0: torch's own order."
+    )
+    param_dtype: ComputeDtype = _setting(
+        Section.SHARDING,
+        "auto",
+        "Of all-gather and compute. `auto`: bfloat16 on GPUs, float32 on CPU.",
+    )
+    reduce_dtype: ComputeDtype = _setting(
+        Section.SHARDING, "auto", "Of gradient reduction. `auto`: float32."
+    )
+    mesh: str = _setting(
+        Section.SHARDING,
+        "auto",
+        "Ranks as replicas x shards (HSDP). `auto`: all ranks shard.",
+        legal="auto, N, or RxS with R x S ranks (2x4)",
+    )
+    offload: Literal["none", "cpu", "cpu_pinned"] = _setting(
+        Section.SHARDING, "none", "Keep sharded parameters, gradients and optimizer state on host."
+    )
+    reshard_after_backward: bool = _setting(
+        Section.SHARDING, True, "Free full parameters after backward, too, between microbatches."
+    )
+    unshard_async_op: bool = _setting(
+        Section.SHARDING,
+        False,
+        "Gather on the compute stream; with prefetch this overlaps on CPU, too.",
+    )
+    reduce_scatter_buffers: PositiveInt = _setting(
+        Section.SHARDING, 1, "Reduce-scatter inputs that may be alive at once."
+    )
+    separate_reduce_scatter_group: bool = _setting(
+        Section.SHARDING, False, "Reduce-scatter on a communicator of its own."
+    )
+
+    checkpointing: Literal["none", "selective", "full"] = _setting(
+        Section.MEMORY,
+        "none",
+        "Recompute activations of blocks in backward: all of them, or all but those of matrix "
+        "products and attention.",
+    )
+    compile: bool = _setting(Section.MEMORY, False, "Compile each block with torch.compile.")
+
+    checkpoint_dir: str | None = _setting(
+        Section.CHECKPOINTS, None, "Folder of checkpoints.", legal="a path"
+    )
+    checkpoint_every: NonNegativeInt = _setting(
+        Section.CHECKPOINTS, 0, "Save after every so many steps; 0: never."
+    )
+    resume: str = _setting(
+        Section.CHECKPOINTS,
+        "no",
+        "Go on from a checkpoint. `latest`: the last one in the folder, if there is one.",
+        legal="no, latest, or the path of a checkpoint",
+    )
+
+    record: bool = _setting(
+        Section.RECORDING, True, "Record the run with fsdp_inspect.Recorder (--no-record: do not)."
+    )
+    runs_dir: str = _setting(Section.RECORDING, "runs", "Folder of recorded runs.", legal="a path")
+    name: str | None = _setting(
+        Section.RECORDING, None, "What to call the run; part of its folder's name."
+    )
+    tag: Annotated[tuple[str, ...], BeforeValidator(_read_list)] = _setting(
+        Section.RECORDING, (), "Words to find the run by.", legal="words with commas between"
+    )
+    memory_steps: str = _setting(
+        Section.RECORDING,
+        "auto",
+        "Steps in which every live byte is traced to its unit; such steps are slow and never "
+        "timed.",
+        legal="auto, none, or step numbers with commas between (5,9)",
+    )
+    record_warmup: NonNegativeInt = _setting(
+        Section.RECORDING, 3, "First steps that count for no median."
+    )
+
+    @field_validator("wrap", mode="before")
+    @classmethod
+    def _join_units(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        return "; ".join(", ".join(unit) if isinstance(unit, list) else str(unit) for unit in value)
+
+    @field_validator("reshard_after_forward", mode="before")
+    @classmethod
+    def _join_reshard(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return _lower(value)
+        parts = {**value}
+        default = parts.pop("default", "auto")
+        return "; ".join(
+            [_lower(default), *(f"{name}={_lower(own)}" for name, own in parts.items())]
+        )
+
+    @field_validator("memory_steps", "mesh", mode="before")
+    @classmethod
+    def _join_numbers(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            return ",".join(str(part) for part in value)
+        return str(value) if isinstance(value, int) else value
+
+
+def _lower(value: Any) -> Any:
+    return str(value).lower() if isinstance(value, bool | int) else value
+
+
+def section_of(name: str) -> Section:
+    """The heading of a setting."""
+    return Section(_extra(name)["section"])
+
+
+def legal_values(name: str) -> str:
+    """What a setting may be, in words."""
+    if legal := _extra(name)["legal"]:
+        return str(legal)
+    field = TrainerConfig.model_fields[name]
+    return _describe_type(field.annotation, f"{field.annotation} {field.metadata}")
+
+
+def meaning_of(name: str) -> str:
+    """What a setting does, in a sentence or two."""
+    return TrainerConfig.model_fields[name].description or ""
+
+
+def _extra(name: str) -> dict[str, Any]:
+    extra = TrainerConfig.model_fields[name].json_schema_extra
+    assert isinstance(extra, dict)
+    return extra
+
+
+def _describe_type(annotation: Any, text: str) -> str:
+    choices = getattr(annotation, "__args__", ())
+    if choices and all(isinstance(choice, str) for choice in choices):
+        return ", ".join(choices)
+    if annotation is bool:
+        return "true, false"
+    if "int" not in text and "float" not in text:
+        return "text"
+    kind = "a number" if "float" in text else "a whole number"
+    limits = [words for limit, words in _LIMITS.items() if limit in text]
+    return " ".join([kind, *limits])
+
+
+_LIMITS = {"gt=0": "above 0", "ge=0": "from 0", "lt=1": "below 1", "le=1": "to 1"}

@@ -1,0 +1,107 @@
+"""Which Hugging Face model is meant? Any causal language model, built from its config.
+
+Weights are random, from the seed; nothing is downloaded, except the config of a hub name.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_inspect.errors import ConfigError
+from fsdp_inspect.trace.messages import suggest
+
+
+def make_config(name: str, changes: dict[str, Any]) -> Any:
+    """The config of a model.
+
+    Args:
+        name: A model type (`llama`), a config.json or its folder, or a hub name (`org/name`).
+        changes: Fields of the config to set.
+
+    Raises:
+        ConfigError: There is no such model or field, or `transformers` is not installed.
+    """
+    try:
+        from transformers import AutoConfig
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError as error:
+        raise ConfigError(
+            f"hf is {name!r}, and transformers is not installed. Install it with "
+            "`pip install 'fsdp-inspect[hf]'`."
+        ) from error
+    if (path := _find_file(name)) is not None:
+        fields = {**_read_fields(path), **changes}
+        name = str(fields.pop("model_type", ""))
+        changes = fields
+    if name in CONFIG_MAPPING:
+        config = AutoConfig.for_model(name, **changes)
+    elif name.count("/") == 1:
+        config = _fetch_config(name, changes)
+    else:
+        raise ConfigError(
+            f"hf is {name!r}, which is no model type, file or hub name. "
+            f"{suggest(name, list(CONFIG_MAPPING), what='model types')} Set --hf to one of them, "
+            "or to a config.json."
+        )
+    config.use_cache = False
+    return config
+
+
+def make_model(config: Any) -> nn.Module:
+    """A causal language model with random float32 weights, on the device of the context.
+
+    Raises:
+        ConfigError: The config describes no causal language model, or an impossible one.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=torch.float32
+        )
+    except (ValueError, TypeError, RuntimeError, ZeroDivisionError, KeyError) as error:
+        raise ConfigError(
+            f"The Hugging Face config of type {config.model_type!r} gives no causal language "
+            f"model: {error}. Expected one that AutoModelForCausalLM can build. Correct --hf or "
+            "--hf-config."
+        ) from error
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _find_file(name: str) -> Path | None:
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    return path if path.is_file() else None
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"The Hugging Face config {str(path)!r} cannot be read: {error}. Expected a JSON "
+            "object. Name a config.json as transformers writes it."
+        ) from error
+    if not isinstance(fields, dict) or "model_type" not in fields:
+        raise ConfigError(
+            f"{str(path)!r} does not say its model_type. Expected a config.json as transformers "
+            "writes it. Add the field, or name another file."
+        )
+    return fields
+
+
+def _fetch_config(name: str, changes: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, **changes)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"The config of {name!r} cannot be fetched from the hub: {error}. Expected a public "
+            "model's name and a network. Download its config.json and set --hf to that."
+        ) from error

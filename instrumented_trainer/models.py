@@ -1,0 +1,160 @@
+"""Which model do the settings mean, and with which weights does it start?
+
+A model is first built on the meta device, where it costs nothing: enough to check settings, to
+find its parts and to shard it. Weights come after sharding, so that no rank ever holds them all.
+"""
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdp_inspect.errors import ConfigError
+from fsdp_inspect.sharding.torch_fsdp import strip_wrappers
+from instrumented_trainer import hf
+from instrumented_trainer.config import TrainerConfig
+from instrumented_trainer.model import PRESETS, Decoder, ModelShape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingDefaults:
+    """What a preset trains with unless told otherwise."""
+
+    seq_len: int
+    batch_size: int
+    lr: float
+
+
+_DEFAULTS = {
+    "tiny": TrainingDefaults(seq_len=64, batch_size=4, lr=3e-3),
+    "small": TrainingDefaults(seq_len=256, batch_size=4, lr=1e-3),
+    "llama-1b": TrainingDefaults(seq_len=4096, batch_size=2, lr=3e-4),
+    "llama-8b": TrainingDefaults(seq_len=8192, batch_size=1, lr=3e-4),
+    "llama-70b": TrainingDefaults(seq_len=8192, batch_size=1, lr=1.5e-4),
+}
+_HF_DEFAULTS = TrainingDefaults(seq_len=128, batch_size=4, lr=1e-3)
+_SHAPE_FIELDS = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
+
+
+def complete(config: TrainerConfig) -> TrainerConfig:
+    """The settings with the preset's values where none were given."""
+    defaults = _DEFAULTS[config.preset] if config.hf is None else _HF_DEFAULTS
+    missing = {
+        name: getattr(defaults, name)
+        for name in ("seq_len", "batch_size", "lr")
+        if getattr(config, name) is None
+    }
+    return config.model_copy(update=missing)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRecipe:
+    """A model before it has weights."""
+
+    config: TrainerConfig
+    shape: ModelShape | None
+    hf_config: Any
+    vocab_size: int
+
+    def skeleton(self) -> nn.Module:
+        """The model on the meta device."""
+        with torch.device("meta"):
+            return self._build()
+
+    def build_for_sharding(self) -> nn.Module:
+        """The model as `fully_shard` should get it.
+
+        Our own stays on the meta device until it is sharded. One of Hugging Face is built whole
+        on the host of each rank, since only its own code knows its weights and buffers.
+        """
+        if self.shape is not None:
+            return self.skeleton()
+        torch.manual_seed(self.config.seed)
+        return self._build()
+
+    def _build(self) -> nn.Module:
+        if self.shape is not None:
+            return Decoder(self.shape)
+        return hf.make_model(self.hf_config)
+
+
+def make_recipe(config: TrainerConfig) -> ModelRecipe:
+    """What to build.
+
+    Raises:
+        ConfigError: The sizes do not fit each other, or there is no such model.
+    """
+    if config.hf is None:
+        if config.hf_config:
+            raise ConfigError(
+                f"hf_config is {config.hf_config!r} and hf is not set. Expected both. Set --hf to "
+                "a model type, such as llama, or leave --hf-config out."
+            )
+        shape = make_shape(config)
+        return ModelRecipe(config, shape, None, shape.vocab_size)
+    given = [name for name in _SHAPE_FIELDS if getattr(config, name) is not None]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} is set for a Hugging Face model. Expected sizes in its own "
+            "words. Use --hf-config, for example '{\"hidden_size\": 64}'."
+        )
+    hf_config = hf.make_config(config.hf, config.hf_config)
+    return ModelRecipe(config, None, hf_config, int(hf_config.vocab_size))
+
+
+def make_shape(config: TrainerConfig) -> ModelShape:
+    """The preset's sizes with the changes asked for, checked against each other."""
+    changes = {
+        name: value for name in _SHAPE_FIELDS if (value := getattr(config, name)) is not None
+    }
+    shape = replace(PRESETS[config.preset], **changes)
+    if shape.dim % shape.num_heads or (shape.dim // shape.num_heads) % 2:
+        raise ConfigError(
+            f"dim is {shape.dim} and num_heads is {shape.num_heads}. Expected an even number of "
+            f"channels for each head. Set --dim to a multiple of {2 * shape.num_heads}."
+        )
+    if shape.num_heads % shape.num_kv_heads:
+        raise ConfigError(
+            f"num_heads is {shape.num_heads} and num_kv_heads is {shape.num_kv_heads}. Expected "
+            "as many query heads for each key/value head. Set --num-kv-heads to a divisor of "
+            f"{shape.num_heads}."
+        )
+    return shape
+
+
+def materialize(model: nn.Module, device: torch.device, *, offload: bool, seed: int) -> None:
+    """Give a sharded model its memory and its initial weights, if it is on the meta device.
+
+    Each full weight depends on the seed and its name alone, so any number of ranks starts alike;
+    a rank holds one full weight at a time.
+    """
+    if not isinstance(model, Decoder) or next(model.parameters()).device.type != "meta":
+        return
+    model.to_empty(device=torch.device("cpu") if offload else device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, buffer.to(device), persistent=False)
+    model.reset_buffers()
+    model.tie_weights()
+    for name, parameter in model.named_parameters():
+        _initialize(parameter, strip_wrappers(name), model, seed)
+
+
+@torch.no_grad()
+def _initialize(parameter: nn.Parameter, name: str, model: Decoder, seed: int) -> None:
+    full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    if parameter.ndim == 1:
+        full.fill_(1.0)
+    else:
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator(full.device).manual_seed(int.from_bytes(digest[:7], "big"))
+        full.normal_(std=model.initial_std(name), generator=generator)
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(full)
+        return
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shard = distribute_tensor(full, mesh, placements, src_data_rank=None)  # every rank has it
+    parameter.to_local().copy_(shard.to_local())

@@ -1,0 +1,70 @@
+"""How does a plan become a model that trains? Checkpointing, compile, `fully_shard`, weights."""
+
+import os
+import shutil
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_inspect.errors import ConfigError
+from fsdp_inspect.sharding import torch_fsdp
+from fsdp_inspect.sharding.apply import apply_plan
+from fsdp_inspect.sharding.checkpointing import apply_checkpointing
+from fsdp_inspect.trace.plan import Plan
+from instrumented_trainer.models import ModelRecipe, materialize
+from instrumented_trainer.runtime import Runtime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parallelism:
+    """What is done to a model."""
+
+    plan: Plan
+    """Resolved for the model."""
+    compiled: tuple[str, ...] = ()
+    """Modules to compile, by name."""
+
+
+def build_parallel_model(
+    recipe: ModelRecipe, parallelism: Parallelism, runtime: Runtime
+) -> nn.Module:
+    """A sharded model with its initial weights, on this rank's device.
+
+    The order is the one that torch wants: checkpoint wrappers inside, compiled around them, FSDP's
+    hooks outside of both, where the compiler does not look.
+    """
+    plan = parallelism.plan
+    model = recipe.build_for_sharding()
+    apply_checkpointing(model, plan.checkpointing)
+    compile_modules(model, parallelism.compiled)
+    mesh = init_device_mesh(
+        runtime.device.type,
+        tuple(plan.mesh.values()),
+        mesh_dim_names=tuple(str(name) for name in plan.mesh),
+    )
+    apply_plan(model, plan, mesh)
+    offload = any(unit.offload != "none" for unit in plan.units)
+    materialize(model, runtime.device, offload=offload, seed=recipe.config.seed)
+    return model
+
+
+def compile_modules(model: nn.Module, names: tuple[str, ...]) -> None:
+    """Put compiled modules in the place of others, by name."""
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        parent = torch_fsdp.modules_by_name(model)[path]
+        compiled = torch.compile(torch_fsdp.modules_by_name(model)[name])
+        assert isinstance(compiled, nn.Module)
+        parent.register_module(attribute, compiled)
+
+
+def expect_compiler(device: torch.device) -> None:
+    """Refuse to compile for CPU where there is no C++ compiler, before it is needed."""
+    candidates = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
+    if device.type == "cpu" and not any(shutil.which(name) for name in candidates if name):
+        raise ConfigError(
+            "compile is true, and there is no C++ compiler for the CPU: none of g++, clang++, c++ "
+            "is on PATH. Install one, or leave --compile out."
+        )

@@ -1,0 +1,107 @@
+"""Which parts does a decoder have? Found by their shape, in our own model or anybody's.
+
+The blocks are the longest `ModuleList`; what else owns parameters is an embedding (`nn.Embedding`)
+or belongs to the head (the last norm, the output projection).
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fsdp_inspect.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelParts:
+    """The modules of a decoder, by name, in the order in which they run."""
+
+    modules: tuple[str, ...]
+    """Every module, in the order of `named_modules()`."""
+    containers: tuple[str, ...]
+    """Lists and dictionaries of modules, which are never called and so cannot be units."""
+    embeddings: tuple[str, ...]
+    blocks: tuple[str, ...]
+    head: tuple[str, ...]
+    """The norm behind the blocks and the output projection."""
+    halves: dict[str, tuple[tuple[str, ...], ...]]
+    """For each block that can be split: its (norm, attention) and (norm, feed-forward)."""
+    numel: dict[str, int]
+    """Parameters in a module and all below it."""
+    is_tied: bool
+    """Whether embedding and output projection are one matrix."""
+
+
+def find_parts(model: nn.Module) -> ModelParts:
+    """The parts of a decoder; works on the meta device.
+
+    Raises:
+        ConfigError: The model has no list of blocks.
+    """
+    modules = dict(model.named_modules())
+    stack = _find_stack(modules)
+    blocks = tuple(name for name in modules if _is_child(name, stack))
+    outside = [
+        name
+        for name, module in modules.items()
+        if any(True for _ in module.parameters(recurse=False)) and not _is_below(name, stack)
+    ]
+    embeddings = tuple(name for name in outside if isinstance(modules[name], nn.Embedding))
+    numel = {name: sum(p.numel() for p in module.parameters()) for name, module in modules.items()}
+    return ModelParts(
+        modules=tuple(modules),
+        containers=tuple(
+            name for name, m in modules.items() if isinstance(m, nn.ModuleList | nn.ModuleDict)
+        ),
+        embeddings=embeddings,
+        blocks=blocks,
+        head=tuple(name for name in outside if name not in embeddings),
+        halves={name: halves for name in blocks if (halves := _halve(name, modules[name]))},
+        numel=numel,
+        is_tied=_is_tied(modules, outside),
+    )
+
+
+def _find_stack(modules: dict[str, nn.Module]) -> str:
+    stacks = {name: len(m) for name, m in modules.items() if isinstance(m, nn.ModuleList)}
+    if not stacks:
+        kind = type(modules[""]).__name__
+        raise ConfigError(
+            f"{kind} has no list of blocks. Expected a decoder with its blocks in a ModuleList. "
+            "Choose another model, or shard it with --wrap root."
+        )
+    return max(stacks, key=lambda name: stacks[name])
+
+
+def _is_child(name: str, parent: str) -> bool:
+    return name.rpartition(".")[0] == parent and name != parent
+
+
+def _is_below(name: str, parent: str) -> bool:
+    return name == parent or name.startswith(f"{parent}.")
+
+
+def _halve(name: str, block: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Each norm of a block with the module that it feeds, paired in the order of registration.
+
+    Empty where the block is not made of as many norms as other modules: a split would then leave
+    parameters behind.
+    """
+    children = [
+        (child, m) for child, m in block.named_children() if any(True for _ in m.parameters())
+    ]
+    norms = [child for child, m in children if all(p.ndim == 1 for p in m.parameters())]
+    bodies = [child for child, _ in children if child not in norms]
+    if any(True for _ in block.parameters(recurse=False)) or len(norms) != len(bodies):
+        return ()
+    return tuple(
+        (f"{name}.{norm}", f"{name}.{body}") for norm, body in zip(norms, bodies, strict=True)
+    )
+
+
+def _is_tied(modules: dict[str, nn.Module], names: list[str]) -> bool:
+    owners: dict[int, str] = {}
+    for name in names:
+        for parameter in modules[name].parameters(recurse=False):
+            if owners.setdefault(id(parameter), name) != name:
+                return True
+    return False

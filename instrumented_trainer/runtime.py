@@ -1,0 +1,88 @@
+"""Which rank am I, on which device, talking through what? As torchrun's environment says.
+
+Without torchrun it is one rank of one. CUDA with NCCL where there is a GPU for each local rank,
+CPU with gloo where there is none.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fsdp_inspect.errors import ConfigError
+from instrumented_trainer.sharding_plan import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """One process of the run."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that speaks."""
+        return self.rank == 0
+
+    @property
+    def machine(self) -> Machine:
+        """What settings have to fit."""
+        return Machine(world_size=self.world_size, has_cuda=self.device.type == "cuda")
+
+
+def read_runtime() -> Runtime:
+    """The place of this process, before any process group exists.
+
+    Raises:
+        ConfigError: There are GPUs, but fewer than ranks on this host.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return Runtime(
+        rank=int(os.environ.get("RANK", "0")),
+        local_rank=local_rank,
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        device=_choose_device(local_rank),
+    )
+
+
+@contextmanager
+def process_group(runtime: Runtime) -> Iterator[None]:
+    """The default process group for as long as the block runs; one that exists stays."""
+    if dist.is_initialized():
+        yield
+        return
+    if runtime.device.type == "cuda":
+        torch.cuda.set_device(runtime.device)
+        # gloo beside NCCL: offloaded gradients are clipped, and saved, on the host.
+        backend, device = "cpu:gloo,cuda:nccl", runtime.device
+    else:
+        backend, device = "gloo", None
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, device_id=device)
+    else:
+        dist.init_process_group(
+            backend, store=torch.distributed.distributed_c10d.HashStore(), rank=0, world_size=1
+        )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _choose_device(local_rank: int) -> torch.device:
+    count = torch.cuda.device_count()
+    if count == 0:
+        return torch.device("cpu")
+    if local_rank >= count:
+        raise ConfigError(
+            f"Local rank {local_rank} has no GPU: this host has {count}. Expected a GPU for each "
+            f"rank. Start torchrun with --nproc-per-node {count}, or hide the GPUs with "
+            "CUDA_VISIBLE_DEVICES= to train on CPU."
+        )
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,376 @@
+"""How does a run go? Settings to a sharded model, steps, evaluation, checkpoints, a recording.
+
+`prepare` does all that can fail because of a setting, before any process group exists. `train`
+runs the steps, each inside `recorder.step()`.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from fsdp_inspect.errors import ConfigError
+from fsdp_inspect.sharding import torch_fsdp
+from fsdp_inspect.trace.plan import Plan, owned_parameters
+from instrumented_trainer.checkpoint import (
+    SavedCheckpoint,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from instrumented_trainer.config import TrainerConfig, legal_values
+from instrumented_trainer.data import Batch, Loader, open_corpus
+from instrumented_trainer.models import ModelRecipe, complete, make_recipe
+from instrumented_trainer.optimization import (
+    clip_gradients,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+)
+from instrumented_trainer.parallelize import (
+    Parallelism,
+    build_parallel_model,
+    expect_compiler,
+)
+from instrumented_trainer.parts import find_parts
+from instrumented_trainer.progress import Reporter, StepReport, make_reporter, read_memory
+from instrumented_trainer.runtime import Runtime
+from instrumented_trainer.sharding_plan import make_plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedRun:
+    """A run whose settings are known to fit each other, the machine, the data and the plan."""
+
+    config: TrainerConfig
+    runtime: Runtime
+    recipe: ModelRecipe
+    parallelism: Parallelism
+    loader: Loader
+    resumed: SavedCheckpoint | None
+    memory_steps: tuple[int, ...] | Literal["auto"]
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainingResult:
+    """What a run gave."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    """Mean training loss over ranks and microbatches, by step (from 1), where it was logged."""
+    evaluation_losses: dict[int, float] = field(default_factory=dict)
+    """Mean loss over ranks and batches, by the number of steps that were done before."""
+    run_folder: Path | None = None
+    """Where it was recorded; None without a recording."""
+
+
+def prepare(config: TrainerConfig, runtime: Runtime) -> PreparedRun:
+    """Check everything that can be checked before the ranks meet.
+
+    Raises:
+        ConfigError: A setting fits the machine, the model or the data badly; the message says
+            which, and what is legal.
+        PlanError: The plan file does.
+    """
+    config = complete(config)
+    memory_steps = _parse_memory_steps(config.memory_steps)
+    recipe = make_recipe(config)
+    skeleton = recipe.skeleton()
+    parts = find_parts(skeleton)
+    plan = make_plan(config, parts, runtime.machine)
+    _expect_whole_cover(plan, skeleton)
+    if config.compile:
+        expect_compiler(runtime.device)
+    if config.checkpoint_every and config.checkpoint_dir is None:
+        raise ConfigError(
+            f"checkpoint_every is {config.checkpoint_every} and checkpoint_dir is not set. "
+            "Expected a folder to save to. Set --checkpoint-dir."
+        )
+    return PreparedRun(
+        config=config,
+        runtime=runtime,
+        recipe=recipe,
+        parallelism=Parallelism(plan=plan, compiled=parts.blocks if config.compile else ()),
+        loader=_make_loader(config, plan, runtime, recipe.vocab_size),
+        resumed=find_checkpoint(config),
+        memory_steps=memory_steps,
+    )
+
+
+def train(prepared: PreparedRun) -> TrainingResult:
+    """Run the steps; expects the process group of `runtime.process_group`.
+
+    Rank 0 prints the progress; the recorder, when it closes, what limits the step.
+    """
+    config, runtime = prepared.config, prepared.runtime
+    model = build_parallel_model(prepared.recipe, prepared.parallelism, runtime)
+    optimizer = make_optimizer(model, config)
+    first_step = 0
+    if prepared.resumed is not None:
+        load_checkpoint(model, optimizer, prepared.resumed)
+        first_step = prepared.resumed.step
+    reporter = make_reporter(config.steps, first_step, is_first=runtime.is_first)
+    reporter.say(_describe_run(prepared, model))
+    with _recording(prepared, model, optimizer) as recorder:
+        loop = _Loop(prepared, model, optimizer, recorder, reporter)
+        try:
+            for step in range(first_step, config.steps):
+                loop.run_step(step)
+        finally:
+            reporter.close()
+    loop.result.run_folder = recorder.run_folder
+    return loop.result
+
+
+class _Loop:
+    """The steps of one run."""
+
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        recorder: Any,
+        reporter: Reporter,
+    ) -> None:
+        self.result = TrainingResult()
+        self._config = prepared.config
+        self._runtime = prepared.runtime
+        self._loader = prepared.loader
+        self._accumulation = prepared.parallelism.plan.accumulation
+        self._model = model
+        self._optimizer = optimizer
+        self._recorder = recorder
+        self._reporter = reporter
+
+    def run_step(self, step: int) -> None:
+        """A training step (from 0), then what is due after it."""
+        started = time.perf_counter_ns()
+        rate = learning_rate(step, self._config)
+        done = step + 1
+        is_logged = done % self._config.log_every == 0 or done == self._config.steps
+        with self._recorder.step():
+            loss = self._accumulate(step)
+            norm = self._update(rate)
+            loss = _mean_over_ranks(loss) if is_logged else loss
+        if is_logged:
+            self._recorder.log(loss=loss, learning_rate=rate)
+            self._report(done, loss, rate, norm, started)
+        if _is_due(done, self._config.eval_every):
+            with self._recorder.between_steps("evaluation"):
+                self._evaluate(done)
+        if _is_due(done, self._config.checkpoint_every):
+            with self._recorder.between_steps("checkpoint"):
+                path = save_checkpoint(self._model, self._optimizer, self._config, done)
+                self._reporter.say(f"saved {path}")
+
+    def _accumulate(self, step: int) -> torch.Tensor:
+        """Forward and backward of each microbatch; returns this rank's mean loss, 0-d."""
+        count = self._accumulation.microbatches
+        total = torch.zeros((), device=self._runtime.device)
+        for microbatch in range(count):
+            with self._recorder.data():
+                batch = _to_device(self._loader.train_batch(step, microbatch), self._runtime.device)
+            if count > 1:
+                self._set_sync(is_last=microbatch == count - 1)
+            loss = compute_loss(self._model, batch)
+            (loss / count).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total / count
+
+    def _set_sync(self, *, is_last: bool) -> None:
+        if self._accumulation.sync == "every":
+            return
+        for module in torch_fsdp.fsdp_modules(self._model):
+            if self._accumulation.sync == "last":
+                module.set_requires_gradient_sync(is_last, recurse=False)
+            else:
+                module.set_requires_all_reduce(is_last, recurse=False)
+
+    def _update(self, rate: float) -> torch.Tensor | None:
+        norm = None
+        if self._config.clip_norm > 0:
+            norm = clip_gradients(self._model.parameters(), self._config.clip_norm)
+        set_learning_rate(self._optimizer, rate)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return norm
+
+    @torch.no_grad()
+    def _evaluate(self, done: int) -> None:
+        self._model.eval()
+        total = torch.zeros((), device=self._runtime.device)
+        for index in range(self._config.eval_batches):
+            batch = _to_device(self._loader.evaluation_batch(index), self._runtime.device)
+            total += compute_loss(self._model, batch)
+        self._model.train()
+        loss = float(_mean_over_ranks(total / self._config.eval_batches))
+        self.result.evaluation_losses[done] = loss
+        self._recorder.log(evaluation_loss=loss)
+        self._reporter.say(f"evaluation after step {done}: loss {loss:.4f}")
+
+    def _report(
+        self, done: int, loss: torch.Tensor, rate: float, norm: torch.Tensor | None, started: int
+    ) -> None:
+        self.result.losses[done] = float(loss)
+        memory_bytes, memory_kind = read_memory(self._runtime.device)
+        self._reporter.step(
+            StepReport(
+                step=done,
+                num_steps=self._config.steps,
+                loss=float(loss),
+                learning_rate=rate,
+                gradient_norm=None if norm is None else float(norm),
+                step_time_ns=time.perf_counter_ns() - started,
+                num_tokens=self._tokens_per_step,
+                memory_bytes=memory_bytes,
+                memory_kind=memory_kind,
+            )
+        )
+
+    @property
+    def _tokens_per_step(self) -> int:
+        loader = self._loader
+        return loader.microbatches * loader.batch_size * loader.seq_len * loader.world_size
+
+
+def compute_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Mean cross-entropy of a rank's part of a microbatch, 0-d, in float32."""
+    output = model(batch.tokens)
+    logits = getattr(output, "logits", output)
+    return F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten())
+
+
+def _to_device(batch: Batch, device: torch.device) -> Batch:
+    if device.type == "cpu":
+        return batch
+    return Batch(
+        tokens=batch.tokens.pin_memory().to(device, non_blocking=True),
+        targets=batch.targets.pin_memory().to(device, non_blocking=True),
+    )
+
+
+def _mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(value, op=dist.ReduceOp.AVG)
+    return value
+
+
+def _is_due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+def _make_loader(config: TrainerConfig, plan: Plan, runtime: Runtime, vocab_size: int) -> Loader:
+    assert config.seq_len is not None
+    assert config.batch_size is not None
+    return Loader(
+        corpus=open_corpus(config.data, config.token_dtype),
+        seq_len=config.seq_len,
+        batch_size=config.batch_size,
+        microbatches=plan.accumulation.microbatches,
+        rank=runtime.rank,
+        world_size=runtime.world_size,
+        seed=config.seed,
+        vocab_size=vocab_size,
+    )
+
+
+def _expect_whole_cover(plan: Plan, model: nn.Module) -> None:
+    """A parameter outside every unit would be trained by each rank on its own."""
+    names = [name for name, _ in model.named_parameters()]
+    owned = owned_parameters(plan.units, names)
+    outside = set(names).difference(*owned.values())
+    if outside:
+        raise ConfigError(
+            f"The plan leaves {len(outside)} parameters out, such as {min(outside)!r}: their "
+            "gradients would not be reduced. Expected every parameter in a unit. Add the model "
+            'itself to the plan as modules = [""].'
+        )
+
+
+def _parse_memory_steps(text: str) -> tuple[int, ...] | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    if text == "none":
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise ConfigError(
+            f"memory_steps is {text!r}. Expected {legal_values('memory_steps')}. Set "
+            "--memory-steps to that."
+        )
+    return tuple(int(part) for part in parts)
+
+
+def _describe_run(prepared: PreparedRun, model: nn.Module) -> str:
+    from fsdp_inspect.formatting import format_count
+
+    config, plan = prepared.config, prepared.parallelism.plan
+    groups = torch_fsdp.find_groups(model)
+    numel = sum(size.numel() for g in groups for size in torch_fsdp.original_sizes(g.group))
+    mesh = " x ".join(f"{size} {name}" for name, size in plan.mesh.items())
+    what = f"Hugging Face {config.hf}" if config.hf else config.preset
+    resumed = f", resumed after step {prepared.resumed.step}" if prepared.resumed else ""
+    return (
+        f"{what}: {format_count(numel)} parameters in {len(groups)} FSDP units on "
+        f"{prepared.runtime.world_size} {prepared.runtime.device.type} ranks ({mesh}){resumed}"
+    )
+
+
+class _NoRecorder:
+    """Stands where the recorder would, when nothing is to be recorded."""
+
+    run_folder: Path | None = None
+
+    def step(self) -> Any:
+        return nullcontext()
+
+    def data(self) -> Any:
+        return nullcontext()
+
+    def between_steps(self, label: str = "") -> Any:
+        return nullcontext()
+
+    def log(self, **values: Any) -> None: ...
+
+
+@contextmanager
+def _recording(
+    prepared: PreparedRun, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[Any]:
+    config = prepared.config
+    if not config.record:
+        yield _NoRecorder()
+        return
+    from fsdp_inspect import Recorder
+
+    settings = config.model_dump(mode="json")
+    accumulation = prepared.parallelism.plan.accumulation
+    settings |= {
+        "microbatches": accumulation.microbatches,
+        "accumulation_sync": accumulation.sync,
+    }
+    with Recorder(
+        model,
+        optimizer=optimizer,
+        path=Path(config.runs_dir) / _run_name(config),
+        name=config.name,
+        config=settings,
+        tags=list(config.tag),
+        warmup_steps=config.record_warmup,
+        memory_steps=prepared.memory_steps,
+    ) as recorder:
+        yield recorder
+
+
+def _run_name(config: TrainerConfig) -> str:
+    """A name that sorts by time; the recorder takes rank 0's for all ranks."""
+    words = config.name or (config.preset if config.hf is None else Path(config.hf).stem)
+    safe = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in words)
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{safe}"
