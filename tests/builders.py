@@ -14,10 +14,14 @@ steps; the drawing at `add_steady_step` says what every analysis must find in it
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fsdp_inspect.store.folder import create_run
+from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.codes import (
     NO_UNIT,
     EventFlag,
@@ -46,6 +50,7 @@ from fsdp_inspect.trace.tables import (
     MemoryTable,
     ScalarTable,
     SummaryTable,
+    Table,
 )
 
 MIB = 1 << 20
@@ -90,9 +95,31 @@ class InMemoryRun:
         return self.scalar_tables.get(rank, ScalarTable.empty())
 
     def summary(self) -> SummaryTable:
+        return self._summary
+
+    @cached_property
+    def _summary(self) -> SummaryTable:
         return SummaryTable.concat(
             [reduce_rank(table, rank=rank) for rank, table in sorted(self.event_tables.items())]
         )
+
+
+def write_run(run: InMemoryRun, folder: Path) -> Path:
+    """Put a run on the disk through the store's own writer, compacted; returns its folder."""
+    attempt = create_run(folder, run.manifest)
+    for record in run.ranks:
+        writer = RankWriter(folder, record.model_copy(update={"attempt": attempt}))
+        writer.events.extend(_row_tuples(run.events(record.rank)))
+        writer.memory.extend(_row_tuples(run.memory(record.rank)))
+        writer.devices.extend(_row_tuples(run.devices(record.rank)))
+        writer.scalars.extend(_row_tuples(run.scalars(record.rank)))
+        writer.update(num_steps=len(run.events(record.rank, kinds=[EventKind.STEP])))
+        writer.close(run.status)
+    return folder
+
+
+def _row_tuples(table: Table) -> list[tuple[Any, ...]]:
+    return list(zip(*(column.tolist() for column in table.columns().values()), strict=True))
 
 
 class RankBuilder:

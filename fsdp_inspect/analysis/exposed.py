@@ -68,8 +68,8 @@ class Exposed:
     of each backward, which have no compute beside them."""
     backward_gathers_ns: int
     """Of FSDP's all-gathers in backward, which `reshard_after_forward=False` removes."""
-    by_kind: dict[str, int]
-    """Exposed ns by collective: `all_gather`, `reduce_scatter`, `all_reduce`, `other`."""
+    by_kind_ns: dict[str, int]
+    """By collective: `all_gather`, `reduce_scatter`, `all_reduce`, `other`."""
     owners: tuple[ExposedOwner, ...]
     """Every owner of communication, most exposed first."""
 
@@ -96,7 +96,7 @@ def measure_exposed(run: RunSource, *, rank: int | None = None) -> Exposed | Non
         exposed_ns=exposed,
         floor_ns=min(_median_floor(floor, member), exposed),
         backward_gathers_ns=_backward_gathers(member),
-        by_kind={
+        by_kind_ns={
             part.label.removeprefix("exposed_"): member.median_per_step(
                 rows_of(member.rows, kinds=[part]), "duration_ns"
             )

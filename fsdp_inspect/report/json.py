@@ -16,18 +16,19 @@ def render_json(result: object) -> str:
     A value that JSON does not know (a loss of NaN or infinity) is null, so that every parser reads
     the output.
     """
-    return json.dumps(_plain(result), indent=2, allow_nan=False)
+    return json.dumps(to_plain(result), indent=2, allow_nan=False)
 
 
-def _plain(value: object) -> Any:
+def to_plain(value: object) -> Any:
+    """A result as dictionaries, lists, text and numbers, with None for what JSON cannot say."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, BaseModel):
-        return _plain(value.model_dump(mode="json"))
+        return to_plain(value.model_dump(mode="json"))
     if isinstance(value, dict):
-        return {str(_plain(key)): _plain(item) for key, item in value.items()}
+        return {str(to_plain(key)): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [to_plain(item) for item in value]
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Path):
