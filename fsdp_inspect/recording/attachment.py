@@ -39,6 +39,7 @@ from fsdp_inspect.sharding.observe import observe_plan
 from fsdp_inspect.store import folder
 from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.store.schema import MANIFEST_FILE
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Phase, Source
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
@@ -145,9 +146,7 @@ class Attachment:
         path = self._options.path or default_path(self._manifest.name)
         try:
             return agree_on_folder(path, self._manifest, self._rank)
-        except OSError as error:
-            if self._rank == 0:
-                warn(f"nothing will be recorded: {error}. The training goes on.")
+        except OSError:  # the writer meets the same disk, says so once, and keeps trying
             return RecordingFolder(path, 0)
 
     def _rank_record(self) -> RankRecord:
@@ -368,6 +367,8 @@ class Attachment:
 
     def _conclude(self, *, show: bool) -> None:
         """Wait a little for the other ranks' files, sum the run up, print the verdict."""
+        if not (self.folder.path / MANIFEST_FILE).exists():
+            return  # the disk failed, which has been said
         try:
             self._wait_for_other_ranks()
             compact_run(self.folder.path)

@@ -1,0 +1,176 @@
+"""What is left of a recording whose training was killed, or whose disk failed under it?"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fsdp_inspect import open_run
+from fsdp_inspect.store.compaction import compact_run
+from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.run import RunStatus
+from tests.distributed.crash_driver import FLUSH_INTERVAL_S, NUM_RANKS
+
+pytestmark = pytest.mark.distributed
+
+NUM_KILLS = 20
+DRIVER = Path(__file__).with_name("crash_driver.py")
+SLACK_NS = 400_000_000
+"""The flush thread polls, and shares two cores with two ranks that train without a pause."""
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The folders of recordings that were killed at random moments."""
+    folder = tmp_path_factory.mktemp("killed")
+    seed = random.randrange(10**6)
+    print(f"seed of the moments: {seed}")
+    command = [sys.executable, str(DRIVER), str(folder), str(NUM_KILLS), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return sorted(folder.iterdir())
+
+
+def test_every_killed_run_opens_as_crashed(killed: list[Path]) -> None:
+    assert len(killed) == NUM_KILLS
+    for folder in killed:
+        run = open_run(folder / "run")
+        assert run.status is RunStatus.CRASHED, folder
+        assert [record.rank for record in run.ranks] == list(range(NUM_RANKS))
+        assert run.manifest.units
+
+
+def test_at_most_the_last_flush_interval_is_missing(killed: list[Path]) -> None:
+    for folder in killed:
+        run = open_run(folder / "run")
+        killed_ns = int((folder / "killed").read_text())
+        allowed_ns = killed_ns - FLUSH_INTERVAL_S * 1e9 - SLACK_NS
+        for rank in range(NUM_RANKS):
+            lines = (folder / f"progress-{rank}").read_text().splitlines()
+            progress = [tuple(map(int, line.split())) for line in lines]
+            due = {step for step, ended_ns in progress if ended_ns < allowed_ns}
+            steps = run.events(rank, kinds=[EventKind.STEP]).step
+            assert due <= set(steps.tolist()), (folder, rank)
+
+
+def test_what_is_there_is_whole(killed: list[Path]) -> None:
+    for folder in killed:
+        run = open_run(folder / "run")
+        for rank in range(NUM_RANKS):
+            events = run.events(rank)
+            steps = np.sort(events.step[events.kind == EventKind.STEP])
+            assert steps.tolist() == list(range(len(steps)))
+            assert (events.end_ns >= events.start_ns).all()
+
+
+def test_killed_runs_can_be_compacted(killed: list[Path]) -> None:
+    for folder in killed[:5]:
+        before = open_run(folder / "run").events(0)
+        result = compact_run(folder / "run")
+        assert not result.skipped
+        after = open_run(folder / "run").events(0)
+        for name, column in before.columns().items():
+            assert np.array_equal(column, getattr(after, name)), name
+
+
+# --- the disk
+
+DISK_SCRIPT = """
+import os, shutil, sys, warnings
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from fsdp_inspect import Recorder
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+for layer in model:
+    fully_shard(layer)
+optimizer = torch.optim.AdamW(model.parameters())
+path, damage = sys.argv[1], sys.argv[2]
+with Recorder(model, optimizer=optimizer, path=path, flush_interval_s=0.05,
+              device_interval_s=0, print_verdict=False) as recorder:
+    for step in range(300):
+        with recorder.step():
+            loss = model(torch.ones(2, 16)).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 100 and damage == "delete":
+            shutil.rmtree(path)
+print("trained", 300, loss.item().hex())
+"""
+
+
+def train_on(path: Path, damage: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", DISK_SCRIPT, str(path), damage],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    done = train_on(tmp_path_factory.mktemp("undisturbed") / "run", "none")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Training goes on") == 0
+    return done.stdout
+
+
+def said_once(stderr: str) -> bool:
+    return stderr.lower().count("training goes on") == 1
+
+
+def mount_or_skip(target: Path, *options: str) -> None:
+    target.mkdir(exist_ok=True)
+    done = subprocess.run(
+        ["mount", *options, "tmpfs", str(target)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip(f"this machine allows no mount: {done.stderr.strip()}")
+
+
+def test_a_full_disk_costs_records_and_not_the_training(undisturbed: str, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    mount_or_skip(disk, "-t", "tmpfs", "-o", "size=256k")
+    try:
+        done = train_on(disk / "run", "none")
+        assert (done.returncode, done.stdout) == (0, undisturbed)
+        assert said_once(done.stderr), done.stderr
+        run = open_run(disk / "run")
+        steps = run.events(0, kinds=[EventKind.STEP])
+        assert 0 < len(steps) < 300 or any("dropped" in note for note in run.notes)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_read_only_disk_costs_the_recording_and_not_the_training(
+    undisturbed: str, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    mount_or_skip(disk, "-t", "tmpfs", "-o", "ro,size=256k")
+    try:
+        done = train_on(disk / "run", "none")
+        assert (done.returncode, done.stdout) == (0, undisturbed)
+        assert said_once(done.stderr), done.stderr
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_folder_deleted_in_mid_run_does_not_stop_the_training(
+    undisturbed: str, tmp_path: Path
+) -> None:
+    done = train_on(tmp_path / "run", "delete")
+    assert (done.returncode, done.stdout) == (0, undisturbed)
+    assert said_once(done.stderr), done.stderr
+    assert os.environ.get("OMP_NUM_THREADS") == "1"

@@ -1,0 +1,304 @@
+"""What does the recorder do when it is misused, when training fails, when it fails itself?"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_inspect import Recorder, open_run
+from fsdp_inspect.errors import RecordingError
+from fsdp_inspect.recording import unit_hooks
+from fsdp_inspect.trace.codes import EventKind, Source
+from fsdp_inspect.trace.run import RunStatus
+
+WORLD_SIZE = 4
+
+
+@pytest.fixture
+def fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def sharded_model() -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer)
+    return model
+
+
+def train(model: nn.Module, recorder: Recorder, steps: int = 3) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        with recorder.step():
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def quiet(model: nn.Module, path: Path, **options: Any) -> Recorder:
+    return Recorder(model, path=path, print_verdict=False, device_interval_s=0, **options)
+
+
+# --- refusals
+
+
+def test_a_plain_model_is_refused_with_the_remedy(fake_ranks: None, tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match=r"Linear is not sharded: fully_shard was never"):
+        Recorder(nn.Linear(2, 2), path=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_fsdp1_is_refused_with_what_can_be_done(one_rank: None, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+    with pytest.raises(RecordingError, match=r"FSDP1.*Move to fully_shard, or record the run"):
+        Recorder(model, path=tmp_path / "run")
+
+
+def test_a_missing_process_group_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match=r"init_process_group\(\) first"):
+        Recorder(nn.Linear(2, 2), path=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"warmup_steps": -1}, "warmup_steps must be 0 or more, got -1"),
+        ({"flush_interval_s": 0}, "flush_interval_s must be above 0, got 0"),
+        ({"device_interval_s": -1}, "device_interval_s must be 0"),
+    ],
+    ids=["warmup", "flush", "devices"],
+)
+def test_impossible_arguments_are_named(
+    fake_ranks: None, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Recorder(sharded_model(), path=tmp_path / "run", **options)
+
+
+def test_disabled_it_does_nothing(tmp_path: Path) -> None:
+    recorder = Recorder(nn.Linear(2, 2), path=tmp_path / "run", enabled=False)
+    with recorder.step(), recorder.data(), recorder.between_steps():
+        recorder.log(loss=1.0)
+    recorder.close()
+    assert not (tmp_path / "run").exists()
+    assert recorder.run_folder is None
+
+
+# --- its own failures
+
+
+def test_a_bug_of_the_recorder_stops_the_recording_and_not_the_training(
+    fake_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = sharded_model()
+
+    def broken(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(unit_hooks.UnitHooks, "_before_post_forward", broken)
+    recorder = quiet(model, tmp_path / "run")
+    with pytest.warns(RuntimeWarning, match="recording stopped at step 0.*planted") as caught:
+        train(model, recorder)
+    recorder.close()
+    assert len(caught) == 1
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert any("planted" in note for note in open_run(tmp_path / "run").notes)
+
+
+def test_where_warnings_are_errors_its_failure_still_does_not_reach_the_training(
+    fake_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = sharded_model()
+    recorder = quiet(model, tmp_path / "run")
+    assert recorder._attachment is not None
+    monkeypatch.setattr(recorder._attachment.session, "end_step", lambda: 1 / 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, recorder)
+    assert not recorder.is_recording
+    recorder.close()
+
+
+def test_a_folder_that_cannot_be_made_costs_the_recording_only(
+    fake_ranks: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    model = sharded_model()
+    with quiet(model, tmp_path / "file" / "run") as recorder:
+        train(model, recorder)
+    assert [record.getMessage().count("Training goes on") for record in caplog.records] == [1]
+
+
+# --- failures of the training
+
+
+def test_a_failed_training_says_where_it_stood(fake_ranks: None, tmp_path: Path) -> None:
+    model = sharded_model()
+
+    def train_into_failure() -> None:
+        with quiet(model, tmp_path / "run") as recorder:
+            train(model, recorder)
+            model[1].forward = lambda x: 1 / 0
+            train(model, recorder)
+
+    with pytest.raises(ZeroDivisionError):
+        train_into_failure()
+    run = open_run(tmp_path / "run")
+    assert run.status is RunStatus.FAILED
+    assert run.ranks[0].failure == "ZeroDivisionError at step 3, forward of 1: division by zero"
+    assert run.ranks[0].num_steps == 3
+
+
+def test_running_out_of_memory_names_unit_and_phase(fake_ranks: None, tmp_path: Path) -> None:
+    model = sharded_model()
+
+    class Hungry(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    def train_into_failure() -> None:
+        with quiet(model, tmp_path / "run", memory_steps=[]) as recorder:
+            train(model, recorder, steps=1)
+            inner = model[1].forward
+            model[1].forward = lambda x: Hungry.apply(inner(x))
+            train(model, recorder, steps=1)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        train_into_failure()
+    failure = open_run(tmp_path / "run").ranks[0].failure
+    assert failure == "OutOfMemoryError at step 1, backward of 1: tried to allocate 2 GiB"
+
+
+# --- folders, attempts
+
+
+def test_a_restart_is_the_next_attempt(fake_ranks: None, tmp_path: Path) -> None:
+    for _ in range(2):
+        model = sharded_model()
+        with quiet(model, tmp_path / "run") as recorder:
+            train(model, recorder)
+    run = open_run(tmp_path / "run")
+    assert list(run.attempts) == [0, 1]
+    assert open_run(tmp_path / "run", attempt=0).ranks[0].num_steps == 3
+
+
+def test_another_model_is_recorded_beside_the_run_that_is_there(
+    fake_ranks: None, tmp_path: Path
+) -> None:
+    model = sharded_model()
+    quiet(model, tmp_path / "run").close()
+    other = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(other)
+    with pytest.warns(RuntimeWarning, match="Recording beside it"):
+        recorder = quiet(other, tmp_path / "run")
+    recorder.close()
+    assert recorder.run_folder == tmp_path / "run-2"
+
+
+def test_runs_under_a_fake_process_group_are_marked_emulated(
+    fake_ranks: None, tmp_path: Path
+) -> None:
+    model = sharded_model()
+    with quiet(model, tmp_path / "run") as recorder:
+        train(model, recorder)
+    run = open_run(tmp_path / "run")
+    assert run.manifest.source == "emulated"
+    assert set(run.events(0).source.tolist()) == {Source.EMULATED}
+
+
+# --- the rest
+
+
+def test_one_rank_has_units_and_no_collectives(one_rank: None, tmp_path: Path) -> None:
+    model = sharded_model()
+    with quiet(model, tmp_path / "run") as recorder:
+        train(model, recorder)
+    events = open_run(tmp_path / "run").events(0)
+    kinds = set(events.kind.tolist())
+    assert {EventKind.FORWARD, EventKind.BACKWARD, EventKind.ALL_GATHER_COPY_OUT} <= kinds
+    assert not {EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER} & kinds
+
+
+def test_detaching_twice_is_detaching_once(fake_ranks: None, tmp_path: Path) -> None:
+    model = sharded_model()
+    recorder = quiet(model, tmp_path / "run")
+    train(model, recorder)
+    recorder.detach()
+    recorder.detach()
+    recorder.close()
+    train(model, recorder)
+    assert open_run(tmp_path / "run").ranks[0].num_steps == 3
+
+
+def test_the_recorder_does_not_keep_the_model_alive(fake_ranks: None, tmp_path: Path) -> None:
+    model = sharded_model()
+    with quiet(model, tmp_path / "run") as recorder:
+        train(model, recorder)
+    attachment = recorder._attachment
+    assert attachment is not None
+    assert attachment._handles == []
+
+
+def test_data_and_evaluation_that_the_script_names_are_recorded(
+    fake_ranks: None, tmp_path: Path
+) -> None:
+    model = sharded_model()
+    with quiet(model, tmp_path / "run") as recorder:
+        train(model, recorder, steps=1)
+        with recorder.between_steps("checkpoint"):
+            pass
+        with recorder.data():
+            pass
+        train(model, recorder, steps=1)
+    events = open_run(tmp_path / "run").events(0, steps=[1])
+    assert (events.kind == EventKind.DATA).sum() == 1
+    assert (events.kind == EventKind.BETWEEN_STEPS).sum() == 1
+
+
+def test_a_data_loader_is_timed_without_cooperation(fake_ranks: None, tmp_path: Path) -> None:
+    model = sharded_model()
+    loader = torch.utils.data.DataLoader(torch.ones(12, 8), batch_size=4)
+    with quiet(model, tmp_path / "run") as recorder:
+        for batch in loader:
+            with recorder.step():
+                model(batch).sum().backward()
+    events = open_run(tmp_path / "run").events(0, kinds=[EventKind.DATA])
+    assert events.step.tolist() == [0, 1, 2, 3][: len(events)]
+    assert len(events) >= 3
+
+
+def test_torch_keeps_the_names_that_the_recorder_attaches_to() -> None:
+    """If this fails the recorder must be looked at under the new torch before it is trusted."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    assert torch.__version__.startswith("2.13.")
+    assert all(callable(getattr(FSDPParamGroup, name)) for name in unit_hooks.WRAPPED_METHODS)
+    assert hasattr(torch.utils.checkpoint, "_recomputation_hook")
+    assert callable(torch.utils.data.dataloader._BaseDataLoaderIter.__next__)
