@@ -1,0 +1,319 @@
+"""What did the machine do while training ran? Samples from a background thread.
+
+Host: this process's memory and CPU time, the machine's memory. GPU: what NVML says about the
+device that this process computes on. Whatever cannot be read is -1 in the rows and one sentence in
+`DeviceSampler.problems`; nothing is ever raised into the training.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from fsdp_inspect.trace.tables import MISSING_INT, DeviceTable
+
+_STOP_TIMEOUT_S = 2.0
+"""How long `stop` waits for a reading that hangs in a driver."""
+_MAX_FAILURES = 3
+"""A reading that failed so often in a row is not tried again."""
+_ALL_LINKS = 0xFFFFFFFF
+"""The NVLink scope that sums over all links (nvml.h: "a scopeId of UINT_MAX")."""
+
+Reading = Callable[[], Mapping[str, int]]
+"""Columns of `DeviceTable` that one question to the machine answers."""
+
+
+class DeviceSampler:
+    """Appends one row of `DeviceTable` every `interval_s`, one at the start and one at the end.
+
+    Args:
+        append: Takes a row, a tuple in the table's column order; called from the thread.
+        interval_s: Seconds between samples.
+        cuda_index: torch's index of the GPU to sample; None: the training runs on CPU.
+    """
+
+    def __init__(
+        self,
+        append: Callable[[tuple[int, ...]], None],
+        interval_s: float = 0.5,
+        cuda_index: int | None = None,
+    ) -> None:
+        self._append = append
+        self._interval_s = interval_s
+        self._cuda_index = cuda_index
+        self._identity: GpuIdentity | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pid = -1
+        self._probes: list[_Probe] = []
+        self.problems: list[str] = []
+        """What could not be sampled and why, one sentence each."""
+
+    def start(self) -> None:
+        """Begin sampling; a second call does nothing."""
+        if self._thread is not None:
+            return
+        self._pid = os.getpid()
+        if self._cuda_index is not None:
+            try:
+                self._identity = identify_gpu(self._cuda_index)
+            except Exception as error:
+                self._note(f"The GPU is not sampled: torch does not describe it ({error}).")
+        self._thread = threading.Thread(target=self._run, name="fsdp-inspect-devices", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take a last sample and end the thread; does nothing in a forked child."""
+        # The thread is not in the child, and a lock it held at the fork stays locked there.
+        if self._thread is None or os.getpid() != self._pid:
+            return
+        self._stop.set()
+        self._thread.join(_STOP_TIMEOUT_S)
+
+    def _run(self) -> None:
+        nvml = None
+        try:
+            self._probes = _open_host(self._note)
+            if self._identity is not None:
+                nvml, probes = _open_gpu(self._identity, self._note)
+                self._probes += probes
+            self._sample()
+            while not self._stop.wait(self._interval_s):
+                self._sample()
+            self._sample()
+        except Exception as error:
+            self._note(f"Device samples stopped by an internal error: {error!r}.")
+        finally:
+            _close_gpu(nvml)
+
+    def _sample(self) -> None:
+        values: dict[str, int] = {"time_ns": time.perf_counter_ns()}
+        for probe in self._probes:
+            values |= probe.ask(self._note)
+        self._append(tuple(values.get(column, MISSING_INT) for column in DeviceTable.DTYPES))
+
+    def _note(self, sentence: str) -> None:
+        if sentence not in self.problems:
+            self.problems.append(sentence)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuIdentity:
+    """Which GPU torch's index means, in terms that hold whatever CUDA_VISIBLE_DEVICES hides."""
+
+    uuid: str | None
+    """`GPU-` and the UUID."""
+    pci_bus_id: str | None
+    """`domain:bus:device.function`, hexadecimal."""
+    nvml_index: int
+    """By CUDA_VISIBLE_DEVICES; wrong where CUDA orders GPUs otherwise than NVML (by bus)."""
+
+
+def identify_gpu(cuda_index: int) -> GpuIdentity:
+    """What torch knows about a GPU by which NVML can find it.
+
+    Raises:
+        AssertionError: There is no such device (raised by torch).
+    """
+    import torch
+
+    properties = torch.cuda.get_device_properties(cuda_index)
+    uuid = getattr(properties, "uuid", None)
+    return GpuIdentity(
+        uuid=f"GPU-{uuid}" if uuid else None,
+        pci_bus_id=_pci_bus_id(properties),
+        nvml_index=_visible_index(cuda_index),
+    )
+
+
+def _pci_bus_id(properties: Any) -> str | None:
+    """NVML's spelling of a PCI address; None where torch (before 2.8) does not tell it."""
+    try:
+        domain, bus = properties.pci_domain_id, properties.pci_bus_id
+        return f"{domain:08x}:{bus:02x}:{properties.pci_device_id:02x}.0"
+    except AttributeError:
+        return None
+
+
+def _visible_index(cuda_index: int) -> int:
+    visible = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if cuda_index < len(visible) and visible[cuda_index].isdigit():
+        return int(visible[cuda_index])
+    return cuda_index
+
+
+class _Probe:
+    """One question to the machine, asked until it proves to have no answer."""
+
+    def __init__(self, subject: str, read: Reading) -> None:
+        self._subject = subject
+        self._read = read
+        self._failures = 0
+
+    def ask(self, note: Callable[[str], None]) -> Mapping[str, int]:
+        """The answer; empty when there is none."""
+        if self._failures >= _MAX_FAILURES:
+            return {}
+        try:
+            answer = self._read()
+        except Exception as error:
+            self._failures += 1
+            if self._failures == _MAX_FAILURES:
+                note(f"{self._subject} cannot be read here: {error}.")
+            return {}
+        self._failures = 0
+        return answer
+
+
+# --- host
+
+
+def _open_host(note: Callable[[str], None]) -> list[_Probe]:
+    probes = [_Probe("This process's CPU time", _CpuShare())]
+    try:
+        import psutil
+    except ImportError:
+        note(
+            "Host memory is not sampled: psutil is not installed. "
+            "Install it with `pip install fsdp-inspect[record]`."
+        )
+        return probes
+    process = psutil.Process()
+
+    def read_process_memory() -> Mapping[str, int]:
+        return {"process_rss": process.memory_info().rss}
+
+    def read_host_memory() -> Mapping[str, int]:
+        memory = psutil.virtual_memory()
+        # "Used" as what a new process could not get: caches that would be dropped are not in it.
+        return {
+            "host_memory_used": memory.total - memory.available,
+            "host_memory_total": memory.total,
+        }
+
+    return [
+        *probes,
+        _Probe("This process's memory", read_process_memory),
+        _Probe("The host's memory", read_host_memory),
+    ]
+
+
+class _CpuShare:
+    """CPU time of all threads of this process since the last call, in percent of one core.
+
+    Child processes (data loader workers) are not in it: finding them means reading the whole
+    process table at each sample.
+    """
+
+    def __init__(self) -> None:
+        self._before = time.process_time_ns(), time.perf_counter_ns()
+
+    def __call__(self) -> Mapping[str, int]:
+        cpu_ns, wall_ns = time.process_time_ns(), time.perf_counter_ns()
+        cpu_before, wall_before = self._before
+        if wall_ns - wall_before < 1_000_000:  # too short to say anything (the first sample)
+            return {}
+        self._before = cpu_ns, wall_ns
+        return {"process_cpu_pct": round(100 * (cpu_ns - cpu_before) / (wall_ns - wall_before))}
+
+
+# --- GPU
+
+
+def _open_gpu(
+    identity: GpuIdentity, note: Callable[[str], None]
+) -> tuple[ModuleType | None, list[_Probe]]:
+    try:
+        import pynvml
+    except ImportError:
+        note(
+            "The GPU is not sampled: the NVML bindings are not installed. "
+            "Install them with `pip install fsdp-inspect[record]`."
+        )
+        return None, []
+    try:
+        pynvml.nvmlInit()
+    except Exception as error:
+        note(f"The GPU is not sampled: NVML does not start here ({error}).")
+        return None, []
+    try:
+        handle = _find_gpu(pynvml, identity)
+    except Exception as error:
+        note(f"The GPU is not sampled: NVML does not know {identity} ({error}).")
+        return pynvml, []
+    return pynvml, _gpu_probes(pynvml, handle)
+
+
+def _find_gpu(nvml: Any, identity: GpuIdentity) -> Any:
+    """NVML's handle, by the first of UUID, PCI address and index that NVML knows."""
+    if identity.uuid is not None:
+        try:
+            return nvml.nvmlDeviceGetHandleByUUID(identity.uuid)
+        except nvml.NVMLError:
+            pass
+    if identity.pci_bus_id is not None:
+        try:
+            return nvml.nvmlDeviceGetHandleByPciBusId(identity.pci_bus_id)
+        except nvml.NVMLError:
+            pass
+    return nvml.nvmlDeviceGetHandleByIndex(identity.nvml_index)
+
+
+def _gpu_probes(nvml: Any, handle: Any) -> list[_Probe]:
+    def read_nvlink() -> Mapping[str, int]:
+        ids = (
+            nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
+            nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
+        )
+        sent, received = nvml.nvmlDeviceGetFieldValues(handle, [(id_, _ALL_LINKS) for id_ in ids])
+        for field in (sent, received):
+            if field.nvmlReturn != nvml.NVML_SUCCESS:
+                raise nvml.NVMLError(field.nvmlReturn)
+        return {  # counters in KiB
+            "nvlink_tx_bytes": 1024 * sent.value.ullVal,
+            "nvlink_rx_bytes": 1024 * received.value.ullVal,
+        }
+
+    def read_pcie() -> Mapping[str, int]:
+        # In kB/s, over the last 20 ms; each call takes that long, asleep and without the GIL.
+        sent = nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_TX_BYTES)
+        received = nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES)
+        return {"pcie_tx_bytes_per_s": 1000 * sent, "pcie_rx_bytes_per_s": 1000 * received}
+
+    def one(column: str, read: Callable[[], int]) -> Reading:
+        return lambda: {column: int(read())}
+
+    return [
+        _Probe(
+            "The GPU's utilisation",
+            one("gpu_utilisation_pct", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+        ),
+        _Probe(
+            "The GPU's memory",
+            one("gpu_memory_used", lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
+        ),
+        _Probe(
+            "The GPU's power", one("gpu_power_mw", lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+        ),
+        _Probe(
+            "The GPU's clock",
+            one(
+                "gpu_sm_clock_mhz",
+                lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            ),
+        ),
+        _Probe("NVLink traffic", read_nvlink),
+        _Probe("PCIe traffic", read_pcie),
+    ]
+
+
+def _close_gpu(nvml: Any) -> None:
+    if nvml is None:
+        return
+    try:
+        nvml.nvmlShutdown()
+    except nvml.NVMLError:
+        return

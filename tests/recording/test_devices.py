@@ -1,0 +1,293 @@
+import itertools
+import os
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fsdp_inspect.recording import devices
+from fsdp_inspect.recording.devices import DeviceSampler, GpuIdentity
+from fsdp_inspect.trace.tables import DeviceTable
+
+
+class FakeNvml:
+    """NVML as a machine with three GPUs would answer, with counters that grow at each reading."""
+
+    NVML_SUCCESS = 0
+    NVML_CLOCK_SM = 1
+    NVML_PCIE_UTIL_TX_BYTES = 0
+    NVML_PCIE_UTIL_RX_BYTES = 1
+    NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX = 138
+    NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX = 139
+
+    class NVMLError(Exception):
+        """Base of NVML's errors."""
+
+    def __init__(self) -> None:
+        self.starts = 0
+        self.num_links = 4
+        self.clock_calls = 0
+        self.clock_works = True
+
+    def nvmlInit(self):
+        self.starts += 1
+
+    def nvmlShutdown(self):
+        self.starts -= 1
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        if not uuid.startswith("GPU-uuid-of-"):
+            raise self.NVMLError("Not Found")
+        return int(uuid[-1])
+
+    def nvmlDeviceGetHandleByPciBusId(self, bus_id):
+        if bus_id != "00000000:81:00.0":
+            raise self.NVMLError("Not Found")
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        if index > 2:
+            raise self.NVMLError("Invalid Argument")
+        return index
+
+    def nvmlDeviceGetUtilizationRates(self, handle):
+        return SimpleNamespace(gpu=90 + handle, memory=10)
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        return SimpleNamespace(used=5 << 30, total=80 << 30)
+
+    def nvmlDeviceGetPowerUsage(self, handle):
+        return 350_000
+
+    def nvmlDeviceGetClockInfo(self, handle, clock):
+        self.clock_calls += 1
+        if not self.clock_works:
+            raise self.NVMLError("Not Supported")
+        return 1980
+
+    def nvmlDeviceGetPcieThroughput(self, handle, counter):
+        return {0: 7, 1: 9}[counter]
+
+    def nvmlDeviceGetFieldValues(self, handle, fields):
+        all_links = 2**32 - 1
+        return [
+            SimpleNamespace(
+                nvmlReturn=self.NVML_SUCCESS if self.num_links else 3,
+                value=SimpleNamespace(ullVal=id_ * (self.num_links if scope == all_links else 1)),
+            )
+            for id_, scope in fields
+        ]
+
+
+class FakeCuda:
+    """torch's description of a GPU."""
+
+    def __init__(self, **properties):
+        self.properties = SimpleNamespace(**properties)
+
+    def __call__(self, index):
+        return self.properties
+
+
+@pytest.fixture
+def nvml(monkeypatch) -> FakeNvml:
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    return fake
+
+
+def sample(
+    cuda_index: int | None = None, *, interval_s: float = 0.5, num_rows: int = 1
+) -> tuple[list[dict[str, int]], DeviceSampler]:
+    """The rows of a sampler that runs until it has so many (and a last one), and the sampler."""
+    rows: list[tuple[int, ...]] = []
+    sampler = DeviceSampler(rows.append, interval_s, cuda_index)
+    sampler.start()
+    deadline = time.monotonic() + 10
+    while len(rows) < num_rows and time.monotonic() < deadline:
+        time.sleep(0.001)
+    sampler.stop()
+    return [dict(zip(DeviceTable.DTYPES, row, strict=True)) for row in rows], sampler
+
+
+def gpu(row: dict[str, int]) -> list[int]:
+    return [row[column] for column in DeviceTable.DTYPES if column.startswith(("gpu", "nv", "pc"))]
+
+
+def test_process_and_host_are_sampled_on_a_machine_without_gpu():
+    rows, sampler = sample()
+    last = rows[-1]
+    assert last["process_rss"] > 10 << 20
+    assert 0 < last["host_memory_used"] < last["host_memory_total"]
+    assert gpu(last) == [-1] * len(gpu(last))
+    assert sampler.problems == []
+
+
+def test_rows_fit_the_device_table():
+    rows, _ = sample()
+    assert len(DeviceTable.from_rows(rows)) == len(rows) >= 2
+
+
+def test_cpu_share_counts_every_core_that_this_process_keeps_busy():
+    share = devices._CpuShare()
+    until = time.perf_counter() + 0.1
+    cpu_before = time.process_time()
+    while time.perf_counter() < until:
+        pass
+    busy = 100 * (time.process_time() - cpu_before) / 0.1
+    assert share()["process_cpu_pct"] == pytest.approx(busy, abs=25)
+
+
+def test_short_training_has_a_sample_at_its_start_and_its_end():
+    rows, _ = sample(interval_s=60)
+    assert len(rows) == 2
+    assert rows[0]["time_ns"] < rows[1]["time_ns"]
+
+
+def test_samples_keep_their_interval():
+    rows, _ = sample(interval_s=0.02, num_rows=4)
+    times = [row["time_ns"] for row in rows[:4]]
+    assert all(later - earlier >= 20_000_000 for earlier, later in itertools.pairwise(times))
+
+
+def test_gpu_of_torch_is_found_by_its_uuid_whatever_is_visible(nvml, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", FakeCuda(uuid="uuid-of-2"))
+    rows, sampler = sample(cuda_index=0)
+    assert rows[-1]["gpu_utilisation_pct"] == 92
+    assert sampler.problems == []
+
+
+@pytest.mark.parametrize(
+    ("properties", "visible", "handle"),
+    [
+        pytest.param(
+            {"uuid": "?", "pci_domain_id": 0, "pci_bus_id": 0x81, "pci_device_id": 0},
+            "",
+            1,
+            id="by PCI address",
+        ),
+        pytest.param({}, "2,0", 2, id="by the visible device"),
+        pytest.param({}, "GPU-abc", 0, id="by torch's index"),
+    ],
+)
+def test_gpu_without_uuid_is_found_otherwise(nvml, monkeypatch, properties, visible, handle):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", FakeCuda(**properties))
+    rows, _ = sample(cuda_index=0)
+    assert rows[-1]["gpu_utilisation_pct"] == 90 + handle
+
+
+def test_gpu_readings_have_the_units_of_their_columns(nvml, monkeypatch):
+    monkeypatch.setattr(devices, "identify_gpu", lambda index: GpuIdentity(None, None, index))
+    row = sample(cuda_index=0)[0][-1]
+    assert row["gpu_memory_used"] == 5 << 30
+    assert row["gpu_power_mw"] == 350_000
+    assert row["gpu_sm_clock_mhz"] == 1980
+    assert (row["nvlink_tx_bytes"], row["nvlink_rx_bytes"]) == (4 * 138 * 1024, 4 * 139 * 1024)
+    assert (row["pcie_tx_bytes_per_s"], row["pcie_rx_bytes_per_s"]) == (7000, 9000)
+
+
+def test_nvml_is_shut_down_at_the_end(nvml, monkeypatch):
+    monkeypatch.setattr(devices, "identify_gpu", lambda index: GpuIdentity(None, None, index))
+    sample(cuda_index=0)
+    assert nvml.starts == 0
+
+
+def test_reading_that_is_not_supported_is_missing_and_not_asked_for_ever(nvml, monkeypatch):
+    monkeypatch.setattr(devices, "identify_gpu", lambda index: GpuIdentity(None, None, index))
+    nvml.clock_works, nvml.num_links = False, 0
+    rows, sampler = sample(cuda_index=0, interval_s=0.002, num_rows=5)
+    assert {row["gpu_sm_clock_mhz"] for row in rows} == {-1}
+    assert {row["nvlink_tx_bytes"] for row in rows} == {-1}
+    assert rows[-1]["gpu_power_mw"] == 350_000
+    assert nvml.clock_calls == 3
+    assert [problem.split(" cannot")[0] for problem in sampler.problems] == [
+        "The GPU's clock",
+        "NVLink traffic",
+    ]
+
+
+def test_machine_without_nvml_library_is_said_once_and_hosts_are_sampled(nvml, monkeypatch):
+    def fail():
+        raise nvml.NVMLError("NVML Shared Library Not Found")
+
+    monkeypatch.setattr(devices, "identify_gpu", lambda index: GpuIdentity(None, None, index))
+    monkeypatch.setattr(nvml, "nvmlInit", fail)
+    rows, sampler = sample(cuda_index=0)
+    assert rows[-1]["process_rss"] > 0
+    assert sampler.problems == [
+        "The GPU is not sampled: NVML does not start here (NVML Shared Library Not Found)."
+    ]
+
+
+def test_gpu_unknown_to_nvml_is_said(nvml, monkeypatch):
+    monkeypatch.setattr(devices, "identify_gpu", lambda index: GpuIdentity(None, None, 7))
+    _, sampler = sample(cuda_index=0)
+    assert "NVML does not know" in sampler.problems[0]
+    assert nvml.starts == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "subject"), [("psutil", "Host memory"), ("pynvml", "The GPU is not")]
+)
+def test_missing_package_costs_its_columns_and_is_said(monkeypatch, module, subject):
+    monkeypatch.setattr(devices, "identify_gpu", lambda index: GpuIdentity(None, None, index))
+    monkeypatch.setitem(sys.modules, module, None)
+    rows, sampler = sample(cuda_index=0)
+    assert rows[-1]["time_ns"] > 0
+    assert any(problem.startswith(subject) for problem in sampler.problems)
+
+
+def test_gpu_that_torch_does_not_have_is_said():
+    _, sampler = sample(cuda_index=0) if not torch.cuda.is_available() else sample(cuda_index=99)
+    assert sampler.problems[0].startswith("The GPU is not sampled: torch does not describe it")
+
+
+def test_append_that_raises_ends_the_sampling_and_nothing_else():
+    def append(row):
+        raise OSError("disk full")
+
+    sampler = DeviceSampler(append)
+    sampler.start()
+    sampler.stop()
+    assert sampler.problems == [
+        "Device samples stopped by an internal error: OSError('disk full')."
+    ]
+
+
+def test_stopping_twice_or_before_starting_does_nothing():
+    sampler = DeviceSampler([].append)
+    sampler.stop()
+    sampler.start()
+    sampler.start()
+    sampler.stop()
+    sampler.stop()
+    assert "fsdp-inspect-devices" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_thread_does_not_keep_a_process_alive():
+    sampler = DeviceSampler([].append)
+    sampler.start()
+    (thread,) = [t for t in threading.enumerate() if t.name == "fsdp-inspect-devices"]
+    sampler.stop()
+    assert thread.daemon
+
+
+@pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
+def test_forked_child_neither_samples_nor_waits_for_the_thread_it_does_not_have():
+    rows: list[tuple[int, ...]] = []
+    sampler = DeviceSampler(rows.append, interval_s=0.005)
+    sampler.start()
+    child = os.fork()
+    if child == 0:
+        before = len(rows)
+        time.sleep(0.03)
+        sampler.stop()
+        os._exit(0 if len(rows) == before else 1)
+    _, status = os.waitpid(child, 0)
+    sampler.stop()
+    assert os.waitstatus_to_exitcode(status) == 0
