@@ -76,6 +76,8 @@ class StepFacts:
     backward_gathers_ns: int = 0
     """Exposed all-gathers of the backward, which `reshard_after_forward=False` removes."""
     top: Waiting | None = None
+    reduces_in_float32: bool = False
+    """Some unit's gradients are reduced in float32."""
     blocks_host: bool = False
     """The backend's collectives are synchronous."""
     backend: str = ""
@@ -247,8 +249,11 @@ def _advise_communication(facts: StepFacts) -> list[str]:
         steps.append("Judge overlap and prefetch on GPUs: there a collective blocks a stream only.")
     elif facts.top is not None and facts.top.kind == "all_gather":
         steps.append("Prefetch one unit ahead, so that the all-gather is issued earlier.")
-    elif facts.top is not None and facts.top.kind == "reduce_scatter":
-        steps.append("Reduce gradients in bfloat16, if they are reduced in float32.")
+    elif facts.top is not None and facts.top.kind == "reduce_scatter" and facts.reduces_in_float32:
+        steps.append(
+            "Reduce gradients in bfloat16 (MixedPrecisionPolicy(reduce_dtype)): half the bytes; "
+            "check that the loss still falls."
+        )
     return steps or ["Look at the most exposed collective first: fsdp-inspect units RUN."]
 
 

@@ -113,7 +113,7 @@ def _command(run: _DemoRun, runs_dir: Path, steps: int) -> list[str]:
         *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={_NUM_RANKS}"),
         *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
         *("-m", _TRAINER, "--preset", "tiny", "--steps", str(steps)),
-        *("--runs-dir", str(runs_dir), *run.settings),
+        *("--runs-dir", str(runs_dir), "--name", run.name, *run.settings),
     ]
 
 

@@ -211,6 +211,7 @@ def _judge(
             other_ns=breakdown.duration_ns(StepPart.OTHER),
             backward_gathers_ns=exposed.backward_gathers_ns,
             top=_top_owner(exposed),
+            reduces_in_float32=any(unit.reduce_dtype == "float32" for unit in manifest.units),
             blocks_host=provenance is not None and provenance.blocks_host,
             backend=manifest.backend,
             num_units=len(parameters),
