@@ -1,0 +1,286 @@
+"""Where and with what was this run made? Versions, settings, command line, commit, clocks.
+
+Only what explains a run is kept, and nothing that looks like a secret: of the environment, the
+variables that change how torch and its backends behave; of the command line, all but the values
+of options that are named like a secret, or that look like one.
+"""
+
+import functools
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from fsdp_inspect.trace.run import ClockPair
+from fsdp_inspect.version import __version__
+
+MASK = "***"
+"""What stands for a secret."""
+
+VARIABLES = frozenset(
+    {
+        "CUBLAS_WORKSPACE_CONFIG",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUDA_DEVICE_ORDER",
+        "CUDA_LAUNCH_BLOCKING",
+        "CUDA_MODULE_LOADING",
+        "CUDA_VISIBLE_DEVICES",
+        "MKL_NUM_THREADS",
+        "OMP_NUM_THREADS",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    }
+)
+"""Environment variables that change how a step runs."""
+
+VARIABLE_PREFIXES = ("GLOO_", "NCCL_", "TORCH_")
+"""Families of such variables; TORCH_ has TORCH_NCCL_ in it."""
+
+_GIT_TIMEOUT_S = 5.0
+_CLOCK_READINGS = 16
+
+_SECRET_NAMES = frozenset(
+    {
+        "auth",
+        "authorization",
+        "bearer",
+        "credential",
+        "credentials",
+        "passphrase",
+        "passwd",
+        "password",
+        "pwd",
+        "secret",
+        "secrets",
+        "token",
+    }
+)
+_SECRET_KINDS_OF_KEY = frozenset({"access", "api", "auth", "private", "secret", "signing"})
+
+_WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+(?![a-z])")
+_ASSIGNMENT = re.compile(r"""([A-Za-z][\w.-]*)(["']?\s*(?:=|:(?!//))\s*["']?)([^\s"',;&}]+)""")
+_CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_BEARER = re.compile(r"(?i)\b(bearer|basic)\s+\S+")
+_KNOWN_TOKENS = re.compile(
+    r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|ya29\.|eyJ)[\w.-]{8,}"
+)
+"""Beginnings by which well-known services mark their tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentDescription:
+    """The parts of a run's manifest that say where and with what it was made."""
+
+    command: list[str]
+    """As it was typed, secrets masked; the interpreter by its name alone."""
+    host: str
+    device_name: str
+    versions: dict[str, str]
+    """By package or driver; what is not there is not named."""
+    environment: dict[str, str]
+    git_commit: str | None
+    """Of the training script's folder, with `-dirty` when tracked files differ; None: no commit."""
+
+
+def describe_environment(device_type: str | None = None) -> EnvironmentDescription:
+    """What is to be known about this process to understand or repeat its run.
+
+    Args:
+        device_type: What the training runs on; None: `cuda` where there is one, else `cpu`.
+    """
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    return EnvironmentDescription(
+        command=describe_command(sys.orig_argv),
+        host=socket.gethostname(),
+        device_name=_device_name(device_type),
+        versions=_versions(),
+        environment=select_variables(os.environ),
+        git_commit=_commit_at_first_look(_script_folder()),
+    )
+
+
+def read_clock_pair() -> ClockPair:
+    """The monotonic clock of all events (`time.perf_counter_ns`) and the wall clock, together.
+
+    The tightest of several readings: a thread may be put to sleep between two clocks.
+    """
+    return min(
+        (_read_clocks() for _ in range(_CLOCK_READINGS)), key=lambda pair: pair.uncertainty_ns
+    )
+
+
+def select_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Those that change how a step runs, sorted by name, secrets masked."""
+    return {
+        name: MASK if _names_secret(name) else mask_secrets(value)
+        for name, value in sorted(variables.items())
+        if name in VARIABLES or name.startswith(VARIABLE_PREFIXES)
+    }
+
+
+def describe_command(arguments: Sequence[str]) -> list[str]:
+    """A command line that may be stored: `--token X`, `--api-key=X` and the like are masked."""
+    command = [Path(arguments[0]).name] if arguments else []
+    previous_names_secret = False
+    for argument in arguments[1:]:
+        if previous_names_secret and not argument.startswith("--"):
+            command.append(MASK)
+        else:
+            command.append(mask_secrets(argument))
+        is_option = argument.startswith("-") and "=" not in argument
+        previous_names_secret = is_option and _names_secret(argument)
+    return command
+
+
+def mask_secrets(text: str) -> str:
+    """The text without the secrets in it: assignments to secret names, credentials, tokens."""
+    text = _BEARER.sub(rf"\1 {MASK}", text)
+    text = _CREDENTIALS_IN_URL.sub(MASK, text)
+    text = _KNOWN_TOKENS.sub(MASK, text)
+    return _ASSIGNMENT.sub(_mask_assignment, text)
+
+
+def find_commit(folder: Path) -> str | None:
+    """The git commit that a folder is at, `-dirty` appended when tracked files differ from it.
+
+    None where there is no repository, no commit, no git, or git is slow.
+    """
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        described = subprocess.run(
+            [*command, "--exclude=*"],
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_GIT_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip() or None
+
+
+def _mask_assignment(match: re.Match[str]) -> str:
+    name, sign, value = match.groups()
+    # `--set=token=X`: the value may be an assignment itself.
+    masked = MASK if _names_secret(name) else _ASSIGNMENT.sub(_mask_assignment, value)
+    return f"{name}{sign}{masked}"
+
+
+def _names_secret(name: str) -> bool:
+    """Whether an option or variable is named like a secret.
+
+    By its last word, so that `--hf-token`, `hub.accessToken` and `--api_key` are, and
+    `--tokenizer`, `--max-tokens`, `--token-dim` and `--key` are not.
+    """
+    words = [word.lower() for word in _WORD.findall(name)]
+    if not words:
+        return False
+    if words[-1] in _SECRET_NAMES or words[-1] == "apikey":
+        return True
+    return words[-1] == "key" and len(words) > 1 and words[-2] in _SECRET_KINDS_OF_KEY
+
+
+def _read_clocks() -> ClockPair:
+    before = time.perf_counter_ns()
+    unix_ns = time.time_ns()
+    after = time.perf_counter_ns()
+    return ClockPair(
+        monotonic_ns=(before + after) // 2,
+        unix_ns=unix_ns,
+        uncertainty_ns=(after - before + 1) // 2,
+    )
+
+
+@functools.cache
+def _commit_at_first_look(folder: Path) -> str | None:
+    """The code was loaded at the start: what is checked out later did not make the run."""
+    return find_commit(folder)
+
+
+def _script_folder() -> Path:
+    """The folder of the training script (or module); the working folder when there is none."""
+    script = Path(sys.argv[0])
+    return script.resolve().parent if script.is_file() else Path.cwd()
+
+
+def _device_name(device_type: str) -> str:
+    if device_type == "cuda":
+        return torch.cuda.get_device_name()
+    return _cpu_name() if device_type == "cpu" else device_type
+
+
+@functools.cache
+def _cpu_name() -> str:
+    """As the system calls it (`AMD EPYC 9654 96-Core Processor`), else the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), "") or platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    found = {
+        "fsdp_inspect": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": _installed("numpy"),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": _cudnn_version(),
+        "nccl": _nccl_version(),
+        "driver": _driver_version(),
+    }
+    return {name: str(value) for name, value in found.items() if value}
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cudnn_version() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    number = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return None if number is None else str(number)
+
+
+def _nccl_version() -> str | None:
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        return None
+    numbers = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, numbers))
+
+
+@functools.cache
+def _driver_version() -> str | None:
+    """NVIDIA's kernel driver; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            return str(pynvml.nvmlSystemGetDriverVersion())
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception:  # an absent driver library, binding or permission: all mean "not known"
+        return None
