@@ -199,7 +199,10 @@ class RankWriter:
         buffer, stream = self._buffers[name], self._streams[name]
         rows = buffer[: len(buffer)]
         del buffer[: len(rows)]
-        self._count_dropped(name, stream.add(rows))
+        dropped = stream.add(rows)
+        if dropped:
+            self._count_dropped(name, dropped)
+            self._report(name, ValueError("rows that do not fit, or waited too long, were dropped"))
         lost = stream.forget_deleted_file()
         if lost:
             self._count_dropped(name, lost)
@@ -278,6 +281,7 @@ class RankWriter:
             if surplus > 0:
                 del buffer[:surplus]
                 self._count_dropped(name, surplus)
+                self._report(name, TimeoutError("the disk does not answer, rows were dropped"))
 
     def _report(self, what: str, error: BaseException) -> None:
         """Keep the problem in the record, and say the first one."""

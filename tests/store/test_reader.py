@@ -1,0 +1,351 @@
+"""Opening runs: whole, running, cut short, in parts, elsewhere."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from fsdp_inspect.errors import (
+    CorruptFileError,
+    IncompleteRunError,
+    NotARunError,
+    SchemaVersionError,
+)
+from fsdp_inspect.store.compaction import compact_run
+from fsdp_inspect.store.folder import create_run, rank_folder
+from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.store.records import encode_record
+from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.reduction import reduce_rank
+from fsdp_inspect.trace.run import RunSource, RunStatus
+from fsdp_inspect.trace.tables import EventTable, SummaryTable
+from tests.store.writing import (
+    assert_same_rows,
+    event_rows,
+    make_manifest,
+    sorted_by,
+    table_of,
+    write_rank,
+    write_run,
+)
+
+DEAD_PID = 2**22 + 1
+"""Above the largest number that Linux gives."""
+
+
+def expected_events(num_steps: int) -> EventTable:
+    table = table_of(EventTable, event_rows(num_steps))
+    return EventTable.from_columns(sorted_by(table, "start_ns").columns())
+
+
+def rewrite_record(path: Path, rank: int, **changes: object) -> None:
+    record = next(record for record in open_run(path).ranks if record.rank == rank)
+    target = rank_folder(path, record.attempt, rank) / "rank.json"
+    target.write_bytes(encode_record(record.model_copy(update=changes)))
+
+
+# ---- whole runs
+
+
+@pytest.mark.parametrize("compact", [False, True], ids=["live", "compacted"])
+def test_whole_run_gives_its_tables_and_has_no_notes(tmp_path: Path, compact: bool) -> None:
+    run: RunSource = open_run(write_run(tmp_path, compact=compact))
+    assert run.status is RunStatus.COMPLETE
+    assert [record.rank for record in run.ranks] == [0, 1]
+    assert_same_rows(run.events(1), expected_events(3))
+    assert list(run.notes) == []
+
+
+def test_steps_and_kinds_limit_the_events(tmp_path: Path) -> None:
+    run = open_run(write_run(tmp_path))
+    events = run.events(0, steps=[1, 2], kinds=[EventKind.FORWARD, EventKind.STEP])
+    assert events.step.tolist() == [1, 1, 2, 2]
+    assert events.kind.tolist() == [0, 2, 0, 2]
+
+
+@pytest.mark.parametrize("compact", [False, True], ids=["live", "compacted"])
+def test_summary_is_that_of_the_events(tmp_path: Path, compact: bool) -> None:
+    run = open_run(write_run(tmp_path, compact=compact))
+    expected = [reduce_rank(expected_events(3), rank=rank) for rank in (0, 1)]
+    assert_same_rows(run.summary(), SummaryTable.concat(expected))
+
+
+def test_summary_of_the_run_needs_no_other_file(tmp_path: Path) -> None:
+    compact_run(write_run(tmp_path))
+    expected = open_run(tmp_path).summary()
+    for table in tmp_path.glob("attempt-*/rank-*/*.parquet"):
+        table.unlink()
+    assert_same_rows(open_run(tmp_path).summary(), expected)
+
+
+def test_summary_that_lacks_a_rank_is_not_used(tmp_path: Path) -> None:
+    attempt = create_run(tmp_path, make_manifest())
+    write_rank(tmp_path, 0, attempt=attempt).close()
+    compact_run(tmp_path)
+    write_rank(tmp_path, 1, attempt=attempt).close()
+    assert set(open_run(tmp_path).summary().rank.tolist()) == {0, 1}
+
+
+def test_summary_made_with_other_formulas_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdp_inspect.store.compaction.reduce_rank", _no_rows)
+    monkeypatch.setattr("fsdp_inspect.store.compaction.REDUCTION_VERSION", 0)
+    compact_run(write_run(tmp_path))
+    monkeypatch.undo()
+    assert set(open_run(tmp_path).summary().rank.tolist()) == {0, 1}
+
+
+def _no_rows(events: EventTable, *, rank: int, attempt: int) -> SummaryTable:
+    return SummaryTable.empty()
+
+
+def test_last_attempt_is_opened_unless_another_is_asked_for(tmp_path: Path) -> None:
+    write_run(tmp_path, num_steps=3)
+    write_run(tmp_path, num_steps=5)
+    assert open_run(tmp_path).attempts == (0, 1)
+    assert len(open_run(tmp_path).events(0)) == 20
+    assert len(open_run(tmp_path, attempt=0).events(0)) == 12
+    compact_run(tmp_path)
+    assert set(open_run(tmp_path).summary().attempt.tolist()) == {1}
+
+
+def test_attempt_that_does_not_exist_is_named_with_those_that_do(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    with pytest.raises(IncompleteRunError, match=r"no attempt 7\. It has: 0\."):
+        open_run(tmp_path, attempt=7)
+
+
+# ---- runs that are not whole
+
+
+def test_run_in_progress_gives_what_is_there(tmp_path: Path) -> None:
+    attempt = create_run(tmp_path, make_manifest())
+    writers = [write_rank(tmp_path, rank, attempt=attempt) for rank in (0, 1)]
+    run = open_run(tmp_path)
+    assert run.status is RunStatus.RUNNING
+    assert len(run.events(0)) == 12
+    assert len(run.summary()) > 0
+    assert list(run.notes) == []
+    for writer in writers:
+        writer.close()
+
+
+def test_rank_whose_process_is_gone_reads_crashed(tmp_path: Path) -> None:
+    write_run(tmp_path, compact=False)
+    rewrite_record(tmp_path, 1, status=RunStatus.RUNNING, pid=DEAD_PID)
+    run = open_run(tmp_path)
+    assert run.status is RunStatus.CRASHED
+    assert [record.status.value for record in run.ranks] == ["complete", "crashed"]
+    assert "Rank 1 stopped without saying so" in run.notes[0]
+
+
+def test_rank_of_another_host_reads_crashed_after_a_minute_of_silence(tmp_path: Path) -> None:
+    write_run(tmp_path, compact=False)
+    now_ns = time.time_ns()
+    rewrite_record(tmp_path, 0, status=RunStatus.RUNNING, host="node7", flushed_unix_ns=now_ns)
+    assert open_run(tmp_path).status is RunStatus.RUNNING
+    rewrite_record(tmp_path, 0, status=RunStatus.RUNNING, host="node7", flushed_unix_ns=0)
+    long_ago = now_ns - 120 * 10**9
+    for file in rank_folder(tmp_path, 0, 0).iterdir():
+        os.utime(file, ns=(long_ago, long_ago))
+    assert open_run(tmp_path).status is RunStatus.CRASHED
+
+
+def test_failed_rank_says_why(tmp_path: Path) -> None:
+    attempt = create_run(tmp_path, make_manifest())
+    write_rank(tmp_path, 0, attempt=attempt).close(RunStatus.FAILED, "OutOfMemoryError: 3 GiB")
+    write_rank(tmp_path, 1, attempt=attempt).close()
+    run = open_run(tmp_path)
+    assert run.status is RunStatus.FAILED
+    assert run.notes == ["Rank 0 failed: OutOfMemoryError: 3 GiB."]
+
+
+def test_missing_rank_is_named_and_asking_for_it_says_what_to_do(tmp_path: Path) -> None:
+    run = open_run(write_run(tmp_path, ranks=[1]))
+    assert run.status is RunStatus.PARTIAL
+    assert "Rank 0 of world size 2 is missing" in run.notes[0]
+    with pytest.raises(IncompleteRunError, match=r"Copy attempt-000/rank-00000 here"):
+        run.events(0)
+    assert set(run.summary().rank.tolist()) == {1}
+
+
+def test_emulated_run_lacks_no_ranks(tmp_path: Path) -> None:
+    manifest = make_manifest(world_size=64, source="emulated")
+    write_rank(tmp_path, 0, attempt=create_run(tmp_path, manifest)).close()
+    run = open_run(tmp_path)
+    assert (run.status, list(run.notes)) == (RunStatus.COMPLETE, [])
+
+
+def test_run_without_any_rank_is_partial(tmp_path: Path) -> None:
+    create_run(tmp_path, make_manifest())
+    run = open_run(tmp_path)
+    assert run.status is RunStatus.PARTIAL
+    assert "Ranks 0-1 of world size 2 are missing" in run.notes[0]
+    assert len(run.summary()) == 0
+
+
+def test_part_of_a_run_without_its_manifest_opens_with_nameless_units(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=[1])
+    (tmp_path / "run.json").unlink()
+    run = open_run(tmp_path)
+    assert run.status is RunStatus.PARTIAL
+    assert [unit.fqn for unit in run.manifest.units] == ["unit 0", "unit 1"]
+    assert run.manifest.units[1].unsharded_bytes == 400
+    assert (run.manifest.world_size, run.manifest.device_type) == (2, "cpu")
+    assert any("run.json is not in this folder" in note for note in run.notes)
+
+
+def test_parts_of_two_nodes_copied_together_are_the_whole_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "node0", ranks=[0])
+    write_run(tmp_path / "node1", ranks=[1])
+    (tmp_path / "node1" / "run.json").unlink()
+    shutil.copytree(tmp_path / "node1", tmp_path / "node0", dirs_exist_ok=True)
+    run = open_run(tmp_path / "node0")
+    assert (run.status, list(run.notes)) == (RunStatus.COMPLETE, [])
+
+
+def test_what_a_writer_dropped_is_noted(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    problems = ["events: No space left on device"]
+    rewrite_record(tmp_path, 1, dropped={"events": 12, "memory": 1}, problems=problems)
+    assert list(open_run(tmp_path).notes) == [
+        "Rank 1 dropped 12 rows of events, 1 row of memory.",
+        "Rank 1 reports: events: No space left on device.",
+    ]
+
+
+def test_torn_tail_of_a_crashed_rank_is_noted_when_read(tmp_path: Path) -> None:
+    write_run(tmp_path, compact=False)
+    rewrite_record(tmp_path, 1, status=RunStatus.RUNNING, pid=DEAD_PID)
+    stream = rank_folder(tmp_path, 0, 1) / "events.arrows"
+    stream.write_bytes(stream.read_bytes()[:-100])
+    run = open_run(tmp_path)
+    assert len(run.events(1)) == 12
+    assert any("bytes of events.arrows of rank 1 are an unfinished write" in n for n in run.notes)
+
+
+def test_stream_cut_off_after_the_rank_ended_is_noted_when_read(tmp_path: Path) -> None:
+    write_run(tmp_path, compact=False)
+    stream = rank_folder(tmp_path, 0, 1) / "events.arrows"
+    stream.write_bytes(stream.read_bytes()[:-3000])
+    run = open_run(tmp_path)
+    assert len(run.events(1)) < 12
+    assert any("events.arrows of rank 1 was never closed" in note for note in run.notes)
+
+
+# ---- damage
+
+
+def test_damaged_table_of_one_rank_leaves_the_others_usable(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    damaged = rank_folder(tmp_path, 0, 1)
+    (damaged / "summary.parquet").unlink()
+    (damaged / "events.parquet").write_bytes(b"PAR1" * 100)
+    run = open_run(tmp_path)
+    assert run.status is RunStatus.COMPLETE
+    assert set(run.summary().rank.tolist()) == {0}
+    assert any("rank-00001/events.parquet" in note for note in run.notes)
+    assert len(run.events(0)) == 12
+    with pytest.raises(CorruptFileError, match=r"rank-00001/events\.parquet"):
+        run.events(1)
+
+
+def test_damaged_run_summary_is_noted_and_replaced_by_the_ranks_own(tmp_path: Path) -> None:
+    compact_run(write_run(tmp_path))
+    (tmp_path / "summary.parquet").write_bytes(b"not parquet")
+    run = open_run(tmp_path)
+    assert set(run.summary().rank.tolist()) == {0, 1}
+    assert any(f"{tmp_path}/summary.parquet" in note for note in run.notes)
+
+
+def test_damaged_rank_record_is_noted_and_its_tables_stay_readable(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (rank_folder(tmp_path, 0, 1) / "rank.json").write_bytes(b"{}")
+    run = open_run(tmp_path)
+    assert [record.rank for record in run.ranks] == [0]
+    assert any("rank-00001/rank.json" in note for note in run.notes)
+    assert len(run.events(1)) == 12
+
+
+def test_damaged_manifest_is_an_error_that_names_it(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "run.json").write_bytes((tmp_path / "run.json").read_bytes()[:50])
+    with pytest.raises(CorruptFileError, match=r"run\.json holds 50 bytes that are not JSON"):
+        open_run(tmp_path)
+
+
+def test_newer_run_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    create_run(tmp_path, make_manifest())
+    (tmp_path / "run.json").write_bytes(encode_record(make_manifest(schema_version=2)))
+    with pytest.raises(SchemaVersionError, match=r"schema version 2.*Update fsdp-inspect"):
+        open_run(tmp_path)
+
+
+# ---- not a run
+
+
+def test_folder_without_a_run_names_those_nearby(tmp_path: Path) -> None:
+    create_run(tmp_path / "runs" / "a", make_manifest())
+    with pytest.raises(NotARunError, match=r"no run\.json in it\. Runs nearby: .*runs/a"):
+        open_run(tmp_path / "runs")
+    with pytest.raises(NotARunError, match=r"Runs nearby: .*runs/a"):
+        open_run(tmp_path / "runs" / "b")
+
+
+def test_file_is_not_a_run(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").touch()
+    with pytest.raises(NotARunError, match=r"No run at .*trace\.json.*no runs nearby"):
+        open_run(tmp_path / "trace.json")
+
+
+# ---- URLs
+
+
+@pytest.fixture
+def remote_run(tmp_path: Path) -> Iterator[str]:
+    compact_run(write_run(tmp_path / "run"))
+    live = write_rank(tmp_path / "run", 1, attempt=create_run(tmp_path / "run", make_manifest()))
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path / "run"), "/bucket/run", recursive=True)
+    yield "memory://bucket/run"
+    live.close()
+    memory.rm("/bucket", recursive=True)
+
+
+def test_run_behind_a_url_reads_as_on_a_disk(tmp_path: Path, remote_run: str) -> None:
+    local, remote = open_run(tmp_path / "run"), open_run(remote_run)
+    assert remote.path == remote_run
+    assert remote.manifest == local.manifest
+    assert_same_rows(remote.events(1), local.events(1))
+    first_local, first_remote = (open_run(p, attempt=0) for p in (tmp_path / "run", remote_run))
+    assert_same_rows(first_remote.events(0, steps=[1]), first_local.events(0, steps=[1]))
+    assert_same_rows(first_remote.summary(), first_local.summary())
+
+
+def test_url_without_a_run_is_named(remote_run: str) -> None:
+    with pytest.raises(NotARunError, match=r"No run at 'memory://bucket/nothing'"):
+        open_run("memory://bucket/nothing")
+
+
+def test_url_of_an_unknown_kind_is_named() -> None:
+    with pytest.raises(NotARunError, match=r"No run at 'xyz://bucket/run'.*fsspec"):
+        open_run("xyz://bucket/run")
+
+
+def test_file_url_is_a_local_path(tmp_path: Path) -> None:
+    assert open_run(f"file://{write_run(tmp_path)}").run_id == "run"
+
+
+def test_small_run_opens_and_sums_up_well_under_100_ms(tmp_path: Path) -> None:
+    compact_run(write_run(tmp_path, num_steps=50))
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        assert len(open_run(tmp_path).summary()) > 0
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.05

@@ -1,0 +1,104 @@
+"""`run.json` and `rank.json`: whole, checked, or refused in words."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdp_inspect.errors import CorruptFileError, SchemaVersionError
+from fsdp_inspect.store.records import decode_record, encode_record, replace_file
+from fsdp_inspect.trace.run import RankRecord, RunManifest
+from tests.store.writing import make_manifest, make_record
+
+
+def decode(encoded: bytes) -> RunManifest:
+    return decode_record(encoded, RunManifest, "runs/a/run.json")
+
+
+def test_manifest_comes_back_equal() -> None:
+    manifest = make_manifest(config={"path": "ä\u2028", "rates": [1e-5, 3]}, tags=["x"])
+    assert decode(encode_record(manifest)) == manifest
+
+
+def test_rank_record_comes_back_equal() -> None:
+    record = make_record(3, dropped={"events": 2}, problems=["memory: the disk is full"])
+    assert decode_record(encode_record(record), RankRecord, "rank.json") == record
+
+
+def test_setting_that_json_cannot_say_is_written_as_text_or_null() -> None:
+    manifest = make_manifest(config={"where": Path("runs"), "loss": float("nan")})
+    assert decode(encode_record(manifest)).config == {"where": "runs", "loss": None}
+
+
+def test_every_changed_bit_is_noticed_or_changes_nothing() -> None:
+    encoded = encode_record(make_manifest())
+    changes = 0
+    for position in range(0, len(encoded), 3):
+        changed = bytearray(encoded)
+        changed[position] ^= 1 << position % 8
+        try:
+            assert decode(bytes(changed)) == make_manifest()
+        except (CorruptFileError, SchemaVersionError):
+            changes += 1
+    assert changes > len(encoded) // 3 - 20
+
+
+def test_changed_value_is_named_as_a_checksum_that_differs() -> None:
+    encoded = encode_record(make_manifest()).replace(b'"gloo"', b'"nccl"')
+    with pytest.raises(CorruptFileError, match=r"runs/a/run\.json.*changed.*remove its crc32"):
+        decode(encoded)
+
+
+def test_record_edited_by_hand_opens_without_its_checksum() -> None:
+    fields = json.loads(encode_record(make_manifest()))
+    del fields["crc32"]
+    fields["name"] = "my best run"
+    assert decode(json.dumps(fields).encode()).name == "my best run"
+
+
+def test_record_cut_off_is_named_with_its_size() -> None:
+    with pytest.raises(CorruptFileError, match=r"run\.json holds 40 bytes that are not JSON"):
+        decode(encode_record(make_manifest())[:40])
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [b'{"name": "package"}', b"[1, 2]", b'{"schema_version": "x"}'],
+    ids=["object", "list", "odd version"],
+)
+def test_foreign_json_is_named_as_such(foreign: bytes) -> None:
+    with pytest.raises(CorruptFileError, match="no schema_version"):
+        decode(foreign)
+
+
+def test_bytes_that_are_no_text_are_named_as_such() -> None:
+    with pytest.raises(CorruptFileError, match="not JSON"):
+        decode(b"\x80\x04\x95")
+
+
+def test_impossible_value_is_named_with_its_place() -> None:
+    fields = json.loads(encode_record(make_manifest()))
+    del fields["crc32"]
+    fields["units"][1]["num_parameters"] = "many"
+    with pytest.raises(CorruptFileError, match=r"'many' at units\.1\.num_parameters"):
+        decode(json.dumps(fields).encode())
+
+
+def test_newer_record_is_refused_though_its_fields_are_unknown() -> None:
+    with pytest.raises(SchemaVersionError, match=r"version 7.*up to version 1.*Update"):
+        decode(b'{"schema_version": 7, "everything": "is different"}')
+
+
+def test_field_of_a_later_version_is_ignored() -> None:
+    fields = json.loads(encode_record(make_manifest()))
+    del fields["crc32"]
+    assert decode(json.dumps({**fields, "weather": "fine"}).encode()) == make_manifest()
+
+
+def test_refused_write_keeps_the_old_file_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    target = tmp_path / "rank.json"
+    target.mkdir()
+    (target / "in the way").touch()
+    with pytest.raises(OSError, match=r"rank\.json"):
+        replace_file(target, b"new")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rank.json"]
