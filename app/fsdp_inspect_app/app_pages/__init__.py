@@ -1,0 +1,1 @@
+"""One page a question, each a script that Streamlit runs."""

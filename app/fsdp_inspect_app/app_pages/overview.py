@@ -1,0 +1,196 @@
+"""What limits this run, and where does its step go?"""
+
+import streamlit as st
+
+from fsdp_inspect.analysis.steps import StepTimes
+from fsdp_inspect.digest import RunDigest
+from fsdp_inspect.errors import StoreError
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
+from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect_app import charts, frames, loading, wording
+from fsdp_inspect_app.banner import show_run_header
+from fsdp_inspect_app.cards import show_chart_card, show_empty_card, show_headline
+from fsdp_inspect_app.selection import entry_or_stop
+from fsdp_inspect_app.wording import plain
+
+_MOST_OWNERS = 8
+
+
+def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None:
+    """Verdict, key numbers, the step, who is waited for, and how it went over the steps."""
+    show_run_header(manifest, digest)
+    show_headline(plain(digest.verdict.sentence))
+    _show_verdict(digest)
+    _show_key_numbers(digest)
+    times = loading.step_times_of(entry)
+    _show_step(digest)
+    left, right = st.columns(2)
+    with left:
+        _show_owners(digest)
+    with right:
+        _show_step_times(digest, times)
+    left, right = st.columns(2)
+    with left:
+        _show_scalars(entry, times)
+    with right:
+        _show_memory(digest, times)
+    _show_about(manifest, digest)
+
+
+def _show_verdict(digest: RunDigest) -> None:
+    left, right = st.columns(2, gap="medium")
+    left.markdown(f"**Why**\n\n{plain(digest.verdict.why)}")
+    next_steps = "\n".join(f"- {plain(step)}" for step in digest.verdict.next_steps)
+    right.markdown(f"**What to try next**\n{next_steps}")
+
+
+def _show_key_numbers(digest: RunDigest) -> None:
+    times = digest.step_time_ns
+    spread = f"p10 {format_ns(times.p10)}, p90 {format_ns(times.p90)}" if times else None
+    floor = f"of it floor {format_ns(digest.floor_ns)}" if digest.floor_ns is not None else None
+    communication = f"of {format_ns(digest.communication_ns)} communication"
+    numbers = (
+        ("step_time_ns", format_ns(times.median if times else None), spread),
+        ("exposed_ns", format_ns(digest.exposed_ns), floor),
+        ("overlap_ratio", format_ratio(digest.overlap_ratio), communication),
+        ("peak_allocated_bytes", format_bytes(digest.peak_allocated_bytes), _memory_detail(digest)),
+    )
+    for column, (name, value, detail) in zip(st.columns(len(numbers)), numbers, strict=True):
+        metric = find_metric(name)
+        column.metric(
+            metric.label.capitalize(),
+            value,
+            detail,
+            delta_color="off",
+            delta_arrow="off",
+            border=True,
+            help=plain(metric.definition),
+        )
+    selection = digest.left_out.sentence
+    st.caption(plain(f"Medians of rank {digest.median_rank}. {selection}") if times else selection)
+
+
+def _memory_detail(digest: RunDigest) -> str | None:
+    if digest.peak_allocated_bytes is None:
+        return "not recorded"
+    if digest.peak_reserved_bytes is not None:
+        of_device = f" of {format_bytes(digest.memory.device_bytes)}"
+        return f"reserved {format_bytes(digest.peak_reserved_bytes)}{of_device}"
+    return f"by the {wording.describe_memory_method(digest.memory)}"
+
+
+def _show_step(digest: RunDigest) -> None:
+    breakdown = digest.breakdown
+    if breakdown is None:
+        st.info("No step counts yet: a step does once it has ended after warm-up.")
+        return
+    parts = ", ".join(
+        f"{find_metric(f'{part.name}_ns').label} {format_ns(part.duration_ns)}"
+        for part in breakdown.parts
+        if part.duration_ns
+    )
+    show_chart_card(
+        f"One step: {format_ns(breakdown.step_time_ns)}",
+        charts.draw_breakdown(breakdown),
+        frames.frame_breakdown(breakdown),
+        key="breakdown",
+        alt=f"One bar of {format_ns(breakdown.step_time_ns)}, made of {parts}",
+        note=f"Step {breakdown.step} of rank {breakdown.rank}, its median step: a real one, so "
+        "the parts add up. Hatched: standing still for communication. "
+        + wording.describe_provenance(
+            digest.provenance, "step", "forward", "backward", "all_gather", "reduce_scatter"
+        ),
+    )
+
+
+def _show_owners(digest: RunDigest) -> None:
+    exposed = digest.exposed
+    if exposed is None or not any(owner.exposed_ns for owner in exposed.owners):
+        show_empty_card("Waited for most", "No communication is waited for.", key="owners")
+        return
+    top = exposed.owners[0]
+    show_chart_card(
+        "Waited for most",
+        charts.draw_owners(exposed.owners, most=_MOST_OWNERS),
+        frames.frame_owners(exposed.owners),
+        key="owners",
+        alt=f"Bars of exposed time by unit; longest is {frames.name_owner(top)} in {top.phase} "
+        f"with {format_ns(top.exposed_ns)}",
+        note=f"Exposed per step of rank {exposed.rank}, medians. Two waits at once count for "
+        "both, so bars may add up to more than the step's exposed time. "
+        + wording.describe_provenance(digest.provenance, "all_gather", "reduce_scatter"),
+    )
+
+
+def _show_step_times(digest: RunDigest, times: StepTimes) -> None:
+    if not times.over_steps:
+        return
+    show_chart_card(
+        "Step time over steps",
+        charts.draw_step_times(times),
+        frames.frame_steps(times.over_steps),
+        key="step-times",
+        alt=f"Step time of {len(times.over_steps)} steps and the exposed part of each",
+        note=(
+            f"Rank {times.median_rank}; band: p10 to p90 of the timed steps. "
+            if times.median_rank is not None
+            else ""
+        )
+        + wording.describe_provenance(digest.provenance, "step"),
+    )
+
+
+def _show_scalars(entry: RunEntry, times: StepTimes) -> None:
+    try:
+        scalars = loading.scalars_of(entry)
+    except StoreError as error:
+        show_empty_card("Loss over steps", str(error), key="loss")
+        return
+    if not scalars:
+        show_empty_card("Loss over steps", "The training loop logged no number.", key="loss")
+        return
+    first = next((series for series in scalars if series.name == "loss"), scalars[0])
+    show_chart_card(
+        f"{first.name.capitalize()} over steps",
+        charts.draw_scalar(first, times.selection.warmup),
+        frames.frame_scalar(first),
+        key="loss",
+        alt=f"{first.name} from {first.values[0]:.4g} to {first.values[-1]:.4g} "
+        f"over {len(first.steps)} steps",
+        note=f"As the training loop logged it on rank {first.rank}.",
+    )
+
+
+def _show_memory(digest: RunDigest, times: StepTimes) -> None:
+    memory = digest.memory
+    if not memory.over_steps:
+        show_empty_card(
+            "Memory over steps",
+            "Memory was not recorded. On CPU it is counted in memory steps only.",
+            key="memory",
+        )
+        return
+    show_chart_card(
+        "Memory over steps",
+        charts.draw_memory(memory.over_steps, times.selection.warmup),
+        frames.frame_memory(memory.over_steps),
+        key="memory",
+        alt=f"Highest memory of {len(memory.over_steps)} steps; peak allocated "
+        f"{format_bytes(memory.peak_allocated_bytes)}",
+        note=f"Highest of each step on rank {memory.peak_rank}, the rank with the highest peak. "
+        f"Measured by the {wording.describe_memory_method(memory)}.",
+    )
+
+
+def _show_about(manifest: RunManifest, digest: RunDigest) -> None:
+    with st.expander("About this run"):
+        st.code(
+            " ".join(manifest.command) or "(no command recorded)", language=None, wrap_lines=True
+        )
+        st.dataframe(frames.frame_about(manifest, digest), hide_index=True)
+
+
+entry = entry_or_stop()
+show_page(entry, loading.open_entry(entry).manifest, loading.digest_entry(entry))

@@ -1,0 +1,107 @@
+"""How does one answer look on a page? A card: title, chart, how it was obtained, table."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pandas as pd
+import plotly.graph_objects as go
+import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
+from streamlit.elements.lib.column_types import ColumnConfig
+
+from fsdp_inspect.formatting import MISSING
+from fsdp_inspect_app import charts, frames
+from fsdp_inspect_app.wording import plain
+
+
+def show_headline(markdown: str) -> None:
+    """The page's answer, first on the page."""
+    with st.container(key="headline"):
+        st.markdown(markdown)
+
+
+def show_chart_card(
+    title: str, figure: go.Figure, frame: pd.DataFrame, *, key: str, alt: str, note: str
+) -> None:
+    """A chart with its table and CSV.
+
+    Args:
+        title: What it shows.
+        figure: The chart.
+        frame: The same numbers.
+        key: Unique on the page; also the name of the CSV file.
+        alt: The chart in one sentence, for those who cannot see it.
+        note: How the numbers were obtained.
+    """
+    with show_card(title, key=key) as header:
+        with header:
+            show_table_button(frame, key=key)
+        st.plotly_chart(figure, key=f"chart-{key}", config=charts.CONFIG, alt=alt)
+        st.caption(plain(note))
+
+
+def show_empty_card(title: str, reason: str, *, key: str) -> None:
+    """A card that says why it shows nothing."""
+    with show_card(title, key=key):
+        st.caption(plain(reason))
+
+
+@contextmanager
+def show_card(title: str, *, key: str) -> Iterator[DeltaGenerator]:
+    """A frame with a title; what is shown inside the block lands in it.
+
+    Yields:
+        The title's row, for buttons.
+    """
+    with st.container(border=True, key=f"card-{key}", gap="xsmall", height="stretch"):
+        header = st.container(horizontal=True, vertical_alignment="center")
+        header.markdown(f"**{plain(title)}**", width="stretch")
+        yield header
+
+
+def show_table_button(frame: pd.DataFrame, *, key: str) -> None:
+    """A button that opens the table behind a chart, with its CSV."""
+    with st.popover("Table", type="tertiary", icon=":material/table:", key=f"table-{key}"):
+        show_table(frame, key=f"rows-{key}")
+        show_csv_button(frame, key=key)
+
+
+def show_table(frame: pd.DataFrame, *, key: str) -> None:
+    """A table whose numbers show as many digits as their unit deserves."""
+    st.dataframe(
+        frame,
+        hide_index=True,
+        column_config=column_formats(frame),
+        placeholder=MISSING,
+        key=key,
+    )
+
+
+def show_csv_button(frame: pd.DataFrame, *, key: str) -> None:
+    """A button that saves a table."""
+    st.download_button(
+        "CSV",
+        frames.to_csv(frame),
+        file_name=f"{key}.csv",
+        mime="text/csv",
+        icon=":material/download:",
+        key=f"csv-{key}",
+        on_click="ignore",
+    )
+
+
+def column_formats(frame: pd.DataFrame) -> dict[str, ColumnConfig]:
+    """How many digits the columns of a table show, by their unit."""
+    return {
+        column: st.column_config.NumberColumn(format=digits)
+        for column in frame.columns
+        if (digits := _digits(column)) is not None
+    }
+
+
+def _digits(column: str) -> str | None:
+    if column.endswith(("(ms)", "(GB/s)")):
+        return "%.3f"
+    if column.endswith("(MiB)"):
+        return "%.1f"
+    return "percent" if column in ("share of the step", "overlap") else None

@@ -1,0 +1,145 @@
+"""Which runs are there, and what do they say? Streamlit's caches around the library.
+
+A run is cached under its files' newest change and total size, so that a run that grew is read
+again. One that is still being written (it has live streams) is also looked at again after a few
+seconds, since a process that died changes no file. All caches are bounded and hold immutable
+results, shared by all sessions.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import streamlit as st
+
+from fsdp_inspect import StoredRun, open_run
+from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_step_breakdown
+from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
+from fsdp_inspect.analysis.steps import StepTimes, measure_step_times
+from fsdp_inspect.digest import RunDigest, digest_run
+from fsdp_inspect.store.folder import RunEntry, list_runs
+from fsdp_inspect_app.timeline.lod import SpanIndex
+from fsdp_inspect_app.timeline.tracks import StepTimeline, build_timeline
+
+_LISTING_LIFE_S = 3
+_LIVE_LIFE_S = 10
+_LIVE_SUFFIX = ".arrows"
+_SAMPLES = Path(__file__).resolve().parents[2] / "samples"
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What identifies the contents of a run folder at one moment."""
+
+    newest_ns: int
+    num_bytes: int
+    moment: int
+    """0, or for a run with live streams a number that changes every few seconds."""
+
+
+def runs_folder() -> Path:
+    """The folder given on the command line, after `--`; without one the samples."""
+    return Path(sys.argv[1]) if len(sys.argv) > 1 else _SAMPLES
+
+
+def list_entries() -> list[RunEntry]:
+    """The runs of the folder, newest first, those that cannot be read last."""
+    return _list_entries(str(runs_folder()))
+
+
+@st.cache_resource(ttl=_LISTING_LIFE_S, max_entries=4, show_spinner=False)
+def _list_entries(folder: str) -> list[RunEntry]:
+    return list_runs(Path(folder))
+
+
+def open_entry(entry: RunEntry) -> StoredRun:
+    """The run of an entry.
+
+    Raises:
+        StoreError: It cannot be read.
+    """
+    return _open(str(entry.path), _state_of(entry.path))
+
+
+def digest_entry(entry: RunEntry) -> RunDigest:
+    """All analyses of a run side by side; raises as `open_entry`."""
+    return _digest(str(entry.path), _state_of(entry.path))
+
+
+def step_times_of(entry: RunEntry) -> StepTimes:
+    """Step times over steps; raises as `open_entry`."""
+    return _step_times(str(entry.path), _state_of(entry.path))
+
+
+def scalars_of(entry: RunEntry) -> tuple[ScalarSeries, ...]:
+    """What the training loop logged; raises as `open_entry`."""
+    return _scalars(str(entry.path), _state_of(entry.path))
+
+
+def breakdown_of(entry: RunEntry, *, rank: int, step: int) -> StepBreakdown:
+    """Where one step of one rank went; raises as `open_entry`."""
+    return _breakdown(str(entry.path), _state_of(entry.path), rank, step)
+
+
+def timeline_of(
+    entry: RunEntry, *, step: int, ranks: tuple[int, ...]
+) -> tuple[StepTimeline, SpanIndex]:
+    """One step of some ranks laid out, and the index of its spans; raises as `open_entry`."""
+    return _timeline(str(entry.path), _state_of(entry.path), step, ranks)
+
+
+@st.cache_resource(max_entries=16, show_spinner=False)
+def _open(path: str, state: _State) -> StoredRun:
+    return open_run(path)
+
+
+@st.cache_resource(max_entries=512, show_spinner="Reading the run")
+def _digest(path: str, state: _State) -> RunDigest:
+    return digest_run(_open(path, state))
+
+
+@st.cache_resource(max_entries=32, show_spinner=False)
+def _step_times(path: str, state: _State) -> StepTimes:
+    return measure_step_times(_open(path, state))
+
+
+@st.cache_resource(max_entries=32, show_spinner=False)
+def _scalars(path: str, state: _State) -> tuple[ScalarSeries, ...]:
+    return measure_scalars(_open(path, state))
+
+
+@st.cache_resource(max_entries=128, show_spinner=False)
+def _breakdown(path: str, state: _State, rank: int, step: int) -> StepBreakdown:
+    return measure_step_breakdown(_open(path, state), rank=rank, step=step)
+
+
+@st.cache_resource(max_entries=8, show_spinner="Laying out the step")
+def _timeline(
+    path: str, state: _State, step: int, ranks: tuple[int, ...]
+) -> tuple[StepTimeline, SpanIndex]:
+    timeline = build_timeline(_open(path, state), step=step, ranks=ranks)
+    spans = timeline.spans
+    return timeline, SpanIndex(
+        lane=spans.lane, look=spans.look, start_ns=spans.start_ns, end_ns=spans.end_ns
+    )
+
+
+def _state_of(path: Path) -> _State:
+    """The state of a run's files; files that vanish meanwhile do not count."""
+    newest_ns, num_bytes, is_live = 0, 0, False
+    for file in _files_of(path):
+        try:
+            status = file.stat()
+        except OSError:
+            continue
+        newest_ns = max(newest_ns, status.st_mtime_ns)
+        num_bytes += status.st_size
+        is_live = is_live or file.suffix == _LIVE_SUFFIX
+    return _State(newest_ns, num_bytes, int(time.time() / _LIVE_LIFE_S) if is_live else 0)
+
+
+def _files_of(path: Path) -> Iterator[Path]:
+    yield from path.glob("*.*")
+    yield from path.glob("attempt-*/rank-*/*.*")

@@ -1,0 +1,354 @@
+"""What is drawn for one step? Lanes a rank, and the spans on them.
+
+The first lane of a rank is its clock, the compute stream (CPU: the main thread): it is split
+exactly as `trace.reduction.split_step` splits the step, so what is hatched on it adds up to the
+step's exposed communication. The lanes below hold the collectives, each from its real start to its
+real end; collectives that overlap in one lane are stacked in rows.
+
+Times are ns from the start of the earliest rank's step, on the clock of the first rank drawn.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.errors import IncompleteRunError
+from fsdp_inspect.trace.codes import (
+    COLLECTIVES,
+    COPIES,
+    NO_UNIT,
+    EventFlag,
+    EventKind,
+    NamedCode,
+    Stream,
+)
+from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.reduction import (
+    EXPOSED_PART_CODES,
+    EXPOSED_PARTS,
+    StepPart,
+    exposed_ns,
+    split_step,
+)
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect_app import palette
+from fsdp_inspect_app.palette import Look
+from fsdp_inspect_app.timeline.clocks import ClockAlignment, align_clocks
+from fsdp_inspect_app.timeline.painting import paint_innermost, stack_rows
+
+Mask = NDArray[np.bool_]
+
+
+class Track(NamedCode):
+    """A lane of a rank, from top to bottom."""
+
+    CLOCK = 0
+    ALL_GATHER = 1
+    REDUCE_SCATTER = 2
+    ALL_REDUCE = 3
+    OTHER_COLLECTIVE = 4
+
+
+LOOKS: tuple[Look, ...] = (
+    palette.FORWARD,
+    palette.BACKWARD,
+    palette.OPTIMIZER,
+    palette.DATA,
+    palette.COPIES,
+    palette.EXPOSED_ALL_GATHER,
+    palette.EXPOSED_REDUCE_SCATTER,
+    palette.EXPOSED_ALL_REDUCE,
+    palette.EXPOSED_OTHER,
+    palette.HOST_BOUND,
+    palette.BETWEEN_STEPS,
+    palette.ALL_GATHER,
+    palette.REDUCE_SCATTER,
+    palette.ALL_REDUCE,
+    palette.OTHER_COLLECTIVE,
+)
+"""How spans look; `Spans.look` is a position in it."""
+
+_TRACK_LOOKS = {
+    Track.ALL_GATHER: palette.ALL_GATHER,
+    Track.REDUCE_SCATTER: palette.REDUCE_SCATTER,
+    Track.ALL_REDUCE: palette.ALL_REDUCE,
+    Track.OTHER_COLLECTIVE: palette.OTHER_COLLECTIVE,
+}
+_FSDP_TRACKS = {
+    EventKind.ALL_GATHER: Track.ALL_GATHER,
+    EventKind.REDUCE_SCATTER: Track.REDUCE_SCATTER,
+    EventKind.ALL_REDUCE: Track.ALL_REDUCE,
+}
+_STREAM_COPIES = {
+    EventKind.ALL_GATHER_COPY_IN: Track.ALL_GATHER,
+    EventKind.ALL_GATHER_COPY_OUT: Track.ALL_GATHER,
+    EventKind.REDUCE_SCATTER_COPY_IN: Track.REDUCE_SCATTER,
+}
+_WAITS = (
+    EventKind.ALL_GATHER_WAIT,
+    EventKind.REDUCE_SCATTER_WAIT,
+    EventKind.ALL_REDUCE_WAIT,
+    EventKind.OTHER_WAIT,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One row of the drawing."""
+
+    rank: int
+    track: Track
+    row: int
+    """0, or more where collectives of one track overlap in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """What is drawn, sorted by lane and start; disjoint inside a lane. Arrays of shape (n,)."""
+
+    lane: NDArray[np.int64]
+    """Position in the timeline's lanes."""
+    look: NDArray[np.int64]
+    """Position in `LOOKS`."""
+    start_ns: NDArray[np.int64]
+    end_ns: NDArray[np.int64]
+    event: NDArray[np.int64]
+    """Position in the timeline's events."""
+
+    def __len__(self) -> int:
+        return len(self.lane)
+
+    @classmethod
+    def concat(cls, members: Sequence[Self]) -> Self:
+        """All spans, sorted by lane and start."""
+        columns = {
+            field.name: np.concatenate([getattr(member, field.name) for member in members])
+            for field in fields(cls)
+        }
+        order = np.lexsort((columns["start_ns"], columns["lane"]))
+        return cls(**{name: column[order] for name, column in columns.items()})
+
+    def moved(self, shift_ns: int, first_lane: int, first_event: int) -> Self:
+        """The same spans on another clock, among the lanes and events of other ranks."""
+        return replace(
+            self,
+            lane=self.lane + first_lane,
+            start_ns=self.start_ns + shift_ns,
+            end_ns=self.end_ns + shift_ns,
+            event=self.event + first_event,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankWindow:
+    """The step of one rank."""
+
+    rank: int
+    start_ns: int
+    end_ns: int
+
+    def moved(self, shift_ns: int) -> "RankWindow":
+        """The same window on another clock."""
+        return RankWindow(self.rank, self.start_ns + shift_ns, self.end_ns + shift_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeline:
+    """One step of some ranks, ready to be drawn."""
+
+    step: int
+    lanes: tuple[Lane, ...]
+    spans: Spans
+    windows: tuple[RankWindow, ...]
+    events: EventTable
+    """The events behind the spans, each on its own rank's clock."""
+    event_rank: NDArray[np.int64]
+    """Shape (len(events),)."""
+    event_shift_ns: NDArray[np.int64]
+    """What to add to an event's times to be on the drawing's axis, shape (len(events),)."""
+    exposed_ns: NDArray[np.int64]
+    """Exposed time of each event, shape (len(events),)."""
+    clock_uncertainty_ns: int
+    """By how much lanes of different ranks may be shifted against each other."""
+
+    @property
+    def end_ns(self) -> int:
+        """The end of the latest rank's step; the axis starts at 0."""
+        return max(window.end_ns for window in self.windows)
+
+
+def build_timeline(run: RunSource, *, step: int, ranks: Collection[int]) -> StepTimeline:
+    """Lay out one step of the given ranks.
+
+    Raises:
+        IncompleteRunError: None of the ranks finished that step.
+    """
+    records = [record for record in run.ranks if record.rank in ranks]
+    alignment = align_clocks(records)
+    recorded = {record.rank: run.events(record.rank, steps=[step]) for record in records}
+    layouts = [
+        _lay_out(rank, events)
+        for rank, events in sorted(recorded.items())
+        if np.any(events.kind == EventKind.STEP)
+    ]
+    if not layouts:
+        raise IncompleteRunError(
+            f"No rank of {sorted(ranks)} finished step {step} of run {run.manifest.run_id!r}. "
+            "A step is drawn once it has ended. Choose another step or other ranks."
+        )
+    return _join(step, layouts, alignment)
+
+
+@dataclass(frozen=True, slots=True)
+class _RankLayout:
+    """One rank's lanes, on its own clock; lanes and events are counted from its first."""
+
+    window: RankWindow
+    lanes: tuple[Lane, ...]
+    spans: Spans
+    events: EventTable
+    exposed_ns: NDArray[np.int64]
+
+
+def _join(step: int, layouts: Sequence[_RankLayout], alignment: ClockAlignment) -> StepTimeline:
+    offsets = [alignment.offset_ns[member.window.rank] for member in layouts]
+    origin = min(
+        member.window.start_ns + offset for member, offset in zip(layouts, offsets, strict=True)
+    )
+    shifts = [offset - origin for offset in offsets]
+    num_events = [len(member.events) for member in layouts]
+    first_lane = np.cumsum([0, *(len(member.lanes) for member in layouts)])
+    first_event = np.cumsum([0, *num_events])
+    return StepTimeline(
+        step=step,
+        lanes=tuple(lane for member in layouts for lane in member.lanes),
+        spans=Spans.concat(
+            [
+                member.spans.moved(shift, first_lane[position], first_event[position])
+                for position, (member, shift) in enumerate(zip(layouts, shifts, strict=True))
+            ]
+        ),
+        windows=tuple(
+            member.window.moved(shift) for member, shift in zip(layouts, shifts, strict=True)
+        ),
+        events=EventTable.concat([member.events for member in layouts]),
+        event_rank=np.repeat([member.window.rank for member in layouts], num_events),
+        event_shift_ns=np.repeat(shifts, num_events),
+        exposed_ns=np.concatenate([member.exposed_ns for member in layouts]),
+        clock_uncertainty_ns=alignment.uncertainty_ns,
+    )
+
+
+def _lay_out(rank: int, events: EventTable) -> _RankLayout:
+    window = _step_window(rank, events)
+    parts = split_step(events, window.start_ns, window.end_ns)
+    lanes = [Lane(rank, Track.CLOCK, 0)]
+    spans = [_clock_spans(events, parts)]
+    for track, members in _collective_tracks(events):
+        rows = stack_rows(events.start_ns[members], events.end_ns[members])
+        spans.append(
+            Spans(
+                lane=len(lanes) + rows,
+                look=_collective_looks(events.kind[members], track),
+                start_ns=events.start_ns[members],
+                end_ns=events.end_ns[members],
+                event=members,
+            )
+        )
+        lanes += [Lane(rank, track, row) for row in range(int(rows.max()) + 1)]
+    return _RankLayout(
+        window=window,
+        lanes=tuple(lanes),
+        spans=Spans.concat(spans),
+        events=events,
+        exposed_ns=exposed_ns(events, parts[StepPart.COMMUNICATION]),
+    )
+
+
+def _clock_spans(events: EventTable, parts: Mapping[StepPart, Intervals]) -> Spans:
+    named = [part for part in palette.PART_LOOKS if part is not StepPart.OTHER]
+    return Spans.concat([_part_spans(events, part, parts[part]) for part in named])
+
+
+def _part_spans(events: EventTable, part: StepPart, within: Intervals) -> Spans:
+    claims = np.flatnonzero(_claims(events, part))
+    starts = events.need_ns if part in EXPOSED_PART_CODES else events.start_ns
+    painted = paint_innermost(starts[claims], events.end_ns[claims], within)
+    return Spans(
+        lane=np.zeros(len(painted.span), dtype=np.int64),
+        look=np.full(len(painted.span), _look_index(palette.PART_LOOKS[part]), dtype=np.int64),
+        start_ns=painted.starts,
+        end_ns=painted.ends,
+        event=claims[painted.span],
+    )
+
+
+def _claims(events: EventTable, part: StepPart) -> Mask:
+    """The events that can be the reason for a part of the step (see `trace.reduction`)."""
+    return np.asarray(_claim_mask(events, part), dtype=bool)
+
+
+def _claim_mask(events: EventTable, part: StepPart) -> Any:
+    kind, on_clock = events.kind, np.isin(events.stream, (Stream.HOST, Stream.COMPUTE))
+    again = (events.flags & EventFlag.RECOMPUTE) != 0
+    forward = kind == EventKind.FORWARD
+    match part:
+        case StepPart.FORWARD:
+            return forward & ~again
+        case StepPart.BACKWARD:
+            return np.isin(kind, (EventKind.BACKWARD, EventKind.RECOMPUTE)) | (forward & again)
+        case StepPart.FSDP_COPIES:
+            return np.isin(kind, list(COPIES)) & on_clock
+        case StepPart.HOST_BOUND:
+            return np.isin(kind, _WAITS) & (events.stream == Stream.COMPUTE)
+        case StepPart.OPTIMIZER:
+            return kind == EventKind.OPTIMIZER
+        case StepPart.DATA:
+            return kind == EventKind.DATA
+        case StepPart.BETWEEN_STEPS:
+            return kind == EventKind.BETWEEN_STEPS
+        case _:
+            return _exposed_claims(events, part)
+
+
+def _exposed_claims(events: EventTable, part: StepPart) -> Any:
+    waited = np.isin(events.kind, list(COLLECTIVES)) & (events.need_ns >= 0)
+    own = (events.unit != NO_UNIT) & np.isin(events.kind, list(EXPOSED_PARTS))
+    if part is StepPart.EXPOSED_OTHER:
+        return waited & ~own
+    kinds = [kind for kind, exposed_part in EXPOSED_PARTS.items() if exposed_part is part]
+    return waited & own & np.isin(events.kind, kinds)
+
+
+def _collective_tracks(events: EventTable) -> Iterator[tuple[Track, NDArray[np.int64]]]:
+    """The tracks that have something on them, each with the positions of its events."""
+    track = np.full(len(events), -1)
+    track[np.isin(events.kind, list(COLLECTIVES))] = Track.OTHER_COLLECTIVE
+    for kind, own_track in _FSDP_TRACKS.items():
+        track[(events.kind == kind) & (events.unit != NO_UNIT)] = own_track
+    off_clock = ~np.isin(events.stream, (Stream.HOST, Stream.COMPUTE))
+    for kind, own_track in _STREAM_COPIES.items():
+        track[(events.kind == kind) & off_clock] = own_track
+    for candidate in Track:
+        members = np.flatnonzero(track == candidate)
+        if len(members):
+            yield candidate, members
+
+
+def _collective_looks(kinds: NDArray[np.int8], track: Track) -> NDArray[np.int64]:
+    is_copy = np.isin(kinds, list(COPIES))
+    own, copy = _look_index(_TRACK_LOOKS[track]), _look_index(palette.COPIES)
+    return np.where(is_copy, copy, own)
+
+
+def _look_index(look: Look) -> int:
+    return LOOKS.index(look)
+
+
+def _step_window(rank: int, events: EventTable) -> RankWindow:
+    step = np.flatnonzero(events.kind == EventKind.STEP)[0]
+    return RankWindow(rank, int(events.start_ns[step]), int(events.end_ns[step]))

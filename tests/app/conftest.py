@@ -1,0 +1,68 @@
+"""Which runs do the pages open? A folder of synthetic ones, whole and damaged, and every sample."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from tests.app.synthetic import UNIT_FQNS, make_manifest, make_run, write_run
+
+SCRIPT = Path(__file__).parents[2] / "app" / "fsdp_inspect_app" / "streamlit_app.py"
+HOSTILE_UNIT = "**b** <img src=x onerror=alert(1)> [x](http://e) :smile: `q`"
+HOSTILE_NAME = "<b>name</b> :red[x] $a$"
+
+OpenApp = Callable[..., AppTest]
+
+
+@pytest.fixture(scope="session")
+def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole run, one that failed (with hostile names), one without a rank, one without steps,
+    and one that cannot be read."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "whole", make_run(num_steps=8))
+    write_run(folder / "failed", _hostile_run(), failures={1: "out of memory in step 5"})
+    partial = make_run()
+    write_run(folder / "partial", dataclasses.replace(partial, ranks=partial.ranks[:1]))
+    write_run(folder / "no-steps", make_run(num_steps=0))
+    (folder / "broken").mkdir()
+    (folder / "broken" / "run.json").write_text('{"schema_version": 1, "run')
+    return folder
+
+
+def _hostile_run():
+    fqns = [UNIT_FQNS[0], HOSTILE_UNIT, *UNIT_FQNS[2:]]
+    manifest = make_manifest(run_id="failed", fqns=fqns, tags=["=1+1", "<i>tag</i>"])
+    manifest = manifest.model_copy(update={"name": HOSTILE_NAME})
+    return dataclasses.replace(make_run(), manifest=manifest)
+
+
+def start_app(folder: Path, page: str = "runs", **address: str) -> AppTest:
+    """Open a page of the dashboard on a folder, at an address."""
+    app = AppTest.from_file(str(SCRIPT), default_timeout=60)
+    for name, value in address.items():
+        app.query_params[name] = value
+    app.switch_page(f"app_pages/{page}.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(SCRIPT), str(folder)])
+        return app.run()
+
+
+@pytest.fixture
+def open_app(monkeypatch: pytest.MonkeyPatch) -> OpenApp:
+    """As `start_app`, for tests that go on to use the page's widgets."""
+
+    def open_page(folder: Path, page: str = "runs", **address: str) -> AppTest:
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(folder)])
+        return start_app(folder, page, **address)
+
+    return open_page
+
+
+@pytest.fixture(scope="session")
+def shown(runs_folder: Path) -> Callable[[str, str], AppTest]:
+    """A page about a run of the folder, opened once; for tests that only look at it."""
+    return cache(lambda page, run: start_app(runs_folder, page, run=run))

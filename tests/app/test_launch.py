@@ -1,0 +1,64 @@
+"""Does the server start where only this machine reaches it, with nothing sent home?"""
+
+import subprocess
+import sys
+
+import pytest
+from fsdp_inspect_app.launch import is_loopback, server_command, server_flags
+
+
+def test_by_default_only_this_machine_is_served_and_only_under_its_own_names():
+    flags = server_flags()
+    assert "--server.address=127.0.0.1" in flags
+    allowed = [flag for flag in flags if flag.startswith("--server.allowedHosts=")]
+    assert [flag.partition("=")[2] for flag in allowed] == ["localhost", "127.0.0.1", "[::1]"]
+
+
+def test_protections_are_on_and_statistics_are_off():
+    flags = server_flags()
+    assert "--server.enableCORS=true" in flags
+    assert "--server.enableXsrfProtection=true" in flags
+    assert "--browser.gatherUsageStats=false" in flags
+
+
+def test_strangers_see_no_stack_trace_with_values():
+    assert "--client.showErrorDetails=type" in server_flags(host="0.0.0.0")
+    assert "--client.showErrorDetails=full" in server_flags()
+
+
+def test_a_served_address_is_an_allowed_host():
+    assert "--server.allowedHosts=10.1.2.3" in server_flags(host="10.1.2.3")
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("gpu7", False)],
+)
+def test_loopback_is_recognised(host, expected):
+    assert is_loopback(host) is expected
+
+
+def test_the_folder_follows_the_script_as_an_absolute_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    command = server_command((tmp_path / "runs").relative_to(tmp_path), port=8123)
+    assert command[:4] == [sys.executable, "-m", "streamlit", "run"]
+    assert command[-2:] == ["--", str(tmp_path / "runs")]
+    assert "--server.port=8123" in command
+
+
+def test_without_a_folder_the_samples_are_shown():
+    assert "--" not in server_command(None)
+
+
+def test_a_folder_that_does_not_exist_ends_before_any_server_starts(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-m", "fsdp_inspect_app", str(tmp_path / "nowhere")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "there is no folder" in ended.stderr
+    assert "nowhere" in ended.stderr

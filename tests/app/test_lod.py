@@ -1,0 +1,134 @@
+"""Is what is sent for a window exact, and small however many spans there are?"""
+
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from fsdp_inspect_app.timeline.lod import (
+    FULL,
+    MAX_RECTANGLES,
+    NUM_SHADES,
+    SpanIndex,
+    View,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+NUM_LANES = 40
+SPANS_PER_LANE = 25_000
+
+
+def make_index(spans):
+    lane, look, start, end = zip(*spans, strict=True) if spans else ((), (), (), ())
+    return SpanIndex(lane=lane, look=look, start_ns=start, end_ns=end)
+
+
+@pytest.fixture(scope="module")
+def million():
+    """A million spans in 40 lanes, 10 us apart, 6 us long."""
+    start = np.tile(np.arange(SPANS_PER_LANE, dtype=np.int64) * 10_000, NUM_LANES)
+    lane = np.repeat(np.arange(NUM_LANES), SPANS_PER_LANE)
+    return SpanIndex(lane=lane, look=lane % 3, start_ns=start, end_ns=start + 6_000)
+
+
+def test_few_spans_are_sent_as_they_are():
+    index = make_index([(0, 1, 0, 5), (0, 2, 5, 9), (1, 1, 2, 3)])
+    drawing = index.query(View(0, 10, 100))
+    assert drawing.is_exact
+    assert drawing.start_ns.tolist() == [0, 5, 2]
+    assert drawing.look.tolist() == [1, 2, 1]
+    assert drawing.span.tolist() == [0, 1, 2]
+    assert set(drawing.shade.tolist()) == {FULL}
+
+
+def test_only_spans_that_meet_the_window_are_sent():
+    index = make_index([(0, 0, 0, 5), (0, 0, 5, 9), (0, 0, 9, 12), (1, 0, 20, 30)])
+    assert index.query(View(5, 9, 100)).span.tolist() == [1]
+
+
+def test_an_empty_index_draws_nothing():
+    assert len(make_index([]).query(View(0, 10, 100)).lane) == 0
+
+
+def test_a_million_spans_become_a_few_columns_of_the_right_darkness(million):
+    drawing = million.query(View(0, SPANS_PER_LANE * 10_000, 1_000))
+    assert not drawing.is_exact
+    assert len(drawing.lane) == NUM_LANES  # every column is equally busy: one run a lane
+    assert set(drawing.shade.tolist()) == {9 * FULL // NUM_SHADES}  # 6 us of 10 us
+    assert drawing.span.tolist() == [-1] * NUM_LANES
+
+
+def test_a_million_spans_are_answered_while_one_zooms(million):
+    started = time.perf_counter()
+    for zoom in range(4):
+        million.query(View(0, SPANS_PER_LANE * 10_000 >> zoom, 1_600))
+    assert (time.perf_counter() - started) / 4 < 1.0
+
+
+def test_what_is_sent_is_bounded_however_unlike_the_columns_are():
+    random = np.random.default_rng(0)
+    start = np.tile(np.arange(10_000, dtype=np.int64) * 10_000, 16)
+    length = random.integers(1_000, 10_000, len(start))
+    index = SpanIndex(
+        lane=np.repeat(np.arange(16), 10_000),
+        look=random.integers(0, 5, len(start)),
+        start_ns=start,
+        end_ns=start + length,
+    )
+    drawing = index.query(View(0, 100_000_000, 4_000))
+    assert 30_000 < len(drawing.lane) <= MAX_RECTANGLES
+
+
+def test_zooming_into_a_million_spans_shows_single_ones(million):
+    drawing = million.query(View(1_000_000, 3_000_000, 1_600))
+    assert drawing.is_exact
+    assert len(drawing.lane) == NUM_LANES * 200
+
+
+@st.composite
+def lanes_of_spans(draw):
+    spans = []
+    for lane in range(draw(st.integers(1, 3))):
+        cuts = sorted(draw(st.sets(st.integers(0, 60), max_size=10)))
+        for start, end in zip(cuts[::2], cuts[1::2], strict=False):
+            spans.append((lane, draw(st.integers(0, 2)), start, end))
+    return spans
+
+
+@given(spans=lanes_of_spans(), width=st.integers(1, 12))
+def test_shades_are_what_counting_every_nanosecond_gives(spans, width):
+    drawing = make_index(spans).query(View(0, 60, width), max_spans=0)
+    edges = np.linspace(0, 60, width + 1).astype(int)
+    for lane in range(3):
+        for look in range(3):
+            for low, high in pairwise(edges):
+                busy = sum(
+                    start <= instant < end
+                    for instant in range(low, high)
+                    for its_lane, its_look, start, end in spans
+                    if (its_lane, its_look) == (lane, look)
+                )
+                expected = -(-busy * NUM_SHADES // (high - low)) * (FULL // NUM_SHADES)
+                assert shade_at(drawing, lane, look, low) == expected
+
+
+def shade_at(drawing, lane, look, instant):
+    here = (drawing.lane == lane) & (drawing.look == look)
+    here &= (drawing.start_ns <= instant) & (instant < drawing.end_ns)
+    return int(drawing.shade[here].sum())
+
+
+def test_overlapping_spans_of_a_lane_are_refused_with_their_place():
+    with pytest.raises(ValueError, match=r"Span 1 \(3 to 9 ns in lane 0\).*paint or stack"):
+        make_index([(0, 0, 0, 5), (0, 0, 3, 9)])
+
+
+def test_an_empty_window_is_refused():
+    with pytest.raises(ValueError, match="10 to 10 ns on 100 px"):
+        make_index([(0, 0, 0, 5)]).query(View(10, 10, 100))
+
+
+def test_a_widened_view_stays_inside_the_axis_and_keeps_its_sharpness():
+    assert View(0, 100, 1_000).widened(1_000) == View(0, 125, 1_250)
+    assert View(900, 1_000, 1_000).widened(1_000) == View(875, 1_000, 1_250)

@@ -1,0 +1,92 @@
+"""Does the drawing of a step say the same as the analysis of that step?"""
+
+import numpy as np
+import pytest
+from fsdp_inspect_app import palette
+from fsdp_inspect_app.timeline.tracks import LOOKS, Track, build_timeline
+
+from fsdp_inspect.analysis.breakdown import measure_step_breakdown
+from fsdp_inspect.errors import IncompleteRunError
+from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.reduction import StepPart
+from tests.app.synthetic import make_run
+
+
+@pytest.fixture(scope="module")
+def run():
+    return make_run()
+
+
+@pytest.fixture(scope="module")
+def timeline(run):
+    return build_timeline(run, step=3, ranks=[0, 1])
+
+
+def durations(timeline, lane, look):
+    own = (timeline.spans.lane == lane) & (timeline.spans.look == LOOKS.index(look))
+    return int((timeline.spans.end_ns - timeline.spans.start_ns)[own].sum())
+
+
+def test_each_rank_has_its_clock_and_its_collectives_in_that_order(timeline):
+    lanes = [(lane.rank, lane.track, lane.row) for lane in timeline.lanes]
+    tracks = (Track.CLOCK, Track.ALL_GATHER, Track.REDUCE_SCATTER)
+    assert lanes == [(rank, track, 0) for rank in (0, 1) for track in tracks]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_clock_lane_adds_up_to_the_breakdown_of_the_step(run, timeline, rank):
+    breakdown = measure_step_breakdown(run, rank=rank, step=3)
+    lane = [lane.rank for lane in timeline.lanes].index(rank)
+    for part in StepPart:
+        if part in palette.PART_LOOKS and part < StepPart.OTHER:
+            drawn = durations(timeline, lane, palette.PART_LOOKS[part])
+            assert drawn == breakdown.duration_ns(part), part.label
+
+
+def test_the_root_is_seen_only_where_no_nested_unit_runs(timeline):
+    clock = timeline.spans.lane == 0
+    forward = clock & (timeline.spans.look == LOOKS.index(palette.FORWARD))
+    units = timeline.events.unit[timeline.spans.event[forward]]
+    assert set(units.tolist()) == set(range(10))
+    spans = (timeline.spans.end_ns - timeline.spans.start_ns)[forward]
+    assert spans[units == 0].sum() < spans[units == 1].sum()
+
+
+def test_the_axis_begins_with_the_earliest_rank_and_ends_with_the_latest(timeline):
+    assert min(window.start_ns for window in timeline.windows) == 0
+    assert timeline.end_ns == max(window.end_ns for window in timeline.windows)
+    assert timeline.spans.start_ns.min() >= 0
+    assert timeline.spans.end_ns.max() <= timeline.end_ns
+
+
+def test_exposed_time_of_the_events_adds_up_to_that_of_the_summary(run, timeline):
+    gathers = (timeline.events.kind == EventKind.ALL_GATHER) & (timeline.event_rank == 0)
+    breakdown = measure_step_breakdown(run, rank=0, step=3)
+    assert timeline.exposed_ns[gathers].sum() == breakdown.duration_ns(StepPart.EXPOSED_ALL_GATHER)
+
+
+def test_collectives_that_overlap_in_a_lane_are_stacked(run):
+    events = run.tables[0]
+    gathers = np.flatnonzero((events.kind == EventKind.ALL_GATHER) & (events.step == 3))
+    events.start_ns[gathers[1]] = events.start_ns[gathers[0]] + 1
+    timeline = build_timeline(run, step=3, ranks=[0])
+    rows = [lane.row for lane in timeline.lanes if lane.track is Track.ALL_GATHER]
+    assert rows == [0, 1]
+
+
+def test_an_unfinished_step_is_refused_with_a_remedy(run):
+    with pytest.raises(IncompleteRunError, match=r"No rank of \[0, 1\] finished step 99"):
+        build_timeline(run, step=99, ranks=[0, 1])
+
+
+def test_clocks_of_one_host_are_compared_as_they_are(timeline):
+    assert timeline.clock_uncertainty_ns == 2 * 1_500
+
+
+def test_clocks_of_several_hosts_are_compared_through_their_wall_clocks():
+    timeline = build_timeline(make_run(num_ranks=4), step=3, ranks=[0, 3])
+    assert timeline.clock_uncertainty_ns == 2 * (1_500 + 200)
+
+
+def test_a_single_rank_has_no_clock_uncertainty(run):
+    assert build_timeline(run, step=3, ranks=[1]).clock_uncertainty_ns == 0
