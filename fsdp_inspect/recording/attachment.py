@@ -44,6 +44,9 @@ from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Phase, Source
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
 
+PLAN_FILE = "plan.toml"
+"""How the model was sharded, in the run folder: the trainer's `--plan` and `apply_plan` read it."""
+
 _OTHER_RANKS_TIMEOUT_S = 15.0
 
 
@@ -118,7 +121,7 @@ class Attachment:
         name = options.name or model.class_name
         now = time.time_ns()
         path = options.path or default_path(name)
-        described = describe_environment()
+        described = describe_environment(self._device.type)
         return RunManifest(
             run_id=path.name,
             name=name,
@@ -151,7 +154,7 @@ class Attachment:
 
     def _rank_record(self) -> RankRecord:
         cuda = self._device.type == "cuda"
-        described = describe_environment()
+        described = describe_environment(self._device.type)
         return RankRecord(
             rank=self._rank,
             world_size=dist.get_world_size(),
@@ -236,7 +239,7 @@ class Attachment:
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._memory_steps.name_optimizer_states(optimizer)
         self._memory.sample(MemoryPoint.OPTIMIZER_END)
-        if not self.session.explicit_steps:
+        if self.session.ends_with_optimizer:
             self._end_step()
             self._memory_steps.begin()
 
@@ -308,11 +311,15 @@ class Attachment:
             self.session.problem(f"run.json could not be rewritten: {error}.")
 
     def _observed_plan(self) -> dict[str, Any]:
+        """The plan as the manifest keeps it; rank 0 also writes it as a file that runs."""
         try:
-            return observe_plan(self._model).model_dump(mode="json", exclude_none=True)
+            plan = observe_plan(self._model)
+            if self._rank == 0 and self.folder.attempt == 0:
+                plan.dump(self.folder.path / PLAN_FILE)
+            return plan.to_dict()
         except Exception as error:
             reason = str(error).splitlines()[0]
-            self.session.problem(f"The plan of the model could not be observed: {reason}")
+            self.session.problem(f"The plan of the model could not be kept: {reason}")
             return {}
 
     # --- the end

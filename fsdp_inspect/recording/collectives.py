@@ -258,7 +258,7 @@ def _like(inner: Any, methods: dict[str, Any]) -> Any:
     """An instance of a subclass of `inner`'s class that shares `inner`'s attributes."""
     base = type(inner)
     recorded = type(base.__name__, (base,), {**methods, "_fsdp_inspect_inner": inner})
-    comm = object.__new__(recorded)
+    comm: Any = object.__new__(recorded)
     comm.__dict__ = inner.__dict__
     return comm
 

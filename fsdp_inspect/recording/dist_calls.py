@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import _resolve_process_group
 
 from fsdp_inspect.recording.collectives import Communication, run_inside_collective
 from fsdp_inspect.recording.journal import Completion
@@ -102,9 +103,7 @@ class DistCalls:
         session = self._session
         return not session.active or session.collective_depth > 0 or torch.compiler.is_compiling()
 
-    def _begin(
-        self, kind: EventKind, message: Any, group: dist.ProcessGroup | None
-    ) -> Communication | None:
+    def _begin(self, kind: EventKind, message: Any, group: Any) -> Communication | None:
         """Note the issue of a collective; None when this rank is not part of it."""
         group = group or dist.group.WORLD
         if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -262,4 +261,4 @@ def _resolve(group: Any) -> dist.ProcessGroup | None:
     if group is None or isinstance(group, dist.ProcessGroup):
         return group
     name = functional._resolve_group_name(group)
-    return c10d._resolve_process_group(name)
+    return _resolve_process_group(name)

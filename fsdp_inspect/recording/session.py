@@ -72,6 +72,7 @@ class Session:
         self.in_step = False
         """Inside `recorder.step()`; without it, steps end at the optimizer's step."""
         self.explicit_steps = False
+        self.in_backward = False
         self.hook_unit = NO_UNIT
         """The unit whose FSDP hook is on the host's stack; -1: none."""
         self.open_units: list[int] = []
@@ -85,6 +86,8 @@ class Session:
         self.execution_known = False
         self.step_start: Any = None
         self.on_host = clock.immediate
+        self._has_trained = False
+        """Whether a unit ran a forward of the training since the last step ended."""
         self._next_collective = 0
         self._forward_start: Any = None
         self._last_forward_end: Any = None
@@ -103,6 +106,15 @@ class Session:
         """The step that a number logged now belongs to: between two steps, the one that ended."""
         has_begun = self.in_step or self.microbatch > 0 or self._forward_start is not None
         return self.step if has_begun else max(self.step - 1, 0)
+
+    @property
+    def ends_with_optimizer(self) -> bool:
+        """Whether an optimizer that has stepped now ends the step.
+
+        Of several optimizers in a row the first does; one that steps in the midst of backward
+        does not, there the end of backward is the end of the step.
+        """
+        return not self.explicit_steps and self._has_trained and not self.in_backward
 
     def issuing_unit(self) -> int:
         """The unit whose hook is issuing at this moment; -1: the training script itself."""
@@ -129,7 +141,7 @@ class Session:
 
     def add(self, kind: EventKind, start: Any, end: Any, **given: Unpack[Columns]) -> None:
         """One event row from its marks; what is not given is where the session stands now."""
-        column = given.get
+        column: Callable[..., Any] = given.get
         stream = column("stream", Stream.COMPUTE)
         flags = column("flags", 0)
         if self.tracker is not None:
@@ -178,6 +190,7 @@ class Session:
         self.phase = Phase.OUTSIDE
         self.open_units.clear()
         self.hook_unit = NO_UNIT
+        self.in_backward = self._has_trained = False
         self.execution_known = self.execution_known or bool(self.execution_order)
         self.journal.drain()
         self.clock.advance()
@@ -196,6 +209,7 @@ class Session:
         if self._forward_start is None:
             self._forward_start = mark
         self.phase = Phase.FORWARD
+        self._has_trained = True
         return Phase.FORWARD
 
     def leave_forward(self, mark: Any) -> None:
@@ -212,6 +226,7 @@ class Session:
         mark = self.clock.mark()
         self._close_forward(mark)
         self.phase = Phase.BACKWARD
+        self.in_backward = True
         return mark
 
     def finish_backward(self, begin: Any) -> None:
@@ -219,6 +234,7 @@ class Session:
         self.add(EventKind.BACKWARD, begin, self.clock.mark(), phase=Phase.BACKWARD)
         self.microbatch += 1
         self.phase = Phase.OUTSIDE
+        self.in_backward = False
         self.open_units.clear()
 
     def _close_forward(self, end: Any) -> None:
