@@ -20,6 +20,7 @@ then is one append to a list.
 """
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
@@ -80,6 +81,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._log = StorageLog()
         self._live: dict[int, _LiveStorage] = {}
         """By the address of torch's own storage object, which is unique among live ones."""
+        self._meeting = threading.RLock()
         self._on_death = _death_of(self)
         self._patches = Patches()
         self._fake_mode = active_fake_mode()
@@ -216,14 +218,18 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Follow a storage from now on; None when it is not one that counts."""
         if not self._counts(tensor):
             return None
-        moment = self._now()
-        index = len(self._log.storages)
-        self._log.storages.append(TrackedStorage(moment.unit, category))
-        live = _LiveStorage(storage, self._on_death)
-        live.key, live.index, live.num_bytes = storage._cdata, index, storage.nbytes()
-        self._live[live.key] = live
-        self._log.events.append(StorageEvent(index, live.num_bytes, moment))
-        return live
+        # Backward runs on a thread of its own for each device; both may meet storages at once.
+        with self._meeting:
+            if (known := self._live.get(storage._cdata)) is not None:
+                return known
+            moment = self._now()
+            live = _LiveStorage(storage, self._on_death)
+            live.key, live.index = storage._cdata, len(self._log.storages)
+            live.num_bytes = storage.nbytes()
+            self._log.storages.append(TrackedStorage(moment.unit, category))
+            self._live[live.key] = live
+            self._log.events.append(StorageEvent(live.index, live.num_bytes, moment))
+            return live
 
     def _counts(self, tensor: TensorLike) -> bool:
         """Whether this memory exists, and on the device that is watched."""
