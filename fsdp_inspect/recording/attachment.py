@@ -19,6 +19,12 @@ from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.clocks import Clock, CudaClock, HostClock, TorchCudaBackend
 from fsdp_inspect.recording.devices import DeviceSampler
 from fsdp_inspect.recording.environment import describe_environment, read_clock_pair
+from fsdp_inspect.recording.failure import (
+    describe_failure,
+    describe_memory,
+    is_out_of_memory,
+    keep_snapshot,
+)
 from fsdp_inspect.recording.folders import RecordingFolder, agree_on_folder, default_path
 from fsdp_inspect.recording.instruments import Instruments
 from fsdp_inspect.recording.memory import CudaAllocator, MemoryProbe
@@ -62,6 +68,7 @@ class Options:
     memory_steps: Sequence[int] | Literal["auto"]
     device_interval_s: float
     flush_interval_s: float
+    memory_snapshot: bool
     print_verdict: bool
 
 
@@ -96,16 +103,15 @@ class Attachment:
         )
         self._reported_problems = 0
         self._scalars = ScalarLog(self.session.clock, self._writer.scalars.append)
-        self._memory = MemoryProbe(
-            self.session,
-            self._writer.memory.append,
-            CudaAllocator(self._device) if self._device.type == "cuda" else None,
-        )
+        self._counters = CudaAllocator(self._device) if self._device.type == "cuda" else None
+        self._memory = MemoryProbe(self.session, self._writer.memory.append, self._counters)
         self._memory_steps = MemorySteps(
             self.session, self._writer.memory.append, model, self._handles, options.memory_steps
         )
         self._memory_steps.plan(options.warmup_steps)
         self._sampler = self._start_sampler()
+        if options.memory_snapshot and self._device.type == "cuda":
+            torch.cuda.memory._record_memory_history()
         self._instruments = Instruments(
             self.session, self._handles, self._memory, optimizer, self._optimizer_stepped
         )
@@ -327,6 +333,7 @@ class Attachment:
     def finish(self, error: BaseException | None, *, show: bool) -> None:
         """Take the hooks away, write what is left, close the files, say what limited the run."""
         session = self.session
+        failure = None if error is None else self._describe_failure(error)
         self._memory_steps.abandon()
         was_active, session.active = session.active, False
         self._instruments.detach()
@@ -335,7 +342,6 @@ class Attachment:
             session.problems.extend(self._sampler.problems)
         if was_active:
             self._settle()
-        failure = None if error is None else self._describe_failure(error)
         status = RunStatus.COMPLETE if error is None or _is_clean_exit(error) else RunStatus.FAILED
         self._write_manifest()
         self._report_problems()
@@ -366,11 +372,25 @@ class Attachment:
             self.session.problem(f"The last events could not be read: {error!r}.")
 
     def _describe_failure(self, error: BaseException) -> str:
-        """What ended the training and where it stood."""
-        unit, phase = self.session.position()
-        names = [unit.fqn or "(root)" for unit in self._manifest.units]
-        place = f"{Phase(phase).label} of {names[unit]}" if unit >= 0 else Phase(phase).label
-        return f"{type(error).__name__} at step {self.session.step}, {place}: {error}"
+        """What ended the training, where it stood, and after an out-of-memory what filled it."""
+        sentences = [describe_failure(error, self.session, self._manifest.units)]
+        if not is_out_of_memory(error):
+            return sentences[0]
+        try:
+            if self._counters is not None:
+                sentences.append(
+                    describe_memory(
+                        self._handles,
+                        self._manifest.units,
+                        self._memory_steps.optimizers,
+                        self._counters,
+                    )
+                )
+            if self._options.memory_snapshot:
+                sentences.append(f"Snapshot: {keep_snapshot(self._writer.folder)}.")
+        except Exception as second:  # memory is short: the first sentence is what matters
+            self.session.problem(f"What filled memory could not be told: {second!r}.")
+        return " ".join(sentences)
 
     def _conclude(self, *, show: bool) -> None:
         """Wait a little for the other ranks' files, sum the run up, print the verdict."""

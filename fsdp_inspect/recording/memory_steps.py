@@ -40,6 +40,11 @@ class MemorySteps:
         self.steps: list[int] = []
         """The steps that will run, or ran, under the tracker."""
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that have stepped so far."""
+        return list(self._optimizers.values())
+
     def plan(self, warmup_steps: int) -> None:
         """Decide which steps it will be, now that the model is known."""
         if self._wanted != "auto":

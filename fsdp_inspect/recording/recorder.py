@@ -50,6 +50,8 @@ class Recorder:
             "auto": the first step after the warm-up, none under torch.compile.
         device_interval_s: Seconds between samples of GPU, CPU and host memory; 0: none.
         flush_interval_s: What a killed process may lose.
+        memory_snapshot: On CUDA, keep allocation histories and write a snapshot into the rank's
+            folder when memory runs out; costs some time in every allocation.
         print_verdict: At the end rank 0 says on stderr what limits the step.
         enabled: False makes every method do nothing.
 
@@ -71,11 +73,13 @@ class Recorder:
         memory_steps: Sequence[int] | Literal["auto"] = "auto",
         device_interval_s: float = 0.5,
         flush_interval_s: float = 1.0,
+        memory_snapshot: bool = False,
         print_verdict: bool = True,
         enabled: bool = True,
     ) -> None:
         self._attachment: Attachment | None = None
         self._closed = not enabled
+        self._pid = os.getpid()
         if not enabled:
             return
         _check_arguments(warmup_steps, device_interval_s, flush_interval_s)
@@ -88,6 +92,7 @@ class Recorder:
             memory_steps=memory_steps,
             device_interval_s=device_interval_s,
             flush_interval_s=flush_interval_s,
+            memory_snapshot=memory_snapshot,
             print_verdict=print_verdict,
         )
         self._attachment = Attachment(model, optimizer, options)
@@ -159,6 +164,11 @@ class Recorder:
         if self._attachment is not None and not self._closed:
             self._attachment.log(values)
 
+    def note(self, sentence: str) -> None:
+        """Put a sentence into the run folder about what the recording lacks or how to read it."""
+        if self._attachment is not None and not self._closed:
+            self._attachment.session.problem(sentence)
+
     def detach(self) -> None:
         """Take every hook away and finish the run's files; the model is as it was before."""
         self._finish(None, show=False)
@@ -172,8 +182,8 @@ class Recorder:
         self._finish(error, show=True)
 
     def _finish(self, error: BaseException | None, *, show: bool) -> None:
-        if self._closed or self._attachment is None:
-            return
+        if self._closed or self._attachment is None or os.getpid() != self._pid:
+            return  # a forked child leaves the recording to its parent
         self._closed = True
         atexit.unregister(self._atexit)
         self._attachment.finish(error, show=show)

@@ -17,6 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_inspect import Recorder, open_run
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording import unit_hooks
+from fsdp_inspect.recording.failure import describe_memory
+from fsdp_inspect.recording.units import ProcessGroups, describe_units, find_recordable_groups
 from fsdp_inspect.trace.codes import EventKind, Source
 from fsdp_inspect.trace.run import RunStatus
 
@@ -194,6 +196,30 @@ def test_running_out_of_memory_names_unit_and_phase(fake_ranks: None, tmp_path: 
         train_into_failure()
     failure = open_run(tmp_path / "run").ranks[0].failure
     assert failure == "OutOfMemoryError at step 1, backward of 1: tried to allocate 2 GiB"
+
+
+class Counters:
+    """An allocator that says what it is told."""
+
+    def read(self) -> tuple[int, int, int, int, int]:
+        return 10_000, 20_000, 10_000, 12_000, 20_000
+
+
+def test_what_fills_memory_is_told_largest_first(fake_ranks: None) -> None:
+    model = sharded_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    handles = find_recordable_groups(model)
+    units = describe_units(handles, ProcessGroups())
+    model[0].unshard()
+    # A layer has 2 x 8 weights and 2 biases on this rank: 72 bytes; Adam also keeps 2 counts.
+    assert describe_memory(handles, units, [optimizer], Counters()) == (
+        "Allocated 9.77 KiB (peak 11.7 KiB, reserved 19.5 KiB): "
+        "activations, buffers and temporaries 8.62 KiB, optimizer state 456 B, "
+        "unsharded parameters of 1 of 3 units 288 B, sharded parameters 216 B, "
+        "sharded gradients 216 B."
+    )
 
 
 # --- folders, attempts

@@ -1,0 +1,102 @@
+"""Where did the training stand when it failed, and what was filling memory?"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_inspect.formatting import format_bytes, format_unit
+from fsdp_inspect.recording.memory import AllocatorCounters
+from fsdp_inspect.recording.session import Session
+from fsdp_inspect.sharding import torch_fsdp
+from fsdp_inspect.sharding.torch_fsdp import GroupHandle
+from fsdp_inspect.trace.codes import Phase
+from fsdp_inspect.trace.run import Unit
+
+SNAPSHOT_FILE = "memory_snapshot.pickle"
+_SNAPSHOT_PROTOCOL = 4  # what torch's memory_viz page reads
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device's, or the host's, memory ran out."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError))
+
+
+def describe_failure(error: BaseException, session: Session, units: Sequence[Unit]) -> str:
+    """What ended the training, in which step, phase and unit, in one sentence."""
+    unit, phase = session.position()
+    place = Phase(phase).label
+    if unit >= 0:
+        place = f"{place} of {format_unit(units[unit].fqn)}"
+    return f"{type(error).__name__} at step {session.step}, {place}: {error}"
+
+
+def describe_memory(
+    handles: Sequence[GroupHandle],
+    units: Sequence[Unit],
+    optimizers: Sequence[torch.optim.Optimizer],
+    counters: AllocatorCounters,
+) -> str:
+    """What is allocated at this moment, by what is known of it, the largest first.
+
+    Parameters, gradients and optimizer state are counted tensor by tensor (measured); what is left
+    of the allocator's own counter is activations, communication buffers and temporaries together
+    (inferred).
+    """
+    allocated, reserved, _, peak, _ = counters.read()
+    unsharded = [
+        unit for handle, unit in zip(handles, units, strict=True) if handle.group.is_unsharded
+    ]
+    parameters = [p for handle in handles for p in torch_fsdp.parameters_of(handle.group)]
+    known = {
+        f"unsharded parameters of {len(unsharded)} of {len(units)} units": sum(
+            unit.unsharded_bytes for unit in unsharded
+        ),
+        "sharded parameters": _local_bytes(parameters),
+        "sharded gradients": _local_bytes([p.grad for p in parameters]),
+        "optimizer state": _local_bytes(
+            [
+                value
+                for optimizer in optimizers
+                for state in optimizer.state.values()
+                for value in state.values()
+            ]
+        ),
+    }
+    known["activations, buffers and temporaries"] = max(allocated - sum(known.values()), 0)
+    listed = sorted(known.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in listed if size)
+    return (
+        f"Allocated {format_bytes(allocated)} (peak {format_bytes(peak)}, reserved "
+        f"{format_bytes(reserved)}): {parts}."
+    )
+
+
+def keep_snapshot(folder: Path) -> Path:
+    """Write CUDA's memory snapshot into the rank's folder; opens in torch's memory_viz page.
+
+    Raises:
+        OSError: It cannot be written.
+        RuntimeError: There is no CUDA device.
+    """
+    target = folder / SNAPSHOT_FILE
+    snapshot = torch.cuda.memory._snapshot()
+    with target.open("wb") as file:
+        pickle.dump(snapshot, file, protocol=_SNAPSHOT_PROTOCOL)
+    return target
+
+
+def _local_bytes(values: Sequence[Any]) -> int:
+    """Bytes of this rank's part of the tensors among the values; a shared storage counts once."""
+    sizes: dict[int, int] = {}
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            local = value.to_local() if isinstance(value, DTensor) else value
+            storage = local.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
