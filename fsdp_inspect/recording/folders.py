@@ -1,10 +1,12 @@
 """Into which folder does this job record? Rank 0 decides, the others follow.
 
 The decision travels through the process group's key-value store: no collective is added to the
-training, and any backend will do. Ranks on a node that does not share rank 0's file system keep
-their part in a folder of the same name on their own disk, with a copy of the manifest.
+training, and any backend will do. It is a name: each rank records into the folder of that name
+beside the path that it was given itself, so a node that does not share rank 0's file system, or
+that was given another place, keeps its part on its own disk, with a copy of the manifest.
 """
 
+import contextlib
 import itertools
 import json
 from datetime import UTC, datetime
@@ -12,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
 
-import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from fsdp_inspect.errors import StoreError
@@ -31,41 +32,48 @@ class RecordingFolder(NamedTuple):
     attempt: int
 
 
-def default_path(name: str) -> Path:
-    """`runs/<UTC time>-<name>-<random>`: unique, and sorted by time in a listing."""
+def default_path(name: str, directory: Path = Path("runs")) -> Path:
+    """`<directory>/<UTC time>-<name>-<random>`: unique, and sorted by time in a listing."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in name).strip("-.") or "run"
-    return Path("runs") / f"{stamp}-{safe}-{uuid4().hex[:4]}"
+    return directory / f"{stamp}-{safe}-{uuid4().hex[:4]}"
 
 
 def agree_on_folder(path: Path, manifest: RunManifest, rank: int) -> RecordingFolder:
-    """Create the run on rank 0 and tell every rank its folder and attempt.
+    """Create the run on rank 0 and tell every rank its name and attempt.
+
+    Args:
+        path: Where this rank was asked to record; of its last part only rank 0's counts.
+        manifest: Written where none is.
+        rank: This rank.
 
     Raises:
-        OSError: Rank 0 cannot create the folder.
+        OSError: Rank 0 cannot create the folder; the others go on with its name.
     """
     key = f"fsdp_inspect/recording/{next(_recordings)}"
     alone = manifest.world_size == 1 or manifest.source == "emulated"
-    if rank == 0:
-        try:
-            chosen = _create(path, manifest)
-        except OSError as error:
-            if not alone:
-                c10d._get_default_store().set(key, json.dumps({"error": str(error)}))
-            raise
+    if rank != 0 and not alone:
+        return _follow_rank_0(key, path, manifest)
+    chosen = RecordingFolder(path, 0)
+    try:
+        chosen = _create(path, manifest)
+    finally:
         if not alone:
-            message = {"path": str(chosen.path), "attempt": chosen.attempt}
+            message = {"name": chosen.path.name, "attempt": chosen.attempt}
             c10d._get_default_store().set(key, json.dumps(message))
-        return chosen
-    answer = json.loads(c10d._get_default_store().get(key))
-    if "error" in answer:
-        raise OSError(f"rank 0 could not create the run folder: {answer['error']}")
-    chosen = RecordingFolder(Path(answer["path"]), answer["attempt"])
-    if dist.get_node_local_rank(fallback_rank=rank) == 0:
-        folder.write_manifest_if_absent(
-            chosen.path, manifest.model_copy(update={"run_id": chosen.path.name})
-        )
     return chosen
+
+
+def _follow_rank_0(key: str, path: Path, manifest: RunManifest) -> RecordingFolder:
+    try:
+        answer = json.loads(c10d._get_default_store().get(key))
+    except RuntimeError as error:  # DistStoreError: its time is over, or rank 0 is gone
+        warn(f"rank 0 named no run folder ({error}). This rank records into {str(path)!r}.")
+        return RecordingFolder(path, 0)
+    chosen = path.with_name(answer["name"])
+    with contextlib.suppress(OSError):  # the writer meets the same disk and says so
+        folder.write_manifest_if_absent(chosen, manifest.model_copy(update={"run_id": chosen.name}))
+    return RecordingFolder(chosen, answer["attempt"])
 
 
 def _create(path: Path, manifest: RunManifest) -> RecordingFolder:

@@ -37,6 +37,7 @@ class LoopHooks:
         self._on_optimizer_step = on_optimizer_step
         self._backward_depth = 0
         self._optimizer_start: Any = None
+        self._stepped_in_backward: torch.optim.Optimizer | None = None
 
     def attach(self, patches: Patches) -> None:
         """Install every hook."""
@@ -59,6 +60,7 @@ class LoopHooks:
         def after(begin: Any, result: Any) -> None:
             if begin is not None and session.active:
                 session.finish_backward(begin)
+                self._after_backward()
 
         timed = wrap_call(original, before, after, session.fail)
 
@@ -71,6 +73,17 @@ class LoopHooks:
                 self._backward_depth = depth
 
         patches.set_attribute(torch.autograd, "backward", backward)
+
+    def _after_backward(self) -> None:
+        """What a backward means for an optimizer that has begun, or has stepped inside of it."""
+        session = self._session
+        if self._optimizer_start is not None:
+            # It was called with a closure that computes the loss: its own part begins here.
+            session.phase = Phase.OPTIMIZER
+            self._optimizer_start = session.clock.mark()
+        if self._stepped_in_backward is not None:
+            optimizer, self._stepped_in_backward = self._stepped_in_backward, None
+            self._on_optimizer_step(optimizer)
 
     # --- optimizer
 
@@ -110,7 +123,9 @@ class LoopHooks:
                 phase=Phase.OPTIMIZER,
             )
             self._optimizer_start = None
-            session.phase = Phase.OUTSIDE
+            session.phase = Phase.BACKWARD if session.in_backward else Phase.OUTSIDE
+            if session.in_backward:
+                self._stepped_in_backward = optimizer
             self._on_optimizer_step(optimizer)
         except Exception as error:
             session.fail(error)
