@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -31,6 +32,7 @@ from .virtual_device import (
 )
 
 WORLD_SIZE = 4
+COMPUTE = ("forward", "backward")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,7 +68,9 @@ class Replay:
         for handle in handles:
             module = handle.modules[0]
             module.set_custom_all_gather(TimedGather(device, handle.name, int(gather_ms * MS)))
-            module.set_custom_reduce_scatter(TimedScatter(device, handle.name, int(scatter_ms * MS)))
+            module.set_custom_reduce_scatter(
+                TimedScatter(device, handle.name, int(scatter_ms * MS))
+            )
         rows: list[tuple[int, ...]] = []
         session = Session(CudaClock(device), rows.append, ProcessGroups())
         probe = MemoryProbe(session, lambda row: None, None)
@@ -94,7 +98,9 @@ class Replay:
         mask &= events.step == events.step.max()
         chosen = events.where(mask)
         order = np.argsort(chosen.start_ns)
-        return list(zip(chosen.start_ns[order].tolist(), chosen.end_ns[order].tolist(), strict=True))
+        return list(
+            zip(chosen.start_ns[order].tolist(), chosen.end_ns[order].tolist(), strict=True)
+        )
 
     def happened(self, kind: str, unit: str) -> list[tuple[int, int]]:
         """What really ran in the last step."""
@@ -147,11 +153,9 @@ def test_backward_spans_hold_the_compute_of_their_unit(bandwidth_bound: Replay) 
 
 
 def _idle_ns(replay: Replay) -> int:
-    """How long the compute stream really stood still between the last step's first and last work."""
-    spans = sorted(
-        (start, end) for kind, _, start, end in replay.device.log if kind in ("forward", "backward")
-    )
-    gaps = [later[0] - earlier[1] for earlier, later in zip(spans, spans[1:], strict=False)]
+    """How long the compute stream stood still between the last step's first and last work."""
+    work = [(start, end) for kind, _, start, end in replay.device.log if kind in COMPUTE]
+    gaps = [later[0] - earlier[1] for earlier, later in itertools.pairwise(sorted(work))]
     return sum(gap for gap in gaps if gap > 0)
 
 
@@ -163,9 +167,7 @@ def test_exposed_time_is_the_time_the_compute_stream_stood_still(bandwidth_bound
     last_scatter = max(
         end for kind, _, _, end in bandwidth_bound.device.log if kind == "reduce_scatter"
     )
-    last_compute = max(
-        end for kind, _, _, end in bandwidth_bound.device.log if kind == "backward"
-    )
+    last_compute = max(end for kind, _, _, end in bandwidth_bound.device.log if kind == "backward")
     head = bandwidth_bound.happened("forward", "layers.0")[0][0] - first_gather[0]
     expected = _idle_ns(bandwidth_bound) + head + (last_scatter - last_compute)
     assert steps.exposed_ns[0] == pytest.approx(expected, rel=0.02)

@@ -110,10 +110,10 @@ class VirtualDevice:
 
     # --- what torch's device handle offers
 
-    def Stream(self, priority: int = 0) -> VirtualStream:  # noqa: N802 - torch's name
+    def Stream(self, priority: int = 0) -> VirtualStream:
         return VirtualStream(self)
 
-    def Event(self, *args: Any, **kwargs: Any) -> VirtualEvent:  # noqa: N802 - torch's name
+    def Event(self, *args: Any, **kwargs: Any) -> VirtualEvent:
         return VirtualEvent(self)
 
     def current_stream(self, device: Any = None) -> VirtualStream:
