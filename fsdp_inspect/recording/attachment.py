@@ -102,6 +102,7 @@ class Attachment:
             Source.EMULATED if self._manifest.source == "emulated" else Source.RECORDED,
         )
         self._reported_problems = 0
+        self._is_finished = False
         self._scalars = ScalarLog(self.session.clock, self._writer.scalars.append)
         self._counters = CudaAllocator(self._device) if self._device.type == "cuda" else None
         self._memory = MemoryProbe(self.session, self._writer.memory.append, self._counters)
@@ -212,7 +213,8 @@ class Attachment:
             yield
         except BaseException:
             session.in_step = False
-            self._memory_steps.abandon()
+            if not self._is_finished:
+                self._memory_steps.abandon()
             raise
         session.in_step = False
         self._guarded(self._end_step)
@@ -358,6 +360,7 @@ class Attachment:
 
     def _release(self) -> None:
         """Keep nothing of the model alive."""
+        self._is_finished = True
         self._model = nn.Module()
         self._handles = []
         del self._instruments, self._memory_steps

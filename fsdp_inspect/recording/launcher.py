@@ -92,6 +92,7 @@ class Launch:
     def __init__(self, given: Arguments) -> None:
         self._given = given
         self._pid = os.getpid()
+        self._directory = Path.cwd()  # the script may go elsewhere
         self._discovery: Discovery | None = None
         call_after_import("torch", self._discover)
 
@@ -104,6 +105,8 @@ class Launch:
             return
         folder = self._discovery.finish(error)
         if folder is not None and folder.exists():
+            if folder.is_relative_to(self._directory):
+                folder = folder.relative_to(self._directory)
             say(
                 f"recorded in {folder}. Look at it: fsdp-inspect summary {folder}, "
                 f"or in the browser: fsdp-inspect app {folder.parent}"
@@ -129,7 +132,7 @@ class Launch:
         steps = given.warmup_steps
         return Recorder(
             model,
-            path=default_path(name, given.out),
+            path=default_path(name, self._directory / given.out),
             name=name,
             warmup_steps=DEFAULT_WARMUP_STEPS if steps is None else steps,
             memory_steps=given.memory_steps,

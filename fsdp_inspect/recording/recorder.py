@@ -80,7 +80,6 @@ class Recorder:
         self._attachment: Attachment | None = None
         self._closed = not enabled
         self._pid = os.getpid()
-        self._pid = os.getpid()
         if not enabled:
             return
         _check_arguments(warmup_steps, device_interval_s, flush_interval_s)
@@ -164,11 +163,6 @@ class Recorder:
         """
         if self._attachment is not None and not self._closed:
             self._attachment.log(values)
-
-    def note(self, sentence: str) -> None:
-        """Put a sentence into the run folder about what the recording lacks or how to read it."""
-        if self._attachment is not None and not self._closed:
-            self._attachment.session.problem(sentence)
 
     def note(self, sentence: str) -> None:
         """Put a sentence into the run folder about what the recording lacks or how to read it."""

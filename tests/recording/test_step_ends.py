@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_inspect import Recorder, open_run
 from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.run import RunStatus
 from fsdp_inspect.trace.tables import EventTable
 
 STEPS = 4
@@ -119,3 +120,15 @@ def test_a_step_of_an_optimizer_without_a_forward_ends_nothing(
         optimizer.step()
 
     assert steps_of(tmp_path / "run") == [0]
+
+
+def test_a_step_that_is_left_after_the_recording_ended_says_nothing(
+    model: nn.Module, tmp_path: Path
+) -> None:
+    recorder = record(model, tmp_path / "run")
+
+    with pytest.raises(ZeroDivisionError), recorder.step():
+        recorder.detach()
+        raise ZeroDivisionError
+
+    assert open_run(tmp_path / "run").status is RunStatus.COMPLETE
