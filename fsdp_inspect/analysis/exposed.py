@@ -21,11 +21,9 @@ from fsdp_inspect.trace.statistics import median
 from fsdp_inspect.trace.steps import (
     RankSteps,
     collective_rows,
-    find_rank,
     rows_of,
-    steps_by_rank,
     sum_per_step,
-    timed_summary,
+    timed_rank,
 )
 from fsdp_inspect.trace.tables import EventTable
 
@@ -83,8 +81,11 @@ def measure_exposed(run: RunSource, *, rank: int | None = None) -> Exposed | Non
 
     Returns:
         None if the rank has no timed step.
+
+    Raises:
+        IncompleteRunError: The run holds nothing of that rank.
     """
-    member = find_rank(list(steps_by_rank(timed_summary(run))), rank)
+    member = timed_rank(run, rank)
     if member is None:
         return None
     floor = _find_floor(run, member)

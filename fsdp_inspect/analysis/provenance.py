@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.trace.codes import COLLECTIVES, COPIES, EventKind, Method, NamedCode, Source
+from fsdp_inspect.trace.codes import COPIES, NO_UNIT, EventKind, Method, NamedCode, Source
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.steps import find_rank, steps_by_rank, timed_summary
+from fsdp_inspect.trace.steps import timed_rank
 
 _KINDS_OF_GROUP = {
     "step": (EventKind.STEP,),
@@ -24,6 +24,8 @@ _KINDS_OF_GROUP = {
     "optimizer": (EventKind.OPTIMIZER,),
     "data": (EventKind.DATA,),
 }
+
+_SHARDING_KINDS = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +40,13 @@ class Provenance:
     memory: str | None
     """`cuda_allocator` or `storage_tracker`; None if no memory was recorded."""
     blocks_host: bool
-    """Every collective stood in the host's way, as gloo's synchronous ones do: that they are
-    exposed is then a property of the backend, not of the plan."""
+    """Every all-gather and reduce-scatter of FSDP stood in the host's way, as gloo's do by default:
+    that they are exposed is then a property of the backend, not of the plan."""
 
 
 def measure_provenance(run: RunSource) -> Provenance:
     """How times and memory were obtained."""
-    chosen = find_rank(list(steps_by_rank(timed_summary(run))))
+    chosen = timed_rank(run)
     memory = next((record.memory_from for record in run.ranks if record.memory_from), None)
     if chosen is None:
         return Provenance((run.manifest.source,), {}, memory, blocks_host=False)
@@ -53,12 +55,13 @@ def measure_provenance(run: RunSource) -> Provenance:
         group: ", ".join(_labels(Method, events.method[np.isin(events.kind, kinds)]))
         for group, kinds in _KINDS_OF_GROUP.items()
     }
-    of_collectives = events.method[np.isin(events.kind, sorted(COLLECTIVES))]
+    by_fsdp = (events.unit != NO_UNIT) & np.isin(events.kind, _SHARDING_KINDS)
+    sharding = set(events.method[by_fsdp].tolist())
     return Provenance(
         sources=_labels(Source, events.source),
         methods={group: named for group, named in methods.items() if named},
         memory=memory,
-        blocks_host=len(of_collectives) > 0 and set(of_collectives) == {Method.HOST_BLOCKING},
+        blocks_host=sharding == {Method.HOST_BLOCKING},
     )
 
 

@@ -13,13 +13,7 @@ from numpy.typing import NDArray
 from fsdp_inspect.trace.codes import COPIES, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 from fsdp_inspect.trace.statistics import median
-from fsdp_inspect.trace.steps import (
-    find_rank,
-    rows_of,
-    steps_by_rank,
-    sum_per_step,
-    timed_summary,
-)
+from fsdp_inspect.trace.steps import rows_of, sum_per_step, timed_rank
 from fsdp_inspect.trace.tables import EventTable, SummaryTable
 
 _COLLECTIVES_OF_A_UNIT = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
@@ -96,8 +90,11 @@ def measure_units(run: RunSource, *, rank: int | None = None) -> UnitCosts:
     Args:
         run: A recorded run.
         rank: Default the median rank.
+
+    Raises:
+        IncompleteRunError: The run holds nothing of that rank.
     """
-    member = find_rank(list(steps_by_rank(timed_summary(run))), rank)
+    member = timed_rank(run, rank)
     if member is None:
         rows, gathers, steps = SummaryTable.empty(), EventTable.empty(), np.empty(0, np.int32)
     else:

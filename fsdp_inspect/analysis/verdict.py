@@ -36,6 +36,9 @@ DOMINANT_UNIT_RATIO = 0.50
 WORTH_NAMING_RATIO = 0.02
 """Nothing below this share of the step is advised."""
 
+_PHASES_BY_NAME = frozenset({"forward", "backward"})
+"""Phases that place a wait; the others say nothing about it."""
+
 
 class Limit(StrEnum):
     """What limits the step."""
@@ -150,7 +153,7 @@ def _ratio(facts: StepFacts, duration_ns: int) -> float:
 
 def _share(facts: StepFacts, duration_ns: int) -> str:
     return (
-        f"{format_ns(duration_ns)} of the {format_ns(facts.step_time_ns)} step "
+        f"{format_ns(duration_ns)} of the median {format_ns(facts.step_time_ns)} step "
         f"({format_ratio(_ratio(facts, duration_ns))})"
     )
 
@@ -225,12 +228,12 @@ def _say_communication(facts: StepFacts) -> _Words:
 def _say_top(facts: StepFacts) -> str:
     if facts.top is None:
         return ""
-    owner = "outside FSDP" if facts.top.fqn is None else f"of {format_unit(facts.top.fqn)}"
-    kind = facts.top.kind.replace("_", "-")
-    return (
-        f"The largest part, {format_ns(facts.top.exposed_ns)}, is the {kind} {owner} in "
-        f"{facts.top.phase}."
+    owner = (
+        "that FSDP did not issue" if facts.top.fqn is None else f"of {format_unit(facts.top.fqn)}"
     )
+    kind = facts.top.kind.replace("_", "-")
+    place = f" in {facts.top.phase}" if facts.top.phase in _PHASES_BY_NAME else ""
+    return f"The largest part, {format_ns(facts.top.exposed_ns)}, is the {kind} {owner}{place}."
 
 
 def _advise_communication(facts: StepFacts) -> list[str]:

@@ -56,6 +56,8 @@ def _follow(child: "subprocess.Popen[bytes]", what: str, log: Path) -> None:
     from rich.text import Text
 
     console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(Text(f"{what} ..."), soft_wrap=True)
     with console.status(Text(what)) as status:
         while child.poll() is None:
             time.sleep(_POLL_S)

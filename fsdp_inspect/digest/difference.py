@@ -19,7 +19,6 @@ _COMPARED = (
     "step_time_ns",
     "communication_ns",
     "exposed_ns",
-    "overlap_ratio",
     "collectives_per_step",
     "communication_bytes",
     "peak_allocated_bytes",
@@ -33,6 +32,9 @@ _EXACT = frozenset(
         "peak_reserved_bytes",
     }
 )
+
+_NAMES_OF_A_RUN = frozenset({"name"})
+"""Settings that only tell runs apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def compare_runs(first: RunSource, second: RunSource) -> RunDifference:
 
 def _compare_settings(first: RunManifest, second: RunManifest) -> list[SettingDifference]:
     before, after = _settings(first), _settings(second)
-    names = sorted({*before, *after})
+    names = sorted({*before, *after} - _NAMES_OF_A_RUN)
     return [
         SettingDifference(name, before.get(name), after.get(name))
         for name in names

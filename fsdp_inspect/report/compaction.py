@@ -13,8 +13,8 @@ def render_compaction(result: CompactionResult) -> RenderableType:
     ranks = f"{len(result.compacted)} {'rank' if len(result.compacted) == 1 else 'ranks'}"
     lines = [
         Text(
-            f"{result.path}: {ranks} compacted, {result.rows} rows, "
-            f"{format_bytes(result.bytes_before)} -> {format_bytes(result.bytes_after)}."
+            f"{ranks} compacted, {result.rows} rows, {format_bytes(result.bytes_before)} -> "
+            f"{format_bytes(result.bytes_after)}: {result.path}"
         )
     ]
     for skipped in result.skipped:

@@ -16,7 +16,9 @@ from fsdp_inspect.report.values import format_metric
 def render_difference(difference: RunDifference) -> RenderableType:
     """The second run against the first."""
     return Group(
-        Text(f"{difference.second} against {difference.first}", style="bold"),
+        Text("How they differ", style="bold"),
+        Text(f"A  {difference.first}"),
+        Text(f"B  {difference.second}"),
         *_settings(difference),
         _metrics(difference),
         Text(
@@ -45,8 +47,8 @@ def _written(value: Any) -> str:
 def _metrics(difference: RunDifference) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("")
-    for header in (difference.first, difference.second, "change"):
-        table.add_column(Text(header), justify="right", overflow="fold")
+    for header in ("A", "B", "change"):
+        table.add_column(header, justify="right")
     table.add_column("")
     for metric in difference.metrics:
         table.add_row(

@@ -25,7 +25,7 @@ MOST_EXPOSED = 5
 """How many owners of exposed communication a summary names."""
 MOST_RANKS = 16
 """How many ranks a summary lists."""
-_BAR_WIDTH = 24
+_BAR_WIDTH = 32
 
 
 def render_summary(digest: RunDigest) -> RenderableType:
@@ -140,7 +140,7 @@ def _breakdown_table(breakdown: StepBreakdown) -> Table:
             find_metric(name).label,
             format_metric(name, part.duration_ns),
             format_ratio(part.ratio),
-            Text(_bar(part.ratio), style="red" if is_exposed else "blue"),
+            Text(_bar(part.ratio, "▒" if is_exposed else "█")),
         )
     table.add_row("= step", format_metric("step_time_ns", breakdown.step_time_ns), "", "")
     if breakdown.between_ns:
@@ -149,8 +149,8 @@ def _breakdown_table(breakdown: StepBreakdown) -> Table:
     return table
 
 
-def _bar(ratio: float) -> str:
-    return "█" * round(ratio * _BAR_WIDTH) or "▏"
+def _bar(ratio: float, block: str) -> str:
+    return block * round(ratio * _BAR_WIDTH) or "▏"
 
 
 def _medians_title(digest: RunDigest) -> str:
@@ -193,7 +193,7 @@ def _of_device(digest: RunDigest, name: str) -> str:
 
 
 def _owners_table(owners: Sequence[ExposedOwner]) -> Table:
-    table = _table("unit", "collective", "phase", "per step", "in flight", "exposed", names=3)
+    table = _table("unit", "collective", "phase", "n", "in flight", "exposed", "floor", names=3)
     for owner in owners:
         table.add_row(
             _owner_name(owner.fqn),
@@ -202,6 +202,7 @@ def _owners_table(owners: Sequence[ExposedOwner]) -> Table:
             format_metric("count_per_step", owner.count_per_step),
             format_metric("communication_ns", owner.duration_ns),
             format_metric("exposed_ns", owner.exposed_ns),
+            format_metric("floor_ns", owner.floor_ns) if owner.floor_ns else "",
         )
     return table
 
@@ -271,7 +272,7 @@ def _provenance(digest: RunDigest) -> Text:
         lines.append(f"Times by method. {times}.")
     if obtained.memory:
         lines.append(f"Memory counted by the {format_method(obtained.memory)}.")
-    return _dim(" ".join(lines))
+    return _dim("\n".join(lines))
 
 
 def _collectives_table(units: Sequence[UnitCost]) -> Table:

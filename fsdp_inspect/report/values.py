@@ -30,10 +30,17 @@ def format_kind(kind: str) -> str:
     return kind.replace("_", "-")
 
 
+_METHODS = {
+    "host_blocking": "host-blocking",
+    "storage_tracker": "storage tracker",
+    "cuda_allocator": "CUDA allocator",
+}
+
+
 def format_method(method: str) -> str:
-    """How a number was obtained, in words: `host-blocking`, `storage tracker`."""
-    return {
-        "host_blocking": "host-blocking",
-        "storage_tracker": "storage tracker",
-        "cuda_allocator": "CUDA allocator",
-    }.get(method, method)
+    """How a number was obtained, in words: `host-blocking`, `storage tracker`.
+
+    Args:
+        method: One method, or several with `, ` between them.
+    """
+    return ", ".join(_METHODS.get(one, one) for one in method.split(", "))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.errors import IncompleteRunError
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase
 from fsdp_inspect.trace.reduction import StepFlag, StepPart
 from fsdp_inspect.trace.run import RunSource
@@ -133,6 +134,26 @@ def steps_by_rank(rows: SummaryTable) -> Iterator[RankSteps]:
             )
 
 
+def timed_rank(run: RunSource, rank: int | None = None) -> RankSteps | None:
+    """The timed steps of a rank, by default of the one that stands for the run.
+
+    Returns:
+        None if the rank has no timed step.
+
+    Raises:
+        IncompleteRunError: The run holds nothing of that rank.
+    """
+    found = find_rank(list(steps_by_rank(timed_summary(run))), rank)
+    known = sorted({record.rank for record in run.ranks})
+    if rank is not None and found is None and rank not in known:
+        listed = _spans(known) or "none"
+        raise IncompleteRunError(
+            f"Run {run.manifest.run_id!r} holds nothing of rank {rank}. It holds the ranks "
+            f"{listed}. Choose one of them."
+        )
+    return found
+
+
 def find_rank(members: Sequence[RankSteps], rank: int | None = None) -> RankSteps | None:
     """The given rank among the members, or without one the rank that stands for all.
 
@@ -174,11 +195,15 @@ def sum_per_step(
 
 def _numbered(steps: Sequence[int]) -> str:
     """`step 4`, `steps 0-2`, `steps 0-2, 7`."""
+    return f"{'step' if len(steps) == 1 else 'steps'} {_spans(steps)}"
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: `0-2, 7`."""
     spans: list[list[int]] = []
-    for step in steps:
-        if spans and step == spans[-1][1] + 1:
-            spans[-1][1] = step
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
         else:
-            spans.append([step, step])
-    listed = ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)
-    return f"{'step' if len(steps) == 1 else 'steps'} {listed}"
+            spans.append([number, number])
+    return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)

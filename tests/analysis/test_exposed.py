@@ -1,4 +1,7 @@
+import pytest
+
 from fsdp_inspect.analysis.exposed import measure_exposed
+from fsdp_inspect.errors import IncompleteRunError
 from fsdp_inspect.trace.codes import Phase
 from tests.builders import STEADY_FLOOR_NS, RunBuilder, steady_run
 
@@ -86,5 +89,10 @@ def test_another_rank_can_be_asked_for():
 
 
 def test_a_rank_without_a_timed_step_has_no_exposure():
-    assert measure_exposed(steady_run(), rank=9) is None
+    assert measure_exposed(steady_run(num_steps=1), rank=1) is None
     assert measure_exposed(RunBuilder().build()) is None
+
+
+def test_a_rank_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(IncompleteRunError, match=r"nothing of rank 9.*the ranks 0-3\. Choose"):
+        measure_exposed(steady_run(world_size=4), rank=9)

@@ -1,0 +1,58 @@
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from tests.builders import steady_run, write_run
+
+
+@dataclass
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def runs_folder(tmp_path_factory):
+    """Two runs on the disk, `four` and `steady`; tests must not change them."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(steady_run(), folder / "steady")
+    write_run(steady_run(world_size=4, run_id="four"), folder / "four")
+    return folder
+
+
+@pytest.fixture
+def command():
+    """The command line as a process: `command("summary", folder)`."""
+
+    def run(*arguments, cwd=None):
+        done = subprocess.run(
+            [sys.executable, "-m", "fsdp_inspect", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            cwd=cwd,
+            env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1"},
+            timeout=60,
+        )
+        return Ended(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def invoke(capsys, monkeypatch):
+    """The command line in this process, which is quicker: `invoke("summary", folder)`."""
+    from fsdp_inspect.cli import main
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["fsdp-inspect", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "80")
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return Ended(ended.value.code or 0, printed.out, printed.err)
+
+    return run

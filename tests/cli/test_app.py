@@ -1,0 +1,87 @@
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from fsdp_inspect.cli import app as app_command
+from fsdp_inspect.errors import FsdpInspectError, NotARunError
+
+
+@pytest.fixture
+def executed(monkeypatch):
+    """The command that `serve` would become, instead of becoming it."""
+    commands = []
+    monkeypatch.setattr("os.execv", lambda _, command: commands.append(command))
+    return commands
+
+
+def test_the_dashboard_is_served_on_loopback_with_the_given_folder(invoke, executed, tmp_path):
+    ended = invoke("app", tmp_path, "--port", "8765")
+    address = ["--host", "127.0.0.1", "--port", "8765"]
+    assert executed == [[sys.executable, "-m", "fsdp_inspect_app", str(tmp_path), *address]]
+    assert f"Dashboard of {tmp_path}: http://127.0.0.1:8765" in ended.out
+
+
+def test_without_a_port_the_first_free_one_is_taken(executed, tmp_path, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setattr(app_command, "DEFAULT_PORT", taken.getsockname()[1])
+        app_command.serve(tmp_path, host="127.0.0.1", port=None)
+        assert int(executed[0][-1]) > taken.getsockname()[1]
+
+
+def test_a_port_that_is_taken_is_refused(executed, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(FsdpInspectError, match=r"Cannot listen on 127\.0\.0\.1 port .*--port"):
+            app_command.serve(tmp_path, host="127.0.0.1", port=taken.getsockname()[1])
+    assert executed == []
+
+
+def test_a_folder_that_is_not_there_is_refused(executed, tmp_path):
+    with pytest.raises(NotARunError, match="No folder at"):
+        app_command.serve(tmp_path / "nothing", host="127.0.0.1", port=None)
+
+
+def test_without_a_folder_the_samples_are_shown(executed):
+    app_command.serve(None, host="127.0.0.1", port=None)
+    assert executed[0][3].endswith("samples")
+
+
+def test_without_the_extra_the_remedy_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(FsdpInspectError, match=r"pip install 'fsdp-inspect\[app\]'"):
+        app_command.serve(tmp_path, host="127.0.0.1", port=None)
+
+
+def test_the_dashboard_comes_up_and_ends_with_the_signal(runs_folder, free_port):
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fsdp_inspect", "app", str(runs_folder), "--port", str(port)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        assert answers(f"http://127.0.0.1:{port}/_stcore/health", process) == b"ok"
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def answers(url, process, *, within_s=60):
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=5) as response:
+                return response.read()
+        except OSError:
+            time.sleep(0.2)
+    return process.stdout.read() if process.poll() is not None else b"no answer"

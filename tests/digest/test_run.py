@@ -1,0 +1,125 @@
+from dataclasses import replace
+
+import pytest
+
+from fsdp_inspect.analysis.verdict import Limit
+from fsdp_inspect.digest.run import digest_run
+from fsdp_inspect.errors import CorruptFileError
+from fsdp_inspect.report.json import to_plain
+from fsdp_inspect.trace.codes import EventKind, Method
+from fsdp_inspect.trace.run import RunStatus
+from tests.builders import InMemoryRun, RunBuilder, steady_run
+
+DEMANDED = {
+    "run_id", "world_size", "backend", "num_steps", "step_time_ns", "communication_ns",
+    "exposed_ns", "overlap_ratio", "peak_allocated_bytes", "peak_reserved_bytes", "units", "ranks",
+}  # fmt: skip
+DEMANDED_OF_A_UNIT = {
+    "fqn", "num_parameters", "unsharded_bytes", "all_gather", "reduce_scatter",
+}  # fmt: skip
+DEMANDED_OF_A_COLLECTIVE = {
+    "count_per_step", "bytes", "median_ns", "exposed_ns", "bus_bytes_per_s",
+}  # fmt: skip
+DEMANDED_OF_A_RANK = {"rank", "step_time_ns", "communication_ns", "exposed_ns", "overlap_ratio"}
+
+
+def test_the_digest_has_the_keys_that_programs_rely_on():
+    plain = to_plain(digest_run(steady_run()))
+    assert plain.keys() >= DEMANDED
+    assert plain["step_time_ns"].keys() >= {"median", "p10", "p90"}
+    assert plain["units"][0].keys() >= DEMANDED_OF_A_UNIT
+    for kind in ("all_gather", "reduce_scatter"):
+        assert plain["units"][0][kind].keys() >= DEMANDED_OF_A_COLLECTIVE
+    assert plain["ranks"][0].keys() >= DEMANDED_OF_A_RANK
+
+
+def test_the_numbers_of_a_drawn_run_are_those_of_the_drawing():
+    digest = digest_run(steady_run())
+    assert (digest.step_time_ns.median, digest.communication_ns, digest.exposed_ns) == (
+        1000,
+        500,
+        250,
+    )
+    assert (digest.overlap_ratio, digest.floor_ns) == (0.5, 150)
+    assert (digest.loss.first, digest.loss.last) == (4.0, 1.0)
+
+
+def test_finished_steps_are_counted_with_those_left_out():
+    digest = digest_run(steady_run(num_steps=6, warmup_steps=2, memory_steps=[3]))
+    assert (digest.num_steps, digest.num_timed_steps) == (6, 3)
+    assert (digest.left_out.warmup, digest.left_out.memory) == ((0, 1), (3,))
+
+
+def test_the_verdict_rests_on_the_median_step():
+    verdict = digest_run(steady_run()).verdict
+    assert verdict.limit is Limit.COMMUNICATION
+    assert verdict.numbers["exposed_ns"] == 250
+    assert "50.0 ns, is the all-gather of layers.1 in forward" in verdict.why
+
+
+def test_a_run_that_never_waits_beyond_the_floor_names_no_owner():
+    builder = RunBuilder(world_size=2)
+    rank = builder.rank(0)
+    rank.step(0, 0, 100)
+    rank.all_gather("layers.0", 0, 30, need=0)
+    rank.forward("layers.0", 30, 100)
+    assert "largest part" not in digest_run(builder.build()).verdict.why
+
+
+def test_on_a_blocking_backend_the_verdict_says_so():
+    run = steady_run()
+    blocking = {rank: table.where(table.kind >= 0) for rank, table in run.event_tables.items()}
+    for table in blocking.values():
+        collective = (table.kind == EventKind.ALL_GATHER) | (table.kind == EventKind.REDUCE_SCATTER)
+        table.method[collective] = Method.HOST_BLOCKING
+    digest = digest_run(replace(run, event_tables=blocking))
+    assert digest.provenance.blocks_host
+    assert "a property of the backend" in digest.verdict.why
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(RunBuilder().build(), id="nothing recorded"),
+        pytest.param(steady_run(num_steps=2, warmup_steps=5), id="only warm-up"),
+        pytest.param(RunBuilder(units=()).build(), id="no units"),
+    ],
+)
+def test_a_run_without_a_timed_step_is_digested_with_what_is_there(run):
+    digest = digest_run(run)
+    assert digest.verdict.limit is Limit.UNKNOWN
+    assert (digest.step_time_ns, digest.exposed_ns, digest.breakdown) == (None, None, None)
+    assert len(digest.units) == len(run.manifest.units)
+
+
+def test_one_rank_alone_communicates_nothing():
+    builder = RunBuilder(world_size=1)
+    builder.rank(0).step(0, 0, 100)
+    builder.rank(0).forward("layers.0", 0, 90)
+    digest = digest_run(builder.build())
+    assert (digest.communication_ns, digest.exposed_ns, digest.overlap_ratio) == (0, 0, 1.0)
+    assert digest.units[0].all_gather.bus_bytes_per_s is None
+
+
+class DamagedRun(InMemoryRun):
+    """Its events cannot be read, its summary can."""
+
+    def events(self, rank, **_):
+        raise CorruptFileError(f"events.parquet of rank {rank} is damaged.")
+
+
+def test_what_needs_a_damaged_file_is_absent_and_said_once():
+    digest = digest_run(DamagedRun(**constructor_arguments(steady_run())))
+    assert digest.notes == ("events.parquet of rank 0 is damaged.",)
+    assert (digest.exposed, digest.provenance, digest.units) == (None, None, ())
+    assert digest.step_time_ns.median == 1000
+
+
+def constructor_arguments(run):
+    return {name: getattr(run, name) for name in InMemoryRun.__dataclass_fields__}
+
+
+def test_status_and_notes_of_the_run_are_passed_on():
+    run = replace(steady_run(), status=RunStatus.CRASHED, notes=("Rank 1 stopped.",))
+    digest = digest_run(run)
+    assert (digest.status, digest.notes) == ("crashed", ("Rank 1 stopped.",))

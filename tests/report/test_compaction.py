@@ -1,0 +1,26 @@
+import json
+from pathlib import Path
+
+from fsdp_inspect.report.compaction import render_compaction, render_compaction_json
+from fsdp_inspect.store.compaction import CompactionResult, RankCompaction, SkippedRank
+from tests.report.rendering import text_of
+
+RESULT = CompactionResult(
+    path=Path("runs/a"),
+    compacted=[RankCompaction(attempt=0, rank=0, rows=10, bytes_before=4096, bytes_after=1024)],
+    skipped=[SkippedRank(attempt=0, rank=1, reason="it still records.")],
+)
+
+
+def test_compaction_says_what_it_did_and_what_it_left():
+    assert text_of(render_compaction(RESULT)) == (
+        "1 rank compacted, 10 rows, 4.00 KiB -> 1.00 KiB: runs/a\n"
+        "rank 1 of attempt 0 was left as it was: it still records."
+    )
+
+
+def test_programs_get_the_sums_too():
+    result = json.loads(render_compaction_json(RESULT))
+    assert (result["path"], result["rows"]) == ("runs/a", 10)
+    assert (result["bytes_before"], result["bytes_after"]) == (4096, 1024)
+    assert result["skipped"] == [{"attempt": 0, "rank": 1, "reason": "it still records."}]

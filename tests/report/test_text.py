@@ -1,0 +1,173 @@
+from dataclasses import replace
+
+import pytest
+
+from fsdp_inspect.analysis.units import measure_units
+from fsdp_inspect.digest import digest_run
+from fsdp_inspect.report.text import MOST_RANKS, render_summary, render_units, render_verdict
+from fsdp_inspect.trace.codes import MemoryPoint, Phase
+from fsdp_inspect.trace.run import RunStatus
+from tests.builders import MIB, RunBuilder, add_steady_step, steady_run
+from tests.report.rendering import text_of
+
+SUMMARY = """\
+hand-made  complete
+2 ranks · gloo · cpu · Decoder, 200 parameters
+
+Communication is exposed for 250.0 ns of the median 1.00 µs step (25.0 %).
+  Why: The largest part, 50.0 ns, is the all-gather of layers.1 in forward.
+  150.0 ns of the exposed time is the floor, which no setting hides.
+  Next: Try reshard_after_forward=False if memory allows: the backward gathers
+  again, exposed for 30.0 ns.
+  Or: Prefetch one unit ahead, so that the all-gather is issued earlier.
+
+Where step 1 of rank 0 goes (its median step; the parts add up)
+forward                 200.0 ns  20.0 %  ██████
+backward                320.0 ns  32.0 %  ██████████
+FSDP copies              20.0 ns   2.0 %  █
+exposed all-gather      130.0 ns  13.0 %  ▒▒▒▒
+exposed reduce-scatter  100.0 ns  10.0 %  ▒▒▒
+exposed, not FSDP's      20.0 ns   2.0 %  ▒
+optimizer               100.0 ns  10.0 %  ███
+data                     50.0 ns   5.0 %  ██
+other                    60.0 ns   6.0 %  ██
+= step                   1.00 µs
+
+Over 3 timed steps of rank 0 (medians)
+step time               1.00 µs  p10 1.00 µs, p90 1.00 µs
+communication          500.0 ns
+exposed communication  250.0 ns
+exposed, floor         150.0 ns
+overlap                  50.0 %
+peak allocated                –
+peak reserved                 –  no allocator reserves memory on CPU
+loss                          1  from 4
+
+Waited for most, per step of rank 0 (medians)
+unit        collective      phase     n  in flight   exposed     floor
+layers.0    reduce-scatter  backward  1   100.0 ns  100.0 ns  100.0 ns
+layers.0    all-gather      forward   1    50.0 ns   50.0 ns   50.0 ns
+layers.1    all-gather      forward   1   150.0 ns   50.0 ns
+layers.1    all-gather      backward  1    30.0 ns   30.0 ns
+(not FSDP)  all-reduce      backward  1    20.0 ns   20.0 ns
+
+Ranks (medians over their timed steps)
+rank  host  step time  communication   exposed  overlap
+0             1.00 µs       500.0 ns  250.0 ns   50.0 %
+1             1.00 µs       500.0 ns  250.0 ns   50.0 %
+
+Recorded run. 3 of 4 finished steps are timed; left out: step 0 (warm-up).
+Times by method. measured: step, all-gather, reduce-scatter, all-reduce, copies,
+forward, backward, optimizer, data."""
+
+UNITS = """\
+Collectives of each unit
+unit      collective      n  message  duration   exposed  bus bandwidth
+layers.0  all-gather      2     64 B   50.0 ns   50.0 ns     640.0 MB/s
+          reduce-scatter  1     64 B  100.0 ns  100.0 ns     320.0 MB/s
+layers.1  all-gather      2     64 B   30.0 ns   80.0 ns      1.07 GB/s
+          reduce-scatter  1     64 B   80.0 ns      0 ns     400.0 MB/s
+
+Compute and copies of each unit, per step
+unit      params   forward  backward  recompute   copies  prefetched
+layers.0     100  100.0 ns  160.0 ns          –  10.0 ns           1
+layers.1     100  100.0 ns  160.0 ns          –  10.0 ns           1
+
+Medians over 3 timed steps of rank 0. n: per step. duration: of one collective;
+exposed: of all of them in a step. forward and backward hold nested units. bus
+bandwidth: message x (N-1)/N / duration for all-gather and reduce-scatter,
+2(N-1)/N for all-reduce, N ranks in the group (nccl-tests); none for N = 1."""
+
+
+def summary_of(run):
+    return text_of(render_summary(digest_run(run)))
+
+
+def one_rank(**manifest):
+    builder = RunBuilder(world_size=1, **manifest)
+    add_steady_step(builder.rank(0), 0, start=0)
+    return builder
+
+
+def test_a_summary_fits_eighty_columns_and_reads_so():
+    assert summary_of(steady_run()) == SUMMARY
+
+
+def test_units_read_so():
+    assert text_of(render_units(measure_units(steady_run()))) == UNITS
+
+
+def test_a_verdict_alone_is_the_verdict_of_the_summary():
+    verdict = text_of(render_verdict(digest_run(steady_run()).verdict))
+    assert verdict in SUMMARY
+    assert verdict.startswith("Communication is exposed")
+
+
+def test_a_unit_name_is_never_read_as_markup():
+    builder = RunBuilder(units=("[red]layers[/red]", "layers.1"), world_size=1)
+    builder.rank(0).step(0, 0, 100)
+    builder.rank(0).all_gather("[red]layers[/red]", 0, 50, need=0)
+    run = builder.build()
+    assert "[red]layers[/red]" in summary_of(run)
+    assert "[red]layers[/red]" in text_of(render_units(measure_units(run)))
+
+
+def test_the_root_is_shown_by_a_name():
+    builder = RunBuilder(units=("",), world_size=1)
+    builder.rank(0).step(0, 0, 100)
+    assert "(root)" in text_of(render_units(measure_units(builder.build())))
+
+
+def test_notes_stand_before_the_verdict():
+    run = replace(steady_run(), status=RunStatus.PARTIAL, notes=("Rank 1 is missing.",))
+    lines = summary_of(run).splitlines()
+    assert lines[0] == "hand-made  partial"
+    assert lines[2] == "note: Rank 1 is missing."
+
+
+def test_missing_ranks_are_counted_in_the_headline():
+    builder = RunBuilder(world_size=4)
+    builder.rank(0).step(0, 0, 100)
+    assert "4 ranks (1 recorded)" in summary_of(builder.build())
+
+
+def test_a_run_without_steps_says_what_to_do_and_shows_no_zeros():
+    shown = summary_of(RunBuilder().build())
+    assert "no step counts yet" in shown
+    assert "Record more steps" in shown
+    assert "0 ns" not in shown
+
+
+def test_what_fills_memory_is_shown_by_category_and_owner():
+    builder = one_rank(memory_steps=[7])
+    rank = builder.rank(0)
+    rank.step(7, 2000, 3000, is_memory_step=True)
+    rank.memory(MemoryPoint.PEAK, 8 * MIB, phase=Phase.BACKWARD, activation=6 * MIB)
+    rank.memory(MemoryPoint.PEAK_BY_OWNER, 5 * MIB, unit="layers.1")
+    shown = summary_of(builder.build())
+    assert "What fills 8.00 MiB at the peak of memory step 7, rank 0, in backward" in shown
+    assert "activation    6.00 MiB  layers.1  5.00 MiB" in shown
+    assert "unattributed  2.00 MiB" in shown
+    assert "Memory counted by the storage tracker." in shown
+
+
+def test_reserved_memory_is_set_against_the_device():
+    builder = one_rank(device_type="cuda")
+    record = {"memory_from": "cuda_allocator", "device_memory_bytes": 100 * MIB}
+    builder.rank(0).record.update(record)
+    builder.rank(0).memory(MemoryPoint.STEP_END, 40 * MIB, reserved=50 * MIB)
+    shown = summary_of(builder.build())
+    assert "peak reserved          50.0 MiB  50.0 % of 100.0 MiB" in shown
+
+
+def test_many_ranks_are_cut_and_counted():
+    shown = summary_of(steady_run(world_size=MOST_RANKS + 3))
+    assert f"the first {MOST_RANKS} of {MOST_RANKS + 3}" in shown
+    assert f"\n{MOST_RANKS - 1} " in shown
+    assert f"\n{MOST_RANKS} " not in shown
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_line_is_wider_than_the_terminal(width):
+    shown = text_of(render_summary(digest_run(steady_run())), width=width)
+    assert max(map(len, shown.splitlines())) <= width

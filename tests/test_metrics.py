@@ -1,0 +1,36 @@
+import pytest
+
+from fsdp_inspect.metrics import METRICS, Better, MetricUnit, find_metric
+from fsdp_inspect.trace.reduction import PARTS_OF_STEP
+
+SUFFIXES = {
+    MetricUnit.NS: "_ns",
+    MetricUnit.RATIO: "_ratio",
+    MetricUnit.BYTES_PER_S: "_bytes_per_s",
+}
+
+
+@pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
+def test_a_metric_is_defined_in_one_plain_sentence(metric):
+    assert metric.label
+    assert len(metric.definition) > 10
+    assert not metric.definition.endswith(".")
+
+
+@pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
+def test_the_name_of_a_metric_says_its_unit(metric):
+    assert metric.name.endswith(SUFFIXES.get(metric.unit, ""))
+
+
+def test_every_part_of_a_step_is_a_metric():
+    assert {f"{part.label}_ns" for part in PARTS_OF_STEP} <= METRICS.keys()
+
+
+def test_more_overlap_is_better_and_more_exposure_worse():
+    assert find_metric("overlap_ratio").better is Better.HIGHER
+    assert find_metric("exposed_ns").better is Better.LOWER
+
+
+def test_an_undefined_metric_is_refused_by_name():
+    with pytest.raises(KeyError, match="no metric 'speed'"):
+        find_metric("speed")
