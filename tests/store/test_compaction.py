@@ -227,6 +227,7 @@ def test_refusing_disk_leaves_the_run_readable(
     assert not list(tmp_path.rglob("*.tmp-*"))
 
 
+@pytest.mark.distributed
 def test_killed_by_the_system_at_random_moments_it_can_be_repeated(tmp_path: Path) -> None:
     before = contents(write_run(tmp_path / "run", num_steps=20, compact=False))
     script = (
@@ -235,7 +236,7 @@ def test_killed_by_the_system_at_random_moments_it_can_be_repeated(tmp_path: Pat
         "print('ready', flush=True); compact_run(Path(sys.argv[1]))\n"
     )
     choose = random.Random(3)
-    for number in range(4):
+    for number in range(3):
         copy = tmp_path / f"copy-{number}"
         shutil.copytree(tmp_path / "run", copy)
         child = subprocess.Popen(

@@ -265,6 +265,7 @@ def run_child(script: str, run_folder: Path) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.distributed
 def test_forked_child_writes_nothing_and_does_not_hang(run_folder: Path) -> None:
     script = """
 writer.events.extend(event_rows(5))
@@ -285,6 +286,7 @@ writer.close(compact=False)
     assert open_run(run_folder).status is RunStatus.COMPLETE
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("last_line", "status", "failure"),
     [
@@ -302,6 +304,7 @@ def test_interpreter_exit_without_close_keeps_every_row(
     assert rank_json(run_folder)["failure"] == failure
 
 
+@pytest.mark.distributed
 def test_recording_does_not_import_pandas(run_folder: Path) -> None:
     script = "writer.events.extend(event_rows(5)); writer.close()\nprint('pandas' in sys.modules)"
     assert run_child(script, run_folder).stdout == "False\n"

@@ -1,0 +1,52 @@
+"""All ranks of a job killed at once: the run opens, at most the last flush interval is missing."""
+
+import random
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from fsdp_inspect.store.compaction import compact_run
+from fsdp_inspect.store.folder import create_run
+from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.trace.run import RunStatus
+from tests.store.appending import (
+    appending_rank,
+    assert_only_the_last_interval_is_missing,
+    wait_for_first_event,
+)
+from tests.store.writing import make_manifest
+
+pytestmark = pytest.mark.distributed
+
+INTERVAL_S = 0.2
+RANKS = (0, 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_all_ranks_killed_at_once_leave_a_run_that_opens_and_compacts(
+    tmp_path: Path, seed: int
+) -> None:
+    run = tmp_path / "run"
+    create_run(run, make_manifest(world_size=2))
+    with ExitStack() as stack:
+        children = [stack.enter_context(appending_rank(run, rank, 2, INTERVAL_S)) for rank in RANKS]
+        for rank in RANKS:
+            wait_for_first_event(run, rank)
+        time.sleep(random.Random(seed).uniform(0, 3 * INTERVAL_S))
+        for child in children:
+            child.kill()
+        killed_ns = time.monotonic_ns()
+    opened = open_run(run)
+    assert opened.status is RunStatus.CRASHED
+    assert "Ranks 0-1 stopped without saying so" in opened.notes[0]
+    for rank in RANKS:
+        assert_only_the_last_interval_is_missing(
+            opened, rank, killed_ns=killed_ns, interval_s=INTERVAL_S
+        )
+    before = {rank: len(opened.events(rank)) for rank in RANKS}
+    assert compact_run(run).skipped == []
+    after = open_run(run)
+    assert {rank: len(after.events(rank)) for rank in RANKS} == before
+    assert after.status is RunStatus.CRASHED

@@ -1,0 +1,63 @@
+"""Is a silent rank dead? The process table on its own host, silence elsewhere."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdp_inspect.store.files import LocalFiles
+from fsdp_inspect.store.liveness import SILENCE_S, is_alive, last_sign_unix_ns
+from fsdp_inspect.trace.run import ClockPair
+from tests.store.writing import make_record
+
+
+def test_this_process_is_alive(tmp_path: Path) -> None:
+    assert is_alive(make_record(), LocalFiles(tmp_path), "rank")
+
+
+@pytest.mark.distributed
+def test_process_that_ended_is_dead(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    assert not is_alive(make_record(pid=child.pid), LocalFiles(tmp_path), "rank")
+
+
+@pytest.mark.distributed
+def test_process_that_was_killed_and_not_yet_collected_is_dead(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not is_alive(make_record(pid=child.pid), LocalFiles(tmp_path), "rank")
+    child.wait()
+
+
+def test_newer_process_with_the_same_number_is_not_the_rank(tmp_path: Path) -> None:
+    long_ago = ClockPair(monotonic_ns=0, unix_ns=time.time_ns() - 10**15, uncertainty_ns=1)
+    record = make_record(clock_start=long_ago)
+    assert not is_alive(record, LocalFiles(tmp_path), "rank")
+
+
+@pytest.mark.parametrize(
+    ("silence_s", "alive"), [(SILENCE_S - 30, True), (SILENCE_S + 30, False)], ids=["short", "long"]
+)
+def test_rank_elsewhere_is_dead_after_a_long_silence(
+    tmp_path: Path, silence_s: float, alive: bool
+) -> None:
+    last = time.time_ns() - int(silence_s * 1e9)
+    record = make_record(host="node7", pid=1, flushed_unix_ns=last)
+    assert is_alive(record, LocalFiles(tmp_path), "rank") is alive
+
+
+def test_last_sign_is_that_of_the_file_that_changed_last(tmp_path: Path) -> None:
+    for number, name in enumerate(["rank.json", "events.arrows", "device.arrows"]):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, ns=(1, 10 + number))
+    assert (
+        last_sign_unix_ns(
+            make_record(flushed_unix_ns=3), LocalFiles(tmp_path.parent), tmp_path.name
+        )
+        == 12
+    )
