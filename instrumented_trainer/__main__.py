@@ -3,6 +3,7 @@
 Ends with 2, before any process group starts, when a setting is bad; only rank 0 says so.
 """
 
+import json
 import os
 import shlex
 import sys
@@ -55,10 +56,18 @@ def _run(config: TrainerConfig) -> int:
 def _refuse(error: FsdpInspectError) -> int:
     if _is_first():
         print(f"instrumented_trainer: {error}", file=sys.stderr, flush=True)
+        _tell_torchrun(str(error))
     else:
         # torchrun ends all ranks as soon as one has ended: let the first one speak before.
         time.sleep(_PATIENCE_S)
     return BAD_SETTING
+
+
+def _tell_torchrun(message: str) -> None:
+    """Have torchrun repeat the message at the end of its own report of the failure."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
 
 
 def _is_first() -> bool:

@@ -25,7 +25,6 @@ def make_config(name: str, changes: dict[str, Any]) -> Any:
         ConfigError: There is no such model or field, or `transformers` is not installed.
     """
     try:
-        from transformers import AutoConfig
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError as error:
         raise ConfigError(
@@ -37,7 +36,7 @@ def make_config(name: str, changes: dict[str, Any]) -> Any:
         name = str(fields.pop("model_type", ""))
         changes = fields
     if name in CONFIG_MAPPING:
-        config = AutoConfig.for_model(name, **changes)
+        config = _configure(name, changes)
     elif name.count("/") == 1:
         config = _fetch_config(name, changes)
     else:
@@ -46,6 +45,7 @@ def make_config(name: str, changes: dict[str, Any]) -> Any:
             f"{suggest(name, list(CONFIG_MAPPING), what='model types')} Set --hf to one of them, "
             "or to a config.json."
         )
+    _expect_causal(config)
     config.use_cache = False
     return config
 
@@ -62,7 +62,7 @@ def make_model(config: Any) -> nn.Module:
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=torch.float32
         )
-    except (ValueError, TypeError, RuntimeError, ZeroDivisionError, KeyError) as error:
+    except Exception as error:  # whatever its layers raise, it is about the user's sizes
         raise ConfigError(
             f"The Hugging Face config of type {config.model_type!r} gives no causal language "
             f"model: {error}. Expected one that AutoModelForCausalLM can build. Correct --hf or "
@@ -70,6 +70,28 @@ def make_model(config: Any) -> nn.Module:
         ) from error
     assert isinstance(model, nn.Module)
     return model
+
+
+def _configure(model_type: str, changes: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(model_type, **changes)
+    except Exception as error:  # whatever its checks raise, it is about the user's values
+        raise ConfigError(
+            f"The Hugging Face config of {model_type!r} refuses its values: "
+            f"{' '.join(str(error).split())}. Correct --hf-config."
+        ) from error
+
+
+def _expect_causal(config: Any) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(
+            f"The Hugging Face type {config.model_type!r} is no causal language model. Expected "
+            "one that AutoModelForCausalLM builds, such as 'llama'. Set --hf to that."
+        )
 
 
 def _find_file(name: str) -> Path | None:

@@ -66,9 +66,8 @@ def process_group(runtime: Runtime) -> Iterator[None]:
     if "RANK" in os.environ:
         dist.init_process_group(backend, device_id=device)
     else:
-        dist.init_process_group(
-            backend, store=torch.distributed.distributed_c10d.HashStore(), rank=0, world_size=1
-        )
+        store = dist.HashStore()  # type: ignore[attr-defined]  # there, but not in __all__
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         yield
     finally:

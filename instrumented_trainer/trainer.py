@@ -6,7 +6,7 @@ runs the steps, each inside `recorder.step()`.
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,9 +15,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from fsdp_inspect.errors import ConfigError
+from fsdp_inspect.formatting import format_count
 from fsdp_inspect.sharding import torch_fsdp
 from fsdp_inspect.trace.plan import Plan, owned_parameters
 from instrumented_trainer.checkpoint import (
@@ -86,6 +88,7 @@ def prepare(config: TrainerConfig, runtime: Runtime) -> PreparedRun:
     parts = find_parts(skeleton)
     plan = make_plan(config, parts, runtime.machine)
     _expect_whole_cover(plan, skeleton)
+    _expect_use_of_kept_parameters(plan)
     if config.compile:
         expect_compiler(runtime.device)
     if config.checkpoint_every and config.checkpoint_dir is None:
@@ -112,6 +115,8 @@ def train(prepared: PreparedRun) -> TrainingResult:
     config, runtime = prepared.config, prepared.runtime
     model = build_parallel_model(prepared.recipe, prepared.parallelism, runtime)
     optimizer = make_optimizer(model, config)
+    # Initial weights are alike on all ranks; what is drawn from now on (dropout) should not be.
+    torch.manual_seed(config.seed + 1 + runtime.rank)
     first_step = 0
     if prepared.resumed is not None:
         load_checkpoint(model, optimizer, prepared.resumed)
@@ -119,7 +124,7 @@ def train(prepared: PreparedRun) -> TrainingResult:
     reporter = make_reporter(config.steps, first_step, is_first=runtime.is_first)
     reporter.say(_describe_run(prepared, model))
     with _recording(prepared, model, optimizer) as recorder:
-        loop = _Loop(prepared, model, optimizer, recorder, reporter)
+        loop = TrainingLoop(prepared, model, optimizer, recorder, reporter)
         try:
             for step in range(first_step, config.steps):
                 loop.run_step(step)
@@ -129,7 +134,7 @@ def train(prepared: PreparedRun) -> TrainingResult:
     return loop.result
 
 
-class _Loop:
+class TrainingLoop:
     """The steps of one run."""
 
     def __init__(
@@ -145,6 +150,7 @@ class _Loop:
         self._runtime = prepared.runtime
         self._loader = prepared.loader
         self._accumulation = prepared.parallelism.plan.accumulation
+        self._kept_unsharded = _kept_unsharded(prepared.parallelism.plan, model)
         self._model = model
         self._optimizer = optimizer
         self._recorder = recorder
@@ -157,7 +163,7 @@ class _Loop:
         done = step + 1
         is_logged = done % self._config.log_every == 0 or done == self._config.steps
         with self._recorder.step():
-            loss = self._accumulate(step)
+            loss = self.accumulate(step)
             norm = self._update(rate)
             loss = _mean_over_ranks(loss) if is_logged else loss
         if is_logged:
@@ -171,21 +177,24 @@ class _Loop:
                 path = save_checkpoint(self._model, self._optimizer, self._config, done)
                 self._reporter.say(f"saved {path}")
 
-    def _accumulate(self, step: int) -> torch.Tensor:
+    def accumulate(self, step: int) -> torch.Tensor:
         """Forward and backward of each microbatch; returns this rank's mean loss, 0-d."""
         count = self._accumulation.microbatches
         total = torch.zeros((), device=self._runtime.device)
         for microbatch in range(count):
             with self._recorder.data():
                 batch = _to_device(self._loader.train_batch(step, microbatch), self._runtime.device)
-            if count > 1:
-                self._set_sync(is_last=microbatch == count - 1)
+            self._announce(is_last=microbatch == count - 1)
             loss = compute_loss(self._model, batch)
             (loss / count).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total / count
 
-    def _set_sync(self, *, is_last: bool) -> None:
+    def _announce(self, *, is_last: bool) -> None:
+        """Tell FSDP whether a microbatch is the last of its step."""
+        for module in self._kept_unsharded:
+            # Behind the last one the weights change: what stayed full would be stale.
+            module.set_reshard_after_backward(is_last, recurse=False)
         if self._accumulation.sync == "every":
             return
         for module in torch_fsdp.fsdp_modules(self._model):
@@ -248,6 +257,13 @@ def compute_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten())
 
 
+def _kept_unsharded(plan: Plan, model: nn.Module) -> list[FSDPModule]:
+    """The modules whose parameters stay full between the microbatches of a step."""
+    modules = torch_fsdp.modules_by_name(model)
+    kept = [modules[u.modules[0]] for u in plan.units if not u.reshard_after_backward]
+    return [module for module in kept if isinstance(module, FSDPModule)]
+
+
 def _to_device(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cpu":
         return batch
@@ -294,6 +310,16 @@ def _expect_whole_cover(plan: Plan, model: nn.Module) -> None:
         )
 
 
+def _expect_use_of_kept_parameters(plan: Plan) -> None:
+    kept = [unit.name for unit in plan.units if not unit.reshard_after_backward]
+    if kept and plan.accumulation.microbatches == 1:
+        raise ConfigError(
+            f"reshard_after_backward is false for unit {kept[0]!r} and there is one microbatch: "
+            "weights change after it, so that nothing can be kept. Expected true, or several "
+            "microbatches. Set --microbatches above 1, or leave --reshard-after-backward out."
+        )
+
+
 def _parse_memory_steps(text: str) -> tuple[int, ...] | Literal["auto"]:
     if text == "auto":
         return "auto"
@@ -309,35 +335,39 @@ def _parse_memory_steps(text: str) -> tuple[int, ...] | Literal["auto"]:
 
 
 def _describe_run(prepared: PreparedRun, model: nn.Module) -> str:
-    from fsdp_inspect.formatting import format_count
-
     config, plan = prepared.config, prepared.parallelism.plan
     groups = torch_fsdp.find_groups(model)
     numel = sum(size.numel() for g in groups for size in torch_fsdp.original_sizes(g.group))
     mesh = " x ".join(f"{size} {name}" for name, size in plan.mesh.items())
     what = f"Hugging Face {config.hf}" if config.hf else config.preset
+    runtime = prepared.runtime
+    ranks = f"{runtime.world_size} {runtime.device.type} rank{'s' * (runtime.world_size > 1)}"
     resumed = f", resumed after step {prepared.resumed.step}" if prepared.resumed else ""
     return (
         f"{what}: {format_count(numel)} parameters in {len(groups)} FSDP units on "
-        f"{prepared.runtime.world_size} {prepared.runtime.device.type} ranks ({mesh}){resumed}"
+        f"{ranks} ({mesh}){resumed}"
     )
 
 
-class _NoRecorder:
+class NoRecorder:
     """Stands where the recorder would, when nothing is to be recorded."""
 
     run_folder: Path | None = None
 
-    def step(self) -> Any:
+    def step(self) -> AbstractContextManager[None]:
+        """As `Recorder.step`, without effect; likewise the others."""
         return nullcontext()
 
-    def data(self) -> Any:
+    def data(self) -> AbstractContextManager[None]:
+        """Without effect."""
         return nullcontext()
 
-    def between_steps(self, label: str = "") -> Any:
+    def between_steps(self, label: str = "") -> AbstractContextManager[None]:
+        """Without effect."""
         return nullcontext()
 
-    def log(self, **values: Any) -> None: ...
+    def log(self, **values: float | torch.Tensor) -> None:
+        """Without effect."""
 
 
 @contextmanager
@@ -346,7 +376,7 @@ def _recording(
 ) -> Iterator[Any]:
     config = prepared.config
     if not config.record:
-        yield _NoRecorder()
+        yield NoRecorder()
         return
     from fsdp_inspect import Recorder
 

@@ -1,0 +1,141 @@
+"""Every setting of the trainer on real gloo ranks: one launch for two ranks, one for four.
+
+Gradients are compared with those of one process on the same global batch. A greatest deviation of
+1e-6 of a parameter's greatest gradient is what a different order of float32 additions makes; with
+bfloat16 compute (8 bits of mantissa) it is 3 %.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.trainer_driver import ON_2_RANKS, ON_4_RANKS
+
+pytestmark = pytest.mark.distributed
+
+DRIVER = Path(__file__).with_name("trainer_driver.py")
+FLOAT32, BFLOAT16 = 1e-6, 3e-2
+SAME_STEPS = [
+    name
+    for name, settings in ON_2_RANKS.items()
+    if settings.get("num_layers") == 3
+    and settings.get("preset") is None
+    and settings.get("microbatches", 1) == 1
+    and "param_dtype" not in settings
+    and "schedule" not in settings
+]
+"""Cases that train the default model on the default batches: they must learn alike."""
+
+Results = dict[str, Any]
+
+
+def launch(torchrun: Any, folder: Path, num_ranks: int) -> Results:
+    torchrun(DRIVER, folder, num_ranks=num_ranks, timeout_s=500)
+    results: Results = json.loads((folder / "results.json").read_text())
+    return results
+
+
+@pytest.fixture(scope="module")
+def two(torchrun: Any, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(torchrun, tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.fixture(scope="module")
+def four(torchrun: Any, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(torchrun, tmp_path_factory.mktemp("four"), 4)
+
+
+def tolerance_of(settings: dict[str, Any]) -> float:
+    return BFLOAT16 if settings.get("param_dtype") == "bfloat16" else FLOAT32
+
+
+@pytest.mark.parametrize("case", ON_2_RANKS)
+def test_gradients_on_2_ranks_are_those_of_one_process(two, case):
+    assert two[case]["gradient_error"] <= tolerance_of(ON_2_RANKS[case])
+
+
+@pytest.mark.parametrize("case", ON_4_RANKS)
+def test_gradients_on_4_ranks_are_those_of_one_process(four, case):
+    assert four[case]["gradient_error"] <= tolerance_of(ON_4_RANKS[case])
+
+
+@pytest.mark.parametrize("case", SAME_STEPS)
+def test_a_setting_of_sharding_changes_no_loss(two, case):
+    assert two[case]["losses"] == pytest.approx(two["default"]["losses"], rel=1e-6)
+
+
+@pytest.mark.parametrize("case", ["hsdp", "replicas_only", "half_mesh", "half_mesh_by_unit"])
+def test_a_mesh_changes_no_loss(four, two, case):
+    """Two microbatches on two ranks are the same global batch as one on four."""
+    assert four[case]["losses"] == pytest.approx(two["accumulation_every"]["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("case", ["accumulation_last", "accumulation_kept"])
+def test_when_gradients_are_reduced_changes_no_loss(two, case):
+    assert two[case]["losses"] == pytest.approx(two["accumulation_every"]["losses"], rel=1e-6)
+
+
+def test_bfloat16_learns_nearly_alike(two):
+    for case in ("bfloat16", "bfloat16_reduce"):
+        assert two[case]["losses"] == pytest.approx(two["default"]["losses"], rel=1e-3)
+        assert two[case]["losses"] != two["default"]["losses"]
+
+
+def units_with_parameters(plan: Results) -> list[Results]:
+    """Without the root where blocks, embedding and head took all: torch keeps no settings there."""
+    units = plan["units"]
+    return units if len(units) == 1 else [unit for unit in units if unit["modules"] != [""]]
+
+
+@pytest.mark.parametrize("case", [*ON_2_RANKS, *ON_4_RANKS])
+def test_the_model_is_sharded_as_the_settings_say(two, four, case):
+    result = two[case] if case in ON_2_RANKS else four[case]
+    observed, asked = result["observed"], result["asked"]
+    assert units_with_parameters(observed) == units_with_parameters(asked)
+    for field in ("mesh", "world_size", "forward_prefetch", "backward_prefetch", "checkpointing"):
+        assert observed[field] == asked[field]
+    assert observed["notes"] == []
+
+
+@pytest.mark.parametrize("case", ["resume", "resume_offload_bfloat16", "resume_dropout"])
+def test_a_resumed_run_on_2_ranks_goes_on_to_the_last_bit(two, case):
+    assert_resumed(two[case])
+
+
+def test_a_resumed_run_on_replicas_goes_on_to_the_last_bit(four):
+    assert_resumed(four["resume_hsdp"])
+
+
+def assert_resumed(result: Results) -> None:
+    assert list(result["whole"]) == ["1", "2", "3", "4", "5", "6"]
+    assert result["resumed"] == {step: result["whole"][step] for step in ("4", "5", "6")}
+    assert result["folders"] == ["step-000003", "step-000006"]
+
+
+def test_a_checkpoint_of_one_mesh_resumes_on_another(four):
+    flat, resumed = four["other_mesh"]["flat"], four["other_mesh"]["resumed_as_hsdp"]
+    assert list(resumed) == ["3", "4"]
+    assert list(resumed.values()) == pytest.approx([flat["3"], flat["4"]], rel=1e-5)
+
+
+def test_evaluation_changes_no_training_loss(two):
+    assert two["evaluation"]["losses_with_evaluation"] == two["evaluation"]["losses"]
+
+
+def test_the_evaluation_loss_falls_while_training(two):
+    losses = two["evaluation"]["evaluation"]
+    assert losses["4"] < losses["2"] < 5.6
+
+
+def test_a_plan_observed_on_one_run_gives_the_same_run_from_its_file(two):
+    result = two["plan_file"]
+    assert units_with_parameters(result["observed"]) == units_with_parameters(result["asked"])
+    assert result["losses_by_plan"] == result["losses"]
+
+
+def test_the_loss_of_the_tiny_preset_falls_visibly(two):
+    losses = two["tiny"]["losses"]
+    assert losses[0] > 5.5  # a guess among 256 bytes costs 5.55
+    assert sum(losses[-5:]) / 5 < 3.5

@@ -1,0 +1,96 @@
+import json
+
+import pytest
+import torch
+
+from fsdp_inspect.errors import ConfigError
+from instrumented_trainer import hf
+from instrumented_trainer.command_line import check_settings
+from instrumented_trainer.models import make_recipe
+from instrumented_trainer.parts import find_parts
+
+pytest.importorskip("transformers")
+
+LLAMA = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 32,
+}
+
+
+def test_a_model_type_with_changes_gives_a_model():
+    recipe = make_recipe(check_settings({"hf": "llama", "hf_config": LLAMA}))
+    assert recipe.vocab_size == 32
+    model = recipe.build_for_sharding()
+    assert model(torch.zeros(1, 3, dtype=torch.long)).logits.shape == (1, 3, 32)
+
+
+def test_a_config_file_or_its_folder_gives_the_same_model(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **LLAMA}))
+    for name in (str(path), str(tmp_path)):
+        config = hf.make_config(name, {"vocab_size": 64})
+        assert (config.hidden_size, config.vocab_size) == (16, 64)
+
+
+def test_initial_weights_depend_on_the_seed():
+    def weight(seed: int) -> torch.Tensor:
+        settings = check_settings({"hf": "llama", "hf_config": LLAMA, "seed": seed})
+        return make_recipe(settings).build_for_sharding().lm_head.weight
+
+    assert torch.equal(weight(0), weight(0))
+    assert not torch.equal(weight(0), weight(1))
+
+
+def test_the_parts_of_a_llama_are_found_though_its_norms_are_registered_last():
+    recipe = make_recipe(check_settings({"hf": "llama", "hf_config": LLAMA}))
+    parts = find_parts(recipe.skeleton())
+    assert parts.embeddings == ("model.embed_tokens",)
+    assert parts.blocks == ("model.layers.0", "model.layers.1")
+    assert parts.head == ("model.norm", "lm_head")
+    assert parts.halves["model.layers.0"] == (
+        ("model.layers.0.input_layernorm", "model.layers.0.self_attn"),
+        ("model.layers.0.post_attention_layernorm", "model.layers.0.mlp"),
+    )
+
+
+def test_the_parts_of_a_gpt2_are_found_with_its_tied_weights():
+    changes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    recipe = make_recipe(check_settings({"hf": "gpt2", "hf_config": changes}))
+    parts = find_parts(recipe.skeleton())
+    assert parts.embeddings == ("transformer.wte", "transformer.wpe")
+    assert parts.head == ("transformer.ln_f", "lm_head")
+    assert parts.is_tied
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"hf": "lama"}, r"no model type, file or hub name. Nearest: 'llama'"),
+        ({"hf": "vit"}, r"type 'vit' is no causal language model"),
+        (
+            {"hf": "llama", "hf_config": {"hidden_size": "wide"}},
+            r"config of 'llama' refuses its values: .*'hidden_size' expected int, got str",
+        ),
+        (
+            {"hf": "llama", "hf_config": {"hidden_size": 10, "num_attention_heads": 3}},
+            r"'llama'.*hidden size",
+        ),
+        ({"hf": "llama", "dim": 32}, r"dim is set for a Hugging Face model"),
+        ({"hf_config": {"vocab_size": 3}}, r"hf_config is .* and hf is not set"),
+    ],
+)
+def test_what_gives_no_causal_language_model_is_refused(settings, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        make_recipe(check_settings(settings)).skeleton()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"hidden_size": 3}'])
+def test_a_file_that_is_no_config_is_refused(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"cannot be read|does not say its model_type"):
+        hf.make_config(str(path), {})
