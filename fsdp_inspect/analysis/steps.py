@@ -76,8 +76,9 @@ def _over_steps(
     run: RunSource, selection: StepSelection, rank: int | None
 ) -> tuple[StepPoint, ...]:
     """The steps of the rank; without a median rank, those of the first rank with any step."""
-    members = list(steps_by_rank(run.summary()))
-    chosen = [member for member in members if rank in (None, member.rank)][:1]
+    rows = run.summary()
+    own = rows if rank is None else rows.where(rows.rank == rank)
+    chosen = list(steps_by_rank(own))[:1]
     return tuple(
         StepPoint(
             step=int(step),

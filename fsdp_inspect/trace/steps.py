@@ -116,22 +116,30 @@ class RankSteps:
 
 def steps_by_rank(rows: SummaryTable) -> Iterator[RankSteps]:
     """The finished steps that the rows hold, rank by rank; ranks without one are left out."""
-    ordered = rows.where(np.lexsort((rows.step, rows.rank)))
-    ranks, firsts = np.unique(ordered.rank, return_index=True)
-    bounds = [*firsts.tolist(), len(ordered)]
-    for rank, low, high in zip(ranks.tolist(), bounds, bounds[1:], strict=False):
-        own = ordered.where(np.arange(low, high))
-        steps = rows_of(own, kinds=[EventKind.STEP])
-        communication = rows_of(own, kinds=[StepPart.COMMUNICATION])
-        if len(steps):
-            yield RankSteps(
-                rank=rank,
-                steps=steps.step,
-                step_time_ns=steps.duration_ns,
-                exposed_ns=steps.exposed_ns,
-                communication_ns=communication.duration_ns,
-                rows=own,
-            )
+    ordered = _ordered(rows)
+    steps = ordered.where(ordered.kind == EventKind.STEP)
+    communication = ordered.where(ordered.kind == StepPart.COMMUNICATION)
+    ranks, firsts = np.unique(steps.rank, return_index=True)
+    bounds = [*firsts.tolist(), len(steps)]
+    lows = np.searchsorted(ordered.rank, ranks, side="left").tolist()
+    highs = np.searchsorted(ordered.rank, ranks, side="right").tolist()
+    for position, rank in enumerate(ranks.tolist()):
+        own = slice(bounds[position], bounds[position + 1])
+        yield RankSteps(
+            rank=rank,
+            steps=steps.step[own],
+            step_time_ns=steps.duration_ns[own],
+            exposed_ns=steps.exposed_ns[own],
+            communication_ns=communication.duration_ns[own],
+            rows=ordered.between(lows[position], highs[position]),
+        )
+
+
+def _ordered(rows: SummaryTable) -> SummaryTable:
+    """The rows by rank and step; a summary that is in order already, as stored ones are, as is."""
+    same_rank = rows.rank[1:] == rows.rank[:-1]
+    is_ordered = (rows.rank[1:] > rows.rank[:-1]) | (same_rank & (rows.step[1:] >= rows.step[:-1]))
+    return rows if is_ordered.all() else rows.where(np.lexsort((rows.step, rows.rank)))
 
 
 def timed_rank(run: RunSource, rank: int | None = None) -> RankSteps | None:

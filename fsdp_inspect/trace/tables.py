@@ -69,6 +69,10 @@ class Table:
         """The rows that a boolean mask or an index array selects."""
         return type(self)(**{name: getattr(self, name)[mask] for name in self.DTYPES})
 
+    def between(self, low: int, high: int) -> Self:
+        """The rows from `low` up to but not including `high`, without copying them."""
+        return type(self)(**{name: getattr(self, name)[low:high] for name in self.DTYPES})
+
 
 @dataclass(frozen=True, slots=True)
 class EventTable(Table):

@@ -1,0 +1,58 @@
+import pytest
+
+from fsdp_inspect import formatting
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        pytest.param(412_600_000, "412.6 ms", id="milliseconds"),
+        pytest.param(18_000, "18.0 µs", id="microseconds"),
+        pytest.param(1_200_000_000, "1.20 s", id="seconds"),
+        pytest.param(-2_500_000, "-2.50 ms", id="negative"),
+        pytest.param(0, "0 ns", id="zero"),
+        pytest.param(None, "–", id="missing"),
+    ],
+)
+def test_a_duration_reads_with_three_digits(value, text):
+    assert formatting.format_ns(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        pytest.param(41_017_137_971, "38.2 GiB", id="GiB"),
+        pytest.param(1024, "1.00 KiB", id="KiB"),
+        pytest.param(1023, "1023 B", id="bytes"),
+        pytest.param(0, "0 B", id="zero"),
+        pytest.param(None, "–", id="missing"),
+    ],
+)
+def test_memory_reads_in_powers_of_1024(value, text):
+    assert formatting.format_bytes(value) == text
+
+
+def test_bandwidth_reads_in_powers_of_1000():
+    assert formatting.format_bytes_per_s(26_500_000_000) == "26.5 GB/s"
+    assert formatting.format_bytes_per_s(None) == "–"
+
+
+def test_counts_ratios_and_milliseconds_read_as_the_field_writes_them():
+    assert formatting.format_count(1_240_000_000) == "1.24B"
+    assert formatting.format_count(17) == "17"
+    assert formatting.format_ratio(0.149) == "14.9 %"
+    assert formatting.format_ms(18_000) == "0.018"
+
+
+def test_a_missing_number_is_never_shown_as_zero():
+    shown = [
+        formatting.format_count(None),
+        formatting.format_ratio(None),
+        formatting.format_ms(None),
+    ]
+    assert shown == [formatting.MISSING] * 3
+
+
+def test_the_root_has_a_name_to_be_shown_by():
+    assert formatting.format_unit("") == "(root)"
+    assert formatting.format_unit("norm, lm_head") == "norm, lm_head"
