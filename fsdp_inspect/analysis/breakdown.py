@@ -11,7 +11,7 @@ from fsdp_inspect.errors import IncompleteRunError
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.reduction import EXPOSED_PART_CODES, PARTS_OF_STEP, StepPart
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.steps import find_rank, steps_by_rank, timed_summary
+from fsdp_inspect.trace.steps import RankSteps, timed_ranks
 from fsdp_inspect.trace.tables import SummaryTable
 
 _STEP_KINDS = frozenset({int(EventKind.STEP), *(int(part) for part in StepPart)})
@@ -61,12 +61,10 @@ class Breakdown:
 
 def measure_breakdown(run: RunSource) -> Breakdown:
     """Where the time of the median step goes, for the run and for each rank."""
-    members = list(steps_by_rank(timed_summary(run)))
-    chosen = find_rank(members)
-    ranks = tuple(_split(member.rows, member.rank, member.median_step) for member in members)
+    timed = timed_ranks(run)
     return Breakdown(
-        headline=next((row for row in ranks if chosen and row.rank == chosen.rank), None),
-        ranks=ranks,
+        headline=_split_median_step(timed.median) if timed.median else None,
+        ranks=tuple(_split_median_step(member) for member in timed.members),
     )
 
 
@@ -86,6 +84,10 @@ def measure_step_breakdown(run: RunSource, *, rank: int, step: int) -> StepBreak
             f"Its finished steps: {exists}. Choose one of them."
         )
     return _split(rows, rank, step)
+
+
+def _split_median_step(member: RankSteps) -> StepBreakdown:
+    return _split(member.rows, member.rank, member.median_step)
 
 
 def _split(rows: SummaryTable, rank: int, step: int) -> StepBreakdown:

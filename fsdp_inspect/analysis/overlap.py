@@ -1,16 +1,11 @@
 """How much communication hides behind compute, on each rank?"""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.statistics import median
-from fsdp_inspect.trace.steps import (
-    RankSteps,
-    collective_rows,
-    find_rank,
-    steps_by_rank,
-    timed_summary,
-)
+from fsdp_inspect.trace.steps import RankSteps, collective_rows, timed_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +43,21 @@ def measure_overlap(run: RunSource) -> Overlap:
     Source:
         The complement of HTA's communication/computation overlap: 1 - exposed / communication.
     """
-    members = list(steps_by_rank(timed_summary(run)))
+    timed = timed_ranks(run)
     hosts = {record.rank: record.host for record in run.ranks}
-    ranks = tuple(_measure_rank(member, hosts.get(member.rank, "")) for member in members)
-    chosen = find_rank(members)
     return Overlap(
-        run=next((row for row in ranks if chosen and row.rank == chosen.rank), None), ranks=ranks
+        run=_measure_rank(timed.median, hosts) if timed.median else None,
+        ranks=tuple(_measure_rank(member, hosts) for member in timed.members),
     )
 
 
-def _measure_rank(member: RankSteps, host: str) -> RankOverlap:
+def _measure_rank(member: RankSteps, hosts: Mapping[int, str]) -> RankOverlap:
     collectives = collective_rows(member.rows)
     communication = median(member.communication_ns) or 0
     exposed = median(member.exposed_ns) or 0
     return RankOverlap(
         rank=member.rank,
-        host=host,
+        host=hosts.get(member.rank, ""),
         num_steps=len(member.steps),
         step_time_ns=median(member.step_time_ns) or 0,
         communication_ns=communication,

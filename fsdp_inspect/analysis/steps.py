@@ -6,10 +6,9 @@ from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.statistics import Distribution
 from fsdp_inspect.trace.steps import (
     StepSelection,
-    find_rank,
     select_steps,
     steps_by_rank,
-    timed_summary,
+    timed_ranks,
 )
 
 
@@ -55,13 +54,13 @@ class StepTimes:
 def measure_step_times(run: RunSource) -> StepTimes:
     """How long the steps take: over the timed steps of each rank and of the median rank."""
     selection = select_steps(run)
-    members = list(steps_by_rank(timed_summary(run)))
+    timed = timed_ranks(run)
     ranks = tuple(
         RankStepTime(member.rank, distribution, member.median_step)
-        for member in members
+        for member in timed.members
         if (distribution := Distribution.of(member.step_time_ns)) is not None
     )
-    chosen = find_rank(members)
+    chosen = timed.median
     return StepTimes(
         selection=selection,
         median_rank=chosen.rank if chosen else None,

@@ -197,7 +197,7 @@ def _judge(
     memory: Memory,
     provenance: Provenance | None,
 ) -> Verdict:
-    if breakdown is None or exposed is None:
+    if breakdown is None:
         return UNKNOWN
     parameters = [unit.num_parameters for unit in manifest.units]
     return give_verdict(
@@ -207,10 +207,10 @@ def _judge(
             data_ns=breakdown.duration_ns(StepPart.DATA),
             host_bound_ns=breakdown.duration_ns(StepPart.HOST_BOUND),
             exposed_ns=breakdown.exposed_ns,
-            floor_ns=min(exposed.floor_ns, breakdown.exposed_ns),
+            floor_ns=min(exposed.floor_ns, breakdown.exposed_ns) if exposed else 0,
             other_ns=breakdown.duration_ns(StepPart.OTHER),
-            backward_gathers_ns=exposed.backward_gathers_ns,
-            top=_top_owner(exposed),
+            backward_gathers_ns=exposed.backward_gathers_ns if exposed else 0,
+            top=_top_owner(exposed) if exposed else None,
             reduces_in_float32=any(unit.reduce_dtype == "float32" for unit in manifest.units),
             blocks_host=provenance is not None and provenance.blocks_host,
             backend=manifest.backend,

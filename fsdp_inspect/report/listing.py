@@ -20,9 +20,9 @@ def render_listing(runs: Sequence[ListedRun], directory: Path) -> RenderableType
         )
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("run", overflow="fold")
-    for header in ("created (UTC)", "status", "ranks", "steps", "on", "parameters"):
-        is_number = header in ("ranks", "steps", "parameters")
-        table.add_column(header, justify="right" if is_number else "left", overflow="fold")
+    for header in ("created (UTC)", "status", "ranks", "steps", "on", "params"):
+        is_number = header in ("ranks", "steps", "params")
+        table.add_column(header, justify="right" if is_number else "left", no_wrap=True)
     for run in runs:
         table.add_row(*_cells(run))
     return Group(table, *_notes(runs))
@@ -32,14 +32,13 @@ def _cells(run: ListedRun) -> Iterable[Text]:
     ranks = _shown(run.world_size)
     if run.num_ranks != run.world_size:
         ranks = f"{_shown(run.num_ranks)} of {ranks}"
-    place = f"{run.backend}, {run.device}" if run.backend else MISSING
     created = run.created[:16].replace("T", " ") if run.created else MISSING
     yield Text(run.id)
     yield Text(created)
     yield Text(run.status or "unreadable", style="" if run.status == "complete" else "yellow")
     yield Text(ranks)
     yield Text(_shown(run.num_steps))
-    yield Text(place)
+    yield Text(run.backend or MISSING)
     yield Text(format_count(run.num_parameters))
 
 

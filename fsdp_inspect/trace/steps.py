@@ -142,6 +142,29 @@ def _ordered(rows: SummaryTable) -> SummaryTable:
     return rows if is_ordered.all() else rows.where(np.lexsort((rows.step, rows.rank)))
 
 
+@dataclass(frozen=True, slots=True)
+class TimedRanks:
+    """The timed steps of every rank."""
+
+    members: tuple[RankSteps, ...]
+    """By rank; ranks without a timed step are absent."""
+    median: RankSteps | None
+    """The rank that stands for the run; None without members. See [Note: the median rank]."""
+
+
+def timed_ranks(run: RunSource) -> TimedRanks:
+    """The timed steps of every rank, and the rank that stands for the run.
+
+    A rank whose own files are missing (the run's summary may still know it) stands for the run
+    only if there is no other.
+    """
+    members = tuple(steps_by_rank(timed_summary(run)))
+    here = {record.rank for record in run.ranks}
+    candidates = [member for member in members if member.rank in here] or members
+    ordered = sorted(candidates, key=_standing)
+    return TimedRanks(members, ordered[(len(ordered) - 1) // 2] if ordered else None)
+
+
 def timed_rank(run: RunSource, rank: int | None = None) -> RankSteps | None:
     """The timed steps of a rank, by default of the one that stands for the run.
 
@@ -151,27 +174,17 @@ def timed_rank(run: RunSource, rank: int | None = None) -> RankSteps | None:
     Raises:
         IncompleteRunError: The run holds nothing of that rank.
     """
-    found = find_rank(list(steps_by_rank(timed_summary(run))), rank)
+    ranks = timed_ranks(run)
+    if rank is None:
+        return ranks.median
+    found = [member for member in ranks.members if member.rank == rank]
     known = sorted({record.rank for record in run.ranks})
-    if rank is not None and found is None and rank not in known:
-        listed = _spans(known) or "none"
+    if not found and rank not in known:
         raise IncompleteRunError(
             f"Run {run.manifest.run_id!r} holds nothing of rank {rank}. It holds the ranks "
-            f"{listed}. Choose one of them."
+            f"{_spans(known) or 'none'}. Choose one of them."
         )
-    return found
-
-
-def find_rank(members: Sequence[RankSteps], rank: int | None = None) -> RankSteps | None:
-    """The given rank among the members, or without one the rank that stands for all.
-
-    Returns:
-        None if there is no such rank, or no member at all. See [Note: the median rank].
-    """
-    if rank is not None:
-        return next((member for member in members if member.rank == rank), None)
-    ordered = sorted(members, key=_standing)
-    return ordered[(len(ordered) - 1) // 2] if ordered else None
+    return found[0] if found else None
 
 
 def _standing(member: RankSteps) -> tuple[int, int, int, int]:

@@ -113,6 +113,7 @@ def test_what_needs_a_damaged_file_is_absent_and_said_once():
     assert digest.notes == ("events.parquet of rank 0 is damaged.",)
     assert (digest.exposed, digest.provenance, digest.units) == (None, None, ())
     assert digest.step_time_ns.median == 1000
+    assert digest.verdict.limit is Limit.COMMUNICATION
 
 
 def constructor_arguments(run):

@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import numpy as np
 
 from fsdp_inspect.trace.steps import (
-    find_rank,
     select_steps,
     steps_by_rank,
     sum_per_step,
+    timed_ranks,
     timed_summary,
 )
 from tests.builders import RunBuilder, steady_run
@@ -21,7 +23,7 @@ def run_with_exposed(*exposed):
 
 
 def chosen_rank(run):
-    return find_rank(list(steps_by_rank(timed_summary(run)))).rank
+    return timed_ranks(run).median.rank
 
 
 def test_warmup_steps_are_the_first_finished_ones():
@@ -69,7 +71,13 @@ def test_a_single_straggler_never_stands_for_the_run():
 
 
 def test_no_rank_stands_for_a_run_without_steps():
-    assert find_rank([]) is None
+    assert timed_ranks(RunBuilder().build()).median is None
+
+
+def test_a_rank_whose_files_are_missing_stands_for_the_run_only_if_alone():
+    run = run_with_exposed(50, 10)
+    assert chosen_rank(replace(run, ranks=run.ranks[:1])) == 0
+    assert chosen_rank(replace(run, ranks=())) == 1
 
 
 def test_the_median_step_is_the_earliest_of_equals():
