@@ -172,7 +172,7 @@ class TrainerConfig(BaseModel):
         "not for the head and the root, which backward needs at once. An integer keeps a copy "
         "on each group of that many ranks.",
         legal="auto, true, false, a divisor of the sharding ranks; behind `;` also by unit "
-        "(true; layers.7=false)",
+        "(true; layers.5=false)",
     )
     forward_prefetch: NonNegativeInt = _setting(
         Section.SHARDING, 0, "Units to gather ahead in forward; 0: torch's own order."

@@ -32,7 +32,7 @@ class ModelShape:
 
 PRESETS = {
     "tiny": ModelShape(
-        dim=128, num_layers=8, num_heads=4, num_kv_heads=2, ffn_dim=352, vocab_size=256
+        dim=128, num_layers=6, num_heads=4, num_kv_heads=2, ffn_dim=352, vocab_size=256
     ),
     "small": ModelShape(
         dim=512, num_layers=12, num_heads=8, num_kv_heads=4, ffn_dim=1408, vocab_size=256

@@ -307,7 +307,7 @@ def _parse_reshard(text: str, value: str, plan: Plan) -> bool | int | None:
     raise ConfigError(
         f"reshard_after_forward is {text!r}, and {value!r} does not fit {shards} ranks that "
         f"shard. Expected auto, true, false{''.join(f', {number}' for number in divisors)}; "
-        "behind `;` also by unit, such as 'true; layers.7=false'. Set "
+        "behind `;` also by unit, such as 'true; layers.5=false'. Set "
         "--reshard-after-forward to that."
     )
 

@@ -15,7 +15,7 @@ def on_meta(preset: str) -> Decoder:
 def test_the_parts_of_our_decoder_are_found_in_the_order_of_their_use():
     parts = find_parts(on_meta("tiny"))
     assert parts.embeddings == ("tok_embeddings",)
-    assert parts.blocks == tuple(f"layers.{number}" for number in range(8))
+    assert parts.blocks == tuple(f"layers.{number}" for number in range(6))
     assert parts.head == ("norm", "lm_head")
     assert parts.containers == ("layers",)
     assert not parts.is_tied
