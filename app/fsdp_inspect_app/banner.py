@@ -21,7 +21,7 @@ def show_run_header(manifest: RunManifest, digest: RunDigest) -> None:
     """Name, state and set-up of the run, and what is missing or odd about it."""
     status = RunStatus(digest.status)
     with st.container(horizontal=True, vertical_alignment="center", gap="small"):
-        st.markdown(f"**{plain(manifest.name or manifest.run_id)}**", width="content")
+        st.markdown(f"**{plain(digest.run_id)}**", width="content")
         st.badge(status.value, color=_COLOURS.get(status, "orange"))
         facts = [wording.describe_run(digest), wording.describe_plan(manifest)]
         st.caption(plain(" · ".join(fact for fact in facts if fact)), width="content")

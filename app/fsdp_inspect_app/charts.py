@@ -11,11 +11,11 @@ import plotly.graph_objects as go
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.exposed import ExposedOwner
-from fsdp_inspect.analysis.memory import MemoryOfStep
+from fsdp_inspect.analysis.memory import MemoryOfStep, PeakMoment
 from fsdp_inspect.analysis.scalars import ScalarSeries
 from fsdp_inspect.analysis.steps import StepTimes
 from fsdp_inspect.analysis.units import UnitCost
-from fsdp_inspect.formatting import format_ns, format_ratio, format_unit
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.trace.reduction import StepPart
 from fsdp_inspect.trace.statistics import Distribution
 from fsdp_inspect_app import palette, wording
@@ -69,32 +69,52 @@ def draw_breakdown(breakdown: StepBreakdown) -> go.Figure:
 
 
 def draw_owners(owners: Sequence[ExposedOwner], *, most: int = 8) -> go.Figure:
-    """Who is waited for most, longest on top."""
+    """Who is waited for most, longest on top; one bar an owner."""
     shown = [owner for owner in owners if owner.exposed_ns > 0][:most]
+    looks = [_owner_look(owner) for owner in shown]
     figure = go.Figure()
-    for kind in dict.fromkeys(owner.kind for owner in shown):
-        own = [owner for owner in shown if owner.kind == kind]
-        look = _KIND_LOOKS.get(kind, palette.EXPOSED_OTHER)
+    for look in dict.fromkeys(looks):
+        rows = [row for row, its_look in enumerate(looks) if its_look is look]
         figure.add_bar(
-            x=[ms(owner.exposed_ns) for owner in own],
-            y=[_owner_label(owner) for owner in own],
+            x=[ms(shown[row].exposed_ns) for row in rows],
+            y=rows,
+            customdata=[_owner_label(shown[row]) for row in rows],
             orientation="h",
             name=look.label,
             marker=_fill(look),
-            text=[format_ns(owner.exposed_ns) for owner in own],
+            text=[format_ns(shown[row].exposed_ns) for row in rows],
             textposition="outside",
+            textfont={"size": 12},
             cliponaxis=False,
-            hovertemplate="%{y}: %{x:.3f} ms exposed per step<extra></extra>",
+            hovertemplate="%{customdata}: %{x:.3f} ms exposed per step<extra></extra>",
         )
-    order = [_owner_label(owner) for owner in shown]
-    figure.update_yaxes(categoryorder="array", categoryarray=order[::-1], automargin=True)
+    figure.update_layout(barmode="overlay")
+    _name_rows(figure, [_owner_label(owner) for owner in shown])
     longest = max((owner.exposed_ns for owner in shown), default=0)
     figure.update_xaxes(ticksuffix=" ms", range=[0, 1.2 * longest / NS_PER_MS], nticks=6)
     return _styled(figure, height=_PAIRED_HEIGHT, legend_below=False)
 
 
+def _owner_look(owner: ExposedOwner) -> Look:
+    if owner.fqn is None:
+        return palette.EXPOSED_OTHER
+    return _KIND_LOOKS.get(owner.kind, palette.EXPOSED_OTHER)
+
+
 def _owner_label(owner: ExposedOwner) -> str:
     return f"{wording.label(name_owner(owner))} · {owner.phase}"
+
+
+def _name_rows(figure: go.Figure, names: Sequence[str]) -> None:
+    """Name the rows 0, 1, ... of horizontal bars, from the top."""
+    figure.update_yaxes(
+        tickmode="array",
+        tickvals=list(range(len(names))),
+        ticktext=names,
+        range=[len(names) - 0.5, -0.5],
+        automargin=True,
+        showgrid=False,
+    )
 
 
 def draw_step_times(times: StepTimes) -> go.Figure:
@@ -189,6 +209,27 @@ def draw_memory(steps: Sequence[MemoryOfStep], warmup: Sequence[int]) -> go.Figu
     return _over_steps(figure)
 
 
+def draw_peak(peak: PeakMoment) -> go.Figure:
+    """What fills memory at the highest moment, largest category on top."""
+    size, suffix = _memory_unit([peak.bytes])
+    figure = go.Figure()
+    figure.add_bar(
+        x=[category.bytes / size for category in peak.categories],
+        y=list(range(len(peak.categories))),
+        orientation="h",
+        marker={"color": _NEUTRAL},
+        text=[format_bytes(category.bytes) for category in peak.categories],
+        textposition="outside",
+        textfont={"size": 12},
+        cliponaxis=False,
+        hovertemplate=f"%{{x:,.2f}} {suffix}<extra></extra>",
+    )
+    _name_rows(figure, [category.category.replace("_", " ") for category in peak.categories])
+    largest = max((category.bytes for category in peak.categories), default=0)
+    figure.update_xaxes(ticksuffix=f" {suffix}", range=[0, 1.25 * largest / size], nticks=6)
+    return _styled(figure, height=_PAIRED_HEIGHT, legend_below=False)
+
+
 def _memory_unit(values: Sequence[int]) -> tuple[int, str]:
     return (1 << 30, "GiB") if max(values, default=0) >= 1 << 30 else (1 << 20, "MiB")
 
@@ -233,14 +274,7 @@ def draw_units(units: Sequence[UnitCost], *, measure: str, highlighted: int | No
             "<extra></extra>",
         )
     figure.update_layout(barmode="group" if measure == "collective duration" else "stack")
-    figure.update_yaxes(
-        tickmode="array",
-        tickvals=list(range(len(units))),
-        ticktext=names,
-        range=[len(units) - 0.5, -0.5],
-        automargin=True,
-        showgrid=False,
-    )
+    _name_rows(figure, names)
     figure.update_xaxes(ticksuffix=_suffix(measure), rangemode="tozero")
     return _styled(figure, height=110 + _ROW_HEIGHT * max(len(units), 3), legend_below=True)
 

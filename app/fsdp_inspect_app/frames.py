@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.exposed import ExposedOwner
-from fsdp_inspect.analysis.memory import MemoryOfStep
+from fsdp_inspect.analysis.memory import MemoryOfStep, PeakMoment
 from fsdp_inspect.analysis.scalars import ScalarSeries
 from fsdp_inspect.analysis.steps import StepPoint
 from fsdp_inspect.analysis.units import UnitCollective, UnitCost
@@ -149,6 +149,16 @@ def frame_memory(steps: Sequence[MemoryOfStep]) -> pd.DataFrame:
                 "reserved (MiB)": mib(step.highest_reserved_bytes),
             }
             for step in steps
+        ]
+    )
+
+
+def frame_peak(peak: PeakMoment) -> pd.DataFrame:
+    """What fills memory at its highest moment, by category."""
+    return pd.DataFrame(
+        [
+            {"category": category.category, "at the peak (MiB)": mib(category.bytes)}
+            for category in peak.categories
         ]
     )
 

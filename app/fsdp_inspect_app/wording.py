@@ -6,6 +6,7 @@ Names come from whoever recorded the run. Markdown and chart labels must show th
 
 import html
 import re
+from collections import Counter
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.memory import Memory
@@ -55,11 +56,12 @@ def describe_plan(manifest: RunManifest) -> str:
 
 
 def _describe_reshard(manifest: RunManifest) -> str:
-    settings = {repr(unit.reshard_after_forward) for unit in manifest.units if not unit.is_root}
-    if len(settings) > 1:
-        return "some reshard after forward"
+    settings = [repr(unit.reshard_after_forward) for unit in manifest.units if not unit.is_root]
+    counts = Counter(settings)
+    if len(counts) > 1:
+        return f"{counts['True']} of {len(settings)} reshard after forward"
     words = {"True": "reshard after forward", "False": "kept after forward", "None": ""}
-    return "".join(words.get(one, f"reshard to groups of {one} ranks") for one in settings)
+    return "".join(words.get(one, f"reshard to groups of {one} ranks") for one in counts)
 
 
 def describe_run(digest: RunDigest) -> str:

@@ -35,8 +35,7 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _hostile_run():
     fqns = [UNIT_FQNS[0], HOSTILE_UNIT, *UNIT_FQNS[2:]]
-    manifest = make_manifest(run_id="failed", fqns=fqns, tags=["=1+1", "<i>tag</i>"])
-    manifest = manifest.model_copy(update={"name": HOSTILE_NAME})
+    manifest = make_manifest(run_id=HOSTILE_NAME, fqns=fqns, tags=["=1+1", "<i>tag</i>"])
     return dataclasses.replace(make_run(), manifest=manifest)
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from fsdp_inspect_app import charts, palette
 
+from fsdp_inspect.analysis.memory import CategoryBytes, PeakMoment
 from fsdp_inspect.analysis.scalars import measure_scalars
 from fsdp_inspect.analysis.steps import measure_step_times
 from fsdp_inspect.digest import digest_run
@@ -55,10 +56,15 @@ def test_hatched_bars_are_exactly_the_exposed_and_waiting_parts(digest):
 def test_owners_are_drawn_longest_on_top(digest):
     figure = charts.draw_owners(digest.exposed.owners)
     longest = digest.exposed.owners[0]
-    top = figure.layout.yaxis.categoryarray[-1]
-    assert top == f"{longest.fqn or '(root)'} · {longest.phase}"
+    assert figure.layout.yaxis.ticktext[0] == f"{longest.fqn or '(root)'} · {longest.phase}"
+    assert figure.layout.yaxis.range[0] > figure.layout.yaxis.range[1]  # row 0 is on top
     drawn = [value for bar in figure.data for value in bar.x]
     assert max(drawn) == longest.exposed_ns / 1e6
+
+
+def test_a_wait_outside_fsdp_has_a_look_of_its_own(digest):
+    owner = dataclasses.replace(digest.exposed.owners[0], unit=-1, fqn=None)
+    assert charts.draw_owners([owner]).data[0].name == palette.EXPOSED_OTHER.label
 
 
 def test_owners_that_are_never_waited_for_are_left_out(digest):
@@ -94,6 +100,23 @@ def test_memory_without_an_allocator_has_no_reserved_line(digest):
         dataclasses.replace(step, highest_reserved_bytes=None) for step in digest.memory.over_steps
     ]
     assert [line.name for line in charts.draw_memory(steps, warmup=()).data] == ["allocated"]
+
+
+def test_the_peak_is_drawn_by_category():
+    categories = (CategoryBytes("activation", 3 << 20), CategoryBytes("optimizer_state", 1 << 20))
+    peak = PeakMoment(
+        rank=0,
+        step=2,
+        phase="backward",
+        unit=1,
+        fqn="layers.0",
+        bytes=4 << 20,
+        categories=categories,
+        owners=(),
+    )
+    figure = charts.draw_peak(peak)
+    assert figure.layout.yaxis.ticktext == ("activation", "optimizer state")
+    assert list(figure.data[0].x) == [3.0, 1.0]
 
 
 @pytest.mark.parametrize("measure", charts.UNIT_MEASURES)

@@ -2,10 +2,11 @@
 
 import streamlit as st
 
+from fsdp_inspect.analysis.memory import PeakMoment
 from fsdp_inspect.analysis.steps import StepTimes
 from fsdp_inspect.digest import RunDigest
 from fsdp_inspect.errors import StoreError
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect.trace.run import RunManifest
@@ -16,6 +17,7 @@ from fsdp_inspect_app.selection import entry_or_stop
 from fsdp_inspect_app.wording import plain
 
 _MOST_OWNERS = 8
+_FEW_STEPS = 3
 
 
 def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None:
@@ -171,16 +173,34 @@ def _show_memory(digest: RunDigest, times: StepTimes) -> None:
             "Memory was not recorded. On CPU it is counted in memory steps only.",
             key="memory",
         )
-        return
+    elif memory.peak is not None and len(memory.over_steps) < _FEW_STEPS:
+        _show_peak(memory.peak)
+    else:
+        counted_by = wording.describe_memory_method(memory)
+        show_chart_card(
+            "Memory over steps",
+            charts.draw_memory(memory.over_steps, times.selection.warmup),
+            frames.frame_memory(memory.over_steps),
+            key="memory",
+            alt=f"Highest memory of {len(memory.over_steps)} steps; peak allocated "
+            f"{format_bytes(memory.peak_allocated_bytes)}",
+            note=f"Highest of each step on rank {memory.peak_rank}, the rank with the highest "
+            f"peak. Measured by the {counted_by}.",
+        )
+
+
+def _show_peak(peak: PeakMoment) -> None:
+    """Where only a memory step or two were sampled, their peak says more than a line."""
+    where = "outside all units" if peak.fqn is None else f"in {format_unit(peak.fqn)}"
     show_chart_card(
-        "Memory over steps",
-        charts.draw_memory(memory.over_steps, times.selection.warmup),
-        frames.frame_memory(memory.over_steps),
+        f"Memory at its peak: {format_bytes(peak.bytes)}",
+        charts.draw_peak(peak),
+        frames.frame_peak(peak),
         key="memory",
-        alt=f"Highest memory of {len(memory.over_steps)} steps; peak allocated "
-        f"{format_bytes(memory.peak_allocated_bytes)}",
-        note=f"Highest of each step on rank {memory.peak_rank}, the rank with the highest peak. "
-        f"Measured by the {wording.describe_memory_method(memory)}.",
+        alt="Memory at its highest moment by category: "
+        + ", ".join(f"{one.category} {format_bytes(one.bytes)}" for one in peak.categories),
+        note=f"Reached in step {peak.step} on rank {peak.rank}, in {peak.phase}, {where}. "
+        "Measured by the storage tracker, which counts every live storage of a memory step.",
     )
 
 

@@ -119,8 +119,8 @@ def _show_canvas(run: StoredRun, timeline: StepTimeline, index: SpanIndex, unit:
     if event is None:
         st.caption("Click a span to see what it is.")
         return
-    frame = frames.frame_event(timeline, run.manifest, event)
-    show_table(frame, key="selected-span")
+    with st.container(key="selected-span"):
+        show_table(frames.frame_event(timeline, run.manifest, event), key="selected-event")
 
 
 def _describe_clocks(timeline: StepTimeline, digest: RunDigest) -> str:
@@ -129,10 +129,10 @@ def _describe_clocks(timeline: StepTimeline, digest: RunDigest) -> str:
     )
     if len(timeline.windows) < 2:
         return provenance
-    return (
-        f"{provenance} Ranks are on one clock, to within "
-        f"{format_ns(timeline.clock_uncertainty_ns)}."
-    )
+    if timeline.clock_uncertainty_ns == 0:
+        return f"{provenance} The ranks share one clock."
+    error = format_ns(timeline.clock_uncertainty_ns)
+    return f"{provenance} Lanes of different ranks may be shifted by up to {error}."
 
 
 def _show_spans(run: StoredRun, timeline: StepTimeline) -> None:

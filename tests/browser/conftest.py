@@ -1,0 +1,190 @@
+"""What drives the dashboard? A real server on a free port, and a real Chromium."""
+
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+
+from fsdp_inspect.store.folder import list_runs
+from tests.app.synthetic import make_run, write_run
+
+SAMPLES = Path(__file__).parents[2] / "samples"
+SCREENSHOTS = "FSDP_INSPECT_SCREENSHOTS"
+CHROMIUM_ARGUMENTS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+_IS_SETTLED = """() => document.querySelector('.stApp').dataset.testScriptState === 'notRunning'
+  && !document.querySelector('[data-testid="stSkeleton"]')
+  && [...document.querySelectorAll('.stPlotlyChart')].every((chart) =>
+    chart.querySelector('.main-svg'))"""
+
+
+@pytest.fixture(scope="session")
+def browser(chromium: str) -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=list(CHROMIUM_ARGUMENTS)
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def recorded_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The samples; a written synthetic run in a checkout that has none."""
+    if list_runs(SAMPLES):
+        return SAMPLES
+    folder = tmp_path_factory.mktemp("recorded")
+    write_run(folder / "synthetic", make_run(num_steps=8))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where pictures go: the folder that the environment names, or a temporary one."""
+    named = os.environ.get(SCREENSHOTS)
+    folder = Path(named) if named else tmp_path_factory.mktemp("screenshots")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def serve(folder: Path, port: int, log: Path) -> Iterator[str]:
+    """Serve the dashboard of a folder; the server is gone afterwards, whatever happens."""
+    command = [sys.executable, "-m", "fsdp_inspect_app", str(folder), "--port", str(port)]
+    with log.open("w") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            address = f"http://127.0.0.1:{port}"
+            _wait_until_healthy(address, server, log)
+            yield address
+        finally:
+            server.terminate()
+            try:
+                server.wait(10)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait(10)
+
+
+def _wait_until_healthy(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{address}/_stcore/health", timeout=2) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.1)
+    pytest.fail(f"the dashboard did not come up:\n{log.read_text()[-3000:]}", pytrace=False)
+
+
+class Dashboard:
+    """The dashboard in one browser tab, and what the browser complained about."""
+
+    def __init__(self, page: Page, address: str) -> None:
+        self.page = page
+        self.address = address
+        self.complaints: list[str] = []
+        self.shown: tuple[str, str] | None = None
+        page.on("console", self._note)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+
+    def open(self, name: str, **parameters: str) -> None:
+        """Go to a page by its address and wait until it has answered; one that is shown
+        is not loaded again."""
+        query = "&".join(f"{key}={quote(value)}" for key, value in parameters.items())
+        if (name, query) == self.shown:
+            return
+        self.page.goto(f"{self.address}/{name}?{query}")
+        self.settle()
+        self.shown = (name, query)
+
+    def settle(self) -> None:
+        """Wait until the script has run and everything is drawn."""
+        self.page.locator(".st-key-headline").wait_for()
+        self.page.wait_for_function(_IS_SETTLED)
+        self.page.wait_for_timeout(300)
+
+    def headline(self) -> str:
+        return self.page.locator(".st-key-headline").inner_text()
+
+    def screenshot(self, path: Path) -> None:
+        """The whole page, however long, without a pointer hovering over it."""
+        size = self.page.viewport_size
+        assert size is not None
+        self.page.mouse.move(size["width"] - 2, size["height"] - 2)
+        height = self.page.get_by_test_id("stMain").evaluate("main => main.scrollHeight")
+        self.page.set_viewport_size({"width": size["width"], "height": max(height, 500)})
+        self.settle()
+        self.page.screenshot(path=path)
+        self.page.set_viewport_size(size)
+
+    def _note(self, message: ConsoleMessage) -> None:
+        # Below a page's own path Streamlit looks for its server there first, and does not find it.
+        is_probe = "_stcore" in message.location.get("url", "") and "404" in message.text
+        if message.type in ("error", "warning") and not is_probe:
+            self.complaints.append(f"{message.type}: {message.text}")
+
+
+@pytest.fixture(scope="session")
+def server(
+    recorded_runs: Path, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serve(recorded_runs, free_port(), log) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def tabs(browser: Browser) -> Iterator[Callable[..., Dashboard]]:
+    """The tab of that server, width and scheme: opened once, used again."""
+    opened: dict[tuple[str, int, str], Dashboard] = {}
+
+    def tab_of(address: str, *, width: int = 1280, scheme: str = "light") -> Dashboard:
+        key = (address, width, scheme)
+        if key not in opened:
+            page = browser.new_page(
+                viewport={"width": width, "height": 900},
+                color_scheme="dark" if scheme == "dark" else "light",
+            )
+            page.set_default_timeout(60_000)
+            opened[key] = Dashboard(page, address)
+        return opened[key]
+
+    yield tab_of
+    for dashboard in opened.values():
+        dashboard.page.close()
+
+
+@pytest.fixture
+def tab(tabs: Callable[..., Dashboard]) -> Iterator[Callable[..., Dashboard]]:
+    """As `tabs`; after the test the browser must not have complained."""
+    used: list[Dashboard] = []
+
+    def tab_of(address: str, **looks: Any) -> Dashboard:
+        used.append(tabs(address, **looks))
+        return used[-1]
+
+    yield tab_of
+    complaints = [complaint for dashboard in used for complaint in dashboard.complaints]
+    for dashboard in used:
+        dashboard.complaints.clear()
+    assert complaints == []
