@@ -160,9 +160,10 @@ def _to_stored(file: TableFile[TableT], table: TableT) -> Columns:
     """The columns as the file holds them: some relative to the one that orders the rows."""
     stored: dict[str, NDArray[Any]] = {}
     for name, values in table.columns().items():
-        if name in file.relative_columns:
-            differences = values - getattr(table, file.sort_by or "")
-            stored[_relative_name(file, name)] = np.where(
+        base = file.relative_columns.get(name)
+        if base:
+            differences = values - getattr(table, base)
+            stored[_relative_name(name, base)] = np.where(
                 values == MISSING_INT, _MISSING_DIFFERENCE, differences
             )
         else:
@@ -173,16 +174,16 @@ def _to_stored(file: TableFile[TableT], table: TableT) -> Columns:
 def _from_stored(file: TableFile[Any], stored: Columns) -> Columns:
     """The columns of the table again; those that the file does not have are left out."""
     columns = dict(stored)
-    for name in file.relative_columns:
-        differences = columns.pop(_relative_name(file, name), None)
+    for name, base in file.relative_columns.items():
+        differences = columns.pop(_relative_name(name, base), None)
         if differences is not None:
-            values = differences + columns[file.sort_by or ""]
+            values = differences + columns[base]
             columns[name] = np.where(differences == _MISSING_DIFFERENCE, MISSING_INT, values)
     return columns
 
 
-def _relative_name(file: TableFile[Any], name: str) -> str:
-    return f"{name}_minus_{file.sort_by}"
+def _relative_name(name: str, base: str) -> str:
+    return f"{name}_minus_{base}"
 
 
 def _describe_groups(columns: Columns) -> list[list[int | str]]:
@@ -198,8 +199,8 @@ def _describe_groups(columns: Columns) -> list[list[int | str]]:
 
 def _write_parquet(columns: Columns, footer: str, file: TableFile[Any], sink: BinaryIO) -> None:
     table = pa.table({name: to_arrow(values) for name, values in columns.items()})
-    encodings = {_relative_name(file, name): "BYTE_STREAM_SPLIT" for name in file.relative_columns}
-    encodings |= dict.fromkeys(file.split_columns, "BYTE_STREAM_SPLIT")
+    relative = [_relative_name(name, base) for name, base in file.relative_columns.items()]
+    encodings = dict.fromkeys([*relative, *file.split_columns], "BYTE_STREAM_SPLIT")
     if file.sort_by:
         encodings[file.sort_by] = "DELTA_BINARY_PACKED"
     with_dictionary: Any = [name for name in columns if name not in encodings]
@@ -255,7 +256,8 @@ def _may_hold(group: list[Any], steps: Collection[int]) -> bool:
 
 
 def _read_group(parquet: pq.ParquetFile, number: int, group: list[Any], name: str) -> Columns:
-    batches = parquet.read_row_group(number, use_threads=False).combine_chunks().to_batches()
+    is_large = parquet.num_row_groups > 1
+    batches = parquet.read_row_group(number, use_threads=is_large).combine_chunks().to_batches()
     columns = columns_of(batches[0]) if batches else {}
     actual = checksum_columns(columns)
     if actual != group[3]:

@@ -205,7 +205,8 @@ class StoredRun:
                 return None
             listed = contents.details["ranks"].get(str(self.attempt), [])
             if set(self._records) <= set(listed):
-                return contents.table.where(contents.table.attempt == self.attempt)
+                mine = contents.table.attempt == self.attempt
+                return contents.table if mine.all() else contents.table.where(mine)
         return None
 
     def _summarise_rank(self, rank: int) -> SummaryTable | None:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import reprlib
 import zlib
 from pathlib import Path
 from typing import TypeVar
@@ -41,29 +42,13 @@ def decode_record(encoded: bytes, kind: type[RecordT], name: str) -> RecordT:
         SchemaVersionError: Written by a newer version of FSDP Inspect.
         CorruptFileError: Cut off, changed, or something else.
     """
-    try:
-        fields = json.loads(encoded)
-    except ValueError as error:
-        raise CorruptFileError(
-            f"{name} holds {len(encoded)} bytes that are not JSON ({error}). Expected the record "
-            f"of a run as UTF-8 JSON. {_REMEDY}"
-        ) from error
-    if not isinstance(fields, dict) or not isinstance(fields.get("schema_version"), int):
-        raise CorruptFileError(
-            f"{name} is JSON, but has no schema_version. Expected a record written by "
-            f"fsdp-inspect. {_REMEDY}"
-        )
     _check_integrity(encoded, name)
-    check_version(fields["schema_version"], name)
     try:
-        return kind.model_validate(fields)
+        record = kind.model_validate_json(encoded)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise CorruptFileError(
-            f"{name} has the value {first['input']!r} at {where}: {first['msg']}. Expected a "
-            f"record of schema version {SCHEMA_VERSION}. {_REMEDY}"
-        ) from error
+        raise _diagnose(encoded, error, name) from error
+    check_version(record.schema_version, name)
+    return record
 
 
 def check_version(version: int, name: str) -> None:
@@ -110,6 +95,33 @@ def unfinished_path(path: Path) -> Path:
 
 
 _REMEDY = "Copy the file again from where it was recorded."
+
+
+def _diagnose(encoded: bytes, error: ValidationError, name: str) -> CorruptFileError:
+    """Why these bytes are no such record.
+
+    Raises:
+        SchemaVersionError: A newer version of FSDP Inspect wrote them.
+    """
+    try:
+        fields = json.loads(encoded)
+    except ValueError as reason:
+        return CorruptFileError(
+            f"{name} holds {len(encoded)} bytes that are not JSON ({reason}). Expected the record "
+            f"of a run as UTF-8 JSON. {_REMEDY}"
+        )
+    if not isinstance(fields, dict) or not isinstance(fields.get("schema_version"), int):
+        return CorruptFileError(
+            f"{name} is JSON, but has no schema_version. Expected a record written by "
+            f"fsdp-inspect. {_REMEDY}"
+        )
+    check_version(fields["schema_version"], name)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return CorruptFileError(
+        f"{name} has the value {reprlib.repr(first['input'])} at {where}: {first['msg']}. "
+        f"Expected a record of schema version {SCHEMA_VERSION}. {_REMEDY}"
+    )
 
 
 def _check_integrity(encoded: bytes, name: str) -> None:

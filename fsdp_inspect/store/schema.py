@@ -68,8 +68,8 @@ may lose more, since nothing waits for the disk.
 
 **Compacted files** (`.parquet`) are compressed with zstd, in row groups of at most 65,536 rows,
 with page checksums. A column named `X_minus_Y` holds X - Y, wrapping around at 64 bits, and the
-lowest 64-bit integer where X is -1 (`events` has three: durations repeat where times never do, so
-the file is half as large). The key-value pair `fsdp_inspect` is a JSON object:
+lowest 64-bit integer where X is -1 (durations repeat where times never do, so `events` is half as
+large). The key-value pair `fsdp_inspect` is a JSON object:
 
 * `schema_version`: of this file; `table`: its name, as above;
 * `covered_rows`: the rows [0, covered_rows) of the stream are in this file (or were dropped), so a
@@ -90,8 +90,8 @@ not know, and reads a column that an older writer did not have as -1.
 """
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -140,8 +140,8 @@ class TableFile(Generic[TableT]):
     table: type[TableT]
     sort_by: str | None = None
     """The column that orders the compacted rows; None: kept as they are."""
-    relative_columns: tuple[str, ...] = ()
-    """Columns that are compacted as their difference to `sort_by`."""
+    relative_columns: Mapping[str, str] = field(default_factory=dict)
+    """Columns that are compacted as their difference to another one, and which."""
     split_columns: tuple[str, ...] = ()
     """Columns whose bytes are compacted plane by plane, since only the low ones vary."""
 
@@ -169,13 +169,18 @@ EVENTS = TableFile(
     "events",
     EventTable,
     sort_by="start_ns",
-    relative_columns=("issue_ns", "end_ns", "need_ns"),
+    relative_columns={"issue_ns": "start_ns", "end_ns": "start_ns", "need_ns": "start_ns"},
     split_columns=("sequence", "collective"),
 )
 MEMORY = TableFile("memory", MemoryTable, sort_by="time_ns")
 DEVICE = TableFile("device", DeviceTable, sort_by="time_ns")
 SCALARS = TableFile("scalars", ScalarTable, sort_by="time_ns")
-SUMMARY = TableFile("summary", SummaryTable)
+SUMMARY = TableFile(
+    "summary",
+    SummaryTable,
+    relative_columns={"median_ns": "duration_ns"},
+    split_columns=("bytes", "duration_ns", "exposed_ns"),
+)
 
 RECORDED_TABLES: tuple[
     TableFile[EventTable], TableFile[MemoryTable], TableFile[DeviceTable], TableFile[ScalarTable]
