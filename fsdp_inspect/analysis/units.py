@@ -1,8 +1,7 @@
 """What does each FSDP unit cost: its collectives, copies, forward and backward?
 
 All times are medians over the timed steps of one rank, per step unless said otherwise.
-Bus bandwidth follows nccl-tests: message x (N-1)/N / duration for all-gather and reduce-scatter,
-2 (N-1)/N for all-reduce, N the size of the group that communicates.
+Bus bandwidth is that of nccl-tests (`trace.bandwidth`).
 """
 
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.trace.bandwidth import bus_factor
 from fsdp_inspect.trace.codes import COPIES, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 from fsdp_inspect.trace.statistics import median
@@ -169,10 +169,14 @@ def _measure_unit(
         reshard_after_forward=unit.reshard_after_forward,
         all_gather=_measure_collective(gathers, shard, _gather_factor(gathers, unit, shard)),
         reduce_scatter=_measure_collective(
-            own.of_kind(EventKind.REDUCE_SCATTER), shard, _ring_share(shard)
+            own.of_kind(EventKind.REDUCE_SCATTER),
+            shard,
+            bus_factor(EventKind.REDUCE_SCATTER, shard or 0),
         ),
         all_reduce=_measure_collective(
-            own.of_kind(EventKind.ALL_REDUCE), replicate, 2 * _ring_share(replicate)
+            own.of_kind(EventKind.ALL_REDUCE),
+            replicate,
+            bus_factor(EventKind.ALL_REDUCE, replicate or 0),
         ),
         exposed_ns=own.of_kind(*_COLLECTIVES_OF_A_UNIT).per_step("exposed_ns"),
         prefetched_per_step=median(prefetched_counts) or 0,
@@ -183,15 +187,14 @@ def _measure_unit(
     )
 
 
-def _measure_collective(
-    own: _UnitRows, group_size: int | None, bus_factor: float
-) -> UnitCollective:
-    """Sum up one kind of collective; `bus_factor` turns message bytes into bus bytes."""
-    message = median(own.rows.bytes // np.maximum(own.rows.count, 1))
+def _measure_collective(own: _UnitRows, group_size: int | None, factor: float) -> UnitCollective:
+    """Sum up one kind of collective; `factor` turns message bytes into bus bytes."""
+    # A message of 0 bytes is one whose size was not recorded.
+    message = median(own.rows.bytes // np.maximum(own.rows.count, 1)) or None
     duration = median(own.rows.median_ns)
     bandwidth = None
-    if message is not None and duration and bus_factor > 0:
-        bandwidth = message * bus_factor / duration * 1e9
+    if message and duration and factor > 0:
+        bandwidth = message * factor / duration * 1e9
     return UnitCollective(
         count_per_step=own.per_step("count"),
         bytes=message,
@@ -202,11 +205,6 @@ def _measure_collective(
     )
 
 
-def _ring_share(group_size: int | None) -> float:
-    """(N-1)/N: the share of a message that has to come from other ranks."""
-    return (group_size - 1) / group_size if group_size else 0.0
-
-
 def _gather_factor(gathers: _UnitRows, unit: Unit, shard: int | None) -> float:
     """The mean of (N-1)/N over the unit's gathers of a step.
 
@@ -214,11 +212,13 @@ def _gather_factor(gathers: _UnitRows, unit: Unit, shard: int | None) -> float:
     that size; elsewhere every gather runs in the shard group.
     """
     reshard = unit.reshard_after_forward
+    in_shard_group = bus_factor(EventKind.ALL_GATHER, shard or 0)
     if reshard is None or isinstance(reshard, bool):
-        return _ring_share(shard)
+        return in_shard_group
     in_backward = gathers.of_kind(EventKind.ALL_GATHER, phase=Phase.BACKWARD).per_step("count")
     total = gathers.per_step("count")
     in_forward = total - in_backward
     if total == 0:
-        return _ring_share(shard)
-    return (in_forward * _ring_share(shard) + in_backward * _ring_share(reshard)) / total
+        return in_shard_group
+    in_small_group = bus_factor(EventKind.ALL_GATHER, reshard)
+    return (in_forward * in_shard_group + in_backward * in_small_group) / total

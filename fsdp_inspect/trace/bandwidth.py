@@ -19,6 +19,19 @@ from fsdp_inspect.trace.tables import EventTable
 _RING_KINDS = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
 
 
+def bus_factor(kind: int, num_ranks: int) -> float:
+    """Bus bytes for each byte of a message; 0 where nothing travels.
+
+    Args:
+        kind: An `EventKind`.
+        num_ranks: Size of the group that communicates; 0 if there is none.
+    """
+    if num_ranks < 2 or kind not in _RING_KINDS:
+        return 0.0
+    share = (num_ranks - 1) / num_ranks
+    return 2 * share if kind == EventKind.ALL_REDUCE else share
+
+
 def bus_bytes_per_s(events: EventTable, groups: Sequence[ProcessGroup]) -> NDArray[np.float64]:
     """Bus bandwidth of each event.
 
