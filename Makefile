@@ -45,6 +45,15 @@ bench: $(READY) ## Measure the published figures; takes minutes and wants an idl
 gpu: $(READY) ## Run the tests that need a CUDA device
 	$(PYTEST) -m gpu $(ARGS)
 
+.PHONY: samples
+samples: $(READY) ## Record the CPU samples anew; wants an idle machine
+	samples/record.sh
+
+.PHONY: screenshots
+screenshots: $(READY) ## Picture the dashboard for the README, in Chromium
+	FSDP_INSPECT_REQUIRE_BROWSER=1 FSDP_INSPECT_SCREENSHOTS=.github/images \
+		$(PYTEST) tests/browser -k pictured
+
 .PHONY: constraints
 constraints: ## Pin the newest versions that pyproject.toml allows; torch stays as it is pinned
 	$(PYTHON) -m venv --clear build/constraints

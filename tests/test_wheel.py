@@ -232,7 +232,7 @@ def test_record_extra_trains_and_records_without_streamlit(
 
     torchrun(*train, python=with_record.python, cwd=with_record.folder)
 
-    (listed,) = json.loads(with_record.run("fsdp-inspect", "runs", "runs", "--json").stdout)["runs"]
+    (listed,) = json.loads(with_record.run("fsdp-inspect", "runs", "runs", "--json").stdout)
     assert listed["world_size"] == 2
     assert not with_record.has("streamlit")
 
