@@ -127,8 +127,12 @@ def test_a_step_that_is_left_after_the_recording_ended_says_nothing(
 ) -> None:
     recorder = record(model, tmp_path / "run")
 
-    with pytest.raises(ZeroDivisionError), recorder.step():
-        recorder.detach()
-        raise ZeroDivisionError
+    def fail() -> None:
+        with recorder.step():
+            recorder.detach()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
 
     assert open_run(tmp_path / "run").status is RunStatus.COMPLETE

@@ -1,0 +1,35 @@
+"""How do Hugging Face Trainer, Accelerate and Lightning record their runs? One object each.
+
+Hugging Face Trainer, with FSDP2 (`fsdp_version: 2`, or a model sharded when it was loaded):
+
+    from transformers import Trainer
+    from fsdp_inspect.recording.integrations.transformers import FsdpInspectCallback
+
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[FsdpInspectCallback()])
+    trainer.train()
+
+Lightning (`lightning` or `pytorch_lightning`), with `fully_shard` in `configure_model`:
+
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from fsdp_inspect.recording.integrations.lightning import FsdpInspectCallback
+
+    Trainer(strategy=ModelParallelStrategy(), callbacks=[FsdpInspectCallback()]).fit(module)
+
+Accelerate, with `fsdp_version: 2`:
+
+    from fsdp_inspect.recording.integrations.accelerate import accelerate_recorder
+
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with accelerate_recorder(accelerator, model, optimizer) as recorder:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            recorder.log(loss=loss)
+
+All three take the keyword arguments of `fsdp_inspect.Recorder`, which are passed on: `path`,
+`name`, `warmup_steps`, `memory_steps` and so on. A library is imported with its own module only.
+"""

@@ -1,0 +1,74 @@
+"""How is a run with Hugging Face Accelerate recorded? With a recorder for what it has prepared.
+
+    from accelerate import Accelerator
+    from fsdp_inspect.recording.integrations.accelerate import accelerate_recorder
+
+    accelerator = Accelerator()  # accelerate config: FSDP, fsdp_version: 2
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with accelerate_recorder(accelerator, model, optimizer, path="runs/llama-1b") as recorder:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            recorder.log(loss=loss)
+
+A step ends where the optimizer really steps, so under `accumulate` it holds all microbatches;
+`recorder.step()` is not needed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Unpack
+
+import torch
+from torch import nn
+
+from fsdp_inspect.errors import RecordingError
+from fsdp_inspect.recording.integrations.options import RecorderOptions
+from fsdp_inspect.recording.recorder import Recorder
+from fsdp_inspect.recording.units import find_recordable_groups
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+_REMEDY = (
+    "With Accelerate: fsdp_version: 2 in `accelerate config`, or "
+    "FullyShardedDataParallelPlugin(fsdp_version=2), and the model that prepare() returned."
+)
+
+
+def accelerate_recorder(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    **options: Unpack[RecorderOptions],
+) -> Recorder:
+    """A recorder for a model and an optimizer that `accelerator.prepare` returned.
+
+    Args:
+        accelerator: Its settings are recorded as the run's configuration.
+        model: The prepared model.
+        optimizer: The prepared optimizer; None: any optimizer that steps in this process.
+        options: Keywords of `fsdp_inspect.Recorder`.
+
+    Raises:
+        RecordingError: The model is not sharded with FSDP2; says how Accelerate is told to.
+    """
+    config = {
+        "mixed_precision": accelerator.mixed_precision,
+        "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
+    }
+    given: RecorderOptions = {"config": config, **options}
+    try:
+        find_recordable_groups(model)  # says more than that there is no process group
+        return Recorder(model, optimizer=_unwrap(optimizer), **given)
+    except RecordingError as error:
+        raise RecordingError(f"{error} {_REMEDY}") from error
+
+
+def _unwrap(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+    """The optimizer inside an `AcceleratedOptimizer`: the one whose hooks run when it steps."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer

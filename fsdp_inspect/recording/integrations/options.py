@@ -1,0 +1,21 @@
+"""What may be said about a recording? The keywords of `Recorder`, for those who pass them on."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+
+class RecorderOptions(TypedDict, total=False):
+    """See `fsdp_inspect.Recorder`; each may be left out."""
+
+    path: str | os.PathLike[str] | None
+    name: str | None
+    config: Mapping[str, Any] | None
+    tags: Sequence[str]
+    warmup_steps: int
+    memory_steps: Sequence[int] | Literal["auto"]
+    device_interval_s: float
+    flush_interval_s: float
+    memory_snapshot: bool
+    print_verdict: bool
+    enabled: bool

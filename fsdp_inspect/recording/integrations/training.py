@@ -1,0 +1,97 @@
+"""What does a training library's callback do with a recorder? Opens it, marks steps, closes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_inspect.errors import RecordingError
+from fsdp_inspect.recording.integrations.options import RecorderOptions
+from fsdp_inspect.recording.patches import warn
+from fsdp_inspect.recording.recorder import Recorder
+from fsdp_inspect.recording.units import find_recordable_groups
+
+
+class RecordedTraining:
+    """The recording of one training after another, told by callbacks where it stands.
+
+    Args:
+        options: For each recorder.
+        remedy: What a user of the library does when the model is not sharded with `fully_shard`.
+    """
+
+    def __init__(self, options: RecorderOptions, remedy: str) -> None:
+        self._options = options
+        self._remedy = remedy
+        self._recorder: Recorder | None = None
+        self._step = ExitStack()
+        self._is_in_step = False
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """The open recording; None before, after, and for a model that cannot be recorded."""
+        return self._recorder
+
+    def begin(self, model: nn.Module, config: Mapping[str, Any], *, is_first_rank: bool) -> None:
+        """A training begins: record it, or warn on the first rank that this model cannot be.
+
+        Args:
+            model: The model as it will be trained, sharded.
+            config: Settings to remember, unless the user gave some.
+            is_first_rank: Whether this rank speaks for all.
+        """
+        if self._recorder is not None:
+            self.close(RecordingError("the training ended without saying so, and began anew."))
+        options: RecorderOptions = {"config": config, **self._options}
+        try:
+            find_recordable_groups(model)  # says more than that there is no process group
+            self._recorder = Recorder(model, **options)
+        except RecordingError as error:
+            if is_first_rank:
+                warn(f"nothing is recorded: {error} {self._remedy}")
+
+    def begin_step(self) -> None:
+        """A microbatch begins; the first since the last step ended begins a step."""
+        if self._recorder is not None and not self._is_in_step:
+            self._step.enter_context(self._recorder.step())
+            self._is_in_step = True
+
+    def end_step(self) -> None:
+        """The optimizer has stepped."""
+        self._is_in_step = False
+        self._step.close()
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Record those of the values that are numbers."""
+        if self._recorder is not None:
+            self._recorder.log(
+                **{name: value for name, value in values.items() if _is_number(value)}
+            )
+
+    def close(self, error: BaseException | None = None) -> None:
+        """The training ended.
+
+        Args:
+            error: What ended it, if it did not end by itself.
+        """
+        self._abandon_step(error)
+        if self._recorder is not None:
+            self._recorder.close(error)
+        self._recorder = None
+
+    def _abandon_step(self, error: BaseException | None) -> None:
+        """Leave a step in which the optimizer did not step: it is no step."""
+        if self._is_in_step:
+            reason = error or RecordingError("the training ended within a step.")
+            self._is_in_step = False
+            self._step.__exit__(type(reason), reason, reason.__traceback__)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

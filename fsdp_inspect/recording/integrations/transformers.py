@@ -1,0 +1,92 @@
+"""How is a run of the Hugging Face Trainer recorded? With a callback.
+
+    from transformers import Trainer, TrainingArguments
+    from fsdp_inspect.recording.integrations.transformers import FsdpInspectCallback
+
+    args = TrainingArguments(
+        output_dir="out",
+        fsdp="full_shard auto_wrap",
+        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+    )
+    trainer = Trainer(
+        model, args, train_dataset=data, callbacks=[FsdpInspectCallback(path="runs/llama-1b")]
+    )
+    trainer.train()
+
+The Trainer has no hook for a training that fails: the recording is then closed when the process
+ends, with the exception that ended it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+from fsdp_inspect.recording.integrations.options import RecorderOptions
+from fsdp_inspect.recording.integrations.training import RecordedTraining
+
+try:
+    from transformers import (
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+except ImportError as error:
+    raise ImportError(
+        "FsdpInspectCallback needs transformers, which is not installed. Install it with "
+        "pip install 'fsdp-inspect[record,hf]'."
+    ) from error
+
+_REMEDY = (
+    "With the Hugging Face Trainer: fsdp_config={'version': 2} in TrainingArguments, or "
+    "from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=N))."
+)
+_LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
+
+
+class FsdpInspectCallback(TrainerCallback):
+    """Records each training of a Trainer whose model is sharded with FSDP2.
+
+    A step is one of the Trainer's, with all its microbatches; `loss`, `grad_norm`,
+    `learning_rate` and `eval_loss` are recorded whenever the Trainer logs them, and the
+    `TrainingArguments` as the run's configuration.
+
+    Args:
+        options: Keywords of `fsdp_inspect.Recorder`.
+    """
+
+    def __init__(self, **options: Unpack[RecorderOptions]) -> None:
+        self._training = RecordedTraining(options, _REMEDY)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The model is prepared: attach."""
+        self._training.begin(
+            kwargs["model"], args.to_sanitized_dict(), is_first_rank=state.is_world_process_zero
+        )
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The first microbatch of a step begins."""
+        self._training.begin_step()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The optimizer has stepped; logging, evaluation and checkpoints come after."""
+        self._training.end_step()
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The Trainer logs."""
+        logs = kwargs.get("logs") or {}
+        self._training.log({name: logs[name] for name in _LOGGED if name in logs})
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The training ended by itself."""
+        self._training.close()

@@ -1,0 +1,131 @@
+"""What do all integrations share? Options, refusals, libraries that are not installed."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_inspect import Recorder, open_run
+from fsdp_inspect.recording.integrations.options import RecorderOptions
+from fsdp_inspect.recording.integrations.training import RecordedTraining
+from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.run import RunStatus
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[nn.Module]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield fully_shard(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)))
+    dist.destroy_process_group()
+
+
+def recorded(folder: Path) -> RecordedTraining:
+    options: RecorderOptions = {"path": folder, "device_interval_s": 0, "print_verdict": False}
+    return RecordedTraining(options, "With this library: shard it.")
+
+
+def train_microbatch(model: nn.Module) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def test_options_are_the_keywords_of_the_recorder() -> None:
+    keywords = {
+        name
+        for name, parameter in inspect.signature(Recorder).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+
+    assert set(RecorderOptions.__annotations__) == keywords - {"optimizer"}
+
+
+def test_a_model_that_is_not_sharded_is_a_warning_with_what_to_do(tmp_path: Path) -> None:
+    training = recorded(tmp_path / "run")
+
+    with pytest.warns(RuntimeWarning, match="Linear is not sharded.*With this library: shard it"):
+        training.begin(nn.Linear(2, 2), {}, is_first_rank=True)
+    training.begin_step()
+    training.log({"loss": 1.0})
+    training.end_step()
+    training.close()
+
+    assert training.recorder is None
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_the_first_rank_warns(tmp_path: Path) -> None:
+    recorded(tmp_path / "run").begin(nn.Linear(2, 2), {}, is_first_rank=False)
+
+
+def test_values_that_are_no_numbers_are_not_logged(model: nn.Module, tmp_path: Path) -> None:
+    training = recorded(tmp_path / "run")
+    training.begin(model, {}, is_first_rank=True)
+    training.begin_step()
+    training.log({"loss": torch.tensor(2.0), "name": "a", "flag": True, "rows": torch.ones(3)})
+    training.end_step()
+    training.close()
+
+    assert open_run(tmp_path / "run").ranks[0].scalar_names == ["loss"]
+
+
+def test_a_step_without_an_optimizer_step_is_no_step(model: nn.Module, tmp_path: Path) -> None:
+    training = recorded(tmp_path / "run")
+    training.begin(model, {}, is_first_rank=True)
+    for _ in range(2):
+        training.begin_step()
+        train_microbatch(model)
+    training.end_step()
+    training.begin_step()
+    train_microbatch(model)
+    training.close()
+
+    run = open_run(tmp_path / "run")
+    assert run.status is RunStatus.COMPLETE
+    assert list(run.events(0, kinds=[EventKind.STEP]).step) == [0]
+
+
+def test_a_training_that_begins_anew_closes_the_one_before_as_failed(
+    model: nn.Module, tmp_path: Path
+) -> None:
+    training = recorded(tmp_path / "run")
+    training.begin(model, {}, is_first_rank=True)
+    training.begin_step()
+    training.begin(model, {}, is_first_rank=True)
+    training.close()
+
+    attempts = sorted((tmp_path / "run").glob("attempt-*/rank-00000/rank.json"))
+    assert ["failed" in path.read_text() for path in attempts] == [True, False]
+    assert "ended without saying so" in attempts[0].read_text()
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "extra"),
+    [
+        ("transformers", ["transformers"], "fsdp-inspect[record,hf]"),
+        ("lightning", ["lightning.pytorch", "pytorch_lightning"], "fsdp-inspect[record,lightning]"),
+    ],
+)
+def test_a_library_that_is_not_installed_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, module: str, missing: list[str], extra: str
+) -> None:
+    name = f"fsdp_inspect.recording.integrations.{module}"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    for library in missing:
+        monkeypatch.setitem(sys.modules, library, None)
+
+    def use() -> Any:
+        return import_module(name).FsdpInspectCallback()
+
+    with pytest.raises(ImportError, match="not installed") as caught:
+        use()
+
+    assert f"pip install '{extra}'" in str(caught.value)

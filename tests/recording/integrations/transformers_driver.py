@@ -1,0 +1,96 @@
+"""Trains a tiny Llama with the real Trainer on two gloo ranks; run under torchrun.
+
+    torchrun --nproc-per-node 2 transformers_driver.py OUTPUT_FOLDER STEPS
+
+The model is sharded with FSDP2 by transformers itself, which does so on CPU too. (The Trainer's
+other way, `fsdp_config`, goes through Accelerate, which shards on accelerators only.) Trains three
+times from the same weights: without the callback, with it, and into an exception.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.distributed.configuration_utils import DistributedConfig
+
+from fsdp_inspect.recording.integrations.transformers import FsdpInspectCallback
+
+OPTIONS: dict[str, Any] = {"device_interval_s": 0, "print_verdict": False}
+
+
+class FailInStep3(TrainerCallback):
+    """A training that runs into an exception."""
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise ValueError("no more disk for the dog pictures")
+
+
+def tokens(count: int) -> list[dict[str, torch.Tensor]]:
+    rows = [torch.arange(first, first + 8) % 64 for first in range(count)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def train(folder: Path, steps: int, *callbacks: TrainerCallback) -> list[dict[str, float]]:
+    """What the Trainer logged, but for its timings."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "llama", distributed_config=DistributedConfig(fsdp_size=2)
+    )
+    args = TrainingArguments(
+        output_dir=str(folder / "out"),
+        use_cpu=True,
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = Trainer(
+        model, args, train_dataset=tokens(32), eval_dataset=tokens(8), callbacks=list(callbacks)
+    )
+    trainer.train()
+    names = ("loss", "grad_norm", "eval_loss")
+    return [{name: row[name] for name in names if name in row} for row in trainer.state.log_history]
+
+
+def main(folder: Path, steps: int) -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            tie_word_embeddings=False,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder / "llama")
+    dist.barrier()
+    without = train(folder, steps)
+    recorded = train(folder, steps, FsdpInspectCallback(path=folder / "run", **OPTIONS))
+    if dist.get_rank() == 0:
+        (folder / "result.json").write_text(json.dumps({"without": without, "with": recorded}))
+    train(folder, steps, FsdpInspectCallback(path=folder / "failed", **OPTIONS), FailInStep3())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
