@@ -78,10 +78,10 @@ def show_table(frame: pd.DataFrame, *, key: str) -> None:
 
 
 def show_csv_button(frame: pd.DataFrame, *, key: str) -> None:
-    """A button that saves a table."""
+    """A button that saves a table, which becomes CSV only when it is clicked."""
     st.download_button(
         "CSV",
-        frames.to_csv(frame),
+        lambda: frames.to_csv(frame),
         file_name=f"{key}.csv",
         mime="text/csv",
         icon=":material/download:",

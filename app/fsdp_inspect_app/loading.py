@@ -25,6 +25,7 @@ from fsdp_inspect_app.timeline.tracks import StepTimeline, build_timeline
 
 _LISTING_LIFE_S = 3
 _LIVE_LIFE_S = 10
+_STATE_LIFE_S = 1
 _LIVE_SUFFIX = ".arrows"
 _SAMPLES = Path(__file__).resolve().parents[2] / "samples"
 
@@ -127,9 +128,14 @@ def _timeline(
 
 
 def _state_of(path: Path) -> _State:
+    return _read_state(str(path))
+
+
+@st.cache_resource(ttl=_STATE_LIFE_S, max_entries=512, show_spinner=False)
+def _read_state(path: str) -> _State:
     """The state of a run's files; files that vanish meanwhile do not count."""
     newest_ns, num_bytes, is_live = 0, 0, False
-    for file in _files_of(path):
+    for file in _files_of(Path(path)):
         try:
             status = file.stat()
         except OSError:

@@ -201,9 +201,11 @@ def test_timeline_opens_at_the_median_step_and_says_how_long_it_waited(shown, ru
     )
 
 
-def test_timeline_lists_all_its_spans_as_a_table(shown):
-    app = shown("timeline", "whole")
-    frame = app.dataframe[0].value
+def test_timeline_lists_all_its_spans_as_a_table_once_asked(open_app, runs_folder):
+    app = open_app(runs_folder, "timeline", run="whole")
+    assert len(app.dataframe) == 0
+    app.session_state["spans-panel"] = True
+    frame = app.run().dataframe[0].value
     assert set(frame["rank"]) == {0, 1}
     assert f"{len(frame)} spans" in app.expander[0].label
     assert frame.loc[frame["what"] == "exposed all-gather", "exposed (ms)"].min() > 0

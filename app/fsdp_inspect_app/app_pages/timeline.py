@@ -135,8 +135,14 @@ def _describe_clocks(timeline: StepTimeline, digest: RunDigest) -> str:
     return f"{provenance} Lanes of different ranks may be shifted by up to {error}."
 
 
+@st.fragment
 def _show_spans(run: StoredRun, timeline: StepTimeline) -> None:
-    with st.expander(f"The same as a table: {len(timeline.spans)} spans"):
+    """The table for those who cannot see the canvas; made and sent only once it is opened."""
+    title = f"The same as a table: {len(timeline.spans)} spans"
+    panel = st.expander(title, key="spans-panel", on_change="rerun")
+    if not panel.open:
+        return
+    with panel:
         frame = frames.frame_spans(timeline, run.manifest)
         show_table(frame, key="spans")
         show_csv_button(frame, key=f"timeline-step-{timeline.step}")

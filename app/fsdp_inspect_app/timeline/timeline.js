@@ -442,7 +442,7 @@ class Timeline {
     const rows = [[title, ""], ["rank", String(lane.rank)]];
     if (!header.is_exact) {
       const busy = Math.round((columns.shade[position] / 255) * 100);
-      rows.push(["here", `up to ${busy} % of ${formatNs(duration)}`], ["", "zoom in for units"]);
+      rows.push(["busy", `up to ${busy} % of ${formatNs(duration)}`], ["", "zoom in for units"]);
       return rows;
     }
     rows.push(["duration", formatNs(duration)], ["start", formatNs(columns.start[position])]);
@@ -624,7 +624,7 @@ class Timeline {
       pen.fillStyle = hatch;
       pen.fillRect(left, top, width - gap, height);
     }
-    if (width > MIN_LABEL_WIDTH) this.drawName(position, look, left, top, width, height);
+    if (header.is_exact && width > MIN_LABEL_WIDTH) this.drawName(position, look, left, top, width, height);
   }
 
   drawName(position, look, left, top, width, height) {
