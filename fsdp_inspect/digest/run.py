@@ -20,7 +20,7 @@ from fsdp_inspect.analysis.steps import measure_step_times
 from fsdp_inspect.analysis.units import UnitCost, measure_units
 from fsdp_inspect.analysis.verdict import UNKNOWN, StepFacts, Verdict, Waiting, give_verdict
 from fsdp_inspect.errors import StoreError
-from fsdp_inspect.trace.reduction import StepPart
+from fsdp_inspect.trace.reduction import EXPOSED_PART_CODES, StepPart
 from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.statistics import Distribution
 
@@ -209,6 +209,10 @@ def _judge(
             exposed_ns=breakdown.exposed_ns,
             floor_ns=min(exposed.floor_ns, breakdown.exposed_ns) if exposed else 0,
             other_ns=breakdown.duration_ns(StepPart.OTHER),
+            exposed_by_kind_ns={
+                part.label.removeprefix("exposed_"): breakdown.duration_ns(part)
+                for part in sorted(EXPOSED_PART_CODES)
+            },
             backward_gathers_ns=exposed.backward_gathers_ns if exposed else 0,
             top=_top_owner(exposed) if exposed else None,
             reduces_in_float32=any(unit.reduce_dtype == "float32" for unit in manifest.units),

@@ -70,7 +70,19 @@ def test_the_sentence_holds_the_number_and_the_why_the_owner():
         verdict.sentence
         == "Communication is exposed for 15.0 ms of the median 100.0 ms step (15.0 %)."
     )
-    assert verdict.why == "The largest part, 8.00 ms, is the all-gather of layers.7 in forward."
+    assert verdict.why == "The longest wait, 8.00 ms, is for the all-gather of layers.7 in forward."
+
+
+def test_the_why_tells_the_kinds_of_communication_apart():
+    kinds = {"all_gather": 4 * MS, "reduce_scatter": 9 * MS, "all_reduce": 0, "other": 2 * MS}
+    verdict = give_verdict(facts(exposed_ns=15 * MS, exposed_by_kind_ns=kinds))
+    assert verdict.why == "Reduce-scatter 9.00 ms, all-gather 4.00 ms, not FSDP 2.00 ms."
+
+
+def test_the_longest_wait_is_the_one_beyond_the_floor():
+    verdict = give_verdict(facts(exposed_ns=15 * MS, floor_ns=5 * MS, top=waiting()))
+    assert verdict.why.startswith("Beyond the floor, the longest wait, 8.00 ms, is for")
+    assert verdict.why.endswith("5.00 ms of the exposed time is the floor, which no setting hides.")
 
 
 def test_gathers_repeated_in_backward_suggest_keeping_parameters():
@@ -94,7 +106,9 @@ def test_on_a_blocking_backend_exposure_is_called_a_property_of_the_backend():
 def test_a_wait_outside_fsdp_is_not_blamed_on_a_unit():
     top = Waiting(fqn=None, kind="all_reduce", phase="outside", exposed_ns=8 * MS)
     verdict = give_verdict(facts(exposed_ns=15 * MS, top=top))
-    assert verdict.why == "The largest part, 8.00 ms, is the all-reduce that FSDP did not issue."
+    assert (
+        verdict.why == "The longest wait, 8.00 ms, is for the all-reduce that FSDP did not issue."
+    )
 
 
 def test_float32_reductions_are_offered_bfloat16_and_others_are_not():
