@@ -278,23 +278,25 @@ def _read_records(
 ) -> dict[int, RankRecord | None]:
     """The ranks of an attempt; what is wrong with a record goes to `found`."""
     numbers = rank_numbers(files.folders(attempt_name(attempt)))
-    return {rank: _read_record(files, attempt, rank, found) for rank in numbers}
+    folders = [f"{attempt_name(attempt)}/{rank_name(rank)}" for rank in numbers]
+    encoded = files.read_many([f"{folder}/{RANK_FILE}" for folder in folders])
+    records: dict[int, RankRecord | None] = dict.fromkeys(numbers)
+    for rank, folder, content in zip(numbers, folders, encoded, strict=True):
+        if content is None:
+            note = f"Rank {rank} has no {RANK_FILE}: its clock and its end are unknown."
+            found[note] = None
+            continue
+        with _noting(found):
+            records[rank] = _read_record(files, folder, content)
+    return records
 
 
-def _read_record(
-    files: RunFiles, attempt: int, rank: int, found: dict[str, None]
-) -> RankRecord | None:
-    folder = f"{attempt_name(attempt)}/{rank_name(rank)}"
-    encoded = files.read(f"{folder}/{RANK_FILE}")
-    if encoded is None:
-        found[f"Rank {rank} has no {RANK_FILE}: its clock and its end are unknown."] = None
-        return None
-    with _noting(found):
-        record = decode_record(encoded, RankRecord, _label(files, f"{folder}/{RANK_FILE}"))
-        if record.status is RunStatus.RUNNING and not is_alive(record, files, folder):
-            return record.model_copy(update={"status": RunStatus.CRASHED})
-        return record
-    return None
+def _read_record(files: RunFiles, folder: str, encoded: bytes) -> RankRecord:
+    """A rank's record; one that died without saying so reads crashed."""
+    record = decode_record(encoded, RankRecord, _label(files, f"{folder}/{RANK_FILE}"))
+    if record.status is RunStatus.RUNNING and not is_alive(record, files, folder):
+        return record.model_copy(update={"status": RunStatus.CRASHED})
+    return record
 
 
 def _open_without_manifest(files: RunFiles, attempts: Sequence[int], attempt: int) -> StoredRun:

@@ -1,7 +1,8 @@
 """How does a rank record without ever stopping or slowing its training?
 
-The training thread only appends tuples to lists. One background thread takes them, encodes them
-and writes them; all file access is there. Whatever goes wrong, a full disk, a deleted folder or a
+The training thread only appends tuples to lists. A background thread takes them, encodes them and
+writes them; all file access is there. (Another one sees to it that little is waiting while the
+first hangs in a dead file system.) Whatever goes wrong, a full disk, a deleted folder or a
 mistake of ours, is counted and said once through the logger `fsdp_inspect.store`; nothing is
 raised into the training. (A logger and not `warnings`, since a warning that is raised in a
 background thread under `-W error` would be lost.)
@@ -40,6 +41,9 @@ _POLLS_PER_INTERVAL = 4
 """How often the background thread looks whether a table has many rows."""
 _HEARTBEAT_S = 15.0
 """`rank.json` is rewritten at least this often, so that a reader elsewhere sees a living rank."""
+_SHORTEST_WAIT_S = 0.001
+_GUARD_S = 5.0
+"""How often the memory of waiting rows is bounded, also while the disk hangs."""
 _FLUSH_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 120.0
 _MAX_PROBLEMS = 20
@@ -102,6 +106,8 @@ class RankWriter:
         self._ending: tuple[RunStatus, str | None, bool] | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="fsdp-inspect-writer", daemon=True)
+        self._guard = threading.Thread(target=self._watch, name="fsdp-inspect-guard", daemon=True)
+        self._has_ended = threading.Event()
         atexit.register(self._close_at_exit)
         self._start()
 
@@ -116,7 +122,6 @@ class RankWriter:
             return
         try:
             self._change_record(fields)
-            self._shed_rows()
         except Exception as error:  # nothing may reach the training
             self._report(RANK_FILE, error)
 
@@ -148,6 +153,7 @@ class RankWriter:
         if not self._is_owner() or self._is_closed:
             return
         self._is_closed = True
+        self._has_ended.set()
         atexit.unregister(self._close_at_exit)
         self._ending = (status, failure, compact)
         self._wake.set()
@@ -161,6 +167,7 @@ class RankWriter:
     def _start(self) -> None:
         try:
             self._thread.start()
+            self._guard.start()
         except RuntimeError as error:
             self._report("background thread", error)
         self.flush()
@@ -172,7 +179,8 @@ class RankWriter:
         """The background thread: all file access happens here."""
         while self._ending is None:
             until_due = self._flushed_s + self._flush_interval_s - time.monotonic()
-            self._wake.wait(min(until_due, self._flush_interval_s / _POLLS_PER_INTERVAL))
+            wait = min(until_due, self._flush_interval_s / _POLLS_PER_INTERVAL)
+            self._wake.wait(max(wait, _SHORTEST_WAIT_S))
             self._wake.clear()
             waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             if waiting or self._is_flush_due():
@@ -199,7 +207,11 @@ class RankWriter:
         buffer, stream = self._buffers[name], self._streams[name]
         rows = buffer[: len(buffer)]
         del buffer[: len(rows)]
-        dropped = stream.add(rows)
+        try:
+            dropped = stream.add(rows)
+        except Exception:
+            self._count_dropped(name, len(rows))
+            raise
         if dropped:
             self._count_dropped(name, dropped)
             self._report(name, ValueError("rows that do not fit, or waited too long, were dropped"))
@@ -274,8 +286,12 @@ class RankWriter:
                 self._record = self._record.model_copy(update={"dropped": dropped})
                 self._is_record_news = True
 
+    def _watch(self) -> None:
+        """The second thread: bounds the memory while the first hangs in a dead file system."""
+        while not self._has_ended.wait(_GUARD_S):
+            self._shed_rows()
+
     def _shed_rows(self) -> None:
-        """Bound the memory even while the background thread hangs in a dead file system."""
         for name, buffer in self._buffers.items():
             surplus = len(buffer) - MAX_BUFFERED_ROWS
             if surplus > 0:

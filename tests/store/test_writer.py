@@ -15,6 +15,7 @@ import pytest
 from fsdp_inspect.store import writer as writer_module
 from fsdp_inspect.store.folder import create_run, rank_folder
 from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.store.streams import LiveStream
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.run import RunStatus
 from fsdp_inspect.trace.tables import EventTable, MemoryTable, ScalarTable
@@ -226,15 +227,23 @@ def test_thread_that_cannot_start_is_replaced_by_the_callers(
 
 
 def test_rows_are_bounded_while_the_disk_hangs(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer = RankWriter(run_folder, make_record(), flush_interval_s=20)
+    answer = threading.Event()
+    write = LiveStream.write
     monkeypatch.setattr(writer_module, "MAX_BUFFERED_ROWS", 10)
+    monkeypatch.setattr(writer_module, "_GUARD_S", 0.05)
+    writer = RankWriter(run_folder, make_record(), flush_interval_s=0.05)
+    monkeypatch.setattr(LiveStream, "write", lambda self: answer.wait(60) and write(self))
+    writer.events.append(event_row(0))
+    assert wait_until(lambda: writer.events == [])
     writer.events.extend(event_rows(10))
-    writer.update(num_steps=1)
-    assert len(writer.events) == 10
+    assert wait_until(lambda: len(writer.events) == 10)
+    answer.set()
     writer.close()
     assert rank_json(run_folder)["dropped"] == {"events": 30}
+    assert "the disk does not answer" in caplog.text
+    assert len(open_run(run_folder).events(0)) == 11
 
 
 def test_heartbeat_rewrites_the_record_without_news(
