@@ -1,5 +1,6 @@
 """`fsdp-inspect demo`: two short recorded runs that differ in one setting, side by side."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 DEFAULT_STEPS = 30
 _NUM_RANKS = 2
 _TRAINER = "instrumented_trainer"
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,8 @@ def demo(
 ) -> None:
     """Record two short 2-rank runs that differ in one setting, and show them.
 
-    Trains the `tiny` preset on this machine (GPUs if there are any, else CPU), once with the
-    parameters freed after forward and gathered again in backward, once with them kept.
+    Trains the `tiny` preset on this machine (on two GPUs if it has them, else on CPU), once with
+    the parameters freed after forward and gathered again in backward, once with them kept.
 
     Example: `fsdp-inspect demo --no-serve`
     """
@@ -57,7 +59,8 @@ def demo(
     from fsdp_inspect.report.text import render_summary
 
     _require_trainer()
-    recorded = [_record(run, runs_dir, steps) for run in _RUNS]
+    environment = _environment()
+    recorded = [_record(run, runs_dir, steps, environment) for run in _RUNS]
     for run in recorded:
         print_renderable(render_summary(digest_run(run)))
         print()
@@ -80,7 +83,9 @@ def _require_trainer() -> None:
         )
 
 
-def _record(run: _DemoRun, runs_dir: Path, steps: int) -> "StoredRun":
+def _record(
+    run: _DemoRun, runs_dir: Path, steps: int, environment: Mapping[str, str]
+) -> "StoredRun":
     """Train once, as a child; the run that it leaves."""
     from fsdp_inspect.cli.child import run_child
     from fsdp_inspect.errors import NotARunError
@@ -93,7 +98,7 @@ def _record(run: _DemoRun, runs_dir: Path, steps: int) -> "StoredRun":
         _command(run, runs_dir, steps),
         what=f"Recording {run.name} ({' '.join(run.settings)})",
         log=log,
-        environment=_environment(),
+        environment=environment,
     )
     new = [entry for entry in list_runs(runs_dir) if entry.id not in before]
     if not new:
@@ -118,10 +123,30 @@ def _command(run: _DemoRun, runs_dir: Path, steps: int) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, one thread a rank, gloo on loopback, unless the user decided."""
+    """This process's environment, one thread a rank, gloo on loopback, unless the user decided.
+
+    A single GPU is hidden: NCCL refuses two ranks on one device, so the demo trains on CPU there.
+    """
     import os
 
-    defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ}
     if Path("/sys/class/net/lo").exists():
-        defaults["GLOO_SOCKET_IFNAME"] = "lo"
-    return {**defaults, **os.environ}
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if 0 < _count_gpus() < _NUM_RANKS:
+        print(f"One GPU here, and the demo has {_NUM_RANKS} ranks: it trains on CPU.", flush=True)
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
+def _count_gpus() -> int:
+    """How many GPUs torch sees; asked of a process of its own, where there is a driver at all."""
+    import subprocess
+    import sys
+
+    if not any(Path(device).exists() for device in _GPU_DRIVERS):
+        return 0
+    script = "import torch; print(torch.cuda.device_count())"
+    asked = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    return int(asked.stdout) if asked.returncode == 0 else 0

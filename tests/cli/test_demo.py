@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from fsdp_inspect.cli import demo
 from fsdp_inspect.digest import digest_run
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.store.folder import list_runs
@@ -75,9 +76,21 @@ def test_without_the_trainer_the_remedy_is_named(monkeypatch, invoke, tmp_path):
     assert "pip install 'fsdp-inspect[record]'" in ended.err
 
 
-def test_a_training_that_leaves_no_run_is_an_error(monkeypatch, tmp_path):
-    from fsdp_inspect.cli import demo
+@pytest.mark.parametrize(
+    ("num_gpus", "hidden"),
+    [
+        pytest.param(0, False, id="no GPU"),
+        pytest.param(1, True, id="one GPU for two ranks"),
+        pytest.param(2, False, id="a GPU for each rank"),
+    ],
+)
+def test_a_single_gpu_is_hidden_since_two_ranks_cannot_share_it(monkeypatch, num_gpus, hidden):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(demo, "_count_gpus", lambda: num_gpus)
+    assert (demo._environment()["CUDA_VISIBLE_DEVICES"] == "") is hidden
 
+
+def test_a_training_that_leaves_no_run_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "_command", lambda *_: [sys.executable, "-c", "print('hello')"])
     with pytest.raises(FsdpInspectError, match="left no run"):
         demo.demo(runs_dir=tmp_path, should_serve=False)
