@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_inspect.recording.journal import NOT_NEEDED, Completion, host_ns_of
+from fsdp_inspect.recording.units import dtype_code
 from fsdp_inspect.trace.codes import (
     WAIT_OF,
     EventFlag,
@@ -25,6 +26,14 @@ from fsdp_inspect.trace.codes import (
 if TYPE_CHECKING:
     from fsdp_inspect.recording.session import Session
     from fsdp_inspect.recording.unit_hooks import UnitHooks
+
+# Looked up once, for the hot path: see `unit_hooks`.
+_MEASURED, _INFERRED, _HOST_BLOCKING = Method.MEASURED, Method.INFERRED, Method.HOST_BLOCKING
+_HOST_STREAM = Stream.HOST
+_WAIT_OF = {int(kind): int(wait) for kind, wait in WAIT_OF.items()}
+_OTHER_WAIT = int(EventKind.OTHER_WAIT)
+_ASYNC, _UNUSED = int(EventFlag.ASYNC), int(EventFlag.UNUSED)
+_MEMORY_STEP = int(EventFlag.MEMORY_STEP)
 
 
 class Communication:
@@ -52,8 +61,8 @@ class Communication:
         "wait",
     )
 
-    def __init__(self, session: Session, kind: EventKind, unit: int, stream: Stream) -> None:
-        self.kind = kind
+    def __init__(self, session: Session, kind: int, unit: int, stream: int) -> None:
+        self.kind = int(kind)
         self.unit = unit
         self.stream = stream
         self.step = session.step
@@ -61,8 +70,8 @@ class Communication:
         self.phase = session.phase
         self.issued_by = session.issuing_unit()
         self.identity = session.next_collective()
-        self.flags = 0
-        self.method = Method.MEASURED
+        self.flags = 0 if session.tracker is None else _MEMORY_STEP
+        self.method = _MEASURED
         self.group = -1
         self.sequence = -1
         self.dtype = 0
@@ -76,19 +85,16 @@ class Communication:
 
     def begin(self, session: Session, message: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Note what is sent and when it is issued; call right before the collective."""
-        from fsdp_inspect.recording.units import dtype_code
-
-        self.bytes = message.numel() * message.element_size()
+        self.bytes = message.nbytes
         self.dtype = dtype_code(message.dtype)
-        self.group = session.process_groups.index(group)
-        self.sequence = session.process_groups.next_sequence(self.group)
+        self.group, self.sequence = session.process_groups.issue(group)
         self.start = session.clock.mark()
         self.issue_ns = host_ns_of(self.start)
 
     def block_host(self) -> None:
         """It was synchronous on the host: needed from the start, and waited for until the end."""
-        self.method = Method.HOST_BLOCKING
-        self.stream = Stream.HOST
+        self.method = _HOST_BLOCKING
+        self.stream = _HOST_STREAM
         self.need_from(self.start, self.end)
 
     def need_from(self, start: Any, end: Any) -> None:
@@ -98,36 +104,41 @@ class Communication:
 
     def write(self, session: Session) -> None:
         """Add its row, and the row of the wait for it if there was one."""
-        session.add(
-            self.kind,
-            self.start,
-            self.end,
-            step=self.step,
-            microbatch=self.microbatch,
-            phase=self.phase,
-            unit=self.unit,
-            issued_by=self.issued_by,
-            stream=self.stream,
-            group=self.group,
-            dtype=self.dtype,
-            method=self.method,
-            flags=self.flags,
-            sequence=self.sequence,
-            collective=self.identity,
-            bytes=self.bytes,
-            issue_ns=self.issue_ns,
-            need=self.need,
+        session.journal.add(
+            (
+                self.step,
+                self.microbatch,
+                self.phase,
+                self.kind,
+                self.unit,
+                self.issued_by,
+                self.stream,
+                self.group,
+                self.dtype,
+                session.source,
+                self.method,
+                self.flags,
+                self.sequence,
+                self.identity,
+                self.bytes,
+                self.issue_ns,
+                self.start,
+                self.end,
+                self.need,
+            )
         )
         if self.wait is not None:
+            began, ended = self.wait
             session.add(
-                WAIT_OF.get(self.kind, EventKind.OTHER_WAIT),
-                *self.wait,
+                _WAIT_OF.get(self.kind, _OTHER_WAIT),
+                began,
+                ended,
                 step=self.step,
                 microbatch=self.microbatch,
                 phase=self.phase,
                 unit=self.unit,
-                issued_by=session.position()[0],
-                method=self.method if session.on_host else Method.INFERRED,
+                issued_by=session.issuing_unit(),
+                method=self.method if session.on_host else _INFERRED,
                 collective=self.identity,
             )
 
@@ -140,7 +151,7 @@ class TimedWork(dist.Work):
         self._inner = inner
         self._session = session
         self._communication = communication
-        communication.flags |= EventFlag.ASYNC
+        communication.flags |= _ASYNC
         if session.on_host:
             communication.end = completion = Completion()
             clock = session.clock
@@ -266,5 +277,5 @@ def _like(inner: Any, methods: dict[str, Any]) -> Any:
 def close_unwaited(session: Session, communication: Communication) -> None:
     """Write a collective that nobody waited for."""
     if communication.end is not None:
-        communication.flags |= EventFlag.UNUSED
+        communication.flags |= _UNUSED
         communication.write(session)

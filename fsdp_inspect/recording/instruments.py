@@ -27,6 +27,7 @@ class Instruments:
         on_optimizer_step: Callable[[torch.optim.Optimizer], None],
     ) -> None:
         reductions = Reductions()
+        self._session = session
         self._patches = Patches()
         self._units = [
             UnitHooks(session, handle, index, reductions, memory)
@@ -56,3 +57,4 @@ class Instruments:
     def detach(self) -> None:
         """Take all hooks off."""
         self._patches.undo()
+        self._session.process_groups.forget()

@@ -7,7 +7,7 @@ row is written at once; on CUDA, and for asynchronous collectives, the row waits
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from fsdp_inspect.recording.clocks import Clock
 
@@ -40,28 +40,10 @@ def host_ns_of(mark: Any) -> int:
     return mark if type(mark) is int else int(mark.host_ns)
 
 
-class Row(NamedTuple):
-    """One event: the columns of `EventTable`, the last three as marks."""
-
-    step: int
-    microbatch: int
-    phase: int
-    kind: int
-    unit: int
-    issued_by: int
-    stream: int
-    group: int
-    dtype: int
-    source: int
-    method: int
-    flags: int
-    sequence: int
-    collective: int
-    bytes: int
-    issue_ns: int
-    start: Any
-    end: Any
-    need: Any
+Row = tuple[Any, ...]
+"""One event: the columns of `EventTable`, the last three (start, end, need) as marks."""
+_START, _END, _NEED = 16, 17, 18
+"""Their places in a row."""
 
 
 class Journal:
@@ -74,7 +56,7 @@ class Journal:
 
     def add(self, row: Row) -> None:
         """Write the row if its times are plain integers, else keep it for `drain`."""
-        if type(row.start) is int and type(row.end) is int and type(row.need) is int:
+        if type(row[_START]) is int and type(row[_END]) is int and type(row[_NEED]) is int:
             self._append(row)
         else:
             self._pending.append(row)
@@ -83,7 +65,7 @@ class Journal:
         """Write all rows that are ready; never waits."""
         for _ in range(len(self._pending)):
             row = self._pending.popleft()
-            if all(self._is_ready(mark) for mark in (row.end, row.start, row.need)):
+            if all(self._is_ready(mark) for mark in (row[_END], row[_START], row[_NEED])):
                 self._write(row)
             else:
                 self._pending.append(row)
@@ -102,9 +84,8 @@ class Journal:
         return lost
 
     def _write(self, row: Row) -> None:
-        start = self._read(row.start)
-        end = max(self._read(row.end), start)
-        self._append((*row[:-3], start, end, self._read(row.need)))
+        start, end, need = (self._read(mark) for mark in row[_START:])
+        self._append((*row[:_START], start, max(start, end), need))
 
     def _is_ready(self, mark: Any) -> bool:
         if type(mark) is int:

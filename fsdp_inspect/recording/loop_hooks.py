@@ -62,7 +62,7 @@ class LoopHooks:
                 session.finish_backward(begin)
                 self._after_backward()
 
-        timed = wrap_call(original, before, after, session.fail)
+        timed = wrap_call(original, before, after, session)
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:

@@ -91,11 +91,13 @@ class MemoryProbe:
 
     def gather_buffer(self, buffer: torch.Tensor, unit: int) -> None:
         """The output of an all-gather."""
-        self._name((buffer,), MemoryCategory.ALL_GATHER_BUFFER, unit)
+        if self._session.tracker is not None:
+            self._name((buffer,), MemoryCategory.ALL_GATHER_BUFFER, unit)
 
     def reduce_buffer(self, buffer: torch.Tensor, unit: int) -> None:
         """The input, or the output, of a reduce-scatter; an output may become a gradient."""
-        self._name((buffer,), MemoryCategory.REDUCE_SCATTER_BUFFER, unit)
+        if self._session.tracker is not None:
+            self._name((buffer,), MemoryCategory.REDUCE_SCATTER_BUFFER, unit)
 
     def inputs(self, args: Any, kwargs: Any) -> None:
         """The arguments of the first forward of a step."""

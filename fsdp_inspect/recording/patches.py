@@ -4,7 +4,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 _ABSENT = object()
 
@@ -46,29 +46,42 @@ class Patches:
                 restore()
 
 
+class Guard(Protocol):
+    """Who says whether we still record, and hears of our own errors."""
+
+    active: bool
+
+    def fail(self, error: BaseException) -> None:
+        """One of our hooks raised; expected to set `active` to False."""
+        ...
+
+
 def wrap_call(
     original: Callable[..., Any],
     before: Callable[..., Any],
-    after: Callable[[Any, Any], None],
-    fail: Callable[[BaseException], None],
+    after: Callable[[Any, Any], None] | None,
+    guard: Guard,
 ) -> Callable[..., Any]:
     """A function that calls `original` between `before(*args)` and `after(token, result)`.
 
-    Whatever `original` raises goes through; what `before` and `after` raise goes to `fail` only.
-    `after` is not called when `original` raised.
+    Whatever `original` raises goes through; what `before` and `after` raise goes to `guard.fail`
+    only. `after` is not called when `original` raised, neither of them while `guard` is inactive.
     """
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not guard.active:
+            return original(*args, **kwargs)
         token = None
         try:
             token = before(*args, **kwargs)
         except Exception as error:
-            fail(error)
+            guard.fail(error)
         result = original(*args, **kwargs)
-        try:
-            after(token, result)
-        except Exception as error:
-            fail(error)
+        if after is not None and guard.active:
+            try:
+                after(token, result)
+            except Exception as error:
+                guard.fail(error)
         return result
 
     wrapped.__wrapped__ = original  # type: ignore[attr-defined]

@@ -14,7 +14,9 @@ from fsdp_inspect.sharding.torch_fsdp import GroupHandle
 from fsdp_inspect.trace.codes import DTYPES
 from fsdp_inspect.trace.run import ModelInfo, ProcessGroup, Unit
 
-_DTYPE_CODES = {name: code for code, name in enumerate(DTYPES)}
+_DTYPE_CODES = {
+    getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)
+}
 
 
 class ProcessGroups:
@@ -22,6 +24,8 @@ class ProcessGroups:
 
     def __init__(self) -> None:
         self._indices: dict[str, int] = {}
+        self._index_of: dict[dist.ProcessGroup, int] = {}
+        """The same by the group itself: its name costs a microsecond to ask for."""
         self._groups: list[ProcessGroup] = []
         self._issued: list[int] = []
 
@@ -42,11 +46,22 @@ class ProcessGroups:
         self._issued.append(0)
         return index
 
-    def next_sequence(self, index: int) -> int:
-        """How many collectives this rank has issued on the group so far; counts the new one."""
+    def issue(self, group: dist.ProcessGroup) -> tuple[int, int]:
+        """Count a collective on a group.
+
+        Returns:
+            The number of the group, and that of the collective in it.
+        """
+        index = self._index_of.get(group)
+        if index is None:
+            index = self._index_of[group] = self.index(group)
         sequence = self._issued[index]
         self._issued[index] = sequence + 1
-        return sequence
+        return index, sequence
+
+    def forget(self) -> None:
+        """Keep no process group alive; what is known about them stays."""
+        self._index_of.clear()
 
     def describe(self) -> list[ProcessGroup]:
         """All groups met so far, by index."""
@@ -58,7 +73,7 @@ class ProcessGroups:
 
 def dtype_code(dtype: torch.dtype) -> int:
     """The code of a torch dtype in the run folder; 0 for one that has no code yet."""
-    return _DTYPE_CODES.get(dtype_name(dtype), 0)
+    return _DTYPE_CODES.get(dtype, 0)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

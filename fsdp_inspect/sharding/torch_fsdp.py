@@ -11,6 +11,7 @@ its parameters went to nested calls, several when its parameters live on several
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -282,6 +283,15 @@ def unmanaged_parameters(model: nn.Module) -> list[str]:
 def reduce_scatter_max_input_buffers(group: FSDPParamGroup) -> int:
     """How many reduce-scatter inputs may be alive at once; 1 where torch has no such setting."""
     return int(getattr(group, "reduce_scatter_max_input_buffers", 1))
+
+
+def num_reduce_scatters_in_flight(group: FSDPParamGroup) -> int:
+    """How many reduce-scatters torch has issued and not yet waited for, of all groups of a root."""
+    context: Any = group.comm_ctx
+    states = getattr(context, "reduce_scatter_states", None)
+    if states is None:  # torch before 2.13 keeps one at most
+        return int(context.reduce_scatter_state is not None)
+    return len(states)
 
 
 def has_separate_reduce_scatter_group(group: FSDPParamGroup) -> bool:
