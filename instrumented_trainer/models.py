@@ -145,16 +145,23 @@ def materialize(model: nn.Module, device: torch.device, *, offload: bool, seed: 
 
 @torch.no_grad()
 def _initialize(parameter: nn.Parameter, name: str, model: Decoder, seed: int) -> None:
-    full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    if parameter.ndim == 1:
-        full.fill_(1.0)
-    else:
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator(full.device).manual_seed(int.from_bytes(digest[:7], "big"))
-        full.normal_(std=model.initial_std(name), generator=generator)
     if not isinstance(parameter, DTensor):
-        parameter.copy_(full)
+        parameter.copy_(_initial_weight(parameter, name, model, seed, parameter.device))
         return
     mesh, placements = parameter.device_mesh, parameter.placements
+    # On the mesh's device even when the shard is offloaded, so that both start alike.
+    device = torch.device(mesh.device_type)
+    full = _initial_weight(parameter, name, model, seed, device)
     shard = distribute_tensor(full, mesh, placements, src_data_rank=None)  # every rank has it
     parameter.to_local().copy_(shard.to_local())
+
+
+def _initial_weight(
+    parameter: nn.Parameter, name: str, model: Decoder, seed: int, device: torch.device
+) -> torch.Tensor:
+    full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    if parameter.ndim == 1:
+        return full.fill_(1.0)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
+    return full.normal_(std=model.initial_std(name), generator=generator)

@@ -4,6 +4,7 @@
 runs the steps, each inside `recorder.step()`.
 """
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -389,7 +391,7 @@ def _recording(
     with Recorder(
         model,
         optimizer=optimizer,
-        path=Path(config.runs_dir) / _run_name(config),
+        path=choose_run_folder(config),
         name=config.name,
         config=settings,
         tags=list(config.tag),
@@ -399,8 +401,17 @@ def _recording(
         yield recorder
 
 
-def _run_name(config: TrainerConfig) -> str:
-    """A name that sorts by time; the recorder takes rank 0's for all ranks."""
+def choose_run_folder(config: TrainerConfig) -> Path:
+    """Where to record: a name that sorts by time; the recorder takes rank 0's for all ranks.
+
+    When torchrun starts its ranks again after a failure, it is the folder of the run that failed:
+    the recorder then adds an attempt to it.
+    """
     words = config.name or (config.preset if config.hf is None else Path(config.hf).stem)
     safe = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in words)
-    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{safe}"
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        earlier = sorted(Path(config.runs_dir).glob(f"*-{safe}-????"))
+        if earlier:
+            return earlier[-1]
+    stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    return Path(config.runs_dir) / f"{stamp}-{safe}-{uuid4().hex[:4]}"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_inspect import Plan, open_run
 from tests.distributed.trainer_driver import ON_2_RANKS, ON_4_RANKS
 
 pytestmark = pytest.mark.distributed
@@ -118,6 +119,18 @@ def test_a_checkpoint_of_one_mesh_resumes_on_another(four):
     flat, resumed = four["other_mesh"]["flat"], four["other_mesh"]["resumed_as_hsdp"]
     assert list(resumed) == ["3", "4"]
     assert list(resumed.values()) == pytest.approx([flat["3"], flat["4"]], rel=1e-5)
+
+
+def test_recording_changes_no_loss_to_the_last_bit(two):
+    assert two["recorded"]["recorded"] == two["recorded"]["plain"]
+
+
+def test_a_recorded_run_says_how_it_was_made(two):
+    run = open_run(two["recorded"]["run_folder"])
+    assert run.manifest.tags == ["a", "b"]
+    assert run.manifest.config["microbatches"] == 2
+    assert Plan.from_dict(run.manifest.plan).unit_names[2] == "layers.0, layers.1"
+    assert [record.num_steps for record in run.ranks] == [3, 3]
 
 
 def test_evaluation_changes_no_training_loss(two):

@@ -198,6 +198,17 @@ def try_evaluation(folder: Path) -> Results:
     }
 
 
+def try_recording(folder: Path) -> Results:
+    settings = SMALL | {"microbatches": 2, "wrap": "every:2", "name": "recorded", "tag": "a,b"}
+    plain = run(settings)
+    recorded = run(settings | {"record": True, "runs_dir": str(folder), "memory_steps": "none"})
+    return {
+        "plain": plain.losses,
+        "recorded": recorded.losses,
+        "run_folder": str(recorded.run_folder),
+    }
+
+
 def try_plan_file(folder: Path) -> Results:
     """A plan observed on one run and given to another as a file."""
     settings = SMALL | {"wrap": "every:2", "forward_prefetch": 1, "checkpointing": "full"}
@@ -239,6 +250,7 @@ def special_cases(folder: Path) -> dict[str, Callable[[], Results]]:
         ),
         "resume_dropout": lambda: try_resume_with_dropout(folder / "resume_dropout"),
         "evaluation": lambda: try_evaluation(folder),
+        "recorded": lambda: try_recording(folder / "runs"),
         "plan_file": lambda: try_plan_file(folder),
         "tiny": lambda: {"losses": list(run(TINY).losses.values())},
     }

@@ -1,4 +1,5 @@
 import argparse
+import re
 
 import pytest
 import torch.distributed as dist
@@ -7,7 +8,7 @@ from fsdp_inspect.errors import ConfigError
 from instrumented_trainer.__main__ import main
 from instrumented_trainer.command_line import check_settings
 from instrumented_trainer.runtime import process_group, read_runtime
-from instrumented_trainer.trainer import prepare, train
+from instrumented_trainer.trainer import choose_run_folder, prepare, train
 
 SMALL = {
     "dim": 32,
@@ -111,3 +112,21 @@ def test_torchrun_is_told_so_that_its_report_ends_with_the_reason(monkeypatch, t
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     main(["--stepz", "3"])
     assert "There is no setting '--stepz'" in path.read_text()
+
+
+def test_run_folders_are_unique_and_named_after_time_and_model(tmp_path):
+    config = check_settings({"runs_dir": str(tmp_path), "name": "lr 3/4"})
+    first, second = choose_run_folder(config), choose_run_folder(config)
+    assert first != second
+    assert first.parent == tmp_path
+    assert re.fullmatch(r"\d{8}-\d{6}-lr-3-4-[0-9a-f]{4}", first.name)
+
+
+def test_a_job_that_torchrun_starts_again_goes_on_in_its_folder(tmp_path, monkeypatch):
+    config = check_settings({"runs_dir": str(tmp_path)})
+    for name in ("20260101-000000-tiny-aaaa", "20260102-000000-tiny-bbbb", "20260103-small-cccc"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert choose_run_folder(config).name == "20260102-000000-tiny-bbbb"
+    other = check_settings({"runs_dir": str(tmp_path), "name": "else"})
+    assert choose_run_folder(other).name.endswith(tuple("0123456789abcdef"))
