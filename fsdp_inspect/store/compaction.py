@@ -191,6 +191,8 @@ def _compact_table(path: Path, attempt: int, rank: int, file: TableFile[TableT])
     live, compacted = folder / file.live_name, folder / file.compacted_name
     if not live.exists():
         return _count_rows(compacted, file)
+    if file.name == EVENTS.name and compacted.exists():  # it went on after it was compacted
+        (path / SUMMARY.compacted_name).unlink(missing_ok=True)
     recorded = read_table(LocalFiles(path), _inner(attempt, rank), file)
     write_compacted(compacted, file, recorded.table, covered_rows=recorded.covered_rows)
     if file.name == EVENTS.name:

@@ -5,12 +5,15 @@ error: a run may lack anything.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import pyarrow as pa
 
 from fsdp_inspect.errors import NotARunError
+
+_REQUESTS_AT_ONCE = 16
 
 
 class RunFiles(Protocol):
@@ -112,11 +115,9 @@ class RemoteFiles:
             return None
 
     def read_many(self, names: Sequence[str]) -> list[bytes | None]:
-        """All bytes of each file, in order; object stores answer many requests at once."""
-        paths = [self._full(name) for name in names]
-        found: dict[str, bytes] = self._system.cat(paths, on_error="omit") if paths else {}
-        contents = {self._system._strip_protocol(path): raw for path, raw in found.items()}
-        return [contents.get(self._system._strip_protocol(path)) for path in paths]
+        """All bytes of each file, in order; several requests are under way at once."""
+        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+            return list(pool.map(self.read, names))
 
     def open(self, name: str) -> BinaryIO | None:
         """A file for reading in parts; None if there is none."""

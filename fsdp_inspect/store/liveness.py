@@ -20,17 +20,33 @@ _START_TOLERANCE_S = 5.0
 def is_alive(record: RankRecord, files: RunFiles, folder: str) -> bool:
     """Whether the process that writes this rank still runs, as far as can be told from here.
 
-    On the host that recorded, the process table decides; elsewhere a rank whose files have not
-    changed for a minute counts as dead.
+    Where the rank's process number means something, the process table decides; elsewhere (another
+    host, another container) a rank whose files have not changed for a minute counts as dead.
 
     Args:
         record: The rank, whose status says that it is running.
         files: The run.
         folder: The rank's folder in it.
     """
-    if record.host == socket.gethostname():
+    is_here = (
+        record.pid_scope == pid_scope() if record.pid_scope else record.host == socket.gethostname()
+    )
+    if is_here:
         return _process_runs(record)
     return time.time_ns() - last_sign_unix_ns(record, files, folder) < SILENCE_S * 1e9
+
+
+def pid_scope() -> str:
+    """Where this process's number names it: the machine's boot and the PID namespace.
+
+    Two containers of one pod share a host name and not their processes; two machines may share a
+    host name. Empty where /proc does not tell.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return ""
 
 
 def last_sign_unix_ns(record: RankRecord, files: RunFiles, folder: str) -> int:

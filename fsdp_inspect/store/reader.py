@@ -199,6 +199,8 @@ class StoredRun:
 
     def _read_run_summary(self) -> SummaryTable | None:
         """The run's summary file; None if there is none, or it does not stand for these ranks."""
+        if any(record.status is RunStatus.RUNNING for record in self.ranks):
+            return None
         with _noting(self._found):
             contents = read_compacted_table(self._files, "", SUMMARY)
             if contents is None or contents.details.get("reduction") != REDUCTION_VERSION:

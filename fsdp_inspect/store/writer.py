@@ -20,6 +20,7 @@ from typing import Any
 
 from fsdp_inspect.store.compaction import MAX_BYTES_AT_END, compact_rank
 from fsdp_inspect.store.folder import rank_folder
+from fsdp_inspect.store.liveness import pid_scope
 from fsdp_inspect.store.records import encode_record, replace_file
 from fsdp_inspect.store.schema import (
     DEVICE,
@@ -93,7 +94,8 @@ class RankWriter:
         self._run_folder = run_folder
         self._flush_interval_s = flush_interval_s
         self._flush_rows = flush_rows
-        self._record = record.model_copy(update={"flush_interval_s": flush_interval_s})
+        known = {"flush_interval_s": flush_interval_s, "pid_scope": pid_scope()}
+        self._record = record.model_copy(update=known)
         self._record_lock = threading.RLock()
         self._is_record_news = True
         self._record_written_s = 0.0

@@ -154,6 +154,8 @@ class RankRecord(Record):
     local_rank: int = 0
     host: str = ""
     pid: int = 0
+    pid_scope: str = ""
+    """Where that number names a process: boot and PID namespace; filled in by the store."""
     device: str = ""
     device_memory_bytes: int | None = None
     """What the device has; None on CPU."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_inspect.store.files import LocalFiles
-from fsdp_inspect.store.liveness import SILENCE_S, is_alive, last_sign_unix_ns
+from fsdp_inspect.store.liveness import SILENCE_S, is_alive, last_sign_unix_ns, pid_scope
 from fsdp_inspect.trace.run import ClockPair
 from tests.store.writing import make_record
 
@@ -38,6 +38,15 @@ def test_newer_process_with_the_same_number_is_not_the_rank(tmp_path: Path) -> N
     long_ago = ClockPair(monotonic_ns=0, unix_ns=time.time_ns() - 10**15, uncertainty_ns=1)
     record = make_record(clock_start=long_ago)
     assert not is_alive(record, LocalFiles(tmp_path), "rank")
+
+
+def test_process_number_of_another_container_says_nothing_here(tmp_path: Path) -> None:
+    record = make_record(pid=2**22 + 1, flushed_unix_ns=time.time_ns())
+    assert not is_alive(record, LocalFiles(tmp_path), "rank")
+    elsewhere = record.model_copy(update={"pid_scope": "another boot, another namespace"})
+    assert is_alive(elsewhere, LocalFiles(tmp_path), "rank")
+    here = record.model_copy(update={"pid_scope": pid_scope(), "host": "renamed"})
+    assert not is_alive(here, LocalFiles(tmp_path), "rank")
 
 
 @pytest.mark.parametrize(

@@ -147,9 +147,10 @@ def test_rank_whose_process_is_gone_reads_crashed(tmp_path: Path) -> None:
 def test_rank_of_another_host_reads_crashed_after_a_minute_of_silence(tmp_path: Path) -> None:
     write_run(tmp_path, compact=False)
     now_ns = time.time_ns()
-    rewrite_record(tmp_path, 0, status=RunStatus.RUNNING, host="node7", flushed_unix_ns=now_ns)
+    elsewhere = {"status": RunStatus.RUNNING, "host": "node7", "pid_scope": "node7's"}
+    rewrite_record(tmp_path, 0, **elsewhere, flushed_unix_ns=now_ns)
     assert open_run(tmp_path).status is RunStatus.RUNNING
-    rewrite_record(tmp_path, 0, status=RunStatus.RUNNING, host="node7", flushed_unix_ns=0)
+    rewrite_record(tmp_path, 0, **elsewhere, flushed_unix_ns=0)
     long_ago = now_ns - 120 * 10**9
     for file in rank_folder(tmp_path, 0, 0).iterdir():
         os.utime(file, ns=(long_ago, long_ago))
