@@ -62,6 +62,12 @@ class MemorySteps:
         session = self._session
         if session.step not in self.steps or session.tracker is not None:
             return
+        if torch._C._len_torch_dispatch_stack() > 0:
+            session.problem(
+                f"Step {session.step} is no memory step: another torch dispatch mode was active "
+                "when it began."
+            )
+            return
         device = torch_fsdp.parameters_of(self._handles[0].group)[0].device.type
         tracker = StorageTracker(session.position, device_type=device)
         self._register(tracker)
