@@ -29,7 +29,7 @@ _NEUTRAL = "#76889A"
 _SHADE = "rgba(128, 140, 152, 0.16)"
 _LABELLED_RATIO = 0.055
 _ROW_HEIGHT = 26
-_PAIRED_HEIGHT = 270
+_PAIRED_HEIGHT = 290
 _PARTS = {part.label: part for part in StepPart}
 
 _KIND_LOOKS = {
@@ -65,7 +65,7 @@ def draw_breakdown(breakdown: StepBreakdown) -> go.Figure:
     figure.update_layout(barmode="stack")
     figure.update_xaxes(range=[0, ms(breakdown.step_time_ns)], ticksuffix=" ms", showgrid=False)
     figure.update_yaxes(visible=False)
-    return _styled(figure, height=176, legend_below=True)
+    return _styled(figure, height=176)
 
 
 def draw_owners(owners: Sequence[ExposedOwner], *, most: int = 8) -> go.Figure:
@@ -79,8 +79,9 @@ def draw_owners(owners: Sequence[ExposedOwner], *, most: int = 8) -> go.Figure:
             x=[ms(shown[row].exposed_ns) for row in rows],
             y=rows,
             customdata=[_owner_label(shown[row]) for row in rows],
+            width=0.76,
             orientation="h",
-            name=look.label,
+            name=look.label.removeprefix("exposed "),
             marker=_fill(look),
             text=[format_ns(shown[row].exposed_ns) for row in rows],
             textposition="outside",
@@ -92,7 +93,7 @@ def draw_owners(owners: Sequence[ExposedOwner], *, most: int = 8) -> go.Figure:
     _name_rows(figure, [_owner_label(owner) for owner in shown])
     longest = max((owner.exposed_ns for owner in shown), default=0)
     figure.update_xaxes(ticksuffix=" ms", range=[0, 1.2 * longest / NS_PER_MS], nticks=6)
-    return _styled(figure, height=_PAIRED_HEIGHT, legend_below=False)
+    return _styled(figure, height=_PAIRED_HEIGHT)
 
 
 def _owner_look(owner: ExposedOwner) -> Look:
@@ -224,10 +225,10 @@ def draw_peak(peak: PeakMoment) -> go.Figure:
         cliponaxis=False,
         hovertemplate=f"%{{x:,.2f}} {suffix}<extra></extra>",
     )
-    _name_rows(figure, [category.category.replace("_", " ") for category in peak.categories])
+    _name_rows(figure, [wording.name_category(category.category) for category in peak.categories])
     largest = max((category.bytes for category in peak.categories), default=0)
     figure.update_xaxes(ticksuffix=f" {suffix}", range=[0, 1.25 * largest / size], nticks=6)
-    return _styled(figure, height=_PAIRED_HEIGHT, legend_below=False)
+    return _styled(figure, height=_PAIRED_HEIGHT)
 
 
 def _memory_unit(values: Sequence[int]) -> tuple[int, str]:
@@ -276,7 +277,7 @@ def draw_units(units: Sequence[UnitCost], *, measure: str, highlighted: int | No
     figure.update_layout(barmode="group" if measure == "collective duration" else "stack")
     _name_rows(figure, names)
     figure.update_xaxes(ticksuffix=_suffix(measure), rangemode="tozero")
-    return _styled(figure, height=110 + _ROW_HEIGHT * max(len(units), 3), legend_below=True)
+    return _styled(figure, height=110 + _ROW_HEIGHT * max(len(units), 3))
 
 
 def _suffix(measure: str) -> str:
@@ -364,20 +365,22 @@ def _runs_of(steps: Sequence[int]) -> list[tuple[int, int]]:
 
 def _over_steps(figure: go.Figure) -> go.Figure:
     figure.update_xaxes(title={"text": "step", "standoff": 6}, tickformat="d", showgrid=False)
-    return _styled(figure, height=_PAIRED_HEIGHT, legend_below=False)
+    return _styled(figure, height=_PAIRED_HEIGHT)
 
 
-def _styled(figure: go.Figure, *, height: int, legend_below: bool) -> go.Figure:
-    below = {"x": 0, "xanchor": "left", "y": 0, "yref": "container", "yanchor": "bottom"}
-    above = {"x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom"}
+def _styled(figure: go.Figure, *, height: int) -> go.Figure:
     figure.update_layout(
         height=height,
-        margin={"l": 4, "r": 8, "t": 4 if legend_below else 26, "b": 4},
+        margin={"l": 4, "r": 8, "t": 22 if figure.layout.annotations else 4, "b": 4},
         legend={
             "orientation": "h",
             "traceorder": "normal",
             "font": {"size": 12},
-            **(below if legend_below else above),
+            "x": 0,
+            "xanchor": "left",
+            "y": 0,
+            "yref": "container",
+            "yanchor": "bottom",
         },
         showlegend=len(figure.data) > 1,
         bargap=0.22,

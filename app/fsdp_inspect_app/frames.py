@@ -157,7 +157,10 @@ def frame_peak(peak: PeakMoment) -> pd.DataFrame:
     """What fills memory at its highest moment, by category."""
     return pd.DataFrame(
         [
-            {"category": category.category, "at the peak (MiB)": mib(category.bytes)}
+            {
+                "category": wording.name_category(category.category),
+                "at the peak (MiB)": mib(category.bytes),
+            }
             for category in peak.categories
         ]
     )

@@ -12,7 +12,7 @@ from fsdp_inspect_app.selection import OPENED_KEY, RUN_KEY, link, linked
 
 _HERE = Path(__file__).parent
 _ICON = str(_HERE / "icon.svg")
-_SIDEBAR_PX = 240
+_SIDEBAR_PX = 264
 
 
 def pick_run() -> None:

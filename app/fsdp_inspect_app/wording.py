@@ -45,6 +45,12 @@ def _one_line(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text)
 
 
+def name_category(category: str) -> str:
+    """A memory category as the field writes it: `all-gather buffer`."""
+    hyphenated = category.replace("all_gather", "all-gather")
+    return hyphenated.replace("reduce_scatter", "reduce-scatter").replace("_", " ")
+
+
 def describe_plan(manifest: RunManifest) -> str:
     """The sharding in a few words: `10 units, resharded but for the root, 4 ranks shard`."""
     units = manifest.units

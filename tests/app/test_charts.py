@@ -64,7 +64,7 @@ def test_owners_are_drawn_longest_on_top(digest):
 
 def test_a_wait_outside_fsdp_has_a_look_of_its_own(digest):
     owner = dataclasses.replace(digest.exposed.owners[0], unit=-1, fqn=None)
-    assert charts.draw_owners([owner]).data[0].name == palette.EXPOSED_OTHER.label
+    assert charts.draw_owners([owner]).data[0].name == "other collective"
 
 
 def test_owners_that_are_never_waited_for_are_left_out(digest):
@@ -103,7 +103,7 @@ def test_memory_without_an_allocator_has_no_reserved_line(digest):
 
 
 def test_the_peak_is_drawn_by_category():
-    categories = (CategoryBytes("activation", 3 << 20), CategoryBytes("optimizer_state", 1 << 20))
+    categories = (CategoryBytes("activation", 3 << 20), CategoryBytes("all_gather_buffer", 1 << 20))
     peak = PeakMoment(
         rank=0,
         step=2,
@@ -115,7 +115,7 @@ def test_the_peak_is_drawn_by_category():
         owners=(),
     )
     figure = charts.draw_peak(peak)
-    assert figure.layout.yaxis.ticktext == ("activation", "optimizer state")
+    assert figure.layout.yaxis.ticktext == ("activation", "all-gather buffer")
     assert list(figure.data[0].x) == [3.0, 1.0]
 
 

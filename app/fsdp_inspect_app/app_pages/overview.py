@@ -70,8 +70,8 @@ def _show_key_numbers(digest: RunDigest) -> None:
             border=True,
             help=plain(metric.definition),
         )
-    selection = digest.left_out.sentence
-    st.caption(plain(f"Medians of rank {digest.median_rank}. {selection}") if times else selection)
+    medians = f"Medians of rank {digest.median_rank} over its timed steps. " if times else ""
+    st.caption(plain(medians + digest.left_out.sentence))
 
 
 def _memory_detail(digest: RunDigest) -> str | None:
@@ -198,7 +198,10 @@ def _show_peak(peak: PeakMoment) -> None:
         frames.frame_peak(peak),
         key="memory",
         alt="Memory at its highest moment by category: "
-        + ", ".join(f"{one.category} {format_bytes(one.bytes)}" for one in peak.categories),
+        + ", ".join(
+            f"{wording.name_category(one.category)} {format_bytes(one.bytes)}"
+            for one in peak.categories
+        ),
         note=f"Reached in step {peak.step} on rank {peak.rank}, in {peak.phase}, {where}. "
         "Measured by the storage tracker, which counts every live storage of a memory step.",
     )
