@@ -44,12 +44,16 @@ def run_as_main(target: Target) -> None:
         runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]
         return
     sys.argv[:] = [target.name, *target.arguments]
-    if Path(target.name).is_dir() or zipfile.is_zipfile(target.name):
-        _set_first_path(target.name)
+    path = os.path.abspath(target.name)  # noqa: PTH100 - links stay, as Python does it
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the current folder, put there by `python -m`
+    if Path(path).is_dir() or zipfile.is_zipfile(path):
+        sys.path.insert(0, path)
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
-    _set_first_path(str(Path(os.path.realpath(target.name)).parent))
-    _run_file(os.path.abspath(target.name), main)  # noqa: PTH100 - links stay, as Python does it
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(Path(os.path.realpath(path)).parent))
+    _run_file(path, main)
 
 
 def trim_traceback(error: BaseException) -> None:
@@ -81,12 +85,6 @@ def _run_file(path: str, main: types.ModuleType) -> None:
     main.__cached__ = None  # type: ignore[attr-defined]
     main.__package__ = None
     exec(code, vars(main))
-
-
-def _set_first_path(path: str) -> None:
-    """Put the script's folder where `python -m` has put the current one."""
-    if not sys.flags.safe_path:
-        sys.path[0] = path
 
 
 def _first_of_script(traceback: types.TracebackType | None) -> types.TracebackType | None:
