@@ -35,10 +35,9 @@ from fsdp_inspect.store.schema import (
     TableT,
 )
 from fsdp_inspect.trace.run import SCHEMA_VERSION
-from fsdp_inspect.trace.tables import MISSING_INT
 
 _ZSTD_LEVEL = 3
-_MISSING_DIFFERENCE = np.iinfo(np.int64).min
+_NO_DIFFERENCE = np.iinfo(np.int64).min
 _REMEDY = (
     "Copy the file again from where it was recorded, or move it away to work with the other ranks."
 )
@@ -157,33 +156,30 @@ def _sorted(file: TableFile[TableT], table: TableT) -> TableT:
 
 
 def _to_stored(file: TableFile[TableT], table: TableT) -> Columns:
-    """The columns as the file holds them: some relative to the one that orders the rows."""
+    """The columns as the file holds them: some relative to another one."""
+    relative = {column.name: column for column in file.relative_columns}
     stored: dict[str, NDArray[Any]] = {}
     for name, values in table.columns().items():
-        base = file.relative_columns.get(name)
-        if base:
-            differences = values - getattr(table, base)
-            stored[_relative_name(name, base)] = np.where(
-                values == MISSING_INT, _MISSING_DIFFERENCE, differences
-            )
-        else:
+        column = relative.get(name)
+        if column is None:
             stored[name] = values
+        else:
+            differences = values - getattr(table, column.base)
+            differences[values == column.nothing] = _NO_DIFFERENCE
+            stored[column.stored_name] = differences
     return stored
 
 
 def _from_stored(file: TableFile[Any], stored: Columns) -> Columns:
     """The columns of the table again; those that the file does not have are left out."""
     columns = dict(stored)
-    for name, base in file.relative_columns.items():
-        differences = columns.pop(_relative_name(name, base), None)
+    for column in file.relative_columns:
+        differences = columns.pop(column.stored_name, None)
         if differences is not None:
-            values = differences + columns[base]
-            columns[name] = np.where(differences == _MISSING_DIFFERENCE, MISSING_INT, values)
+            values = differences + columns[column.base]
+            values[differences == _NO_DIFFERENCE] = column.nothing
+            columns[column.name] = values
     return columns
-
-
-def _relative_name(name: str, base: str) -> str:
-    return f"{name}_minus_{base}"
 
 
 def _describe_groups(columns: Columns) -> list[list[int | str]]:
@@ -199,7 +195,7 @@ def _describe_groups(columns: Columns) -> list[list[int | str]]:
 
 def _write_parquet(columns: Columns, footer: str, file: TableFile[Any], sink: BinaryIO) -> None:
     table = pa.table({name: to_arrow(values) for name, values in columns.items()})
-    relative = [_relative_name(name, base) for name, base in file.relative_columns.items()]
+    relative = [column.stored_name for column in file.relative_columns]
     encodings = dict.fromkeys([*relative, *file.split_columns], "BYTE_STREAM_SPLIT")
     if file.sort_by:
         encodings[file.sort_by] = "DELTA_BINARY_PACKED"

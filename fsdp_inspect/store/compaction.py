@@ -7,9 +7,13 @@ reads the same, and the next compaction goes on. Ranks that still record are lef
 
 import contextlib
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fsdp_inspect.errors import NotARunError, StoreError
 from fsdp_inspect.formatting import format_bytes
@@ -41,6 +45,10 @@ MAX_BYTES_AT_END = 64 << 20
 """Streams of a rank that are larger than this are not compacted when its training ends."""
 
 _UNFINISHED_AGE_S = 60.0
+
+
+Place = tuple[int, int]
+"""An attempt and a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +120,7 @@ def compact_run(path: Path, *, max_bytes: int | None = None) -> CompactionResult
             f"No run at {str(path)!r}: neither {MANIFEST_FILE} nor ranks in it. Expected the "
             "folder of a run. `fsdp-inspect runs` lists those in a folder."
         )
+    _forget_stale_summary(path, places)
     result = CompactionResult(path)
     for attempt, rank in places:
         try:
@@ -134,21 +143,30 @@ def compact_rank(
         OSError: The disk refuses; the rank is as readable as before.
     """
     _check_size(path, attempt, rank, max_bytes)
-    files = LocalFiles(path)
     folder = rank_folder(path, attempt, rank)
     record = _read_record(folder)
     if record is not None and record.status is RunStatus.RUNNING:
-        if is_alive(record, files, _inner(attempt, rank)):
+        if is_alive(record, LocalFiles(path), _inner(attempt, rank)):
             raise StoreError(
                 f"Rank {rank} of attempt {attempt} is still recording (process {record.pid} on "
                 f"{record.host!r}). Expected a rank that has ended. Compact when the job is over."
             )
         _mark_crashed(folder, record)
-    return _compact_tables(path, attempt, rank)
+    _remove_unfinished(folder)
+    _forget_stale_summary(path, [(attempt, rank)])
+    before = _size_of_tables(folder)
+    tables: tuple[TableFile[Any], ...] = RECORDED_TABLES
+    rows = sum(_compact_table(path, attempt, rank, file) for file in tables)
+    is_summed_up = _read_rank_summary(path, attempt, rank) is not None
+    if not is_summed_up and (attempt, rank) not in _summed_up(path):
+        _write_rank_summary(path, attempt, rank)
+    return RankCompaction(attempt, rank, rows, before, _size_of_tables(folder))
 
 
 def write_run_summary(path: Path) -> bool:
     """Join the ranks' summaries into the run's, if every rank that is here has one.
+
+    The ranks' own are removed then: they would only take up room.
 
     Returns:
         Whether the run's summary is in place now.
@@ -157,32 +175,23 @@ def write_run_summary(path: Path) -> bool:
         OSError: The disk refuses.
     """
     places = _rank_places(path)
-    summaries = [_read_rank_summary(path, attempt, rank) for attempt, rank in places]
-    found = [summary for summary in summaries if summary is not None]
-    if not places or len(found) < len(places):
+    known = _read_summaries(path, places)
+    if not places or len(known) < len(places):
         return False
-    listed: dict[str, list[int]] = {}
+    if _summed_up(path) != set(places):
+        listed: dict[str, list[int]] = {}
+        for attempt, rank in places:
+            listed.setdefault(str(attempt), []).append(rank)
+        write_compacted(
+            path / SUMMARY.compacted_name,
+            SUMMARY,
+            SummaryTable.concat([known[place] for place in places]),
+            covered_rows=0,
+            details={"reduction": REDUCTION_VERSION, "ranks": listed},
+        )
     for attempt, rank in places:
-        listed.setdefault(str(attempt), []).append(rank)
-    write_compacted(
-        path / SUMMARY.compacted_name,
-        SUMMARY,
-        SummaryTable.concat(found),
-        covered_rows=0,
-        details={"reduction": REDUCTION_VERSION, "ranks": listed},
-    )
+        (rank_folder(path, attempt, rank) / SUMMARY.compacted_name).unlink(missing_ok=True)
     return True
-
-
-def _compact_tables(path: Path, attempt: int, rank: int) -> RankCompaction:
-    folder = rank_folder(path, attempt, rank)
-    _remove_unfinished(folder)
-    before = _size_of_tables(folder)
-    tables: tuple[TableFile[Any], ...] = RECORDED_TABLES
-    rows = sum(_compact_table(path, attempt, rank, file) for file in tables)
-    if _read_rank_summary(path, attempt, rank) is None:
-        _write_rank_summary(path, attempt, rank)
-    return RankCompaction(attempt, rank, rows, before, _size_of_tables(folder))
 
 
 def _compact_table(path: Path, attempt: int, rank: int, file: TableFile[TableT]) -> int:
@@ -191,14 +200,70 @@ def _compact_table(path: Path, attempt: int, rank: int, file: TableFile[TableT])
     live, compacted = folder / file.live_name, folder / file.compacted_name
     if not live.exists():
         return _count_rows(compacted, file)
-    if file.name == EVENTS.name and compacted.exists():  # it went on after it was compacted
-        (path / SUMMARY.compacted_name).unlink(missing_ok=True)
     recorded = read_table(LocalFiles(path), _inner(attempt, rank), file)
     write_compacted(compacted, file, recorded.table, covered_rows=recorded.covered_rows)
     if file.name == EVENTS.name:
         (folder / SUMMARY.compacted_name).unlink(missing_ok=True)
     live.unlink(missing_ok=True)
     return len(recorded.table)
+
+
+def _forget_stale_summary(path: Path, places: Iterable[Place]) -> None:
+    """Remove the run's summary if one of these ranks went on after it had been summed up."""
+    gone_on = {
+        (attempt, rank)
+        for attempt, rank in places
+        if (rank_folder(path, attempt, rank) / EVENTS.live_name).exists()
+    }
+    if gone_on & _summed_up(path):
+        (path / SUMMARY.compacted_name).unlink(missing_ok=True)
+
+
+def _summed_up(path: Path) -> set[Place]:
+    """The ranks that the run's summary stands for; none if it must be made again."""
+    name = path / SUMMARY.compacted_name
+    with contextlib.suppress(FileNotFoundError, StoreError), name.open("rb") as source:
+        return _listed(read_footer(source, SUMMARY, str(name)))
+    return set()
+
+
+def _read_summaries(path: Path, places: Iterable[Place]) -> dict[Place, SummaryTable]:
+    """The summary of each rank that has one, from its own file or else from the run's."""
+    known = _read_run_summary(path)
+    for place in places:
+        own = _read_rank_summary(path, *place)
+        if own is not None:
+            known[place] = own
+    return known
+
+
+def _read_run_summary(path: Path) -> dict[Place, SummaryTable]:
+    """The run's summary, rank by rank; empty if it must be made again."""
+    name = path / SUMMARY.compacted_name
+    with contextlib.suppress(FileNotFoundError, StoreError), name.open("rb") as source:
+        contents = read_compacted(source, SUMMARY, str(name))
+        table = contents.table
+        keys = _sort_key(table.attempt.astype(np.int64), table.rank)
+        return {
+            place: _rows_of(table, keys, _sort_key(*place)) for place in _listed(contents.details)
+        }
+    return {}
+
+
+def _sort_key(attempt: Any, rank: Any) -> Any:
+    """A number that orders places as the run's summary does; also for arrays."""
+    return (attempt << 32) | rank
+
+
+def _rows_of(table: SummaryTable, keys: NDArray[np.int64], key: int) -> SummaryTable:
+    first, after = np.searchsorted(keys, [key, key + 1])
+    return table.where(np.arange(first, after))
+
+
+def _listed(footer: Mapping[str, Any]) -> set[Place]:
+    if footer.get("reduction") != REDUCTION_VERSION:
+        return set()
+    return {(int(attempt), rank) for attempt, ranks in footer["ranks"].items() for rank in ranks}
 
 
 def _check_size(path: Path, attempt: int, rank: int, max_bytes: int | None) -> None:
@@ -250,7 +315,7 @@ def _mark_crashed(folder: Path, record: RankRecord) -> None:
     replace_file(folder / RANK_FILE, encode_record(crashed))
 
 
-def _rank_places(path: Path) -> list[tuple[int, int]]:
+def _rank_places(path: Path) -> list[Place]:
     """Attempt and rank of every rank folder, ascending."""
     files = LocalFiles(path)
     return [
@@ -270,7 +335,7 @@ def _size_of_streams(folder: Path) -> int:
 
 
 def _size_of_tables(folder: Path) -> int:
-    names = [file.compacted_name for file in (*RECORDED_TABLES, SUMMARY)]
+    names = [file.compacted_name for file in RECORDED_TABLES]
     paths = (folder / name for name in names)
     return _size_of_streams(folder) + sum(path.stat().st_size for path in paths if path.exists())
 

@@ -191,25 +191,26 @@ class StoredRun:
 
     @cached_property
     def _summary(self) -> SummaryTable:
-        whole = self._read_run_summary()
-        if whole is not None:
+        whole, covered = self._read_run_summary()
+        others = (self._summarise_rank(rank) for rank in self._records if rank not in covered)
+        parts = [part for part in others if part is not None]
+        if not parts:
             return whole
-        parts = [self._summarise_rank(rank) for rank in self._records]
-        return SummaryTable.concat([part for part in parts if part is not None])
+        joined = SummaryTable.concat([whole, *parts])
+        return joined.where(np.argsort(joined.rank, kind="stable"))
 
-    def _read_run_summary(self) -> SummaryTable | None:
-        """The run's summary file; None if there is none, or it does not stand for these ranks."""
-        if any(record.status is RunStatus.RUNNING for record in self.ranks):
-            return None
+    def _read_run_summary(self) -> tuple[SummaryTable, set[int]]:
+        """The rows of the run's summary file, and the ranks that they stand for."""
         with _noting(self._found):
             contents = read_compacted_table(self._files, "", SUMMARY)
-            if contents is None or contents.details.get("reduction") != REDUCTION_VERSION:
-                return None
-            listed = contents.details["ranks"].get(str(self.attempt), [])
-            if set(self._records) <= set(listed):
-                mine = contents.table.attempt == self.attempt
-                return contents.table if mine.all() else contents.table.where(mine)
-        return None
+            if contents and contents.details.get("reduction") == REDUCTION_VERSION:
+                table = contents.table
+                covered = set(contents.details["ranks"].get(str(self.attempt), []))
+                covered -= {r.rank for r in self.ranks if r.status is RunStatus.RUNNING}
+                covered &= set(self._records)
+                mine = (table.attempt == self.attempt) & np.isin(table.rank, list(covered))
+                return table if mine.all() else table.where(mine), covered
+        return SummaryTable.empty(), set()
 
     def _summarise_rank(self, rank: int) -> SummaryTable | None:
         with _noting(self._found):

@@ -16,7 +16,8 @@ that an earlier attempt wrote::
           events.parquet              after compaction: the same rows, sorted
           memory.arrows, memory.parquet, device.arrows, device.parquet,
           scalars.arrows, scalars.parquet
-          summary.parquet             this rank in small; only after compaction
+          summary.parquet             this rank in small; only after compaction, and only until
+                                      the run's own summary stands for it
 
 A table that was not recorded has no file. Names that end in `.tmp-<digits>` are unfinished writes
 of a process that died: ignore them. A folder may lack ranks (they ran on nodes whose disk is
@@ -68,8 +69,8 @@ may lose more, since nothing waits for the disk.
 
 **Compacted files** (`.parquet`) are compressed with zstd, in row groups of at most 65,536 rows,
 with page checksums. A column named `X_minus_Y` holds X - Y, wrapping around at 64 bits, and the
-lowest 64-bit integer where X is -1 (durations repeat where times never do, so `events` is half as
-large). The key-value pair `fsdp_inspect` is a JSON object:
+lowest 64-bit integer where X is -1 (`exposed_ns`: 0). Durations repeat where times never do, so
+`events` is half as large. The key-value pair `fsdp_inspect` is a JSON object:
 
 * `schema_version`: of this file; `table`: its name, as above;
 * `covered_rows`: the rows [0, covered_rows) of the stream are in this file (or were dropped), so a
@@ -90,8 +91,8 @@ not know, and reads a column that an older writer did not have as -1.
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -99,6 +100,7 @@ import pyarrow as pa
 
 from fsdp_inspect.trace.run import SCHEMA_VERSION
 from fsdp_inspect.trace.tables import (
+    MISSING_INT,
     DeviceTable,
     EventTable,
     MemoryTable,
@@ -132,6 +134,21 @@ TableT = TypeVar("TableT", bound=Table)
 
 
 @dataclass(frozen=True, slots=True)
+class RelativeColumn:
+    """A column that is compacted as `name - base`: the difference repeats where neither does."""
+
+    name: str
+    base: str
+    nothing: int = MISSING_INT
+    """The value that means that there is none; stored as the lowest integer."""
+
+    @property
+    def stored_name(self) -> str:
+        """Its name in the compacted file: `end_ns_minus_start_ns`."""
+        return f"{self.name}_minus_{self.base}"
+
+
+@dataclass(frozen=True, slots=True)
 class TableFile(Generic[TableT]):
     """One table of a rank: its file names, columns and how it is compacted."""
 
@@ -140,8 +157,8 @@ class TableFile(Generic[TableT]):
     table: type[TableT]
     sort_by: str | None = None
     """The column that orders the compacted rows; None: kept as they are."""
-    relative_columns: Mapping[str, str] = field(default_factory=dict)
-    """Columns that are compacted as their difference to another one, and which."""
+    relative_columns: tuple["RelativeColumn", ...] = ()
+    """Columns that are compacted as their difference to another one."""
     split_columns: tuple[str, ...] = ()
     """Columns whose bytes are compacted plane by plane, since only the low ones vary."""
 
@@ -169,7 +186,9 @@ EVENTS = TableFile(
     "events",
     EventTable,
     sort_by="start_ns",
-    relative_columns={"issue_ns": "start_ns", "end_ns": "start_ns", "need_ns": "start_ns"},
+    relative_columns=tuple(
+        RelativeColumn(name, "start_ns") for name in ("issue_ns", "end_ns", "need_ns")
+    ),
     split_columns=("sequence", "collective"),
 )
 MEMORY = TableFile("memory", MemoryTable, sort_by="time_ns")
@@ -178,8 +197,11 @@ SCALARS = TableFile("scalars", ScalarTable, sort_by="time_ns")
 SUMMARY = TableFile(
     "summary",
     SummaryTable,
-    relative_columns={"median_ns": "duration_ns"},
-    split_columns=("bytes", "duration_ns", "exposed_ns"),
+    relative_columns=(
+        RelativeColumn("median_ns", "duration_ns"),
+        RelativeColumn("exposed_ns", "duration_ns", nothing=0),
+    ),
+    split_columns=("bytes", "duration_ns"),
 )
 
 RECORDED_TABLES: tuple[

@@ -73,9 +73,9 @@ def test_run_reads_the_same_before_and_after(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.arrows"))
 
 
-def test_second_compaction_changes_no_table(tmp_path: Path) -> None:
+def test_second_compaction_changes_no_file(tmp_path: Path) -> None:
     compact_run(write_run(tmp_path, compact=False))
-    files = {path: path.stat().st_mtime_ns for path in tmp_path.glob("attempt-*/*/*.parquet")}
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
     result = compact_run(tmp_path)
     assert result.rows == 36
     assert {path: path.stat().st_mtime_ns for path in files} == files
@@ -133,6 +133,24 @@ def test_part_of_a_run_without_its_manifest_is_compacted(tmp_path: Path) -> None
     write_run(tmp_path, ranks=[1], compact=False)
     (tmp_path / "run.json").unlink()
     assert compact_run(tmp_path).rows == 18
+
+
+def test_ranks_keep_no_summary_of_their_own_beside_that_of_the_run(tmp_path: Path) -> None:
+    before = contents(write_run(tmp_path))
+    assert "summary.parquet" in names(rank_folder(tmp_path, 0, 1))
+    compact_run(tmp_path)
+    assert "summary.parquet" not in names(rank_folder(tmp_path, 0, 1))
+    assert_same_run(tmp_path, before)
+
+
+def test_rank_that_is_copied_here_later_is_summed_up_too(tmp_path: Path) -> None:
+    before = contents(write_run(tmp_path / "run"))
+    rank_folder(tmp_path / "run", 0, 0).rename(tmp_path / "elsewhere")
+    compact_run(tmp_path / "run")
+    (tmp_path / "elsewhere").rename(rank_folder(tmp_path / "run", 0, 0))
+    assert_same_run(tmp_path / "run", before)
+    assert compact_run(tmp_path / "run").has_run_summary
+    assert_same_run(tmp_path / "run", before)
 
 
 def test_every_attempt_is_compacted_and_summed_up(tmp_path: Path) -> None:

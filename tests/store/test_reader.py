@@ -256,7 +256,7 @@ def test_damaged_table_of_one_rank_leaves_the_others_usable(tmp_path: Path) -> N
         run.events(1)
 
 
-def test_damaged_run_summary_is_noted_and_replaced_by_the_ranks_own(tmp_path: Path) -> None:
+def test_damaged_run_summary_is_noted_and_made_again_from_the_events(tmp_path: Path) -> None:
     compact_run(write_run(tmp_path))
     (tmp_path / "summary.parquet").write_bytes(b"not parquet")
     run = open_run(tmp_path)

@@ -26,7 +26,7 @@ def values_of(file: TableFile[Table], name: str) -> st.SearchStrategy[float]:
     dtype = np.dtype(file.table.DTYPES[name])
     if name == file.sort_by:
         return TIMES
-    if name in file.relative_columns:
+    if name in {column.name for column in file.relative_columns}:
         return RELATED_TIMES
     if dtype == np.float64:
         return st.floats()
