@@ -17,6 +17,7 @@ from instrumented_trainer.config import TrainerConfig
 
 BAD_SETTING = 2
 
+_INTERRUPTED = 130
 _PATIENCE_S = 5.0
 
 
@@ -48,6 +49,10 @@ def _run(config: TrainerConfig) -> int:
     except FsdpInspectError as error:
         print(f"instrumented_trainer, rank {runtime.rank}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        if runtime.is_first:
+            print("instrumented_trainer: stopped", file=sys.stderr)
+        return _INTERRUPTED
     if runtime.is_first and result.run_folder is not None:
         print(_how_to_open(result.run_folder))
     return 0

@@ -99,8 +99,8 @@ def parse_mesh(text: str, world_size: int) -> dict[str, int]:
         sizes = {"replicate": int(found[1]), **sizes}
     if math.prod(sizes.values()) != world_size:
         raise ConfigError(
-            f"mesh is {text!r}, which has {math.prod(sizes.values())} ranks, and {world_size} were "
-            f"started. Expected one of {_meshes_of(world_size)}. Set --mesh to one, or start "
+            f"mesh is {text!r}, which has {math.prod(sizes.values())} ranks, and the world size is "
+            f"{world_size}. Expected one of {_meshes_of(world_size)}. Set --mesh to one, or start "
             f"{math.prod(sizes.values())} ranks."
         )
     return sizes
@@ -130,15 +130,16 @@ def _load_plan(config: TrainerConfig, parts: ModelParts, machine: Machine) -> Pl
         _check_container(f"The plan {config.plan!r}", unit.modules, parts)
     if plan.world_size not in (None, machine.world_size):
         raise PlanError(
-            f"The plan {config.plan!r} was made for {plan.world_size} ranks, and "
-            f"{machine.world_size} were started. Start {plan.world_size}, or change world_size "
-            "and mesh in the plan."
+            f"The plan {config.plan!r} was made for a world size of {plan.world_size}, and it is "
+            f"{machine.world_size}. Start {plan.world_size} ranks, or change "
+            "world_size and mesh in the plan."
         )
     mesh = plan.mesh or {"shard": machine.world_size}
     if math.prod(mesh.values()) != machine.world_size:
         raise PlanError(
-            f"The plan {config.plan!r} has the mesh {mesh}, and {machine.world_size} ranks were "
-            f"started. Start {math.prod(mesh.values())}, or change the plan's mesh."
+            f"The plan {config.plan!r} has the mesh {mesh}, and the world size is "
+            f"{machine.world_size}. Start {math.prod(mesh.values())} ranks, or change the plan's "
+            "mesh."
         )
     return Plan.from_dict({**plan.to_dict(), "world_size": machine.world_size, "mesh": mesh})
 

@@ -157,7 +157,10 @@ def test_the_other_settings_reach_the_plan():
         ({"wrap": "blocks"}, "'blocks' is none of its words and no module of the model. Nearest"),
         ({"wrap": "layers"}, "names 'layers', which is a list of modules and never called"),
         ({"wrap": "layer.*"}, "pattern 'layer.*' matches no module of the model. Nearest:"),
-        ({"mesh": "2"}, "mesh is '2', which has 2 ranks, and 4 were started. Expected one of 4x1"),
+        (
+            {"mesh": "2"},
+            "mesh is '2', which has 2 ranks, and the world size is 4. Expected one of 4x1",
+        ),
         ({"mesh": "two"}, "mesh is 'two'. Expected auto, N, or RxS"),
         ({"reshard_after_forward": "3"}, "does not fit 4 ranks that shard. Expected auto, true"),
         ({"reshard_after_forward": "layers.9=true"}, "names unit 'layers.9', which there is not"),
@@ -194,8 +197,8 @@ def test_a_plan_file_without_a_mesh_shards_over_all_ranks(tmp_path):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("world_size = 8", "was made for 8 ranks, and 4 were started. Start 8"),
-        ("mesh = { shard = 2 }", "has the mesh {'shard': 2}, and 4 ranks were started"),
+        ("world_size = 8", "was made for a world size of 8, and it is 4. Start 8 ranks"),
+        ("mesh = { shard = 2 }", "has the mesh {'shard': 2}, and the world size is 4. Start 2"),
     ],
 )
 def test_a_plan_file_for_other_ranks_is_refused(tmp_path, text, complaint):

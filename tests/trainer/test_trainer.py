@@ -97,7 +97,9 @@ def test_a_bad_setting_ends_with_2_before_any_process_group(monkeypatch, capsys)
     assert main(["--mesh", "3x1"]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err.startswith("instrumented_trainer: mesh is '3x1', which has 3 ranks, and 1")
+    assert shown.err.startswith(
+        "instrumented_trainer: mesh is '3x1', which has 3 ranks, and the world size is 1."
+    )
 
 
 def test_only_rank_0_complains(monkeypatch, capsys):
