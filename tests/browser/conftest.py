@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Literal, Protocol
 from urllib.parse import quote
 
 import pytest
@@ -30,6 +30,7 @@ CHROMIUM_ARGUMENTS = (
     "--disable-sync",
 )
 
+Scheme = Literal["light", "dark"]
 _IS_SETTLED = """() => document.querySelector('.stApp').dataset.testScriptState === 'notRunning'
   && !document.querySelector('[data-testid="stSkeleton"]')
   && [...document.querySelectorAll('.stPlotlyChart')].every((chart) =>
@@ -104,8 +105,17 @@ class Dashboard:
         self.address = address
         self.complaints: list[str] = []
         self.shown: tuple[str, str] | None = None
+        self.appearance: tuple[int, Scheme] | None = None
         page.on("console", self._note)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
+
+    def look(self, width: int, scheme: Scheme) -> None:
+        """Make the window that wide, light or dark; what is shown then is loaded anew."""
+        if (width, scheme) == self.appearance:
+            return
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.emulate_media(color_scheme=scheme)
+        self.appearance, self.shown = (width, scheme), None
 
     def open(self, name: str, **parameters: str) -> None:
         """Go to a page by its address and wait until it has answered; one that is shown
@@ -144,6 +154,14 @@ class Dashboard:
             self.complaints.append(f"{message.type}: {message.text}")
 
 
+class OpenTab(Protocol):
+    """What the fixture `tab` gives."""
+
+    def __call__(
+        self, address: str, *, width: int = 1280, scheme: Scheme = "light"
+    ) -> Dashboard: ...
+
+
 @pytest.fixture(scope="session")
 def server(
     recorded_runs: Path, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
@@ -154,33 +172,30 @@ def server(
 
 
 @pytest.fixture(scope="session")
-def tabs(browser: Browser) -> Iterator[Callable[..., Dashboard]]:
-    """The tab of that server, width and scheme: opened once, used again."""
-    opened: dict[tuple[str, int, str], Dashboard] = {}
+def tabs(browser: Browser) -> Iterator[Callable[[str], Dashboard]]:
+    """The tab of a server: opened once, used again; one context, so one cache for all."""
+    context = browser.new_context()
+    opened: dict[str, Dashboard] = {}
 
-    def tab_of(address: str, *, width: int = 1280, scheme: str = "light") -> Dashboard:
-        key = (address, width, scheme)
-        if key not in opened:
-            page = browser.new_page(
-                viewport={"width": width, "height": 900},
-                color_scheme="dark" if scheme == "dark" else "light",
-            )
+    def tab_of(address: str) -> Dashboard:
+        if address not in opened:
+            page = context.new_page()
             page.set_default_timeout(60_000)
-            opened[key] = Dashboard(page, address)
-        return opened[key]
+            opened[address] = Dashboard(page, address)
+        return opened[address]
 
     yield tab_of
-    for dashboard in opened.values():
-        dashboard.page.close()
+    context.close()
 
 
 @pytest.fixture
-def tab(tabs: Callable[..., Dashboard]) -> Iterator[Callable[..., Dashboard]]:
-    """As `tabs`; after the test the browser must not have complained."""
+def tab(tabs: Callable[[str], Dashboard]) -> Iterator[OpenTab]:
+    """The tab of a server, of that width and scheme; it must not have complained afterwards."""
     used: list[Dashboard] = []
 
-    def tab_of(address: str, **looks: Any) -> Dashboard:
-        used.append(tabs(address, **looks))
+    def tab_of(address: str, *, width: int = 1280, scheme: Scheme = "light") -> Dashboard:
+        used.append(tabs(address))
+        used[-1].look(width, scheme)
         return used[-1]
 
     yield tab_of
