@@ -1,0 +1,283 @@
+"""Which model does the launcher find, what does it say about others, what does it leave behind?"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.nn.modules import module as torch_module
+
+from fsdp_inspect import Recorder, open_run
+from fsdp_inspect.recording.discovery import NO_GRADIENTS, NOT_SHARDED, RECORDS_ITSELF, Discovery
+from fsdp_inspect.trace.run import RunStatus
+
+
+@pytest.fixture(autouse=True)
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Launched:
+    """A discovery with what it was asked to record and what it said."""
+
+    def __init__(self, folder: Path, record: Callable[[nn.Module], Recorder] | None = None) -> None:
+        self.folder = folder
+        self.models: list[nn.Module] = []
+        self.said: list[str] = []
+        self.discovery = Discovery(record or self.record, self.said.append)
+
+    def record(self, model: nn.Module) -> Recorder:
+        self.models.append(model)
+        return quiet(model, self.folder)
+
+
+def quiet(model: nn.Module, folder: Path) -> Recorder:
+    return Recorder(model, path=folder, device_interval_s=0, memory_steps=(), print_verdict=False)
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Launched]:
+    launched = Launched(tmp_path / "run")
+    yield launched
+    launched.discovery.finish(None)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.down = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def make_sharded(name: str = "Net") -> nn.Module:
+    """A sharded model of a class that was never sharded before, as in a fresh process."""
+    kind: type[nn.Module] = type(name, (Layers,), {})
+    return fully_shard(kind())
+
+
+def train(model: nn.Module, steps: int = 1) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def traces_of_us() -> dict[str, Any]:
+    """Everything global that a discovery changes while it looks."""
+    return {
+        "forward": dict(torch_module._global_forward_pre_hooks),
+        "registration": dict(torch_module._global_module_registration_hooks),
+        "subclass": vars(FSDPModule).get("__init_subclass__"),
+        "lazy_init": FSDPParamGroup.lazy_init,
+        "filters": list(warnings.filters),
+    }
+
+
+def test_a_model_is_recorded_from_its_first_step_on(launched: Launched) -> None:
+    model = make_sharded()
+
+    train(model, steps=3)
+    folder = launched.discovery.finish(None)
+
+    assert folder == launched.folder
+    run = open_run(launched.folder)
+    assert launched.models == [model]
+    assert run.status is RunStatus.COMPLETE
+    assert run.ranks[0].num_steps == 3
+    assert launched.said == []
+
+
+def test_the_outermost_module_called_is_the_model(launched: Launched) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = nn.Linear(4, 4)
+            self.parts = nn.ModuleList([make_sharded("First"), make_sharded("Second")])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.teacher(x)
+            return self.parts[0](x) + self.parts[1](x)
+
+    model = Wrapper()
+    train(model)
+
+    assert launched.models == [model]
+    assert launched.said == []
+
+
+def test_a_model_that_runs_without_gradients_is_passed_over(launched: Launched) -> None:
+    frozen, model = make_sharded("Frozen").requires_grad_(False), make_sharded()
+
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    frozen(torch.ones(2, 4))
+    assert launched.models == []
+    train(model)
+
+    assert launched.models == [model]
+
+
+def test_a_model_that_was_passed_over_is_named_as_another(launched: Launched) -> None:
+    teacher, model = make_sharded("Teacher"), make_sharded()
+    with torch.no_grad():
+        teacher(torch.ones(2, 4))
+
+    train(model)
+
+    assert len(launched.said) == 1
+    assert "(with FSDPTeacher)" in launched.said[0]
+
+
+def test_a_second_model_is_said_once_and_noted_in_the_run(launched: Launched) -> None:
+    train(make_sharded())
+    for name in ("Second", "Third"):
+        train(make_sharded(name))
+    launched.discovery.finish(None)
+
+    assert len(launched.models) == len(launched.said) == 1
+    assert "Another fully_shard model (with FSDPSecond) runs" in launched.said[0]
+    assert launched.said[0] in open_run(launched.folder).ranks[0].problems
+
+
+def test_nothing_is_hooked_before_fully_shard_is_called(launched: Launched) -> None:
+    hooks = dict(torch_module._global_forward_pre_hooks)
+
+    assert hooks == {}
+    make_sharded()
+    assert len(torch_module._global_forward_pre_hooks) == 1
+
+
+def test_nothing_is_hooked_for_long(tmp_path: Path) -> None:
+    before = traces_of_us()
+    launched = Launched(tmp_path / "run")
+    model = make_sharded()
+    assert traces_of_us() != before
+
+    train(model)
+    while_recording = traces_of_us()
+    launched.discovery.finish(None)
+
+    assert {name for name in before if while_recording[name] != before[name]} == {"lazy_init"}
+    assert traces_of_us() == before
+
+
+def test_a_script_that_records_itself_is_left_alone(launched: Launched, tmp_path: Path) -> None:
+    model = make_sharded()
+
+    with quiet(model, tmp_path / "own"):
+        train(model, steps=2)
+
+    assert launched.models == []
+    assert launched.said == [f"nothing is recorded: {RECORDS_ITSELF}"]
+    assert open_run(tmp_path / "own").ranks[0].num_steps == 2
+
+
+def test_a_recorder_that_cannot_start_does_not_stop_the_script(tmp_path: Path) -> None:
+    def fail(model: nn.Module) -> Recorder:
+        raise MemoryError("none left")
+
+    launched = Launched(tmp_path, fail)
+    train(make_sharded())
+    launched.discovery.finish(None)
+
+    assert len(launched.said) == 1
+    assert "could not be attached: MemoryError('none left'). The script goes on" in launched.said[0]
+
+
+def test_an_error_of_the_script_ends_the_recording_as_failed(launched: Launched) -> None:
+    train(make_sharded())
+    launched.discovery.finish(ValueError("boom"))
+
+    run = open_run(launched.folder)
+    assert run.status is RunStatus.FAILED
+    assert "ValueError at step 1" in (run.ranks[0].failure or "")
+
+
+# --- nothing to record
+
+
+def test_a_plain_model_is_told_what_can_be_recorded(launched: Launched) -> None:
+    train(nn.Linear(4, 1))
+    launched.discovery.finish(None)
+
+    assert launched.said == [f"nothing was recorded: {NOT_SHARDED}"]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "words"),
+    [
+        (
+            partial(FullyShardedDataParallel, device_id=torch.device("cpu")),
+            "FullyShardedDataParallel (FSDP1), which has no place to attach",
+        ),
+        (nn.parallel.DistributedDataParallel, "DistributedDataParallel, which has no FSDP units"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_another_wrapper_is_named_with_the_way_out(
+    launched: Launched, wrap: Callable[[nn.Module], nn.Module], words: str
+) -> None:
+    train(wrap(nn.Linear(4, 1)))
+    launched.discovery.finish(None)
+
+    assert len(launched.said) == 1
+    assert words in launched.said[0]
+    assert "torch.distributed.fsdp.fully_shard" in launched.said[0]
+
+
+def test_a_model_that_never_trains_is_told_when_a_recording_begins(launched: Launched) -> None:
+    with torch.no_grad():
+        make_sharded()(torch.ones(2, 4))
+    launched.discovery.finish(None)
+
+    assert launched.said == [f"nothing was recorded: {NO_GRADIENTS}"]
+
+
+# --- torch.compile
+
+
+def compile_and_train(model: nn.Module, *, evaluate_first: bool) -> tuple[nn.Module, int]:
+    """The compiled model, and how many graphs it took."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    if evaluate_first:
+        with torch.no_grad():
+            compiled(torch.ones(2, 4))
+    train(compiled, steps=3)
+    return compiled, len(graphs)
+
+
+@pytest.mark.parametrize("evaluate_first", [False, True])
+def test_a_compiled_model_is_found_without_a_warning_and_without_more_graphs(
+    tmp_path: Path, evaluate_first: bool
+) -> None:
+    _, graphs = compile_and_train(make_sharded(), evaluate_first=evaluate_first)
+    launched = Launched(tmp_path / "run")
+
+    compiled, graphs_launched = compile_and_train(make_sharded(), evaluate_first=evaluate_first)
+    launched.discovery.finish(None)
+
+    assert launched.models == [compiled]
+    assert launched.said == []
+    assert graphs_launched == graphs > 0
