@@ -330,14 +330,19 @@ def _inner(attempt: int, rank: int) -> str:
 
 
 def _size_of_streams(folder: Path) -> int:
-    paths = (folder / file.live_name for file in RECORDED_TABLES)
-    return sum(path.stat().st_size for path in paths if path.exists())
+    return sum(_size(folder / file.live_name) for file in RECORDED_TABLES)
 
 
 def _size_of_tables(folder: Path) -> int:
-    names = [file.compacted_name for file in RECORDED_TABLES]
-    paths = (folder / name for name in names)
-    return _size_of_streams(folder) + sum(path.stat().st_size for path in paths if path.exists())
+    compacted = sum(_size(folder / file.compacted_name) for file in RECORDED_TABLES)
+    return compacted + _size_of_streams(folder)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _remove_unfinished(folder: Path) -> None:

@@ -205,10 +205,12 @@ class StoredRun:
             contents = read_compacted_table(self._files, "", SUMMARY)
             if contents and contents.details.get("reduction") == REDUCTION_VERSION:
                 table = contents.table
-                covered = set(contents.details["ranks"].get(str(self.attempt), []))
-                covered -= {r.rank for r in self.ranks if r.status is RunStatus.RUNNING}
-                covered &= set(self._records)
-                mine = (table.attempt == self.attempt) & np.isin(table.rank, list(covered))
+                listed = set(contents.details["ranks"].get(str(self.attempt), []))
+                running = {r.rank for r in self.ranks if r.status is RunStatus.RUNNING}
+                covered = listed & set(self._records) - running
+                mine = table.attempt == self.attempt
+                if covered != listed:
+                    mine &= np.isin(table.rank, list(covered))
                 return table if mine.all() else table.where(mine), covered
         return SummaryTable.empty(), set()
 

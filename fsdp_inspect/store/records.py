@@ -8,6 +8,7 @@ import json
 import os
 import re
 import reprlib
+import threading
 import zlib
 from pathlib import Path
 from typing import TypeVar
@@ -90,8 +91,8 @@ def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
 
 
 def unfinished_path(path: Path) -> Path:
-    """Where this process writes a file before it is renamed into place."""
-    return path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    """Where this thread writes a file before it is renamed into place."""
+    return path.with_name(f"{path.name}.tmp-{os.getpid()}-{threading.get_native_id()}")
 
 
 _REMEDY = "Copy the file again from where it was recorded."

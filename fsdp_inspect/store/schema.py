@@ -19,7 +19,7 @@ that an earlier attempt wrote::
           summary.parquet             this rank in small; only after compaction, and only until
                                       the run's own summary stands for it
 
-A table that was not recorded has no file. Names that end in `.tmp-<digits>` are unfinished writes
+A table that was not recorded has no file. Names with `.tmp-` in them are unfinished writes, perhaps
 of a process that died: ignore them. A folder may lack ranks (they ran on nodes whose disk is
 elsewhere), and may lack `run.json` (the node of rank 0 is elsewhere): what is there stays usable.
 Merging the folders of two nodes by copying makes the run whole.

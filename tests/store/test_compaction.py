@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,15 @@ def compact_until_change(path: Path, number: int, monkeypatch: pytest.MonkeyPatc
         except KilledError:
             return True
     return False
+
+
+def test_compactions_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    before = contents(write_run(tmp_path, num_steps=20, compact=False))
+    with ThreadPoolExecutor(4) as pool:
+        results = [pool.submit(compact_run, tmp_path) for _ in range(4)]
+    assert [result.result().skipped for result in results] == [[]] * 4
+    assert_same_run(tmp_path, before)
+    assert not list(tmp_path.rglob("*.tmp-*"))
 
 
 def test_unfinished_files_of_a_killed_compaction_are_swept_later(tmp_path: Path) -> None:
