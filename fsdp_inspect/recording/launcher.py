@@ -103,14 +103,21 @@ class Launch:
         if self._discovery is None:
             say("nothing was recorded: the script did not import torch in this process.")
             return
-        folder = self._discovery.finish(error)
+        try:
+            folder = self._discovery.finish(error)
+        except Exception as problem:  # ours; the script's end is its own
+            say(f"the recording could not be finished: {problem!r}.")
+            return
         if folder is not None and folder.exists():
-            if folder.is_relative_to(self._directory):
-                folder = folder.relative_to(self._directory)
-            say(
-                f"recorded in {folder}. Look at it: fsdp-inspect summary {folder}, "
-                f"or in the browser: fsdp-inspect app {folder.parent}"
-            )
+            self._say_where(folder)
+
+    def _say_where(self, folder: Path) -> None:
+        if folder.is_relative_to(self._directory):
+            folder = folder.relative_to(self._directory)
+        say(
+            f"recorded in {folder}. Look at it: fsdp-inspect summary {folder}, "
+            f"or in the browser: fsdp-inspect app {folder.parent}"
+        )
 
     def _discover(self) -> None:
         """The script has imported torch; here too, without cost to anybody."""

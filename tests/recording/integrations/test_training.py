@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +23,8 @@ from fsdp_inspect.recording.integrations.options import RecorderOptions
 from fsdp_inspect.recording.integrations.training import RecordedTraining
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import RunStatus
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -129,3 +134,15 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(
         use()
 
     assert f"pip install '{extra}'" in str(caught.value)
+
+
+@pytest.mark.parametrize("module", ["", ".transformers", ".accelerate", ".lightning"])
+def test_examples_in_the_docstrings_are_python(module: str) -> None:
+    path = f"fsdp_inspect/recording/integrations{module.replace('.', '/') or '/__init__'}.py"
+    docstring = ast.get_docstring(ast.parse((ROOT / path).read_text())) or ""
+    examples = re.findall(r"(?:^(?: {4}.*)?\n)+", f"{docstring}\n", flags=re.MULTILINE)
+    code = [textwrap.dedent(example) for example in examples if "import" in example]
+
+    assert code
+    for example in code:
+        compile(example, path, "exec")
