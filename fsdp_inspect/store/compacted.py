@@ -31,6 +31,7 @@ from fsdp_inspect.store.schema import (
     FOOTER_CHECKSUM_KEY,
     FOOTER_KEY,
     ROW_GROUP_ROWS,
+    SUMMARY,
     TableFile,
     TableT,
 )
@@ -41,6 +42,7 @@ _NO_DIFFERENCE = np.iinfo(np.int64).min
 _REMEDY = (
     "Copy the file again from where it was recorded, or move it away to work with the other ranks."
 )
+_SUMMARY_REMEDY = "Run `fsdp-inspect compact` on the run to make it again from the events."
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ def read_compacted(
         parquet = pq.ParquetFile(source, page_checksum_verification=True)
         footer = _read_footer(parquet, file, name)
         batches = [
-            _read_group(parquet, number, group, name)
+            _read_group(parquet, number, group, name, _remedy(file))
             for number, group in enumerate(footer["groups"])
             if steps is None or _may_hold(group, steps)
         ]
@@ -128,7 +130,8 @@ def read_compacted(
         if isinstance(error, FileNotFoundError):
             raise
         raise CorruptFileError(
-            f"{name} cannot be decoded: {error}. Expected a whole Parquet file. {_REMEDY}"
+            f"{name} cannot be decoded: {str(error).rstrip('. ')}. Expected a whole Parquet file. "
+            f"{_remedy(file)}"
         ) from error
     return CompactedContents(
         build_table(file, [_from_stored(file, batch) for batch in batches], name),
@@ -228,20 +231,20 @@ def _read_footer(parquet: pq.ParquetFile, file: TableFile[Any], name: str) -> Ma
         raise CorruptFileError(
             f"{name} is a Parquet file with the columns "
             f"{', '.join(parquet.schema_arrow.names[:5])}. Expected the {file.name} of a run, "
-            f"written by fsdp-inspect. {_REMEDY}"
+            f"written by fsdp-inspect. {_remedy(file)}"
         )
     stored = metadata.get(FOOTER_CHECKSUM_KEY, b"").decode(errors="replace")
     if checksum_text(text) != stored:
         raise CorruptFileError(
             f"{name} has a footer with the checksum {checksum_text(text)}. Expected {stored!r}: "
-            f"bytes have changed since it was written. {_REMEDY}"
+            f"bytes have changed since it was written. {_remedy(file)}"
         )
     footer: dict[str, Any] = json.loads(text)
     check_version(footer["schema_version"], name)
     if footer["table"] != file.name or len(footer["groups"]) != parquet.num_row_groups:
         raise CorruptFileError(
             f"{name} holds the table {footer['table']!r} in {parquet.num_row_groups} row groups. "
-            f"Expected {file.name!r} in {len(footer['groups'])}. {_REMEDY}"
+            f"Expected {file.name!r} in {len(footer['groups'])}. {_remedy(file)}"
         )
     return footer
 
@@ -251,7 +254,9 @@ def _may_hold(group: list[Any], steps: Collection[int]) -> bool:
     return any(lowest <= step <= highest for step in steps)
 
 
-def _read_group(parquet: pq.ParquetFile, number: int, group: list[Any], name: str) -> Columns:
+def _read_group(
+    parquet: pq.ParquetFile, number: int, group: list[Any], name: str, remedy: str
+) -> Columns:
     is_large = parquet.num_row_groups > 1
     batches = parquet.read_row_group(number, use_threads=is_large).combine_chunks().to_batches()
     columns = columns_of(batches[0]) if batches else {}
@@ -259,6 +264,10 @@ def _read_group(parquet: pq.ParquetFile, number: int, group: list[Any], name: st
     if actual != group[3]:
         raise CorruptFileError(
             f"{name}: row group {number} has the checksum {actual}. Expected {group[3]}: bytes "
-            f"have changed since it was written. {_REMEDY}"
+            f"have changed since it was written. {remedy}"
         )
     return columns
+
+
+def _remedy(file: TableFile[Any]) -> str:
+    return _SUMMARY_REMEDY if file.name == SUMMARY.name else _REMEDY

@@ -262,6 +262,9 @@ def test_damaged_run_summary_is_noted_and_made_again_from_the_events(tmp_path: P
     run = open_run(tmp_path)
     assert set(run.summary().rank.tolist()) == {0, 1}
     assert any(f"{tmp_path}/summary.parquet" in note for note in run.notes)
+    assert any("Run `fsdp-inspect compact`" in note for note in run.notes)
+    compact_run(tmp_path)
+    assert list(open_run(tmp_path).notes) == []
 
 
 def test_damaged_rank_record_is_noted_and_its_tables_stay_readable(tmp_path: Path) -> None:
