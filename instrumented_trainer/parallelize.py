@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +45,10 @@ def build_parallel_model(
         tuple(plan.mesh.values()),
         mesh_dim_names=tuple(str(name) for name in plan.mesh),
     )
-    apply_plan(model, plan, mesh)
+    with warnings.catch_warnings():
+        if not runtime.is_first:
+            warnings.simplefilter("ignore", UserWarning)  # rank 0 says the same
+        apply_plan(model, plan, mesh)
     offload = any(unit.offload != "none" for unit in plan.units)
     materialize(model, runtime.device, offload=offload, seed=recipe.config.seed)
     return model

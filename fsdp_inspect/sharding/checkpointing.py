@@ -40,13 +40,14 @@ def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing) -> None:
             wrapper in.
     """
     modules = torch_fsdp.modules_by_name(model)
+    for name in (*checkpointing.full, *checkpointing.selective):
+        if not name or name not in modules:
+            raise PlanError(
+                f"Checkpointing names module {name!r}. Expected a part of the model, whose "
+                "parent can hold the wrapper. Name its blocks instead, such as 'layers.*'."
+            )
     for mode in ("full", "selective"):
         for name in getattr(checkpointing, mode):
-            if not name or name not in modules:
-                raise PlanError(
-                    f"Checkpointing names module {name!r}. Expected a part of the model, whose "
-                    "parent can hold the wrapper. Name its blocks instead, such as 'layers.*'."
-                )
             if not _is_wrapper(modules[name]):
                 _replace(model, modules[name], _wrap(modules[name], selective=mode == "selective"))
 

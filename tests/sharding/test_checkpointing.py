@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_inspect.errors import PlanError
 from fsdp_inspect.sharding.checkpointing import apply_checkpointing, observe_checkpointing
 from fsdp_inspect.trace.plan import Checkpointing
 
@@ -57,6 +58,13 @@ def test_gradients_are_the_same_however_much_is_recomputed(decoder, tokens):
     decoder(tokens).sum().backward()
     for (_, parameter), gradient in zip(decoder.named_parameters(), expected.values(), strict=True):
         assert torch.equal(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("name", ["", "layers.9"])
+def test_a_module_that_cannot_be_wrapped_is_refused_before_any_is(decoder, name):
+    with pytest.raises(PlanError, match=f"Checkpointing names module '{name}'"):
+        apply_checkpointing(decoder, Checkpointing(full=("layers.0", name)))
+    assert observe_checkpointing(decoder) == Checkpointing()
 
 
 def test_what_was_applied_is_observed_and_applied_once(decoder):
