@@ -80,6 +80,8 @@ def _is_first() -> bool:
 
 
 def _how_to_open(run_folder: Path) -> str:
+    if run_folder.is_relative_to(Path.cwd()):
+        run_folder = run_folder.relative_to(Path.cwd())
     return (
         f"\nLook at it:    fsdp-inspect app {shlex.quote(str(run_folder.parent))}\n"
         f"Read about it: fsdp-inspect summary {shlex.quote(str(run_folder))}"

@@ -43,8 +43,7 @@ from fsdp_inspect.recording.units import (
 from fsdp_inspect.recording.verdict import print_verdict
 from fsdp_inspect.sharding.observe import observe_plan
 from fsdp_inspect.store import folder
-from fsdp_inspect.store.compaction import compact_run
-from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.store.compaction import MAX_BYTES_AT_END, compact_run
 from fsdp_inspect.store.schema import MANIFEST_FILE
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Phase, Source
@@ -153,7 +152,8 @@ class Attachment:
         )
 
     def _make_folder(self) -> RecordingFolder:
-        path = self._options.path or default_path(self._manifest.name)
+        # Absolute: the script may go to another folder while it is recorded.
+        path = (self._options.path or default_path(self._manifest.name)).absolute()
         try:
             return agree_on_folder(path, self._manifest, self._rank)
         except OSError:  # the writer meets the same disk, says so once, and keeps trying
@@ -401,7 +401,7 @@ class Attachment:
             return  # the disk failed, which has been said
         try:
             self._wait_for_other_ranks()
-            compact_run(self.folder.path)
+            compact_run(self.folder.path, max_bytes=MAX_BYTES_AT_END)
         except Exception as error:
             warn(f"the run could not be summed up: {error}")
             return
@@ -410,9 +410,9 @@ class Attachment:
 
     def _wait_for_other_ranks(self) -> None:
         deadline = time.monotonic() + _OTHER_RANKS_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if open_run(self.folder.path).status is not RunStatus.RUNNING:
-                return
+        while time.monotonic() < deadline and folder.has_running_ranks(
+            self.folder.path, self.folder.attempt
+        ):
             time.sleep(0.05)
 
 
