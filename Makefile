@@ -52,7 +52,7 @@ samples: $(READY) ## Record the CPU samples anew; wants an idle machine
 .PHONY: screenshots
 screenshots: $(READY) ## Picture the dashboard for the README, in Chromium
 	FSDP_INSPECT_REQUIRE_BROWSER=1 FSDP_INSPECT_SCREENSHOTS=.github/images \
-		$(PYTEST) tests/browser -k pictured
+		$(PYTEST) tests/browser -k "pictured and light"
 
 .PHONY: constraints
 constraints: ## Pin the newest versions that pyproject.toml allows; torch stays as it is pinned
