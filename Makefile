@@ -39,7 +39,7 @@ check: $(READY) ## Check format, lint, types and the direction of imports
 
 .PHONY: bench
 bench: $(READY) ## Measure the published figures; takes minutes and wants an idle machine
-	$(PYTEST) -m benchmark -s $(ARGS)
+	$(BIN)/python -m tests.benchmarks $(ARGS)
 
 .PHONY: gpu
 gpu: $(READY) ## Run the tests that need a CUDA device

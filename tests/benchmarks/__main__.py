@@ -1,0 +1,111 @@
+"""Measure the published figures: `make bench`, or `python -m tests.benchmarks --rounds 200`.
+
+Takes about half an hour with the defaults and wants an otherwise idle machine. Nothing here passes
+or fails: numbers are printed beside what the project wants them to be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.benchmarks.figures import Figure, render_table, to_json
+from tests.benchmarks.machine import describe_machine
+
+SAMPLES = Path(__file__).parents[2] / "samples"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the chosen benchmarks, print one table; returns the exit code."""
+    options = _parse(arguments)
+    machine = describe_machine()
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory(prefix="fsdp-inspect-bench-") as folder:
+        for name in options.only or BENCHMARKS:
+            print(f"measuring {name} ...", file=sys.stderr, flush=True)
+            figures += BENCHMARKS[name](options, Path(folder) / name)
+    print(render_table(machine, figures))
+    if options.json:
+        options.json.write_text(json.dumps(to_json(machine, figures), indent=2) + "\n")
+    return 0
+
+
+def _overhead(options: argparse.Namespace, folder: Path) -> list[Figure]:
+    from tests.benchmarks.hot_path import event_figures, measure_hot_path
+    from tests.benchmarks.overhead import measure_overhead
+
+    cost = measure_hot_path(options.repeats)
+    measured = measure_overhead(folder, cost, rounds=options.rounds, steps=options.steps_per_window)
+    return [*measured, *event_figures(cost, options.repeats)]
+
+
+def _accuracy(options: argparse.Namespace, folder: Path) -> list[Figure]:
+    from tests.benchmarks.accuracy import measure_accuracy
+
+    return measure_accuracy(folder, steps=options.accuracy_steps)
+
+
+def _size(options: argparse.Namespace, folder: Path) -> list[Figure]:
+    from tests.benchmarks.sizes import measure_sizes
+
+    return measure_sizes(folder, short=options.size_steps // 6, long=options.size_steps)
+
+
+def _startup(options: argparse.Namespace, folder: Path) -> list[Figure]:
+    from tests.benchmarks.sizes import record_run
+    from tests.benchmarks.startup import measure_startup
+
+    run = options.sample or _first_sample() or record_run(folder, steps=30)
+    return measure_startup(run, repeats=options.startup_repeats)
+
+
+BENCHMARKS: dict[str, Callable[[argparse.Namespace, Path], list[Figure]]] = {
+    "overhead": _overhead,
+    "accuracy": _accuracy,
+    "size": _size,
+    "startup": _startup,
+}
+
+
+def _first_sample() -> Path | None:
+    found = sorted(manifest.parent for manifest in SAMPLES.glob("*/**/run.json"))
+    return found[0] if found else None
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make bench ARGS=...", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, help="default: all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    _add_count(parser, "--rounds", 200, "paired rounds of the overhead benchmark")
+    _add_count(parser, "--steps-per-window", 4, "steps of one mode in one round")
+    _add_count(parser, "--repeats", 1000, "pairs of the event benchmark")
+    _add_count(parser, "--accuracy-steps", 20, "profiled steps of the accuracy benchmark")
+    _add_count(parser, "--size-steps", 120, "steps of the longer run of the size benchmark", 6)
+    _add_count(parser, "--startup-repeats", 20, "fresh interpreters of the startup benchmark")
+    parser.add_argument(
+        "--sample", type=Path, metavar="RUN", help="run to summarise; default: the first sample"
+    )
+    return parser.parse_args(arguments)
+
+
+def _add_count(
+    parser: argparse.ArgumentParser, flag: str, default: int, meaning: str, minimum: int = 1
+) -> None:
+    def count(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
+        return value
+
+    count.__name__ = f"whole number from {minimum}"  # argparse names it in its message
+    parser.add_argument(
+        flag, type=count, default=default, metavar="N", help=f"{meaning} (default {default})"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

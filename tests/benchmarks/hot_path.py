@@ -1,0 +1,242 @@
+"""What does one recorded event cost? The recorder's own code, under torch calls that do nothing.
+
+In a training step the cost of recording drowns in noise. Here torch's `FSDPParamGroup` is
+replaced by a stand-in that makes the same calls in the same order with nothing in them, so that
+what remains when the recorder is attached is the recorder. All caches are warm: a training step,
+whose own work evicts them, pays more; the paired rounds of `overhead` contain that.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_inspect.formatting import format_ns
+from fsdp_inspect.recording.clocks import HostClock
+from fsdp_inspect.recording.devices import DeviceSampler
+from fsdp_inspect.recording.instruments import Instruments
+from fsdp_inspect.recording.memory import MemoryProbe
+from fsdp_inspect.recording.session import Session
+from fsdp_inspect.recording.units import ProcessGroups
+from fsdp_inspect.store.schema import EVENTS
+from fsdp_inspect.store.streams import LiveStream, Row
+from tests.benchmarks.figures import Figure
+from tests.benchmarks.workload import NUM_BLOCKS
+
+ROWS_OF_A_FLUSH = 2048
+"""About one second of a step of 60 ms with 135 events."""
+
+
+@dataclass(frozen=True, slots=True)
+class HotPathCost:
+    """CPU time, ns, of one event row."""
+
+    hot_path_ns: float
+    """On the training thread: hooks, marks, the row."""
+    encoding_ns: float
+    """On the writer's thread: packing, checksum, compression, the write."""
+    device_sample_ns: float
+    """One sample of host and process counters, on the sampler's thread."""
+
+
+def measure_hot_path(repeats: int) -> HotPathCost:
+    """Time the stand-in's step with and without hooks in turn; medians over `repeats` pairs."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        return _measure(repeats)
+    finally:
+        dist.destroy_process_group()
+
+
+def event_figures(cost: HotPathCost, repeats: int) -> list[Figure]:
+    """The cost of an event as rows of the table."""
+    how = (
+        f"Measured: thread CPU time of the recorder's own code in one process, torch's calls "
+        f"replaced by empty ones, medians of {repeats} pairs with and without hooks."
+    )
+    return [
+        Figure(
+            name="cost of an event on the training thread",
+            value=format_ns(cost.hot_path_ns),
+            how=how,
+            numbers={"ns": cost.hot_path_ns},
+        ),
+        Figure(
+            name="cost of an event on the writer's thread",
+            value=format_ns(cost.encoding_ns),
+            how=(
+                f"Measured: thread CPU time to encode and write {ROWS_OF_A_FLUSH} rows, by row; "
+                "median."
+            ),
+            numbers={"ns": cost.encoding_ns},
+        ),
+    ]
+
+
+def _measure(repeats: int) -> HotPathCost:
+    rows: list[Row] = []
+    session = Session(HostClock(), rows.append, ProcessGroups())
+    probe = MemoryProbe(session, lambda row: None, None)
+    groups = [StandInGroup() for _ in range(NUM_BLOCKS + 2)]
+    handles: list[Any] = [
+        SimpleNamespace(group=group, num_groups=1, modules=(group,)) for group in groups
+    ]
+    instruments = Instruments(session, handles, probe, None, lambda optimizer: None)
+    bare_ns, recorded_ns = [], []
+    for _ in range(repeats):
+        bare_ns.append(_time_step(groups))
+        instruments.attach()
+        _time_step(groups)  # the first pass after attaching warms the new objects up
+        rows.clear()
+        recorded_ns.append(_time_step(groups, session))
+        instruments.detach()
+    assert session.active, session.problems
+    difference = statistics.median(recorded_ns) - statistics.median(bare_ns)
+    return HotPathCost(
+        hot_path_ns=difference / len(rows),
+        encoding_ns=_encoding_ns(rows, repeats),
+        device_sample_ns=_device_sample_ns(),
+    )
+
+
+def _time_step(groups: list[StandInGroup], session: Session | None = None) -> int:
+    start = time.thread_time_ns()
+    for group in groups:
+        group.pre_forward(None, (), {})
+        group.post_forward(None, (), None)
+    for place in range(len(groups) - 1, -1, -1):
+        groups[place].pre_backward(groups[place - 1] if place else None)
+        groups[place].post_backward()
+    for group in groups:
+        group.finalize_backward()
+    if session is not None:
+        session.end_step()
+    return time.thread_time_ns() - start
+
+
+def _encoding_ns(rows: list[Row], repeats: int) -> float:
+    many = (rows * (ROWS_OF_A_FLUSH // len(rows) + 1))[:ROWS_OF_A_FLUSH]
+    costs = []
+    with tempfile.TemporaryDirectory() as folder:
+        stream = LiveStream(Path(folder) / EVENTS.live_name, EVENTS)
+        for _ in range(max(3, repeats // 20)):
+            start = time.thread_time_ns()
+            assert stream.add(many) == 0
+            stream.write()
+            costs.append((time.thread_time_ns() - start) / len(many))
+        stream.finish()
+    return statistics.median(costs)
+
+
+def _device_sample_ns() -> float:
+    """CPU time of the process while it does nothing but sample, by the sample."""
+    rows: list[Row] = []
+    sampler = DeviceSampler(rows.append, interval_s=0.002)
+    sampler.start()
+    time.sleep(0.1)
+    start, taken = time.process_time_ns(), len(rows)
+    time.sleep(0.5)
+    spent, taken = time.process_time_ns() - start, len(rows) - taken
+    sampler.stop()
+    return spent / taken
+
+
+class _Comm:
+    """A collective that does nothing."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(1024)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._buffer
+
+
+class _AllGather(_Comm):
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool) -> None:
+        return
+
+
+class _ReduceScatter(_Comm):
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool
+    ) -> None:
+        return
+
+
+@dataclass
+class StandInGroup:
+    """`FSDPParamGroup` (torch 2.13) without work; also the module whose setters torch offers."""
+
+    _all_gather_comm: Any = field(default_factory=_AllGather)
+    _reduce_scatter_comm: Any = field(default_factory=_ReduceScatter)
+    _all_gather_result: Any = None
+    _training_state: TrainingState = TrainingState.IDLE
+    is_unsharded: bool = False
+    fsdp_params: tuple[Any, ...] = ()
+    comm_ctx: Any = field(default_factory=lambda: SimpleNamespace(reduce_scatter_states=[]))
+
+    def __post_init__(self) -> None:
+        self._world = dist.group.WORLD
+        self._tensor = torch.empty(1024)
+        self._device = torch.device("cpu")
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        self._all_gather_comm = comm
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        self._reduce_scatter_comm = comm
+
+    def unshard(self, async_op: bool = False) -> None:
+        if self._all_gather_result is not None or self.is_unsharded:
+            return
+        comm = self._all_gather_comm
+        buffer = comm.allocate((1024,), dtype=torch.float32, device=self._device)
+        comm(output_tensor=buffer, input_tensor=self._tensor, group=self._world, async_op=async_op)
+        self._all_gather_result = buffer
+
+    def wait_for_unshard(self) -> None:
+        self.is_unsharded = True
+        self._all_gather_result = None
+
+    def pre_forward(self, module: Any, args: Any, kwargs: Any) -> None:
+        self._training_state = TrainingState.FORWARD
+        self.unshard()
+        self.wait_for_unshard()
+
+    def post_forward(self, module: Any, args: Any, output: Any) -> None:
+        self.is_unsharded = False
+        self._training_state = TrainingState.IDLE
+
+    def pre_backward(self, prefetched: StandInGroup | None) -> None:
+        self._training_state = TrainingState.PRE_BACKWARD
+        self.unshard()
+        self.wait_for_unshard()
+        if prefetched is not None:
+            prefetched.unshard()
+
+    def post_backward(self) -> None:
+        self._training_state = TrainingState.POST_BACKWARD
+        self.is_unsharded = False
+        comm = self._reduce_scatter_comm
+        for _ in range(2):
+            buffer = comm.allocate((1024,), dtype=torch.float32, device=self._device)
+        comm(
+            output_tensor=buffer,
+            input_tensor=buffer,
+            group=self._world,
+            op=None,
+            async_op=False,
+        )
+
+    def finalize_backward(self) -> None:
+        return

@@ -1,0 +1,75 @@
+"""How does a benchmark run on several ranks? A module under torchrun that answers with JSON.
+
+    outcome = run_ranks("tests.benchmarks.overhead", {"rounds": 200}, folder)
+
+Each rank calls `on_each_rank`, which hands it the options and writes what it returns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from instrumented_trainer.runtime import Runtime
+
+NUM_RANKS = 2
+ROOT = Path(__file__).parents[2]
+
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+"""One thread a rank: two ranks on two cores must not fight; gloo stays on this machine."""
+
+
+def run_ranks(module: str, options: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Run `module` on `NUM_RANKS` gloo ranks to its end.
+
+    Args:
+        module: Its `__main__` calls `on_each_rank`.
+        options: JSON values for it.
+        folder: Where the ranks write; made if missing.
+
+    Returns:
+        What each rank returned, in rank order.
+
+    Raises:
+        RuntimeError: A rank failed; with the end of what it said.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    torchrun = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={NUM_RANKS}"]
+    done = subprocess.run(
+        [*command, *torchrun, "-m", module, str(folder), json.dumps(options)],
+        cwd=ROOT,
+        env={**os.environ, **_ENVIRONMENT},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{module} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    return [json.loads(_answer_of(folder, rank).read_text()) for rank in range(NUM_RANKS)]
+
+
+def on_each_rank(measure: Callable[[Runtime, Path, dict[str, Any]], dict[str, Any]]) -> None:
+    """Run one rank's part: `measure(runtime, folder, options)` within a gloo process group."""
+    folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    runtime = Runtime(rank, rank, dist.get_world_size(), torch.device("cpu"))
+    answer = measure(runtime, folder, options)
+    _answer_of(folder, rank).write_text(json.dumps(answer))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _answer_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.json"
