@@ -83,19 +83,22 @@ class Communication:
         self.wait: tuple[Any, Any] | None = None
         """When the compute stream stood still for it: from, to."""
 
-    def begin(self, session: Session, message: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Note what is sent and when it is issued; call right before the collective."""
+    def begin(
+        self, session: Session, message: torch.Tensor, group: dist.ProcessGroup, start: Any
+    ) -> None:
+        """Note what is sent and when: `start` is a mark taken right before the collective."""
         self.bytes = message.nbytes
         self.dtype = dtype_code(message.dtype)
         self.group, self.sequence = session.process_groups.issue(group)
-        self.start = session.clock.mark()
-        self.issue_ns = host_ns_of(self.start)
+        self.start = start
+        self.issue_ns = host_ns_of(start)
 
     def block_host(self) -> None:
         """It was synchronous on the host: needed from the start, and waited for until the end."""
         self.method = _HOST_BLOCKING
         self.stream = _HOST_STREAM
-        self.need_from(self.start, self.end)
+        self.need = self.start
+        self.wait = (self.start, self.end)
 
     def need_from(self, start: Any, end: Any) -> None:
         """The compute stream stood still for it between these two marks."""

@@ -121,7 +121,9 @@ class DistCalls:
             Stream.ALL_REDUCE if in_reduction else Stream.OTHER,
         )
         tensors = _tensors(message)
-        communication.begin(session, tensors[0] if tensors else torch.empty(0), group)
+        communication.begin(
+            session, tensors[0] if tensors else torch.empty(0), group, session.clock.mark()
+        )
         communication.bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return communication
 

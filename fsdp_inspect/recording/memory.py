@@ -54,7 +54,10 @@ class CudaAllocator:
 
 
 class MemoryProbe:
-    """Samples memory at the boundaries, and names storages for the tracker in memory steps."""
+    """Samples memory at the boundaries, and names storages for the tracker in memory steps.
+
+    Needs calling only while `session.watches_memory`; at other times it does nothing.
+    """
 
     def __init__(
         self,
@@ -65,6 +68,7 @@ class MemoryProbe:
         self._session = session
         self._append = append
         self._counters = counters
+        session.has_memory_counters = session.watches_memory = counters is not None
         self._inputs_step = -1
 
     def sample(self, point: MemoryPoint, unit: int = NO_UNIT) -> None:
@@ -91,13 +95,11 @@ class MemoryProbe:
 
     def gather_buffer(self, buffer: torch.Tensor, unit: int) -> None:
         """The output of an all-gather."""
-        if self._session.tracker is not None:
-            self._name((buffer,), MemoryCategory.ALL_GATHER_BUFFER, unit)
+        self._name((buffer,), MemoryCategory.ALL_GATHER_BUFFER, unit)
 
     def reduce_buffer(self, buffer: torch.Tensor, unit: int) -> None:
         """The input, or the output, of a reduce-scatter; an output may become a gradient."""
-        if self._session.tracker is not None:
-            self._name((buffer,), MemoryCategory.REDUCE_SCATTER_BUFFER, unit)
+        self._name((buffer,), MemoryCategory.REDUCE_SCATTER_BUFFER, unit)
 
     def inputs(self, args: Any, kwargs: Any) -> None:
         """The arguments of the first forward of a step."""

@@ -72,7 +72,7 @@ class MemorySteps:
         tracker = StorageTracker(session.position, device_type=device)
         self._register(tracker)
         tracker.__enter__()
-        session.tracker = tracker
+        session.follow_storages(tracker)
 
     def end(self) -> None:
         """Stop following storages and write what was seen."""
@@ -99,7 +99,7 @@ class MemorySteps:
         tracker = self._session.tracker
         if tracker is not None:
             tracker.__exit__(None, None, None)
-            self._session.tracker = None
+            self._session.follow_storages(None)
         return tracker
 
     def _register(self, tracker: StorageTracker) -> None:

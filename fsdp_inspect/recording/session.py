@@ -4,6 +4,8 @@ The session knows the step, the microbatch, the phase and the unit whose code is
 turns marks into rows. It holds no reference to the model.
 """
 
+from __future__ import annotations
+
 import logging
 import traceback
 from collections.abc import Callable
@@ -64,7 +66,11 @@ class Session:
         self.open_units: list[int] = []
         """Units whose forward or backward is open, outermost first."""
         self.tracker: StorageTracker | None = None
-        """Set during a memory step."""
+        """Set during a memory step; see `follow_storages`."""
+        self.has_memory_counters = False
+        """Whether the device's allocator counts what is allocated."""
+        self.watches_memory = False
+        """Whether there is anything to note about memory at a boundary of this step."""
         self.collective_depth = 0
         """Above 0 inside a collective that is being recorded: inner calls are part of it."""
         self.execution_order: list[int] = []
@@ -128,6 +134,11 @@ class Session:
         self._next_collective += 1
         return self._next_collective
 
+    def follow_storages(self, tracker: StorageTracker | None) -> None:
+        """Begin a memory step, or with None end it."""
+        self.tracker = tracker
+        self.watches_memory = tracker is not None or self.has_memory_counters
+
     # --- rows
 
     def add(  # noqa: PLR0913 - one argument a column of `EventTable`
@@ -135,7 +146,6 @@ class Session:
         kind: int,
         start: Any,
         end: Any,
-        *,
         step: int | None = None,
         microbatch: int | None = None,
         phase: int | None = None,

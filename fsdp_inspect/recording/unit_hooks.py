@@ -190,73 +190,89 @@ class UnitHooks:
         group = self._group
         if group._all_gather_result is not None or group.is_unsharded:
             return
-        self._copy_in_start = self._clock.mark(self._copy_in_stream(async_op))
+        if self._session.on_host:
+            self._copy_in_start = self._clock.mark()
+        else:
+            self._copy_in_start = self._clock.mark(self._copy_in_stream(async_op))
 
     def _copy_in_stream(self, async_op: bool) -> Any:
         """The stream on which torch will copy the shards into the all-gather's input."""
         context = self._group.comm_ctx
-        if self._session.on_host or not hasattr(context, "all_gather_copy_in_stream"):
+        if not hasattr(context, "all_gather_copy_in_stream"):
             return None
         return context.get_all_gather_streams(async_op, self._group._training_state)[0]
 
     def gather_allocated(self, buffer: torch.Tensor) -> None:
         """The all-gather's output buffer was allocated."""
-        self._memory.gather_buffer(buffer, self.index)
+        if self._session.watches_memory:
+            self._memory.gather_buffer(buffer, self.index)
 
     def all_gather(
         self, collective: Callable[[], Any], output: torch.Tensor, group: dist.ProcessGroup
     ) -> Any:
         """Run the unit's all-gather and note its course; returns what the original returned."""
-        session = self._session
-        if not session.active:
-            return collective()
-        communication = None
-        try:
-            communication = self._issue_gather(output, group)
-        except Exception as error:
-            session.fail(error)
-        work = run_inside_collective(session, collective)
-        if communication is None:
+        work, start = self._run(collective)
+        if start is None:
             return work
         try:
-            return self._gather_issued(communication, work)
+            return self._gather_issued(work, start, output, group)
         except Exception as error:
-            session.fail(error)
+            self._session.fail(error)
             return work
 
-    def _issue_gather(self, output: torch.Tensor, group: dist.ProcessGroup) -> Communication:
+    def _run(self, collective: Callable[[], Any]) -> tuple[Any, Any]:
+        """Call it; returns its result and a mark from right before it, None when not recording.
+
+        Everything else is noted behind the call, in one go: a hook between two pieces of torch's
+        work finds nothing of its own in the processor's caches, which costs more than the hook.
+        """
         session = self._session
-        self._drop_unused_gather()
+        if not session.active:
+            return collective(), None
+        try:
+            start = self._clock.mark()
+        except Exception as error:
+            session.fail(error)
+            return collective(), None
+        return run_inside_collective(session, collective), start
+
+    def _gather_issued(
+        self, work: Any, start: Any, output: torch.Tensor, group: dist.ProcessGroup
+    ) -> Any:
+        session = self._session
+        end = None if isinstance(work, dist.Work) else self._clock.mark()
+        if self._gather is not None:
+            self._drop_unused_gather()
         communication = Communication(session, _ALL_GATHER, self.index, _ALL_GATHER_STREAM)
         if session.hook_unit != self.index:
             communication.flags |= _PREFETCHED
-        communication.begin(session, output, group)
+        communication.begin(session, output, group, start)
         if self._copy_in_start is not None:
-            copied = communication.start
-            if not session.on_host and hasattr(self._group.comm_ctx, "all_gather_copy_in_stream"):
-                copied = self._clock.mark(self._group.comm_ctx.all_gather_copy_in_stream)
-            session.add(
-                _ALL_GATHER_COPY_IN,
-                self._copy_in_start,
-                copied,
-                unit=self.index,
-                issued_by=communication.issued_by,
-                stream=_HOST_STREAM if session.on_host else _COPY_IN_STREAM,
-                collective=communication.identity,
-            )
-            self._copy_in_start = None
-        return communication
-
-    def _gather_issued(self, communication: Communication, work: Any) -> Any:
-        session = self._session
+            self._add_copy_in(communication)
         self._gather = communication
-        if isinstance(work, dist.Work):
+        if end is None:
             return TimedWork(work, session, communication)
-        communication.end = self._clock.mark()
+        communication.end = end
         if session.on_host:
             communication.block_host()
             communication.write(session)
         return work
+
+    def _add_copy_in(self, gather: Communication) -> None:
+        """Write the copy of the shards into the input of an all-gather that was just issued."""
+        session, copied = self._session, gather.start
+        if not session.on_host and hasattr(self._group.comm_ctx, "all_gather_copy_in_stream"):
+            copied = self._clock.mark(self._group.comm_ctx.all_gather_copy_in_stream)
+        session.add(
+            _ALL_GATHER_COPY_IN,
+            self._copy_in_start,
+            copied,
+            unit=self.index,
+            issued_by=gather.issued_by,
+            stream=_HOST_STREAM if session.on_host else _COPY_IN_STREAM,
+            collective=gather.identity,
+        )
+        self._copy_in_start = None
 
     def _drop_unused_gather(self) -> None:
         """An earlier all-gather that nobody waited for is written before the next one."""
@@ -286,8 +302,9 @@ class UnitHooks:
             collective=-1 if gather is None else gather.identity,
             method=_MEASURED if session.on_host else _INFERRED,
         )
-        self._memory.unsharded(self._group, self.index)
-        self._memory.sample(_AFTER_UNSHARD, self.index)
+        if session.watches_memory:
+            self._memory.unsharded(self._group, self.index)
+            self._memory.sample(_AFTER_UNSHARD, self.index)
 
     def _close_gather(self, gather: Communication, begin: Any) -> Any:
         """Write an all-gather that is needed now; returns when the copy out of it began."""
@@ -313,7 +330,8 @@ class UnitHooks:
             phase = session.enter_forward(mark, grad_enabled=torch.is_grad_enabled())
             if not session.execution_known and phase == _FORWARD_PHASE:
                 session.note_execution(self.index)
-        self._memory.inputs(args, kwargs)
+        if session.watches_memory:
+            self._memory.inputs(args, kwargs)
         return True
 
     def _after_pre_forward(self, opened: bool, result: Any) -> None:
@@ -326,7 +344,8 @@ class UnitHooks:
             flags |= _RECOMPUTE
         self._forwards.append((self._clock.mark(), session.phase, flags))
         session.open_units.append(self.index)
-        self._memory.sample(_FORWARD_START, self.index)
+        if session.watches_memory:
+            self._memory.sample(_FORWARD_START, self.index)
 
     def _before_post_forward(self, *args: Any, **kwargs: Any) -> None:
         if not self._forwards:
@@ -334,7 +353,8 @@ class UnitHooks:
         session = self._session
         start, phase, flags = self._forwards.pop()
         end = self._clock.mark()
-        self._memory.sample(_FORWARD_END, self.index)
+        if session.watches_memory:
+            self._memory.sample(_FORWARD_END, self.index)
         session.close_unit(self.index)
         session.leave_forward(end)
         session.add(_FORWARD, start, end, unit=self.index, phase=phase, flags=flags)
@@ -357,7 +377,8 @@ class UnitHooks:
         session.hook_unit = self._outer_hooks.pop() if self._outer_hooks else NO_UNIT
         self._backward_start = self._clock.mark()
         session.open_units.append(self.index)
-        self._memory.sample(_BACKWARD_START, self.index)
+        if session.watches_memory:
+            self._memory.sample(_BACKWARD_START, self.index)
 
     def _before_post_backward(self, *args: Any, **kwargs: Any) -> Any:
         session = self._session
@@ -371,8 +392,9 @@ class UnitHooks:
                 phase=_BACKWARD_PHASE,
             )
             self._backward_start = None
-            self._memory.unsharded_gradients(self._group, self.index)
-            self._memory.sample(_BACKWARD_END, self.index)
+            if session.watches_memory:
+                self._memory.unsharded_gradients(self._group, self.index)
+                self._memory.sample(_BACKWARD_END, self.index)
         session.close_unit(self.index)
         self._outer_hooks.append(session.hook_unit)
         session.hook_unit = self.index
@@ -381,7 +403,8 @@ class UnitHooks:
 
     def _after_post_backward(self, end: Any, result: None) -> None:
         session = self._session
-        self._memory.sharded_gradients(self._group, self.index)
+        if session.watches_memory:
+            self._memory.sharded_gradients(self._group, self.index)
         waiting = self._reductions.reduce_scatters
         if waiting:
             kept = num_reduce_scatters_in_flight(self._group)
@@ -404,7 +427,7 @@ class UnitHooks:
                 session.add(
                     _REDUCE_SCATTER_COPY_IN,
                     start,
-                    self._clock.mark(stream),
+                    self._clock.mark() if stream is None else self._clock.mark(stream),
                     unit=self.index,
                     phase=_BACKWARD_PHASE,
                 )
@@ -413,37 +436,31 @@ class UnitHooks:
 
     def reduce_allocated(self, buffer: torch.Tensor) -> None:
         """A buffer of the reduce-scatter was allocated."""
-        self._memory.reduce_buffer(buffer, self.index)
+        if self._session.watches_memory:
+            self._memory.reduce_buffer(buffer, self.index)
 
     def reduce_scatter(
         self, collective: Callable[[], Any], message: torch.Tensor, group: dist.ProcessGroup
     ) -> Any:
         """Run the unit's reduce-scatter and note its course."""
-        session = self._session
-        if not session.active:
-            return collective()
-        communication = None
-        try:
-            communication = Communication(
-                session, _REDUCE_SCATTER, self.index, _REDUCE_SCATTER_STREAM
-            )
-            communication.begin(session, message, group)
-        except Exception as error:
-            session.fail(error)
-        work = run_inside_collective(session, collective)
-        if communication is None:
-            return work
-        try:
-            self._reduction_issued(communication)
-        except Exception as error:
-            session.fail(error)
+        work, start = self._run(collective)
+        if start is not None:
+            try:
+                self._reduction_issued(start, message, group)
+            except Exception as error:
+                self._session.fail(error)
         return work
 
-    def _reduction_issued(self, communication: Communication) -> None:
-        communication.end = self._clock.mark()
-        if self._session.on_host:
+    def _reduction_issued(
+        self, start: Any, message: torch.Tensor, group: dist.ProcessGroup
+    ) -> None:
+        session, end = self._session, self._clock.mark()
+        communication = Communication(session, _REDUCE_SCATTER, self.index, _REDUCE_SCATTER_STREAM)
+        communication.begin(session, message, group, start)
+        communication.end = end
+        if session.on_host:
             communication.block_host()
-            communication.write(self._session)
+            communication.write(session)
         else:
             self._reductions.reduce_scatters.append(communication)
 

@@ -2,7 +2,7 @@
 
 Each round runs every mode once, in random order, alike on all ranks; `bare again` is the control
 that says what the method itself can tell. A window holds a few steps of the trainer's own loop,
-behind one that is not timed.
+behind two that are not timed.
 Recording is on in its windows alone: hooks are put on before, and in the window are the steps, the
 background threads and a flush of everything recorded to disk (recording on its own flushes once a
 second). `torch.profiler` is started before its window and stopped behind it, and nothing is
@@ -35,7 +35,7 @@ from tests.benchmarks.workload import Workload
 
 BARE, BARE_AGAIN, RECORDED, PROFILED = "bare", "bare_again", "recorded", "profiled"
 WARMUP_ROUNDS = 3
-_LEAD_IN_STEPS = 1
+_LEAD_IN_STEPS = 2
 """Untimed, at the start of each mode: Python specialises its bytecode anew after any patching."""
 _DEVICE_INTERVAL_S = 0.5
 """The recorder's default."""
