@@ -43,6 +43,7 @@ from fsdp_inspect.trace.run import (
     RunStatus,
     Unit,
 )
+from fsdp_inspect.trace.steps import limit_summary
 from fsdp_inspect.trace.tables import (
     MISSING_INT,
     DeviceTable,
@@ -94,8 +95,13 @@ class InMemoryRun:
     def scalars(self, rank: int) -> ScalarTable:
         return self.scalar_tables.get(rank, ScalarTable.empty())
 
-    def summary(self) -> SummaryTable:
-        return self._summary
+    def summary(
+        self,
+        *,
+        ranks: Collection[int] | None = None,
+        kinds: Collection[int] | None = None,
+    ) -> SummaryTable:
+        return limit_summary(self._summary, ranks=ranks, kinds=kinds)
 
     @cached_property
     def _summary(self) -> SummaryTable:

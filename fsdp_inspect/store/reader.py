@@ -44,6 +44,7 @@ from fsdp_inspect.store.schema import (
 )
 from fsdp_inspect.trace.reduction import reduce_rank
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
+from fsdp_inspect.trace.steps import limit_summary
 from fsdp_inspect.trace.tables import (
     DeviceTable,
     EventTable,
@@ -181,13 +182,18 @@ class StoredRun:
         """What the training loop logged on a rank, by time; raises as `events`."""
         return self._read(rank, SCALARS)
 
-    def summary(self) -> SummaryTable:
-        """The whole run in small, by rank and step.
+    def summary(
+        self,
+        *,
+        ranks: Collection[int] | None = None,
+        kinds: Collection[int] | None = None,
+    ) -> SummaryTable:
+        """The run in small, by rank and step; of some ranks and kinds only, where given.
 
         The run's own summary file if it is up to date, else those of the ranks, else computed
         from the events. A rank whose files are damaged has no rows, and a note says so.
         """
-        return self._summary
+        return limit_summary(self._summary, ranks=ranks, kinds=kinds)
 
     @cached_property
     def _summary(self) -> SummaryTable:

@@ -32,6 +32,10 @@ class EventKind(NamedCode):
     """The optimizer's step."""
     BETWEEN_STEPS = 6
     """Evaluation, checkpointing: work that belongs to no training step."""
+    COMPUTE = 7
+    """Kernel traces: compute kernels that ran without a gap, joined; stands for their union."""
+    MEMORY_COPY = 8
+    """Kernel traces: copies and fills by the device (memcpy, memset), which are not compute."""
     ALL_GATHER_COPY_IN = 10
     ALL_GATHER = 11
     ALL_GATHER_WAIT = 12

@@ -54,6 +54,11 @@ class StepPart(NamedCode):
     """Union of the rank's running collectives; overlaps the parts above."""
     BETWEEN_STEPS = 121
     """Evaluation and checkpoints before the step; not in the step's time."""
+    PEAK_ALLOCATED = 130
+    """Memory of a step, in the `bytes` column: the highest allocated that is known of it."""
+    PEAK_RESERVED = 131
+    ALLOCATED_AT_END = 132
+    RESERVED_AT_END = 133
 
 
 PARTS_OF_STEP = tuple(part for part in StepPart if part < StepPart.COMMUNICATION)

@@ -230,6 +230,11 @@ class RunSource(Protocol):
         """What the training loop logged on a rank."""
         ...
 
-    def summary(self) -> SummaryTable:
-        """The whole run in small, by rank and step."""
+    def summary(
+        self,
+        *,
+        ranks: Collection[int] | None = None,
+        kinds: Collection[int] | None = None,
+    ) -> SummaryTable:
+        """The run in small, by rank and step; ranks and kinds, where given, limit what is read."""
         ...

@@ -75,6 +75,18 @@ def timed_summary(run: RunSource) -> SummaryTable:
     return rows.where(np.isin(rows.step, select_steps(run).timed))
 
 
+def limit_summary(
+    rows: SummaryTable,
+    *,
+    ranks: Collection[int] | None = None,
+    kinds: Collection[int] | None = None,
+) -> SummaryTable:
+    """The rows of some ranks and of some kinds; None leaves a limit out."""
+    if ranks is not None:
+        rows = rows.where(np.isin(rows.rank, list(ranks)))
+    return rows if kinds is None else rows_of(rows, kinds=kinds)
+
+
 def rows_of(rows: SummaryTable, *, kinds: Collection[int]) -> SummaryTable:
     """The rows of some kinds."""
     return rows.where(np.isin(rows.kind, [int(kind) for kind in kinds]))

@@ -32,6 +32,7 @@ from fsdp_inspect.trace.run import (
     RunStatus,
     Unit,
 )
+from fsdp_inspect.trace.steps import limit_summary
 from fsdp_inspect.trace.tables import (
     DeviceTable,
     EventTable,
@@ -341,10 +342,14 @@ class SyntheticRun:
     def scalars(self, rank: int) -> ScalarTable:
         return make_scalars(num_steps=self.num_steps)
 
-    def summary(self) -> SummaryTable:
-        return SummaryTable.concat(
-            [reduce_rank(events, rank=rank) for rank, events in self.tables.items()]
-        )
+    def summary(
+        self,
+        *,
+        ranks: Collection[int] | None = None,
+        kinds: Collection[int] | None = None,
+    ) -> SummaryTable:
+        tables = [reduce_rank(events, rank=rank) for rank, events in self.tables.items()]
+        return limit_summary(SummaryTable.concat(tables), ranks=ranks, kinds=kinds)
 
 
 def make_run(*, num_ranks: int = 2, num_steps: int = 6) -> SyntheticRun:

@@ -19,7 +19,8 @@ from fsdp_inspect.trace.tables import MemoryTable
 def test_the_codes_of_events_are_those_of_schema_version_one():
     assert {kind.label: int(kind) for kind in EventKind} == {
         "step": 0, "data": 1, "forward": 2, "backward": 3, "recompute": 4, "optimizer": 5,
-        "between_steps": 6, "all_gather_copy_in": 10, "all_gather": 11, "all_gather_wait": 12,
+        "between_steps": 6, "compute": 7, "memory_copy": 8, "all_gather_copy_in": 10,
+        "all_gather": 11, "all_gather_wait": 12,
         "all_gather_copy_out": 13, "reduce_scatter_copy_in": 20, "reduce_scatter": 21,
         "reduce_scatter_wait": 22, "all_reduce": 30, "all_reduce_wait": 31, "broadcast": 40,
         "all_to_all": 41, "barrier": 42, "point_to_point": 43, "other_collective": 44,
