@@ -16,11 +16,12 @@ from fsdp_inspect.analysis.scalars import ScalarSeries
 from fsdp_inspect.analysis.steps import StepTimes
 from fsdp_inspect.analysis.units import UnitCost
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
+from fsdp_inspect.report import palette
+from fsdp_inspect.report.palette import Look
 from fsdp_inspect.trace.reduction import StepPart
 from fsdp_inspect.trace.statistics import Distribution
-from fsdp_inspect_app import palette, wording
+from fsdp_inspect_app import wording
 from fsdp_inspect_app.frames import NS_PER_MS, ms, name_owner
-from fsdp_inspect_app.palette import Look
 
 CONFIG = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
 """How the charts behave in the browser."""

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from fsdp_inspect_app import palette
 from fsdp_inspect_app.timeline.tracks import LOOKS, Track, build_timeline
 
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.errors import IncompleteRunError
+from fsdp_inspect.report import palette
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.reduction import StepPart
 from tests.app.synthetic import make_run

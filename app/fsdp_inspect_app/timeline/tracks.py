@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.errors import IncompleteRunError
+from fsdp_inspect.report import palette
+from fsdp_inspect.report.palette import Look
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
     COPIES,
@@ -26,6 +28,7 @@ from fsdp_inspect.trace.codes import (
     Stream,
 )
 from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.painting import paint_innermost, stack_rows
 from fsdp_inspect.trace.reduction import (
     EXPOSED_PART_CODES,
     EXPOSED_PARTS,
@@ -35,10 +38,7 @@ from fsdp_inspect.trace.reduction import (
 )
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable
-from fsdp_inspect_app import palette
-from fsdp_inspect_app.palette import Look
 from fsdp_inspect_app.timeline.clocks import ClockAlignment, align_clocks
-from fsdp_inspect_app.timeline.painting import paint_innermost, stack_rows
 
 Mask = NDArray[np.bool_]
 

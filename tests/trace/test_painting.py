@@ -1,11 +1,11 @@
 """Does flattening show, at every instant, the span that began last?"""
 
 import numpy as np
-from fsdp_inspect_app.timeline.painting import paint_innermost, stack_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.painting import paint_innermost, stack_rows
 
 HORIZON = 40
 SPANS = st.lists(
