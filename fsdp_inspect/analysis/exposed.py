@@ -162,7 +162,8 @@ def _find_floor(run: RunSource, member: RankSteps) -> _Floor:
     A forward cannot begin before its first gather has ended, nor a step end before its last
     reduction (under HSDP its all-reduce) has.
     """
-    events = run.events(member.rank, steps=member.steps.tolist(), kinds=sorted(COLLECTIVES))
+    kinds = [*COLLECTIVES, EventKind.COMPUTE]
+    events = run.events(member.rank, steps=member.steps.tolist(), kinds=kinds)
     exposed = np.zeros(len(events), dtype=np.int64)
     floor = np.zeros(len(events), dtype=bool)
     for step in member.steps:

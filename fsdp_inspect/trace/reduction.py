@@ -13,6 +13,15 @@ first of these that applies names the part, so that the parts add up to the step
 4. optimizer, data;
 5. backward (recomputation included), forward;
 6. other: whatever is left.
+
+Kernel traces (imports; a rank whose events hold COMPUTE) know when the device computed, and seldom
+who waited for whom. There the parts are:
+
+1. exposed all-gather, reduce-scatter, all-reduce, other: a collective runs and no kernel computes;
+2. host-bound: the device does nothing at all;
+3. FSDP copies;
+4. optimizer, backward, forward: compute by its phase;
+5. other: compute of an unknown phase, copies and fills by the device.
 """
 
 from collections.abc import Iterator, Mapping
@@ -124,19 +133,51 @@ def reduce_rank(events: EventTable, *, rank: int, attempt: int = 0) -> SummaryTa
     return summary.where(np.argsort(summary.step, kind="stable"))
 
 
+def is_kernel_trace(events: EventTable) -> bool:
+    """Whether the device's kernels are known, so that exposure is what they leave uncovered."""
+    return bool(np.any(events.kind == EventKind.COMPUTE))
+
+
 def exposed_ns(events: EventTable, communication: Intervals) -> NDArray[np.int64]:
-    """Exposed time of each event: [need, end) where communication of this rank runs.
+    """Exposed time of each event: from `waited_since` to its end, where `exposing` says so.
 
     Args:
-        events: Collectives of one rank; those with `need_ns` -1 are exposed 0.
+        events: Collectives of one rank, and of a kernel trace its COMPUTE events too.
         communication: Running collectives of the same rank.
 
     Returns:
-        Shape (len(events),), ns.
+        Shape (len(events),), ns; 0 for collectives that nobody waited for.
     """
-    needed = events.need_ns >= 0
-    starts = np.where(needed, events.need_ns, events.end_ns)
-    return communication.covered_ns(starts, events.end_ns)
+    return exposing(events, communication).covered_ns(waited_since(events), events.end_ns)
+
+
+def exposing(events: EventTable, communication: Intervals) -> Intervals:
+    """The part of the communication during which a rank that waits for it is exposed.
+
+    Args:
+        events: As for `exposed_ns`.
+        communication: Running collectives of the same rank.
+
+    Returns:
+        All of it; in a kernel trace what no COMPUTE covers.
+    """
+    return communication.subtract(_spans(events, events.kind == EventKind.COMPUTE))
+
+
+def waited_since(events: EventTable) -> NDArray[np.int64]:
+    """From when on each collective counts as waited for; its end if nobody waited.
+
+    Args:
+        events: As for `exposed_ns`.
+
+    Returns:
+        Shape (len(events),), ns: `need_ns`; in a kernel trace the start, since there every
+        uncovered moment of a collective is exposed. What is no collective: its end.
+    """
+    waited = np.isin(events.kind, list(COLLECTIVES))
+    if is_kernel_trace(events):
+        return np.where(waited, events.start_ns, events.end_ns)
+    return np.where(waited & (events.need_ns >= 0), events.need_ns, events.end_ns)
 
 
 def running_communication(events: EventTable) -> Intervals:
@@ -164,31 +205,41 @@ def split_step(events: EventTable, start_ns: int, end_ns: int) -> dict[StepPart,
         StepPart.COMMUNICATION: communication.intersect(free),
         StepPart.BETWEEN_STEPS: between,
     }
-    for part, candidate in _candidates(events, communication):
+    candidates = _kernel_candidates if is_kernel_trace(events) else _host_candidates
+    for part, candidate in (
+        *_exposed_candidates(events, communication),
+        *candidates(events, window.subtract(communication)),
+    ):
         parts[part] = candidate.intersect(free)
         free = free.subtract(parts[part])
     parts[StepPart.OTHER] = free
     return parts
 
 
-def _candidates(
-    events: EventTable, communication: Intervals
-) -> Iterator[tuple[StepPart, Intervals]]:
-    """The claims of each part, highest priority first; claims may overlap."""
-    kind, on_clock = events.kind, np.isin(events.stream, _ON_CLOCK)
-    collective = np.isin(kind, list(COLLECTIVES)) & (events.need_ns >= 0)
-    by_fsdp = events.unit != NO_UNIT
+_Candidates = Iterator[tuple[StepPart, Intervals]]
+"""The claims of parts, highest priority first; claims may overlap."""
+
+
+def _exposed_candidates(events: EventTable, communication: Intervals) -> _Candidates:
+    since, exposed = waited_since(events), exposing(events, communication)
+    waited = since < events.end_ns
     claimed = np.zeros(len(events), dtype=bool)
-    for event_kind, part in EXPOSED_PARTS.items():
-        mask = collective & by_fsdp & (kind == event_kind)
+    for kind, part in EXPOSED_PARTS.items():
+        mask = waited & (events.unit != NO_UNIT) & (events.kind == kind)
         claimed |= mask
-        yield part, _waiting(events, mask).intersect(communication)
+        yield part, Intervals.of(since[mask], events.end_ns[mask]).intersect(exposed)
+    rest = waited & ~claimed
     yield (
         StepPart.EXPOSED_OTHER,
-        _waiting(events, collective & ~claimed).intersect(communication),
+        Intervals.of(since[rest], events.end_ns[rest]).intersect(exposed),
     )
+
+
+def _host_candidates(events: EventTable, quiet: Intervals) -> _Candidates:
+    """Recorded runs; `quiet`: when no communication runs."""
+    kind, on_clock = events.kind, np.isin(events.stream, _ON_CLOCK)
     waits = np.isin(kind, _WAITS) & (events.stream == Stream.COMPUTE)
-    yield StepPart.HOST_BOUND, _spans(events, waits).subtract(communication)
+    yield StepPart.HOST_BOUND, _spans(events, waits).intersect(quiet)
     yield StepPart.FSDP_COPIES, _spans(events, np.isin(kind, list(COPIES)) & on_clock)
     yield StepPart.OPTIMIZER, _spans(events, kind == EventKind.OPTIMIZER)
     yield StepPart.DATA, _spans(events, kind == EventKind.DATA)
@@ -199,12 +250,21 @@ def _candidates(
     yield StepPart.FORWARD, _spans(events, forward & ~again)
 
 
+def _kernel_candidates(events: EventTable, quiet: Intervals) -> _Candidates:
+    """Kernel traces; `quiet`: when no communication runs."""
+    compute = events.kind == EventKind.COMPUTE
+    copies = np.isin(events.kind, list(COPIES))
+    busy = _spans(events, compute | copies | (events.kind == EventKind.MEMORY_COPY))
+    yield StepPart.HOST_BOUND, quiet.subtract(busy)
+    yield StepPart.FSDP_COPIES, _spans(events, copies)
+    yield StepPart.OPTIMIZER, _spans(events, compute & (events.phase == Phase.OPTIMIZER))
+    yield StepPart.BACKWARD, _spans(events, compute & (events.phase == Phase.BACKWARD))
+    yield StepPart.FORWARD, _spans(events, compute & (events.phase == Phase.FORWARD))
+    yield StepPart.DATA, Intervals.empty()
+
+
 def _spans(events: EventTable, mask: NDArray[np.bool_]) -> Intervals:
     return Intervals.of(events.start_ns[mask], events.end_ns[mask])
-
-
-def _waiting(events: EventTable, mask: NDArray[np.bool_]) -> Intervals:
-    return Intervals.of(events.need_ns[mask], events.end_ns[mask])
 
 
 def _finished_steps(events: EventTable) -> Iterator[tuple[int, EventTable]]:

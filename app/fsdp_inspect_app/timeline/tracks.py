@@ -25,6 +25,7 @@ from fsdp_inspect.trace.codes import (
     EventFlag,
     EventKind,
     NamedCode,
+    Phase,
     Stream,
 )
 from fsdp_inspect.trace.intervals import Intervals
@@ -34,13 +35,22 @@ from fsdp_inspect.trace.reduction import (
     EXPOSED_PARTS,
     StepPart,
     exposed_ns,
+    is_kernel_trace,
     split_step,
+    waited_since,
 )
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable
 from fsdp_inspect_app.timeline.clocks import ClockAlignment, align_clocks
 
 Mask = NDArray[np.bool_]
+
+_PHASE_OF_COMPUTE = {
+    StepPart.FORWARD: Phase.FORWARD,
+    StepPart.BACKWARD: Phase.BACKWARD,
+    StepPart.OPTIMIZER: Phase.OPTIMIZER,
+}
+"""Kernel traces: the phase whose kernels are drawn as a part."""
 
 
 class Track(NamedCode):
@@ -276,7 +286,7 @@ def _clock_spans(events: EventTable, parts: Mapping[StepPart, Intervals]) -> Spa
 
 def _part_spans(events: EventTable, part: StepPart, within: Intervals) -> Spans:
     claims = np.flatnonzero(_claims(events, part))
-    starts = events.need_ns if part in EXPOSED_PART_CODES else events.start_ns
+    starts = waited_since(events) if part in EXPOSED_PART_CODES else events.start_ns
     painted = paint_innermost(starts[claims], events.end_ns[claims], within)
     return Spans(
         lane=np.zeros(len(painted.span), dtype=np.int64),
@@ -289,6 +299,9 @@ def _part_spans(events: EventTable, part: StepPart, within: Intervals) -> Spans:
 
 def _claims(events: EventTable, part: StepPart) -> Mask:
     """The events that can be the reason for a part of the step (see `trace.reduction`)."""
+    if is_kernel_trace(events) and part in _PHASE_OF_COMPUTE:
+        phase = _PHASE_OF_COMPUTE[part]
+        return np.asarray((events.kind == EventKind.COMPUTE) & (events.phase == phase), dtype=bool)
     return np.asarray(_claim_mask(events, part), dtype=bool)
 
 
@@ -316,7 +329,7 @@ def _claim_mask(events: EventTable, part: StepPart) -> Any:
 
 
 def _exposed_claims(events: EventTable, part: StepPart) -> Any:
-    waited = np.isin(events.kind, list(COLLECTIVES)) & (events.need_ns >= 0)
+    waited = waited_since(events) < events.end_ns
     own = (events.unit != NO_UNIT) & np.isin(events.kind, list(EXPOSED_PARTS))
     if part is StepPart.EXPOSED_OTHER:
         return waited & ~own
