@@ -236,6 +236,9 @@ class RankBuilder:
             "active": MISSING_INT,
             "peak_allocated": allocated,
             "peak_reserved": MISSING_INT,
+            "inactive_split": MISSING_INT,
+            "num_alloc_retries": MISSING_INT,
+            "num_ooms": MISSING_INT,
             **{category.label: MISSING_INT for category in MemoryCategory},
         }
         index = NO_UNIT if unit is None else self._units[unit]

@@ -48,7 +48,7 @@ def describe_memory(
     of the allocator's own counter is activations, communication buffers and temporaries together
     (inferred).
     """
-    allocated, reserved, _, peak, _ = counters.read()
+    allocated, reserved, _, peak, *_ = counters.read()
     unsharded = [
         unit for handle, unit in zip(handles, units, strict=True) if handle.group.is_unsharded
     ]

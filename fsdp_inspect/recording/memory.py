@@ -26,11 +26,16 @@ _NO_CATEGORIES = (MISSING_INT,) * len(_CATEGORY_COLUMNS)
 assert tuple(MemoryTable.DTYPES)[-len(_CATEGORY_COLUMNS) :] == _CATEGORY_COLUMNS
 
 
+AllocatorReading = tuple[int, int, int, int, int, int, int, int]
+"""In the column order of `MemoryTable`, in bytes: allocated, reserved, active, peak allocated, peak
+reserved, inactive split; then two counts: allocation retries, failed requests."""
+
+
 class AllocatorCounters(Protocol):
     """A device allocator's counters; tests replay a known course through it."""
 
-    def read(self) -> tuple[int, int, int, int, int]:
-        """Bytes: allocated, reserved, active, peak allocated, peak reserved."""
+    def read(self) -> AllocatorReading:
+        """All counters at one moment."""
         ...
 
 
@@ -40,8 +45,8 @@ class CudaAllocator:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def read(self) -> tuple[int, int, int, int, int]:
-        """Bytes: allocated, reserved, active, peak allocated, peak reserved."""
+    def read(self) -> AllocatorReading:
+        """All counters at one moment, in one call that reads them together."""
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         return (
@@ -50,6 +55,9 @@ class CudaAllocator:
             stats["active_bytes"]["all"]["current"],
             allocated["peak"],
             reserved["peak"],
+            stats["inactive_split_bytes"]["all"]["current"],
+            stats["num_alloc_retries"],
+            stats["num_ooms"],
         )
 
 

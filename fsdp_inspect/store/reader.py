@@ -270,6 +270,7 @@ class StoredRun:
             if record.status is RunStatus.CRASHED
         }
         return [
+            *self._manifest.notes,
             *note_missing(self._missing_ranks, self._manifest.world_size),
             *note_ends(records, signs),
             *note_losses(records),

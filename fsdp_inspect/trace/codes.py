@@ -161,6 +161,10 @@ class MemoryPoint(NamedCode):
     """The same moment, one row for each owning unit; `allocated` is what that unit owns."""
     AFTER_UNSHARD = 8
     """Right after a unit's parameters were made full."""
+    TIMELINE = 9
+    """Imported allocator traces: the highest moment of a stretch of the trace."""
+    SNAPSHOT = 10
+    """Imported allocator traces: the moment at which the snapshot was taken."""
 
 
 class MemoryCategory(NamedCode):

@@ -133,6 +133,8 @@ class RunManifest(Record):
     tags: list[str] = Field(default_factory=list)
     recorder: dict[str, Any] = Field(default_factory=dict)
     """How the recording was made: clock, flush interval, what could not be recorded."""
+    notes: list[str] = Field(default_factory=list)
+    """What an import knows to be missing or odd, one sentence each."""
 
 
 class ClockPair(Record):
@@ -142,6 +144,21 @@ class ClockPair(Record):
     unix_ns: int
     uncertainty_ns: int
     """Half the time between the two reads around it."""
+
+
+class FailedRequest(Record):
+    """An allocation that the device's memory did not have room for."""
+
+    requested_bytes: int
+    device_free_bytes: int
+    """What the device itself still had."""
+    allocated_bytes: int | None = None
+    """Held by tensors at that moment; None if unknown."""
+    reserved_bytes: int | None = None
+    step: int = 0
+    phase: str = "outside"
+    unit: int = -1
+    """Where the program stood: index into the manifest's units; -1: in none, or unknown."""
 
 
 class RankRecord(Record):
@@ -173,7 +190,9 @@ class RankRecord(Record):
     flushed_unix_ns: int = 0
     """When this file was last rewritten; the live streams are newer."""
     memory_from: str = ""
-    """`cuda_allocator` or `storage_tracker`: what the memory samples count."""
+    """`cuda_allocator`, `storage_tracker` or `memory_snapshot`: what the memory samples count."""
+    failed_request: FailedRequest | None = None
+    """The last request for memory that failed, where an imported snapshot knows it."""
     dropped: dict[str, int] = Field(default_factory=dict)
     """Rows that could not be written, by table."""
     problems: list[str] = Field(default_factory=list)

@@ -158,6 +158,9 @@ class MemoryTable(Table):
         "active": np.int64,
         "peak_allocated": np.int64,
         "peak_reserved": np.int64,
+        "inactive_split": np.int64,
+        "num_alloc_retries": np.int32,
+        "num_ooms": np.int32,
         "sharded_parameter": np.int64,
         "unsharded_parameter": np.int64,
         "sharded_gradient": np.int64,
@@ -191,6 +194,12 @@ class MemoryTable(Table):
     """Highest `allocated` since the previous sample (storage tracker), or since the user's own
     last reset (CUDA counters, which the recorder never resets)."""
     peak_reserved: NDArray[np.int64]
+    inactive_split: NDArray[np.int64]
+    """Free blocks in segments that are also in use, which the allocator cannot give back."""
+    num_alloc_retries: NDArray[np.int32]
+    """Since the process began: how often the allocator emptied its cache and tried again."""
+    num_ooms: NDArray[np.int32]
+    """Since the process began: requests that failed in the end."""
     sharded_parameter: NDArray[np.int64]
     unsharded_parameter: NDArray[np.int64]
     sharded_gradient: NDArray[np.int64]

@@ -18,6 +18,7 @@ from fsdp_inspect import Recorder, open_run
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording import unit_hooks
 from fsdp_inspect.recording.failure import describe_memory
+from fsdp_inspect.recording.memory import AllocatorReading
 from fsdp_inspect.recording.units import ProcessGroups, describe_units, find_recordable_groups
 from fsdp_inspect.trace.codes import EventKind, Source
 from fsdp_inspect.trace.run import RunStatus
@@ -201,8 +202,8 @@ def test_running_out_of_memory_names_unit_and_phase(fake_ranks: None, tmp_path: 
 class Counters:
     """An allocator that says what it is told."""
 
-    def read(self) -> tuple[int, int, int, int, int]:
-        return 10_000, 20_000, 10_000, 12_000, 20_000
+    def read(self) -> AllocatorReading:
+        return 10_000, 20_000, 10_000, 12_000, 20_000, 512, 0, 0
 
 
 def test_what_fills_memory_is_told_largest_first(fake_ranks: None) -> None:
