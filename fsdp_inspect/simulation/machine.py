@@ -1,0 +1,181 @@
+"""When does work run that is put on streams? One rank's host, streams and communicators, in ns.
+
+Two execution models share one interface:
+
+- `StreamMachine` (CUDA): the host issues work and runs ahead; each stream runs its work in order;
+  an event is the moment at which a stream has run everything before it.
+- `HostMachine` (CPU): every stream is the main thread, so work happens when it is issued;
+  collectives alone run beside it, unless the backend is synchronous.
+
+Collectives of one communicator run one at a time, in the order of issue.
+"""
+
+from typing import Protocol
+
+
+class Stream:
+    """A queue of work; `free_ns` is when all of it has run."""
+
+    __slots__ = ("free_ns",)
+
+    def __init__(self) -> None:
+        self.free_ns = 0
+
+
+class Communicator:
+    """What runs the collectives of one process group, one after the other."""
+
+    __slots__ = ("free_ns",)
+
+    def __init__(self) -> None:
+        self.free_ns = 0
+
+
+class Machine(Protocol):
+    """What the schedule needs of a rank."""
+
+    compute: Stream
+    copy_in: Stream
+    gather: Stream
+    reduce: Stream
+    all_reduce: Stream
+
+    @property
+    def host_ns(self) -> int:
+        """The host's clock."""
+        ...
+
+    def launch(self, duration_ns: int) -> None:
+        """The host is busy issuing."""
+        ...
+
+    def run(self, stream: Stream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
+        """Put work on a stream, whose issuing takes the host a time; returns its start and end."""
+        ...
+
+    def transfer(
+        self,
+        stream: Stream,
+        communicator: Communicator,
+        duration_ns: int,
+        *,
+        is_async: bool = False,
+        not_before_ns: int = 0,
+    ) -> tuple[int, int]:
+        """Put a collective on a stream; returns its start and end.
+
+        An asynchronous one leaves the stream free: whoever needs it waits for its end.
+        """
+        ...
+
+    def wait(self, stream: Stream, event_ns: int) -> None:
+        """Nothing put on the stream from now on runs before the event."""
+        ...
+
+    def reached(self, stream: Stream) -> int:
+        """When the stream has run everything that is on it: an event recorded now."""
+        ...
+
+
+class StreamMachine:
+    """A device with streams, driven by a host that runs ahead."""
+
+    def __init__(self) -> None:
+        self.host_ns = 0
+        self.compute, self.copy_in, self.gather = Stream(), Stream(), Stream()
+        self.reduce, self.all_reduce = Stream(), Stream()
+
+    def launch(self, duration_ns: int) -> None:
+        """The host is busy issuing."""
+        self.host_ns += duration_ns
+
+    def run(self, stream: Stream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
+        """Work starts once its first kernel is issued, and cannot end before its last one is.
+
+        [Note: launching] A piece is many kernels, issued one by one while the first ones run. It
+        starts when the host begins to issue it, and ends no earlier than the host has issued all.
+        """
+        start = max(stream.free_ns, self.host_ns)
+        self.host_ns += launch_ns
+        stream.free_ns = max(start + duration_ns, self.host_ns)
+        return start, stream.free_ns
+
+    def transfer(
+        self,
+        stream: Stream,
+        communicator: Communicator,
+        duration_ns: int,
+        *,
+        is_async: bool = False,
+        not_before_ns: int = 0,
+    ) -> tuple[int, int]:
+        """Runs behind the stream's work and behind the communicator's collectives."""
+        start = max(stream.free_ns, self.host_ns, communicator.free_ns, not_before_ns)
+        communicator.free_ns = end = start + duration_ns
+        if not is_async:
+            stream.free_ns = end
+        return start, end
+
+    def wait(self, stream: Stream, event_ns: int) -> None:
+        """The stream's next work waits; the host does not."""
+        if event_ns > stream.free_ns:
+            stream.free_ns = event_ns
+
+    def reached(self, stream: Stream) -> int:
+        """An event recorded now."""
+        return max(stream.free_ns, self.host_ns)
+
+
+class HostMachine:
+    """A CPU: one thread does everything but the collectives."""
+
+    def __init__(self, *, is_blocking: bool) -> None:
+        """A thread at time 0.
+
+        Args:
+            is_blocking: The backend's collectives hold the thread until they end (gloo); else
+                they run beside it until somebody needs them (an emulated link).
+        """
+        self._thread = Stream()
+        self._is_blocking = is_blocking
+        self.compute = self.copy_in = self.gather = self.reduce = self.all_reduce = self._thread
+
+    @property
+    def host_ns(self) -> int:
+        """The thread's clock."""
+        return self._thread.free_ns
+
+    def launch(self, duration_ns: int) -> None:
+        """The thread is busy."""
+        self._thread.free_ns += duration_ns
+
+    def run(self, stream: Stream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
+        """Work happens now; issuing it is part of it."""
+        start = stream.free_ns
+        stream.free_ns = start + duration_ns
+        return start, stream.free_ns
+
+    def transfer(
+        self,
+        stream: Stream,
+        communicator: Communicator,
+        duration_ns: int,
+        *,
+        is_async: bool = False,
+        not_before_ns: int = 0,
+    ) -> tuple[int, int]:
+        """Runs on the link, behind its communicator's collectives."""
+        start = max(stream.free_ns, communicator.free_ns, not_before_ns)
+        communicator.free_ns = end = start + duration_ns
+        if self._is_blocking and not is_async:
+            stream.free_ns = end
+        return start, end
+
+    def wait(self, stream: Stream, event_ns: int) -> None:
+        """The thread sleeps until then."""
+        if event_ns > stream.free_ns:
+            stream.free_ns = event_ns
+
+    def reached(self, stream: Stream) -> int:
+        """Now."""
+        return stream.free_ns

@@ -1,0 +1,372 @@
+"""When does everything in a step happen? FSDP2's schedule, played on a machine of virtual time.
+
+This follows the order of calls in torch's `FSDPParamGroup` (2.13): what is issued when, and what
+waits for what. It is written from that behaviour, and tests hold it against torch's own code on
+virtual streams, so that a torch that schedules otherwise is noticed. The rules:
+
+- Forward of a unit: issue its all-gather unless it was prefetched; both gather streams wait for
+  the copy-out of the unit before the previous one (two outputs alive); compute waits for the
+  all-gather; copy-out; explicit prefetches; compute; reshard.
+- Backward of a unit: as forward, except that the gather streams wait for its own copy-out and the
+  unit before it in forward order is prefetched unless others are named; then compute; reshard;
+  compute waits until fewer than `max_reduce_buffers` reduce-scatters are in flight; copy-in;
+  reduce-scatter; all-reduce.
+- Behind the backward: units whose inputs need no gradient reduce now; compute waits for every
+  reduction.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fsdp_inspect.simulation.machine import Communicator, Machine, Stream
+from fsdp_inspect.simulation.workload import Microbatch, Op, Workload
+from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that happened, on the machine's clock, ns."""
+
+    kind: EventKind
+    unit: int
+    phase: Phase
+    microbatch: int
+    issue_ns: int
+    start_ns: int
+    end_ns: int
+    need_ns: int = -1
+    """When the compute stream began to wait for it; -1: never."""
+    issued_by: int = NO_UNIT
+    """The unit whose hook issued a collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedStep:
+    """A step on virtual time."""
+
+    start_ns: int
+    end_ns: int
+    spans: Sequence[Span]
+
+    @property
+    def duration_ns(self) -> int:
+        """The step time."""
+        return self.end_ns - self.start_ns
+
+
+@dataclass(slots=True)
+class _Gather:
+    """An all-gather that was issued and not yet waited for."""
+
+    issue_ns: int
+    start_ns: int
+    end_ns: int
+    issued_by: int
+    phase: Phase
+    is_async: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Reduction:
+    """A reduction that nothing has waited for."""
+
+    kind: EventKind
+    unit: int
+    issue_ns: int
+    start_ns: int
+    end_ns: int
+    issued_by: int
+
+
+@dataclass(slots=True)
+class _UnitState:
+    gather: _Gather | None = None
+    is_unsharded: bool = False
+    reduced_ns: int | None = None
+    """The end of its last reduction, until something waited for it."""
+    forwards: list[int] = field(default_factory=list)
+    """Positions in the order of the forward that have not had their backward."""
+    is_done: bool = False
+    """Its post-backward ran."""
+
+
+class Schedule:
+    """Plays steps of a workload on a machine; state that torch keeps between steps is kept."""
+
+    def __init__(self, workload: Workload, machine: Machine) -> None:
+        self._work = workload
+        self._machine = machine
+        self._units = [_UnitState() for _ in workload.units]
+        self._gather_link = Communicator()
+        self._reduce_link = Communicator() if workload.separate_reduce_group else self._gather_link
+        self._replica_link = Communicator()
+        self._previous_copy_out_ns: int | None = None
+        self._forward_order: list[int] = []
+        self._in_flight: list[_Reduction] = []
+        self._outstanding: list[_Reduction] = []
+        self._hook_unit = NO_UNIT
+        self._phase = Phase.OUTSIDE
+        self._microbatch = 0
+        self._spans: list[Span] = []
+        self._root = workload.tape[0][1] if workload.tape[0][0] is Op.ENTER else NO_UNIT
+
+    def play(self) -> PlayedStep:
+        """One step; the next call plays the next one, behind it."""
+        machine, work = self._machine, self._work
+        self._spans = []
+        start_ns = machine.reached(machine.compute)
+        for number, microbatch in enumerate(work.microbatches):
+            self._microbatch = number
+            self._phase = Phase.FORWARD
+            machine.run(machine.compute, work.before_forward_ns)
+            self._forward()
+            machine.run(machine.compute, work.after_forward_ns)
+            self._phase = Phase.BACKWARD
+            self._backward(microbatch)
+        self._phase = Phase.OPTIMIZER
+        machine.run(machine.compute, work.after_backward_ns)
+        return PlayedStep(start_ns, machine.reached(machine.compute), self._spans)
+
+    # --- forward
+
+    def _forward(self) -> None:
+        machine = self._machine
+        self._hold_gathers_until(machine.reached(machine.compute))
+        for op, index in self._work.tape:
+            if op is Op.ENTER:
+                self._enter(index)
+            elif op is Op.LEAVE:
+                self._leave(index)
+            else:
+                piece = self._work.pieces[index]
+                self._compute(
+                    EventKind.FORWARD, piece.unit, piece.forward_ns, piece.forward_launch_ns
+                )
+        if self._previous_copy_out_ns is not None:
+            self._hold_gathers_until(self._previous_copy_out_ns)
+            self._previous_copy_out_ns = None
+
+    def _enter(self, unit: int) -> None:
+        self._hook_unit = unit
+        self._unshard(unit)
+        self._wait_for_unshard(unit)
+        for target in self._work.policies[unit].forward_prefetch:
+            self._unshard(target)
+        self._hook_unit = NO_UNIT
+
+    def _leave(self, unit: int) -> None:
+        state = self._units[unit]
+        if self._work.policies[unit].reshard_after_forward:
+            state.is_unsharded = False
+        state.forwards.append(len(self._forward_order))
+        self._forward_order.append(unit)
+
+    # --- backward
+
+    def _backward(self, microbatch: Microbatch) -> None:
+        for state in self._units:
+            state.is_done = False
+        for op, index in reversed(self._work.tape):
+            if op is Op.LEAVE:
+                self._pre_backward(index)
+            elif op is Op.ENTER:
+                if not self._work.units[index].ends_with_backward:
+                    self._post_backward(index, microbatch)
+            else:
+                piece = self._work.pieces[index]
+                duration = piece.recompute_ns + piece.backward_ns
+                self._compute(EventKind.BACKWARD, piece.unit, duration, piece.backward_launch_ns)
+        self._finish_backward(microbatch)
+
+    def _pre_backward(self, unit: int) -> None:
+        policy = self._work.policies[unit]
+        self._hook_unit = unit
+        if policy.unshard_in_backward:
+            self._unshard(unit)
+        self._wait_for_unshard(unit)
+        for target in self._backward_targets(unit):
+            if self._work.policies[target].unshard_in_backward:
+                self._unshard(target)
+        self._hook_unit = NO_UNIT
+
+    def _backward_targets(self, unit: int) -> Sequence[int]:
+        """The units that are prefetched while this one computes."""
+        state, named = self._units[unit], self._work.policies[unit].backward_prefetch
+        position = state.forwards.pop() if state.forwards else 0
+        if named is not None:
+            return named
+        return self._forward_order[position - 1 : position] if position > 0 else ()
+
+    def _post_backward(self, unit: int, microbatch: Microbatch) -> None:
+        work, state = self._work.units[unit], self._units[unit]
+        state.is_done = True
+        if self._work.policies[unit].reshard_after_backward:
+            state.is_unsharded = False
+        if not microbatch.reduces or not work.is_trainable:
+            return
+        self._hook_unit = unit
+        while len(self._in_flight) >= self._work.max_reduce_buffers:
+            self._await(self._in_flight.pop(0))
+        if state.reduced_ns is not None:
+            self._machine.wait(self._machine.compute, state.reduced_ns)
+            state.reduced_ns = None
+        self._reduce(unit, microbatch)
+        self._hook_unit = NO_UNIT
+
+    def _finish_backward(self, microbatch: Microbatch) -> None:
+        """Torch's callback behind the backward: unit by unit, each waiting for all before it."""
+        for unit in self._work.final_order:
+            if not self._units[unit].is_done:
+                self._post_backward(unit, microbatch)
+            if microbatch.finishes:
+                self._await_all()
+                self._units[unit].reduced_ns = None
+                self._units[unit].forwards.clear()
+                self._drop_unused_gather(unit)
+        if microbatch.finishes:
+            self._in_flight.clear()
+            self._forward_order.clear()
+
+    def _await_all(self) -> None:
+        for reduction in sorted(self._outstanding, key=lambda each: each.end_ns):
+            self._await(reduction)
+
+    # --- communication
+
+    def _unshard(self, unit: int) -> None:
+        state, work = self._units[unit], self._work.units[unit]
+        if state.gather is not None or state.is_unsharded:
+            return
+        machine, is_async = self._machine, self._work.policies[unit].is_async
+        machine.launch(work.gather_launch_ns)
+        copy_in, gather = self._gather_streams(is_async)
+        issue_ns = machine.host_ns
+        copied = machine.run(copy_in, work.copy_in_ns)
+        self._note(EventKind.ALL_GATHER_COPY_IN, unit, issue_ns, copied)
+        if gather is not copy_in:
+            machine.wait(gather, copied[1])
+        start, end = machine.transfer(
+            gather, self._gather_link, self._gather_duration(unit), is_async=is_async
+        )
+        state.gather = _Gather(machine.host_ns, start, end, self._hook_unit, self._phase, is_async)
+
+    def _gather_streams(self, is_async: bool) -> tuple[Stream, Stream]:
+        machine = self._machine
+        if is_async:
+            return machine.compute, machine.compute
+        return machine.copy_in, machine.gather
+
+    def _gather_duration(self, unit: int) -> int:
+        work = self._work.units[unit]
+        if self._phase is Phase.BACKWARD and work.gather_backward_ns is not None:
+            return work.gather_backward_ns
+        return work.gather_ns
+
+    def _wait_for_unshard(self, unit: int) -> None:
+        state, machine = self._units[unit], self._machine
+        gather = state.gather
+        if gather is None:
+            return
+        in_forward = self._phase is Phase.FORWARD
+        if in_forward and self._previous_copy_out_ns is not None:
+            self._hold_gathers_until(self._previous_copy_out_ns)
+            self._previous_copy_out_ns = None
+        need_ns = machine.reached(machine.compute)
+        machine.wait(machine.compute, gather.end_ns)
+        self._note_gather(unit, gather, need_ns)
+        copied = machine.run(machine.compute, self._work.units[unit].copy_out_ns)
+        self._note(EventKind.ALL_GATHER_COPY_OUT, unit, machine.host_ns, copied)
+        if in_forward and not gather.is_async:
+            self._previous_copy_out_ns = machine.reached(machine.compute)
+        else:
+            self._hold_gathers_until(machine.reached(machine.compute))
+        state.gather, state.is_unsharded = None, True
+
+    def _hold_gathers_until(self, event_ns: int) -> None:
+        machine = self._machine
+        machine.wait(machine.copy_in, event_ns)
+        machine.wait(machine.gather, event_ns)
+
+    def _reduce(self, unit: int, microbatch: Microbatch) -> None:
+        work, machine = self._work.units[unit], self._machine
+        machine.launch(work.reduce_launch_ns)
+        issue_ns = machine.host_ns
+        copied = machine.run(machine.compute, work.reduce_copy_in_ns)
+        self._note(EventKind.REDUCE_SCATTER_COPY_IN, unit, issue_ns, copied)
+        if machine.reduce is not machine.compute:
+            machine.wait(machine.reduce, copied[1])
+        issue_ns = machine.host_ns
+        start, end = machine.transfer(machine.reduce, self._reduce_link, work.reduce_ns)
+        scatter = self._reduction(EventKind.REDUCE_SCATTER, unit, issue_ns, start, end)
+        self._in_flight.append(scatter)
+        if work.all_reduce_ns and microbatch.all_reduces:
+            issue_ns = machine.host_ns
+            start, end = machine.transfer(
+                machine.all_reduce, self._replica_link, work.all_reduce_ns, not_before_ns=end
+            )
+            self._reduction(EventKind.ALL_REDUCE, unit, issue_ns, start, end)
+        self._units[unit].reduced_ns = end
+
+    def _reduction(
+        self, kind: EventKind, unit: int, issue_ns: int, start_ns: int, end_ns: int
+    ) -> _Reduction:
+        reduction = _Reduction(kind, unit, issue_ns, start_ns, end_ns, self._hook_unit)
+        self._outstanding.append(reduction)
+        return reduction
+
+    def _await(self, reduction: _Reduction) -> None:
+        """Compute waits for a reduction; its span is complete now."""
+        if reduction not in self._outstanding:
+            return
+        self._outstanding.remove(reduction)
+        machine = self._machine
+        need_ns = machine.reached(machine.compute)
+        machine.wait(machine.compute, reduction.end_ns)
+        self._spans.append(
+            Span(
+                reduction.kind,
+                reduction.unit,
+                Phase.BACKWARD,
+                self._microbatch,
+                reduction.issue_ns,
+                reduction.start_ns,
+                reduction.end_ns,
+                need_ns,
+                reduction.issued_by,
+            )
+        )
+
+    # --- what is noted
+
+    def _drop_unused_gather(self, unit: int) -> None:
+        """Torch waits for a gather that no backward used, and forgets it."""
+        gather = self._units[unit].gather
+        if gather is not None:
+            self._machine.wait(self._machine.compute, gather.end_ns)
+            self._note_gather(unit, gather, -1)
+            self._units[unit].gather = None
+
+    def _compute(self, kind: EventKind, unit: int, duration_ns: int, launch_ns: int) -> None:
+        machine = self._machine
+        issue_ns = machine.host_ns
+        ran = machine.run(machine.compute, duration_ns, launch_ns)
+        self._note(kind, unit, issue_ns, ran)
+
+    def _note(self, kind: EventKind, unit: int, issue_ns: int, ran: tuple[int, int]) -> None:
+        if ran[1] > ran[0]:
+            self._spans.append(Span(kind, unit, self._phase, self._microbatch, issue_ns, *ran))
+
+    def _note_gather(self, unit: int, gather: _Gather, need_ns: int) -> None:
+        self._spans.append(
+            Span(
+                EventKind.ALL_GATHER,
+                unit,
+                gather.phase,
+                self._microbatch,
+                gather.issue_ns,
+                gather.start_ns,
+                gather.end_ns,
+                need_ns,
+                gather.issued_by,
+            )
+        )

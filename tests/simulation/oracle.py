@@ -1,0 +1,229 @@
+"""Torch's own FSDP2 on virtual streams: what truly happens in a step, free of noise.
+
+`play_with_torch` runs the real `fully_shard` code of the installed torch over the virtual device
+of `tests.recording.virtual_device`; `workload_of` describes the same step to the simulator. Any
+difference between the two is a difference in the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+
+from fsdp_inspect.simulation.workload import (
+    Microbatch,
+    Piece,
+    UnitPolicy,
+    UnitWork,
+    Workload,
+    flat_tape,
+)
+from tests.recording.virtual_device import VirtualDevice, VirtualStream, fsdp_on
+
+ROOT = 0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block of the model, and the unit around it. Times in ns."""
+
+    forward_ns: int
+    backward_ns: int
+    work: UnitWork
+    policy: UnitPolicy = field(default_factory=UnitPolicy)
+    launch_ns: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of blocks in a row inside a root, with a timed head that belongs to the root."""
+
+    head: Layer
+    layers: Sequence[Layer]
+    input_needs_grad: bool = False
+    max_reduce_buffers: int = 1
+    separate_reduce_group: bool = False
+    microbatches: Sequence[Microbatch] = (Microbatch(),)
+
+    @property
+    def all(self) -> list[Layer]:
+        """By unit: the root, then the blocks."""
+        return [self.head, *self.layers]
+
+
+def workload_of(case: Case) -> Workload:
+    """The case as the simulator takes it."""
+    deferred = set() if case.input_needs_grad else {ROOT, 1}
+    pieces = [
+        Piece(unit, layer.forward_ns, layer.backward_ns, 0, layer.launch_ns, layer.launch_ns)
+        for unit, layer in [*enumerate(case.layers, start=1), (ROOT, case.head)]
+    ]
+    return Workload(
+        units=[
+            replace(layer.work, ends_with_backward=unit in deferred)
+            for unit, layer in enumerate(case.all)
+        ],
+        policies=[layer.policy for layer in case.all],
+        pieces=pieces,
+        tape=flat_tape(pieces, root=ROOT),
+        max_reduce_buffers=case.max_reduce_buffers,
+        separate_reduce_group=case.separate_reduce_group,
+        microbatches=case.microbatches,
+    )
+
+
+class OracleDevice(VirtualDevice):
+    """Adds to the virtual device: a second communicator, kernels that launch one by one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.reduce_link_free_ns: int | None = None
+        self.replica_link_free_ns = 0
+
+    def launch(self, kind: str, unit: str, duration_ns: int, launch_ns: int) -> None:
+        """Many kernels of one piece; see [Note: launching] in `simulation.machine`."""
+        stream: VirtualStream = self.current
+        start = max(stream.free_ns, self.now_ns)
+        self.now_ns += launch_ns
+        stream.free_ns = max(start + duration_ns, self.now_ns)
+        self._note(kind, unit, start, stream.free_ns)
+
+    def reduce(self, unit: str, duration_ns: int) -> None:
+        """A reduce-scatter, on its own communicator where there is one."""
+        if self.reduce_link_free_ns is None:
+            self.transfer("reduce_scatter", unit, duration_ns)
+            return
+        start, end = self.current.run(duration_ns, self.reduce_link_free_ns)
+        self.reduce_link_free_ns = end
+        self._note("reduce_scatter", unit, start, end)
+
+    def all_reduce(self, unit: str, duration_ns: int) -> None:
+        """HSDP's all-reduce, on the communicator of the replicas."""
+        start, end = self.current.run(duration_ns, self.replica_link_free_ns)
+        self.replica_link_free_ns = end
+        self._note("all_reduce", unit, start, end)
+
+
+class _Gather(DefaultAllGather):
+    def __init__(self, device: OracleDevice, unit: str, work: UnitWork) -> None:
+        self.device, self.unit, self.work = device, unit, work
+
+    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.device.spend(self.work.gather_launch_ns)
+        self.device.run("all_gather_copy_in", self.unit, self.work.copy_in_ns)
+        return super().allocate(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.device.transfer("all_gather", self.unit, self.work.gather_ns)
+        return super().__call__(*args, **kwargs)
+
+
+class _Scatter(DefaultReduceScatter):
+    def __init__(self, device: OracleDevice, unit: str, work: UnitWork) -> None:
+        self.device, self.unit, self.work = device, unit, work
+
+    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.device.current is self.device.compute:  # the input; the output comes later
+            self.device.spend(self.work.reduce_launch_ns)
+            self.device.run("reduce_scatter_copy_in", self.unit, self.work.reduce_copy_in_ns)
+        return super().allocate(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.device.reduce(self.unit, self.work.reduce_ns)
+        return super().__call__(*args, **kwargs)
+
+
+class _Work(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, block: _Block) -> torch.Tensor:
+        ctx.block = block
+        layer = block.layer
+        block.device.launch("forward", block.unit, layer.forward_ns, layer.launch_ns)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        layer = ctx.block.layer
+        ctx.block.device.launch("backward", ctx.block.unit, layer.backward_ns, layer.launch_ns)
+        return gradients[0], None
+
+
+class _Block(nn.Module):
+    def __init__(self, device: OracleDevice, unit: str, layer: Layer) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.device, self.unit, self.layer = device, unit, layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Work.apply(self.linear(x), self)
+
+
+class _Model(nn.Module):
+    def __init__(self, device: OracleDevice, case: Case) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            _Block(device, f"layers.{i}", layer) for i, layer in enumerate(case.layers)
+        )
+        self.head = _Block(device, "", case.head)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def play_with_torch(case: Case, mesh: DeviceMesh, *, steps: int = 2) -> tuple[int, OracleDevice]:
+    """Run steps on torch's own code; returns the duration of the last one, and its log (ns)."""
+    device = OracleDevice()
+    duration = 0
+    with fsdp_on(device):
+        model = _shard(_Model(device, case), case, device, mesh)
+        for _ in range(steps):
+            device.log.clear()
+            start = max(device.compute.free_ns, device.now_ns)
+            for microbatch in case.microbatches:
+                model.set_requires_gradient_sync(microbatch.reduces)
+                model.set_requires_all_reduce(microbatch.all_reduces)
+                model.set_is_last_backward(microbatch.finishes)
+                x = torch.ones(1, 4, requires_grad=case.input_needs_grad)
+                model(x).sum().backward()
+            model.zero_grad()
+            duration = max(device.compute.free_ns, device.now_ns) - start
+    return duration, device
+
+
+def _shard(model: _Model, case: Case, device: OracleDevice, mesh: DeviceMesh) -> Any:
+    modules: list[Any] = [model, *model.layers]
+    for module, layer in [*zip(modules[1:], case.layers, strict=True), (model, case.head)]:
+        fully_shard(module, mesh=mesh, reshard_after_forward=layer.policy.reshard_after_forward)
+    for number, (module, layer) in enumerate(zip(modules, case.all, strict=True)):
+        unit = f"layers.{number - 1}" if number else ""
+        module.set_custom_all_gather(_Gather(device, unit, layer.work))
+        module.set_custom_reduce_scatter(_Scatter(device, unit, layer.work))
+        policy = layer.policy
+        if mesh.ndim == 2:
+            module.set_all_reduce_hook(_all_reduce_hook(device, unit, layer.work.all_reduce_ns))
+        module.set_modules_to_forward_prefetch([modules[i] for i in policy.forward_prefetch])
+        if policy.backward_prefetch is not None:
+            module.set_modules_to_backward_prefetch([modules[i] for i in policy.backward_prefetch])
+        module.set_reshard_after_backward(policy.reshard_after_backward, recurse=False)
+        module.set_unshard_in_backward(policy.unshard_in_backward)
+        module.set_reduce_scatter_max_input_buffers(case.max_reduce_buffers)
+    if case.separate_reduce_group:
+        model.set_separate_reduce_scatter_group(recurse=True)
+        device.reduce_link_free_ns = 0
+    return model
+
+
+def _all_reduce_hook(device: OracleDevice, unit: str, duration_ns: int) -> Any:
+    return lambda reduced: device.all_reduce(unit, duration_ns)

@@ -1,0 +1,190 @@
+"""Is the schedule torch's? Held against torch's own FSDP2 code on virtual streams, to the ns."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_inspect.simulation.machine import HostMachine, StreamMachine
+from fsdp_inspect.simulation.schedule import PlayedStep, Schedule
+from fsdp_inspect.simulation.workload import (
+    Microbatch,
+    Piece,
+    UnitPolicy,
+    UnitWork,
+    Workload,
+    flat_tape,
+)
+from fsdp_inspect.trace.codes import EventKind
+from tests.simulation.oracle import Case, Layer, play_with_torch, workload_of
+
+US = 1_000
+MS = 1_000_000
+NUM_CASES = 60
+
+Spans = list[tuple[str, str, int, int]]
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield init_device_mesh("cpu", (8,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def hybrid_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+
+
+def durations(most_us: int) -> st.SearchStrategy[int]:
+    return st.integers(0, most_us).map(lambda us: us * US)
+
+
+@st.composite
+def layers(draw: st.DrawFn, unit: int, num_layers: int, launch_ns: int) -> Layer:
+    depth = draw(st.sampled_from([0, 0, 1, 2, 3]))
+    behind = draw(st.sampled_from([None, 1, 2, 3])) if unit else None
+    named = None if behind is None else tuple(range(unit - 1, max(0, unit - behind - 1), -1))
+    work = UnitWork(
+        gather_ns=draw(durations(9_000)),
+        reduce_ns=draw(durations(9_000)),
+        all_reduce_ns=draw(durations(4_000)) + US,
+        copy_in_ns=draw(durations(200)),
+        reduce_copy_in_ns=draw(durations(200)),
+        gather_launch_ns=draw(durations(200)),
+        reduce_launch_ns=draw(durations(100)),
+    )
+    policy = UnitPolicy(
+        reshard_after_forward=draw(st.booleans()),
+        forward_prefetch=tuple(range(unit + 1, min(num_layers, unit + depth) + 1)),
+        backward_prefetch=named,
+    )
+    return Layer(draw(durations(3_000)), draw(durations(6_000)), work, policy, launch_ns=launch_ns)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_layers = draw(st.integers(1, 6))
+    launch_ns = draw(st.sampled_from([0, 10 * US, 100 * US, 2 * MS]))
+    last = draw(st.integers(0, 2))
+    reduces_each, finishes_each = draw(st.booleans()), draw(st.booleans())
+    return Case(
+        head=draw(layers(0, num_layers, launch_ns)),
+        layers=[draw(layers(unit, num_layers, launch_ns)) for unit in range(1, num_layers + 1)],
+        input_needs_grad=draw(st.booleans()),
+        max_reduce_buffers=draw(st.integers(1, 3)),
+        separate_reduce_group=draw(st.booleans()),
+        microbatches=[
+            Microbatch(reduces=reduces_each or at == last, finishes=finishes_each or at == last)
+            for at in range(last + 1)
+        ],
+    )
+
+
+def play(case: Case) -> PlayedStep:
+    """The second step: the first one finds every stream idle."""
+    schedule = Schedule(workload_of(case), StreamMachine())
+    schedule.play()
+    return schedule.play()
+
+
+def without_replicas(case: Case) -> Case:
+    alone = [replace(each, work=replace(each.work, all_reduce_ns=0)) for each in case.all]
+    return replace(case, head=alone[0], layers=alone[1:])
+
+
+def spans_of(step: PlayedStep, kinds: Sequence[EventKind]) -> Spans:
+    names = {0: ""}
+    return sorted(
+        (
+            span.kind.label,
+            names.get(span.unit, f"layers.{span.unit - 1}"),
+            span.start_ns - step.start_ns,
+            span.end_ns - step.start_ns,
+        )
+        for span in step.spans
+        if span.kind in kinds and span.end_ns > span.start_ns
+    )
+
+
+COMPARED = (
+    EventKind.FORWARD,
+    EventKind.BACKWARD,
+    EventKind.ALL_GATHER,
+    EventKind.REDUCE_SCATTER,
+    EventKind.ALL_REDUCE,
+)
+
+
+def assert_same_schedule(case: Case, mesh: DeviceMesh) -> None:
+    duration, device = play_with_torch(case, mesh)
+    step = play(case)
+    assert step.duration_ns == duration
+    start = device.compute.free_ns - device.clock_offset_ns - duration
+    labels = {kind.label for kind in COMPARED}
+    truth = sorted(
+        (kind, unit, low - start, high - start)
+        for kind, unit, low, high in device.log
+        if kind in labels and high > low
+    )
+    assert spans_of(step, COMPARED) == truth
+
+
+@given(case=cases())
+@settings(max_examples=NUM_CASES, deadline=None)
+def test_the_schedule_is_that_of_torch_on_streams(mesh: DeviceMesh, case: Case):
+    assert_same_schedule(without_replicas(case), mesh)
+
+
+@given(case=cases())
+@settings(max_examples=NUM_CASES // 2, deadline=None)
+def test_the_schedule_is_that_of_torch_with_replicas(hybrid_mesh: DeviceMesh, case: Case):
+    assert_same_schedule(replace(case, separate_reduce_group=False), hybrid_mesh)
+
+
+def blocks(num: int, work: UnitWork, *, reshard: bool = True) -> Workload:
+    """Blocks of 10 ms forward and 20 ms backward in a row, without a root."""
+    pieces = [Piece(unit, 10 * MS, 20 * MS) for unit in range(num)]
+    policies = [UnitPolicy(reshard_after_forward=reshard)] * num
+    return Workload([work] * num, policies, pieces, flat_tape(pieces))
+
+
+def test_a_synchronous_backend_adds_every_collective_to_the_step():
+    workload = blocks(4, UnitWork(gather_ns=3 * MS, reduce_ns=5 * MS))
+    step = Schedule(workload, HostMachine(is_blocking=True)).play()
+    assert step.duration_ns == 4 * (10 + 20) * MS + 4 * (3 + 3 + 5) * MS
+
+
+def test_on_a_host_without_prefetch_every_forward_gather_is_waited_for():
+    workload = blocks(4, UnitWork(gather_ns=3 * MS, reduce_ns=0, is_trainable=False))
+    step = Schedule(workload, HostMachine(is_blocking=False)).play()
+    # Backward hides all but the last unit's, which is gathered where it is needed.
+    assert step.duration_ns == 4 * (10 + 20) * MS + (4 + 1) * 3 * MS
+
+
+def test_on_a_host_prefetch_hides_gathers_behind_compute():
+    work = UnitWork(gather_ns=3 * MS, reduce_ns=0, is_trainable=False)
+    plain = blocks(4, work)
+    policies = [UnitPolicy(forward_prefetch=(unit + 1,) if unit < 3 else ()) for unit in range(4)]
+    ahead = replace(plain, policies=policies)
+    plain_step, ahead_step = (
+        Schedule(workload, HostMachine(is_blocking=False)).play() for workload in (plain, ahead)
+    )
+    assert plain_step.duration_ns - ahead_step.duration_ns == 3 * 3 * MS
+
+
+def test_units_that_stay_unsharded_are_gathered_once():
+    work = UnitWork(gather_ns=3 * MS, reduce_ns=MS)
+    step = Schedule(blocks(3, work, reshard=False), StreamMachine()).play()
+    assert sum(span.kind is EventKind.ALL_GATHER for span in step.spans) == 3
+
+
+def test_policies_that_do_not_match_the_units_are_refused():
+    with pytest.raises(ValueError, match="1 units have 0 policies"):
+        Workload([UnitWork(1, 1)], [], [], ())
