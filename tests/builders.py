@@ -33,7 +33,7 @@ from fsdp_inspect.trace.codes import (
     Source,
     Stream,
 )
-from fsdp_inspect.trace.reduction import reduce_rank
+from fsdp_inspect.trace.rank_summary import summarise_rank
 from fsdp_inspect.trace.run import (
     ClockPair,
     ModelInfo,
@@ -105,8 +105,17 @@ class InMemoryRun:
 
     @cached_property
     def _summary(self) -> SummaryTable:
+        counted_by = {record.rank: record.memory_from for record in self.ranks}
         return SummaryTable.concat(
-            [reduce_rank(table, rank=rank) for rank, table in sorted(self.event_tables.items())]
+            [
+                summarise_rank(
+                    table,
+                    self.memory_tables.get(rank, MemoryTable.empty()),
+                    memory_from=counted_by.get(rank, ""),
+                    rank=rank,
+                )
+                for rank, table in sorted(self.event_tables.items())
+            ]
         )
 
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 from fsdp_inspect.errors import IncompleteRunError
 from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.rank_summary import WHOLE_STEP_KINDS
 from fsdp_inspect.trace.reduction import EXPOSED_PART_CODES, PARTS_OF_STEP, StepPart
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.steps import RankSteps, timed_ranks
 from fsdp_inspect.trace.tables import SummaryTable
-
-_STEP_KINDS = frozenset({int(EventKind.STEP), *(int(part) for part in StepPart)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ def _split(rows: SummaryTable, rank: int, step: int) -> StepBreakdown:
     durations = {
         int(kind): int(duration)
         for kind, duration in zip(of_step.kind, of_step.duration_ns, strict=True)
-        if kind in _STEP_KINDS
+        if kind in WHOLE_STEP_KINDS
     }
     total = durations[EventKind.STEP]
     return StepBreakdown(

@@ -7,8 +7,10 @@ numbers.
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Generic
 
@@ -64,6 +66,7 @@ def write_compacted(
     *,
     covered_rows: int,
     details: Mapping[str, Any] | None = None,
+    break_at: int = 0,
 ) -> None:
     """Write a table in one instant and wait until it is on the disk.
 
@@ -73,17 +76,20 @@ def write_compacted(
         table: All rows; written in the order of `file.sort_by`.
         covered_rows: Rows of the stream that this file replaces.
         details: Further fields for the footer.
+        break_at: A row group begins with this row, though the one before it may not be full.
 
     Raises:
         OSError: The disk refuses; nothing is left behind.
     """
     columns = _to_stored(file, _sorted(file, table))
+    bounds = _find_bounds(len(table), break_at)
     footer = json.dumps(
         {
             "schema_version": SCHEMA_VERSION,
             "table": file.name,
             "covered_rows": covered_rows,
-            "groups": _describe_groups(columns),
+            "groups": _describe_groups(columns, bounds),
+            **_list_values(file, columns, bounds),
             **(details or {}),
         },
         separators=(",", ":"),
@@ -91,7 +97,9 @@ def write_compacted(
     unfinished = unfinished_path(path)
     try:
         with unfinished.open("wb") as sink:
-            _write_parquet(columns, footer, file, sink)
+            with _open_parquet(columns, footer, file, sink) as writer:
+                for bound in bounds:
+                    writer.write_table(_arrow_table(_slice(columns, bound)), ROW_GROUP_ROWS)
             sink.flush()
             os.fsync(sink.fileno())
         unfinished.replace(path)
@@ -105,14 +113,16 @@ def read_compacted(
     name: str,
     *,
     steps: Collection[int] | None = None,
+    kinds: Collection[int] | None = None,
 ) -> CompactedContents[TableT]:
-    """Read a compacted table, or only the row groups that can hold some steps.
+    """Read a compacted table, or only the row groups that can hold some steps or kinds.
 
     Args:
         source: The open file; only the parts that are needed are read.
         file: Which table.
         name: The file's name, for messages.
         steps: Leave out row groups without any of them; rows of other steps may remain.
+        kinds: Likewise, in a file that lists the kinds of its row groups.
 
     Raises:
         CorruptFileError: Foreign, cut off, or changed since it was written.
@@ -122,9 +132,8 @@ def read_compacted(
         parquet = pq.ParquetFile(source, page_checksum_verification=True)
         footer = _read_footer(parquet, file, name)
         batches = [
-            _read_group(parquet, number, group, name, _remedy(file))
-            for number, group in enumerate(footer["groups"])
-            if steps is None or _may_hold(group, steps)
+            _read_group(parquet, number, footer["groups"][number], name, _remedy(file))
+            for number in _choose_groups(footer, steps, kinds)
         ]
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         if isinstance(error, FileNotFoundError):
@@ -185,19 +194,47 @@ def _from_stored(file: TableFile[Any], stored: Columns) -> Columns:
     return columns
 
 
-def _describe_groups(columns: Columns) -> list[list[int | str]]:
+_Bound = tuple[int, int]
+"""The first row of a row group, and the row after its last."""
+
+
+def _find_bounds(num_rows: int, break_at: int) -> list[_Bound]:
+    """The row groups: full ones, but for the last before `break_at` and the last of all."""
+    starts = [*range(0, break_at, ROW_GROUP_ROWS), *range(break_at, num_rows, ROW_GROUP_ROWS)]
+    return list(pairwise([*starts, num_rows]))
+
+
+def _slice(columns: Columns, bound: _Bound) -> Columns:
+    return {name: values[slice(*bound)] for name, values in columns.items()}
+
+
+def _describe_groups(columns: Columns, bounds: Sequence[_Bound]) -> list[list[int | str]]:
     groups: list[list[int | str]] = []
-    num_rows = num_rows_of(columns)
-    for start in range(0, num_rows, ROW_GROUP_ROWS):
-        part = {name: values[start : start + ROW_GROUP_ROWS] for name, values in columns.items()}
+    for bound in bounds:
+        part = _slice(columns, bound)
         step = part.get("step", np.array([-1]))
-        rows = min(ROW_GROUP_ROWS, num_rows - start)
+        rows = num_rows_of(part)
         groups.append([rows, int(step.min()), int(step.max()), checksum_columns(part)])
     return groups
 
 
-def _write_parquet(columns: Columns, footer: str, file: TableFile[Any], sink: BinaryIO) -> None:
-    table = pa.table({name: to_arrow(values) for name, values in columns.items()})
+def _list_values(
+    file: TableFile[Any], columns: Columns, bounds: Sequence[_Bound]
+) -> dict[str, list[list[int]]]:
+    """`kinds`: which ones each row group holds, in a table that lists them."""
+    if not file.lists_kinds:
+        return {}
+    return {"kinds": [np.unique(columns["kind"][slice(*bound)]).tolist() for bound in bounds]}
+
+
+def _arrow_table(columns: Columns) -> pa.Table:
+    return pa.table({name: to_arrow(values) for name, values in columns.items()})
+
+
+@contextmanager
+def _open_parquet(
+    columns: Columns, footer: str, file: TableFile[Any], sink: BinaryIO
+) -> Iterator[pq.ParquetWriter]:
     relative = [column.stored_name for column in file.relative_columns]
     encodings = dict.fromkeys([*relative, *file.split_columns], "BYTE_STREAM_SPLIT")
     if file.sort_by:
@@ -205,7 +242,7 @@ def _write_parquet(columns: Columns, footer: str, file: TableFile[Any], sink: Bi
     with_dictionary: Any = [name for name in columns if name not in encodings]
     with pq.ParquetWriter(
         sink,
-        table.schema,
+        _arrow_table(_slice(columns, (0, 0))).schema,
         compression="zstd",
         compression_level=_ZSTD_LEVEL,
         use_dictionary=with_dictionary,
@@ -220,8 +257,7 @@ def _write_parquet(columns: Columns, footer: str, file: TableFile[Any], sink: Bi
                 FOOTER_CHECKSUM_KEY.decode(): checksum_text(footer),
             }
         )
-        if len(table):
-            writer.write_table(table, ROW_GROUP_ROWS)
+        yield writer
 
 
 def _read_footer(parquet: pq.ParquetFile, file: TableFile[Any], name: str) -> Mapping[str, Any]:
@@ -249,9 +285,18 @@ def _read_footer(parquet: pq.ParquetFile, file: TableFile[Any], name: str) -> Ma
     return footer
 
 
-def _may_hold(group: list[Any], steps: Collection[int]) -> bool:
-    _, lowest, highest, _ = group
-    return any(lowest <= step <= highest for step in steps)
+def _choose_groups(
+    footer: Mapping[str, Any], steps: Collection[int] | None, kinds: Collection[int] | None
+) -> list[int]:
+    """Numbers of the row groups that can hold any of the steps and any of the kinds."""
+    groups = footer["groups"]
+    listed = footer.get("kinds", [kinds] * len(groups))
+    return [
+        number
+        for number, (_, lowest, highest, _) in enumerate(groups)
+        if (steps is None or any(lowest <= step <= highest for step in steps))
+        and (kinds is None or not frozenset(kinds).isdisjoint(listed[number]))
+    ]
 
 
 def _read_group(

@@ -7,18 +7,15 @@ reads the same, and the next compaction goes on. Ranks that still record are lef
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fsdp_inspect.errors import NotARunError, StoreError
 from fsdp_inspect.formatting import format_bytes
-from fsdp_inspect.store.compacted import read_compacted, read_footer, write_compacted
-from fsdp_inspect.store.files import LocalFiles
+from fsdp_inspect.store.compacted import read_footer, write_compacted
+from fsdp_inspect.store.files import LocalFiles, RunFiles
 from fsdp_inspect.store.folder import rank_folder
 from fsdp_inspect.store.liveness import is_alive
 from fsdp_inspect.store.rank_tables import read_table
@@ -26,18 +23,26 @@ from fsdp_inspect.store.records import decode_record, encode_record, replace_fil
 from fsdp_inspect.store.schema import (
     EVENTS,
     MANIFEST_FILE,
+    MEMORY,
     RANK_FILE,
     RECORDED_TABLES,
-    REDUCTION_VERSION,
     SUMMARY,
     TableFile,
     TableT,
     attempt_name,
     attempt_numbers,
-    rank_name,
     rank_numbers,
 )
-from fsdp_inspect.trace.reduction import reduce_rank
+from fsdp_inspect.store.summary_files import (
+    Place,
+    folder_of,
+    has_rank_summary,
+    read_rank_summary,
+    summed_up,
+    write_rank_summary,
+    write_run_summary_file,
+)
+from fsdp_inspect.trace.rank_summary import WHOLE_STEP_KINDS, is_of_whole_step, summarise_rank
 from fsdp_inspect.trace.run import RankRecord, RunStatus
 from fsdp_inspect.trace.tables import SummaryTable
 
@@ -45,10 +50,6 @@ MAX_BYTES_AT_END = 64 << 20
 """Streams of a rank that are larger than this are not compacted when its training ends."""
 
 _UNFINISHED_AGE_S = 60.0
-
-
-Place = tuple[int, int]
-"""An attempt and a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ def compact_rank(
     folder = rank_folder(path, attempt, rank)
     record = _read_record(folder)
     if record is not None and record.status is RunStatus.RUNNING:
-        if is_alive(record, LocalFiles(path), _inner(attempt, rank)):
+        if is_alive(record, LocalFiles(path), folder_of((attempt, rank))):
             raise StoreError(
                 f"Rank {rank} of attempt {attempt} is still recording (process {record.pid} on "
                 f"{record.host!r}). Expected a rank that has ended. Compact when the job is over."
@@ -157,16 +158,14 @@ def compact_rank(
     before = _size_of_tables(folder)
     tables: tuple[TableFile[Any], ...] = RECORDED_TABLES
     rows = sum(_compact_table(path, attempt, rank, file) for file in tables)
-    is_summed_up = _read_rank_summary(path, attempt, rank) is not None
-    if not is_summed_up and (attempt, rank) not in _summed_up(path):
-        _write_rank_summary(path, attempt, rank)
+    _summarise(path, (attempt, rank), record.memory_from if record else "")
     return RankCompaction(attempt, rank, rows, before, _size_of_tables(folder))
 
 
 def write_run_summary(path: Path) -> bool:
-    """Join the ranks' summaries into the run's, if every rank that is here has one.
+    """Write the run's summary from those of the ranks, if every rank that is here has one.
 
-    The ranks' own are removed then: they would only take up room.
+    Only the rows of whole steps are read for it: a few seconds for a thousand ranks.
 
     Returns:
         Whether the run's summary is in place now.
@@ -174,24 +173,33 @@ def write_run_summary(path: Path) -> bool:
     Raises:
         OSError: The disk refuses.
     """
-    places = _rank_places(path)
-    known = _read_summaries(path, places)
-    if not places or len(known) < len(places):
+    files, places = LocalFiles(path), _rank_places(path)
+    if not places or any(_has_open_stream(path, place) for place in places):
         return False
-    if _summed_up(path) != set(places):
-        listed: dict[str, list[int]] = {}
-        for attempt, rank in places:
-            listed.setdefault(str(attempt), []).append(rank)
-        write_compacted(
-            path / SUMMARY.compacted_name,
-            SUMMARY,
-            SummaryTable.concat([known[place] for place in places]),
-            covered_rows=0,
-            details={"reduction": REDUCTION_VERSION, "ranks": listed},
-        )
-    for attempt, rank in places:
-        (rank_folder(path, attempt, rank) / SUMMARY.compacted_name).unlink(missing_ok=True)
+    if _summed_up(path) == set(places):
+        return True
+    tables = []
+    for place in places:
+        rows = _read_whole_steps(files, place)
+        if rows is None:
+            return False
+        tables.append(rows)
+    write_run_summary_file(path, SummaryTable.concat(tables), places)
     return True
+
+
+def _has_open_stream(path: Path, place: Place) -> bool:
+    """Whether the rank recorded what its summary does not hold."""
+    folder = rank_folder(path, *place)
+    return any((folder / file.live_name).exists() for file in (EVENTS, MEMORY))
+
+
+def _read_whole_steps(files: RunFiles, place: Place) -> SummaryTable | None:
+    """A rank's rows of whole steps; None if it has no current summary."""
+    with contextlib.suppress(StoreError):
+        rows = read_rank_summary(files, place, kinds=WHOLE_STEP_KINDS)
+        return None if rows is None else rows.where(is_of_whole_step(rows))
+    return None
 
 
 def _compact_table(path: Path, attempt: int, rank: int, file: TableFile[TableT]) -> int:
@@ -200,9 +208,9 @@ def _compact_table(path: Path, attempt: int, rank: int, file: TableFile[TableT])
     live, compacted = folder / file.live_name, folder / file.compacted_name
     if not live.exists():
         return _count_rows(compacted, file)
-    recorded = read_table(LocalFiles(path), _inner(attempt, rank), file)
+    recorded = read_table(LocalFiles(path), folder_of((attempt, rank)), file)
     write_compacted(compacted, file, recorded.table, covered_rows=recorded.covered_rows)
-    if file.name == EVENTS.name:
+    if file.name in (EVENTS.name, MEMORY.name):
         (folder / SUMMARY.compacted_name).unlink(missing_ok=True)
     live.unlink(missing_ok=True)
     return len(recorded.table)
@@ -210,60 +218,16 @@ def _compact_table(path: Path, attempt: int, rank: int, file: TableFile[TableT])
 
 def _forget_stale_summary(path: Path, places: Iterable[Place]) -> None:
     """Remove the run's summary if one of these ranks went on after it had been summed up."""
-    gone_on = {
-        (attempt, rank)
-        for attempt, rank in places
-        if (rank_folder(path, attempt, rank) / EVENTS.live_name).exists()
-    }
-    if gone_on & _summed_up(path):
+    gone_on = {place for place in places if _has_open_stream(path, place)}
+    if gone_on and gone_on & _summed_up(path):
         (path / SUMMARY.compacted_name).unlink(missing_ok=True)
 
 
-def _summed_up(path: Path) -> set[Place]:
+def _summed_up(path: Path) -> frozenset[Place]:
     """The ranks that the run's summary stands for; none if it must be made again."""
-    name = path / SUMMARY.compacted_name
-    with contextlib.suppress(FileNotFoundError, StoreError), name.open("rb") as source:
-        return _listed(read_footer(source, SUMMARY, str(name)))
-    return set()
-
-
-def _read_summaries(path: Path, places: Iterable[Place]) -> dict[Place, SummaryTable]:
-    """The summary of each rank that has one, from its own file or else from the run's."""
-    known = _read_run_summary(path)
-    for place in places:
-        own = _read_rank_summary(path, *place)
-        if own is not None:
-            known[place] = own
-    return known
-
-
-def _read_run_summary(path: Path) -> dict[Place, SummaryTable]:
-    """The run's summary, rank by rank; empty if it must be made again."""
-    name = path / SUMMARY.compacted_name
-    with contextlib.suppress(FileNotFoundError, StoreError), name.open("rb") as source:
-        contents = read_compacted(source, SUMMARY, str(name))
-        table = contents.table
-        keys = _sort_key(table.attempt.astype(np.int64), table.rank)
-        return {
-            place: _rows_of(table, keys, _sort_key(*place)) for place in _listed(contents.details)
-        }
-    return {}
-
-
-def _sort_key(attempt: Any, rank: Any) -> Any:
-    """A number that orders places as the run's summary does; also for arrays."""
-    return (attempt << 32) | rank
-
-
-def _rows_of(table: SummaryTable, keys: NDArray[np.int64], key: int) -> SummaryTable:
-    first, after = np.searchsorted(keys, [key, key + 1])
-    return table.where(np.arange(first, after))
-
-
-def _listed(footer: Mapping[str, Any]) -> set[Place]:
-    if footer.get("reduction") != REDUCTION_VERSION:
-        return set()
-    return {(int(attempt), rank) for attempt, ranks in footer["ranks"].items() for rank in ranks}
+    with contextlib.suppress(StoreError):
+        return summed_up(LocalFiles(path))
+    return frozenset()
 
 
 def _check_size(path: Path, attempt: int, rank: int, max_bytes: int | None) -> None:
@@ -275,25 +239,21 @@ def _check_size(path: Path, attempt: int, rank: int, max_bytes: int | None) -> N
         )
 
 
-def _write_rank_summary(path: Path, attempt: int, rank: int) -> None:
-    events = read_table(LocalFiles(path), _inner(attempt, rank), EVENTS).table
-    write_compacted(
-        rank_folder(path, attempt, rank) / SUMMARY.compacted_name,
-        SUMMARY,
-        reduce_rank(events, rank=rank, attempt=attempt),
-        covered_rows=0,
-        details={"reduction": REDUCTION_VERSION},
+def _summarise(path: Path, place: Place, memory_from: str) -> None:
+    """Write the rank's summary, unless there is a current one."""
+    files, folder = LocalFiles(path), folder_of(place)
+    with contextlib.suppress(StoreError):
+        if has_rank_summary(files, place):
+            return
+    attempt, rank = place
+    rows = summarise_rank(
+        read_table(files, folder, EVENTS).table,
+        read_table(files, folder, MEMORY).table,
+        memory_from=memory_from,
+        rank=rank,
+        attempt=attempt,
     )
-
-
-def _read_rank_summary(path: Path, attempt: int, rank: int) -> SummaryTable | None:
-    """The rank's summary; None if there is none, or one that must be made again."""
-    name = rank_folder(path, attempt, rank) / SUMMARY.compacted_name
-    with contextlib.suppress(FileNotFoundError, StoreError), name.open("rb") as source:
-        contents = read_compacted(source, SUMMARY, str(name))
-        if contents.details.get("reduction") == REDUCTION_VERSION:
-            return contents.table
-    return None
+    write_rank_summary(rank_folder(path, attempt, rank), rows)
 
 
 def _count_rows(path: Path, file: TableFile[TableT]) -> int:
@@ -323,10 +283,6 @@ def _rank_places(path: Path) -> list[Place]:
         for attempt in attempt_numbers(files.folders(""))
         for rank in rank_numbers(files.folders(attempt_name(attempt)))
     ]
-
-
-def _inner(attempt: int, rank: int) -> str:
-    return f"{attempt_name(attempt)}/{rank_name(rank)}"
 
 
 def _size_of_streams(folder: Path) -> int:

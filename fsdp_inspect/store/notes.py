@@ -1,13 +1,24 @@
 """What is missing or odd in this run? One sentence each."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 
+from fsdp_inspect.errors import StoreError
 from fsdp_inspect.store.schema import TableT
 from fsdp_inspect.store.streams import StreamContents
 from fsdp_inspect.trace.run import RankRecord, RunStatus
 
 _MAX_PROBLEMS = 10
+
+
+@contextmanager
+def noting(found: dict[str, None]) -> Iterator[None]:
+    """Turn a damaged file into a note, so that the rest of the run stays usable."""
+    try:
+        yield
+    except StoreError as error:
+        found[str(error)] = None
 
 
 def describe_ranks(numbers: Sequence[int]) -> str:

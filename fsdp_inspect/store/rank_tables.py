@@ -69,6 +69,7 @@ def read_compacted_table(
     file: TableFile[TableT],
     *,
     steps: Collection[int] | None = None,
+    kinds: Collection[int] | None = None,
 ) -> CompactedContents[TableT] | None:
     """Only the compacted file of a table; None if there is none.
 
@@ -77,6 +78,7 @@ def read_compacted_table(
         folder: The folder in it; empty for the run folder itself.
         file: Which table.
         steps: Row groups without these steps may be left out.
+        kinds: Likewise, where the file lists the kinds of its row groups.
 
     Raises:
         CorruptFileError: The file is damaged or foreign.
@@ -87,7 +89,7 @@ def read_compacted_table(
     if source is None:
         return None
     with source:
-        return read_compacted(source, file, _label(files, name), steps=steps)
+        return read_compacted(source, file, _label(files, name), steps=steps, kinds=kinds)
 
 
 def _label(files: RunFiles, name: str) -> str:

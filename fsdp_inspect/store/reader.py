@@ -4,14 +4,13 @@ Opening reads `run.json`; the ranks' records are read when first needed, tables 
 run that is still being written gives what is there now; open it again to see more.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from fsdp_inspect.errors import IncompleteRunError, NotARunError, StoreError
+from fsdp_inspect.errors import IncompleteRunError, NotARunError
 from fsdp_inspect.store.files import RunFiles, open_files
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.liveness import is_alive, last_sign_unix_ns
@@ -21,8 +20,9 @@ from fsdp_inspect.store.notes import (
     note_losses,
     note_missing,
     note_stream,
+    noting,
 )
-from fsdp_inspect.store.rank_tables import read_compacted_table, read_table
+from fsdp_inspect.store.rank_tables import read_table
 from fsdp_inspect.store.records import decode_record
 from fsdp_inspect.store.salvage import NOTE as NO_MANIFEST_NOTE
 from fsdp_inspect.store.salvage import describe_run, describe_units
@@ -32,9 +32,7 @@ from fsdp_inspect.store.schema import (
     MANIFEST_FILE,
     MEMORY,
     RANK_FILE,
-    REDUCTION_VERSION,
     SCALARS,
-    SUMMARY,
     TableFile,
     TableT,
     attempt_name,
@@ -42,9 +40,9 @@ from fsdp_inspect.store.schema import (
     rank_name,
     rank_numbers,
 )
-from fsdp_inspect.trace.reduction import reduce_rank
+from fsdp_inspect.store.summary_reader import SummaryReader
+from fsdp_inspect.trace.rank_summary import summarise_rank
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
-from fsdp_inspect.trace.steps import limit_summary
 from fsdp_inspect.trace.tables import (
     DeviceTable,
     EventTable,
@@ -190,50 +188,41 @@ class StoredRun:
     ) -> SummaryTable:
         """The run in small, by rank and step; of some ranks and kinds only, where given.
 
-        The run's own summary file if it is up to date, else those of the ranks, else computed
-        from the events. A rank whose files are damaged has no rows, and a note says so.
+        Rows of whole steps (`trace.rank_summary.WHOLE_STEP_KINDS`) of all ranks lie in one file;
+        rows of units are read rank by rank, so ask for all ranks only if you need them all. What
+        has no current file is computed from the tables. A rank whose files are damaged has no
+        rows, and a note says so.
         """
-        return limit_summary(self._summary, ranks=ranks, kinds=kinds)
+        return self._summary.rows(ranks, kinds)
 
     @cached_property
-    def _summary(self) -> SummaryTable:
-        whole, covered = self._read_run_summary()
-        others = (self._summarise_rank(rank) for rank in self._records if rank not in covered)
-        parts = [part for part in others if part is not None]
-        if not parts:
-            return whole
-        joined = SummaryTable.concat([whole, *parts])
-        return joined.where(np.argsort(joined.rank, kind="stable"))
+    def _summary(self) -> SummaryReader:
+        return SummaryReader(
+            self._files,
+            self.attempt,
+            self._rank_numbers,
+            running={r.rank for r in self.ranks if r.status is RunStatus.RUNNING},
+            found=self._found,
+            summarise=self._summarise_rank,
+        )
 
-    def _read_run_summary(self) -> tuple[SummaryTable, set[int]]:
-        """The rows of the run's summary file, and the ranks that they stand for."""
-        with _noting(self._found):
-            contents = read_compacted_table(self._files, "", SUMMARY)
-            if contents and contents.details.get("reduction") == REDUCTION_VERSION:
-                table = contents.table
-                listed = set(contents.details["ranks"].get(str(self.attempt), []))
-                running = {r.rank for r in self.ranks if r.status is RunStatus.RUNNING}
-                covered = listed & set(self._records) - running
-                mine = table.attempt == self.attempt
-                if covered != listed:
-                    mine &= np.isin(table.rank, list(covered))
-                return table if mine.all() else table.where(mine), covered
-        return SummaryTable.empty(), set()
-
-    def _summarise_rank(self, rank: int) -> SummaryTable | None:
-        with _noting(self._found):
-            folder = self._folder(rank)
-            if not self._files.exists(f"{folder}/{EVENTS.live_name}"):
-                contents = read_compacted_table(self._files, folder, SUMMARY)
-                if contents and contents.details.get("reduction") == REDUCTION_VERSION:
-                    return contents.table
-            return reduce_rank(self.events(rank), rank=rank, attempt=self.attempt)
-        return None
+    def _summarise_rank(self, rank: int) -> SummaryTable:
+        """The rank's part of the summary from its tables; damaged memory samples are noted."""
+        record, memory = self._records[rank], MemoryTable.empty()
+        with noting(self._found):
+            memory = self.memory(rank)
+        return summarise_rank(
+            self.events(rank),
+            memory,
+            memory_from=record.memory_from if record else "",
+            rank=rank,
+            attempt=self.attempt,
+        )
 
     def _read(
         self, rank: int, file: TableFile[TableT], steps: Collection[int] | None = None
     ) -> TableT:
-        if rank not in self._records:
+        if rank not in self._rank_numbers:
             raise IncompleteRunError(self._describe_missing_rank(rank))
         recorded = read_table(self._files, self._folder(rank), file, steps=steps)
         if recorded.stream is None:
@@ -252,14 +241,19 @@ class StoredRun:
     @cached_property
     def _records(self) -> dict[int, RankRecord | None]:
         """The record of every rank that has a folder, by rank; None where it is damaged."""
-        return _read_records(self._files, self.attempt, self._found)
+        return _read_records(self._files, self.attempt, self._rank_numbers, self._found)
+
+    @cached_property
+    def _rank_numbers(self) -> Sequence[int]:
+        """The ranks that have a folder, ascending."""
+        return _list_ranks(self._files, self.attempt)
 
     @property
     def _missing_ranks(self) -> list[int]:
         if self._manifest.source == "emulated":
             return []
         expected = range(self._manifest.world_size)
-        return [rank for rank in expected if rank not in self._records]
+        return sorted({*expected}.difference(self._rank_numbers))
 
     @cached_property
     def _standing_notes(self) -> list[str]:
@@ -279,17 +273,20 @@ class StoredRun:
     def _describe_missing_rank(self, rank: int) -> str:
         return (
             f"Run {self.path!r} holds nothing of rank {rank}. It holds "
-            f"{describe_numbers(self._records)} of world size {self._manifest.world_size} in "
+            f"{describe_numbers(self._rank_numbers)} of world size {self._manifest.world_size} in "
             f"attempt {self.attempt}. Copy {self._folder(rank)} here from the node where the rank "
             "ran, or ask for a rank that is here."
         )
 
 
+def _list_ranks(files: RunFiles, attempt: int) -> list[int]:
+    return rank_numbers(files.folders(attempt_name(attempt)))
+
+
 def _read_records(
-    files: RunFiles, attempt: int, found: dict[str, None]
+    files: RunFiles, attempt: int, numbers: Sequence[int], found: dict[str, None]
 ) -> dict[int, RankRecord | None]:
-    """The ranks of an attempt; what is wrong with a record goes to `found`."""
-    numbers = rank_numbers(files.folders(attempt_name(attempt)))
+    """The records of these ranks; what is wrong with one goes to `found`."""
     folders = [f"{attempt_name(attempt)}/{rank_name(rank)}" for rank in numbers]
     encoded = files.read_many([f"{folder}/{RANK_FILE}" for folder in folders])
     records: dict[int, RankRecord | None] = dict.fromkeys(numbers)
@@ -298,7 +295,7 @@ def _read_records(
             note = f"Rank {rank} has no {RANK_FILE}: its clock and its end are unknown."
             found[note] = None
             continue
-        with _noting(found):
+        with noting(found):
             records[rank] = _read_record(files, folder, content)
     return records
 
@@ -313,13 +310,14 @@ def _read_record(files: RunFiles, folder: str, encoded: bytes) -> RankRecord:
 
 def _open_without_manifest(files: RunFiles, attempts: Sequence[int], attempt: int) -> StoredRun:
     """A part of a run: some ranks, without the manifest that rank 0 wrote elsewhere."""
-    records = _read_records(files, attempt, {})
+    records = _read_records(files, attempt, _list_ranks(files, attempt), {})
     known = [record for record in records.values() if record is not None]
     if not known:
         raise NotARunError(_describe_no_run(files.label))
     manifest = describe_run(files.label.rstrip("/").rsplit("/", 1)[-1], known)
     nameless = StoredRun(files, manifest, attempts=attempts, attempt=attempt)
-    units = describe_units(nameless.summary())
+    summaries = (nameless.summary(ranks=[record.rank]) for record in known)
+    units = describe_units(next(filter(len, summaries), SummaryTable.empty()))
     return StoredRun(
         files,
         manifest.model_copy(update={"units": units}),
@@ -327,15 +325,6 @@ def _open_without_manifest(files: RunFiles, attempts: Sequence[int], attempt: in
         attempt=attempt,
         notes=[NO_MANIFEST_NOTE],
     )
-
-
-@contextmanager
-def _noting(found: dict[str, None]) -> Iterator[None]:
-    """Turn a damaged file into a note, so that the rest of the run stays usable."""
-    try:
-        yield
-    except StoreError as error:
-        found[str(error)] = None
 
 
 def _describe_no_run(path: str | Path) -> str:

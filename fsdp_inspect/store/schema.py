@@ -8,7 +8,8 @@ that an earlier attempt wrote::
     <run>/
       run.json                        the run as a whole; written before any event, and again when
                                       more is known (process groups)
-      summary.parquet                 all ranks of all attempts in small; only after compaction
+      summary.parquet                 the steps of all ranks of all attempts in small; only after
+                                      compaction
       attempt-000/                    three digits or more, from 0
         rank-00000/                   five digits or more, the global rank
           rank.json                   one rank of one attempt; rewritten now and then
@@ -16,8 +17,7 @@ that an earlier attempt wrote::
           events.parquet              after compaction: the same rows, sorted
           memory.arrows, memory.parquet, device.arrows, device.parquet,
           scalars.arrows, scalars.parquet
-          summary.parquet             this rank in small; only after compaction, and only until
-                                      the run's own summary stands for it
+          summary.parquet             this rank in small; only after compaction
 
 A table that was not recorded has no file. Names with `.tmp-` in them are unfinished writes, perhaps
 of a process that died: ignore them. A folder may lack ranks (they ran on nodes whose disk is
@@ -45,7 +45,7 @@ events   `trace.tables.EventTable`    something with a duration                 
 memory   `trace.tables.MemoryTable`   a reading of the memory counters             `time_ns`
 device   `trace.tables.DeviceTable`   a sample of the machine                      `time_ns`
 scalars  `trace.tables.ScalarTable`   a number that the training loop logged       `time_ns`
-summary  `trace.tables.SummaryTable`  sums of a rank, step, unit, phase and kind   rank, step
+summary  `trace.tables.SummaryTable`  sums of a rank, step, unit, phase and kind   see below
 ======== ============================ ============================================ ===============
 
 Rows that tie keep the order in which they were recorded.
@@ -67,6 +67,13 @@ may be cut off anywhere (a torn tail): the batches before it are valid. A proces
 the rows since its last flush, at most `flush_interval_s` of `rank.json`; a machine that loses power
 may lose more, since nothing waits for the disk.
 
+**Summaries** hold two sorts of rows: those of a whole step of a rank (`kind` 0 and from 100 on; at
+most one row for each of these kinds in a step) and those of units (all other kinds). A rank's
+summary has the rows of whole steps first, by kind and step, and the rows of units, by step, from
+the next row group on. The run's summary has the rows of whole steps of all ranks once more, by
+attempt, kind, rank and step, and no others: 1,000 ranks of 64 units have 50 times as many rows of
+units.
+
 **Compacted files** (`.parquet`) are compressed with zstd, in row groups of at most 65,536 rows,
 with page checksums. A column named `X_minus_Y` holds X - Y, wrapping around at 64 bits, and the
 lowest 64-bit integer where X is -1 (`exposed_ns`: 0). Durations repeat where times never do, so
@@ -78,10 +85,11 @@ lowest 64-bit integer where X is -1 (`exposed_ns`: 0). Durations repeat where ti
 * `groups`: for each row group `[rows, lowest step, highest step, crc32]`, the checksum as in a
   stream but without `first_row`, over the columns as this file names and holds them;
   tables without a step have -1, -1;
-* summaries also have `reduction`: the version of the formulas that made it. A reader that knows
-  other formulas computes the summary from the events instead. The summary of the whole run also
-  has `ranks`: for each attempt (a decimal string) the list of ranks that it sums up; it is out of
-  date once ranks lie in the folder that are not listed.
+* summaries also have `kinds`: for each row group the `kind`s of its rows, ascending, and
+  `reduction`: the version of the formulas that made it. A reader that knows other formulas computes
+  the summary from events and memory samples instead. The summary of the run also has `ranks`: for
+  each attempt (a decimal string) the list of ranks that it stands for; of other ranks in the folder
+  it says nothing.
 
 The pair `fsdp_inspect_crc32` is the CRC-32 of that JSON text, in hexadecimal digits.
 
@@ -115,8 +123,10 @@ LIVE_SUFFIX = ".arrows"
 COMPACTED_SUFFIX = ".parquet"
 
 ROW_GROUP_ROWS = 65_536
-REDUCTION_VERSION = 1
-"""Raised when `trace.reduction.reduce_rank` gives other numbers for the same events."""
+REDUCTION_VERSION = 2
+"""Raised when `trace.rank_summary.summarise_rank` gives other rows for the same recording.
+
+1: sums of events. 2: memory of each step; the number of collectives on STEP rows."""
 
 STREAM_KEY = b"fsdp_inspect"
 FIRST_ROW_KEY = b"first_row"
@@ -161,6 +171,8 @@ class TableFile(Generic[TableT]):
     """Columns that are compacted as their difference to another one."""
     split_columns: tuple[str, ...] = ()
     """Columns whose bytes are compacted plane by plane, since only the low ones vary."""
+    lists_kinds: bool = False
+    """Whether the footer lists the `kind`s of each row group, so that readers may leave it out."""
 
     @property
     def live_name(self) -> str:
@@ -202,6 +214,7 @@ SUMMARY = TableFile(
         RelativeColumn("exposed_ns", "duration_ns", nothing=0),
     ),
     split_columns=("bytes", "duration_ns"),
+    lists_kinds=True,
 )
 
 RECORDED_TABLES: tuple[

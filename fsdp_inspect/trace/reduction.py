@@ -313,6 +313,7 @@ class _Row:
             kind=EventKind.STEP,
             flags=(StepFlag.HAS_BETWEEN if has_between else 0)
             | (StepFlag.MEMORY_STEP if is_memory_step else 0),
+            count=int(np.count_nonzero(collective)),
             bytes=int(np.maximum(events.bytes[collective], 0).sum()),
             duration_ns=duration_ns,
             median_ns=duration_ns,

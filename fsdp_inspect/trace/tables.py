@@ -275,9 +275,10 @@ class ScalarTable(Table):
 class SummaryTable(Table):
     """The run in small: one row per rank, step, unit, phase and kind. See `trace.reduction`.
 
-    Rows with kind STEP carry the step itself; rows with kind below 100 are sums over events;
-    kinds from 100 on are the parts of the step's breakdown (`reduction.StepPart`), which add up
-    to the step's duration exactly.
+    Rows with kind STEP carry the step itself, with the number and the bytes of its collectives
+    (those of evaluation passes are left out); the other rows with kind below 100 are sums over
+    events; kinds from 100 on are `reduction.StepPart`s: the parts of the step's breakdown, which
+    add up to the step's duration exactly, and from 130 on its memory (`memory_reduction`).
     """
 
     DTYPES: ClassVar[Mapping[str, type[np.generic]]] = {
@@ -306,7 +307,7 @@ class SummaryTable(Table):
     """On STEP rows: bits of `reduction.StepFlag`."""
     count: NDArray[np.int32]
     bytes: NDArray[np.int64]
-    """Sum of the messages; 0 where nothing travels."""
+    """Sum of the messages; 0 where nothing travels. On memory rows the amount of memory."""
     duration_ns: NDArray[np.int64]
     """Sum of the durations (may overlap each other: never a share of the step)."""
     median_ns: NDArray[np.int64]

@@ -22,7 +22,7 @@ from fsdp_inspect.trace.codes import (
     Phase,
     Stream,
 )
-from fsdp_inspect.trace.reduction import reduce_rank
+from fsdp_inspect.trace.rank_summary import summarise_rank
 from fsdp_inspect.trace.run import (
     ClockPair,
     ModelInfo,
@@ -348,7 +348,15 @@ class SyntheticRun:
         ranks: Collection[int] | None = None,
         kinds: Collection[int] | None = None,
     ) -> SummaryTable:
-        tables = [reduce_rank(events, rank=rank) for rank, events in self.tables.items()]
+        tables = [
+            summarise_rank(
+                self.tables[record.rank],
+                self.memory(record.rank),
+                memory_from=record.memory_from,
+                rank=record.rank,
+            )
+            for record in self.ranks
+        ]
         return limit_summary(SummaryTable.concat(tables), ranks=ranks, kinds=kinds)
 
 

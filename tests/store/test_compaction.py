@@ -12,22 +12,28 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fsdp_inspect.errors import NotARunError
 from fsdp_inspect.store import compaction
 from fsdp_inspect.store.compaction import compact_rank, compact_run
+from fsdp_inspect.store.files import LocalFiles
 from fsdp_inspect.store.folder import create_run, rank_folder
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.records import encode_record
-from fsdp_inspect.store.schema import EVENTS
+from fsdp_inspect.store.schema import EVENTS, MEMORY
 from fsdp_inspect.store.streams import LiveStream
+from fsdp_inspect.store.summary_files import read_rank_summary, read_run_summary
+from fsdp_inspect.trace.rank_summary import is_of_whole_step
+from fsdp_inspect.trace.reduction import StepPart
 from fsdp_inspect.trace.run import RunStatus
 from fsdp_inspect.trace.tables import EventTable, SummaryTable
 from tests.store.writing import (
     assert_same_rows,
     event_rows,
     make_manifest,
+    memory_row,
     sorted_by,
     table_of,
     write_rank,
@@ -136,12 +142,28 @@ def test_part_of_a_run_without_its_manifest_is_compacted(tmp_path: Path) -> None
     assert compact_run(tmp_path).rows == 18
 
 
-def test_ranks_keep_no_summary_of_their_own_beside_that_of_the_run(tmp_path: Path) -> None:
+def test_run_sums_up_whole_steps_and_leaves_the_units_to_the_ranks(tmp_path: Path) -> None:
     before = contents(write_run(tmp_path))
-    assert "summary.parquet" in names(rank_folder(tmp_path, 0, 1))
     compact_run(tmp_path)
-    assert "summary.parquet" not in names(rank_folder(tmp_path, 0, 1))
-    assert_same_run(tmp_path, before)
+    of_run = read_run_summary(LocalFiles(tmp_path))
+    assert of_run.places == {(0, 0), (0, 1)}
+    assert is_of_whole_step(of_run.rows).all()
+    assert (np.diff(of_run.rows.kind) >= 0).all()
+    of_rank = read_rank_summary(LocalFiles(tmp_path), (0, 1))
+    assert of_rank is not None
+    assert_same_rows(of_rank, before[1].where(before[1].rank == 1))
+
+
+def test_summary_of_a_rank_that_only_took_samples_later_is_made_again(tmp_path: Path) -> None:
+    compact_run(write_run(tmp_path, num_steps=3))
+    resumed = LiveStream(rank_folder(tmp_path, 0, 0) / "memory.arrows", MEMORY)
+    resumed.add([memory_row(number) for number in range(3)])  # these are compacted already
+    resumed.add([memory_row(3)])
+    resumed.write()
+    resumed.finish()
+    assert compact_run(tmp_path).has_run_summary
+    peaks = open_run(tmp_path).summary(ranks=[0], kinds=[StepPart.PEAK_ALLOCATED])
+    assert peaks.bytes.tolist() == [1000, 1001, 1002, 1003]
 
 
 def test_rank_that_is_copied_here_later_is_summed_up_too(tmp_path: Path) -> None:

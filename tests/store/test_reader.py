@@ -1,5 +1,6 @@
 """Opening runs: whole, running, cut short, in parts, elsewhere."""
 
+import itertools
 import os
 import shutil
 import time
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
 
 from fsdp_inspect.errors import (
@@ -19,9 +21,13 @@ from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.folder import create_run, rank_folder
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.records import encode_record
+from fsdp_inspect.store.schema import ROW_GROUP_ROWS
+from fsdp_inspect.store.summary_files import write_run_summary_file
 from fsdp_inspect.trace.codes import EventKind
-from fsdp_inspect.trace.reduction import reduce_rank
+from fsdp_inspect.trace.rank_summary import WHOLE_STEP_KINDS, is_of_whole_step, summarise_rank
+from fsdp_inspect.trace.reduction import StepPart
 from fsdp_inspect.trace.run import RunSource, RunStatus
+from fsdp_inspect.trace.steps import limit_summary
 from fsdp_inspect.trace.tables import EventTable, SummaryTable
 from tests.store.writing import (
     assert_same_rows,
@@ -70,16 +76,67 @@ def test_steps_and_kinds_limit_the_events(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compact", [False, True], ids=["live", "compacted"])
 def test_summary_is_that_of_the_events(tmp_path: Path, compact: bool) -> None:
     run = open_run(write_run(tmp_path, compact=compact))
-    expected = [reduce_rank(expected_events(3), rank=rank) for rank in (0, 1)]
+    expected = [
+        summarise_rank(run.events(rank), run.memory(rank), memory_from="", rank=rank)
+        for rank in (0, 1)
+    ]
     assert_same_rows(run.summary(), SummaryTable.concat(expected))
 
 
-def test_summary_of_the_run_needs_no_other_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", ["live", "ranks compacted", "run compacted"])
+def test_summary_of_some_ranks_and_kinds_is_a_part_of_the_whole(tmp_path: Path, state: str) -> None:
+    write_run(tmp_path, compact=state != "live")
+    if state == "run compacted":
+        compact_run(tmp_path)
+    whole = open_run(tmp_path).summary()
+    for ranks, kinds in itertools.product(
+        (None, [1], [7]), (None, [EventKind.STEP], [StepPart.OTHER, 0], [EventKind.FORWARD, 0], [])
+    ):
+        part = open_run(tmp_path).summary(ranks=ranks, kinds=kinds)
+        assert_same_rows(part, limit_summary(whole, ranks=ranks, kinds=kinds))
+
+
+def test_whole_steps_of_all_ranks_need_only_the_runs_file(tmp_path: Path) -> None:
     compact_run(write_run(tmp_path))
-    expected = open_run(tmp_path).summary()
+    whole = open_run(tmp_path).summary()
+    expected = whole.where(is_of_whole_step(whole))
     for table in tmp_path.glob("attempt-*/rank-*/*.parquet"):
         table.unlink()
+    assert_same_rows(open_run(tmp_path).summary(kinds=WHOLE_STEP_KINDS), expected)
     assert_same_rows(open_run(tmp_path).summary(), expected)
+
+
+def test_row_groups_of_other_kinds_are_not_decoded(tmp_path: Path) -> None:
+    write_large_run_summary(tmp_path, rows_of_a_kind=ROW_GROUP_ROWS)
+    raw = bytearray((tmp_path / "summary.parquet").read_bytes())
+    raw[len(raw) // 4] ^= 1  # in the row group of the first kind
+    (tmp_path / "summary.parquet").write_bytes(raw)
+    run = open_run(tmp_path)
+    assert len(run.summary(kinds=[StepPart.DATA])) == ROW_GROUP_ROWS
+    assert list(run.notes) == []
+    assert len(run.summary(kinds=[EventKind.STEP])) == 12
+    assert any(f"{tmp_path}/summary.parquet" in note for note in run.notes)
+
+
+def write_large_run_summary(path: Path, *, rows_of_a_kind: int) -> None:
+    """A run of one rank whose summary file claims many steps, of two kinds."""
+    create_run(path, make_manifest(world_size=1))
+    write_rank(path, num_steps=12).close()
+    columns = {name: np.zeros(2 * rows_of_a_kind) for name in SummaryTable.DTYPES}
+    columns["kind"][rows_of_a_kind:] = StepPart.DATA
+    columns["step"] = np.tile(np.arange(rows_of_a_kind), 2)
+    columns["duration_ns"] = np.random.default_rng(0).integers(0, 1 << 40, 2 * rows_of_a_kind)
+    write_run_summary_file(path, SummaryTable.from_columns(columns), [(0, 0)])
+
+
+def test_damaged_memory_samples_leave_the_sums_of_events(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (rank_folder(tmp_path, 0, 1) / "summary.parquet").unlink()
+    (rank_folder(tmp_path, 0, 1) / "memory.parquet").write_bytes(b"PAR1" * 100)
+    run = open_run(tmp_path)
+    assert run.summary(kinds=[EventKind.STEP]).rank.tolist() == [0, 0, 0, 1, 1, 1]
+    assert set(run.summary(kinds=[StepPart.PEAK_ALLOCATED]).rank.tolist()) == {0}
+    assert any("rank-00001/memory.parquet" in note for note in run.notes)
 
 
 def test_summary_that_lacks_a_rank_is_not_used(tmp_path: Path) -> None:
@@ -93,14 +150,14 @@ def test_summary_that_lacks_a_rank_is_not_used(tmp_path: Path) -> None:
 def test_summary_made_with_other_formulas_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdp_inspect.store.compaction.reduce_rank", _no_rows)
-    monkeypatch.setattr("fsdp_inspect.store.compaction.REDUCTION_VERSION", 0)
+    monkeypatch.setattr("fsdp_inspect.store.compaction.summarise_rank", _no_rows)
+    monkeypatch.setattr("fsdp_inspect.store.summary_files.REDUCTION_VERSION", 0)
     compact_run(write_run(tmp_path))
     monkeypatch.undo()
     assert set(open_run(tmp_path).summary().rank.tolist()) == {0, 1}
 
 
-def _no_rows(events: EventTable, *, rank: int, attempt: int) -> SummaryTable:
+def _no_rows(*tables: object, **fields: object) -> SummaryTable:
     return SummaryTable.empty()
 
 
@@ -260,7 +317,7 @@ def test_damaged_run_summary_is_noted_and_made_again_from_the_events(tmp_path: P
     compact_run(write_run(tmp_path))
     (tmp_path / "summary.parquet").write_bytes(b"not parquet")
     run = open_run(tmp_path)
-    assert set(run.summary().rank.tolist()) == {0, 1}
+    assert run.summary(kinds=[EventKind.STEP]).rank.tolist() == [0, 0, 0, 1, 1, 1]
     assert any(f"{tmp_path}/summary.parquet" in note for note in run.notes)
     assert any("Run `fsdp-inspect compact`" in note for note in run.notes)
     compact_run(tmp_path)
