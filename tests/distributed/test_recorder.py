@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fsdp_inspect import StoredRun, open_run
+from fsdp_inspect.analysis.plan_check import check_plan
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
     NO_UNIT,
@@ -132,6 +133,12 @@ def test_messages_are_as_large_as_the_manifest_says(recorded: Recorded, name: st
         assert mask.any()
         for unit, num_bytes in zip(events.unit[mask], events.bytes[mask], strict=True):
             assert num_bytes == getattr(units[unit], expected)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_collectives_are_those_that_the_plan_asks_for(recorded: Recorded, name: str) -> None:
+    check = check_plan(recorded.run(name))
+    assert check.is_consistent, (check.sentence, check.findings)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -1,0 +1,135 @@
+"""Which collectives must a unit's passes have caused? FSDP2's rules, replayed over what ran.
+
+A unit holds either its shard or all of its parameters. A forward or a backward needs all of them,
+and gathers if it holds the shard; what happens afterwards is the plan's choice:
+
+| after                     | the unit holds                                                      |
+|---------------------------|---------------------------------------------------------------------|
+| a forward                 | its shard; with `reshard_after_forward=False` all, until a backward |
+| a forward that is repeated in backward (checkpointing) | all, until its own backward            |
+| its backward              | its shard; all where it is kept between microbatches                |
+| the end of a backward pass | its shard, whether it took part or not; kept ones as above         |
+
+An integer `reshard_after_forward` leaves a shard of a smaller group: the backward gathers too.
+Prefetch moves a gather, and never adds one. A unit with trainable parameters reduces once in each
+backward pass that reaches it, unless its microbatch does not synchronise gradients: used twice, it
+has its gradients only after the last of its backwards, where autograd adds them up.
+
+Source: `_fsdp_param_group.py` (`unshard`, `post_forward`, `post_backward`) and `_fsdp_state.py`
+(`_root_post_backward_final_callback`), torch 2.13.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
+from fsdp_inspect.trace.tables import EventTable
+
+PASS_KINDS = (EventKind.FORWARD, EventKind.BACKWARD)
+"""The kinds of events that the replay needs."""
+
+StepPhase = tuple[int, int]
+"""A step, and a `Phase` in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPasses:
+    """The backward passes of one rank, each over all units; arrays by end, shape (P,)."""
+
+    step: NDArray[np.int32]
+    microbatch: NDArray[np.int16]
+    end_ns: NDArray[np.int64]
+    is_last: NDArray[np.bool_]
+    """Whether it is the last pass of its step."""
+
+    @classmethod
+    def of(cls, events: EventTable) -> Self:
+        """The passes among a rank's events: the backwards of one microbatch of one step."""
+        own = events.where((events.kind == EventKind.BACKWARD) & (events.unit != NO_UNIT))
+        order = np.lexsort((own.end_ns, own.microbatch, own.step))
+        own = own.where(order)
+        changes = (own.step[1:] != own.step[:-1]) | (own.microbatch[1:] != own.microbatch[:-1])
+        lasts = np.append(np.flatnonzero(changes), len(own) - 1) if len(own) else order
+        step = own.step[lasts]
+        is_last = np.append(step[1:] != step[:-1], True) if len(step) else np.empty(0, bool)
+        return cls(step, own.microbatch[lasts], own.end_ns[lasts], is_last)
+
+    def last_microbatch(self) -> dict[int, int]:
+        """The microbatch of the last pass of each step."""
+        lasts = self.is_last
+        return dict(zip(self.step[lasts].tolist(), self.microbatch[lasts].tolist(), strict=True))
+
+
+def count_needed_gathers(
+    own: EventTable,
+    passes: BackwardPasses,
+    *,
+    reshards: bool,
+    keeps_between: bool = False,
+    unshards_in_backward: bool = True,
+) -> Counter[StepPhase]:
+    """How many all-gathers one unit needed, by step and phase.
+
+    Args:
+        own: Forwards and backwards of the unit, evaluation included, from the run's beginning.
+        passes: The backward passes of the same rank.
+        reshards: Whether the unit gives its parameters up after forward.
+        keeps_between: Whether it keeps them from one microbatch to the next
+            (`set_reshard_after_backward(False)` until the last one).
+        unshards_in_backward: Whether its backward gathers at all.
+    """
+    resets = passes.end_ns[passes.is_last] if keeps_between else passes.end_ns
+    last_microbatch = passes.last_microbatch()
+    ordered = own.where(np.argsort(own.start_ns, kind="stable"))
+    generation = np.searchsorted(np.sort(resets), ordered.start_ns, side="right")
+    needed: Counter[StepPhase] = Counter()
+    holds_all, seen, backward_end = False, 0, -1
+    for row, resets_before in zip(_rows(ordered), generation.tolist(), strict=True):
+        step, microbatch, phase, kind, start, end = row
+        holds_all &= resets_before == seen
+        seen = resets_before
+        is_backward = kind == EventKind.BACKWARD
+        if not is_backward and phase == Phase.BACKWARD and start < backward_end:
+            continue  # repeated inside the unit's own backward, which holds the parameters
+        if not holds_all and (unshards_in_backward or not is_backward):
+            needed[step, phase] += 1
+        if is_backward:
+            backward_end = end
+            holds_all = keeps_between and microbatch != last_microbatch.get(step)
+        else:
+            holds_all = phase == Phase.BACKWARD or not reshards
+    return needed
+
+
+def count_needed_reductions(own: EventTable, reducing: set[tuple[int, int]]) -> Counter[int]:
+    """How many times one unit with trainable parameters had to reduce, by step.
+
+    Args:
+        own: Forwards and backwards of the unit.
+        reducing: Step and microbatch of every pass in which gradients are reduced.
+    """
+    backward = own.where(own.kind == EventKind.BACKWARD)
+    passes = set(zip(backward.step.tolist(), backward.microbatch.tolist(), strict=True))
+    return Counter(step for step, _ in passes & reducing)
+
+
+def passes_with(events: EventTable, kind: EventKind) -> set[tuple[int, int]]:
+    """Step and microbatch of every pass in which some unit issued a collective of that kind."""
+    own = events.where((events.kind == kind) & (events.unit != NO_UNIT))
+    return set(zip(own.step.tolist(), own.microbatch.tolist(), strict=True))
+
+
+def _rows(events: EventTable) -> list[tuple[int, int, int, int, int, int]]:
+    columns = (
+        events.step,
+        events.microbatch,
+        events.phase,
+        events.kind,
+        events.start_ns,
+        events.end_ns,
+    )
+    return list(zip(*(column.tolist() for column in columns), strict=True))
