@@ -1,8 +1,10 @@
-"""Which unit's communication makes the rank wait, and for how long?
+"""Which unit's communication makes the rank wait, for how long, and why?
 
 Exposure is attributed to the collective that is waited for, hence to the unit that owns it. Two
 collectives that are waited for at once are both charged, so the owners may add up to more than
-the step's exposed time: the step's number is the union, theirs never is.
+the step's exposed time: the step's number is the union, theirs never is. The causes of a wait are
+those of `trace.waits`. Every exposed time here is the value of a real step (its median over the
+timed steps is one of the values), and its causes are those of that step: they add up to it.
 """
 
 from dataclasses import dataclass
@@ -11,12 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventKind, Phase
-from fsdp_inspect.trace.reduction import (
-    EXPOSED_PART_CODES,
-    exposed_ns,
-    running_communication,
-)
-from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.reduction import EXPOSED_PART_CODES
+from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.statistics import median
 from fsdp_inspect.trace.steps import (
     RankSteps,
@@ -26,8 +24,10 @@ from fsdp_inspect.trace.steps import (
     timed_rank,
 )
 from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.trace.waits import NEEDED_KINDS, Cause, Waits, split_waits
 
-_REDUCTIONS = (EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
+MOST_EVIDENCE = 10
+"""How many waits are named as evidence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,50 @@ class ExposedOwner:
     """The part of `exposed_ns` that belongs to the structural floor."""
     step_ratio: float
     """Exposed time as a share of the step, 0 to 1."""
+    causes_ns: dict[str, int]
+    """By `Cause`, those above 0; they add up to `exposed_ns`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """The collective right ahead of another one in the queue of their communicator."""
+
+    fqn: str | None
+    """None: not FSDP's."""
+    kind: str
+    end_ns: int
+    """From the start of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExposedWait:
+    """One exposed wait; all times but durations count from the start of its step."""
+
+    step: int
+    microbatch: int
+    fqn: str | None
+    """Whose collective was waited for; None: not FSDP's."""
+    kind: str
+    phase: str
+    issue_ns: int
+    """When the host issued the collective."""
+    start_ns: int
+    """When the collective began on its stream."""
+    need_ns: int
+    """When the compute stream (CPU: the main thread) began to wait for it."""
+    end_ns: int
+    exposed_ns: int
+    cause: str
+    """The largest of `causes_ns`."""
+    causes_ns: dict[str, int]
+    """By `Cause`, those above 0; they add up to `exposed_ns`."""
+    ahead: Ahead | None
+    """None: nothing, in this step."""
+    bytes: int | None
+    group: int | None
+    """Index into the manifest's process groups."""
+    sequence: int | None
+    """Its number in that group: the same collective on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +112,32 @@ class Exposed:
     """Of FSDP's all-gathers in backward, which `reshard_after_forward=False` removes."""
     by_kind_ns: dict[str, int]
     """By collective: `all_gather`, `reduce_scatter`, `all_reduce`, `other`."""
+    causes_ns: dict[str, int]
+    """By `Cause`, those above 0; of a step with that exposed time, which they add up to. Empty
+    where the rank's events are missing."""
     owners: tuple[ExposedOwner, ...]
     """Every owner of communication, most exposed first."""
+    evidence: tuple[ExposedWait, ...]
+    """The longest waits of the timed steps, longest first: of each owner its longest one, of a
+    single unit simply the longest; at most `MOST_EVIDENCE`."""
 
 
-def measure_exposed(run: RunSource, *, rank: int | None = None) -> Exposed | None:
-    """How long a rank waits for communication, and whose.
+def measure_exposed(
+    run: RunSource,
+    *,
+    rank: int | None = None,
+    unit: int | None = None,
+    last_arrival_ns: NDArray[np.int64] | None = None,
+) -> Exposed | None:
+    """How long a rank waits for communication, whose, and why.
 
     Args:
         run: A recorded run.
         rank: Default the median rank.
+        unit: Index of a unit, to limit owners and evidence to; the rank's numbers stay.
+        last_arrival_ns: For each collective of the rank's timed steps (`rank_collectives`, in that
+            order) when the last rank arrived, on this rank's clock; -1 unknown. Without it no
+            wait is called a straggler's.
 
     Returns:
         None if the rank has no timed step.
@@ -88,14 +148,16 @@ def measure_exposed(run: RunSource, *, rank: int | None = None) -> Exposed | Non
     member = timed_rank(run, rank)
     if member is None:
         return None
-    floor = _find_floor(run, member)
+    events = run.events(member.rank, steps=member.steps.tolist(), kinds=sorted(NEEDED_KINDS))
+    waits = split_waits(events, last_arrival_ns=last_arrival_ns)
     exposed = median(member.exposed_ns) or 0
+    causes = _causes_in_typical_step(waits, waits.share_by_cause_ns, member.steps)
     return Exposed(
         rank=member.rank,
         step_time_ns=median(member.step_time_ns) or 0,
         communication_ns=median(member.communication_ns) or 0,
         exposed_ns=exposed,
-        floor_ns=min(_median_floor(floor, member), exposed),
+        floor_ns=causes.get(Cause.FLOOR.label, 0),
         backward_gathers_ns=_backward_gathers(member),
         by_kind_ns={
             part.label.removeprefix("exposed_"): member.median_per_step(
@@ -103,8 +165,17 @@ def measure_exposed(run: RunSource, *, rank: int | None = None) -> Exposed | Non
             )
             for part in sorted(EXPOSED_PART_CODES)
         },
-        owners=_find_owners(run, member, floor),
+        causes_ns=causes,
+        owners=_find_owners(run.manifest, member, waits, unit),
+        evidence=_Evidence(run.manifest, events, waits).collect(unit),
     )
+
+
+def rank_collectives(run: RunSource, rank: int) -> EventTable:
+    """The collectives of a rank's timed steps, in the order that `measure_exposed` means."""
+    member = timed_rank(run, rank)
+    steps = [] if member is None else member.steps.tolist()
+    return run.events(rank, steps=steps, kinds=sorted(COLLECTIVES))
 
 
 def _backward_gathers(member: RankSteps) -> int:
@@ -113,16 +184,34 @@ def _backward_gathers(member: RankSteps) -> int:
     return member.median_per_step(rows, "exposed_ns")
 
 
-def _find_owners(run: RunSource, member: RankSteps, floor: "_Floor") -> tuple[ExposedOwner, ...]:
-    fqns = {unit.index: unit.fqn for unit in run.manifest.units}
+def _causes_in_typical_step(
+    waits: Waits, by_cause_ns: NDArray[np.int64], steps: NDArray[np.int32]
+) -> dict[str, int]:
+    """The causes in the first step whose sum is the median over the steps."""
+    per_step = sum_per_step(waits.collectives.step, by_cause_ns.sum(axis=1), steps)
+    typical = steps[np.flatnonzero(per_step == median(per_step))[:1]]
+    return _by_name(by_cause_ns[np.isin(waits.collectives.step, typical)].sum(axis=0))
+
+
+def _by_name(by_cause_ns: NDArray[np.int64]) -> dict[str, int]:
+    return {cause.label: int(by_cause_ns[cause]) for cause in Cause if by_cause_ns[cause]}
+
+
+def _find_owners(
+    manifest: RunManifest, member: RankSteps, waits: Waits, only_unit: int | None
+) -> tuple[ExposedOwner, ...]:
+    fqns = {unit.index: unit.fqn for unit in manifest.units}
     step_time = median(member.step_time_ns) or 0
     rows = collective_rows(member.rows)
     keys = zip(rows.unit.tolist(), rows.phase.tolist(), rows.kind.tolist(), strict=True)
     owners = []
     for unit, phase, kind in sorted(set(keys)):
+        if only_unit is not None and unit != only_unit:
+            continue
         own = rows.where((rows.unit == unit) & (rows.phase == phase) & (rows.kind == kind))
+        owned = waits.where(_is_owned(waits.collectives, unit, phase, kind))
         exposed = member.median_per_step(own, "exposed_ns")
-        owned_floor = _median_floor(floor.of_owner(unit, phase, kind), member)
+        causes = _causes_in_typical_step(owned, owned.by_cause_ns, member.steps)
         owners.append(
             ExposedOwner(
                 unit=unit,
@@ -132,58 +221,81 @@ def _find_owners(run: RunSource, member: RankSteps, floor: "_Floor") -> tuple[Ex
                 count_per_step=member.median_per_step(own, "count"),
                 duration_ns=member.median_per_step(own, "duration_ns"),
                 exposed_ns=exposed,
-                floor_ns=min(owned_floor, exposed),
+                floor_ns=causes.get(Cause.FLOOR.label, 0),
                 step_ratio=exposed / step_time if step_time else 0.0,
+                causes_ns=causes,
             )
         )
     return tuple(sorted(owners, key=lambda owner: -owner.exposed_ns))
 
 
-@dataclass(frozen=True, slots=True)
-class _Floor:
-    """The collectives of the structural floor, and how long each was exposed."""
-
-    events: EventTable
-    exposed_ns: NDArray[np.int64]
-
-    def of_owner(self, unit: int, phase: int, kind: int) -> "_Floor":
-        events = self.events
-        own = (events.unit == unit) & (events.phase == phase) & (events.kind == kind)
-        return _Floor(events.where(own), self.exposed_ns[own])
-
-
-def _median_floor(floor: _Floor, member: RankSteps) -> int:
-    return median(sum_per_step(floor.events.step, floor.exposed_ns, member.steps)) or 0
-
-
-def _find_floor(run: RunSource, member: RankSteps) -> _Floor:
-    """The structural floor of every timed step.
-
-    A forward cannot begin before its first gather has ended, nor a step end before its last
-    reduction (under HSDP its all-reduce) has.
-    """
-    kinds = [*COLLECTIVES, EventKind.COMPUTE]
-    events = run.events(member.rank, steps=member.steps.tolist(), kinds=kinds)
-    exposed = np.zeros(len(events), dtype=np.int64)
-    floor = np.zeros(len(events), dtype=bool)
-    for step in member.steps:
-        inside = np.flatnonzero(events.step == step)
-        of_step = events.where(inside)
-        exposed[inside] = exposed_ns(of_step, running_communication(of_step))
-        for microbatch in np.unique(of_step.microbatch):
-            floor[inside[_floor_positions(of_step, microbatch)]] = True
-    return _Floor(events.where(floor), exposed[floor])
-
-
-def _floor_positions(events: EventTable, microbatch: int) -> list[int]:
-    """Positions of a microbatch's first gather in forward and last reduction in backward."""
-    own = (events.microbatch == microbatch) & (events.unit != NO_UNIT)
-    gathers = np.flatnonzero(
-        own & (events.kind == EventKind.ALL_GATHER) & (events.phase == Phase.FORWARD)
+def _is_owned(events: EventTable, unit: int, phase: int, kind: int) -> NDArray[np.bool_]:
+    is_owned: NDArray[np.bool_] = (
+        (events.unit == unit) & (events.phase == phase) & (events.kind == kind)
     )
-    reductions = np.flatnonzero(
-        own & np.isin(events.kind, _REDUCTIONS) & (events.phase == Phase.BACKWARD)
-    )
-    first = gathers[np.argsort(events.end_ns[gathers], kind="stable")[:1]]
-    last = reductions[np.argsort(events.end_ns[reductions], kind="stable")[-1:]]
-    return [*first.tolist(), *last.tolist()]
+    return is_owned
+
+
+class _Evidence:
+    """Finds and describes the longest waits."""
+
+    def __init__(self, manifest: RunManifest, events: EventTable, waits: Waits) -> None:
+        self._fqns = {unit.index: unit.fqn for unit in manifest.units}
+        self._waits = waits
+        steps = events.where(events.kind == EventKind.STEP)
+        self._begins = dict(zip(steps.step.tolist(), steps.start_ns.tolist(), strict=True))
+
+    def collect(self, unit: int | None) -> tuple[ExposedWait, ...]:
+        """The longest waits of a unit, or of every owner its longest one."""
+        collectives, exposed = self._waits.collectives, self._waits.exposed_ns
+        is_candidate = (exposed > 0) & (collectives.phase != Phase.EVALUATION)
+        if unit is not None:
+            is_candidate &= collectives.unit == unit
+        positions = np.flatnonzero(is_candidate)
+        positions = positions[np.argsort(-exposed[positions], kind="stable")]
+        if unit is None:
+            columns = (collectives.unit, collectives.phase, collectives.kind)
+            owners = np.stack([column[positions].astype(np.int64) for column in columns], axis=1)
+            firsts = np.unique(owners, axis=0, return_index=True)[1]
+            positions = positions[np.sort(firsts)]
+        return tuple(self._describe(one) for one in positions[:MOST_EVIDENCE].tolist())
+
+    def _describe(self, position: int) -> ExposedWait:
+        waits = self._waits
+        row = {name: int(column[position]) for name, column in self._columns().items()}
+        begin = self._begins[row["step"]]
+        causes = _by_name(waits.by_cause_ns[position])
+        ahead = int(waits.ahead[position])
+        return ExposedWait(
+            step=row["step"],
+            microbatch=row["microbatch"],
+            fqn=self._fqns.get(row["unit"]),
+            kind=EventKind(row["kind"]).label,
+            phase=Phase(row["phase"]).label,
+            issue_ns=row["issue_ns"] - begin,
+            start_ns=row["start_ns"] - begin,
+            need_ns=int(waits.begin_ns[position]) - begin,
+            end_ns=row["end_ns"] - begin,
+            exposed_ns=int(waits.exposed_ns[position]),
+            cause=max(causes, key=lambda cause: causes[cause]),
+            causes_ns=causes,
+            ahead=None if ahead < 0 else self._describe_ahead(ahead, begin),
+            bytes=_known(row["bytes"]),
+            group=_known(row["group"]),
+            sequence=_known(row["sequence"]),
+        )
+
+    def _describe_ahead(self, position: int, begin: int) -> Ahead:
+        columns = self._columns()
+        return Ahead(
+            fqn=self._fqns.get(int(columns["unit"][position])),
+            kind=EventKind(int(columns["kind"][position])).label,
+            end_ns=int(columns["end_ns"][position]) - begin,
+        )
+
+    def _columns(self) -> dict[str, NDArray[np.generic]]:
+        return self._waits.collectives.columns()
+
+
+def _known(value: int) -> int | None:
+    return None if value < 0 else value

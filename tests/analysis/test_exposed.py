@@ -1,8 +1,9 @@
+import numpy as np
 import pytest
 
-from fsdp_inspect.analysis.exposed import measure_exposed
+from fsdp_inspect.analysis.exposed import MOST_EVIDENCE, measure_exposed, rank_collectives
 from fsdp_inspect.errors import IncompleteRunError
-from fsdp_inspect.trace.codes import Phase
+from fsdp_inspect.trace.codes import EventKind, Phase
 from tests.builders import STEADY_FLOOR_NS, RunBuilder, steady_run
 
 BACKWARD = Phase.BACKWARD
@@ -96,3 +97,77 @@ def test_a_rank_without_a_timed_step_has_no_exposure():
 def test_a_rank_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(IncompleteRunError, match=r"nothing of rank 9.*the ranks 0-3\. Choose"):
         measure_exposed(steady_run(world_size=4), rank=9)
+
+
+def test_the_causes_of_the_rank_and_of_each_owner_add_up():
+    exposed = measure_exposed(steady_run())
+    assert exposed.causes_ns == {"floor": 150, "late_issue": 40, "bandwidth": 60}
+    causes = {(owner.fqn, owner.kind, owner.phase): owner.causes_ns for owner in exposed.owners}
+    assert causes["layers.1", "all_gather", "forward"] == {"late_issue": 10, "bandwidth": 40}
+    assert causes["layers.1", "all_gather", "backward"] == {"late_issue": 30}
+    assert causes["layers.1", "reduce_scatter", "backward"] == {}
+
+
+def test_the_causes_are_those_of_a_step_with_the_median_exposed_time():
+    builder = RunBuilder(world_size=1)
+    rank = builder.rank(0)
+    for step, (waited, issued) in enumerate(((30, 5), (10, 40), (20, 12))):
+        begin = 100 * step
+        rank.step(step, begin, begin + 100)
+        rank.all_gather("layers.0", begin, begin + 5, need=begin + 5)
+        need, issue_ns = begin + 80 - waited, begin + issued
+        rank.all_gather("layers.1", begin + 40, begin + 80, need=need, issue_ns=issue_ns)
+    exposed = measure_exposed(builder.build())
+    assert exposed.exposed_ns == exposed.owners[0].exposed_ns == 20
+    assert exposed.causes_ns == {"late_issue": 7, "bandwidth": 13}
+    assert exposed.owners[0].causes_ns == {"late_issue": 7, "bandwidth": 13}
+
+
+def test_evidence_is_the_longest_wait_of_each_owner_with_its_place_in_the_step():
+    evidence = measure_exposed(steady_run()).evidence
+    assert [wait.exposed_ns for wait in evidence] == [100, 50, 50, 30, 20]
+    gather = evidence[2]
+    assert (gather.step, gather.fqn, gather.kind, gather.phase) == (
+        1,
+        "layers.1",
+        "all_gather",
+        "forward",
+    )
+    assert (gather.issue_ns, gather.start_ns, gather.need_ns, gather.end_ns) == (110, 110, 210, 260)
+    assert (gather.cause, gather.bytes, gather.group, gather.sequence) == ("bandwidth", 64, 0, None)
+    assert (gather.ahead.fqn, gather.ahead.kind, gather.ahead.end_ns) == (
+        "layers.0",
+        "all_gather",
+        100,
+    )
+
+
+def test_of_one_unit_every_wait_is_evidence_and_the_rank_stays_whole():
+    exposed = measure_exposed(steady_run(), unit=1)
+    assert {owner.fqn for owner in exposed.owners} == {"layers.1"}
+    assert [(wait.step, wait.exposed_ns) for wait in exposed.evidence] == [
+        (1, 50),
+        (2, 50),
+        (3, 50),
+        (1, 30),
+        (2, 30),
+        (3, 30),
+    ]
+    assert exposed.exposed_ns == 250
+
+
+def test_evidence_is_limited():
+    builder, rank = one_step()
+    for number in range(30):
+        rank.all_gather("layers.0", number, number + 1, need=number)
+    assert len(measure_exposed(builder.build(), unit=0).evidence) == MOST_EVIDENCE
+
+
+def test_arrivals_of_the_last_rank_name_stragglers():
+    run = steady_run()
+    collectives = rank_collectives(run, 0)
+    arrivals = np.where(collectives.kind == EventKind.REDUCE_SCATTER, collectives.end_ns - 30, -1)
+    exposed = measure_exposed(run, rank=0, last_arrival_ns=arrivals)
+    assert exposed.causes_ns["straggler"] == 70
+    assert exposed.owners[0].causes_ns == {"straggler": 70, "floor": 30}
+    assert exposed.floor_ns == 80

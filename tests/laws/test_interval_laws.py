@@ -60,3 +60,14 @@ def test_covered_time_is_the_number_of_shared_moments(pairs, queries):
     covered = intervals(pairs).covered_ns(*map(list, zip(*queries, strict=True)))
     expected = [len(moments(pairs) & set(range(low, high))) for low, high in queries]
     assert covered.tolist() == expected
+
+
+@given(PAIRS, TIMES)
+def test_splitting_an_interval_in_two_changes_no_union(pairs, cut):
+    halves = [
+        half
+        for low, high in pairs
+        for half in ([(low, cut), (cut, high)] if low <= cut <= high else [(low, high)])
+    ]
+    assert members(intervals(halves)) == members(intervals(pairs))
+    assert intervals(halves).duration_ns == intervals(pairs).duration_ns

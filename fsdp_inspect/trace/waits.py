@@ -1,0 +1,308 @@
+"""Why does a rank wait for a collective? Each exposed wait, split by cause to the nanosecond.
+
+The wait for a collective is exposed as `trace.reduction` defines it. It is split, not labelled:
+the causes of one collective add up to its exposed time exactly. With
+
+    from      when the compute stream began to wait (kernel traces: the collective's start)
+    ready     when the collective could have begun as far as its stream is concerned: a reduction
+              when its gradients are complete, an all-gather when the step has begun and the
+              copy-outs have run that torch makes its stream wait for
+    ahead     the end of the previous collective on that communicator
+    turn      the later of its start and `ahead`: from then on its own bytes travel
+    earliest  the later of `ready` and `ahead` (DESIGN section 4)
+
+the causes claim in this order, each from what is left:
+
+1. serialized: before its turn, while a collective ahead of it runs. And of the transfer, as much
+   as it stood behind a collective of *another* stream (an all-gather behind a reduce-scatter that
+   shares its communicator, RULES R25): without it the wait would have ended that much earlier.
+   Behind one of its own stream is the stream's order, hence no such delay;
+2. straggler: from its turn to the arrival of the last rank, where clocks are aligned;
+3. floor: the rest, if it is the first-completed all-gather of a forward or the last-completed
+   reduction of a backward (under HSDP an all-reduce): no compute lies beside it;
+4. blocking: the rest, if the collective blocked the host (gloo unless asked otherwise);
+5. late issue: min(rest, issue - earliest), with `from` in the place of `issue` where the host
+   issued after the wait had begun: what it lost after that is host-bound idle, no exposure;
+6. bandwidth: the rest.
+
+Where it is not known what a collective depended on (one that FSDP did not issue), no part of it
+is late.
+
+Source: what all-gathers depend on: `FSDPParamGroup.wait_for_unshard`, torch 2.13: in forward the
+all-gather streams wait for the copy-out before the last one, in backward for the last one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.trace.codes import (
+    COLLECTIVES,
+    NO_UNIT,
+    EventFlag,
+    EventKind,
+    Method,
+    NamedCode,
+    Phase,
+    Stream,
+)
+from fsdp_inspect.trace.communicators import Queue, queue_up
+from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.reduction import exposing, running_communication, waited_since
+from fsdp_inspect.trace.tables import EventTable
+
+_Int64 = NDArray[np.int64]
+
+
+class Cause(NamedCode):
+    """Why a rank waits, in the order in which the causes claim their part."""
+
+    SERIALIZED = 0
+    STRAGGLER = 1
+    FLOOR = 2
+    BLOCKING = 3
+    LATE_ISSUE = 4
+    BANDWIDTH = 5
+
+
+NEEDED_KINDS = frozenset(
+    {
+        *COLLECTIVES,
+        EventKind.STEP,
+        EventKind.BETWEEN_STEPS,
+        EventKind.BACKWARD,
+        EventKind.ALL_GATHER_COPY_OUT,
+        EventKind.COMPUTE,
+    }
+)
+"""The kinds of events that `split_waits` looks at."""
+
+_REDUCTIONS = (EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
+_CAUSES_OF_REDUCTIONS = (
+    (EventKind.REDUCE_SCATTER, EventKind.BACKWARD),
+    (EventKind.ALL_REDUCE, EventKind.REDUCE_SCATTER),
+)
+"""What the input of a unit's reduction comes from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Every collective of some steps of one rank, and what its wait is made of; n collectives."""
+
+    collectives: EventTable
+    """In the order of the given events."""
+    begin_ns: _Int64
+    """Shape (n,). When the wait began; the collective's end where nobody waited."""
+    exposed_ns: _Int64
+    """Shape (n,). Two collectives that are waited for at once are both charged."""
+    by_cause_ns: _Int64
+    """Shape (n, len(Cause)); the sum of a row is its exposed time."""
+    share_by_cause_ns: _Int64
+    """Shape (n, len(Cause)). As `by_cause_ns`, with every instant charged once, to the wait that
+    began first: what the rows of a step add up to is the exposed time of the step."""
+    ahead: _Int64
+    """Shape (n,). Position of the collective ahead in the communicator's queue; -1: none."""
+    turn_ns: _Int64
+    """Shape (n,). From when on its own bytes travelled."""
+
+    def where(self, mask: NDArray[np.generic]) -> "Waits":
+        """The collectives that a mask or an index array selects; `ahead` keeps its meaning."""
+        return Waits(
+            collectives=self.collectives.where(mask),
+            begin_ns=self.begin_ns[mask],
+            exposed_ns=self.exposed_ns[mask],
+            by_cause_ns=self.by_cause_ns[mask],
+            share_by_cause_ns=self.share_by_cause_ns[mask],
+            ahead=self.ahead[mask],
+            turn_ns=self.turn_ns[mask],
+        )
+
+
+def split_waits(events: EventTable, *, last_arrival_ns: _Int64 | None = None) -> Waits:
+    """Split the exposed wait for every collective by cause.
+
+    Args:
+        events: All events of some finished steps of one rank, at least those of `NEEDED_KINDS`.
+        last_arrival_ns: For each collective among the events, in their order, when the last rank
+            of its group arrived, on this rank's clock; -1 where it is not known. Without it no
+            wait is called a straggler's.
+
+    Returns:
+        The waits of the collectives among the events, in their order.
+    """
+    positions = np.flatnonzero(np.isin(events.kind, list(COLLECTIVES)))
+    arrivals = np.full(len(positions), -1, dtype=np.int64)
+    if last_arrival_ns is not None:
+        arrivals = last_arrival_ns
+    waits = _blank(events.where(positions))
+    for step in np.unique(events.step):
+        own = np.flatnonzero(waits.collectives.step == step)
+        of_step = _Step.of(events.where(events.step == step), arrivals[own])
+        waits.begin_ns[own] = of_step.begin_ns
+        waits.by_cause_ns[own] = of_step.split(of_step.begin_ns)
+        waits.share_by_cause_ns[own] = of_step.split(of_step.share_begins())
+        ahead = of_step.queue.ahead
+        waits.ahead[own] = np.where(ahead < 0, -1, own[ahead] if len(own) else ahead)
+        waits.turn_ns[own] = of_step.queue.turn_ns
+    waits.exposed_ns[:] = waits.by_cause_ns.sum(axis=1)
+    return waits
+
+
+def _blank(collectives: EventTable) -> Waits:
+    n = len(collectives)
+    return Waits(
+        collectives=collectives,
+        begin_ns=np.zeros(n, dtype=np.int64),
+        exposed_ns=np.zeros(n, dtype=np.int64),
+        by_cause_ns=np.zeros((n, len(Cause)), dtype=np.int64),
+        share_by_cause_ns=np.zeros((n, len(Cause)), dtype=np.int64),
+        ahead=np.full(n, -1, dtype=np.int64),
+        turn_ns=np.zeros(n, dtype=np.int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One step of one rank: its collectives, and what their waits are judged by."""
+
+    collectives: EventTable
+    begin_ns: _Int64
+    last_arrival_ns: _Int64
+    queue: Queue
+    ready_ns: _Int64
+    is_floor: NDArray[np.bool_]
+    exposing: Intervals
+    """When a wait is exposed."""
+
+    @classmethod
+    def of(cls, events: EventTable, last_arrival_ns: _Int64) -> "_Step":
+        is_collective = np.isin(events.kind, list(COLLECTIVES))
+        collectives = events.where(is_collective)
+        window = _spans(events, EventKind.STEP).subtract(_spans(events, EventKind.BETWEEN_STEPS))
+        communication = running_communication(events).intersect(window)
+        return cls(
+            collectives=collectives,
+            begin_ns=waited_since(events)[is_collective],
+            last_arrival_ns=last_arrival_ns,
+            queue=queue_up(collectives),
+            ready_ns=_find_ready(events, collectives),
+            is_floor=_find_floor(collectives),
+            exposing=exposing(events, communication),
+        )
+
+    def share_begins(self) -> _Int64:
+        """From when on no wait that began earlier covers each wait."""
+        shared = self.begin_ns.copy()
+        order = np.lexsort((self.collectives.end_ns, shared))
+        reach = np.maximum.accumulate(self.collectives.end_ns[order])
+        shared[order[1:]] = np.maximum(shared[order[1:]], reach[:-1])
+        return shared
+
+    def split(self, begin_ns: _Int64) -> _Int64:
+        """The causes of the waits that begin at `begin_ns`, shape (n, len(Cause))."""
+        collectives, queue, covered = self.collectives, self.queue, self.exposing.covered_ns
+        end, issue = collectives.end_ns, collectives.issue_ns
+        turn = np.clip(queue.turn_ns, begin_ns, np.maximum(begin_ns, end))
+        arrival = np.clip(self.last_arrival_ns, turn, np.maximum(turn, end))
+        parts = np.zeros((len(collectives), len(Cause)), dtype=np.int64)
+        parts[:, Cause.STRAGGLER] = covered(turn, arrival)
+        unissued = covered(np.maximum(begin_ns, queue.ahead_end_ns), np.minimum(issue, turn))
+        before = covered(begin_ns, turn) - unissued
+        left = covered(arrival, end)
+        fixed = np.where(self.is_floor, Cause.FLOOR, Cause.BLOCKING)
+        is_fixed = self.is_floor | (collectives.method == Method.HOST_BLOCKING)
+        rows = np.flatnonzero(is_fixed)
+        parts[rows, fixed[rows]] = left[rows]
+        left = np.where(is_fixed, 0, left)
+        queued = queue.ahead_end_ns - np.maximum(
+            np.maximum(self.ready_ns, issue), queue.same_stream_end_ns
+        )
+        behind = np.clip(queued - before, 0, left)
+        parts[:, Cause.SERIALIZED] = before + behind
+        late = np.minimum(issue, begin_ns) - np.maximum(self.ready_ns, queue.ahead_end_ns)
+        lost = np.clip(late, 0, left - behind)
+        parts[:, Cause.LATE_ISSUE] = unissued + lost
+        parts[:, Cause.BANDWIDTH] = left - behind - lost
+        return parts
+
+
+def _spans(events: EventTable, kind: EventKind) -> Intervals:
+    mask = events.kind == kind
+    return Intervals.of(events.start_ns[mask], events.end_ns[mask])
+
+
+def _find_ready(events: EventTable, collectives: EventTable) -> _Int64:
+    """When each collective could have begun; the time of issue where that is not known."""
+    ready = collectives.issue_ns.copy()
+    begins = events.start_ns[events.kind == EventKind.STEP]
+    by_fsdp = collectives.unit != NO_UNIT
+    gathers = np.flatnonzero(by_fsdp & (collectives.kind == EventKind.ALL_GATHER))
+    if len(begins):
+        freed = _buffers_freed(events, collectives.where(gathers), int(begins[0]))
+        ready[gathers] = np.maximum(freed, begins[0])
+    for kind, cause in _CAUSES_OF_REDUCTIONS:
+        rows = np.flatnonzero(by_fsdp & (collectives.kind == kind))
+        causes = events.where((events.kind == cause) & (events.unit != NO_UNIT))
+        ready[rows] = _last_of_unit(causes, collectives.where(rows))
+    return ready
+
+
+def _buffers_freed(events: EventTable, gathers: EventTable, default: int) -> _Int64:
+    """When the copy-outs had run that torch makes the all-gather streams wait for."""
+    on_stream = events.stream == Stream.COMPUTE
+    copies = events.where((events.kind == EventKind.ALL_GATHER_COPY_OUT) & on_stream)
+    copies = copies.where(np.argsort(copies.issue_ns, kind="stable"))
+    is_deferred = (gathers.phase == Phase.FORWARD) & ((gathers.flags & EventFlag.ASYNC) == 0)
+    issued = np.searchsorted(copies.issue_ns, gathers.issue_ns, side="left")
+    last = issued - np.where(is_deferred, 2, 1)
+    freed = np.full(len(gathers), default, dtype=np.int64)
+    known = last >= 0
+    freed[known] = np.maximum.accumulate(copies.end_ns)[last[known]]
+    return freed
+
+
+def _last_of_unit(causes: EventTable, reductions: EventTable) -> _Int64:
+    """When the last cause of the same unit before each reduction ended; its issue without one."""
+    ends, starts = causes.end_ns, reductions.start_ns
+    if len(causes) == 0 or len(reductions) == 0:
+        return reductions.issue_ns
+    first = min(int(ends.min()), int(starts.min()))
+    span = max(int(ends.max()), int(starts.max())) - first + 1
+    keys = causes.unit.astype(np.int64) * span + (ends - first)
+    order = np.argsort(keys, kind="stable")
+    wanted = reductions.unit.astype(np.int64) * span + (starts - first)
+    place = np.searchsorted(keys[order], wanted, side="right") - 1
+    found = order[np.maximum(place, 0)]
+    known = (place >= 0) & (causes.unit[found] == reductions.unit)
+    return np.where(known, ends[found], reductions.issue_ns)
+
+
+def _find_floor(collectives: EventTable) -> NDArray[np.bool_]:
+    """Which collectives are the structural floor of their microbatch.
+
+    A forward cannot begin before its first gather has ended, nor a step end before its last
+    reduction has.
+    """
+    floor = np.zeros(len(collectives), dtype=bool)
+    for positions, is_first in _floor_candidates(collectives):
+        ends = collectives.end_ns[positions]
+        if len(positions):
+            floor[positions[np.argmin(ends) if is_first else _last_argmax(ends)]] = True
+    return floor
+
+
+def _floor_candidates(collectives: EventTable) -> Iterator[tuple[_Int64, bool]]:
+    """The gathers of each microbatch's forward, then the reductions of its backward."""
+    by_fsdp = collectives.unit != NO_UNIT
+    for microbatch in np.unique(collectives.microbatch):
+        own = by_fsdp & (collectives.microbatch == microbatch)
+        in_forward = collectives.phase == Phase.FORWARD
+        yield np.flatnonzero(own & in_forward & (collectives.kind == EventKind.ALL_GATHER)), True
+        in_backward = collectives.phase == Phase.BACKWARD
+        yield np.flatnonzero(own & in_backward & np.isin(collectives.kind, _REDUCTIONS)), False
+
+
+def _last_argmax(values: _Int64) -> int:
+    return len(values) - 1 - int(np.argmax(values[::-1]))
