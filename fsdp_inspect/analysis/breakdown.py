@@ -5,15 +5,22 @@ All parts lie on one clock of one rank, the compute stream (CPU: the main thread
 the headline is the median step of the median rank.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fsdp_inspect.errors import IncompleteRunError
 from fsdp_inspect.trace.codes import EventKind
-from fsdp_inspect.trace.rank_summary import WHOLE_STEP_KINDS
 from fsdp_inspect.trace.reduction import EXPOSED_PART_CODES, PARTS_OF_STEP, StepPart
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.steps import RankSteps, timed_ranks
 from fsdp_inspect.trace.tables import SummaryTable
+
+_KINDS = (EventKind.STEP, *PARTS_OF_STEP, StepPart.COMMUNICATION, StepPart.BETWEEN_STEPS)
+"""The rows of a step that a breakdown is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +68,11 @@ class Breakdown:
 def measure_breakdown(run: RunSource) -> Breakdown:
     """Where the time of the median step goes, for the run and for each rank."""
     timed = timed_ranks(run)
+    ranks = tuple(_split_median_steps(run, timed.members))
+    median = timed.median
     return Breakdown(
-        headline=_split_median_step(timed.median) if timed.median else None,
-        ranks=tuple(_split_median_step(member) for member in timed.members),
+        headline=next((row for row in ranks if median and row.rank == median.rank), None),
+        ranks=ranks,
     )
 
 
@@ -73,8 +82,7 @@ def measure_step_breakdown(run: RunSource, *, rank: int, step: int) -> StepBreak
     Raises:
         IncompleteRunError: The rank did not finish that step.
     """
-    rows = run.summary()
-    rows = rows.where(rows.rank == rank)
+    rows = run.summary(ranks=[rank], kinds=_KINDS)
     finished = rows.step[rows.kind == EventKind.STEP]
     if step not in finished:
         exists = f"{finished.min()} to {finished.max()}" if len(finished) else "none"
@@ -82,24 +90,35 @@ def measure_step_breakdown(run: RunSource, *, rank: int, step: int) -> StepBreak
             f"Rank {rank} of run {run.manifest.run_id!r} did not finish step {step}. "
             f"Its finished steps: {exists}. Choose one of them."
         )
-    return _split(rows, rank, step)
+    return _split(rows.where(rows.step == step))
 
 
-def _split_median_step(member: RankSteps) -> StepBreakdown:
-    return _split(member.rows, member.rank, member.median_step)
+def _split_median_steps(run: RunSource, members: Sequence[RankSteps]) -> Iterator[StepBreakdown]:
+    """The median step of each rank; the summary is read kind by kind, never as a whole."""
+    ranks = np.array([member.rank for member in members], dtype=np.int32)
+    steps = np.array([member.median_step for member in members], dtype=np.int32)
+    rows = SummaryTable.concat(
+        [_at(run.summary(kinds=[kind]), ranks, steps) for kind in _KINDS if len(members)]
+    )
+    ordered = rows.where(np.argsort(rows.rank, kind="stable"))
+    bounds = np.searchsorted(ordered.rank, [*ranks.tolist(), np.iinfo(np.int32).max]).tolist()
+    for low, high in pairwise(bounds):
+        yield _split(ordered.between(low, high))
 
 
-def _split(rows: SummaryTable, rank: int, step: int) -> StepBreakdown:
-    of_step = rows.where(rows.step == step)
-    durations = {
-        int(kind): int(duration)
-        for kind, duration in zip(of_step.kind, of_step.duration_ns, strict=True)
-        if kind in WHOLE_STEP_KINDS
-    }
+def _at(rows: SummaryTable, ranks: NDArray[np.int32], steps: NDArray[np.int32]) -> SummaryTable:
+    """The rows of one step of each rank; the ranks ascend."""
+    place = np.minimum(np.searchsorted(ranks, rows.rank), len(ranks) - 1)
+    return rows.where((ranks[place] == rows.rank) & (steps[place] == rows.step))
+
+
+def _split(rows: SummaryTable) -> StepBreakdown:
+    """The breakdown of the one step that the rows are of."""
+    durations = dict(zip(rows.kind.tolist(), rows.duration_ns.tolist(), strict=True))
     total = durations[EventKind.STEP]
     return StepBreakdown(
-        rank=rank,
-        step=step,
+        rank=int(rows.rank[0]),
+        step=int(rows.step[0]),
         step_time_ns=total,
         parts=tuple(
             PartTime(part.label, durations[part], durations[part] / total if total else 0.0)

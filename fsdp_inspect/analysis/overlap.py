@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.statistics import median
-from fsdp_inspect.trace.steps import RankSteps, collective_rows, timed_ranks
+from fsdp_inspect.trace.steps import RankSteps, timed_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,6 @@ def measure_overlap(run: RunSource) -> Overlap:
 
 
 def _measure_rank(member: RankSteps, hosts: Mapping[int, str]) -> RankOverlap:
-    collectives = collective_rows(member.rows)
     communication = median(member.communication_ns) or 0
     exposed = median(member.exposed_ns) or 0
     return RankOverlap(
@@ -63,6 +62,6 @@ def _measure_rank(member: RankSteps, hosts: Mapping[int, str]) -> RankOverlap:
         communication_ns=communication,
         exposed_ns=exposed,
         overlap_ratio=1 - exposed / communication if communication else 1.0,
-        communication_bytes=member.median_per_step(collectives, "bytes"),
-        collectives_per_step=member.median_per_step(collectives, "count"),
+        communication_bytes=median(member.communication_bytes) or 0,
+        collectives_per_step=median(member.num_collectives) or 0,
     )

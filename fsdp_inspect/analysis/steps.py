@@ -1,7 +1,10 @@
 """How long does a step take, and how steady is it?"""
 
 from dataclasses import dataclass
+from itertools import islice
 
+from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.reduction import StepPart
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.statistics import Distribution
 from fsdp_inspect.trace.steps import (
@@ -75,9 +78,9 @@ def _over_steps(
     run: RunSource, selection: StepSelection, rank: int | None
 ) -> tuple[StepPoint, ...]:
     """The steps of the rank; without a median rank, those of the first rank with any step."""
-    rows = run.summary()
-    own = rows if rank is None else rows.where(rows.rank == rank)
-    chosen = list(steps_by_rank(own))[:1]
+    kinds = (EventKind.STEP, StepPart.COMMUNICATION)
+    rows = run.summary(ranks=None if rank is None else [rank], kinds=kinds)
+    chosen = islice(steps_by_rank(rows), 1)
     return tuple(
         StepPoint(
             step=int(step),

@@ -10,8 +10,9 @@ step time is: by step time a single straggler, which waits for nobody, could be 
 Ties go by step time, then communication, then rank.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +55,7 @@ class StepSelection:
 
 def select_steps(run: RunSource) -> StepSelection:
     """Sort the finished steps into timed, warm-up and memory steps; warm-up wins over memory."""
-    rows = rows_of(run.summary(), kinds=[EventKind.STEP])
+    rows = run.summary(kinds=[EventKind.STEP])
     finished = [int(step) for step in np.unique(rows.step)]
     first = finished[0] if finished else 0
     flagged = rows.step[(rows.flags & StepFlag.MEMORY_STEP) != 0]
@@ -69,10 +70,18 @@ def select_steps(run: RunSource) -> StepSelection:
     )
 
 
-def timed_summary(run: RunSource) -> SummaryTable:
-    """The rows of the run's summary that belong to timed steps."""
-    rows = run.summary()
-    return rows.where(np.isin(rows.step, select_steps(run).timed))
+def timed_summary(
+    run: RunSource,
+    *,
+    ranks: Collection[int] | None = None,
+    kinds: Collection[int] | None = None,
+) -> SummaryTable:
+    """The rows of the run's summary that belong to timed steps, of some ranks and kinds only.
+
+    All ranks and all kinds together are 900 rows a rank and step for 64 units: give one of them.
+    """
+    rows = run.summary(ranks=ranks, kinds=kinds)
+    return _of_steps(rows, select_steps(run).timed)
 
 
 def limit_summary(
@@ -98,7 +107,7 @@ def collective_rows(rows: SummaryTable) -> SummaryTable:
     return rows.where(rows.phase != Phase.EVALUATION)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankSteps:
     """The steps of one rank; arrays of shape (S,), by step."""
 
@@ -107,8 +116,17 @@ class RankSteps:
     step_time_ns: NDArray[np.int64]
     exposed_ns: NDArray[np.int64]
     communication_ns: NDArray[np.int64]
-    rows: SummaryTable
-    """All rows of the rank, by step."""
+    communication_bytes: NDArray[np.int64]
+    """Messages of the step's collectives, those of evaluation passes left out, added up."""
+    num_collectives: NDArray[np.int32]
+    """How many they are."""
+    read_rows: Callable[[], SummaryTable] = field(repr=False, compare=False)
+    """Gives `rows`."""
+
+    @cached_property
+    def rows(self) -> SummaryTable:
+        """All rows of the rank in these steps, by step; read when first asked for."""
+        return self.read_rows()
 
     def median_per_step(self, rows: SummaryTable, column: str) -> int:
         """Median over the rank's steps of a column's sum in each step.
@@ -129,12 +147,26 @@ class RankSteps:
 def steps_by_rank(rows: SummaryTable) -> Iterator[RankSteps]:
     """The finished steps that the rows hold, rank by rank; ranks without one are left out."""
     ordered = _ordered(rows)
-    steps = ordered.where(ordered.kind == EventKind.STEP)
-    communication = ordered.where(ordered.kind == StepPart.COMMUNICATION)
+
+    def rows_of_rank(rank: int) -> SummaryTable:
+        low, high = np.searchsorted(ordered.rank, [rank, rank + 1]).tolist()
+        return ordered.between(low, high)
+
+    yield from _members(
+        ordered.where(ordered.kind == EventKind.STEP),
+        ordered.where(ordered.kind == StepPart.COMMUNICATION),
+        rows_of_rank,
+    )
+
+
+def _members(
+    steps: SummaryTable,
+    communication: SummaryTable,
+    rows_of_rank: Callable[[int], SummaryTable],
+) -> Iterator[RankSteps]:
+    """The steps of each rank; both tables are by rank and step, and have the same steps."""
     ranks, firsts = np.unique(steps.rank, return_index=True)
     bounds = [*firsts.tolist(), len(steps)]
-    lows = np.searchsorted(ordered.rank, ranks, side="left").tolist()
-    highs = np.searchsorted(ordered.rank, ranks, side="right").tolist()
     for position, rank in enumerate(ranks.tolist()):
         own = slice(bounds[position], bounds[position + 1])
         yield RankSteps(
@@ -143,7 +175,9 @@ def steps_by_rank(rows: SummaryTable) -> Iterator[RankSteps]:
             step_time_ns=steps.duration_ns[own],
             exposed_ns=steps.exposed_ns[own],
             communication_ns=communication.duration_ns[own],
-            rows=ordered.between(lows[position], highs[position]),
+            communication_bytes=steps.bytes[own],
+            num_collectives=steps.count[own],
+            read_rows=partial(rows_of_rank, rank),
         )
 
 
@@ -170,11 +204,22 @@ def timed_ranks(run: RunSource) -> TimedRanks:
     A rank whose own files are missing (the run's summary may still know it) stands for the run
     only if there is no other.
     """
-    members = tuple(steps_by_rank(timed_summary(run)))
+    timed = select_steps(run).timed
+    steps = _of_steps(run.summary(kinds=[EventKind.STEP]), timed)
+    communication = _of_steps(run.summary(kinds=[StepPart.COMMUNICATION]), timed)
+
+    def rows_of_rank(rank: int) -> SummaryTable:
+        return _of_steps(run.summary(ranks=[rank]), timed)
+
+    members = tuple(_members(steps, communication, rows_of_rank))
     here = {record.rank for record in run.ranks}
     candidates = [member for member in members if member.rank in here] or members
     ordered = sorted(candidates, key=_standing)
     return TimedRanks(members, ordered[(len(ordered) - 1) // 2] if ordered else None)
+
+
+def _of_steps(rows: SummaryTable, steps: Collection[int]) -> SummaryTable:
+    return rows.where(np.isin(rows.step, list(steps)))
 
 
 def timed_rank(run: RunSource, rank: int | None = None) -> RankSteps | None:
