@@ -10,6 +10,7 @@
     |   +-- CorruptFileError      a file of the run is damaged or foreign
     |   +-- IncompleteRunError    what was asked needs ranks or steps that are missing
     +-- MissingDataError      the run exists but was recorded without what is asked
+    +-- ExportError           an export cannot be written, or not as it was asked for
 
 Every message has three parts, in this order: what is wrong (with the value), what was expected
 or what exists, what to do. Wrong argument values from Python callers stay `ValueError` and
@@ -55,3 +56,7 @@ class IncompleteRunError(StoreError):
 
 class MissingDataError(FsdpInspectError):
     """The run exists but was recorded without what is asked."""
+
+
+class ExportError(FsdpInspectError):
+    """An export cannot be written, or not as it was asked for."""

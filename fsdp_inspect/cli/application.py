@@ -7,12 +7,13 @@ import typer
 from fsdp_inspect.cli.app import app
 from fsdp_inspect.cli.compact import compact
 from fsdp_inspect.cli.demo import demo
+from fsdp_inspect.cli.export import export
 from fsdp_inspect.cli.runs import runs
 from fsdp_inspect.cli.summary import summary
 from fsdp_inspect.cli.units import units
 from fsdp_inspect.version import __version__
 
-_COMMANDS = (demo, runs, summary, units, compact, app)
+_COMMANDS = (demo, runs, summary, units, compact, export, app)
 
 
 def build_application() -> typer.Typer:

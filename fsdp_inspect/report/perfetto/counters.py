@@ -1,0 +1,105 @@
+"""Which counters show a rank's memory, machine and logged numbers over time?
+
+A value that was not measured is absent, never 0: the track keeps its last value there, as every
+counter track does.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint
+from fsdp_inspect.trace.run import RankRecord, RunSource
+from fsdp_inspect.trace.tables import MISSING_INT, DeviceTable, MemoryTable
+
+_STORAGE_TRACKER = "storage_tracker"
+_TOTALS = ("allocated", "reserved", "active")
+_DEVICE_NAMES = {
+    "gpu_utilisation_pct": "GPU utilisation (%)",
+    "gpu_memory_used": "GPU memory used (bytes)",
+    "gpu_power_mw": "GPU power (mW)",
+    "gpu_sm_clock_mhz": "SM clock (MHz)",
+    "nvlink_tx_bytes": "NVLink sent (bytes since an arbitrary origin)",
+    "nvlink_rx_bytes": "NVLink received (bytes since an arbitrary origin)",
+    "pcie_tx_bytes_per_s": "PCIe sent (bytes/s)",
+    "pcie_rx_bytes_per_s": "PCIe received (bytes/s)",
+    "process_rss": "process RSS (bytes)",
+    "process_cpu_pct": "process CPU (% of one core)",
+    "host_memory_used": "host memory used (bytes)",
+}
+"""Every column of `DeviceTable` that changes with time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Values of one moment, on the rank's clock."""
+
+    name: str
+    time_ns: int
+    values: Mapping[str, float]
+
+
+def read_counters(
+    run: RunSource, record: RankRecord, *, steps: frozenset[int] | None, span: tuple[int, int]
+) -> Iterator[Reading]:
+    """The counters of one rank.
+
+    Args:
+        run: A recorded run.
+        record: The rank.
+        steps: Only of these steps, where a sample knows its step; None: of all.
+        span: Start and end of what is drawn, ns; device samples outside are left out.
+    """
+    memory = run.memory(record.rank)
+    if steps is not None:
+        memory = memory.where(np.isin(memory.step, list(steps)))
+    yield from _read_memory(memory, record.memory_from)
+    devices = run.devices(record.rank)
+    inside = (devices.time_ns >= span[0]) & (devices.time_ns <= span[1])
+    yield from _read_devices(devices.where(inside))
+    scalars = run.scalars(record.rank)
+    for step, name, time_ns, value in zip(
+        scalars.step.tolist(),
+        scalars.name.tolist(),
+        scalars.time_ns.tolist(),
+        scalars.value.tolist(),
+        strict=True,
+    ):
+        is_chosen = (steps is None or step in steps) and span[0] <= time_ns <= span[1]
+        if is_chosen and np.isfinite(value) and name < len(record.scalar_names):
+            yield Reading("logged:", time_ns, {record.scalar_names[name]: value})
+
+
+def _read_memory(table: MemoryTable, counted_by: str) -> Iterator[Reading]:
+    # An allocator knows nothing of the tracker's rows, and what one unit owns is no total.
+    left_out = [MemoryPoint.PEAK_BY_OWNER]
+    if counted_by != _STORAGE_TRACKER:
+        left_out.append(MemoryPoint.PEAK)
+    table = table.where(~np.isin(table.point, left_out))
+    for name, columns in (
+        ("memory (bytes):", _TOTALS),
+        ("memory by category (bytes):", tuple(category.label for category in MemoryCategory)),
+    ):
+        words = [column.replace("_", " ") for column in columns]
+        lists = [getattr(table, column).tolist() for column in columns]
+        for time_ns, *values in zip(table.time_ns.tolist(), *lists, strict=True):
+            known = {
+                word: value
+                for word, value in zip(words, values, strict=True)
+                if value != MISSING_INT
+            }
+            if known:
+                yield Reading(name, time_ns, known)
+
+
+def _read_devices(table: DeviceTable) -> Iterator[Reading]:
+    lists = [getattr(table, column).tolist() for column in _DEVICE_NAMES]
+    for time_ns, *values in zip(table.time_ns.tolist(), *lists, strict=True):
+        known = {
+            name: value
+            for name, value in zip(_DEVICE_NAMES.values(), values, strict=True)
+            if value != MISSING_INT
+        }
+        if known:
+            yield Reading("device:", time_ns, known)

@@ -1,0 +1,107 @@
+"""On which track does a slice lie, and in which of its lanes?
+
+Perfetto draws one row of slices a thread, and a slice inside another one below it. Two slices that
+overlap without one holding the other cannot share a row: they go to further lanes of their track.
+Every lane is a thread of its own, with a number that sorts it.
+"""
+
+from dataclasses import dataclass, field
+
+from fsdp_inspect.trace.codes import NamedCode
+
+RANK_PID = 1000
+"""Process number of rank 0; the ranks follow."""
+ABOUT_PID = 1
+"""Process number of what is said about the trace as a whole."""
+_LANES_PER_TRACK = 400
+_TRACKS_PER_RANK = 20
+
+
+class Track(NamedCode):
+    """The tracks of a rank, from top to bottom."""
+
+    STEP = 0
+    DATA_AND_OPTIMIZER = 1
+    HOST_ISSUE = 2
+    MAIN_THREAD = 3
+    COMPUTE_STREAM = 4
+    ALL_GATHER_COPY_IN = 5
+    ALL_GATHER = 6
+    REDUCE_SCATTER = 7
+    ALL_REDUCE = 8
+    OTHER_COLLECTIVES = 9
+    MEMORY_COPIES = 10
+
+
+TRACK_NAMES = {
+    Track.STEP: "step",
+    Track.DATA_AND_OPTIMIZER: "data, optimizer",
+    Track.HOST_ISSUE: "host issue (moments)",
+    Track.MAIN_THREAD: "main thread",
+    Track.COMPUTE_STREAM: "compute stream",
+    Track.ALL_GATHER_COPY_IN: "all-gather copy-in",
+    Track.ALL_GATHER: "all-gather",
+    Track.REDUCE_SCATTER: "reduce-scatter",
+    Track.ALL_REDUCE: "all-reduce",
+    Track.OTHER_COLLECTIVES: "other collectives",
+    Track.MEMORY_COPIES: "memory copies by the device",
+}
+
+NESTED_TRACKS = frozenset({Track.MAIN_THREAD, Track.COMPUTE_STREAM, Track.STEP})
+"""Tracks on which a slice may lie inside another: a unit's forward inside its parent's."""
+
+
+def pid_of(rank: int) -> int:
+    """Process number of a rank."""
+    return RANK_PID + rank
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One row of slices."""
+
+    open_ends: list[int] = field(default_factory=list)
+    latest_start: int = -(1 << 62)
+
+    def takes(self, start: int, end: int, *, may_nest: bool) -> bool:
+        """Whether the slice fits here; if so, it is here from now on."""
+        if start < self.latest_start:
+            return False
+        self.latest_start = start
+        while self.open_ends and self.open_ends[-1] <= start:
+            self.open_ends.pop()
+        if self.open_ends and (not may_nest or end > self.open_ends[-1]):
+            return False
+        if end > start:
+            self.open_ends.append(end)
+        return True
+
+
+class RankLanes:
+    """The lanes of one rank; slices are given in the order of their starts, long ones first."""
+
+    def __init__(self, rank: int) -> None:
+        self.pid = pid_of(rank)
+        self._lanes: dict[Track, list[_Lane]] = {}
+
+    def place(self, track: Track, start: int, end: int) -> tuple[int, str | None] | None:
+        """The thread for a slice, and its name if it is the first one there.
+
+        None if more slices overlap on the track than anybody could read.
+        """
+        lanes = self._lanes.setdefault(track, [])
+        may_nest = track in NESTED_TRACKS
+        for number, lane in enumerate(lanes):
+            if lane.takes(start, end, may_nest=may_nest):
+                return self._tid(track, number), None
+        number = len(lanes)
+        if number == _LANES_PER_TRACK:
+            return None
+        lanes.append(_Lane())
+        lanes[number].takes(start, end, may_nest=may_nest)
+        more = f" ({number + 1})" if number else ""
+        return self._tid(track, number), TRACK_NAMES[track] + more
+
+    def _tid(self, track: Track, lane: int) -> int:
+        # Unique over all processes, and ascending from top to bottom: Perfetto sorts by it.
+        return (self.pid * _TRACKS_PER_RANK + track) * _LANES_PER_TRACK + lane

@@ -1,0 +1,324 @@
+"""Which slices and arrows show one rank's events? Named, placed, with what is known as arguments.
+
+Events become slices from their start to their end on the track of their stream; FSDP's collectives
+lie on the track of their kind, also where the host itself ran them (synchronous gloo). Beside them
+each collective has the moment at which the host issued it, and each exposed wait is a slice of its
+own on the track that waits. Arrows lead from the issue to the collective, and on to the copy-out
+or wait in which the rank took its result.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.report.perfetto.lanes import Track
+from fsdp_inspect.report.values import format_kind
+from fsdp_inspect.trace.bandwidth import bus_bytes_per_s
+from fsdp_inspect.trace.codes import (
+    COLLECTIVES,
+    DTYPES,
+    NO_UNIT,
+    EventFlag,
+    EventKind,
+    Method,
+    Phase,
+    Source,
+    Stream,
+)
+from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.reduction import exposing, running_communication
+from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.trace.tables import MISSING_INT, EventTable
+from fsdp_inspect.trace.waits import Cause, Waits, split_waits
+
+ISSUE_NS = 1000
+"""How wide the moment of an issue is drawn at most."""
+
+_WAITS = frozenset(
+    {
+        EventKind.ALL_GATHER_WAIT,
+        EventKind.REDUCE_SCATTER_WAIT,
+        EventKind.ALL_REDUCE_WAIT,
+        EventKind.OTHER_WAIT,
+    }
+)
+_KIND_TRACKS = {
+    EventKind.STEP: Track.STEP,
+    EventKind.BETWEEN_STEPS: Track.DATA_AND_OPTIMIZER,
+    EventKind.DATA: Track.DATA_AND_OPTIMIZER,
+    EventKind.OPTIMIZER: Track.DATA_AND_OPTIMIZER,
+    EventKind.MEMORY_COPY: Track.MEMORY_COPIES,
+}
+_FSDP_TRACKS = {
+    EventKind.ALL_GATHER: Track.ALL_GATHER,
+    EventKind.REDUCE_SCATTER: Track.REDUCE_SCATTER,
+    EventKind.ALL_REDUCE: Track.ALL_REDUCE,
+}
+_STREAM_TRACKS = {
+    Stream.HOST: Track.MAIN_THREAD,
+    Stream.COMPUTE: Track.COMPUTE_STREAM,
+    Stream.ALL_GATHER_COPY_IN: Track.ALL_GATHER_COPY_IN,
+    Stream.ALL_GATHER: Track.ALL_GATHER,
+    Stream.REDUCE_SCATTER: Track.REDUCE_SCATTER,
+    Stream.ALL_REDUCE: Track.ALL_REDUCE,
+    Stream.OTHER: Track.OTHER_COLLECTIVES,
+}
+_KINDS = {kind.value: kind for kind in EventKind}
+_FLAGS = tuple(EventFlag)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One slice, on its rank's clock."""
+
+    track: Track
+    start_ns: int
+    end_ns: int
+    name: str
+    args: Mapping[str, Any]
+    event: int
+    """Position of its event in the table; -1 for slices that are no target of an arrow."""
+    depth: int = 0
+    """Of two slices with the same times, the one with the higher depth lies inside the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrow:
+    """From an issue to its collective, and on to where its result was taken."""
+
+    issue: int
+    """Position in the slices."""
+    collective: int
+    use: int | None
+    """None where it is not recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDrawing:
+    """The slices of one step of one rank, by start, and its arrows."""
+
+    slices: list[Slice]
+    arrows: list[Arrow]
+
+
+@dataclass(slots=True)
+class SliceNamer:
+    """Turns events of one run into slices."""
+
+    manifest: RunManifest
+    clock: Track
+    """The track that waits: the compute stream, on CPU the main thread."""
+    step_notes: Mapping[int, str]
+    """Why a step is left out of every time; steps that count are absent."""
+    _fqns: dict[int, str] = field(init=False)
+    _groups: dict[int, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._fqns = {unit.index: format_unit(unit.fqn) for unit in self.manifest.units}
+        self._groups = {
+            group.index: f"{group.role} ({len(group.ranks)} ranks)"
+            for group in self.manifest.process_groups
+        }
+
+    def draw(self, events: EventTable) -> StepDrawing:
+        """The slices and arrows of one step's events."""
+        waits = _Waits.of(events)
+        rates = bus_bytes_per_s(events, self.manifest.process_groups)
+        widths = _issue_widths(events)
+        slices: list[Slice] = []
+        for position, row in enumerate(_rows(events)):
+            args = self._describe(row)
+            if row["kind"] in COLLECTIVES:
+                rate, wait = rates[position], waits.of_event(position)
+                args["bus_bytes_per_s"] = None if np.isnan(rate) else round(float(rate))
+                args |= wait.args
+                slices.extend(self._exposed(row, wait))
+                slices.append(self._issue(position, row, widths[position]))
+            slices.append(self._slice(position, row, args))
+        slices.sort(key=lambda drawn: (drawn.start_ns, -drawn.end_ns, drawn.depth))
+        return StepDrawing(slices, _find_arrows(events, slices))
+
+    def _slice(self, position: int, row: Mapping[str, int], args: dict[str, Any]) -> Slice:
+        return Slice(
+            track=self._track(row),
+            start_ns=row["start_ns"],
+            end_ns=max(row["end_ns"], row["start_ns"]),
+            name=self._name(row),
+            args={key: value for key, value in args.items() if value is not None},
+            event=position,
+            depth=1 if row["kind"] in _WAITS else 0,
+        )
+
+    def _exposed(self, row: Mapping[str, int], wait: "_Wait") -> Iterator[Slice]:
+        for start, end in wait.spans:
+            yield Slice(
+                track=self.clock,
+                start_ns=start,
+                end_ns=end,
+                name=f"exposed {self._name(row)}",
+                args=wait.args,
+                event=-1,
+                depth=2,
+            )
+
+    def _issue(self, position: int, row: Mapping[str, int], width_ns: int) -> Slice:
+        return Slice(
+            track=Track.HOST_ISSUE,
+            start_ns=row["issue_ns"],
+            end_ns=row["issue_ns"] + width_ns,
+            name=f"issue {self._name(row)}",
+            args={"issue_to_start_ns": row["start_ns"] - row["issue_ns"]},
+            event=position,
+        )
+
+    def _track(self, row: Mapping[str, int]) -> Track:
+        kind, has_unit = _KINDS.get(row["kind"]), row["unit"] != NO_UNIT
+        if kind in _KIND_TRACKS:
+            return _KIND_TRACKS[kind]
+        if kind in COLLECTIVES:
+            return (_FSDP_TRACKS if has_unit else {}).get(kind, Track.OTHER_COLLECTIVES)
+        return _STREAM_TRACKS.get(Stream(row["stream"]), Track.OTHER_COLLECTIVES)
+
+    def _name(self, row: Mapping[str, int]) -> str:
+        kind = _KINDS.get(row["kind"])
+        if kind is EventKind.STEP:
+            note = self.step_notes.get(row["step"])
+            return f"step {row['step']}" + (f" ({note})" if note else "")
+        if kind is None:
+            return f"event of kind {row['kind']}"
+        words = kind.label.replace("all_gather", "all-gather").replace("all_reduce", "all-reduce")
+        words = words.replace("reduce_scatter", "reduce-scatter").replace("copy_in", "copy-in")
+        words = words.replace("copy_out", "copy-out").replace("_", " ")
+        unit = self._fqns.get(row["unit"])
+        return f"{words} {unit}" if unit is not None else words
+
+    def _describe(self, row: Mapping[str, int]) -> dict[str, Any]:
+        """What is known about an event, in words; what is not known is None."""
+        args: dict[str, Any] = {
+            "unit": self._fqns.get(row["unit"]),
+            "step": row["step"],
+            "microbatch": row["microbatch"] or None,
+            "phase": Phase(row["phase"]).label if row["phase"] else None,
+            "source": Source(row["source"]).label,
+            "method": format_kind(Method(row["method"]).label),
+            "flags": _flag_words(row["flags"]),
+        }
+        if row["issued_by"] not in (row["unit"], NO_UNIT):
+            args["issued_by"] = self._fqns.get(row["issued_by"])
+        if row["collective"] != MISSING_INT:
+            args["collective"] = row["collective"]
+        if row["bytes"] != MISSING_INT:
+            args["bytes"] = row["bytes"]
+            args["dtype"] = DTYPES[row["dtype"]] if 0 < row["dtype"] < len(DTYPES) else None
+            args["group"] = self._groups.get(row["group"])
+        if row["sequence"] != MISSING_INT:
+            args["sequence"] = row["sequence"]
+        return args
+
+
+def clock_track(events: EventTable) -> Track:
+    """The track on which a rank's step is split: the compute stream, on CPU the main thread."""
+    on_stream = bool(np.any(events.stream == Stream.COMPUTE))
+    return Track.COMPUTE_STREAM if on_stream else Track.MAIN_THREAD
+
+
+def _issue_widths(events: EventTable) -> dict[int, int]:
+    """How wide each collective's moment of issue is drawn: never into the next one's."""
+    positions = np.flatnonzero(np.isin(events.kind, list(COLLECTIVES)))
+    positions = positions[np.argsort(events.issue_ns[positions], kind="stable")]
+    gaps = np.diff(events.issue_ns[positions], append=events.end_ns.max(initial=0))
+    return dict(zip(positions.tolist(), np.clip(gaps, 1, ISSUE_NS).tolist(), strict=True))
+
+
+def _rows(events: EventTable) -> Iterator[dict[str, int]]:
+    columns = events.columns()
+    lists = [column.tolist() for column in columns.values()]
+    for values in zip(*lists, strict=True):
+        yield dict(zip(columns, values, strict=True))
+
+
+def _flag_words(flags: int) -> str | None:
+    named = [flag.name.lower().replace("_", " ") for flag in _FLAGS if flag & flags and flag.name]
+    return ", ".join(named) or None
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """How long one collective was exposed, when and why."""
+
+    args: dict[str, Any]
+    spans: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waits:
+    """The exposed waits of one step."""
+
+    waits: Waits
+    order: dict[int, int]
+    """From a collective's position among the events to that among the waits."""
+    exposing: Intervals
+
+    @classmethod
+    def of(cls, events: EventTable) -> "_Waits":
+        positions = np.flatnonzero(np.isin(events.kind, list(COLLECTIVES))).tolist()
+        return cls(
+            waits=split_waits(events),
+            order={position: number for number, position in enumerate(positions)},
+            exposing=exposing(events, running_communication(events)),
+        )
+
+    def of_event(self, position: int) -> _Wait:
+        number = self.order[position]
+        exposed = int(self.waits.exposed_ns[number])
+        if exposed == 0:
+            return _Wait({"exposed_ns": 0}, [])
+        by_cause = {
+            f"exposed_{cause.label}_ns": duration
+            for cause, duration in zip(Cause, self.waits.by_cause_ns[number].tolist(), strict=True)
+            if duration
+        }
+        end = int(self.waits.collectives.end_ns[number])
+        spans = self.exposing.clip(int(self.waits.begin_ns[number]), end)
+        return _Wait(
+            {"exposed_ns": exposed, **by_cause},
+            list(zip(spans.starts.tolist(), spans.ends.tolist(), strict=True)),
+        )
+
+
+def _find_arrows(events: EventTable, slices: list[Slice]) -> list[Arrow]:
+    uses = _find_uses(events)
+    issues: dict[int, int] = {}
+    drawn: dict[int, int] = {}
+    for position, one in enumerate(slices):
+        if one.event >= 0:
+            (issues if one.track is Track.HOST_ISSUE else drawn)[one.event] = position
+    return [
+        Arrow(
+            issue=issue,
+            collective=drawn[event],
+            use=drawn[uses[event]] if event in uses else None,
+        )
+        for event, issue in issues.items()
+    ]
+
+
+def _find_uses(events: EventTable) -> dict[int, int]:
+    """For each collective the event in which its result was taken: its copy-out, else its wait."""
+    best: dict[int, int] = {}
+    takes = np.isin(events.kind, [EventKind.ALL_GATHER_COPY_OUT, *sorted(_WAITS)])
+    takes &= (events.collective != MISSING_INT) & (events.end_ns > events.start_ns)
+    for position in np.flatnonzero(takes).tolist():
+        collective = int(events.collective[position])
+        is_copy = events.kind[position] == EventKind.ALL_GATHER_COPY_OUT
+        if is_copy or collective not in best:
+            best[collective] = position
+    travels = np.flatnonzero(np.isin(events.kind, list(COLLECTIVES))).tolist()
+    return {
+        event: best[int(events.collective[event])]
+        for event in travels
+        if int(events.collective[event]) in best
+    }

@@ -1,0 +1,291 @@
+"""How does a run look in Perfetto? Chrome trace JSON with named tracks, arrows and counters.
+
+Open it at https://ui.perfetto.dev or in chrome://tracing. A process is a rank; its tracks are in
+`lanes`, what lies on them in `slices`, the counters in `counters`. Ranks are read one after the
+other and some steps at a time, so that memory does not grow with the run.
+"""
+
+import gzip
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from fsdp_inspect.errors import MissingDataError
+from fsdp_inspect.report.perfetto import format as trace_format
+from fsdp_inspect.report.perfetto.axes import Axis, describe_axes, place_ranks
+from fsdp_inspect.report.perfetto.counters import read_counters
+from fsdp_inspect.report.perfetto.format import BYTES_PER_MB, JsonObject, TraceWriter
+from fsdp_inspect.report.perfetto.lanes import ABOUT_PID, RankLanes, pid_of
+from fsdp_inspect.report.perfetto.slices import SliceNamer, StepDrawing, clock_track
+from fsdp_inspect.report.selection import Selection, event_blocks, steps_in
+from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.run import RankRecord, RunSource
+from fsdp_inspect.trace.steps import select_steps
+from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.version import __version__
+
+DEFAULT_LIMIT_MB = 200
+"""How large a trace may be, before compression, unless the user says otherwise."""
+_BYTES_PER_EVENT = 450
+"""About what one event takes with its arrows, measured on the samples."""
+_FIRST_STEP_KINDS = 100
+
+Progress = Callable[[int, int], None]
+"""Called with the number of ranks that are done, and of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class PerfettoExport:
+    """What was written."""
+
+    path: Path
+    ranks: tuple[int, ...]
+    num_events: int
+    """Events of the trace: slices, ends of arrows, counters, names."""
+    uncompressed_bytes: int
+    time_axis: str
+    """How the clocks of the ranks compare, in words."""
+    not_drawn: int
+    """Slices left out, since hundreds of others overlapped them on one track."""
+
+
+def write_perfetto(
+    run: RunSource,
+    selection: Selection,
+    path: Path,
+    *,
+    place: Path,
+    limit_mb: int = DEFAULT_LIMIT_MB,
+    progress: Progress = lambda done, total: None,
+) -> PerfettoExport:
+    """Write some ranks and steps of a run as one trace.
+
+    Args:
+        run: A recorded run.
+        selection: Which ranks and steps.
+        path: Named in the result; `.gz` at its end compresses.
+        place: Where to write.
+        limit_mb: The most that the trace may hold before compression, in 10^6 bytes.
+        progress: Told after each rank.
+
+    Raises:
+        ExportError: The trace would be larger than the limit.
+        MissingDataError: The ranks recorded no event in these steps.
+    """
+    limit_bytes = limit_mb * BYTES_PER_MB
+    _require_size(run, selection, limit_bytes)
+    first_ns = {record.rank: _first_ns(run, selection, record.rank) for record in selection.records}
+    records = tuple(record for record in selection.records if first_ns[record.rank] is not None)
+    if not records:
+        raise MissingDataError(
+            f"Run {run.manifest.run_id!r} recorded no event of these ranks and steps. Expected at "
+            "least one finished step. Choose others with --ranks and --steps."
+        )
+    axes = place_ranks(records, {rank: ns for rank, ns in first_ns.items() if ns is not None})
+    about = _describe_run(run, axes)
+    with _open(place, is_compressed=path.suffix == ".gz") as stream:
+        writer = TraceWriter(stream, limit_bytes=limit_bytes, about=about)
+        drawing = _Drawing(run, selection, writer)
+        for done, record in enumerate(records, start=1):
+            drawing.draw_rank(record, axes[record.rank])
+            progress(done, len(records))
+        drawing.draw_about(about)
+        writer.end()
+    return PerfettoExport(
+        path=path,
+        ranks=tuple(record.rank for record in records),
+        num_events=writer.num_events,
+        uncompressed_bytes=writer.num_bytes,
+        time_axis=about["time_axis"],
+        not_drawn=drawing.not_drawn,
+    )
+
+
+class _Drawing:
+    """Draws rank after rank into one trace."""
+
+    def __init__(self, run: RunSource, selection: Selection, writer: TraceWriter) -> None:
+        self.not_drawn = 0
+        self._run = run
+        self._selection = selection
+        self._writer = writer
+        self._num_arrows = 0
+        self._end_ns = 0
+        chosen = select_steps(run)
+        self._step_notes = {
+            **dict.fromkeys(chosen.warmup, "warm-up, not timed"),
+            **dict.fromkeys(chosen.memory, "under the memory tracker, not timed"),
+        }
+
+    def draw_rank(self, record: RankRecord, axis: Axis) -> None:
+        """Write everything of one rank."""
+        pid = pid_of(record.rank)
+        own_axis = "" if axis.is_shared else " · own time axis, not aligned"
+        host = f" · {record.host}" if record.host else ""
+        self._add(
+            *trace_format.process_name(
+                pid, f"rank {record.rank}{host}{own_axis}", sort_index=record.rank + 1
+            )
+        )
+        lanes, namer, span = RankLanes(record.rank), None, None
+        for block in event_blocks(self._run, self._selection, record.rank):
+            for events in steps_in(block):
+                namer = namer or SliceNamer(
+                    self._run.manifest, clock_track(events), self._step_notes
+                )
+                self._draw_step(namer.draw(events), lanes, axis)
+                span = _widen(span, events)
+        if span is not None:
+            self._draw_counters(record, axis, span)
+            self._end_ns = max(self._end_ns, span[1] + axis.offset_ns)
+
+    def draw_about(self, about: Mapping[str, Any]) -> None:
+        """One slice as long as the trace that holds what is known about the run."""
+        self._add(*trace_format.process_name(ABOUT_PID, "about this run", sort_index=0))
+        self._add(*trace_format.thread_name(ABOUT_PID, ABOUT_PID + 1, "click for details"))
+        self._writer.add(
+            trace_format.complete(
+                str(about["run_id"]),
+                pid=ABOUT_PID,
+                tid=ABOUT_PID + 1,
+                start_ns=0,
+                end_ns=self._end_ns,
+                args=about,
+            )
+        )
+
+    def _draw_step(self, drawing: StepDrawing, lanes: RankLanes, axis: Axis) -> None:
+        tids: list[int | None] = []
+        for one in drawing.slices:
+            placed = lanes.place(one.track, one.start_ns, one.end_ns)
+            tids.append(None if placed is None else placed[0])
+            if placed is None:
+                self.not_drawn += 1
+                continue
+            tid, new_name = placed
+            if new_name is not None:
+                self._add(*trace_format.thread_name(lanes.pid, tid, new_name))
+            self._writer.add(
+                trace_format.complete(
+                    one.name,
+                    pid=lanes.pid,
+                    tid=tid,
+                    start_ns=one.start_ns + axis.offset_ns,
+                    end_ns=one.end_ns + axis.offset_ns,
+                    args=one.args,
+                )
+            )
+        self._draw_arrows(drawing, tids, lanes.pid, axis)
+
+    def _draw_arrows(
+        self, drawing: StepDrawing, tids: list[int | None], pid: int, axis: Axis
+    ) -> None:
+        for arrow in drawing.arrows:
+            stops = [arrow.issue, arrow.collective, *([] if arrow.use is None else [arrow.use])]
+            times = _arrow_times(drawing, stops)
+            if len(times) < 2 or any(tids[stop] is None for stop in stops):
+                continue
+            self._num_arrows += 1
+            phases = ["s", *["t"] * (len(times) - 2), "f"]
+            for phase, stop, time_ns in zip(phases, stops, times, strict=False):
+                self._writer.add(
+                    trace_format.flow(
+                        phase,
+                        self._num_arrows,
+                        pid=pid,
+                        tid=tids[stop] or 0,
+                        time_ns=time_ns + axis.offset_ns,
+                    )
+                )
+
+    def _draw_counters(self, record: RankRecord, axis: Axis, span: tuple[int, int]) -> None:
+        steps = self._selection.steps
+        for reading in read_counters(self._run, record, steps=steps, span=span):
+            self._writer.add(
+                trace_format.counter(
+                    reading.name,
+                    pid=pid_of(record.rank),
+                    time_ns=reading.time_ns + axis.offset_ns,
+                    values=reading.values,
+                )
+            )
+
+    def _add(self, *events: JsonObject) -> None:
+        for event in events:
+            self._writer.add(event)
+
+
+def _arrow_times(drawing: StepDrawing, stops: list[int]) -> list[int]:
+    """When an arrow touches each slice: inside it, and never before the one ahead.
+
+    The arrow ends before a slice that was over by then (clocks of host and device differ by their
+    uncertainty), and before one without a duration, to which Perfetto binds nothing.
+    """
+    times: list[int] = []
+    for stop in stops:
+        one = drawing.slices[stop]
+        time_ns = max(one.start_ns, *times[-1:]) if times else one.start_ns
+        if time_ns >= one.end_ns:
+            break
+        times.append(time_ns)
+    return times
+
+
+def _widen(span: tuple[int, int] | None, events: EventTable) -> tuple[int, int]:
+    low, high = int(events.start_ns.min()), int(events.end_ns.max())
+    return (low, high) if span is None else (min(low, span[0]), max(high, span[1]))
+
+
+def _first_ns(run: RunSource, selection: Selection, rank: int) -> int | None:
+    """The earliest time of the rank's first chosen step; None if nothing was recorded."""
+    for block in event_blocks(run, selection, rank):
+        for events in steps_in(block):
+            return int(min(events.start_ns.min(), events.issue_ns.min()))
+    return None
+
+
+def _require_size(run: RunSource, selection: Selection, limit_bytes: int) -> None:
+    rows = run.summary(ranks=selection.ranks)
+    if selection.steps is not None:
+        rows = rows.where(np.isin(rows.step, list(selection.steps)))
+    is_sum = (rows.kind < _FIRST_STEP_KINDS) & (rows.kind != EventKind.STEP)
+    expected = int(rows.count[is_sum].sum()) * _BYTES_PER_EVENT
+    if expected > limit_bytes:
+        raise trace_format.too_large(f"about {expected // BYTES_PER_MB} MB", limit_bytes)
+
+
+def _describe_run(run: RunSource, axes: Mapping[int, Axis]) -> JsonObject:
+    manifest = run.manifest
+    return {
+        "run_id": manifest.run_id,
+        "name": manifest.name,
+        "created": manifest.created,
+        "status": run.status.value,
+        "source": manifest.source,
+        "world_size": manifest.world_size,
+        "backend": manifest.backend,
+        "device": manifest.device_name or manifest.device_type,
+        "model": manifest.model.class_name,
+        "versions": manifest.versions,
+        "written_by": f"fsdp-inspect {__version__}",
+        "time_axis": describe_axes(axes),
+        "clock_offset_ns": {str(rank): axis.offset_ns for rank, axis in axes.items()},
+        "clock_uncertainty_ns": {str(rank): axis.uncertainty_ns for rank, axis in axes.items()},
+        "aligned_ranks": [rank for rank, axis in axes.items() if axis.is_shared],
+        "notes": list(run.notes),
+    }
+
+
+@contextmanager
+def _open(place: Path, *, is_compressed: bool) -> Iterator[BinaryIO]:
+    with place.open("wb") as file:
+        if not is_compressed:
+            yield file
+            return
+        # Without a name and a time, the same run gives the same bytes.
+        with gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0) as packed:
+            yield packed  # type: ignore[misc]

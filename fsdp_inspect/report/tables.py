@@ -1,0 +1,374 @@
+"""How do a run's tables read in other programs? CSV or Parquet, words instead of codes.
+
+One file a table, with a `rank` column, written rank by rank so that memory does not grow with the
+run. Codes become their names, unit numbers the unit's fqn (the root reads `(root)`), -1 becomes
+"missing" (an empty cell, a null), and every number's unit is in its column's name. Times are ns on
+the recording rank's own clock.
+
+A text that a spreadsheet would run as a formula is preceded by `'` in CSV files.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, is_dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet
+from numpy.typing import NDArray
+
+from fsdp_inspect.analysis.units import measure_units
+from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.report.selection import Selection, event_blocks
+from fsdp_inspect.trace.codes import (
+    DTYPES,
+    EventFlag,
+    EventKind,
+    MemoryCategory,
+    MemoryPoint,
+    Method,
+    NamedCode,
+    Phase,
+    Source,
+    Stream,
+)
+from fsdp_inspect.trace.reduction import StepPart
+from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource
+from fsdp_inspect.trace.steps import select_steps
+from fsdp_inspect.trace.tables import MISSING_INT, Table
+
+Progress = Callable[[int, int], None]
+"""Called with the number of ranks that are done, and of all."""
+
+Columns = dict[str, Any]
+"""Arrow arrays of equal length by name."""
+
+
+class TableFormat(StrEnum):
+    """What the files are."""
+
+    CSV = "csv"
+    PARQUET = "parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTable:
+    """One file."""
+
+    name: str
+    file: str
+    num_rows: int
+    columns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TablesExport:
+    """What was written."""
+
+    path: Path
+    ranks: tuple[int, ...]
+    tables: tuple[WrittenTable, ...]
+
+
+def write_tables(
+    run: RunSource,
+    selection: Selection,
+    path: Path,
+    *,
+    place: Path,
+    table_format: TableFormat,
+    progress: Progress = lambda done, total: None,
+) -> TablesExport:
+    """Write every table of some ranks and steps of a run.
+
+    Args:
+        run: A recorded run.
+        selection: Which ranks and steps; device samples, which know no step, are written whole.
+        path: Named in the result.
+        place: The folder to write into.
+        table_format: CSV or Parquet.
+        progress: Told after each rank.
+    """
+    words, timed = _Words.of(run.manifest), select_steps(run).timed
+    with ExitStack() as stack:
+        files = {
+            name: stack.enter_context(_TableFile(name, place, table_format))
+            for name in ("events", "memory", "devices", "scalars", "summary", "steps", "units")
+        }
+        for done, record in enumerate(selection.records, start=1):
+            for name, columns in _tables_of_rank(run, selection, record, words):
+                files[name].write(columns)
+            files["steps"].write(_step_columns(run, record.rank, selection, timed))
+            progress(done, len(selection.records))
+        files["units"].write(_unit_columns(run))
+    return TablesExport(
+        path=path,
+        ranks=selection.ranks,
+        tables=tuple(file.written for file in files.values()),
+    )
+
+
+def _tables_of_rank(
+    run: RunSource, selection: Selection, record: RankRecord, words: "_Words"
+) -> Iterator[tuple[str, Columns]]:
+    rank = record.rank
+    for events in event_blocks(run, selection, rank):
+        yield "events", words.label(rank, events, _EVENT_WORDS, _EVENT_NAMES)
+    memory = _of_steps(run.memory(rank), selection)
+    yield "memory", words.label(rank, memory, _MEMORY_WORDS, _MEMORY_NAMES)
+    yield "devices", words.label(rank, run.devices(rank), {}, _DEVICE_NAMES)
+    scalars = _of_steps(run.scalars(rank), selection)
+    names = {"name": _Labels(dict(enumerate(record.scalar_names)))}
+    yield "scalars", words.label(rank, scalars, names, {})
+    summary = _of_steps(run.summary(ranks=[rank]), selection)
+    labelled = words.label(rank, summary, _SUMMARY_WORDS, {})
+    yield "summary", {name: column for name, column in labelled.items() if name != "flags"}
+
+
+def _of_steps(table: Any, selection: Selection) -> Any:
+    if selection.steps is None:
+        return table
+    return table.where(np.isin(table.step, list(selection.steps)))
+
+
+def _step_columns(
+    run: RunSource, rank: int, selection: Selection, timed: Collection[int]
+) -> Columns:
+    """One row a finished step: its time, the parts that add up to it, its memory."""
+    kinds = [EventKind.STEP, *StepPart]
+    rows = _of_steps(run.summary(ranks=[rank], kinds=kinds), selection)
+    steps, position = np.unique(rows.step, return_inverse=True)
+    columns: Columns = {
+        "rank": pa.array(np.full(len(steps), rank, dtype=np.int32)),
+        "step": pa.array(steps.astype(np.int32)),
+        "is_timed": pa.array(np.isin(steps, list(timed))),
+    }
+
+    def spread(kind: int, source: str) -> Any:
+        values = np.full(len(steps), MISSING_INT, dtype=np.int64)
+        own = rows.kind == kind
+        values[position[own]] = getattr(rows, source)[own]
+        return _nullable(values)
+
+    columns["step_time_ns"] = spread(EventKind.STEP, "duration_ns")
+    columns["exposed_ns"] = spread(EventKind.STEP, "exposed_ns")
+    for part in StepPart:
+        is_memory = part >= StepPart.PEAK_ALLOCATED
+        unit = "bytes" if is_memory else "ns"
+        columns[f"{part.label}_{unit}"] = spread(part, "bytes" if is_memory else "duration_ns")
+    return columns
+
+
+def _unit_columns(run: RunSource) -> Columns:
+    """One row a unit, as the median rank saw it; nested results become `all_gather_bytes`."""
+    costs = measure_units(run)
+    rows = [{"rank": costs.rank, **_flat(unit)} for unit in costs.units]
+    if not rows:
+        return {}
+    return {name: pa.array([row[name] for row in rows]) for name in rows[0]}
+
+
+def _flat(result: Any, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for field in fields(result):
+        value, name = getattr(result, field.name), f"{prefix}{field.name}"
+        if is_dataclass(value):
+            flat |= _flat(value, f"{name}_")
+        elif name == "fqn":
+            flat["unit_fqn"] = format_unit(value)
+        elif name == "reshard_after_forward":
+            flat[name] = None if value is None else str(value).lower()
+        else:
+            flat[name] = value
+    return flat
+
+
+@dataclass(frozen=True, slots=True)
+class _Labels:
+    """The words of one column's codes; a code without one is missing."""
+
+    by_code: Mapping[int, str]
+
+    @classmethod
+    def of(cls, *enums: type[NamedCode]) -> "_Labels":
+        return cls({code.value: code.label for codes in enums for code in codes})
+
+    def apply(self, codes: NDArray[Any]) -> Any:
+        distinct, position = np.unique(codes, return_inverse=True)
+        words = pa.array([self.by_code.get(code) for code in distinct.tolist()], pa.string())
+        return words.take(position.reshape(-1))
+
+
+def _flag_labels() -> _Labels:
+    """Every combination of flags in words: `async, prefetched`."""
+    flags = list(EventFlag)
+    named = [str(flag.name).lower().replace("_", " ") for flag in flags]
+    combinations: dict[int, str] = {}
+    for bits in range(1 << len(flags)):
+        chosen = [position for position in range(len(flags)) if bits >> position & 1]
+        code = sum(flags[position].value for position in chosen)
+        combinations[code] = ", ".join(named[position] for position in chosen)
+    return _Labels({code: words for code, words in combinations.items() if words})
+
+
+_EVENT_WORDS: Mapping[str, _Labels] = {
+    "phase": _Labels.of(Phase),
+    "kind": _Labels.of(EventKind),
+    "stream": _Labels.of(Stream),
+    "source": _Labels.of(Source),
+    "method": _Labels.of(Method),
+    "dtype": _Labels(dict(enumerate(DTYPES[1:], start=1))),
+    "flags": _flag_labels(),
+}
+_EVENT_NAMES: Mapping[str, str] = {}
+_MEMORY_WORDS: Mapping[str, _Labels] = {
+    "phase": _Labels.of(Phase),
+    "point": _Labels.of(MemoryPoint),
+    "method": _Labels.of(Method),
+}
+_MEMORY_NAMES = {
+    name: f"{name}_bytes"
+    for name in (
+        *("allocated", "reserved", "active", "peak_allocated", "peak_reserved", "inactive_split"),
+        *(category.label for category in MemoryCategory),
+    )
+}
+_DEVICE_NAMES = {
+    name: f"{name}_bytes"
+    for name in ("gpu_memory_used", "process_rss", "host_memory_used", "host_memory_total")
+}
+_SUMMARY_WORDS: Mapping[str, _Labels] = {
+    "phase": _Labels.of(Phase),
+    "kind": _Labels.of(EventKind, StepPart),
+}
+_NUMBERS = frozenset({"step", "microbatch", "count", "attempt"})
+"""Columns in which every number counts, -1 too."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """Turns the columns of a run's tables into words and missing values."""
+
+    units: _Labels
+    groups: _Labels
+
+    @classmethod
+    def of(cls, manifest: RunManifest) -> "_Words":
+        return cls(
+            units=_Labels({unit.index: format_unit(unit.fqn) for unit in manifest.units}),
+            groups=_Labels(
+                {
+                    group.index: f"{group.role} ({len(group.ranks)} ranks)"
+                    for group in manifest.process_groups
+                }
+            ),
+        )
+
+    def label(
+        self,
+        rank: int,
+        table: Table,
+        words: Mapping[str, _Labels],
+        names: Mapping[str, str],
+    ) -> Columns:
+        """The columns of a table, with the rank in front.
+
+        Args:
+            rank: Whose table it is.
+            table: Its rows.
+            words: For columns that hold codes.
+            names: New names, for columns whose name lacks its unit.
+        """
+        labelled: Columns = {"rank": pa.array(np.full(len(table), rank, dtype=np.int32))}
+        for name, values in table.columns().items():
+            if name == "unit":
+                labelled["unit_fqn"] = self.units.apply(values)
+            elif name == "issued_by":
+                labelled["issued_by_fqn"] = self.units.apply(values)
+            elif name == "group":
+                labelled["group"] = self.groups.apply(values)
+            elif name in words:
+                labelled[name] = words[name].apply(values)
+            elif name != "rank":
+                plain = name in _NUMBERS or not np.issubdtype(values.dtype, np.integer)
+                labelled[names.get(name, name)] = pa.array(values) if plain else _nullable(values)
+        return labelled
+
+
+def _nullable(values: NDArray[Any]) -> Any:
+    return pa.array(values, mask=values == MISSING_INT)
+
+
+class _Sheet(Protocol):
+    """What writes tables of one schema into one file."""
+
+    def write_table(self, table: pa.Table) -> None:
+        """Append the rows."""
+
+    def close(self) -> None:
+        """Complete the file."""
+
+
+class _TableFile:
+    """One file of an export, made when the first rows come."""
+
+    def __init__(self, name: str, folder: Path, table_format: TableFormat) -> None:
+        self._name = name
+        self._format = table_format
+        self._place = folder / f"{name}.{table_format}"
+        self._sheet: _Sheet | None = None
+        self._schema = pa.schema([])
+        self._num_rows = 0
+
+    def __enter__(self) -> "_TableFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._sheet is not None:
+            self._sheet.close()
+
+    @property
+    def written(self) -> WrittenTable:
+        """What the file holds by now."""
+        return WrittenTable(self._name, self._place.name, self._num_rows, tuple(self._schema.names))
+
+    def write(self, columns: Columns) -> None:
+        """Append rows; no columns at all write nothing."""
+        if not columns:
+            return
+        table = pa.table(columns)
+        if self._format is TableFormat.CSV:
+            table = _defused(table)
+        if self._sheet is None:
+            self._schema = table.schema
+            self._sheet = _open_sheet(self._place, table.schema, self._format)
+        self._sheet.write_table(table)
+        self._num_rows += len(table)
+
+
+def _open_sheet(place: Path, schema: pa.Schema, table_format: TableFormat) -> _Sheet:
+    sheet: _Sheet
+    if table_format is TableFormat.CSV:
+        sheet = pyarrow.csv.CSVWriter(str(place), schema)
+    else:
+        sheet = pyarrow.parquet.ParquetWriter(str(place), schema, compression="zstd")
+    return sheet
+
+
+_FORMULA = r"^\s*[=+\-@]|^[\t\r\n]"
+
+
+def _defused(table: pa.Table) -> pa.Table:
+    """The same table with texts that a spreadsheet shows and never runs."""
+    for position, field in enumerate(table.schema):
+        if pa.types.is_string(field.type):
+            texts = table.column(position)
+            quoted = pc.replace_substring_regex(texts, "^", "'", max_replacements=1)
+            harmless = pc.if_else(pc.match_substring_regex(texts, _FORMULA), quoted, texts)
+            table = table.set_column(position, field, harmless)
+    return table

@@ -1,0 +1,227 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_inspect import open_run
+from fsdp_inspect.analysis.exposed import measure_exposed
+from fsdp_inspect.errors import ExportError, IncompleteRunError
+from fsdp_inspect.report.perfetto import write_perfetto
+from fsdp_inspect.report.selection import select
+from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Stream
+from tests.builders import RunBuilder, add_steady_step, steady_run
+from tests.report.perfetto.reading import read_trace
+
+SAMPLES = Path(__file__).parents[3] / "samples"
+
+
+def export(run, folder, *, name="trace.json", ranks=None, steps=None, **options):
+    path = folder / name
+    selection = select(run, ranks=ranks, steps=steps)
+    result = write_perfetto(run, selection, path, place=path, **options)
+    return result, read_trace(path)
+
+
+@pytest.fixture(scope="module", params=["async-prefetch-2-ranks", "hsdp-4-ranks"])
+def sample(request):
+    return open_run(SAMPLES / request.param / "run")
+
+
+def test_a_recorded_run_is_a_valid_trace_with_every_event_as_a_slice(sample, tmp_path):
+    steps = {3, 5, 6}
+    result, trace = export(sample, tmp_path, steps=steps)
+    assert result.not_drawn == 0
+    drawn = [one for one in trace.slices if one.name.split()[0] not in ("exposed", "issue")]
+    events = sum(len(sample.events(rank.rank, steps=steps)) for rank in sample.ranks)
+    assert len(drawn) == events + 1  # and the one about the run
+
+
+def test_compressed_and_plain_traces_hold_the_same(tmp_path):
+    run = steady_run()
+    _, plain = export(run, tmp_path)
+    packed, compressed = export(run, tmp_path, name="trace.json.gz")
+    assert compressed == plain
+    assert (tmp_path / "trace.json.gz").stat().st_size < packed.uncompressed_bytes
+
+
+def test_exposed_slices_add_up_to_the_exposed_time_of_the_analysis(sample, tmp_path):
+    exposed = measure_exposed(sample)
+    rank, owners = exposed.rank, {}
+    _, trace = export(sample, tmp_path, ranks=[rank])
+    for one in trace.slices:
+        if one.name.startswith("exposed "):
+            owners.setdefault(one.name, 0)
+            owners[one.name] += one.end_ns - one.start_ns
+    charged = {
+        f"exposed {one.name}": 0
+        for one in trace.slices
+        if one.args.get("exposed_ns", 0) and not one.name.startswith("exposed ")
+    }
+    for one in trace.slices:
+        if f"exposed {one.name}" in charged:
+            charged[f"exposed {one.name}"] += one.args["exposed_ns"]
+    assert owners == charged
+    assert sum(owners.values()) > 0
+
+
+def test_tracks_are_named_and_sorted_from_the_step_down(tmp_path):
+    _, trace = export(steady_run(), tmp_path)
+    assert trace.threads["rank 0"] == [
+        "step",
+        "data, optimizer",
+        "host issue (moments)",
+        "main thread",
+        "all-gather",
+        "reduce-scatter",
+        "other collectives",
+    ]
+
+
+def test_an_arrow_leads_from_the_issue_over_the_collective_to_the_copy_out(tmp_path):
+    builder = RunBuilder(world_size=1)
+    rank = builder.rank(0)
+    rank.step(0, 0, 100_000)
+    rank.all_gather("layers.1", 20_000, 40_000, need=35_000, collective=7, issue_ns=5_000)
+    rank.add(EventKind.ALL_GATHER_WAIT, 35_000, 40_000, unit="layers.1", collective=7)
+    rank.add(EventKind.ALL_GATHER_COPY_OUT, 40_000, 50_000, unit="layers.1", collective=7)
+    _, trace = export(builder.build(), tmp_path)
+    ((issue, collective, use),) = trace.flows
+    assert (issue.name, issue.start_ns) == ("issue all-gather layers.1", 5_000)
+    assert (collective.name, collective.start_ns) == ("all-gather layers.1", 20_000)
+    assert (use.name, use.start_ns) == ("all-gather copy-out layers.1", 40_000)
+
+
+def test_arrows_of_a_recorded_run_never_go_back_in_time(sample, tmp_path):
+    _, trace = export(sample, tmp_path, steps={5})
+    assert trace.flows
+    for stops in trace.flows:
+        assert stops[0].thread.startswith("host issue")
+        assert stops[0].name == f"issue {stops[1].name}"
+        starts = [stop.start_ns for stop in stops]
+        assert starts == sorted(starts)
+
+
+def test_a_collective_says_what_travelled_how_fast_and_why_it_was_waited_for(tmp_path):
+    _, trace = export(steady_run(), tmp_path, steps={2}, ranks=[1])
+    gather = next(one for one in trace.on("all-gather") if one.start_ns == 50)
+    assert gather.name == "all-gather layers.0"
+    assert gather.args["bytes"] == 64
+    assert gather.args["dtype"] == "float32"
+    assert gather.args["group"] == "shard (2 ranks)"
+    assert gather.args["bus_bytes_per_s"] == 640_000_000
+    assert gather.args["exposed_ns"] == 50
+    assert gather.args["exposed_floor_ns"] == 50
+    assert (gather.args["source"], gather.args["method"]) == ("recorded", "measured")
+
+
+def test_steps_say_why_they_are_not_timed(tmp_path):
+    _, trace = export(steady_run(), tmp_path, ranks=[0])
+    names = [one.name for one in trace.on("step")]
+    assert names == ["step 0 (warm-up, not timed)", "step 1", "step 2", "step 3"]
+
+
+def test_memory_is_a_counter_without_what_one_unit_owns(tmp_path):
+    builder = RunBuilder()
+    rank = builder.rank(0)
+    add_steady_step(rank, 0, start=0)
+    rank.memory(MemoryPoint.FORWARD_END, 100, time_ns=300, activation=40, reserved=160)
+    rank.memory(MemoryPoint.PEAK_BY_OWNER, 7, time_ns=300)
+    _, trace = export(builder.build(), tmp_path)
+    assert trace.counters == {
+        ("rank 0", "memory (bytes): allocated"): [(300, 100)],
+        ("rank 0", "memory (bytes): reserved"): [(300, 160)],
+        ("rank 0", "memory by category (bytes): activation"): [(300, 40)],
+    }
+
+
+def test_ranks_of_one_host_share_the_axis_and_others_are_not_guessed_at(tmp_path):
+    builder = RunBuilder(world_size=3)
+    for number, host in enumerate(["a", "a", "b"]):
+        builder.rank(number).record["host"] = host
+        add_steady_step(builder.rank(number), 0, start=70_000 + 100 * number)
+    result, trace = export(builder.build(), tmp_path)
+    starts = {one.process: one.start_ns for one in trace.slices if one.name == "step 0"}
+    assert starts == {
+        "rank 0 · a": 0,
+        "rank 1 · a": 100,
+        "rank 2 · b · own time axis, not aligned": 0,
+    }
+    assert trace.about["aligned_ranks"] == [0, 1]
+    assert "ranks 2" in result.time_axis
+
+
+def test_a_trace_that_would_not_open_is_refused_with_what_narrows_it(sample, tmp_path):
+    with pytest.raises(ExportError, match=r"at most 1 MB.*--steps.*--ranks.*--max-mb"):
+        export(sample, tmp_path, limit_mb=1)
+
+
+def test_the_limit_holds_also_where_the_summary_expects_less(tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdp_inspect.report.perfetto.trace._BYTES_PER_EVENT", 0)
+    monkeypatch.setattr("fsdp_inspect.report.perfetto.format.BYTES_PER_MB", 1)
+    monkeypatch.setattr("fsdp_inspect.report.perfetto.trace.BYTES_PER_MB", 1)
+    with pytest.raises(ExportError, match="more than 5000"):
+        export(steady_run(), tmp_path, limit_mb=5000)
+
+
+def test_a_rank_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(IncompleteRunError, match="rank 9"):
+        export(steady_run(), tmp_path, ranks=[9])
+
+
+def test_the_events_of_an_unfinished_step_are_drawn(tmp_path):
+    builder = RunBuilder()
+    rank = builder.rank(0)
+    add_steady_step(rank, 0, start=0)
+    rank._step = 1
+    rank.forward("layers.0", 1000, 1200)
+    _, trace = export(builder.build(), tmp_path)
+    assert [one.start_ns for one in trace.slices if one.args.get("step") == 1] == [1000]
+
+
+def test_names_of_units_stay_what_they_are(tmp_path):
+    hostile = 'layers."</script>\u202e\n'
+    builder = RunBuilder(units=(hostile, ""))
+    rank = builder.rank(0)
+    rank.step(0, 0, 100)
+    rank.forward(hostile, 0, 50)
+    rank.forward("", 50, 60)
+    _, trace = export(builder.build(), tmp_path)
+    assert [one.name for one in trace.on("main thread")] == [
+        f"forward {hostile}",
+        "forward (root)",
+    ]
+
+
+span = st.tuples(st.integers(0, 60), st.integers(0, 40))
+kinds = st.sampled_from(
+    [EventKind.FORWARD, EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.OTHER_COLLECTIVE]
+)
+
+
+@given(st.lists(st.tuples(kinds, span, st.integers(0, 120)), max_size=25), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_no_schedule_gives_slices_that_overlap_on_a_track(tmp_path_factory, members, on_stream):
+    builder = RunBuilder()
+    rank = builder.rank(0)
+    rank.step(0, 0, 200)
+    for number, (kind, (start, duration), need) in enumerate(members):
+        rank.add(
+            kind,
+            start,
+            start + duration,
+            unit="layers.0",
+            need_ns=need,
+            collective=number,
+            stream=Stream.COMPUTE if on_stream else Stream.HOST,
+            bytes=8,
+            issue_ns=start // 2,
+        )
+    _, trace = export(builder.build(), tmp_path_factory.mktemp("trace"))
+    drawn = [one for one in trace.slices if one.args.get("step") == 0]
+    assert len(drawn) == len(members) + 1
+    times = sorted((one.start_ns, one.end_ns) for one in drawn)
+    expected = [(start, start + duration) for _, (start, duration), _ in members] + [(0, 200)]
+    origin = min([0, *(start // 2 for _, (start, _), _ in members)])
+    assert np.array_equal(np.array(times), np.array(sorted(expected)) - origin)
