@@ -1,0 +1,91 @@
+"""How is a run put into plain words? Sentences and facts that every report says alike.
+
+The text is plain: whoever shows it escapes it for the place where it is shown.
+"""
+
+from collections import Counter
+
+from fsdp_inspect.analysis.breakdown import StepBreakdown
+from fsdp_inspect.analysis.memory import Memory
+from fsdp_inspect.analysis.provenance import Provenance
+from fsdp_inspect.digest import RunDigest
+from fsdp_inspect.formatting import format_count, format_ns
+from fsdp_inspect.report.values import format_kind, format_method
+from fsdp_inspect.trace.run import RunManifest
+
+
+def name_category(category: str) -> str:
+    """A memory category as the field writes it: `all-gather buffer`."""
+    hyphenated = category.replace("all_gather", "all-gather")
+    return hyphenated.replace("reduce_scatter", "reduce-scatter").replace("_", " ")
+
+
+def describe_plan(manifest: RunManifest) -> str:
+    """The sharding in a few words: `10 units, resharded but for the root, 4 ranks shard`."""
+    units = manifest.units
+    facts = [f"{len(units)} {'unit' if len(units) == 1 else 'units'}", _describe_reshard(manifest)]
+    mesh = " x ".join(f"{size} {name}" for name, size in manifest.mesh.items() if size > 1)
+    facts.append(f"mesh {mesh}" if len(manifest.mesh) > 1 and mesh else "")
+    facts.append(" and ".join(sorted({unit.param_dtype for unit in units})))
+    return ", ".join(fact for fact in facts if fact)
+
+
+def _describe_reshard(manifest: RunManifest) -> str:
+    settings = [repr(unit.reshard_after_forward) for unit in manifest.units if not unit.is_root]
+    counts = Counter(settings)
+    if len(counts) > 1:
+        return f"{counts['True']} of {len(settings)} reshard after forward"
+    words = {"True": "reshard after forward", "False": "kept after forward", "None": ""}
+    return "".join(words.get(one, f"reshard to groups of {one} ranks") for one in counts)
+
+
+def describe_run(digest: RunDigest) -> str:
+    """What ran where: `2 ranks · gloo · cpu · Decoder, 1.24M parameters`."""
+    identity = digest.identity
+    ranks = f"{digest.world_size} {'rank' if digest.world_size == 1 else 'ranks'}"
+    model = identity.model
+    if model and identity.num_parameters:
+        model += f", {format_count(identity.num_parameters)} parameters"
+    facts = [ranks, digest.backend, identity.device_name or identity.device_type, model]
+    return " · ".join(fact for fact in facts if fact)
+
+
+def describe_provenance(provenance: Provenance | None, *groups: str) -> str:
+    """How the numbers of these groups were obtained, such as `Recorded, measured`."""
+    if provenance is None:
+        return "How these numbers were obtained cannot be read."
+    source = " and ".join(provenance.sources).capitalize()
+    by_method: dict[str, list[str]] = {}
+    for group in groups:
+        if group in provenance.methods:
+            words = describe_methods(provenance.methods[group])
+            by_method.setdefault(words, []).append(format_kind(group))
+    if len(by_method) == 1:
+        return f"{source}, {next(iter(by_method))}."
+    methods = [f"{words}: {', '.join(named)}" for words, named in by_method.items()]
+    return f"{'; '.join([source, *methods])}."
+
+
+def describe_memory_method(memory: Memory) -> str:
+    """Who counted the memory of the rank with the highest peak: `storage tracker`."""
+    methods = {row.rank: row.method for row in memory.ranks}
+    return format_method(methods.get(memory.peak_rank or 0, ""))
+
+
+def describe_methods(methods: str) -> str:
+    """Comma-separated methods in words: `measured`, `host-blocking`."""
+    return " and ".join(format_method(method) for method in methods.split(", "))
+
+
+def describe_step(breakdown: StepBreakdown) -> str:
+    """How long one step took and how long it waited."""
+    total = format_ns(breakdown.step_time_ns)
+    if breakdown.exposed_ns == 0:
+        return (
+            f"Step {breakdown.step} took {total} on rank {breakdown.rank} and never waited for "
+            "communication."
+        )
+    return (
+        f"{format_ns(breakdown.exposed_ns)} of the {total} of step {breakdown.step} go to waiting "
+        f"for communication on rank {breakdown.rank}: the hatched spans."
+    )
