@@ -34,6 +34,7 @@ _METHODS = {
     "host_blocking": "host-blocking",
     "storage_tracker": "storage tracker",
     "cuda_allocator": "CUDA allocator",
+    "memory_snapshot": "memory snapshot",
 }
 
 

@@ -1,0 +1,1 @@
+"""Recordings of other tools as run folders: Kineto traces and CUDA memory snapshots."""

@@ -1,0 +1,392 @@
+"""What filled memory, in a CUDA memory snapshot that somebody else took? As a run folder.
+
+One file (`torch.cuda.memory._dump_snapshot`) is one process, and becomes one rank; a folder of such
+files becomes as many ranks, in the order of the rank numbers in their names. Nothing is written
+until everything is read, and what a snapshot cannot tell is said in the run's notes.
+"""
+
+import hashlib
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+
+from fsdp_inspect.errors import CorruptFileError, NotARunError, StoreError
+from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.importing.snapshot_contents import SnapshotContents, parse_snapshot
+from fsdp_inspect.importing.snapshot_pickle import (
+    MAX_MEMORY_BYTES,
+    read_plain_pickle,
+    starts_like_pickle,
+)
+from fsdp_inspect.importing.snapshot_positions import Activity, follow, unit_names
+from fsdp_inspect.importing.snapshot_rows import RankSnapshot, find_failed_request, memory_rows
+from fsdp_inspect.importing.snapshot_sqlite import (
+    MAGIC,
+    has_snapshot_tables,
+    read_sqlite_snapshot,
+)
+from fsdp_inspect.store.folder import create_run
+from fsdp_inspect.store.writer import RankWriter
+from fsdp_inspect.trace.run import (
+    ClockPair,
+    FailedRequest,
+    RankRecord,
+    RunManifest,
+    RunStatus,
+    Unit,
+)
+
+MEMORY_SNAPSHOT = "memory_snapshot"
+"""The `memory_from` of imported snapshots."""
+
+_RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})", re.IGNORECASE)
+_SETTINGS_KEYS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedSnapshot:
+    """What became of one or more snapshots."""
+
+    path: Path
+    """The run folder."""
+    files: tuple[str, ...]
+    """Names of the files, by rank."""
+    units: tuple[str, ...]
+    """FSDP units that the annotations name; empty without annotations."""
+    num_entries: int
+    """Trace entries of all ranks."""
+    failed_requests: tuple[FailedRequest, ...]
+    """The last failed request of each rank that had one."""
+    notes: tuple[str, ...]
+    """What a snapshot cannot tell, or these do not."""
+
+
+def looks_like_snapshot(path: Path) -> bool:
+    """Whether a file, or every file of a folder, begins as a memory snapshot does.
+
+    A pickle of something else looks the same from outside: importing it says what it is instead.
+    """
+    if path.is_dir():
+        files = _files_in(path)
+        return bool(files) and all(looks_like_snapshot(file) for file in files)
+    try:
+        with path.open("rb") as file:
+            head = file.read(len(MAGIC))
+    except OSError:
+        return False
+    return starts_like_pickle(head) or (head == MAGIC and has_snapshot_tables(path))
+
+
+def import_snapshot(
+    path: Path, out: Path, *, max_memory_bytes: int = MAX_MEMORY_BYTES
+) -> ImportedSnapshot:
+    """Turn a memory snapshot, or a folder of one for each rank, into a run folder.
+
+    Args:
+        path: A pickle of protocol 2 to 5, an SQLite file, or a folder that holds only such files.
+        out: The run folder to make; must not exist, or be empty.
+        max_memory_bytes: What the values of one pickle may take in memory.
+
+    Returns:
+        What was imported.
+
+    Raises:
+        NotARunError: There is nothing at `path`.
+        CorruptFileError: A file is damaged, hostile, too large, or no snapshot. Nothing is left
+            behind.
+        StoreError: `out` is taken, or cannot be written.
+    """
+    files = _by_rank(_files_in(path) if path.is_dir() else [path])
+    if not files or not all(file.is_file() for file in files):
+        raise NotARunError(
+            f"No memory snapshot at {str(path)!r}. Expected a file written by "
+            "torch.cuda.memory._dump_snapshot, or a folder of them. Name an existing file."
+        )
+    _check_free(out)
+    contents = [_read(file, max_memory_bytes) for file in files]
+    ranks = [_place(one, file.name) for one, file in zip(contents, files, strict=True)]
+    units = unit_names(rank.positions for rank in ranks)
+    indices = [[units.index(name) for name in rank.positions.units] for rank in ranks]
+    notes = [*_general_notes(ranks, files), *_notes_of_ranks(contents, ranks, files)]
+    manifest = _describe(out, files, ranks, contents, notes)
+    failed = [find_failed_request(rank, index) for rank, index in zip(ranks, indices, strict=True)]
+    _write(out, manifest, ranks, indices, failed)
+    return ImportedSnapshot(
+        path=out,
+        files=tuple(file.name for file in files),
+        units=units,
+        num_entries=sum(len(rank.device.trace) for rank in ranks),
+        failed_requests=tuple(one for one in failed if one is not None),
+        notes=tuple(notes),
+    )
+
+
+# --- reading
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return [
+        file for file in sorted(folder.iterdir()) if file.is_file() and file.name[0] not in "._"
+    ]
+
+
+def _by_rank(files: Sequence[Path]) -> list[Path]:
+    def order(file: Path) -> tuple[int, str]:
+        found = _RANK_IN_NAME.search(file.name)
+        return (int(found[1]) if found else -1, file.name)
+
+    return sorted(files, key=order)
+
+
+def _read(path: Path, max_memory_bytes: int) -> SnapshotContents:
+    with path.open("rb") as file:
+        head = file.read(len(MAGIC))
+        if not head:
+            raise CorruptFileError(
+                f"{path.name} is empty. Expected a memory snapshot. Dump it again with "
+                "torch.cuda.memory._dump_snapshot; a full disk leaves empty files."
+            )
+        if head == MAGIC:
+            return parse_snapshot(read_sqlite_snapshot(path), path.name)
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+            value = read_plain_pickle(data, path.name, max_memory_bytes=max_memory_bytes)
+    return parse_snapshot(value, path.name)
+
+
+def _place(contents: SnapshotContents, name: str) -> RankSnapshot:
+    """The device that the process used most, with the program's positions."""
+    devices = [
+        device for device in contents.devices if len(device.trace) or len(device.segment_sizes)
+    ]
+    if not devices:
+        raise CorruptFileError(
+            f"{name} is a memory snapshot without any memory: no segment and no trace entry. "
+            "Expected a process that had used CUDA. Call _record_memory_history before training "
+            "and _dump_snapshot after it, in the same process."
+        )
+    device = max(devices, key=lambda one: (one.reserved_bytes, len(one.trace)))
+    return RankSnapshot.of(device, follow(contents.annotations))
+
+
+# --- what is said about it
+
+
+def _general_notes(ranks: Sequence[RankSnapshot], files: Sequence[Path]) -> list[str]:
+    units = unit_names(rank.positions for rank in ranks)
+    notes = [
+        "A memory snapshot tells amounts of memory only: no times of steps, compute or "
+        "communication, no world size and no memory of the device; it is shown as "
+        f"{len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'} "
+        f"({', '.join(file.name for file in files[:4])}{', ...' if len(files) > 4 else ''})."
+    ]
+    if units:
+        notes.append(
+            "Numbers of parameters are not in a snapshot and read 0; the sizes of a unit are those "
+            "of its largest all-gather and reduce-scatter buffer in the trace. Owners and "
+            "categories are inferred from FSDP's annotations, to the microsecond."
+        )
+    else:
+        notes.append(
+            "No FSDP unit is named: the snapshot has no annotations of FSDP2. Record them with "
+            "torch.cuda.memory._record_memory_history(global_record_annotations=True), which "
+            "starts before the steps to be seen."
+        )
+    if units and not any(rank.positions.has_backward for rank in ranks):
+        notes.append(
+            "Nothing of the backward is annotated, since it runs in a thread of its own: what it "
+            "allocated has no owner. Record with global_record_annotations=True."
+        )
+    return notes
+
+
+def _notes_of_ranks(
+    contents: Sequence[SnapshotContents], ranks: Sequence[RankSnapshot], files: Sequence[Path]
+) -> list[str]:
+    """What single files lack; the same note of several is said once, with all their names."""
+    found: dict[str, list[str]] = {}
+    for one, rank, file in zip(contents, ranks, files, strict=True):
+        for note in _notes_of_rank(one, rank):
+            found.setdefault(note, []).append(file.name)
+    return [
+        f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}: {note}"
+        for note, names in found.items()
+    ]
+
+
+def _notes_of_rank(contents: SnapshotContents, rank: RankSnapshot) -> list[str]:
+    device, notes = rank.device, []
+    if len(device.trace) == 0:
+        notes.append(
+            "it holds no trace, only the moment of the snapshot: the peak before it is not known. "
+            "Call _record_memory_history() before the steps to be seen."
+        )
+    elif rank.timeline is None:
+        notes.append(
+            "its trace contradicts its segments (a block allocated twice, or less than nothing in "
+            "use), so only the moment of the snapshot is used."
+        )
+    else:
+        notes.append(
+            f"its trace has {len(device.trace):,} entries; memory before the first one is not "
+            "known, and blocks that were freed before the snapshot count as asked for, rounded up "
+            "to 512 B."
+        )
+    elsewhere = [one for one in contents.devices if one is not device and one.reserved_bytes]
+    if elsewhere:
+        held = ", ".join(
+            f"{format_bytes(one.reserved_bytes)} on cuda:{one.device}" for one in elsewhere
+        )
+        notes.append(f"beside cuda:{device.device}, the process reserved {held}; left out here.")
+    if rank.failed_requests > 1:
+        notes.append(f"{rank.failed_requests} requests for memory failed; the last one is shown.")
+    return notes
+
+
+def _describe(
+    out: Path,
+    files: Sequence[Path],
+    ranks: Sequence[RankSnapshot],
+    contents: Sequence[SnapshotContents],
+    notes: Sequence[str],
+) -> RunManifest:
+    taken_ns = min(_taken_ns(rank, file) for rank, file in zip(ranks, files, strict=True))
+    settings = contents[0].settings
+    text = next((settings[key] for key in _SETTINGS_KEYS if settings.get(key)), "")
+    identity = hashlib.sha256("\n".join([*(file.name for file in files), str(taken_ns)]).encode())
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", out.name) or "snapshot"
+    return RunManifest(
+        run_id=f"{stem}-{identity.hexdigest()[:8]}",
+        name=files[0].name if len(files) == 1 else out.name,
+        created=datetime.fromtimestamp(taken_ns // 10**9, UTC).isoformat(),
+        created_unix_ns=taken_ns,
+        units=_units(ranks),
+        world_size=len(ranks),
+        backend="unknown",
+        device_type="cuda",
+        source="imported",
+        environment={"PYTORCH_CUDA_ALLOC_CONF": text} if text else {},
+        recorder={
+            "imported_from": [file.name for file in files],
+            "allocator_settings": dict(settings),
+        },
+        notes=list(notes),
+    )
+
+
+def _taken_ns(rank: RankSnapshot, file: Path) -> int:
+    """When the snapshot was taken, wall time; the file's own time where the trace has none."""
+    last = int(rank.device.trace.time_us.max(initial=-1))
+    is_plausible = 0 < last < 1 << 52
+    return last * 1000 if is_plausible else file.stat().st_mtime_ns
+
+
+def _units(ranks: Sequence[RankSnapshot]) -> list[Unit]:
+    return [
+        Unit(
+            index=index,
+            fqn=fqn,
+            modules=fqn.split(", "),
+            num_parameters=0,
+            num_trainable_parameters=0,
+            unsharded_bytes=_largest(ranks, fqn, Activity.ALL_GATHER),
+            sharded_bytes=0,
+            reduce_bytes=_largest(ranks, fqn, Activity.REDUCE),
+            param_dtype="unknown",
+            reduce_dtype="unknown",
+            reshard_after_forward=None,
+            is_root=fqn == "",
+            execution_index=index,
+            recorded_by="annotations",
+        )
+        for index, fqn in enumerate(unit_names(rank.positions for rank in ranks))
+    ]
+
+
+def _largest(ranks: Sequence[RankSnapshot], fqn: str, activity: Activity) -> int:
+    return max(
+        (
+            rank.allocated_in(rank.positions.units.index(fqn), activity)
+            for rank in ranks
+            if fqn in rank.positions.units
+        ),
+        default=0,
+    )
+
+
+# --- writing
+
+
+def _check_free(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise StoreError(
+            f"{str(out)!r} is there already. Expected a new folder for the run. Name another one, "
+            "or remove it."
+        )
+
+
+def _write(
+    out: Path,
+    manifest: RunManifest,
+    ranks: Sequence[RankSnapshot],
+    indices: Sequence[Sequence[int]],
+    failed: Sequence[FailedRequest | None],
+) -> None:
+    existed = out.exists()
+    try:
+        attempt = create_run(out, manifest)
+        for number, (rank, index) in enumerate(zip(ranks, indices, strict=True)):
+            rows = memory_rows(rank, index)
+            record = _record(number, len(ranks), rank, manifest, failed[number])
+            writer = RankWriter(out, record.model_copy(update={"attempt": attempt}))
+            writer.memory.extend(rows)
+            writer.close(RunStatus.IMPORTED)
+            if writer.record.problems:
+                raise OSError("; ".join(writer.record.problems))
+    except BaseException as error:
+        _remove(out, existed)
+        if isinstance(error, OSError):
+            raise StoreError(
+                f"The run cannot be written to {str(out)!r}: {error}. Expected a folder with room "
+                "for it. Name another folder."
+            ) from error
+        raise
+
+
+def _record(
+    number: int,
+    world_size: int,
+    rank: RankSnapshot,
+    manifest: RunManifest,
+    failed: FailedRequest | None,
+) -> RankRecord:
+    wall = ClockPair(
+        monotonic_ns=manifest.created_unix_ns,
+        unix_ns=manifest.created_unix_ns,
+        uncertainty_ns=1000,
+    )
+    return RankRecord(
+        rank=number,
+        world_size=world_size,
+        device=f"cuda:{rank.device.device}",
+        clock_start=wall,
+        clock_end=wall,
+        status=RunStatus.IMPORTED,
+        num_steps=len(rank.positions.step_ends_us),
+        memory_from=MEMORY_SNAPSHOT,
+        failed_request=failed,
+    )
+
+
+def _remove(out: Path, existed: bool) -> None:
+    if not existed:
+        shutil.rmtree(out, ignore_errors=True)
+        return
+    for child in out.iterdir():
+        if child.is_dir():
+            shutil.rmtree(child, ignore_errors=True)
+        else:
+            child.unlink(missing_ok=True)

@@ -1,0 +1,385 @@
+"""What did the allocator write down: segments, blocks, its trace, annotations?
+
+Turns the dictionaries of `torch.cuda.memory._snapshot()` into columns, and checks them. Every
+version since torch 2.0 is read: keys that an older version did not write are optional. Names of
+actions and states are torch's (`torch.cuda.memory._snapshot`, torch 2.13; `active_pending_free` is
+what the code writes and `active_awaiting_free` what its documentation says).
+
+Conventions: addresses and sizes are int64; times are microseconds of wall time, -1 if unknown.
+"""
+
+import reprlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.errors import CorruptFileError
+from fsdp_inspect.importing.snapshot_labels import UNLABELLED, Labels
+
+Int64Array = NDArray[np.int64]
+
+MAX_ROWS = 20_000_000
+"""Blocks and trace entries of one snapshot; shared lists could stand for many more than the file
+has bytes."""
+
+_REMEDY = "Dump it again with torch.cuda.memory._dump_snapshot."
+_MAX_BYTES = 1 << 50
+"""Of one device, or of one request: a pebibyte."""
+_MAX_TIME_US = 1 << 52
+_MAX_DEVICE = 1023
+
+
+class Action(IntEnum):
+    """What the allocator did; names as in torch's trace entries."""
+
+    ALLOC = 0
+    FREE_REQUESTED = 1
+    FREE_COMPLETED = 2
+    SEGMENT_ALLOC = 3
+    SEGMENT_MAP = 4
+    SEGMENT_FREE = 5
+    SEGMENT_UNMAP = 6
+    OOM = 7
+    OTHER = 8
+    """`snapshot`, and what later versions add: changes no amount of memory."""
+
+
+class BlockState(IntEnum):
+    """What a block is used for."""
+
+    INACTIVE = 0
+    ACTIVE = 1
+    PENDING_FREE = 2
+    """Freed, but another stream may still use it."""
+
+
+_ACTIONS = {action.name.lower(): action for action in Action if action is not Action.OTHER}
+_STATES = {
+    "inactive": BlockState.INACTIVE,
+    "active_allocated": BlockState.ACTIVE,
+    "active_pending_free": BlockState.PENDING_FREE,
+    "active_awaiting_free": BlockState.PENDING_FREE,
+}
+_ANNOTATION = "user_defined"
+"""The action under which torch 2.4 and 2.5 kept annotations inside the trace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The blocks of one device when the snapshot was taken; arrays of shape (blocks,)."""
+
+    address: Int64Array
+    size: Int64Array
+    """As carved out of the segment: rounded up."""
+    requested: Int64Array
+    state: NDArray[np.int8]
+    """A `BlockState`."""
+    segment: Int64Array
+    """Which segment it lies in."""
+    label: NDArray[np.int8]
+    """What its frames say it is: a code of `Labels`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What the allocator of one device did, in order; arrays of shape (entries,)."""
+
+    action: NDArray[np.int8]
+    """An `Action`."""
+    address: Int64Array
+    """Of OOM entries: the bytes that were free on the device."""
+    size: Int64Array
+    """As requested, before rounding; of segments: as taken from the device."""
+    time_us: Int64Array
+    label: NDArray[np.int8]
+
+    def __len__(self) -> int:
+        return len(self.action)
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """The start or the end of a named range of the program."""
+
+    time_us: int
+    name: str
+    is_start: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """One device of a snapshot."""
+
+    device: int
+    segment_sizes: Int64Array
+    """Shape (segments,)."""
+    blocks: Blocks
+    trace: Trace
+
+    @property
+    def reserved_bytes(self) -> int:
+        """All segments."""
+        return int(self.segment_sizes.sum())
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Blocks that tensors use, rounded up as torch counts `allocated_bytes`."""
+        return int(self.blocks.size[self.blocks.state == BlockState.ACTIVE].sum())
+
+    @property
+    def active_bytes(self) -> int:
+        """Those, and blocks that wait for another stream."""
+        return int(self.blocks.size[self.blocks.state != BlockState.INACTIVE].sum())
+
+    @property
+    def rounding_bytes(self) -> int:
+        """What tensors did not ask for in the blocks that they use."""
+        used = self.blocks.state == BlockState.ACTIVE
+        return int((self.blocks.size - self.blocks.requested)[used].sum())
+
+    @property
+    def inactive_split_bytes(self) -> int:
+        """Free blocks in segments that are also in use: no `empty_cache()` gives them back."""
+        idle = self.blocks.state == BlockState.INACTIVE
+        in_use = np.isin(self.blocks.segment, self.blocks.segment[~idle])
+        return int(self.blocks.size[idle & in_use].sum())
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotContents:
+    """A whole snapshot: one process, usually one device."""
+
+    devices: tuple[DeviceMemory, ...]
+    """Those with a segment or a trace, by number."""
+    annotations: tuple[Annotation, ...]
+    """By time."""
+    settings: Mapping[str, str]
+    """The allocator's, as text."""
+
+
+def parse_snapshot(value: Any, name: str) -> SnapshotContents:
+    """The columns of an unpickled snapshot.
+
+    Args:
+        value: What the pickle held: the dictionary of `_snapshot()`, or only its list of segments.
+        name: The file's name, for messages.
+
+    Raises:
+        CorruptFileError: It is no snapshot, or a value in it cannot be.
+    """
+    try:
+        return _parse(_as_snapshot(value))
+    except _Complaint as complaint:
+        raise CorruptFileError(f"{name} is no memory snapshot: {complaint} {_REMEDY}") from None
+
+
+class _Complaint(Exception):
+    """What is wrong and what was expected, in two sentences."""
+
+
+def _as_snapshot(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, list):
+        value = {"segments": value}
+    if not isinstance(value, dict) or not ("segments" in value or "device_traces" in value):
+        held = sorted(value)[:5] if isinstance(value, dict) else type(value).__name__
+        raise _Complaint(
+            f"it holds {reprlib.repr(held)}. Expected a dictionary with 'segments' and "
+            "'device_traces'."
+        )
+    return value
+
+
+def _parse(snapshot: Mapping[str, Any]) -> SnapshotContents:
+    labels = Labels()
+    builders: defaultdict[int, _DeviceBuilder] = defaultdict(lambda: _DeviceBuilder(labels))
+    annotations = [
+        annotation
+        for entry in _list(snapshot, "external_annotations")
+        for annotation in _annotation(entry)
+    ]
+    budget = _RowBudget()
+    for segment in _list(snapshot, "segments"):
+        budget.spend(1 + len(_list(segment, "blocks")))
+        builders[_device(segment)].add_segment(segment)
+    for device, entries in enumerate(_list(snapshot, "device_traces")[: _MAX_DEVICE + 1]):
+        if not isinstance(entries, list):
+            raise _Complaint(
+                f"device_traces[{device}] is {reprlib.repr(entries)}. Expected a list."
+            )
+        budget.spend(len(entries))
+        for entry in entries:
+            if _text(entry, "action") == _ANNOTATION:
+                annotations.extend(_old_annotation(entry))
+            else:
+                builders[device].add_entry(entry)
+    return SnapshotContents(
+        devices=tuple(builder.build(device) for device, builder in sorted(builders.items())),
+        annotations=tuple(sorted(annotations, key=lambda annotation: annotation.time_us)),
+        settings=_settings(snapshot.get("allocator_settings")),
+    )
+
+
+@dataclass(slots=True)
+class _RowBudget:
+    rows: int = 0
+
+    def spend(self, rows: int) -> None:
+        self.rows += rows
+        if self.rows > MAX_ROWS:
+            raise _Complaint(
+                f"it lists over {MAX_ROWS:,} blocks and trace entries. Expected fewer: record with "
+                "_record_memory_history(max_entries=100_000)."
+            )
+
+
+@dataclass(slots=True)
+class _DeviceBuilder:
+    """Gathers the rows of one device."""
+
+    labels: Labels
+    segments: list[int] = field(default_factory=list)
+    blocks: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
+    entries: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+
+    def add_segment(self, segment: Mapping[str, Any]) -> None:
+        number = len(self.segments)
+        total = _integer(segment, "total_size")
+        self.segments.append(total)
+        address = _integer(segment, "address", 0, is_address=True)
+        for block in _list(segment, "blocks"):
+            size = _integer(block, "size")
+            state = _text(block, "state")
+            if state not in _STATES:
+                raise _Complaint(f"a block has the state {state!r}. Expected {', '.join(_STATES)}.")
+            requested = _integer(block, "requested_size", _old_requested(block, size))
+            label = self.labels.of(block, _frames(block))
+            here = _integer(block, "address", address, is_address=True)
+            self.blocks.append((here, size, requested, _STATES[state], number, label))
+            address = here + size
+            total -= size
+        if total < 0:
+            raise _Complaint(
+                f"segment {number} has blocks of {-total} bytes more than its own size. Expected "
+                "blocks that fit into it."
+            )
+
+    def add_entry(self, entry: Mapping[str, Any]) -> None:
+        action = _ACTIONS.get(_text(entry, "action"), Action.OTHER)
+        where = "device_free" if action is Action.OOM else "addr"
+        self.entries.append(
+            (
+                action,
+                _integer(entry, where, 0, is_address=True),
+                _integer(entry, "size", 0),
+                _time(entry),
+                self.labels.of(entry, _frames(entry)) if action is Action.ALLOC else UNLABELLED,
+            )
+        )
+
+    def build(self, device: int) -> DeviceMemory:
+        """The columns of one device."""
+        if sum(self.segments) > _MAX_BYTES:
+            raise _Complaint(
+                f"device {device} has segments of {sum(self.segments)} bytes. Expected the memory "
+                "of one device."
+            )
+        blocks = np.array(self.blocks, dtype=np.int64).reshape(-1, 6)
+        address, size, requested, state, segment, label = blocks.T.copy()
+        entries = np.array(self.entries, dtype=np.int64).reshape(-1, 5)
+        action, where, amount, time_us, entry_label = entries.T.copy()
+        return DeviceMemory(
+            device=device,
+            segment_sizes=np.array(self.segments, dtype=np.int64),
+            blocks=Blocks(
+                address, size, requested, state.astype(np.int8), segment, label.astype(np.int8)
+            ),
+            trace=Trace(
+                action.astype(np.int8), where, amount, time_us, entry_label.astype(np.int8)
+            ),
+        )
+
+
+def _list(holder: Any, key: str) -> Sequence[Any]:
+    value = _mapping(holder).get(key, ())
+    if not isinstance(value, list | tuple):
+        raise _Complaint(f"{key!r} is {reprlib.repr(value)}. Expected a list.")
+    return value
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise _Complaint(f"it has {reprlib.repr(value)} in a list. Expected a dictionary.")
+    return value
+
+
+def _text(holder: Any, key: str) -> str:
+    value = _mapping(holder).get(key)
+    if not isinstance(value, str):
+        raise _Complaint(f"{key!r} is {reprlib.repr(value)}. Expected text.")
+    return value
+
+
+def _integer(holder: Any, key: str, default: int | None = None, *, is_address: bool = False) -> int:
+    value = _mapping(holder).get(key, default)
+    if value is None and is_address:
+        return default or 0
+    if type(value) is not int:
+        raise _Complaint(f"{key!r} is {reprlib.repr(value)}. Expected a whole number.")
+    if is_address:
+        # An unsigned address that torch wrote as a signed number, or the other way round.
+        return ((value + (1 << 63)) % (1 << 64)) - (1 << 63)
+    if not 0 <= value <= _MAX_BYTES:
+        raise _Complaint(f"{key!r} is {value}. Expected a number of bytes from 0 on.")
+    return value
+
+
+def _time(holder: Any) -> int:
+    """Microseconds; -1 if the version did not write them, or they cannot be."""
+    value = _mapping(holder).get("time_us", -1)
+    return value if type(value) is int and 0 <= value < _MAX_TIME_US else -1
+
+
+def _device(segment: Any) -> int:
+    value = _mapping(segment).get("device", 0)
+    if type(value) is not int or not 0 <= value <= _MAX_DEVICE:
+        raise _Complaint(f"a segment is on device {reprlib.repr(value)}. Expected a number from 0.")
+    return value
+
+
+def _frames(holder: Mapping[str, Any]) -> Sequence[Any]:
+    """The stack that allocated it; older versions kept it in a history."""
+    if "frames" in holder:
+        return _list(holder, "frames")
+    history = _list(holder, "history")
+    return _list(history[0], "frames") if history else ()
+
+
+def _old_requested(block: Mapping[str, Any], size: int) -> int:
+    history = _list(block, "history")
+    return _integer(history[0], "real_size", size) if history else size
+
+
+def _annotation(entry: Any) -> Iterable[Annotation]:
+    stage = _text(entry, "stage")
+    if stage in ("START", "END"):
+        yield Annotation(_time(entry), _text(entry, "name"), stage == "START")
+
+
+def _old_annotation(entry: Mapping[str, Any]) -> Iterable[Annotation]:
+    """An entry of the trace whose only frame is the annotation: its stage and its name."""
+    for frame in _list(entry, "frames")[:1]:
+        stage, name = _text(frame, "name"), _text(frame, "filename")
+        if stage in ("START", "END"):
+            yield Annotation(_time(entry), name, stage == "START")
+
+
+def _settings(value: Any) -> Mapping[str, str]:
+    if not isinstance(value, dict):
+        return {}
+    plain = (str, int, float, bool)
+    return {key: str(item)[:1000] for key, item in value.items() if isinstance(item, plain)}

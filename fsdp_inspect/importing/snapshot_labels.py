@@ -1,0 +1,105 @@
+"""What is this allocation, by what is written on it: a category, metadata, the code that made it?
+
+In this order: the category that torch's memory profiler gave it (`profile_plot` snapshots), the
+user's own metadata where it names a category (`torch.cuda.memory._set_memory_metadata`), and the
+functions on its stack that only FSDP2 or an optimizer has (names as in torch 2.13). All of it is
+inferred except what was written on purpose.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsdp_inspect.trace.codes import MemoryCategory
+
+UNLABELLED = -1
+"""Nothing is written on it."""
+
+FROM_OPTIMIZER = 100
+"""Allocated by an optimizer: state if it stays, temporary if it does not."""
+FROM_MODULE = 101
+"""Allocated under a module's forward: an activation if it stays, temporary if it does not."""
+
+_BY_PROFILER = {
+    "input": MemoryCategory.INPUT,
+    "temporary": MemoryCategory.TEMPORARY,
+    "activation": MemoryCategory.ACTIVATION,
+    "gradient": MemoryCategory.SHARDED_GRADIENT,
+    "parameter": MemoryCategory.SHARDED_PARAMETER,
+    "optimizer_state": MemoryCategory.OPTIMIZER_STATE,
+}
+"""torch.profiler's categories, which do not tell sharded from unsharded."""
+
+_BY_METADATA = {category.label: category for category in MemoryCategory}
+
+_BY_FUNCTION = {
+    "foreach_all_gather_copy_out": MemoryCategory.UNSHARDED_PARAMETER,
+    "alloc_all_gather_outputs": MemoryCategory.UNSHARDED_PARAMETER,
+    "init_all_gather_outputs": MemoryCategory.UNSHARDED_PARAMETER,
+    "init_unsharded_param": MemoryCategory.UNSHARDED_PARAMETER,
+    "foreach_all_gather": MemoryCategory.ALL_GATHER_BUFFER,
+    "foreach_reduce": MemoryCategory.REDUCE_SCATTER_BUFFER,
+    "_init_sharded_param": MemoryCategory.SHARDED_PARAMETER,
+}
+_BY_FILE = {
+    "torch/utils/data/": int(MemoryCategory.INPUT),
+    "torch/optim/": FROM_OPTIMIZER,
+    "torch/nn/modules/module.py": FROM_MODULE,
+}
+_STRONGEST_FIRST = tuple(dict.fromkeys([*map(int, _BY_FUNCTION.values()), *_BY_FILE.values()]))
+"""A stack that goes through several: the function says more than the file."""
+
+
+class Labels:
+    """Codes for allocations: a `MemoryCategory`, `FROM_...`, or `UNLABELLED`.
+
+    Frames and stacks that many allocations share are looked at once. What was seen is kept, so that
+    nothing else takes the identity of it.
+    """
+
+    def __init__(self) -> None:
+        self._frames: dict[int, tuple[Any, int]] = {}
+        self._stacks: dict[int, tuple[Sequence[Any], int]] = {}
+
+    def of(self, holder: Mapping[str, Any], frames: Sequence[Any]) -> int:
+        """The code of one allocation.
+
+        Args:
+            holder: The block or trace entry.
+            frames: The stack that allocated it.
+        """
+        written = _written(holder)
+        if written is not None:
+            return written
+        seen = self._stacks.get(id(frames))
+        if seen is None:
+            codes = {self._of_frame(frame) for frame in frames}
+            code = next((code for code in _STRONGEST_FIRST if code in codes), UNLABELLED)
+            seen = self._stacks[id(frames)] = (frames, code)
+        return seen[1]
+
+    def _of_frame(self, frame: Any) -> int:
+        seen = self._frames.get(id(frame))
+        if seen is None:
+            seen = self._frames[id(frame)] = (frame, _by_frame(frame))
+        return seen[1]
+
+
+def _written(holder: Mapping[str, Any]) -> int | None:
+    category = holder.get("category")
+    if isinstance(category, str) and category in _BY_PROFILER:
+        return _BY_PROFILER[category]
+    metadata = holder.get("user_metadata")
+    if isinstance(metadata, str) and metadata:
+        return _BY_METADATA.get(metadata.strip().lower().replace(" ", "_"))
+    return None
+
+
+def _by_frame(frame: Any) -> int:
+    if not isinstance(frame, dict):
+        return UNLABELLED
+    function, file = frame.get("name"), frame.get("filename")
+    if isinstance(function, str) and function in _BY_FUNCTION:
+        return _BY_FUNCTION[function]
+    if isinstance(file, str):
+        return next((code for place, code in _BY_FILE.items() if place in file), UNLABELLED)
+    return UNLABELLED

@@ -1,0 +1,201 @@
+"""How does a snapshot read as memory samples of a run?
+
+A long trace is cut into stretches of equally many entries; each becomes one sample, at its highest
+moment, so that no peak is lost. Beside them: the end of each step, the peak with what was alive
+then (by category, and by owning unit), and the moment of the snapshot itself, where every amount is
+exact.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.importing.snapshot_contents import Action, DeviceMemory
+from fsdp_inspect.importing.snapshot_positions import Activity, Positions
+from fsdp_inspect.importing.snapshot_timeline import Alive, Timeline, find_alive, follow_trace
+from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory, MemoryPoint, Method, Phase
+from fsdp_inspect.trace.run import FailedRequest
+from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
+
+MAX_SAMPLES = 4096
+"""Stretches of a trace; a trace with fewer entries has a sample for each."""
+
+Row = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankSnapshot:
+    """One rank's snapshot, placed: what its rows are made from."""
+
+    device: DeviceMemory
+    positions: Positions
+    timeline: Timeline | None
+    """None if the trace is empty, or contradicts the segments."""
+
+    @classmethod
+    def of(cls, device: DeviceMemory, positions: Positions) -> "RankSnapshot":
+        """Follow the trace of a device."""
+        timeline = follow_trace(device) if len(device.trace) else None
+        return cls(device, positions, timeline)
+
+    @property
+    def peak_alive(self) -> Alive | None:
+        """What lived at the highest moment; None without a timeline."""
+        if self.timeline is None:
+            return None
+        return find_alive(self.timeline, self.positions, self.timeline.peak)
+
+    @property
+    def failed_requests(self) -> int:
+        """How many requests for memory failed, as far as the trace goes back."""
+        return int(np.count_nonzero(self.device.trace.action == Action.OOM))
+
+    def allocated_in(self, unit: int, activity: Activity) -> int:
+        """The largest allocation that a unit made in one of FSDP's own activities, bytes."""
+        if self.timeline is None:
+            return 0
+        lives = self.timeline.allocations
+        moment = self.positions.at(self.timeline.time_us[lives.born + 1])
+        made = (lives.born >= 0) & (self.positions.unit[moment] == unit)
+        made &= self.positions.activity[moment] == activity
+        return int(lives.size[made].max(initial=0))
+
+
+def memory_rows(snapshot: RankSnapshot, unit_index: Sequence[int]) -> list[Row]:
+    """The samples of one rank, in the column order of `MemoryTable`, by time.
+
+    Args:
+        snapshot: The rank's.
+        unit_index: For each unit of the positions, its index in the run's manifest.
+    """
+    writer = _Rows(snapshot, np.array([*unit_index, NO_UNIT], dtype=np.int64))
+    rows = [*writer.over_time(), *writer.at_step_ends(), *writer.at_peak(), writer.at_snapshot()]
+    return sorted(rows, key=lambda row: row[_TIME])
+
+
+def find_failed_request(snapshot: RankSnapshot, unit_index: Sequence[int]) -> FailedRequest | None:
+    """The last request for memory that failed; None if the trace has none."""
+    trace, positions, timeline = snapshot.device.trace, snapshot.positions, snapshot.timeline
+    failed = np.flatnonzero(trace.action == Action.OOM)
+    if len(failed) == 0:
+        return None
+    entry = int(failed[-1])
+    moment = int(positions.at(trace.time_us[entry : entry + 1])[0])
+    return FailedRequest(
+        requested_bytes=int(trace.size[entry]),
+        device_free_bytes=max(int(trace.address[entry]), 0),
+        allocated_bytes=None if timeline is None else int(timeline.allocated[entry + 1]),
+        reserved_bytes=None if timeline is None else int(timeline.reserved[entry + 1]),
+        step=int(positions.step[moment]),
+        phase=Phase(int(positions.phase[moment])).label,
+        unit=[*unit_index, NO_UNIT][int(positions.unit[moment])],
+    )
+
+
+_COLUMNS = tuple(MemoryTable.DTYPES)
+_TIME = _COLUMNS.index("time_ns")
+
+
+class _Rows:
+    """Makes the rows of one rank."""
+
+    def __init__(self, snapshot: RankSnapshot, unit_index: NDArray[np.int64]) -> None:
+        self._snapshot = snapshot
+        self._unit_index = unit_index
+
+    def over_time(self) -> Iterator[Row]:
+        """The highest moment of each stretch of the trace."""
+        timeline = self._snapshot.timeline
+        if timeline is None:
+            return
+        moments = len(timeline.allocated)
+        edges = np.unique(np.linspace(0, moments, min(moments, MAX_SAMPLES) + 1, dtype=np.int64))
+        highest_reserved = np.maximum.reduceat(timeline.reserved, edges[:-1])
+        for low, high, reserved in zip(edges, edges[1:], highest_reserved, strict=False):
+            moment = int(low) + int(np.argmax(timeline.allocated[low:high]))
+            yield self._moment(MemoryPoint.TIMELINE, moment, peak_reserved=int(reserved))
+
+    def at_step_ends(self) -> Iterator[Row]:
+        """The last moment of each step that the trace reaches back to."""
+        timeline, positions = self._snapshot.timeline, self._snapshot.positions
+        if timeline is None:
+            return
+        for step, end_us in enumerate(positions.step_ends_us):
+            moment = int(np.searchsorted(timeline.time_us, end_us, side="right")) - 1
+            if moment > 0:
+                yield self._moment(MemoryPoint.STEP_END, moment, step=step)
+
+    def at_peak(self) -> Iterator[Row]:
+        """What was alive at the highest moment: all of it, and by owning unit."""
+        timeline, alive = self._snapshot.timeline, self._snapshot.peak_alive
+        if timeline is None or alive is None:
+            return
+        yield self._moment(MemoryPoint.PEAK, timeline.peak, **_by_category(alive, alive.size >= 0))
+        for unit in np.unique(alive.unit).tolist():
+            owned = alive.unit == unit
+            yield self._moment(
+                MemoryPoint.PEAK_BY_OWNER,
+                timeline.peak,
+                allocated=int(alive.size[owned].sum()),
+                active=MISSING_INT,
+                reserved=MISSING_INT,
+                unit=int(self._unit_index[unit]),
+                **_by_category(alive, owned),
+            )
+
+    def at_snapshot(self) -> Row:
+        """The moment at which the snapshot was taken."""
+        device, timeline = self._snapshot.device, self._snapshot.timeline
+        exact = {
+            "allocated": device.allocated_bytes,
+            "active": device.active_bytes,
+            "reserved": device.reserved_bytes,
+            "inactive_split": device.inactive_split_bytes,
+            "num_ooms": self._snapshot.failed_requests if len(device.trace) else MISSING_INT,
+            "method": Method.MEASURED,
+        }
+        if timeline is not None:
+            return self._moment(MemoryPoint.SNAPSHOT, len(timeline.allocated) - 1, **exact)
+        return _row(point=MemoryPoint.SNAPSHOT, **exact)
+
+    def _moment(self, point: MemoryPoint, moment: int, **columns: int) -> Row:
+        """A row at one moment of the timeline; `columns` win over what the timeline says."""
+        timeline, positions = self._snapshot.timeline, self._snapshot.positions
+        assert timeline is not None
+        time_us = int(timeline.time_us[moment])
+        place = int(positions.at(timeline.time_us[moment : moment + 1])[0])
+        known = {
+            "point": point,
+            "step": int(positions.step[place]),
+            "phase": int(positions.phase[place]),
+            "unit": int(self._unit_index[positions.unit[place]]),
+            "time_ns": moment if time_us < 0 else time_us * 1000,
+            "allocated": int(timeline.allocated[moment]),
+            "active": int(timeline.active[moment]),
+            "reserved": int(timeline.reserved[moment]),
+        }
+        return _row(**{**known, **columns})
+
+
+def _row(**columns: int) -> Row:
+    blank = {
+        **dict.fromkeys(_COLUMNS, MISSING_INT),
+        "step": 0,
+        "microbatch": 0,
+        "phase": Phase.OUTSIDE,
+        "method": Method.INFERRED,
+        "time_ns": 0,
+    }
+    values = {**blank, **columns}
+    return tuple(int(values[name]) for name in _COLUMNS)
+
+
+def _by_category(alive: Alive, chosen: NDArray[np.bool_]) -> dict[str, int]:
+    """What the chosen allocations hold, by category; what has none is left unattributed."""
+    return {
+        category.label: int(alive.size[chosen & (alive.category == category)].sum())
+        for category in MemoryCategory
+        if category is not MemoryCategory.OUTSIDE_ALLOCATOR
+    }

@@ -1,0 +1,235 @@
+"""How much was allocated at each moment, and what was alive at the highest one?
+
+A snapshot knows two things: how everything stood when it was taken, and the last allocations and
+frees before that (a ring buffer: earlier ones may be lost). So the amounts are exact at the end,
+and the trace is followed backwards from there. A trace entry gives the size that was asked for; a
+block that still lives has its true size, of one that is gone the size is rounded up to 512 bytes,
+as the allocator does at least.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.importing.snapshot_contents import Action, BlockState, DeviceMemory
+from fsdp_inspect.importing.snapshot_labels import FROM_MODULE, FROM_OPTIMIZER, UNLABELLED
+from fsdp_inspect.importing.snapshot_positions import Activity, Positions
+from fsdp_inspect.trace.codes import MemoryCategory, Phase
+
+Int64Array = NDArray[np.int64]
+
+ROUNDING_BYTES = 512
+"""The allocator's smallest block (`kMinBlockSize`, c10/cuda/CUDACachingAllocator)."""
+
+_NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True)
+class Allocations:
+    """Everything that was alive at some moment of the trace; arrays of shape (allocations,)."""
+
+    size: Int64Array
+    born: Int64Array
+    """Which trace entry allocated it; -1: it was there before the trace."""
+    died: Int64Array
+    """Which trace entry freed it; the largest integer: it lives on."""
+    label: Int64Array
+    """A code of `Labels`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Amounts after each trace entry; arrays of shape (entries + 1,), the first before them all."""
+
+    allocated: Int64Array
+    active: Int64Array
+    reserved: Int64Array
+    time_us: Int64Array
+    allocations: Allocations
+
+    @property
+    def peak(self) -> int:
+        """The moment with the most allocated; the first of several."""
+        return int(np.argmax(self.allocated))
+
+
+def follow_trace(device: DeviceMemory) -> Timeline | None:
+    """The amounts over the trace, backwards from the snapshot.
+
+    Returns:
+        None if the trace and the segments contradict each other, so that no amount can be trusted:
+        a block is allocated twice, or an amount would fall below 0.
+    """
+    trace = device.trace
+    walk = _LifeWalk(device)
+    for entry in range(len(trace)):
+        walk.pass_by(entry)
+    allocations = walk.finish()
+    taken = np.isin(trace.action, (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP))
+    returned = np.isin(trace.action, (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP))
+    sizes = np.array(walk.sizes, dtype=np.int64)
+    born = trace.action == Action.ALLOC
+    completed = trace.action == Action.FREE_COMPLETED
+    first_us = trace.time_us[:1] if len(trace) else np.array([-1], dtype=np.int64)
+    timeline = Timeline(
+        allocated=_backwards(sizes * born - sizes * np.array(walk.dies), device.allocated_bytes),
+        active=_backwards(sizes * born - sizes * completed, device.active_bytes),
+        reserved=_backwards(sizes * taken - sizes * returned, device.reserved_bytes),
+        time_us=np.concatenate([first_us, trace.time_us]),
+        allocations=allocations,
+    )
+    columns = (timeline.allocated, timeline.active, timeline.reserved)
+    if walk.contradicts or min(int(column.min()) for column in columns) < 0:
+        return None
+    return timeline
+
+
+def _backwards(deltas: Int64Array, end: int) -> Int64Array:
+    total = np.concatenate([[0], np.cumsum(deltas)])
+    return total + (end - int(total[-1]))
+
+
+class _LifeWalk:
+    """Matches what the trace frees with what it allocated, by address."""
+
+    def __init__(self, device: DeviceMemory) -> None:
+        trace, blocks = device.trace, device.blocks
+        rounded = -(-trace.size // ROUNDING_BYTES) * ROUNDING_BYTES
+        is_block = trace.action <= Action.FREE_COMPLETED
+        self.sizes: list[int] = np.where(is_block, rounded, trace.size).tolist()
+        """What each entry is about, as the allocator counts it."""
+        self.dies = [False] * len(trace)
+        """Which entries end the life of an allocation."""
+        self.contradicts = False
+        self._actions = trace.action.tolist()
+        self._addresses = trace.address.tolist()
+        self._labels = trace.label.tolist()
+        used = blocks.state == BlockState.ACTIVE
+        live = (column[used].tolist() for column in (blocks.address, blocks.size, blocks.label))
+        self._live = {address: (size, label) for address, size, label in zip(*live, strict=True)}
+        self._open: dict[int, int] = {}
+        self._freed_size: dict[int, int] = {}
+        self._rows: list[tuple[int, int, int, int]] = []
+
+    def pass_by(self, entry: int) -> None:
+        """Take in the next entry."""
+        action, address = self._actions[entry], self._addresses[entry]
+        if action == Action.ALLOC:
+            self.contradicts |= address in self._open
+            self._open[address] = entry
+        elif action == Action.FREE_REQUESTED:
+            self._freed_size[address] = self._end_life(address, entry)
+        elif action == Action.FREE_COMPLETED:
+            if address in self._freed_size:
+                self.sizes[entry] = self._freed_size.pop(address)
+            elif address in self._open:  # recorded without the requests: `skip_actions`
+                self._end_life(address, entry)
+
+    def finish(self) -> Allocations:
+        """Every allocation, once the whole trace is passed."""
+        self.contradicts |= not self._open.keys() <= self._live.keys()
+        for address, (size, label) in self._live.items():
+            born = self._open.get(address, -1)
+            if born >= 0:
+                self.sizes[born] = size
+                label = label if self._labels[born] == UNLABELLED else self._labels[born]
+            self._rows.append((size, born, _NEVER, label))
+        rows = np.array(self._rows, dtype=np.int64).reshape(-1, 4)
+        sizes, born_column, died, labels = rows.T.copy()
+        return Allocations(sizes, born_column, died, labels)
+
+    def _end_life(self, address: int, entry: int) -> int:
+        """Close what lives at an address; returns its size."""
+        born = self._open.pop(address, -1)
+        if born >= 0:
+            self.sizes[entry] = self.sizes[born]
+        self.dies[entry] = True
+        label = self._labels[born] if born >= 0 else UNLABELLED
+        self._rows.append((self.sizes[entry], born, entry, label))
+        return self.sizes[entry]
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """What lived at one moment; arrays of shape (allocations,)."""
+
+    size: Int64Array
+    unit: Int64Array
+    """Index into the positions' units: who allocated it; -1: unknown, or no unit."""
+    category: Int64Array
+    """A `MemoryCategory`; -1: unknown."""
+
+
+def find_alive(timeline: Timeline, positions: Positions, moment: int) -> Alive:
+    """What lived after the trace entry before `moment`, with owner and category.
+
+    Args:
+        timeline: Of the device.
+        positions: Where the program stood.
+        moment: An index into the timeline's arrays.
+
+    Returns:
+        The sizes add up to what was allocated at that moment.
+    """
+    lives = timeline.allocations
+    entry = moment - 1
+    chosen = (lives.born <= entry) & (lives.died > entry)
+    born, died = lives.born[chosen], lives.died[chosen]
+    birth = positions.at(_times_at(timeline, born))
+    birth = np.where(born >= 0, birth, 0)
+    death = positions.at(_times_at(timeline, np.where(died == _NEVER, -1, died)))
+    unit = positions.unit[birth]
+    return Alive(
+        size=lives.size[chosen],
+        unit=unit,
+        category=_categorise(
+            lives.label[chosen], birth, np.where(died == _NEVER, -1, death), positions
+        ),
+    )
+
+
+def _times_at(timeline: Timeline, entries: Int64Array) -> Int64Array:
+    times: Int64Array = timeline.time_us[entries + 1]
+    return times
+
+
+def _categorise(
+    label: Int64Array, birth: Int64Array, death: Int64Array, positions: Positions
+) -> Int64Array:
+    """A category for each allocation, from its label, or from where it was born and died.
+
+    Args:
+        label: Shape (n,), codes of `Labels`.
+        birth: Shape (n,), moments of `positions`; 0 for what was there before the trace.
+        death: Shape (n,), moments; -1 for what lives on.
+        positions: Where the program stood.
+    """
+    activity, phase = positions.activity[birth], positions.phase[birth]
+    dies = death >= 0
+    same_unit = dies & (positions.unit[death] == positions.unit[birth])
+    same_pass = (
+        dies & (positions.phase[death] == phase) & (positions.step[death] == positions.step[birth])
+    )
+    computes = activity == Activity.COMPUTE
+    reduced = same_unit & (positions.activity[death] == Activity.REDUCE)
+    category = np.full(len(label), UNLABELLED, dtype=np.int64)
+    # Later lines win over earlier ones.
+    for mask, value in (
+        (phase == Phase.DATA, MemoryCategory.INPUT),
+        (phase == Phase.OPTIMIZER, _stays(dies & same_pass, MemoryCategory.OPTIMIZER_STATE)),
+        (computes & (phase == Phase.BACKWARD), MemoryCategory.TEMPORARY),
+        (computes & (phase == Phase.BACKWARD) & reduced, MemoryCategory.UNSHARDED_GRADIENT),
+        (computes & (phase == Phase.FORWARD), _stays(same_pass, MemoryCategory.ACTIVATION)),
+        (activity == Activity.ALL_GATHER, MemoryCategory.ALL_GATHER_BUFFER),
+        (activity == Activity.COPY_OUT, MemoryCategory.UNSHARDED_PARAMETER),
+        (activity == Activity.REDUCE, MemoryCategory.REDUCE_SCATTER_BUFFER),
+        (label == FROM_MODULE, _stays(same_pass, MemoryCategory.ACTIVATION)),
+        (label == FROM_OPTIMIZER, _stays(dies & same_pass, MemoryCategory.OPTIMIZER_STATE)),
+    ):
+        category = np.where(mask, value, category)
+    return np.where((label >= 0) & (label < FROM_OPTIMIZER), label, category)
+
+
+def _stays(ends_in_pass: NDArray[np.bool_], category: MemoryCategory) -> Int64Array:
+    return np.where(ends_in_pass, int(MemoryCategory.TEMPORARY), int(category))
