@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,11 @@ from torch import nn
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.clocks import Clock, CudaClock, HostClock, TorchCudaBackend
 from fsdp_inspect.recording.devices import DeviceSampler
-from fsdp_inspect.recording.environment import describe_environment, read_clock_pair
+from fsdp_inspect.recording.environment import (
+    describe_environment,
+    find_script_commit,
+    read_clock_pair,
+)
 from fsdp_inspect.recording.failure import (
     describe_failure,
     describe_memory,
@@ -37,7 +42,10 @@ from fsdp_inspect.recording.units import (
     describe_model,
     describe_units,
     find_recordable_groups,
+    mark_recorded,
+    mark_released,
     mesh_of,
+    refuse_recorded_groups,
     register_groups,
 )
 from fsdp_inspect.recording.verdict import print_verdict
@@ -83,6 +91,7 @@ class Attachment:
                 "the recorder is attached. Call torch.distributed.init_process_group() first."
             )
         self._handles = find_recordable_groups(model)
+        refuse_recorded_groups(model, self._handles)
         self._options = options
         self._model = model
         self._rank = dist.get_rank()
@@ -116,6 +125,7 @@ class Attachment:
             self.session, self._handles, self._memory, optimizer, self._optimizer_stepped
         )
         self._recorded_by = self._instruments.attach()
+        mark_recorded(self._handles, self.folder.path)
         self._settle_units()
         self._write_manifest()
 
@@ -147,7 +157,7 @@ class Attachment:
             warmup_steps=options.warmup_steps,
             versions=described.versions,
             environment=described.environment,
-            git_commit=described.git_commit,
+            git_commit=find_script_commit() if self._rank == 0 else None,
             tags=options.tags,
         )
 
@@ -161,13 +171,12 @@ class Attachment:
 
     def _rank_record(self) -> RankRecord:
         cuda = self._device.type == "cuda"
-        described = describe_environment(self._device.type)
         return RankRecord(
             rank=self._rank,
             world_size=dist.get_world_size(),
             attempt=self.folder.attempt,
             local_rank=dist.get_node_local_rank(fallback_rank=self._rank),
-            host=described.host,
+            host=socket.gethostname(),
             pid=os.getpid(),
             device=str(self._device),
             device_memory_bytes=(
@@ -361,6 +370,7 @@ class Attachment:
     def _release(self) -> None:
         """Keep nothing of the model alive."""
         self._is_finished = True
+        mark_released(self._handles)
         self._model = nn.Module()
         self._handles = []
         del self._instruments, self._memory_steps

@@ -9,7 +9,6 @@ import functools
 import os
 import platform
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -83,13 +82,10 @@ class EnvironmentDescription:
 
     command: list[str]
     """As it was typed, secrets masked; the interpreter by its name alone."""
-    host: str
     device_name: str
     versions: dict[str, str]
     """By package or driver; what is not there is not named."""
     environment: dict[str, str]
-    git_commit: str | None
-    """Of the training script's folder, with `-dirty` when tracked files differ; None: no commit."""
 
 
 def describe_environment(device_type: str | None = None) -> EnvironmentDescription:
@@ -102,12 +98,21 @@ def describe_environment(device_type: str | None = None) -> EnvironmentDescripti
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     return EnvironmentDescription(
         command=describe_command(sys.orig_argv),
-        host=socket.gethostname(),
         device_name=_device_name(device_type),
         versions=_versions(),
         environment=select_variables(os.environ),
-        git_commit=_commit_at_first_look(_script_folder()),
     )
+
+
+def find_script_commit() -> str | None:
+    """The commit of the training script's folder, with `-dirty` when tracked files differ.
+
+    Runs git, once in a process: for the rank that writes the manifest, not for a thousand.
+
+    Returns:
+        None where there is no commit.
+    """
+    return _commit_at_first_look(_script_folder())
 
 
 def read_clock_pair() -> ClockPair:

@@ -17,8 +17,10 @@ from uuid import uuid4
 import torch.distributed.distributed_c10d as c10d
 
 from fsdp_inspect.errors import StoreError
+from fsdp_inspect.recording.environment import find_script_commit
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.store import folder
+from fsdp_inspect.store.schema import MANIFEST_FILE
 from fsdp_inspect.trace.run import RunManifest
 
 _recordings = itertools.count()
@@ -72,7 +74,9 @@ def _follow_rank_0(key: str, path: Path, manifest: RunManifest) -> RecordingFold
         return RecordingFolder(path, 0)
     chosen = path.with_name(answer["name"])
     with contextlib.suppress(OSError):  # the writer meets the same disk and says so
-        folder.write_manifest_if_absent(chosen, manifest.model_copy(update={"run_id": chosen.name}))
+        if not (chosen / MANIFEST_FILE).exists():  # rank 0 does not share this disk
+            known = {"run_id": chosen.name, "git_commit": find_script_commit()}
+            folder.write_manifest_if_absent(chosen, manifest.model_copy(update=known))
     return RecordingFolder(chosen, answer["attempt"])
 
 

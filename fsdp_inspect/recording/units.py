@@ -2,11 +2,14 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.sharding import torch_fsdp
@@ -106,6 +109,38 @@ def find_recordable_groups(model: nn.Module) -> list[GroupHandle]:
         f"{name} is not sharded: fully_shard was never called on it or on a module in it. "
         "Attach the recorder after fully_shard(...), and pass the model that it was called on."
     )
+
+
+_recorded: WeakKeyDictionary[FSDPParamGroup, Path] = WeakKeyDictionary()
+"""The groups that a recorder is attached to, and where it records."""
+
+
+def refuse_recorded_groups(model: nn.Module, groups: Sequence[GroupHandle]) -> None:
+    """See to it that no other recorder is attached to any of these groups.
+
+    Raises:
+        RecordingError: One is; says where it records and what to do.
+    """
+    for handle in groups:
+        path = _recorded.get(handle.group)
+        if path is not None:
+            raise RecordingError(
+                f"{type(model).__name__} is being recorded already, into {str(path)!r}. Expected "
+                "one recorder on a model at a time: two would time each other. Use that one, or "
+                "close it first (leave its `with` block, or call close()). A script that runs "
+                "under fsdp_inspect.record needs none of its own."
+            )
+
+
+def mark_recorded(groups: Sequence[GroupHandle], path: Path) -> None:
+    """A recorder is attached to these groups now, and records into `path`."""
+    _recorded.update((handle.group, path) for handle in groups)
+
+
+def mark_released(groups: Sequence[GroupHandle]) -> None:
+    """The recorder of these groups is detached."""
+    for handle in groups:
+        _recorded.pop(handle.group, None)
 
 
 def describe_model(model: nn.Module, groups: Sequence[GroupHandle]) -> ModelInfo:

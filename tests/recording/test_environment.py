@@ -15,6 +15,7 @@ from fsdp_inspect.recording.environment import (
     describe_command,
     describe_environment,
     find_commit,
+    find_script_commit,
     mask_secrets,
     read_clock_pair,
     select_variables,
@@ -188,9 +189,7 @@ def test_environment_names_the_versions_that_are_there():
 
 
 def test_environment_on_cpu_names_the_processor():
-    described = describe_environment("cpu")
-    assert described.device_name
-    assert described.host == platform.node()
+    assert describe_environment("cpu").device_name
 
 
 def test_command_is_the_one_that_started_python():
@@ -200,7 +199,7 @@ def test_command_is_the_one_that_started_python():
 
 def test_commit_is_that_of_the_training_script(repository, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(repository / "train.py"), "--steps", "3"])
-    assert describe_environment().git_commit == git(repository, "rev-parse", "HEAD")
+    assert find_script_commit() == git(repository, "rev-parse", "HEAD")
 
 
 # --- clocks

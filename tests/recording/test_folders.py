@@ -52,6 +52,18 @@ def test_rank_0_chooses_the_name_and_each_rank_the_place(
     assert read_manifest(second.path).run_id == "a"
 
 
+def test_only_a_rank_that_writes_the_manifest_asks_for_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(folders, "find_script_commit", lambda: asked.append("git") or "a1b2")
+    agree(tmp_path / "shared" / "a", 0, monkeypatch)
+    agree(tmp_path / "shared" / "a", 1, monkeypatch)
+    assert asked == []
+    elsewhere = agree(tmp_path / "node1" / "a", 1, monkeypatch)
+    assert read_manifest(elsewhere.path).git_commit == "a1b2"
+
+
 def test_ranks_of_a_shared_disk_meet_in_one_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

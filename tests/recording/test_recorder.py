@@ -84,6 +84,30 @@ def test_a_missing_process_group_is_named(tmp_path: Path) -> None:
         Recorder(nn.Linear(2, 2), path=tmp_path / "run")
 
 
+def test_a_second_recorder_on_a_model_is_refused_until_the_first_is_closed(
+    fake_ranks: None, tmp_path: Path
+) -> None:
+    model = sharded_model()
+    with quiet(model, tmp_path / "first") as first:
+        with pytest.raises(RecordingError, match=r"into '.*/first'.*close it first"):
+            quiet(model[1], tmp_path / "second")
+        train(model, first)
+    assert not (tmp_path / "second").exists()
+    assert open_run(tmp_path / "first").ranks[0].num_steps == 3
+    with quiet(model, tmp_path / "third") as third:
+        train(model, third)
+    assert open_run(tmp_path / "third").ranks[0].num_steps == 3
+
+
+def test_two_models_of_a_process_are_recorded_at_once(fake_ranks: None, tmp_path: Path) -> None:
+    with (
+        quiet(sharded_model(), tmp_path / "one") as one,
+        quiet(sharded_model(), tmp_path / "two") as two,
+    ):
+        assert one.is_recording
+        assert two.is_recording
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
