@@ -1,0 +1,160 @@
+"""What does one clock show when another shows t? A straight line inside hard bounds.
+
+[Note: bounds on a clock] No rank leaves a synchronising collective before the last one has
+entered. With d(t) = what clock b shows minus what clock a shows when a shows t:
+
+    b ends after a started      d(start_a) <= end_b - start_a
+    a ends after b started      d(end_a)   >= start_b - end_a
+
+Two clocks of quartz drift apart evenly: d is a straight line, and each bound is a half plane of its
+two coefficients. Their intersection is a convex polygon, exact, whatever the distribution of the
+transfer times; no fit by least squares has that property. Every line of the polygon is possible,
+so the uncertainty is how far the estimate can be from any of them.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Int64 = NDArray[np.int64]
+_Float64 = NDArray[np.float64]
+
+MAX_DRIFT = 1e-3
+"""Two clocks differ by less than this: Linux slews one by at most 500 ppm (adjtimex)."""
+_MAX_BOUNDS = 64
+"""Bounds of a direction that are used, the tightest of as many equal spans of time. Leaving one
+out widens the polygon, and never makes it wrong."""
+_ROUNDING_NS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinearClock:
+    """A clock as seen from a reference clock; both count ns."""
+
+    anchor_ns: int = 0
+    """A moment on the reference clock."""
+    offset_ns: int = 0
+    """What the clock shows then, less `anchor_ns`."""
+    drift: float = 0.0
+    """ns that the clock gains in one ns of the reference clock."""
+
+    def from_reference(self, times_ns: _Int64) -> _Int64:
+        """What the clock shows at these moments of the reference clock."""
+        gained: _Int64 = np.rint(self.drift * (times_ns - self.anchor_ns)).astype(np.int64)
+        shown: _Int64 = times_ns + self.offset_ns + gained
+        return shown
+
+    def to_reference(self, times_ns: _Int64) -> _Int64:
+        """What the reference clock shows at these moments of the clock."""
+        elapsed = times_ns - (self.anchor_ns + self.offset_ns)
+        gained: _Int64 = np.rint(elapsed * (self.drift / (1 + self.drift))).astype(np.int64)
+        shown: _Int64 = self.anchor_ns + elapsed - gained
+        return shown
+
+    def seen_through(self, nearer: Self) -> "LinearClock":
+        """This clock as seen from the reference of `nearer`, itself the reference of this one."""
+        anchor = int(nearer.to_reference(np.array([self.anchor_ns]))[0])
+        return LinearClock(
+            anchor_ns=anchor,
+            offset_ns=self.anchor_ns + self.offset_ns - anchor,
+            drift=(1 + nearer.drift) * (1 + self.drift) - 1,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What is certain about d(t): `d(at_high) <= high` and `d(at_low) >= low`; shapes (n,)."""
+
+    at_high_ns: _Int64
+    high_ns: _Int64
+    at_low_ns: _Int64
+    low_ns: _Int64
+
+    def __len__(self) -> int:
+        return len(self.high_ns)
+
+    @classmethod
+    def of(cls, start_a: _Int64, end_a: _Int64, start_b: _Int64, end_b: _Int64) -> Self:
+        """The bounds of n collectives; see [Note: bounds on a clock]."""
+        return cls(start_a, end_b - start_a, end_a, start_b - end_a)
+
+
+@dataclass(frozen=True, slots=True)
+class ClockFit:
+    """A clock, and how wrong it can be within the span that it was fitted for."""
+
+    clock: LinearClock
+    uncertainty_ns: int
+
+
+def fit_clock(bounds: Bounds, span: tuple[int, int]) -> ClockFit | None:
+    """The clock b as seen from clock a.
+
+    Args:
+        bounds: At least one.
+        span: The first and the last moment, on clock a, for which the uncertainty must hold.
+
+    Returns:
+        None if no line satisfies the bounds: the rows do not belong together, or the clocks do
+        not run evenly.
+    """
+    first = int(min(span[0], bounds.at_high_ns.min(), bounds.at_low_ns.min()))
+    last = int(max(span[1], bounds.at_high_ns.max(), bounds.at_low_ns.max()))
+    anchor, base = (first + last) // 2, int(bounds.high_ns[0])
+    polygon = _box(bounds, anchor, base, last - first)
+    for at, limit, sign in (
+        (*_tightest(bounds.at_high_ns, bounds.high_ns, 1), 1.0),
+        (*_tightest(bounds.at_low_ns, bounds.low_ns, -1), -1.0),
+    ):
+        for time, value in zip((at - anchor).tolist(), (limit - base).tolist(), strict=True):
+            polygon = _clip(polygon, sign, sign * time, sign * value + _ROUNDING_NS)
+            if len(polygon) == 0:
+                return None
+    ends = np.array([first - anchor, last - anchor], dtype=np.float64)
+    return _centre(polygon, ends, anchor, base)
+
+
+def _box(bounds: Bounds, anchor: int, base: int, span: int) -> _Float64:
+    """A polygon around everything possible: (offset at the anchor, drift), shape (4, 2)."""
+    reach = MAX_DRIFT * span + 10 * _ROUNDING_NS
+    high = float(int(bounds.high_ns.max()) - base) + reach
+    low = float(int(bounds.low_ns.min()) - base) - reach
+    corners = ((low, -MAX_DRIFT), (high, -MAX_DRIFT), (high, MAX_DRIFT), (low, MAX_DRIFT))
+    return np.array(corners if low <= high else [], dtype=np.float64).reshape(-1, 2)
+
+
+def _tightest(at: _Int64, limit: _Int64, sign: int) -> tuple[_Int64, _Int64]:
+    """The lowest limit (sign -1: the highest) of each of `_MAX_BOUNDS` spans of time."""
+    span = int(at.max() - at.min()) + 1
+    bins = ((at - at.min()).astype(np.float64) * (_MAX_BOUNDS / span)).astype(np.int64)
+    order = np.lexsort((sign * limit, bins))
+    chosen = order[np.unique(bins[order], return_index=True)[1]]
+    return at[chosen], limit[chosen]
+
+
+def _clip(polygon: _Float64, a: float, b: float, limit: float) -> _Float64:
+    """The part of a convex polygon where a * offset + b * drift <= limit, shape (V, 2)."""
+    excess = polygon @ np.array([a, b]) - limit
+    inside = excess <= 0
+    if inside.all():
+        return polygon
+    following, excess_after = np.roll(polygon, -1, axis=0), np.roll(excess, -1)
+    crosses = inside != np.roll(inside, -1)
+    share = np.divide(excess, excess - excess_after, out=np.zeros_like(excess), where=crosses)
+    edges = polygon + share[:, None] * (following - polygon)
+    corners = np.stack([polygon, edges], axis=1).reshape(-1, 2)
+    kept: _Float64 = corners[np.stack([inside, crosses], axis=1).reshape(-1)]
+    return kept
+
+
+def _centre(polygon: _Float64, ends: _Float64, anchor: int, base: int) -> ClockFit:
+    """The mean of the lines that are extreme at either end: possible, and in the middle."""
+    values = polygon[:, :1] + polygon[:, 1:] * ends
+    extremes = np.concatenate([values.argmax(axis=0), values.argmin(axis=0)])
+    offset, drift = polygon[extremes].mean(axis=0).tolist()
+    errors = np.abs(values - (offset + drift * ends))
+    clock = LinearClock(anchor, base + round(offset), drift)
+    return ClockFit(clock, math.ceil(float(errors.max())) + 1)

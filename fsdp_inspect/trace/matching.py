@@ -1,0 +1,79 @@
+"""Which rows of different ranks are one and the same collective?
+
+Equal process group and equal `sequence`. The manifest describes each process group as one rank
+sees it; the ranks outside it have groups of their own by the same index, the translates of a
+device mesh's dimension: with the ranks 0, 2 of a world of four also 1, 3.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.trace.run import ProcessGroup
+from fsdp_inspect.trace.tables import EventTable
+
+NO_KEY = -1
+"""The key of a row that cannot be matched."""
+_SEQUENCE_BITS, _RANK_BITS = 31, 20
+_MAX_SEQUENCE, _MAX_RANK = 1 << _SEQUENCE_BITS, 1 << _RANK_BITS
+_MAX_GROUP = 1 << (62 - _SEQUENCE_BITS - _RANK_BITS)
+
+
+def members_of(group: ProcessGroup, rank: int, world_size: int) -> tuple[int, ...]:
+    """The ranks that communicate with a rank when it uses a process group.
+
+    Returns:
+        Global ranks, the rank among them; empty where that cannot be known: the rank is outside
+        of a group that is no dimension of a mesh.
+    """
+    ranks = group.ranks
+    if rank in ranks:
+        return tuple(ranks)
+    stride = ranks[1] - ranks[0] if len(ranks) > 1 else 0
+    is_regular = stride > 0 and all(later - earlier == stride for earlier, later in pairwise(ranks))
+    block = stride * len(ranks)
+    if not is_regular or world_size % block or ranks[0] != _first_of(ranks[0], stride, len(ranks)):
+        return ()
+    first = _first_of(rank, stride, len(ranks))
+    return tuple(range(first, first + block, stride))
+
+
+def _first_of(rank: int, stride: int, size: int) -> int:
+    """The first rank of a mesh dimension that holds a rank."""
+    return rank - rank // stride % size * stride
+
+
+@dataclass(frozen=True, slots=True)
+class Matching:
+    """How a run's collectives are matched."""
+
+    groups: Sequence[ProcessGroup]
+    world_size: int
+
+    def members(self, group: int, rank: int) -> tuple[int, ...]:
+        """The ranks that a rank communicates with by a group's index; empty if not known."""
+        found = [known for known in self.groups if known.index == group]
+        return members_of(found[0], rank, self.world_size) if found else ()
+
+    def keys(self, events: EventTable, rank: int) -> NDArray[np.int64]:
+        """A number for each row, equal on two ranks where they are the same collective.
+
+        Returns:
+            Shape (len(events),); `NO_KEY` for what cannot be matched.
+        """
+        first = np.full(len(events), NO_KEY, dtype=np.int64)
+        for group in np.unique(events.group).tolist():
+            members = self.members(group, rank)
+            if members and 0 <= group < _MAX_GROUP and members[0] < _MAX_RANK:
+                first[events.group == group] = (group << _RANK_BITS) | members[0]
+        known = (first != NO_KEY) & (events.sequence >= 0) & (events.sequence < _MAX_SEQUENCE)
+        return np.where(known, (first << _SEQUENCE_BITS) | events.sequence, NO_KEY)
+
+
+def describe_key(key: int) -> str:
+    """A collective in words: `collective 17 of process group 0`."""
+    group = key >> (_SEQUENCE_BITS + _RANK_BITS)
+    return f"collective {key % _MAX_SEQUENCE} of process group {group}"
