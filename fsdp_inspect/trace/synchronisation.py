@@ -42,7 +42,7 @@ class Synchronisations:
     def joined(cls, members: Iterable["Synchronisations"]) -> Self:
         """What several ranks of one clock say together."""
         nothing = np.empty(0, dtype=np.int64)
-        parts = [cls(nothing, nothing, nothing, nothing), *members]
+        parts: list[Synchronisations] = [cls(nothing, nothing, nothing, nothing), *members]
         keys = np.concatenate([part.key for part in parts])
         unique, first, place = np.unique(keys, return_index=True, return_inverse=True)
         start = np.full(len(unique), np.iinfo(np.int64).min)
