@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventKind, Phase
+from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.reduction import EXPOSED_PART_CODES
 from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.statistics import median
@@ -24,7 +24,7 @@ from fsdp_inspect.trace.steps import (
     timed_rank,
 )
 from fsdp_inspect.trace.tables import EventTable
-from fsdp_inspect.trace.waits import NEEDED_KINDS, Cause, Waits, split_waits
+from fsdp_inspect.trace.waits import Cause, Waits, read_waits
 
 MOST_EVIDENCE = 10
 """How many waits are named as evidence."""
@@ -135,9 +135,9 @@ def measure_exposed(
         run: A recorded run.
         rank: Default the median rank.
         unit: Index of a unit, to limit owners and evidence to; the rank's numbers stay.
-        last_arrival_ns: For each collective of the rank's timed steps (`rank_collectives`, in that
-            order) when the last rank arrived, on this rank's clock; -1 unknown. Without it no
-            wait is called a straggler's.
+        last_arrival_ns: For each of the rank's `trace.waits.timed_collectives`, in that order,
+            when the last rank arrived, on this rank's clock; -1 unknown. Without it no wait is
+            called a straggler's.
 
     Returns:
         None if the rank has no timed step.
@@ -148,8 +148,7 @@ def measure_exposed(
     member = timed_rank(run, rank)
     if member is None:
         return None
-    events = run.events(member.rank, steps=member.steps.tolist(), kinds=sorted(NEEDED_KINDS))
-    waits = split_waits(events, last_arrival_ns=last_arrival_ns)
+    waits = read_waits(run, member, last_arrival_ns=last_arrival_ns)
     exposed = median(member.exposed_ns) or 0
     causes = _causes_in_typical_step(waits, waits.share_by_cause_ns, member.steps)
     return Exposed(
@@ -167,15 +166,8 @@ def measure_exposed(
         },
         causes_ns=causes,
         owners=_find_owners(run.manifest, member, waits, unit),
-        evidence=_Evidence(run.manifest, events, waits).collect(unit),
+        evidence=_Evidence(run.manifest, waits).collect(unit),
     )
-
-
-def rank_collectives(run: RunSource, rank: int) -> EventTable:
-    """The collectives of a rank's timed steps, in the order that `measure_exposed` means."""
-    member = timed_rank(run, rank)
-    steps = [] if member is None else member.steps.tolist()
-    return run.events(rank, steps=steps, kinds=sorted(COLLECTIVES))
 
 
 def _backward_gathers(member: RankSteps) -> int:
@@ -239,11 +231,9 @@ def _is_owned(events: EventTable, unit: int, phase: int, kind: int) -> NDArray[n
 class _Evidence:
     """Finds and describes the longest waits."""
 
-    def __init__(self, manifest: RunManifest, events: EventTable, waits: Waits) -> None:
+    def __init__(self, manifest: RunManifest, waits: Waits) -> None:
         self._fqns = {unit.index: unit.fqn for unit in manifest.units}
         self._waits = waits
-        steps = events.where(events.kind == EventKind.STEP)
-        self._begins = dict(zip(steps.step.tolist(), steps.start_ns.tolist(), strict=True))
 
     def collect(self, unit: int | None) -> tuple[ExposedWait, ...]:
         """The longest waits of a unit, or of every owner its longest one."""
@@ -263,7 +253,7 @@ class _Evidence:
     def _describe(self, position: int) -> ExposedWait:
         waits = self._waits
         row = {name: int(column[position]) for name, column in self._columns().items()}
-        begin = self._begins[row["step"]]
+        begin = int(waits.step_start_ns[position])
         causes = _by_name(waits.by_cause_ns[position])
         ahead = int(waits.ahead[position])
         return ExposedWait(

@@ -51,6 +51,8 @@ from fsdp_inspect.trace.codes import (
 from fsdp_inspect.trace.communicators import Queue, queue_up
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.reduction import exposing, running_communication, waited_since
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.steps import RankSteps
 from fsdp_inspect.trace.tables import EventTable
 
 _Int64 = NDArray[np.int64]
@@ -106,6 +108,11 @@ class Waits:
     """Shape (n,). Position of the collective ahead in the communicator's queue; -1: none."""
     turn_ns: _Int64
     """Shape (n,). From when on its own bytes travelled."""
+    step_start_ns: _Int64
+    """Shape (n,). When its step began."""
+    is_floor: NDArray[np.bool_]
+    """Shape (n,). Whether it is the first gather of a forward or the last reduction of a
+    backward."""
 
     def where(self, mask: NDArray[np.generic]) -> "Waits":
         """The collectives that a mask or an index array selects; `ahead` keeps its meaning."""
@@ -117,14 +124,36 @@ class Waits:
             share_by_cause_ns=self.share_by_cause_ns[mask],
             ahead=self.ahead[mask],
             turn_ns=self.turn_ns[mask],
+            step_start_ns=self.step_start_ns[mask],
+            is_floor=self.is_floor[mask],
         )
+
+
+def read_waits(
+    run: RunSource, member: RankSteps, *, last_arrival_ns: _Int64 | None = None
+) -> Waits:
+    """Split the exposed waits of a rank's timed steps by cause; see `split_waits`.
+
+    Args:
+        run: A recorded run.
+        member: The timed steps of one of its ranks.
+        last_arrival_ns: One value for each of `timed_collectives`.
+    """
+    events = run.events(member.rank, steps=member.steps.tolist(), kinds=sorted(NEEDED_KINDS))
+    return split_waits(events, last_arrival_ns=last_arrival_ns)
+
+
+def timed_collectives(run: RunSource, member: RankSteps) -> EventTable:
+    """The collectives of a rank's timed steps, in the order in which `read_waits` has them."""
+    return run.events(member.rank, steps=member.steps.tolist(), kinds=sorted(COLLECTIVES))
 
 
 def split_waits(events: EventTable, *, last_arrival_ns: _Int64 | None = None) -> Waits:
     """Split the exposed wait for every collective by cause.
 
     Args:
-        events: All events of some finished steps of one rank, at least those of `NEEDED_KINDS`.
+        events: All events of some steps of one rank, at least those of `NEEDED_KINDS`. In a step
+            that did not finish nothing is exposed: nobody knows yet what it waits for.
         last_arrival_ns: For each collective among the events, in their order, when the last rank
             of its group arrived, on this rank's clock; -1 where it is not known. Without it no
             wait is called a straggler's.
@@ -146,6 +175,8 @@ def split_waits(events: EventTable, *, last_arrival_ns: _Int64 | None = None) ->
         ahead = of_step.queue.ahead
         waits.ahead[own] = np.where(ahead < 0, -1, own[ahead] if len(own) else ahead)
         waits.turn_ns[own] = of_step.queue.turn_ns
+        waits.step_start_ns[own] = of_step.start_ns
+        waits.is_floor[own] = of_step.is_floor
     waits.exposed_ns[:] = waits.by_cause_ns.sum(axis=1)
     return waits
 
@@ -160,6 +191,8 @@ def _blank(collectives: EventTable) -> Waits:
         share_by_cause_ns=np.zeros((n, len(Cause)), dtype=np.int64),
         ahead=np.full(n, -1, dtype=np.int64),
         turn_ns=np.zeros(n, dtype=np.int64),
+        step_start_ns=np.zeros(n, dtype=np.int64),
+        is_floor=np.zeros(n, dtype=bool),
     )
 
 
@@ -167,6 +200,7 @@ def _blank(collectives: EventTable) -> Waits:
 class _Step:
     """One step of one rank: its collectives, and what their waits are judged by."""
 
+    start_ns: int
     collectives: EventTable
     begin_ns: _Int64
     last_arrival_ns: _Int64
@@ -180,9 +214,11 @@ class _Step:
     def of(cls, events: EventTable, last_arrival_ns: _Int64) -> "_Step":
         is_collective = np.isin(events.kind, list(COLLECTIVES))
         collectives = events.where(is_collective)
-        window = _spans(events, EventKind.STEP).subtract(_spans(events, EventKind.BETWEEN_STEPS))
-        communication = running_communication(events).intersect(window)
+        window = _spans(events, EventKind.STEP)
+        in_step = window.subtract(_spans(events, EventKind.BETWEEN_STEPS))
+        communication = running_communication(events).intersect(in_step)
         return cls(
+            start_ns=int(window.starts[0]) if len(window) else int(events.start_ns.min()),
             collectives=collectives,
             begin_ns=waited_since(events)[is_collective],
             last_arrival_ns=last_arrival_ns,

@@ -1,9 +1,11 @@
 import numpy as np
 import pytest
 
-from fsdp_inspect.analysis.exposed import MOST_EVIDENCE, measure_exposed, rank_collectives
+from fsdp_inspect.analysis.exposed import MOST_EVIDENCE, measure_exposed
 from fsdp_inspect.errors import IncompleteRunError
 from fsdp_inspect.trace.codes import EventKind, Phase
+from fsdp_inspect.trace.steps import timed_rank
+from fsdp_inspect.trace.waits import timed_collectives
 from tests.builders import STEADY_FLOOR_NS, RunBuilder, steady_run
 
 BACKWARD = Phase.BACKWARD
@@ -165,7 +167,7 @@ def test_evidence_is_limited():
 
 def test_arrivals_of_the_last_rank_name_stragglers():
     run = steady_run()
-    collectives = rank_collectives(run, 0)
+    collectives = timed_collectives(run, timed_rank(run, 0))
     arrivals = np.where(collectives.kind == EventKind.REDUCE_SCATTER, collectives.end_ns - 30, -1)
     exposed = measure_exposed(run, rank=0, last_arrival_ns=arrivals)
     assert exposed.causes_ns["straggler"] == 70

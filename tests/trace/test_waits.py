@@ -208,3 +208,9 @@ def test_a_steady_step_is_split_so():
 
 def test_no_events_have_no_waits():
     assert len(split_waits(EventTable.empty()).exposed_ns) == 0
+
+
+def test_in_an_unfinished_step_nothing_is_exposed():
+    builder = RunBuilder()
+    builder.rank(0).all_gather("layers.0", 10, 50, need=10)
+    assert causes_of(builder) == {}

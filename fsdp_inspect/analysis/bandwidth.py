@@ -1,0 +1,167 @@
+"""How fast do the run's collectives move bytes, by kind and process group?
+
+A transfer is the part of a collective in which its own bytes travel: what is known of the other
+ranks (the minimum over ranks of the same collective, which waits for nobody) where it is given,
+else from its turn on its communicator (`trace.communicators`) to its end. The latter holds the
+wait for ranks that arrive later; on a backend that blocks the host also queueing and wake-up.
+Bus and algorithm bandwidth are those of nccl-tests (`trace.bandwidth`).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.trace.bandwidth import bus_factor
+from fsdp_inspect.trace.codes import EventKind, Method, Phase
+from fsdp_inspect.trace.link_fit import LinkFit, fit_link
+from fsdp_inspect.trace.run import ProcessGroup, RunSource
+from fsdp_inspect.trace.statistics import median
+from fsdp_inspect.trace.steps import sum_per_step, timed_rank
+from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.trace.waits import Waits, read_waits
+
+
+@dataclass(frozen=True, slots=True)
+class KindBandwidth:
+    """The collectives of one kind on one process group, over the timed steps of one rank."""
+
+    kind: str
+    group: int | None
+    """Index into the manifest's process groups; None: not known."""
+    group_role: str
+    """`shard`, `replicate`, `post_forward`, `other`, or `` where the group is not known."""
+    group_size: int | None
+    """Ranks that take part."""
+    num_events: int
+    num_sizes: int
+    bytes_per_step: int
+    """Messages of one step added up, median over the steps."""
+    transfer_ns: int | None
+    """Median transfer of one collective."""
+    transfer_from: str
+    """`all_ranks`: the minimum over ranks; `rank`: this rank's own times; `mixed`."""
+    method: str
+    """How the times were obtained: `measured`, `inferred`, `host_blocking`; several with `, `."""
+    algorithm_bytes_per_s: float | None
+    """All messages / all transfer time: large messages weigh most."""
+    bus_bytes_per_s: float | None
+    """The same for bus bytes; None where nothing travels on a ring, or the group is not known."""
+    median_bus_bytes_per_s: float | None
+    """Bus bandwidth of the median collective."""
+    link: LinkFit | None
+    """Latency + bandwidth; None where no message has bytes and a duration. On collectives other
+    than all-gather, reduce-scatter and all-reduce the factor is 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """What one rank's communicators achieve."""
+
+    rank: int
+    num_steps: int
+    kinds: tuple[KindBandwidth, ...]
+    """Most bytes first."""
+
+
+def measure_bandwidth(
+    run: RunSource,
+    *,
+    rank: int | None = None,
+    transfer_ns: NDArray[np.int64] | None = None,
+) -> Bandwidth | None:
+    """How fast a rank's collectives are.
+
+    Args:
+        run: A recorded run.
+        rank: Default the median rank.
+        transfer_ns: For each of the rank's `trace.waits.timed_collectives`, in that order, how
+            long its bytes travelled by what all ranks say; -1 unknown.
+
+    Returns:
+        None if the rank has no timed step.
+
+    Raises:
+        IncompleteRunError: The run holds nothing of that rank.
+    """
+    member = timed_rank(run, rank)
+    if member is None:
+        return None
+    transfers = _Transfers.of(read_waits(run, member), transfer_ns)
+    groups = {group.index: group for group in run.manifest.process_groups}
+    kinds = [
+        _measure_kind(transfers.of_kind(kind, group), groups.get(group), member.steps)
+        for kind, group in transfers.kinds()
+    ]
+    return Bandwidth(
+        rank=member.rank,
+        num_steps=len(member.steps),
+        kinds=tuple(sorted(kinds, key=lambda one: -one.bytes_per_step)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfers:
+    """Collectives that belong to training, and how long their bytes travelled."""
+
+    collectives: EventTable
+    duration_ns: NDArray[np.int64]
+    from_all_ranks: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, waits: Waits, transfer_ns: NDArray[np.int64] | None) -> "_Transfers":
+        collectives = waits.collectives
+        duration = collectives.end_ns - waits.turn_ns
+        from_all_ranks = np.zeros(len(collectives), dtype=bool)
+        if transfer_ns is not None:
+            from_all_ranks = transfer_ns > 0
+            duration = np.where(from_all_ranks, transfer_ns, duration)
+        trained = collectives.phase != Phase.EVALUATION
+        return cls(collectives.where(trained), duration[trained], from_all_ranks[trained])
+
+    def kinds(self) -> list[tuple[int, int]]:
+        """Kind and group of the collectives that there are."""
+        pairs = zip(self.collectives.kind.tolist(), self.collectives.group.tolist(), strict=True)
+        return sorted(set(pairs))
+
+    def of_kind(self, kind: int, group: int) -> "_Transfers":
+        mask = (self.collectives.kind == kind) & (self.collectives.group == group)
+        return _Transfers(
+            self.collectives.where(mask), self.duration_ns[mask], self.from_all_ranks[mask]
+        )
+
+    @property
+    def source(self) -> str:
+        """Where the durations come from."""
+        if self.from_all_ranks.all():
+            return "all_ranks"
+        return "mixed" if self.from_all_ranks.any() else "rank"
+
+
+def _measure_kind(
+    own: _Transfers, group: ProcessGroup | None, steps: NDArray[np.int32]
+) -> KindBandwidth:
+    events = own.collectives
+    kind = EventKind(int(events.kind[0]))
+    size = len(group.ranks) if group else None
+    factor = bus_factor(kind, size or 0) or None
+    usable = (events.bytes > 0) & (own.duration_ns > 0)
+    message, duration = events.bytes[usable], own.duration_ns[usable]
+    rates = message / duration * 1e9
+    overall = float(message.sum() / duration.sum() * 1e9) if len(message) else None
+    return KindBandwidth(
+        kind=kind.label,
+        group=group.index if group else None,
+        group_role=group.role if group else "",
+        group_size=size,
+        num_events=len(events),
+        num_sizes=len(np.unique(message)),
+        bytes_per_step=median(sum_per_step(events.step, np.maximum(events.bytes, 0), steps)) or 0,
+        transfer_ns=median(duration),
+        transfer_from=own.source,
+        method=", ".join(Method(method).label for method in np.unique(events.method).tolist()),
+        algorithm_bytes_per_s=overall,
+        bus_bytes_per_s=overall * factor if overall and factor else None,
+        median_bus_bytes_per_s=float(np.median(rates)) * factor if overall and factor else None,
+        link=fit_link(message, duration, factor or 1.0),
+    )

@@ -1,0 +1,279 @@
+"""How much slower does the same compute run while communication runs beside it?
+
+Kernels that communicate take memory bandwidth and cores from kernels that compute (RULES R24): of
+a wait that is hidden, (slowdown - 1) x the time beside it is paid in compute. The measure needs
+the same compute with and without communication beside it: a unit's own passes, or those of units
+alike (same class, same number of parameters), whose kernels are the same.
+
+A pass is a unit's forward or backward less nested units, copies and waits; of kernel traces its
+compute kernels. With `d` its time, `o` the part of it beside communication and `alone` the median
+time of the passes that had next to none, the work done beside communication would have taken
+alone - (d - o), so that
+
+    slowdown = o / (alone - (d - o))
+
+and the result is the median over the passes. Where nothing varies there is no answer, and the
+reason is given.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.trace.codes import (
+    COLLECTIVES,
+    COPIES,
+    NO_UNIT,
+    WAIT_OF,
+    EventKind,
+    Method,
+    Phase,
+    Stream,
+)
+from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.run import RunSource, Unit
+from fsdp_inspect.trace.statistics import median
+from fsdp_inspect.trace.steps import timed_rank
+from fsdp_inspect.trace.tables import EventTable
+
+ALONE_RATIO = 0.1
+"""A pass with at most this share of itself beside communication counts as alone."""
+BESIDE_RATIO = 0.3
+"""A pass with at least this share of itself beside communication counts as slowed."""
+MIN_PASSES = 5
+"""So many of either are needed."""
+
+_PASSES = (EventKind.FORWARD, EventKind.BACKWARD)
+_IDLE = frozenset({*COPIES, *WAIT_OF.values(), EventKind.OTHER_WAIT})
+_NEEDED = frozenset({*_PASSES, *_IDLE, *COLLECTIVES, EventKind.COMPUTE})
+_ON_CLOCK = (Stream.HOST, Stream.COMPUTE)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitContention:
+    """One unit's compute in one phase, over all timed steps of a rank."""
+
+    unit: int
+    fqn: str
+    phase: str
+    """`forward` or `backward`."""
+    num_alone: int
+    """Passes with next to no communication beside them."""
+    num_beside: int
+    """Passes with communication beside at least `BESIDE_RATIO` of them."""
+    compute_ns: int
+    """Median time of one pass, without nested units, copies and waits."""
+    beside_ratio: float
+    """Share of the passes beside which communication ran, 0 to 1."""
+    slowdown: float | None
+    """Time beside communication / time of the same work alone; 1 is none. None: see `reason`."""
+    low: float | None
+    """Tenth percentile over the single passes: their spread, not a confidence interval."""
+    high: float | None
+    """Ninetieth percentile over the single passes."""
+    compared_with: str
+    """What stands for the compute alone: `itself`, `alike` (units of its class and size) or ``."""
+    reason: str | None
+    """Why there is no slowdown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """What communication costs the compute beside it, on one rank."""
+
+    rank: int
+    num_steps: int
+    slowdown: float | None
+    """Median over all units' passes beside communication; None: see `reason`."""
+    low: float | None
+    """Tenth percentile over those passes: their spread, not a confidence interval."""
+    high: float | None
+    """Ninetieth percentile over those passes."""
+    is_clear: bool
+    """Whether the spread leaves out 1: if not, the slowdown cannot be told from noise."""
+    reason: str | None
+    units: tuple[UnitContention, ...]
+    """In order of execution; forward before backward."""
+
+
+def measure_contention(run: RunSource, *, rank: int | None = None) -> Contention | None:
+    """How much communication slows the compute beside it.
+
+    Args:
+        run: A recorded run.
+        rank: Default the median rank.
+
+    Returns:
+        None if the rank has no timed step.
+
+    Raises:
+        IncompleteRunError: The run holds nothing of that rank.
+    """
+    member = timed_rank(run, rank)
+    if member is None:
+        return None
+    events = run.events(member.rank, steps=member.steps.tolist(), kinds=sorted(_NEEDED))
+    passes = _Passes.of(events)
+    units = sorted(run.manifest.units, key=_execution_order)
+    measured = [_measure_unit(passes, unit, kind, units) for unit in units for kind in _PASSES]
+    slowdowns = np.concatenate([np.empty(0), *(slowed for _, slowed in measured)])
+    rows = tuple(row for row, _ in measured if row is not None)
+    low, middle, high = _spread(slowdowns)
+    return Contention(
+        rank=member.rank,
+        num_steps=len(member.steps),
+        slowdown=middle,
+        low=low,
+        high=high,
+        is_clear=low is not None and high is not None and not low <= 1 <= high,
+        reason=None if len(slowdowns) else _explain(rows),
+        units=rows,
+    )
+
+
+def _execution_order(unit: Unit) -> tuple[bool, int]:
+    return unit.execution_index < 0, unit.execution_index
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """Forwards and backwards of units; arrays of shape (n,)."""
+
+    unit: NDArray[np.int64]
+    kind: NDArray[np.int64]
+    compute_ns: NDArray[np.int64]
+    beside_ns: NDArray[np.int64]
+    """The part of `compute_ns` beside communication."""
+
+    @classmethod
+    def of(cls, events: EventTable) -> "_Passes":
+        steps = [_passes_of(events, int(step)) for step in np.unique(events.step)]
+        return cls(*np.concatenate([np.empty((4, 0), dtype=np.int64), *steps], axis=1))
+
+    def of_units(self, units: list[int], kind: int) -> "_Passes":
+        return self.where(np.isin(self.unit, units) & (self.kind == kind))
+
+    def where(self, mask: NDArray[np.bool_]) -> "_Passes":
+        return _Passes(
+            self.unit[mask], self.kind[mask], self.compute_ns[mask], self.beside_ns[mask]
+        )
+
+    @property
+    def ratio(self) -> NDArray[np.float64]:
+        """Share of each pass beside communication."""
+        return self.beside_ns / np.maximum(self.compute_ns, 1)
+
+    def alone(self) -> "_Passes":
+        return self.where(self.ratio <= ALONE_RATIO)
+
+    def beside(self) -> "_Passes":
+        return self.where(self.ratio >= BESIDE_RATIO)
+
+
+def _passes_of(events: EventTable, step: int) -> NDArray[np.int64]:
+    """Unit, kind, own compute and the part of it beside communication, shape (4, passes)."""
+    events = events.where(events.step == step)
+    communication = _spans(events, np.isin(events.kind, list(COLLECTIVES)))
+    computing = _computing(events)
+    trained = np.isin(events.phase, (Phase.FORWARD, Phase.BACKWARD)) & (events.unit != NO_UNIT)
+    # A forward inside backward is recomputation: part of its unit's backward, if that is open.
+    is_pass = (events.kind == EventKind.FORWARD) & (events.phase == Phase.FORWARD)
+    is_pass |= events.kind == EventKind.BACKWARD
+    passes = events.where(is_pass & trained)
+    starts, ends = passes.start_ns, passes.end_ns
+    compute = computing.covered_ns(starts, ends)
+    beside = computing.intersect(communication).covered_ns(starts, ends)
+    inside = (starts >= starts[:, None]) & (ends <= ends[:, None])
+    inside &= passes.unit != passes.unit[:, None]
+    for outer in np.flatnonzero(inside.any(axis=1)):
+        nested = Intervals.of(starts[inside[outer]], ends[inside[outer]])
+        own = computing.clip(starts[outer], ends[outer]).subtract(nested)
+        compute[outer] = own.duration_ns
+        beside[outer] = own.intersect(communication).duration_ns
+    return np.stack([passes.unit, passes.kind, compute, beside])
+
+
+def _computing(events: EventTable) -> Intervals:
+    """When the rank computes: its kernels, or all the time but copies and waits on its clock."""
+    kernels = _spans(events, events.kind == EventKind.COMPUTE)
+    if len(kernels):
+        return kernels
+    idle = np.isin(events.kind, list(_IDLE)) & np.isin(events.stream, _ON_CLOCK)
+    idle |= np.isin(events.kind, list(COLLECTIVES)) & (events.method == Method.HOST_BLOCKING)
+    always = Intervals.of([events.start_ns.min()], [events.end_ns.max()])
+    return always.subtract(_spans(events, idle))
+
+
+def _spans(events: EventTable, mask: NDArray[np.bool_]) -> Intervals:
+    return Intervals.of(events.start_ns[mask], events.end_ns[mask])
+
+
+def _measure_unit(
+    passes: _Passes, unit: Unit, kind: EventKind, units: list[Unit]
+) -> tuple[UnitContention | None, NDArray[np.float64]]:
+    """A unit's row, and the slowdown of each of its passes that tells one."""
+    own = passes.of_units([unit.index], kind)
+    if len(own.unit) == 0:
+        return None, np.empty(0)
+    beside = own.beside()
+    alone, compared_with = own.alone(), "itself"
+    if len(alone.unit) < MIN_PASSES:
+        alike = [other.index for other in units if _is_alike(unit, other)]
+        alone, compared_with = passes.of_units(alike, kind).alone(), "alike"
+    reason = _refuse(len(alone.unit), len(beside.unit))
+    slowdowns = np.empty(0) if reason else _slowdowns(beside, median(alone.compute_ns) or 0)
+    low, middle, high = _spread(slowdowns)
+    row = UnitContention(
+        unit=unit.index,
+        fqn=unit.fqn,
+        phase=kind.label,
+        num_alone=len(own.alone().unit),
+        num_beside=len(beside.unit),
+        compute_ns=median(own.compute_ns) or 0,
+        beside_ratio=float(own.beside_ns.sum() / max(own.compute_ns.sum(), 1)),
+        slowdown=middle,
+        low=low,
+        high=high,
+        compared_with="" if reason else compared_with,
+        reason=reason,
+    )
+    return row, slowdowns
+
+
+def _spread(values: NDArray[np.float64]) -> tuple[float | None, float | None, float | None]:
+    """Tenth percentile, median and ninetieth percentile."""
+    if len(values) == 0:
+        return None, None, None
+    low, middle, high = np.percentile(values, (10, 50, 90)).tolist()
+    return low, middle, high
+
+
+def _is_alike(unit: Unit, other: Unit) -> bool:
+    return (unit.module_class, unit.num_parameters) == (other.module_class, other.num_parameters)
+
+
+def _refuse(num_alone: int, num_beside: int) -> str | None:
+    if num_beside < MIN_PASSES:
+        return f"Communication ran beside {num_beside} of its passes; {MIN_PASSES} are needed."
+    if num_alone < MIN_PASSES:
+        return (
+            f"Communication ran beside nearly all passes of it and of units alike: {num_alone} "
+            f"ran alone; {MIN_PASSES} are needed."
+        )
+    return None
+
+
+def _slowdowns(beside: _Passes, alone_ns: int) -> NDArray[np.float64]:
+    """Of each pass; one that left no time for the work beside communication tells nothing."""
+    work_ns = alone_ns - (beside.compute_ns - beside.beside_ns)
+    tells = work_ns > 0
+    return beside.beside_ns[tells] / work_ns[tells]
+
+
+def _explain(rows: tuple[UnitContention, ...]) -> str:
+    if not rows:
+        return "No forward or backward of a unit was recorded in the timed steps."
+    if not any(row.num_beside for row in rows):
+        return "No communication ran beside a unit's compute."
+    return "In no unit did the same compute run both beside communication and alone."

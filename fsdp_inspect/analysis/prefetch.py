@@ -1,0 +1,248 @@
+"""Was each all-gather issued early enough, and did anybody use it?
+
+An all-gather that runs while the unit before it computes is hidden. FSDP2 gets there in two ways
+(RULES C): another unit's hook issues it (`set_modules_to_forward_prefetch`, and by default the
+next unit of backward): *explicit*; or its own unit issues it, but the host runs so far ahead of
+the compute stream that it is nonetheless early: *implicit*. One that its own unit issued when the
+compute stream asked for it was *missed* (R9). One that blocks the host hides nothing,
+whoever issued it: *blocked*. The first one of a forward has nothing before it: *first*.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Method, Phase
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.statistics import median
+from fsdp_inspect.trace.steps import sum_per_step, timed_rank
+from fsdp_inspect.trace.waits import Cause, Waits, read_waits
+
+MISSED_RATIO = 0.1
+"""A gather of its own unit whose lead is less than this share of its flight was missed."""
+MOST_SWAPPED = 10
+"""How many pairs of units in the wrong order are named."""
+
+
+class Issue(StrEnum):
+    """How an all-gather came to be issued."""
+
+    EXPLICIT = "explicit"
+    IMPLICIT = "implicit"
+    MISSED = "missed"
+    BLOCKED = "blocked"
+    FIRST = "first"
+    UNUSED = "unused"
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPrefetch:
+    """One unit's all-gathers in one phase, over all timed steps of a rank."""
+
+    unit: int
+    fqn: str
+    phase: str
+    num_gathers: int
+    num_by_issue: dict[str, int]
+    """By `Issue`, those above 0; they add up to `num_gathers`."""
+    issued_by: tuple[str, ...]
+    """Units whose hooks issued it, most frequent first; its own is left out."""
+    lead_ns: int | None
+    """Median time from issue to need; negative: needed before it was issued. None: unknown."""
+    duration_ns: int
+    """Median time in flight of one gather."""
+    hidden_ratio: float | None
+    """Share of the time in flight beside which the rank did not wait; None without any."""
+    exposed_ns: int
+    """Per step, median."""
+    unused_bytes: int
+    """Messages that were gathered and never used, over all timed steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedPair:
+    """Two units whose gathers were issued in one order and needed in the other (R11)."""
+
+    phase: str
+    issued_first: str
+    needed_first: str
+    num_times: int
+    """Over all timed steps."""
+    waited_ns: int
+    """How long the one needed first was waited for while queued; over all timed steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """How one rank's all-gathers were issued, over its timed steps."""
+
+    rank: int
+    num_steps: int
+    num_gathers: int
+    num_by_issue: dict[str, int]
+    """By `Issue`, those above 0; they add up to `num_gathers`."""
+    hidden_ratio: float | None
+    """Share of their time in flight beside which the rank did not wait; None without any."""
+    unused_bytes: int
+    """Messages gathered for nobody, over all timed steps."""
+    units: tuple[UnitPrefetch, ...]
+    """In order of execution; forward before backward."""
+    swapped: tuple[SwappedPair, ...]
+    """The most frequent pairs in the wrong order; empty: every order of issue is that of use."""
+
+
+def measure_prefetch(run: RunSource, *, rank: int | None = None) -> Prefetch | None:
+    """How a rank's FSDP all-gathers were issued, and whether early enough.
+
+    Args:
+        run: A recorded run.
+        rank: Default the median rank.
+
+    Returns:
+        None if the rank has no timed step.
+
+    Raises:
+        IncompleteRunError: The run holds nothing of that rank.
+    """
+    member = timed_rank(run, rank)
+    if member is None:
+        return None
+    waits = read_waits(run, member)
+    collectives = waits.collectives
+    is_gather = (collectives.kind == EventKind.ALL_GATHER) & (collectives.unit != NO_UNIT)
+    gathers = _Gathers.of(waits.where(is_gather & (collectives.phase != Phase.EVALUATION)))
+    fqns = {unit.index: unit.fqn for unit in run.manifest.units}
+    order = {unit.index: _position(unit.execution_index) for unit in run.manifest.units}
+    keys = sorted(gathers.owners(), key=lambda key: (order.get(key[0], 0), key))
+    return Prefetch(
+        rank=member.rank,
+        num_steps=len(member.steps),
+        num_gathers=len(gathers.issues),
+        num_by_issue=gathers.count(),
+        hidden_ratio=gathers.hidden_ratio,
+        unused_bytes=gathers.unused_bytes,
+        units=tuple(
+            _measure_unit(gathers.of_owner(unit, phase), fqns, member.steps) for unit, phase in keys
+        ),
+        swapped=_find_swapped(gathers, fqns),
+    )
+
+
+def _position(execution_index: int) -> float:
+    return execution_index if execution_index >= 0 else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathers:
+    """All-gathers of units, and how each was issued."""
+
+    waits: Waits
+    issues: NDArray[np.str_]
+    """Shape (n,), an `Issue` each."""
+
+    @classmethod
+    def of(cls, waits: Waits) -> "_Gathers":
+        gathers = waits.collectives
+        flight = gathers.end_ns - waits.turn_ns
+        # A kernel trace does not say who waited since when: there the lead is what was hidden.
+        hidden = flight - waits.exposed_ns
+        lead = np.where(gathers.need_ns >= 0, gathers.need_ns - gathers.issue_ns, hidden)
+        is_unused = (gathers.flags & EventFlag.UNUSED) != 0
+        is_unused |= (gathers.need_ns < 0) & (waits.begin_ns == gathers.end_ns)
+        issues = np.select(
+            [
+                is_unused,
+                waits.is_floor,
+                gathers.method == Method.HOST_BLOCKING,
+                (gathers.flags & EventFlag.PREFETCHED) != 0,
+                lead >= MISSED_RATIO * flight,
+            ],
+            [Issue.UNUSED, Issue.FIRST, Issue.BLOCKED, Issue.EXPLICIT, Issue.IMPLICIT],
+            default=Issue.MISSED,
+        )
+        return cls(waits, issues)
+
+    def where(self, mask: NDArray[np.bool_]) -> "_Gathers":
+        return _Gathers(self.waits.where(mask), self.issues[mask])
+
+    def owners(self) -> set[tuple[int, int]]:
+        """Unit and phase of the gathers that there are."""
+        gathers = self.waits.collectives
+        return set(zip(gathers.unit.tolist(), gathers.phase.tolist(), strict=True))
+
+    def of_owner(self, unit: int, phase: int) -> "_Gathers":
+        gathers = self.waits.collectives
+        return self.where((gathers.unit == unit) & (gathers.phase == phase))
+
+    def count(self) -> dict[str, int]:
+        """How many were issued in each way, those above 0."""
+        counted = Counter(self.issues.tolist())
+        return {issue.value: counted[issue] for issue in Issue if counted[issue]}
+
+    @property
+    def duration_ns(self) -> NDArray[np.int64]:
+        """Time in flight of each, from its own turn on."""
+        return self.waits.collectives.end_ns - self.waits.turn_ns
+
+    @property
+    def hidden_ratio(self) -> float | None:
+        """Share of the time in flight beside which the rank did not wait."""
+        flight = int(self.duration_ns.sum())
+        exposed = int(np.minimum(self.waits.exposed_ns, self.duration_ns).sum())
+        return 1 - exposed / flight if flight else None
+
+    @property
+    def unused_bytes(self) -> int:
+        """Messages that nobody used."""
+        message = np.maximum(self.waits.collectives.bytes, 0)
+        return int(message[self.issues == Issue.UNUSED].sum())
+
+
+def _measure_unit(own: _Gathers, fqns: dict[int, str], steps: NDArray[np.int32]) -> UnitPrefetch:
+    gathers = own.waits.collectives
+    unit = int(gathers.unit[0])
+    issuers = Counter(fqns.get(other) for other in gathers.issued_by.tolist() if other != unit)
+    needed = gathers.need_ns >= 0
+    return UnitPrefetch(
+        unit=unit,
+        fqn=fqns.get(unit, ""),
+        phase=Phase(int(gathers.phase[0])).label,
+        num_gathers=len(gathers),
+        num_by_issue=own.count(),
+        issued_by=tuple(fqn for fqn, _ in issuers.most_common() if fqn is not None),
+        lead_ns=median((gathers.need_ns - gathers.issue_ns)[needed]),
+        duration_ns=median(own.duration_ns) or 0,
+        hidden_ratio=own.hidden_ratio,
+        exposed_ns=median(sum_per_step(gathers.step, own.waits.exposed_ns, steps)) or 0,
+        unused_bytes=own.unused_bytes,
+    )
+
+
+def _find_swapped(gathers: _Gathers, fqns: dict[int, str]) -> tuple[SwappedPair, ...]:
+    """Pairs of units whose gathers were needed in another order than they were issued in."""
+    times: Counter[tuple[int, int, int]] = Counter()
+    waited: Counter[tuple[int, int, int]] = Counter()
+    used = gathers.where(gathers.waits.collectives.need_ns >= 0).waits
+    events = used.collectives
+    passes = np.stack([events.step, events.microbatch, events.phase], axis=1)
+    for one in np.unique(passes, axis=0):
+        inside = np.flatnonzero((passes == one).all(axis=1))
+        inside = inside[np.argsort(events.issue_ns[inside], kind="stable")]
+        need, units = events.need_ns[inside], events.unit[inside].tolist()
+        for first, second in np.argwhere(np.triu(need[:, None] > need[None, :])).tolist():
+            key = (int(one[2]), units[first], units[second])
+            times[key] += 1
+            waited[key] += int(used.by_cause_ns[inside[second], Cause.SERIALIZED])
+    return tuple(
+        SwappedPair(
+            phase=Phase(phase).label,
+            issued_first=fqns.get(first, ""),
+            needed_first=fqns.get(second, ""),
+            num_times=count,
+            waited_ns=waited[phase, first, second],
+        )
+        for (phase, first, second), count in times.most_common(MOST_SWAPPED)
+    )
