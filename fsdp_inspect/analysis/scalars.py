@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.tables import ScalarTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +21,17 @@ def measure_scalars(run: RunSource) -> tuple[ScalarSeries, ...]:
     """Every number that the training loop logged, by name; empty if it logged none."""
     series: dict[str, ScalarSeries] = {}
     for record in sorted(run.ranks, key=lambda record: record.rank):
-        table = run.scalars(record.rank) if record.scalar_names else None
+        if series.keys() >= {*record.scalar_names}:
+            continue  # a thousand ranks log the same loss: one of them is read
+        table = run.scalars(record.rank)
         for index, name in enumerate(record.scalar_names):
-            if table is None or name in series:
-                continue
             logged = table.where(table.name == index)
-            last_of_step = {
-                int(step): float(value)
-                for step, value in zip(logged.step, logged.value, strict=True)
-            }
-            if last_of_step:
-                steps = tuple(sorted(last_of_step))
-                values = tuple(last_of_step[step] for step in steps)
-                series[name] = ScalarSeries(name, record.rank, steps, values)
+            if name not in series and len(logged):
+                series[name] = _make_series(name, record.rank, logged)
     return tuple(series[name] for name in sorted(series))
+
+
+def _make_series(name: str, rank: int, logged: ScalarTable) -> ScalarSeries:
+    last_of_step = dict(zip(logged.step.tolist(), logged.value.tolist(), strict=True))
+    steps = tuple(sorted(last_of_step))
+    return ScalarSeries(name, rank, steps, tuple(last_of_step[step] for step in steps))

@@ -1,5 +1,15 @@
 from fsdp_inspect.analysis.scalars import measure_scalars
-from tests.builders import RunBuilder, steady_run
+from tests.builders import InMemoryRun, RunBuilder, steady_run
+
+
+class WatchedRun(InMemoryRun):
+    """Remembers whose scalars were read."""
+
+    read = ()
+
+    def scalars(self, rank):
+        vars(self)["read"] = [*self.read, rank]
+        return super().scalars(rank)
 
 
 def test_the_loss_is_a_series_over_steps():
@@ -28,3 +38,9 @@ def test_a_step_logged_twice_keeps_the_last_value():
 
 def test_a_run_that_logged_nothing_has_no_series():
     assert measure_scalars(RunBuilder().build()) == ()
+
+
+def test_ranks_that_log_nothing_new_are_not_read():
+    run = WatchedRun(**vars(steady_run(world_size=3)))
+    measure_scalars(run)
+    assert run.read == [0]
