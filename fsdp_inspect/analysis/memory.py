@@ -1,8 +1,12 @@
-"""What fills memory at the peak: how much, in which category, owned by which unit?
+"""What fills memory at the peak: how much, where, in which category, owned by which unit?
 
 Allocator counters (CUDA) exist at every unit boundary of every step. On CPU there is no allocator
 to ask: samples exist only in memory steps, from the storage tracker, and nothing is reserved.
-What was not measured is None, never 0.
+Imported memory snapshots hold a whole trace of the allocator. What was not measured is None, never
+0.
+
+Peaks of all ranks come from the run's summary; the samples themselves are read of one rank only, so
+that a thousand ranks stay quick.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,13 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.errors import StoreError
+from fsdp_inspect.errors import IncompleteRunError, StoreError
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Phase
-from fsdp_inspect.trace.run import RankRecord, RunSource
-from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
-
-STORAGE_TRACKER = "storage_tracker"
-"""The `memory_from` of ranks whose samples come from the storage tracker."""
+from fsdp_inspect.trace.memory_reduction import STORAGE_TRACKER, samples_of
+from fsdp_inspect.trace.rank_memory import memory_parts
+from fsdp_inspect.trace.reduction import StepPart
+from fsdp_inspect.trace.run import FailedRequest, RankRecord, RunSource
+from fsdp_inspect.trace.statistics import median
+from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable, SummaryTable
 
 UNATTRIBUTED = "unattributed"
 
@@ -61,12 +66,25 @@ class PeakMoment:
 
 
 @dataclass(frozen=True, slots=True)
+class PositionBytes:
+    """The highest reading while the program stood at one place, over all steps of one rank."""
+
+    unit: int
+    """The innermost unit on the host's stack; -1: outside all units."""
+    fqn: str | None
+    phase: str
+    step: int
+    """The step of that reading."""
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankMemory:
     """Memory of one rank."""
 
     rank: int
     method: str
-    """`cuda_allocator` or `storage_tracker`: who counted."""
+    """`cuda_allocator`, `storage_tracker` or `memory_snapshot`: who counted."""
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     """None on CPU."""
@@ -76,6 +94,18 @@ class RankMemory:
     """Peak allocated less resting."""
     device_bytes: int | None
     """Memory of the device; None on CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpread:
+    """How unequal the ranks' peaks are."""
+
+    lowest_bytes: int
+    lowest_rank: int
+    median_bytes: int
+    highest_bytes: int
+    highest_rank: int
+    num_ranks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,68 +133,98 @@ class Memory:
     device_ratio: float | None
     """The highest share of a device that a rank's allocator reserved, 0 to 1; None on CPU."""
     peak: PeakMoment | None
-    """Composition at the highest peak of the memory steps; None without memory steps."""
+    """Composition at the highest peak of the memory steps of `shown_rank`; None without any."""
     ranks: tuple[RankMemory, ...]
-    """By rank; ranks whose samples cannot be read are absent."""
+    """By rank."""
     over_steps: tuple[MemoryOfStep, ...]
-    """Of the peak rank, by step."""
+    """Of `shown_rank`, by step."""
     unreadable: tuple[str, ...]
     """Why samples of a rank could not be read, one sentence a rank."""
+    shown_rank: int | None
+    """The rank that `peak`, `over_steps` and `positions` are about; the peak rank by default."""
+    positions: tuple[PositionBytes, ...]
+    """Highest readings of `shown_rank` by unit and phase, largest first."""
+    spread: RankSpread | None
+    """None if fewer than two ranks know their peak."""
+    failed_request: FailedRequest | None
+    """What did not fit, of `shown_rank`, or of the first rank that knows one."""
 
 
-def measure_memory(run: RunSource) -> Memory:
-    """How high memory rises on each rank, and what fills it at the highest moment."""
-    ranks: list[RankMemory] = []
-    moments: list[PeakMoment] = []
-    unreadable: list[str] = []
-    for record in run.ranks:
-        try:
-            table = run.memory(record.rank)
-        except StoreError as error:
-            unreadable.append(str(error))
-            continue
-        ranks.append(_measure_rank(record, table))
-        moments.extend(_find_peak(run, record.rank, table))
+def measure_memory(run: RunSource, *, rank: int | None = None) -> Memory:
+    """How high memory rises on each rank, and what fills it at the highest moment.
+
+    Args:
+        run: A recorded or imported run.
+        rank: Whose composition, steps and positions; the rank with the highest peak by default.
+
+    Raises:
+        IncompleteRunError: The run holds nothing of that rank.
+    """
+    parts = memory_parts(run)
+    ranks = [_measure_rank(record, parts) for record in run.ranks]
     top = max(
         (row for row in ranks if row.peak_allocated_bytes is not None),
         key=lambda row: row.peak_allocated_bytes or 0,
         default=None,
     )
+    shown = (top.rank if top else None) if rank is None else _existing(run, rank)
+    table, unreadable = _read(run, shown)
+    method = next((row.method for row in ranks if row.rank == shown), "")
     return Memory(
         peak_allocated_bytes=top.peak_allocated_bytes if top else None,
         peak_reserved_bytes=_highest(row.peak_reserved_bytes for row in ranks),
         peak_rank=top.rank if top else None,
         device_bytes=min((row.device_bytes for row in ranks if row.device_bytes), default=None),
         device_ratio=max(map(_device_ratio, ranks), key=lambda ratio: ratio or 0.0, default=None),
-        peak=max(moments, key=lambda moment: moment.bytes, default=None),
+        peak=_find_peak(run, shown, table) if shown is not None else None,
         ranks=tuple(ranks),
-        over_steps=tuple(_measure_steps(top.method, run.memory(top.rank))) if top else (),
-        unreadable=tuple(unreadable),
+        over_steps=tuple(_steps_of(parts.where(parts.rank == shown))) if shown is not None else (),
+        unreadable=unreadable,
+        shown_rank=shown,
+        positions=_positions(run, samples_of(table, method), method),
+        spread=_spread(ranks),
+        failed_request=_find_failed(run.ranks, shown),
     )
 
 
-def _measure_rank(record: RankRecord, table: MemoryTable) -> RankMemory:
-    samples = _samples(record.memory_from, table)
-    peak = _highest([_maximum(samples.allocated), _maximum(samples.peak_allocated)])
-    ends = samples.allocated[samples.point == MemoryPoint.STEP_END]
-    resting = int(ends[-1]) if len(ends) and ends[-1] != MISSING_INT else None
+def _existing(run: RunSource, rank: int) -> int:
+    known = [record.rank for record in run.ranks]
+    if rank not in known:
+        raise IncompleteRunError(
+            f"Run {run.manifest.run_id!r} holds nothing of rank {rank}. It holds {len(known)} "
+            f"ranks, {min(known, default=0)} to {max(known, default=0)}. Choose one of them."
+        )
+    return rank
+
+
+def _read(run: RunSource, rank: int | None) -> tuple[MemoryTable, tuple[str, ...]]:
+    """The samples of a rank; if they cannot be read, none, and why."""
+    if rank is None:
+        return MemoryTable.empty(), ()
+    try:
+        return run.memory(rank), ()
+    except StoreError as error:
+        return MemoryTable.empty(), (str(error),)
+
+
+def _measure_rank(record: RankRecord, parts: SummaryTable) -> RankMemory:
+    own = parts.where(parts.rank == record.rank)
+    peak = _maximum(_of(own, StepPart.PEAK_ALLOCATED).bytes)
+    ends = _of(own, StepPart.ALLOCATED_AT_END)
+    resting = int(ends.bytes[np.argmax(ends.step)]) if len(ends) else None
     return RankMemory(
         rank=record.rank,
         method=record.memory_from,
         peak_allocated_bytes=peak,
-        peak_reserved_bytes=_highest([_maximum(samples.reserved), _maximum(samples.peak_reserved)]),
+        peak_reserved_bytes=_maximum(_of(own, StepPart.PEAK_RESERVED).bytes),
         resting_bytes=resting,
         step_adds_bytes=None if peak is None or resting is None else peak - resting,
         device_bytes=record.device_memory_bytes,
     )
 
 
-def _samples(method: str, table: MemoryTable) -> MemoryTable:
-    """The rows that `method` counted: an allocator knows nothing of the tracker's peak rows."""
-    tracked = [MemoryPoint.PEAK_BY_OWNER]
-    if method != STORAGE_TRACKER:
-        tracked.append(MemoryPoint.PEAK)
-    return table.where(~np.isin(table.point, tracked))
+def _of(parts: SummaryTable, part: StepPart) -> SummaryTable:
+    return parts.where(parts.kind == part)
 
 
 def _device_ratio(row: RankMemory) -> float | None:
@@ -173,27 +233,68 @@ def _device_ratio(row: RankMemory) -> float | None:
     return row.peak_reserved_bytes / row.device_bytes
 
 
-def _measure_steps(method: str, table: MemoryTable) -> Iterator[MemoryOfStep]:
-    samples = _samples(method, table)
-    for step in np.unique(samples.step):
-        own = samples.where(samples.step == step)
-        # An allocator's peak counter is not reset by us: it says nothing about one step.
-        between = _maximum(own.peak_allocated) if method == STORAGE_TRACKER else None
-        highest = _highest([_maximum(own.allocated), between])
-        if highest is not None:
-            yield MemoryOfStep(int(step), highest, _maximum(own.reserved))
+def _steps_of(parts: SummaryTable) -> Iterator[MemoryOfStep]:
+    reserved = _of(parts, StepPart.PEAK_RESERVED)
+    by_step = dict(zip(reserved.step.tolist(), reserved.bytes.tolist(), strict=True))
+    allocated = _of(parts, StepPart.PEAK_ALLOCATED)
+    for step, highest in zip(allocated.step.tolist(), allocated.bytes.tolist(), strict=True):
+        yield MemoryOfStep(step, highest, by_step.get(step))
 
 
-def _find_peak(run: RunSource, rank: int, table: MemoryTable) -> Iterator[PeakMoment]:
+def _spread(ranks: Iterable[RankMemory]) -> RankSpread | None:
+    known = sorted((row.peak_allocated_bytes or 0, row.rank) for row in ranks if _knows_peak(row))
+    if len(known) < 2:
+        return None
+    (lowest, lowest_rank), (highest, highest_rank) = known[0], known[-1]
+    middle = median([amount for amount, _ in known])
+    assert middle is not None
+    return RankSpread(lowest, lowest_rank, middle, highest, highest_rank, len(known))
+
+
+def _knows_peak(row: RankMemory) -> bool:
+    return row.peak_allocated_bytes is not None
+
+
+def _find_failed(records: Iterable[RankRecord], shown: int | None) -> FailedRequest | None:
+    failed = [record for record in records if record.failed_request is not None]
+    failed.sort(key=lambda record: record.rank != shown)
+    return failed[0].failed_request if failed else None
+
+
+def _positions(run: RunSource, samples: MemoryTable, method: str) -> tuple[PositionBytes, ...]:
+    """The highest reading of each unit and phase."""
+    reached = samples.allocated
+    if method == STORAGE_TRACKER:  # whose peaks are those since the reading before
+        reached = np.maximum(reached, samples.peak_allocated)
+    known = np.flatnonzero(reached != MISSING_INT)
+    # Highest last, so that it is the one that stays in the dictionary; of equal ones the first.
+    order = known[np.lexsort((-known, reached[known]))]
+    places = zip(samples.unit[order].tolist(), samples.phase[order].tolist(), strict=True)
+    highest = dict(zip(places, order.tolist(), strict=True))
+    fqns = _fqns(run)
+    rows = [
+        PositionBytes(
+            unit=unit,
+            fqn=fqns.get(unit),
+            phase=Phase(phase).label,
+            step=int(samples.step[row]),
+            bytes=int(reached[row]),
+        )
+        for (unit, phase), row in highest.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.bytes))
+
+
+def _find_peak(run: RunSource, rank: int, table: MemoryTable) -> PeakMoment | None:
     """The highest moment of the rank's memory steps, if it had any."""
     peaks = table.where((table.point == MemoryPoint.PEAK) & (table.allocated != MISSING_INT))
     if len(peaks) == 0:
-        return
+        return None
     top = peaks.where(np.array([int(np.argmax(peaks.allocated))]))
     step, unit = int(top.step[0]), int(top.unit[0])
-    fqns = {unit.index: unit.fqn for unit in run.manifest.units}
+    fqns = _fqns(run)
     owners = table.where((table.point == MemoryPoint.PEAK_BY_OWNER) & (table.step == step))
-    yield PeakMoment(
+    return PeakMoment(
         rank=rank,
         step=step,
         phase=Phase(int(top.phase[0])).label,
@@ -203,6 +304,10 @@ def _find_peak(run: RunSource, rank: int, table: MemoryTable) -> Iterator[PeakMo
         categories=_categories(top, 0),
         owners=_owners(owners, fqns),
     )
+
+
+def _fqns(run: RunSource) -> dict[int, str]:
+    return {unit.index: unit.fqn for unit in run.manifest.units}
 
 
 def _owners(rows: MemoryTable, fqns: dict[int, str]) -> tuple[OwnerBytes, ...]:

@@ -67,13 +67,15 @@ def samples_of(samples: MemoryTable, memory_from: str) -> MemoryTable:
     """The readings of the rank's memory as a whole, by the one who counts it.
 
     Rows by owner are parts of a reading. Where an allocator counts, the rows that the storage
-    tracker wrote in memory steps (those with categories) are another count of the same bytes.
+    tracker wrote in memory steps (with categories, and nothing reserved) are another count of the
+    same bytes.
     """
     if memory_from == STORAGE_TRACKER:
         return samples.where(samples.point != MemoryPoint.PEAK_BY_OWNER)
     tracked = np.isin(samples.point, _AT_PEAK)
     for category in MemoryCategory:
-        tracked |= getattr(samples, category.label) != MISSING_INT
+        known = getattr(samples, category.label) != MISSING_INT
+        tracked |= known & (samples.reserved == MISSING_INT)
     return samples.where(~tracked)
 
 

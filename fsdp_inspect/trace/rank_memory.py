@@ -1,0 +1,30 @@
+"""How much memory did each step of each rank take? Without reading the ranks' samples.
+
+The rows are in the run's summary. A source whose summary has none (one that was made before they
+were part of it) is asked for the samples themselves.
+"""
+
+import contextlib
+
+from fsdp_inspect.errors import StoreError
+from fsdp_inspect.trace.memory_reduction import MEMORY_PARTS, reduce_memory
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.tables import SummaryTable
+
+
+def memory_parts(run: RunSource) -> SummaryTable:
+    """The memory rows of all ranks and steps; see `trace.memory_reduction` for their meaning.
+
+    Returns:
+        Rows of the kinds `MEMORY_PARTS`, by rank and step. A rank whose samples are damaged has
+        none.
+    """
+    rows = run.summary(kinds=[int(part) for part in MEMORY_PARTS])
+    if len(rows):
+        return rows
+    parts = []
+    for record in run.ranks:
+        with contextlib.suppress(StoreError):
+            samples = run.memory(record.rank)
+            parts.append(reduce_memory(samples, memory_from=record.memory_from, rank=record.rank))
+    return SummaryTable.concat(parts)
