@@ -6,6 +6,7 @@ import typer
 
 from fsdp_inspect.cli.app import app
 from fsdp_inspect.cli.compact import compact
+from fsdp_inspect.cli.compare import compare
 from fsdp_inspect.cli.demo import demo
 from fsdp_inspect.cli.export import export
 from fsdp_inspect.cli.runs import runs
@@ -13,7 +14,7 @@ from fsdp_inspect.cli.summary import summary
 from fsdp_inspect.cli.units import units
 from fsdp_inspect.version import __version__
 
-_COMMANDS = (demo, runs, summary, units, compact, export, app)
+_COMMANDS = (demo, runs, summary, units, compare, compact, export, app)
 
 
 def build_application() -> typer.Typer:

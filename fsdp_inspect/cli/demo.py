@@ -53,9 +53,9 @@ def demo(
 
     Example: `fsdp-inspect demo --no-serve`
     """
-    from fsdp_inspect.digest.difference import compare_runs
+    from fsdp_inspect.digest.comparison import compare_runs
     from fsdp_inspect.digest.run import digest_run
-    from fsdp_inspect.report.difference import render_difference
+    from fsdp_inspect.report.comparison import render_comparison
     from fsdp_inspect.report.text import render_summary
 
     _require_trainer()
@@ -64,7 +64,7 @@ def demo(
     for run in recorded:
         print_renderable(render_summary(digest_run(run)))
         print()
-    print_renderable(render_difference(compare_runs(*recorded)))
+    print_renderable(render_comparison(compare_runs(*recorded)))
     print(f"\nOpen one again: fsdp-inspect summary {recorded[0].path}", flush=True)
     if should_serve:
         serve(runs_dir, host="127.0.0.1", port=port)

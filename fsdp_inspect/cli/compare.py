@@ -1,0 +1,113 @@
+"""`fsdp-inspect compare`: how do runs differ, in settings, time, units and memory?"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fsdp_inspect.cli.arguments import JsonOption, print_renderable
+
+if TYPE_CHECKING:
+    from fsdp_inspect.store.reader import StoredRun
+
+SidesArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="A B [C ...]",
+        help="Runs, the first is the reference. A folder of several runs of the same settings "
+        "stands for one side of repeats.",
+        show_default=False,
+    ),
+]
+
+
+def compare(sides: SidesArgument, as_json: JsonOption = False) -> None:
+    """Compare two or more runs: settings first, then what they cost and whether it is noise.
+
+    Runs with the same settings are repeats of one side. Steps of one process are not independent,
+    so times are judged by one number a run: with five runs a side by a rank test, with fewer only
+    differences from 10 % on are told from noise. Counts and bytes are compared exactly.
+
+    Example: `fsdp-inspect compare runs/before runs/after`
+    """
+    from fsdp_inspect.digest.comparison import compare_runs
+    from fsdp_inspect.report.json import render_json
+
+    comparison = compare_runs(*_open_sides(sides))
+    if as_json:
+        print(render_json(comparison))
+        return
+    from fsdp_inspect.report.comparison import render_comparison
+
+    print_renderable(render_comparison(comparison))
+
+
+def _open_sides(given: list[str]) -> "list[StoredRun | list[StoredRun]]":
+    """Open what a user gave, each as a run or as a side of repeats.
+
+    Raises:
+        FsdpInspectError: Fewer than two, the same run twice, or a folder whose runs differ.
+    """
+    from fsdp_inspect.errors import FsdpInspectError
+
+    opened = [_open_side(one) for one in given]
+    if len(opened) < 2:
+        number = len(opened[0]) if isinstance(opened[0], list) else 1
+        found = "one run" if number == 1 else f"{number} runs of the same settings"
+        raise FsdpInspectError(
+            f"{given[0]!r} holds {found}, which is one side. Expected two or more runs. Give the "
+            "runs one by one: fsdp-inspect compare A B"
+        )
+    _refuse_twins(given, opened)
+    # A folder with one run is that run, and may repeat another that was given.
+    return [one[0] if isinstance(one, list) and len(one) == 1 else one for one in opened]
+
+
+def _open_side(given: str) -> "StoredRun | list[StoredRun]":
+    from fsdp_inspect.errors import NotARunError
+    from fsdp_inspect.store.folder import list_runs
+    from fsdp_inspect.store.reader import open_run
+
+    try:
+        return open_run(given)
+    except NotARunError:
+        inside = list_runs(Path(given)) if "://" not in given else []
+        if not inside:
+            raise
+    runs = [open_run(entry.path) for entry in sorted(inside, key=lambda entry: entry.id)]
+    _refuse_mixture(given, [entry.id for entry in sorted(inside, key=lambda e: e.id)], runs)
+    return runs
+
+
+def _refuse_mixture(given: str, names: list[str], runs: "list[StoredRun]") -> None:
+    """A folder is a side of repeats only if its runs have the same settings."""
+    from fsdp_inspect.digest.settings import are_repeats, compare_settings
+    from fsdp_inspect.errors import FsdpInspectError
+
+    for name, run in zip(names[1:], runs[1:], strict=True):
+        if are_repeats(runs[0].manifest, run.manifest):
+            continue
+        differing = compare_settings([runs[0].manifest, run.manifest])[0]
+        first, second = differing.values
+        raise FsdpInspectError(
+            f"The folder {given!r} holds {len(runs)} runs that differ: {differing.name} is "
+            f"{first!r} in {names[0]} and {second!r} in {name}. Expected a run, or a folder of "
+            f"runs with the same settings. Give the runs one by one: fsdp-inspect compare "
+            f"{Path(given) / names[0]} {Path(given) / name}"
+        )
+
+
+def _refuse_twins(given: list[str], opened: "list[StoredRun | list[StoredRun]]") -> None:
+    """A run, or a copy of it, must not be compared with itself."""
+    from fsdp_inspect.errors import FsdpInspectError
+
+    seen: dict[str, str] = {}
+    for name, side in zip(given, opened, strict=True):
+        for run in side if isinstance(side, list) else [side]:
+            run_id = run.manifest.run_id
+            if run_id in seen:
+                raise FsdpInspectError(
+                    f"{name!r} holds run {run_id!r}, which {seen[run_id]!r} holds too. Expected "
+                    "different runs: a run compared with itself never differs. Leave one out."
+                )
+            seen[run_id] = name

@@ -1,0 +1,81 @@
+"""Which runs stand on which side of a comparison, and which run stands for a side?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from string import ascii_uppercase
+
+from fsdp_inspect.digest.run import RunDigest, digest_run
+from fsdp_inspect.digest.settings import are_repeats
+from fsdp_inspect.trace.run import RunManifest, RunSource
+
+
+@dataclass(frozen=True, slots=True)
+class DigestedRun:
+    """A run of a side, with the answers of every analysis."""
+
+    manifest: RunManifest
+    digest: RunDigest
+
+    @property
+    def step_time_ns(self) -> int | None:
+        """Median over its timed steps; None without one."""
+        times = self.digest.step_time_ns
+        return times.median if times else None
+
+
+@dataclass(frozen=True, slots=True)
+class DigestedSide:
+    """One side: a run, or several that repeat it."""
+
+    label: str
+    """`A` for the reference, then `B`, `C`, ..."""
+    runs: tuple[DigestedRun, ...]
+    median_run: DigestedRun
+    """The run whose step time is the median of the side's (the lower of two); a real run, whose
+    breakdown and units stand for the side. Runs without a timed step come last."""
+
+
+def form_sides(given: Sequence[RunSource | Sequence[RunSource]]) -> tuple[DigestedSide, ...]:
+    """Sort runs into sides, in the order in which they are met.
+
+    Args:
+        given: Runs, or lists of runs. A list is a side as it is. Runs that were not listed are
+            taken together where their settings are the same, unless that leaves one side only:
+            runs of one configuration are then compared with each other, which shows the noise.
+    """
+    listed = [list(one) if isinstance(one, Sequence) else [one] for one in given]
+    groups = listed
+    if all(len(members) == 1 for members in listed):
+        joined = _join_repeats([members[0] for members in listed])
+        groups = joined if len(joined) > 1 else listed
+    return tuple(_side(label_of(place), members) for place, members in enumerate(groups))
+
+
+def label_of(place: int) -> str:
+    """`A` to `Z`, then `A1` to `Z1`, and so on."""
+    number, letter = divmod(place, len(ascii_uppercase))
+    return f"{ascii_uppercase[letter]}{number or ''}"
+
+
+def _join_repeats(runs: Sequence[RunSource]) -> list[list[RunSource]]:
+    groups: list[list[RunSource]] = []
+    for run in runs:
+        for group in groups:
+            if are_repeats(group[0].manifest, run.manifest):
+                group.append(run)
+                break
+        else:
+            groups.append([run])
+    return groups
+
+
+def _side(label: str, runs: Sequence[RunSource]) -> DigestedSide:
+    digested = tuple(DigestedRun(run.manifest, digest_run(run)) for run in runs)
+    ordered = sorted(digested, key=_standing)
+    timed = [run for run in ordered if run.step_time_ns is not None]
+    candidates = timed or ordered
+    return DigestedSide(label, digested, candidates[(len(candidates) - 1) // 2])
+
+
+def _standing(run: DigestedRun) -> tuple[bool, int]:
+    return run.step_time_ns is None, run.step_time_ns or 0

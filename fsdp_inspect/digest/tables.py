@@ -1,0 +1,254 @@
+"""What stands beside what when runs are compared: metrics, parts of the step, units, memory?
+
+Every row has one value for each side, and one change for each side but the first, which is the
+reference. Rows hold numbers only; `reasons` says what they mean.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fsdp_inspect.analysis.breakdown import StepBreakdown
+from fsdp_inspect.analysis.units import UnitCollective, UnitCost
+from fsdp_inspect.digest.alignment import UnitRow, align_units
+from fsdp_inspect.digest.run import RunDigest
+from fsdp_inspect.digest.sides import DigestedRun, DigestedSide
+from fsdp_inspect.trace.repeats import Judgement, judge_exact, judge_times
+from fsdp_inspect.trace.run import Unit
+from fsdp_inspect.trace.statistics import median
+
+_TIMES = ("step_time_ns", "communication_ns", "exposed_ns")
+_EXACT = (
+    "collectives_per_step",
+    "communication_bytes",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricComparison:
+    """One number of the whole run."""
+
+    name: str
+    values: tuple[int | None, ...]
+    """The median over the runs of each side."""
+    runs: tuple[tuple[int, ...], ...]
+    """The number of every run that has it, by side."""
+    is_exact: bool
+    """Counts and bytes, which do not vary from run to run."""
+    judgements: tuple[Judgement, ...]
+    """Each other side against the reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartComparison:
+    """One part of the median step; the parts of a step add up, and so do their changes."""
+
+    name: str
+    values_ns: tuple[int | None, ...]
+    """Of the median step of the side's median run."""
+    changes_ns: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSide:
+    """What the units of one row cost on one side; per step, from the side's median run."""
+
+    fqns: tuple[str, ...]
+    forward_ns: int
+    """Of all of them, nested units included, as is the next."""
+    backward_ns: int
+    exposed_ns: int
+    all_gather: UnitCollective
+    """Of several units: counts and exposed time are sums, what belongs to one collective None."""
+    reduce_scatter: UnitCollective
+    all_reduce: UnitCollective
+
+
+@dataclass(frozen=True, slots=True)
+class UnitComparison:
+    """Units that stand beside each other."""
+
+    sides: tuple[UnitSide | None, ...]
+    """None where a side has nothing of it."""
+    is_regrouped: bool
+    """The sides cut the same modules differently."""
+    exposed_changes_ns: tuple[int | None, ...]
+    """None where one of the two sides has nothing of it."""
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        """The names on the first side that has the row."""
+        return next(side.fqns for side in self.sides if side is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class CategoryComparison:
+    """One category of memory at the peak of the memory steps."""
+
+    category: str
+    values: tuple[int | None, ...]
+    """Bytes; None where a side recorded no composition."""
+    changes: tuple[int | None, ...]
+
+
+def compare_metrics(sides: Sequence[DigestedSide]) -> tuple[MetricComparison, ...]:
+    """Headline numbers: times judged against noise, counts and bytes exactly."""
+    step_time = median(_values(sides[0], "step_time_ns"))
+    return tuple(_compare_metric(name, sides, step_time) for name in (*_TIMES, *_EXACT))
+
+
+def _compare_metric(
+    name: str, sides: Sequence[DigestedSide], step_time: int | None
+) -> MetricComparison:
+    runs = tuple(tuple(_values(side, name)) for side in sides)
+    is_exact = name in _EXACT
+    return MetricComparison(
+        name=name,
+        values=tuple(median(values) for values in runs),
+        runs=runs,
+        is_exact=is_exact,
+        judgements=tuple(
+            judge_exact(runs[0], values)
+            if is_exact
+            else judge_times(runs[0], values, whole=step_time)
+            for values in runs[1:]
+        ),
+    )
+
+
+def _values(side: DigestedSide, name: str) -> list[int]:
+    values = [_value(run, name) for run in side.runs]
+    return [value for value in values if value is not None]
+
+
+def _value(run: DigestedRun, name: str) -> int | None:
+    if name == "step_time_ns":
+        return run.step_time_ns
+    value: int | None = getattr(run.digest, name)
+    return value
+
+
+def compare_parts(sides: Sequence[DigestedSide]) -> tuple[PartComparison, ...]:
+    """Where the median step of each side goes; parts that are 0 everywhere are left out."""
+    breakdowns = [side.median_run.digest.breakdown for side in sides]
+    known = next((breakdown for breakdown in breakdowns if breakdown is not None), None)
+    if known is None:
+        return ()
+    rows = [_compare_part(part.name, breakdowns) for part in known.parts]
+    return tuple(row for row in rows if any(row.values_ns))
+
+
+def _compare_part(name: str, breakdowns: Sequence[StepBreakdown | None]) -> PartComparison:
+    values = tuple(
+        None
+        if breakdown is None
+        else next(part.duration_ns for part in breakdown.parts if part.name == name)
+        for breakdown in breakdowns
+    )
+    return PartComparison(name, values, _changes(values))
+
+
+def compare_categories(sides: Sequence[DigestedSide]) -> tuple[CategoryComparison, ...]:
+    """What fills memory at the peak; empty where no side knows."""
+    held = [_categories(side.median_run.digest) for side in sides]
+    names = dict.fromkeys(name for table in held if table is not None for name in table)
+    rows = []
+    for name in names:
+        values = tuple(None if table is None else table.get(name, 0) for table in held)
+        rows.append(CategoryComparison(name, values, _changes(values)))
+    return tuple(rows)
+
+
+def _categories(digest: RunDigest) -> dict[str, int] | None:
+    if digest.memory.peak is None:
+        return None
+    return {row.category: row.bytes for row in digest.memory.peak.categories}
+
+
+def _changes(values: Sequence[int | None]) -> tuple[int | None, ...]:
+    first = values[0]
+    return tuple(None if value is None or first is None else value - first for value in values[1:])
+
+
+def compare_units(sides: Sequence[DigestedSide]) -> tuple[UnitComparison, ...]:
+    """The units of all sides, aligned, in the order in which the reference runs them."""
+    costs = [{unit.index: unit for unit in side.median_run.digest.units} for side in sides]
+    rows = align_units([side.median_run.manifest.units for side in sides])
+    return tuple(_compare_unit(row, costs) for row in rows)
+
+
+def _compare_unit(row: UnitRow, costs: Sequence[dict[int, UnitCost]]) -> UnitComparison:
+    sides = tuple(_cost_of(units, known) for units, known in zip(row.members, costs, strict=True))
+    return UnitComparison(
+        sides=sides,
+        is_regrouped=row.is_regrouped,
+        exposed_changes_ns=_changes([None if side is None else side.exposed_ns for side in sides]),
+    )
+
+
+def _cost_of(units: Sequence[Unit], known: dict[int, UnitCost]) -> UnitSide | None:
+    own = [known[unit.index] for unit in units if unit.index in known]
+    if not own:
+        return None
+    return UnitSide(
+        fqns=tuple(cost.fqn for cost in own),
+        forward_ns=sum(cost.forward_ns for cost in own),
+        backward_ns=sum(cost.backward_ns for cost in own),
+        exposed_ns=sum(cost.exposed_ns for cost in own),
+        all_gather=_add_up([cost.all_gather for cost in own]),
+        reduce_scatter=_add_up([cost.reduce_scatter for cost in own]),
+        all_reduce=_add_up([cost.all_reduce for cost in own]),
+    )
+
+
+def _add_up(collectives: Sequence[UnitCollective]) -> UnitCollective:
+    if len(collectives) == 1:
+        return collectives[0]
+    sizes = {collective.group_size for collective in collectives}
+    return UnitCollective(
+        count_per_step=sum(collective.count_per_step for collective in collectives),
+        bytes=None,
+        group_size=sizes.pop() if len(sizes) == 1 else None,
+        median_ns=None,
+        exposed_ns=sum(collective.exposed_ns for collective in collectives),
+        bus_bytes_per_s=None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """One cost of one row of units that changed between two sides."""
+
+    fqns: tuple[str, ...]
+    what: str
+    """`all_gather`, `reduce_scatter`, `all_reduce`, `forward` or `backward`."""
+    change_ns: int
+
+
+def find_movements(units: Sequence[UnitComparison], other: int) -> tuple[Movement, ...]:
+    """What changed in the units from the reference to another side, largest change first.
+
+    Args:
+        units: As aligned.
+        other: Which side, from 1.
+    """
+    moved = [
+        movement
+        for row in units
+        if row.sides[0] and row.sides[other]
+        for movement in _movements(row, row.sides[0], row.sides[other])
+    ]
+    return tuple(sorted(moved, key=lambda movement: -abs(movement.change_ns)))
+
+
+def _movements(
+    row: UnitComparison, before: UnitSide | None, after: UnitSide | None
+) -> Iterator[Movement]:
+    if before is None or after is None:
+        return
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        change = getattr(after, kind).exposed_ns - getattr(before, kind).exposed_ns
+        yield Movement(row.fqns, kind, change)
+    yield Movement(row.fqns, "forward", after.forward_ns - before.forward_ns)
+    yield Movement(row.fqns, "backward", after.backward_ns - before.backward_ns)

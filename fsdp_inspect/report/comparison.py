@@ -1,0 +1,276 @@
+"""How do runs read beside each other? What differs in words first, then the tables.
+
+Each side but the reference gets tables of its own, so that any number of sides fits 80 columns.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from fsdp_inspect.analysis.units import UnitCollective
+from fsdp_inspect.digest.comparison import Comparison, Side
+from fsdp_inspect.digest.reasons import Conclusion
+from fsdp_inspect.digest.settings import SettingDifference
+from fsdp_inspect.digest.tables import MetricComparison, UnitComparison
+from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio, format_unit
+from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.report.values import format_kind, format_metric
+from fsdp_inspect.trace.repeats import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST, Judgement, Telling
+
+MOST_UNITS = 5
+"""How many units a table names, those whose exposed time changed most."""
+
+_UNIT_WIDTH = 18
+MOST_MESSAGES = 8
+"""How many collectives whose number or size changed are listed."""
+
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+_TELLINGS = {
+    Telling.EQUAL: "exactly equal",
+    Telling.DIFFERENT: "",
+    Telling.SAME: "no difference",
+    Telling.UNKNOWN: "within noise",
+    Telling.MISSING: "",
+}
+
+
+def render_comparison(comparison: Comparison) -> RenderableType:
+    """Runs beside each other: cautions, settings, conclusions, numbers, units, memory."""
+    parts: list[RenderableType] = [Text("How they differ", style="bold")]
+    parts += map(_side, comparison.sides)
+    parts += [Text(f"caution: {caveat}", style="yellow") for caveat in comparison.caveats]
+    parts += _settings(comparison)
+    for conclusion in comparison.conclusions:
+        parts += ["", *_conclusion(conclusion)]
+    for other in range(1, len(comparison.sides)):
+        parts += _tables(comparison, other)
+    parts += ["", _footer(comparison)]
+    return Group(*parts)
+
+
+def _side(side: Side) -> Text:
+    if len(side.runs) == 1:
+        return Text(f"{side.label}  {side.median_run}")
+    return Text(f"{side.label}  {len(side.runs)} runs; {side.median_run} has the median step time")
+
+
+def _settings(comparison: Comparison) -> Iterator[RenderableType]:
+    if not comparison.settings:
+        yield Text("Their settings are the same.")
+    for setting in comparison.settings:
+        values = " -> ".join(map(_written, setting.values))
+        where = f" ({setting.where})" if setting.where else ""
+        yield Text(f"differs in {_setting_name(setting)}{where}: {values}")
+
+
+def _setting_name(setting: SettingDifference) -> str:
+    return setting.name if setting.group == "config" else f"{setting.group}: {setting.name}"
+
+
+def _written(value: Any) -> str:
+    """A setting as configuration files write it."""
+    if value is None:
+        return "(not set)"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _conclusion(conclusion: Conclusion) -> Iterator[RenderableType]:
+    yield Text(conclusion.sentence, style="bold")
+    for reason in conclusion.reasons:
+        yield Padding(Text(reason), (0, 0, 0, 2))
+
+
+def _tables(comparison: Comparison, other: int) -> Iterator[RenderableType]:
+    labels = (comparison.sides[0].label, comparison.sides[other].label)
+    yield from _section(f"{labels[1]} against {labels[0]}", _metrics(comparison, labels, other))
+    if comparison.parts:
+        yield from _section(
+            "Where their median steps go (the changes add up)", _parts(comparison, labels, other)
+        )
+    yield from _unit_tables(comparison, labels, other)
+    if comparison.memory:
+        yield from _section("Memory at the peak", _memory(comparison, labels, other))
+
+
+def _unit_tables(
+    comparison: Comparison, labels: Sequence[str], other: int
+) -> Iterator[RenderableType]:
+    rows = _most_changed(comparison.units, other)
+    if rows:
+        shown = f"the {len(rows)} of {len(comparison.units)} whose exposed time changed most"
+        yield from _section(f"Units, {shown}", _units(rows, labels, other))
+    messages = _messages(comparison.units, other)
+    if messages:
+        title = "Collectives that changed in number or size, per step"
+        if len(messages) > MOST_MESSAGES:
+            title += f" (the first {MOST_MESSAGES} of {len(messages)})"
+        yield from _section(title, _messages_table(messages[:MOST_MESSAGES], labels))
+    own = [
+        unit for unit in comparison.units if (unit.sides[0] is None) != (unit.sides[other] is None)
+    ]
+    for unit in own[:MOST_UNITS]:
+        held_by = labels[0] if unit.sides[other] is None else labels[1]
+        yield Text(f"only in {held_by}: {_names(unit.fqns)}")
+
+
+def _section(title: str, body: RenderableType) -> Iterable[RenderableType]:
+    return "", Text(title, style="bold"), body
+
+
+def _table(*headers: str, names: int = 1) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for position, header in enumerate(headers):
+        is_name = position < names
+        table.add_column(
+            header, justify="left" if is_name else "right", overflow="fold", no_wrap=not is_name
+        )
+    return table
+
+
+def _metrics(comparison: Comparison, labels: Sequence[str], other: int) -> Table:
+    table = _table("", *labels, "change", "")
+    table.columns[4].justify = "left"
+    for metric in comparison.metrics:
+        judged = metric.judgements[other - 1]
+        table.add_row(
+            find_metric(metric.name).label,
+            format_metric(metric.name, metric.values[0]),
+            format_metric(metric.name, metric.values[other]),
+            _change(metric, judged, other),
+            Text(_telling(judged), style="dim"),
+        )
+    return table
+
+
+def _change(metric: MetricComparison, judged: Judgement, other: int) -> str:
+    if metric.values[other] is not None and metric.values[other] == metric.values[0]:
+        return "="
+    return MISSING if judged.change is None else _percent(judged.change)
+
+
+def _telling(judged: Judgement) -> str:
+    if judged.low is not None and judged.high is not None:
+        interval = f"{_percent(judged.low)} to {_percent(judged.high)}"
+        return f"{interval}  {_TELLINGS[judged.telling]}".rstrip()
+    return _TELLINGS[judged.telling]
+
+
+def _percent(change: float) -> str:
+    return f"{change:+.1%}".replace("%", " %")
+
+
+def _parts(comparison: Comparison, labels: Sequence[str], other: int) -> Table:
+    table = _table("", *labels, "change")
+    for part in comparison.parts:
+        name = f"{part.name}_ns"
+        table.add_row(
+            find_metric(name).label,
+            format_metric(name, part.values_ns[0]),
+            format_metric(name, part.values_ns[other]),
+            _signed(part.changes_ns[other - 1], format_ns),
+        )
+    return table
+
+
+def _memory(comparison: Comparison, labels: Sequence[str], other: int) -> Table:
+    table = _table("", *labels, "change")
+    for row in comparison.memory:
+        table.add_row(
+            row.category.replace("_", " "),
+            format_bytes(row.values[0]),
+            format_bytes(row.values[other]),
+            _signed(row.changes[other - 1], format_bytes),
+        )
+    return table
+
+
+def _signed(change: int | None, text_of: Any) -> str:
+    if change is None:
+        return MISSING
+    return "=" if change == 0 else f"{'+' if change > 0 else '-'}{text_of(abs(change))}"
+
+
+# --- units
+
+
+def _most_changed(units: Sequence[UnitComparison], other: int) -> list[UnitComparison]:
+    both = [unit for unit in units if unit.exposed_changes_ns[other - 1] is not None]
+    return sorted(both, key=lambda unit: -abs(unit.exposed_changes_ns[other - 1] or 0))[:MOST_UNITS]
+
+
+def _units(rows: Sequence[UnitComparison], labels: Sequence[str], other: int) -> Table:
+    headers = [header for label in labels for header in (label, "exposed", "bus")]
+    table = _table("unit", *headers)
+    table.columns[0].max_width = _UNIT_WIDTH
+    table.padding = (0, 1, 0, 0)
+    for row in rows:
+        before, after = row.sides[0], row.sides[other]
+        if before is None or after is None:
+            continue
+        table.add_row(Text(_names(before.fqns), style="bold"))
+        if before.fqns != after.fqns:
+            table.add_row(Text(f"in {labels[1]}: {_names(after.fqns)}"))
+        for kind in _KINDS:
+            first, second = getattr(before, kind), getattr(after, kind)
+            if first.count_per_step or second.count_per_step:
+                table.add_row(f"  {format_kind(kind)}", *_times(first), *_times(second))
+        for name in ("forward", "backward"):
+            times = [format_ns(getattr(side, f"{name}_ns")) for side in (before, after)]
+            table.add_row(f"  {name}", times[0], "", "", times[1], "", "")
+    return table
+
+
+def _times(collective: UnitCollective) -> Iterator[str]:
+    for name in ("median_ns", "exposed_ns", "bus_bytes_per_s"):
+        yield format_metric(name, getattr(collective, name))
+
+
+def _messages(units: Sequence[UnitComparison], other: int) -> list[tuple[str, str, str, str]]:
+    """Collectives whose number or size changed: unit, kind, before, after."""
+    rows = []
+    for unit in units:
+        before, after = unit.sides[0], unit.sides[other]
+        if before is None or after is None:
+            continue
+        for kind in _KINDS:
+            sizes = [_message(getattr(side, kind)) for side in (before, after)]
+            if sizes[0] != sizes[1]:
+                rows.append((_names(unit.fqns), format_kind(kind), sizes[0], sizes[1]))
+    return rows
+
+
+def _messages_table(rows: Sequence[tuple[str, str, str, str]], labels: Sequence[str]) -> Table:
+    table = _table("unit", "", *labels, names=2)
+    for name, kind, before, after in rows:
+        table.add_row(Text(name), kind, before, after)
+    return table
+
+
+def _message(collective: UnitCollective) -> str:
+    size = f" x {format_bytes(collective.bytes)}" if collective.bytes else ""
+    return f"{collective.count_per_step}{size}"
+
+
+def _names(fqns: Sequence[str]) -> str:
+    return " + ".join(format_unit(fqn) for fqn in fqns)
+
+
+def _footer(comparison: Comparison) -> Text:
+    limit = format_ratio(PROCESS_NOISE_RATIO)
+    lines = [
+        "Times are medians over timed steps, one number a run: steps of one process are not "
+        "independent."
+    ]
+    if any(len(side.runs) < RUNS_FOR_A_TEST for side in comparison.sides):
+        lines.append(
+            f"With fewer than {RUNS_FOR_A_TEST} runs a side, times closer than {limit} cannot be "
+            "told from process noise; counts and bytes are compared exactly."
+        )
+    else:
+        lines.append("Intervals are 95 % of the change (Hodges-Lehmann, exact rank test).")
+    return Text("\n".join(lines), style="dim")

@@ -1,0 +1,131 @@
+from fsdp_inspect.digest.comparison import compare_runs
+from fsdp_inspect.report.comparison import MOST_UNITS, render_comparison
+from fsdp_inspect.trace.codes import MemoryPoint
+from tests.builders import RunBuilder, steady_run
+from tests.digest.test_comparison import repeats, run_of_step
+from tests.report.rendering import text_of
+
+TWO_RUNS = """\
+How they differ
+A  kept
+B  freed
+differs in reshard: false -> true
+
+B is 50.0 % slower than A: 100.0 ns -> 150.0 ns a step. More than the 10 % by
+which identical processes differ, but not tested: a test needs 5 runs of each,
+so 4 more of A and 4 more of B.
+  Of +50.0 ns between their median steps: exposed all-gather +40.0 ns.
+  The unit that moved most in it is layers.0: all-gather +40.0 ns a step.
+  The only setting that differs, and so the likely reason, is reshard.
+
+B against A
+                              A         B    change
+step time              100.0 ns  150.0 ns   +50.0 %
+communication           10.0 ns   50.0 ns  +400.0 %
+exposed communication   10.0 ns   50.0 ns  +400.0 %
+collectives                   1         1         =  exactly equal
+communicated               64 B      64 B         =  exactly equal
+peak allocated                –         –         –
+peak reserved                 –         –         –
+
+Where their median steps go (the changes add up)
+                          A         B    change
+forward             90.0 ns  100.0 ns  +10.0 ns
+exposed all-gather  10.0 ns   50.0 ns  +40.0 ns
+
+Units, the 2 of 2 whose exposed time changed most
+unit               A exposed       bus        B exposed        bus
+layers.0
+  all-gather 10.0 ns 10.0 ns 3.20 GB/s  50.0 ns 50.0 ns 640.0 MB/s
+  forward    90.0 ns                   100.0 ns
+"""
+
+
+def text_of_runs(*runs):
+    return text_of(render_comparison(compare_runs(*runs)))
+
+
+def test_two_runs_read_settings_first_then_words_then_tables():
+    first = run_of_step(100, exposed=10, run_id="kept", config={"reshard": False})
+    second = run_of_step(150, exposed=50, run_id="freed", config={"reshard": True})
+    shown = text_of_runs(first, second)
+    assert shown.startswith(TWO_RUNS)
+
+
+def test_a_small_difference_of_times_is_marked_as_noise():
+    shown = text_of_runs(run_of_step(100), run_of_step(104))
+    assert "+4.0 %  within noise" in shown
+    assert "times closer than 10.0 % cannot be" in shown
+
+
+def test_equal_runs_are_called_equal():
+    shown = text_of_runs(steady_run(run_id="a"), steady_run(run_id="b"))
+    assert "Their settings are the same." in shown
+    assert "388 B     388 B       =  exactly equal" in shown
+
+
+def test_a_tested_side_shows_its_interval():
+    before = repeats([100, 101, 102, 103, 104], git_commit="old")
+    after = repeats([105, 106, 107, 108, 109], git_commit="new")
+    shown = text_of_runs(before, after)
+    assert "A  5 runs; old-2 has the median step time" in shown
+    assert "+4.9 %  +2.0 % to +7.8 %" in shown
+    assert "Hodges-Lehmann" in shown
+
+
+def test_each_side_but_the_reference_has_tables_of_its_own():
+    shown = text_of_runs(*(run_of_step(100 * n, git_commit=str(n)) for n in (1, 2, 3)))
+    assert "B against A" in shown
+    assert "C against A" in shown
+    assert "differs in code: git_commit: 1 -> 2 -> 3" in shown
+
+
+def test_cautions_come_before_the_settings():
+    lines = text_of_runs(steady_run(), steady_run(world_size=4)).splitlines()
+    assert lines[3].startswith("caution: Not the same world size")
+
+
+def test_collectives_that_changed_are_listed_with_number_and_size():
+    second = RunBuilder()
+    rank = second.rank(0)
+    rank.step(0, 0, 100)
+    rank.all_gather("layers.0", 0, 10, bytes=64)
+    rank.all_gather("layers.0", 20, 30, bytes=64)
+    shown = text_of_runs(run_of_step(100, exposed=10), second.build())
+    assert "Collectives that changed in number or size, per step" in shown
+    assert "layers.0  all-gather  1 x 64 B  2 x 64 B" in shown
+
+
+def test_units_of_one_run_only_are_named():
+    other = RunBuilder(units=("layers.0", "[red]head[/red]"))
+    other.rank(0).step(0, 0, 100)
+    shown = text_of_runs(run_of_step(100), other.build())
+    assert "only in A: layers.1" in shown
+    assert "only in B: [red]head[/red]" in shown
+
+
+def test_memory_is_shown_by_category_where_it_is_known():
+    runs = []
+    for held in (1 << 20, 3 << 20):
+        builder = RunBuilder(world_size=1)
+        builder.rank(0).step(0, 0, 100)
+        builder.rank(0).memory(MemoryPoint.PEAK, held, unsharded_parameter=held)
+        runs.append(builder.build())
+    shown = text_of_runs(*runs)
+    assert "unsharded parameter  1.00 MiB  3.00 MiB  +2.00 MiB" in shown
+
+
+def test_of_many_units_the_most_changed_are_named():
+    names = tuple(f"layers.{number}" for number in range(9))
+    runs = []
+    for longer in (0, 1):
+        builder = RunBuilder(units=names)
+        rank = builder.rank(0)
+        rank.step(0, 0, 1000)
+        for place, name in enumerate(names):
+            rank.all_gather(name, 100 * place, 100 * place + 10 + longer * place, need=100 * place)
+        runs.append(builder.build())
+    shown = text_of_runs(*runs)
+    assert f"Units, the {MOST_UNITS} of 9 whose exposed time changed most" in shown
+    assert "layers.8" in shown
+    assert "layers.0\n" not in shown
