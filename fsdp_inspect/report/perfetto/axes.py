@@ -1,63 +1,76 @@
 """Where on the trace's one time axis does each rank lie?
 
-Ranks of one host share its monotonic clock. Ranks whose clocks cannot be compared are not guessed
-at: each of them begins at 0, on an axis of its own, and the trace says so.
+Clocks are compared by `trace.alignment`. Ranks that it refuses are not guessed at: each of them
+begins at 0, on an axis of its own, and the trace says so with the reason.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fsdp_inspect.trace.run import RankRecord
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.formatting import format_ns
+from fsdp_inspect.trace.alignment import Alignment
+from fsdp_inspect.trace.clock_fit import LinearClock
+
+_Int64 = NDArray[np.int64]
+_MOST_NAMED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
     """How a rank's times are moved."""
 
-    offset_ns: int
-    """Add it to a time of the rank; relative to the trace's origin."""
-    is_shared: bool
-    """On the same axis as the other shared ones."""
+    clock: LinearClock
+    origin_ns: int
+    """The time that becomes 0, on the reference clock."""
+    refusal: str | None
+    """Why the rank lies on an axis of its own; None: on the shared one."""
     uncertainty_ns: int
     """By how much the rank's slices may be shifted against the reference rank's."""
 
+    def move(self, times_ns: _Int64) -> _Int64:
+        """Times of the rank's clock on the trace's axis."""
+        return self.clock.to_reference(times_ns) - self.origin_ns
 
-def place_ranks(records: tuple[RankRecord, ...], first_ns: Mapping[int, int]) -> dict[int, Axis]:
+
+def place_ranks(alignment: Alignment, first_ns: Mapping[int, int]) -> dict[int, Axis]:
     """An axis for each rank.
 
     Args:
-        records: The ranks of the trace; the first one is the reference.
+        alignment: Of these ranks.
         first_ns: The earliest time of each rank's events, on its own clock.
 
     Returns:
-        By rank; the earliest event of the shared ranks lies at 0.
+        By rank; the earliest event of the aligned ranks lies at 0.
     """
-    reference = records[0]
-    shared = [record for record in records if record.host == reference.host]
-    origin = min(first_ns[record.rank] for record in shared)
+    begins = {
+        rank: int(alignment.to_reference(rank, np.array([first_ns[rank]]))[0])
+        for rank in alignment.ranks
+    }
+    origin = min(begins.values(), default=0)
     axes = {}
-    for record in records:
-        is_shared = record.host == reference.host
-        axes[record.rank] = Axis(
-            offset_ns=-origin if is_shared else -first_ns[record.rank],
-            is_shared=is_shared,
-            uncertainty_ns=reference.clock_uncertainty_ns + record.clock_uncertainty_ns
-            if record is not reference
-            else 0,
-        )
+    for rank, first in sorted(first_ns.items()):
+        if rank in begins and alignment.reference is not None:
+            uncertainty = alignment.between_ns(alignment.reference, rank)
+            axes[rank] = Axis(alignment.clocks[rank].clock, origin, None, uncertainty)
+        else:
+            axes[rank] = Axis(LinearClock(), first, alignment.refusals.get(rank, ""), 0)
     return axes
 
 
-def describe_axes(axes: Mapping[int, Axis]) -> str:
-    """How the ranks' times compare, in one sentence or two."""
-    shared = [rank for rank, axis in axes.items() if axis.is_shared]
-    alone = [rank for rank, axis in axes.items() if not axis.is_shared]
-    worst = max(axes[rank].uncertainty_ns for rank in shared)
-    words = f"{len(shared)} of {len(axes)} ranks share a time axis, to within {worst} ns."
-    if alone:
-        named = ", ".join(map(str, alone[:16])) + (", ..." if len(alone) > 16 else "")
+def describe_axes(axes: Mapping[int, Axis], alignment: Alignment) -> str:
+    """How the ranks' times compare, in some sentences."""
+    refused = {rank: axis.refusal for rank, axis in axes.items() if axis.refusal is not None}
+    shared = len(axes) - len(refused)
+    words = f"{shared} of {len(axes)} ranks share a time axis"
+    words += f", to within {format_ns(alignment.uncertainty_ns)}." if shared > 1 else "."
+    if refused:
+        named = ", ".join(map(str, list(refused)[:_MOST_NAMED]))
+        more = ", ..." if len(refused) > _MOST_NAMED else ""
         words += (
-            f" Not aligned, each on an axis of its own that begins at 0: ranks {named}. Times of "
-            "these must not be compared with those of other ranks."
+            f" Not aligned, each on an axis of its own that begins at 0: ranks {named}{more}; "
+            f"their times must not be compared. {next(iter(refused.values()))}"
         )
     return words

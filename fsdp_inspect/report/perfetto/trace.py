@@ -6,7 +6,7 @@ other and some steps at a time, so that memory does not grow with the run.
 """
 
 import gzip
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from fsdp_inspect.report.perfetto.format import BYTES_PER_MB, JsonObject, TraceW
 from fsdp_inspect.report.perfetto.lanes import ABOUT_PID, RankLanes, pid_of
 from fsdp_inspect.report.perfetto.slices import SliceNamer, StepDrawing, clock_track
 from fsdp_inspect.report.selection import Selection, event_blocks, steps_in
+from fsdp_inspect.trace.alignment import align_clocks
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import RankRecord, RunSource
 from fsdp_inspect.trace.steps import select_steps
@@ -85,8 +86,9 @@ def write_perfetto(
             f"Run {run.manifest.run_id!r} recorded no event of these ranks and steps. Expected at "
             "least one finished step. Choose others with --ranks and --steps."
         )
-    axes = place_ranks(records, {rank: ns for rank, ns in first_ns.items() if ns is not None})
-    about = _describe_run(run, axes)
+    alignment = align_clocks(run, [record.rank for record in records])
+    axes = place_ranks(alignment, {rank: ns for rank, ns in first_ns.items() if ns is not None})
+    about = _describe_run(run, axes, describe_axes(axes, alignment))
     with _open(place, is_compressed=path.suffix == ".gz") as stream:
         writer = TraceWriter(stream, limit_bytes=limit_bytes, about=about)
         drawing = _Drawing(run, selection, writer)
@@ -124,7 +126,7 @@ class _Drawing:
     def draw_rank(self, record: RankRecord, axis: Axis) -> None:
         """Write everything of one rank."""
         pid = pid_of(record.rank)
-        own_axis = "" if axis.is_shared else " · own time axis, not aligned"
+        own_axis = "" if axis.refusal is None else " · own time axis, not aligned"
         host = f" · {record.host}" if record.host else ""
         self._add(
             *trace_format.process_name(
@@ -141,7 +143,7 @@ class _Drawing:
                 span = _widen(span, events)
         if span is not None:
             self._draw_counters(record, axis, span)
-            self._end_ns = max(self._end_ns, span[1] + axis.offset_ns)
+            self._end_ns = max(self._end_ns, int(axis.move(np.array([span[1]]))[0]))
 
     def draw_about(self, about: Mapping[str, Any]) -> None:
         """One slice as long as the trace that holds what is known about the run."""
@@ -159,57 +161,49 @@ class _Drawing:
         )
 
     def _draw_step(self, drawing: StepDrawing, lanes: RankLanes, axis: Axis) -> None:
-        tids: list[int | None] = []
-        for one in drawing.slices:
+        spans = [(one.start_ns, one.end_ns) for one in drawing.slices]
+        moved = axis.move(np.array(spans, dtype=np.int64)).tolist()
+        places: list[_Place | None] = []
+        for one, (start, end) in zip(drawing.slices, moved, strict=True):
             placed = lanes.place(one.track, one.start_ns, one.end_ns)
-            tids.append(None if placed is None else placed[0])
             if placed is None:
                 self.not_drawn += 1
+                places.append(None)
                 continue
             tid, new_name = placed
             if new_name is not None:
                 self._add(*trace_format.thread_name(lanes.pid, tid, new_name))
-            self._writer.add(
+            places.append(_Place(lanes.pid, tid, start, end))
+            self._add(
                 trace_format.complete(
-                    one.name,
-                    pid=lanes.pid,
-                    tid=tid,
-                    start_ns=one.start_ns + axis.offset_ns,
-                    end_ns=one.end_ns + axis.offset_ns,
-                    args=one.args,
+                    one.name, pid=lanes.pid, tid=tid, start_ns=start, end_ns=end, args=one.args
                 )
             )
-        self._draw_arrows(drawing, tids, lanes.pid, axis)
-
-    def _draw_arrows(
-        self, drawing: StepDrawing, tids: list[int | None], pid: int, axis: Axis
-    ) -> None:
         for arrow in drawing.arrows:
             stops = [arrow.issue, arrow.collective, *([] if arrow.use is None else [arrow.use])]
-            times = _arrow_times(drawing, stops)
-            if len(times) < 2 or any(tids[stop] is None for stop in stops):
-                continue
-            self._num_arrows += 1
-            phases = ["s", *["t"] * (len(times) - 2), "f"]
-            for phase, stop, time_ns in zip(phases, stops, times, strict=False):
-                self._writer.add(
-                    trace_format.flow(
-                        phase,
-                        self._num_arrows,
-                        pid=pid,
-                        tid=tids[stop] or 0,
-                        time_ns=time_ns + axis.offset_ns,
-                    )
+            self._draw_arrow([places[stop] for stop in stops])
+
+    def _draw_arrow(self, places: Sequence["_Place | None"]) -> None:
+        stops = _arrow_stops(places)
+        if len(stops) < 2:
+            return
+        self._num_arrows += 1
+        phases = ["s", *["t"] * (len(stops) - 2), "f"]
+        for phase, (place, time_ns) in zip(phases, stops, strict=True):
+            self._add(
+                trace_format.flow(
+                    phase, self._num_arrows, pid=place.pid, tid=place.tid, time_ns=time_ns
                 )
+            )
 
     def _draw_counters(self, record: RankRecord, axis: Axis, span: tuple[int, int]) -> None:
         steps = self._selection.steps
         for reading in read_counters(self._run, record, steps=steps, span=span):
-            self._writer.add(
+            self._add(
                 trace_format.counter(
                     reading.name,
                     pid=pid_of(record.rank),
-                    time_ns=reading.time_ns + axis.offset_ns,
+                    time_ns=int(axis.move(np.array([reading.time_ns]))[0]),
                     values=reading.values,
                 )
             )
@@ -219,20 +213,31 @@ class _Drawing:
             self._writer.add(event)
 
 
-def _arrow_times(drawing: StepDrawing, stops: list[int]) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a slice lies in the trace."""
+
+    pid: int
+    tid: int
+    start_ns: int
+    end_ns: int
+
+
+def _arrow_stops(places: Sequence[_Place | None]) -> list[tuple[_Place, int]]:
     """When an arrow touches each slice: inside it, and never before the one ahead.
 
     The arrow ends before a slice that was over by then (clocks of host and device differ by their
     uncertainty), and before one without a duration, to which Perfetto binds nothing.
     """
-    times: list[int] = []
-    for stop in stops:
-        one = drawing.slices[stop]
-        time_ns = max(one.start_ns, *times[-1:]) if times else one.start_ns
-        if time_ns >= one.end_ns:
+    stops: list[tuple[_Place, int]] = []
+    for place in places:
+        if place is None:
             break
-        times.append(time_ns)
-    return times
+        time_ns = max(place.start_ns, stops[-1][1]) if stops else place.start_ns
+        if time_ns >= place.end_ns:
+            break
+        stops.append((place, time_ns))
+    return stops
 
 
 def _widen(span: tuple[int, int] | None, events: EventTable) -> tuple[int, int]:
@@ -258,7 +263,7 @@ def _require_size(run: RunSource, selection: Selection, limit_bytes: int) -> Non
         raise trace_format.too_large(f"about {expected // BYTES_PER_MB} MB", limit_bytes)
 
 
-def _describe_run(run: RunSource, axes: Mapping[int, Axis]) -> JsonObject:
+def _describe_run(run: RunSource, axes: Mapping[int, Axis], time_axis: str) -> JsonObject:
     manifest = run.manifest
     return {
         "run_id": manifest.run_id,
@@ -272,10 +277,9 @@ def _describe_run(run: RunSource, axes: Mapping[int, Axis]) -> JsonObject:
         "model": manifest.model.class_name,
         "versions": manifest.versions,
         "written_by": f"fsdp-inspect {__version__}",
-        "time_axis": describe_axes(axes),
-        "clock_offset_ns": {str(rank): axis.offset_ns for rank, axis in axes.items()},
+        "time_axis": time_axis,
+        "aligned_ranks": [rank for rank, axis in axes.items() if axis.refusal is None],
         "clock_uncertainty_ns": {str(rank): axis.uncertainty_ns for rank, axis in axes.items()},
-        "aligned_ranks": [rank for rank, axis in axes.items() if axis.is_shared],
         "notes": list(run.notes),
     }
 

@@ -136,7 +136,7 @@ def test_memory_is_a_counter_without_what_one_unit_owns(tmp_path):
     }
 
 
-def test_ranks_of_one_host_share_the_axis_and_others_are_not_guessed_at(tmp_path):
+def test_ranks_of_one_machine_share_the_axis_and_others_are_not_guessed_at(tmp_path):
     builder = RunBuilder(world_size=3)
     for number, host in enumerate(["a", "a", "b"]):
         builder.rank(number).record["host"] = host
@@ -149,7 +149,8 @@ def test_ranks_of_one_host_share_the_axis_and_others_are_not_guessed_at(tmp_path
         "rank 2 · b · own time axis, not aligned": 0,
     }
     assert trace.about["aligned_ranks"] == [0, 1]
-    assert "ranks 2" in result.time_axis
+    assert "2 of 3 ranks share a time axis" in result.time_axis
+    assert "ranks 2; their times must not be compared" in result.time_axis
 
 
 def test_a_trace_that_would_not_open_is_refused_with_what_narrows_it(sample, tmp_path):
