@@ -25,7 +25,11 @@ from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that happened, on the machine's clock, ns."""
+    """Something that happened, on the machine's clock, ns.
+
+    As in a recorded run, FORWARD and BACKWARD of a unit run from its parameters being ready to its
+    end and hold what is nested in them; without a unit they are a whole pass. COMPUTE is a piece.
+    """
 
     kind: EventKind
     unit: int
@@ -54,27 +58,34 @@ class PlayedStep:
         return self.end_ns - self.start_ns
 
 
-@dataclass(slots=True)
-class _Gather:
-    """An all-gather that was issued and not yet waited for."""
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """A collective on the link."""
 
     issue_ns: int
     start_ns: int
     end_ns: int
+    held_ns: int | None
+    """When it began to hold the main thread, for a backend that does."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    """An all-gather that nothing has waited for."""
+
+    transfer: _Transfer
     issued_by: int
     phase: Phase
     is_async: bool
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Reduction:
     """A reduction that nothing has waited for."""
 
     kind: EventKind
     unit: int
-    issue_ns: int
-    start_ns: int
-    end_ns: int
+    transfer: _Transfer
     issued_by: int
 
 
@@ -88,6 +99,8 @@ class _UnitState:
     """Positions in the order of the forward that have not had their backward."""
     is_done: bool = False
     """Its post-backward ran."""
+    ready_ns: list[int] = field(default_factory=list)
+    """When the passes that are open began."""
 
 
 class Schedule:
@@ -131,7 +144,8 @@ class Schedule:
 
     def _forward(self) -> None:
         machine = self._machine
-        self._hold_gathers_until(machine.reached(machine.compute))
+        begin_ns = machine.reached(machine.compute)
+        self._hold_gathers_until(begin_ns)
         for op, index in self._work.tape:
             if op is Op.ENTER:
                 self._enter(index)
@@ -139,12 +153,11 @@ class Schedule:
                 self._leave(index)
             else:
                 piece = self._work.pieces[index]
-                self._compute(
-                    EventKind.FORWARD, piece.unit, piece.forward_ns, piece.forward_launch_ns
-                )
+                self._compute(piece.unit, piece.forward_ns, piece.forward_launch_ns)
         if self._previous_copy_out_ns is not None:
             self._hold_gathers_until(self._previous_copy_out_ns)
             self._previous_copy_out_ns = None
+        self._note_pass(EventKind.FORWARD, NO_UNIT, begin_ns)
 
     def _enter(self, unit: int) -> None:
         self._hook_unit = unit
@@ -153,9 +166,11 @@ class Schedule:
         for target in self._work.policies[unit].forward_prefetch:
             self._unshard(target)
         self._hook_unit = NO_UNIT
+        self._units[unit].ready_ns.append(self._machine.reached(self._machine.compute))
 
     def _leave(self, unit: int) -> None:
         state = self._units[unit]
+        self._note_pass(EventKind.FORWARD, unit, state.ready_ns.pop())
         if self._work.policies[unit].reshard_after_forward:
             state.is_unsharded = False
         state.forwards.append(len(self._forward_order))
@@ -164,6 +179,7 @@ class Schedule:
     # --- backward
 
     def _backward(self, microbatch: Microbatch) -> None:
+        begin_ns = self._machine.reached(self._machine.compute)
         for state in self._units:
             state.is_done = False
         for op, index in reversed(self._work.tape):
@@ -175,8 +191,9 @@ class Schedule:
             else:
                 piece = self._work.pieces[index]
                 duration = piece.recompute_ns + piece.backward_ns
-                self._compute(EventKind.BACKWARD, piece.unit, duration, piece.backward_launch_ns)
+                self._compute(piece.unit, duration, piece.backward_launch_ns)
         self._finish_backward(microbatch)
+        self._note_pass(EventKind.BACKWARD, NO_UNIT, begin_ns)
 
     def _pre_backward(self, unit: int) -> None:
         policy = self._work.policies[unit]
@@ -188,6 +205,7 @@ class Schedule:
             if self._work.policies[target].unshard_in_backward:
                 self._unshard(target)
         self._hook_unit = NO_UNIT
+        self._units[unit].ready_ns.append(self._machine.reached(self._machine.compute))
 
     def _backward_targets(self, unit: int) -> Sequence[int]:
         """The units that are prefetched while this one computes."""
@@ -200,6 +218,8 @@ class Schedule:
     def _post_backward(self, unit: int, microbatch: Microbatch) -> None:
         work, state = self._work.units[unit], self._units[unit]
         state.is_done = True
+        if state.ready_ns:
+            self._note_pass(EventKind.BACKWARD, unit, state.ready_ns.pop())
         if self._work.policies[unit].reshard_after_backward:
             state.is_unsharded = False
         if not microbatch.reduces or not work.is_trainable:
@@ -228,7 +248,7 @@ class Schedule:
             self._forward_order.clear()
 
     def _await_all(self) -> None:
-        for reduction in sorted(self._outstanding, key=lambda each: each.end_ns):
+        for reduction in sorted(self._outstanding, key=lambda each: each.transfer.end_ns):
             self._await(reduction)
 
     # --- communication
@@ -238,17 +258,34 @@ class Schedule:
         if state.gather is not None or state.is_unsharded:
             return
         machine, is_async = self._machine, self._work.policies[unit].is_async
-        machine.launch(work.gather_launch_ns)
+        machine.launch(self._gather_launch(unit))
         copy_in, gather = self._gather_streams(is_async)
         issue_ns = machine.host_ns
         copied = machine.run(copy_in, work.copy_in_ns)
         self._note(EventKind.ALL_GATHER_COPY_IN, unit, issue_ns, copied)
         if gather is not copy_in:
             machine.wait(gather, copied[1])
-        start, end = machine.transfer(
+        transfer = self._transfer(
             gather, self._gather_link, self._gather_duration(unit), is_async=is_async
         )
-        state.gather = _Gather(machine.host_ns, start, end, self._hook_unit, self._phase, is_async)
+        state.gather = _Gather(transfer, self._hook_unit, self._phase, is_async)
+
+    def _transfer(
+        self,
+        stream: Stream,
+        link: Communicator,
+        duration_ns: int,
+        *,
+        is_async: bool = False,
+        not_before_ns: int = 0,
+    ) -> _Transfer:
+        machine = self._machine
+        issue_ns = machine.host_ns
+        start, end = machine.transfer(
+            stream, link, duration_ns, is_async=is_async, not_before_ns=not_before_ns
+        )
+        holds = stream is machine.compute and stream.free_ns >= end
+        return _Transfer(issue_ns, start, end, issue_ns if holds else None)
 
     def _gather_streams(self, is_async: bool) -> tuple[Stream, Stream]:
         machine = self._machine
@@ -262,6 +299,12 @@ class Schedule:
             return work.gather_backward_ns
         return work.gather_ns
 
+    def _gather_launch(self, unit: int) -> int:
+        work = self._work.units[unit]
+        if self._phase is Phase.BACKWARD and work.gather_backward_launch_ns is not None:
+            return work.gather_backward_launch_ns
+        return work.gather_launch_ns
+
     def _wait_for_unshard(self, unit: int) -> None:
         state, machine = self._units[unit], self._machine
         gather = state.gather
@@ -271,9 +314,7 @@ class Schedule:
         if in_forward and self._previous_copy_out_ns is not None:
             self._hold_gathers_until(self._previous_copy_out_ns)
             self._previous_copy_out_ns = None
-        need_ns = machine.reached(machine.compute)
-        machine.wait(machine.compute, gather.end_ns)
-        self._note_gather(unit, gather, need_ns)
+        self._note_gather(unit, gather, self._wait_for(gather.transfer))
         copied = machine.run(machine.compute, self._work.units[unit].copy_out_ns)
         self._note(EventKind.ALL_GATHER_COPY_OUT, unit, machine.host_ns, copied)
         if in_forward and not gather.is_async:
@@ -295,22 +336,19 @@ class Schedule:
         self._note(EventKind.REDUCE_SCATTER_COPY_IN, unit, issue_ns, copied)
         if machine.reduce is not machine.compute:
             machine.wait(machine.reduce, copied[1])
-        issue_ns = machine.host_ns
-        start, end = machine.transfer(machine.reduce, self._reduce_link, work.reduce_ns)
-        scatter = self._reduction(EventKind.REDUCE_SCATTER, unit, issue_ns, start, end)
-        self._in_flight.append(scatter)
+        scatter = self._transfer(machine.reduce, self._reduce_link, work.reduce_ns)
+        self._in_flight.append(self._reduction(EventKind.REDUCE_SCATTER, unit, scatter))
+        end_ns = scatter.end_ns
         if work.all_reduce_ns and microbatch.all_reduces:
-            issue_ns = machine.host_ns
-            start, end = machine.transfer(
-                machine.all_reduce, self._replica_link, work.all_reduce_ns, not_before_ns=end
+            reduced = self._transfer(
+                machine.all_reduce, self._replica_link, work.all_reduce_ns, not_before_ns=end_ns
             )
-            self._reduction(EventKind.ALL_REDUCE, unit, issue_ns, start, end)
-        self._units[unit].reduced_ns = end
+            self._reduction(EventKind.ALL_REDUCE, unit, reduced)
+            end_ns = reduced.end_ns
+        self._units[unit].reduced_ns = end_ns
 
-    def _reduction(
-        self, kind: EventKind, unit: int, issue_ns: int, start_ns: int, end_ns: int
-    ) -> _Reduction:
-        reduction = _Reduction(kind, unit, issue_ns, start_ns, end_ns, self._hook_unit)
+    def _reduction(self, kind: EventKind, unit: int, transfer: _Transfer) -> _Reduction:
+        reduction = _Reduction(kind, unit, transfer, self._hook_unit)
         self._outstanding.append(reduction)
         return reduction
 
@@ -319,22 +357,21 @@ class Schedule:
         if reduction not in self._outstanding:
             return
         self._outstanding.remove(reduction)
+        self._note_transfer(
+            reduction.kind,
+            reduction.unit,
+            Phase.BACKWARD,
+            reduction.transfer,
+            self._wait_for(reduction.transfer),
+            reduction.issued_by,
+        )
+
+    def _wait_for(self, transfer: _Transfer) -> int:
+        """Compute waits for a collective; returns since when."""
         machine = self._machine
         need_ns = machine.reached(machine.compute)
-        machine.wait(machine.compute, reduction.end_ns)
-        self._spans.append(
-            Span(
-                reduction.kind,
-                reduction.unit,
-                Phase.BACKWARD,
-                self._microbatch,
-                reduction.issue_ns,
-                reduction.start_ns,
-                reduction.end_ns,
-                need_ns,
-                reduction.issued_by,
-            )
-        )
+        machine.wait(machine.compute, transfer.end_ns)
+        return need_ns if transfer.held_ns is None else transfer.held_ns
 
     # --- what is noted
 
@@ -342,31 +379,51 @@ class Schedule:
         """Torch waits for a gather that no backward used, and forgets it."""
         gather = self._units[unit].gather
         if gather is not None:
-            self._machine.wait(self._machine.compute, gather.end_ns)
+            self._machine.wait(self._machine.compute, gather.transfer.end_ns)
             self._note_gather(unit, gather, -1)
             self._units[unit].gather = None
 
-    def _compute(self, kind: EventKind, unit: int, duration_ns: int, launch_ns: int) -> None:
+    def _compute(self, unit: int, duration_ns: int, launch_ns: int) -> None:
         machine = self._machine
         issue_ns = machine.host_ns
         ran = machine.run(machine.compute, duration_ns, launch_ns)
-        self._note(kind, unit, issue_ns, ran)
+        self._note(EventKind.COMPUTE, unit, issue_ns, ran)
+
+    def _note_pass(self, kind: EventKind, unit: int, begin_ns: int) -> None:
+        machine = self._machine
+        end_ns = machine.reached(machine.compute)
+        self._spans.append(
+            Span(kind, unit, self._phase, self._microbatch, begin_ns, begin_ns, end_ns)
+        )
 
     def _note(self, kind: EventKind, unit: int, issue_ns: int, ran: tuple[int, int]) -> None:
         if ran[1] > ran[0]:
             self._spans.append(Span(kind, unit, self._phase, self._microbatch, issue_ns, *ran))
 
     def _note_gather(self, unit: int, gather: _Gather, need_ns: int) -> None:
+        self._note_transfer(
+            EventKind.ALL_GATHER, unit, gather.phase, gather.transfer, need_ns, gather.issued_by
+        )
+
+    def _note_transfer(
+        self,
+        kind: EventKind,
+        unit: int,
+        phase: Phase,
+        transfer: _Transfer,
+        need_ns: int,
+        issued_by: int,
+    ) -> None:
         self._spans.append(
             Span(
-                EventKind.ALL_GATHER,
+                kind,
                 unit,
-                gather.phase,
+                phase,
                 self._microbatch,
-                gather.issue_ns,
-                gather.start_ns,
-                gather.end_ns,
+                transfer.issue_ns,
+                transfer.start_ns,
+                transfer.end_ns,
                 need_ns,
-                gather.issued_by,
+                issued_by,
             )
         )

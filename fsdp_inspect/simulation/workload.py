@@ -60,9 +60,11 @@ class UnitWork:
     reduce_copy_in_ns: int = 0
     """Gradients into the reduce-scatter's input, on the compute stream."""
     gather_launch_ns: int = 0
-    """Host time to issue an all-gather."""
+    """Host time around an all-gather: torch's hooks, issuing it."""
+    gather_backward_launch_ns: int | None = None
+    """The same in backward; None: as in forward."""
     reduce_launch_ns: int = 0
-    """Host time to issue a reduction."""
+    """Host time around a reduction."""
     is_trainable: bool = True
     ends_with_backward: bool = False
     """Its inputs need no gradient, so torch runs its post-backward behind the whole backward."""

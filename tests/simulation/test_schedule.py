@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_inspect.simulation.machine import HostMachine, StreamMachine
-from fsdp_inspect.simulation.schedule import PlayedStep, Schedule
+from fsdp_inspect.simulation.schedule import PlayedStep, Schedule, Span
 from fsdp_inspect.simulation.workload import (
     Microbatch,
     Piece,
@@ -100,11 +100,10 @@ def without_replicas(case: Case) -> Case:
 
 
 def spans_of(step: PlayedStep, kinds: Sequence[EventKind]) -> Spans:
-    names = {0: ""}
     return sorted(
         (
-            span.kind.label,
-            names.get(span.unit, f"layers.{span.unit - 1}"),
+            _label(span),
+            f"layers.{span.unit - 1}" if span.unit else "",
             span.start_ns - step.start_ns,
             span.end_ns - step.start_ns,
         )
@@ -113,12 +112,16 @@ def spans_of(step: PlayedStep, kinds: Sequence[EventKind]) -> Spans:
     )
 
 
+def _label(span: Span) -> str:
+    """The oracle names compute by its phase."""
+    return span.phase.label if span.kind is EventKind.COMPUTE else span.kind.label
+
+
 COMPARED = (
-    EventKind.FORWARD,
-    EventKind.BACKWARD,
     EventKind.ALL_GATHER,
     EventKind.REDUCE_SCATTER,
     EventKind.ALL_REDUCE,
+    EventKind.COMPUTE,
 )
 
 
@@ -127,7 +130,7 @@ def assert_same_schedule(case: Case, mesh: DeviceMesh) -> None:
     step = play(case)
     assert step.duration_ns == duration
     start = device.compute.free_ns - device.clock_offset_ns - duration
-    labels = {kind.label for kind in COMPARED}
+    labels = {"forward", "backward", *(kind.label for kind in COMPARED)}
     truth = sorted(
         (kind, unit, low - start, high - start)
         for kind, unit, low, high in device.log

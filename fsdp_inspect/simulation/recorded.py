@@ -1,0 +1,336 @@
+"""What work did the recorded steps hold? A run's events as a `Workload` that the schedule plays.
+
+Compute, copies and hooks are what is left of the clock when waiting for collectives is taken away:
+they stay under another plan, waiting does not.
+
+[Note: means] Medians of parts do not add up to the median of the whole: noise makes every part
+skewed to the right. So the steps are chosen first (one rank's timed steps that met the same
+boundaries, of these the half around the median step time), and every duration is the mean over
+them. Means add up; and the steps of the middle half are alike.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.errors import MissingDataError
+from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
+from fsdp_inspect.simulation.policies import policies_of
+from fsdp_inspect.simulation.schedule import PlayedStep, Schedule
+from fsdp_inspect.simulation.step_reading import Part, StepReading, Stretch, read_step
+from fsdp_inspect.simulation.workload import Microbatch, Op, Piece, UnitWork, Workload
+from fsdp_inspect.trace.codes import EventKind, Phase
+from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.run import RunSource, Unit
+from fsdp_inspect.trace.statistics import median
+from fsdp_inspect.trace.steps import RankSteps, timed_rank
+from fsdp_inspect.trace.tables import EventTable
+
+MAX_STEPS = 64
+"""Steps that medians are taken over; more add nothing but time."""
+
+
+_ENTRY_OF = {Part.GATHER: Part.ENTRY, Part.GATHER_BACKWARD: Part.ENTRY_BACKWARD}
+
+
+class Execution(StrEnum):
+    """How the recorded device runs work; see `simulation.machine`."""
+
+    STREAM = "stream"
+    """CUDA: the host runs ahead of the streams."""
+    HOST = "host"
+    """CPU, with collectives beside the main thread (emulated)."""
+    BLOCKING_HOST = "blocking_host"
+    """CPU, with a backend that holds the main thread (gloo)."""
+
+    def machine(self) -> Machine:
+        """A fresh machine of this kind."""
+        if self is Execution.STREAM:
+            return StreamMachine()
+        return HostMachine(is_blocking=self is Execution.BLOCKING_HOST)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedWork:
+    """The work of a run's steps, and what they took."""
+
+    rank: int
+    steps: tuple[int, ...]
+    """The timed steps that every duration is the mean over. See [Note: means]."""
+    step_time_ns: int
+    """Their mean duration."""
+    execution: Execution
+    units: tuple[Unit, ...]
+    """Those that ran, by their index in the workload."""
+    workload: Workload
+
+    def play(self) -> PlayedStep:
+        """The recorded plan, played: what the simulation makes of the run itself."""
+        return play(self.workload, self.execution)
+
+
+def play(workload: Workload, execution: Execution) -> PlayedStep:
+    """A steady step: the second one, since the first finds every queue empty."""
+    schedule = Schedule(workload, execution.machine())
+    schedule.play()
+    return schedule.play()
+
+
+def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
+    """The work that a rank's timed steps held.
+
+    Args:
+        run: A recorded or emulated run.
+        rank: Default the median rank.
+
+    Raises:
+        IncompleteRunError: The run holds nothing of that rank.
+        MissingDataError: No timed step with the forward and backward of units, or no plan.
+    """
+    member = timed_rank(run, rank)
+    readings = _alike(_readings(run, member)) if member is not None else []
+    if member is None or not readings:
+        raise MissingDataError(
+            f"Run {run.manifest.run_id!r} has no timed step with the forward and backward of an "
+            "FSDP unit. Expected a recorded run of a fully_shard model. Record more steps, past "
+            "warm-up and memory steps."
+        )
+    if not run.manifest.plan:
+        raise MissingDataError(
+            f"Run {run.manifest.run_id!r} has no observed plan, so its schedule is not known. "
+            "Expected the plan that the recorder writes. Record the run again with this version."
+        )
+    steps = tuple(reading.step for reading in readings)
+    events = run.events(member.rank, steps=steps)
+    return _Builder(run, readings, events, member.rank).build()
+
+
+def _readings(run: RunSource, member: RankSteps) -> Iterator[StepReading]:
+    """The steps nearest to the median, cut at their boundaries."""
+    distance = np.abs(member.step_time_ns - (median(member.step_time_ns) or 0))
+    nearest = np.sort(member.steps[np.argsort(distance, kind="stable")[:MAX_STEPS]])
+    events = run.events(member.rank, steps=nearest.tolist())
+    for step in nearest.tolist():
+        reading = read_step(events.where(events.step == step))
+        if reading is not None:
+            yield reading
+
+
+def _alike(readings: Iterator[StepReading]) -> list[StepReading]:
+    """The largest set of steps that met the same boundaries, of these the middle half."""
+    sets: dict[object, list[StepReading]] = defaultdict(list)
+    for reading in readings:
+        sets[reading.signature].append(reading)
+    most: list[StepReading] = max(sets.values(), key=len) if sets else []
+    alike = sorted(most, key=lambda each: each.duration_ns)
+    quarter = len(alike) // 4
+    return alike[quarter : len(alike) - quarter]
+
+
+class _Builder:
+    """Puts medians of readings and events together as a workload."""
+
+    def __init__(
+        self, run: RunSource, readings: list[StepReading], events: EventTable, rank: int
+    ) -> None:
+        self._run = run
+        self._readings = readings
+        self._events = events
+        self._rank = rank
+        first = readings[0]
+        used = sorted({unit for _, unit in first.tape})
+        by_index = {unit.index: unit for unit in run.manifest.units}
+        self._units = tuple(by_index[index] for index in used)
+        self._position = {index: position for position, index in enumerate(used)}
+        durations = np.array([[each.duration_ns for each in r.stretches] for r in readings])
+        self._stretches = [
+            (stretch, _mean(durations[:, column])) for column, stretch in enumerate(first.stretches)
+        ]
+        self._gathered = {(each.part, each.unit) for each, _ in self._stretches}
+        self._hooks = {
+            part: self._find_hooks(part, gather)
+            for gather, entry in _ENTRY_OF.items()
+            for part in (gather, entry)
+        }
+
+    def build(self) -> RecordedWork:
+        plan = Plan.from_dict(self._run.manifest.plan)
+        pieces, tape = self._pieces()
+        units = [self._unit_work(unit) for unit in self._units]
+        workload = Workload(
+            units=units,
+            policies=policies_of(plan, [unit.fqn for unit in self._units]),
+            pieces=pieces,
+            tape=tape,
+            microbatches=self._microbatches(),
+            final_order=tuple(self._deferred()),
+            before_forward_ns=self._mean_of(Part.BEFORE_FORWARD),
+            after_forward_ns=self._mean_of(Part.AFTER_FORWARD),
+            after_backward_ns=self._mean_of(Part.AFTER_BACKWARD),
+            max_reduce_buffers=max(unit.reduce_scatter_max_input_buffers for unit in plan.units),
+            separate_reduce_group=any(unit.separate_reduce_scatter_group for unit in plan.units),
+        )
+        return RecordedWork(
+            rank=self._rank,
+            steps=tuple(reading.step for reading in self._readings),
+            step_time_ns=_mean([reading.duration_ns for reading in self._readings]),
+            execution=_execution(self._run),
+            units=self._units,
+            workload=workload,
+        )
+
+    # --- stretches
+
+    def _mean_of(self, part: Part) -> int:
+        return _mean([ns for stretch, ns in self._stretches if stretch.part is part])
+
+    def _find_hooks(self, part: Part, gather: Part) -> dict[int, int]:
+        """Time of each gathered unit in stretches of one part; the median where it has none.
+
+        Inside a unit with parameters a stretch holds that unit's compute too, so no more than the
+        median counts as hooks there.
+        """
+        found: dict[int, list[int]] = defaultdict(list)
+        enclosed: set[int] = set()
+        for stretch, ns in self._stretches:
+            if stretch.part is part and (gather, stretch.unit) in self._gathered:
+                found[stretch.unit].append(ns)
+                enclosed.update([stretch.unit] if stretch.enclosing >= 0 else [])
+        means = {unit: _mean(each) for unit, each in found.items()}
+        typical = median(list(means.values())) or 0
+        hooks = {unit.index: means.get(unit.index, typical) for unit in self._units}
+        return {unit: min(ns, typical) if unit in enclosed else ns for unit, ns in hooks.items()}
+
+    def _beyond_hooks(self, stretch: Stretch, ns: int) -> int:
+        """What of a stretch before a unit is compute."""
+        for gather, entry in _ENTRY_OF.items():
+            if stretch.part is entry and (gather, stretch.unit) not in self._gathered:
+                return ns
+        return max(ns - self._hooks[stretch.part][stretch.unit], 0)
+
+    def _pieces(self) -> tuple[list[Piece], tuple[tuple[Op, int], ...]]:
+        """The compute between boundaries, forward and backward of the same code together."""
+        backward = self._backward_slots()
+        pieces: list[Piece] = []
+        tape: list[tuple[Op, int]] = []
+        slot, compute = ("start", -1), 0
+        for stretch, ns in self._of_one_microbatch(Part.GATHER, Part.ENTRY, Part.FORWARD):
+            compute += ns if stretch.part is Part.FORWARD else self._beyond_hooks(stretch, ns)
+            if stretch.part is Part.GATHER:
+                continue
+            enters = stretch.part is Part.ENTRY
+            # Outside of all units: the code between two units goes with the one entered.
+            owner = stretch.enclosing if enters and stretch.enclosing >= 0 else stretch.unit
+            back = backward[slot].pop() if backward[slot] else 0
+            if compute or back:
+                tape.append((Op.RUN, len(pieces)))
+                pieces.append(Piece(self._position[owner], compute, back))
+            op = Op.ENTER if enters else Op.LEAVE
+            tape.append((op, self._position[stretch.unit]))
+            slot, compute = ("first" if enters else "after", stretch.unit), 0
+        if any(backward[slot]):
+            # The backward of what follows the last unit: before the first unit's backward.
+            tape.append((Op.RUN, len(pieces)))
+            pieces.append(Piece(self._position[slot[1]], 0, backward[slot].pop()))
+        return pieces, tuple(tape)
+
+    def _backward_slots(self) -> dict[tuple[str, int], list[int]]:
+        """Backward compute by the forward boundary that its code follows.
+
+        What runs before a unit's backward is the backward of what followed its forward; what runs
+        up to the end of its backward is that of what followed its entry.
+        """
+        slots: dict[tuple[str, int], list[int]] = defaultdict(list)
+        parts = (Part.GATHER_BACKWARD, Part.ENTRY_BACKWARD, Part.BACKWARD)
+        compute = 0
+        for stretch, ns in self._of_one_microbatch(*parts):
+            if stretch.part is Part.BACKWARD:
+                slots["first", stretch.unit].append(ns)
+                continue
+            compute += self._beyond_hooks(stretch, ns)
+            if stretch.part is Part.ENTRY_BACKWARD:
+                slots["after", stretch.unit].append(compute)
+                compute = 0
+        return slots
+
+    def _microbatches(self) -> tuple[Microbatch, ...]:
+        """As they ran: a plan that was observed on the model does not know the training loop."""
+        count = 1 + max(stretch.microbatch for stretch, _ in self._stretches)
+        reduced = self._microbatches_with(EventKind.REDUCE_SCATTER)
+        all_reduced = self._microbatches_with(EventKind.ALL_REDUCE)
+        return tuple(
+            Microbatch(reduces=number in reduced, all_reduces=number in all_reduced)
+            for number in range(count)
+        )
+
+    def _microbatches_with(self, kind: EventKind) -> set[int]:
+        rows = (self._events.kind == kind) & (self._events.unit >= 0)
+        return set(self._events.microbatch[rows].tolist())
+
+    def _of_one_microbatch(self, *parts: Part) -> Iterator[tuple[Stretch, int]]:
+        """The stretches of the first microbatch, each with its mean over all of them."""
+        passes: dict[int, list[tuple[Stretch, int]]] = defaultdict(list)
+        for stretch, ns in self._stretches:
+            if stretch.part in parts:
+                passes[stretch.microbatch].append((stretch, ns))
+        for alike in zip(*passes.values(), strict=False):
+            yield alike[0][0], _mean([ns for _, ns in alike])
+
+    def _deferred(self) -> Iterator[int]:
+        """The order behind the backward; units that do not reduce there do not matter."""
+        order = [self._position[unit] for unit in self._readings[0].reduce_order]
+        yield from order
+        yield from (position for position in range(len(self._units)) if position not in order)
+
+    # --- communication
+
+    def _unit_work(self, unit: Unit) -> UnitWork:
+        events = self._events.where(self._events.unit == unit.index)
+        forward = events.where(events.phase == Phase.FORWARD)
+        backward = events.where(events.phase == Phase.BACKWARD)
+        gather = _mean_duration(forward, EventKind.ALL_GATHER)
+        gather_backward = _mean_duration(backward, EventKind.ALL_GATHER)
+        reduces = [ns for stretch, ns in self._stretches
+                   if stretch.part is Part.REDUCE and stretch.unit == unit.index]  # fmt: skip
+        first = gather if gather is not None else gather_backward or 0
+        return UnitWork(
+            gather_ns=first,
+            gather_backward_ns=gather_backward,
+            reduce_ns=_mean_duration(backward, EventKind.REDUCE_SCATTER) or 0,
+            all_reduce_ns=_mean_duration(events, EventKind.ALL_REDUCE) or 0,
+            copy_in_ns=_mean_duration(events, EventKind.ALL_GATHER_COPY_IN) or 0,
+            copy_out_ns=_mean_duration(events, EventKind.ALL_GATHER_COPY_OUT) or 0,
+            reduce_copy_in_ns=_mean_duration(events, EventKind.REDUCE_SCATTER_COPY_IN) or 0,
+            gather_launch_ns=self._hook(unit.index, Part.GATHER),
+            gather_backward_launch_ns=self._hook(unit.index, Part.GATHER_BACKWARD),
+            reduce_launch_ns=_mean(reduces),
+            is_trainable=unit.num_trainable_parameters > 0,
+            ends_with_backward=self._ends_late(unit.index),
+        )
+
+    def _hook(self, unit: int, gather: Part) -> int:
+        return self._hooks[gather][unit] + self._hooks[_ENTRY_OF[gather]][unit]
+
+    def _ends_late(self, unit: int) -> bool:
+        """Its reduction was issued behind the last unit's backward compute."""
+        order = self._readings[0].backward_order
+        return unit in order[-1:]
+
+
+def _mean_duration(events: EventTable, kind: EventKind) -> int | None:
+    rows = events.where(events.kind == kind)
+    return _mean(rows.end_ns - rows.start_ns) if len(rows) else None
+
+
+def _mean(values: Sequence[int] | NDArray[np.int64]) -> int:
+    return round(float(np.mean(values))) if len(values) else 0
+
+
+def _execution(run: RunSource) -> Execution:
+    if run.manifest.device_type != "cpu":
+        return Execution.STREAM
+    return Execution.HOST if run.manifest.source == "emulated" else Execution.BLOCKING_HOST

@@ -1,0 +1,173 @@
+"""Does a measured run play again as it ran? A closed loop: play, write as a run, read back."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_inspect import open_run
+from fsdp_inspect.errors import MissingDataError
+from fsdp_inspect.simulation.prediction import predicted_events
+from fsdp_inspect.simulation.recorded import Execution, measure_work
+from fsdp_inspect.simulation.schedule import Schedule
+from fsdp_inspect.simulation.step_reading import read_step
+from fsdp_inspect.simulation.workload import (
+    Microbatch,
+    Piece,
+    UnitPolicy,
+    UnitWork,
+    Workload,
+    flat_tape,
+)
+from fsdp_inspect.trace.codes import EventKind, Source
+from fsdp_inspect.trace.plan import Plan, UnitPlan
+from fsdp_inspect.trace.steps import timed_rank
+from tests.builders import InMemoryRun, RunBuilder
+
+US = 1_000
+MS = 1_000_000
+SAMPLES = sorted((Path(__file__).parents[2] / "samples").glob("*/run"))
+NUM_STEPS = 5
+
+durations = st.integers(1, 5_000).map(lambda us: us * US)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    """Blocks in a row, with hooks, copies and passes of any length, one block trained or not."""
+    num = draw(st.integers(2, 6))
+    policies = [UnitPolicy(reshard_after_forward=draw(st.booleans())) for _ in range(num)]
+    units = [
+        UnitWork(
+            gather_ns=draw(durations),
+            reduce_ns=draw(durations),
+            copy_in_ns=draw(durations),
+            copy_out_ns=draw(durations),
+            reduce_copy_in_ns=draw(durations),
+            gather_launch_ns=draw(durations),
+            reduce_launch_ns=draw(durations),
+            ends_with_backward=unit == 0,
+        )
+        for unit in range(num)
+    ]
+    pieces = [Piece(unit, draw(durations), draw(durations)) for unit in range(num)]
+    return Workload(
+        units,
+        policies,
+        pieces,
+        flat_tape(pieces),
+        microbatches=[Microbatch()] * draw(st.integers(1, 2)),
+        before_forward_ns=draw(durations),
+        after_forward_ns=draw(durations),
+        after_backward_ns=draw(durations),
+    )
+
+
+def names_of(workload: Workload) -> list[str]:
+    return [f"layers.{unit}" for unit in range(len(workload.units))]
+
+
+def as_run(workload: Workload, execution: Execution) -> InMemoryRun:
+    """The run that a recorder would have written of these steps."""
+    schedule = Schedule(workload, execution.machine())
+    steps = [schedule.play() for _ in range(NUM_STEPS)]
+    plan = Plan(
+        units=tuple(
+            UnitPlan(modules=(name,), reshard_after_forward=policy.reshard_after_forward)
+            for name, policy in zip(names_of(workload), workload.policies, strict=True)
+        ),
+        forward_prefetch={
+            f"layers.{unit}": tuple(f"layers.{target}" for target in policy.forward_prefetch)
+            for unit, policy in enumerate(workload.policies)
+            if policy.forward_prefetch
+        },
+    )
+    source = "emulated" if execution is Execution.HOST else "recorded"
+    builder = RunBuilder(names_of(workload), plan=plan.to_dict(), source=source, warmup_steps=1)
+    builder.rank(0).step(0, 0, 1)
+    run = builder.build()
+    events = predicted_events(steps, run.manifest.units, on_host=True)
+    return replace(run, event_tables={0: events})
+
+
+def played_again(run: InMemoryRun) -> tuple[int, int]:
+    """What the simulator makes of the run, and what the run took; ns."""
+    work = measure_work(run)
+    return work.play().duration_ns, work.step_time_ns
+
+
+@given(workload=workloads())
+@settings(max_examples=60, deadline=None)
+def test_a_blocking_run_plays_again_in_its_own_time(workload: Workload):
+    played, measured = played_again(as_run(workload, Execution.BLOCKING_HOST))
+    assert abs(played - measured) <= 200  # ns: every mean is rounded
+
+
+@given(workload=workloads())
+@settings(max_examples=60, deadline=None)
+def test_an_emulated_run_plays_again_in_its_own_time(workload: Workload):
+    played, measured = played_again(as_run(workload, Execution.HOST))
+    assert abs(played - measured) <= 200  # ns: every mean is rounded
+
+
+@given(workload=workloads())
+@settings(max_examples=30, deadline=None)
+def test_the_stretches_and_what_is_taken_make_up_the_step(workload: Workload):
+    run = as_run(workload, Execution.BLOCKING_HOST)
+    member = timed_rank(run)
+    assert member is not None
+    events = run.events(0, steps=[member.median_step])
+    reading = read_step(events)
+    assert reading is not None
+    kinds = (
+        EventKind.ALL_GATHER,
+        EventKind.REDUCE_SCATTER,
+        EventKind.ALL_GATHER_COPY_IN,
+        EventKind.ALL_GATHER_COPY_OUT,
+        EventKind.REDUCE_SCATTER_COPY_IN,
+    )
+    taken = sum(int((events.end_ns - events.start_ns)[events.kind == kind].sum()) for kind in kinds)
+    assert sum(each.duration_ns for each in reading.stretches) + taken == reading.duration_ns
+
+
+def test_a_predicted_table_says_so():
+    run = as_run(simple(3), Execution.HOST)
+    assert set(run.events(0).source.tolist()) == {Source.PREDICTED}
+
+
+def simple(num: int, **unit: int) -> Workload:
+    work = UnitWork(**{"gather_ns": 2 * MS, "reduce_ns": 3 * MS, **unit})
+    pieces = [Piece(at, 10 * MS, 20 * MS) for at in range(num)]
+    return Workload([work] * num, [UnitPolicy()] * num, pieces, flat_tape(pieces))
+
+
+def test_the_work_of_each_unit_is_found_again():
+    work = measure_work(as_run(simple(3, copy_out_ns=MS), Execution.BLOCKING_HOST))
+    assert [unit.gather_ns for unit in work.workload.units] == [2 * MS] * 3
+    assert [unit.reduce_ns for unit in work.workload.units] == [3 * MS] * 3
+    assert [unit.copy_out_ns for unit in work.workload.units] == [MS] * 3
+    assert [(piece.forward_ns, piece.backward_ns) for piece in work.workload.pieces] == [
+        (10 * MS, 20 * MS)
+    ] * 3
+
+
+@pytest.mark.parametrize("folder", SAMPLES, ids=[folder.parent.name for folder in SAMPLES])
+def test_the_samples_play_again_within_five_percent(folder: Path):
+    work = measure_work(open_run(folder))
+    assert work.play().duration_ns == pytest.approx(work.step_time_ns, rel=0.05)
+
+
+def test_a_run_without_a_plan_is_refused():
+    run = as_run(simple(2), Execution.HOST)
+    bare = replace(run, manifest=run.manifest.model_copy(update={"plan": {}}))
+    with pytest.raises(MissingDataError, match="no observed plan"):
+        measure_work(bare)
+
+
+def test_a_run_without_timed_steps_is_refused():
+    run = as_run(simple(2), Execution.HOST)
+    short = replace(run, manifest=run.manifest.model_copy(update={"warmup_steps": NUM_STEPS}))
+    with pytest.raises(MissingDataError, match="no timed step"):
+        measure_work(short)
