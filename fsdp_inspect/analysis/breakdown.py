@@ -7,7 +7,6 @@ the headline is the median step of the median rank.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,7 @@ from fsdp_inspect.errors import IncompleteRunError
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.reduction import EXPOSED_PART_CODES, PARTS_OF_STEP, StepPart
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.steps import RankSteps, timed_ranks
+from fsdp_inspect.trace.steps import RankSteps, split_by_rank, timed_ranks
 from fsdp_inspect.trace.tables import SummaryTable
 
 _KINDS = (EventKind.STEP, *PARTS_OF_STEP, StepPart.COMMUNICATION, StepPart.BETWEEN_STEPS)
@@ -101,9 +100,7 @@ def _split_median_steps(run: RunSource, members: Sequence[RankSteps]) -> Iterato
         [_at(run.summary(kinds=[kind]), ranks, steps) for kind in _KINDS if len(members)]
     )
     ordered = rows.where(np.argsort(rows.rank, kind="stable"))
-    bounds = np.searchsorted(ordered.rank, [*ranks.tolist(), np.iinfo(np.int32).max]).tolist()
-    for low, high in pairwise(bounds):
-        yield _split(ordered.between(low, high))
+    yield from map(_split, split_by_rank(ordered).values())
 
 
 def _at(rows: SummaryTable, ranks: NDArray[np.int32], steps: NDArray[np.int32]) -> SummaryTable:

@@ -22,6 +22,7 @@ from fsdp_inspect.trace.rank_memory import memory_parts
 from fsdp_inspect.trace.reduction import StepPart
 from fsdp_inspect.trace.run import FailedRequest, RankRecord, RunSource
 from fsdp_inspect.trace.statistics import median
+from fsdp_inspect.trace.steps import split_by_rank
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable, SummaryTable
 
 UNATTRIBUTED = "unattributed"
@@ -94,6 +95,8 @@ class RankMemory:
     """Peak allocated less resting."""
     device_bytes: int | None
     """Memory of the device; None on CPU."""
+    device_ratio: float | None
+    """Peak reserved / memory of the device, 0 to 1; None on CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +164,8 @@ def measure_memory(run: RunSource, *, rank: int | None = None) -> Memory:
         IncompleteRunError: The run holds nothing of that rank.
     """
     parts = memory_parts(run)
-    ranks = [_measure_rank(record, parts) for record in run.ranks]
+    of_rank, nothing = split_by_rank(parts), SummaryTable.empty()
+    ranks = [_measure_rank(record, of_rank.get(record.rank, nothing)) for record in run.ranks]
     top = max(
         (row for row in ranks if row.peak_allocated_bytes is not None),
         key=lambda row: row.peak_allocated_bytes or 0,
@@ -175,7 +179,7 @@ def measure_memory(run: RunSource, *, rank: int | None = None) -> Memory:
         peak_reserved_bytes=_highest(row.peak_reserved_bytes for row in ranks),
         peak_rank=top.rank if top else None,
         device_bytes=min((row.device_bytes for row in ranks if row.device_bytes), default=None),
-        device_ratio=max(map(_device_ratio, ranks), key=lambda ratio: ratio or 0.0, default=None),
+        device_ratio=max((row.device_ratio for row in ranks if row.device_ratio), default=None),
         peak=_find_peak(run, shown, table) if shown is not None else None,
         ranks=tuple(ranks),
         over_steps=tuple(_steps_of(parts.where(parts.rank == shown))) if shown is not None else (),
@@ -207,30 +211,25 @@ def _read(run: RunSource, rank: int | None) -> tuple[MemoryTable, tuple[str, ...
         return MemoryTable.empty(), (str(error),)
 
 
-def _measure_rank(record: RankRecord, parts: SummaryTable) -> RankMemory:
-    own = parts.where(parts.rank == record.rank)
+def _measure_rank(record: RankRecord, own: SummaryTable) -> RankMemory:
     peak = _maximum(_of(own, StepPart.PEAK_ALLOCATED).bytes)
     ends = _of(own, StepPart.ALLOCATED_AT_END)
     resting = int(ends.bytes[np.argmax(ends.step)]) if len(ends) else None
+    reserved, device = _maximum(_of(own, StepPart.PEAK_RESERVED).bytes), record.device_memory_bytes
     return RankMemory(
         rank=record.rank,
         method=record.memory_from,
         peak_allocated_bytes=peak,
-        peak_reserved_bytes=_maximum(_of(own, StepPart.PEAK_RESERVED).bytes),
+        peak_reserved_bytes=reserved,
         resting_bytes=resting,
         step_adds_bytes=None if peak is None or resting is None else peak - resting,
-        device_bytes=record.device_memory_bytes,
+        device_bytes=device,
+        device_ratio=None if reserved is None or not device else reserved / device,
     )
 
 
 def _of(parts: SummaryTable, part: StepPart) -> SummaryTable:
     return parts.where(parts.kind == part)
-
-
-def _device_ratio(row: RankMemory) -> float | None:
-    if row.peak_reserved_bytes is None or not row.device_bytes:
-        return None
-    return row.peak_reserved_bytes / row.device_bytes
 
 
 def _steps_of(parts: SummaryTable) -> Iterator[MemoryOfStep]:

@@ -13,6 +13,7 @@ Ties go by step time, then communication, then rank.
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,6 +100,17 @@ def limit_summary(
 def rows_of(rows: SummaryTable, *, kinds: Collection[int]) -> SummaryTable:
     """The rows of some kinds."""
     return rows.where(np.isin(rows.kind, [int(kind) for kind in kinds]))
+
+
+def split_by_rank(rows: SummaryTable) -> dict[int, SummaryTable]:
+    """The rows of each rank, without copying them; for many ranks at once.
+
+    Args:
+        rows: By rank, as `RunSource.summary` gives them.
+    """
+    ranks, firsts = np.unique(rows.rank, return_index=True)
+    bounds = pairwise([*firsts.tolist(), len(rows)])
+    return {rank: rows.between(*bound) for rank, bound in zip(ranks.tolist(), bounds, strict=True)}
 
 
 def collective_rows(rows: SummaryTable) -> SummaryTable:

@@ -63,11 +63,18 @@ def _startup(options: argparse.Namespace, folder: Path) -> list[Figure]:
     return measure_startup(run, repeats=options.startup_repeats)
 
 
+def _scale(options: argparse.Namespace, folder: Path) -> list[Figure]:
+    from tests.benchmarks.scale import measure_scale
+
+    return measure_scale(folder, ranks=options.ranks)
+
+
 BENCHMARKS: dict[str, Callable[[argparse.Namespace, Path], list[Figure]]] = {
     "overhead": _overhead,
     "accuracy": _accuracy,
     "size": _size,
     "startup": _startup,
+    "scale": _scale,
 }
 
 
@@ -86,6 +93,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     _add_count(parser, "--accuracy-steps", 20, "profiled steps of the accuracy benchmark")
     _add_count(parser, "--size-steps", 120, "steps of the longer run of the size benchmark", 6)
     _add_count(parser, "--startup-repeats", 20, "fresh interpreters of the startup benchmark")
+    _add_count(parser, "--ranks", 1000, "ranks of the scale benchmark; 1.2 MB of disk each", 8)
     parser.add_argument(
         "--sample", type=Path, metavar="RUN", help="run to summarise; default: the first sample"
     )

@@ -2,14 +2,17 @@ from dataclasses import replace
 
 import numpy as np
 
+from fsdp_inspect.trace.rank_summary import WHOLE_STEP_KINDS
 from fsdp_inspect.trace.steps import (
     select_steps,
+    split_by_rank,
     steps_by_rank,
     sum_per_step,
     timed_ranks,
     timed_summary,
 )
-from tests.builders import RunBuilder, steady_run
+from fsdp_inspect.trace.tables import SummaryTable
+from tests.builders import InMemoryRun, RunBuilder, steady_run
 
 
 def run_with_exposed(*exposed):
@@ -88,6 +91,35 @@ def test_the_median_step_is_the_earliest_of_equals():
 def test_a_step_without_rows_counts_zero_in_a_sum():
     sums = sum_per_step(np.array([2, 2, 7]), np.array([1, 10, 5]), np.array([2, 3, 7]))
     assert sums.tolist() == [11, 0, 5]
+
+
+def test_the_rows_of_each_rank_are_told_apart():
+    rows = steady_run(world_size=3).summary()
+    of_rank = split_by_rank(rows)
+    assert list(of_rank) == [0, 1, 2]
+    assert [set(own.rank.tolist()) for own in of_rank.values()] == [{0}, {1}, {2}]
+    assert sum(map(len, of_rank.values())) == len(rows)
+    assert split_by_rank(SummaryTable.empty()) == {}
+
+
+def test_rows_of_a_rank_are_those_of_its_timed_steps():
+    run = steady_run(num_steps=4, warmup_steps=1)
+    [first, _] = timed_ranks(run).members
+    assert set(first.rows.step.tolist()) == {1, 2, 3}
+    assert set(first.rows.rank.tolist()) == {0}
+    assert len(first.rows) == len(timed_summary(run, ranks=[0]))
+
+
+def test_many_ranks_are_judged_without_their_units():
+    asked = []
+
+    class WatchedRun(InMemoryRun):
+        def summary(self, *, ranks=None, kinds=None):
+            asked.append((ranks, kinds))
+            return super().summary(ranks=ranks, kinds=kinds)
+
+    assert timed_ranks(WatchedRun(**vars(steady_run()))).median is not None
+    assert all(kinds is not None and WHOLE_STEP_KINDS.issuperset(kinds) for _, kinds in asked)
 
 
 def test_ranks_without_a_finished_step_are_left_out():

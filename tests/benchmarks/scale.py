@@ -1,0 +1,150 @@
+"""What does a run of a thousand ranks cost its reader? Time and memory, in fresh processes.
+
+The run is made up (`large_run`); smaller ones are its first ranks, with the same files.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_inspect import open_run
+from fsdp_inspect.formatting import format_bytes, format_ns
+from tests.benchmarks.figures import Figure
+from tests.benchmarks.large_run import Shape, write_large_run, write_part
+from tests.benchmarks.pairs import quantile
+
+NUM_CPUS = 2
+AIMED_RANKS = 1000
+"""The size that the project has an aim for."""
+SHARES = (8, 4, 2, 1)
+"""Parts of the run that are measured too: an eighth of its ranks, a quarter, a half, all."""
+
+_SUMMARY = """
+import atexit, os, re, runpy, sys
+from pathlib import Path
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{cpus}])
+def tell():
+    print(re.search(r"VmHWM:.*", Path("/proc/self/status").read_text())[0], file=sys.stderr)
+atexit.register(tell)
+sys.argv = ["fsdp-inspect", "summary", {run!r}]
+runpy.run_module("fsdp_inspect", run_name="__main__")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one run of a command took."""
+
+    wall_ns: int
+    peak_bytes: int
+    """Of resident memory, as the kernel counts it for the process (VmHWM)."""
+
+
+def measure_scale(
+    folder: Path, *, ranks: int, steps: int = 100, units: int = 64, repeats: int = 3
+) -> list[Figure]:
+    """Time and memory of `summary`, and the time of one rank's one step, by number of ranks.
+
+    Args:
+        folder: Where the runs are written; about 1.2 MB for each rank of 100 steps and 64 units.
+        ranks: Of the largest run.
+        steps: Of each rank.
+        units: Of the model.
+        repeats: Fresh processes for each number of ranks.
+    """
+    whole = write_large_run(folder / "all", Shape(ranks, steps, units))
+    sizes = sorted({max(ranks // share, 1) for share in SHARES})
+    runs = {size: whole for size in sizes if size == ranks}
+    for size in sizes[:-1]:
+        runs[size] = write_part(whole, folder / f"first-{size}", Shape(size, steps, units))
+    costs = {size: [_summarise(runs[size]) for _ in range(repeats)] for size in sizes}
+    shape = f"{steps} steps x {units} units"
+    return [
+        *(_cost_figure(size, shape, costs[size]) for size in sizes),
+        _growth_figure(sizes, costs),
+        _events_figure(whole, Shape(ranks, steps, units)),
+        Figure(
+            name=f"size of the run folder, {ranks:,} ranks",
+            value=format_bytes(_size(whole)),
+            how="Measured: the made-up run, compacted: events, memory samples, summaries.",
+            numbers={"bytes": _size(whole)},
+        ),
+    ]
+
+
+def _cost_figure(ranks: int, shape: str, costs: Sequence[Cost]) -> Figure:
+    wall_ns = statistics.median(cost.wall_ns for cost in costs)
+    peak_bytes = max(cost.peak_bytes for cost in costs)
+    return Figure(
+        name=f"fsdp-inspect summary, {ranks:,} ranks x {shape}",
+        value=f"{format_ns(wall_ns)}, {format_bytes(peak_bytes)}",
+        aim="< 3 s, < 1 GB" if ranks == AIMED_RANKS else "",
+        how=(
+            f"Measured: wall time (median of {len(costs)}) and highest resident memory of fresh "
+            f"processes on {NUM_CPUS} CPUs, warm file cache, on a made-up run with events, memory "
+            "samples and a summary for every rank."
+        ),
+        numbers={"wall_ns": wall_ns, "peak_bytes": peak_bytes, "ranks": ranks},
+    )
+
+
+def _growth_figure(sizes: Sequence[int], costs: dict[int, list[Cost]]) -> Figure:
+    """What one more rank costs, in the lower and in the upper half of the sizes."""
+    wall_ns = {size: statistics.median(cost.wall_ns for cost in costs[size]) for size in sizes}
+    half = sizes[len(sizes) // 2]
+    lower = (wall_ns[half] - wall_ns[sizes[0]]) / max(half - sizes[0], 1)
+    upper = (wall_ns[sizes[-1]] - wall_ns[half]) / max(sizes[-1] - half, 1)
+    return Figure(
+        name=f"one more rank, {sizes[0]:,} to {half:,} and {half:,} to {sizes[-1]:,} ranks",
+        value=f"{format_ns(lower)}, {format_ns(upper)}",
+        aim="the same",
+        how="Derived from the rows above: slopes of the wall time.",
+        numbers={"lower_ns_per_rank": lower, "upper_ns_per_rank": upper},
+    )
+
+
+def _events_figure(run: Path, shape: Shape) -> Figure:
+    times = list(_event_times(run, shape))
+    return Figure(
+        name=f"one rank's one step of {shape.num_ranks:,} ranks",
+        value=f"{format_ns(statistics.median(times))} ({format_ns(quantile(times, 0.9))})",
+        aim="< 100 ms",
+        how=(
+            f"Measured: median (p90 in brackets) of {len(times)} openings of the run followed by "
+            "the events of another rank's middle step, in one process, warm file cache."
+        ),
+        numbers={"median_ns": statistics.median(times), "p90_ns": quantile(times, 0.9)},
+    )
+
+
+def _event_times(run: Path, shape: Shape) -> Iterator[int]:
+    for rank in range(min(shape.num_ranks, 50)):
+        began = time.perf_counter_ns()
+        events = open_run(run).events(rank, steps=[shape.num_steps // 2])
+        yield time.perf_counter_ns() - began
+        if len(events) < shape.num_units:
+            raise RuntimeError(f"Rank {rank} has {len(events)} events in a step. Expected more.")
+
+
+def _summarise(run: Path) -> Cost:
+    script = _SUMMARY.format(cpus=NUM_CPUS, run=str(run))
+    began = time.perf_counter_ns()
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    )
+    wall_ns = time.perf_counter_ns() - began
+    told = re.search(r"VmHWM:\s+(\d+) kB", done.stderr)
+    if told is None:
+        raise RuntimeError(f"The summary did not tell its memory: {done.stderr[-500:]!r}.")
+    return Cost(wall_ns, int(told[1]) << 10)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
