@@ -77,6 +77,38 @@ _ALL = (
         Better.NEITHER,
     ),
     Metric(
+        "serialized_ns",
+        "serialized",
+        _NS,
+        "the part of exposed in which a collective ahead of it on the same communicator ran, or "
+        "which it lost by queueing behind one of another stream",
+    ),
+    Metric(
+        "straggler_ns",
+        "straggler",
+        _NS,
+        "the part of exposed before the last rank arrived; told where clocks can be aligned",
+    ),
+    Metric(
+        "blocking_ns",
+        "blocking",
+        _NS,
+        "the part of exposed in collectives that block the host: gloo's default, no plan hides it",
+    ),
+    Metric(
+        "late_issue_ns",
+        "late issue",
+        _NS,
+        "the part of exposed that issuing the collective as early as possible had saved: "
+        "min(exposed, issue - the later of its stream's dependencies and the end of the one ahead)",
+    ),
+    Metric(
+        "bandwidth_ns",
+        "bandwidth",
+        _NS,
+        "the rest of exposed: bytes travelled, and there was not enough compute beside them",
+    ),
+    Metric(
         "overlap_ratio",
         "overlap",
         _RATIO,
@@ -197,6 +229,59 @@ _ALL = (
         Better.HIGHER,
     ),
     Metric(
+        "lead_ns",
+        "lead",
+        _NS,
+        "median time from the issue of an all-gather to the moment it was needed",
+        Better.HIGHER,
+    ),
+    Metric(
+        "hidden_ratio",
+        "hidden",
+        _RATIO,
+        "share of the time all-gathers were in flight beside which the rank did not wait",
+        Better.HIGHER,
+    ),
+    Metric(
+        "unused_bytes",
+        "never used",
+        _BYTES,
+        "messages of all-gathers that nobody waited for, over all timed steps",
+    ),
+    Metric(
+        "transfer_ns",
+        "transfer",
+        _NS,
+        "median time in which a collective's own bytes can have travelled: from its turn on its "
+        "communicator to its end",
+    ),
+    Metric(
+        "latency_ns",
+        "latency",
+        _NS,
+        "of a message without bytes: the constant of latency + bytes / bandwidth, fitted to the "
+        "run's own collectives",
+    ),
+    Metric(
+        "compute_ns",
+        "own compute",
+        _NS,
+        "a unit's forward or backward less nested units, copies and waits",
+    ),
+    Metric(
+        "beside_ratio",
+        "beside communication",
+        _RATIO,
+        "share of a unit's own compute beside which communication ran",
+        Better.NEITHER,
+    ),
+    Metric(
+        "slowdown",
+        "slowdown",
+        MetricUnit.NUMBER,
+        "time of compute beside communication / time of the same work alone; 1 is none",
+    ),
+    Metric(
         "num_parameters",
         "parameters",
         _COUNT,
@@ -240,6 +325,58 @@ _ALL = (
         "of the device",
         _RATIO,
         "peak reserved / memory of the device",
+    ),
+    Metric(
+        "fragmentation_ratio",
+        "fragmentation",
+        _RATIO,
+        "(reserved - active) / reserved at the sample with the most allocated: idle in the "
+        "allocator's cache",
+    ),
+    Metric(
+        "inactive_split_bytes",
+        "not releasable",
+        _BYTES,
+        "free blocks in segments that are also in use, which the allocator cannot give back",
+    ),
+    Metric(
+        "device_used_bytes",
+        "device in use",
+        _BYTES,
+        "the most that NVML saw in use on the whole device, by every process",
+    ),
+    Metric(
+        "outside_allocator_bytes",
+        "outside the allocator",
+        _BYTES,
+        "device in use - reserved at that moment: CUDA context, NCCL, libraries, other processes",
+    ),
+    Metric(
+        "num_alloc_retries",
+        "allocation retries",
+        _COUNT,
+        "how often the allocator emptied its cache and tried again between its first and last "
+        "sample",
+    ),
+    Metric(
+        "num_ooms",
+        "failed requests",
+        _COUNT,
+        "requests for memory that failed in the end, between the first and the last sample",
+    ),
+    Metric(
+        "growth_bytes_per_step",
+        "growth per step",
+        _BYTES,
+        "median slope (Theil-Sen) of what is allocated at the end of a step, after warm-up; none "
+        "unless Mann-Kendall sees a trend (p < 0.01)",
+    ),
+    Metric(
+        "steps_until_full",
+        "steps until full",
+        _COUNT,
+        "(memory of the device - peak of the last step) / growth per step: at the latest",
+        Better.HIGHER,
     ),
     Metric("loss", "loss", MetricUnit.NUMBER, "as the training loop logged it"),
 )

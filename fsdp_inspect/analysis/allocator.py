@@ -2,8 +2,8 @@
 
 Reserved is what the CUDA allocator took; active is what blocks in use hold; the rest of reserved
 lies idle in its cache. At the moment of the highest allocated, memory that lay idle because no
-request fitted into it is fragmentation. What the device holds beyond what was reserved (by NVML) belongs to the CUDA
-context, NCCL, libraries, or other processes. Nothing of this exists on CPU.
+request fitted into it is fragmentation. What the device holds beyond what was reserved (by NVML)
+belongs to the CUDA context, NCCL, libraries, or other processes. Nothing of this exists on CPU.
 """
 
 from dataclasses import dataclass

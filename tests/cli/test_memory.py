@@ -1,0 +1,36 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdp_inspect.importing.snapshot import import_snapshot
+from tests.importing.snapshots import FakeAllocator, train
+
+SAMPLES = sorted((Path(__file__).parents[2] / "samples").glob("*/run"))
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.parent.name)
+def test_memory_of_a_sample_is_told(invoke, sample):
+    ended = invoke("memory", sample)
+    assert ended.code == 0
+    assert "allocated at the peak" in ended.out
+
+
+def test_json_has_the_same_numbers(invoke):
+    shown = json.loads(invoke("memory", SAMPLES[0], "--rank", 1, "--json").out)
+    peak = shown["memory"]["peak"]
+    assert shown["rank"]["rank"] == peak["rank"] == 1
+    assert shown["rank"]["peak_allocated_bytes"] == peak["bytes"]
+    assert peak["bytes"] == sum(row["bytes"] for row in peak["categories"])
+
+
+def test_an_imported_snapshot_is_a_run_like_any_other(invoke, tmp_path):
+    import_snapshot(train(FakeAllocator()).dump(tmp_path / "a.pickle"), tmp_path / "run")
+    assert "158.0 KiB allocated at the peak" in invoke("memory", tmp_path / "run").out
+    assert "imported" in invoke("summary", tmp_path / "run").out
+
+
+def test_a_rank_that_is_not_there_is_refused(invoke):
+    ended = invoke("memory", SAMPLES[0], "--rank", 99)
+    assert ended.code == 1
+    assert "holds nothing of rank 99" in ended.err

@@ -1,0 +1,105 @@
+from fsdp_inspect.digest.memory import digest_memory
+from fsdp_inspect.report.memory import render_memory
+from fsdp_inspect.trace.codes import MemoryPoint, Phase
+from fsdp_inspect.trace.run import FailedRequest
+from tests.builders import MIB, RunBuilder, steady_run
+from tests.report import rendering
+
+GIB = 1 << 30
+
+
+def shown(run, **options):
+    return " ".join(rendering.text_of(render_memory(digest_memory(run, **options))).split())
+
+
+def tracked_run():
+    builder = RunBuilder(memory_steps=[1])
+    rank = builder.rank(0)
+    rank.step(1, 0, 100, is_memory_step=True)
+    rank.memory(MemoryPoint.STEP_END, 40 * MIB)
+    rank.memory(
+        MemoryPoint.PEAK, 100 * MIB, unit="layers.1", phase=Phase.BACKWARD,
+        activation=70 * MIB, unsharded_parameter=30 * MIB,
+    )  # fmt: skip
+    rank.memory(MemoryPoint.PEAK_BY_OWNER, 60 * MIB, unit="layers.0", activation=60 * MIB)
+    return builder.build()
+
+
+def cuda_run(*, leak=0, ranks=2):
+    builder = RunBuilder(world_size=ranks, device_type="cuda", backend="nccl")
+    for number in range(ranks):
+        rank = builder.rank(number)
+        rank.record.update(memory_from="cuda_allocator", device_memory_bytes=80 * GIB)
+        for step in range(10):
+            rank.step(step, step * 100, step * 100 + 100)
+            ends = 20 * GIB + step * leak + number * GIB
+            rank.memory(
+                MemoryPoint.BACKWARD_START, ends + 10 * GIB, unit="layers.1", phase=Phase.BACKWARD,
+                active=ends + 10 * GIB, reserved=40 * GIB, peak_reserved=40 * GIB,
+                num_alloc_retries=step, num_ooms=0, inactive_split=2 * GIB,
+            )  # fmt: skip
+            rank.memory(MemoryPoint.STEP_END, ends, active=ends, reserved=40 * GIB)
+    return builder.build()
+
+
+def test_the_answer_comes_first_with_its_number():
+    assert shown(tracked_run()).startswith(
+        "100.0 MiB allocated at the peak: in backward of layers.1, step 1. Filled by activation "
+        "70.0 MiB, unsharded parameter 30.0 MiB. The largest unit is layers.0: 60.0 MiB."
+    )
+
+
+def test_a_peak_without_composition_names_the_highest_reading_and_what_to_do():
+    text = shown(cuda_run())
+    assert text.startswith(
+        "31.0 GiB allocated at the peak on rank 1; highest reading 31.0 GiB, in backward of "
+        "layers.1, step 0."
+    )
+    assert "it takes a memory step" in text
+    assert "40.0 GiB reserved at most: 50.0 % of 80.0 GiB." in text
+
+
+def test_growth_is_told_with_what_it_leads_to():
+    text = shown(cuda_run(leak=GIB, ranks=1))
+    assert "It grows by 1.00 GiB per step over 10 steps of rank 0" in text
+    assert "The device is full in 41 steps at the latest." in text
+    assert "It does not grow over 10 steps of rank 0." in shown(cuda_run(ranks=1))
+
+
+def test_the_allocator_is_shown_against_the_device():
+    text = shown(cuda_run())
+    assert "fragmentation 22.5 %" in text
+    assert "allocation retries 9" in text
+    assert "outside the allocator –" in text
+
+
+def test_ranks_are_compared():
+    assert "Peaks of 2 ranks: 30.0 GiB (rank 0) to 31.0 GiB (rank 1), median 30.0 GiB." in shown(
+        cuda_run()
+    )
+
+
+def test_a_failed_request_is_said_before_everything_else():
+    run = tracked_run()
+    failed = FailedRequest(
+        requested_bytes=2 * GIB, device_free_bytes=GIB, unit=1, phase="forward", step=1
+    )
+    run.ranks[0] = run.ranks[0].model_copy(update={"failed_request": failed})
+    assert shown(run).startswith(
+        "2.00 GiB were asked for and could not be had, with 1.00 GiB free on the device: in "
+        "forward of layers.1, step 1."
+    )
+
+
+def test_a_run_without_memory_says_how_to_record_it():
+    text = shown(steady_run())
+    assert text.startswith("No memory was recorded.")
+    assert "memory_steps=[3]" in text
+
+
+def test_names_from_the_run_are_never_markup():
+    builder = RunBuilder(units=("[red]a",))
+    rank = builder.rank(0)
+    rank.step(0, 0, 10)
+    rank.memory(MemoryPoint.FORWARD_END, 5, unit="[red]a", phase=Phase.FORWARD)
+    assert "[red]a" in shown(builder.build())
