@@ -250,6 +250,23 @@ def original_sizes(group: FSDPParamGroup) -> list[torch.Size]:
     return [param._orig_size for param in group.fsdp_params]
 
 
+def parameter_shapes(handle: GroupHandle) -> dict[str, list[int]]:
+    """The full shape of each of a unit's parameters by its fqn, in the order of `parameters_of`.
+
+    A parameter that stands at several places (tied weights) has the name of its first one.
+    """
+    names = {
+        module: f"{fqn}.{name}".strip(".")
+        for fqn, top in zip(handle.fqns, handle.modules, strict=True)
+        for name, module in top.named_modules()
+    }
+    shapes = {}
+    for param in handle.group.fsdp_params:
+        module, name = next(place for place in _places_of(param) if place[0] in names)
+        shapes[strip_wrappers(f"{names[module]}.{name}".removeprefix("."))] = list(param._orig_size)
+    return shapes
+
+
 def padded_shard_numels(group: FSDPParamGroup) -> list[int]:
     """Elements of each parameter on one rank with padding: what it puts into an all-gather."""
     return [param.padded_sharded_param_size.numel() for param in group.fsdp_params]

@@ -139,3 +139,15 @@ def test_a_setting_that_an_older_torch_lacks_is_refused(decoder):
     assert torch_fsdp.reduce_scatter_max_input_buffers(group.group) == 1
     with pytest.raises(PlanError, match=r"is 2, and torch .* has no such setting. Install"):
         torch_fsdp.configure(decoder, reduce_scatter_max_input_buffers=2)
+
+
+def test_the_whole_shape_of_every_parameter_is_known_before_and_after_a_forward(decoder, tokens):
+    whole = {name: list(parameter.shape) for name, parameter in decoder.named_parameters()}
+    fully_shard([decoder.norm, decoder.head])
+    fully_shard(decoder)
+    for _ in range(2):
+        groups = torch_fsdp.find_groups(decoder)
+        found = [torch_fsdp.parameter_shapes(group) for group in groups]
+        assert {name: shape for shapes in found for name, shape in shapes.items()} == whole
+        assert all(name.startswith(("norm", "head")) for name in found[1])
+        decoder(tokens)
