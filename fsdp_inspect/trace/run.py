@@ -55,6 +55,8 @@ class Unit(Record):
     """Parameters of the whole unit, over all ranks, without padding."""
     num_trainable_parameters: int
     num_tensors: int = 0
+    parameters: dict[str, list[int]] = Field(default_factory=dict)
+    """The whole shape of each parameter by its fqn, in the model's order; empty: not recorded."""
     unsharded_bytes: int
     """The padded all-gather output in the parameter dtype: what unsharding allocates."""
     sharded_bytes: int
@@ -122,6 +124,8 @@ class RunManifest(Record):
     device_name: str = ""
     source: str = "recorded"
     """`recorded`, `emulated`, `imported` or `predicted`."""
+    emulation: dict[str, Any] = Field(default_factory=dict)
+    """Emulated runs: world size, links (bytes/s, ns), preset, fixed computing times."""
     warmup_steps: int = 0
     """The first steps, left out of every median."""
     memory_steps: list[int] = Field(default_factory=list)
