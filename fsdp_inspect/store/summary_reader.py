@@ -12,8 +12,13 @@ import numpy as np
 from fsdp_inspect.store.files import RunFiles
 from fsdp_inspect.store.notes import noting
 from fsdp_inspect.store.schema import EVENTS, MEMORY
-from fsdp_inspect.store.summary_files import folder_of, read_rank_summary, read_run_summary
-from fsdp_inspect.trace.rank_summary import WHOLE_STEP_KINDS
+from fsdp_inspect.store.summary_files import (
+    Place,
+    folder_of,
+    read_rank_summary,
+    read_run_summary,
+)
+from fsdp_inspect.trace.rank_summary import WHOLE_STEP_KINDS, is_of_whole_step
 from fsdp_inspect.trace.steps import limit_summary, rows_of
 from fsdp_inspect.trace.tables import SummaryTable
 
@@ -51,6 +56,11 @@ class SummaryReader:
         self._summarise = summarise
         self._by_kind: dict[int, SummaryTable] = {}
         self._by_rank: dict[int, SummaryTable] = {}
+        """All rows of the ranks that were asked for last."""
+        self._run_rows: dict[int, SummaryTable] = {}
+        """From the run's summary, by kind."""
+        self._whole_by_rank: dict[int, SummaryTable] = {}
+        """Of ranks that the run's summary does not cover."""
 
     def rows(self, ranks: Collection[int] | None, kinds: Collection[int] | None) -> SummaryTable:
         """The rows of some ranks and kinds, by rank and step; None leaves a limit out.
@@ -65,42 +75,47 @@ class SummaryReader:
         )
 
     def _whole_steps(self, ranks: Sequence[int], kinds: Collection[int]) -> SummaryTable:
-        parts = [self._of_kind(kind) for kind in sorted({*kinds})]
-        covered = self._covered
-        if len(ranks) < len(self._ranks):
-            parts = [limit_summary(part, ranks=ranks) for part in parts]
-        others = [rank for rank in ranks if rank not in covered]
-        parts += [rows_of(self._rows_of_rank(rank), kinds=kinds) for rank in others]
-        if len(parts) == 1:
-            return parts[0]
-        joined = SummaryTable.concat(parts)
-        return joined.where(np.lexsort((joined.kind, joined.step, joined.rank)))
+        chosen = sorted({*kinds})
+        if len(ranks) == len(self._ranks):
+            return _in_order([self._of_kind(kind) for kind in chosen])
+        parts = [limit_summary(self._from_run(kind), ranks=ranks) for kind in chosen]
+        others = [self._whole_steps_of(rank) for rank in ranks if rank not in self._covered]
+        return _in_order([*parts, *(rows_of(part, kinds=chosen) for part in others)])
+
+    def _of_kind(self, kind: int) -> SummaryTable:
+        """The rows of one kind of all ranks."""
+        if kind not in self._by_kind:
+            from_run = self._from_run(kind)
+            others = [rank for rank in self._ranks if rank not in self._covered]
+            parts = [rows_of(self._whole_steps_of(rank), kinds=[kind]) for rank in others]
+            self._by_kind[kind] = _in_order([from_run, *parts])
+        return self._by_kind[kind]
 
     @cached_property
     def _covered(self) -> frozenset[int]:
         """The ranks whose whole steps are taken from the run's summary."""
         with noting(self._found):
-            return self._covered_of(read_run_summary(self._files, kinds=()).places)
+            return self._covered_by(read_run_summary(self._files, kinds=()).places)
         return frozenset()
 
-    def _covered_of(self, places: Iterable[tuple[int, int]]) -> frozenset[int]:
+    def _covered_by(self, places: Iterable[Place]) -> frozenset[int]:
         listed = {rank for attempt, rank in places if attempt == self._attempt}
         return frozenset(listed.intersection(self._ranks) - self._running)
 
-    def _of_kind(self, kind: int) -> SummaryTable:
-        """The rows of one kind of the covered ranks, by rank and step."""
-        if kind not in self._by_kind and self._covered:
+    def _from_run(self, kind: int) -> SummaryTable:
+        """The rows of one kind of the covered ranks, from the run's summary."""
+        if kind not in self._run_rows and self._covered:
             self._load(kind)
-        return self._by_kind.get(kind, SummaryTable.empty())
+        return self._run_rows.get(kind, SummaryTable.empty())
 
     def _load(self, kind: int) -> None:
         """Read one kind; a summary that is damaged or gone covers no rank from now on."""
         with noting(self._found):
             summary = read_run_summary(self._files, kinds=[kind])
-            if self._covered <= self._covered_of(summary.places):
-                self._by_kind[kind] = self._mine(summary.rows, kind)
+            if self._covered <= self._covered_by(summary.places):
+                self._run_rows[kind] = self._mine(summary.rows, kind)
                 return
-        self._by_kind.clear()
+        self._run_rows.clear()
         self._covered = frozenset()
 
     def _mine(self, rows: SummaryTable, kind: int) -> SummaryTable:
@@ -108,19 +123,31 @@ class SummaryReader:
         mine &= np.isin(rows.rank, list(self._covered))
         return rows.where(mine)
 
+    def _whole_steps_of(self, rank: int) -> SummaryTable:
+        """All rows of whole steps of a rank, from its own files."""
+        if rank not in self._whole_by_rank:
+            rows = self._by_rank.get(rank)
+            if rows is None:
+                rows = self._read_rank(rank, WHOLE_STEP_KINDS)
+            self._whole_by_rank[rank] = rows.where(is_of_whole_step(rows))
+        return self._whole_by_rank[rank]
+
     def _rows_of_rank(self, rank: int) -> SummaryTable:
         rows = self._by_rank.pop(rank, None)
         if rows is None:
-            rows = self._read_rank(rank)
+            rows = self._read_rank(rank, None)
         self._by_rank[rank] = rows  # the last one is the one used last
         if len(self._by_rank) > _MAX_CACHED_RANKS:
             del self._by_rank[next(iter(self._by_rank))]
         return rows
 
-    def _read_rank(self, rank: int) -> SummaryTable:
+    def _read_rank(self, rank: int, kinds: Collection[int] | None) -> SummaryTable:
+        """A rank's rows, at least those of these kinds; none if its files are damaged."""
         with noting(self._found):
             place = (self._attempt, rank)
-            rows = None if self._grows(rank) else read_rank_summary(self._files, place)
+            rows = None
+            if not self._grows(rank):
+                rows = read_rank_summary(self._files, place, kinds=kinds)
             if rows is None:
                 rows = self._summarise(rank)
             if len(rows) == 0 and rank in self._covered:
@@ -132,3 +159,12 @@ class SummaryReader:
         """Whether there are streams that the rank's summary does not know."""
         folder = folder_of((self._attempt, rank))
         return any(self._files.exists(f"{folder}/{file.live_name}") for file in (EVENTS, MEMORY))
+
+
+def _in_order(parts: Sequence[SummaryTable]) -> SummaryTable:
+    """The rows by rank and step, in each step by kind; each part is in order."""
+    filled = [part for part in parts if len(part)]
+    if len(filled) == 1:
+        return filled[0]
+    rows = SummaryTable.concat(filled)
+    return rows.where(np.lexsort((rows.kind, rows.step, rows.rank)))

@@ -17,12 +17,14 @@ from fsdp_inspect.errors import (
     NotARunError,
     SchemaVersionError,
 )
+from fsdp_inspect.store import summary_reader
 from fsdp_inspect.store.compaction import compact_run
+from fsdp_inspect.store.files import RunFiles
 from fsdp_inspect.store.folder import create_run, rank_folder
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.records import encode_record
 from fsdp_inspect.store.schema import ROW_GROUP_ROWS
-from fsdp_inspect.store.summary_files import write_run_summary_file
+from fsdp_inspect.store.summary_files import read_rank_summary, write_run_summary_file
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.rank_summary import WHOLE_STEP_KINDS, is_of_whole_step, summarise_rank
 from fsdp_inspect.trace.reduction import StepPart
@@ -116,6 +118,22 @@ def test_row_groups_of_other_kinds_are_not_decoded(tmp_path: Path) -> None:
     assert list(run.notes) == []
     assert len(run.summary(kinds=[EventKind.STEP])) == 12
     assert any(f"{tmp_path}/summary.parquet" in note for note in run.notes)
+
+
+def test_each_rank_is_read_once_for_whole_steps_though_the_run_is_not_summed_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_run(write_run(tmp_path, ranks=range(20)))
+    read: list[tuple[int, int]] = []
+
+    def watch(files: RunFiles, place: tuple[int, int], **limits: object) -> SummaryTable | None:
+        read.append(place)
+        return read_rank_summary(files, place, **limits)
+
+    monkeypatch.setattr(summary_reader, "read_rank_summary", watch)
+    for kind in (EventKind.STEP, StepPart.DATA, StepPart.OTHER):
+        assert len(run.summary(kinds=[kind])) == 60
+    assert read == [(0, rank) for rank in range(20)]
 
 
 def write_large_run_summary(path: Path, *, rows_of_a_kind: int) -> None:
