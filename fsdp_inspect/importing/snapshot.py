@@ -224,6 +224,12 @@ def _notes_of_rank(contents: SnapshotContents, rank: RankSnapshot) -> list[str]:
             "it holds no trace, only the moment of the snapshot: the peak before it is not known. "
             "Call _record_memory_history() before the steps to be seen."
         )
+    elif device.is_profile:
+        notes.append(
+            "it was made from a profile (profile_plot): nothing of the allocator is in it, and "
+            "torch's categories do not tell sharded parameters and gradients from unsharded ones "
+            "(they are shown as sharded)."
+        )
     elif rank.timeline is None:
         notes.append(
             "its trace contradicts its segments (a block allocated twice, or less than nothing in "

@@ -120,6 +120,9 @@ class DeviceMemory:
     """Shape (segments,)."""
     blocks: Blocks
     trace: Trace
+    is_profile: bool
+    """Made by torch from a profile (`_memory_viz.profile_plot`): of tensors, with categories, and
+    with one segment that is no more than the span of their addresses."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -245,6 +248,7 @@ class _DeviceBuilder:
     segments: list[int] = field(default_factory=list)
     blocks: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
     entries: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    is_profile: bool = False
 
     def add_segment(self, segment: Mapping[str, Any]) -> None:
         number = len(self.segments)
@@ -271,6 +275,7 @@ class _DeviceBuilder:
     def add_entry(self, entry: Mapping[str, Any]) -> None:
         action = _ACTIONS.get(_text(entry, "action"), Action.OTHER)
         where = "device_free" if action is Action.OOM else "addr"
+        self.is_profile |= "category" in entry
         self.entries.append(
             (
                 action,
@@ -301,6 +306,7 @@ class _DeviceBuilder:
             trace=Trace(
                 action.astype(np.int8), where, amount, time_us, entry_label.astype(np.int8)
             ),
+            is_profile=self.is_profile,
         )
 
 

@@ -104,6 +104,10 @@ class _Rows:
     def __init__(self, snapshot: RankSnapshot, unit_index: NDArray[np.int64]) -> None:
         self._snapshot = snapshot
         self._unit_index = unit_index
+        of_segments = ("reserved", "peak_reserved", "inactive_split")
+        self._unknown = dict.fromkeys(
+            of_segments if snapshot.device.is_profile else (), MISSING_INT
+        )
 
     def over_time(self) -> Iterator[Row]:
         """The highest moment of each stretch of the trace."""
@@ -155,6 +159,7 @@ class _Rows:
             "inactive_split": device.inactive_split_bytes,
             "num_ooms": self._snapshot.failed_requests if len(device.trace) else MISSING_INT,
             "method": Method.MEASURED,
+            **self._unknown,
         }
         if timeline is not None:
             return self._moment(MemoryPoint.SNAPSHOT, len(timeline.allocated) - 1, **exact)
@@ -176,7 +181,7 @@ class _Rows:
             "active": int(timeline.active[moment]),
             "reserved": int(timeline.reserved[moment]),
         }
-        return _row(**{**known, **columns})
+        return _row(**{**known, **columns, **self._unknown})
 
 
 def _row(**columns: int) -> Row:

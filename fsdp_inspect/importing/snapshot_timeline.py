@@ -95,7 +95,8 @@ class _LifeWalk:
 
     def __init__(self, device: DeviceMemory) -> None:
         trace, blocks = device.trace, device.blocks
-        rounded = -(-trace.size // ROUNDING_BYTES) * ROUNDING_BYTES
+        step = 1 if device.is_profile else ROUNDING_BYTES
+        rounded = -(-trace.size // step) * step
         is_block = trace.action <= Action.FREE_COMPLETED
         self.sizes: list[int] = np.where(is_block, rounded, trace.size).tolist()
         """What each entry is about, as the allocator counts it."""

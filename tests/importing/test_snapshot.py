@@ -10,6 +10,7 @@ import pickle
 import sqlite3
 
 import pytest
+import torch
 from torch.cuda import _memory_viz
 
 from fsdp_inspect.analysis.memory import measure_memory
@@ -231,6 +232,28 @@ def test_metadata_that_names_a_category_wins(tmp_path):
     allocator.alloc(KIB, frames=[frame("foreach_reduce")])
     [only] = peak_of(imported(allocator, tmp_path)[1]).categories
     assert (only.category, only.bytes) == ("optimizer_state", KIB)
+
+
+def test_a_snapshot_that_torch_made_from_a_profile_is_read(tmp_path):
+    """The one kind of snapshot that torch can make without a GPU: all of it is torch's own."""
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with torch.profiler.profile(profile_memory=True, record_shapes=True, with_stack=True) as prof:
+        for _ in range(2):
+            model(torch.ones(32, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    snapshot = _memory_viz._profile_to_snapshot(prof)
+    (tmp_path / "profile.pickle").write_bytes(pickle.dumps(snapshot))
+    import_snapshot(tmp_path / "profile.pickle", tmp_path / "run")
+    memory = measure_memory(open_run(tmp_path / "run"))
+    held = {row.category: row.bytes for row in memory.peak.categories}
+    table = open_run(tmp_path / "run").memory(0)
+    now = table.where(table.point == MemoryPoint.SNAPSHOT)
+    assert held["sharded_parameter"] >= 4 * (64 * 64 + 64)
+    assert held["optimizer_state"] >= 8 * (64 * 64 + 64)
+    assert now.allocated[0] == sum(_memory_viz.calc_active(one) for one in snapshot["segments"])
+    assert memory.peak_reserved_bytes is None
 
 
 def test_several_files_are_several_ranks_by_the_numbers_in_their_names(tmp_path):

@@ -1,0 +1,60 @@
+"""Whatever a program allocates and frees, the trace followed backwards gives what was in use."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_inspect.importing.snapshot_contents import parse_snapshot
+from fsdp_inspect.importing.snapshot_positions import follow
+from fsdp_inspect.importing.snapshot_timeline import find_alive, follow_trace
+from tests.importing.snapshots import FakeAllocator
+
+operations = st.lists(
+    st.tuples(st.sampled_from(["alloc", "free", "free later"]), st.integers(1, 5000)), max_size=40
+)
+
+
+def run_program(program):
+    """An allocator after the program, and what was allocated after some entries of its trace."""
+    allocator, held, course = FakeAllocator(segment_bytes=4096), {}, {}
+    for operation, number in program:
+        if operation == "alloc":
+            address = allocator.alloc(number)
+            held[address] = -(-number // 512) * 512
+        elif held:
+            address = sorted(held)[number % len(held)]
+            allocator.free(address, completed=operation == "free")
+            del held[address]
+        course[len(allocator.trace)] = sum(held.values())
+    return allocator, course
+
+
+@settings(max_examples=60)
+@given(operations)
+def test_the_timeline_is_what_the_allocator_counted(program):
+    allocator, course = run_program(program)
+    [device] = parse_snapshot(allocator.snapshot(), "it").devices
+    timeline = follow_trace(device)
+    for moment, counted in course.items():
+        assert timeline.allocated[moment] == counted
+    assert (timeline.reserved >= timeline.active).all()
+    assert (timeline.active >= timeline.allocated).all()
+
+
+@settings(max_examples=60)
+@given(operations, st.integers(0, 1000))
+def test_what_is_alive_adds_up_to_what_is_allocated_at_every_moment(program, number):
+    allocator, _ = run_program(program)
+    snapshot = parse_snapshot(allocator.snapshot(entries=1 + number % 30), "it")
+    timeline = follow_trace(snapshot.devices[0])
+    for moment in range(len(timeline.allocated)):
+        alive = find_alive(timeline, follow(snapshot.annotations), moment)
+        assert alive.size.sum() == timeline.allocated[moment]
+
+
+def test_blocks_that_wait_for_another_stream_are_active_and_not_allocated():
+    allocator = FakeAllocator()
+    allocator.alloc(1024)
+    allocator.free(allocator.alloc(2048), completed=False)
+    [device] = parse_snapshot(allocator.snapshot(), "it").devices
+    assert (device.allocated_bytes, device.active_bytes) == (1024, 3072)
+    assert device.inactive_split_bytes == device.reserved_bytes - 3072
