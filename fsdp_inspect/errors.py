@@ -4,12 +4,14 @@
     +-- RecordingError        the recorder cannot attach or start
     +-- PlanError             a plan cannot be read, or does not fit the model
     +-- ConfigError           a setting of the trainer is impossible
+    +-- EmulationError        ranks cannot be emulated here, or not what the script does
     +-- StoreError
     |   +-- NotARunError          the path holds no run
     |   +-- SchemaVersionError    written by a newer version than this one reads
     |   +-- CorruptFileError      a file of the run is damaged or foreign
     |   +-- IncompleteRunError    what was asked needs ranks or steps that are missing
     +-- MissingDataError      the run exists but was recorded without what is asked
+    +-- ImportingError        a trace of another tool cannot be read
     +-- ExportError           an export cannot be written, or not as it was asked for
 
 Every message has three parts, in this order: what is wrong (with the value), what was expected
@@ -32,6 +34,10 @@ class PlanError(FsdpInspectError):
 
 class ConfigError(FsdpInspectError):
     """A setting of the trainer has an impossible value."""
+
+
+class EmulationError(FsdpInspectError):
+    """Ranks cannot be emulated in this process, or not what the script does with them."""
 
 
 class StoreError(FsdpInspectError):
@@ -60,3 +66,7 @@ class MissingDataError(FsdpInspectError):
 
 class ExportError(FsdpInspectError):
     """An export cannot be written, or not as it was asked for."""
+
+
+class ImportingError(FsdpInspectError):
+    """A trace of another tool is damaged, hostile, or holds nothing to import."""

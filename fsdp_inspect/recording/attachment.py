@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_inspect.emulation.process import active_emulation
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.clocks import Clock, CudaClock, HostClock, TorchCudaBackend
 from fsdp_inspect.recording.devices import DeviceSampler
@@ -96,6 +97,7 @@ class Attachment:
         self._model = model
         self._rank = dist.get_rank()
         self._device = torch.device(self._handles[0].group.device)
+        self._emulation = active_emulation()
         self._process_groups = ProcessGroups()
         register_groups(self._handles, self._process_groups)
         self._manifest = self._first_manifest()
@@ -108,6 +110,7 @@ class Attachment:
             self._writer.events.append,
             self._process_groups,
             Source.EMULATED if self._manifest.source == "emulated" else Source.RECORDED,
+            self._emulation,
         )
         self._reported_problems = 0
         self._is_finished = False
@@ -154,6 +157,7 @@ class Attachment:
             device_type=self._device.type,
             device_name=described.device_name,
             source="emulated" if backend == "fake" else "recorded",
+            emulation={} if self._emulation is None else self._emulation.describe(),
             warmup_steps=options.warmup_steps,
             versions=described.versions,
             environment=described.environment,
@@ -250,6 +254,12 @@ class Attachment:
         self._guarded(lambda: self._log(values))
 
     def _log(self, values: Mapping[str, float | torch.Tensor]) -> None:
+        if self._emulation is not None:
+            self.session.problem(
+                "Numbers that the script logged (loss and the like) are left out: the other ranks "
+                "do not exist, and what is computed under emulation means nothing."
+            )
+            return
         if self._scalars.log(self.session.logged_step, values):
             self._writer.update(scalar_names=self._scalars.names)
 

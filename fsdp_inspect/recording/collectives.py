@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fsdp_inspect.recording.journal import NOT_NEEDED, Completion, host_ns_of
+from fsdp_inspect.recording.journal import NOT_NEEDED, Completion, host_ns_of, later_of
 from fsdp_inspect.recording.units import dtype_code
 from fsdp_inspect.trace.codes import (
     WAIT_OF,
@@ -24,6 +24,7 @@ from fsdp_inspect.trace.codes import (
 )
 
 if TYPE_CHECKING:
+    from fsdp_inspect.emulation.network import Transfer
     from fsdp_inspect.recording.session import Session
     from fsdp_inspect.recording.unit_hooks import UnitHooks
 
@@ -57,6 +58,7 @@ class Communication:
         "start",
         "step",
         "stream",
+        "transfer",
         "unit",
         "wait",
     )
@@ -80,6 +82,8 @@ class Communication:
         self.issue_ns = 0
         self.end: Any = None
         self.need: Any = NOT_NEEDED
+        self.transfer: Transfer | None = None
+        """Its course on an emulated link, in host time; None on a real network and on CUDA."""
         self.wait: tuple[Any, Any] | None = None
         """When the compute stream stood still for it: from, to."""
 
@@ -99,6 +103,24 @@ class Communication:
         self.stream = _HOST_STREAM
         self.need = self.start
         self.wait = (self.start, self.end)
+
+    def follow(self, transfer: Transfer) -> None:
+        """It runs on an emulated link, whose times stand in place of our marks."""
+        self.transfer = transfer
+        self.issue_ns = transfer.issue_ns
+        self.start, self.end = transfer.start_ns, transfer.end_ns
+
+    def needed(self, begin: Any) -> Any:
+        """The compute stream waits for it from `begin`, or from when the emulation saw it wait.
+
+        Returns:
+            When that wait ended.
+        """
+        if self.transfer is not None and self.transfer.need_ns >= 0:
+            begin = self.transfer.need_ns
+        end = later_of(begin, self.end)
+        self.need_from(begin, end)
+        return end
 
     def need_from(self, start: Any, end: Any) -> None:
         """The compute stream stood still for it between these two marks."""
@@ -155,7 +177,7 @@ class TimedWork(dist.Work):
         self._session = session
         self._communication = communication
         communication.flags |= _ASYNC
-        if session.on_host:
+        if session.on_host and communication.transfer is None:
             communication.end = completion = Completion()
             clock = session.clock
 

@@ -9,7 +9,6 @@ while a recorder is attached; a script that took a function into its own namespa
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,45 +16,24 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import _resolve_process_group
 
+from fsdp_inspect.emulation.network import Transfer
 from fsdp_inspect.recording.collectives import Communication, run_inside_collective
 from fsdp_inspect.recording.journal import Completion
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.unit_hooks import Reductions
+from fsdp_inspect.sharding.torch_collectives import (
+    FUNCTIONALS,
+    FUNCTIONS,
+    POINT_TO_POINT,
+    ArgumentPicker,
+    address_of,
+    bytes_of,
+    resolve_group,
+    tensors_of,
+)
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Method, Phase, Stream
-
-FUNCTIONS = {
-    "all_reduce": (EventKind.ALL_REDUCE, "tensor"),
-    "all_gather": (EventKind.ALL_GATHER, "tensor_list"),
-    "all_gather_into_tensor": (EventKind.ALL_GATHER, "output_tensor"),
-    "all_gather_single": (EventKind.ALL_GATHER, "output_tensor"),
-    "reduce_scatter": (EventKind.REDUCE_SCATTER, "input_list"),
-    "reduce_scatter_tensor": (EventKind.REDUCE_SCATTER, "input"),
-    "reduce_scatter_single": (EventKind.REDUCE_SCATTER, "input"),
-    "reduce": (EventKind.OTHER_COLLECTIVE, "tensor"),
-    "gather": (EventKind.OTHER_COLLECTIVE, "tensor"),
-    "scatter": (EventKind.OTHER_COLLECTIVE, "tensor"),
-    "broadcast": (EventKind.BROADCAST, "tensor"),
-    "all_to_all": (EventKind.ALL_TO_ALL, "input_tensor_list"),
-    "all_to_all_single": (EventKind.ALL_TO_ALL, "input"),
-    "barrier": (EventKind.BARRIER, None),
-    "send": (EventKind.POINT_TO_POINT, "tensor"),
-    "recv": (EventKind.POINT_TO_POINT, "tensor"),
-}
-"""Functions of `torch.distributed`: what they are, and the argument whose bytes travel."""
-
-FUNCTIONALS = {
-    "all_reduce": EventKind.ALL_REDUCE,
-    "all_gather_single": EventKind.ALL_GATHER,
-    "all_gather_tensor": EventKind.ALL_GATHER,
-    "reduce_scatter_single": EventKind.REDUCE_SCATTER,
-    "reduce_scatter_tensor": EventKind.REDUCE_SCATTER,
-    "all_to_all_single": EventKind.ALL_TO_ALL,
-    "broadcast": EventKind.BROADCAST,
-}
-"""Functional collectives: issued here, waited for through `wait_tensor`."""
 
 
 class DistCalls:
@@ -69,7 +47,7 @@ class DistCalls:
 
     def attach(self, patches: Patches) -> None:
         """Wrap every function that this torch has."""
-        for name, (kind, argument) in FUNCTIONS.items():
+        for name, (kind, argument) in {**FUNCTIONS, **POINT_TO_POINT}.items():
             original = getattr(dist, name, None)
             if original is None:
                 continue
@@ -120,23 +98,17 @@ class DistCalls:
             session.hook_unit if in_reduction else NO_UNIT,
             Stream.ALL_REDUCE if in_reduction else Stream.OTHER,
         )
-        tensors = _tensors(message)
+        tensors = tensors_of(message)
         communication.begin(
             session, tensors[0] if tensors else torch.empty(0), group, session.clock.mark()
         )
-        communication.bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        communication.bytes = bytes_of(tensors)
         return communication
 
     def _wrap(
         self, original: Callable[..., Any], kind: EventKind, argument: str | None
     ) -> Callable[..., Any]:
-        names = list(inspect.signature(original).parameters)
-
-        def pick(name: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if name is None or name in kwargs:
-                return kwargs.get(name) if name else None
-            place = names.index(name)
-            return args[place] if place < len(args) else None
+        pick = ArgumentPicker(original).pick
 
         @functools.wraps(original)
         def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -163,6 +135,10 @@ class DistCalls:
 
     def _issued(self, communication: Communication, result: Any) -> None:
         session = self._session
+        transfer = session.take_transfer()
+        if transfer is not None:
+            self._issued_emulated(communication, transfer, result)
+            return
         if isinstance(result, dist.Work):
             self._issued_async(communication, result)
             return
@@ -175,6 +151,20 @@ class DistCalls:
         else:  # the calling stream itself waits for the collective
             communication.need_from(communication.start, communication.end)
         communication.write(session)
+
+    def _issued_emulated(
+        self, communication: Communication, transfer: Transfer, result: Any
+    ) -> None:
+        """Its course is known at once, and who waits for it: FSDP later, or the caller here."""
+        communication.follow(transfer)
+        if communication.unit != NO_UNIT:
+            self._reductions.all_reduces.append(communication)
+            return
+        if isinstance(result, dist.Work):
+            communication.flags |= EventFlag.ASYNC
+        else:
+            communication.needed(transfer.need_ns)
+        communication.write(self._session)
 
     def _issued_async(self, communication: Communication, work: dist.Work) -> None:
         """An asynchronous call of the script: its end is known on CPU, through its future."""
@@ -195,8 +185,7 @@ class DistCalls:
         communication.write(session)
 
     def _wrap_functional(self, original: Callable[..., Any], kind: EventKind) -> Callable[..., Any]:
-        names = list(inspect.signature(original).parameters)
-        group_place = names.index("group") if "group" in names else -1
+        pick = ArgumentPicker(original).pick
 
         @functools.wraps(original)
         def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -204,20 +193,21 @@ class DistCalls:
                 return original(*args, **kwargs)
             communication = None
             try:
-                given = kwargs.get("group")
-                if given is None and 0 <= group_place < len(args):
-                    given = args[group_place]
                 message = args[0] if args else kwargs.get("self")
-                communication = self._begin(kind, message, _resolve(given))
+                group = resolve_group(pick("group", args, kwargs))
+                communication = self._begin(kind, message, group)
             except Exception as error:
                 self._session.fail(error)
             result = run_inside_collective(
                 self._session, functools.partial(original, *args, **kwargs)
             )
             if communication is not None and torch.is_tensor(result):
+                transfer = self._session.take_transfer()
+                if transfer is not None:
+                    communication.follow(transfer)
                 if kind == EventKind.ALL_GATHER:
                     communication.bytes = result.numel() * result.element_size()
-                self._unwaited[_address(result)] = communication
+                self._unwaited[address_of(result)] = communication
             return result
 
         return recorded
@@ -230,37 +220,20 @@ class DistCalls:
             session = self._session
             communication, before = None, None
             try:
-                communication = self._unwaited.pop(_address(tensor), None)
+                communication = self._unwaited.pop(address_of(tensor), None)
                 before = session.clock.mark() if communication is not None else None
             except Exception as error:
                 session.fail(error)
             result = original(tensor)
             if communication is not None:
                 try:
-                    communication.end = session.clock.mark()
-                    communication.method = Method.INFERRED
-                    communication.need_from(before, communication.end)
+                    if communication.transfer is None:
+                        communication.end = session.clock.mark()
+                        communication.method = Method.INFERRED
+                    communication.needed(before)
                     communication.write(session)
                 except Exception as error:
                     session.fail(error)
             return result
 
         return recorded
-
-
-def _tensors(message: Any) -> list[torch.Tensor]:
-    if message is None:
-        return []
-    members = message if isinstance(message, (list, tuple)) else [message]
-    return [member for member in members if torch.is_tensor(member)]
-
-
-def _address(tensor: Any) -> int:
-    return int(getattr(tensor, "elem", tensor).data_ptr())
-
-
-def _resolve(group: Any) -> dist.ProcessGroup | None:
-    if group is None or isinstance(group, dist.ProcessGroup):
-        return group
-    name = functional._resolve_group_name(group)
-    return _resolve_process_group(name)

@@ -35,6 +35,13 @@ class LaterOf:
         self.host_ns = host_ns_of(first)
 
 
+def later_of(first: Any, second: Any) -> Any:
+    """The later of two marks, as a time where both are known already."""
+    if type(first) is int and type(second) is int:
+        return max(first, second)
+    return LaterOf(first, second)
+
+
 def host_ns_of(mark: Any) -> int:
     """When the host took a mark; a mark on the host clock is that time itself."""
     return mark if type(mark) is int else int(mark.host_ns)

@@ -26,6 +26,8 @@ from fsdp_inspect.trace.codes import (
 )
 
 if TYPE_CHECKING:
+    from fsdp_inspect.emulation.network import Transfer
+    from fsdp_inspect.emulation.process import Emulation
     from fsdp_inspect.recording.storage_tracker import StorageTracker
 
 logger = logging.getLogger("fsdp_inspect")
@@ -46,11 +48,14 @@ class Session:
         append: Callable[[tuple[int, ...]], None],
         process_groups: ProcessGroups,
         source: Source = Source.RECORDED,
+        emulation: Emulation | None = None,
     ) -> None:
         self.clock = clock
         self.journal = Journal(clock, append)
         self.process_groups = process_groups
         self.source = source
+        self.emulation = emulation
+        """What stands in place of the network; None: there is one."""
         self.active = True
         """False after detach, or after a bug of ours: hooks then only call through."""
         self.problems: list[str] = []
@@ -133,6 +138,10 @@ class Session:
         """A number that ties together the rows of one communication."""
         self._next_collective += 1
         return self._next_collective
+
+    def take_transfer(self) -> Transfer | None:
+        """The course of an emulated collective that was just issued; None: measure it."""
+        return None if self.emulation is None else self.emulation.take_transfer()
 
     def follow_storages(self, tracker: StorageTracker | None) -> None:
         """Begin a memory step, or with None end it."""

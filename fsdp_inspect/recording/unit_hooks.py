@@ -42,7 +42,6 @@ from fsdp_inspect.recording.collectives import (
     run_inside_collective,
     unrecorded,
 )
-from fsdp_inspect.recording.journal import LaterOf
 from fsdp_inspect.recording.patches import Patches, wrap_call
 from fsdp_inspect.sharding.torch_fsdp import num_reduce_scatters_in_flight
 from fsdp_inspect.trace.codes import (
@@ -240,6 +239,7 @@ class UnitHooks:
         self, work: Any, start: Any, output: torch.Tensor, group: dist.ProcessGroup
     ) -> Any:
         session = self._session
+        transfer = session.take_transfer()
         end = None if isinstance(work, dist.Work) else self._clock.mark()
         if self._gather is not None:
             self._drop_unused_gather()
@@ -247,11 +247,15 @@ class UnitHooks:
         if session.hook_unit != self.index:
             communication.flags |= _PREFETCHED
         communication.begin(session, output, group, start)
+        if transfer is not None:
+            communication.follow(transfer)
         if self._copy_in_start is not None:
             self._add_copy_in(communication)
         self._gather = communication
         if end is None:
             return TimedWork(work, session, communication)
+        if transfer is not None:
+            return work
         communication.end = end
         if session.on_host:
             communication.block_host()
@@ -261,6 +265,8 @@ class UnitHooks:
     def _add_copy_in(self, gather: Communication) -> None:
         """Write the copy of the shards into the input of an all-gather that was just issued."""
         session, copied = self._session, gather.start
+        if gather.transfer is not None:
+            copied = gather.issue_ns  # the link may be free only later
         if not session.on_host and hasattr(self._group.comm_ctx, "all_gather_copy_in_stream"):
             copied = self._clock.mark(self._group.comm_ctx.all_gather_copy_in_stream)
         session.add(
@@ -312,7 +318,7 @@ class UnitHooks:
         if gather.wait is not None and not gather.flags & _ASYNC:
             return begin  # blocked the host when it was issued, and was written then
         if gather.wait is None:
-            gather.need_from(begin, LaterOf(begin, gather.end))
+            gather.needed(begin)
         assert gather.wait is not None
         gather.write(session)
         return gather.wait[1]
@@ -455,10 +461,13 @@ class UnitHooks:
         self, start: Any, message: torch.Tensor, group: dist.ProcessGroup
     ) -> None:
         session, end = self._session, self._clock.mark()
+        transfer = session.take_transfer()
         communication = Communication(session, _REDUCE_SCATTER, self.index, _REDUCE_SCATTER_STREAM)
         communication.begin(session, message, group, start)
         communication.end = end
-        if session.on_host:
+        if transfer is not None:
+            communication.follow(transfer)
+        if session.on_host and transfer is None:
             communication.block_host()
             communication.write(session)
         else:
@@ -468,7 +477,7 @@ class UnitHooks:
         """The compute stream waited, from `begin`, for the oldest `count` reduce-scatters."""
         for _ in range(count):
             oldest = self._reductions.reduce_scatters.popleft()
-            begin = _needed(oldest, begin)
+            begin = oldest.needed(begin)
             oldest.write(self._session)
 
     def _before_finalize(self) -> None:
@@ -484,7 +493,7 @@ class UnitHooks:
         reductions.all_reduces.clear()
         begin: Any = self._clock.mark()
         for communication in left:
-            begin = _needed(communication, begin)
+            begin = communication.needed(begin)
             communication.write(self._session)
 
     # --- the end of a step
@@ -496,10 +505,3 @@ class UnitHooks:
         self._forwards.clear()
         self._outer_hooks.clear()
         self._backward_start = None
-
-
-def _needed(communication: Communication, begin: Any) -> Any:
-    """Note that the compute stream waits for it from `begin`; returns when that wait ended."""
-    end = LaterOf(begin, communication.end)
-    communication.need_from(begin, end)
-    return end

@@ -1,0 +1,211 @@
+"""What does a collective give when the other ranks do not exist, and how long does it take?
+
+It runs on torch's fake process group and then takes its time on the link. Its values are rank 0's
+own: whatever other ranks would have sent is a copy of what rank 0 sends (gathers), and what they
+would have added is left out (reductions). Collectives of Python objects follow the same rule and
+take no time. Between two ranks nothing can be emulated: `send` and `recv` raise.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.distributed_c10d as c10d
+
+from fsdp_inspect.emulation.network import Network, Transfer
+from fsdp_inspect.emulation.replacing import replace_attribute
+from fsdp_inspect.emulation.unit_waits import UnitWaits
+from fsdp_inspect.emulation.wires import CudaWire, HostWire, Message, SpinningDevice, Wire
+from fsdp_inspect.errors import EmulationError
+from fsdp_inspect.sharding.torch_collectives import (
+    FUNCTIONALS,
+    FUNCTIONS,
+    ArgumentPicker,
+    address_of,
+    bytes_of,
+    resolve_group,
+    tensors_of,
+)
+from fsdp_inspect.trace.codes import EventKind
+
+OF_OBJECTS = (
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "monitored_barrier",
+)
+"""Functions whose collectives are part of the control flow: they take no time."""
+
+BETWEEN_RANKS = (
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "batch_isend_irecv",
+    "send_object_list",
+    "recv_object_list",
+)
+"""Functions that need another rank."""
+
+
+class Collectives:
+    """The collectives of a process, each on the link of its group."""
+
+    def __init__(self, network: Network, waits: UnitWaits) -> None:
+        self._network = network
+        self._waits = waits
+        self._wires: dict[str, Wire] = {}
+        self._depth = 0
+        """Above 0 inside a collective: those it makes of its own are part of it."""
+        self._unwaited: dict[int, Callable[[], object]] = {}
+        """How to wait for a functional collective, by the address of its result."""
+        self.last_transfer: Transfer | None = None
+
+    def attach(self, undo: ExitStack) -> None:
+        """Replace torch's functions until `undo` is closed."""
+        for name, (kind, argument) in FUNCTIONS.items():
+            wrap = functools.partial(self._function, kind=kind, argument=argument)
+            self._replace(undo, name, wrap)
+        for name in OF_OBJECTS:
+            self._replace(undo, name, self._without_time)
+        for name in BETWEEN_RANKS:
+            self._replace(undo, name, _refuse)
+        for name, kind in FUNCTIONALS.items():
+            original = getattr(functional, name, None)
+            if original is not None:
+                replace_attribute(undo, functional, name, self._functional(original, kind))
+        replace_attribute(undo, functional, "wait_tensor", self._wait_tensor())
+
+    def _replace(
+        self, undo: ExitStack, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        original = getattr(c10d, name, None)
+        if original is None:
+            return
+        replacement = wrap(original)
+        replace_attribute(undo, c10d, name, replacement)
+        if hasattr(dist, name):
+            replace_attribute(undo, dist, name, replacement)
+
+    # --- functions of torch.distributed
+
+    def _function(
+        self, original: Callable[..., Any], kind: EventKind, argument: str | None
+    ) -> Callable[..., Any]:
+        pick = ArgumentPicker(original).pick
+        free = self._without_time(original)
+
+        @functools.wraps(original)
+        def emulated(*args: Any, **kwargs: Any) -> Any:
+            result = free(*args, **kwargs)
+            group = pick("group", args, kwargs) or dist.group.WORLD
+            if self._depth > 0 or not isinstance(group, dist.ProcessGroup):
+                return result
+            tensors = tensors_of(pick(argument, args, kwargs))
+            message = Message(kind, bytes_of(tensors), group)
+            return self._carry(message, _device_of(tensors), result)
+
+        return emulated
+
+    def _carry(self, message: Message, device: torch.device, work: Any) -> Any:
+        """Put it on the link; returns what the function is to return."""
+        wire, waits = self._wire(device), self._waits
+        if isinstance(work, dist.Work):
+            handle, self.last_transfer = wire.handle(message, work)
+            return handle
+        if message.kind == EventKind.ALL_GATHER and waits.gathering is not None:
+            self.last_transfer = wire.defer(message)
+            if self.last_transfer is not None:
+                waits.note_gather(self.last_transfer)
+        elif waits.reducing is not None:
+            is_scatter = message.kind == EventKind.REDUCE_SCATTER
+            begin_ns = 0 if is_scatter else waits.reduced_ns
+            self.last_transfer = wire.defer(message, not_before_ns=begin_ns)
+            if self.last_transfer is not None:
+                waits.note_reduction(self.last_transfer, is_reduce_scatter=is_scatter)
+        else:
+            self.last_transfer = wire.occupy(message)
+        return work
+
+    def _without_time(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def free(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return free
+
+    # --- functional collectives
+
+    def _functional(self, original: Callable[..., Any], kind: EventKind) -> Callable[..., Any]:
+        pick = ArgumentPicker(original).pick
+        free = self._without_time(original)
+
+        @functools.wraps(original)
+        def emulated(*args: Any, **kwargs: Any) -> Any:
+            if self._depth > 0 or torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            result = free(*args, **kwargs)
+            group = resolve_group(pick("group", args, kwargs)) or dist.group.WORLD
+            if not isinstance(group, dist.ProcessGroup) or not torch.is_tensor(result):
+                return result
+            sent = result if kind == EventKind.ALL_GATHER else (args[0] if args else result)
+            message = Message(kind, bytes_of(tensors_of(sent)), group)
+            work, self.last_transfer = self._wire(result.device).handle(message, None)
+            self._unwaited[address_of(result)] = work.wait
+            return result
+
+        return emulated
+
+    def _wait_tensor(self) -> Callable[[Any], Any]:
+        original = functional.wait_tensor
+
+        @functools.wraps(original)
+        def emulated(tensor: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                wait = self._unwaited.pop(address_of(tensor), None)
+                if wait is not None:
+                    wait()
+            return original(tensor)  # type: ignore[no-untyped-call]
+
+        return emulated
+
+    # --- devices
+
+    def _wire(self, device: torch.device) -> Wire:
+        wire = self._wires.get(device.type)
+        if wire is None:
+            if device.type == "cuda":
+                wire = CudaWire(self._network, SpinningDevice())
+            else:
+                wire = HostWire(self._network)
+            self._wires[device.type] = wire
+        return wire
+
+
+def _device_of(tensors: list[torch.Tensor]) -> torch.device:
+    """Where a collective runs; one without tensors (a barrier) on the host."""
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _refuse(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise EmulationError(
+            f"torch.distributed.{original.__name__} was called under emulation, where rank 0 is "
+            "alone. Expected collectives, in which the ranks do alike; pipelines cannot be "
+            "emulated. Leave what sends between two ranks out of the script, or run it on real "
+            "ranks."
+        )
+
+    return refuse

@@ -1,0 +1,111 @@
+"""When does a collective run that nobody sends? Queues of virtual links on the host's clock.
+
+The collectives of one process group take its link one at a time, in the order of issue. A
+transfer's times are fixed when it is issued: it starts when the link is free and ends a modelled
+duration later. Times are absolute, so that a late sleeper delays itself and not the link.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fsdp_inspect.emulation.specification import Specification
+from fsdp_inspect.trace.bandwidth import bus_factor
+from fsdp_inspect.trace.codes import EventKind
+
+_SPIN_NS = 150_000
+"""The last part of a wait is spun: a sleep ends about 0.1 ms late."""
+
+# Bus bytes for each byte of a message, where trace.bandwidth (which measures) has none; source:
+# nccl-tests, doc/PERFORMANCE.md. OTHER_COLLECTIVE stands for reduce, gather and scatter.
+_ONE_WAY_KINDS = (EventKind.BROADCAST, EventKind.OTHER_COLLECTIVE)
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One collective on its link; times in ns on the clock of `time.perf_counter_ns`."""
+
+    kind: EventKind
+    num_bytes: int
+    issue_ns: int
+    start_ns: int
+    end_ns: int
+    need_ns: int = -1
+    """When something first waited for it; -1: nothing has."""
+
+
+class Network:
+    """The links of all process groups that rank 0 is in."""
+
+    def __init__(
+        self, specification: Specification, now: Callable[[], int] = time.perf_counter_ns
+    ) -> None:
+        self.specification = specification
+        self._now = now
+        self._free_ns: dict[str, int] = {}
+
+    def duration_ns(self, kind: EventKind, num_bytes: int, ranks: Sequence[int]) -> int:
+        """What a collective takes once it runs; 0 in a group of one rank.
+
+        Args:
+            kind: What it is.
+            num_bytes: Its full message: all-gather output, reduce-scatter input.
+            ranks: The global ranks of its group.
+        """
+        if len(ranks) < 2:
+            return 0
+        link = self.specification.link_of(ranks)
+        travelling = num_bytes * _bus_factor(kind, len(ranks))
+        return link.latency_ns + round(travelling / link.bandwidth_bytes_per_s * 1e9)
+
+    def issue(
+        self,
+        kind: EventKind,
+        num_bytes: int,
+        group: str,
+        ranks: Sequence[int],
+        *,
+        not_before_ns: int = 0,
+    ) -> Transfer:
+        """Put a collective on the link of its group.
+
+        Args:
+            kind: What it is.
+            num_bytes: Its full message.
+            group: The name of its process group.
+            ranks: The global ranks of that group.
+            not_before_ns: When what it sends is there, if that is later than now.
+        """
+        issue_ns = self._now()
+        start_ns = max(issue_ns, self._free_ns.get(group, 0), not_before_ns)
+        end_ns = start_ns + self.duration_ns(kind, num_bytes, ranks)
+        self._free_ns[group] = end_ns
+        return Transfer(kind, num_bytes, issue_ns, start_ns, end_ns)
+
+    def wait(self, transfer: Transfer) -> None:
+        """Hold the calling thread until a transfer has ended."""
+        if transfer.need_ns < 0:
+            transfer.need_ns = self._now()
+        sleep_until(transfer.end_ns)
+
+    def has_ended(self, transfer: Transfer) -> bool:
+        """Whether a transfer is over by now."""
+        return self._now() >= transfer.end_ns
+
+
+def sleep_until(deadline_ns: int) -> None:
+    """Return at a time of `time.perf_counter_ns`, or at once if it is over.
+
+    Sleeping frees the processor; the last 0.15 ms are spun.
+    """
+    while (left := deadline_ns - time.perf_counter_ns()) > 0:
+        if left > _SPIN_NS:
+            time.sleep((left - _SPIN_NS) / 1e9)
+
+
+def _bus_factor(kind: EventKind, num_ranks: int) -> float:
+    if kind in _ONE_WAY_KINDS:
+        return 1.0
+    if kind == EventKind.ALL_TO_ALL:
+        return (num_ranks - 1) / num_ranks
+    return bus_factor(kind, num_ranks)

@@ -1,0 +1,76 @@
+"""How fast are the links of real machines? Measured or specified figures, each with its source.
+
+Bandwidths are bus bandwidths of large messages as others measured them, not those of data sheets.
+Latencies are those by which NCCL itself chooses its algorithms (`src/graph/tuning.cc`, ring,
+"simple" protocol): 8.4 µs for a collective, 3.4 µs for a step over NVLink, 5.7 µs over PCIe and
+14 µs over a network. A ring of N ranks has N - 1 steps: 32.2 µs for 8 GPUs on NVLink, 14.1 µs for
+2 on PCIe, 70 µs for 16 GPUs on two nodes (14 steps within them, one between). More nodes have a
+longer ring than that: set `inter_latency` for those.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """The links of one kind of machine."""
+
+    name: str
+    gpus_per_node: int
+    intra: tuple[float, int]
+    """Bus bandwidth within a node, bytes/s, and latency, ns."""
+    inter: tuple[float, int] | None
+    """Of one rank's network card; None: one machine."""
+    source: str
+
+
+_NVLINK_RING_NS = 8_400 + 7 * 3_400
+_PCIE_PAIR_NS = 8_400 + 5_700
+_TWO_NODE_RING_NS = 8_400 + 14 * 3_400 + 14_000
+
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Preset(
+            name="h100-nvlink",
+            gpus_per_node=8,
+            intra=(350e9, _NVLINK_RING_NS),
+            inter=None,
+            source=(
+                "all-gather 350 GB/s, reduce-scatter 360 GB/s on H100, nccl-tests: "
+                "https://github.com/NVIDIA/nccl/issues/1281"
+            ),
+        ),
+        Preset(
+            name="h200-ib400",
+            gpus_per_node=8,
+            intra=(350e9, _NVLINK_RING_NS),
+            inter=(47e9, _TWO_NODE_RING_NS),
+            source=(
+                "the same fourth generation of NVLink as the H100; 46 to 48 GB/s for each NDR "
+                "400 Gbit/s card: https://github.com/NVIDIA/nccl-tests/issues/290"
+            ),
+        ),
+        Preset(
+            name="a100-eth100",
+            gpus_per_node=8,
+            intra=(200e9, _NVLINK_RING_NS),
+            inter=(9.4e9, _TWO_NODE_RING_NS),
+            source=(
+                "about 200 GB/s on 8 A100 with NVLink: "
+                "https://github.com/NVIDIA/nccl-tests/issues/149; 600 Gbit/s over eight 100 Gbit/s "
+                "RoCE cards, 9.4 GB/s each: https://github.com/NVIDIA/nccl/issues/495"
+            ),
+        ),
+        Preset(
+            name="rtx4090-pcie",
+            gpus_per_node=2,
+            intra=(8.4e9, _PCIE_PAIR_NS),
+            inter=None,
+            source=(
+                "16.8 GB/s both ways at once between two RTX 4090 without peer access, half of it "
+                "each way: https://gist.github.com/muellerzr/fbfabd0fc02ac259f0a47d6a51b36d0e"
+            ),
+        ),
+    )
+}

@@ -1,0 +1,233 @@
+"""Which machines are emulated? `world_size=64,bandwidth=50GB/s,latency=20us`, or a preset's name.
+
+A *link* carries the collectives of one process group, each for latency + bus bytes / bandwidth;
+bus bytes are those of nccl-tests: message x (N-1)/N, twice that for an all-reduce. A group inside
+a node uses the link within nodes. A group that crosses nodes uses the network: each of its ranks
+brings the bandwidth of its own network card, so k ranks on each node together k times that, but
+never more than the link within nodes carries.
+
+What the model leaves out: two process groups never slow each other down, latency does not grow
+with the number of ranks, a transfer takes no processor, no streaming multiprocessor and no memory
+bandwidth from the computation, and all ranks issue at the moment that rank 0 does.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fsdp_inspect.emulation.presets import PRESETS, Preset
+from fsdp_inspect.errors import ConfigError
+from fsdp_inspect.formatting import format_bytes_per_s, format_ns
+from fsdp_inspect.trace.messages import quote_all, suggest
+
+DEFAULT_LATENCY_NS = 20_000
+DEFAULT_GPUS_PER_NODE = 8
+
+KEYS = (
+    "preset",
+    "world_size",
+    "gpus_per_node",
+    "bandwidth",
+    "latency",
+    "inter_bandwidth",
+    "inter_latency",
+)
+LEGAL = (
+    "a preset (" + ", ".join(PRESETS) + ") and keys with commas between: world_size=64, "
+    "bandwidth=50GB/s, latency=20us; for links between nodes gpus_per_node=8, "
+    "inter_bandwidth=50GB/s (of one rank's network card), inter_latency=30us"
+)
+
+_RATES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_RATE = re.compile(r"([0-9.]+(?:e[0-9]+)?) *([kmgt]?i?)(b/s|bit/s|bps)", re.IGNORECASE)
+_TIMES = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
+_TIME = re.compile(r"([0-9.]+(?:e-?[0-9]+)?) *(ns|us|µs|ms|s)")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a collective takes: latency + bus bytes / bandwidth."""
+
+    bandwidth_bytes_per_s: float
+    latency_ns: int
+
+    def __str__(self) -> str:
+        return f"{format_bytes_per_s(self.bandwidth_bytes_per_s)}, {format_ns(self.latency_ns)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Specification:
+    """The emulated machines."""
+
+    world_size: int
+    gpus_per_node: int
+    intra: Link
+    """Within a node: what a group has, however many ranks are in it."""
+    inter: Link | None
+    """Between nodes: what one rank's network card has; None: there is one node."""
+    preset: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `run.json` keeps it."""
+        return asdict(self)
+
+    def link_of(self, ranks: Sequence[int]) -> Link:
+        """What the collectives of a process group run over.
+
+        Args:
+            ranks: The global ranks of the group, at least one.
+        """
+        nodes: dict[int, int] = {}
+        for rank in ranks:
+            node = rank // self.gpus_per_node
+            nodes[node] = nodes.get(node, 0) + 1
+        if len(nodes) < 2 or self.inter is None:
+            return self.intra
+        cards = min(nodes.values())
+        bandwidth = min(self.inter.bandwidth_bytes_per_s * cards, self.intra.bandwidth_bytes_per_s)
+        return Link(bandwidth, self.inter.latency_ns)
+
+    def __str__(self) -> str:
+        where = f"{self.preset}: " if self.preset else ""
+        text = f"{where}{self.world_size} ranks, {self.intra}"
+        if self.inter is None or self.world_size <= self.gpus_per_node:
+            return text
+        return f"{text} within nodes of {self.gpus_per_node}; {self.inter} per rank between them"
+
+
+def parse_specification(text: str) -> Specification:
+    """Read what `--emulate` was given.
+
+    Raises:
+        ConfigError: A key or preset does not exist (names the nearest), or a value is not legal.
+    """
+    values = _split(text)
+    preset = _preset(text, values.pop("preset", None))
+    gpus_per_node = _count(text, values, "gpus_per_node", preset.gpus_per_node if preset else None)
+    has_network = "inter_bandwidth" in values or "inter_latency" in values
+    world_size = _count(text, values, "world_size", gpus_per_node if preset else None)
+    if world_size is None:
+        raise _refused(text, "it has no world_size", "Add world_size=8, for example.")
+    intra = _link(text, values, "", preset.intra if preset else None)
+    if intra is None:
+        raise _refused(text, "it has no bandwidth", "Add bandwidth=50GB/s, for example.")
+    inter = _link(text, values, "inter_", preset.inter if preset else None)
+    if gpus_per_node is None:
+        gpus_per_node = DEFAULT_GPUS_PER_NODE if has_network else world_size
+    if inter is None and world_size > gpus_per_node:
+        raise _refused(
+            text,
+            f"its {world_size} ranks do not fit into a node of {gpus_per_node}, and it has no link "
+            "between nodes",
+            "Add inter_bandwidth=50GB/s (of one rank's network card), or choose a preset with a "
+            "network, such as h200-ib400.",
+        )
+    return Specification(
+        world_size=world_size,
+        gpus_per_node=gpus_per_node,
+        intra=intra,
+        inter=inter,
+        preset=None if preset is None else preset.name,
+    )
+
+
+def parse_time_ns(text: str) -> int | None:
+    """A duration such as `20us`, in ns; None if it is none."""
+    found = _TIME.fullmatch(text.strip())
+    number = None if found is None else _number(found[1])
+    return None if found is None or number is None else round(number * _TIMES[found[2]])
+
+
+def parse_bytes_per_s(text: str) -> float | None:
+    """A bandwidth such as `50GB/s` or `400Gbit/s`, in bytes per second; None if it is none."""
+    found = _RATE.fullmatch(text.strip())
+    number = None if found is None else _number(found[1])
+    if found is None or number is None or found[2].lower() not in _RATES:
+        return None
+    # As the field writes it: GB/s are bytes, Gb/s and Gbit/s are bits.
+    is_bits = found[3].lower() in ("bit/s", "bps") or found[3].startswith("b/")
+    return number * _RATES[found[2].lower()] / (8 if is_bits else 1)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _split(text: str) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals:
+            key, value = "preset", key
+        if key not in KEYS:
+            raise ConfigError(
+                f"The emulation {text!r} sets {key!r}, which is no key of it. "
+                f"{suggest(key, KEYS, what='keys')} Expected {LEGAL}."
+            )
+        if key in values:
+            raise _refused(text, f"it sets {key} twice", "Leave one of them out.")
+        values[key] = value
+    return values
+
+
+def _preset(text: str, name: str | None) -> Preset | None:
+    if name is None:
+        return None
+    if name not in PRESETS:
+        raise ConfigError(
+            f"The emulation {text!r} names {name!r}, which is no preset. "
+            f"{suggest(name, list(PRESETS), what='presets')} Presets: {quote_all(PRESETS)}. "
+            "Choose one, or say bandwidth=... and latency=... instead."
+        )
+    return PRESETS[name]
+
+
+def _count(text: str, values: dict[str, str], key: str, default: int | None) -> int | None:
+    given = values.get(key)
+    if given is None:
+        return default
+    if not given.isdecimal() or int(given) < 1:
+        raise _refused(text, f"{key} is {given!r}", f"Set {key} to a whole number from 1.")
+    return int(given)
+
+
+def _link(
+    text: str, values: dict[str, str], prefix: str, default: tuple[float, int] | None
+) -> Link | None:
+    bandwidth, latency = values.get(f"{prefix}bandwidth"), values.get(f"{prefix}latency")
+    if bandwidth is None and default is None:
+        if latency is not None:
+            raise _refused(
+                text,
+                f"it has {prefix}latency and no {prefix}bandwidth",
+                f"Add {prefix}bandwidth=50GB/s, for example.",
+            )
+        return None
+    rate, delay = default or (0.0, DEFAULT_LATENCY_NS)
+    if bandwidth is not None:
+        rate = parse_bytes_per_s(bandwidth) or 0.0
+        if rate <= 0:
+            raise _refused(
+                text,
+                f"{prefix}bandwidth is {bandwidth!r}",
+                f"Set {prefix}bandwidth to a number above 0 with a unit, such as 50GB/s or "
+                "400Gbit/s.",
+            )
+    if latency is not None:
+        parsed = parse_time_ns(latency)
+        if parsed is None:
+            raise _refused(
+                text,
+                f"{prefix}latency is {latency!r}",
+                f"Set {prefix}latency to a number with a unit, such as 20us.",
+            )
+        delay = parsed
+    return Link(rate, delay)
+
+
+def _refused(text: str, wrong: str, advice: str) -> ConfigError:
+    return ConfigError(f"The emulation {text!r} cannot be: {wrong}. Expected {LEGAL}. {advice}")

@@ -1,0 +1,154 @@
+"""When does FSDP wait for an emulated collective on CPU? Where its events wait on CUDA.
+
+torch's CPU streams and events are dummies, so FSDP2 never waits for anything there but a `Work`;
+and a `Work` would put it on its asynchronous branch, which frees the gather's output early and so
+changes the memory peak. Collectives therefore return None, and the main thread sleeps where FSDP
+makes CUDA's compute stream wait for an event (`_fsdp_param_group.py`, torch 2.13):
+
+    unshard                   notes the all-gather that it issues
+    wait_for_unshard          waits for that all-gather
+    post_backward             notes the reductions that it issues
+    _wait_for_post_backward   waits for the reduce-scatters that FSDP has just dropped (all but
+                              the newest K - 1, K the maximum of input buffers) and for the
+                              unit's own last reduction
+    finalize_backward         waits for every reduction, and for a gather that nobody used
+
+The wraps are on the class, so that units of any model are seen, whenever they are made.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from fsdp_inspect.emulation.network import Network, Transfer
+from fsdp_inspect.emulation.replacing import replace_attribute
+from fsdp_inspect.sharding.torch_fsdp import num_reduce_scatters_in_flight
+
+
+class UnitWaits:
+    """What every unit has issued and not yet waited for."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._gathers: WeakKeyDictionary[FSDPParamGroup, Transfer] = WeakKeyDictionary()
+        self._last_reductions: WeakKeyDictionary[FSDPParamGroup, Transfer] = WeakKeyDictionary()
+        self._in_flight: WeakKeyDictionary[Any, list[Transfer]] = WeakKeyDictionary()
+        """By FSDP root: reduce-scatters whose input FSDP keeps, oldest first."""
+        self._outstanding: WeakKeyDictionary[Any, list[Transfer]] = WeakKeyDictionary()
+        """By FSDP root: every reduction until the end of backward."""
+        self.gathering: FSDPParamGroup | None = None
+        """The unit whose `unshard` runs at this moment."""
+        self.reducing: FSDPParamGroup | None = None
+        """The unit whose `post_backward` runs at this moment."""
+        self.fsdp_ns = 0
+        """Time that the main thread has spent in FSDP's own code so far: copies and waits."""
+        self._entered_ns = 0
+        self._depth = 0
+
+    def attach(self, undo: ExitStack) -> None:
+        """Wrap the methods of every unit until `undo` is closed."""
+        wraps: dict[str, Callable[..., Any]] = {
+            "unshard": self._unshard,
+            "wait_for_unshard": self._wait_for_unshard,
+            "post_backward": self._post_backward,
+            "_wait_for_post_backward": self._wait_for_post_backward,
+            "finalize_backward": self._finalize_backward,
+        }
+        for name, wrap in wraps.items():
+            original = vars(FSDPParamGroup)[name]
+            replace_attribute(undo, FSDPParamGroup, name, self._bind(wrap, original))
+
+    # --- what was issued
+
+    def note_gather(self, transfer: Transfer) -> None:
+        """The unit that is gathering has issued its all-gather."""
+        assert self.gathering is not None
+        self._gathers[self.gathering] = transfer
+
+    def note_reduction(self, transfer: Transfer, *, is_reduce_scatter: bool) -> None:
+        """The unit that is reducing has issued a reduce-scatter, or what follows it."""
+        group = self.reducing
+        assert group is not None
+        self._last_reductions[group] = transfer
+        self._outstanding.setdefault(group.comm_ctx, []).append(transfer)
+        if is_reduce_scatter:
+            self._in_flight.setdefault(group.comm_ctx, []).append(transfer)
+
+    @property
+    def reduced_ns(self) -> int:
+        """When the reduction before the one to come ends: an all-reduce follows its scatter."""
+        assert self.reducing is not None
+        last = self._last_reductions.get(self.reducing)
+        return 0 if last is None else last.end_ns
+
+    # --- the wraps
+
+    def _bind(self, wrap: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def method(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
+            with self._inside_fsdp():
+                return wrap(functools.partial(original, group, *args, **kwargs), group)
+
+        return method
+
+    def _unshard(self, original: Callable[[], None], group: FSDPParamGroup) -> None:
+        outer, self.gathering = self.gathering, group
+        try:
+            original()
+        finally:
+            self.gathering = outer
+
+    def _wait_for_unshard(self, original: Callable[[], None], group: FSDPParamGroup) -> None:
+        self._wait(self._gathers.pop(group, None))
+        original()
+
+    def _post_backward(self, original: Callable[[], None], group: FSDPParamGroup) -> None:
+        outer, self.reducing = self.reducing, group
+        try:
+            original()
+        finally:
+            self.reducing = outer
+        self._wait_for_dropped(group)  # a unit without gradients drops inputs and reduces nothing
+
+    def _wait_for_post_backward(self, original: Callable[[], None], group: FSDPParamGroup) -> None:
+        self._wait_for_dropped(group)
+        self._wait(self._last_reductions.pop(group, None))
+        original()
+
+    def _finalize_backward(self, original: Callable[[], None], group: FSDPParamGroup) -> None:
+        for transfer in sorted(
+            self._outstanding.pop(group.comm_ctx, []), key=lambda transfer: transfer.end_ns
+        ):
+            self._wait(transfer)
+        self._in_flight.pop(group.comm_ctx, None)
+        self._last_reductions.pop(group, None)
+        self._wait(self._gathers.pop(group, None))
+        original()
+
+    def _wait_for_dropped(self, group: FSDPParamGroup) -> None:
+        in_flight = self._in_flight.get(group.comm_ctx, [])
+        for _ in range(len(in_flight) - num_reduce_scatters_in_flight(group)):
+            self._wait(in_flight.pop(0))
+
+    def _wait(self, transfer: Transfer | None) -> None:
+        if transfer is not None:
+            self._network.wait(transfer)
+
+    @contextmanager
+    def _inside_fsdp(self) -> Iterator[None]:
+        self._depth += 1
+        if self._depth == 1:
+            self._entered_ns = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self.fsdp_ns += time.perf_counter_ns() - self._entered_ns

@@ -1,0 +1,208 @@
+"""How does a transfer that nobody sends take its time? Sleeping on CPU, a spinning kernel on CUDA.
+
+A *wire* puts a collective on its link in one of three ways, by who waits for it:
+
+- `occupy`: the caller, here and now, as for any synchronous collective;
+- `defer`: FSDP, later; on CPU the transfer is returned for `unit_waits`, on CUDA the stream of the
+  collective is busy and FSDP's own events do the rest;
+- `handle`: whoever calls `wait` on the work that is returned.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fsdp_inspect.emulation.network import Network, Transfer
+from fsdp_inspect.trace.codes import EventKind
+
+
+class Wire(Protocol):
+    """What carries collectives of one kind of device."""
+
+    def occupy(self, message: Message) -> Transfer | None:
+        """The caller waits; returns the transfer where its times are known on the host."""
+        ...
+
+    def defer(self, message: Message, *, not_before_ns: int = 0) -> Transfer | None:
+        """FSDP waits for it when it is needed."""
+        ...
+
+    def handle(self, message: Message, inner: Any) -> tuple[dist.Work, Transfer | None]:
+        """A handle to wait with; `inner` is that of torch's fake process group."""
+        ...
+
+
+class Message:
+    """A collective to be carried."""
+
+    __slots__ = ("group", "kind", "num_bytes", "ranks")
+
+    def __init__(self, kind: EventKind, num_bytes: int, group: dist.ProcessGroup) -> None:
+        self.kind = kind
+        self.num_bytes = num_bytes
+        self.group = group.group_name
+        self.ranks = dist.get_process_group_ranks(group)
+
+
+class HostWire:
+    """CPU: the thread that needs a transfer sleeps until it has ended."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+
+    def occupy(self, message: Message) -> Transfer:
+        """Issue it, and sleep."""
+        transfer = self.defer(message)
+        self._network.wait(transfer)
+        return transfer
+
+    def defer(self, message: Message, *, not_before_ns: int = 0) -> Transfer:
+        """Issue it."""
+        return self._network.issue(
+            message.kind,
+            message.num_bytes,
+            message.group,
+            message.ranks,
+            not_before_ns=not_before_ns,
+        )
+
+    def handle(self, message: Message, inner: Any) -> tuple[dist.Work, Transfer]:
+        """Issue it; the work's `wait` sleeps."""
+        transfer = self.defer(message)
+        return HostWork(inner, self._network, transfer), transfer
+
+
+class HostWork(dist.Work):
+    """A collective on its way, on CPU."""
+
+    def __init__(self, inner: Any, network: Network, transfer: Transfer) -> None:
+        super().__init__()
+        self._inner = inner
+        self._network = network
+        self._transfer = transfer
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Sleep until it has ended."""
+        self._network.wait(self._transfer)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has ended by now."""
+        return self._network.has_ended(self._transfer)
+
+    def get_future(self) -> Any:
+        """The future of the fake process group, which is done from the start."""
+        return self._inner.get_future()
+
+
+class CudaWire:
+    """CUDA: a kernel spins for the transfer's time, one at a time for each communicator.
+
+    The current stream is the one that FSDP (or the script) issues the collective on; what waits
+    for that stream, or for an event on it, waits for the transfer. No host time is known: the
+    recorder measures with events on the stream, as it does with NCCL.
+    """
+
+    def __init__(self, network: Network, device: Any) -> None:
+        self._network = network
+        self._device = device
+        self._last: dict[str, Any] = {}
+        """The end of the last transfer of each communicator, as an event."""
+        self._side: dict[str, Any] = {}
+
+    def occupy(self, message: Message) -> None:
+        """Spin on the current stream."""
+        self._spin(message, self._device.current_stream())
+
+    def defer(self, message: Message, *, not_before_ns: int = 0) -> None:
+        """Spin on the current stream: FSDP's events order what depends on it."""
+        self._spin(message, self._device.current_stream())
+
+    def handle(self, message: Message, inner: Any) -> tuple[dist.Work, None]:
+        """Spin on a stream of the communicator's own, as NCCL runs an asynchronous collective."""
+        side = self._side.get(message.group)
+        if side is None:
+            side = self._side[message.group] = self._device.new_stream()
+        side.wait_stream(self._device.current_stream())
+        return StreamWork(inner, self._device, self._spin(message, side)), None
+
+    def _spin(self, message: Message, stream: Any) -> Any:
+        last = self._last.get(message.group)
+        if last is not None:
+            stream.wait_event(last)
+        duration = self._network.duration_ns(message.kind, message.num_bytes, message.ranks)
+        self._device.spin(duration, stream)
+        ended = self._last[message.group] = stream.record_event()
+        return ended
+
+
+class StreamWork(dist.Work):
+    """A collective on its way, on CUDA: `wait` holds the current stream, never the host."""
+
+    def __init__(self, inner: Any, device: Any, ended: Any) -> None:
+        super().__init__()
+        self._inner = inner
+        self._device = device
+        self._ended = ended
+
+    def wait(self, timeout: Any = None) -> bool:
+        """What is put on the current stream from now on runs behind it."""
+        self._device.current_stream().wait_event(self._ended)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the device has come past it."""
+        return bool(self._ended.query())
+
+    def get_future(self) -> Any:
+        """The future of the fake process group, which is done from the start."""
+        return self._inner.get_future()
+
+
+class SpinningDevice:
+    """A CUDA device whose streams can be kept busy for a time.
+
+    [Note: Spinning for a time] `torch.cuda._sleep` counts cycles of the multiprocessor's clock,
+    which varies; it is calibrated once, after a warm-up, against events. On a GPU that throttles
+    later, transfers last longer than the model says by as much as the clock is slower.
+    """
+
+    _WARM_UP_CYCLES = 200_000_000
+    _CALIBRATION_CYCLES = 20_000_000
+
+    def __init__(self) -> None:
+        self._cycles_per_ns = self._calibrate()
+
+    def current_stream(self) -> Any:
+        """The stream that the host issues to."""
+        return torch.cuda.current_stream()
+
+    def new_stream(self) -> Any:
+        """A stream of its own."""
+        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def spin(self, duration_ns: int, stream: Any) -> None:
+        """Keep a stream busy."""
+        with torch.cuda.stream(stream):
+            _spin_cycles(round(duration_ns * self._cycles_per_ns))
+
+    def _calibrate(self) -> float:
+        """Cycles per ns, the median of five measurements."""
+        _spin_cycles(self._WARM_UP_CYCLES)
+        rates = []
+        for _ in range(5):
+            start = torch.Event("cuda", enable_timing=True)
+            end = torch.Event("cuda", enable_timing=True)
+            start.record()
+            _spin_cycles(self._CALIBRATION_CYCLES)
+            end.record()
+            end.synchronize()
+            rates.append(self._CALIBRATION_CYCLES / (start.elapsed_time(end) * 1e6))
+        return float(sorted(rates)[2])
+
+
+def _spin_cycles(cycles: int) -> None:
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]

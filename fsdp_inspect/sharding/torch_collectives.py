@@ -1,0 +1,89 @@
+"""Which functions of torch communicate, and what do they send? For those who wrap them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch._C._distributed_c10d import _resolve_process_group
+
+from fsdp_inspect.trace.codes import EventKind
+
+FUNCTIONS = {
+    "all_reduce": (EventKind.ALL_REDUCE, "tensor"),
+    "all_gather": (EventKind.ALL_GATHER, "tensor_list"),
+    "all_gather_into_tensor": (EventKind.ALL_GATHER, "output_tensor"),
+    "all_gather_single": (EventKind.ALL_GATHER, "output_tensor"),
+    "reduce_scatter": (EventKind.REDUCE_SCATTER, "input_list"),
+    "reduce_scatter_tensor": (EventKind.REDUCE_SCATTER, "input"),
+    "reduce_scatter_single": (EventKind.REDUCE_SCATTER, "input"),
+    "reduce": (EventKind.OTHER_COLLECTIVE, "tensor"),
+    "gather": (EventKind.OTHER_COLLECTIVE, "tensor"),
+    "scatter": (EventKind.OTHER_COLLECTIVE, "tensor"),
+    "broadcast": (EventKind.BROADCAST, "tensor"),
+    "all_to_all": (EventKind.ALL_TO_ALL, "input_tensor_list"),
+    "all_to_all_single": (EventKind.ALL_TO_ALL, "input"),
+    "barrier": (EventKind.BARRIER, None),
+}
+"""Functions of `torch.distributed`: what they are, and the argument whose bytes travel."""
+
+POINT_TO_POINT = {
+    "send": (EventKind.POINT_TO_POINT, "tensor"),
+    "recv": (EventKind.POINT_TO_POINT, "tensor"),
+}
+"""The same between two ranks."""
+
+FUNCTIONALS = {
+    "all_reduce": EventKind.ALL_REDUCE,
+    "all_gather_single": EventKind.ALL_GATHER,
+    "all_gather_tensor": EventKind.ALL_GATHER,
+    "reduce_scatter_single": EventKind.REDUCE_SCATTER,
+    "reduce_scatter_tensor": EventKind.REDUCE_SCATTER,
+    "all_to_all_single": EventKind.ALL_TO_ALL,
+    "broadcast": EventKind.BROADCAST,
+}
+"""Functional collectives: issued here, waited for through `wait_tensor`."""
+
+
+class ArgumentPicker:
+    """Finds an argument of a function by name, given by place or by keyword."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._names = list(inspect.signature(function).parameters)
+
+    def pick(self, name: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The argument; None where it was not given, or there is none of that name."""
+        if name is None or name in kwargs:
+            return kwargs.get(name) if name else None
+        place = self._names.index(name) if name in self._names else len(args)
+        return args[place] if place < len(args) else None
+
+
+def tensors_of(message: Any) -> list[torch.Tensor]:
+    """The tensors in the argument of a collective."""
+    if message is None:
+        return []
+    members = message if isinstance(message, (list, tuple)) else [message]
+    return [member for member in members if torch.is_tensor(member)]
+
+
+def bytes_of(tensors: list[torch.Tensor]) -> int:
+    """What they hold together."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def address_of(tensor: Any) -> int:
+    """Where the result of a functional collective lies: it ties `wait_tensor` to its issue."""
+    return int(getattr(tensor, "elem", tensor).data_ptr())
+
+
+def resolve_group(group: Any) -> dist.ProcessGroup | None:
+    """The process group that a functional collective was given; None: the default one."""
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return group
+    name = functional._resolve_group_name(group)
+    return _resolve_process_group(name)
