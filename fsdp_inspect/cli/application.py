@@ -12,12 +12,26 @@ from fsdp_inspect.cli.demo import demo
 from fsdp_inspect.cli.export import export
 from fsdp_inspect.cli.exposed import exposed
 from fsdp_inspect.cli.memory import memory
+from fsdp_inspect.cli.report import report
 from fsdp_inspect.cli.runs import runs
 from fsdp_inspect.cli.summary import summary
 from fsdp_inspect.cli.units import units
 from fsdp_inspect.version import __version__
 
-_COMMANDS = (demo, runs, summary, breakdown, exposed, units, memory, compare, compact, export, app)
+_COMMANDS = (
+    demo,
+    runs,
+    summary,
+    breakdown,
+    exposed,
+    units,
+    memory,
+    compare,
+    compact,
+    export,
+    report,
+    app,
+)
 
 
 def build_application() -> typer.Typer:

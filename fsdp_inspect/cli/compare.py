@@ -33,7 +33,7 @@ def compare(sides: SidesArgument, as_json: JsonOption = False) -> None:
     from fsdp_inspect.digest.comparison import compare_runs
     from fsdp_inspect.report.json import render_json
 
-    comparison = compare_runs(*_open_sides(sides))
+    comparison = compare_runs(*open_sides(sides))
     if as_json:
         print(render_json(comparison))
         return
@@ -42,7 +42,7 @@ def compare(sides: SidesArgument, as_json: JsonOption = False) -> None:
     print_renderable(render_comparison(comparison))
 
 
-def _open_sides(given: list[str]) -> "list[StoredRun | list[StoredRun]]":
+def open_sides(given: list[str]) -> "list[StoredRun | list[StoredRun]]":
     """Open what a user gave, each as a run or as a side of repeats.
 
     Raises:

@@ -1,0 +1,18 @@
+"""A run, or several side by side, as one HTML file that needs nothing else."""
+
+from fsdp_inspect.report.html.contents import (
+    ComparisonContents,
+    RunContents,
+    read_comparison,
+    read_contents,
+)
+from fsdp_inspect.report.html.page import render_comparison, render_run
+
+__all__ = [
+    "ComparisonContents",
+    "RunContents",
+    "read_comparison",
+    "read_contents",
+    "render_comparison",
+    "render_run",
+]

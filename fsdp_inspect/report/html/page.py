@@ -1,0 +1,241 @@
+"""How does a run read as one HTML file? Verdict first, then the numbers, then how they were got.
+
+The file needs nothing but itself: no script, no font, no picture from elsewhere, and a policy in
+it forbids the browser to ask for any. Bars are styled boxes, lines are inline SVG: a report has
+some 60 KB, where plotly alone would add 4.8 MB of script to every file, and prints like text.
+Everything from the run is escaped by the templates; nothing is computed here.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from fsdp_inspect import formatting
+from fsdp_inspect.analysis.steps import StepTimes
+from fsdp_inspect.metrics import Better, find_metric
+from fsdp_inspect.report import palette, wording
+from fsdp_inspect.report.html.contents import ComparisonContents, RunContents
+from fsdp_inspect.report.html.lines import Line, LineChart, draw_lines
+from fsdp_inspect.report.palette import Look
+from fsdp_inspect.report.values import format_kind, format_method, format_metric
+from fsdp_inspect.trace.reduction import StepPart
+from fsdp_inspect.trace.repeats import (
+    PROCESS_NOISE_RATIO,
+    RUNS_FOR_A_TEST,
+    Judgement,
+    Telling,
+)
+from fsdp_inspect.version import __version__
+
+MOST_OWNERS = 40
+"""How many owners of exposed communication are listed."""
+MOST_RANKS = 256
+"""How many ranks are listed."""
+_ROOM_FOR_WARMUP = 1.25
+_LABELLED_RATIO = 0.11
+"""The least share of a bar's width that has room for a label."""
+_PARTS = {part.label: part for part in StepPart}
+_KIND_LOOKS = {
+    "all_gather": palette.EXPOSED_ALL_GATHER,
+    "reduce_scatter": palette.EXPOSED_REDUCE_SCATTER,
+    "all_reduce": palette.EXPOSED_ALL_REDUCE,
+}
+
+
+def render_run(contents: RunContents) -> str:
+    """One run as a whole HTML document."""
+    return (
+        _environment()
+        .get_template("run.html")
+        .render(
+            contents=contents,
+            digest=contents.digest,
+            manifest=contents.manifest,
+            charts=_charts(contents),
+            most_owners=MOST_OWNERS,
+            most_ranks=MOST_RANKS,
+        )
+    )
+
+
+def render_comparison(contents: ComparisonContents) -> str:
+    """Several runs beside each other as a whole HTML document."""
+    breakdowns = [digest.breakdown for digest in contents.digests]
+    units = [side for row in contents.comparison.units for side in row.sides if side is not None]
+    return (
+        _environment()
+        .get_template("comparison.html")
+        .render(
+            comparison=contents.comparison,
+            digests=contents.digests,
+            breakdowns=breakdowns,
+            longest_step=_largest(filter(None, breakdowns), "step_time_ns"),
+            longest_exposed=_largest(units, "exposed_ns"),
+            noise_ratio=PROCESS_NOISE_RATIO,
+            runs_for_a_test=RUNS_FOR_A_TEST,
+        )
+    )
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("fsdp_inspect.report.html"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "ns": formatting.format_ns,
+        "bytes": formatting.format_bytes,
+        "bytes_per_s": formatting.format_bytes_per_s,
+        "count": formatting.format_count,
+        "ratio": formatting.format_ratio,
+        "unit": lambda fqn: "(not FSDP)" if fqn is None else _one_line(formatting.format_unit(fqn)),
+        "name": _one_line,
+        "kind": format_kind,
+        "words": lambda name: name.replace("_", " "),
+        "method": format_method,
+        "category": wording.name_category,
+        "metric": lambda value, name: format_metric(name, value),
+        "width": _width,
+        "label": lambda name: find_metric(name).label,
+        "definition": lambda name: find_metric(name).definition,
+        "change": lambda ratio: f"{ratio:+.1%}".replace("%", " %").replace("-", "−"),
+        "setting": _setting,
+    }
+    environment.globals |= {
+        "version": __version__,
+        "wording": wording,
+        "part_look": lambda name: palette.PART_LOOKS[_PARTS[name]],
+        "kind_look": lambda kind, fqn: _kind_look(kind, fqn),
+        "methods": _methods,
+        "largest": _largest,
+        "has_room": lambda part, whole: part > _LABELLED_RATIO * whole,
+        "part_names": frozenset(_PARTS),
+        "telling_words": _TELLINGS,
+        "tendency": _tendency,
+    }
+    return environment
+
+
+def _one_line(text: object) -> str:
+    """A name with what cannot be printed as spaces; the template escapes it."""
+    return "".join(character if character.isprintable() else " " for character in str(text))
+
+
+def _setting(value: object) -> str:
+    """A setting as configuration files write it."""
+    if value is None:
+        return "(not set)"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_TELLINGS = {
+    Telling.EQUAL: "",
+    Telling.DIFFERENT: "",
+    Telling.SAME: "no difference",
+    Telling.UNKNOWN: "cannot be told from noise",
+    Telling.MISSING: "",
+}
+
+
+def _tendency(name: str, judgement: Judgement) -> str:
+    """`better` or `worse` where a change is told and the metric has a better way."""
+    better = find_metric(name).better
+    if judgement.telling is not Telling.DIFFERENT or not judgement.change:
+        return ""
+    if better is Better.NEITHER:
+        return ""
+    return "better" if (judgement.change > 0) == (better is Better.HIGHER) else "worse"
+
+
+def _width(value: float | None, whole: float | None) -> str:
+    """The length of a bar, for CSS: a share of the whole in percent."""
+    if not value or not whole:
+        return "0%"
+    return f"{min(max(100 * value / whole, 0), 100):.4g}%"
+
+
+def _kind_look(kind: str, fqn: str | None) -> Look:
+    return palette.EXPOSED_OTHER if fqn is None else _KIND_LOOKS.get(kind, palette.EXPOSED_OTHER)
+
+
+def _largest(members: Iterable[Any], attribute: str) -> float:
+    """The highest value of an attribute, 0 without one: a table's bars are measured by it."""
+    return max((getattr(member, attribute) or 0 for member in members), default=0)
+
+
+def _methods(methods: Mapping[str, str]) -> list[tuple[str, str]]:
+    """How the groups of numbers were obtained: the method in words, and the groups it serves."""
+    ordered = sorted(methods.items(), key=lambda item: item[1])
+    return [
+        (format_method(method), ", ".join(format_kind(name) for name, _ in members))
+        for method, members in groupby(ordered, key=lambda item: item[1])
+    ]
+
+
+def _charts(contents: RunContents) -> dict[str, LineChart | None]:
+    return {
+        "step_time": _draw_step_times(contents.times),
+        "memory": _draw_memory(contents),
+        "loss": _draw_loss(contents),
+    }
+
+
+def _bands(times: StepTimes) -> Sequence[tuple[Sequence[int], str]]:
+    return (
+        (times.selection.warmup, "warm-up, not timed"),
+        (times.selection.memory, "memory step, not timed"),
+    )
+
+
+def _draw_step_times(times: StepTimes) -> LineChart | None:
+    points = times.over_steps
+    steps = [point.step for point in points]
+    timed = [point.step_time_ns for point in points if point.is_timed]
+    spread = times.step_time_ns
+    return draw_lines(
+        [
+            Line("step time", steps, [point.step_time_ns for point in points]),
+            Line("of it exposed", steps, [point.exposed_ns for point in points], "area"),
+        ],
+        alt=f"Step time of each of {len(points)} steps, and the part of it that is exposed "
+        "communication.",
+        format_value=formatting.format_ns,
+        # Warm-up may leave at the top: its height would flatten the steps that count.
+        top=_ROOM_FOR_WARMUP * max(timed) if timed else None,
+        bands=_bands(times),
+        level=spread.median if spread else None,
+    )
+
+
+def _draw_memory(contents: RunContents) -> LineChart | None:
+    over_steps = contents.digest.memory.over_steps
+    steps = [step.step for step in over_steps]
+    reserved = [step.highest_reserved_bytes for step in over_steps]
+    lines = [Line("allocated", steps, [step.highest_allocated_bytes for step in over_steps])]
+    if any(value is not None for value in reserved):
+        lines.append(Line("reserved", steps, reserved, "second"))
+    return draw_lines(
+        lines,
+        alt=f"Highest memory of each of {len(steps)} sampled steps.",
+        format_value=formatting.format_bytes,
+        bands=_bands(contents.times)[:1],
+    )
+
+
+def _draw_loss(contents: RunContents) -> LineChart | None:
+    series = next((one for one in contents.scalars if one.name == "loss"), None)
+    if series is None:
+        return None
+    return draw_lines(
+        [Line("loss", series.steps, series.values)],
+        alt=f"Loss of {len(series.steps)} steps, as the training loop logged it.",
+        format_value=lambda value: f"{value:.4g}",
+        from_zero=False,
+    )
