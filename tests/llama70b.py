@@ -33,6 +33,7 @@ _BACKWARD_NS, _FORWARD_NS, _OPTIMIZER_NS = 40_000_000, 20_000_000, 50_000_000
 _COLLECTIVES_PER_STEP = NUM_COLLECTIVES // NUM_STEPS
 _OTHERS_PER_STEP = (NUM_COLLECTIVES - NUM_LAST) // NUM_STEPS
 _BLOCKS = tuple(f"layers.{number}" for number in range(NUM_BLOCKS))
+_PASSES = (EventKind.FORWARD, EventKind.BACKWARD)
 _STREAMS = {
     EventKind.ALL_GATHER: Stream.ALL_GATHER,
     EventKind.REDUCE_SCATTER: Stream.REDUCE_SCATTER,
@@ -129,7 +130,7 @@ class _Job:
         self.now = [start + duration_ns for start in self.now]
 
     def communicate(self, row: Published, *, unit: str | None, phase: Phase) -> None:
-        """A collective that every rank waits for at once; the late rank makes them all wait."""
+        """A collective that every rank waits for at once; what comes before lasts until then."""
         sequence = self._num_collectives
         self._num_collectives += 1
         late = _late_rank(sequence)
@@ -140,6 +141,8 @@ class _Job:
         end = first + row.skew_ns + row.transfer_ns
         for rank, late_ns in zip(self.ranks, lateness, strict=True):
             arrival = first + late_ns
+            if rank.events and rank.events[-1]["kind"] in _PASSES:
+                rank.events[-1]["end_ns"] = arrival
             rank.add(
                 row.kind,
                 arrival,

@@ -1,0 +1,387 @@
+"""Is there a straggler, what does it cost, and how sure is that?
+
+Rank by rank over all timed steps (from the summary), and collective by collective over a sample of
+ranks and steps (from the events): skew is the spread of the arrivals, the transfer is what a
+collective takes once the last rank is there. A straggler's price is the recorded step replayed on
+all ranks, with its work replaced by that of the rank in the middle of the others.
+
+[Note: who is a straggler] Some rank is the last at every collective. One is called a straggler if
+it works longest in at least three quarters of the steps, is later than the clocks are uncertain,
+and the replayed step is at least 2 % shorter without it, and by more than the replay's own error.
+Ranks that take turns are an imbalance.
+
+Source: RULES R32; TraceLens' start skew and communication latency (minimum over ranks).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.trace.alignment import Alignment, align_clocks
+from fsdp_inspect.trace.arrivals import NEVER, Arrivals, Lateness, find_arrivals
+from fsdp_inspect.trace.bandwidth import bus_factor
+from fsdp_inspect.trace.codes import EventKind, Phase
+from fsdp_inspect.trace.matching import Matching
+from fsdp_inspect.trace.rank_replay import Replay, read_programs
+from fsdp_inspect.trace.reduction import EXPOSED_PART_CODES, PARTS_OF_STEP, StepPart
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.sampling import common_steps, consecutive, sample_ranks, spread
+from fsdp_inspect.trace.statistics import median, percentile
+from fsdp_inspect.trace.steps import RankSteps, timed_ranks, timed_summary
+from fsdp_inspect.trace.tables import SummaryTable
+
+_Int64 = NDArray[np.int64]
+
+MAX_SAMPLED_RANKS = 48
+MAX_SAMPLED_STEPS = 8
+MAX_REPLAYED_STEPS = 4
+LEAST_COST_RATIO = 0.02
+LEAST_BUSIEST_RATIO = 0.75
+_NUM_CANDIDATES = 3
+_OWN_PARTS = tuple(part for part in PARTS_OF_STEP if part not in EXPOSED_PART_CODES)
+"""What a rank does itself, other than wait for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank; medians over its timed steps, and over the collectives of the sample."""
+
+    rank: int
+    host: str
+    step_time_ns: int
+    communication_ns: int
+    exposed_ns: int
+    overlap_ratio: float
+    own_work_ns: int
+    """Step time less exposed communication: what it does while it waits for nobody."""
+    busiest_ratio: float
+    """Share of the steps in which no other rank worked longer."""
+    peak_allocated_bytes: int | None
+    last_ratio: float | None
+    """Share of the sampled collectives at which it arrived last; None where not known."""
+    lateness_ns: int | None
+    """After the first rank of the collective; None where its clock is not aligned."""
+    shortest_ratio: float | None
+    """Share of the sampled collectives that were shortest on it: a sign of arriving last that
+    needs no clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveSkew:
+    """Collectives of one kind, message and process group; medians over the sample."""
+
+    kind: str
+    bytes: int
+    num_ranks: int
+    """Of the process group."""
+    num_collectives: int
+    skew_ns: int | None
+    """From the first to the last arrival; None where clocks are not aligned."""
+    skew_p90_ns: int | None
+    transfer_ns: int
+    skewed_ratio: float | None
+    """Share of them whose skew is longer than their transfer."""
+    bus_bytes_per_s: float | None
+    """From the transfer: what the link does once everybody is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """The rank that the others wait for."""
+
+    rank: int
+    host: str
+    last_ratio: float
+    """Share of the sampled collectives at which it arrived last."""
+    late_ns: int
+    """Where it was last: after the rank in the middle of the others (median)."""
+    phase: str
+    """Where it is latest: `forward`, `backward`, ..."""
+    meanwhile: str
+    """The part of its step that is longest against the others: `backward`, `data`, ..."""
+    meanwhile_ns: int
+    """By how much, per step."""
+    like_rank: int
+    """Whose work replaced its own in the replay."""
+    cost_ns: int
+    """Replayed step less the replayed step without its lateness."""
+    cost_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepReplay:
+    """The recorded steps replayed on all sampled ranks."""
+
+    steps: tuple[int, ...]
+    recorded_ns: int
+    """Time of a step, of the last rank."""
+    replayed_ns: int
+    error_ratio: float
+    """|replayed - recorded| / recorded."""
+    balanced_ns: int
+    """A step in which every rank works like the one in the middle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What can be told about the ranks of a run against each other."""
+
+    ranks: tuple[RankRow, ...]
+    """By rank; ranks without a timed step are absent."""
+    skews: tuple[CollectiveSkew, ...]
+    """Most skewed in total first."""
+    skewed_ratio: float | None
+    """Share of all sampled collectives whose skew is longer than their transfer; above one half
+    RULES R32 says: the straggler first, communication later."""
+    straggler: Straggler | None
+    replay: StepReplay | None
+    """None where clocks are not aligned, or the recorded order cannot be replayed."""
+    sampled_ranks: tuple[int, ...]
+    sampled_steps: tuple[int, ...]
+    clock_uncertainty_ns: int | None
+    """Between any two of the sampled ranks; None where fewer than two are aligned."""
+    refusals: tuple[str, ...]
+    """What cannot be told, and why."""
+
+    @property
+    def imbalance_ns(self) -> int | None:
+        """What all lateness together costs per step."""
+        return None if self.replay is None else self.replay.replayed_ns - self.replay.balanced_ns
+
+
+def measure_ranks(run: RunSource) -> Ranks:
+    """Compare the ranks of a run.
+
+    Reads the whole-step rows of all ranks, and events of at most `MAX_SAMPLED_RANKS` ranks in
+    `MAX_SAMPLED_STEPS` steps: those that communicate least, since a straggler waits for nobody,
+    and others spread evenly.
+    """
+    members = timed_ranks(run).members
+    here = {record.rank for record in run.ranks}
+    sample = sample_ranks([member for member in members if member.rank in here], MAX_SAMPLED_RANKS)
+    steps = common_steps([member for member in members if member.rank in sample])
+    sampled_steps = spread(steps, MAX_SAMPLED_STEPS)
+    alignment = align_clocks(run, sample)
+    arrivals = find_arrivals(run, sample, sampled_steps, alignment)
+    replayed = consecutive(steps, MAX_REPLAYED_STEPS)
+    parts = _own_parts(run, members)
+    rows = _rank_rows(run, members, arrivals)
+    replay = _Pricing(run, sample, replayed, alignment)
+    return Ranks(
+        ranks=rows,
+        skews=_measure_skews(run, arrivals),
+        skewed_ratio=_skewed_ratio(arrivals.aligned()),
+        straggler=_find_straggler(
+            rows, arrivals.aligned(), replay, parts, alignment.uncertainty_ns
+        ),
+        replay=replay.result,
+        sampled_ranks=tuple(sample),
+        sampled_steps=tuple(sampled_steps),
+        clock_uncertainty_ns=alignment.uncertainty_ns if len(alignment.ranks) > 1 else None,
+        refusals=(*alignment.refusals.values(), *replay.refusals),
+    )
+
+
+def _own_parts(run: RunSource, members: Sequence[RankSteps]) -> NDArray[np.float64]:
+    """Median over steps of each of `_OWN_PARTS`, shape (ranks, parts)."""
+    rows = timed_summary(run, kinds=_OWN_PARTS)
+    medians = np.zeros((len(members), len(_OWN_PARTS)))
+    for position, member in enumerate(members):
+        low, high = np.searchsorted(rows.rank, [member.rank, member.rank + 1])
+        own = rows.between(int(low), int(high))
+        for column, part in enumerate(_OWN_PARTS):
+            durations = own.duration_ns[own.kind == part]
+            missing = max(len(member.steps) - len(durations), 0)
+            medians[position, column] = median([*durations.tolist(), *([0] * missing)]) or 0
+    return medians
+
+
+def _rank_rows(
+    run: RunSource, members: Sequence[RankSteps], arrivals: Arrivals
+) -> tuple[RankRow, ...]:
+    hosts = {record.rank: record.host for record in run.ranks}
+    peaks = timed_summary(run, kinds=[StepPart.PEAK_ALLOCATED])
+    busiest = _busiest_ratios(members)
+    lateness = Lateness(arrivals)
+    return tuple(
+        _rank_row(member, hosts.get(member.rank, ""), busiest[member.rank], peaks, lateness)
+        for member in members
+    )
+
+
+def _rank_row(
+    member: RankSteps, host: str, busiest: float, peaks: SummaryTable, lateness: Lateness
+) -> RankRow:
+    communication = median(member.communication_ns) or 0
+    exposed = median(member.exposed_ns) or 0
+    own_peaks = peaks.bytes[peaks.rank == member.rank]
+    return RankRow(
+        rank=member.rank,
+        host=host,
+        step_time_ns=median(member.step_time_ns) or 0,
+        communication_ns=communication,
+        exposed_ns=exposed,
+        overlap_ratio=1 - exposed / communication if communication else 1.0,
+        own_work_ns=median(member.step_time_ns - member.exposed_ns) or 0,
+        busiest_ratio=busiest,
+        peak_allocated_bytes=int(own_peaks.max()) if len(own_peaks) else None,
+        last_ratio=lateness.last_ratio(member.rank),
+        lateness_ns=lateness.typical_ns(member.rank),
+        shortest_ratio=lateness.shortest_ratio(member.rank),
+    )
+
+
+def _busiest_ratios(members: Sequence[RankSteps]) -> dict[int, float]:
+    """By rank, the share of its steps in which no other rank worked longer."""
+    longest: dict[int, int] = {}
+    for member in members:
+        work = (member.step_time_ns - member.exposed_ns).tolist()
+        for step, own in zip(member.steps.tolist(), work, strict=True):
+            longest[step] = max(longest.get(step, own), own)
+    ratios = {}
+    for member in members:
+        work = (member.step_time_ns - member.exposed_ns).tolist()
+        own = zip(member.steps.tolist(), work, strict=True)
+        ratios[member.rank] = sum(longest[step] == value for step, value in own) / len(work)
+    return ratios
+
+
+def _skewed_ratio(aligned: Arrivals) -> float | None:
+    if len(aligned) == 0:
+        return None
+    return float(np.count_nonzero(aligned.skew_ns() > aligned.transfer_ns) / len(aligned))
+
+
+def _measure_skews(run: RunSource, arrivals: Arrivals) -> tuple[CollectiveSkew, ...]:
+    matching = Matching(run.manifest.process_groups, run.manifest.world_size)
+    rows = arrivals.rows
+    likes = np.stack([rows.kind, rows.bytes, rows.group], axis=1).astype(np.int64)
+    skews = []
+    for kind, message, group in np.unique(likes, axis=0).tolist():
+        own = arrivals.where((likes == (kind, message, group)).all(axis=1))
+        aligned = own.aligned()
+        skew = aligned.skew_ns() if len(aligned) else np.empty(0, dtype=np.int64)
+        num_ranks = len(matching.members(group, arrivals.ranks[0]))
+        transfer = median(own.transfer_ns) or 0
+        factor = bus_factor(kind, num_ranks)
+        skews.append(
+            CollectiveSkew(
+                kind=EventKind(kind).label,
+                bytes=message,
+                num_ranks=num_ranks,
+                num_collectives=len(own),
+                skew_ns=median(skew),
+                skew_p90_ns=percentile(skew, 90),
+                transfer_ns=transfer,
+                skewed_ratio=_skewed_ratio(aligned),
+                bus_bytes_per_s=(
+                    message * factor / transfer * 1e9
+                    if transfer and factor and message > 0
+                    else None
+                ),
+            )
+        )
+    total = [(row.skew_ns or 0) * row.num_collectives for row in skews]
+    order = sorted(range(len(skews)), key=lambda place: -total[place])
+    return tuple(skews[place] for place in order)
+
+
+class _Pricing:
+    """Replays the recorded steps, once as they were and then without a rank's lateness."""
+
+    def __init__(
+        self, run: RunSource, ranks: Sequence[int], steps: Sequence[int], alignment: Alignment
+    ):
+        self.refusals: list[str] = []
+        self.result: StepReplay | None = None
+        programs = read_programs(run, ranks, steps, alignment) if steps else []
+        self._ranks = [program.rank for program in programs]
+        self._replay = Replay(run, programs)
+        if len(programs) > 1:
+            self._price_all(tuple(steps))
+
+    def without(self, rank: int) -> tuple[int, int] | None:
+        """What a rank's lateness costs per step, and whose work replaced its own."""
+        if self.result is None or rank not in self._ranks:
+            return None
+        like = self._replay.typical_of([other for other in self._ranks if other != rank])
+        better = self._replay.step_time_ns({rank: like})
+        return None if better is None else (self.result.replayed_ns - better, like)
+
+    def _price_all(self, steps: tuple[int, ...]) -> None:
+        recorded, replayed = self._replay.recorded_ns, self._replay.step_time_ns()
+        like = self._replay.typical_of(self._ranks)
+        balanced = self._replay.step_time_ns(dict.fromkeys(self._ranks, like))
+        if replayed is None or balanced is None or recorded <= 0:
+            self.refusals.append(
+                "The recorded steps cannot be replayed, since a rank waits for a collective that "
+                "the others never issue: what lateness costs is not known."
+            )
+            return
+        error = abs(replayed - recorded) / recorded
+        self.result = StepReplay(steps, recorded, replayed, error, balanced)
+
+
+def _find_straggler(
+    rows: Sequence[RankRow],
+    aligned: Arrivals,
+    pricing: _Pricing,
+    parts: NDArray[np.float64],
+    uncertainty_ns: int,
+) -> Straggler | None:
+    """The dearest of the ranks that work longest in most steps; see [Note: who is a straggler]."""
+    if len(aligned) == 0 or pricing.result is None:
+        return None
+    lasting = [row for row in rows if row.busiest_ratio >= LEAST_BUSIEST_RATIO and row.last_ratio]
+    found = []
+    for row in sorted(lasting, key=lambda row: -(row.last_ratio or 0))[:_NUM_CANDIDATES]:
+        priced = pricing.without(row.rank)
+        if priced is not None:
+            found.append((*priced, row))
+    if not found:
+        return None
+    cost, like, row = max(found, key=lambda entry: entry[0])
+    ratio = cost / pricing.result.replayed_ns
+    late_ns, phase = _how_late(aligned, row.rank)
+    if ratio < max(LEAST_COST_RATIO, pricing.result.error_ratio) or late_ns <= uncertainty_ns:
+        return None
+    extra = _extra_work(rows, parts, row.rank)
+    longest = int(np.argmax(extra))
+    return Straggler(
+        rank=row.rank,
+        host=row.host,
+        last_ratio=row.last_ratio or 0.0,
+        late_ns=late_ns,
+        phase=phase,
+        meanwhile=_OWN_PARTS[longest].label,
+        meanwhile_ns=round(float(extra[longest])),
+        like_rank=like,
+        cost_ns=cost,
+        cost_ratio=ratio,
+    )
+
+
+def _how_late(aligned: Arrivals, rank: int) -> tuple[int, str]:
+    """By how much a rank is last, against the middle of the others, and where that is worst."""
+    place = aligned.ranks.index(rank)
+    own = aligned.where(aligned.last() == place)
+    others = np.delete(own.arrival_ns, place, axis=1)
+    ordered = np.sort(others, axis=1)
+    unknown = (others == NEVER).sum(axis=1)
+    middle = unknown + (others.shape[1] - unknown - 1) // 2
+    late = own.arrival_ns[:, place] - ordered[np.arange(len(own)), middle]
+    phases = np.unique(own.rows.phase).tolist()
+    total = {phase: int(late[own.rows.phase == phase].sum()) for phase in phases}
+    worst = max(total, key=lambda phase: total[phase])
+    return median(late) or 0, Phase(worst).label
+
+
+def _extra_work(
+    rows: Sequence[RankRow], parts: NDArray[np.float64], rank: int
+) -> NDArray[np.float64]:
+    """What each part of a rank's own work takes beyond the middle of the others, shape (parts,)."""
+    place = next(position for position, row in enumerate(rows) if row.rank == rank)
+    extra: NDArray[np.float64] = parts[place] - np.median(np.delete(parts, place, axis=0), axis=0)
+    return extra

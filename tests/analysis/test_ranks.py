@@ -1,0 +1,122 @@
+"""Is the straggler found, priced, and told from ranks that take turns?"""
+
+import pytest
+
+from fsdp_inspect.analysis.ranks import measure_ranks
+from tests.builders import RunBuilder, steady_run
+from tests.llama70b import BLOCK_GATHER, BLOCK_SCATTER, PUBLISHED, STRAGGLER, llama_70b_run
+
+GIB = 1 << 30
+
+
+def build_run(*works, hosts=None):
+    """Steps of one gather each; `works`: for each step the work of each rank before it."""
+    builder = RunBuilder(world_size=len(works[0]))
+    now = 0
+    for step, work in enumerate(works):
+        end = now + max(work) + 10
+        for number, own in enumerate(work):
+            rank = builder.rank(number)
+            rank.record = {"host": hosts[number] if hosts else "a"}
+            rank.step(step, now, end)
+            rank.data(now, now + own)
+            rank.all_gather("layers.0", now + own, end, need=now + own, sequence=step)
+        now = end
+    return builder.build()
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return measure_ranks(llama_70b_run())
+
+
+def test_the_published_straggler_is_found(llama):
+    straggler = llama.straggler
+    assert straggler.rank == STRAGGLER
+    assert round(100 * straggler.last_ratio, 1) == 86.1
+    assert (straggler.phase, straggler.meanwhile) == ("backward", "backward")
+    assert straggler.cost_ratio > 0.3
+
+
+def test_the_published_skews_and_transfers_are_measured(llama):
+    found = {(row.kind, row.bytes): row for row in llama.skews}
+    for row in PUBLISHED:
+        skew = found[row.kind.label, row.bytes]
+        assert (skew.skew_ns, skew.transfer_ns) == (row.skew_ns, row.transfer_ns)
+        assert skew.num_collectives == row.count
+
+
+@pytest.mark.parametrize(
+    ("row", "published"),
+    [(BLOCK_GATHER, 231.01), (BLOCK_SCATTER, 239.25)],
+    ids=["gather", "scatter"],
+)
+def test_bus_bandwidth_is_the_published_one_in_gib(llama, row, published):
+    found = next(skew for skew in llama.skews if skew.bytes == row.bytes)
+    # The published means are of bandwidths, ours is of the mean latency: equal to 0.1 %.
+    assert found.bus_bytes_per_s / GIB == pytest.approx(published, rel=1e-3)
+
+
+def test_more_skew_than_transfer_puts_the_straggler_first(llama):
+    assert llama.skewed_ratio == pytest.approx(486 / 488)
+
+
+def test_a_straggler_is_priced_by_the_step_without_it():
+    ranks = measure_ranks(build_run(*[(100, 100, 160)] * 3))
+    straggler = ranks.straggler
+    assert (straggler.rank, straggler.cost_ns, straggler.late_ns) == (2, 60, 60)
+    assert straggler.cost_ratio == pytest.approx(60 / 170)
+    assert (straggler.meanwhile, straggler.meanwhile_ns) == ("data", 60)
+    assert ranks.replay.error_ratio == 0
+
+
+def test_ranks_that_take_turns_are_an_imbalance_and_no_straggler():
+    works = [(160, 100), (100, 160), (160, 100), (100, 160)]
+    ranks = measure_ranks(build_run(*works))
+    assert ranks.straggler is None
+    assert ranks.replay.recorded_ns == 170
+    assert {row.busiest_ratio for row in ranks.ranks} == {0.5}
+
+
+def test_a_rank_that_is_hardly_late_is_no_straggler():
+    assert measure_ranks(build_run(*[(100, 101)] * 3)).straggler is None
+
+
+def test_without_clocks_the_rank_that_waits_least_is_still_told():
+    run = build_run(*[(100, 100, 160)] * 3, hosts=["a", "b", "c"])
+    ranks = measure_ranks(run)
+    assert ranks.straggler is None
+    assert ranks.replay is None
+    assert [row.shortest_ratio for row in ranks.ranks] == [0, 0, 1]
+    assert "rank 1 cannot be aligned" in ranks.refusals[0]
+
+
+def test_each_rank_has_its_medians():
+    row = measure_ranks(steady_run()).ranks[1]
+    assert (row.step_time_ns, row.exposed_ns, row.own_work_ns) == (1000, 250, 750)
+
+
+def test_one_rank_has_nobody_to_wait_for():
+    ranks = measure_ranks(steady_run(world_size=1))
+    assert (ranks.straggler, ranks.replay, ranks.skews) == (None, None, ())
+
+
+def test_a_run_without_a_timed_step_has_no_ranks():
+    ranks = measure_ranks(RunBuilder().build())
+    assert ranks.ranks == ()
+
+
+def test_relabelling_the_ranks_relabels_the_straggler_only():
+    one = measure_ranks(build_run(*[(100, 110, 160)] * 3)).straggler
+    two = measure_ranks(build_run(*[(160, 110, 100)] * 3)).straggler
+    assert (one.rank, two.rank) == (2, 0)
+    assert (one.cost_ns, one.late_ns) == (two.cost_ns, two.late_ns)
+
+
+def test_large_runs_are_sampled():
+    run = build_run(*[tuple([100] * 59 + [160])] * 2)
+    ranks = measure_ranks(run)
+    assert len(ranks.ranks) == 60
+    assert len(ranks.sampled_ranks) == 48
+    assert ranks.straggler.rank == 59
+    assert [row.num_collectives for row in ranks.skews] == [2]
