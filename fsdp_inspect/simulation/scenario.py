@@ -1,0 +1,430 @@
+"""What would the recorded work look like under another plan? The same compute, cut otherwise.
+
+What was measured stays: compute goes with the parameters that it uses, and a unit that the plan
+leaves as it was keeps its own measured communication. What changes is derived:
+
+- messages: parameters padded to the shard group, as torch pads them, in the plan's dtypes;
+- their durations: the network's lines (`simulation.network`);
+- copies: bytes at the run's own rate;
+- hooks: a line over the number of tensors, fitted to the run's units, since torch's hooks run a
+  piece of Python for each;
+- compute of a unit that is split: by the share of its parameters (matrix products take time in
+  proportion to their weights). This one is an assumption; the scenario names it.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import nnls
+
+from fsdp_inspect.errors import MissingDataError, PlanError
+from fsdp_inspect.simulation.network import Network
+from fsdp_inspect.simulation.policies import policies_of
+from fsdp_inspect.simulation.recorded import RecordedWork
+from fsdp_inspect.simulation.workload import Op, Piece, Tape, UnitWork, Workload
+from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.plan import Plan, UnitPlan
+from fsdp_inspect.trace.run import RunManifest, Unit
+
+_ITEMSIZE = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """How many ranks shard, and how many copies there are."""
+
+    shard: int
+    replicate: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.shard * self.replicate
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A plan, as work that the schedule plays."""
+
+    plan: Plan
+    """Resolved."""
+    units: tuple[Unit, ...]
+    """Those with parameters, by index in the workload."""
+    workload: Workload
+    assumptions: tuple[str, ...]
+    """What was not measured, one sentence each."""
+
+
+def mesh_of(plan: Plan, manifest: RunManifest) -> Mesh:
+    """The mesh that a plan asks for; what it leaves open is the run's.
+
+    Raises:
+        PlanError: Its mesh does not make up its world size.
+    """
+    sizes = dict(plan.mesh or manifest.mesh)
+    replicate = sizes.get("replicate", 1)
+    world_size = plan.world_size or math.prod(sizes.values()) or manifest.world_size
+    shard = sizes.get("shard", world_size // replicate)
+    if plan.world_size and plan.mesh and shard * replicate != plan.world_size:
+        raise PlanError(
+            f"The plan's mesh is {plan.mesh} with a world size of {plan.world_size}. Expected a "
+            "mesh whose sizes multiply to the world size. Correct one of the two."
+        )
+    return Mesh(shard=shard, replicate=replicate)
+
+
+def make_scenario(
+    work: RecordedWork, manifest: RunManifest, plan: Plan, network: Network
+) -> Scenario:
+    """The recorded work under a plan.
+
+    Args:
+        work: Of the run.
+        manifest: The run's.
+        plan: With patterns or without.
+        network: The run's own lines, or others.
+
+    Raises:
+        MissingDataError: The plan cuts units otherwise, and the run does not tell their parameters.
+        PlanError: The plan names what the model does not have, or leaves parameters out.
+    """
+    resolved = plan.resolve(_module_names(work.units, manifest))
+    mesh = mesh_of(resolved, manifest)
+    is_new = network.is_changed or mesh != mesh_of(Plan.from_dict(manifest.plan), manifest)
+    return _Regrouping(work, resolved, mesh, replace(network, is_changed=is_new)).build()
+
+
+def _module_names(units: Sequence[Unit], manifest: RunManifest) -> list[str]:
+    """Every module that a plan may name: the model, those of units, those that own parameters."""
+    names = {"": None}
+    for unit in units:
+        for parameter in _parameters(unit):
+            parts = parameter.split(".")
+            names.update(dict.fromkeys(".".join(parts[:end]) for end in range(1, len(parts))))
+    observed = (name for unit in manifest.plan.get("units", ()) for name in unit["modules"])
+    names.update(dict.fromkeys(observed))
+    return list(names)
+
+
+class _Regrouping:
+    """Moves parameters and compute of the recorded units into those of a plan."""
+
+    def __init__(self, work: RecordedWork, plan: Plan, mesh: Mesh, network: Network) -> None:
+        self._work = work
+        self._plan = plan
+        self._mesh = mesh
+        self._network = network
+        self._assumptions: dict[str, None] = {}
+        self._owners = self._assign()
+        self._members: dict[str, dict[str, list[int]]] = defaultdict(dict)
+        for unit in work.units:
+            for parameter, shape in _parameters(unit).items():
+                self._members[self._owners[parameter]][parameter] = shape
+        self._names = [unit.name for unit in plan.units if unit.name in self._members]
+        self._rates = _Rates(work)
+
+    def build(self) -> Scenario:
+        units = [self._unit(index, name) for index, name in enumerate(self._names)]
+        pieces, tape = self._pieces()
+        base = self._work.workload
+        late = self._ending_late(tape)
+        works = [
+            replace(self._unit_work(unit), ends_with_backward=unit.index in late) for unit in units
+        ]
+        workload = replace(
+            base,
+            units=works,
+            policies=policies_of(self._plan, self._names),
+            pieces=pieces,
+            tape=tape,
+            final_order=tuple(range(len(units))),
+            max_reduce_buffers=self._most(lambda unit: unit.reduce_scatter_max_input_buffers),
+            separate_reduce_group=any(u.separate_reduce_scatter_group for u in self._plan.units),
+        )
+        return Scenario(self._plan, tuple(units), workload, tuple(self._assumptions))
+
+    def _most(self, setting: Callable[[UnitPlan], int]) -> int:
+        return max(setting(unit) for unit in self._plan.units)
+
+    # --- parameters
+
+    def _assign(self) -> dict[str, str]:
+        """The plan's unit of each parameter: that of the innermost module around it."""
+        unit_of = {module: unit.name for unit in self._plan.units for module in unit.modules}
+        owners = {}
+        for unit in self._work.units:
+            for parameter in _parameters(unit):
+                around = [module for module in unit_of if _is_inside(parameter, module)]
+                if not around:
+                    raise PlanError(
+                        f"The plan leaves the parameter {parameter!r} in no unit, so every rank "
+                        "would keep a whole copy. Expected a unit around every parameter. Add a "
+                        'unit for its module, or for the whole model (modules = [""]).'
+                    )
+                owners[parameter] = unit_of[max(around, key=len)]
+        return owners
+
+    def _unit(self, index: int, name: str) -> Unit:
+        """What the manifest would say of the plan's unit."""
+        planned, members = self._plan.unit(name), self._members[name]
+        before = self._unchanged(name)
+        source = before or self._work.units[0]
+        param_dtype = planned.param_dtype or source.param_dtype
+        reduce_dtype = planned.reduce_dtype or (
+            source.reduce_dtype if planned.param_dtype is None else param_dtype
+        )
+        padded = sum(_padded_numel(shape, self._mesh.shard) for shape in members.values())
+        numel = sum(math.prod(shape) for shape in members.values())
+        trained = self._trained_ratio(members)
+        return Unit(
+            index=index,
+            fqn=name,
+            modules=list(planned.modules),
+            num_parameters=numel,
+            num_trainable_parameters=round(numel * trained),
+            num_tensors=before.num_tensors if before else len(members),
+            parameters=members,
+            unsharded_bytes=padded * _ITEMSIZE.get(param_dtype, 4),
+            sharded_bytes=padded // self._mesh.shard * 4,
+            reduce_bytes=round(padded * trained) * _ITEMSIZE.get(reduce_dtype, 4),
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            reshard_after_forward=planned.reshard_after_forward,
+            shard_group=source.shard_group,
+            replicate_group=source.replicate_group,
+            is_root=planned.is_root,
+        )
+
+    def _trained_ratio(self, members: Mapping[str, Sequence[int]]) -> float:
+        """The share of the parameters that are trained, by those of the units they came from."""
+        total = trained = 0.0
+        for unit in self._work.units:
+            own = sum(math.prod(members[name]) for name in _parameters(unit) if name in members)
+            total += own
+            trained += own * unit.num_trainable_parameters / max(unit.num_parameters, 1)
+        return trained / total if total else 1.0
+
+    def _unchanged(self, name: str) -> Unit | None:
+        """The recorded unit with exactly these parameters."""
+        members = set(self._members[name])
+        for unit in self._work.units:
+            if set(_parameters(unit)) == members:
+                return unit
+        return None
+
+    # --- compute
+
+    def _pieces(self) -> tuple[list[Piece], Tape]:
+        position = {name: index for index, name in enumerate(self._names)}
+        pieces: list[Piece] = []
+        for op, index in self._work.workload.tape:
+            if op is Op.RUN:
+                piece = self._work.workload.pieces[index]
+                for name, share in self._shares(self._work.units[piece.unit]).items():
+                    pieces.append(_scaled(piece, position[name], share))
+        return pieces, _nested_tape([piece.unit for piece in pieces], self._root())
+
+    def _root(self) -> int | None:
+        roots = [i for i, name in enumerate(self._names) if self._plan.unit(name).is_root]
+        return roots[0] if roots else None
+
+    def _shares(self, unit: Unit) -> dict[str, float]:
+        """How a recorded unit's compute divides among the plan's units, in order."""
+        numels: dict[str, int] = defaultdict(int)
+        for parameter, shape in _parameters(unit).items():
+            numels[self._owners[parameter]] += math.prod(shape)
+        if len(numels) > 1:
+            self._assumptions[
+                "Compute of a unit that is split is divided by the share of its parameters."
+            ] = None
+        total = sum(numels.values())
+        return {name: numel / total for name, numel in numels.items()}
+
+    def _ending_late(self, tape: Tape) -> set[int]:
+        """The units that are entered before any compute, if such a unit ended late in the run."""
+        first_run = next(at for at, (op, _) in enumerate(tape) if op is Op.RUN)
+        ends_late = any(unit.ends_with_backward for unit in self._work.workload.units)
+        return {unit for op, unit in tape[:first_run] if op is Op.ENTER} if ends_late else set()
+
+    # --- communication
+
+    def _unit_work(self, unit: Unit) -> UnitWork:
+        before = self._unchanged(unit.fqn)
+        recorded = self._recorded_work(before)
+        is_same = (
+            before is not None
+            and recorded is not None
+            and not self._network.is_changed
+            and (before.unsharded_bytes, before.reduce_bytes)
+            == (unit.unsharded_bytes, unit.reduce_bytes)
+        )
+        if is_same and recorded is not None:
+            return self._with_group_of_backward(unit, recorded)
+        hooks = recorded or self._rates.hooks(unit.num_tensors)
+        return self._with_group_of_backward(
+            unit,
+            replace(
+                hooks,
+                gather_ns=self._duration(EventKind.ALL_GATHER, unit.unsharded_bytes),
+                gather_backward_ns=None,
+                reduce_ns=self._duration(EventKind.REDUCE_SCATTER, unit.reduce_bytes),
+                all_reduce_ns=self._all_reduce(unit),
+                copy_in_ns=self._rates.copy_in(unit.unsharded_bytes),
+                copy_out_ns=self._rates.copy_out(unit.unsharded_bytes),
+                reduce_copy_in_ns=self._rates.reduce_copy_in(unit.reduce_bytes),
+                is_trainable=unit.reduce_bytes > 0,
+            ),
+        )
+
+    def _recorded_work(self, unit: Unit | None) -> UnitWork | None:
+        if unit is None:
+            return None
+        return self._work.workload.units[self._work.units.index(unit)]
+
+    def _with_group_of_backward(self, unit: Unit, work: UnitWork) -> UnitWork:
+        """An integer `reshard_after_forward` gathers in backward over a smaller group."""
+        reshard = unit.reshard_after_forward
+        if isinstance(reshard, bool) or reshard is None:
+            return work
+        duration = self._network.duration_ns(EventKind.ALL_GATHER, unit.unsharded_bytes, reshard)
+        self._assumptions[
+            "The smaller group that gathers in backward is as fast as the whole shard group."
+        ] = None
+        return replace(work, gather_backward_ns=duration)
+
+    def _all_reduce(self, unit: Unit) -> int:
+        if self._mesh.replicate < 2:
+            return 0
+        message = unit.reduce_bytes // self._mesh.shard
+        return self._duration(EventKind.ALL_REDUCE, message, self._mesh.replicate)
+
+    def _duration(self, kind: EventKind, message_bytes: int, ranks: int | None = None) -> int:
+        duration = self._network.duration_ns(kind, message_bytes, ranks or self._mesh.shard)
+        if duration is None:
+            raise MissingDataError(
+                f"The run has no {kind.label} of FSDP to learn the network from, and the plan "
+                "needs one. Expected a run whose mesh has the same dimensions. Record one, or "
+                "plan within the run's own mesh."
+            )
+        return duration
+
+
+class _Rates:
+    """What copies and hooks cost in the run, by bytes and tensors."""
+
+    def __init__(self, work: RecordedWork) -> None:
+        self._work = work
+        pairs = list(zip(work.units, work.workload.units, strict=True))
+        gathered = sum(unit.unsharded_bytes for unit, _ in pairs) or 1
+        reduced = sum(unit.reduce_bytes for unit, _ in pairs) or 1
+        self._copy_in = sum(each.copy_in_ns for _, each in pairs) / gathered
+        self._copy_out = sum(each.copy_out_ns for _, each in pairs) / gathered
+        self._reduce_copy_in = sum(each.reduce_copy_in_ns for _, each in pairs) / reduced
+        self._tensors = [unit.num_tensors or len(unit.parameters) for unit, _ in pairs]
+        works = work.workload.units
+        self._gather = self._line([each.gather_launch_ns for each in works])
+        self._backward = self._line([each.gather_backward_launch_ns or 0 for each in works])
+        self._reduce = self._line([each.reduce_launch_ns for each in works])
+
+    def copy_in(self, message_bytes: int) -> int:
+        """Into the all-gather's input, ns."""
+        return round(self._copy_in * message_bytes)
+
+    def copy_out(self, message_bytes: int) -> int:
+        """Out of the all-gather's output, ns."""
+        return round(self._copy_out * message_bytes)
+
+    def reduce_copy_in(self, message_bytes: int) -> int:
+        """Into the reduce-scatter's input, ns."""
+        return round(self._reduce_copy_in * message_bytes)
+
+    def hooks(self, num_tensors: int) -> UnitWork:
+        """A unit of that many tensors with its hooks, and nothing else."""
+        sizes = (1, num_tensors)
+        gather, backward, reduce = (
+            round(float(np.dot(line, sizes)))
+            for line in (self._gather, self._backward, self._reduce)
+        )
+        return UnitWork(
+            gather_ns=0,
+            reduce_ns=0,
+            gather_launch_ns=gather,
+            gather_backward_launch_ns=backward,
+            reduce_launch_ns=reduce,
+        )
+
+    def _line(self, durations: Sequence[int]) -> tuple[float, float]:
+        """Constant and slope over the number of tensors, both non-negative, least squares."""
+        matrix = np.column_stack([np.ones(len(self._tensors)), self._tensors])
+        (constant, slope), _ = nnls(matrix.astype(np.float64), np.asarray(durations, np.float64))
+        return float(constant), float(slope)
+
+
+def _parameters(unit: Unit) -> dict[str, list[int]]:
+    """Shapes by name; a unit whose parameters were not recorded is one lump."""
+    if unit.parameters:
+        return unit.parameters
+    anchor = unit.modules[0] if unit.modules else unit.fqn
+    return {f"{anchor}.*".removeprefix("."): [unit.num_parameters]}
+
+
+def _is_inside(parameter: str, module: str) -> bool:
+    return module == "" or parameter.startswith(f"{module}.")
+
+
+def _padded_numel(shape: Sequence[int], ranks: int) -> int:
+    """Elements with the first dimension padded to a multiple of the ranks, as torch does."""
+    first, *rest = shape or [1]
+    return -(-first // ranks) * ranks * math.prod(rest)
+
+
+def _scaled(piece: Piece, unit: int, share: float) -> Piece:
+    if share == 1:
+        return replace(piece, unit=unit)
+    return Piece(
+        unit,
+        *(
+            round(duration * share)
+            for duration in (
+                piece.forward_ns,
+                piece.backward_ns,
+                piece.recompute_ns,
+                piece.forward_launch_ns,
+                piece.backward_launch_ns,
+            )
+        ),
+    )
+
+
+def _nested_tape(owners: Sequence[int], root: int | None) -> Tape:
+    """The tape of pieces whose units reach from their first to their last piece, the root around.
+
+    Args:
+        owners: The unit of each piece, in order.
+        root: The unit around all; None: there is none.
+    """
+    spans: dict[int, tuple[int, int]] = {}
+    for at, unit in enumerate(owners):
+        first, _ = spans.get(unit, (at, at))
+        spans[unit] = (first, at)
+    if root is not None:
+        spans[root] = (-1, len(owners))
+    tape: list[tuple[Op, int]] = []
+    for at in range(-1, len(owners) + 1):
+        opening = [unit for unit, span in spans.items() if span[0] == at]
+        tape.extend((Op.ENTER, unit) for unit in sorted(opening, key=lambda u: -spans[u][1]))
+        if 0 <= at < len(owners):
+            tape.append((Op.RUN, at))
+        closing = [unit for unit, span in spans.items() if span[1] == at]
+        tape.extend((Op.LEAVE, unit) for unit in sorted(closing, key=lambda u: -spans[u][0]))
+    return tuple(tape)

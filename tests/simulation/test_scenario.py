@@ -1,0 +1,206 @@
+"""Is another plan's step what the same compute, cut otherwise, would take? By arithmetic."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdp_inspect import open_run
+from fsdp_inspect.errors import MissingDataError, PlanError
+from fsdp_inspect.simulation.network import Line, Network, fit_network
+from fsdp_inspect.simulation.recorded import Execution, RecordedWork, measure_work, play
+from fsdp_inspect.simulation.scenario import Mesh, Scenario, make_scenario, mesh_of
+from fsdp_inspect.simulation.workload import Op, Piece, UnitPolicy, UnitWork, Workload, flat_tape
+from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.plan import Plan, UnitPlan
+from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
+from tests.builders import RunBuilder
+
+MS = 1_000_000
+SAMPLES = sorted((Path(__file__).parents[2] / "samples").glob("*/run"))
+RANKS = 2
+MESSAGE = 1_000_000
+LATENCY_NS, PER_BYTE_NS = MS, 4.0  # of bus bytes: half the message on two ranks
+NETWORK = Network(
+    {
+        EventKind.ALL_GATHER: Line(LATENCY_NS, 1e9 / PER_BYTE_NS),
+        EventKind.REDUCE_SCATTER: Line(LATENCY_NS, 1e9 / PER_BYTE_NS),
+    }
+)
+
+
+def transfer_ns(message: int) -> int:
+    return round(LATENCY_NS + message / 2 * PER_BYTE_NS)
+
+
+def block(index: int) -> Unit:
+    """A block of two matrices, of which the second has three times as many elements."""
+    name = f"layers.{index}"
+    return Unit(
+        index=index,
+        fqn=name,
+        modules=[name],
+        num_parameters=MESSAGE // 4,
+        num_trainable_parameters=MESSAGE // 4,
+        num_tensors=2,
+        parameters={f"{name}.attention.weight": [250, 250], f"{name}.ffn.weight": [750, 250]},
+        unsharded_bytes=MESSAGE,
+        sharded_bytes=MESSAGE // RANKS,
+        reduce_bytes=MESSAGE,
+        param_dtype="float32",
+        reduce_dtype="float32",
+        reshard_after_forward=True,
+        shard_group=0,
+        execution_index=index,
+    )
+
+
+def recorded(num_blocks: int = 4) -> tuple[RecordedWork, RunManifest]:
+    """Blocks of 10 ms forward and 20 ms backward, hooks of 1 ms and 1 ms for each tensor."""
+    work = UnitWork(
+        gather_ns=transfer_ns(MESSAGE),
+        reduce_ns=transfer_ns(MESSAGE),
+        copy_out_ns=MS,
+        gather_launch_ns=3 * MS,
+        reduce_launch_ns=MS,
+    )
+    pieces = [Piece(unit, 10 * MS, 20 * MS) for unit in range(num_blocks)]
+    policies = [UnitPolicy()] * num_blocks
+    workload = Workload([work] * num_blocks, policies, pieces, flat_tape(pieces))
+    units = tuple(block(index) for index in range(num_blocks))
+    plan = block_plan(num_blocks)
+    builder = RunBuilder([unit.fqn for unit in units], plan=plan.to_dict(), mesh={"shard": RANKS})
+    recording = RecordedWork(0, (1,), 0, Execution.BLOCKING_HOST, units, workload)
+    return recording, builder.build().manifest
+
+
+def block_plan(num_blocks: int = 4) -> Plan:
+    return Plan(units=tuple(UnitPlan(modules=(f"layers.{i}",)) for i in range(num_blocks)))
+
+
+def scenario_of(plan: Plan, network: Network = NETWORK) -> Scenario:
+    work, manifest = recorded()
+    return make_scenario(work, manifest, plan, network)
+
+
+def blocking_ns(scenario: Scenario) -> int:
+    return play(scenario.workload, Execution.BLOCKING_HOST).duration_ns
+
+
+def test_the_recorded_plan_is_the_recorded_work():
+    work, _ = recorded()
+    assert scenario_of(block_plan()).workload == work.workload
+
+
+@pytest.mark.parametrize("folder", SAMPLES, ids=[folder.parent.name for folder in SAMPLES])
+def test_a_samples_own_plan_plays_as_the_sample_does(folder: Path):
+    run = open_run(folder)
+    work = measure_work(run)
+    plan = Plan.from_dict(run.manifest.plan)
+    scenario = make_scenario(work, run.manifest, plan, network_of(run, work))
+    assert play(scenario.workload, work.execution).duration_ns == work.play().duration_ns
+
+
+def network_of(run: RunSource, work: RecordedWork) -> Network:
+    sizes = {group.index: len(group.ranks) for group in run.manifest.process_groups}
+    return fit_network(run.events(work.rank, steps=work.steps), sizes)
+
+
+def test_merged_blocks_share_one_latency_and_keep_their_compute():
+    merged = block_plan().merge(["layers.0", "layers.1"]).merge(["layers.2", "layers.3"])
+    scenario = scenario_of(merged)
+    first = scenario.workload.units[0]
+    assert first.gather_ns == transfer_ns(2 * MESSAGE)
+    assert first.copy_out_ns == 2 * MS
+    assert first.gather_launch_ns == pytest.approx(6 * MS, rel=0.51)  # one size: no constant known
+    assert sum(piece.forward_ns for piece in scenario.workload.pieces) == 40 * MS
+    assert [unit.fqn for unit in scenario.units] == ["layers.0, layers.1", "layers.2, layers.3"]
+
+
+def test_a_split_block_divides_its_compute_by_its_parameters_and_says_so():
+    parts = [["layers.0.attention"], ["layers.0.ffn"]]
+    scenario = scenario_of(block_plan().split("layers.0", parts))
+    attention, ffn = scenario.workload.pieces[:2]
+    assert (attention.forward_ns, ffn.forward_ns) == (2.5 * MS, 7.5 * MS)
+    assert scenario.workload.units[0].gather_ns == transfer_ns(MESSAGE // 4)
+    assert any("split" in sentence for sentence in scenario.assumptions)
+
+
+def test_one_unit_around_all_is_gathered_once():
+    scenario = scenario_of(Plan(units=(UnitPlan(modules=("",)),)))
+    assert [entry for entry in scenario.workload.tape if entry[0] is Op.ENTER] == [(Op.ENTER, 0)]
+    assert scenario.workload.units[0].gather_ns == transfer_ns(4 * MESSAGE)
+    assert not scenario.workload.policies[0].reshard_after_forward  # torch's rule for the root
+
+
+def test_keeping_blocks_unsharded_saves_their_second_gather():
+    names = [f"layers.{index}" for index in range(4)]
+    kept = block_plan().change(names, reshard_after_forward=False)
+    # With each gather go its hooks and the copy out of its output.
+    saved = 4 * (transfer_ns(MESSAGE) + 3 * MS + MS)
+    assert blocking_ns(scenario_of(block_plan())) - blocking_ns(scenario_of(kept)) == saved
+
+
+def test_a_faster_network_shortens_every_collective():
+    faster = NETWORK.change(bus_bytes_per_s=1e9)
+    units = scenario_of(block_plan(), faster).workload.units
+    assert [unit.gather_ns for unit in units] == [LATENCY_NS + MESSAGE // 2] * 4
+
+
+def test_half_the_bytes_take_half_the_bandwidth_term():
+    plan = block_plan().change([f"layers.{i}" for i in range(4)], param_dtype="bfloat16")
+    scenario = scenario_of(plan)
+    assert scenario.workload.units[0].gather_ns == transfer_ns(MESSAGE // 2)
+    assert scenario.units[0].reduce_dtype == "bfloat16"  # torch 2.13 reduces in the compute dtype
+
+
+def test_more_ranks_pad_the_first_dimension():
+    plan = block_plan().model_copy(update={"world_size": 512, "mesh": {"shard": 512}})
+    assert scenario_of(plan).units[0].unsharded_bytes == (512 * 250 + 1024 * 250) * 4
+
+
+def test_replicas_need_a_run_that_all_reduces():
+    plan = block_plan().model_copy(update={"world_size": 4, "mesh": {"replicate": 2, "shard": 2}})
+    with pytest.raises(MissingDataError, match="all_reduce"):
+        scenario_of(plan)
+
+
+def test_parameters_outside_all_units_are_refused():
+    with pytest.raises(PlanError, match="leaves the parameter 'layers"):
+        scenario_of(block_plan(3))
+
+
+def test_a_mesh_that_is_not_the_world_is_refused():
+    plan = block_plan().model_copy(update={"world_size": 6, "mesh": {"replicate": 2, "shard": 2}})
+    with pytest.raises(PlanError, match="multiply to the world size"):
+        mesh_of(plan, recorded()[1])
+
+
+def test_the_mesh_of_a_run_is_that_of_its_plan_unless_told():
+    assert mesh_of(block_plan(), recorded()[1]) == Mesh(shard=RANKS)
+
+
+def test_a_network_is_learnt_from_messages_of_different_sizes():
+    builder = RunBuilder(["layers.0"])
+    rank = builder.rank(0)
+    rank.step(0, 0, 100 * MS)
+    for number, size in enumerate((100_000, 1_000_000, 2_000_000)):
+        start = number * 20 * MS
+        rank.all_gather("layers.0", start, start + transfer_ns(size), bytes=size)
+    network = fit_network(builder.build().events(0), {0: RANKS})
+    predicted = network.duration_ns(EventKind.ALL_GATHER, 500_000, RANKS)
+    assert predicted == pytest.approx(transfer_ns(500_000), rel=0.01)
+
+
+@pytest.mark.parametrize("change", [{"bus_bytes_per_s": 0.0}, {"latency_ns": -1.0}])
+def test_an_impossible_network_is_refused(change: dict[str, float]):
+    with pytest.raises(ValueError, match="must"):
+        NETWORK.change(**change)
+
+
+def test_a_unit_used_as_it_was_keeps_what_was_measured():
+    work, manifest = recorded()
+    measured = replace(work.workload.units[0], gather_ns=123)
+    workload = replace(work.workload, units=[measured, *work.workload.units[1:]])
+    scenario = make_scenario(replace(work, workload=workload), manifest, block_plan(), NETWORK)
+    assert scenario.workload.units[0].gather_ns == 123
