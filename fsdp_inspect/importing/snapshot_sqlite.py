@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_inspect.errors import CorruptFileError
-from fsdp_inspect.importing.snapshot_contents import MAX_ROWS
 
 MAGIC = b"SQLite format 3\0"
 
 _TABLES = ("device_traces", "blocks", "segments")
 _MAX_VALUE_BYTES = 1 << 20
+_MAX_ROWS = 4_000_000
+"""Of each table: about 2 GB in memory."""
+_MAX_FRAME_BYTES = 64 << 20
+"""Distinct stacks together, as JSON text."""
 _REMEDY = "Dump the snapshot again, or as a pickle: torch.cuda.memory._dump_snapshot."
 
 Row = dict[str, Any]
@@ -69,7 +72,9 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _find_tables(database: sqlite3.Connection) -> set[str]:
-    rows = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+    rows = database.execute(
+        "SELECT name FROM sqlite_master WHERE type = 'table' AND sql LIKE 'CREATE TABLE%'"
+    )
     return {str(row[0]) for row in rows}
 
 
@@ -94,9 +99,9 @@ def _read(database: sqlite3.Connection, name: str) -> dict[str, Any]:
 def _rows(database: sqlite3.Connection, table: str, name: str) -> Iterator[Row]:
     """Rows in the order in which they were written, without the columns that are null."""
     for number, row in enumerate(database.execute(f'SELECT * FROM "{table}" ORDER BY rowid')):
-        if number >= MAX_ROWS:
+        if number >= _MAX_ROWS:
             raise CorruptFileError(
-                f"{name} has over {MAX_ROWS:,} rows in {table}. Expected fewer: record with "
+                f"{name} has over {_MAX_ROWS:,} rows in {table}. Expected fewer: record with "
                 "torch.cuda.memory._record_memory_history(max_entries=100_000)."
             )
         yield {key: row[key] for key in row.keys() if row[key] is not None}  # noqa: SIM118
@@ -122,14 +127,21 @@ class _FrameTexts:
     def __init__(self, name: str) -> None:
         self._name = name
         self._parsed: dict[str, list[Mapping[str, Any]]] = {}
+        self._budget = _MAX_FRAME_BYTES
 
     def parse(self, text: str) -> list[Mapping[str, Any]]:
         """The frames of one stack.
 
         Raises:
-            CorruptFileError: The text is not JSON.
+            CorruptFileError: The text is not JSON, or there are too many.
         """
         if text not in self._parsed:
+            self._budget -= len(text)
+            if self._budget < 0:
+                raise CorruptFileError(
+                    f"{self._name} has over {_MAX_FRAME_BYTES >> 20} MiB of different stacks. "
+                    "Expected fewer: record with stacks='python' and fewer max_entries."
+                )
             try:
                 value = json.loads(text or "[]")
             except (ValueError, RecursionError):
