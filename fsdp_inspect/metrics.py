@@ -80,33 +80,33 @@ _ALL = (
         "serialized_ns",
         "serialized",
         _NS,
-        "the part of exposed in which a collective ahead of it on the same communicator ran, or "
-        "which it lost by queueing behind one of another stream",
+        "exposed while queued behind another collective on the same communicator, or since it had "
+        "queued behind one of another stream",
     ),
     Metric(
         "straggler_ns",
         "straggler",
         _NS,
-        "the part of exposed before the last rank arrived; told where clocks can be aligned",
+        "exposed before the last rank arrived, where clocks can be aligned",
     ),
     Metric(
         "blocking_ns",
         "blocking",
         _NS,
-        "the part of exposed in collectives that block the host: gloo's default, no plan hides it",
+        "exposed in collectives that block the host, gloo's default: a property of the backend",
     ),
     Metric(
         "late_issue_ns",
         "late issue",
         _NS,
-        "the part of exposed that issuing the collective as early as possible had saved: "
-        "min(exposed, issue - the later of its stream's dependencies and the end of the one ahead)",
+        "exposed that an earlier issue had saved: min(exposed, issue - earliest); earliest: its "
+        "stream's dependencies and the collective ahead on its communicator are done",
     ),
     Metric(
         "bandwidth_ns",
         "bandwidth",
         _NS,
-        "the rest of exposed: bytes travelled, and there was not enough compute beside them",
+        "the rest of exposed: more bytes than the compute beside them hides",
     ),
     Metric(
         "overlap_ratio",
@@ -377,6 +377,83 @@ _ALL = (
         _COUNT,
         "(memory of the device - peak of the last step) / growth per step: at the latest",
         Better.HIGHER,
+    ),
+    Metric(
+        "own_work_ns",
+        "own work",
+        _NS,
+        "step time - exposed communication: what a rank does while it waits for no other",
+    ),
+    Metric(
+        "skew_ns",
+        "skew",
+        _NS,
+        "from the arrival of the first rank at a collective to that of the last, on aligned clocks",
+    ),
+    Metric(
+        "pure_transfer_ns",
+        "pure transfer",
+        _NS,
+        "the shortest duration of a collective over its ranks: what it takes once all are there",
+    ),
+    Metric(
+        "skewed_ratio",
+        "skewed",
+        _RATIO,
+        "share of the collectives whose skew is longer than their transfer",
+    ),
+    Metric(
+        "last_ratio",
+        "last",
+        _RATIO,
+        "share of the collectives at which the rank arrived last",
+        Better.NEITHER,
+    ),
+    Metric(
+        "lateness_ns",
+        "late",
+        _NS,
+        "from the arrival of the first rank at a collective to that of this rank (median)",
+    ),
+    Metric(
+        "shortest_ratio",
+        "waits least",
+        _RATIO,
+        "share of the collectives that are shortest on this rank; needs no aligned clocks",
+        Better.NEITHER,
+    ),
+    Metric(
+        "late_ns",
+        "late, the straggler",
+        _NS,
+        "where the straggler is last: from the arrival of the rank in the middle of the others to "
+        "its own (median)",
+    ),
+    Metric(
+        "meanwhile_ns",
+        "meanwhile",
+        _NS,
+        "how much longer a part of the straggler's own work takes than on the rank in the middle",
+    ),
+    Metric(
+        "cost_ns",
+        "cost of the straggler",
+        _NS,
+        "step replayed on all ranks - the same with the straggler working like the rank in the "
+        "middle of the others",
+    ),
+    Metric("cost_ratio", "cost of the straggler, share", _RATIO, "cost / replayed step"),
+    Metric(
+        "imbalance_ns",
+        "imbalance",
+        _NS,
+        "step replayed on all ranks - the same with every rank working like the one in the middle",
+    ),
+    Metric(
+        "error_ratio",
+        "replay error",
+        _RATIO,
+        "|replayed - recorded| / recorded step",
     ),
     Metric("loss", "loss", MetricUnit.NUMBER, "as the training loop logged it"),
 )

@@ -68,6 +68,7 @@ def measure_bandwidth(
     run: RunSource,
     *,
     rank: int | None = None,
+    unit: int | None = None,
     transfer_ns: NDArray[np.int64] | None = None,
 ) -> Bandwidth | None:
     """How fast a rank's collectives are.
@@ -75,6 +76,8 @@ def measure_bandwidth(
     Args:
         run: A recorded run.
         rank: Default the median rank.
+        unit: Index of a unit, to limit the collectives to; the latency + bandwidth fit is always
+            that of all collectives of the kind and group.
         transfer_ns: For each of the rank's `trace.waits.timed_collectives`, in that order, how
             long its bytes travelled by what all ranks say; -1 unknown.
 
@@ -89,9 +92,15 @@ def measure_bandwidth(
         return None
     transfers = _Transfers.of(read_waits(run, member), transfer_ns)
     groups = {group.index: group for group in run.manifest.process_groups}
+    own = transfers if unit is None else transfers.of_unit(unit)
     kinds = [
-        _measure_kind(transfers.of_kind(kind, group), groups.get(group), member.steps)
-        for kind, group in transfers.kinds()
+        _measure_kind(
+            own.of_kind(kind, group),
+            groups.get(group),
+            member.steps,
+            fitted=transfers.of_kind(kind, group),
+        )
+        for kind, group in own.kinds()
     ]
     return Bandwidth(
         rank=member.rank,
@@ -125,7 +134,16 @@ class _Transfers:
         return sorted(set(pairs))
 
     def of_kind(self, kind: int, group: int) -> "_Transfers":
-        mask = (self.collectives.kind == kind) & (self.collectives.group == group)
+        return self._where((self.collectives.kind == kind) & (self.collectives.group == group))
+
+    def of_unit(self, unit: int) -> "_Transfers":
+        return self._where(self.collectives.unit == unit)
+
+    def fit(self, factor: float) -> LinkFit | None:
+        """Latency + bandwidth of collectives of one kind and group."""
+        return fit_link(self.collectives.bytes, self.duration_ns, factor)
+
+    def _where(self, mask: NDArray[np.bool_]) -> "_Transfers":
         return _Transfers(
             self.collectives.where(mask), self.duration_ns[mask], self.from_all_ranks[mask]
         )
@@ -139,7 +157,7 @@ class _Transfers:
 
 
 def _measure_kind(
-    own: _Transfers, group: ProcessGroup | None, steps: NDArray[np.int32]
+    own: _Transfers, group: ProcessGroup | None, steps: NDArray[np.int32], *, fitted: _Transfers
 ) -> KindBandwidth:
     events = own.collectives
     kind = EventKind(int(events.kind[0]))
@@ -163,5 +181,5 @@ def _measure_kind(
         algorithm_bytes_per_s=overall,
         bus_bytes_per_s=overall * factor if overall and factor else None,
         median_bus_bytes_per_s=float(np.median(rates)) * factor if overall and factor else None,
-        link=fit_link(message, duration, factor or 1.0),
+        link=fitted.fit(factor or 1.0),
     )

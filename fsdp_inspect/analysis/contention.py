@@ -97,12 +97,15 @@ class Contention:
     """In order of execution; forward before backward."""
 
 
-def measure_contention(run: RunSource, *, rank: int | None = None) -> Contention | None:
+def measure_contention(
+    run: RunSource, *, rank: int | None = None, unit: int | None = None
+) -> Contention | None:
     """How much communication slows the compute beside it.
 
     Args:
         run: A recorded run.
         rank: Default the median rank.
+        unit: Index of a unit, to limit the answer to; others still stand in for it.
 
     Returns:
         None if the rank has no timed step.
@@ -116,7 +119,8 @@ def measure_contention(run: RunSource, *, rank: int | None = None) -> Contention
     events = run.events(member.rank, steps=member.steps.tolist(), kinds=sorted(_NEEDED))
     passes = _Passes.of(events)
     units = sorted(run.manifest.units, key=_execution_order)
-    measured = [_measure_unit(passes, unit, kind, units) for unit in units for kind in _PASSES]
+    asked = [one for one in units if unit is None or one.index == unit]
+    measured = [_measure_unit(passes, one, kind, units) for one in asked for kind in _PASSES]
     slowdowns = np.concatenate([np.empty(0), *(slowed for _, slowed in measured)])
     rows = tuple(row for row, _ in measured if row is not None)
     low, middle, high = _spread(slowdowns)

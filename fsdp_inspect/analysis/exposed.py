@@ -24,7 +24,7 @@ from fsdp_inspect.trace.steps import (
     timed_rank,
 )
 from fsdp_inspect.trace.tables import EventTable
-from fsdp_inspect.trace.waits import Cause, Waits, read_waits
+from fsdp_inspect.trace.waits import NEEDED_KINDS, Cause, Waits, read_waits, split_waits
 
 MOST_EVIDENCE = 10
 """How many waits are named as evidence."""
@@ -52,7 +52,9 @@ class ExposedOwner:
     step_ratio: float
     """Exposed time as a share of the step, 0 to 1."""
     causes_ns: dict[str, int]
-    """By `Cause`, those above 0; they add up to `exposed_ns`."""
+    """By `Cause`, those above 0, largest first; they add up to `exposed_ns`."""
+    cause_ratios: dict[str, float]
+    """Each cause's share of its exposed time in all timed steps, largest first; adds up to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class ExposedWait:
     cause: str
     """The largest of `causes_ns`."""
     causes_ns: dict[str, int]
-    """By `Cause`, those above 0; they add up to `exposed_ns`."""
+    """By `Cause`, those above 0, largest first; they add up to `exposed_ns`."""
     ahead: Ahead | None
     """None: nothing, in this step."""
     bytes: int | None
@@ -105,16 +107,20 @@ class Exposed:
     step_time_ns: int
     communication_ns: int
     exposed_ns: int
+    step_ratio: float
+    """Exposed time as a share of the step, 0 to 1."""
     floor_ns: int
     """The part that no setting can hide: the first gather of each forward and the last reduction
-    of each backward, which have no compute beside them."""
+    of each backward, which have no compute beside them; waits for stragglers at them included."""
     backward_gathers_ns: int
     """Of FSDP's all-gathers in backward, which `reshard_after_forward=False` removes."""
     by_kind_ns: dict[str, int]
     """By collective: `all_gather`, `reduce_scatter`, `all_reduce`, `other`."""
     causes_ns: dict[str, int]
-    """By `Cause`, those above 0; of a step with that exposed time, which they add up to. Empty
-    where the rank's events are missing."""
+    """By `Cause`, those above 0, largest first; of a step with that exposed time, which they add up
+    to. Empty where the rank's events are missing."""
+    cause_ratios: dict[str, float]
+    """Each cause's share of the exposed time in all timed steps, largest first; adds up to 1."""
     owners: tuple[ExposedOwner, ...]
     """Every owner of communication, most exposed first."""
     evidence: tuple[ExposedWait, ...]
@@ -149,14 +155,15 @@ def measure_exposed(
     if member is None:
         return None
     waits = read_waits(run, member, last_arrival_ns=last_arrival_ns)
-    exposed = median(member.exposed_ns) or 0
+    exposed, step_time = median(member.exposed_ns) or 0, median(member.step_time_ns) or 0
     causes = _causes_in_typical_step(waits, waits.share_by_cause_ns, member.steps)
     return Exposed(
         rank=member.rank,
-        step_time_ns=median(member.step_time_ns) or 0,
+        step_time_ns=step_time,
         communication_ns=median(member.communication_ns) or 0,
         exposed_ns=exposed,
-        floor_ns=causes.get(Cause.FLOOR.label, 0),
+        step_ratio=exposed / step_time if step_time else 0.0,
+        floor_ns=_floor_ns(waits, waits.share_by_cause_ns, member.steps),
         backward_gathers_ns=_backward_gathers(member),
         by_kind_ns={
             part.label.removeprefix("exposed_"): member.median_per_step(
@@ -165,9 +172,29 @@ def measure_exposed(
             for part in sorted(EXPOSED_PART_CODES)
         },
         causes_ns=causes,
+        cause_ratios=_ratios(waits.share_by_cause_ns),
         owners=_find_owners(run.manifest, member, waits, unit),
         evidence=_Evidence(run.manifest, waits).collect(unit),
     )
+
+
+def measure_causes(
+    run: RunSource, *, rank: int, step: int, last_arrival_ns: NDArray[np.int64] | None = None
+) -> dict[str, int]:
+    """The causes of the exposed time of one step of a rank, be it timed or not.
+
+    Args:
+        run: A recorded run.
+        rank: Of which rank.
+        step: A step that it finished.
+        last_arrival_ns: As for `measure_exposed`, for the collectives of that step.
+
+    Returns:
+        ns by `Cause`, those above 0, largest first; they add up to the step's exposed time.
+    """
+    events = run.events(rank, steps=[step], kinds=sorted(NEEDED_KINDS))
+    waits = split_waits(events, last_arrival_ns=last_arrival_ns)
+    return _by_name(waits.share_by_cause_ns.sum(axis=0))
 
 
 def _backward_gathers(member: RankSteps) -> int:
@@ -180,13 +207,34 @@ def _causes_in_typical_step(
     waits: Waits, by_cause_ns: NDArray[np.int64], steps: NDArray[np.int32]
 ) -> dict[str, int]:
     """The causes in the first step whose sum is the median over the steps."""
+    in_step = _in_typical_step(waits, by_cause_ns, steps)
+    return _by_name(by_cause_ns[in_step].sum(axis=0))
+
+
+def _floor_ns(waits: Waits, by_cause_ns: NDArray[np.int64], steps: NDArray[np.int32]) -> int:
+    """The waits for the floor's collectives in that step, stragglers included."""
+    floor = _in_typical_step(waits, by_cause_ns, steps) & waits.is_floor
+    return int(by_cause_ns[floor][:, [Cause.FLOOR, Cause.STRAGGLER]].sum())
+
+
+def _in_typical_step(
+    waits: Waits, by_cause_ns: NDArray[np.int64], steps: NDArray[np.int32]
+) -> NDArray[np.bool_]:
     per_step = sum_per_step(waits.collectives.step, by_cause_ns.sum(axis=1), steps)
     typical = steps[np.flatnonzero(per_step == median(per_step))[:1]]
-    return _by_name(by_cause_ns[np.isin(waits.collectives.step, typical)].sum(axis=0))
+    return np.isin(waits.collectives.step, typical)
 
 
 def _by_name(by_cause_ns: NDArray[np.int64]) -> dict[str, int]:
-    return {cause.label: int(by_cause_ns[cause]) for cause in Cause if by_cause_ns[cause]}
+    """The causes above 0, largest first."""
+    causes = sorted(Cause, key=lambda cause: -int(by_cause_ns[cause]))
+    return {cause.label: int(by_cause_ns[cause]) for cause in causes if by_cause_ns[cause]}
+
+
+def _ratios(by_cause_ns: NDArray[np.int64]) -> dict[str, float]:
+    """Each cause's share of all, those above 0, largest first."""
+    totals = _by_name(by_cause_ns.sum(axis=0))
+    return {cause: total / sum(totals.values()) for cause, total in totals.items()}
 
 
 def _find_owners(
@@ -213,9 +261,10 @@ def _find_owners(
                 count_per_step=member.median_per_step(own, "count"),
                 duration_ns=member.median_per_step(own, "duration_ns"),
                 exposed_ns=exposed,
-                floor_ns=causes.get(Cause.FLOOR.label, 0),
+                floor_ns=_floor_ns(owned, owned.by_cause_ns, member.steps),
                 step_ratio=exposed / step_time if step_time else 0.0,
                 causes_ns=causes,
+                cause_ratios=_ratios(owned.by_cause_ns),
             )
         )
     return tuple(sorted(owners, key=lambda owner: -owner.exposed_ns))
@@ -267,7 +316,7 @@ class _Evidence:
             need_ns=int(waits.begin_ns[position]) - begin,
             end_ns=row["end_ns"] - begin,
             exposed_ns=int(waits.exposed_ns[position]),
-            cause=max(causes, key=lambda cause: causes[cause]),
+            cause=next(iter(causes)),
             causes_ns=causes,
             ahead=None if ahead < 0 else self._describe_ahead(ahead, begin),
             bytes=_known(row["bytes"]),

@@ -94,12 +94,15 @@ class Prefetch:
     """The most frequent pairs in the wrong order; empty: every order of issue is that of use."""
 
 
-def measure_prefetch(run: RunSource, *, rank: int | None = None) -> Prefetch | None:
+def measure_prefetch(
+    run: RunSource, *, rank: int | None = None, unit: int | None = None
+) -> Prefetch | None:
     """How a rank's FSDP all-gathers were issued, and whether early enough.
 
     Args:
         run: A recorded run.
         rank: Default the median rank.
+        unit: Index of a unit, to limit everything to its gathers.
 
     Returns:
         None if the rank has no timed step.
@@ -116,6 +119,9 @@ def measure_prefetch(run: RunSource, *, rank: int | None = None) -> Prefetch | N
     gathers = _Gathers.of(waits.where(is_gather & (collectives.phase != Phase.EVALUATION)))
     fqns = {unit.index: unit.fqn for unit in run.manifest.units}
     order = {unit.index: _position(unit.execution_index) for unit in run.manifest.units}
+    swapped = _find_swapped(gathers, fqns, unit)
+    if unit is not None:
+        gathers = gathers.where(gathers.waits.collectives.unit == unit)
     keys = sorted(gathers.owners(), key=lambda key: (order.get(key[0], 0), key))
     return Prefetch(
         rank=member.rank,
@@ -124,10 +130,8 @@ def measure_prefetch(run: RunSource, *, rank: int | None = None) -> Prefetch | N
         num_by_issue=gathers.count(),
         hidden_ratio=gathers.hidden_ratio,
         unused_bytes=gathers.unused_bytes,
-        units=tuple(
-            _measure_unit(gathers.of_owner(unit, phase), fqns, member.steps) for unit, phase in keys
-        ),
-        swapped=_find_swapped(gathers, fqns),
+        units=tuple(_measure_unit(gathers.of_owner(*key), fqns, member.steps) for key in keys),
+        swapped=swapped,
     )
 
 
@@ -221,7 +225,9 @@ def _measure_unit(own: _Gathers, fqns: dict[int, str], steps: NDArray[np.int32])
     )
 
 
-def _find_swapped(gathers: _Gathers, fqns: dict[int, str]) -> tuple[SwappedPair, ...]:
+def _find_swapped(
+    gathers: _Gathers, fqns: dict[int, str], only_unit: int | None
+) -> tuple[SwappedPair, ...]:
     """Pairs of units whose gathers were needed in another order than they were issued in."""
     times: Counter[tuple[int, int, int]] = Counter()
     waited: Counter[tuple[int, int, int]] = Counter()
@@ -234,6 +240,8 @@ def _find_swapped(gathers: _Gathers, fqns: dict[int, str]) -> tuple[SwappedPair,
         need, units = events.need_ns[inside], events.unit[inside].tolist()
         for first, second in np.argwhere(np.triu(need[:, None] > need[None, :])).tolist():
             key = (int(one[2]), units[first], units[second])
+            if only_unit is not None and only_unit not in key[1:]:
+                continue
             times[key] += 1
             waited[key] += int(used.by_cause_ns[inside[second], Cause.SERIALIZED])
     return tuple(

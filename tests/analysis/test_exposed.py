@@ -172,4 +172,12 @@ def test_arrivals_of_the_last_rank_name_stragglers():
     exposed = measure_exposed(run, rank=0, last_arrival_ns=arrivals)
     assert exposed.causes_ns["straggler"] == 70
     assert exposed.owners[0].causes_ns == {"straggler": 70, "floor": 30}
-    assert exposed.floor_ns == 80
+    assert exposed.causes_ns["floor"] == 80
+
+
+def test_the_floor_is_the_same_whether_or_not_stragglers_are_known():
+    run = steady_run()
+    collectives = timed_collectives(run, timed_rank(run, 0))
+    exposed = measure_exposed(run, rank=0, last_arrival_ns=collectives.end_ns - 1)
+    assert exposed.floor_ns == STEADY_FLOOR_NS
+    assert exposed.owners[0].floor_ns == 100

@@ -1,0 +1,34 @@
+"""`fsdp-inspect breakdown`: where does a step go, to the nanosecond?"""
+
+from typing import Annotated
+
+import typer
+
+from fsdp_inspect.cli.arguments import JsonOption, RunArgument, open_run_argument, print_renderable
+
+
+def breakdown(
+    run: RunArgument,
+    rank: Annotated[
+        int | None, typer.Option(help="Of which rank; the median rank unless given.", min=0)
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(help="Which step; the median step of the rank unless given.", min=0),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show where a step goes: parts that add up to it, why it waits, and every rank beside it.
+
+    Example: `fsdp-inspect breakdown runs/demo --rank 1 --step 12`
+    """
+    from fsdp_inspect.digest.breakdown import digest_breakdown
+    from fsdp_inspect.report.json import render_json
+
+    digest = digest_breakdown(open_run_argument(run), rank=rank, step=step)
+    if as_json:
+        print(render_json(digest))
+        return
+    from fsdp_inspect.report.breakdown import render_breakdown
+
+    print_renderable(render_breakdown(digest))

@@ -1,0 +1,51 @@
+"""How are reports laid out in a terminal? Tables without borders, titled sections, bars."""
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fsdp_inspect.formatting import format_unit
+
+BAR_WIDTH = 32
+
+
+def new_table(*headers: str, names: int = 1) -> Table:
+    """A borderless table whose first `names` columns are names and whose others are numbers.
+
+    A header that begins with `<` makes its column one of words: to the left, and folded.
+    """
+    has_header = any(header.strip("<") for header in headers)
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=has_header, header_style="dim")
+    for position, header in enumerate(headers):
+        is_name = position < names or header.startswith("<")
+        table.add_column(
+            header.removeprefix("<"),
+            justify="left" if is_name else "right",
+            overflow="fold" if is_name else "ellipsis",
+            no_wrap=not is_name,
+        )
+    return table
+
+
+def section(title: str, *bodies: RenderableType) -> Iterator[RenderableType]:
+    """A titled part of a report, with an empty line before it."""
+    yield ""
+    yield Text(title, style="bold")
+    yield from bodies
+
+
+def bar(ratio: float, block: str = "█") -> Text:
+    """A share from 0 to 1 as a bar; the smallest share is still seen."""
+    return Text(block * round(ratio * BAR_WIDTH) or "▏")
+
+
+def dim(text: str) -> Text:
+    """Small print."""
+    return Text(text, style="dim")
+
+
+def unit_name(fqn: str | None) -> Text:
+    """The name of a unit as plain text, never markup; None: communication that is not FSDP's."""
+    return Text("(not FSDP)" if fqn is None else format_unit(fqn))

@@ -1,0 +1,22 @@
+import json
+
+
+def test_where_the_median_step_goes_is_said_first(invoke, runs_folder):
+    ended = invoke("breakdown", runs_folder / "steady")
+    assert ended.out.startswith("The median step of rank 0 takes 1.00 µs and waits 250.0 ns")
+
+
+def test_the_parts_in_json_add_up(invoke, runs_folder):
+    digest = json.loads(invoke("breakdown", runs_folder / "four", "--rank", "3", "--json").out)
+    shown = digest["shown"]
+    assert shown["rank"] == 3
+    assert sum(part["duration_ns"] for part in shown["parts"]) == shown["step_time_ns"]
+    assert sum(digest["causes_ns"].values()) == shown["exposed_ns"]
+    assert [row["rank"] for row in digest["ranks"]] == [0, 1, 2, 3]
+
+
+def test_a_step_that_was_not_finished_is_refused_with_those_that_were(invoke, runs_folder):
+    ended = invoke("breakdown", runs_folder / "steady", "--step", "9")
+    assert ended.code == 1
+    assert "did not finish step 9" in ended.err
+    assert "0 to 3" in ended.err

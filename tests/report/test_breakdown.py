@@ -1,0 +1,78 @@
+import pytest
+
+from fsdp_inspect.digest.breakdown import digest_breakdown
+from fsdp_inspect.report.breakdown import MOST_RANKS, render_breakdown
+from tests.builders import RunBuilder, steady_run
+from tests.report.rendering import text_of
+
+SHOWN = """\
+The median step of rank 0 takes 1.00 µs and waits 250.0 ns (25.0 %) for
+communication; its largest part is backward, 320.0 ns.
+
+Where step 1 of rank 0 goes (its median step; the parts add up)
+forward                 200.0 ns  20.0 %  ██████
+backward                320.0 ns  32.0 %  ██████████
+FSDP copies              20.0 ns   2.0 %  █
+exposed all-gather      130.0 ns  13.0 %  ▒▒▒▒
+exposed reduce-scatter  100.0 ns  10.0 %  ▒▒▒
+exposed, not FSDP's      20.0 ns   2.0 %  ▒
+optimizer               100.0 ns  10.0 %  ███
+data                     50.0 ns   5.0 %  ██
+other                    60.0 ns   6.0 %  ██
+= step                   1.00 µs
+
+Why it waits (the causes add up to the exposed parts)
+cause        exposed
+floor       150.0 ns  the part of exposed that no setting hides: the first
+                      gather of each forward and the last reduction of each
+                      backward, which have no compute beside them
+bandwidth    60.0 ns  the rest of exposed: more bytes than the compute beside
+                      them hides
+late issue   40.0 ns  exposed that an earlier issue had saved: min(exposed,
+                      issue - earliest); earliest: its stream's dependencies
+                      and the collective ahead on its communicator are done
+
+The median step of each rank (all parts: --rank, --json)
+rank  step  step time   exposed   forward  backward  optimizer     data
+0        1    1.00 µs  250.0 ns  200.0 ns  320.0 ns   100.0 ns  50.0 ns
+1        1    1.00 µs  250.0 ns  200.0 ns  320.0 ns   100.0 ns  50.0 ns
+
+Recorded run hand-made. 3 of 4 finished steps are timed; left out: step 0
+(warm-up)."""
+
+
+def shown(run, **asked):
+    return text_of(render_breakdown(digest_breakdown(run, **asked)))
+
+
+def test_a_breakdown_reads_so():
+    assert shown(steady_run()).startswith(SHOWN)
+
+
+def test_a_step_that_is_not_the_median_is_not_called_so():
+    text = shown(steady_run(), step=0)
+    assert text.startswith("Step 0 of rank 0 takes 1.00 µs")
+    assert "Where step 0 of rank 0 goes (the parts add up)" in text
+
+
+def test_a_step_that_waits_for_nothing_says_so():
+    builder = RunBuilder(world_size=1)
+    builder.rank(0).step(0, 0, 100)
+    text = shown(builder.build())
+    assert "waits for no communication" in text
+    assert "Why it waits" not in text
+
+
+def test_without_a_timed_step_there_is_a_reason_and_no_zeros():
+    text = shown(RunBuilder().build())
+    assert text.startswith("Where a step goes cannot be told: no step is timed yet.")
+
+
+def test_many_ranks_are_listed_in_part():
+    text = shown(steady_run(world_size=MOST_RANKS + 4))
+    assert f"the first {MOST_RANKS} of {MOST_RANKS + 4}" in text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_another_rank_is_shown_when_asked_for(rank):
+    assert shown(steady_run(), rank=rank).startswith(f"The median step of rank {rank} ")

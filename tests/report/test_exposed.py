@@ -1,0 +1,140 @@
+from dataclasses import replace
+
+from fsdp_inspect.analysis.prefetch import SwappedPair
+from fsdp_inspect.digest.exposed import digest_waits
+from fsdp_inspect.report.exposed import MOST_OWNERS, render_waits
+from fsdp_inspect.trace.codes import Method, Stream
+from tests.builders import RunBuilder, steady_run
+from tests.report.rendering import text_of
+
+HEADLINE = """\
+Rank 0 waits 250.0 ns a step for communication (25.0 % of 1.00 µs; medians),
+60.0 % of it the floor, which no setting hides. The longest wait, 100.0 ns, is
+for the reduce-scatter of layers.0 in backward.
+"""
+OWNERS = """\
+Waited for, per step of rank 0 (medians)
+unit        collective      phase     n   exposed  why, over all steps
+layers.0    reduce-scatter  backward  1  100.0 ns  floor 100%
+layers.0    all-gather      forward   1   50.0 ns  floor 100%
+layers.1    all-gather      forward   1   50.0 ns  bandwidth 80%, late issue
+                                                   20%
+layers.1    all-gather      backward  1   30.0 ns  late issue 100%
+(not FSDP)  all-reduce      backward  1   20.0 ns  bandwidth 100%
+"""
+GATHERS = """\
+All-gathers over 3 steps: 6 explicit, 3 missed, 3 first
+unit      phase     issued        lead  in flight   hidden
+layers.0  forward   first         0 ns    50.0 ns    0.0 %
+layers.0  backward  explicit  110.0 ns    70.0 ns  100.0 %
+layers.1  forward   explicit  100.0 ns   150.0 ns   66.7 %
+layers.1  backward  missed        0 ns    30.0 ns    0.0 %
+"""
+BANDWIDTH = """\
+Bandwidth (bytes-weighted), and latency where sizes tell it
+collective      group       per step  transfer         bus  latency  scatter
+all-gather      shard of 2     256 B   50.0 ns  426.7 MB/s        –        –
+reduce-scatter  shard of 2     128 B   80.0 ns  355.6 MB/s        –        –
+all-reduce      –                4 B   20.0 ns  200.0 MB/s        –        –
+all-gather, shard of 2: no latency. All 12 messages have the same size, 64
+bytes.
+"""
+
+
+def shown(run, **asked):
+    return text_of(render_waits(digest_waits(run, **asked)))
+
+
+def ms(value):
+    return round(value * 1e6)
+
+
+def one_step():
+    builder = RunBuilder(("layers.0", "layers.1"), world_size=2)
+    builder.rank(0).step(0, 0, ms(100))
+    builder.rank(0).all_gather("layers.0", 0, ms(1), need=ms(1))
+    return builder, builder.rank(0)
+
+
+def test_the_waits_of_a_rank_read_so():
+    text = shown(steady_run())
+    assert text.startswith(HEADLINE)
+    for part in (OWNERS, GATHERS, BANDWIDTH):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_one_unit_reads_so():
+    text = shown(steady_run(), unit="layers.1")
+    assert text.startswith("In each step rank 0 waits for layers.1: 50.0 ns for the all-gather in")
+    assert "layers.0  " not in text
+
+
+def test_evidence_names_the_place_in_the_step_and_what_was_ahead():
+    builder, rank = one_step()
+    rank.reduce_scatter("layers.1", ms(5), ms(40))
+    rank.all_gather("layers.0", ms(10), ms(60), need=ms(30), issue_ns=ms(6))
+    text = " ".join(text_of(render_waits(digest_waits(builder.build())), width=140).split())
+    assert (
+        "0 layers.0 all-gather (forward) 6.000 30.000 60.000 30.0 ms serialized behind layers.1"
+        in text
+    )
+
+
+def test_a_unit_that_is_never_waited_for_says_so():
+    assert "does not wait for communication of layers.1" in shown(
+        one_step()[0].build(), unit="layers.1"
+    )
+
+
+def test_a_rank_that_waits_for_nothing_says_so():
+    text = shown(one_step()[0].build())
+    assert text.startswith("Rank 0 waits for no communication in its median 100.0 ms step.")
+
+
+def test_gathers_that_block_the_host_need_no_table():
+    builder, rank = one_step()
+    columns = {"method": Method.HOST_BLOCKING, "stream": Stream.HOST}
+    rank.all_gather("layers.1", ms(2), ms(3), need=ms(2), **columns)
+    text = shown(builder.build())
+    assert "They block the host, so that nothing runs beside them." in text
+    assert "lead" not in text
+
+
+def test_waste_and_a_wrong_order_of_prefetch_are_pointed_out():
+    digest = digest_waits(steady_run())
+    pair = SwappedPair("forward", "layers.2", "layers.1", 3, ms(2))
+    prefetch = replace(digest.prefetch, unused_bytes=4096, swapped=(pair,))
+    text = text_of(render_waits(replace(digest, prefetch=prefetch)))
+    assert "Gathered and never used: 4.00 KiB over these steps." in text
+    assert "Issued layers.2 before layers.1, needed the other way round in forward: 3 times" in text
+
+
+def test_many_owners_are_listed_in_part():
+    builder = RunBuilder([f"layers.{number}" for number in range(MOST_OWNERS + 5)], world_size=1)
+    builder.rank(0).step(0, 0, 1000)
+    for number in range(MOST_OWNERS + 5):
+        builder.rank(0).all_gather(f"layers.{number}", 10 * number, 10 * number + 5, need=0)
+    assert f"the first {MOST_OWNERS} of {MOST_OWNERS + 5}" in shown(builder.build())
+
+
+def test_a_slowdown_is_shown_with_its_spread_and_whether_it_is_clear():
+    digest = digest_waits(steady_run())
+    for is_clear, words in (
+        (True, "It takes 1.20 x as long"),
+        (False, "cannot be told from noise"),
+    ):
+        told = replace(digest.contention, slowdown=1.2, low=1.1, high=1.3, is_clear=is_clear)
+        text = text_of(render_waits(replace(digest, contention=told)))
+        assert words in " ".join(text.split())
+
+
+def test_a_unit_name_is_never_read_as_markup():
+    builder = RunBuilder(("[red]layers[/red]",), world_size=1)
+    builder.rank(0).step(0, 0, 100)
+    builder.rank(0).all_gather("[red]layers[/red]", 0, 50, need=0)
+    assert "[red]layers[/red] all-gather" in shown(builder.build())
+
+
+def test_without_a_timed_step_there_is_a_reason():
+    assert shown(RunBuilder().build()).startswith("What is exposed cannot be told")
