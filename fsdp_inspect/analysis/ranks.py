@@ -59,6 +59,7 @@ class RankRow:
     busiest_ratio: float
     """Share of the steps in which no other rank worked longer."""
     peak_allocated_bytes: int | None
+    """Over all steps, memory steps included."""
     last_ratio: float | None
     """Share of the sampled collectives at which it arrived last; None where not known."""
     lateness_ns: int | None
@@ -80,7 +81,7 @@ class CollectiveSkew:
     skew_ns: int | None
     """From the first to the last arrival; None where clocks are not aligned."""
     skew_p90_ns: int | None
-    transfer_ns: int
+    pure_transfer_ns: int
     skewed_ratio: float | None
     """Share of them whose skew is longer than their transfer."""
     bus_bytes_per_s: float | None
@@ -151,16 +152,16 @@ class Ranks:
         return None if self.replay is None else self.replay.replayed_ns - self.replay.balanced_ns
 
 
-def measure_ranks(run: RunSource) -> Ranks:
+def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Ranks:
     """Compare the ranks of a run.
 
-    Reads the whole-step rows of all ranks, and events of at most `MAX_SAMPLED_RANKS` ranks in
+    Reads the whole-step rows of all ranks, and events of at most `max_ranks` ranks in
     `MAX_SAMPLED_STEPS` steps: those that communicate least, since a straggler waits for nobody,
     and others spread evenly.
     """
     members = timed_ranks(run).members
     here = {record.rank for record in run.ranks}
-    sample = sample_ranks([member for member in members if member.rank in here], MAX_SAMPLED_RANKS)
+    sample = sample_ranks([member for member in members if member.rank in here], max_ranks)
     steps = common_steps([member for member in members if member.rank in sample])
     sampled_steps = spread(steps, MAX_SAMPLED_STEPS)
     alignment = align_clocks(run, sample)
@@ -202,7 +203,7 @@ def _rank_rows(
     run: RunSource, members: Sequence[RankSteps], arrivals: Arrivals
 ) -> tuple[RankRow, ...]:
     hosts = {record.rank: record.host for record in run.ranks}
-    peaks = timed_summary(run, kinds=[StepPart.PEAK_ALLOCATED])
+    peaks = run.summary(kinds=[StepPart.PEAK_ALLOCATED])
     busiest = _busiest_ratios(members)
     lateness = Lateness(arrivals)
     return tuple(
@@ -274,7 +275,7 @@ def _measure_skews(run: RunSource, arrivals: Arrivals) -> tuple[CollectiveSkew, 
                 num_collectives=len(own),
                 skew_ns=median(skew),
                 skew_p90_ns=percentile(skew, 90),
-                transfer_ns=transfer,
+                pure_transfer_ns=transfer,
                 skewed_ratio=_skewed_ratio(aligned),
                 bus_bytes_per_s=(
                     message * factor / transfer * 1e9

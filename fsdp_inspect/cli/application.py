@@ -12,6 +12,7 @@ from fsdp_inspect.cli.demo import demo
 from fsdp_inspect.cli.export import export
 from fsdp_inspect.cli.exposed import exposed
 from fsdp_inspect.cli.memory import memory
+from fsdp_inspect.cli.ranks import ranks
 from fsdp_inspect.cli.report import report
 from fsdp_inspect.cli.runs import runs
 from fsdp_inspect.cli.summary import summary
@@ -26,6 +27,7 @@ _COMMANDS = (
     exposed,
     units,
     memory,
+    ranks,
     compare,
     compact,
     export,
