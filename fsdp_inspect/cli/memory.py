@@ -11,7 +11,9 @@ def memory(
     run: RunArgument,
     rank: Annotated[
         int | None,
-        typer.Option(help="Of which rank in detail; the one with the highest peak unless given."),
+        typer.Option(
+            help="Of which rank in detail; the one with the highest peak unless given.", min=0
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

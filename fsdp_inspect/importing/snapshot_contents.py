@@ -23,9 +23,9 @@ from fsdp_inspect.importing.snapshot_labels import UNLABELLED, Labels
 
 Int64Array = NDArray[np.int64]
 
-MAX_ROWS = 20_000_000
-"""Blocks and trace entries of one snapshot; shared lists could stand for many more than the file
-has bytes."""
+MAX_ROWS = 8_000_000
+"""Blocks, trace entries and annotations of one snapshot; what is shared could stand for many more
+of them than the file has bytes."""
 
 _REMEDY = "Dump it again with torch.cuda.memory._dump_snapshot."
 _MAX_BYTES = 1 << 50
@@ -200,12 +200,13 @@ def _as_snapshot(value: Any) -> Mapping[str, Any]:
 def _parse(snapshot: Mapping[str, Any]) -> SnapshotContents:
     labels = Labels()
     builders: defaultdict[int, _DeviceBuilder] = defaultdict(lambda: _DeviceBuilder(labels))
+    budget = _RowBudget()
+    budget.spend(len(_list(snapshot, "external_annotations")))
     annotations = [
         annotation
         for entry in _list(snapshot, "external_annotations")
         for annotation in _annotation(entry)
     ]
-    budget = _RowBudget()
     for segment in _list(snapshot, "segments"):
         budget.spend(1 + len(_list(segment, "blocks")))
         builders[_device(segment)].add_segment(segment)

@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 from fsdp_inspect.importing.snapshot_contents import Annotation
 from fsdp_inspect.trace.codes import NO_UNIT, NamedCode, Phase
 
-_FSDP_RANGE = re.compile(r"FSDP::(\w+?)(?:_prefetch for (?P<target>.*)|(?: \((?P<unit>.*?)\))?)")
+_FSDP_RANGE = re.compile(r"FSDP::(\w+)(?: for .*| \((?P<unit>.*)\))?")
 _GROUP_SUFFIX = re.compile(r" \[pg=\d+\]$")
 _PROFILER_STEP = re.compile(r"ProfilerStep#(\d{1,9})")
 _OPTIMIZER_STEP = "Optimizer.step#"
+_MAX_OPEN = 256
+"""Ranges inside each other; more were begun and, for all that is known, never ended."""
 _DATA_LOADER = "enumerate(DataLoader)#"
 
 _OF_A_UNIT = frozenset(
@@ -150,7 +152,7 @@ class _Walk:
         if found is None:
             return
         kind = found[1]
-        unit = self._unit(found["target"] or found["unit"] or "") if kind in _OF_A_UNIT else NO_UNIT
+        unit = self._unit(found["unit"] or "") if kind in _OF_A_UNIT else NO_UNIT
         if is_start:
             self._begin(name, kind, unit)
         else:
@@ -162,6 +164,7 @@ class _Walk:
         elif kind in ("pre_forward", "root_pre_forward") and self.phase != Phase.BACKWARD:
             self.phase = Phase.FORWARD
         self.ranges.append((name, unit, _ACTIVITIES.get(kind, Activity.OTHER)))
+        del self.ranges[:-_MAX_OPEN]
 
     def _end(self, name: str, kind: str, unit: int) -> None:
         open_names = [one for one, _, _ in self.ranges]
@@ -169,6 +172,7 @@ class _Walk:
             del self.ranges[len(open_names) - 1 - open_names[::-1].index(name) :]
         if kind in ("pre_forward", "pre_backward"):
             self.running.append((unit, self.phase))
+            del self.running[:-_MAX_OPEN]
         elif kind in _UNIT_DONE:
             self._leave(unit, _UNIT_DONE[kind])
         elif kind == "root_post_backward_callback":

@@ -126,6 +126,22 @@ def refusal_of(action):
     return None
 
 
+SHARED = {
+    "annotations": lambda: {"segments": [], "external_annotations": [{"stage": "OTHER"}] * 2000},
+    "trace entries": lambda: {"segments": [], "device_traces": [[{"action": "snapshot"}] * 2000]},
+    "blocks": lambda: {"segments": [{"total_size": 0, "blocks": [{}] * 1001}]},
+}
+
+
+@pytest.mark.parametrize("make", SHARED.values(), ids=SHARED.keys())
+def test_one_thing_listed_very_often_is_refused(tmp_path, monkeypatch, make):
+    monkeypatch.setattr("fsdp_inspect.importing.snapshot_contents.MAX_ROWS", 1000)
+    path = tmp_path / "shared.pickle"
+    path.write_bytes(pickle.dumps(make()))
+    with pytest.raises(CorruptFileError, match="lists over 1,000"):
+        import_snapshot(path, tmp_path / "run")
+
+
 def import_bytes(data, folder):
     path = folder / "it.pickle"
     path.write_bytes(data)
