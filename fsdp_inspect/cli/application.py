@@ -11,8 +11,8 @@ from fsdp_inspect.cli.compare import compare
 from fsdp_inspect.cli.demo import demo
 from fsdp_inspect.cli.export import export
 from fsdp_inspect.cli.exposed import exposed
+from fsdp_inspect.cli.import_ import import_
 from fsdp_inspect.cli.memory import memory
-from fsdp_inspect.cli.ranks import ranks
 from fsdp_inspect.cli.report import report
 from fsdp_inspect.cli.runs import runs
 from fsdp_inspect.cli.summary import summary
@@ -27,8 +27,8 @@ _COMMANDS = (
     exposed,
     units,
     memory,
-    ranks,
     compare,
+    import_,
     compact,
     export,
     report,
@@ -48,7 +48,7 @@ def build_application() -> typer.Typer:
     )
     application.callback()(_options)
     for command in _COMMANDS:
-        application.command()(command)
+        application.command(command.__name__.rstrip("_"))(command)
     return application
 
 

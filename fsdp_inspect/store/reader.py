@@ -129,6 +129,8 @@ class StoredRun:
         for status in (RunStatus.RUNNING, RunStatus.FAILED, RunStatus.CRASHED):
             if status in statuses:
                 return status
+        if statuses == {RunStatus.IMPORTED}:  # traces of some ranks are a whole import
+            return RunStatus.IMPORTED
         if self._missing_ranks or not self.ranks:
             return RunStatus.PARTIAL
         return statuses.pop() if len(statuses) == 1 else RunStatus.COMPLETE

@@ -1,0 +1,133 @@
+"""`fsdp-inspect import`: somebody else's recording as a run, to be read by every other command."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fsdp_inspect.cli.arguments import JsonOption, print_renderable
+
+if TYPE_CHECKING:
+    from fsdp_inspect.importing.kineto import OnProgress
+    from fsdp_inspect.importing.trace_file import ImportLimits
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
+_FACTORS = {"k": 10, "m": 20, "g": 30, "t": 40}
+
+
+def import_(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="A torch.profiler trace (.json, .json.gz), a CUDA memory snapshot, or a folder "
+            "with one of them for each rank.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="RUN", help="Folder of the run to make.")],
+    by_step: Annotated[
+        bool,
+        typer.Option(
+            "--by-step", help="One step for each ProfilerStep mark; else the trace is one step."
+        ),
+    ] = False,
+    name: Annotated[
+        str, typer.Option(help="How the run is called; default the name of PATH.")
+    ] = "",
+    max_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Read files that hold up to this, however tightly packed; default 64GiB, and 200 "
+            "times the size of a packed file.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Import traces of torch.profiler (CUDA, ROCm, CPU) or CUDA memory snapshots as a run.
+
+    Units come from FSDP's own ranges where the trace has them; what it cannot tell is said. Large
+    traces are read in little memory, and nothing is left behind when an import fails.
+
+    Example: `fsdp-inspect import traces/ --out runs/imported`
+    """
+    if not path.exists():
+        raise typer.BadParameter(f"there is nothing at {str(path)!r}", param_hint="PATH")
+    limits = _choose_limits(max_size)
+    if _is_snapshot(path):
+        _import_snapshot(path, out, as_json=as_json)
+        return
+    from fsdp_inspect.importing.kineto import import_traces
+    from fsdp_inspect.report.importing import render_import, render_import_json
+
+    with _progress() as on_progress:
+        imported = import_traces(
+            path,
+            out,
+            by_step=by_step,
+            name=name,
+            limits=limits,
+            on_progress=on_progress,
+        )
+    if as_json:
+        print(render_import_json(imported))
+    else:
+        print_renderable(render_import(imported))
+
+
+def _is_snapshot(path: Path) -> bool:
+    from fsdp_inspect.importing.snapshot import looks_like_snapshot
+
+    return looks_like_snapshot(path)
+
+
+def _import_snapshot(path: Path, out: Path, *, as_json: bool) -> None:
+    from fsdp_inspect.importing.snapshot import import_snapshot
+    from fsdp_inspect.report.importing import render_snapshot
+    from fsdp_inspect.report.json import render_json
+
+    imported = import_snapshot(path, out)
+    if as_json:
+        print(render_json(imported))
+    else:
+        print_renderable(render_snapshot(imported))
+
+
+@contextmanager
+def _progress() -> "Iterator[OnProgress]":
+    """A bar on stderr where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(name: str, share: float) -> None:
+            if name not in tasks:
+                tasks[name] = bar.add_task(name, total=1.0)
+            bar.update(tasks[name], completed=share)
+
+        yield show
+
+
+def _choose_limits(max_size: str | None) -> "ImportLimits":
+    from fsdp_inspect.importing.trace_file import ImportLimits
+
+    if max_size is None:
+        return ImportLimits()
+    max_bytes = _parse_size(max_size)
+    return ImportLimits(max_bytes=max_bytes, max_ratio=max(max_bytes, 1))
+
+
+def _parse_size(text: str) -> int:
+    """`64GiB`, `500 MB`, `1000000`: bytes; K, M, G and T are powers of 1024."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise typer.BadParameter(
+            f"{text!r} is no size; expected bytes such as 64GiB or 500MiB", param_hint="--max-size"
+        )
+    factor = _FACTORS.get((found[2] or "b")[0].lower(), 0)
+    return int(float(found[1]) * (1 << factor))

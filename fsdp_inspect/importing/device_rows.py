@@ -1,0 +1,336 @@
+"""What did the device do, and for whom? A trace with kernels, as rows of events.
+
+Kernels that compute are joined where they touch or overlap, by phase and unit: what counts of them
+is their union. Copies and fills by the device (memcpy, memset) are no compute.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.importing.collective_rows import Owners, Waits, collective_rows
+from fsdp_inspect.importing.communications import (
+    Communications,
+    Issues,
+    describe_kernels,
+    find_communication_kernels,
+    find_issues,
+)
+from fsdp_inspect.importing.event_rows import make_rows
+from fsdp_inspect.importing.fsdp_ranges import Activity
+from fsdp_inspect.importing.host_ranges import NOWHERE, HostRanges
+from fsdp_inspect.importing.host_rows import data_rows, operators_named, place_in_steps
+from fsdp_inspect.importing.kineto_events import Category, EventColumns, KinetoTrace
+from fsdp_inspect.importing.messages import GroupNames
+from fsdp_inspect.importing.names import RunNames
+from fsdp_inspect.importing.phases import PhaseRanges
+from fsdp_inspect.importing.unit_ranges import UnitRanges, UnitSpans
+from fsdp_inspect.importing.windows import StepMarks, StepWindows
+from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Method, Phase, Stream
+from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.tables import MISSING_INT, EventTable
+
+Int64Array = NDArray[np.int64]
+
+_COPY_OPERATORS = {
+    "fsdp::all_gather_copy_in": EventKind.ALL_GATHER_COPY_IN,
+    "fsdp::chunk_cat": EventKind.REDUCE_SCATTER_COPY_IN,
+}
+_COPY_STREAMS = {EventKind.ALL_GATHER_COPY_IN: Stream.ALL_GATHER_COPY_IN}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWork:
+    """Kernels and copies of a rank, sorted out; every issue lies with its events."""
+
+    comms: Communications
+    compute: EventColumns
+    compute_issues: Issues
+    copies: EventColumns
+    copy_issues: Issues
+
+    @classmethod
+    def of(cls, trace: KinetoTrace, groups: GroupNames) -> "DeviceWork":
+        """The device's events of a trace."""
+        kernels, copies = trace.events[Category.KERNEL], trace.events[Category.MEMORY_COPY]
+        issues = find_issues(trace, kernels)
+        communicates = find_communication_kernels(trace)
+        chosen = np.flatnonzero(communicates)
+        return cls(
+            comms=describe_kernels(trace, chosen, issues.where(chosen), groups),
+            compute=kernels.where(~communicates),
+            compute_issues=issues.where(~communicates),
+            copies=copies,
+            copy_issues=find_issues(trace, copies),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """Makes the rows of one rank whose trace has kernels."""
+
+    trace: KinetoTrace
+    work: DeviceWork
+    ranges: UnitRanges
+    phases: PhaseRanges
+    marks: StepMarks
+    names: RunNames
+
+    def make(self, owners: Owners, units: tuple[str, ...]) -> EventTable:
+        """All rows; those outside the steps are left out.
+
+        Args:
+            owners: Of each collective.
+            units: What the positions in `owners` name.
+        """
+        windows = self._windows()
+        comms = self.work.comms
+        waits = Waits(
+            need_ns=self._needs(owners),
+            start_ns=comms.start_ns,
+            end_ns=comms.end_ns,
+            method=np.full(len(comms), Method.MEASURED, dtype=np.int8),
+        )
+        collectives = collective_rows(comms, owners, waits, self.phases, self.names, units)
+        parts = [
+            self._in_steps(collectives, comms.issue_ns),
+            *self._compute(windows),
+            *self._fsdp_copies(windows),
+            self._memory_copies(windows),
+            self._unit_rows(EventKind.FORWARD, Phase.FORWARD, self.ranges.forwards()),
+            self._unit_rows(EventKind.BACKWARD, Phase.BACKWARD, self.ranges.backwards()),
+            self._optimizer_rows(),
+            data_rows(self.phases, self.marks),
+            self._steps(windows),
+        ]
+        return EventTable.concat(parts)
+
+    def _windows(self) -> StepWindows:
+        work = self.work
+        issued = np.concatenate(
+            [work.comms.issue_ns, work.compute_issues.time_ns, work.copy_issues.time_ns]
+        )
+        starts = np.concatenate([work.comms.start_ns, work.compute.start_ns, work.copies.start_ns])
+        ends = np.concatenate([work.comms.end_ns, work.compute.end_ns, work.copies.end_ns])
+        return StepWindows.on_device(self.marks.of_issue(issued), starts, ends)
+
+    def _steps(self, windows: StepWindows) -> EventTable:
+        """The steps, and an empty kernel in each: the mark of kernel traces (`trace.reduction`)."""
+        low, high = windows.bounds_ns[:-1], windows.bounds_ns[1:]
+        step = self._numbers(np.arange(len(windows)))
+        return EventTable.concat(
+            [
+                make_rows(EventKind.STEP, low, high, step=step, stream=Stream.COMPUTE),
+                make_rows(EventKind.COMPUTE, low, low, step=step, stream=Stream.COMPUTE),
+            ]
+        )
+
+    def _numbers(self, steps: Int64Array) -> Int64Array:
+        return np.array(self.marks.number, dtype=np.int64)[steps]
+
+    def _in_steps(self, rows: EventTable, issue_ns: Int64Array) -> EventTable:
+        """The rows issued in a step, with its number."""
+        return place_in_steps(rows, issue_ns, self.marks, self.ranges)
+
+    def _compute(self, windows: StepWindows) -> list[EventTable]:
+        issues = self.work.compute_issues
+        phase = self.phases.phase_of(issues.thread, issues.time_ns).astype(np.int64)
+        unit = self.ranges.forwards().unit_around(issues.thread, issues.time_ns)
+        in_backward = self.ranges.backwards().unit_around(issues.thread, issues.time_ns)
+        unit = np.where(in_backward != NO_UNIT, in_backward, unit)
+        return self._joined(
+            windows, self.work.compute, phase, unit, kind=EventKind.COMPUTE, stream=Stream.COMPUTE
+        )
+
+    def _fsdp_copies(self, windows: StepWindows) -> list[EventTable]:
+        """Kernels and copies that FSDP issued between parameters and communication buffers."""
+        work = self.work
+        events = _join_columns(work.compute, work.copies)
+        issues = Issues(
+            np.concatenate([work.compute_issues.thread, work.copy_issues.thread]),
+            np.concatenate([work.compute_issues.time_ns, work.copy_issues.time_ns]),
+        )
+        kind = np.full(len(events), NOWHERE, dtype=np.int64)
+        inside = self.ranges.around(issues.thread, issues.time_ns, Activity.COPY_OUT)
+        kind[inside != NOWHERE] = EventKind.ALL_GATHER_COPY_OUT
+        for name, code in _COPY_OPERATORS.items():
+            operators = operators_named(self.trace, name)
+            kind[operators.covers(issues.thread, issues.time_ns)] = code
+        around = self.ranges.around(
+            issues.thread, issues.time_ns, Activity.COPY_OUT, Activity.ALL_GATHER, Activity.REDUCE
+        )
+        rows = []
+        for code in np.unique(kind[kind != NOWHERE]).tolist():
+            mine = np.flatnonzero(kind == code)
+            chosen = issues.where(mine)
+            phase = self.phases.phase_of(chosen.thread, chosen.time_ns).astype(np.int64)
+            unit = self.ranges.unit_of(around[mine])
+            stream = _COPY_STREAMS.get(EventKind(code), Stream.COMPUTE)
+            rows += self._joined(
+                windows, events.where(mine), phase, unit, kind=EventKind(code), stream=stream
+            )
+        return rows
+
+    def _memory_copies(self, windows: StepWindows) -> EventTable:
+        copies = self.work.copies
+        steps, spans = windows.cut(Intervals.of(copies.start_ns, copies.end_ns))
+        return make_rows(EventKind.MEMORY_COPY, spans.starts, spans.ends, step=self._numbers(steps))
+
+    def _joined(
+        self,
+        windows: StepWindows,
+        events: EventColumns,
+        phase: Int64Array,
+        unit: Int64Array,
+        *,
+        kind: EventKind,
+        stream: Stream,
+    ) -> list[EventTable]:
+        """One row for each stretch without a gap, by phase and unit, cut at the steps."""
+        rows = []
+        keys = phase * (len(self.ranges.units) + 1) + unit + 1
+        for key in np.unique(keys).tolist():
+            mine = keys == key
+            steps, spans = windows.cut(Intervals.of(events.start_ns[mine], events.end_ns[mine]))
+            one_phase, one_unit = divmod(key, len(self.ranges.units) + 1)
+            index = NO_UNIT if one_unit == 0 else self._unit_index(one_unit - 1)
+            rows.append(
+                make_rows(
+                    kind,
+                    spans.starts,
+                    spans.ends,
+                    step=self._numbers(steps),
+                    phase=one_phase,
+                    unit=index,
+                    issued_by=index,
+                    stream=stream,
+                )
+            )
+        return rows
+
+    def _unit_index(self, place: int) -> int:
+        return self.names.unit_index(self.ranges.units[place])
+
+    def _unit_rows(self, kind: EventKind, phase: Phase, spans: UnitSpans) -> EventTable:
+        """From the first kernel issued in a unit's stretch of the host to the end of the last."""
+        found = _issued_in(spans.ranges, self.work.compute, self.work.compute_issues)
+        kept = np.flatnonzero(found.end_ns > found.start_ns)
+        unit = np.array([self._unit_index(one) for one in spans.unit[kept].tolist()], np.int64)
+        issue_ns = spans.ranges.start_ns[kept]
+        rows = make_rows(
+            kind,
+            found.start_ns[kept],
+            found.end_ns[kept],
+            phase=phase,
+            unit=unit,
+            issued_by=unit,
+            stream=Stream.COMPUTE,
+            method=Method.INFERRED,
+            issue_ns=issue_ns,
+        )
+        return self._in_steps(rows, issue_ns)
+
+    def _optimizer_rows(self) -> EventTable:
+        ranges = self.phases.optimizer
+        found = _issued_in(ranges, self.work.compute, self.work.compute_issues)
+        kept = np.flatnonzero(found.end_ns > found.start_ns)
+        rows = make_rows(
+            EventKind.OPTIMIZER,
+            found.start_ns[kept],
+            found.end_ns[kept],
+            phase=Phase.OPTIMIZER,
+            stream=Stream.COMPUTE,
+            method=Method.INFERRED,
+            issue_ns=ranges.start_ns[kept],
+        )
+        return self._in_steps(rows, ranges.start_ns[kept])
+
+    def _needs(self, owners: Owners) -> Int64Array:
+        """When the compute stream began to wait for each gather; -1 for everything else.
+
+        The wait stands before the copies out of the gather's buffer. On their stream the work
+        before them has ended by then, and the host has issued the wait: the later of the two.
+        """
+        need = np.full(len(self.work.comms), MISSING_INT, dtype=np.int64)
+        copy_outs = self.ranges.which(Activity.COPY_OUT)
+        if len(copy_outs) == 0:
+            return need
+        work = self.work
+        first = _first_issued_in(
+            self.ranges.ranges.where(copy_outs), work.compute, work.compute_issues
+        )
+        before = _ends_before(work.compute, first)
+        began = np.maximum(before, self.ranges.ranges.start_ns[copy_outs])
+        waits = np.where(first != NOWHERE, began, MISSING_INT)
+        gathers = (work.comms.kind == EventKind.ALL_GATHER) & (owners.unit != NO_UNIT)
+        for unit in np.unique(owners.unit[gathers]).tolist():
+            mine = np.flatnonzero(gathers & (owners.unit == unit))
+            outs = np.flatnonzero(self.ranges.unit[copy_outs] == unit)
+            starts = self.ranges.ranges.start_ns[copy_outs[outs]]
+            place = np.searchsorted(starts, work.comms.issue_ns[mine])
+            known = place < len(outs)
+            need[mine[known]] = waits[outs[place[known]]]
+        return need
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceSpans:
+    """First start and last end of what was issued in each range; 0, 0 if nothing was."""
+
+    start_ns: Int64Array
+    end_ns: Int64Array
+
+
+def _issued_in(ranges: HostRanges, events: EventColumns, issues: Issues) -> _DeviceSpans:
+    starts = np.zeros(len(ranges), dtype=np.int64)
+    ends = np.zeros(len(ranges), dtype=np.int64)
+    for thread in np.unique(ranges.thread).tolist():
+        mine = np.flatnonzero(ranges.thread == thread)
+        order = np.flatnonzero(issues.thread == thread)
+        order = order[np.argsort(issues.time_ns[order], kind="stable")]
+        times = issues.time_ns[order]
+        lows = np.searchsorted(times, ranges.start_ns[mine])
+        highs = np.searchsorted(times, ranges.end_ns[mine])
+        for place, low, high in zip(mine.tolist(), lows.tolist(), highs.tolist(), strict=True):
+            if high > low:
+                starts[place] = events.start_ns[order[low:high]].min()
+                ends[place] = events.end_ns[order[low:high]].max()
+    return _DeviceSpans(starts, ends)
+
+
+def _first_issued_in(ranges: HostRanges, events: EventColumns, issues: Issues) -> Int64Array:
+    """The first event that was issued in each range; -1: none."""
+    found = np.full(len(ranges), NOWHERE, dtype=np.int64)
+    for thread in np.unique(ranges.thread).tolist():
+        mine = np.flatnonzero(ranges.thread == thread)
+        order = np.flatnonzero(issues.thread == thread)
+        order = order[np.argsort(issues.time_ns[order], kind="stable")]
+        times = issues.time_ns[order]
+        place = np.searchsorted(times, ranges.start_ns[mine])
+        inside = place < np.searchsorted(times, ranges.end_ns[mine])
+        found[mine[inside]] = order[place[inside]]
+    return found
+
+
+def _ends_before(events: EventColumns, chosen: Int64Array) -> Int64Array:
+    """When the stream's work before each chosen event ended; 0 without any, or for -1."""
+    ends = np.zeros(len(chosen), dtype=np.int64)
+    streams = np.where(chosen == NOWHERE, NOWHERE, events.thread[np.maximum(chosen, 0)])
+    for stream in np.unique(streams[streams != NOWHERE]).tolist():
+        mine = np.flatnonzero(streams == stream)
+        members = np.flatnonzero(events.thread == stream)
+        order = members[np.argsort(events.start_ns[members], kind="stable")]
+        place = np.searchsorted(events.start_ns[order], events.start_ns[chosen[mine]]) - 1
+        reach = np.maximum.accumulate(events.end_ns[order])
+        ends[mine] = np.where(place >= 0, reach[np.maximum(place, 0)], 0)
+    return ends
+
+
+def _join_columns(first: EventColumns, second: EventColumns) -> EventColumns:
+    return EventColumns(
+        *(
+            np.concatenate([getattr(first, name), getattr(second, name)])
+            for name in EventColumns.__dataclass_fields__
+        )
+    )

@@ -1,0 +1,52 @@
+"""How do columns of an import become rows of events? With what an import never knows filled in."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.trace.codes import NO_UNIT, Method, Phase, Source, Stream
+from fsdp_inspect.trace.tables import MISSING_INT, EventTable
+
+_BLANK: dict[str, int] = {
+    "step": 0,
+    "microbatch": 0,
+    "phase": Phase.OUTSIDE,
+    "unit": NO_UNIT,
+    "issued_by": NO_UNIT,
+    "stream": Stream.OTHER,
+    "group": -1,
+    "dtype": 0,
+    "source": Source.IMPORTED,
+    "method": Method.MEASURED,
+    "flags": 0,
+    "sequence": MISSING_INT,
+    "collective": MISSING_INT,
+    "bytes": MISSING_INT,
+    "need_ns": MISSING_INT,
+}
+
+
+def make_rows(
+    kind: Any, start_ns: NDArray[np.int64], end_ns: NDArray[np.int64], **columns: Any
+) -> EventTable:
+    """Rows from arrays of shape (n,) or single values; columns not given are unknown.
+
+    Args:
+        kind: An `EventKind`, or one for each row.
+        start_ns: Shape (n,).
+        end_ns: Shape (n,).
+        **columns: Other columns of `EventTable`; `issue_ns` is the start unless given.
+    """
+    given = {"issue_ns": start_ns, **_BLANK, **columns}
+    return EventTable.from_columns(
+        {
+            name: np.broadcast_to(np.asarray(value), start_ns.shape).copy()
+            for name, value in {
+                **given,
+                "kind": kind,
+                "start_ns": start_ns,
+                "end_ns": end_ns,
+            }.items()
+        }
+    )

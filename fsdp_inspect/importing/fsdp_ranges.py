@@ -1,0 +1,119 @@
+"""Which FSDP unit does a profiler range speak of, and what is done there?
+
+FSDP2 marks what it does by ranges named `FSDP::what (unit)`; the root has no name, a prefetch reads
+`FSDP::forward_prefetch for unit`, and a module with several groups adds ` [pg=size]`. Some ranges
+come and go with the version of torch (2.6 to 2.15 were looked at), so that no single one of them
+is relied on. FSDP1's ranges name no unit.
+
+Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state.py.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+_PREFIX = "FSDP::"
+_FSDP1_PREFIX = "FullyShardedDataParallel."
+_LABEL = re.compile(
+    r"FSDP::(?P<what>\w+)"
+    r"(?: for (?P<target>.*?)| \((?P<fqn>.*)\))?"
+    r"(?: \[pg=(?P<group>\d+)\])?\s*"
+)
+
+
+class Activity(Enum):
+    """What a range does; those of a unit unless said otherwise."""
+
+    PRE_FORWARD = "pre_forward"
+    POST_FORWARD = "post_forward"
+    PRE_BACKWARD = "pre_backward"
+    POST_BACKWARD = "post_backward"
+    """Accumulating, resharding: the unit's own backward is over."""
+    ALL_GATHER = "all_gather"
+    COPY_OUT = "all_gather_copy_out"
+    REDUCE = "post_backward_reduce"
+    PREFETCH = "prefetch"
+    """Around the all-gather of a unit, in the name of another one."""
+    ROOT_FORWARD = "root_pre_forward"
+    """Of no unit."""
+    ROOT_BACKWARD = "root_post_backward_callback"
+    """Of no unit."""
+    OTHER = "other"
+
+
+_ACTIVITIES = {
+    "pre_forward": Activity.PRE_FORWARD,
+    "post_forward": Activity.POST_FORWARD,
+    "pre_backward": Activity.PRE_BACKWARD,
+    "post_backward_accumulate": Activity.POST_BACKWARD,
+    "post_backward_reshard": Activity.POST_BACKWARD,
+    "post_backward_rs_wait": Activity.OTHER,
+    "all_gather": Activity.ALL_GATHER,
+    "all_gather_copy_out": Activity.COPY_OUT,
+    "post_backward_reduce": Activity.REDUCE,
+    "forward_prefetch": Activity.PREFETCH,
+    "backward_prefetch": Activity.PREFETCH,
+    "root_pre_forward": Activity.ROOT_FORWARD,
+    "root_post_backward_callback": Activity.ROOT_BACKWARD,
+}
+_OF_NO_UNIT = frozenset({Activity.ROOT_FORWARD, Activity.ROOT_BACKWARD, Activity.OTHER})
+
+_FSDP1_ACTIVITIES = {
+    "_pre_forward": Activity.PRE_FORWARD,
+    "_post_forward": Activity.POST_FORWARD,
+    "_pre_backward_hook": Activity.PRE_BACKWARD,
+    "_post_backward_hook": Activity.REDUCE,
+    "_pre_forward_prefetch": Activity.PREFETCH,
+    "_pre_backward_prefetch": Activity.PREFETCH,
+    "_post_backward_prefetch": Activity.PREFETCH,
+    "_root_pre_forward": Activity.ROOT_FORWARD,
+    "_post_backward_final_callback": Activity.ROOT_BACKWARD,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What a range's name says."""
+
+    activity: Activity
+    unit: str | None
+    """The unit's fqn, empty for the root, with ` [pg=size]` where several groups share it; None
+    for what belongs to no unit, and for FSDP1, whose ranges name none."""
+    is_backward: bool
+    is_fsdp1: bool = False
+
+
+def parse_label(name: str) -> Label | None:
+    """What the name of a range says; None if it is not FSDP's.
+
+    >>> parse_label("FSDP::all_gather (layers.0)").unit
+    'layers.0'
+    >>> parse_label("FSDP::backward_prefetch for ").unit
+    ''
+    """
+    if name.startswith(_FSDP1_PREFIX):
+        return _parse_fsdp1(name.removeprefix(_FSDP1_PREFIX))
+    found = _LABEL.fullmatch(name) if name.startswith(_PREFIX) else None
+    if found is None:
+        return None
+    what = found["what"]
+    activity = _ACTIVITIES.get(what, Activity.OTHER)
+    unit = None
+    if activity not in _OF_NO_UNIT:
+        group = f" [pg={found['group']}]" if found["group"] else ""
+        unit = f"{found['target'] or found['fqn'] or ''}{group}"
+    return Label(activity, unit, "backward" in what)
+
+
+def parse_labels(names: Sequence[str]) -> dict[int, Label]:
+    """The labels of all names that are FSDP's, by position."""
+    found = {position: parse_label(name) for position, name in enumerate(names)}
+    return {position: label for position, label in found.items() if label is not None}
+
+
+def _parse_fsdp1(what: str) -> Label | None:
+    activity = _FSDP1_ACTIVITIES.get(what)
+    if activity is None:
+        return None
+    return Label(activity, None, "backward" in what, is_fsdp1=True)

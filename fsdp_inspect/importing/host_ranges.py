@@ -1,0 +1,78 @@
+"""In which range of the host was something issued? Ranges of each thread, asked by thread and time.
+
+Ranges of one thread are nested, so at every moment one is the innermost.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.painting import paint_innermost
+
+Int64Array = NDArray[np.int64]
+
+NOWHERE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class HostRanges:
+    """Ranges of all threads; arrays of shape (n,)."""
+
+    thread: NDArray[np.int32]
+    start_ns: Int64Array
+    end_ns: Int64Array
+
+    @classmethod
+    def empty(cls) -> "HostRanges":
+        """No range at all."""
+        nothing = np.empty(0, dtype=np.int64)
+        return cls(nothing.astype(np.int32), nothing, nothing)
+
+    def __len__(self) -> int:
+        return len(self.thread)
+
+    def where(self, chosen: NDArray[np.generic]) -> "HostRanges":
+        """The ranges that a mask or an index array selects."""
+        return HostRanges(self.thread[chosen], self.start_ns[chosen], self.end_ns[chosen])
+
+    def innermost(self, thread: NDArray[np.int32], time_ns: Int64Array) -> Int64Array:
+        """The innermost range around each moment.
+
+        Args:
+            thread: Shape (q,).
+            time_ns: Shape (q,); a range holds its start and not its end.
+
+        Returns:
+            Shape (q,): positions of ranges; -1 outside of all.
+        """
+        found = np.full(len(thread), NOWHERE, dtype=np.int64)
+        for one in np.unique(self.thread).tolist():
+            mine, asked = np.flatnonzero(self.thread == one), np.flatnonzero(thread == one)
+            if len(asked):
+                found[asked] = self._innermost_of(mine, time_ns[asked])
+        return found
+
+    def covers(self, thread: NDArray[np.int32], time_ns: Int64Array) -> NDArray[np.bool_]:
+        """Whether any range is around each moment; arguments as for `innermost`."""
+        return np.not_equal(self.innermost(thread, time_ns), NOWHERE)
+
+    def latest(self, thread: NDArray[np.int32], time_ns: Int64Array) -> Int64Array:
+        """The range of the same thread that started last, at each moment or before; -1: none."""
+        found = np.full(len(thread), NOWHERE, dtype=np.int64)
+        for one in np.unique(self.thread).tolist():
+            mine, asked = np.flatnonzero(self.thread == one), np.flatnonzero(thread == one)
+            mine = mine[np.argsort(self.start_ns[mine], kind="stable")]
+            place = np.searchsorted(self.start_ns[mine], time_ns[asked], side="right") - 1
+            found[asked] = np.where(place >= 0, mine[np.maximum(place, 0)], NOWHERE)
+        return found
+
+    def _innermost_of(self, mine: Int64Array, time_ns: Int64Array) -> Int64Array:
+        starts, ends = self.start_ns[mine], self.end_ns[mine]
+        painted = paint_innermost(starts, ends, Intervals.of(starts, ends))
+        if len(painted.span) == 0:
+            return np.full(len(time_ns), NOWHERE, dtype=np.int64)
+        place = np.searchsorted(painted.starts, time_ns, side="right") - 1
+        inside = (place >= 0) & (time_ns < painted.ends[np.maximum(place, 0)])
+        return np.where(inside, mine[painted.span[np.maximum(place, 0)]], NOWHERE)

@@ -1,0 +1,268 @@
+"""What did the host do, and for whom? A trace without kernels (CPU, gloo), as rows of events.
+
+With FSDP's ranges the rows are those of a recorded run: collectives with the moment from which the
+main thread waited for them. Without them nobody knows who waits: then the operators that call no
+other stand for kernels, and exposed is what they leave uncovered.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.importing.collective_rows import Owners, Waits, collective_rows
+from fsdp_inspect.importing.communications import Communications, gloo_threads
+from fsdp_inspect.importing.event_rows import make_rows
+from fsdp_inspect.importing.fsdp_ranges import Activity
+from fsdp_inspect.importing.host_ranges import NOWHERE, HostRanges
+from fsdp_inspect.importing.kineto_events import Category, EventColumns, KinetoTrace
+from fsdp_inspect.importing.names import RunNames
+from fsdp_inspect.importing.phases import PhaseRanges
+from fsdp_inspect.importing.unit_ranges import UnitRanges, UnitSpans
+from fsdp_inspect.importing.windows import StepMarks
+from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Method, Phase, Stream
+from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.tables import MISSING_INT, EventTable
+
+Int64Array = NDArray[np.int64]
+
+_COPY_OPERATORS = {
+    "fsdp::all_gather_copy_in": EventKind.ALL_GATHER_COPY_IN,
+    "fsdp::split_with_sizes_copy": EventKind.ALL_GATHER_COPY_OUT,
+    "fsdp::chunk_cat": EventKind.REDUCE_SCATTER_COPY_IN,
+}
+_RESULT_COPY = "aten::copy_"
+"""What gloo's reduce-scatter ends with, on the thread that waits: the own part of the result."""
+
+
+def operators_named(trace: KinetoTrace, name: str) -> HostRanges:
+    """The operators of exactly this name."""
+    operators = trace.events[Category.OPERATOR]
+    if name not in trace.names:
+        return HostRanges.empty()
+    chosen = operators.where(operators.name == trace.names.index(name))
+    return HostRanges(chosen.thread, chosen.start_ns, chosen.end_ns)
+
+
+def place_in_steps(
+    rows: EventTable, issue_ns: Int64Array, marks: StepMarks, ranges: UnitRanges
+) -> EventTable:
+    """The rows that were issued in a step, with its number and the microbatch in it."""
+    steps = marks.of_issue(issue_ns)
+    number = np.array(marks.number, dtype=np.int64)[np.maximum(steps, 0)]
+    microbatch = marks.count_within(
+        steps, ranges.num_passes(issue_ns), ranges.num_passes(marks.start_ns)
+    )
+    columns = {**rows.columns(), "step": number, "microbatch": microbatch}
+    return EventTable.from_columns(columns).where(steps >= 0)
+
+
+def data_rows(phases: PhaseRanges, marks: StepMarks) -> EventTable:
+    """The waits for the next batch, on the host."""
+    return _host_rows(EventKind.DATA, Phase.DATA, phases.data, marks)
+
+
+def _host_rows(kind: EventKind, phase: Phase, ranges: HostRanges, marks: StepMarks) -> EventTable:
+    steps = marks.of_issue(ranges.start_ns)
+    number = np.array(marks.number, dtype=np.int64)[np.maximum(steps, 0)]
+    rows = make_rows(
+        kind, ranges.start_ns, ranges.end_ns, step=number, phase=phase, stream=Stream.HOST
+    )
+    return rows.where(steps >= 0)
+
+
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """Makes the rows of one rank whose trace has no kernels."""
+
+    trace: KinetoTrace
+    comms: Communications
+    ranges: UnitRanges
+    phases: PhaseRanges
+    marks: StepMarks
+    names: RunNames
+
+    def make(self, owners: Owners, units: tuple[str, ...]) -> EventTable:
+        """All rows; those outside the steps are left out.
+
+        Args:
+            owners: Of each collective.
+            units: What the positions in `owners` name.
+        """
+        collectives = collective_rows(
+            self.comms, owners, self._waits(owners), self.phases, self.names, units
+        )
+        parts = [
+            self._in_steps(collectives),
+            data_rows(self.phases, self.marks),
+            _host_rows(EventKind.OPTIMIZER, Phase.OPTIMIZER, self.phases.optimizer, self.marks),
+            self._unit_rows(EventKind.FORWARD, Phase.FORWARD, self.ranges.forwards()),
+            self._unit_rows(EventKind.BACKWARD, Phase.BACKWARD, self.ranges.backwards()),
+            *(self._copy_rows(name, kind) for name, kind in _COPY_OPERATORS.items()),
+            self._steps(),
+        ]
+        if len(self.ranges) == 0:
+            parts += [self._leaf_rows(), self._empty_kernels()]
+        return EventTable.concat(parts)
+
+    # --- steps
+
+    def _bounds(self) -> tuple[Int64Array, Int64Array]:
+        if not self.marks.is_whole_trace:
+            return self.marks.start_ns, self.marks.end_ns
+        host = [self.trace.events[one] for one in (Category.OPERATOR, Category.ANNOTATION)]
+        starts = np.concatenate([one.start_ns for one in host])
+        ends = np.concatenate([one.end_ns for one in host])
+        return starts.min(keepdims=True), ends.max(keepdims=True)
+
+    def _steps(self) -> EventTable:
+        low, high = self._bounds()
+        step = np.array(self.marks.number, dtype=np.int64)
+        return make_rows(EventKind.STEP, low, high, step=step, stream=Stream.HOST)
+
+    def _empty_kernels(self) -> EventTable:
+        """The mark of a kernel trace in each step (`trace.reduction`)."""
+        low, _ = self._bounds()
+        step = np.array(self.marks.number, dtype=np.int64)
+        return make_rows(EventKind.COMPUTE, low, low, step=step, stream=Stream.HOST)
+
+    def _in_steps(self, rows: EventTable) -> EventTable:
+        return place_in_steps(rows, rows.issue_ns, self.marks, self.ranges)
+
+    # --- what the host did
+
+    def _unit_rows(self, kind: EventKind, phase: Phase, spans: UnitSpans) -> EventTable:
+        ranges = spans.ranges
+        unit = self._in_run(spans.unit)
+        rows = make_rows(
+            kind,
+            ranges.start_ns,
+            ranges.end_ns,
+            phase=phase,
+            unit=unit,
+            issued_by=unit,
+            stream=Stream.HOST,
+        )
+        return self._in_steps(rows)
+
+    def _copy_rows(self, name: str, kind: EventKind) -> EventTable:
+        ranges = operators_named(self.trace, name)
+        around = self.ranges.around(
+            ranges.thread,
+            ranges.start_ns,
+            Activity.ALL_GATHER,
+            Activity.COPY_OUT,
+            Activity.REDUCE,
+        )
+        unit = self._in_run(self.ranges.unit_of(around))
+        rows = make_rows(
+            kind,
+            ranges.start_ns,
+            ranges.end_ns,
+            phase=self.phases.phase_of(ranges.thread, ranges.start_ns),
+            unit=unit,
+            issued_by=unit,
+            stream=Stream.HOST,
+        )
+        return self._in_steps(rows)
+
+    def _leaf_rows(self) -> EventTable:
+        """Operators that call no other, joined by phase; those of gloo's own threads left out."""
+        operators = self.trace.events[Category.OPERATOR]
+        mine = ~np.isin(operators.thread, gloo_threads(self.trace))
+        leaves = _leaves(operators.where(mine), self.trace.names)
+        phase = self.phases.phase_of(leaves.thread, leaves.start_ns)
+        rows = []
+        for one in np.unique(phase).tolist():
+            spans = Intervals.of(leaves.start_ns[phase == one], leaves.end_ns[phase == one])
+            rows.append(
+                make_rows(
+                    EventKind.COMPUTE, spans.starts, spans.ends, phase=one, stream=Stream.HOST
+                )
+            )
+        return self._in_steps(EventTable.concat(rows))
+
+    def _in_run(self, units: Int64Array) -> Int64Array:
+        known = [self.names.unit_index(unit) for unit in self.ranges.units]
+        return np.append(known, NO_UNIT).astype(np.int64)[units]
+
+    # --- waits
+
+    def _waits(self, owners: Owners) -> Waits:
+        """A synchronous collective is waited for from its call; an asynchronous one from the copy.
+
+        It is synchronous if the range around its call ends after it did, or, outside of all ranges,
+        if the thread did nothing else meanwhile.
+        """
+        comms, ranges = self.comms, self.ranges
+        around = ranges.around(comms.thread, comms.issue_ns, Activity.ALL_GATHER, Activity.REDUCE)
+        range_end = np.append(ranges.ranges.end_ns, -1)[around]
+        blocks_in_range = (around != NOWHERE) & (range_end >= comms.end_ns)
+        is_reduction = comms.kind == EventKind.REDUCE_SCATTER
+        end_ns = np.where(blocks_in_range & (comms.kind == EventKind.ALL_GATHER), range_end, 0)
+        end_ns = np.where(blocks_in_range & is_reduction, self._result_ends(range_end), end_ns)
+        blocks = blocks_in_range | ((around == NOWHERE) & self._is_idle_meanwhile())
+        need = np.where(blocks, comms.issue_ns, self._copy_out_starts(owners))
+        method = np.where(blocks, Method.HOST_BLOCKING, Method.MEASURED)
+        return Waits(
+            need_ns=need,
+            start_ns=np.where(blocks, comms.issue_ns, comms.start_ns),
+            end_ns=np.maximum(end_ns, comms.end_ns),
+            method=method.astype(np.int8),
+        )
+
+    def _copy_out_starts(self, owners: Owners) -> Int64Array:
+        """The next copy-out of the gather's unit, which begins by waiting; -1 without one."""
+        starts = np.full(len(self.comms), MISSING_INT, dtype=np.int64)
+        outs = self.ranges.which(Activity.COPY_OUT)
+        gathers = (self.comms.kind == EventKind.ALL_GATHER) & (owners.unit != NO_UNIT)
+        for unit in np.unique(owners.unit[gathers]).tolist():
+            mine = np.flatnonzero(gathers & (owners.unit == unit))
+            times = self.ranges.ranges.start_ns[outs[self.ranges.unit[outs] == unit]]
+            place = np.searchsorted(times, self.comms.issue_ns[mine])
+            known = place < len(times)
+            starts[mine[known]] = times[place[known]]
+        return starts
+
+    def _result_ends(self, limit: Int64Array) -> Int64Array:
+        """The end of the first copy that the waiting thread made after each collective ended."""
+        copies = operators_named(self.trace, _RESULT_COPY)
+        found = self.comms.end_ns.copy()
+        for thread in np.unique(self.comms.thread).tolist():
+            mine = np.flatnonzero(self.comms.thread == thread)
+            own = copies.where(copies.thread == thread)
+            own = own.where(np.argsort(own.start_ns, kind="stable"))
+            place = np.searchsorted(own.start_ns, self.comms.end_ns[mine])
+            known = place < len(own)
+            ends = own.end_ns[place[known]]
+            inside = ends <= limit[mine[known]]
+            found[mine[known][inside]] = ends[inside]
+        return found
+
+    def _is_idle_meanwhile(self) -> NDArray[np.bool_]:
+        """Whether the issuing thread began nothing between the call's end and the collective's."""
+        operators = self.trace.events[Category.OPERATOR]
+        idle = np.zeros(len(self.comms), dtype=bool)
+        for thread in np.unique(self.comms.thread).tolist():
+            mine = np.flatnonzero(self.comms.thread == thread)
+            own = operators.where(operators.thread == thread)
+            starts = np.sort(own.start_ns)
+            calls = np.argsort(own.start_ns, kind="stable")
+            call = np.searchsorted(starts, self.comms.issue_ns[mine])
+            call_end = own.end_ns[calls[np.minimum(call, len(calls) - 1)]]
+            following = np.searchsorted(starts, call_end)
+            known = following < len(starts)
+            later = starts[np.minimum(following, len(starts) - 1)]
+            idle[mine] = ~known | (later >= self.comms.end_ns[mine])
+        return idle
+
+
+def _leaves(operators: EventColumns, names: tuple[str, ...]) -> EventColumns:
+    """Operators inside of which no other one of the same thread begins, communication left out."""
+    order = np.lexsort((-operators.end_ns, operators.start_ns, operators.thread))
+    ordered = operators.where(order)
+    is_leaf = np.ones(len(ordered), dtype=bool)
+    same = ordered.thread[1:] == ordered.thread[:-1]
+    is_leaf[:-1] = ~(same & (ordered.start_ns[1:] < ordered.end_ns[:-1]))
+    computes = np.array([not name.startswith("c10d::") for name in names], dtype=bool)
+    return ordered.where(is_leaf & computes[ordered.name])

@@ -1,0 +1,344 @@
+"""Where does one event of a trace end and the next begin, without holding the trace?
+
+A trace is a JSON object whose `traceEvents` array can be larger than memory (or, in the older form,
+only that array). The array is cut into stretches of whole events, of a few megabytes each.
+
+[Note: cutting] A stretch is cut where `}, {` stands. That may be inside a string, or inside an
+event's own lists; but a prefix of JSON has only one reading, so a stretch that decodes as a list
+was cut between events. Where it does not decode, and where the array ends, the structure is scanned
+exactly: strings, escapes, depth.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.errors import ImportingError
+from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.importing.trace_file import ImportLimits
+
+EVENTS_KEY = "traceEvents"
+STRETCH_BYTES = 4 << 20
+
+_GUESSES = 4
+_SPACE = b" \t\r\n"
+_BETWEEN = re.compile(rb"\}\s*,\s*\{")
+_TOKEN = re.compile(rb'["{}\[\]]')
+_STRING_END = re.compile(rb'(?:[^"\\]|\\.)*"', re.DOTALL)
+_SCALAR_END = re.compile(rb"[,}\]\s]")
+
+EventT = TypeVar("EventT")
+DecodeAll = Callable[[bytes], list[EventT]]
+"""Decodes a JSON array of events; raises `msgspec.DecodeError` or RecursionError."""
+DecodeOne = Callable[[bytes], EventT | None]
+"""Decodes one event that is odd; None leaves it out. Raises ValueError or RecursionError where it
+is no JSON at all."""
+
+
+class EventReader:
+    """Reads one trace: its events in stretches, and what stands beside them."""
+
+    def __init__(self, blocks: Iterator[bytes], name: str, limits: ImportLimits) -> None:
+        """Nothing is read yet.
+
+        Args:
+            blocks: The unpacked content.
+            name: The file's name, for messages.
+            limits: How large one event may be.
+        """
+        self.beside: dict[str, Any] = {}
+        """The other values of the trace by key; whole once `stretches` has ended."""
+        self._blocks = blocks
+        self._name = name
+        self._limits = limits
+        self._buffer = b""
+        self._offset = 0
+        self._has_events = False
+
+    def stretches(
+        self, decode_all: DecodeAll[EventT], decode_one: DecodeOne[EventT]
+    ) -> Iterator[list[EventT]]:
+        """The events, stretch by stretch, in the order of the file.
+
+        Raises:
+            ImportingError: The file is no trace, is malformed or cut off, or an event is larger
+                than the limit.
+        """
+        first = self._peek()
+        if first == b"[":
+            self._advance(1)
+            yield from self._events(decode_all, decode_one)
+            return
+        if first != b"{":
+            raise self._odd("begins with", "a JSON object or array, as torch.profiler writes it")
+        self._advance(1)
+        while self._peek() != b"}":
+            if self._key() == EVENTS_KEY:
+                self._expect(b"[")
+                yield from self._events(decode_all, decode_one)
+            if self._peek() == b",":
+                self._advance(1)
+        if not self._has_events:
+            raise ImportingError(
+                f"{self._name} is JSON without {EVENTS_KEY!r}: it has "
+                f"{', '.join(map(repr, list(self.beside)[:5])) or 'nothing'}. Expected a trace "
+                "written by torch.profiler. Export one with prof.export_chrome_trace(path)."
+            )
+
+    # --- beside the events
+
+    def _key(self) -> str:
+        """The next key; its value is taken too, unless it is that of the events."""
+        self._expect(b'"')
+        key = self._take(self._find_string_end)
+        name = str(self._decode_value(b'"' + key))
+        self._expect(b":")
+        if name != EVENTS_KEY:
+            self._peek()
+            self.beside[name] = self._decode_value(self._take(self._find_value_end))
+        return name
+
+    def _find_string_end(self) -> int | None:
+        found = _STRING_END.match(self._buffer)
+        return found.end() if found else None
+
+    def _find_value_end(self) -> int | None:
+        head = self._buffer[:1]
+        if head == b'"':
+            found = _STRING_END.match(self._buffer, 1)
+            return found.end() if found else None
+        if head not in (b"{", b"["):
+            found = _SCALAR_END.search(self._buffer)
+            return found.start() if found else None
+        return self._find_bracket_end()
+
+    def _find_bracket_end(self) -> int | None:
+        depth, at = 0, 0
+        while found := _TOKEN.search(self._buffer, at):
+            at = found.end()
+            if found[0] == b'"':
+                string = _STRING_END.match(self._buffer, at)
+                if string is None:
+                    return None
+                at = string.end()
+                continue
+            depth += 1 if found[0] in b"{[" else -1
+            if depth == 0:
+                return at
+        return None
+
+    def _take(self, find_end: Callable[[], int | None]) -> bytes:
+        """The bytes up to an end that may lie beyond what is read so far."""
+        while True:
+            end = find_end()
+            if end is not None:
+                taken = self._buffer[:end]
+                self._advance(end)
+                return taken
+            self._check_size("A value")
+            if not self._fill(2 * len(self._buffer) + 1):
+                raise self._truncated()
+
+    def _decode_value(self, raw: bytes) -> Any:
+        try:
+            return json.loads(raw.decode("utf-8", "replace"), strict=False)
+        except (ValueError, RecursionError) as error:
+            raise self._malformed(self._offset, error) from error
+
+    # --- the events
+
+    def _events(
+        self, decode_all: DecodeAll[EventT], decode_one: DecodeOne[EventT]
+    ) -> Iterator[list[EventT]]:
+        self._has_events = True
+        wanted = STRETCH_BYTES
+        while not self._ends_array():
+            self._fill(wanted)
+            events = self._guess(decode_all)
+            if events is None:
+                events = self._scan(decode_all, decode_one)
+            if events is None:
+                self._check_size("An event")
+                if len(self._buffer) < wanted:
+                    raise self._truncated()
+                wanted *= 2
+                continue
+            wanted = STRETCH_BYTES
+            yield events
+
+    def _ends_array(self) -> bool:
+        if self._peek() == b",":
+            self._advance(1)
+        if self._peek() != b"]":
+            return False
+        self._advance(1)
+        return True
+
+    def _guess(self, decode_all: DecodeAll[EventT]) -> list[EventT] | None:
+        """The stretch up to a `}, {`; None if none of the last ones decodes."""
+        if len(self._buffer) < STRETCH_BYTES:
+            return None
+        at = len(self._buffer)
+        for _ in range(_GUESSES):
+            at = self._buffer.rfind(b"}", 0, at)
+            if at < 0:
+                return None
+            if _BETWEEN.match(self._buffer, at) is None:
+                continue
+            try:
+                events = decode_all(b"[" + self._buffer[: at + 1] + b"]")
+            except (msgspec.DecodeError, RecursionError):
+                return None
+            self._advance(at + 1)
+            return events
+        return None
+
+    def _scan(
+        self, decode_all: DecodeAll[EventT], decode_one: DecodeOne[EventT]
+    ) -> list[EventT] | None:
+        """All whole events in the buffer, by an exact scan; None if there is not even one."""
+        ends = find_event_ends(self._buffer)
+        if len(ends) == 0:
+            return None
+        last = int(ends[-1])
+        try:
+            events = decode_all(b"[" + self._buffer[:last] + b"]")
+        except (msgspec.DecodeError, RecursionError):
+            events = self._decode_each(ends, decode_one)
+        self._advance(last)
+        return events
+
+    def _decode_each(self, ends: NDArray[np.int64], decode_one: DecodeOne[EventT]) -> list[EventT]:
+        events: list[EventT] = []
+        start = 0
+        for end in ends.tolist():
+            piece = self._buffer[start:end].lstrip(b", \t\r\n")
+            try:
+                event = decode_one(piece)
+            except (ValueError, RecursionError) as error:
+                raise self._malformed(self._offset + start, error) from error
+            if event is not None:
+                events.append(event)
+            start = end
+        return events
+
+    # --- the buffer
+
+    def _peek(self) -> bytes:
+        """The next byte that is not white space; it stays where it is."""
+        while True:
+            stripped = self._buffer.lstrip(_SPACE)
+            if self._offset == 0 and stripped.startswith(b"\xef\xbb\xbf"):
+                stripped = stripped[3:]
+            self._advance(len(self._buffer) - len(stripped))
+            if self._buffer:
+                return self._buffer[:1]
+            if not self._fill(1):
+                raise self._truncated()
+
+    def _expect(self, byte: bytes) -> None:
+        if self._peek() != byte:
+            raise self._odd("has", repr(byte.decode()))
+        self._advance(1)
+
+    def _advance(self, count: int) -> None:
+        if count:
+            self._buffer = self._buffer[count:]
+            self._offset += count
+
+    def _fill(self, wanted: int) -> bool:
+        """Read until that many bytes wait; False if not even one more came."""
+        parts, waiting = [self._buffer], len(self._buffer)
+        while waiting < wanted and (block := next(self._blocks, b"")):
+            parts.append(block)
+            waiting += len(block)
+        self._buffer = b"".join(parts)
+        return len(parts) > 1
+
+    # --- what can be wrong
+
+    def _check_size(self, what: str) -> None:
+        if len(self._buffer) > self._limits.max_event_bytes:
+            raise ImportingError(
+                f"{what} of {self._name}, at byte {self._offset:,}, is larger than "
+                f"{format_bytes(self._limits.max_event_bytes)}. Expected a few kilobytes. The file "
+                "is damaged or no trace: export it again."
+            )
+
+    def _odd(self, verb: str, expected: str) -> ImportingError:
+        found = self._buffer[:16].decode("utf-8", "replace")
+        return ImportingError(
+            f"{self._name} {verb} {found!r} at byte {self._offset:,}. Expected {expected}. Export "
+            "the trace again with prof.export_chrome_trace(path)."
+        )
+
+    def _truncated(self) -> ImportingError:
+        return ImportingError(
+            f"{self._name} is cut off at byte {self._offset + len(self._buffer):,}. Expected a "
+            "whole trace, which ends with a closing bracket. Copy it again from where it was "
+            "written; a profiler that is killed leaves such files."
+        )
+
+    def _malformed(self, offset: int, error: BaseException) -> ImportingError:
+        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        return ImportingError(
+            f"{self._name} is no JSON at byte {offset:,}: {why.rstrip('.')}. Expected a trace "
+            "written by torch.profiler. Export it again; if it was edited, undo that."
+        )
+
+
+def find_event_ends(buffer: bytes) -> NDArray[np.int64]:
+    """Where the whole events at the front of a piece of an array end.
+
+    Args:
+        buffer: Begins between two events, or before the first; may go on after the array.
+
+    Returns:
+        Shape (n,): the positions after their closing brackets; none behind the array's own `]`.
+    """
+    content = np.frombuffer(buffer, dtype=np.uint8)
+    quotes = np.flatnonzero(content == ord('"'))
+    if b"\\" in buffer:
+        quotes = quotes[~_is_escaped(content, quotes)]
+    opens = np.flatnonzero((content == ord("{")) | (content == ord("[")))
+    closes = np.flatnonzero((content == ord("}")) | (content == ord("]")))
+    places = np.concatenate([opens, closes])
+    change = np.concatenate([np.ones(len(opens), np.int64), np.full(len(closes), -1, np.int64)])
+    outside = np.searchsorted(quotes, places) % 2 == 0
+    order = np.argsort(places[outside], kind="stable")
+    places, change = places[outside][order], change[outside][order]
+    depth = np.cumsum(change)
+    beyond = np.flatnonzero(depth < 0)
+    if len(beyond):
+        places, change, depth = (one[: beyond[0]] for one in (places, change, depth))
+    return np.asarray(places[(depth == 0) & (change < 0)] + 1, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Runs of backslashes: where each ends, and how long it is there."""
+
+    ends: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+
+def _is_escaped(content: NDArray[np.uint8], quotes: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which quotes have an odd number of backslashes before them."""
+    runs = _backslash_runs(np.flatnonzero(content == ord("\\")))
+    found = np.searchsorted(runs.ends, quotes - 1)
+    found = np.minimum(found, len(runs.ends) - 1)
+    is_odd = runs.lengths[found] % 2 == 1
+    return np.asarray((runs.ends[found] == quotes - 1) & is_odd, dtype=bool)
+
+
+def _backslash_runs(places: NDArray[np.int64]) -> _Runs:
+    breaks = np.flatnonzero(np.diff(places) != 1)
+    last = np.append(breaks, len(places) - 1)
+    first = np.concatenate([[0], breaks + 1])
+    return _Runs(places[last], last - first + 1)

@@ -1,0 +1,171 @@
+"""What is communicated, how much, in which group? From a trace's words to our codes."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_inspect.importing.kineto_events import NOTHING, Message
+from fsdp_inspect.trace.codes import DTYPES, EventKind
+
+_KINDS = (
+    ("allgather", EventKind.ALL_GATHER),
+    ("reducescatter", EventKind.REDUCE_SCATTER),
+    ("allreduce", EventKind.ALL_REDUCE),
+    ("alltoall", EventKind.ALL_TO_ALL),
+    ("broadcast", EventKind.BROADCAST),
+    ("barrier", EventKind.BARRIER),
+    ("sendrecv", EventKind.POINT_TO_POINT),
+    ("send", EventKind.POINT_TO_POINT),
+    ("recv", EventKind.POINT_TO_POINT),
+)
+"""Letters in the name of a collective (a kernel, an operator, its metadata); the first one counts,
+since a reduce-scatter kernel's name may also say `sum`."""
+
+_COMMUNICATION_KERNEL = re.compile(r"nccl|rccl", re.IGNORECASE)
+_NOT_LETTERS = re.compile(r"[^a-z]")
+
+_DTYPES = {
+    "float": "float32",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+    "double": "float64",
+    "byte": "uint8",
+    "unsigned char": "uint8",
+    "char": "int8",
+    "signed char": "int8",
+    "short": "int16",
+    "short int": "int16",
+    "int": "int32",
+    "long": "int64",
+    "long int": "int64",
+    "bool": "bool",
+    "complexfloat": "complex64",
+}
+"""As torch names them in traces (ScalarType names and C++ types), in lower case."""
+
+_BYTES_OF = {
+    "float64": 8,
+    "int64": 8,
+    "complex64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int16": 2,
+}
+_UNKNOWN_DTYPE = 0
+_NO_DESCRIPTION = frozenset({"", "undefined", "default_pg"})
+
+
+def is_communication_kernel(name: str) -> bool:
+    """Whether a kernel's name says that it communicates: `ncclDevKernel_...`, `rcclGeneric...`."""
+    return _COMMUNICATION_KERNEL.search(name.partition("(")[0]) is not None
+
+
+def kind_of(name: str) -> EventKind:
+    """The collective that a name speaks of: `_allgather_base`, `ncclKernel_AllReduce_RING_LL`."""
+    letters = _NOT_LETTERS.sub("", name.partition("(")[0].lower())
+    for part, kind in _KINDS:
+        if part in letters:
+            return kind
+    return EventKind.OTHER_COLLECTIVE
+
+
+def dtype_code(name: str | None) -> int:
+    """Position in `codes.DTYPES`; 0 if unknown."""
+    plain = (name or "").lower().removeprefix("c10::")
+    known = _DTYPES.get(plain, plain)
+    return DTYPES.index(known) if known in DTYPES else _UNKNOWN_DTYPE
+
+
+def bytes_of(message: Message, kind: EventKind) -> int:
+    """The full message; -1 if the trace does not say.
+
+    Metadata tells input and output, of which the larger is the full message. Of operators without
+    metadata the inputs are known: their largest; of an all-gather that lists only what one rank
+    gives, that times the size of the group.
+    """
+    code = dtype_code(message.dtype)
+    if code == _UNKNOWN_DTYPE:
+        return NOTHING
+    size = _BYTES_OF.get(DTYPES[code], 1)
+    if message.elements is not None:
+        return message.elements * size
+    largest = max(message.input_elements, default=0)
+    if largest == 0:
+        return NOTHING
+    if kind is EventKind.ALL_GATHER and len(message.input_elements) < 2:
+        return largest * message.group_size * size if message.group_size else NOTHING
+    return largest * size
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKey:
+    """What makes process groups of different ranks the same one of the run.
+
+    Each rank has its own shard group, under its own name; what they have in common is what the mesh
+    calls it, if it does, and the size.
+    """
+
+    name: str
+    size: int
+
+
+@dataclass
+class GroupNames:
+    """The process groups of one rank, by the name that its messages use."""
+
+    described: dict[str, tuple[GroupKey, tuple[int, ...]]] = field(default_factory=dict)
+    world_size: int = 0
+
+    @classmethod
+    def of(cls, distributed: Mapping[str, Any]) -> "GroupNames":
+        """As `distributedInfo` lists them; anything may be missing from it."""
+        groups = cls()
+        size = distributed.get("world_size")
+        groups.world_size = size if isinstance(size, int) and 0 < size < 1 << 24 else 0
+        listed = distributed.get("pg_config")
+        for one in listed if isinstance(listed, list) else []:
+            if isinstance(one, dict) and isinstance(one.get("pg_name"), (str, int)):
+                groups._add_listed(one)
+        return groups
+
+    def key_of(self, message: Message) -> GroupKey | None:
+        """The group that a message names; the only listed one if it names none."""
+        if message.group_name is None:
+            if len(self.described) == 1:
+                return next(iter(self.described.values()))[0]
+            return None
+        known = self.described.get(message.group_name)
+        if known is None:
+            self._add(
+                message.group_name,
+                message.group_description or "",
+                message.group_ranks or (),
+                message.group_size or 0,
+            )
+            known = self.described[message.group_name]
+        return known[0]
+
+    def ranks_of(self, key: GroupKey) -> tuple[int, ...]:
+        """The group's ranks; empty if the trace abbreviates the list."""
+        return next((ranks for one, ranks in self.described.values() if one == key), ())
+
+    def _add_listed(self, one: Mapping[str, Any]) -> None:
+        ranks = one.get("ranks")
+        sound = isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks)
+        size = one.get("pg_size")
+        self._add(
+            str(one["pg_name"]),
+            str(one.get("pg_desc", "")),
+            tuple(ranks) if isinstance(ranks, list) and sound else (),
+            size if isinstance(size, int) else 0,
+        )
+
+    def _add(self, name: str, description: str, ranks: tuple[int, ...], size: int) -> None:
+        size = len(ranks) or size
+        if not ranks and size and size == self.world_size:
+            ranks = tuple(range(size))
+        plain = name if description in _NO_DESCRIPTION else description
+        self.described[name] = (GroupKey(plain, size), ranks)

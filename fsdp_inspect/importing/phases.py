@@ -1,0 +1,99 @@
+"""In which phase of a step did the host issue something? By the ranges and threads of the trace.
+
+Backward is what the autograd engine evaluates, and FSDP's ranges that say so; forward is what runs
+inside a range of that name or a unit's forward; the optimizer marks its own step. A forward that
+checkpointing repeats inside backward is backward. What none of them covers stays unknown.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.importing.fsdp_ranges import Activity
+from fsdp_inspect.importing.host_ranges import HostRanges
+from fsdp_inspect.importing.kineto_events import Category, KinetoTrace
+from fsdp_inspect.importing.unit_ranges import UnitRanges
+from fsdp_inspect.trace.codes import Phase
+
+Int64Array = NDArray[np.int64]
+
+_OPTIMIZER = re.compile(r"Optimizer\.step\b|(?<![\w.])optimizer(?![\w.])", re.IGNORECASE)
+_BACKWARD = re.compile(r"(?<![a-z])backward(?![a-z])", re.IGNORECASE)
+_FORWARD = re.compile(r"(?<![a-z])forward(?![a-z])", re.IGNORECASE)
+_AUTOGRAD = "autograd::engine::evaluate_function"
+_DATA = "enumerate(DataLoader)"
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRanges:
+    """The host's ranges by phase."""
+
+    forward: HostRanges
+    backward: HostRanges
+    optimizer: HostRanges
+    data: HostRanges
+
+    @classmethod
+    def of(cls, trace: KinetoTrace, units: UnitRanges) -> "PhaseRanges":
+        """The ranges of a trace and those of its FSDP units."""
+        forwards = units.which(Activity.PRE_FORWARD, Activity.ROOT_FORWARD, Activity.POST_FORWARD)
+        says_backward = np.flatnonzero(units.is_backward)
+        return cls(
+            forward=_join(
+                units.ranges.where(forwards),
+                units.forwards().ranges,
+                _named(trace, Category.ANNOTATION, _is_forward),
+            ),
+            backward=_join(
+                units.ranges.where(says_backward),
+                units.backwards().ranges,
+                _named(trace, Category.ANNOTATION, _is_backward),
+                _named(trace, Category.OPERATOR, lambda name: name.startswith(_AUTOGRAD)),
+            ),
+            optimizer=_named(trace, Category.ANNOTATION, is_optimizer),
+            data=_named(trace, Category.ANNOTATION, lambda name: name.startswith(_DATA)),
+        )
+
+    def phase_of(self, thread: NDArray[np.int32], time_ns: Int64Array) -> NDArray[np.int8]:
+        """The phase of each moment, OUTSIDE where it is unknown. Shape (q,)."""
+        phase = np.full(len(thread), Phase.OUTSIDE, dtype=np.int8)
+        for ranges, code in (
+            (self.data, Phase.DATA),
+            (self.forward, Phase.FORWARD),
+            (self.backward, Phase.BACKWARD),
+            (self.optimizer, Phase.OPTIMIZER),
+        ):
+            phase[ranges.covers(thread, time_ns)] = code
+        return phase
+
+
+def is_optimizer(name: str) -> bool:
+    """Whether a range is an optimizer's step: `Optimizer.step#AdamW.step`, `## optimizer ##`."""
+    return _OPTIMIZER.search(name) is not None and "zero_grad" not in name
+
+
+def _is_forward(name: str) -> bool:
+    return not name.startswith("FSDP::") and _FORWARD.search(name) is not None
+
+
+def _is_backward(name: str) -> bool:
+    return not name.startswith("FSDP::") and _BACKWARD.search(name) is not None
+
+
+def _named(trace: KinetoTrace, category: Category, test: Callable[[str], bool]) -> HostRanges:
+    events = trace.events[category]
+    known = np.fromiter(map(test, trace.names), dtype=bool, count=len(trace.names))
+    chosen = events.where(known[events.name])
+    return HostRanges(chosen.thread, chosen.start_ns, chosen.end_ns)
+
+
+def _join(*parts: HostRanges) -> HostRanges:
+    """All of them; ranges of the same thread may overlap, as only their union is asked."""
+    return HostRanges(
+        np.concatenate([part.thread for part in parts]),
+        np.concatenate([part.start_ns for part in parts]),
+        np.concatenate([part.end_ns for part in parts]),
+    )

@@ -1,0 +1,223 @@
+"""What did one rank do, by its trace? Events of a run folder, and what the trace leaves open."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fsdp_inspect.errors import ImportingError
+from fsdp_inspect.importing.collective_rows import Owners, find_implied_owners, find_owners
+from fsdp_inspect.importing.communications import Communications, find_gloo
+from fsdp_inspect.importing.device_rows import DeviceRows, DeviceWork
+from fsdp_inspect.importing.host_rows import HostRows
+from fsdp_inspect.importing.implied_units import imply_by_order, imply_by_size
+from fsdp_inspect.importing.kineto_events import NOTHING, Category, KinetoTrace
+from fsdp_inspect.importing.messages import GroupNames
+from fsdp_inspect.importing.names import RunNames
+from fsdp_inspect.importing.phases import PhaseRanges
+from fsdp_inspect.importing.unit_ranges import UnitRanges
+from fsdp_inspect.importing.windows import StepMarks
+from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.tables import MISSING_INT, EventTable
+
+_UNIX_AGE_NS = 10**18
+"""Times beyond this are since 1970, and not since a base time that the trace names."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """One rank of an import."""
+
+    rank: int | None
+    """As the trace says; None if it does not."""
+    world_size: int | None
+    backend: str
+    device_type: str
+    device_name: str
+    device_memory_bytes: int | None
+    host: str
+    versions: dict[str, str]
+    events: EventTable
+    """Times from the trace's first event."""
+    num_steps: int
+    wall_start_ns: int | None
+    """When the first event was, since 1970; None if the trace does not say."""
+    unit_origin: str
+    """The `recorded_by` of the units."""
+    notes: tuple[str, ...]
+    """What this trace does not tell."""
+    num_events: int
+    """Of the trace, of all kinds."""
+
+
+def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrace:
+    """Turn a trace into a rank's events.
+
+    Args:
+        trace: Of one process.
+        names: The run's units and groups; those that are new are added.
+        by_step: Whether each ProfilerStep is a step; else the whole trace is one.
+
+    Raises:
+        ImportingError: It holds neither kernels nor communication, or no ProfilerStep marks where
+            they are asked for.
+    """
+    distributed = trace.beside.get("distributedInfo")
+    distributed = distributed if isinstance(distributed, dict) else {}
+    groups = GroupNames.of(distributed)
+    has_kernels = len(trace.events[Category.KERNEL]) > 0
+    marks = StepMarks.of(trace) if by_step else StepMarks.whole()
+    ranges = UnitRanges.of(trace)
+    phases = PhaseRanges.of(trace, ranges)
+    maker: DeviceRows | HostRows
+    if has_kernels:
+        work = DeviceWork.of(trace, groups)
+        comms = work.comms
+        maker = DeviceRows(trace, work, ranges, phases, marks, names)
+    else:
+        comms = find_gloo(trace, groups)
+        maker = HostRows(trace, comms, ranges, phases, marks, names)
+    _check_content(trace, comms, has_kernels)
+    owners, units = _own(trace, comms, ranges)
+    events = maker.make(owners, units)
+    names.learn_ranks(groups)
+    origin_ns = int(min(events.start_ns.min(), events.issue_ns.min()))
+    device = _device(trace.beside)
+    return RankTrace(
+        rank=_whole(distributed.get("rank")),
+        world_size=groups.world_size or None,
+        backend=str(distributed.get("backend", "")) or ("nccl" if has_kernels else "gloo"),
+        device_type="cuda" if has_kernels else "cpu",
+        device_name=str(device.get("name", "")),
+        device_memory_bytes=_whole(device.get("totalGlobalMem")),
+        host=str(trace.beside.get("host_name", "")),
+        versions=_versions(trace.beside, distributed),
+        events=_shifted(events, origin_ns),
+        num_steps=len(marks.number),
+        wall_start_ns=_wall_ns(trace.beside, origin_ns),
+        unit_origin="ranges" if len(ranges.units) else "order",
+        notes=tuple(_notes(trace, comms, ranges, marks)),
+        num_events=trace.num_events,
+    )
+
+
+def _check_content(trace: KinetoTrace, comms: Communications, has_kernels: bool) -> None:
+    if has_kernels or len(comms):
+        return
+    raise ImportingError(
+        f"{trace.name} holds {trace.num_events:,} events, and neither kernels nor communication "
+        "among them. Expected a trace of a distributed training. Profile with "
+        "ProfilerActivity.CUDA, or on a CPU after init_process_group."
+    )
+
+
+def _own(
+    trace: KinetoTrace, comms: Communications, ranges: UnitRanges
+) -> tuple[Owners, tuple[str, ...]]:
+    """The owner of each collective, and the names of the units."""
+    if len(ranges.units):
+        return find_owners(comms, ranges), ranges.units
+    if ranges.is_fsdp1:
+        implied = imply_by_order(comms, ranges)
+    else:
+        implied = imply_by_size(comms, _marked_steps(trace, comms))
+    return find_implied_owners(comms, implied), implied.names
+
+
+def _marked_steps(trace: KinetoTrace, comms: Communications) -> Any:
+    try:
+        return StepMarks.of(trace).of_issue(comms.issue_ns)
+    except ImportingError:
+        return np.full(len(comms), NOTHING, dtype=np.int64)
+
+
+def _shifted(events: EventTable, origin_ns: int) -> EventTable:
+    """The same events on a clock that begins with the first of them."""
+    columns = events.columns()
+    for name in ("issue_ns", "start_ns", "end_ns"):
+        columns[name] = columns[name] - origin_ns
+    need = events.need_ns
+    is_known = need != MISSING_INT
+    columns["need_ns"] = np.where(is_known, np.maximum(need - origin_ns, 0), MISSING_INT)
+    return EventTable.from_columns(columns)
+
+
+def _wall_ns(beside: dict[str, Any], origin_ns: int) -> int | None:
+    if origin_ns > _UNIX_AGE_NS:
+        return origin_ns
+    base = _whole(beside.get("baseTimeNanoseconds"))
+    return base + origin_ns if base and base > _UNIX_AGE_NS else None
+
+
+def _device(beside: dict[str, Any]) -> dict[str, Any]:
+    listed = beside.get("deviceProperties")
+    if isinstance(listed, list) and listed and isinstance(listed[0], dict):
+        return listed[0]
+    return {}
+
+
+def _versions(beside: dict[str, Any], distributed: dict[str, Any]) -> dict[str, str]:
+    known = {
+        "nccl": distributed.get("nccl_version"),
+        "cuda_runtime": beside.get("cuda_runtime_version"),
+        "cuda_driver": beside.get("cuda_driver_version"),
+        "hip_runtime": beside.get("hip_runtime_version"),
+        "hip_driver": beside.get("hip_driver_version"),
+    }
+    return {name: str(value) for name, value in known.items() if value not in (None, "")}
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and 0 <= value < 1 << 62 else None
+
+
+def _notes(
+    trace: KinetoTrace, comms: Communications, ranges: UnitRanges, marks: StepMarks
+) -> list[str]:
+    notes = [_note_on_units(ranges)]
+    if trace.num_odd:
+        notes.append(
+            f"{trace.num_odd:,} of {trace.num_events:,} events were left out: their times are "
+            "missing, negative or absurd."
+        )
+    unknown = comms.bytes == NOTHING
+    if np.any(unknown):
+        kinds = Counter(EventKind(kind).label for kind in comms.kind[unknown].tolist())
+        listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        notes.append(
+            f"The size of some messages is not known ({listed}): no bandwidth for them. Profile "
+            "with record_shapes=True."
+        )
+    if marks.is_whole_trace:
+        steps = sum(name.startswith("ProfilerStep#") for name in trace.names)
+        if steps > 1:
+            notes.append(
+                f"All of the trace is one step here; it has {steps} ProfilerStep marks. Import "
+                "with --by-step for one step each."
+            )
+    if len(trace.events[Category.KERNEL]) and len(trace.events[Category.LAUNCH]) == 0:
+        notes.append(
+            "The trace has no launches of kernels: which unit and phase a kernel belongs to is "
+            "known by its operator at best. Profile with ProfilerActivity.CPU too."
+        )
+    return notes
+
+
+def _note_on_units(ranges: UnitRanges) -> str:
+    if len(ranges.units):
+        return (
+            "Units come from FSDP's own ranges; their numbers of parameters are those of their "
+            "messages, padding included."
+        )
+    if ranges.is_fsdp1:
+        return (
+            "FSDP1's ranges name no unit: units are numbered in the order of their first gather, "
+            "and gathers and reductions of the backward are given to them by their size and the "
+            "opposite order (inferred)."
+        )
+    return (
+        "The trace has no FSDP ranges: collectives of one kind, size and group stand for a unit. "
+        "Which module they belong to, who prefetched them and where a forward or backward of a "
+        "unit begins cannot be known. Profile a fully_shard model with torch 2.6 or newer for that."
+    )

@@ -1,0 +1,148 @@
+"""Whose is what the host issues? The ranges of FSDP's units, each with its unit and activity."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.importing.fsdp_ranges import Activity, Label, parse_labels
+from fsdp_inspect.importing.host_ranges import NOWHERE, HostRanges
+from fsdp_inspect.importing.kineto_events import Category, KinetoTrace
+from fsdp_inspect.trace.codes import NO_UNIT
+
+Int64Array = NDArray[np.int64]
+
+_CODES = {activity: code for code, activity in enumerate(Activity)}
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRanges:
+    """The ranges that FSDP marks, by start; arrays of shape (n,)."""
+
+    ranges: HostRanges
+    activity: Int64Array
+    unit: Int64Array
+    """Position in `units`; -1: of none."""
+    is_backward: NDArray[np.bool_]
+    """Whether the range's name says backward."""
+    units: tuple[str, ...]
+    """Names in the order of the first forward."""
+    is_fsdp1: bool
+
+    @classmethod
+    def of(cls, trace: KinetoTrace) -> "UnitRanges":
+        """All FSDP ranges of a trace; none if it has none."""
+        annotations = trace.events[Category.ANNOTATION]
+        labels = parse_labels(trace.names)
+        chosen = np.flatnonzero(np.isin(annotations.name, list(labels)))
+        chosen = chosen[np.argsort(annotations.start_ns[chosen], kind="stable")]
+        events = annotations.where(chosen)
+        units = _units_in_order([labels[name] for name in events.name.tolist()])
+        places: dict[str | None, int] = {unit: place for place, unit in enumerate(units)}
+        return cls(
+            ranges=HostRanges(events.thread, events.start_ns, events.end_ns),
+            activity=_by_label(events.name, labels, lambda one: _CODES[one.activity]),
+            unit=_by_label(events.name, labels, lambda one: places.get(one.unit, NO_UNIT)),
+            is_backward=_by_label(events.name, labels, lambda one: int(one.is_backward)) > 0,
+            units=units,
+            is_fsdp1=any(labels[name].is_fsdp1 for name in set(events.name.tolist())),
+        )
+
+    def __len__(self) -> int:
+        return len(self.ranges)
+
+    def which(self, *activities: Activity) -> Int64Array:
+        """Positions of the ranges that do one of these."""
+        return np.flatnonzero(np.isin(self.activity, [_CODES[one] for one in activities]))
+
+    def around(
+        self, thread: NDArray[np.int32], time_ns: Int64Array, *activities: Activity
+    ) -> Int64Array:
+        """The innermost range that does one of these around each moment; -1: none."""
+        chosen = self.which(*activities)
+        found = self.ranges.where(chosen).innermost(thread, time_ns)
+        return _through(chosen, found)
+
+    def before(
+        self, thread: NDArray[np.int32], time_ns: Int64Array, *activities: Activity
+    ) -> Int64Array:
+        """The range that does one of these and started last, at each moment; -1: none."""
+        chosen = self.which(*activities)
+        return _through(chosen, self.ranges.where(chosen).latest(thread, time_ns))
+
+    def unit_of(self, positions: Int64Array) -> Int64Array:
+        """The units of ranges; -1 where there is no range."""
+        if len(self) == 0:
+            return np.full(len(positions), NO_UNIT, dtype=np.int64)
+        return np.where(positions == NOWHERE, NO_UNIT, self.unit[np.maximum(positions, 0)])
+
+    def num_passes(self, time_ns: Int64Array) -> Int64Array:
+        """How many forwards of the whole model had begun by each moment."""
+        roots = self.ranges.start_ns[self.which(Activity.ROOT_FORWARD)]
+        return np.searchsorted(np.sort(roots), time_ns, side="right").astype(np.int64)
+
+    def forwards(self) -> "UnitSpans":
+        """Each unit's forward: its parameters are ready until its output is there."""
+        return self._spans(self.which(Activity.PRE_FORWARD), self.which(Activity.POST_FORWARD))
+
+    def backwards(self) -> "UnitSpans":
+        """Each unit's backward: its parameters are ready until its gradients are complete."""
+        return self._spans(
+            self.which(Activity.PRE_BACKWARD),
+            self.which(Activity.POST_BACKWARD, Activity.REDUCE),
+        )
+
+    def _spans(self, opening: Int64Array, closing: Int64Array) -> "UnitSpans":
+        """From the end of each opening range to the next closing one of the same unit."""
+        threads, starts, ends, units = [], [], [], []
+        for unit in range(len(self.units)):
+            opens = opening[self.unit[opening] == unit]
+            closes = np.sort(self.ranges.start_ns[closing[self.unit[closing] == unit]])
+            begin = self.ranges.end_ns[opens]
+            place = np.searchsorted(closes, begin, side="left")
+            has_end = place < len(closes)
+            threads.append(self.ranges.thread[opens][has_end])
+            starts.append(begin[has_end])
+            ends.append(closes[place[has_end]])
+            units.append(np.full(int(has_end.sum()), unit, dtype=np.int64))
+        if not units:
+            return UnitSpans(HostRanges.empty(), np.empty(0, dtype=np.int64))
+        ranges = HostRanges(*(np.concatenate(one) for one in (threads, starts, ends)))
+        return UnitSpans(ranges, np.concatenate(units))
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpans:
+    """Stretches of host time that belong to units; `unit` has shape (n,)."""
+
+    ranges: HostRanges
+    unit: Int64Array
+
+    def unit_around(self, thread: NDArray[np.int32], time_ns: Int64Array) -> Int64Array:
+        """The unit of the innermost stretch around each moment; -1: none."""
+        found = self.ranges.innermost(thread, time_ns)
+        if len(self.unit) == 0:
+            return found
+        return np.where(found == NOWHERE, NO_UNIT, self.unit[np.maximum(found, 0)])
+
+
+def _through(chosen: Int64Array, found: Int64Array) -> Int64Array:
+    """Positions in a selection as positions in the whole."""
+    if len(chosen) == 0:
+        return found
+    return np.where(found == NOWHERE, NOWHERE, chosen[np.maximum(found, 0)])
+
+
+def _units_in_order(labels: Collection[Label]) -> tuple[str, ...]:
+    """Units by their first forward; those that never ran one come last."""
+    forwards = [one.unit for one in labels if one.activity is Activity.PRE_FORWARD]
+    others = [one.unit for one in labels]
+    return tuple(dict.fromkeys(unit for unit in (*forwards, *others) if unit is not None))
+
+
+def _by_label(
+    names: NDArray[np.int32], labels: Mapping[int, Label], value: Callable[[Label], int]
+) -> Int64Array:
+    values = {name: value(labels[name]) for name in set(names.tolist())}
+    return np.array([values[name] for name in names.tolist()], dtype=np.int64)

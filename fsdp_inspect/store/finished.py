@@ -1,0 +1,105 @@
+"""How is a run written that is over before it is written? Whole tables at once, in one instant.
+
+For imports: the folder is put together under a name that no listing shows, and takes its own name
+at the very end. What is aborted before leaves nothing that looks like a run.
+"""
+
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from fsdp_inspect.errors import StoreError
+from fsdp_inspect.store.compacted import write_compacted
+from fsdp_inspect.store.compaction import compact_run
+from fsdp_inspect.store.files import LocalFiles
+from fsdp_inspect.store.folder import rank_folder, write_manifest_if_absent
+from fsdp_inspect.store.rank_tables import read_table
+from fsdp_inspect.store.records import encode_record, replace_file
+from fsdp_inspect.store.schema import EVENTS, RANK_FILE, attempt_name, rank_name
+from fsdp_inspect.trace.run import RankRecord, RunManifest
+from fsdp_inspect.trace.tables import MISSING_INT, EventTable
+
+_ATTEMPT = 0
+
+
+class FinishedRun:
+    """A run folder in the making; see `write_finished_run`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write_events(self, rank: int, events: EventTable) -> None:
+        """Write all events of a rank, compacted.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        folder = rank_folder(self.path, _ATTEMPT, rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_compacted(folder / EVENTS.compacted_name, EVENTS, events, covered_rows=len(events))
+
+    def write_record(self, record: RankRecord) -> None:
+        """Write what is known about a rank.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        folder = rank_folder(self.path, _ATTEMPT, record.rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / RANK_FILE, encode_record(record))
+
+    def forget_sequences(self, rank: int, groups: Collection[int]) -> None:
+        """Unnumber the collectives of some process groups of a rank."""
+        folder = f"{attempt_name(_ATTEMPT)}/{rank_name(rank)}"
+        events = read_table(LocalFiles(self.path), folder, EVENTS).table
+        columns = events.columns()
+        columns["sequence"] = np.where(
+            np.isin(events.group, list(groups)), MISSING_INT, events.sequence
+        )
+        self.write_events(rank, EventTable.from_columns(columns))
+
+    def finish(self, manifest: RunManifest) -> None:
+        """Sum up all ranks and write the manifest.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        compact_run(self.path)
+        write_manifest_if_absent(self.path, manifest)
+
+
+@contextmanager
+def write_finished_run(out: Path) -> Iterator[FinishedRun]:
+    """A folder to fill, which becomes `out` if all goes well and vanishes if not.
+
+    Raises:
+        StoreError: `out` is taken, or cannot be written.
+    """
+    _check_free(out)
+    unfinished = out.parent / f".{out.name}.unfinished-{os.getpid()}"
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        yield FinishedRun(unfinished)
+        if out.exists():
+            out.rmdir()
+        unfinished.rename(out)
+    except OSError as error:
+        raise StoreError(
+            f"The run cannot be written to {str(out)!r}: {error.strerror or error}. Expected a "
+            "folder with room for it. Name another folder."
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _check_free(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise StoreError(
+            f"{str(out)!r} is there already. Expected a new folder for the run. Name another one, "
+            "or remove it."
+        )
