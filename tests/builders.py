@@ -55,6 +55,8 @@ from fsdp_inspect.trace.tables import (
 )
 
 MIB = 1 << 20
+MESSAGE_BYTES = 64
+"""Of every all-gather and reduce-scatter unless a test says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -212,14 +214,14 @@ class RankBuilder:
         **columns: int,
     ) -> None:
         """`need`: when the rank began to wait for it; nobody waited unless given."""
-        columns = {"bytes": 64, "stream": Stream.ALL_GATHER, "group": 0, **columns}
+        columns = {"bytes": MESSAGE_BYTES, "stream": Stream.ALL_GATHER, "group": 0, **columns}
         kind = EventKind.ALL_GATHER
         self.add(kind, start, end, unit=unit, phase=phase, need_ns=need, **columns)
 
     def reduce_scatter(
         self, unit: str, start: int, end: int, *, need: int = MISSING_INT, **columns: int
     ) -> None:
-        columns = {"bytes": 64, "stream": Stream.REDUCE_SCATTER, "group": 0, **columns}
+        columns = {"bytes": MESSAGE_BYTES, "stream": Stream.REDUCE_SCATTER, "group": 0, **columns}
         kind, phase = EventKind.REDUCE_SCATTER, Phase.BACKWARD
         self.add(kind, start, end, unit=unit, phase=phase, need_ns=need, **columns)
 
@@ -326,9 +328,9 @@ class RunBuilder:
             num_parameters=100,
             num_trainable_parameters=100,
             num_tensors=2,
-            unsharded_bytes=400,
+            unsharded_bytes=MESSAGE_BYTES,
             sharded_bytes=400 // self.world_size,
-            reduce_bytes=400,
+            reduce_bytes=MESSAGE_BYTES,
             param_dtype="float32",
             reduce_dtype="float32",
             reshard_after_forward=True,

@@ -10,17 +10,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from fsdp_inspect.analysis.allocator import AllocatorUse, measure_allocator
 from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
 from fsdp_inspect.analysis.exposed import Exposed, measure_exposed
 from fsdp_inspect.analysis.memory import Memory, measure_memory
+from fsdp_inspect.analysis.memory_growth import measure_memory_growth
 from fsdp_inspect.analysis.overlap import RankOverlap, measure_overlap
+from fsdp_inspect.analysis.plan_check import PlanCheck, check_plan
 from fsdp_inspect.analysis.provenance import Provenance, measure_provenance
 from fsdp_inspect.analysis.scalars import measure_scalars
 from fsdp_inspect.analysis.steps import measure_step_times
 from fsdp_inspect.analysis.units import UnitCost, measure_units
-from fsdp_inspect.analysis.verdict import UNKNOWN, StepFacts, Verdict, Waiting, give_verdict
+from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
+from fsdp_inspect.digest.judging import Answers, judge
+from fsdp_inspect.digest.suspicion import find_straggler
 from fsdp_inspect.errors import StoreError
-from fsdp_inspect.trace.reduction import EXPOSED_PART_CODES, StepPart
 from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.statistics import Distribution
 
@@ -105,6 +109,10 @@ class RunDigest:
     units: tuple[UnitCost, ...]
     ranks: tuple[RankOverlap, ...]
     verdict: Verdict
+    rank_verdicts: tuple[RankVerdict, ...]
+    """What limits each rank, by rank."""
+    plan_check: PlanCheck | None
+    """Whether the collectives that ran are those that the plan asks for."""
 
 
 def digest_run(run: RunSource) -> RunDigest:
@@ -114,11 +122,26 @@ def digest_run(run: RunSource) -> RunDigest:
     """
     damage: list[str] = []
     times, overlap = measure_step_times(run), measure_overlap(run)
-    breakdown, memory = measure_breakdown(run).headline, measure_memory(run)
+    breakdown, memory = measure_breakdown(run), measure_memory(run)
     exposed = _ask(measure_exposed, run, damage)
     units = _ask(measure_units, run, damage)
     provenance = _ask(measure_provenance, run, damage)
     loss = _ask(_find_loss, run, damage)
+    plan_check = _ask(check_plan, run, damage)
+    verdict, rank_verdicts = judge(
+        Answers(
+            manifest=run.manifest,
+            hosts={record.rank: record.host for record in run.ranks},
+            breakdown=breakdown,
+            memory=memory,
+            exposed=exposed,
+            allocator=_measure_allocator(run, memory),
+            growth=_ask(measure_memory_growth, run, damage),
+            plan_check=plan_check,
+            provenance=provenance,
+            straggler=_ask(lambda one: find_straggler(one, overlap.ranks), run, damage),
+        )
+    )
     manifest, steps, middle = run.manifest, times.selection, overlap.run
     return RunDigest(
         run_id=manifest.run_id,
@@ -142,13 +165,15 @@ def digest_run(run: RunSource) -> RunDigest:
         collectives_per_step=middle.collectives_per_step if middle else None,
         peak_allocated_bytes=memory.peak_allocated_bytes,
         peak_reserved_bytes=memory.peak_reserved_bytes,
-        breakdown=breakdown,
+        breakdown=breakdown.headline,
         exposed=exposed,
         memory=memory,
         loss=loss,
         units=units.units if units else (),
         ranks=overlap.ranks,
-        verdict=_judge(manifest, breakdown, exposed, memory, provenance),
+        verdict=verdict,
+        rank_verdicts=rank_verdicts,
+        plan_check=plan_check,
     )
 
 
@@ -164,6 +189,13 @@ def _ask(
     except StoreError as error:
         damage.append(str(error))
         return None
+
+
+def _measure_allocator(run: RunSource, memory: Memory) -> AllocatorUse | None:
+    """Of the rank with the highest peak, where an allocator was counted at all."""
+    if memory.peak_rank is None or memory.peak_reserved_bytes is None:
+        return None
+    return measure_allocator(run, rank=memory.peak_rank)
 
 
 def _identify(manifest: RunManifest) -> RunIdentity:
@@ -188,53 +220,3 @@ def _find_loss(run: RunSource) -> Loss | None:
         if series.name == "loss":
             return Loss(series.values[0], series.values[-1], len(series.steps))
     return None
-
-
-def _judge(
-    manifest: RunManifest,
-    breakdown: StepBreakdown | None,
-    exposed: Exposed | None,
-    memory: Memory,
-    provenance: Provenance | None,
-) -> Verdict:
-    if breakdown is None:
-        return UNKNOWN
-    parameters = [unit.num_parameters for unit in manifest.units]
-    return give_verdict(
-        StepFacts(
-            step_time_ns=breakdown.step_time_ns,
-            compute_ns=sum(breakdown.duration_ns(part) for part in _COMPUTE_PARTS),
-            data_ns=breakdown.duration_ns(StepPart.DATA),
-            host_bound_ns=breakdown.duration_ns(StepPart.HOST_BOUND),
-            exposed_ns=breakdown.exposed_ns,
-            floor_ns=min(exposed.floor_ns, breakdown.exposed_ns) if exposed else 0,
-            other_ns=breakdown.duration_ns(StepPart.OTHER),
-            exposed_by_kind_ns={
-                part.label.removeprefix("exposed_"): breakdown.duration_ns(part)
-                for part in sorted(EXPOSED_PART_CODES)
-            },
-            backward_gathers_ns=exposed.backward_gathers_ns if exposed else 0,
-            top=_top_owner(exposed) if exposed else None,
-            reduces_in_float32=any(unit.reduce_dtype == "float32" for unit in manifest.units),
-            blocks_host=provenance is not None and provenance.blocks_host,
-            backend=manifest.backend,
-            num_units=len(parameters),
-            largest_unit_ratio=max(parameters, default=0) / max(sum(parameters), 1),
-            peak_allocated_bytes=memory.peak_allocated_bytes,
-            peak_reserved_bytes=memory.peak_reserved_bytes,
-            device_bytes=memory.device_bytes,
-            device_ratio=memory.device_ratio,
-        )
-    )
-
-
-_COMPUTE_PARTS = (StepPart.FORWARD, StepPart.BACKWARD, StepPart.OPTIMIZER)
-
-
-def _top_owner(exposed: Exposed) -> Waiting | None:
-    """The owner of the longest wait beyond the floor; None if there is nothing beyond it."""
-    top = max(exposed.owners, key=lambda owner: owner.exposed_ns - owner.floor_ns, default=None)
-    if top is None or top.exposed_ns == top.floor_ns:
-        return None
-    exposed_ns = top.exposed_ns - top.floor_ns
-    return Waiting(fqn=top.fqn, kind=top.kind, phase=top.phase, exposed_ns=exposed_ns)

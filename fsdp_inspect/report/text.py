@@ -14,8 +14,9 @@ from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.exposed import ExposedOwner
 from fsdp_inspect.analysis.memory import CategoryBytes, Memory
 from fsdp_inspect.analysis.overlap import RankOverlap
+from fsdp_inspect.analysis.plan_check import PlanCheck
 from fsdp_inspect.analysis.units import UnitCollective, UnitCost, UnitCosts
-from fsdp_inspect.analysis.verdict import Verdict
+from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
 from fsdp_inspect.digest import RunDigest
 from fsdp_inspect.formatting import MISSING, format_bytes, format_count, format_ratio, format_unit
 from fsdp_inspect.metrics import find_metric
@@ -25,6 +26,12 @@ MOST_EXPOSED = 5
 """How many owners of exposed communication a summary names."""
 MOST_RANKS = 16
 """How many ranks a summary lists."""
+MOST_DIFFERING = 5
+"""How many ranks with a verdict of their own a summary names."""
+MOST_FINDINGS = 5
+"""How many findings about the plan a summary names."""
+MOST_NAMED = 3
+"""How many units a finding names."""
 _BAR_WIDTH = 32
 
 
@@ -99,6 +106,30 @@ def _sections(digest: RunDigest) -> Iterable[RenderableType]:
         yield from _section(_peak_title(digest.memory), _peak_table(digest.memory))
     if len(digest.ranks) > 1:
         yield from _section(_ranks_title(digest.ranks), _ranks_table(digest.ranks[:MOST_RANKS]))
+    differing = [verdict for verdict in digest.rank_verdicts if verdict.differs]
+    if differing:
+        title = (
+            f"Ranks that something else limits ({len(differing)} of {len(digest.rank_verdicts)})"
+        )
+        yield from _section(title, Group(*map(_rank_verdict, differing[:MOST_DIFFERING])))
+    if digest.plan_check is not None:
+        yield from _section("Declared against observed", _plan_check(digest.plan_check))
+
+
+def _rank_verdict(verdict: RankVerdict) -> Text:
+    host = f" ({verdict.host})" if verdict.host else ""
+    return Text(f"rank {verdict.rank}{host}: {verdict.sentence}")
+
+
+def _plan_check(check: PlanCheck) -> RenderableType:
+    lines = [Text(check.sentence, style="yellow" if check.is_consistent is False else "")]
+    for finding in check.findings[:MOST_FINDINGS]:
+        names = ", ".join(format_unit(fqn) for fqn in finding.fqns[:MOST_NAMED])
+        if len(finding.fqns) > MOST_NAMED:
+            names += f" and {len(finding.fqns) - MOST_NAMED} more"
+        rule = f" [{finding.rule}]" if finding.rule else ""
+        lines.append(Text(f"  {names}: {finding.sentence}{rule}" if names else finding.sentence))
+    return Group(*lines)
 
 
 def _section(title: str, body: RenderableType) -> Iterable[RenderableType]:

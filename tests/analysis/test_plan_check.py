@@ -8,11 +8,12 @@ from fsdp_inspect import open_run
 from fsdp_inspect.analysis.plan_check import check_plan
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase
 from fsdp_inspect.trace.run import ModelInfo
-from tests.builders import RunBuilder
+from tests.builders import MESSAGE_BYTES, RunBuilder
+from tests.llama70b import NUM_BLOCKS, llama_70b_run
 
 SAMPLES = Path(__file__).parents[2] / "samples"
 BLOCKS = ("layers.0", "layers.1")
-MESSAGE = {"bytes": 400}
+MESSAGE = {"bytes": MESSAGE_BYTES}
 
 
 def train(rank, step, *, units=BLOCKS, without=(), microbatches=1, reduces=lambda mb: True, **more):
@@ -67,6 +68,21 @@ def test_a_last_block_that_stays_unsharded_is_found_from_the_counts_alone():
     assert check.sentence == (
         "The run did not do what its plan says. 6 all-gathers in 2 steps of 2 units, where 8 are "
         "expected. layers.1: stayed unsharded after forward, though it is declared to reshard."
+    )
+
+
+def test_the_published_counts_of_llama_70b_mean_that_the_last_block_stayed_unsharded():
+    """RULES G: 318 all-gathers of 80 blocks in two steps; the root is gathered once a step."""
+    check = check_plan(llama_70b_run())
+    blocks = [unit for unit in check.units if unit.fqn]
+    assert len(blocks) == NUM_BLOCKS
+    assert sum(unit.all_gather.observed_count for unit in blocks) == 318
+    assert sum(unit.all_gather.expected_count for unit in blocks) == 320
+    assert sum(unit.reduce_scatter.observed_count for unit in check.units) == 162
+    assert check.sentence == (
+        "The run did not do what its plan says. 320 all-gathers in 2 steps of 81 units, where 322 "
+        "are expected. layers.79: stayed unsharded after forward, though it is declared to "
+        "reshard."
     )
 
 
@@ -133,11 +149,11 @@ def test_a_unit_that_evaluation_left_unsharded_is_not_gathered_again():
     rank.step(2, 2000, 3000)
     for unit in BLOCKS:
         evaluation = {"phase": Phase.EVALUATION}
-        rank.all_gather(unit, 2000, 2005, bytes=400, **evaluation)
+        rank.all_gather(unit, 2000, 2005, bytes=MESSAGE_BYTES, **evaluation)
         rank.add(EventKind.FORWARD, 2005, 2010, unit=unit, **evaluation)
         rank.forward(unit, 2020, 2030)
         rank.backward(unit, 2040, 2050)
-        rank.reduce_scatter(unit, 2050, 2055, bytes=400)
+        rank.reduce_scatter(unit, 2050, 2055, bytes=MESSAGE_BYTES)
     check = check_plan(builder.build())
     assert check.is_consistent is True
     assert check.units[0].all_gather.expected_count == 2
@@ -153,9 +169,9 @@ def test_a_unit_used_twice_is_gathered_for_each_use_and_reduced_once():
         (200, rank.backward, Phase.BACKWARD),
         (300, rank.backward, Phase.BACKWARD),
     ):
-        rank.all_gather("layers.0", now, now + 5, phase=phase, bytes=400)
+        rank.all_gather("layers.0", now, now + 5, phase=phase, bytes=MESSAGE_BYTES)
         add("layers.0", now + 5, now + 50)
-    rank.reduce_scatter("layers.0", 350, 360, bytes=400)
+    rank.reduce_scatter("layers.0", 350, 360, bytes=MESSAGE_BYTES)
     assert check_plan(builder.build()).is_consistent is True
 
 
@@ -181,7 +197,7 @@ def test_a_unit_without_gradients_among_others_is_named():
     train(builder.rank(0), 0, units=("layers.0",))
     train(builder.rank(0), 1, units=("layers.1",), reduces=lambda mb: False)
     rank = builder.rank(0)
-    rank.reduce_scatter("layers.0", 1990, 1995, bytes=400)
+    rank.reduce_scatter("layers.0", 1990, 1995, bytes=MESSAGE_BYTES)
     [first, second] = contradictions(check_plan(builder.build()))
     assert "at other times than its backwards need" in first[2]
     assert second[1:] == (
@@ -194,10 +210,10 @@ def test_a_unit_without_gradients_among_others_is_named():
 @pytest.mark.parametrize(
     ("sent", "meaning"),
     [
-        pytest.param(800, "as float32 in place of a 16-bit type makes", id="twice"),
-        pytest.param(200, "as a 16-bit type in place of float32 makes", id="half"),
-        pytest.param(300, "some of its parameters got no gradient", id="less"),
-        pytest.param(500, "other parameters or padding", id="more"),
+        pytest.param(128, "as float32 in place of a 16-bit type makes", id="twice"),
+        pytest.param(32, "as a 16-bit type in place of float32 makes", id="half"),
+        pytest.param(50, "some of its parameters got no gradient", id="less"),
+        pytest.param(80, "other parameters or padding", id="more"),
     ],
 )
 def test_messages_of_another_size_than_declared_are_explained(sent, meaning):
@@ -209,7 +225,7 @@ def test_messages_of_another_size_than_declared_are_explained(sent, meaning):
 def test_a_gather_for_nobody_is_wasted():
     builder = trained()
     rank = builder.rank(0)
-    rank.all_gather("layers.0", 1900, 1905, bytes=400, flags=int(EventFlag.UNUSED))
+    rank.all_gather("layers.0", 1900, 1905, bytes=MESSAGE_BYTES, flags=int(EventFlag.UNUSED))
     [(rule, _, sentence)] = contradictions(check_plan(builder.build()))
     assert (rule, "for nobody" in sentence) == ("R28", True)
 

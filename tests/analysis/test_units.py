@@ -18,7 +18,7 @@ def unit_of(run, fqn):
 
 def test_a_unit_knows_its_size_from_the_manifest():
     unit = unit_of(steady_run(), "layers.1")
-    assert (unit.num_parameters, unit.unsharded_bytes, unit.param_dtype) == (100, 400, "float32")
+    assert (unit.num_parameters, unit.unsharded_bytes, unit.param_dtype) == (100, 64, "float32")
 
 
 def test_gathers_of_a_step_are_counted_and_one_is_measured():

@@ -1,9 +1,17 @@
 import pytest
 
-from fsdp_inspect.analysis.verdict import Limit, StepFacts, Waiting, give_verdict
+from fsdp_inspect.analysis.verdict import (
+    Growth,
+    Limit,
+    StepFacts,
+    Straggler,
+    Waiting,
+    give_rank_verdict,
+    give_verdict,
+)
 
 MS = 1_000_000
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 
 
 def facts(**changes):
@@ -26,6 +34,24 @@ def waiting(kind="all_gather", phase="forward"):
     return Waiting(fqn="layers.7", kind=kind, phase=phase, exposed_ns=8 * MS)
 
 
+def straggler(cost_ns=10 * MS, **changes):
+    plain = {
+        "rank": 4,
+        "host": "node-1",
+        "cost_ns": cost_ns,
+        "last_ratio": 0.861,
+        "late_ns": 2 * MS,
+        "phase": "backward",
+        "meanwhile": "data",
+        "meanwhile_ns": 9 * MS,
+    }
+    return Straggler(**{**plain, **changes})
+
+
+def growth(bytes_per_step=1 << 20, steps_until_full=500):
+    return Growth(rank=3, bytes_per_step=bytes_per_step, steps_until_full=steps_until_full)
+
+
 @pytest.mark.parametrize(
     ("changes", "limit"),
     [
@@ -44,6 +70,28 @@ def waiting(kind="all_gather", phase="forward"):
             {"host_bound_ns": 12 * MS, "exposed_ns": 40 * MS}, Limit.HOST, id="host first"
         ),
         pytest.param({"device_ratio": 0.99, "data_ns": 50 * MS}, Limit.MEMORY, id="memory first"),
+        pytest.param(
+            {"straggler": straggler(6 * MS), "exposed_ns": 40 * MS},
+            Limit.STRAGGLER,
+            id="a straggler before communication",
+        ),
+        pytest.param(
+            {"straggler": straggler(4 * MS), "exposed_ns": 40 * MS},
+            Limit.COMMUNICATION,
+            id="a straggler below its threshold",
+        ),
+        pytest.param({"growth": growth()}, Limit.MEMORY_CREEP, id="full in 500 steps"),
+        pytest.param({"growth": growth(1, 20_000)}, Limit.COMPUTE, id="full in 20,000 steps"),
+        pytest.param(
+            {"growth": growth(MIB, None), "peak_allocated_bytes": 1000 * MIB},
+            Limit.MEMORY_CREEP,
+            id="0.1 % of the peak a step, without a device",
+        ),
+        pytest.param(
+            {"growth": growth(MIB, None), "peak_allocated_bytes": 2000 * MIB},
+            Limit.COMPUTE,
+            id="less than that",
+        ),
     ],
 )
 def test_the_limit_is_the_largest_share_above_its_threshold(changes, limit):
@@ -142,3 +190,87 @@ def test_every_limit_says_why_and_what_next():
         assert verdict.why
         assert verdict.next_steps
         assert verdict.numbers["step_time_ns"] == 100 * MS
+
+
+def test_a_straggler_is_named_with_its_price_and_what_it_does_meanwhile():
+    verdict = give_verdict(facts(straggler=straggler()))
+    assert verdict.sentence == (
+        "Rank 4 is a straggler: it costs 10.0 ms of the median 100.0 ms step (10.0 %)."
+    )
+    assert verdict.why == (
+        "It arrives last at 86.1 % of the collectives, latest in backward, by 2.00 ms. What takes "
+        "it longest against the others is data, 9.00 ms more a step."
+    )
+    assert "different on rank 4 (host node-1)" in verdict.next_steps[0]
+    assert verdict.numbers["straggler_cost_ns"] == 10 * MS
+
+
+def test_memory_that_creeps_up_says_when_the_device_is_full():
+    verdict = give_verdict(facts(growth=growth()))
+    assert verdict.sentence == (
+        "Memory creeps up: rank 3 holds 1.00 MiB more after each step, and fills the device in 500 "
+        "steps at the latest."
+    )
+    assert ".detach()" in verdict.next_steps[0]
+
+
+def test_the_causes_of_waits_are_part_of_the_why():
+    causes = {"late_issue": 8 * MS, "floor": 4 * MS, "bandwidth": 3 * MS}
+    verdict = give_verdict(facts(exposed_ns=15 * MS, floor_ns=4 * MS, causes_ns=causes))
+    assert verdict.why.startswith("By cause: late issue 8.00 ms, bandwidth 3.00 ms.")
+
+
+def test_prefetch_is_advised_only_where_gathers_are_late():
+    for cause, is_advised in (("late_issue", True), ("bandwidth", False)):
+        verdict = give_verdict(facts(exposed_ns=15 * MS, top=waiting(), causes_ns={cause: 15 * MS}))
+        assert any("Prefetch" in step for step in verdict.next_steps) is is_advised
+
+
+def test_collectives_in_one_queue_are_advised_a_second_communicator():
+    verdict = give_verdict(facts(exposed_ns=15 * MS, causes_ns={"serialized": 9 * MS}))
+    assert "set_separate_reduce_scatter_group" in verdict.next_steps[0]
+
+
+def test_a_run_that_contradicts_its_plan_is_told_so_first():
+    verdict = give_verdict(facts(contradiction="layers.7: stayed unsharded."))
+    assert verdict.next_steps[0] == (
+        "First find out why the run does not do what its plan says: layers.7: stayed unsharded."
+    )
+
+
+def test_fragmentation_and_retries_are_taken_from_the_allocator_where_it_was_counted():
+    verdict = give_verdict(
+        facts(
+            device_ratio=0.97,
+            peak_reserved_bytes=80 * GIB,
+            peak_allocated_bytes=79 * GIB,
+            fragmentation_ratio=0.25,
+            num_alloc_retries=3,
+        )
+    )
+    assert "20.0 GiB is reserved" in verdict.next_steps[0]
+    assert "free its cache 3 times" in verdict.why
+
+
+def test_an_imported_trace_says_what_idle_time_may_hold():
+    verdict = give_verdict(facts(host_bound_ns=20 * MS, is_kernel_trace=True))
+    assert "a wait for the next batch is part of it" in verdict.why
+    assert "kernels compute for 90.0 ms" in give_verdict(facts(is_kernel_trace=True)).sentence
+
+
+def test_a_rank_that_something_else_limits_differs_from_the_run():
+    run = give_verdict(facts())
+    other = give_rank_verdict(2, "node", facts(data_ns=30 * MS), run)
+    assert (other.limit, other.differs) == (Limit.INPUT, True)
+    assert other.sentence.startswith("The step is input-bound")
+    assert not give_rank_verdict(1, "node", facts(), run).differs
+
+
+def test_under_a_straggler_the_other_ranks_wait_for_it():
+    late = facts(straggler=straggler())
+    run = give_verdict(late)
+    waits = give_rank_verdict(0, "", facts(straggler=straggler(), exposed_ns=50 * MS), run)
+    itself = give_rank_verdict(4, "node-1", late, run)
+    assert (waits.sentence, waits.differs) == ("It waits for rank 4.", False)
+    assert itself.sentence == "The others wait for it: data, 9.00 ms more a step."
+    assert itself.differs

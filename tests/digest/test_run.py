@@ -6,9 +6,10 @@ from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.digest.run import digest_run
 from fsdp_inspect.errors import CorruptFileError
 from fsdp_inspect.report.json import to_plain
-from fsdp_inspect.trace.codes import EventKind, Method
+from fsdp_inspect.trace.codes import EventKind, Method, Stream
 from fsdp_inspect.trace.run import RunStatus
 from tests.builders import InMemoryRun, RunBuilder, steady_run
+from tests.llama70b import STRAGGLER, llama_70b_run
 
 DEMANDED = {
     "run_id", "world_size", "backend", "num_steps", "step_time_ns", "communication_ns",
@@ -125,3 +126,45 @@ def test_status_and_notes_of_the_run_are_passed_on():
     run = replace(steady_run(), status=RunStatus.CRASHED, notes=("Rank 1 stopped.",))
     digest = digest_run(run)
     assert (digest.status, digest.notes) == ("crashed", ("Rank 1 stopped.",))
+
+
+def test_the_straggler_of_llama_70b_comes_before_its_communication():
+    digest = digest_run(llama_70b_run())
+    assert digest.verdict.limit is Limit.STRAGGLER
+    assert digest.verdict.numbers["straggler_rank"] == STRAGGLER
+    assert "86.1 %" in digest.verdict.why
+    assert [one.rank for one in digest.rank_verdicts if one.differs] == [STRAGGLER]
+
+
+def test_what_contradicts_the_plan_is_in_the_digest_and_leads_the_advice():
+    digest = digest_run(llama_70b_run())
+    assert digest.plan_check.is_consistent is False
+    assert "layers.79" in digest.verdict.next_steps[0]
+    assert digest_run(steady_run()).plan_check.is_consistent is True
+
+
+def test_ranks_that_something_else_limits_are_told_apart():
+    builder = RunBuilder(world_size=3)
+    for rank in range(3):
+        builder.rank(rank).step(0, 0, 1000)
+        builder.rank(rank).forward("layers.0", 0, 800 if rank == 2 else 1000)
+    builder.rank(2).data(800, 1000)
+    verdicts = digest_run(builder.build()).rank_verdicts
+    assert [(one.rank, one.limit, one.differs) for one in verdicts] == [
+        (0, Limit.COMPUTE, False),
+        (1, Limit.COMPUTE, False),
+        (2, Limit.INPUT, True),
+    ]
+
+
+def test_an_imported_kernel_trace_is_judged_by_what_it_knows():
+    builder = RunBuilder(units=(), source="imported")
+    rank = builder.rank(0)
+    rank.step(0, 0, 1000)
+    rank.add(EventKind.COMPUTE, 0, 700, stream=Stream.COMPUTE)
+    rank.add(EventKind.ALL_GATHER, 600, 750, stream=Stream.OTHER, bytes=64)
+    digest = digest_run(builder.build())
+    assert digest.verdict.limit is Limit.HOST
+    assert "a wait for the next batch is part of it" in digest.verdict.why
+    assert digest.exposed_ns == 50
+    assert digest.plan_check.is_consistent is None

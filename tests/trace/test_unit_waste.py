@@ -7,6 +7,8 @@ from tests.builders import RunBuilder
 
 def manifest_of(*, num_parameters=200, **changes) -> RunManifest:
     builder = RunBuilder(units=("embed", "head"), model=ModelInfo(num_parameters=num_parameters))
+    for fqn in ("embed", "head"):
+        builder.unit(fqn, unsharded_bytes=400)
     for fqn, change in changes.items():
         builder.unit(fqn, **change)
     return builder.build().manifest

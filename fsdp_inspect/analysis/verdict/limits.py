@@ -1,0 +1,62 @@
+"""From which share of the step on is something a limit, and which limit comes first?"""
+
+from enum import StrEnum
+
+from fsdp_inspect.analysis.verdict.facts import StepFacts
+
+MEMORY_RATIO = 0.95
+INPUT_RATIO = 0.10
+HOST_RATIO = 0.10
+STRAGGLER_RATIO = 0.05
+COMMUNICATION_RATIO = 0.05
+OTHER_RATIO = 0.30
+CREEP_STEPS = 10_000
+"""A device that is full within so many steps at the present growth is a risk for the run."""
+CREEP_RATIO = 0.001
+"""The same where the device is not known: growth per step as a share of the peak."""
+
+
+class Limit(StrEnum):
+    """What limits the step."""
+
+    MEMORY = "memory"
+    MEMORY_CREEP = "memory_creep"
+    """Allocated memory grows from step to step."""
+    INPUT = "input"
+    HOST = "host"
+    STRAGGLER = "straggler"
+    COMMUNICATION = "communication"
+    OTHER = "other"
+    COMPUTE = "compute"
+    UNKNOWN = "unknown"
+    """No timed step."""
+
+
+def find_limit(facts: StepFacts) -> Limit:
+    """The limit of a step: a risk for the run first, then the largest share above its threshold."""
+    if facts.device_ratio is not None and facts.device_ratio >= MEMORY_RATIO:
+        return Limit.MEMORY
+    if _creeps(facts):
+        return Limit.MEMORY_CREEP
+    late = facts.straggler.cost_ns if facts.straggler else 0
+    shares = {
+        Limit.INPUT: (facts.ratio(facts.data_ns), INPUT_RATIO),
+        Limit.HOST: (facts.ratio(facts.host_bound_ns), HOST_RATIO),
+        Limit.STRAGGLER: (facts.ratio(late), STRAGGLER_RATIO),
+        Limit.COMMUNICATION: (facts.ratio(facts.avoidable_ns), COMMUNICATION_RATIO),
+        Limit.OTHER: (facts.ratio(facts.other_ns), OTHER_RATIO),
+    }
+    named = {limit: share for limit, (share, least) in shares.items() if share >= least}
+    if Limit.HOST in named or Limit.STRAGGLER in named:
+        named.pop(Limit.COMMUNICATION, None)
+    return max(named, key=lambda limit: named[limit], default=Limit.COMPUTE)
+
+
+def _creeps(facts: StepFacts) -> bool:
+    growth = facts.growth
+    if growth is None:
+        return False
+    if growth.steps_until_full is not None:
+        return growth.steps_until_full <= CREEP_STEPS
+    peak = facts.peak_allocated_bytes
+    return bool(peak) and growth.bytes_per_step >= CREEP_RATIO * (peak or 0)
