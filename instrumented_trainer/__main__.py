@@ -39,7 +39,7 @@ def _run(config: TrainerConfig) -> int:
     from instrumented_trainer.trainer import prepare, train
 
     try:
-        runtime = read_runtime()
+        runtime = read_runtime(config.emulate)
         prepared = prepare(config, runtime)
     except FsdpInspectError as error:
         return _refuse(error)

@@ -22,6 +22,9 @@ from pydantic import (
     field_validator,
 )
 
+from fsdp_inspect.emulation.fixed_times import LEGAL as FIXED_TIMES_LEGAL
+from fsdp_inspect.emulation.specification import LEGAL as EMULATION_LEGAL
+
 STDLIB = "stdlib"
 """The default corpus: the source text of Python's standard library, as bytes."""
 
@@ -40,6 +43,7 @@ class Section(StrEnum):
     MEMORY = "memory"
     CHECKPOINTS = "checkpoints"
     RECORDING = "recording"
+    EMULATION = "emulation"
 
 
 def _setting(section: Section, default: Any, meaning: str, *, legal: str = "") -> Any:
@@ -252,6 +256,21 @@ class TrainerConfig(BaseModel):
     )
     record_warmup: NonNegativeInt = _setting(
         Section.RECORDING, 3, "First steps that count for no median."
+    )
+
+    emulate: str | None = _setting(
+        Section.EMULATION,
+        None,
+        "Run one process as rank 0 of many: real kernels, memory and scheduling, and a model in "
+        "place of the network. The loss then means nothing and is not shown.",
+        legal=EMULATION_LEGAL,
+    )
+    fixed_compute: str | None = _setting(
+        Section.EMULATION,
+        None,
+        "Under emulation, let attention, feed-forward, embedding and output projection each last "
+        "a fixed time.",
+        legal=FIXED_TIMES_LEGAL,
     )
 
     @field_validator("wrap", mode="before")

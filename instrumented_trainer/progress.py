@@ -22,8 +22,8 @@ class StepReport:
     step: int
     """From 1."""
     num_steps: int
-    loss: float
-    """Mean over ranks and microbatches, before the step."""
+    loss: float | None
+    """Mean over ranks and microbatches, before the step; None where it means nothing."""
     learning_rate: float
     gradient_norm: float | None
     """Over all ranks, before clipping; None without clipping."""
@@ -71,7 +71,7 @@ def read_memory(device: torch.device) -> tuple[int, str]:
 def describe_step(report: StepReport) -> str:
     """One step in words and numbers."""
     parts = [
-        f"loss {report.loss:.4f}",
+        *([f"loss {report.loss:.4f}"] if report.loss is not None else []),
         f"lr {report.learning_rate:.2e}",
         *([f"grad norm {report.gradient_norm:.2f}"] if report.gradient_norm is not None else []),
         format_ns(report.step_time_ns),

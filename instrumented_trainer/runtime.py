@@ -1,7 +1,7 @@
 """Which rank am I, on which device, talking through what? As torchrun's environment says.
 
-Without torchrun it is one rank of one. CUDA with NCCL where there is a GPU for each local rank,
-CPU with gloo where there is none.
+Without torchrun it is one rank of one, or rank 0 of many that are emulated. CUDA with NCCL where
+there is a GPU for each local rank, CPU with gloo where there is none.
 """
 
 import os
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fsdp_inspect.emulation.process import emulate
+from fsdp_inspect.emulation.specification import Specification, parse_specification
 from fsdp_inspect.errors import ConfigError
 from instrumented_trainer.sharding_plan import Machine
 
@@ -24,6 +26,8 @@ class Runtime:
     local_rank: int
     world_size: int
     device: torch.device
+    emulation: Specification | None = None
+    """What stands in place of the other ranks; None: they exist."""
 
     @property
     def is_first(self) -> bool:
@@ -36,12 +40,18 @@ class Runtime:
         return Machine(world_size=self.world_size, has_cuda=self.device.type == "cuda")
 
 
-def read_runtime() -> Runtime:
+def read_runtime(emulation: str | None = None) -> Runtime:
     """The place of this process, before any process group exists.
 
+    Args:
+        emulation: The ranks to emulate, as `--emulate` has them; None: none.
+
     Raises:
-        ConfigError: There are GPUs, but fewer than ranks on this host.
+        ConfigError: There are GPUs, but fewer than ranks on this host; the emulation is not
+            legal, or this is one of several real ranks already.
     """
+    if emulation is not None:
+        return _emulated_runtime(parse_specification(emulation))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     return Runtime(
         rank=int(os.environ.get("RANK", "0")),
@@ -51,11 +61,26 @@ def read_runtime() -> Runtime:
     )
 
 
+def _emulated_runtime(specification: Specification) -> Runtime:
+    real = int(os.environ.get("WORLD_SIZE", "1"))
+    if real > 1:
+        raise ConfigError(
+            f"--emulate was given to {real} real ranks. Expected one process, which stands for "
+            f"rank 0 of {specification.world_size}. Start it without torchrun: "
+            "python -m instrumented_trainer --emulate ..."
+        )
+    return Runtime(0, 0, specification.world_size, _choose_device(0), specification)
+
+
 @contextmanager
 def process_group(runtime: Runtime) -> Iterator[None]:
     """The default process group for as long as the block runs; one that exists stays."""
     if dist.is_initialized():
         yield
+        return
+    if runtime.emulation is not None:
+        with _emulated_process_group(runtime.emulation):
+            yield
         return
     if runtime.device.type == "cuda":
         torch.cuda.set_device(runtime.device)
@@ -72,6 +97,16 @@ def process_group(runtime: Runtime) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _emulated_process_group(specification: Specification) -> Iterator[None]:
+    with emulate(specification):
+        dist.init_process_group()
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def _choose_device(local_rank: int) -> torch.device:

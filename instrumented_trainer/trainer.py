@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
+from fsdp_inspect.emulation.fixed_times import FixedTimes
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.formatting import format_count
 from fsdp_inspect.sharding import torch_fsdp
@@ -32,6 +33,12 @@ from instrumented_trainer.checkpoint import (
 )
 from instrumented_trainer.config import TrainerConfig, legal_values
 from instrumented_trainer.data import Batch, Loader, open_corpus
+from instrumented_trainer.emulation import (
+    check_emulation,
+    describe_overruns,
+    fix_compute,
+    timed_parts,
+)
 from instrumented_trainer.models import ModelRecipe, complete, make_recipe
 from instrumented_trainer.optimization import (
     clip_gradients,
@@ -49,6 +56,8 @@ from instrumented_trainer.progress import Reporter, StepReport, make_reporter, r
 from instrumented_trainer.runtime import Runtime
 from instrumented_trainer.sharding_plan import make_plan
 
+_NO_LOSS = "The network is a model. There is no loss to show: the other ranks do not exist."
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedRun:
@@ -61,6 +70,14 @@ class PreparedRun:
     loader: Loader
     resumed: SavedCheckpoint | None
     memory_steps: tuple[int, ...] | Literal["auto"]
+    fixed_times: FixedTimes | None = None
+    """How long the timed parts are to compute; None: as long as they do."""
+    timed_parts: tuple[str, ...] = ()
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the loss means anything: under emulation the other ranks' data are missing."""
+        return self.runtime.emulation is None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,6 +101,7 @@ def prepare(config: TrainerConfig, runtime: Runtime) -> PreparedRun:
         PlanError: The plan file does.
     """
     config = complete(config)
+    fixed_times = check_emulation(config)
     memory_steps = _parse_memory_steps(config.memory_steps)
     recipe = make_recipe(config)
     skeleton = recipe.skeleton()
@@ -106,6 +124,8 @@ def prepare(config: TrainerConfig, runtime: Runtime) -> PreparedRun:
         loader=_make_loader(config, plan, runtime, recipe.vocab_size),
         resumed=find_checkpoint(config),
         memory_steps=memory_steps,
+        fixed_times=fixed_times,
+        timed_parts=timed_parts(parts),
     )
 
 
@@ -116,6 +136,7 @@ def train(prepared: PreparedRun) -> TrainingResult:
     """
     config, runtime = prepared.config, prepared.runtime
     model = build_parallel_model(prepared.recipe, prepared.parallelism, runtime)
+    fixed = fix_compute(model, prepared.timed_parts, prepared.fixed_times, runtime)
     optimizer = make_optimizer(model, config)
     # Initial weights are alike on all ranks; what is drawn from now on (dropout) should not be.
     torch.manual_seed(config.seed + 1 + runtime.rank)
@@ -132,6 +153,8 @@ def train(prepared: PreparedRun) -> TrainingResult:
                 loop.run_step(step)
         finally:
             reporter.close()
+        if fixed is not None:
+            reporter.say(describe_overruns(fixed))
     loop.result.run_folder = recorder.run_folder
     return loop.result
 
@@ -149,6 +172,7 @@ class TrainingLoop:
     ) -> None:
         self.result = TrainingResult()
         self._config = prepared.config
+        self._has_loss = prepared.has_loss
         self._runtime = prepared.runtime
         self._loader = prepared.loader
         self._accumulation = prepared.parallelism.plan.accumulation
@@ -169,7 +193,8 @@ class TrainingLoop:
             norm = self._update(rate)
             loss = _mean_over_ranks(loss) if is_logged else loss
         if is_logged:
-            self._recorder.log(loss=loss, learning_rate=rate)
+            if self._has_loss:
+                self._recorder.log(loss=loss, learning_rate=rate)
             self._report(done, loss, rate, norm, started)
         if _is_due(done, self._config.eval_every):
             with self._recorder.between_steps("evaluation"):
@@ -223,6 +248,9 @@ class TrainingLoop:
             total += compute_loss(self._model, batch)
         self._model.train()
         loss = float(_mean_over_ranks(total / self._config.eval_batches))
+        if not self._has_loss:
+            self._reporter.say(f"evaluation after step {done}: done")
+            return
         self.result.evaluation_losses[done] = loss
         self._recorder.log(evaluation_loss=loss)
         self._reporter.say(f"evaluation after step {done}: loss {loss:.4f}")
@@ -230,15 +258,16 @@ class TrainingLoop:
     def _report(
         self, done: int, loss: torch.Tensor, rate: float, norm: torch.Tensor | None, started: int
     ) -> None:
-        self.result.losses[done] = float(loss)
+        if self._has_loss:
+            self.result.losses[done] = float(loss)
         memory_bytes, memory_kind = read_memory(self._runtime.device)
         self._reporter.step(
             StepReport(
                 step=done,
                 num_steps=self._config.steps,
-                loss=float(loss),
+                loss=float(loss) if self._has_loss else None,
                 learning_rate=rate,
-                gradient_norm=None if norm is None else float(norm),
+                gradient_norm=float(norm) if norm is not None and self._has_loss else None,
                 step_time_ns=time.perf_counter_ns() - started,
                 num_tokens=self._tokens_per_step,
                 memory_bytes=memory_bytes,
@@ -345,9 +374,10 @@ def _describe_run(prepared: PreparedRun, model: nn.Module) -> str:
     runtime = prepared.runtime
     ranks = f"{runtime.world_size} {runtime.device.type} rank{'s' * (runtime.world_size > 1)}"
     resumed = f", resumed after step {prepared.resumed.step}" if prepared.resumed else ""
+    emulated = "" if runtime.emulation is None else f"\nemulated: {runtime.emulation}. {_NO_LOSS}"
     return (
         f"{what}: {format_count(numel)} parameters in {len(groups)} FSDP units on "
-        f"{ranks} ({mesh}){resumed}"
+        f"{ranks} ({mesh}){resumed}{emulated}"
     )
 
 

@@ -10,6 +10,8 @@ longer ring than that: set `inter_latency` for those.
 
 from dataclasses import dataclass
 
+from fsdp_inspect.formatting import format_bytes_per_s, format_ns
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
@@ -22,6 +24,17 @@ class Preset:
     inter: tuple[float, int] | None
     """Of one rank's network card; None: one machine."""
     source: str
+
+    def __str__(self) -> str:
+        rate, latency_ns = self.intra
+        inside = f"{format_bytes_per_s(rate)}, {format_ns(latency_ns)}"
+        if self.inter is None:
+            return f"{inside} on one node of {self.gpus_per_node} GPUs"
+        rate, latency_ns = self.inter
+        return (
+            f"{inside} within nodes of {self.gpus_per_node} GPUs; "
+            f"{format_bytes_per_s(rate)}, {format_ns(latency_ns)} for each GPU between them"
+        )
 
 
 _NVLINK_RING_NS = 8_400 + 7 * 3_400

@@ -132,11 +132,11 @@ def parse_specification(text: str) -> Specification:
     )
 
 
-def parse_time_ns(text: str) -> int | None:
+def parse_time_ns(text: str) -> float | None:
     """A duration such as `20us`, in ns; None if it is none."""
     found = _TIME.fullmatch(text.strip())
     number = None if found is None else _number(found[1])
-    return None if found is None or number is None else round(number * _TIMES[found[2]])
+    return None if found is None or number is None else number * _TIMES[found[2]]
 
 
 def parse_bytes_per_s(text: str) -> float | None:
@@ -225,7 +225,7 @@ def _link(
                 f"{prefix}latency is {latency!r}",
                 f"Set {prefix}latency to a number with a unit, such as 20us.",
             )
-        delay = parsed
+        delay = round(parsed)
     return Link(rate, delay)
 
 

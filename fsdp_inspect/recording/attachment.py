@@ -426,7 +426,10 @@ class Attachment:
             warn(f"the run could not be summed up: {error}")
             return
         if show and self.session.step > 0:
-            print_verdict(self.folder.path)
+            emulation = self._emulation
+            print_verdict(
+                self.folder.path, None if emulation is None else str(emulation.specification)
+            )
 
     def _wait_for_other_ranks(self) -> None:
         deadline = time.monotonic() + _OTHER_RANKS_TIMEOUT_S

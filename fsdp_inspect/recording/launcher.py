@@ -75,7 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: The command line; None: this process's.
     """
-    given = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    launch_script(parse_arguments(sys.argv[1:] if arguments is None else arguments))
+
+
+def launch_script(given: Arguments) -> None:
+    """Run a script under a recorder; ends as the script ends.
+
+    Args:
+        given: The script and how to record it.
+    """
     launch = Launch(given)
     try:
         run_as_main(given.target)
@@ -157,7 +165,7 @@ def _is_rank_0() -> bool:
     return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
 
 
-class _Parser(argparse.ArgumentParser):
+class RankParser(argparse.ArgumentParser):
     """Prints what N ranks would print N times once."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -175,8 +183,24 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
         SystemExit: 0 after `--help`; 2 when an option is unknown or impossible, or the script
             does not exist, with a message on stderr, from one rank.
     """
-    parser = _parser()
-    given = parser.parse_args(arguments)
+    parser = RankParser(
+        prog="python -m fsdp_inspect.record",
+        usage="torchrun ... -m fsdp_inspect.record [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENTS]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_options(parser)
+    return read_arguments(parser, parser.parse_args(arguments))
+
+
+def read_arguments(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Arguments:
+    """What the options of `add_options` were given, checked.
+
+    Raises:
+        SystemExit: 2 when the script does not exist.
+    """
     if not given.is_module and not Path(given.target).exists():
         parser.error(
             f"no script at {given.target!r}. Expected a Python file, seen from "
@@ -192,15 +216,8 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m fsdp_inspect.record",
-        usage="torchrun ... -m fsdp_inspect.record [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENTS]",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the recording, and the script behind them."""
     parser.add_argument(
         "--out",
         type=Path,
@@ -244,7 +261,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ARGUMENTS",
         help="passed to the script as they are",
     )
-    return parser
 
 
 def _step_count(text: str) -> int:

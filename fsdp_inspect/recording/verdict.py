@@ -11,8 +11,13 @@ from pathlib import Path
 _ASK_TIMEOUT_S = 60.0
 
 
-def print_verdict(run_folder: Path) -> None:
-    """Print on stderr what limits the step, why, and what to try next."""
+def print_verdict(run_folder: Path, emulated: str | None = None) -> None:
+    """Print on stderr what limits the step, why, and what to try next.
+
+    Args:
+        run_folder: The finished recording.
+        emulated: The ranks and links that stood in place of real ones, if they did.
+    """
     try:
         answer = subprocess.run(
             [sys.executable, "-m", "fsdp_inspect", "summary", str(run_folder), "--verdict"],
@@ -25,4 +30,6 @@ def print_verdict(run_folder: Path) -> None:
         return
     text = answer.stdout if answer.returncode == 0 else answer.stderr
     if text.strip():
+        if emulated is not None:
+            text = f"Emulated, not real ranks ({emulated}).\n{text}"
         print(text.rstrip(), file=sys.stderr, flush=True)

@@ -1,0 +1,133 @@
+"""How does a script meet many ranks on one device? `python -m fsdp_inspect.emulate`.
+
+    python -m fsdp_inspect.emulate --world-size 64 --bandwidth 50GB/s --latency 20us train.py ARGS
+    python -m fsdp_inspect.emulate --preset h200-ib400 --world-size 64 -m pkg.train ARGS
+
+The script runs as rank 0 of N: its `init_process_group` makes torch's fake process group, and
+`RANK`, `WORLD_SIZE` and their kin say what torchrun would have said. Its kernels, its allocator and
+FSDP2's scheduling are real; the network is a model (see `emulation`). The run is recorded as
+`fsdp_inspect.record` does it, and marked emulated.
+"""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fsdp_inspect.emulation.presets import PRESETS
+from fsdp_inspect.emulation.specification import Specification, parse_specification
+from fsdp_inspect.errors import FsdpInspectError
+from fsdp_inspect.recording.launcher import (
+    Arguments,
+    RankParser,
+    add_options,
+    launch_script,
+    read_arguments,
+    say,
+)
+
+_DESCRIPTION = """\
+Run a training script as rank 0 of many ranks that do not exist, and record it.
+
+One process, one device: real kernels, memory and scheduling of FSDP2, and a model in place of the
+network. Step time, exposed communication and the memory peak are those of rank 0 of N; the loss
+means nothing, since the other ranks' data and parameters are missing.
+"""
+
+_EPILOG = """\
+presets:
+{presets}
+
+examples:
+  python -m fsdp_inspect.emulate --world-size 64 --bandwidth 50GB/s --latency 20us train.py
+  python -m fsdp_inspect.emulate --preset h200-ib400 --world-size 64 -m pkg.train
+  fsdp-inspect summary runs/<run>        what limits it, in the terminal
+"""
+
+_OPTIONS = {
+    "preset": "links of a real machine: " + ", ".join(PRESETS),
+    "world-size": "how many ranks to be rank 0 of (default: one node of the preset)",
+    "gpus-per-node": "ranks in a node (default: the preset's; 8 with links between nodes)",
+    "bandwidth": "bus bandwidth of a process group inside a node, such as 50GB/s or 400Gbit/s",
+    "latency": "what a collective takes beside that, such as 20us (default: 20us)",
+    "inter-bandwidth": "bandwidth of one rank's network card, for groups that cross nodes",
+    "inter-latency": "latency of groups that cross nodes",
+}
+
+
+class EmulationArguments(NamedTuple):
+    """The command line, checked."""
+
+    specification: Specification
+    recording: Arguments
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a script as rank 0 of N under a recorder; ends as the script ends.
+
+    Args:
+        arguments: The command line; None: this process's.
+    """
+    given = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    from fsdp_inspect.emulation.process import emulate
+
+    try:
+        emulation = emulate(given.specification)
+        emulation.__enter__()
+    except FsdpInspectError as error:
+        say(str(error))
+        raise SystemExit(2) from None
+    say(f"emulated: {given.specification}. The network is a model; the loss means nothing.")
+    try:
+        launch_script(given.recording)
+    finally:
+        emulation.__exit__(None, None, None)
+
+
+def parse_arguments(arguments: Sequence[str]) -> EmulationArguments:
+    """Read the launcher's own options; everything from the script's name on is the script's.
+
+    Args:
+        arguments: The command line without the program's name.
+
+    Raises:
+        SystemExit: 0 after `--help`; 2 when an option is unknown or impossible, or the script
+            does not exist, with a message on stderr.
+    """
+    parser = RankParser(
+        prog="python -m fsdp_inspect.emulate",
+        usage="python -m fsdp_inspect.emulate [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENTS]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG.format(presets=_describe_presets()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for name, meaning in _OPTIONS.items():
+        parser.add_argument(f"--{name}", metavar="VALUE", help=meaning)
+    add_options(parser)
+    given = parser.parse_args(arguments)
+    words = {name.replace("-", "_"): value for name in _OPTIONS if (value := _given(given, name))}
+    try:
+        specification = parse_specification(",".join(f"{k}={v}" for k, v in words.items()))
+    except FsdpInspectError as error:
+        parser.error(str(error))
+    return EmulationArguments(specification, read_arguments(parser, given))
+
+
+def _given(given: argparse.Namespace, name: str) -> str | None:
+    value: str | None = getattr(given, name.replace("-", "_"))
+    return value
+
+
+def _describe_presets() -> str:
+    return "\n".join(
+        f"  {preset.name:<14} {preset}\n" + _indent(preset.source) for preset in PRESETS.values()
+    )
+
+
+def _indent(text: str) -> str:
+    margin = " " * 17
+    return textwrap.fill(
+        text, 100, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False
+    )
