@@ -252,8 +252,8 @@ _ALL = (
         "transfer_ns",
         "transfer",
         _NS,
-        "median time in which a collective's own bytes can have travelled: from its turn on its "
-        "communicator to its end",
+        "median time in which a collective's own bytes can have travelled: the shortest over the "
+        "ranks, else from its turn on its communicator to its end",
     ),
     Metric(
         "latency_ns",

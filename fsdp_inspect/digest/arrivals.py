@@ -1,4 +1,4 @@
-"""How far is it known when the other ranks arrived at a rank's collectives?"""
+"""What do the other ranks tell about a rank's collectives: who arrived last, what was transfer?"""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.trace.alignment import Alignment, align_clocks, last_arrivals
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.trace.transfers import find_transfers
 
 MOST_RANKS_ALIGNED = 32
 """Beyond it only some ranks are read to find the last arrival, spread over all."""
@@ -41,6 +42,16 @@ def find_arrivals(
     alignment = align_clocks(run, ranks)
     arrivals = last_arrivals(run, rank, collectives, alignment)
     return _describe(alignment, len(run.ranks)), arrivals
+
+
+def read_transfers(run: RunSource, rank: int, collectives: EventTable) -> NDArray[np.int64]:
+    """How long the bytes of a rank's collectives travelled, by what the ranks tell.
+
+    Returns:
+        One duration for each collective, ns; -1: unknown.
+    """
+    ranks = _some_ranks([record.rank for record in run.ranks], rank)
+    return find_transfers(run, rank, collectives, ranks)
 
 
 def _some_ranks(ranks: Collection[int], own: int) -> list[int]:

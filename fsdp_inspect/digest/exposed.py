@@ -10,7 +10,7 @@ from fsdp_inspect.analysis.bandwidth import Bandwidth, measure_bandwidth
 from fsdp_inspect.analysis.contention import Contention, measure_contention
 from fsdp_inspect.analysis.exposed import Exposed, measure_exposed
 from fsdp_inspect.analysis.prefetch import Prefetch, measure_prefetch
-from fsdp_inspect.digest.arrivals import ArrivalsKnown, find_arrivals
+from fsdp_inspect.digest.arrivals import ArrivalsKnown, find_arrivals, read_transfers
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.steps import select_steps, timed_rank
 from fsdp_inspect.trace.unit_names import find_unit
@@ -53,10 +53,11 @@ def digest_waits(run: RunSource, *, rank: int | None = None, unit: str | None = 
     chosen = None if unit is None else find_unit(run.manifest, unit)
     index = None if chosen is None else chosen.index
     member = timed_rank(run, rank)
-    arrivals, last_arrival_ns = None, None
+    arrivals, last_arrival_ns, transfer_ns = None, None, None
     if member is not None:
         collectives = timed_collectives(run, member)
         arrivals, last_arrival_ns = find_arrivals(run, member.rank, collectives)
+        transfer_ns = read_transfers(run, member.rank, collectives)
     selection = select_steps(run)
     return WaitDigest(
         run_id=run.manifest.run_id,
@@ -67,7 +68,7 @@ def digest_waits(run: RunSource, *, rank: int | None = None, unit: str | None = 
         left_out=selection.sentence,
         exposed=measure_exposed(run, rank=rank, unit=index, last_arrival_ns=last_arrival_ns),
         prefetch=measure_prefetch(run, rank=rank, unit=index),
-        bandwidth=measure_bandwidth(run, rank=rank, unit=index),
+        bandwidth=measure_bandwidth(run, rank=rank, unit=index, transfer_ns=transfer_ns),
         contention=measure_contention(run, rank=rank, unit=index),
         arrivals=arrivals,
     )

@@ -29,6 +29,11 @@ MOST_GATHERS = 16
 """How many rows of all-gathers are listed unless one unit is asked for."""
 LEAST_SHOWN = 0.005
 """Causes of a smaller share are not listed beside an owner."""
+_TRANSFERS = {
+    "all_ranks": "the shortest duration over the ranks, which waits for nobody",
+    "rank": "this rank's own time, in which it may wait for other ranks",
+    "mixed": "the shortest duration over the ranks where they share the collective",
+}
 
 
 def render_waits(digest: WaitDigest) -> RenderableType:
@@ -209,6 +214,8 @@ def _bandwidth(bandwidth: Bandwidth | None) -> Iterator[RenderableType]:
             f"± {format_ratio(fit.residual_ratio)}" if fit else MISSING,
         )
     yield from section("Bandwidth (bytes-weighted), and latency where sizes tell it", table)
+    sources = dict.fromkeys(_TRANSFERS[row.transfer_from] for row in bandwidth.kinds)
+    yield dim(f"Transfer: {'; '.join(sources)}.")
     for row in bandwidth.kinds:
         if row.link is not None and row.link.refusal is not None:
             yield dim(f"{format_kind(row.kind)}, {_group(row)}: no latency. {row.link.refusal}")

@@ -1,0 +1,35 @@
+from rich.console import Group
+
+from fsdp_inspect.report.layout import BAR_WIDTH, bar, new_table, section, unit_name
+from tests.report.rendering import text_of
+
+
+def test_numbers_stand_to_the_right_and_words_to_the_left():
+    table = new_table("unit", "time", "<why")
+    table.add_row("a", "1 ms", "so")
+    table.add_row("layers.0", "10 ms", "or so")
+    assert text_of(table).splitlines()[1:] == [
+        "a          1 ms  so",
+        "layers.0  10 ms  or so",
+    ]
+
+
+def test_a_table_without_headers_has_no_line_for_them():
+    table = new_table("", "", "<")
+    table.add_row("a", "1", "b")
+    assert text_of(table) == "a  1  b"
+
+
+def test_a_bar_is_as_long_as_its_share_and_never_empty():
+    assert bar(1.0).plain == "█" * BAR_WIDTH
+    assert bar(0.5, "▒").plain == "▒" * (BAR_WIDTH // 2)
+    assert bar(0.0001).plain == "▏"
+
+
+def test_a_section_stands_apart_under_its_title():
+    assert text_of(Group(*section("Title", "body"))).splitlines() == ["", "Title", "body"]
+
+
+def test_units_are_named_the_root_and_what_is_not_fsdps_too():
+    names = [unit_name(fqn).plain for fqn in ("layers.0", "", None)]
+    assert names == ["layers.0", "(root)", "(not FSDP)"]
