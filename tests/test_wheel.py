@@ -209,6 +209,16 @@ def test_core_opens_a_run(core: Environment, sample: Path) -> None:
     assert [unit["fqn"] for unit in data["units"]] == [unit["fqn"] for unit in recorded["units"]]
 
 
+def test_core_writes_a_report_and_exports(core: Environment, sample: Path) -> None:
+    core.run("fsdp-inspect", "report", sample, "--out", "report.html")
+    core.run("fsdp-inspect", "export", sample, "--format", "perfetto", "--out", "trace.json")
+    core.run("fsdp-inspect", "export", sample, "--format", "csv", "--out", "tables")
+
+    assert "</html>" in (core.folder / "report.html").read_text()
+    assert json.loads((core.folder / "trace.json").read_text())["traceEvents"]
+    assert (core.folder / "tables" / "events.csv").exists()
+
+
 @pytest.mark.parametrize(
     ("command", "extra"),
     [(["app"], "[app]"), (["demo", "--no-serve"], "[record]")],

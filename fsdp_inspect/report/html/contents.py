@@ -1,39 +1,70 @@
 """What does an HTML report hold? Of one run the digest, of several what sets them apart."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
+from fsdp_inspect.analysis.memory_growth import MemoryGrowth, measure_memory_growth
+from fsdp_inspect.analysis.plan_check import PlanCheck, check_plan
+from fsdp_inspect.analysis.ranks import Ranks, measure_ranks
 from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
 from fsdp_inspect.analysis.steps import StepTimes, measure_step_times
 from fsdp_inspect.digest import RunDigest, digest_run
 from fsdp_inspect.digest.comparison import Comparison, compare_runs
+from fsdp_inspect.digest.exposed import WaitDigest, digest_waits
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
 
 @dataclass(frozen=True, slots=True)
 class RunContents:
-    """Everything that is shown about a run."""
+    """Everything that is shown about a run. None: the files that it needs are damaged."""
 
     manifest: RunManifest
     digest: RunDigest
     times: StepTimes
     scalars: tuple[ScalarSeries, ...]
-    """What the training loop logged; empty where it is damaged (the digest's notes say so)."""
+    """What the training loop logged."""
+    waits: WaitDigest | None
+    ranks: Ranks | None
+    plan_check: PlanCheck | None
+    growth: MemoryGrowth | None
+    """None also where too few steps know their memory."""
+    unanswered: tuple[str, ...]
+    """Why an answer is missing, one sentence each."""
 
 
 def read_contents(run: RunSource) -> RunContents:
     """Ask every analysis of a run."""
-    try:
-        scalars = measure_scalars(run)
-    except StoreError:
-        scalars = ()
-    return RunContents(
+    damage: list[str] = []
+    digest = digest_run(run)
+    contents = RunContents(
         manifest=run.manifest,
-        digest=digest_run(run),
+        digest=digest,
         times=measure_step_times(run),
-        scalars=scalars,
+        scalars=_ask(measure_scalars, run, damage) or (),
+        waits=_ask(digest_waits, run, damage),
+        ranks=_ask(measure_ranks, run, damage),
+        plan_check=_ask(check_plan, run, damage),
+        growth=_ask(measure_memory_growth, run, damage),
+        unanswered=(),
     )
+    new = dict.fromkeys(reason for reason in damage if reason not in digest.notes)
+    return replace(contents, unanswered=tuple(new))
+
+
+_AnswerT = TypeVar("_AnswerT")
+
+
+def _ask(
+    question: Callable[[RunSource], _AnswerT], run: RunSource, damage: list[str]
+) -> _AnswerT | None:
+    """The answer, or None where the files that it needs are damaged; `damage` says so."""
+    try:
+        return question(run)
+    except StoreError as error:
+        damage.append(str(error))
+        return None
 
 
 @dataclass(frozen=True, slots=True)

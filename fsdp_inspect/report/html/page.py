@@ -6,7 +6,7 @@ some 60 KB, where plotly alone would add 4.8 MB of script to every file, and pri
 Everything from the run is escaped by the templates; nothing is computed here.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -90,11 +90,11 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "ns": formatting.format_ns,
-        "bytes": formatting.format_bytes,
-        "bytes_per_s": formatting.format_bytes_per_s,
-        "count": formatting.format_count,
-        "ratio": formatting.format_ratio,
+        "ns": _unbroken(formatting.format_ns),
+        "bytes": _unbroken(formatting.format_bytes),
+        "bytes_per_s": _unbroken(formatting.format_bytes_per_s),
+        "count": _unbroken(formatting.format_count),
+        "ratio": _unbroken(formatting.format_ratio),
         "unit": lambda fqn: "(not FSDP)" if fqn is None else _one_line(formatting.format_unit(fqn)),
         "name": _one_line,
         "kind": format_kind,
@@ -121,6 +121,11 @@ def _environment() -> Environment:
         "tendency": _tendency,
     }
     return environment
+
+
+def _unbroken(format_number: Callable[[float | None], str]) -> Callable[[float | None], str]:
+    """The same text on one line: a number is never parted from its unit."""
+    return lambda value: format_number(value).replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def _one_line(text: object) -> str:
@@ -189,8 +194,8 @@ def _charts(contents: RunContents) -> dict[str, LineChart | None]:
 
 def _bands(times: StepTimes) -> Sequence[tuple[Sequence[int], str]]:
     return (
-        (times.selection.warmup, "warm-up, not timed"),
-        (times.selection.memory, "memory step, not timed"),
+        (times.selection.warmup, "warm-up"),
+        (times.selection.memory, "memory step"),
     )
 
 
