@@ -13,8 +13,11 @@ from fsdp_inspect.cli.export import export
 from fsdp_inspect.cli.exposed import exposed
 from fsdp_inspect.cli.import_ import import_
 from fsdp_inspect.cli.memory import memory
+from fsdp_inspect.cli.merge import merge
+from fsdp_inspect.cli.ranks import ranks
 from fsdp_inspect.cli.report import report
 from fsdp_inspect.cli.runs import runs
+from fsdp_inspect.cli.simulate import simulate
 from fsdp_inspect.cli.summary import summary
 from fsdp_inspect.cli.units import units
 from fsdp_inspect.version import __version__
@@ -27,9 +30,12 @@ _COMMANDS = (
     exposed,
     units,
     memory,
+    ranks,
     compare,
+    simulate,
     import_,
     compact,
+    merge,
     export,
     report,
     app,

@@ -99,14 +99,24 @@ def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
             "FSDP unit. Expected a recorded run of a fully_shard model. Record more steps, past "
             "warm-up and memory steps."
         )
+    observed_plan(run)
+    steps = tuple(reading.step for reading in readings)
+    events = run.events(member.rank, steps=steps)
+    return _Builder(run, readings, events, member.rank).build()
+
+
+def observed_plan(run: RunSource) -> Plan:
+    """The plan that the recorder saw on the model.
+
+    Raises:
+        MissingDataError: The run has none.
+    """
     if not run.manifest.plan:
         raise MissingDataError(
             f"Run {run.manifest.run_id!r} has no observed plan, so its schedule is not known. "
             "Expected the plan that the recorder writes. Record the run again with this version."
         )
-    steps = tuple(reading.step for reading in readings)
-    events = run.events(member.rank, steps=steps)
-    return _Builder(run, readings, events, member.rank).build()
+    return Plan.from_dict(run.manifest.plan)
 
 
 def _readings(run: RunSource, member: RankSteps) -> Iterator[StepReading]:

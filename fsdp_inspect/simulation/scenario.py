@@ -83,6 +83,15 @@ def mesh_of(plan: Plan, manifest: RunManifest) -> Mesh:
     return Mesh(shard=shard, replicate=replicate)
 
 
+def resolve_plan(plan: Plan, manifest: RunManifest) -> Plan:
+    """The plan for the model of a run: patterns become names.
+
+    Raises:
+        PlanError: It names what the model does not have.
+    """
+    return plan.resolve(_module_names(manifest))
+
+
 def make_scenario(
     work: RecordedWork, manifest: RunManifest, plan: Plan, network: Network
 ) -> Scenario:
@@ -98,16 +107,16 @@ def make_scenario(
         MissingDataError: The plan cuts units otherwise, and the run does not tell their parameters.
         PlanError: The plan names what the model does not have, or leaves parameters out.
     """
-    resolved = plan.resolve(_module_names(work.units, manifest))
+    resolved = resolve_plan(plan, manifest)
     mesh = mesh_of(resolved, manifest)
     is_new = network.is_changed or mesh != mesh_of(Plan.from_dict(manifest.plan), manifest)
     return _Regrouping(work, resolved, mesh, replace(network, is_changed=is_new)).build()
 
 
-def _module_names(units: Sequence[Unit], manifest: RunManifest) -> list[str]:
+def _module_names(manifest: RunManifest) -> list[str]:
     """Every module that a plan may name: the model, those of units, those that own parameters."""
     names = {"": None}
-    for unit in units:
+    for unit in manifest.units:
         for parameter in _parameters(unit):
             parts = parameter.split(".")
             names.update(dict.fromkeys(".".join(parts[:end]) for end in range(1, len(parts))))

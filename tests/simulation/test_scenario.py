@@ -71,7 +71,8 @@ def recorded(num_blocks: int = 4) -> tuple[RecordedWork, RunManifest]:
     plan = block_plan(num_blocks)
     builder = RunBuilder([unit.fqn for unit in units], plan=plan.to_dict(), mesh={"shard": RANKS})
     recording = RecordedWork(0, (1,), 0, Execution.BLOCKING_HOST, units, workload)
-    return recording, builder.build().manifest
+    manifest = builder.build().manifest.model_copy(update={"units": list(units)})
+    return recording, manifest
 
 
 def block_plan(num_blocks: int = 4) -> Plan:

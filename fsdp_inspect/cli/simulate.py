@@ -1,0 +1,150 @@
+"""`fsdp-inspect simulate`: what would a step take under another plan?"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar, get_args
+
+import typer
+
+from fsdp_inspect.cli.arguments import JsonOption, RunArgument, open_run_argument, print_renderable
+
+if TYPE_CHECKING:
+    from fsdp_inspect.trace.plan import FloatDtype, Plan
+
+_ValueT = TypeVar("_ValueT")
+
+
+def simulate(  # noqa: PLR0913 - one argument an option
+    run: RunArgument,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="A plan file; the recorded plan unless given.", metavar="FILE"),
+    ] = None,
+    wrap: Annotated[
+        str | None,
+        typer.Option(help="Units of the blocks: root, block, or every:N.", metavar="POLICY"),
+    ] = None,
+    forward_prefetch: Annotated[
+        int | None, typer.Option(help="Units gathered ahead in forward.", min=0, metavar="N")
+    ] = None,
+    backward_prefetch: Annotated[
+        int | None, typer.Option(help="Units gathered ahead in backward.", min=0, metavar="N")
+    ] = None,
+    reshard_after_forward: Annotated[
+        str | None,
+        typer.Option(
+            help="Of every unit but the root: true, false, or the ranks that keep a copy.",
+            metavar="true|false|N",
+        ),
+    ] = None,
+    param_dtype: Annotated[
+        str | None, typer.Option(help="Of all-gathers: bfloat16, float32, ...", metavar="DTYPE")
+    ] = None,
+    reduce_dtype: Annotated[
+        str | None, typer.Option(help="Of gradient reduction.", metavar="DTYPE")
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(help="Ranks; more of them shard.", min=1, metavar="N")
+    ] = None,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(help="Bus bandwidth of another network: 50GB/s.", metavar="RATE"),
+    ] = None,
+    latency: Annotated[
+        str | None, typer.Option(help="Latency of another network: 20us.", metavar="TIME")
+    ] = None,
+    write_plan: Annotated[
+        Path | None,
+        typer.Option(help="Write the simulated plan, to run it.", metavar="FILE"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict a step under another plan, from one recorded run.
+
+    First the recorded plan itself is played; how far that is off is shown beside the prediction.
+    Single changes apply to the recorded plan, or to the one of `--plan`.
+
+    Example: `fsdp-inspect simulate runs/demo --wrap every:2 --forward-prefetch 1`
+    """
+    from fsdp_inspect.quantities import parse_bytes_per_s, parse_time_ns
+    from fsdp_inspect.report.json import render_json
+    from fsdp_inspect.simulation.changes import Changes, apply_changes
+    from fsdp_inspect.simulation.recorded import observed_plan
+    from fsdp_inspect.simulation.scenario import resolve_plan
+    from fsdp_inspect.simulation.simulate import simulate as simulate_run
+    from fsdp_inspect.simulation.simulate import without_events
+    from fsdp_inspect.trace.plan import Plan
+
+    source = open_run_argument(run)
+    start = observed_plan(source) if plan is None else Plan.load(plan)
+    changes = Changes(
+        wrap=wrap,
+        forward_prefetch=forward_prefetch,
+        backward_prefetch=backward_prefetch,
+        reshard_after_forward=_parse_reshard(reshard_after_forward),
+        param_dtype=_parse_dtype(param_dtype, "--param-dtype"),
+        reduce_dtype=_parse_dtype(reduce_dtype, "--reduce-dtype"),
+        world_size=world_size,
+    )
+    wanted = apply_changes(resolve_plan(start, source.manifest), changes)
+    result = simulate_run(
+        source,
+        wanted,
+        bus_bytes_per_s=_parse("--bandwidth", bandwidth, parse_bytes_per_s, "50GB/s"),
+        latency_ns=_parse("--latency", latency, parse_time_ns, "20us"),
+    )
+    if write_plan is not None:
+        _write(result.plan, write_plan)
+    if as_json:
+        print(render_json(without_events(result)))
+        return
+    from fsdp_inspect.report.simulation import render_simulation
+
+    print_renderable(render_simulation(result))
+
+
+def _write(plan: "Plan", path: Path) -> None:
+    if path.exists():
+        raise typer.BadParameter(f"{path} exists. Name a new file.", param_hint="--write-plan")
+    plan.dump(path)
+
+
+def _parse(
+    option: str, text: str | None, parse: Callable[[str], _ValueT | None], example: str
+) -> _ValueT | None:
+    if text is None:
+        return None
+    value = parse(text)
+    if value is None:
+        raise typer.BadParameter(
+            f"{text!r} is no such quantity. Expected a number with a unit, like {example}.",
+            param_hint=option,
+        )
+    return value
+
+
+def _parse_reshard(text: str | None) -> bool | int | None:
+    if text is None:
+        return None
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise typer.BadParameter(
+        f"{text!r} is no setting of it. Expected true, false, or a number of ranks from 1.",
+        param_hint="--reshard-after-forward",
+    )
+
+
+def _parse_dtype(text: str | None, option: str) -> "FloatDtype | None":
+    from fsdp_inspect.trace.plan import FloatDtype
+
+    if text is None:
+        return None
+    legal: dict[str, FloatDtype] = {dtype: dtype for dtype in get_args(FloatDtype)}
+    if text not in legal:
+        raise typer.BadParameter(
+            f"{text!r} is no dtype of a plan. Expected one of {', '.join(legal)}.",
+            param_hint=option,
+        )
+    return legal[text]

@@ -1,0 +1,49 @@
+"""What quantity did a person write? `20us`, `50GB/s`, `38 GiB`: text to numbers.
+
+The other direction is `formatting`. Each returns None for what is no such quantity; who asked says
+what was expected.
+"""
+
+import re
+
+_RATES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_RATE = re.compile(r"([0-9.]+(?:e[0-9]+)?) *([kmgt]?i?)(b/s|bit/s|bps)", re.IGNORECASE)
+_TIMES = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
+_TIME = re.compile(r"([0-9.]+(?:e-?[0-9]+)?) *(ns|us|µs|ms|s)")
+_AMOUNTS: dict[str, int] = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_AMOUNT = re.compile(r"([0-9.]+(?:e[0-9]+)?) *([kmgtp]?)(i?)b?", re.IGNORECASE)
+
+
+def parse_time_ns(text: str) -> float | None:
+    """A duration such as `20us`, in ns."""
+    found = _TIME.fullmatch(text.strip())
+    number = None if found is None else _number(found[1])
+    return None if found is None or number is None else number * _TIMES[found[2]]
+
+
+def parse_bytes_per_s(text: str) -> float | None:
+    """A bandwidth such as `50GB/s` or `400Gbit/s`, in bytes per second."""
+    found = _RATE.fullmatch(text.strip())
+    number = None if found is None else _number(found[1])
+    if found is None or number is None or found[2].lower() not in _RATES:
+        return None
+    # As the field writes it: GB/s are bytes, Gb/s and Gbit/s are bits.
+    is_bits = found[3].lower() in ("bit/s", "bps") or found[3].startswith("b/")
+    return number * _RATES[found[2].lower()] / (8 if is_bits else 1)
+
+
+def parse_bytes(text: str) -> int | None:
+    """An amount of memory such as `38 GiB` (powers of 1024) or `38 GB` (powers of 1000)."""
+    found = _AMOUNT.fullmatch(text.strip())
+    number = None if found is None else _number(found[1])
+    if found is None or number is None:
+        return None
+    base = 1024.0 if found[3] else 1000.0
+    return round(number * base ** _AMOUNTS[found[2].lower()])
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

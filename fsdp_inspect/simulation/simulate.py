@@ -1,0 +1,219 @@
+"""What would a step take under another plan, by how much may that be wrong, and what moves?
+
+First the recorded plan itself is played; the error of that is part of every interval. The rest of
+the interval is how far the run's own collectives lie from the fitted lines, for messages that did
+not run.
+"""
+
+from dataclasses import dataclass, replace
+
+from fsdp_inspect.simulation.network import Network, fit_network
+from fsdp_inspect.simulation.prediction import predicted_events
+from fsdp_inspect.simulation.recorded import Execution, RecordedWork, measure_work, play
+from fsdp_inspect.simulation.scenario import Scenario, make_scenario
+from fsdp_inspect.simulation.workload import Workload
+from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.reduction import (
+    EXPOSED_PART_CODES,
+    PARTS_OF_STEP,
+    StepPart,
+    reduce_rank,
+)
+from fsdp_inspect.trace.run import RunSource, Unit
+from fsdp_inspect.trace.steps import collective_rows, rows_of
+from fsdp_inspect.trace.tables import EventTable, SummaryTable
+
+
+@dataclass(frozen=True, slots=True)
+class UnitOfPlan:
+    """One unit in a played step."""
+
+    fqn: str
+    num_parameters: int
+    unsharded_bytes: int
+    gathers_per_step: int
+    gather_ns: int
+    """One all-gather of the forward."""
+    exposed_ns: int
+    """Of all its collectives in a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One plan, played."""
+
+    step_time_ns: int
+    exposed_ns: int
+    communication_ns: int
+    parts_ns: dict[str, int]
+    """The step's breakdown by `StepPart`; adds up to the step."""
+    units: tuple[UnitOfPlan, ...]
+    """In the order of the workload."""
+    events: EventTable | None
+    """The step, on virtual time; `source` is predicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A plan's predicted step beside the recorded one."""
+
+    run_id: str
+    rank: int
+    execution: str
+    """`stream`, `host` or `blocking_host`: how the recorded device runs work."""
+    num_steps: int
+    """Recorded steps that it rests on."""
+    recorded_step_ns: int
+    """Measured: the mean of these steps."""
+    replayed: Played
+    """The recorded plan, played."""
+    replay_error: float
+    """replayed / recorded - 1."""
+    predicted: Played
+    low_ns: int
+    high_ns: int
+    """The interval of the predicted step time."""
+    change: float
+    """predicted / replayed - 1: both played, so that the replay's own error cancels."""
+    assumptions: tuple[str, ...]
+    plan: Plan
+
+
+def simulate(
+    run: RunSource,
+    plan: Plan,
+    *,
+    rank: int | None = None,
+    bus_bytes_per_s: float | None = None,
+    latency_ns: float | None = None,
+) -> Simulation:
+    """Play a plan on a recorded run's own work.
+
+    Args:
+        run: A recorded or emulated run with timed steps and an observed plan.
+        plan: The plan to play, with patterns or without.
+        rank: Whose work; default the median rank.
+        bus_bytes_per_s: Of another network; None: the run's own.
+        latency_ns: Of another network; None: the run's own.
+
+    Raises:
+        MissingDataError: The run holds too little to simulate from.
+        PlanError: The plan does not fit the model.
+        ValueError: An impossible network.
+    """
+    work = measure_work(run, rank=rank)
+    own = fit_network(run.events(work.rank, steps=work.steps), _group_sizes(run))
+    network = own
+    if bus_bytes_per_s is not None or latency_ns is not None:
+        network = own.change(bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns)
+    scenario = make_scenario(work, run.manifest, plan, network)
+    replayed = _play(work.workload, work.execution, work.units)
+    predicted = _play(scenario.workload, work.execution, scenario.units)
+    error = replayed.step_time_ns / work.step_time_ns - 1 if work.step_time_ns else 0.0
+    low, high = _interval(run, work, scenario, network, abs(error))
+    return Simulation(
+        run_id=run.manifest.run_id,
+        rank=work.rank,
+        execution=work.execution.value,
+        num_steps=len(work.steps),
+        recorded_step_ns=work.step_time_ns,
+        replayed=replayed,
+        replay_error=error,
+        predicted=predicted,
+        low_ns=low,
+        high_ns=high,
+        change=predicted.step_time_ns / replayed.step_time_ns - 1,
+        assumptions=(*scenario.assumptions, *_refusals(network)),
+        plan=scenario.plan,
+    )
+
+
+def without_events(simulation: Simulation) -> Simulation:
+    """The numbers without the timelines."""
+    return replace(
+        simulation,
+        replayed=replace(simulation.replayed, events=None),
+        predicted=replace(simulation.predicted, events=None),
+    )
+
+
+def _group_sizes(run: RunSource) -> dict[int, int]:
+    return {group.index: len(group.ranks) for group in run.manifest.process_groups}
+
+
+def _refusals(network: Network) -> list[str]:
+    """What the run's collectives could not tell."""
+    return [
+        f"Latency of {kind.label.replace('_', '-')} is taken as 0: {line.fit.refusal}"
+        for kind, line in network.lines.items()
+        if line.fit is not None and line.fit.refusal
+    ]
+
+
+def _interval(
+    run: RunSource, work: RecordedWork, scenario: Scenario, network: Network, error: float
+) -> tuple[int, int]:
+    """From the step with fast messages less the replay's error to that with slow ones plus it."""
+    steps = [
+        play(
+            make_scenario(
+                work, run.manifest, scenario.plan, _shifted(network, quickly=quickly)
+            ).workload,
+            work.execution,
+        ).duration_ns
+        for quickly in (True, False)
+    ]
+    return round(min(steps) * (1 - error)), round(max(steps) * (1 + error))
+
+
+def _shifted(network: Network, *, quickly: bool) -> Network:
+    """Every line moved by the typical distance of its collectives from it."""
+    lines = {}
+    for kind, line in network.lines.items():
+        ratio = 1.0
+        if line.fit is not None:
+            residual = min(line.fit.residual_ratio, 0.9)
+            ratio = 1 - residual if quickly else 1 + residual
+        lines[kind] = replace(
+            line,
+            latency_ns=line.latency_ns * ratio,
+            bus_bytes_per_s=line.bus_bytes_per_s / ratio,
+        )
+    return replace(network, lines=lines)
+
+
+def _play(workload: Workload, execution: Execution, units: tuple[Unit, ...]) -> Played:
+    step = play(workload, execution)
+    numbered = tuple(unit.model_copy(update={"index": at}) for at, unit in enumerate(units))
+    events = predicted_events([step], numbered, on_host=execution is not Execution.STREAM)
+    rows = reduce_rank(events, rank=0)
+    parts = {part: _duration(rows, part) for part in (*PARTS_OF_STEP, StepPart.COMMUNICATION)}
+    return Played(
+        step_time_ns=step.duration_ns,
+        exposed_ns=sum(parts[part] for part in EXPOSED_PART_CODES),
+        communication_ns=parts[StepPart.COMMUNICATION],
+        parts_ns={part.label: parts[part] for part in PARTS_OF_STEP},
+        units=tuple(
+            _describe(unit, workload.units[unit.index].gather_ns, events, rows) for unit in numbered
+        ),
+        events=events,
+    )
+
+
+def _duration(rows: SummaryTable, part: int) -> int:
+    return int(rows_of(rows, kinds=[part]).duration_ns.sum())
+
+
+def _describe(unit: Unit, gather_ns: int, events: EventTable, rows: SummaryTable) -> UnitOfPlan:
+    own = collective_rows(rows)
+    own = own.where(own.unit == unit.index)
+    gathers = (events.kind == EventKind.ALL_GATHER) & (events.unit == unit.index)
+    return UnitOfPlan(
+        fqn=unit.fqn,
+        num_parameters=unit.num_parameters,
+        unsharded_bytes=unit.unsharded_bytes,
+        gathers_per_step=int(gathers.sum()),
+        gather_ns=gather_ns,
+        exposed_ns=int(own.exposed_ns.sum()),
+    )

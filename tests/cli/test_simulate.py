@@ -1,0 +1,84 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdp_inspect.trace.plan import Plan
+
+SAMPLE = Path(__file__).parents[2] / "samples" / "tiny-2-ranks" / "run"
+
+
+def test_a_prediction_says_by_how_much_with_its_interval_and_the_replays_error(invoke):
+    ended = invoke("simulate", SAMPLE, "--wrap", "every:2")
+    assert ended.code == 0
+    assert "a step predicted (" in ended.out
+    assert "The recorded plan itself plays in" in ended.out
+    assert "layers.0, layers.1" in ended.out
+
+
+def test_the_recorded_plan_changes_nothing(invoke):
+    result = json.loads(invoke("simulate", SAMPLE, "--json").out)
+    assert result["change"] == 0
+    assert abs(result["replay_error"]) < 0.05
+    assert sum(result["predicted"]["parts_ns"].values()) == result["predicted"]["step_time_ns"]
+
+
+def test_blocks_that_stay_unsharded_are_gathered_once(invoke):
+    options = ("--reshard-after-forward", "false", "--json")
+    result = json.loads(invoke("simulate", SAMPLE, *options).out)
+    blocks = [unit for unit in result["predicted"]["units"] if unit["fqn"].startswith("layers")]
+    assert [unit["gathers_per_step"] for unit in blocks] == [1] * len(blocks)
+    assert result["change"] < 0
+
+
+def test_a_faster_network_exposes_less(invoke):
+    slow, fast = (
+        json.loads(
+            invoke("simulate", SAMPLE, "--bandwidth", rate, "--latency", "10us", "--json").out
+        )["predicted"]["exposed_ns"]
+        for rate in ("100MB/s", "10GB/s")
+    )
+    assert fast < slow / 10
+
+
+def test_the_simulated_plan_can_be_written_and_simulated_again(invoke, tmp_path):
+    file = tmp_path / "plan.toml"
+    first = invoke("simulate", SAMPLE, "--wrap", "every:3", "--write-plan", file, "--json")
+    assert "layers.0, layers.1, layers.2" in Plan.load(file).unit_names
+    again = invoke("simulate", SAMPLE, "--plan", file, "--json")
+    assert json.loads(again.out)["predicted"] == json.loads(first.out)["predicted"]
+
+
+def test_a_plan_is_not_written_over_a_file(invoke, tmp_path):
+    file = tmp_path / "plan.toml"
+    file.write_text("mine")
+    ended = invoke("simulate", SAMPLE, "--write-plan", file)
+    assert ended.code == 2
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--bandwidth", "fast"), "50GB/s"),
+        (("--latency", "3"), "20us"),
+        (("--reshard-after-forward", "maybe"), "true, false"),
+        (("--param-dtype", "bf16"), "bfloat16"),
+    ],
+)
+def test_a_value_that_is_none_is_refused_with_what_is_expected(invoke, options, expected):
+    ended = invoke("simulate", SAMPLE, *options)
+    assert ended.code == 2
+    assert expected in ended.err
+
+
+def test_a_wrap_policy_that_does_not_exist_is_refused(invoke):
+    ended = invoke("simulate", SAMPLE, "--wrap", "layers")
+    assert ended.code == 1
+    assert "every:N" in ended.err
+
+
+def test_a_run_without_a_plan_is_refused(invoke, runs_folder):
+    ended = invoke("simulate", runs_folder / "steady")
+    assert ended.code == 1
+    assert "no observed plan" in ended.err

@@ -1,0 +1,79 @@
+"""Which plan does a change make?"""
+
+import pytest
+
+from fsdp_inspect.errors import PlanError
+from fsdp_inspect.simulation.changes import Changes, apply_changes
+from fsdp_inspect.trace.plan import Plan, UnitPlan
+
+
+def plan(num_blocks: int = 5, **fields: object) -> Plan:
+    blocks = [UnitPlan(modules=(f"layers.{index}",)) for index in range(num_blocks)]
+    ends = [UnitPlan(modules=("",)), UnitPlan(modules=("embed",))]
+    head = UnitPlan(modules=("norm", "head"), reshard_after_forward=False)
+    return Plan(units=(*ends, *blocks, head), **fields)  # type: ignore[arg-type]
+
+
+def names(changed: Plan) -> list[str]:
+    return [unit.name for unit in changed.units]
+
+
+def test_nothing_named_changes_nothing():
+    assert apply_changes(plan(), Changes()) == plan()
+
+
+def test_every_n_groups_neighbouring_blocks_and_leaves_the_others():
+    changed = apply_changes(plan(), Changes(wrap="every:2"))
+    assert names(changed) == [
+        "", "embed", "layers.0, layers.1", "layers.2, layers.3", "layers.4", "norm, head",
+    ]  # fmt: skip
+
+
+def test_block_takes_groups_apart_again():
+    grouped = apply_changes(plan(), Changes(wrap="every:3"))
+    assert apply_changes(grouped, Changes(wrap="block")) == plan()
+
+
+def test_root_leaves_one_unit():
+    assert names(apply_changes(plan(), Changes(wrap="root"))) == [""]
+
+
+def test_prefetch_of_units_that_are_gone_is_left_to_torch():
+    named = plan(forward_prefetch={"layers.0": ("layers.1",)})
+    assert apply_changes(named, Changes(wrap="every:2")).forward_prefetch == 0
+
+
+def test_resharding_spares_the_root():
+    changed = apply_changes(plan(), Changes(reshard_after_forward=False))
+    assert {unit.reshard_after_forward for unit in changed.units if not unit.is_root} == {False}
+    assert changed.unit("").reshard_after_forward is None
+
+
+def test_dtypes_are_those_of_every_unit():
+    changed = apply_changes(plan(), Changes(param_dtype="bfloat16", reduce_dtype="float32"))
+    assert {(unit.param_dtype, unit.reduce_dtype) for unit in changed.units} == {
+        ("bfloat16", "float32")
+    }
+
+
+def test_depths_replace_what_was_prefetched():
+    changed = apply_changes(plan(forward_prefetch=3), Changes(forward_prefetch=1))
+    assert (changed.forward_prefetch, changed.backward_prefetch) == (1, 0)
+
+
+def test_more_ranks_shard_and_the_replicas_stay():
+    hybrid = plan(world_size=8, mesh={"replicate": 2, "shard": 4})
+    changed = apply_changes(hybrid, Changes(world_size=32))
+    assert (changed.world_size, changed.mesh) == (32, {"replicate": 2, "shard": 16})
+
+
+def test_a_world_that_the_replicas_do_not_divide_is_refused():
+    hybrid = plan(world_size=8, mesh={"replicate": 2, "shard": 4})
+    with pytest.raises(PlanError, match="Expected a multiple of 2"):
+        apply_changes(hybrid, Changes(world_size=9))
+
+
+@pytest.mark.parametrize("policy", ["every:0", "every", "blocks", "every:-1", ""])
+def test_unknown_policies_are_refused_with_the_legal_ones(policy: str):
+    with pytest.raises(PlanError, match="Expected `root`, `block`, or `every:N`"):
+        apply_changes(plan(), Changes(wrap=policy))
