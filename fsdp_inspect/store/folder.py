@@ -180,13 +180,16 @@ def _read_created(path: Path) -> int:
     return int(found[1]) if found else 0
 
 
-def _check_same_run(path: Path, manifest: RunManifest) -> None:
-    there, new = _identity(read_manifest(path)), _identity(manifest)
-    differences = [
-        f"{name} is {there[name]} there and {new[name]} now"
-        for name in new
-        if there[name] != new[name]
+def find_differences(there: RunManifest, new: RunManifest) -> list[str]:
+    """In what two manifests are not of one job, in words; empty if they can share tables."""
+    one, two = _identity(there), _identity(new)
+    return [
+        f"{name} is {one[name]} there and {two[name]} now" for name in one if one[name] != two[name]
     ]
+
+
+def _check_same_run(path: Path, manifest: RunManifest) -> None:
+    differences = find_differences(read_manifest(path), manifest)
     if differences:
         raise StoreError(
             f"{str(path)!r} holds another run: {'; '.join(differences)}. Expected the same job, "

@@ -1,0 +1,41 @@
+"""`fsdp-inspect merge`: make one run of the parts that several nodes wrote."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fsdp_inspect.cli.arguments import JsonOption, print_renderable
+
+
+def merge(
+    parts: Annotated[
+        list[Path],
+        typer.Argument(metavar="PART...", help="Run folders, each with the ranks of one node."),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The new run folder.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Put the parts of one run, written on nodes without a shared disk, into one folder.
+
+    The parts stay as they are; the new folder appears when it is whole.
+
+    Example: `fsdp-inspect merge node-0/run node-1/run --out runs/merged`
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from fsdp_inspect.report.merging import render_merge, render_merge_json
+    from fsdp_inspect.store.merging import merge_runs
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("Copying ranks", total=None)
+        result = merge_runs(
+            parts,
+            out,
+            on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+    if as_json:
+        print(render_merge_json(result))
+    else:
+        print_renderable(render_merge(result))

@@ -1,0 +1,46 @@
+"""What did a merge put together?"""
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.report.json import render_json
+from fsdp_inspect.store.merging import MergeResult
+from fsdp_inspect.store.notes import describe_numbers
+
+
+def render_merge(result: MergeResult) -> RenderableType:
+    """What is in the new folder, and what is still missing."""
+    return Group(*_lines(result))
+
+
+def render_merge_json(result: MergeResult) -> str:
+    """The same for programs."""
+    return render_json(result)
+
+
+def _lines(result: MergeResult) -> Iterator[Text]:
+    yield Text(
+        f"Run {result.run_id}: {result.num_ranks} of {result.world_size} ranks, "
+        f"{format_bytes(result.bytes)} copied: {result.path}"
+    )
+    if result.copies:
+        several = describe_numbers(sorted({rank for _, rank in result.copies}))
+        yield Text(f"Identical copies of the ranks {several} lay in several parts.")
+    for attempt in sorted({attempt for attempt, _ in result.missing_ranks}):
+        missing = [rank for number, rank in result.missing_ranks if number == attempt]
+        yield Text(
+            f"Missing in attempt {attempt}: ranks {describe_numbers(missing)}. Merge again with "
+            "the parts of the other nodes.",
+            style="yellow",
+        )
+    for skipped in result.skipped:
+        yield Text(
+            f"rank {skipped.rank} of attempt {skipped.attempt} was copied as it is: "
+            f"{skipped.reason}",
+            style="yellow",
+        )
+    if not result.has_run_summary:
+        yield Text("The run has no summary: it opens more slowly.", style="yellow")

@@ -1,0 +1,304 @@
+"""How do the parts of one run, written on several nodes, become one run folder?
+
+A node without a shared file system keeps its ranks on its own disk, with a copy of `run.json`. The
+parts are checked to be of one run, copied beside the new folder, compacted there, and renamed into
+place: killed at any instant, there is either the whole run or none. The parts stay as they are.
+"""
+
+import contextlib
+import filecmp
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_inspect.errors import NotARunError, StoreError
+from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.store.compaction import SkippedRank, compact_run
+from fsdp_inspect.store.files import LocalFiles
+from fsdp_inspect.store.folder import (
+    find_differences,
+    has_running_ranks,
+    list_runs,
+    rank_folder,
+    read_manifest,
+)
+from fsdp_inspect.store.records import decode_record
+from fsdp_inspect.store.schema import (
+    COMPACTED_SUFFIX,
+    LIVE_SUFFIX,
+    MANIFEST_FILE,
+    RANK_FILE,
+    attempt_name,
+    attempt_numbers,
+    rank_numbers,
+)
+from fsdp_inspect.store.summary_files import Place
+from fsdp_inspect.trace.run import RankRecord, RunManifest
+
+_KEPT_SUFFIXES = (LIVE_SUFFIX, COMPACTED_SUFFIX, ".json")
+_SPARE_BYTES = 64 << 20
+"""Room that compaction may need beside the copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergeResult:
+    """What a merge put together."""
+
+    path: Path
+    run_id: str
+    world_size: int
+    num_ranks: int
+    """Ranks of the last attempt that are here."""
+    missing_ranks: tuple[tuple[int, int], ...]
+    """Attempt and rank, of every attempt that is here."""
+    copies: tuple[tuple[int, int], ...]
+    """Attempt and rank of those that lay in several parts, byte for byte the same."""
+    skipped: tuple[SkippedRank, ...]
+    """Ranks whose files are damaged: they were copied as they are."""
+    bytes: int
+    """Size of what was copied."""
+    has_run_summary: bool
+
+
+def merge_runs(
+    parts: Sequence[Path],
+    out: Path,
+    *,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> MergeResult:
+    """Put the parts of one run into one new run folder.
+
+    Args:
+        parts: Run folders, each with some of the ranks.
+        out: The new run folder; must not be there yet.
+        on_progress: Called after each rank with how many of how many are copied.
+
+    Returns:
+        What is in the new folder, and which ranks are still missing.
+
+    Raises:
+        NotARunError: A part holds no run.
+        StoreError: The parts are of different runs, two of them hold different recordings of one
+            rank, a rank still records, `out` is there or in a part, or the disk is too small.
+        OSError: The disk refuses; nothing is left of the new folder.
+    """
+    found = [_find_part(path) for path in parts]
+    _check_out(out, found)
+    manifest = _check_one_run(found)
+    sources, copies = _choose_sources(found)
+    size = _check_room(out, sources)
+    # Names that begin with a dot are no runs to whoever lists the folder.
+    unfinished = out.with_name(f".{out.name}.tmp-{os.getpid()}")
+    try:
+        _copy(found, sources, unfinished, on_progress)
+        compacted = compact_run(unfinished)
+        unfinished.rename(out)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    world_size = manifest.world_size if manifest else _world_size_of(found)
+    last = max(attempt for attempt, _ in sources)
+    return MergeResult(
+        path=out,
+        run_id=manifest.run_id if manifest else out.name,
+        world_size=world_size,
+        num_ranks=sum(attempt == last for attempt, _ in sources),
+        missing_ranks=_find_missing(sources, world_size),
+        copies=tuple(copies),
+        skipped=tuple(compacted.skipped),
+        bytes=size,
+        has_run_summary=compacted.has_run_summary,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One of the folders to merge."""
+
+    path: Path
+    manifest: RunManifest | None
+    """None where the node of rank 0 is elsewhere and left no copy."""
+    places: tuple[Place, ...]
+
+    @property
+    def name(self) -> str:
+        return repr(str(self.path))
+
+    @property
+    def has_first_rank(self) -> bool:
+        return any(rank == 0 for _, rank in self.places)
+
+
+def _find_part(path: Path) -> _Part:
+    """Read what a part is; the folder itself, or the only run in it."""
+    inside = [] if (path / MANIFEST_FILE).exists() or _places(path) else list_runs(path)
+    if len(inside) == 1:
+        path = inside[0].path
+    places = _places(path)
+    if not places:
+        several = f" It holds {len(inside)} runs: name one." if len(inside) > 1 else ""
+        raise NotARunError(
+            f"No rank of a run at {str(path)!r}.{several} Expected a run folder with the ranks of "
+            "one node. Give the folder that lies on that node's disk."
+        )
+    for attempt in {attempt for attempt, _ in places}:
+        if has_running_ranks(path, attempt):
+            raise StoreError(
+                f"{str(path)!r} holds ranks that still record. Expected parts of a job that is "
+                "over. Merge again when it has ended."
+            )
+    has_manifest = (path / MANIFEST_FILE).exists()
+    return _Part(path, read_manifest(path) if has_manifest else None, tuple(places))
+
+
+def _places(path: Path) -> list[Place]:
+    files = LocalFiles(path)
+    return [
+        (attempt, rank)
+        for attempt in attempt_numbers(files.folders(""))
+        for rank in rank_numbers(files.folders(attempt_name(attempt)))
+    ]
+
+
+def _check_out(out: Path, parts: Sequence[_Part]) -> None:
+    if out.exists():
+        raise StoreError(
+            f"{str(out)!r} is there already. Expected a new folder for the merged run. Give "
+            "another one with --out."
+        )
+    for part in parts:
+        if part.path.resolve() in out.resolve().parents:
+            raise StoreError(
+                f"{str(out)!r} lies in the part {part.name}, which stays as it is. Expected a "
+                "folder beside the parts. Give another one with --out."
+            )
+
+
+def _check_one_run(parts: Sequence[_Part]) -> RunManifest | None:
+    """The manifest that describes the whole: of the part with rank 0, or the first."""
+    described = sorted(
+        (part for part in parts if part.manifest is not None),
+        key=lambda part: not part.has_first_rank,
+    )
+    sizes = {size: part for part in parts for size in [_recorded_world_size(part)]}
+    if len(sizes) > 1:
+        told = ", ".join(f"{size} ranks in {part.name}" for size, part in sorted(sizes.items()))
+        raise StoreError(
+            f"The parts are of jobs of different size: {told}. Expected parts of one run. Leave "
+            "out those of the other."
+        )
+    if not described:
+        return None
+    first = described[0].manifest
+    assert first is not None
+    for part in described[1:]:
+        assert part.manifest is not None
+        differences = find_differences(first, part.manifest)
+        if part.manifest.run_id != first.run_id:
+            differences.insert(0, f"run is {first.run_id!r} there and {part.manifest.run_id!r} now")
+        if differences:
+            raise StoreError(
+                f"{described[0].name} and {part.name} are parts of different runs: "
+                f"{'; '.join(differences)}. Expected parts of one run. Leave out one of them."
+            )
+    return first
+
+
+def _recorded_world_size(part: _Part) -> int:
+    """As the part's manifest says, or else its first readable rank."""
+    if part.manifest is not None:
+        return part.manifest.world_size
+    for place in part.places:
+        with contextlib.suppress(StoreError, OSError):
+            encoded = (rank_folder(part.path, *place) / RANK_FILE).read_bytes()
+            return decode_record(encoded, RankRecord, RANK_FILE).world_size
+    return max(rank for _, rank in part.places) + 1
+
+
+def _world_size_of(parts: Sequence[_Part]) -> int:
+    return max(_recorded_world_size(part) for part in parts)
+
+
+def _choose_sources(parts: Sequence[_Part]) -> tuple[dict[Place, Path], list[Place]]:
+    """The folder of each rank, and which ranks lie in several parts."""
+    sources: dict[Place, Path] = {}
+    copies: list[Place] = []
+    for part in parts:
+        for place in part.places:
+            folder = rank_folder(part.path, *place)
+            other = sources.setdefault(place, folder)
+            if other is folder:
+                continue
+            if not _is_copy(other, folder):
+                raise StoreError(
+                    f"Rank {place[1]} of attempt {place[0]} was recorded twice: {str(other)!r} and "
+                    f"{str(folder)!r} differ. Expected each rank once, or copies byte for byte. "
+                    "Leave out the part that is older or less complete."
+                )
+            copies.append(place)
+    return dict(sorted(sources.items())), sorted(set(copies))
+
+
+def _is_copy(one: Path, other: Path) -> bool:
+    names = [path.name for path in _files_of(one)]
+    if names != [path.name for path in _files_of(other)]:
+        return False
+    return all(filecmp.cmp(one / name, other / name, shallow=False) for name in names)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The files of a rank; unfinished writes and what is not ours are left out."""
+    return sorted(
+        path for path in folder.iterdir() if path.is_file() and path.suffix in _KEPT_SUFFIXES
+    )
+
+
+def _check_room(out: Path, sources: Mapping[Place, Path]) -> int:
+    """The bytes that will be copied, if there is room for them."""
+    size = sum(file.stat().st_size for folder in sources.values() for file in _files_of(folder))
+    there = next(parent for parent in out.absolute().parents if parent.exists())
+    free = shutil.disk_usage(there).free
+    if free < size + _SPARE_BYTES:
+        raise StoreError(
+            f"The disk of {str(there)!r} has {format_bytes(free)} left. Expected at least "
+            f"{format_bytes(size + _SPARE_BYTES)} for the merged run. Give another place with "
+            "--out, or run `fsdp-inspect compact` on the parts first."
+        )
+    return size
+
+
+def _copy(
+    parts: Sequence[_Part],
+    sources: Mapping[Place, Path],
+    target: Path,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    target.mkdir(parents=True)
+    for manifest in _manifest_files(parts):
+        shutil.copyfile(manifest, target / MANIFEST_FILE)
+        break
+    for done, (place, source) in enumerate(sources.items(), start=1):
+        folder = rank_folder(target, *place)
+        folder.mkdir(parents=True)
+        for file in _files_of(source):
+            shutil.copyfile(file, folder / file.name)
+        on_progress(done, len(sources))
+
+
+def _manifest_files(parts: Sequence[_Part]) -> Iterator[Path]:
+    """The manifests, that of rank 0's part first: it is rewritten when more is known."""
+    for part in sorted(parts, key=lambda part: not part.has_first_rank):
+        if part.manifest is not None:
+            yield part.path / MANIFEST_FILE
+
+
+def _find_missing(sources: Mapping[Place, Path], world_size: int) -> tuple[Place, ...]:
+    attempts = sorted({attempt for attempt, _ in sources})
+    return tuple(
+        (attempt, rank)
+        for attempt in attempts
+        for rank in range(world_size)
+        if (attempt, rank) not in sources
+    )

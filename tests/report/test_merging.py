@@ -1,0 +1,48 @@
+"""Does the outcome of a merge read as what is there and what is not?"""
+
+import json
+from pathlib import Path
+
+from fsdp_inspect.report.merging import render_merge, render_merge_json
+from fsdp_inspect.store.compaction import SkippedRank
+from fsdp_inspect.store.merging import MergeResult
+from tests.report import rendering
+
+
+def result(**changes):
+    whole = {
+        "path": Path("merged"),
+        "run_id": "job",
+        "world_size": 8,
+        "num_ranks": 8,
+        "missing_ranks": (),
+        "copies": (),
+        "skipped": (),
+        "bytes": 2048,
+        "has_run_summary": True,
+    }
+    return MergeResult(**{**whole, **changes})
+
+
+def shown(**changes):
+    return " ".join(rendering.text_of(render_merge(result(**changes))).split())
+
+
+def test_a_whole_run_is_one_line():
+    assert shown() == "Run job: 8 of 8 ranks, 2.00 KiB copied: merged"
+
+
+def test_what_is_missing_is_said_with_what_to_do():
+    text = shown(num_ranks=6, missing_ranks=((0, 2), (0, 3)), copies=((0, 1),))
+    assert "Missing in attempt 0: ranks 2-3. Merge again with the parts" in text
+    assert "Identical copies of the ranks 1 lay in several parts." in text
+
+
+def test_damaged_ranks_are_said():
+    text = shown(skipped=(SkippedRank(0, 5, "it is torn"),), has_run_summary=False)
+    assert "rank 5 of attempt 0 was copied as it is: it is torn" in text
+    assert "The run has no summary" in text
+
+
+def test_programs_read_the_same():
+    assert json.loads(render_merge_json(result()))["num_ranks"] == 8
