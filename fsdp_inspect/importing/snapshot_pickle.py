@@ -130,7 +130,7 @@ class _Machine:
             pickle.BININT1: lambda: self._integer(1, is_signed=False),
             pickle.BININT2: lambda: self._integer(2, is_signed=False),
             pickle.BININT: lambda: self._integer(4, is_signed=True),
-            pickle.LONG1: lambda: self._integer(self._unpack("<B", 1), is_signed=True),
+            pickle.LONG1: self._long,
             pickle.LONG4: lambda: self._integer(self._unpack("<i", 4), is_signed=True),
             pickle.BINFLOAT: self._float,
             pickle.SHORT_BINUNICODE: lambda: self._text(self._unpack("<B", 1)),
@@ -184,13 +184,23 @@ class _Machine:
         self._stack.append(value)
 
     def _integer(self, size: int, *, is_signed: bool) -> None:
-        if size > _MAX_INTEGER_BYTES:
+        if not 0 <= size <= _MAX_INTEGER_BYTES:
             raise _Refusal(
                 f"holds an integer of {size} bytes. Expected sizes and addresses of at most 8. "
                 f"{_REMEDY}"
             )
+        end = self.at + size
+        digits = self._data[self.at : end]
+        if len(digits) < size:
+            raise IndexError
+        self.at = end
         self._pay(_NUMBER_BYTES)
-        self._stack.append(int.from_bytes(self._take(size), "little", signed=is_signed))
+        self._stack.append(int.from_bytes(digits, "little", signed=is_signed))
+
+    def _long(self) -> None:
+        size = self._data[self.at]
+        self.at += 1
+        self._integer(size, is_signed=True)
 
     def _float(self) -> None:
         self._pay(_NUMBER_BYTES)
@@ -267,7 +277,7 @@ class _Machine:
         if type(target) is not dict:
             raise TypeError("keys are set on something that is not a dictionary")
         keys = items[::2]
-        if not all(type(key) is str for key in keys):
+        if not {*map(type, keys)} <= {str}:
             raise TypeError("a key of a dictionary is not text")
         target.update(zip(keys, items[1::2], strict=True))
 
