@@ -9,6 +9,7 @@ or wait in which the rank took its result.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ _FSDP_TRACKS = {
     EventKind.REDUCE_SCATTER: Track.REDUCE_SCATTER,
     EventKind.ALL_REDUCE: Track.ALL_REDUCE,
 }
-_STREAM_TRACKS = {
+_STREAM_TRACKS: Mapping[int, Track] = {
     Stream.HOST: Track.MAIN_THREAD,
     Stream.COMPUTE: Track.COMPUTE_STREAM,
     Stream.ALL_GATHER_COPY_IN: Track.ALL_GATHER_COPY_IN,
@@ -67,6 +68,9 @@ _STREAM_TRACKS = {
     Stream.OTHER: Track.OTHER_COLLECTIVES,
 }
 _KINDS = {kind.value: kind for kind in EventKind}
+_PHASES = {phase.value: phase.label for phase in Phase if phase is not Phase.OUTSIDE}
+_SOURCES = {source.value: source.label for source in Source}
+_METHODS = {method.value: format_kind(method.label) for method in Method}
 _FLAGS = tuple(EventFlag)
 
 
@@ -180,7 +184,7 @@ class SliceNamer:
             return _KIND_TRACKS[kind]
         if kind in COLLECTIVES:
             return (_FSDP_TRACKS if has_unit else {}).get(kind, Track.OTHER_COLLECTIVES)
-        return _STREAM_TRACKS.get(Stream(row["stream"]), Track.OTHER_COLLECTIVES)
+        return _STREAM_TRACKS.get(row["stream"], Track.OTHER_COLLECTIVES)
 
     def _name(self, row: Mapping[str, int]) -> str:
         kind = _KINDS.get(row["kind"])
@@ -201,9 +205,9 @@ class SliceNamer:
             "unit": self._fqns.get(row["unit"]),
             "step": row["step"],
             "microbatch": row["microbatch"] or None,
-            "phase": Phase(row["phase"]).label if row["phase"] else None,
-            "source": Source(row["source"]).label,
-            "method": format_kind(Method(row["method"]).label),
+            "phase": _PHASES.get(row["phase"]),
+            "source": _SOURCES.get(row["source"]),
+            "method": _METHODS.get(row["method"]),
             "flags": _flag_words(row["flags"]),
         }
         if row["issued_by"] not in (row["unit"], NO_UNIT):
@@ -240,6 +244,7 @@ def _rows(events: EventTable) -> Iterator[dict[str, int]]:
         yield dict(zip(columns, values, strict=True))
 
 
+@cache
 def _flag_words(flags: int) -> str | None:
     named = [flag.name.lower().replace("_", " ") for flag in _FLAGS if flag & flags and flag.name]
     return ", ".join(named) or None
