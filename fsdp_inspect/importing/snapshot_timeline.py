@@ -212,21 +212,30 @@ def _categorise(
     same_pass = (
         dies & (positions.phase[death] == phase) & (positions.step[death] == positions.step[birth])
     )
+    # What lives on in a pass that the trace does not see to its end may yet end in it.
+    in_last_pass = (phase == positions.phase[-1]) & (positions.step[birth] == positions.step[-1])
+    outlives_pass = np.where(dies, ~same_pass, ~in_last_pass)
+    reduces = np.where(
+        outlives_pass, MemoryCategory.SHARDED_GRADIENT, MemoryCategory.REDUCE_SCATTER_BUFFER
+    )
     computes = activity == Activity.COMPUTE
     reduced = same_unit & (positions.activity[death] == Activity.REDUCE)
     category = np.full(len(label), UNLABELLED, dtype=np.int64)
     # Later lines win over earlier ones.
     for mask, value in (
+        (
+            label == FROM_MODULE,
+            _stays(same_pass & (phase != Phase.OUTSIDE), MemoryCategory.ACTIVATION),
+        ),
+        (label == FROM_OPTIMIZER, _stays(same_pass, MemoryCategory.OPTIMIZER_STATE)),
         (phase == Phase.DATA, MemoryCategory.INPUT),
-        (phase == Phase.OPTIMIZER, _stays(dies & same_pass, MemoryCategory.OPTIMIZER_STATE)),
+        (phase == Phase.OPTIMIZER, _stays(same_pass, MemoryCategory.OPTIMIZER_STATE)),
         (computes & (phase == Phase.BACKWARD), MemoryCategory.TEMPORARY),
         (computes & (phase == Phase.BACKWARD) & reduced, MemoryCategory.UNSHARDED_GRADIENT),
         (computes & (phase == Phase.FORWARD), _stays(same_pass, MemoryCategory.ACTIVATION)),
         (activity == Activity.ALL_GATHER, MemoryCategory.ALL_GATHER_BUFFER),
         (activity == Activity.COPY_OUT, MemoryCategory.UNSHARDED_PARAMETER),
-        (activity == Activity.REDUCE, MemoryCategory.REDUCE_SCATTER_BUFFER),
-        (label == FROM_MODULE, _stays(same_pass, MemoryCategory.ACTIVATION)),
-        (label == FROM_OPTIMIZER, _stays(dies & same_pass, MemoryCategory.OPTIMIZER_STATE)),
+        (activity == Activity.REDUCE, reduces),
     ):
         category = np.where(mask, value, category)
     return np.where((label >= 0) & (label < FROM_OPTIMIZER), label, category)

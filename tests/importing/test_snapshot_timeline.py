@@ -1,12 +1,14 @@
 """Whatever a program allocates and frees, the trace followed backwards gives what was in use."""
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_inspect.importing.snapshot_contents import parse_snapshot
 from fsdp_inspect.importing.snapshot_positions import follow
 from fsdp_inspect.importing.snapshot_timeline import find_alive, follow_trace
-from tests.importing.snapshots import FakeAllocator
+from fsdp_inspect.trace.codes import MemoryCategory
+from tests.importing.snapshots import KIB, FakeAllocator, train
 
 operations = st.lists(
     st.tuples(st.sampled_from(["alloc", "free", "free later"]), st.integers(1, 5000)), max_size=40
@@ -49,6 +51,57 @@ def test_what_is_alive_adds_up_to_what_is_allocated_at_every_moment(program, num
     for moment in range(len(timeline.allocated)):
         alive = find_alive(timeline, follow(snapshot.annotations), moment)
         assert alive.size.sum() == timeline.allocated[moment]
+
+
+def alive_at(allocator, time_us):
+    """KiB by category of what is alive at a time."""
+    snapshot = parse_snapshot(allocator.snapshot(), "it")
+    timeline = follow_trace(snapshot.devices[0])
+    moment = int(np.searchsorted(timeline.time_us, time_us, side="right")) - 1
+    alive = find_alive(timeline, follow(snapshot.annotations), moment)
+    held = {
+        category.label: int(alive.size[alive.category == category].sum()) // KIB
+        for category in MemoryCategory
+    }
+    return {name: amount for name, amount in held.items() if amount}
+
+
+def annotated(allocator, name, stage):
+    return [
+        one["time_us"]
+        for one in allocator.annotations
+        if (one["name"], one["stage"]) == (name, stage)
+    ]
+
+
+def test_what_a_reduction_leaves_behind_is_a_gradient_and_the_rest_a_buffer():
+    allocator = train(FakeAllocator())
+    reduced = annotated(allocator, "FSDP::post_backward_reduce (layers.1)", "END")[0]
+    assert alive_at(allocator, reduced) == {
+        "sharded_parameter": 64,
+        "activation": 10,
+        "sharded_gradient": 7,
+    }
+
+
+def test_a_reduction_that_the_trace_does_not_see_to_its_end_is_a_buffer():
+    allocator = FakeAllocator()
+    with allocator.inside("FSDP::pre_backward (layers.0)"):
+        pass
+    allocator.annotate("FSDP::post_backward_reduce (layers.0)", "START")
+    allocator.alloc(21 * KIB)
+    assert alive_at(allocator, allocator.time_us) == {"reduce_scatter_buffer": 21}
+
+
+def test_gradients_before_their_reduction_are_unsharded():
+    allocator = train(FakeAllocator())
+    resharded = annotated(allocator, "FSDP::post_backward_accumulate (layers.1)", "END")[0]
+    assert alive_at(allocator, resharded) == {
+        "sharded_parameter": 64,
+        "activation": 10,
+        "unsharded_parameter": 30,
+        "unsharded_gradient": 20,
+    }
 
 
 def test_blocks_that_wait_for_another_stream_are_active_and_not_allocated():
