@@ -58,6 +58,23 @@ class ExposedOwner:
 
 
 @dataclass(frozen=True, slots=True)
+class ExposedPass:
+    """The collectives of one kind in one phase, of all units; medians over the timed steps."""
+
+    kind: str
+    phase: str
+    num_units: int
+    """Units that own some; 0: none of them is FSDP's."""
+    count_per_step: int
+    exposed_ns: int
+    """Per step; what is waited for at once is charged to each."""
+    causes_ns: dict[str, int]
+    """By `Cause`, those above 0, largest first; they add up to `exposed_ns`."""
+    cause_ratios: dict[str, float]
+    """Each cause's share of their exposed time in all timed steps, largest first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ahead:
     """The collective right ahead of another one in the queue of their communicator."""
 
@@ -121,6 +138,8 @@ class Exposed:
     to. Empty where the rank's events are missing."""
     cause_ratios: dict[str, float]
     """Each cause's share of the exposed time in all timed steps, largest first; adds up to 1."""
+    passes: tuple[ExposedPass, ...]
+    """Every kind of collective in every phase, most exposed first."""
     owners: tuple[ExposedOwner, ...]
     """Every owner of communication, most exposed first."""
     evidence: tuple[ExposedWait, ...]
@@ -140,7 +159,7 @@ def measure_exposed(
     Args:
         run: A recorded run.
         rank: Default the median rank.
-        unit: Index of a unit, to limit owners and evidence to; the rank's numbers stay.
+        unit: Index of a unit, to limit passes, owners and evidence to; the rank's numbers stay.
         last_arrival_ns: For each of the rank's `trace.waits.timed_collectives`, in that order,
             when the last rank arrived, on this rank's clock; -1 unknown. Without it no wait is
             called a straggler's.
@@ -173,6 +192,7 @@ def measure_exposed(
         },
         causes_ns=causes,
         cause_ratios=_ratios(waits.share_by_cause_ns),
+        passes=_find_passes(member, waits, unit),
         owners=_find_owners(run.manifest, member, waits, unit),
         evidence=_Evidence(run.manifest, waits).collect(unit),
     )
@@ -235,6 +255,31 @@ def _ratios(by_cause_ns: NDArray[np.int64]) -> dict[str, float]:
     """Each cause's share of all, those above 0, largest first."""
     totals = _by_name(by_cause_ns.sum(axis=0))
     return {cause: total / sum(totals.values()) for cause, total in totals.items()}
+
+
+def _find_passes(member: RankSteps, waits: Waits, only_unit: int | None) -> tuple[ExposedPass, ...]:
+    collectives, passes = waits.collectives, []
+    trained = collectives.phase != Phase.EVALUATION
+    if only_unit is not None:
+        trained &= collectives.unit == only_unit
+    keys = zip(collectives.phase[trained].tolist(), collectives.kind[trained].tolist(), strict=True)
+    for phase, kind in sorted(set(keys)):
+        own = waits.where(trained & (collectives.phase == phase) & (collectives.kind == kind))
+        step, units = own.collectives.step, own.collectives.unit
+        causes = _causes_in_typical_step(own, own.by_cause_ns, member.steps)
+        counts = sum_per_step(step, np.ones(len(step), dtype=np.int64), member.steps)
+        passes.append(
+            ExposedPass(
+                kind=EventKind(kind).label,
+                phase=Phase(phase).label,
+                num_units=len(np.unique(units[units != NO_UNIT])),
+                count_per_step=median(counts) or 0,
+                exposed_ns=sum(causes.values()),
+                causes_ns=causes,
+                cause_ratios=_ratios(own.by_cause_ns),
+            )
+        )
+    return tuple(sorted(passes, key=lambda one: -one.exposed_ns))
 
 
 def _find_owners(

@@ -47,6 +47,7 @@ def render_waits(digest: WaitDigest) -> RenderableType:
     return Group(
         Text(_headline(digest, exposed), style="bold"),
         *(_causes(exposed) if digest.unit is None else ()),
+        *_passes(digest, exposed),
         *_owners(digest, exposed),
         *_evidence(digest, exposed),
         *_prefetch(digest.prefetch, digest.unit),
@@ -99,6 +100,24 @@ def _causes(exposed: Exposed) -> Iterator[RenderableType]:
         yield from section(title, causes_table(exposed.causes_ns, exposed.cause_ratios))
 
 
+def _passes(digest: WaitDigest, exposed: Exposed) -> Iterator[RenderableType]:
+    if digest.unit is not None or not exposed.exposed_ns:
+        return
+    headers = ("collective", "phase", "n", "units", "exposed", "<why, over all steps")
+    table = new_table(*headers, names=2)
+    for row in exposed.passes:
+        if row.exposed_ns:
+            table.add_row(
+                format_kind(row.kind),
+                row.phase,
+                format_metric("count_per_step", row.count_per_step),
+                str(row.num_units),
+                format_metric("exposed_ns", row.exposed_ns),
+                _why(row.cause_ratios),
+            )
+    yield from section(f"By collective, per step of rank {exposed.rank} (medians)", table)
+
+
 def _owners(digest: WaitDigest, exposed: Exposed) -> Iterator[RenderableType]:
     shown = [owner for owner in exposed.owners if owner.exposed_ns or digest.unit is not None]
     if not shown:
@@ -116,7 +135,7 @@ def _owners(digest: WaitDigest, exposed: Exposed) -> Iterator[RenderableType]:
             format_metric("exposed_ns", owner.exposed_ns),
             _why(owner.cause_ratios),
         )
-    title = f"Waited for, per step of rank {exposed.rank} (medians{rest})"
+    title = f"By unit, per step of rank {exposed.rank} (medians{rest})"
     yield from section(title, table)
 
 

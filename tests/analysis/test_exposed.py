@@ -181,3 +181,20 @@ def test_the_floor_is_the_same_whether_or_not_stragglers_are_known():
     exposed = measure_exposed(run, rank=0, last_arrival_ns=collectives.end_ns - 1)
     assert exposed.floor_ns == STEADY_FLOOR_NS
     assert exposed.owners[0].floor_ns == 100
+
+
+def test_the_passes_of_all_units_together_are_told_most_exposed_first():
+    passes = measure_exposed(steady_run()).passes
+    told = [(one.kind, one.phase, one.num_units, one.exposed_ns) for one in passes]
+    assert told == [
+        ("all_gather", "forward", 2, 100),
+        ("reduce_scatter", "backward", 2, 100),
+        ("all_gather", "backward", 2, 30),
+        ("all_reduce", "backward", 0, 20),
+    ]
+    assert passes[0].causes_ns == {"floor": 50, "bandwidth": 40, "late_issue": 10}
+    assert [one.kind for one in measure_exposed(steady_run(), unit=0).passes] == [
+        "reduce_scatter",
+        "all_gather",
+        "all_gather",
+    ]

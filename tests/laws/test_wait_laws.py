@@ -3,10 +3,15 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_inspect.analysis.bandwidth import measure_bandwidth
+from fsdp_inspect.analysis.contention import measure_contention
 from fsdp_inspect.analysis.exposed import measure_exposed
+from fsdp_inspect.analysis.prefetch import measure_prefetch
+from fsdp_inspect.report.json import to_plain
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Method, Phase, Stream
 from fsdp_inspect.trace.reduction import reduce_rank
 from fsdp_inspect.trace.tables import EventTable
@@ -16,7 +21,7 @@ from tests.builders import RunBuilder
 STEP_NS = 60
 UNITS = ("", "layers.0", "layers.1")
 HAPPENINGS = sorted(NEEDED_KINDS - {EventKind.STEP, EventKind.COMPUTE} | {EventKind.FORWARD})
-EXAMPLES = settings(max_examples=80, deadline=None)
+EXAMPLES = settings(max_examples=40, deadline=None)
 MOMENTS = st.integers(0, STEP_NS)
 
 
@@ -45,16 +50,16 @@ FROM_KERNELS = st.lists(
 SCHEDULES = RECORDED | FROM_KERNELS
 
 
-def build(schedule):
+def build(schedule, *, scale=1):
     builder = RunBuilder(UNITS, world_size=1)
     rank = builder.rank(0)
     for step, happenings in enumerate(schedule):
         begin = step * STEP_NS
-        rank.step(step, begin, begin + STEP_NS)
+        rank.step(step, begin * scale, (begin + STEP_NS) * scale)
         for happening in happenings:
             row = dict(happening)
             for name in ("start", "end", "issue_ns", "need_ns"):
-                row[name] += begin if row[name] >= 0 else 0
+                row[name] = (row[name] + begin) * scale if row[name] >= 0 else -1
             rank.add(row.pop("kind"), row.pop("start"), row.pop("end"), bytes=8, **row)
     return builder.build()
 
@@ -101,7 +106,7 @@ def test_no_wait_is_shared_out_for_more_than_it_is_charged(schedule):
 def test_what_an_owner_and_the_rank_are_told_adds_up(schedule):
     exposed = measure_exposed(build(schedule))
     assert sum(exposed.causes_ns.values()) == exposed.exposed_ns
-    for told in (*exposed.owners, *exposed.evidence):
+    for told in (*exposed.passes, *exposed.owners, *exposed.evidence):
         assert sum(told.causes_ns.values()) == told.exposed_ns
 
 
@@ -146,6 +151,31 @@ def test_splitting_a_span_of_compute_in_two_changes_no_wait(schedule, data):
     ends[chosen] = middle
     halves = EventTable.concat([replace(table, end_ns=ends), second])
     assert_same(split_waits(halves), split_waits(table))
+
+
+@EXAMPLES
+@given(SCHEDULES)
+def test_doubling_all_times_doubles_every_ns_halves_every_rate_and_changes_no_ratio(schedule):
+    single, double = build(schedule), build(schedule, scale=2)
+    for measure in (measure_exposed, measure_prefetch, measure_contention, measure_bandwidth):
+        assert_doubled(to_plain(measure(single)), to_plain(measure(double)))
+
+
+def assert_doubled(before, after, name=""):
+    if isinstance(before, dict):
+        assert list(before) == list(after)
+        inside = name if name.endswith("_ns") else ""
+        for key, value in before.items():
+            assert_doubled(value, after[key], inside or key)
+    elif isinstance(before, list):
+        for one, other in zip(before, after, strict=True):
+            assert_doubled(one, other)
+    elif isinstance(before, str) or before is None:
+        assert before == after
+    else:
+        factor = 2 if name.endswith("_ns") else 0.5 if name.endswith("_per_s") else 1
+        # Fits are solved numerically; everything else is exact.
+        assert after == pytest.approx(before * factor, rel=1e-3, abs=1e-3), name
 
 
 def assert_same(waits, expected, factor=1):

@@ -12,8 +12,17 @@ Rank 0 waits 250.0 ns a step for communication (25.0 % of 1.00 µs; medians),
 60.0 % of it the floor, which no setting hides. The longest wait, 100.0 ns, is
 for the reduce-scatter of layers.0 in backward.
 """
+PASSES = """\
+By collective, per step of rank 0 (medians)
+collective      phase     n  units   exposed  why, over all steps
+all-gather      forward   2      2  100.0 ns  floor 50%, bandwidth 40%, late
+                                              issue 10%
+reduce-scatter  backward  2      2  100.0 ns  floor 100%
+all-gather      backward  2      2   30.0 ns  late issue 100%
+all-reduce      backward  1      0   20.0 ns  bandwidth 100%
+"""
 OWNERS = """\
-Waited for, per step of rank 0 (medians)
+By unit, per step of rank 0 (medians)
 unit        collective      phase     n   exposed  why, over all steps
 layers.0    reduce-scatter  backward  1  100.0 ns  floor 100%
 layers.0    all-gather      forward   1   50.0 ns  floor 100%
@@ -60,7 +69,7 @@ def one_step():
 def test_the_waits_of_a_rank_read_so():
     text = shown(steady_run())
     assert text.startswith(HEADLINE)
-    for part in (OWNERS, GATHERS, BANDWIDTH):
+    for part in (PASSES, OWNERS, GATHERS, BANDWIDTH):
         assert part in text
     assert max(map(len, text.splitlines())) <= 80
 
