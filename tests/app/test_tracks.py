@@ -83,9 +83,19 @@ def test_clocks_of_one_host_are_compared_as_they_are(timeline):
     assert timeline.clock_uncertainty_ns == 2 * 1_500
 
 
-def test_clocks_of_several_hosts_are_compared_through_their_wall_clocks():
+def test_clocks_of_several_hosts_are_compared_through_the_collectives_they_share():
     timeline = build_timeline(make_run(num_ranks=4), step=3, ranks=[0, 3])
-    assert timeline.clock_uncertainty_ns == 2 * (1_500 + 200)
+    assert 2 * 1_500 < timeline.clock_uncertainty_ns < 5_000_000
+    assert timeline.refusals == {}
+
+
+def test_a_rank_whose_clock_cannot_be_aligned_begins_at_0_and_says_why():
+    run = make_run(num_ranks=4)
+    for rank in (2, 3):  # both ranks of the second host
+        run.tables[rank].sequence[:] = -1
+    timeline = build_timeline(run, step=3, ranks=[0, 3])
+    assert "no collective in common" in timeline.refusals[3]
+    assert timeline.windows[1].start_ns == 0
 
 
 def test_a_single_rank_has_no_clock_uncertainty(run):

@@ -129,6 +129,13 @@ def _describe_clocks(timeline: StepTimeline, digest: RunDigest) -> str:
     )
     if len(timeline.windows) < 2:
         return provenance
+    if timeline.refusals:
+        ranks = ", ".join(map(str, timeline.refusals))
+        reason = next(iter(timeline.refusals.values()))
+        return (
+            f"{provenance} Each on an axis of its own that begins at 0: ranks {ranks}; their times "
+            f"must not be compared. {reason}"
+        )
     if timeline.clock_uncertainty_ns == 0:
         return f"{provenance} The ranks share one clock."
     error = format_ns(timeline.clock_uncertainty_ns)

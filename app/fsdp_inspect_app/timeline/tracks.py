@@ -5,7 +5,8 @@ exactly as `trace.reduction.split_step` splits the step, so what is hatched on i
 step's exposed communication. The lanes below hold the collectives, each from its real start to its
 real end; collectives that overlap in one lane are stacked in rows.
 
-Times are ns from the start of the earliest rank's step, on the clock of the first rank drawn.
+Times are ns from the start of the earliest rank's step, on the clock of the first rank drawn; a
+rank whose clock cannot be aligned begins at 0.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 from fsdp_inspect.errors import IncompleteRunError
 from fsdp_inspect.report import palette
 from fsdp_inspect.report.palette import Look
+from fsdp_inspect.report.perfetto.axes import place_ranks
+from fsdp_inspect.trace.alignment import Alignment, align_clocks
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
     COPIES,
@@ -41,7 +44,6 @@ from fsdp_inspect.trace.reduction import (
 )
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable
-from fsdp_inspect_app.timeline.clocks import ClockAlignment, align_clocks
 
 Mask = NDArray[np.bool_]
 
@@ -184,6 +186,8 @@ class StepTimeline:
     """Exposed time of each event, shape (len(events),)."""
     clock_uncertainty_ns: int
     """By how much lanes of different ranks may be shifted against each other."""
+    refusals: Mapping[int, str]
+    """By rank, why its clock could not be aligned: its step begins at 0, on an axis of its own."""
 
     @property
     def end_ns(self) -> int:
@@ -198,7 +202,6 @@ def build_timeline(run: RunSource, *, step: int, ranks: Collection[int]) -> Step
         IncompleteRunError: None of the ranks finished that step.
     """
     records = [record for record in run.ranks if record.rank in ranks]
-    alignment = align_clocks(records)
     recorded = {record.rank: run.events(record.rank, steps=[step]) for record in records}
     layouts = [
         _lay_out(rank, events)
@@ -210,7 +213,8 @@ def build_timeline(run: RunSource, *, step: int, ranks: Collection[int]) -> Step
             f"No rank of {sorted(ranks)} finished step {step} of run {run.manifest.run_id!r}. "
             "A step is drawn once it has ended. Choose another step or other ranks."
         )
-    return _join(step, layouts, alignment)
+    drawn = [member.window.rank for member in layouts]
+    return _join(step, layouts, align_clocks(run, drawn))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,12 +228,11 @@ class _RankLayout:
     exposed_ns: NDArray[np.int64]
 
 
-def _join(step: int, layouts: Sequence[_RankLayout], alignment: ClockAlignment) -> StepTimeline:
-    offsets = [alignment.offset_ns[member.window.rank] for member in layouts]
-    origin = min(
-        member.window.start_ns + offset for member, offset in zip(layouts, offsets, strict=True)
-    )
-    shifts = [offset - origin for offset in offsets]
+def _join(step: int, layouts: Sequence[_RankLayout], alignment: Alignment) -> StepTimeline:
+    windows = [member.window for member in layouts]
+    starts = {window.rank: window.start_ns for window in windows}
+    axes = place_ranks(alignment, starts)
+    shifts = [int(axes[rank].move(np.array([start]))[0]) - start for rank, start in starts.items()]
     num_events = [len(member.events) for member in layouts]
     first_lane = np.cumsum([0, *(len(member.lanes) for member in layouts)])
     first_event = np.cumsum([0, *num_events])
@@ -242,14 +245,13 @@ def _join(step: int, layouts: Sequence[_RankLayout], alignment: ClockAlignment) 
                 for position, (member, shift) in enumerate(zip(layouts, shifts, strict=True))
             ]
         ),
-        windows=tuple(
-            member.window.moved(shift) for member, shift in zip(layouts, shifts, strict=True)
-        ),
+        windows=tuple(window.moved(shift) for window, shift in zip(windows, shifts, strict=True)),
         events=EventTable.concat([member.events for member in layouts]),
         event_rank=np.repeat([member.window.rank for member in layouts], num_events),
         event_shift_ns=np.repeat(shifts, num_events),
         exposed_ns=np.concatenate([member.exposed_ns for member in layouts]),
         clock_uncertainty_ns=alignment.uncertainty_ns,
+        refusals=dict(alignment.refusals),
     )
 
 
