@@ -66,7 +66,7 @@ def write_compacted(
     *,
     covered_rows: int,
     details: Mapping[str, Any] | None = None,
-    break_at: int = 0,
+    breaks: Sequence[int] = (),
 ) -> None:
     """Write a table in one instant and wait until it is on the disk.
 
@@ -76,13 +76,13 @@ def write_compacted(
         table: All rows; written in the order of `file.sort_by`.
         covered_rows: Rows of the stream that this file replaces.
         details: Further fields for the footer.
-        break_at: A row group begins with this row, though the one before it may not be full.
+        breaks: Rows, ascending, with which a row group begins though the one before is not full.
 
     Raises:
         OSError: The disk refuses; nothing is left behind.
     """
     columns = _to_stored(file, _sorted(file, table))
-    bounds = _find_bounds(len(table), break_at)
+    bounds = _find_bounds(len(table), breaks)
     footer = json.dumps(
         {
             "schema_version": SCHEMA_VERSION,
@@ -198,9 +198,10 @@ _Bound = tuple[int, int]
 """The first row of a row group, and the row after its last."""
 
 
-def _find_bounds(num_rows: int, break_at: int) -> list[_Bound]:
-    """The row groups: full ones, but for the last before `break_at` and the last of all."""
-    starts = [*range(0, break_at, ROW_GROUP_ROWS), *range(break_at, num_rows, ROW_GROUP_ROWS)]
+def _find_bounds(num_rows: int, breaks: Sequence[int]) -> list[_Bound]:
+    """The row groups: full ones, but for the last before each break and the last of all."""
+    sections = pairwise([0, *breaks, num_rows])
+    starts = [start for section in sections for start in range(*section, ROW_GROUP_ROWS)]
     return list(pairwise([*starts, num_rows]))
 
 

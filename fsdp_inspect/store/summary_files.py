@@ -16,7 +16,13 @@ import numpy as np
 from fsdp_inspect.store.compacted import read_footer, write_compacted
 from fsdp_inspect.store.files import RunFiles
 from fsdp_inspect.store.rank_tables import read_compacted_table
-from fsdp_inspect.store.schema import REDUCTION_VERSION, SUMMARY, attempt_name, rank_name
+from fsdp_inspect.store.schema import (
+    REDUCTION_VERSION,
+    ROW_GROUP_ROWS,
+    SUMMARY,
+    attempt_name,
+    rank_name,
+)
 from fsdp_inspect.trace.rank_summary import is_of_whole_step
 from fsdp_inspect.trace.tables import SummaryTable
 
@@ -48,7 +54,7 @@ def write_rank_summary(folder: Path, rows: SummaryTable) -> None:
         SummaryTable.concat([_by_kind(whole), units]),
         covered_rows=0,
         details={"reduction": REDUCTION_VERSION},
-        break_at=len(whole),
+        breaks=[len(whole)],
     )
 
 
@@ -66,12 +72,14 @@ def write_run_summary_file(path: Path, rows: SummaryTable, places: Collection[Pl
     listed: dict[str, list[int]] = {}
     for attempt, rank in sorted(places):
         listed.setdefault(str(attempt), []).append(rank)
+    ordered = _by_kind(rows)
     write_compacted(
         path / SUMMARY.compacted_name,
         SUMMARY,
-        _by_kind(rows),
+        ordered,
         covered_rows=0,
         details={"reduction": REDUCTION_VERSION, "ranks": listed},
+        breaks=_changes_of_kind(ordered),
     )
 
 
@@ -142,6 +150,14 @@ def folder_of(place: Place) -> str:
 
 def _by_kind(rows: SummaryTable) -> SummaryTable:
     return rows.where(np.lexsort((rows.step, rows.rank, rows.kind, rows.attempt)))
+
+
+def _changes_of_kind(rows: SummaryTable) -> list[int]:
+    """Where a kind begins; none if all of them fit into one row group, which is smaller."""
+    if len(rows) <= ROW_GROUP_ROWS:
+        return []
+    changes: list[int] = (np.flatnonzero(np.diff(rows.kind)) + 1).tolist()
+    return changes
 
 
 def _read_footer(files: RunFiles, folder: str) -> Mapping[str, Any] | None:

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.store.compacted import write_compacted
@@ -43,6 +44,8 @@ UNIT_PARAMETERS = 218_000_000
 _FORWARD_NS, _BACKWARD_NS = 600_000, 1_200_000
 _GATHER_NS, _REDUCE_NS = 500_000, 700_000
 _COPY_NS = 40_000
+_IDLE_NS = 4_000_000
+"""Mean over the steps."""
 _NOISE_RATIO = 0.2
 """Durations are shorter than laid out by up to this share."""
 _BYTES_PER_UNIT = 200
@@ -135,12 +138,21 @@ def make_events(rank: int, shape: Shape) -> EventTable:
     shorter = (durations * noise.random(len(durations)) * _NOISE_RATIO).astype(np.int64)
     columns["start_ns"] = columns["start_ns"] + shorter * is_collective
     columns["end_ns"] = columns["end_ns"] - shorter * ~(is_collective | is_step)
-    step_ns = int(step.end_ns[step.kind == EventKind.STEP][0])
-    begins = 1_000_000_000 * (rank + 1) + number * step_ns
+    idle_ns = _idle_at_end(rank, shape)
+    columns["end_ns"] = columns["end_ns"] + is_step * idle_ns[number]
+    step_ns = int(step.end_ns[step.kind == EventKind.STEP][0]) + idle_ns
+    begins = (1_000_000_000 * (rank + 1) + np.cumsum(step_ns) - step_ns)[number]
     for name in ("issue_ns", "start_ns", "end_ns", "need_ns"):
         values = columns[name]
         columns[name] = np.where(values == MISSING_INT, values, values + begins)
     return EventTable.from_columns({**columns, "step": number})
+
+
+def _idle_at_end(rank: int, shape: Shape) -> NDArray[np.int64]:
+    """What each step of a rank waits for at its end: mostly the same for all ranks."""
+    shared = np.random.default_rng([0, 2]).exponential(_IDLE_NS, shape.num_steps)
+    own = np.random.default_rng([rank, 2]).exponential(_IDLE_NS / 100, shape.num_steps)
+    return (shared + own).astype(np.int64)
 
 
 def make_memory(rank: int, events: EventTable) -> MemoryTable:
