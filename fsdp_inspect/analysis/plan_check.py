@@ -32,7 +32,7 @@ from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.steps import select_steps
 from fsdp_inspect.trace.unit_waste import PlanFinding, find_waste
 
-MOST_STEPS = 50
+MOST_STEPS = 20
 """Of a longer run the first steps are checked: what a plan does, it does in every step."""
 
 

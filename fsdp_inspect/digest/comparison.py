@@ -6,7 +6,7 @@ first, then what the sides cost, unit by unit and by category of memory. Times a
 steps count nowhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdp_inspect.digest.reasons import Conclusion, Evidence, conclude
@@ -18,6 +18,7 @@ from fsdp_inspect.digest.tables import (
     PartComparison,
     UnitComparison,
     compare_categories,
+    compare_causes,
     compare_metrics,
     compare_parts,
     compare_units,
@@ -64,6 +65,8 @@ class Comparison:
     metrics: tuple[MetricComparison, ...]
     parts: tuple[PartComparison, ...]
     """Of the median step of each side's median run."""
+    causes: tuple[PartComparison, ...]
+    """Of a typical step of each side's median run: what its exposed time is made of."""
     units: tuple[UnitComparison, ...]
     memory: tuple[CategoryComparison, ...]
     """At the peak of the memory steps; empty where none was recorded."""
@@ -96,16 +99,18 @@ def compare_runs(
         settings=compare_settings(manifests),
         metrics=compare_metrics(sides),
         parts=compare_parts(sides),
+        causes=compare_causes(sides),
         units=compare_units(sides),
         memory=compare_categories(sides),
     )
     return Comparison(
         sides=tuple(_describe(side) for side in sides),
-        caveats=(*find_caveats(manifests, labels), *_say_unfinished(sides)),
+        caveats=(*find_caveats(manifests, labels), *_say_conditions(sides)),
         settings=evidence.settings,
         conclusions=conclude(evidence),
         metrics=evidence.metrics,
         parts=evidence.parts,
+        causes=evidence.causes,
         units=evidence.units,
         memory=evidence.memory,
     )
@@ -128,12 +133,22 @@ def _describe(side: DigestedSide) -> Side:
     )
 
 
-def _say_unfinished(sides: Sequence[DigestedSide]) -> list[str]:
-    """Runs that did not end well, one sentence each."""
-    return [
-        f"Run {run.digest.run_id} of {side.label} is {run.digest.status}: what it did not record "
-        "is not compared."
+def _say_conditions(sides: Sequence[DigestedSide]) -> Iterator[str]:
+    """Runs that did not end well, and imports whose one step is a whole trace."""
+    for side in sides:
+        for run in side.runs:
+            if run.digest.status not in ("complete", "imported"):
+                yield (
+                    f"Run {run.digest.run_id} of {side.label} is {run.digest.status}: what it did "
+                    "not record is not compared."
+                )
+    whole = [
+        side.label
         for side in sides
-        for run in side.runs
-        if run.digest.status not in ("complete", "imported")
+        if side.median_run.manifest.source == "imported" and side.median_run.digest.num_steps == 1
     ]
+    if whole:
+        yield (
+            f"The one step of {', '.join(whole)} is a whole imported trace: it is as long as the "
+            "recording was, so times compare only with a trace of as many steps."
+        )

@@ -63,6 +63,7 @@ class Evidence:
     settings: tuple[SettingDifference, ...]
     metrics: tuple[MetricComparison, ...]
     parts: tuple[PartComparison, ...]
+    causes: tuple[PartComparison, ...]
     units: tuple[UnitComparison, ...]
     memory: tuple[CategoryComparison, ...]
 
@@ -178,6 +179,8 @@ def _say_parts(evidence: Evidence, other: int) -> Iterator[str]:
         if change / total <= -_SHARE_OF_A_REASON
     )
     yield f"Of {_signed_ns(total)} between their median steps: {listed}{against}."
+    if explaining[0][0].startswith("exposed"):
+        yield from _say_cause(evidence.causes, other, explaining[0][1])
     movement = _find_mover(evidence, other, *explaining[0])
     if movement is not None:
         units = ", ".join(format_unit(fqn) for fqn in movement.fqns)
@@ -185,6 +188,19 @@ def _say_parts(evidence: Evidence, other: int) -> Iterator[str]:
             f"The unit that moved most in it is {units}: {movement.what.replace('_', '-')} "
             f"{_signed_ns(movement.change_ns)} a step."
         )
+
+
+def _say_cause(causes: Sequence[PartComparison], other: int, change: int) -> Iterator[str]:
+    """The cause of waits that moved most in the direction of the change."""
+    moved = [
+        (moved_ns, cause.name)
+        for cause in causes
+        if (moved_ns := cause.changes_ns[other - 1]) is not None and moved_ns * change > 0
+    ]
+    if moved:
+        most, name = max(moved, key=lambda pair: abs(pair[0]))
+        cause = name.replace("_", " ")
+        yield f"Over all waits, the cause that moved most is {cause}: {_signed_ns(most)}."
 
 
 def _find_mover(evidence: Evidence, other: int, part: str, part_change: int) -> Movement | None:

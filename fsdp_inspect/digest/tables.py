@@ -149,6 +149,26 @@ def _compare_part(name: str, breakdowns: Sequence[StepBreakdown | None]) -> Part
     return PartComparison(name, values, _changes(values))
 
 
+def compare_causes(sides: Sequence[DigestedSide]) -> tuple[PartComparison, ...]:
+    """Why the ranks wait (`trace.waits.Cause`): what the exposed time of a typical step is made of.
+
+    A side without causes (its events are missing) has None.
+    """
+    causes = [_causes(side.median_run.digest) for side in sides]
+    names = dict.fromkeys(name for table in causes if table is not None for name in table)
+    rows = []
+    for name in names:
+        values = tuple(None if table is None else table.get(name, 0) for table in causes)
+        rows.append(PartComparison(name, values, _changes(values)))
+    return tuple(rows)
+
+
+def _causes(digest: RunDigest) -> dict[str, int] | None:
+    if digest.exposed is None or (digest.exposed.exposed_ns and not digest.exposed.causes_ns):
+        return None
+    return digest.exposed.causes_ns
+
+
 def compare_categories(sides: Sequence[DigestedSide]) -> tuple[CategoryComparison, ...]:
     """What fills memory at the peak; empty where no side knows."""
     held = [_categories(side.median_run.digest) for side in sides]

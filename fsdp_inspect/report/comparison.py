@@ -3,7 +3,7 @@
 Each side but the reference gets tables of its own, so that any number of sides fits 80 columns.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -15,9 +15,11 @@ from fsdp_inspect.analysis.units import UnitCollective
 from fsdp_inspect.digest.comparison import Comparison, Side
 from fsdp_inspect.digest.reasons import Conclusion
 from fsdp_inspect.digest.settings import SettingDifference
-from fsdp_inspect.digest.tables import MetricComparison, UnitComparison
+from fsdp_inspect.digest.tables import MetricComparison, PartComparison, UnitComparison
 from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.report.causes import format_cause
+from fsdp_inspect.report.layout import dim, new_table, section
 from fsdp_inspect.report.values import format_kind, format_metric
 from fsdp_inspect.trace.repeats import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST, Judgement, Telling
 
@@ -87,29 +89,33 @@ def _conclusion(conclusion: Conclusion) -> Iterator[RenderableType]:
 
 def _tables(comparison: Comparison, other: int) -> Iterator[RenderableType]:
     labels = (comparison.sides[0].label, comparison.sides[other].label)
-    yield from _section(f"{labels[1]} against {labels[0]}", _metrics(comparison, labels, other))
+    yield from section(f"{labels[1]} against {labels[0]}", _metrics(comparison, labels, other))
     if comparison.parts:
-        yield from _section(
-            "Where their median steps go (the changes add up)", _parts(comparison, labels, other)
+        yield from section(
+            "Where their median steps go (the changes add up)",
+            _parts_table(comparison.parts, labels, other, _part_name),
         )
     yield from _unit_tables(comparison, labels, other)
     if comparison.memory:
-        yield from _section("Memory at the peak", _memory(comparison, labels, other))
+        yield from section("Memory at the peak", _memory(comparison, labels, other))
 
 
 def _unit_tables(
     comparison: Comparison, labels: Sequence[str], other: int
 ) -> Iterator[RenderableType]:
+    if comparison.causes:
+        title = "Why they wait (exposed time of a typical step, by cause)"
+        yield from section(title, _parts_table(comparison.causes, labels, other, format_cause))
     rows = _most_changed(comparison.units, other)
     if rows:
         shown = f"the {len(rows)} of {len(comparison.units)} whose exposed time changed most"
-        yield from _section(f"Units, {shown}", _units(rows, labels, other))
+        yield from section(f"Units, {shown}", _units(rows, labels, other))
     messages = _messages(comparison.units, other)
     if messages:
         title = "Collectives that changed in number or size, per step"
         if len(messages) > MOST_MESSAGES:
             title += f" (the first {MOST_MESSAGES} of {len(messages)})"
-        yield from _section(title, _messages_table(messages[:MOST_MESSAGES], labels))
+        yield from section(title, _messages_table(messages[:MOST_MESSAGES], labels))
     own = [
         unit for unit in comparison.units if (unit.sides[0] is None) != (unit.sides[other] is None)
     ]
@@ -118,23 +124,8 @@ def _unit_tables(
         yield Text(f"only in {held_by}: {_names(unit.fqns)}")
 
 
-def _section(title: str, body: RenderableType) -> Iterable[RenderableType]:
-    return "", Text(title, style="bold"), body
-
-
-def _table(*headers: str, names: int = 1) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for position, header in enumerate(headers):
-        is_name = position < names
-        table.add_column(
-            header, justify="left" if is_name else "right", overflow="fold", no_wrap=not is_name
-        )
-    return table
-
-
 def _metrics(comparison: Comparison, labels: Sequence[str], other: int) -> Table:
-    table = _table("", *labels, "change", "")
-    table.columns[4].justify = "left"
+    table = new_table("", *labels, "change", "<")
     for metric in comparison.metrics:
         judged = metric.judgements[other - 1]
         table.add_row(
@@ -164,21 +155,29 @@ def _percent(change: float) -> str:
     return f"{change:+.1%}".replace("%", " %")
 
 
-def _parts(comparison: Comparison, labels: Sequence[str], other: int) -> Table:
-    table = _table("", *labels, "change")
-    for part in comparison.parts:
-        name = f"{part.name}_ns"
+def _parts_table(
+    rows: Sequence[PartComparison],
+    labels: Sequence[str],
+    other: int,
+    name_of: Callable[[str], str],
+) -> Table:
+    table = new_table("", *labels, "change")
+    for row in rows:
         table.add_row(
-            find_metric(name).label,
-            format_metric(name, part.values_ns[0]),
-            format_metric(name, part.values_ns[other]),
-            _signed(part.changes_ns[other - 1], format_ns),
+            name_of(row.name),
+            format_ns(row.values_ns[0]),
+            format_ns(row.values_ns[other]),
+            _signed(row.changes_ns[other - 1], format_ns),
         )
     return table
 
 
+def _part_name(part: str) -> str:
+    return find_metric(f"{part}_ns").label
+
+
 def _memory(comparison: Comparison, labels: Sequence[str], other: int) -> Table:
-    table = _table("", *labels, "change")
+    table = new_table("", *labels, "change")
     for row in comparison.memory:
         table.add_row(
             row.category.replace("_", " "),
@@ -205,7 +204,7 @@ def _most_changed(units: Sequence[UnitComparison], other: int) -> list[UnitCompa
 
 def _units(rows: Sequence[UnitComparison], labels: Sequence[str], other: int) -> Table:
     headers = [header for label in labels for header in (label, "exposed", "bus")]
-    table = _table("unit", *headers)
+    table = new_table("unit", *headers)
     table.columns[0].max_width = _UNIT_WIDTH
     table.padding = (0, 1, 0, 0)
     for row in rows:
@@ -220,7 +219,10 @@ def _units(rows: Sequence[UnitComparison], labels: Sequence[str], other: int) ->
             if first.count_per_step or second.count_per_step:
                 table.add_row(f"  {format_kind(kind)}", *_times(first), *_times(second))
         for name in ("forward", "backward"):
-            times = [format_ns(getattr(side, f"{name}_ns")) for side in (before, after)]
+            spans = [getattr(side, f"{name}_ns") for side in (before, after)]
+            if not any(spans):
+                continue  # an imported trace does not tell when a unit ran
+            times = [format_ns(span) for span in spans]
             table.add_row(f"  {name}", times[0], "", "", times[1], "", "")
     return table
 
@@ -245,7 +247,7 @@ def _messages(units: Sequence[UnitComparison], other: int) -> list[tuple[str, st
 
 
 def _messages_table(rows: Sequence[tuple[str, str, str, str]], labels: Sequence[str]) -> Table:
-    table = _table("unit", "", *labels, names=2)
+    table = new_table("unit", "", *labels, names=2)
     for name, kind, before, after in rows:
         table.add_row(Text(name), kind, before, after)
     return table
@@ -273,4 +275,4 @@ def _footer(comparison: Comparison) -> Text:
         )
     else:
         lines.append("Intervals are 95 % of the change (Hodges-Lehmann, exact rank test).")
-    return Text("\n".join(lines), style="dim")
+    return dim("\n".join(lines))

@@ -96,28 +96,40 @@ class ObservedCollectives:
         """Step and microbatch of each pass with a reduce-scatter."""
         self.all_reducing = passes_with(events, EventKind.ALL_REDUCE)
         of_unit = events.unit != NO_UNIT
-        self._passes = events.where(of_unit & np.isin(events.kind, PASS_KINDS))
-        training = np.isin(events.step, steps) & (events.phase != Phase.EVALUATION)
-        self._collectives = events.where(of_unit & training & np.isin(events.kind, COUNTED_KINDS))
+        self._passes = _ByUnit(events.where(of_unit & np.isin(events.kind, PASS_KINDS)))
+        training = of_unit & np.isin(events.step, steps) & (events.phase != Phase.EVALUATION)
+        self._collectives = {
+            kind: _ByUnit(events.where(training & (events.kind == kind))) for kind in COUNTED_KINDS
+        }
 
     @property
     def has_passes(self) -> bool:
         """Whether it is known when any unit ran."""
-        return len(self._passes) > 0
+        return len(self._passes.events) > 0
 
     def passes_of(self, unit: int) -> EventTable:
         """Forwards and backwards of a unit, in every step, evaluation included."""
-        return self._passes.where(self._passes.unit == unit)
+        return self._passes.of(unit)
 
     def collectives(self, unit: int, kind: EventKind) -> EventTable:
         """Collectives of a unit in the compared steps, evaluation left out."""
-        own = self._collectives
-        return own.where((own.unit == unit) & (own.kind == kind))
+        return self._collectives[kind].of(unit)
 
     def count_per_step(self, events: EventTable) -> list[int]:
         """How many of these events lie in each compared step."""
         by_step = Counter(events.step.tolist())
         return [by_step[step] for step in self.steps]
+
+
+class _ByUnit:
+    """Events sorted by unit, so that those of one unit are a slice of them."""
+
+    def __init__(self, events: EventTable) -> None:
+        self.events = events.where(np.argsort(events.unit, kind="stable"))
+
+    def of(self, unit: int) -> EventTable:
+        low, high = np.searchsorted(self.events.unit, [unit, unit + 1])
+        return self.events.between(int(low), int(high))
 
 
 def count_unit(

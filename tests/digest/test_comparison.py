@@ -88,8 +88,9 @@ def test_one_run_a_side_below_ten_percent_cannot_be_told_and_says_what_is_missin
 def test_a_change_is_explained_by_the_part_and_the_unit_that_moved_in_it():
     slow = run_of_step(200, exposed=110, config={"reshard": True})
     [conclusion] = compare_runs(run_of_step(100, exposed=10), slow).conclusions
-    assert conclusion.reasons[:2] == (
+    assert conclusion.reasons[:3] == (
         "Of +100.0 ns between their median steps: exposed all-gather +100.0 ns.",
+        "Over all waits, the cause that moved most is floor: +100.0 ns.",
         "The unit that moved most in it is layers.0: all-gather +100.0 ns a step.",
     )
     assert conclusion.reasons[-1] == (
@@ -116,6 +117,14 @@ def test_parts_of_the_median_steps_add_up_and_so_do_their_changes():
     comparison = compare_runs(run_of_step(100, exposed=10), steady_run())
     assert sum(part.values_ns[0] for part in comparison.parts) == 100
     assert sum(part.changes_ns[0] for part in comparison.parts) == 900
+
+
+def test_the_causes_of_waits_add_up_to_the_exposed_time_of_a_typical_step():
+    comparison = compare_runs(run_of_step(100, exposed=10), steady_run())
+    assert sum(cause.values_ns[1] for cause in comparison.causes) == 250
+    assert ("floor", (10, 150), (140,)) in [
+        (cause.name, cause.values_ns, cause.changes_ns) for cause in comparison.causes
+    ]
 
 
 def test_counts_and_bytes_are_never_noise():
@@ -202,6 +211,7 @@ def test_an_imported_run_without_units_is_compared_with_what_it_has():
     builder.rank(0).step(0, 0, 150)
     comparison = compare_runs(run_of_step(100), builder.build())
     assert metric_of(comparison).values == (100, 150)
+    assert comparison.caveats[-1].startswith("The one step of B is a whole imported trace")
     assert all(row.sides[1] is None for row in comparison.units)
     assert any("Not the same source" in caveat for caveat in comparison.caveats)
 

@@ -15,6 +15,7 @@ B is 50.0 % slower than A: 100.0 ns -> 150.0 ns a step. More than the 10 % by
 which identical processes differ, but not tested: a test needs 5 runs of each,
 so 4 more of A and 4 more of B.
   Of +50.0 ns between their median steps: exposed all-gather +40.0 ns.
+  Over all waits, the cause that moved most is floor: +40.0 ns.
   The unit that moved most in it is layers.0: all-gather +40.0 ns a step.
   The only setting that differs, and so the likely reason, is reshard.
 
@@ -32,6 +33,10 @@ Where their median steps go (the changes add up)
                           A         B    change
 forward             90.0 ns  100.0 ns  +10.0 ns
 exposed all-gather  10.0 ns   50.0 ns  +40.0 ns
+
+Why they wait (exposed time of a typical step, by cause)
+             A        B    change
+floor  10.0 ns  50.0 ns  +40.0 ns
 
 Units, the 2 of 2 whose exposed time changed most
 unit               A exposed       bus        B exposed        bus
