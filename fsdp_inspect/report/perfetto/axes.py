@@ -62,6 +62,8 @@ def place_ranks(alignment: Alignment, first_ns: Mapping[int, int]) -> dict[int, 
 
 def describe_axes(axes: Mapping[int, Axis], alignment: Alignment) -> str:
     """How the ranks' times compare, in some sentences."""
+    if len(axes) == 1:
+        return "One rank, on its own clock."
     refused = {rank: axis.refusal for rank, axis in axes.items() if axis.refusal is not None}
     shared = len(axes) - len(refused)
     words = f"{shared} of {len(axes)} ranks share a time axis"

@@ -47,7 +47,9 @@ TRACK_NAMES = {
     Track.MEMORY_COPIES: "memory copies by the device",
 }
 
-NESTED_TRACKS = frozenset({Track.MAIN_THREAD, Track.COMPUTE_STREAM, Track.STEP})
+NESTED_TRACKS = frozenset(
+    {Track.STEP, Track.DATA_AND_OPTIMIZER, Track.MAIN_THREAD, Track.COMPUTE_STREAM}
+)
 """Tracks on which a slice may lie inside another: a unit's forward inside its parent's."""
 
 
