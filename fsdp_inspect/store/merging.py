@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_inspect.errors import NotARunError, StoreError
-from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.store.compaction import SkippedRank, compact_run
 from fsdp_inspect.store.files import LocalFiles
 from fsdp_inspect.store.folder import (
@@ -40,6 +40,8 @@ from fsdp_inspect.trace.run import RankRecord, RunManifest
 _KEPT_SUFFIXES = (LIVE_SUFFIX, COMPACTED_SUFFIX, ".json")
 _SPARE_BYTES = 64 << 20
 """Room that compaction may need beside the copies."""
+_START_UP_NS = 600 * 10**9
+"""A rank may die before a slow node has started: it counts as there for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ def merge_runs(
     _check_out(out, found)
     manifest = _check_one_run(found)
     sources, copies = _choose_sources(found)
+    _check_same_time(sources)
     size = _check_room(out, sources)
     # Names that begin with a dot are no runs to whoever lists the folder.
     unfinished = out.with_name(f".{out.name}.tmp-{os.getpid()}")
@@ -211,9 +214,9 @@ def _recorded_world_size(part: _Part) -> int:
     if part.manifest is not None:
         return part.manifest.world_size
     for place in part.places:
-        with contextlib.suppress(StoreError, OSError):
-            encoded = (rank_folder(part.path, *place) / RANK_FILE).read_bytes()
-            return decode_record(encoded, RankRecord, RANK_FILE).world_size
+        record = _read_record(rank_folder(part.path, *place))
+        if record is not None:
+            return record.world_size
     return max(rank for _, rank in part.places) + 1
 
 
@@ -239,6 +242,44 @@ def _choose_sources(parts: Sequence[_Part]) -> tuple[dict[Place, Path], list[Pla
                 )
             copies.append(place)
     return dict(sorted(sources.items())), sorted(set(copies))
+
+
+def _check_same_time(sources: Mapping[Place, Path]) -> None:
+    """Refuse ranks of one attempt that did not record at the same time.
+
+    Runs that were given the same folder name have the same run id; but the ranks of one job all
+    wait for each other.
+    """
+    for attempt in sorted({attempt for attempt, _ in sources}):
+        known = {
+            folder: record
+            for place, folder in sources.items()
+            if place[0] == attempt and (record := _read_record(folder)) is not None
+        }
+        if not known:
+            continue
+        latest = max(known, key=lambda folder: known[folder].clock_start.unix_ns)
+        earliest = min(known, key=lambda folder: _end_unix_ns(known[folder]))
+        gap_ns = known[latest].clock_start.unix_ns - _end_unix_ns(known[earliest])
+        if gap_ns > 0:
+            raise StoreError(
+                f"{str(latest)!r} began {format_ns(gap_ns)} after {str(earliest)!r} had ended. "
+                "Expected ranks of one job, which record at the same time: these are parts of "
+                "different runs with one name. Leave out those of the other."
+            )
+
+
+def _end_unix_ns(record: RankRecord) -> int:
+    if record.clock_end is not None:
+        return record.clock_end.unix_ns
+    return max(record.flushed_unix_ns, record.clock_start.unix_ns) + _START_UP_NS
+
+
+def _read_record(folder: Path) -> RankRecord | None:
+    """A rank's record; None where it is missing or damaged."""
+    with contextlib.suppress(StoreError, OSError):
+        return decode_record((folder / RANK_FILE).read_bytes(), RankRecord, RANK_FILE)
+    return None
 
 
 def _is_copy(one: Path, other: Path) -> bool:

@@ -11,7 +11,9 @@ from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.folder import rank_folder
 from fsdp_inspect.store.merging import merge_runs
 from fsdp_inspect.store.reader import open_run
-from fsdp_inspect.store.schema import MANIFEST_FILE
+from fsdp_inspect.store.records import decode_record, encode_record
+from fsdp_inspect.store.schema import MANIFEST_FILE, RANK_FILE
+from fsdp_inspect.trace.run import RankRecord
 from tests.builders import steady_run, write_run
 
 
@@ -43,6 +45,16 @@ def contents(folder):
     return {
         path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
     }
+
+
+def move_in_time(folder, *, start_s, end_s):
+    record = decode_record((folder / RANK_FILE).read_bytes(), RankRecord, RANK_FILE)
+    start, end = (
+        record.clock_start.model_copy(update={"unix_ns": seconds * 10**9})
+        for seconds in (start_s, end_s)
+    )
+    moved = record.model_copy(update={"clock_start": start, "clock_end": end})
+    (folder / RANK_FILE).write_bytes(encode_record(moved))
 
 
 def test_parts_become_the_run_that_one_disk_would_hold(split, recorded, tmp_path):
@@ -88,6 +100,14 @@ def test_parts_of_different_runs_are_refused_with_what_differs(split, tmp_path):
     other = write_run(steady_run(world_size=4, run_id="other"), tmp_path / "other")
     with pytest.raises(StoreError, match="run is 'hand-made' there and 'other' now"):
         merge_runs([*split((0, 1)), other], tmp_path / "merged")
+
+
+def test_ranks_that_recorded_at_different_times_are_refused_whatever_their_name(split, tmp_path):
+    parts = split((0, 1), (2, 3))
+    move_in_time(rank_folder(parts[0], 0, 1), start_s=0, end_s=5)
+    move_in_time(rank_folder(parts[1], 0, 3), start_s=15, end_s=20)
+    with pytest.raises(StoreError, match=r"rank-00003' began 10.0 s after"):
+        merge_runs(parts, tmp_path / "merged")
 
 
 def test_parts_of_jobs_of_another_size_are_refused(split, tmp_path):
