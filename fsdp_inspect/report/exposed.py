@@ -69,10 +69,18 @@ def _headline(digest: WaitDigest, exposed: Exposed) -> str:
         f"communication ({format_ratio(exposed.step_ratio)} of {step}; medians)"
     )
     for cause, ratio in list(exposed.cause_ratios.items())[:1]:
-        waited += f", {format_ratio(ratio)} of it {phrase_cause(cause)}"
+        waited += f", {format_ratio(ratio)} of it {_phrase(cause, digest)}"
     top = exposed.owners[0]
     longest = format_metric("exposed_ns", top.exposed_ns)
     return f"{waited}. The longest wait, {longest}, is for {_whose(top)}."
+
+
+def _phrase(cause: str, digest: WaitDigest) -> str:
+    """A cause in the headline; without other ranks bandwidth cannot be told from stragglers."""
+    is_alone = digest.arrivals is None or digest.arrivals.num_ranks < 2
+    if cause == "bandwidth" and is_alone:
+        return "for want of bandwidth or for later ranks, which cannot be told apart here"
+    return phrase_cause(cause)
 
 
 def _unit_headline(unit: str, exposed: Exposed) -> str:
@@ -178,7 +186,8 @@ def _prefetch(prefetch: Prefetch | None, unit: str | None) -> Iterator[Renderabl
     if prefetch is None or not prefetch.num_gathers:
         return
     counted = ", ".join(f"{count} {issue}" for issue, count in prefetch.num_by_issue.items())
-    title = f"All-gathers over {prefetch.num_steps} steps: {counted}"
+    steps = "1 step" if prefetch.num_steps == 1 else f"{prefetch.num_steps} steps"
+    title = f"All-gathers over {steps}: {counted}"
     if unit is None and set(prefetch.num_by_issue) <= {"blocked", "first"}:
         yield from section(title, Text("They block the host, so that nothing runs beside them."))
         return

@@ -5,8 +5,8 @@ the causes of one collective add up to its exposed time exactly. With
 
     from      when the compute stream began to wait (kernel traces: the collective's start)
     ready     when the collective could have begun as far as its stream is concerned: a reduction
-              when its gradients are complete, an all-gather when the step has begun and the
-              copy-outs have run that torch makes its stream wait for
+              when its gradients are complete, an all-gather when the step has begun, the optimizer
+              has ended and the copy-outs have run that torch makes its stream wait for
     ahead     the end of the previous collective on that communicator
     turn      the later of its start and `ahead`: from then on its own bytes travel
     earliest  the later of `ready` and `ahead` (DESIGN section 4)
@@ -25,8 +25,8 @@ the causes claim in this order, each from what is left:
    issued after the wait had begun: what it lost after that is host-bound idle, no exposure;
 6. bandwidth: the rest.
 
-Where it is not known what a collective depended on (one that FSDP did not issue), no part of it
-is late.
+Where it is not known what a collective depended on (one that FSDP did not issue, or in the midst
+of the optimizer), no part of it is late.
 
 Source: what all-gathers depend on: `FSDPParamGroup.wait_for_unshard`, torch 2.13: in forward the
 all-gather streams wait for the copy-out before the last one, in backward for the last one.
@@ -75,6 +75,7 @@ NEEDED_KINDS = frozenset(
         EventKind.STEP,
         EventKind.BETWEEN_STEPS,
         EventKind.BACKWARD,
+        EventKind.OPTIMIZER,
         EventKind.ALL_GATHER_COPY_OUT,
         EventKind.COMPUTE,
     }
@@ -272,16 +273,28 @@ def _spans(events: EventTable, kind: EventKind) -> Intervals:
 def _find_ready(events: EventTable, collectives: EventTable) -> _Int64:
     """When each collective could have begun; the time of issue where that is not known."""
     ready = collectives.issue_ns.copy()
-    begins = events.start_ns[events.kind == EventKind.STEP]
     by_fsdp = collectives.unit != NO_UNIT
-    gathers = np.flatnonzero(by_fsdp & (collectives.kind == EventKind.ALL_GATHER))
-    if len(begins):
-        freed = _buffers_freed(events, collectives.where(gathers), int(begins[0]))
-        ready[gathers] = np.maximum(freed, begins[0])
+    is_gather = by_fsdp & (collectives.kind == EventKind.ALL_GATHER)
+    gathers = np.flatnonzero(is_gather & (collectives.phase != Phase.OPTIMIZER))
+    if len(gathers):
+        ready[gathers] = _parameters_ready(events, collectives.where(gathers))
     for kind, cause in _CAUSES_OF_REDUCTIONS:
         rows = np.flatnonzero(by_fsdp & (collectives.kind == kind))
         causes = events.where((events.kind == cause) & (events.unit != NO_UNIT))
         ready[rows] = _last_of_unit(causes, collectives.where(rows))
+    return ready
+
+
+def _parameters_ready(events: EventTable, gathers: EventTable) -> _Int64:
+    """When each all-gather had its input and a buffer: not before the step or the optimizer."""
+    begin = int(events.start_ns[events.kind == EventKind.STEP].min(initial=events.start_ns.max()))
+    updates = events.kind == EventKind.OPTIMIZER
+    updates |= (events.kind == EventKind.COMPUTE) & (events.phase == Phase.OPTIMIZER)
+    updated = np.sort(events.end_ns[updates])
+    last = np.searchsorted(updated, gathers.start_ns, side="right")
+    updated_ns = np.concatenate([[begin], updated])[last]
+    freed = _buffers_freed(events, gathers, begin)
+    ready: _Int64 = np.maximum(np.maximum(freed, updated_ns), begin)
     return ready
 
 

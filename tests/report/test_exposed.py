@@ -97,6 +97,13 @@ def test_a_unit_that_is_never_waited_for_says_so():
     )
 
 
+def test_bandwidth_and_stragglers_are_not_told_apart_by_one_rank():
+    builder, rank = one_step()
+    rank.all_gather("layers.1", ms(10), ms(60), need=ms(30), issue_ns=ms(0))
+    text = " ".join(shown(builder.build()).split())
+    assert "of it for want of bandwidth or for later ranks, which cannot be told apart" in text
+
+
 def test_a_rank_that_waits_for_nothing_says_so():
     text = shown(one_step()[0].build())
     assert text.startswith("Rank 0 waits for no communication in its median 100.0 ms step.")

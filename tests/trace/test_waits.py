@@ -166,6 +166,20 @@ def test_in_backward_and_with_a_handle_a_gather_waits_for_the_last_copy_out():
         assert causes_of(builder) == {"late_issue": 4, "bandwidth": 11}
 
 
+def test_a_gather_cannot_begin_before_the_optimizer_has_ended():
+    for columns in ({}, {"kind": EventKind.COMPUTE, "phase": Phase.OPTIMIZER}):
+        builder, rank = one_step()
+        rank.add(**{"kind": EventKind.OPTIMIZER, "start": 10, "end": 30, **columns})
+        rank.all_gather("layers.1", 40, 60, need=40, issue_ns=35)
+        assert causes_of(builder) == {"late_issue": 5, "bandwidth": 15}
+
+
+def test_of_a_gather_amid_the_optimizer_it_is_not_known_when_it_could_have_begun():
+    builder, rank = one_step()
+    rank.all_gather("layers.1", 40, 60, need=40, issue_ns=35, phase=Phase.OPTIMIZER)
+    assert causes_of(builder) == {"bandwidth": 20}
+
+
 def test_a_kernel_traces_wait_is_what_no_kernel_covers():
     builder, rank = one_step()
     rank.add(EventKind.COMPUTE, 0, 30, stream=Stream.COMPUTE)
