@@ -195,13 +195,10 @@ def _compact(entries: Sequence[Entry]) -> list[Entry]:
         block, length = _longest_block(entries, position)
         compact += block
         position += length
+    written = [{**settings, "modules": list(names)} for names, settings in compact]
     spelled_out = [
-        (tuple(unit["modules"]), {key: unit[key] for key in settings})
-        for (_, settings), unit in zip(
-            entries,
-            _expand_units([{**settings, "modules": list(names)} for names, settings in compact]),
-            strict=False,
-        )
+        (tuple(unit["modules"]), {key: value for key, value in unit.items() if key != "modules"})
+        for unit in _expand_units(written)
     ]
     return compact if _same_entries(spelled_out, entries) else list(entries)
 
