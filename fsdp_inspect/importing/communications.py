@@ -11,13 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.importing.host_ranges import NOWHERE, HostRanges
-from fsdp_inspect.importing.kineto_events import (
-    NOTHING,
-    Category,
-    EventColumns,
-    KinetoTrace,
-    Message,
-)
+from fsdp_inspect.importing.kineto_events import Category, EventColumns, KinetoTrace
+from fsdp_inspect.importing.message_fields import NOTHING, Message
 from fsdp_inspect.importing.messages import (
     GroupKey,
     GroupNames,

@@ -56,7 +56,12 @@ class HostRanges:
 
     def covers(self, thread: NDArray[np.int32], time_ns: Int64Array) -> NDArray[np.bool_]:
         """Whether any range is around each moment; arguments as for `innermost`."""
-        return np.not_equal(self.innermost(thread, time_ns), NOWHERE)
+        inside = np.zeros(len(thread), dtype=bool)
+        for one in np.unique(self.thread).tolist():
+            mine, asked = self.thread == one, np.flatnonzero(thread == one)
+            union = Intervals.of(self.start_ns[mine], self.end_ns[mine])
+            inside[asked] = union.covered_ns(time_ns[asked], time_ns[asked] + 1) > 0
+        return inside
 
     def latest(self, thread: NDArray[np.int32], time_ns: Int64Array) -> Int64Array:
         """The range of the same thread that started last, at each moment or before; -1: none."""
@@ -69,10 +74,13 @@ class HostRanges:
         return found
 
     def _innermost_of(self, mine: Int64Array, time_ns: Int64Array) -> Int64Array:
-        starts, ends = self.start_ns[mine], self.end_ns[mine]
-        painted = paint_innermost(starts, ends, Intervals.of(starts, ends))
-        if len(painted.span) == 0:
+        mine = mine[np.argsort(self.start_ns[mine], kind="stable")]
+        starts, ends, span = self.start_ns[mine], self.end_ns[mine], np.arange(len(mine))
+        if np.any(starts[1:] < ends[:-1]):
+            painted = paint_innermost(starts, ends, Intervals.of(starts, ends))
+            starts, ends, span = painted.starts, painted.ends, painted.span
+        if len(span) == 0:
             return np.full(len(time_ns), NOWHERE, dtype=np.int64)
-        place = np.searchsorted(painted.starts, time_ns, side="right") - 1
-        inside = (place >= 0) & (time_ns < painted.ends[np.maximum(place, 0)])
-        return np.where(inside, mine[painted.span[np.maximum(place, 0)]], NOWHERE)
+        place = np.searchsorted(starts, time_ns, side="right") - 1
+        inside = (place >= 0) & (time_ns < ends[np.maximum(place, 0)])
+        return np.where(inside, mine[span[np.maximum(place, 0)]], NOWHERE)

@@ -33,9 +33,12 @@ _TOKEN = re.compile(rb'["{}\[\]]')
 _STRING_END = re.compile(rb'(?:[^"\\]|\\.)*"', re.DOTALL)
 _SCALAR_END = re.compile(rb"[,}\]\s]")
 
+_CANNOT_DECODE = (msgspec.DecodeError, ValueError, ArithmeticError, RecursionError)
+"""Foreign bytes in text raise a ValueError, absurd numbers an ArithmeticError."""
+
 EventT = TypeVar("EventT")
 DecodeAll = Callable[[bytes], list[EventT]]
-"""Decodes a JSON array of events; raises `msgspec.DecodeError` or RecursionError."""
+"""Decodes a JSON array of events, or raises one of `_CANNOT_DECODE`."""
 DecodeOne = Callable[[bytes], EventT | None]
 """Decodes one event that is odd; None leaves it out. Raises ValueError or RecursionError where it
 is no JSON at all."""
@@ -193,7 +196,7 @@ class EventReader:
                 continue
             try:
                 events = decode_all(b"[" + self._buffer[: at + 1] + b"]")
-            except (msgspec.DecodeError, RecursionError):
+            except _CANNOT_DECODE:
                 return None
             self._advance(at + 1)
             return events
@@ -209,7 +212,7 @@ class EventReader:
         last = int(ends[-1])
         try:
             events = decode_all(b"[" + self._buffer[:last] + b"]")
-        except (msgspec.DecodeError, RecursionError):
+        except _CANNOT_DECODE:
             events = self._decode_each(ends, decode_one)
         self._advance(last)
         return events

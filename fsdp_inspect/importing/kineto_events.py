@@ -22,13 +22,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.importing.json_events import EventReader
+from fsdp_inspect.importing.message_fields import (
+    NOTHING,
+    Arguments,
+    Message,
+    read_message,
+    read_whole,
+)
 from fsdp_inspect.importing.trace_file import ImportLimits, OnProgress, read_blocks
 
 Int64Array = NDArray[np.int64]
 Int32Array = NDArray[np.int32]
-
-NOTHING = -1
-"""An id, a thread or a size that the event does not have."""
 
 _EXACT_US = 2.0**43
 _MAX_NS = 1 << 62
@@ -67,24 +71,6 @@ COMMUNICATION_OPERATORS = ("record_param_comms", "c10d::", "nccl:", "gloo:", "rc
 """How the names of host events begin whose arguments say what is communicated."""
 
 
-class _Arguments(msgspec.Struct, gc=False):
-    """Of an event; anything may be missing or of another type."""
-
-    correlation: Any = None
-    external: Any = msgspec.field(default=None, name="External id")
-    stream: Any = None
-    collective: Any = msgspec.field(default=None, name="Collective name")
-    in_elements: Any = msgspec.field(default=None, name="In msg nelems")
-    out_elements: Any = msgspec.field(default=None, name="Out msg nelems")
-    dtype: Any = None
-    group_size: Any = msgspec.field(default=None, name="Group size")
-    group_name: Any = msgspec.field(default=None, name="Process Group Name")
-    group_description: Any = msgspec.field(default=None, name="Process Group Description")
-    group_ranks: Any = msgspec.field(default=None, name="Process Group Ranks")
-    dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
-    types: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input type")
-
-
 class _Event(msgspec.Struct, gc=False):
     ph: str = ""
     cat: str = ""
@@ -93,7 +79,7 @@ class _Event(msgspec.Struct, gc=False):
     dur: float = float("nan")
     pid: Any = None
     tid: Any = None
-    args: _Arguments | None = None
+    args: Arguments | None = None
 
 
 class _ExactEvent(msgspec.Struct, gc=False):
@@ -106,25 +92,7 @@ class _ExactEvent(msgspec.Struct, gc=False):
     dur: Decimal = Decimal("nan")
     pid: Any = None
     tid: Any = None
-    args: _Arguments | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """What an event's arguments say about one communication; None where they say nothing."""
-
-    collective: str | None = None
-    elements: int | None = None
-    """Of the larger of input and output: the full message."""
-    dtype: str | None = None
-    """As torch names it: `BFloat16`, `c10::BFloat16`, `float`."""
-    group_size: int | None = None
-    group_name: str | None = None
-    group_description: str | None = None
-    group_ranks: tuple[int, ...] | None = None
-    """None also where the list is abbreviated."""
-    input_elements: tuple[int, ...] = ()
-    """Of the first tensors of a host operator (`Input Dims`)."""
+    args: Arguments | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,15 +249,13 @@ class _Columns:
             self.num_odd += int(np.count_nonzero(~is_sound))
             events = [events[position] for position in np.flatnonzero(is_sound).tolist()]
             start_ns, end_ns = start_ns[is_sound], end_ns[is_sound]
-        names, threads = self.names, self._threads
+        names = self.names
         arguments = [event.args for event in events]
         name = np.array([names.setdefault(e.name, len(names)) for e in events], np.int32)
         self._parts[category].append(
             EventColumns(
                 name=name,
-                thread=np.array(
-                    [threads.setdefault(_thread_key(e), len(threads)) for e in events], np.int32
-                ),
+                thread=self._number_threads(events),
                 start_ns=start_ns,
                 end_ns=end_ns,
                 correlation=_ids([one.correlation if one else None for one in arguments]),
@@ -299,8 +265,17 @@ class _Columns:
         self._keep_messages(category, name, arguments)
         self._counts[category] += len(events)
 
+    def _number_threads(self, events: list[Any]) -> Int32Array:
+        threads = self._threads
+        try:
+            found = [threads.setdefault((e.pid, e.tid), len(threads)) for e in events]
+        except TypeError:  # lists and objects, which are no thread
+            keys = [(repr(e.pid), repr(e.tid)) for e in events]
+            found = [threads.setdefault(key, len(threads)) for key in keys]
+        return np.array(found, np.int32)
+
     def _keep_messages(
-        self, category: Category, names: Int32Array, arguments: list[_Arguments | None]
+        self, category: Category, names: Int32Array, arguments: list[Arguments | None]
     ) -> None:
         """What communications say: device events that carry it, host events by their name."""
         if category is Category.KERNEL:
@@ -312,7 +287,7 @@ class _Columns:
         first, messages = self._counts[category], self.messages[category]
         for position in chosen:
             one = arguments[position]
-            messages[first + position] = _message(one) if one else Message()
+            messages[first + position] = read_message(one) if one else Message()
 
     def _is_communication(self, names: Int32Array) -> NDArray[np.bool_]:
         known = self._communicates
@@ -325,15 +300,6 @@ _NO_NUMBERS = np.empty(0, dtype=np.int64)
 _NO_EVENTS = EventColumns(
     np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32), *(4 * [_NO_NUMBERS])
 )
-
-
-def _thread_key(event: Any) -> tuple[Any, Any]:
-    key = (event.pid, event.tid)
-    try:
-        hash(key)
-    except TypeError:
-        return (repr(event.pid), repr(event.tid))
-    return key
 
 
 def _times_ns(events: list[Any]) -> tuple[Int64Array, Int64Array, NDArray[np.bool_]]:
@@ -375,84 +341,5 @@ def _ids(values: list[Any]) -> Int64Array:
 
 
 def _id(value: Any) -> int:
-    number = _whole(value)
+    number = read_whole(value)
     return NOTHING if number is None or number >= _MAX_NS else number
-
-
-def _message(arguments: _Arguments) -> Message:
-    sizes = [_whole(one) for one in (arguments.in_elements, arguments.out_elements)]
-    known = [size for size in sizes if size is not None]
-    dims, types = _decode_raw(arguments.dims), _decode_raw(arguments.types)
-    return Message(
-        collective=_text(arguments.collective),
-        elements=max(known) if known else None,
-        dtype=_text(arguments.dtype) or _first_dtype(types),
-        group_size=_whole(arguments.group_size),
-        group_name=_text(arguments.group_name),
-        group_description=_text(arguments.group_description),
-        group_ranks=_ranks(arguments.group_ranks),
-        input_elements=_element_counts(dims),
-    )
-
-
-def _whole(value: Any) -> int | None:
-    """A whole number that is not negative, also as text; None for everything else."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, float):
-        value = int(value) if value.is_integer() else None
-    if isinstance(value, str):
-        value = int(value) if value.isascii() and value.isdigit() and len(value) < 20 else None
-    return value if isinstance(value, int) and 0 <= value < _MAX_NS else None
-
-
-def _text(value: Any) -> str | None:
-    return str(value) if isinstance(value, (str, int)) and str(value) else None
-
-
-def _ranks(value: Any) -> tuple[int, ...] | None:
-    """`[0, 1]`, as a list or as its text; None for `[0, 1, ..., 63]`."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return None
-    if not isinstance(value, list):
-        return None
-    ranks = [_whole(one) for one in value]
-    return tuple(one for one in ranks if one is not None) if None not in ranks else None
-
-
-def _decode_raw(raw: msgspec.Raw) -> Any:
-    try:
-        return msgspec.json.decode(raw) if bytes(raw) else None
-    except (msgspec.DecodeError, RecursionError):
-        return None
-
-
-def _first_dtype(types: Any) -> str | None:
-    if not isinstance(types, list):
-        return None
-    named = [one for one in types if isinstance(one, str) and one]
-    return named[0] if named else None
-
-
-def _element_counts(dims: Any) -> tuple[int, ...]:
-    """Elements of the first two inputs; a list of tensors counts as their sum."""
-    if not isinstance(dims, list):
-        return ()
-    return tuple(_count_elements(one) for one in dims[:2])
-
-
-def _count_elements(shape: Any) -> int:
-    if not isinstance(shape, list):
-        return 0
-    if any(isinstance(one, list) for one in shape):
-        return sum(_count_elements(one) if one else 1 for one in shape)  # a scalar's shape is []
-    sizes = [_whole(one) for one in shape]
-    if not sizes or None in sizes:
-        return 0
-    count = 1
-    for size in sizes:
-        count *= size or 0
-    return min(count, _MAX_NS)

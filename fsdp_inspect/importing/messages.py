@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_inspect.importing.kineto_events import NOTHING, Message
+from fsdp_inspect.importing.message_fields import NOTHING, Message
 from fsdp_inspect.trace.codes import DTYPES, EventKind
 
 _KINDS = (

@@ -12,7 +12,8 @@ from fsdp_inspect.importing.communications import Communications, find_gloo
 from fsdp_inspect.importing.device_rows import DeviceRows, DeviceWork
 from fsdp_inspect.importing.host_rows import HostRows
 from fsdp_inspect.importing.implied_units import imply_by_order, imply_by_size
-from fsdp_inspect.importing.kineto_events import NOTHING, Category, KinetoTrace
+from fsdp_inspect.importing.kineto_events import Category, KinetoTrace
+from fsdp_inspect.importing.message_fields import NOTHING
 from fsdp_inspect.importing.messages import GroupNames
 from fsdp_inspect.importing.names import RunNames
 from fsdp_inspect.importing.phases import PhaseRanges

@@ -1,0 +1,171 @@
+"""Whatever is given to an import, it ends with a run or with a message, and leaves nothing else."""
+
+import gzip
+import json
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_inspect import open_run
+from fsdp_inspect.analysis.breakdown import measure_breakdown
+from fsdp_inspect.errors import FsdpInspectError, ImportingError
+from fsdp_inspect.importing.kineto import import_traces
+from fsdp_inspect.importing.trace_file import ImportLimits
+from tests.importing.kineto_traces import TraceWriter, fsdp2_step
+
+
+@pytest.fixture(scope="module")
+def whole():
+    trace = TraceWriter()
+    fsdp2_step(trace)
+    return trace.text().encode()
+
+
+def import_bytes(folder, content, **options):
+    path = folder / "trace.json"
+    path.write_bytes(content)
+    return import_traces(path, folder / "run", **options)
+
+
+def assert_nothing_is_left(folder):
+    assert sorted(path.name for path in folder.iterdir()) == ["trace.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        pytest.param(b"", "is empty", id="empty"),
+        pytest.param(b"{}", "without 'traceEvents'", id="no events"),
+        pytest.param(b'{"traceEvents": []}', "neither kernels nor communication", id="nothing"),
+        pytest.param(b"\x80\x04]q\x00.", "begins with", id="pickle"),
+        pytest.param(gzip.compress(b"[]")[:-4], "cannot be unpacked", id="cut gzip"),
+        pytest.param(b"\x1f\x8b" + b"\x00" * 40, "cannot be unpacked", id="no gzip"),
+        pytest.param(gzip.compress(b""), "is empty", id="empty gzip"),
+    ],
+)
+def test_what_cannot_be_imported_is_said(tmp_path, content, says):
+    with pytest.raises(ImportingError, match=r"trace\.json") as raised:
+        import_bytes(tmp_path, content)
+    assert says in str(raised.value)
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
+def test_a_trace_that_is_cut_off_leaves_nothing(tmp_path, whole, share):
+    with pytest.raises(ImportingError, match="cut off"):
+        import_bytes(tmp_path, whole[: int(share * len(whole))])
+    assert_nothing_is_left(tmp_path)
+
+
+def test_a_later_rank_that_is_damaged_leaves_nothing(tmp_path, whole):
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    (folder / "rank0.json").write_bytes(whole)
+    (folder / "rank1.json").write_bytes(whole[:-50])
+    with pytest.raises(ImportingError, match=r"rank1\.json"):
+        import_traces(folder, tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["traces"]
+
+
+def test_an_interrupted_import_leaves_nothing(tmp_path, whole):
+    def interrupt(name, share):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        import_bytes(tmp_path, whole, on_progress=interrupt)
+    assert_nothing_is_left(tmp_path)
+
+
+def test_a_file_made_to_fill_memory_is_refused(tmp_path):
+    bomb = gzip.compress(b'{"traceEvents": [' + b" " * (80 << 20))
+    with pytest.raises(ImportingError, match=r"over 200 times .* --max-size"):
+        import_bytes(tmp_path, bomb)
+    assert_nothing_is_left(tmp_path)
+
+
+def test_a_file_over_the_limit_is_refused_and_a_higher_limit_reads_it(tmp_path, whole):
+    with pytest.raises(ImportingError, match=r"more than 1\.00 KiB .* --max-size"):
+        import_bytes(tmp_path, whole, limits=ImportLimits(max_bytes=1024))
+    assert import_bytes(tmp_path, whole, limits=ImportLimits(max_bytes=1 << 20)).num_collectives
+
+
+def test_an_absurd_rank_is_refused(tmp_path, whole):
+    content = whole.replace(b'"rank": 0', b'"rank": 99999999999')
+    with pytest.raises(ImportingError, match="Expected less than"):
+        import_bytes(tmp_path, content)
+
+
+def test_a_folder_without_traces_is_said(tmp_path):
+    with pytest.raises(ImportingError, match="No trace at"):
+        import_traces(tmp_path, tmp_path / "run")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_trace_that_may_not_be_read_is_said(tmp_path, whole):
+    (tmp_path / "trace.json").write_bytes(whole)
+    (tmp_path / "trace.json").chmod(0)
+    with pytest.raises(ImportingError, match="cannot be read"):
+        import_traces(tmp_path / "trace.json", tmp_path / "run")
+
+
+def test_equal_ids_and_ranges_that_contradict_each_other_are_borne(tmp_path, whole):
+    content = json.loads(whole)
+    for event in content["traceEvents"]:
+        if "correlation" in event.get("args", {}):
+            event["args"]["correlation"] = 1
+    content["traceEvents"] += content["traceEvents"]
+    import_bytes(tmp_path, json.dumps(content).encode())
+    assert_the_parts_add_up(tmp_path / "run")
+
+
+def assert_the_parts_add_up(folder):
+    for split in measure_breakdown(open_run(folder)).ranks:
+        assert sum(part.duration_ns for part in split.parts) == split.step_time_ns
+
+
+ODD = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.lists(st.integers(-2, 2**40), max_size=3)
+    | st.sampled_from(["FSDP::all_gather", "FSDP::pre_forward (a)", "c10d::allreduce_", "kernel"])
+)
+FIELDS = ("ph", "cat", "name", "ts", "dur", "pid", "tid", "args")
+ARGUMENTS = ("correlation", "External id", "dtype", "Group size", "Out msg nelems", "stream")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_events_with_odd_values_are_borne_or_refused_in_words(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("odd")
+    trace = TraceWriter()
+    fsdp2_step(trace)
+    for event in data.draw(st.lists(st.sampled_from(trace.events), max_size=6)):
+        event[data.draw(st.sampled_from(FIELDS))] = data.draw(ODD)
+        if isinstance(event.get("args"), dict):
+            event["args"][data.draw(st.sampled_from(ARGUMENTS))] = data.draw(ODD)
+    try:
+        import_bytes(folder, trace.text().encode(), by_step=data.draw(st.booleans()))
+    except FsdpInspectError:
+        assert_nothing_is_left(folder)
+    else:
+        assert_the_parts_add_up(folder / "run")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_damaged_bytes_are_borne_or_refused_in_words(tmp_path_factory, whole, data):
+    folder = tmp_path_factory.mktemp("damaged")
+    content = bytearray(whole)
+    for place in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=5)):
+        content[place] = data.draw(st.integers(0, 255))
+    try:
+        import_bytes(folder, bytes(content))
+    except FsdpInspectError:
+        assert_nothing_is_left(folder)
+    else:
+        assert_the_parts_add_up(folder / "run")
