@@ -1,6 +1,14 @@
+import pytest
+
+from fsdp_inspect.analysis.bandwidth import measure_bandwidth
 from fsdp_inspect.digest.arrivals import MOST_RANKS_ALIGNED, find_arrivals, read_transfers
 from fsdp_inspect.trace.codes import COLLECTIVES
+from fsdp_inspect.trace.steps import timed_rank
+from fsdp_inspect.trace.waits import timed_collectives
 from tests.builders import RunBuilder
+from tests.llama70b import llama_70b_run
+
+GIB = 1 << 30
 
 
 def run_of(starts, *, host="one"):
@@ -45,3 +53,22 @@ def test_a_single_rank_knows_of_no_straggler():
     known, arrivals = find_arrivals(run, 0, collectives_of(run))
     assert arrivals.tolist() == [-1]
     assert "one rank" in known.sentence
+
+
+def test_bus_bandwidths_of_a_published_run_are_found_again():
+    """TraceLens, Llama-70B on 8 MI300: its GB/s are GiB/s (RULES G)."""
+    run = llama_70b_run()
+    transfers = read_transfers(run, 0, timed_collectives(run, timed_rank(run, 0)))
+    units = {unit.fqn: unit.index for unit in run.manifest.units}
+    found = {
+        (fqn, row.kind): row.bus_bytes_per_s / GIB
+        for fqn in ("layers.0", "")
+        for row in measure_bandwidth(run, rank=0, unit=units[fqn], transfer_ns=transfers).kinds
+    }
+    # The published mean of single rates is not the rate of the mean duration: 0.1 % apart.
+    assert found == {
+        ("layers.0", "all_gather"): pytest.approx(231.01, rel=2e-3),
+        ("layers.0", "reduce_scatter"): pytest.approx(239.25, rel=2e-3),
+        ("", "all_gather"): pytest.approx(287.30, rel=2e-3),
+        ("", "reduce_scatter"): pytest.approx(297.96, rel=2e-3),
+    }
