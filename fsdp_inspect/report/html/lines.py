@@ -6,6 +6,7 @@ from the left and from the top.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -140,7 +141,7 @@ def round_ticks(low: float, high: float, most: int) -> list[float]:
     span = high - low
     if span <= _LEAST_SPAN * max(abs(low), abs(high)):
         span = abs(high) or 1.0
-    rough = span / most
+    rough = max(span, sys.float_info.min * 1e9) / most
     power = 10.0 ** math.floor(math.log10(rough))
     distance = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     first = math.floor(low / distance + 1e-9)

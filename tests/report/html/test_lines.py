@@ -2,7 +2,7 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fsdp_inspect.report.html.lines import Line, draw_lines, round_ticks
@@ -43,6 +43,8 @@ def test_nothing_to_draw_is_no_chart(values):
     assert draw(Line("loss", list(range(len(values))), values)) is None
 
 
+@example(0.0, 5e-324, 4)
+@example(5e-324, 0.0, 4)
 @given(st.floats(-1e12, 1e12), st.floats(0, 1e12), st.integers(2, 8))
 def test_ticks_enclose_their_range_in_equal_distances(low, span, most):
     ticks = round_ticks(low, low + span, most)
