@@ -1,0 +1,62 @@
+"""Is a rank that really sleeps found and priced, from parts that were written on two disks?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_inspect.analysis.ranks import measure_ranks
+from fsdp_inspect.store.merging import merge_runs
+from fsdp_inspect.store.reader import StoredRun, open_run
+from fsdp_inspect.trace.alignment import align_clocks
+from tests.conftest import Torchrun
+from tests.distributed.straggler_driver import NUM_BLOCKS, SLEEP_S
+
+pytestmark = pytest.mark.distributed
+
+DRIVER = Path(__file__).with_name("straggler_driver.py")
+
+
+@pytest.fixture(scope="module")
+def run(torchrun: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
+    folder = tmp_path_factory.mktemp("straggler")
+    torchrun(str(DRIVER), str(folder), num_ranks=2)
+    parts = [folder / "node-0" / "run", folder / "node-1" / "run"]
+    return open_run(merge_runs(parts, folder / "merged").path)
+
+
+def test_the_rank_that_sleeps_is_found_and_costs_about_its_sleep(run: StoredRun) -> None:
+    ranks = measure_ranks(run)
+    assert ranks.straggler is not None
+    assert (ranks.straggler.rank, ranks.straggler.meanwhile) == (1, "forward")
+    slept_ns = NUM_BLOCKS * SLEEP_S * 1e9
+    assert 0.5 * slept_ns < ranks.straggler.cost_ns < 2.5 * slept_ns
+
+
+def test_the_replay_gives_the_recorded_step_exactly(run: StoredRun) -> None:
+    replay = measure_ranks(run).replay
+    assert replay is not None
+    assert replay.replayed_ns == replay.recorded_ns
+
+
+class TwoMachines:
+    """The same run, as if its ranks had recorded on machines that nobody knows to be one."""
+
+    def __init__(self, run: StoredRun) -> None:
+        self._run = run
+        self.ranks = [
+            record.model_copy(update={"host": f"node-{record.rank}", "pid_scope": ""})
+            for record in run.ranks
+        ]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
+
+
+def test_clocks_that_are_one_are_found_to_be_within_the_stated_uncertainty(run: StoredRun) -> None:
+    alignment = align_clocks(TwoMachines(run))  # type: ignore[arg-type]
+    times = run.events(1).start_ns
+    error = abs(alignment.to_reference(1, times) - times).max()
+    assert error <= alignment.between_ns(0, 1)
