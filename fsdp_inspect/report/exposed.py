@@ -27,7 +27,7 @@ MOST_OWNERS = 12
 """How many owners of exposed communication are listed unless one unit is asked for."""
 MOST_GATHERS = 16
 """How many rows of all-gathers are listed unless one unit is asked for."""
-LEAST_SHOWN = 0.005
+LEAST_SHOWN = 0.01
 """Causes of a smaller share are not listed beside an owner."""
 _TRANSFERS = {
     "all_ranks": "the shortest duration over the ranks, which waits for nobody",
