@@ -103,8 +103,9 @@ def check_plan(run: RunSource) -> PlanCheck:
         return _unknown(manifest, reason)
     rank = run.ranks[0].rank
     before = [step for step in selection.finished if step <= steps[-1]]
-    events = run.events(rank, steps=before, kinds=(*PASS_KINDS, *COUNTED_KINDS))
-    observed = ObservedCollectives(events, steps)
+    events = run.events(rank, steps=before, kinds=(EventKind.STEP, *PASS_KINDS, *COUNTED_KINDS))
+    own = set(events.step[events.kind == EventKind.STEP].tolist())
+    observed = ObservedCollectives(events, [step for step in steps if step in own])
     if not observed.has_passes:
         return _unknown(manifest, "the run does not tell when its units ran forward and backward")
     return _check(manifest, rank, observed)

@@ -83,11 +83,12 @@ def _conclude(evidence: Evidence, other: int) -> Conclusion:
         metric.is_exact and metric.judgements[other - 1].telling is Telling.DIFFERENT
         for metric in evidence.metrics
     )
+    is_told = is_certain or judged.telling is Telling.DIFFERENT
     return Conclusion(
         label=evidence.labels[other],
         telling=judged.telling,
         sentence=_say_step_time(evidence, step, judged, other),
-        reasons=(*reasons, *_say_settings(evidence.settings, other, is_certain=is_certain)),
+        reasons=(*reasons, *_say_settings(evidence.settings, other, is_told, is_certain)),
     )
 
 
@@ -116,8 +117,8 @@ def _say_step_time(
     amount = f"{label} is {abs(judged.change):.1%} {direction} than {first}".replace("%", " %")
     if judged.p_value is None:
         caution = (
-            f" More than the {PROCESS_NOISE_RATIO:.0%} by which identical processes differ, but "
-            f"not tested: {_say_missing_runs(evidence, judged, other)}"
+            f" More than the {PROCESS_NOISE_RATIO:.0%} by which identical processes "
+            f"differ on a quiet machine, but not tested: {_say_missing_runs(evidence, judged, other)}"
         ).replace("%", " %")
         return f"{amount}: {times}.{caution}"
     return f"{amount} ({_interval(judged)}, p = {judged.p_value:.2g}): {times}."
@@ -261,19 +262,30 @@ def _signed_bytes(change: int) -> str:
 
 
 def _say_settings(
-    settings: Sequence[SettingDifference], other: int, *, is_certain: bool
+    settings: Sequence[SettingDifference], other: int, is_told: bool, is_certain: bool
 ) -> Iterator[str]:
-    """The settings beside the change; `is_certain`: counts or bytes differ, which noise cannot."""
+    """The settings beside the change.
+
+    Args:
+        settings: What differs between any sides.
+        other: Which side.
+        is_told: Some number differs beyond noise, so that there is something to explain.
+        is_certain: Counts or bytes differ, which noise cannot do.
+    """
     differing = [one for one in settings if one.values[0] != one.values[other]]
     names = list(dict.fromkeys(one.name for one in differing))
     if not names:
         cause = "the cause" if is_certain else "what differs is noise, or"
         yield f"Their recorded settings are the same: {cause} was not recorded."
     elif len(names) == 1:
-        yield f"The only setting that differs, and so the likely reason, is {names[0]}."
+        reason = ""
+        if is_certain:
+            reason = ", and so the likely reason"
+        elif is_told:
+            reason = ": the likely reason, unless the machine was busier in one of the runs"
+        yield f"The only setting that differs is {names[0]}{reason}."
     else:
         more = f" and {len(names) - _MOST_SETTINGS} more" if len(names) > _MOST_SETTINGS else ""
-        yield (
-            f"{len(names)} settings differ ({', '.join(names[:_MOST_SETTINGS])}{more}): which of "
-            "them is the reason cannot be told from these runs."
-        )
+        listed = f"{len(names)} settings differ ({', '.join(names[:_MOST_SETTINGS])}{more})"
+        reason = ": which of them is the reason cannot be told from these runs" if is_told else ""
+        yield f"{listed}{reason}."

@@ -86,8 +86,8 @@ class ObservedCollectives:
         """Take a rank's passes and collectives.
 
         Args:
-            events: `PASS_KINDS` and `COUNTED_KINDS` of every step up to the last of `steps`:
-                earlier ones tell what a unit holds when the first of them begins.
+            events: `PASS_KINDS` and `COUNTED_KINDS` of every step up to the last of `steps`, other
+                kinds are ignored: earlier steps tell what a unit holds when the first one begins.
             steps: The steps to compare, ascending.
         """
         self.steps = tuple(steps)

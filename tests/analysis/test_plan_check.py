@@ -286,6 +286,16 @@ def test_a_rank_that_dropped_events_is_not_counted():
     assert "dropped events" in check_plan(builder.build()).sentence
 
 
+def test_a_step_that_the_rank_did_not_finish_is_not_counted():
+    """It was killed behind a gather, while another rank finished the step."""
+    builder = trained()
+    builder.rank(1).step(2, 2000, 3000)
+    rank = builder.rank(0)
+    rank.all_gather("layers.0", 2000, 2005, step=2, bytes=MESSAGE_BYTES)
+    check = check_plan(builder.build())
+    assert (check.steps, check.is_consistent) == ((0, 1), True)
+
+
 def test_an_imported_run_without_passes_is_not_judged():
     builder = RunBuilder(units=BLOCKS, source="imported")
     builder.rank(0).step(0, 0, 100)

@@ -94,7 +94,8 @@ def test_a_change_is_explained_by_the_part_and_the_unit_that_moved_in_it():
         "The unit that moved most in it is layers.0: all-gather +100.0 ns a step.",
     )
     assert conclusion.reasons[-1] == (
-        "The only setting that differs, and so the likely reason, is reshard."
+        "The only setting that differs is reshard: the likely reason, unless the machine was busier in "
+        "one of the runs."
     )
 
 
@@ -111,6 +112,13 @@ def test_of_several_settings_none_is_called_the_reason():
     second = run_of_step(200, config={"a": 1, "b": 2})
     [conclusion] = compare_runs(run_of_step(100), second).conclusions
     assert conclusion.reasons[-1].startswith("2 settings differ (a, b): which of them")
+
+
+def test_where_nothing_is_told_no_setting_is_called_the_reason():
+    [one] = compare_runs(run_of_step(100), run_of_step(101, config={"a": 1})).conclusions
+    assert one.reasons[-1] == "The only setting that differs is a."
+    [two] = compare_runs(run_of_step(100), run_of_step(101, config={"a": 1, "b": 2})).conclusions
+    assert two.reasons[-1] == "2 settings differ (a, b)."
 
 
 def test_parts_of_the_median_steps_add_up_and_so_do_their_changes():

@@ -12,12 +12,13 @@ B  freed
 differs in reshard: false -> true
 
 B is 50.0 % slower than A: 100.0 ns -> 150.0 ns a step. More than the 10 % by
-which identical processes differ, but not tested: a test needs 5 runs of each,
-so 4 more of A and 4 more of B.
+which identical processes differ on a quiet machine, but not tested: a test
+needs 5 runs of each, so 4 more of A and 4 more of B.
   Of +50.0 ns between their median steps: exposed all-gather +40.0 ns.
   Over all waits, the cause that moved most is floor: +40.0 ns.
   The unit that moved most in it is layers.0: all-gather +40.0 ns a step.
-  The only setting that differs, and so the likely reason, is reshard.
+  The only setting that differs is reshard: the likely reason, unless the
+  machine was busier in one of the runs.
 
 B against A
                               A         B    change
