@@ -116,10 +116,11 @@ def _say_step_time(
     direction = "slower" if judged.change > 0 else "faster"
     amount = f"{label} is {abs(judged.change):.1%} {direction} than {first}".replace("%", " %")
     if judged.p_value is None:
+        limit = f"{PROCESS_NOISE_RATIO:.0%}".replace("%", " %")
         caution = (
-            f" More than the {PROCESS_NOISE_RATIO:.0%} by which identical processes "
-            f"differ on a quiet machine, but not tested: {_say_missing_runs(evidence, judged, other)}"
-        ).replace("%", " %")
+            f" More than the {limit} by which identical processes differ on a quiet machine, but "
+            f"not tested: {_say_missing_runs(evidence, judged, other)}"
+        )
         return f"{amount}: {times}.{caution}"
     return f"{amount} ({_interval(judged)}, p = {judged.p_value:.2g}): {times}."
 

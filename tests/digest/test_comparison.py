@@ -94,8 +94,8 @@ def test_a_change_is_explained_by_the_part_and_the_unit_that_moved_in_it():
         "The unit that moved most in it is layers.0: all-gather +100.0 ns a step.",
     )
     assert conclusion.reasons[-1] == (
-        "The only setting that differs is reshard: the likely reason, unless the machine was busier in "
-        "one of the runs."
+        "The only setting that differs is reshard: the likely reason, unless the machine was "
+        "busier in one of the runs."
     )
 
 
