@@ -4,7 +4,7 @@ from typing import Literal
 
 import streamlit as st
 
-from fsdp_inspect.digest import RunDigest
+from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.trace.run import RunManifest, RunStatus
 from fsdp_inspect_app import wording
 from fsdp_inspect_app.wording import plain

@@ -17,7 +17,7 @@ from fsdp_inspect.analysis.memory import MemoryOfStep, PeakMoment
 from fsdp_inspect.analysis.scalars import ScalarSeries
 from fsdp_inspect.analysis.steps import StepPoint
 from fsdp_inspect.analysis.units import UnitCollective, UnitCost
-from fsdp_inspect.digest import RunDigest
+from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.values import format_kind

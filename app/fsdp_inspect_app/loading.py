@@ -18,7 +18,7 @@ from fsdp_inspect import StoredRun, open_run
 from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_step_breakdown
 from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
 from fsdp_inspect.analysis.steps import StepTimes, measure_step_times
-from fsdp_inspect.digest import RunDigest, digest_run
+from fsdp_inspect.digest.run import RunDigest, digest_run
 from fsdp_inspect.store.folder import RunEntry, list_runs
 from fsdp_inspect_app.timeline.lod import SpanIndex
 from fsdp_inspect_app.timeline.tracks import StepTimeline, build_timeline

@@ -7,7 +7,7 @@ Names come from whoever recorded the run. Markdown and chart labels must show th
 import html
 import re
 
-from fsdp_inspect.digest import RunDigest
+from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.formatting import format_ns, format_unit
 from fsdp_inspect.report.wording import (
     describe_memory_method,

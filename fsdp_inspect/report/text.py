@@ -17,7 +17,7 @@ from fsdp_inspect.analysis.overlap import RankOverlap
 from fsdp_inspect.analysis.plan_check import PlanCheck
 from fsdp_inspect.analysis.units import UnitCollective, UnitCost, UnitCosts
 from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
-from fsdp_inspect.digest import RunDigest
+from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.formatting import MISSING, format_bytes, format_count, format_ratio, format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.values import format_kind, format_method, format_metric

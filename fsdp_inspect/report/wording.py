@@ -8,7 +8,7 @@ from collections import Counter
 from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.memory import Memory
 from fsdp_inspect.analysis.provenance import Provenance
-from fsdp_inspect.digest import RunDigest
+from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.formatting import format_count, format_ns
 from fsdp_inspect.report.values import format_kind, format_method
 from fsdp_inspect.trace.run import RunManifest

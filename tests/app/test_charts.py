@@ -8,7 +8,7 @@ from fsdp_inspect_app import charts
 from fsdp_inspect.analysis.memory import CategoryBytes, PeakMoment
 from fsdp_inspect.analysis.scalars import measure_scalars
 from fsdp_inspect.analysis.steps import measure_step_times
-from fsdp_inspect.digest import digest_run
+from fsdp_inspect.digest.run import digest_run
 from fsdp_inspect.report import palette
 from tests.app.synthetic import make_run
 

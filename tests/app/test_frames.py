@@ -7,7 +7,7 @@ import pytest
 from fsdp_inspect_app import frames
 from fsdp_inspect_app.timeline.tracks import build_timeline
 
-from fsdp_inspect.digest import digest_run
+from fsdp_inspect.digest.run import digest_run
 from tests.app.synthetic import MESSAGE_BYTES, make_run
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_inspect import open_run
-from fsdp_inspect.digest import digest_run
+from fsdp_inspect.digest.run import digest_run
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from tests.app.conftest import HOSTILE_NAME, HOSTILE_UNIT
 

@@ -6,7 +6,7 @@ import pytest
 from fsdp_inspect_app import wording
 
 from fsdp_inspect.analysis.provenance import Provenance
-from fsdp_inspect.digest import digest_run
+from fsdp_inspect.digest.run import digest_run
 from tests.app.synthetic import make_manifest, make_run
 
 HOSTILE = "a*b_c [x](http://e) <b>d</b> `e` $f$ :red[g] # h ~i~ | \\"

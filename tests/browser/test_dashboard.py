@@ -7,7 +7,7 @@ import re
 import pytest
 
 from fsdp_inspect import open_run
-from fsdp_inspect.digest import digest_run
+from fsdp_inspect.digest.run import digest_run
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.trace.codes import EventKind

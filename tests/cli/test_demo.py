@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from fsdp_inspect.cli import demo
-from fsdp_inspect.digest import digest_run
+from fsdp_inspect.digest.run import digest_run
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fsdp_inspect import open_run
-from fsdp_inspect.digest import digest_run
+from fsdp_inspect.digest.run import digest_run
 from fsdp_inspect.errors import ImportingError, StoreError
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.report.json import to_plain

@@ -10,7 +10,7 @@ from fsdp_inspect.analysis.breakdown import measure_breakdown, measure_step_brea
 from fsdp_inspect.analysis.exposed import measure_exposed
 from fsdp_inspect.analysis.overlap import measure_overlap
 from fsdp_inspect.analysis.steps import measure_step_times
-from fsdp_inspect.digest import digest_run
+from fsdp_inspect.digest.run import digest_run
 from fsdp_inspect.report.json import to_plain
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase, Stream
 from fsdp_inspect.trace.tables import EventTable

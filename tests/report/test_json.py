@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_inspect.analysis.verdict import Limit
-from fsdp_inspect.digest import digest_run
+from fsdp_inspect.digest.run import digest_run
 from fsdp_inspect.report.json import render_json
 from fsdp_inspect.trace.run import ClockPair
 from tests.builders import steady_run

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from fsdp_inspect.analysis.units import measure_units
-from fsdp_inspect.digest import digest_run
+from fsdp_inspect.digest.run import digest_run
 from fsdp_inspect.report.text import MOST_RANKS, render_summary, render_units, render_verdict
 from fsdp_inspect.trace.codes import MemoryPoint, Phase
 from fsdp_inspect.trace.run import RunStatus

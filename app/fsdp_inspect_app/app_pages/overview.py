@@ -4,7 +4,7 @@ import streamlit as st
 
 from fsdp_inspect.analysis.memory import PeakMoment
 from fsdp_inspect.analysis.steps import StepTimes
-from fsdp_inspect.digest import RunDigest
+from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.metrics import find_metric

@@ -3,7 +3,7 @@
 import pandas as pd
 import streamlit as st
 
-from fsdp_inspect.digest import RunDigest
+from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.store.folder import RunEntry

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import streamlit as st
 
 from fsdp_inspect import StoredRun
-from fsdp_inspect.digest import RunDigest
+from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_ns, format_unit
 from fsdp_inspect.store.folder import RunEntry

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import streamlit as st
 
 from fsdp_inspect.analysis.units import UnitCost
-from fsdp_inspect.digest import RunDigest
+from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.formatting import MISSING, format_bytes, format_count, format_ns, format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.trace.run import RunManifest

@@ -5,13 +5,12 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from fsdp_inspect.analysis.memory_growth import MemoryGrowth, measure_memory_growth
-from fsdp_inspect.analysis.plan_check import PlanCheck, check_plan
 from fsdp_inspect.analysis.ranks import Ranks, measure_ranks
 from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
 from fsdp_inspect.analysis.steps import StepTimes, measure_step_times
-from fsdp_inspect.digest import RunDigest, digest_run
 from fsdp_inspect.digest.comparison import Comparison, compare_runs
 from fsdp_inspect.digest.exposed import WaitDigest, digest_waits
+from fsdp_inspect.digest.run import RunDigest, digest_run
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
@@ -27,7 +26,6 @@ class RunContents:
     """What the training loop logged."""
     waits: WaitDigest | None
     ranks: Ranks | None
-    plan_check: PlanCheck | None
     growth: MemoryGrowth | None
     """None also where too few steps know their memory."""
     unanswered: tuple[str, ...]
@@ -45,7 +43,6 @@ def read_contents(run: RunSource) -> RunContents:
         scalars=_ask(measure_scalars, run, damage) or (),
         waits=_ask(digest_waits, run, damage),
         ranks=_ask(measure_ranks, run, damage),
-        plan_check=_ask(check_plan, run, damage),
         growth=_ask(measure_memory_growth, run, damage),
         unanswered=(),
     )
