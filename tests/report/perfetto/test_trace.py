@@ -153,6 +153,36 @@ def test_ranks_of_one_machine_share_the_axis_and_others_are_not_guessed_at(tmp_p
     assert "ranks 2; their times must not be compared" in result.time_axis
 
 
+def test_ranks_of_two_machines_lie_as_their_collectives_say(tmp_path):
+    step_ns, ahead_ns = 10_000_000, 777_000_000
+    builder = RunBuilder(world_size=2, backend="nccl")
+    for number, host in enumerate(["a", "b"]):
+        rank = builder.rank(number)
+        rank.record["host"] = host
+        for step in range(20):
+            start = step * step_ns + number * ahead_ns
+            rank.step(step, start, start + step_ns)
+            for turn in range(10):
+                begin = start + turn * 900_000
+                # Each rank arrives last at every other collective.
+                late = 400_000 if turn % 2 == number else 0
+                rank.all_gather(
+                    "layers.0",
+                    begin + late,
+                    begin + 500_000,
+                    need=begin + late,
+                    sequence=10 * step + turn,
+                    collective=10 * step + turn,
+                )
+    result, trace = export(builder.build(), tmp_path, steps={5})
+    starts = [one.start_ns for one in trace.slices if one.name == "step 5"]
+    assert trace.about["aligned_ranks"] == [0, 1]
+    uncertainty = trace.about["clock_uncertainty_ns"]["1"]
+    assert 0 < uncertainty < step_ns / 10
+    assert abs(starts[0] - starts[1]) <= uncertainty
+    assert "to within" in result.time_axis
+
+
 def test_a_trace_that_would_not_open_is_refused_with_what_narrows_it(sample, tmp_path):
     with pytest.raises(ExportError, match=r"at most 1 MB.*--steps.*--ranks.*--max-mb"):
         export(sample, tmp_path, limit_mb=1)
