@@ -235,3 +235,15 @@ def test_ten_runs_have_ten_labels():
     labels = [side.label for side in compare_runs(*runs).sides]
     assert labels[:3] == ["A", "B", "C"]
     assert labels[25:28] == ["Z", "A1", "B1"]
+
+
+def test_a_run_against_its_twin_differs_in_nothing():
+    comparison = compare_runs(steady_run(run_id="one"), steady_run(run_id="two"))
+    assert comparison.settings == comparison.caveats == ()
+    assert {part.changes_ns for part in (*comparison.parts, *comparison.causes)} == {(0,)}
+    assert {row.exposed_changes_ns for row in comparison.units} == {(0,)}
+    assert {metric.judgements[0].telling for metric in comparison.metrics} <= {
+        Telling.EQUAL,
+        Telling.UNKNOWN,
+        Telling.MISSING,
+    }
