@@ -131,9 +131,15 @@ def _export_tables(
     *,
     replaces: bool,
 ) -> "TablesExport":
+    from fsdp_inspect.errors import ExportError
     from fsdp_inspect.report.output import whole_folder
     from fsdp_inspect.report.tables import TableFormat, write_tables
 
+    if out.suffix in (".csv", ".parquet"):
+        raise ExportError(
+            f"Several tables do not fit into one file, {out.name!r}. Expected a folder, which gets "
+            f"one file a table. Give for example --out {out.stem}-tables"
+        )
     with whole_folder(out, replaces=replaces) as place:
         return write_tables(
             run,

@@ -59,6 +59,15 @@ def test_a_name_that_perfetto_would_not_know_is_refused(invoke, runs_folder, tmp
     assert "trace.pb.json.gz" in ended.err
 
 
+def test_tables_are_not_written_into_what_looks_like_one_file(invoke, runs_folder, tmp_path):
+    ended = invoke(
+        "export", runs_folder / "steady", "--format", "csv", "--out", tmp_path / "run.csv"
+    )
+    assert ended.code == 1
+    assert "run-tables" in ended.err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("text", ["5-3", "a", "1,,2", "-1", "1-", "0-99999999999"])
 def test_a_list_that_is_none_is_a_wrong_command_line(invoke, runs_folder, tmp_path, text):
     ended = invoke(
