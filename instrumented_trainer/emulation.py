@@ -59,9 +59,8 @@ def fix_compute(
     if times is None or emulation is None:
         return None
     modules = torch_fsdp.modules_by_name(model)
-    fixed = FixedCompute(times, emulation.waits, runtime.device)
+    fixed = FixedCompute(times, emulation, runtime.device)
     fixed.attach({name: modules[name] for name in names})
-    emulation.settings["fixed_compute"] = times.to_dict()
     return fixed
 
 

@@ -12,31 +12,35 @@ added behind the part's own kernels: no part can be shorter than its real comput
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from fsdp_inspect.emulation.fixed_times import FixedTimes
 from fsdp_inspect.emulation.network import sleep_until
-from fsdp_inspect.emulation.unit_waits import UnitWaits
+from fsdp_inspect.emulation.process import Emulation
 from fsdp_inspect.emulation.wires import SpinningDevice
 
 
 class FixedCompute:
     """Makes the parts of a model last their times."""
 
-    def __init__(self, times: FixedTimes, waits: UnitWaits, device: torch.device) -> None:
+    def __init__(self, times: FixedTimes, emulation: Emulation, device: torch.device) -> None:
         self.num_spans = 0
         """How many forwards and backwards of parts there were."""
         self.num_overruns = 0
         """How many of them lasted longer than decreed; unknown (0) on CUDA."""
         self._times = times
-        self._waits = waits
+        self._waits = emulation.waits
         self._spin = _spinner() if device.type == "cuda" else None
         self._recompute_ns = 0
+        # Checkpointing would leave a repeated forward before our hook behind it.
+        emulation.undo.enter_context(set_checkpoint_early_stop(False))
+        emulation.settings["fixed_compute"] = times.to_dict()
 
     def attach(self, parts: Mapping[str, nn.Module]) -> None:
         """Put hooks on the parts, by name; call it after `fully_shard`.
@@ -76,8 +80,9 @@ class FixedCompute:
 class Part:
     """The hooks on one module.
 
-    FSDP's pre-forward hook runs before ours and its post-forward hook after ours. In backward,
-    the hook on the output comes before FSDP's, whose time is left out like all of FSDP's.
+    FSDP's pre-forward hook runs before ours and its post-forward hook after ours. In backward a
+    part begins at the node that made its output, behind every hook on that tensor: FSDP's, and that
+    of the next part, whose backward ends there.
     """
 
     def __init__(self, fixed: FixedCompute, module: nn.Module, num_parameters: int) -> None:
@@ -93,30 +98,26 @@ class Part:
         first = _first_with_gradient((args, kwargs))
         self._gives_gradients = first is not None
         if first is not None:
-            _on_gradient(first, self._leave_backward)
+            first.register_hook(self._leave_backward)  # type: ignore[no-untyped-call]
         self._forwards.append(self._fixed.now_ns())
 
     def _leave_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._fixed.leave_forward(self._forwards.pop(), self._num_parameters)
         first = _first_with_gradient(output)
-        if first is not None:
+        if first is not None and first.grad_fn is not None:
             gives = self._gives_gradients
-            _on_gradient(first, self._enter_backward if gives else self._pass_backward)
+            first.grad_fn.register_prehook(self._enter_backward if gives else self._pass_backward)
 
-    def _enter_backward(self, gradient: torch.Tensor) -> None:
+    def _enter_backward(self, gradients: Sequence[torch.Tensor]) -> None:
         self._backwards.append(self._fixed.now_ns())
 
     def _leave_backward(self, gradient: torch.Tensor) -> None:
         if self._backwards:
             self._fixed.leave_backward(self._backwards.pop(), self._num_parameters)
 
-    def _pass_backward(self, gradient: torch.Tensor) -> None:
+    def _pass_backward(self, gradients: Sequence[torch.Tensor]) -> None:
         """An embedding: nothing says when its backward ends, so its time passes before it."""
         self._fixed.leave_backward(self._fixed.now_ns(), self._num_parameters)
-
-
-def _on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _first_with_gradient(values: Any) -> torch.Tensor | None:

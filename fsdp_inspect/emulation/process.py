@@ -28,16 +28,18 @@ class Emulation:
 
     def __init__(self, specification: Specification) -> None:
         self.specification = specification
+        self.undo = ExitStack()
+        """What is taken back when the emulation ends."""
         self.settings: dict[str, Any] = {}
         """What else a reader of the recording must know, such as fixed computing times."""
         network = Network(specification)
         self.waits = UnitWaits(network)
         self._collectives = Collectives(network, self.waits)
 
-    def attach(self, undo: ExitStack) -> None:
-        """Replace what torch has, until `undo` is closed."""
-        self.waits.attach(undo)
-        self._collectives.attach(undo)
+    def attach(self) -> None:
+        """Replace what torch has, until the emulation ends."""
+        self.waits.attach(self.undo)
+        self._collectives.attach(self.undo)
 
     def take_transfer(self) -> Transfer | None:
         """The transfer of the collective that was issued last, once; None: its times are unknown.
@@ -70,8 +72,8 @@ def emulate(specification: Specification) -> Iterator[Emulation]:
     global _active
     _expect_alone(specification)
     emulation = Emulation(specification)
-    with ExitStack() as undo:
-        emulation.attach(undo)
+    with emulation.undo as undo:
+        emulation.attach()
         _replace_process_groups(undo, specification)
         _set_environment(undo, specification)
         _active = emulation

@@ -1,0 +1,135 @@
+"""Do parts of a model last the time that is decreed, whatever else happens inside?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_inspect.emulation.fixed_compute import FixedCompute
+from fsdp_inspect.emulation.fixed_times import parse_fixed_times
+from fsdp_inspect.emulation.process import Emulation, emulate
+from fsdp_inspect.emulation.specification import parse_specification
+from fsdp_inspect.errors import ConfigError
+
+TIMES = parse_fixed_times("forward=10ms,backward=20ms")
+SLACK_S = 0.02
+
+
+@pytest.fixture
+def emulation() -> Iterator[Emulation]:
+    with emulate(parse_specification("world_size=4,bandwidth=10GB/s")) as emulation:
+        dist.init_process_group()
+        yield emulation
+        dist.destroy_process_group()
+
+
+def fixed_parts(emulation: Emulation, *modules: nn.Module) -> FixedCompute:
+    fixed = FixedCompute(TIMES, emulation, torch.device("cpu"))
+    fixed.attach({str(index): module for index, module in enumerate(modules)})
+    return fixed
+
+
+def seconds(action: object) -> float:
+    begin = time.perf_counter()
+    action()  # type: ignore[operator]
+    return time.perf_counter() - begin
+
+
+def test_each_part_lasts_its_time_in_forward_and_backward(emulation: Emulation):
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    fixed = fixed_parts(emulation, first, second)
+    x = torch.ones(2, 8, requires_grad=True)
+    outputs: list[torch.Tensor] = []
+
+    assert 0.02 <= seconds(lambda: outputs.append(second(first(x)).sum())) < 0.02 + SLACK_S
+    assert 0.04 <= seconds(outputs[0].backward) < 0.04 + SLACK_S
+    assert (fixed.num_spans, fixed.num_overruns) == (4, 0)
+
+
+def test_a_part_whose_input_has_no_gradient_has_a_backward_too(emulation: Emulation):
+    embedding = nn.Embedding(8, 8)
+    fixed = fixed_parts(emulation, embedding)
+    loss = embedding(torch.zeros(2, dtype=torch.int64)).sum()
+
+    assert 0.02 <= seconds(loss.backward) < 0.02 + SLACK_S
+    assert fixed.num_spans == 2
+
+
+def test_an_evaluation_has_no_backward(emulation: Emulation):
+    linear = nn.Linear(8, 8)
+    fixed = fixed_parts(emulation, linear)
+    with torch.no_grad():
+        linear(torch.ones(2, 8))
+
+    assert fixed.num_spans == 1
+
+
+def test_recomputation_lasts_a_forward_more(emulation: Emulation):
+    linear = nn.Linear(8, 8)
+    fixed = fixed_parts(emulation, linear)
+    x = torch.ones(2, 8, requires_grad=True)
+    loss = checkpoint(linear, x, use_reentrant=False).sum()
+
+    assert 0.03 <= seconds(loss.backward) < 0.03 + SLACK_S
+    assert fixed.num_spans == 3
+
+
+def test_fsdp_inside_a_part_is_not_counted_as_its_computation(emulation: Emulation):
+    """The wait for the gather, 30 ms, comes on top of the part's own 10 ms."""
+    inner = nn.Linear(8, 8)
+    outer = nn.Sequential(inner)
+    with emulate_slowly(emulation):
+        fully_shard(inner)
+        fully_shard(outer)
+        fixed_parts(emulation, outer)
+        elapsed = seconds(lambda: outer(torch.ones(2, 8)))
+
+    assert elapsed >= 0.04
+
+
+def emulate_slowly(emulation: Emulation) -> pytest.MonkeyPatch:
+    patch = pytest.MonkeyPatch()
+    network = emulation.waits._network
+    patch.setattr(network, "duration_ns", lambda *_: 30_000_000)
+    return patch.context()
+
+
+def test_a_part_that_computes_for_longer_is_counted(emulation: Emulation):
+    class Slow(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.03)
+            return super().forward(x)
+
+    slow = Slow(8, 8)
+    fixed = fixed_parts(emulation, slow)
+    slow(torch.ones(2, 8))
+
+    assert fixed.num_overruns == 1
+
+
+def test_times_may_count_parameters():
+    times = parse_fixed_times("forward=3ns/param, backward=0.5us/param")
+
+    assert (times.forward.of(1000), times.backward.of(1000)) == (3_000, 500_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("forward=2ms", ["nothing of backward", "Add backward=4ms"]),
+        ("forwards=2ms,backward=4ms", ["'forwards'", "Nearest: 'forward'"]),
+        ("forward=2,backward=4ms", ["forward to '2'", "Give it a unit"]),
+    ],
+)
+def test_a_refusal_says_what_is_wrong_and_what_is_legal(text: str, words: list[str]):
+    with pytest.raises(ConfigError) as refused:
+        parse_fixed_times(text)
+
+    assert all(word in str(refused.value) for word in [text, "3ns/param", *words])
