@@ -6,6 +6,7 @@ last: names change with every version of NCCL and RCCL, and some say nothing.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,6 +129,7 @@ def describe_kernels(
     return _ordered(kinds, messages, groups, issues, kernels.start_ns, kernels.end_ns)
 
 
+@lru_cache(maxsize=4096)
 def _kind(names: tuple[str | None, ...]) -> EventKind:
     """What the first name says that says anything."""
     kinds = [kind_of(name) for name in names if name]

@@ -195,7 +195,8 @@ class EventReader:
             if _BETWEEN.match(self._buffer, at) is None:
                 continue
             try:
-                events = decode_all(b"[" + self._buffer[: at + 1] + b"]")
+                whole = memoryview(self._buffer)[: at + 1]
+                events = decode_all(b"".join((b"[", whole, b"]")))
             except _CANNOT_DECODE:
                 return None
             self._advance(at + 1)

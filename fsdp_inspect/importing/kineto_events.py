@@ -9,11 +9,14 @@ nanosecond exactly; that is why Kineto writes times from a base time. Traces bef
 µs since 1970, which floats cannot tell to the nanosecond: those are decoded as decimals.
 """
 
+import gc
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import IntEnum
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from fsdp_inspect.importing.message_fields import (
     NOTHING,
     Arguments,
     Message,
-    read_message,
+    MessageReader,
     read_whole,
 )
 from fsdp_inspect.importing.trace_file import ImportLimits, OnProgress, read_blocks
@@ -170,8 +173,9 @@ def read_trace(
         events = decoder.decode(raw)
         return exact.decode(raw) if _needs_decimals(events) else events
 
-    for stretch in reader.stretches(decode, columns.decode_odd):  # type: ignore[arg-type]
-        columns.add(stretch)
+    with _without_cycle_collection():
+        for stretch in reader.stretches(decode, columns.decode_odd):  # type: ignore[arg-type]
+            columns.add(stretch)
     return KinetoTrace(
         name=path.name,
         events={category: columns.of(category) for category in Category},
@@ -181,6 +185,18 @@ def read_trace(
         num_events=columns.num_events + columns.num_unreadable,
         num_odd=columns.num_odd + columns.num_unreadable,
     )
+
+
+@contextmanager
+def _without_cycle_collection() -> Iterator[None]:
+    """Events make no cycles, and looking for some in hundreds of thousands of them takes time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _needs_decimals(events: Sequence[_Event]) -> bool:
@@ -199,6 +215,7 @@ class _Columns:
     num_events: int = 0
     num_odd: int = 0
     num_unreadable: int = 0
+    _reader: MessageReader = field(default_factory=MessageReader)
     _communicates: list[bool] = field(default_factory=list)
     """By name, as far as it was asked for."""
     _threads: dict[tuple[Any, Any], int] = field(default_factory=dict)
@@ -224,14 +241,12 @@ class _Columns:
     def add(self, events: Sequence[_Event | _ExactEvent]) -> None:
         """Keep what is needed of these events."""
         self.num_events += len(events)
-        sorted_out: dict[Category, list[Any]] = {category: [] for category in Category}
-        for event in events:
-            category = _CATEGORIES.get(event.cat)
-            if category is not None and event.ph == "X":
-                sorted_out[category].append(event)
-        for category, members in sorted_out.items():
-            if members:
-                self._add(category, members)
+        codes = np.array([_CATEGORIES.get(name, NOTHING) for name in map(_CATEGORY, events)])
+        for category in Category:
+            members = [events[place] for place in np.flatnonzero(codes == category).tolist()]
+            complete = [event for event in members if event.ph == "X"]
+            if complete:
+                self._add(category, complete)
 
     def of(self, category: Category) -> EventColumns:
         """All events of a category."""
@@ -249,45 +264,34 @@ class _Columns:
             self.num_odd += int(np.count_nonzero(~is_sound))
             events = [events[position] for position in np.flatnonzero(is_sound).tolist()]
             start_ns, end_ns = start_ns[is_sound], end_ns[is_sound]
-        names = self.names
-        arguments = [event.args for event in events]
-        name = np.array([names.setdefault(e.name, len(names)) for e in events], np.int32)
+        arguments = [event.args or _NO_ARGUMENTS for event in events]
+        name = _number(list(map(_NAME, events)), self.names)
         self._parts[category].append(
             EventColumns(
                 name=name,
-                thread=self._number_threads(events),
+                thread=_number(_thread_keys(events), self._threads),
                 start_ns=start_ns,
                 end_ns=end_ns,
-                correlation=_ids([one.correlation if one else None for one in arguments]),
-                external=_ids([one.external if one else None for one in arguments]),
+                correlation=_ids(list(map(_CORRELATION, arguments))),
+                external=_ids(list(map(_EXTERNAL, arguments))),
             )
         )
         self._keep_messages(category, name, arguments)
         self._counts[category] += len(events)
 
-    def _number_threads(self, events: list[Any]) -> Int32Array:
-        threads = self._threads
-        try:
-            found = [threads.setdefault((e.pid, e.tid), len(threads)) for e in events]
-        except TypeError:  # lists and objects, which are no thread
-            keys = [(repr(e.pid), repr(e.tid)) for e in events]
-            found = [threads.setdefault(key, len(threads)) for key in keys]
-        return np.array(found, np.int32)
-
     def _keep_messages(
-        self, category: Category, names: Int32Array, arguments: list[Arguments | None]
+        self, category: Category, names: Int32Array, arguments: list[Arguments]
     ) -> None:
         """What communications say: device events that carry it, host events by their name."""
         if category is Category.KERNEL:
-            chosen = [i for i, one in enumerate(arguments) if one and one.collective is not None]
+            chosen = [i for i, one in enumerate(arguments) if one.collective is not None]
         elif category in (Category.OPERATOR, Category.ANNOTATION):
             chosen = np.flatnonzero(self._is_communication(names)).tolist()
         else:
             return
         first, messages = self._counts[category], self.messages[category]
         for position in chosen:
-            one = arguments[position]
-            messages[first + position] = read_message(one) if one else Message()
+            messages[first + position] = self._reader.read(arguments[position])
 
     def _is_communication(self, names: Int32Array) -> NDArray[np.bool_]:
         known = self._communicates
@@ -302,6 +306,29 @@ _NO_EVENTS = EventColumns(
 )
 
 
+_NO_ARGUMENTS = Arguments()
+_CATEGORY = attrgetter("cat")
+_NAME, _THREAD = attrgetter("name"), attrgetter("pid", "tid")
+_START, _DURATION = attrgetter("ts"), attrgetter("dur")
+_CORRELATION, _EXTERNAL = attrgetter("correlation"), attrgetter("external")
+
+
+def _number(keys: list[Any], known: dict[Any, int]) -> Int32Array:
+    """The number of each key; new ones are numbered as they come."""
+    for key in dict.fromkeys(keys):
+        known.setdefault(key, len(known))
+    return np.array(list(map(known.__getitem__, keys)), np.int32)
+
+
+def _thread_keys(events: list[Any]) -> list[Any]:
+    keys = list(map(_THREAD, events))
+    try:
+        set(keys)
+    except TypeError:  # lists and objects, which are no thread
+        return list(map(repr, keys))
+    return keys
+
+
 def _times_ns(events: list[Any]) -> tuple[Int64Array, Int64Array, NDArray[np.bool_]]:
     """Starts, ends, and which of them can be believed."""
     if isinstance(events[0], _ExactEvent):
@@ -314,7 +341,8 @@ def _times_ns(events: list[Any]) -> tuple[Int64Array, Int64Array, NDArray[np.boo
 
 
 def _both(events: list[Any]) -> tuple[list[Any], list[Any]]:
-    return [event.ts for event in events], [event.dur for event in events]
+    """All starts, and all durations."""
+    return list(map(_START, events)), list(map(_DURATION, events))
 
 
 def _float_ns(times_us: NDArray[np.float64]) -> Int64Array:
@@ -335,7 +363,7 @@ def _decimal_ns(time_us: Decimal) -> int:
 def _ids(values: list[Any]) -> Int64Array:
     """Ids as they come: numbers, or numbers as text; -1 for what is neither."""
     try:
-        return np.array([NOTHING if value is None else value for value in values], np.int64)
+        return np.array(values, np.int64)
     except (TypeError, ValueError, OverflowError):
         return np.array([_id(value) for value in values], np.int64)
 

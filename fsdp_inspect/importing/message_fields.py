@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -14,12 +15,24 @@ MAX_ID = 1 << 62
 """Ids and counts beyond this are none."""
 
 
+_MAX_KNOWN = 10_000
+_SAID = attrgetter(
+    "collective",
+    "in_elements",
+    "out_elements",
+    "dtype",
+    "group_size",
+    "group_name",
+    "group_description",
+    "group_ranks",
+)
+
+
 class Arguments(msgspec.Struct, gc=False):
     """Of an event; anything may be missing or of another type."""
 
-    correlation: Any = None
-    external: Any = msgspec.field(default=None, name="External id")
-    stream: Any = None
+    correlation: Any = NOTHING
+    external: Any = msgspec.field(default=NOTHING, name="External id")
     collective: Any = msgspec.field(default=None, name="Collective name")
     in_elements: Any = msgspec.field(default=None, name="In msg nelems")
     out_elements: Any = msgspec.field(default=None, name="Out msg nelems")
@@ -48,6 +61,26 @@ class Message:
     """None also where the list is abbreviated."""
     input_elements: tuple[int, ...] = ()
     """Of the first tensors of a host operator (`Input Dims`)."""
+
+
+class MessageReader:
+    """Reads messages; equal ones, of which a trace has many, are read once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Message] = {}
+
+    def read(self, arguments: Arguments) -> Message:
+        """What an event's arguments say about a communication."""
+        key = (*_SAID(arguments), bytes(arguments.dims), bytes(arguments.types))
+        try:
+            known = self._known.get(key)
+        except TypeError:  # something is a list, as no trace of torch's has it
+            return read_message(arguments)
+        if known is None:
+            known = read_message(arguments)
+            if len(self._known) < _MAX_KNOWN:
+                self._known[key] = known
+        return known
 
 
 def read_message(arguments: Arguments) -> Message:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from fsdp_inspect.importing.message_fields import NOTHING, Message
@@ -63,6 +64,7 @@ def is_communication_kernel(name: str) -> bool:
     return _COMMUNICATION_KERNEL.search(name.partition("(")[0]) is not None
 
 
+@lru_cache(maxsize=4096)
 def kind_of(name: str) -> EventKind:
     """The collective that a name speaks of: `_allgather_base`, `ncclKernel_AllReduce_RING_LL`."""
     letters = _NOT_LETTERS.sub("", name.partition("(")[0].lower())
@@ -72,6 +74,7 @@ def kind_of(name: str) -> EventKind:
     return EventKind.OTHER_COLLECTIVE
 
 
+@lru_cache(maxsize=256)
 def dtype_code(name: str | None) -> int:
     """Position in `codes.DTYPES`; 0 if unknown."""
     plain = (name or "").lower().removeprefix("c10::")

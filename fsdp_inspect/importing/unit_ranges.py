@@ -101,11 +101,13 @@ class UnitRanges:
             closes = np.sort(self.ranges.start_ns[closing[self.unit[closing] == unit]])
             begin = self.ranges.end_ns[opens]
             place = np.searchsorted(closes, begin, side="left")
-            has_end = place < len(closes)
-            threads.append(self.ranges.thread[opens][has_end])
-            starts.append(begin[has_end])
-            ends.append(closes[place[has_end]])
-            units.append(np.full(int(has_end.sum()), unit, dtype=np.int64))
+            # A unit of several modules opens with each of them: the first one counts.
+            closing_place, first = np.unique(place, return_index=True)
+            first = first[closing_place < len(closes)]
+            threads.append(self.ranges.thread[opens][first])
+            starts.append(begin[first])
+            ends.append(closes[place[first]])
+            units.append(np.full(len(first), unit, dtype=np.int64))
         if not units:
             return UnitSpans(HostRanges.empty(), np.empty(0, dtype=np.int64))
         ranges = HostRanges(*(np.concatenate(one) for one in (threads, starts, ends)))

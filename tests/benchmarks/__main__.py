@@ -69,11 +69,18 @@ def _scale(options: argparse.Namespace, folder: Path) -> list[Figure]:
     return measure_scale(folder, ranks=options.ranks)
 
 
+def _imports(options: argparse.Namespace, folder: Path) -> list[Figure]:
+    from tests.benchmarks.imports import measure_imports
+
+    return measure_imports(folder, num_events=options.trace_events, rounds=options.import_rounds)
+
+
 BENCHMARKS: dict[str, Callable[[argparse.Namespace, Path], list[Figure]]] = {
     "overhead": _overhead,
     "accuracy": _accuracy,
     "size": _size,
     "startup": _startup,
+    "imports": _imports,
     "scale": _scale,
 }
 
@@ -94,6 +101,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     _add_count(parser, "--size-steps", 120, "steps of the longer run of the size benchmark", 6)
     _add_count(parser, "--startup-repeats", 20, "fresh interpreters of the startup benchmark")
     _add_count(parser, "--ranks", 1000, "ranks of the scale benchmark; 1.2 MB of disk each", 8)
+    _add_count(parser, "--trace-events", 200_000, "least events of the trace that is imported")
+    _add_count(parser, "--import-rounds", 5, "rounds of the import benchmark, in turn with HTA")
     parser.add_argument(
         "--sample", type=Path, metavar="RUN", help="run to summarise; default: the first sample"
     )

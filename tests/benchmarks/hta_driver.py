@@ -1,0 +1,42 @@
+"""What does HTA say, and what does it cost? Run by the interpreter of HTA's own environment.
+
+    hta-python hta_driver.py TRACE     one line of JSON
+
+Peak memory is that of this process and of its largest child.
+"""
+
+import json
+import logging
+import resource
+import sys
+import time
+import warnings
+
+
+def main(trace: str) -> None:
+    """Load and analyse one trace, as a user of HTA does."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.CRITICAL)
+    from hta.trace_analysis import TraceAnalysis
+
+    start = time.perf_counter_ns()
+    analysis = TraceAnalysis(trace_files={0: trace})
+    loaded = time.perf_counter_ns()
+    breakdown = analysis.get_temporal_breakdown(visualize=False)
+    overlap = analysis.get_comm_comp_overlap(visualize=False)
+    done = time.perf_counter_ns()
+    usage = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    answer = {
+        "load_ns": loaded - start,
+        "analyse_ns": done - loaded,
+        "peak_bytes": max(resource.getrusage(who).ru_maxrss for who in usage) * 1024,
+        "overlap_pct": float(overlap["comp_comm_overlap_pctg"].iloc[0]),
+        "idle_us": float(breakdown["idle_time(us)"].iloc[0]),
+        "compute_us": float(breakdown["compute_time(us)"].iloc[0]),
+        "kernel_us": float(breakdown["kernel_time(us)"].iloc[0]),
+    }
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

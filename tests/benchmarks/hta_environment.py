@@ -1,0 +1,54 @@
+"""Where is HTA, to be compared with? In an environment of its own, outside of the project's.
+
+HTA needs pandas before 3, which this project's environment has not. `make bench ARGS="--only
+imports"` makes the environment under build/ (a minute, and the network); tests use it where it is.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "build" / "hta-venv"
+PYTHON = FOLDER / "bin" / "python"
+REQUIREMENTS = ("HolisticTraceAnalysis>=0.5,<1", "pandas<3")
+
+_DRIVER = Path(__file__).with_name("hta_driver.py")
+_READY = FOLDER / ".complete"
+
+
+def find_hta() -> Path | None:
+    """The interpreter of HTA's environment; None where there is none."""
+    return PYTHON if _READY.exists() else None
+
+
+def make_hta() -> Path:
+    """The interpreter of HTA's environment, which is made where there is none.
+
+    Raises:
+        RuntimeError: It cannot be installed, with the end of what pip said.
+    """
+    if not _READY.exists():
+        _run([sys.executable, "-m", "venv", "--clear", str(FOLDER)])
+        _run([str(PYTHON), "-m", "pip", "install", "--quiet", *REQUIREMENTS])
+        _READY.touch()
+    return PYTHON
+
+
+def ask_hta(python: Path, trace: Path) -> dict[str, Any]:
+    """What HTA says about a trace, kernels taken to the nanosecond, and what that cost."""
+    environment = {**os.environ, "HTA_DISABLE_NS_ROUNDING": "1"}
+    answer = _run([str(python), str(_DRIVER), str(trace)], environment)
+    return dict(json.loads(answer.splitlines()[-1]))
+
+
+def _run(command: list[str], environment: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, timeout=1800
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{command[:4]} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    return done.stdout
