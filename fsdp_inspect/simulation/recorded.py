@@ -11,7 +11,7 @@ them. Means add up; and the steps of the middle half are alike.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -23,7 +23,8 @@ from fsdp_inspect.simulation.policies import policies_of
 from fsdp_inspect.simulation.schedule import PlayedStep, Schedule
 from fsdp_inspect.simulation.step_reading import Part, StepReading, Stretch, read_step
 from fsdp_inspect.simulation.workload import Microbatch, Op, Piece, UnitWork, Workload
-from fsdp_inspect.trace.codes import EventKind, Phase
+from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase
+from fsdp_inspect.trace.communicators import queue_up
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunSource, Unit
 from fsdp_inspect.trace.statistics import median
@@ -101,8 +102,21 @@ def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
         )
     observed_plan(run)
     steps = tuple(reading.step for reading in readings)
-    events = run.events(member.rank, steps=steps)
+    events = with_own_turns(run.events(member.rank, steps=steps))
     return _Builder(run, readings, events, member.rank).build()
+
+
+def with_own_turns(events: EventTable) -> EventTable:
+    """The events with each collective starting when its turn on its communicator came.
+
+    A collective that queues behind one of another stream seems to run (`trace.communicators`);
+    the schedule has a queue of its own.
+    """
+    collectives = np.flatnonzero(np.isin(events.kind, list(COLLECTIVES)))
+    turns = queue_up(events.where(collectives)).turn_ns
+    starts = events.start_ns.copy()
+    starts[collectives] = np.minimum(turns, events.end_ns[collectives])
+    return replace(events, start_ns=starts)
 
 
 def observed_plan(run: RunSource) -> Plan:

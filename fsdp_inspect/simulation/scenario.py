@@ -73,7 +73,7 @@ def mesh_of(plan: Plan, manifest: RunManifest) -> Mesh:
     """
     sizes = dict(plan.mesh or manifest.mesh)
     replicate = sizes.get("replicate", 1)
-    world_size = plan.world_size or math.prod(sizes.values()) or manifest.world_size
+    world_size = plan.world_size or (math.prod(sizes.values()) if sizes else manifest.world_size)
     shard = sizes.get("shard", world_size // replicate)
     if plan.world_size and plan.mesh and shard * replicate != plan.world_size:
         raise PlanError(
@@ -141,6 +141,9 @@ class _Regrouping:
                 self._members[self._owners[parameter]][parameter] = shape
         self._names = [unit.name for unit in plan.units if unit.name in self._members]
         self._rates = _Rates(work)
+        self._lumps = {
+            name: unit for unit in work.units if not unit.parameters for name in _parameters(unit)
+        }
 
     def build(self) -> Scenario:
         units = [self._unit(index, name) for index, name in enumerate(self._names)]
@@ -192,7 +195,7 @@ class _Regrouping:
         reduce_dtype = planned.reduce_dtype or (
             source.reduce_dtype if planned.param_dtype is None else param_dtype
         )
-        padded = sum(_padded_numel(shape, self._mesh.shard) for shape in members.values())
+        padded = sum(self._padded_numel(name, shape) for name, shape in members.items())
         numel = sum(math.prod(shape) for shape in members.values())
         trained = self._trained_ratio(members)
         return Unit(
@@ -213,6 +216,13 @@ class _Regrouping:
             replicate_group=source.replicate_group,
             is_root=planned.is_root,
         )
+
+    def _padded_numel(self, parameter: str, shape: Sequence[int]) -> int:
+        """Elements that a parameter puts into an all-gather's output."""
+        lump = self._lumps.get(parameter)
+        if lump is not None:
+            return lump.unsharded_bytes // _ITEMSIZE.get(lump.param_dtype, 4)
+        return _padded_numel(shape, self._mesh.shard)
 
     def _trained_ratio(self, members: Mapping[str, Sequence[int]]) -> float:
         """The share of the parameters that are trained, by those of the units they came from."""

@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 
 from fsdp_inspect.simulation.network import Network, fit_network
 from fsdp_inspect.simulation.prediction import predicted_events
-from fsdp_inspect.simulation.recorded import Execution, RecordedWork, measure_work, play
+from fsdp_inspect.simulation.recorded import (
+    Execution,
+    RecordedWork,
+    measure_work,
+    play,
+    with_own_turns,
+)
 from fsdp_inspect.simulation.scenario import Scenario, make_scenario
 from fsdp_inspect.simulation.workload import Workload
 from fsdp_inspect.trace.codes import EventKind
@@ -103,7 +109,8 @@ def simulate(
         ValueError: An impossible network.
     """
     work = measure_work(run, rank=rank)
-    own = fit_network(run.events(work.rank, steps=work.steps), _group_sizes(run))
+    events = with_own_turns(run.events(work.rank, steps=work.steps))
+    own = fit_network(events, _group_sizes(run))
     network = own
     if bus_bytes_per_s is not None or latency_ns is not None:
         network = own.change(bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns)

@@ -236,8 +236,10 @@ class _Reader:
     def _sorted(self, mask: NDArray[np.bool_], microbatch: int) -> list[tuple[int, bool, int]]:
         rows = self._events.where(mask & (self._events.microbatch == microbatch))
         spans = zip(rows.start_ns.tolist(), rows.end_ns.tolist(), rows.unit.tolist(), strict=True)
-        boundaries = [(time, opens, unit) for s, e, unit in spans for time, opens in _ends(s, e)]
-        return sorted(boundaries, key=lambda each: each[0])
+        boundaries = [
+            (order, opens, unit) for s, e, unit in spans for order, opens in _nesting_order(s, e)
+        ]
+        return [(order[0], opens, unit) for order, opens, unit in sorted(boundaries)]
 
     def _pass_starts(self, microbatch: int) -> tuple[int, int]:
         """When the forward and the backward of a microbatch began."""
@@ -268,8 +270,14 @@ class _Reader:
         return mask
 
 
-def _ends(start_ns: int, end_ns: int) -> tuple[tuple[int, bool], tuple[int, bool]]:
-    return (start_ns, True), (end_ns, False)
+def _nesting_order(start: int, end: int) -> tuple[tuple[tuple[int, int, int], bool], ...]:
+    """Keys that sort a span's two ends among others so that equal times nest.
+
+    At one time spans close before others open; the inner of two closes first, and opens last; a
+    span without length opens and closes behind the others.
+    """
+    closing = 2 if start == end else 0
+    return ((start, 1, -end), True), ((end, closing, -start), False)
 
 
 def _nest(inside: list[int], unit: int, *, opens: bool) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,9 +47,17 @@ class Replay:
     """A few recorded steps of a virtual schedule: what ran, and what the recorder wrote."""
 
     def __init__(
-        self, *, gather_ms: float, scatter_ms: float, forward_ms: float = 4, host_ms: float = 0.1
+        self,
+        *,
+        gather_ms: float,
+        scatter_ms: float,
+        forward_ms: float = 4,
+        host_ms: float = 0.1,
+        prepare: Callable[[Any], object] | None = None,
     ) -> None:
+        """`prepare` changes the sharded model before it trains."""
         self.device = VirtualDevice()
+        self._prepare = prepare
         with fsdp_on(self.device):
             self._train(gather_ms, scatter_ms, forward_ms, host_ms)
 
@@ -63,6 +72,8 @@ class Replay:
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
+        if self._prepare is not None:
+            self._prepare(model)
         handles = find_recordable_groups(model)
         self.units = [handle.name for handle in handles]
         for handle in handles:
