@@ -73,6 +73,9 @@ _CATEGORIES = {
 COMMUNICATION_OPERATORS = ("record_param_comms", "c10d::", "nccl:", "gloo:", "rccl:", "ucc:")
 """How the names of host events begin whose arguments say what is communicated."""
 
+_TELLING_OPERATORS = (*COMMUNICATION_OPERATORS, "fsdp::", "autograd::engine")
+"""How the names of operators begin that say whose the kernels are which they launch."""
+
 
 class _Event(msgspec.Struct, gc=False):
     ph: str = ""
@@ -176,6 +179,7 @@ def read_trace(
     with _without_cycle_collection():
         for stretch in reader.stretches(decode, columns.decode_odd):  # type: ignore[arg-type]
             columns.add(stretch)
+    columns.forget_unneeded()
     return KinetoTrace(
         name=path.name,
         events={category: columns.of(category) for category in Category},
@@ -248,15 +252,31 @@ class _Columns:
             if complete:
                 self._add(category, complete)
 
+    def forget_unneeded(self) -> None:
+        """Drop host operators that tell nothing where kernels have launches to be found by."""
+        if not (self._counts[Category.KERNEL] and self._counts[Category.LAUNCH]):
+            return
+        tells = np.array([name.startswith(_TELLING_OPERATORS) for name in self.names], dtype=bool)
+        old, new = self.messages[Category.OPERATOR], dict[int, Message]()
+        first = count = 0
+        parts = self._parts[Category.OPERATOR]
+        for place, part in enumerate(parts):
+            kept = np.flatnonzero(tells[part.name])
+            moved = enumerate((first + kept).tolist(), count)
+            new.update({position: old[before] for position, before in moved if before in old})
+            first, count = first + len(part), count + len(kept)
+            parts[place] = part.where(kept)
+        self.messages[Category.OPERATOR] = new
+
     def of(self, category: Category) -> EventColumns:
         """All events of a category."""
         parts = self._parts.pop(category) or [_NO_EVENTS]
-        return EventColumns(
-            *(
-                np.concatenate([getattr(part, name) for part in parts])
-                for name in EventColumns.__dataclass_fields__
-            )
-        )
+        columns = {
+            name: [getattr(part, name) for part in parts]
+            for name in EventColumns.__dataclass_fields__
+        }
+        parts.clear()  # each column's parts go as soon as they are joined
+        return EventColumns(*(np.concatenate(columns.pop(name)) for name in list(columns)))
 
     def _add(self, category: Category, events: list[Any]) -> None:
         start_ns, end_ns, is_sound = _times_ns(events)
