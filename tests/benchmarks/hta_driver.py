@@ -2,15 +2,15 @@
 
     hta-python hta_driver.py TRACE     one line of JSON
 
-Peak memory is that of this process and of its largest child.
+Peak memory is this process's own (VmHWM): getrusage would count the parent's, from before exec.
 """
 
 import json
 import logging
-import resource
 import sys
 import time
 import warnings
+from pathlib import Path
 
 
 def main(trace: str) -> None:
@@ -25,11 +25,12 @@ def main(trace: str) -> None:
     breakdown = analysis.get_temporal_breakdown(visualize=False)
     overlap = analysis.get_comm_comp_overlap(visualize=False)
     done = time.perf_counter_ns()
-    usage = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    status = Path("/proc/self/status").read_text()
+    peak_kib = int(status.partition("VmHWM:")[2].split()[0])
     answer = {
         "load_ns": loaded - start,
         "analyse_ns": done - loaded,
-        "peak_bytes": max(resource.getrusage(who).ru_maxrss for who in usage) * 1024,
+        "peak_bytes": peak_kib * 1024,
         "overlap_pct": float(overlap["comp_comm_overlap_pctg"].iloc[0]),
         "idle_us": float(breakdown["idle_time(us)"].iloc[0]),
         "compute_us": float(breakdown["compute_time(us)"].iloc[0]),
