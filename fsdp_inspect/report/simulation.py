@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_inspect.formatting import format_ns, format_ratio, format_unit
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import new_table
 from fsdp_inspect.report.values import format_metric
@@ -61,8 +61,22 @@ def _reasons(simulation: Simulation) -> Iterable[str]:
         f"{format_ns(simulation.recorded_step_ns)} measured: an error of "
         f"{100 * simulation.replay_error:+.1f} %."
     )
+    yield from _memory(simulation)
     for assumption in simulation.assumptions:
         yield f"Assumed: {assumption}"
+
+
+def _memory(simulation: Simulation) -> Iterable[str]:
+    before, after = simulation.replayed.peak_bytes, simulation.predicted.peak_bytes
+    if before is None or after is None or simulation.memory_error is None:
+        yield "Memory cannot be told: the run has no memory step (Recorder(..., memory_steps=[3]))."
+        return
+    unit = simulation.predicted.peak_unit
+    place = f", at {format_unit(unit)}" if unit is not None else ""
+    yield (
+        f"Peak allocated {format_bytes(before)} -> {format_bytes(after)}{place}; the recorded "
+        f"plan's own peak plays with an error of {100 * simulation.memory_error:+.1f} %."
+    )
 
 
 def _parts_table(simulation: Simulation) -> Table:

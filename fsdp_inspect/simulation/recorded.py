@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
 from fsdp_inspect.simulation.policies import policies_of
+from fsdp_inspect.simulation.recorded_memory import measure_memory_work
 from fsdp_inspect.simulation.schedule import PlayedStep, Schedule
 from fsdp_inspect.simulation.step_reading import Part, StepReading, Stretch, read_step
 from fsdp_inspect.simulation.workload import Microbatch, Op, Piece, UnitWork, Workload
@@ -68,6 +69,8 @@ class RecordedWork:
     units: tuple[Unit, ...]
     """Those that ran, by their index in the workload."""
     workload: Workload
+    peak_bytes: int | None = None
+    """The highest moment of the memory step that the workload's memory is from; None: no such."""
 
     def play(self) -> PlayedStep:
         """The recorded plan, played: what the simulation makes of the run itself."""
@@ -185,6 +188,8 @@ class _Builder:
         plan = Plan.from_dict(self._run.manifest.plan)
         pieces, tape = self._pieces()
         units = [self._unit_work(unit) for unit in self._units]
+        samples = self._run.memory(self._rank)
+        memory = measure_memory_work(samples, self._units, pieces, tape)
         workload = Workload(
             units=units,
             policies=policies_of(plan, [unit.fqn for unit in self._units]),
@@ -197,6 +202,7 @@ class _Builder:
             after_backward_ns=self._mean_of(Part.AFTER_BACKWARD),
             max_reduce_buffers=max(unit.reduce_scatter_max_input_buffers for unit in plan.units),
             separate_reduce_group=any(unit.separate_reduce_scatter_group for unit in plan.units),
+            memory=None if memory is None else memory[0],
         )
         return RecordedWork(
             rank=self._rank,
@@ -205,6 +211,7 @@ class _Builder:
             execution=_execution(self._run),
             units=self._units,
             workload=workload,
+            peak_bytes=None if memory is None else memory[1],
         )
 
     # --- stretches

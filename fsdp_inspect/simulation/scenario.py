@@ -14,13 +14,14 @@ leaves as it was keeps its own measured communication. What changes is derived:
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import nnls
 
 from fsdp_inspect.errors import MissingDataError, PlanError
+from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.network import Network
 from fsdp_inspect.simulation.policies import policies_of
 from fsdp_inspect.simulation.recorded import RecordedWork
@@ -50,6 +51,19 @@ class Mesh:
     def world_size(self) -> int:
         """All ranks."""
         return self.shard * self.replicate
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A part of a recorded piece."""
+
+    piece: int
+    unit: int
+    """Of the plan."""
+    share: float
+    """Of the piece's parameters."""
+    share_of_largest: float
+    """1 for the largest part of its piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +123,10 @@ def make_scenario(
     """
     resolved = resolve_plan(plan, manifest)
     mesh = mesh_of(resolved, manifest)
-    is_new = network.is_changed or mesh != mesh_of(Plan.from_dict(manifest.plan), manifest)
-    return _Regrouping(work, resolved, mesh, replace(network, is_changed=is_new)).build()
+    recorded = mesh_of(Plan.from_dict(manifest.plan), manifest)
+    is_new = network.is_changed or mesh != recorded
+    changed = replace(network, is_changed=is_new)
+    return _Regrouping(work, resolved, mesh, changed, recorded.shard).build()
 
 
 def _module_names(manifest: RunManifest) -> list[str]:
@@ -128,8 +144,11 @@ def _module_names(manifest: RunManifest) -> list[str]:
 class _Regrouping:
     """Moves parameters and compute of the recorded units into those of a plan."""
 
-    def __init__(self, work: RecordedWork, plan: Plan, mesh: Mesh, network: Network) -> None:
+    def __init__(
+        self, work: RecordedWork, plan: Plan, mesh: Mesh, network: Network, recorded_shard: int
+    ) -> None:
         self._work = work
+        self._recorded_shard = recorded_shard
         self._plan = plan
         self._mesh = mesh
         self._network = network
@@ -147,7 +166,8 @@ class _Regrouping:
 
     def build(self) -> Scenario:
         units = [self._unit(index, name) for index, name in enumerate(self._names)]
-        pieces, tape = self._pieces()
+        cuts = list(self._cuts())
+        pieces, tape = self._pieces(cuts)
         base = self._work.workload
         late = self._ending_late(tape)
         works = [
@@ -162,6 +182,7 @@ class _Regrouping:
             final_order=tuple(range(len(units))),
             max_reduce_buffers=self._most(lambda unit: unit.reduce_scatter_max_input_buffers),
             separate_reduce_group=any(u.separate_reduce_scatter_group for u in self._plan.units),
+            memory=self._memory(cuts, units),
         )
         return Scenario(self._plan, tuple(units), workload, tuple(self._assumptions))
 
@@ -206,9 +227,9 @@ class _Regrouping:
             num_trainable_parameters=round(numel * trained),
             num_tensors=before.num_tensors if before else len(members),
             parameters=members,
-            unsharded_bytes=padded * _ITEMSIZE.get(param_dtype, 4),
-            sharded_bytes=padded // self._mesh.shard * 4,
-            reduce_bytes=round(padded * trained) * _ITEMSIZE.get(reduce_dtype, 4),
+            unsharded_bytes=padded * _itemsize(param_dtype),
+            sharded_bytes=self._sharded_bytes(members, padded),
+            reduce_bytes=round(padded * trained) * _itemsize(reduce_dtype),
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
             reshard_after_forward=planned.reshard_after_forward,
@@ -217,11 +238,20 @@ class _Regrouping:
             is_root=planned.is_root,
         )
 
+    def _sharded_bytes(self, members: Mapping[str, Sequence[int]], padded: int) -> int:
+        """One rank's share, in the parameters' own dtype: that of the units they came from."""
+        recorded = {name: unit for unit in self._work.units for name in _parameters(unit)}
+        total = own = 0
+        for unit in {recorded[name].index: recorded[name] for name in members}.values():
+            total += unit.unsharded_bytes // _itemsize(unit.param_dtype)
+            own += unit.sharded_bytes * self._recorded_shard
+        return round(padded / self._mesh.shard * own / total) if total else 0
+
     def _padded_numel(self, parameter: str, shape: Sequence[int]) -> int:
         """Elements that a parameter puts into an all-gather's output."""
         lump = self._lumps.get(parameter)
         if lump is not None:
-            return lump.unsharded_bytes // _ITEMSIZE.get(lump.param_dtype, 4)
+            return lump.unsharded_bytes // _itemsize(lump.param_dtype)
         return _padded_numel(shape, self._mesh.shard)
 
     def _trained_ratio(self, members: Mapping[str, Sequence[int]]) -> float:
@@ -243,15 +273,58 @@ class _Regrouping:
 
     # --- compute
 
-    def _pieces(self) -> tuple[list[Piece], Tape]:
+    def _cuts(self) -> Iterator[_Cut]:
+        """The recorded pieces in order, each cut among the plan's units with its parameters."""
         position = {name: index for index, name in enumerate(self._names)}
-        pieces: list[Piece] = []
         for op, index in self._work.workload.tape:
             if op is Op.RUN:
                 piece = self._work.workload.pieces[index]
-                for name, share in self._shares(self._work.units[piece.unit]).items():
-                    pieces.append(_scaled(piece, position[name], share))
+                shares = self._shares(self._work.units[piece.unit])
+                largest = max(shares.values())
+                for name, share in shares.items():
+                    yield _Cut(index, position[name], share, share / largest)
+
+    def _pieces(self, cuts: Sequence[_Cut]) -> tuple[list[Piece], Tape]:
+        recorded = self._work.workload.pieces
+        pieces = [_scaled(recorded[cut.piece], cut.unit, cut.share) for cut in cuts]
         return pieces, _nested_tape([piece.unit for piece in pieces], self._root())
+
+    # --- memory
+
+    def _memory(self, cuts: Sequence[_Cut], units: Sequence[Unit]) -> MemoryWork | None:
+        """Activations go with the compute; what parameters hold follows from the plan."""
+        before = self._work.workload.memory
+        if before is None:
+            return None
+        return MemoryWork(
+            pieces=[self._piece_memory(before.pieces[cut.piece], cut, units) for cut in cuts],
+            units=[self._unit_memory(unit, before) for unit in units],
+            rest=before.rest,
+        )
+
+    def _piece_memory(self, memory: PieceMemory, cut: _Cut, units: Sequence[Unit]) -> PieceMemory:
+        """Gradients as wide as the unit's compute; the largest part rises as high as the whole."""
+        old = self._work.units[self._work.workload.pieces[cut.piece].unit]
+        width = _itemsize(units[cut.unit].param_dtype) / _itemsize(old.param_dtype)
+        return PieceMemory(
+            kept=round(memory.kept * cut.share),
+            forward_rise=round(memory.forward_rise * cut.share_of_largest),
+            backward_rise=round(memory.backward_rise * cut.share_of_largest),
+            gradients=round(memory.gradients * cut.share * width),
+        )
+
+    def _unit_memory(self, unit: Unit, before: MemoryWork) -> UnitMemory:
+        trained = unit.num_trainable_parameters / max(unit.num_parameters, 1)
+        sharded = unit.sharded_bytes
+        gradients = round(sharded * trained)
+        states = sum(each.resting for each in before.units)
+        parameters = sum(each.sharded_bytes for each in self._work.units) or 1
+        return UnitMemory(
+            unsharded=unit.unsharded_bytes,
+            reduce_input=unit.reduce_bytes,
+            sharded_gradients=gradients,
+            resting=round(sharded * states / parameters),
+        )
 
     def _root(self) -> int | None:
         roots = [i for i, name in enumerate(self._names) if self._plan.unit(name).is_root]
@@ -395,6 +468,11 @@ def _parameters(unit: Unit) -> dict[str, list[int]]:
         return unit.parameters
     anchor = unit.modules[0] if unit.modules else unit.fqn
     return {f"{anchor}.*".removeprefix("."): [unit.num_parameters]}
+
+
+def _itemsize(dtype: str) -> int:
+    """Bytes of an element; 4 for a dtype that is not known."""
+    return _ITEMSIZE.get(dtype, 4)
 
 
 def _is_inside(parameter: str, module: str) -> bool:

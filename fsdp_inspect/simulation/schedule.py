@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fsdp_inspect.simulation.machine import Communicator, Machine, Stream
+from fsdp_inspect.simulation.memory import MemoryLedger, NoLedger
 from fsdp_inspect.simulation.workload import Microbatch, Op, Workload
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 
@@ -51,6 +52,10 @@ class PlayedStep:
     start_ns: int
     end_ns: int
     spans: Sequence[Span]
+    peak_bytes: int | None = None
+    """The highest moment of memory; None: no memory was given."""
+    peak_unit: int = NO_UNIT
+    """The unit that ran or gathered then."""
 
     @property
     def duration_ns(self) -> int:
@@ -108,6 +113,11 @@ class Schedule:
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self._work = workload
+        self._memory = MemoryLedger(workload.memory) if workload.memory else NoLedger()
+        self._pieces_of = [
+            [at for at, piece in enumerate(workload.pieces) if piece.unit == unit]
+            for unit in range(len(workload.units))
+        ]
         self._machine = machine
         self._units = [_UnitState() for _ in workload.units]
         self._gather_link = Communicator()
@@ -127,6 +137,7 @@ class Schedule:
         """One step; the next call plays the next one, behind it."""
         machine, work = self._machine, self._work
         self._spans = []
+        self._memory.begin()
         start_ns = machine.reached(machine.compute)
         for number, microbatch in enumerate(work.microbatches):
             self._microbatch = number
@@ -138,7 +149,9 @@ class Schedule:
             self._backward(microbatch)
         self._phase = Phase.OPTIMIZER
         machine.run(machine.compute, work.after_backward_ns)
-        return PlayedStep(start_ns, machine.reached(machine.compute), self._spans)
+        peak = self._memory.peak if work.memory else None
+        end_ns = machine.reached(machine.compute)
+        return PlayedStep(start_ns, end_ns, self._spans, peak, self._memory.peak_unit)
 
     # --- forward
 
@@ -153,7 +166,9 @@ class Schedule:
                 self._leave(index)
             else:
                 piece = self._work.pieces[index]
+                self._memory.forward(index, piece.unit)
                 self._compute(piece.unit, piece.forward_ns, piece.forward_launch_ns)
+        self._memory.free_held()
         if self._previous_copy_out_ns is not None:
             self._hold_gathers_until(self._previous_copy_out_ns)
             self._previous_copy_out_ns = None
@@ -172,7 +187,7 @@ class Schedule:
         state = self._units[unit]
         self._note_pass(EventKind.FORWARD, unit, state.ready_ns.pop())
         if self._work.policies[unit].reshard_after_forward:
-            state.is_unsharded = False
+            self._reshard(unit)
         state.forwards.append(len(self._forward_order))
         self._forward_order.append(unit)
 
@@ -191,6 +206,7 @@ class Schedule:
             else:
                 piece = self._work.pieces[index]
                 duration = piece.recompute_ns + piece.backward_ns
+                self._memory.backward(index, piece.unit)
                 self._compute(piece.unit, duration, piece.backward_launch_ns)
         self._finish_backward(microbatch)
         self._note_pass(EventKind.BACKWARD, NO_UNIT, begin_ns)
@@ -221,12 +237,14 @@ class Schedule:
         if state.ready_ns:
             self._note_pass(EventKind.BACKWARD, unit, state.ready_ns.pop())
         if self._work.policies[unit].reshard_after_backward:
-            state.is_unsharded = False
+            self._reshard(unit)
         if not microbatch.reduces or not work.is_trainable:
             return
         self._hook_unit = unit
         while len(self._in_flight) >= self._work.max_reduce_buffers:
-            self._await(self._in_flight.pop(0))
+            oldest = self._in_flight.pop(0)
+            self._await(oldest)
+            self._memory.reduced(oldest.unit)
         if state.reduced_ns is not None:
             self._machine.wait(self._machine.compute, state.reduced_ns)
             state.reduced_ns = None
@@ -244,6 +262,8 @@ class Schedule:
                 self._units[unit].forwards.clear()
                 self._drop_unused_gather(unit)
         if microbatch.finishes:
+            for reduction in self._in_flight:
+                self._memory.reduced(reduction.unit)
             self._in_flight.clear()
             self._forward_order.clear()
 
@@ -258,6 +278,7 @@ class Schedule:
         if state.gather is not None or state.is_unsharded:
             return
         machine, is_async = self._machine, self._work.policies[unit].is_async
+        self._memory.gather(unit)
         machine.launch(self._gather_launch(unit))
         copy_in, gather = self._gather_streams(is_async)
         issue_ns = machine.host_ns
@@ -305,6 +326,11 @@ class Schedule:
             return work.gather_backward_launch_ns
         return work.gather_launch_ns
 
+    def _reshard(self, unit: int) -> None:
+        if self._units[unit].is_unsharded:
+            self._memory.free_unsharded(unit)
+            self._units[unit].is_unsharded = False
+
     def _wait_for_unshard(self, unit: int) -> None:
         state, machine = self._units[unit], self._machine
         gather = state.gather
@@ -315,6 +341,7 @@ class Schedule:
             self._hold_gathers_until(self._previous_copy_out_ns)
             self._previous_copy_out_ns = None
         self._note_gather(unit, gather, self._wait_for(gather.transfer))
+        self._memory.copy_out(unit, keeps_output=in_forward and not gather.is_async)
         copied = machine.run(machine.compute, self._work.units[unit].copy_out_ns)
         self._note(EventKind.ALL_GATHER_COPY_OUT, unit, machine.host_ns, copied)
         if in_forward and not gather.is_async:
@@ -330,6 +357,7 @@ class Schedule:
 
     def _reduce(self, unit: int, microbatch: Microbatch) -> None:
         work, machine = self._work.units[unit], self._machine
+        self._memory.reduce(unit, self._pieces_of[unit])
         machine.launch(work.reduce_launch_ns)
         issue_ns = machine.host_ns
         copied = machine.run(machine.compute, work.reduce_copy_in_ns)
@@ -381,6 +409,7 @@ class Schedule:
         if gather is not None:
             self._machine.wait(self._machine.compute, gather.transfer.end_ns)
             self._note_gather(unit, gather, -1)
+            self._memory.free_unsharded(unit)
             self._units[unit].gather = None
 
     def _compute(self, unit: int, duration_ns: int, launch_ns: int) -> None:

@@ -52,6 +52,10 @@ class Played:
     step_time_ns: int
     exposed_ns: int
     communication_ns: int
+    peak_bytes: int | None
+    """Peak allocated, by the ledger; None: the run has no memory step that tells categories."""
+    peak_unit: str | None
+    """The unit that ran or gathered at the highest moment."""
     parts_ns: dict[str, int]
     """The step's breakdown by `StepPart`; adds up to the step."""
     units: tuple[UnitOfPlan, ...]
@@ -76,6 +80,10 @@ class Simulation:
     """The recorded plan, played."""
     replay_error: float
     """replayed / recorded - 1."""
+    recorded_peak_bytes: int | None
+    """Measured: the highest moment of the memory step; None without one."""
+    memory_error: float | None
+    """replayed / recorded peak - 1."""
     predicted: Played
     low_ns: int
     high_ns: int
@@ -127,6 +135,8 @@ def simulate(
         recorded_step_ns=work.step_time_ns,
         replayed=replayed,
         replay_error=error,
+        recorded_peak_bytes=work.peak_bytes,
+        memory_error=_ratio(replayed.peak_bytes, work.peak_bytes),
         predicted=predicted,
         low_ns=low,
         high_ns=high,
@@ -143,6 +153,10 @@ def without_events(simulation: Simulation) -> Simulation:
         replayed=replace(simulation.replayed, events=None),
         predicted=replace(simulation.predicted, events=None),
     )
+
+
+def _ratio(played: int | None, measured: int | None) -> float | None:
+    return played / measured - 1 if played is not None and measured else None
 
 
 def _group_sizes(run: RunSource) -> dict[int, int]:
@@ -200,6 +214,8 @@ def _play(workload: Workload, execution: Execution, units: tuple[Unit, ...]) -> 
         step_time_ns=step.duration_ns,
         exposed_ns=sum(parts[part] for part in EXPOSED_PART_CODES),
         communication_ns=parts[StepPart.COMMUNICATION],
+        peak_bytes=step.peak_bytes,
+        peak_unit=units[step.peak_unit].fqn if step.peak_unit >= 0 else None,
         parts_ns={part.label: parts[part] for part in PARTS_OF_STEP},
         units=tuple(
             _describe(unit, workload.units[unit.index].gather_ns, events, rows) for unit in numbered

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from fsdp_inspect.simulation.memory import MemoryWork
+
 
 class Op(IntEnum):
     """What an entry of a tape does."""
@@ -121,6 +123,8 @@ class Workload:
     """`set_reduce_scatter_max_input_buffers`."""
     separate_reduce_group: bool = False
     """`set_separate_reduce_scatter_group`: reductions do not queue behind all-gathers."""
+    memory: MemoryWork | None = None
+    """None: not known."""
 
     def __post_init__(self) -> None:
         if len(self.units) != len(self.policies):

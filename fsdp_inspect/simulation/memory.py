@@ -1,0 +1,166 @@
+"""How high does memory rise under a plan? A ledger of what a step allocates and frees.
+
+The allocator works in the order in which the host issues, so the ledger is kept by the schedule
+as it plays, whatever runs when. Units: their unsharded parameters, all-gather outputs, gradients
+and reduce-scatter buffers follow from the plan, by FSDP2's rules (2.13): in forward an all-gather's
+output lives until the next unit's copy-out, in backward until its own; a reduce-scatter's input
+until compute waits for it. Pieces: what a forward keeps for backward, and how far memory rises
+above its start while a piece runs, are those of the recorded memory step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PieceMemory:
+    """What a piece of compute holds, bytes."""
+
+    kept: int = 0
+    """Activations that its forward leaves for backward."""
+    forward_rise: int = 0
+    """The highest moment of its forward above its start."""
+    backward_rise: int = 0
+    """The same of its backward, gradients included."""
+    gradients: int = 0
+    """Unsharded gradients that its backward leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMemory:
+    """What a unit's parameters and communication hold, bytes."""
+
+    unsharded: int
+    """Parameters after copy-out; also the all-gather's output."""
+    reduce_input: int
+    sharded_gradients: int
+    """What a reduction leaves, in the parameters' own dtype."""
+    resting: int
+    """Sharded parameters and optimizer state."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryWork:
+    """The memory of a workload's pieces and units, by their index."""
+
+    pieces: Sequence[PieceMemory]
+    units: Sequence[UnitMemory]
+    rest: int
+    """What a step starts with besides the units' own: inputs, buffers, what is not attributed."""
+
+    @property
+    def resting(self) -> int:
+        """Allocated between steps."""
+        return self.rest + sum(unit.resting for unit in self.units)
+
+
+class MemoryLedger:
+    """Keeps account while steps are played."""
+
+    def __init__(self, work: MemoryWork) -> None:
+        self._work = work
+        self.allocated = work.resting
+        self.peak = self.allocated
+        self.peak_unit = -1
+        """The unit that ran or gathered at the highest moment."""
+        self._held: int | None = None  # whose all-gather output waits for the next copy-out
+        self._piece_gradients: dict[int, int] = {}
+        self._sharded_gradients: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """A step begins: gradients are gone, parameters that stayed unsharded are still there."""
+        self.allocated -= sum(self._sharded_gradients.values())
+        self._sharded_gradients.clear()
+        self.peak, self.peak_unit = self.allocated, -1
+
+    def gather(self, unit: int) -> None:
+        """An all-gather's output is allocated."""
+        self._add(self._work.units[unit].unsharded, unit)
+
+    def copy_out(self, unit: int, *, keeps_output: bool) -> None:
+        """The unsharded parameters are allocated; the output is freed unless it is kept.
+
+        In forward, torch keeps it for the next unit's copy-out, and behind the copy frees that of
+        the unit before.
+        """
+        self._add(self._work.units[unit].unsharded, unit)
+        if keeps_output:
+            self.free_held()
+            self._held = unit
+        else:
+            self.allocated -= self._work.units[unit].unsharded
+
+    def free_held(self) -> None:
+        """The output that forward kept is not needed any more."""
+        if self._held is not None:
+            self.allocated -= self._work.units[self._held].unsharded
+            self._held = None
+
+    def free_unsharded(self, unit: int) -> None:
+        """Parameters are resharded, or an output that nobody used is dropped."""
+        self.allocated -= self._work.units[unit].unsharded
+
+    def forward(self, piece: int, unit: int) -> None:
+        """A piece runs forward."""
+        memory = self._work.pieces[piece]
+        self._rise(memory.forward_rise, unit)
+        self._add(memory.kept, unit)
+
+    def backward(self, piece: int, unit: int) -> None:
+        """A piece runs backward: its activations go; its gradients come, or are added to."""
+        memory = self._work.pieces[piece]
+        self._rise(memory.backward_rise, unit)
+        new = 0 if piece in self._piece_gradients else memory.gradients
+        self._piece_gradients[piece] = memory.gradients
+        self._add(new - memory.kept, unit)
+
+    def reduce(self, unit: int, pieces: Sequence[int]) -> None:
+        """Gradients go into a reduce-scatter's input, and its output is allocated."""
+        memory = self._work.units[unit]
+        self._add(memory.reduce_input, unit)
+        for piece in pieces:
+            self.allocated -= self._piece_gradients.pop(piece, 0)
+        self._rise(memory.sharded_gradients, unit)
+        if unit not in self._sharded_gradients:
+            self._sharded_gradients[unit] = memory.sharded_gradients
+            self.allocated += memory.sharded_gradients
+
+    def reduced(self, unit: int) -> None:
+        """A reduce-scatter's input is freed."""
+        self.allocated -= self._work.units[unit].reduce_input
+
+    def _add(self, amount: int, unit: int) -> None:
+        self.allocated += amount
+        self._rise(0, unit)
+
+    def _rise(self, amount: int, unit: int) -> None:
+        if self.allocated + amount > self.peak:
+            self.peak, self.peak_unit = self.allocated + amount, unit
+
+
+class NoLedger(MemoryLedger):
+    """Counts nothing: the work's memory is not known."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryWork((), (), 0))
+
+    def gather(self, unit: int) -> None:
+        """Nothing."""
+
+    def copy_out(self, unit: int, *, keeps_output: bool) -> None:
+        """Nothing."""
+
+    def free_unsharded(self, unit: int) -> None:
+        """Nothing."""
+
+    def forward(self, piece: int, unit: int) -> None:
+        """Nothing."""
+
+    def backward(self, piece: int, unit: int) -> None:
+        """Nothing."""
+
+    def reduce(self, unit: int, pieces: Sequence[int]) -> None:
+        """Nothing."""
+
+    def reduced(self, unit: int) -> None:
+        """Nothing."""

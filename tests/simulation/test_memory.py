@@ -1,0 +1,112 @@
+"""Does the ledger rise as torch's memory does? FSDP2's rules by arithmetic, and recorded peaks."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdp_inspect import open_run
+from fsdp_inspect.simulation.machine import HostMachine
+from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
+from fsdp_inspect.simulation.recorded import measure_work
+from fsdp_inspect.simulation.schedule import Schedule
+from fsdp_inspect.simulation.simulate import simulate
+from fsdp_inspect.simulation.workload import (
+    Microbatch,
+    Piece,
+    UnitPolicy,
+    UnitWork,
+    Workload,
+    flat_tape,
+)
+from fsdp_inspect.trace.plan import Plan
+
+SAMPLES = sorted((Path(__file__).parents[2] / "samples").glob("*/run"))
+SIZE = 1000
+RESTING = 300
+NUM_BLOCKS = 6
+
+
+def blocks(
+    *, depth: int = 0, reshard: bool = True, is_async: bool = False, **piece: int
+) -> Workload:
+    """Equal blocks; no gradients are reduced unless a piece has some."""
+    last = NUM_BLOCKS
+    policies = [
+        UnitPolicy(
+            reshard_after_forward=reshard,
+            forward_prefetch=tuple(range(unit + 1, min(unit + 1 + depth, last))),
+            is_async=is_async,
+        )
+        for unit in range(last)
+    ]
+    trains = piece.get("gradients", 0) > 0
+    works = [UnitWork(gather_ns=1, reduce_ns=int(trains), is_trainable=trains)] * last
+    pieces = [Piece(unit, 10, 20) for unit in range(last)]
+    unit = UnitMemory(SIZE, SIZE if trains else 0, SIZE // 4 if trains else 0, RESTING)
+    memory = MemoryWork([PieceMemory(**piece)] * last, [unit] * last, rest=7)
+    return Workload(works, policies, pieces, flat_tape(pieces), memory=memory)
+
+
+def rise(workload: Workload, *, steps: int = 2) -> int:
+    """How far a step's peak lies above what rests; the last of several steps."""
+    schedule = Schedule(workload, HostMachine(is_blocking=False))
+    played = [schedule.play() for _ in range(steps)]
+    assert workload.memory is not None
+    assert played[-1].peak_bytes is not None
+    return played[-1].peak_bytes - workload.memory.resting
+
+
+def test_two_gather_outputs_and_one_unsharded_copy_are_alive_in_forward():
+    assert rise(blocks()) == 3 * SIZE
+
+
+@pytest.mark.parametrize(("depth", "sizes"), [(1, 3), (2, 4), (3, 5)])
+def test_each_unit_prefetched_further_ahead_costs_one_more_output(depth: int, sizes: int):
+    assert rise(blocks(depth=depth)) == sizes * SIZE
+
+
+def test_an_asynchronous_gather_frees_its_output_early():
+    assert rise(blocks(is_async=True)) == 2 * SIZE
+
+
+def test_blocks_kept_unsharded_add_up():
+    assert rise(blocks(reshard=False)) == (NUM_BLOCKS + 2) * SIZE
+
+
+def test_activations_of_all_blocks_are_alive_when_backward_begins():
+    kept = 10 * SIZE
+    assert rise(blocks(kept=kept, forward_rise=kept)) == NUM_BLOCKS * kept + 2 * SIZE
+
+
+def test_steps_do_not_leak():
+    workload = blocks(gradients=SIZE, backward_rise=SIZE)
+    assert rise(workload, steps=1) == rise(workload, steps=5)
+
+
+def test_gradients_that_are_not_reduced_stay_unsharded():
+    reducing = blocks(gradients=SIZE, backward_rise=SIZE)
+    every = replace(reducing, microbatches=[Microbatch(), Microbatch()])
+    last = replace(reducing, microbatches=[Microbatch(reduces=False), Microbatch()])
+    assert rise(last) - rise(every) > (NUM_BLOCKS - 2) * SIZE * 3 // 4
+
+
+def test_where_memory_is_not_known_there_is_no_peak():
+    played = Schedule(replace(blocks(), memory=None), HostMachine(is_blocking=False)).play()
+    assert played.peak_bytes is None
+
+
+@pytest.mark.parametrize("folder", SAMPLES, ids=[folder.parent.name for folder in SAMPLES])
+def test_the_samples_own_peaks_play_again_within_a_percent(folder: Path):
+    work = measure_work(open_run(folder))
+    assert work.play().peak_bytes == pytest.approx(work.peak_bytes, rel=0.01)
+
+
+def test_a_run_without_prefetch_predicts_the_peak_with_it():
+    """The two samples differ in prefetch alone; each ran for real."""
+    plain, ahead = (
+        open_run(Path(__file__).parents[2] / "samples" / name / "run")
+        for name in ("tiny-2-ranks", "async-prefetch-2-ranks")
+    )
+    predicted = simulate(plain, Plan.from_dict(ahead.manifest.plan)).predicted.peak_bytes
+    assert predicted == pytest.approx(measure_work(ahead).peak_bytes, rel=0.01)
