@@ -17,6 +17,7 @@ pytestmark = pytest.mark.distributed
 DRIVER = Path(__file__).with_name("limited_driver.py")
 RATE_MBIT = 200
 BYTES_PER_S = RATE_MBIT * 1e6 / 8
+BURST_BYTES = 256 * 1024
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +33,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 
 def test_an_all_gather_runs_at_the_rate_of_the_link(trained: tuple[str, Path]) -> None:
     measured_s = float(trained[0].split("ALL_GATHER_S ")[1].split()[0])
-    sent = NUM_BYTES / 2  # each of two ranks sends its half
+    sent = NUM_BYTES / 2  # each of two ranks sends its half, its first burst at once
+    least_s = (sent - BURST_BYTES) / BYTES_PER_S
 
-    assert measured_s == pytest.approx(sent / BYTES_PER_S, rel=0.3)
+    assert least_s < measured_s < 1.5 * sent / BYTES_PER_S
 
 
 def test_a_recorded_all_gather_takes_at_least_what_its_bytes_take(
     trained: tuple[str, Path],
 ) -> None:
     events = open_run(trained[1]).events(0, kinds=[EventKind.ALL_GATHER])
-    burst = 256 * 1024
     duration_s = (events.end_ns - events.start_ns) / 1e9
 
     assert len(events) > 0
-    assert np.median(duration_s) > (np.median(events.bytes) / 2 - burst) / BYTES_PER_S
+    assert np.median(duration_s) > (np.median(events.bytes) / 2 - BURST_BYTES) / BYTES_PER_S
 
 
 def test_nothing_of_the_network_is_left_behind(trained: tuple[str, Path]) -> None:
