@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def measure_all_gather() -> float:
-    """Of 4 MB in all, 2 MB from each rank; least of 7, s: ranks that the machine runs late are slower."""
+    """Of 4 MB in all, 2 MB from each rank; least of 7, s: a busy machine only slows it."""
     own, whole = torch.ones(NUM_BYTES // 8), torch.empty(NUM_BYTES // 4)
     times = []
     for _ in range(7):
