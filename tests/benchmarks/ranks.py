@@ -59,16 +59,28 @@ def run_ranks(module: str, options: Mapping[str, Any], folder: Path) -> list[dic
 
 
 def on_each_rank(measure: Callable[[Runtime, Path, dict[str, Any]], dict[str, Any]]) -> None:
-    """Run one rank's part: `measure(runtime, folder, options)` within a gloo process group."""
+    """Run one rank's part: `measure(runtime, folder, options)` within a process group.
+
+    That of NCCL if the option `device` is `cuda` (ranks beyond the GPUs share them), else gloo's.
+    """
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    device = _device_of(options)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank = dist.get_rank()
-    runtime = Runtime(rank, rank, dist.get_world_size(), torch.device("cpu"))
+    runtime = Runtime(rank, rank, dist.get_world_size(), device)
     answer = measure(runtime, folder, options)
     _answer_of(folder, rank).write_text(json.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _device_of(options: Mapping[str, Any]) -> torch.device:
+    if options.get("device") != "cuda":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def _answer_of(folder: Path, rank: int) -> Path:

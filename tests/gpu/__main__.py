@@ -1,0 +1,206 @@
+"""Everything that needs a GPU, in one call: `make gpu`, or `python -m tests.gpu --out DIR`.
+
+Each step runs in a process of its own, with a time limit, so that one that breaks or hangs ends
+nothing but itself. At the end one table says what was measured, beside what it should be, and
+DIR holds it as markdown and JSON, with the log of the steps and a small recorded run to commit.
+Ends with 1 if a step broke or an aim was missed, with 0 if all is well or there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.benchmarks.machine import Machine, describe_machine
+from tests.gpu.outcome import Row, Verdict, failed, unavailable
+from tests.gpu.sample import ROOT, command_of, pack, sample_name
+from tests.gpu.setting import NO_DEVICE, Setting, nccl_version
+from tests.gpu.step import ROWS
+from tests.gpu.table import render_table, table_json
+
+STEPS = {
+    "timing": 75.0,
+    "two_ranks": 60.0,
+    "memory": 75.0,
+    "emulated": 120.0,
+    "sample": 60.0,
+    "overhead": 180.0,
+}
+"""Each with its limit, in seconds. The longest one comes last: it takes what is left."""
+_TOTAL_S = 480.0
+_QUOTED_LINES = 3
+
+
+@dataclass(slots=True)
+class Script:
+    """One call."""
+
+    options: argparse.Namespace
+    scratch: Path
+    machine: Machine
+    rows: list[Row] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+
+    def run(self, name: str) -> None:
+        """One step; what it found, or why it found nothing, is in `rows`."""
+        left = self.options.limit_s - self._elapsed_s
+        if left <= 0:
+            total = f"{self.options.limit_s:.0f} s"
+            self._end(name, [failed(name, f"Not started: all {total} of the call were used.")])
+            return
+        setting = self.setting_of(name)
+        setting.scratch.mkdir()
+        self._say(f"{name} ...")
+        problem = self._run_child(name, setting, min(left, STEPS[name]))
+        found = _read_rows(setting.scratch / ROWS)
+        self._end(name, [*found, *([failed(name, problem)] if problem else [])])
+
+    def setting_of(self, name: str) -> Setting:
+        """What a step runs with."""
+        return Setting(self.options.device, self.options.quick, self.scratch / name)
+
+    def skip(self, reason: str) -> None:
+        """Nothing can run here."""
+        for name in self.options.only:
+            self._end(name, [unavailable(name, reason)])
+
+    def finish(self) -> int:
+        """Print the table, pack the sample; returns the exit code."""
+        table = render_table(self.machine, self.rows)
+        print(f"\n{table}", flush=True)
+        name = sample_name(self.options.device)
+        sample = self.scratch / "sample" / name
+        if self.options.out is not None and (sample / "expected.json").exists():
+            place = self.machine.gpu or self.machine.cpu
+            command = command_of(self.setting_of("sample"))
+            pack(sample, self.options.out / f"{name}.tar.gz", command, place, table)
+        return int(any(row.verdict is Verdict.MISSED for row in self.rows))
+
+    def _write_figures(self) -> None:
+        """What is known so far: a call that is cut off leaves it."""
+        out: Path | None = self.options.out
+        if out is not None:
+            content = table_json(self.machine, self.rows)
+            (out / "figures.json").write_text(json.dumps(content, indent=2) + "\n")
+            (out / "figures.md").write_text(f"{render_table(self.machine, self.rows)}\n")
+
+    def _run_child(self, name: str, setting: Setting, limit_s: float) -> str:
+        """Why the step did not end well; empty: it did."""
+        log = (self.options.out or self.scratch) / "steps.log"
+        with log.open("ab") as output:
+            output.write(f"=== {name}\n".encode())
+            output.flush()
+            child = subprocess.Popen(
+                [sys.executable, "-m", "tests.gpu.step", name, setting.to_json()],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                code = child.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                return f"Stopped after {limit_s:.0f} s, its limit. {_end_of(log)}"
+            finally:
+                _kill_with_descendants(child)
+        return f"Ended with {code}. {_end_of(log)}" if code else ""
+
+    def _end(self, name: str, rows: list[Row]) -> None:
+        self.rows += rows
+        self._write_figures()
+        self._say(f"{name}: {_count(rows)}")
+
+    def _say(self, text: str) -> None:
+        print(f"[{self._elapsed_s:4.0f} s] {text}", flush=True)
+
+    @property
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self.started
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the chosen steps; returns the exit code."""
+    options = _parse(arguments)
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="fsdp-inspect-gpu-") as folder:
+        gpu = _describe_gpu() if options.device == "cuda" else ""
+        script = Script(options, Path(folder), describe_machine(gpu))
+        if options.device == "cuda" and not gpu:
+            script.skip(f"{NO_DEVICE}. `--device cpu --quick` tries the script itself.")
+        else:
+            for name in options.only:
+                script.run(name)
+        return script.finish()
+
+
+def _describe_gpu() -> str:
+    """The GPU and what drives it; empty if there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ""
+    nccl = ".".join(str(part) for part in nccl_version())
+    count = torch.cuda.device_count()
+    return f"{count} x {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}, NCCL {nccl}"
+
+
+def _read_rows(path: Path) -> list[Row]:
+    return [Row.from_json(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _count(rows: list[Row]) -> str:
+    verdicts = [row.verdict for row in rows]
+    missed = verdicts.count(Verdict.MISSED)
+    absent = verdicts.count(Verdict.NOT_AVAILABLE)
+    return f"{len(rows)} rows, {missed} missed, {absent} not available"
+
+
+def _end_of(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"The end of its log: {' / '.join(lines[-_QUOTED_LINES:]) or 'nothing'}"
+
+
+def _kill_with_descendants(child: subprocess.Popen[bytes]) -> None:
+    if child.poll() is not None:
+        return
+    # torchrun starts its ranks in sessions of their own: a signal to the group misses them.
+    process = psutil.Process(child.pid)
+    for member in [*process.children(recursive=True), process]:
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            continue
+    child.wait(10)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="also write table, log and sample")
+    parser.add_argument(
+        "--only", nargs="+", choices=STEPS, default=list(STEPS), help="default: all steps"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--quick", action="store_true", help="little work: tries the script, judges no noisy number"
+    )
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=_TOTAL_S,
+        metavar="S",
+        help=f"seconds for all steps together (default {_TOTAL_S:.0f})",
+    )
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Is recorded memory what torch's allocator counted? Counters, storage tracker, snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from fsdp_inspect import open_run
+from fsdp_inspect.analysis.memory import Memory, measure_memory
+from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.importing.snapshot import import_snapshot
+from fsdp_inspect.trace.codes import MemoryPoint
+from tests.benchmarks.figures import Figure
+from tests.gpu.outcome import Row, shown, unavailable
+from tests.gpu.setting import (
+    NEEDS_CUDA,
+    ONE_NODE,
+    Setting,
+    emulated_training,
+    expect_healthy,
+    make_recorder,
+)
+
+_STEPS = 6
+_MEMORY_STEP = 3
+_HISTORY = 500_000
+
+Peaks = dict[int, tuple[int, int]]
+"""Step to what torch says was the most allocated and reserved in it, bytes."""
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    """Peaks of every step, the composition of one, and a snapshot taken of two more."""
+    snapshot = setting.scratch / "snapshot.pickle"
+    with emulated_training(setting, ONE_NODE) as workload:
+        peaks: Peaks = {}
+        with make_recorder(
+            workload, setting.scratch / "run", memory_steps=[_MEMORY_STEP], warmup_steps=1
+        ) as recorder:
+            loop = workload.loop(recorder)
+            for step in range(_STEPS):
+                if setting.is_cuda:
+                    torch.cuda.reset_peak_memory_stats()
+                loop.run_step(step)
+                if setting.is_cuda:
+                    peaks[step] = _read_peaks()
+            expect_healthy(recorder)
+        memory = measure_memory(open_run(setting.scratch / "run"))
+        yield from _counter_rows(setting, memory, peaks)
+        yield _tracker_row(setting, memory, peaks)
+        if not setting.is_cuda:
+            yield unavailable("memory snapshot: peak", NEEDS_CUDA)
+            return
+        torch.cuda.memory._record_memory_history(max_entries=_HISTORY, stacks="python")
+        try:
+            torch.cuda.reset_peak_memory_stats()
+            bare = workload.loop()
+            for step in range(_STEPS, _STEPS + 2):
+                bare.run_step(step)
+            counted = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
+            peak = torch.cuda.max_memory_allocated()
+            torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
+    yield from _snapshot_rows(setting, snapshot, peak, counted)
+
+
+def _read_peaks() -> tuple[int, int]:
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+def _counter_rows(setting: Setting, memory: Memory, peaks: Peaks) -> Iterator[Row]:
+    recorded = {
+        row.step: (row.highest_allocated_bytes, row.highest_reserved_bytes)
+        for row in memory.over_steps
+    }
+    for place, what in enumerate(("allocated", "reserved")):
+        name = f"recorded peak {what} of each step"
+        if not peaks:
+            yield unavailable(name, f"{NEEDS_CUDA} There is no allocator that counts.")
+            continue
+        counted = {step: pair[place] for step, pair in peaks.items() if step != _MEMORY_STEP}
+        wrong = [step for step, value in counted.items() if _at(recorded, step, place) != value]
+        off = max(abs((_at(recorded, step, place) or 0) - value) for step, value in counted.items())
+        yield setting.judge.exact(
+            Figure(
+                name=name,
+                value=f"{format_bytes(off)} off at most; {len(wrong)} of {len(counted)} steps",
+                aim="equal",
+                how=(
+                    f"Compared: every step but the memory step on {setting.place}, {ONE_NODE} "
+                    f"emulated, with torch.cuda.max_memory_{what}(), reset before each step "
+                    f"(highest {format_bytes(max(counted.values()))})."
+                ),
+                numbers={"steps": len(counted), "wrong": len(wrong), "highest_off_bytes": off},
+            ),
+            holds=not wrong,
+        )
+
+
+def _at(recorded: dict[int, tuple[int, int | None]], step: int, place: int) -> int | None:
+    return recorded[step][place] if step in recorded else None
+
+
+def _tracker_row(setting: Setting, memory: Memory, peaks: Peaks) -> Row:
+    name = "storage tracker's peak in a memory step"
+    if memory.peak is None:
+        raise RuntimeError(f"Step {_MEMORY_STEP} was to be a memory step and was none.")
+    tracked = memory.peak.bytes
+    how = f"Tracked: step {_MEMORY_STEP} on {setting.place}, {ONE_NODE} emulated"
+    if not peaks:
+        value = format_bytes(tracked)
+        how = f"{how}. {NEEDS_CUDA} No allocator says what it should be."
+        return shown(Figure(name=name, value=value, how=how, numbers={"bytes": tracked}))
+    counted = peaks[_MEMORY_STEP][0]
+    ratio = tracked / counted - 1
+    return setting.judge.aimed(
+        Figure(
+            name=f"{name} against the allocator",
+            value=f"{100 * ratio:+.2f} %",
+            aim="within 2 %",
+            how=(
+                f"{how}: {format_bytes(tracked)} against {format_bytes(counted)} by "
+                "torch.cuda.max_memory_allocated(), which rounds blocks up to 512 bytes and knows "
+                "workspaces of libraries."
+            ),
+            numbers={"ratio": ratio, "tracked_bytes": tracked, "counted_bytes": counted},
+        ),
+        holds=abs(ratio) < 0.02,
+    )
+
+
+def _snapshot_rows(
+    setting: Setting, snapshot: Path, peak: int, counted: tuple[int, int]
+) -> Iterator[Row]:
+    import_snapshot(snapshot, setting.scratch / "imported")
+    run = open_run(setting.scratch / "imported")
+    table = run.memory(0)
+    now = table.where(table.point == MemoryPoint.SNAPSHOT)
+    imported = measure_memory(run).peak_allocated_bytes or 0
+    how = (
+        f"Compared: a snapshot after two steps on {setting.place} ({format_bytes(_size(snapshot))})"
+        ", imported, with torch.cuda.max_memory_allocated() and, at its end, memory_allocated() "
+        "and memory_reserved()."
+    )
+    yield setting.judge.exact(
+        Figure(
+            name="memory snapshot: peak",
+            value=f"{format_bytes(imported)}, {imported - peak:+d} bytes off",
+            aim="equal",
+            how=how,
+            numbers={"imported_bytes": imported, "counted_bytes": peak},
+        ),
+        holds=imported == peak,
+    )
+    ends = (int(now.allocated[0]), int(now.reserved[0]))
+    yield setting.judge.exact(
+        Figure(
+            name="memory snapshot: allocated and reserved at its end",
+            value=f"{format_bytes(ends[0])} and {format_bytes(ends[1])}",
+            aim="equal",
+            how=how,
+            numbers={
+                "allocated_off_bytes": ends[0] - counted[0],
+                "reserved_off_bytes": ends[1] - counted[1],
+            },
+        ),
+        holds=ends == counted,
+    )
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size

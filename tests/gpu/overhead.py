@@ -1,0 +1,96 @@
+"""What does recording add to a step on a GPU? Bare, recorded and profiled windows, in turn.
+
+The rounds are those of `tests.benchmarks.overhead`. How many fit into the time is found out by a
+few that are thrown away.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from tests.benchmarks.figures import Figure
+from tests.benchmarks.overhead import (
+    BARE,
+    BARE_AGAIN,
+    PROFILED,
+    RECORDED,
+    WARMUP_ROUNDS,
+    Bare,
+    Mode,
+    Profiled,
+    Recorded,
+    compare_modes,
+    run_rounds,
+)
+from tests.gpu.outcome import Row, shown
+from tests.gpu.setting import ONE_NODE, Setting, emulated_training
+
+_STEPS = 3
+_PILOT_ROUNDS = 2
+_FEWEST_ROUNDS = 100
+_MOST_ROUNDS = 300
+_TIME_S = 120.0
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    """CPU time and wall time of recorder and profiler, by pairs."""
+    with emulated_training(setting, ONE_NODE) as workload:
+        device = workload.prepared.runtime.device
+        index = device.index if setting.is_cuda else None
+        recorded = Recorded(workload, setting.scratch / "run", index)
+        bare = workload.loop()
+        modes: dict[str, Mode] = {
+            BARE: Bare(bare),
+            BARE_AGAIN: Bare(bare),
+            RECORDED: recorded,
+            PROFILED: Profiled(bare, _activities(setting)),
+        }
+        rounds = 2 if setting.quick else _rounds_that_fit(modes, device)
+        samples = run_rounds(modes, rounds=rounds, steps=_STEPS, device=device)
+        recorded.close()
+    how = (
+        f"Measured: {rounds} rounds of {_STEPS} steps a mode in one process on {setting.place}, "
+        f"{ONE_NODE} emulated, modes in random order within a round; median ratio to the bare "
+        "window of the same round, bootstrap over rounds. On a GPU a thread that waits for the "
+        "device spins: that is CPU time too."
+    )
+    yield _rounds_row(setting, rounds)
+    for figure in compare_modes(samples, how):
+        yield _row(setting, figure)
+
+
+def _activities(setting: Setting) -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setting.is_cuda else [])]
+
+
+def _rounds_that_fit(modes: dict[str, Mode], device: torch.device) -> int:
+    start = time.perf_counter()
+    run_rounds(modes, rounds=_PILOT_ROUNDS, steps=_STEPS, device=device)
+    each_s = (time.perf_counter() - start) / (WARMUP_ROUNDS + _PILOT_ROUNDS)
+    return max(_PILOT_ROUNDS, min(_MOST_ROUNDS, int(_TIME_S / each_s) - WARMUP_ROUNDS))
+
+
+def _rounds_row(setting: Setting, rounds: int) -> Row:
+    return setting.judge.aimed(
+        Figure(
+            name="rounds of the overhead comparison",
+            value=str(rounds),
+            aim=f">= {_FEWEST_ROUNDS}",
+            how=f"As many as fit into {_TIME_S:.0f} s, at most {_MOST_ROUNDS}.",
+            numbers={"rounds": rounds},
+        ),
+        holds=rounds >= _FEWEST_ROUNDS,
+    )
+
+
+def _row(setting: Setting, figure: Figure) -> Row:
+    """An aim is missed where the whole interval misses it."""
+    if figure.aim == "< 1 %":
+        return setting.judge.aimed(figure, holds=figure.numbers["ratio_low"] < 1.01)
+    if figure.aim == ">= 10 x":
+        return setting.judge.aimed(figure, holds=figure.numbers["times_high"] >= 10)
+    return shown(figure)

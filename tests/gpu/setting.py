@@ -1,0 +1,138 @@
+"""Where does a step of the GPU script run, and what does it train? One process, rank 0 of many.
+
+The other ranks are emulated (`fsdp_inspect.emulation`): one GPU cannot hold two ranks of NCCL
+before its version 2.30. Everything but the network is real: FSDP2's own scheduling, the kernels,
+the allocator, the streams and events.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from fsdp_inspect import Recorder
+from fsdp_inspect.emulation.specification import parse_specification
+from instrumented_trainer.runtime import Runtime, process_group
+from tests.benchmarks.workload import Workload
+from tests.gpu.outcome import Judge
+
+NO_DEVICE = "torch sees no CUDA device on this machine"
+NEEDS_CUDA = "Needs a CUDA device; tried on CPU here."
+
+ONE_NODE = "h100-nvlink,world_size=8"
+EIGHT_NODES = "h200-ib400,world_size=64"
+
+_LARGE = {"preset": "llama-1b", "num_layers": 8, "seq_len": 1024, "batch_size": 2}
+"""Blocks of 61 M parameters in bfloat16: kernels and messages as in real training."""
+_SMALL = {"preset": "tiny", "num_layers": 4, "seq_len": 16, "batch_size": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a step runs with."""
+
+    device: Literal["cuda", "cpu"]
+    quick: bool
+    """A try-out of the script itself: little work, and nothing noisy is judged."""
+    scratch: Path
+    """A folder of the step's own; deleted at the end of the script."""
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether it runs on a GPU."""
+        return self.device == "cuda"
+
+    @property
+    def judge(self) -> Judge:
+        """Makes rows."""
+        return Judge(is_quick=self.quick)
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """Settings of the trainer: what is trained unless a step says otherwise."""
+        return dict(_SMALL if self.quick else _LARGE)
+
+    @property
+    def place(self) -> str:
+        """Where it runs, for the sentence that says how a number was obtained."""
+        return torch.cuda.get_device_name(0) if self.is_cuda else "CPU"
+
+    def to_json(self) -> str:
+        """For the process that runs the step."""
+        fields = {"device": self.device, "quick": self.quick, "scratch": str(self.scratch)}
+        return json.dumps(fields)
+
+    @classmethod
+    def from_json(cls, text: str) -> Setting:
+        """What `to_json` wrote."""
+        fields = json.loads(text)
+        return cls(fields["device"], fields["quick"], Path(fields["scratch"]))
+
+
+@contextmanager
+def emulated_training(setting: Setting, emulation: str, **settings: Any) -> Iterator[Workload]:
+    """A sharded model in training as rank 0 of ranks that do not exist.
+
+    Args:
+        setting: Where.
+        emulation: As `--emulate` has it.
+        settings: Of the trainer, instead of `setting.model`'s.
+
+    Yields:
+        The model, and counters of peaks that start with it.
+    """
+    specification = parse_specification(emulation)
+    device = torch.device("cuda", 0) if setting.is_cuda else torch.device("cpu")
+    runtime = Runtime(0, 0, specification.world_size, device, specification)
+    _free_what_is_left(setting)
+    with process_group(runtime):
+        workload = Workload.build(runtime, **{**setting.model, **settings})
+        if setting.is_cuda:
+            torch.cuda.reset_peak_memory_stats()  # building is no part of a step's peak
+        yield workload
+
+
+def _free_what_is_left(setting: Setting) -> None:
+    """FSDP's modules refer to each other: an earlier model stays until it is collected."""
+    gc.collect()
+    if setting.is_cuda:
+        torch.cuda.empty_cache()
+
+
+def make_recorder(workload: Workload, folder: Path, **options: Any) -> Recorder:
+    """A recorder on it that says nothing; without memory steps unless asked for."""
+    return Recorder(
+        workload.model,
+        optimizer=workload.optimizer,
+        path=folder,
+        **{"memory_steps": (), "print_verdict": False, **options},
+    )
+
+
+def expect_healthy(recorder: Recorder) -> None:
+    """Nothing may be judged by a recording that lost something.
+
+    Raises:
+        RuntimeError: It stopped or had a problem.
+    """
+    if recorder.problems or not recorder.is_recording:
+        raise RuntimeError(f"The recorder did not record all of it: {recorder.problems}")
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Of the library that torch was built with; expects a CUDA build."""
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return version
+
+
+def synchronize(setting: Setting) -> None:
+    """Wait for the device."""
+    if setting.is_cuda:
+        torch.cuda.synchronize()

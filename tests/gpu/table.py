@@ -1,0 +1,43 @@
+"""How is the table of `make gpu` shown? Markdown that reads well on a terminal, and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tests.benchmarks.figures import to_json
+from tests.benchmarks.machine import Machine
+from tests.gpu.outcome import Row
+
+_HEADER = ("", "measured", "interval", "aim", "", "how")
+
+
+def render_table(machine: Machine, rows: Sequence[Row]) -> str:
+    """The table, a note to each row on how it was obtained, and the machine."""
+    notes = list(dict.fromkeys(row.figure.how for row in rows))
+    lines = [_HEADER, *(_cells(row, notes) for row in rows)]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(_HEADER))]
+    shown = [_line(_HEADER, widths), _line(["-" * width for width in widths], widths)]
+    shown += [_line(line, widths) for line in lines[1:]]
+    explained = [f"{number}. {' '.join(note.split())}" for number, note in enumerate(notes, 1)]
+    return "\n".join([*shown, "", *explained, "", machine.sentence])
+
+
+def table_json(machine: Machine, rows: Sequence[Row]) -> dict[str, Any]:
+    """The same for programs: figures as `make bench --json` has them, each with its verdict."""
+    content = to_json(machine, [row.figure for row in rows])
+    for figure, row in zip(content["figures"], rows, strict=True):
+        figure["verdict"] = row.verdict.value or None
+    return content
+
+
+def _cells(row: Row, notes: list[str]) -> tuple[str, ...]:
+    figure = row.figure
+    number = str(notes.index(figure.how) + 1)
+    cells = (figure.name, figure.value, figure.interval, figure.aim, row.verdict.value, number)
+    return tuple(" ".join(cell.split()).replace("|", "/") for cell in cells)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+    return f"| {' | '.join(padded)} |"

@@ -1,0 +1,300 @@
+"""Are the times of CUDA events those of the kernels? Recorder and torch.profiler on the same steps.
+
+Every emulated collective is one spinning kernel on the stream on which FSDP issues it. The n-th
+that the recorder saw issued is the n-th by the profiler's correlation id: both count in the order
+of the host. A collective that queues behind another of its communicator begins when its turn has
+come (`trace.communicators`): that is what is compared with the start of the kernel.
+
+[Note: two clocks] The profiler keeps a clock of its own. The offset is the median distance of the
+ends of all pairs; what is left after taking it away is the error of each time. The offset itself is
+compared with one that the host measured, by marks in the trace around which it read its clock.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from fsdp_inspect import open_run
+from fsdp_inspect.analysis.steps import measure_step_times
+from fsdp_inspect.formatting import format_ns
+from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
+from fsdp_inspect.trace.communicators import queue_up
+from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.tables import EventTable
+from tests.benchmarks.figures import Figure
+from tests.benchmarks.profiler_trace import TraceEvent, export_trace, named, read_trace
+from tests.gpu.outcome import Row, shown, spread, unavailable
+from tests.gpu.setting import (
+    NEEDS_CUDA,
+    ONE_NODE,
+    Setting,
+    emulated_training,
+    expect_healthy,
+    make_recorder,
+    synchronize,
+)
+
+WARMUP_STEPS = 3
+_PROFILED_STEPS = 8
+_MARK = "host clock"
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
+Times = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """FSDP's collectives as both saw them, in ns, each on the clock of its side; shape (n,)."""
+
+    turn_ns: Times
+    """Recorded: when its turn on the communicator came."""
+    end_ns: Times
+    kernel_start_ns: Times
+    kernel_end_ns: Times
+
+    @property
+    def offset_ns(self) -> int:
+        """The recorder's clock less the profiler's."""
+        return round(float(np.median(self.end_ns - self.kernel_end_ns)))
+
+    @property
+    def start_errors_ns(self) -> Times:
+        """Distance of the starts, on one clock."""
+        return np.asarray(np.abs(self.turn_ns - self.kernel_start_ns - self.offset_ns))
+
+    @property
+    def end_errors_ns(self) -> Times:
+        """Distance of the ends, on one clock."""
+        return np.asarray(np.abs(self.end_ns - self.kernel_end_ns - self.offset_ns))
+
+    @property
+    def duration_errors(self) -> NDArray[np.float64]:
+        """Relative to the kernel; free of any offset."""
+        kernels = self.kernel_end_ns - self.kernel_start_ns
+        return np.asarray(np.abs(self.end_ns - self.turn_ns - kernels) / kernels, dtype=np.float64)
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    """Errors of single collectives, then of the exposed time of steps."""
+    marks = _record_and_profile(setting)
+    run = open_run(setting.scratch / "run")
+    profiled = range(WARMUP_STEPS, WARMUP_STEPS + _num_steps(setting))
+    events = run.events(0, steps=list(profiled))
+    trace = read_trace(_trace_of(setting.scratch))
+    host = host_offset(trace, marks)
+    if not setting.is_cuda:
+        yield _marks_row(setting, len(marks), host)
+        yield unavailable("times of collectives against the profiler's kernels", NEEDS_CUDA)
+        return
+    spins = spin_kernels(trace)
+    collectives = events.where(np.isin(events.kind, list(COLLECTIVES)))
+    both = f"{len(collectives)} recorded, {len(spins)} kernels"
+    how = f"Counted: all collectives of {len(profiled)} steps on {setting.place}, {ONE_NODE}."
+    is_equal = len(collectives) == len(spins) > 0
+    yield setting.judge.exact(
+        Figure(name="collectives that both saw", value=both, aim="as many", how=how),
+        holds=is_equal,
+    )
+    if not is_equal:
+        return
+    matched = match(collectives, spins)
+    yield from _time_rows(setting, matched, len(profiled))
+    yield _clock_row(matched, host)
+    exposed = exposed_of_kernels(trace, events, matched.offset_ns)
+    recorded = {
+        point.step: point.exposed_ns
+        for point in measure_step_times(run).over_steps
+        if point.step in profiled
+    }
+    yield _exposed_row(setting, recorded, exposed)
+
+
+def spin_kernels(trace: list[TraceEvent]) -> list[TraceEvent]:
+    """The kernels that stand for collectives, in the order in which the host launched them."""
+    spins = [event for event in trace if event.category == "kernel" and "spin" in event.name]
+    return sorted(spins, key=_launched)
+
+
+def match(collectives: EventTable, spins: list[TraceEvent]) -> Matched:
+    """The n-th collective that was issued and the n-th kernel, of those that FSDP issued.
+
+    Args:
+        collectives: Of one rank; as many as kernels.
+        spins: In order of launch.
+    """
+    order = np.lexsort((collectives.sequence, collectives.issue_ns))
+    ordered = collectives.where(order)
+    turns = queue_up(ordered).turn_ns
+    starts = np.array([spin.start_ns for spin in spins], dtype=np.int64)
+    ends = np.array([spin.end_ns for spin in spins], dtype=np.int64)
+    by_fsdp = ordered.unit >= 0
+    return Matched(turns[by_fsdp], ordered.end_ns[by_fsdp], starts[by_fsdp], ends[by_fsdp])
+
+
+def exposed_of_kernels(
+    trace: list[TraceEvent], events: EventTable, offset_ns: int
+) -> dict[int, int]:
+    """By step: how long collectives ran while the compute stream ran no kernel, ns.
+
+    Args:
+        trace: What the profiler saw.
+        events: The recorded steps, for their bounds.
+        offset_ns: The recorder's clock less the profiler's.
+    """
+    spins = spin_kernels(trace)
+    others = [event for event in trace if event.category in _ON_DEVICE and "spin" not in event.name]
+    compute = statistics.mode(event.tid for event in others)
+    busy = _union([event for event in others if event.tid == compute])
+    alone = _union(spins).subtract(busy)
+    steps = events.where(events.kind == EventKind.STEP)
+    durations = alone.covered_ns(steps.start_ns - offset_ns, steps.end_ns - offset_ns)
+    return dict(zip(steps.step.tolist(), durations.tolist(), strict=True))
+
+
+def _union(events: list[TraceEvent]) -> Intervals:
+    return Intervals.of([event.start_ns for event in events], [event.end_ns for event in events])
+
+
+def _launched(kernel: TraceEvent) -> tuple[int, int]:
+    return int(kernel.arguments.get("correlation", 0)), kernel.start_ns
+
+
+def _record_and_profile(setting: Setting) -> list[tuple[int, int]]:
+    """Run the steps; returns the host's clock before and after each mark."""
+    marks: list[tuple[int, int]] = []
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setting.is_cuda else [])]
+    with (
+        emulated_training(setting, ONE_NODE) as workload,
+        make_recorder(workload, setting.scratch / "run") as recorder,
+    ):
+        loop = workload.loop(recorder)
+        for step in range(WARMUP_STEPS):
+            loop.run_step(step)
+        synchronize(setting)
+        with profile(activities=activities) as profiler:
+            for step in range(WARMUP_STEPS, WARMUP_STEPS + _num_steps(setting)):
+                marks.append(_mark())
+                loop.run_step(step)
+            synchronize(setting)
+        expect_healthy(recorder)
+    export_trace(profiler, _trace_of(setting.scratch))
+    return marks
+
+
+def _mark() -> tuple[int, int]:
+    before = time.perf_counter_ns()
+    with record_function(_MARK):
+        pass
+    return before, time.perf_counter_ns()
+
+
+def host_offset(trace: list[TraceEvent], marks: list[tuple[int, int]]) -> tuple[int, int]:
+    """The host's clock less the profiler's, by the tightest mark, and how far it may be off."""
+    seen = [event for event in named(trace, _MARK) if event.category == "user_annotation"]
+    pairs = zip(marks, seen, strict=True)
+    bounds = [(before - mark.start_ns, after - mark.end_ns) for (before, after), mark in pairs]
+    low, high = min(bounds, key=lambda bound: bound[1] - bound[0])
+    return (low + high) // 2, abs(high - low) // 2
+
+
+def _time_rows(setting: Setting, matched: Matched, num_steps: int) -> Iterator[Row]:
+    kernels = matched.kernel_end_ns - matched.kernel_start_ns
+    how = (
+        f"Measured: {len(kernels)} FSDP collectives of {num_steps} steps on {setting.place}, "
+        f"{ONE_NODE} emulated, kernels of {format_ns(float(np.median(kernels)))} in the median; "
+        "|recorded - kernel|, one constant offset between the two clocks taken away."
+    )
+    for what, errors in (("starts", matched.start_errors_ns), ("ends", matched.end_errors_ns)):
+        yield shown(
+            Figure(
+                name=f"error of the {what} of collectives",
+                value=spread(errors.tolist(), 1e-3, "µs"),
+                how=how,
+                numbers=_numbers(errors, "ns"),
+            )
+        )
+    relative = matched.duration_errors
+    yield setting.judge.aimed(
+        Figure(
+            name="error of the durations of collectives",
+            value=spread(relative.tolist(), 100, "%"),
+            aim="median < 3 %",
+            how=f"{how} Durations: relative to the kernel's, free of any offset.",
+            numbers=_numbers(relative, "ratio"),
+        ),
+        holds=float(np.median(relative)) < 0.03,
+    )
+
+
+def _numbers(errors: NDArray[np.number], unit: str) -> dict[str, float]:
+    return {
+        f"median_{unit}": float(np.median(errors)),
+        f"p90_{unit}": float(np.quantile(errors, 0.9)),
+        f"highest_{unit}": float(np.max(errors)),
+    }
+
+
+def _clock_row(matched: Matched, host: tuple[int, int]) -> Row:
+    difference = matched.offset_ns - host[0]
+    return shown(
+        Figure(
+            name="device times on the host's clock against the profiler's",
+            value=f"{difference / 1e3:+.1f} µs",
+            interval=f"±{host[1] / 1e3:.1f} µs",
+            how=(
+                "Measured: the offset that the ends of collectives give, less the one between "
+                "host marks in the trace and the host's own clock."
+            ),
+            numbers={"difference_ns": difference, "uncertainty_ns": host[1]},
+        )
+    )
+
+
+def _marks_row(setting: Setting, num_marks: int, host: tuple[int, int]) -> Row:
+    return shown(
+        Figure(
+            name="uncertainty of the host's clock against the profiler's",
+            value=f"±{host[1] / 1e3:.1f} µs",
+            how=f"Measured: the tightest of {num_marks} marks on {setting.place}.",
+            numbers={"uncertainty_ns": host[1]},
+        )
+    )
+
+
+def _exposed_row(setting: Setting, recorded: dict[int, int], kernels: dict[int, int]) -> Row:
+    ratios = [recorded[step] / kernels[step] - 1 for step in recorded if kernels.get(step)]
+    middle = statistics.median(ratios)
+    shown_ns = statistics.median(recorded.values()), statistics.median(kernels.values())
+    return setting.judge.aimed(
+        Figure(
+            name="exposed time of a step against that of kernels",
+            value=f"{100 * middle:+.2f} %",
+            interval=f"{100 * min(ratios):+.2f} % to {100 * max(ratios):+.2f} %",
+            aim="within 2 %",
+            how=(
+                f"Measured: median and range over {len(ratios)} steps of recorded / kernels - 1 "
+                f"({format_ns(shown_ns[0])} and {format_ns(shown_ns[1])} in the median). Recorded: "
+                "from the moment the compute stream waits to the end of the collective. Kernels: "
+                "a collective's runs and none on the compute stream; gaps between kernels beside "
+                "a collective count there, and not here."
+            ),
+            numbers={"median_ratio": middle, "lowest": min(ratios), "highest": max(ratios)},
+        ),
+        holds=abs(middle) < 0.02,
+    )
+
+
+def _num_steps(setting: Setting) -> int:
+    return 2 if setting.quick else _PROFILED_STEPS
+
+
+def _trace_of(folder: Path) -> Path:
+    return folder / "trace.json"

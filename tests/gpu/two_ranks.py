@@ -1,0 +1,128 @@
+"""Are the times of real collectives right? Two ranks, recorded and profiled at once.
+
+NCCL where there are two GPUs, or one and a library that lets two ranks share it (2.30 and newer,
+with `NCCL_MULTI_RANK_GPU_ENABLE=1`). On CPU the same code runs on gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from fsdp_inspect import open_run
+from fsdp_inspect.formatting import format_ns
+from fsdp_inspect.trace.codes import EventKind, Phase
+from instrumented_trainer.runtime import Runtime
+from tests.benchmarks.accuracy import Pair, match_in_order
+from tests.benchmarks.figures import Figure
+from tests.benchmarks.profiler_trace import TraceEvent, export_trace, named, read_trace
+from tests.benchmarks.ranks import NUM_RANKS, on_each_rank, run_ranks
+from tests.benchmarks.workload import Workload
+from tests.gpu.outcome import Row, spread, unavailable
+from tests.gpu.setting import Setting, expect_healthy, make_recorder, nccl_version
+from tests.gpu.timing import WARMUP_STEPS
+
+SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
+_FIRST_SHARING = (2, 30)
+_NAME = "error of the durations of all-gathers, two ranks"
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    """Durations of all-gathers against the profiler's, or why there are none."""
+    if setting.is_cuda:
+        reason = refusal(torch.cuda.device_count(), nccl_version())
+        if reason:
+            yield unavailable(_NAME, reason)
+            return
+        if torch.cuda.device_count() < NUM_RANKS:
+            os.environ[SHARING] = "1"
+    steps = 2 if setting.quick else 8
+    options = {"steps": steps, "settings": setting.model, "device": setting.device}
+    run_ranks(__name__, options, setting.scratch)
+    pairs = [pair for rank in range(NUM_RANKS) for pair in _read_pairs(setting, rank)]
+    yield _row(setting, pairs, steps)
+
+
+def refusal(num_gpus: int, version: tuple[int, ...]) -> str:
+    """Why NCCL cannot run two ranks on the GPUs of this machine; empty if it may."""
+    if num_gpus >= NUM_RANKS or version >= _FIRST_SHARING:
+        return ""
+    text = ".".join(str(part) for part in version)
+    return (
+        f"NCCL {text} refuses two ranks on one GPU. It takes two GPUs, or NCCL 2.30 and newer "
+        f"with {SHARING}=1."
+    )
+
+
+def _read_pairs(setting: Setting, rank: int) -> list[Pair]:
+    events = open_run(setting.scratch / "run").events(rank)
+    profiled = (events.step >= WARMUP_STEPS) & (events.phase != Phase.OUTSIDE)
+    gathers = events.where((events.kind == EventKind.ALL_GATHER) & profiled)
+    trace = read_trace(_trace_of(setting.scratch, rank))
+    return match_in_order(gathers, _marks(trace, setting))
+
+
+def _marks(trace: list[TraceEvent], setting: Setting) -> list[TraceEvent]:
+    if not setting.is_cuda:
+        return named(trace, "gloo:all_gather")
+    return [
+        event
+        for event in trace
+        if event.category == "kernel" and "nccl" in event.name and "AllGather" in event.name
+    ]
+
+
+def _row(setting: Setting, pairs: list[Pair], steps: int) -> Row:
+    errors = [pair.relative_error for pair in pairs]
+    longer_ns = statistics.median(pair.recorded_ns - pair.profiled_ns for pair in pairs)
+    duration_ns = statistics.median(pair.profiled_ns for pair in pairs)
+    backend = "NCCL" if setting.is_cuda else "gloo"
+    median = statistics.median(errors)
+    return setting.judge.aimed(
+        Figure(
+            name=_NAME,
+            value=spread(errors, 100, "%"),
+            aim="median < 3 %",
+            how=(
+                f"Measured: {len(pairs)} all-gathers of {steps} steps on {NUM_RANKS} {backend} "
+                f"ranks on {setting.place} (median {format_ns(duration_ns)}), recorded and "
+                f"profiled together. Recorded ones are {format_ns(longer_ns)} longer in the median."
+            ),
+            numbers={"median_ratio": median, "median_longer_ns": longer_ns},
+        ),
+        holds=median < 0.03,
+    )
+
+
+def _measure_rank(runtime: Runtime, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    is_cuda = runtime.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+    workload = Workload.build(runtime, **options["settings"])
+    with make_recorder(workload, folder / "run") as recorder:
+        loop = workload.loop(recorder)
+        for step in range(WARMUP_STEPS):
+            loop.run_step(step)
+        if is_cuda:
+            torch.cuda.synchronize()
+        with profile(activities=activities) as profiler:
+            for step in range(WARMUP_STEPS, WARMUP_STEPS + options["steps"]):
+                loop.run_step(step)
+            if is_cuda:
+                torch.cuda.synchronize()
+        expect_healthy(recorder)
+    export_trace(profiler, _trace_of(folder, runtime.rank))
+    return {}
+
+
+def _trace_of(folder: Path, rank: int) -> Path:
+    return folder / f"trace-{rank}.json"
+
+
+if __name__ == "__main__":
+    on_each_rank(_measure_rank)
