@@ -1,11 +1,10 @@
-import json
-
 """What do all integrations share? Options, refusals, libraries that are not installed."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import sys
 import textwrap
