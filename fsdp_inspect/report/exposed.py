@@ -237,7 +237,7 @@ def _bandwidth(bandwidth: Bandwidth | None) -> Iterator[RenderableType]:
             _group(row),
             format_metric("communication_bytes", row.bytes_per_step),
             format_metric("transfer_ns", row.transfer_ns),
-            format_bytes_per_s(row.bus_bytes_per_s or row.algorithm_bytes_per_s),
+            format_bytes_per_s(row.bus_bytes_per_s),
             format_metric("latency_ns", fit.latency_ns if fit else None),
             f"± {format_ratio(fit.residual_ratio)}" if fit else MISSING,
         )

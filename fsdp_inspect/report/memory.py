@@ -27,6 +27,10 @@ _NOTHING = (
     "No memory was recorded. On CPU it is counted only in memory steps: record with "
     "Recorder(..., memory_steps=[3]); on CUDA it is counted in every step."
 )
+_NOTHING_IMPORTED = (
+    "No memory is in this import: a trace of kernels and operators does not tell it. Import a "
+    "memory snapshot (torch.cuda.memory._dump_snapshot) into a run of its own."
+)
 
 
 def render_memory(digest: MemoryDigest) -> RenderableType:
@@ -47,7 +51,8 @@ def _answer(digest: MemoryDigest) -> Iterable[RenderableType]:
     if digest.memory.failed_request is not None:
         yield Text(_failed(digest, digest.memory.failed_request), style="bold")
     if digest.rank is None or digest.rank.peak_allocated_bytes is None:
-        yield Text(_NOTHING, style="bold")
+        nothing = _NOTHING_IMPORTED if digest.source == "imported" else _NOTHING
+        yield Text(nothing, style="bold")
         return
     yield Text(_peak(digest, digest.rank), style="bold")
     for line in (

@@ -101,7 +101,7 @@ def _no_straggler(ranks: Ranks) -> str:
     if not ranks.ranks:
         return "No step counts yet, so no rank can be compared."
     if len(ranks.ranks) == 1:
-        return "One rank: nobody waits for it."
+        return "Only one rank is in this run folder: there is no other to compare it with."
     if ranks.replay is not None:
         return (
             "No straggler: no rank works longest in three quarters of the steps and costs "

@@ -97,6 +97,12 @@ def test_a_run_without_memory_says_how_to_record_it():
     assert "memory_steps=[3]" in text
 
 
+def test_an_imported_trace_without_memory_says_what_has_it():
+    text = shown(steady_run(source="imported"))
+    assert text.startswith("No memory is in this import")
+    assert "_dump_snapshot" in text
+
+
 def test_names_from_the_run_are_never_markup():
     builder = RunBuilder(units=("[red]a",))
     rank = builder.rank(0)

@@ -66,5 +66,5 @@ def test_of_many_ranks_the_extremes_are_listed():
 
 def test_runs_without_anything_to_compare_say_so():
     assert shown(RunBuilder().build()).startswith("No step counts yet")
-    assert shown(steady_run(world_size=1)).startswith("One rank: nobody waits for it.")
+    assert shown(steady_run(world_size=1)).startswith("Only one rank is in this run folder")
     assert shown(steady_run()).startswith("Whether there is a straggler is not known")
