@@ -44,7 +44,7 @@ Bandwidth (bytes-weighted), and latency where sizes tell it
 collective      group       per step  transfer         bus  latency  scatter
 all-gather      shard of 2     256 B   50.0 ns  426.7 MB/s        –        –
 reduce-scatter  shard of 2     128 B   80.0 ns  355.6 MB/s        –        –
-all-reduce      –                4 B   20.0 ns  200.0 MB/s        –        –
+all-reduce      –                4 B   20.0 ns           –        –        –
 Transfer: this rank's own time, in which it may wait for other ranks.
 all-gather, shard of 2: no latency. All 12 messages have the same size, 64
 bytes.
