@@ -42,8 +42,9 @@ bench: $(READY) ## Measure the published figures; takes minutes and wants an idl
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
 .PHONY: gpu
-gpu: $(READY) ## Run the tests that need a CUDA device
-	$(PYTEST) -m gpu $(ARGS)
+gpu: $(READY) ## Run and measure what needs a CUDA device (OUT=DIR: keep the table and a sample)
+	$(PYTEST) -m gpu $(ARGS); tests=$$?; \
+		$(BIN)/python -m tests.gpu $(if $(OUT),--out $(OUT)) && exit $$tests
 
 .PHONY: samples
 samples: $(READY) ## Record the CPU samples anew; wants an idle machine

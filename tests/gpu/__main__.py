@@ -35,7 +35,7 @@ STEPS = {
     "overhead": 180.0,
 }
 """Each with its limit, in seconds. The longest one comes last: it takes what is left."""
-_TOTAL_S = 480.0
+_TOTAL_S = 450.0
 _QUOTED_LINES = 3
 
 
@@ -56,16 +56,16 @@ class Script:
             total = f"{self.options.limit_s:.0f} s"
             self._end(name, [failed(name, f"Not started: all {total} of the call were used.")])
             return
-        setting = self.setting_of(name)
+        setting = self.setting_of(name, min(left, STEPS[name]))
         setting.scratch.mkdir()
         self._say(f"{name} ...")
-        problem = self._run_child(name, setting, min(left, STEPS[name]))
+        problem = self._run_child(name, setting)
         found = _read_rows(setting.scratch / ROWS)
         self._end(name, [*found, *([failed(name, problem)] if problem else [])])
 
-    def setting_of(self, name: str) -> Setting:
+    def setting_of(self, name: str, limit_s: float) -> Setting:
         """What a step runs with."""
-        return Setting(self.options.device, self.options.quick, self.scratch / name)
+        return Setting(self.options.device, self.options.quick, self.scratch / name, limit_s)
 
     def skip(self, reason: str) -> None:
         """Nothing can run here."""
@@ -80,7 +80,7 @@ class Script:
         sample = self.scratch / "sample" / name
         if self.options.out is not None and (sample / "expected.json").exists():
             place = self.machine.gpu or self.machine.cpu
-            command = command_of(self.setting_of("sample"))
+            command = command_of(self.setting_of("sample", STEPS["sample"]))
             pack(sample, self.options.out / f"{name}.tar.gz", command, place, table)
         return int(any(row.verdict is Verdict.MISSED for row in self.rows))
 
@@ -92,7 +92,7 @@ class Script:
             (out / "figures.json").write_text(json.dumps(content, indent=2) + "\n")
             (out / "figures.md").write_text(f"{render_table(self.machine, self.rows)}\n")
 
-    def _run_child(self, name: str, setting: Setting, limit_s: float) -> str:
+    def _run_child(self, name: str, setting: Setting) -> str:
         """Why the step did not end well; empty: it did."""
         log = (self.options.out or self.scratch) / "steps.log"
         with log.open("ab") as output:
@@ -106,9 +106,9 @@ class Script:
                 stderr=subprocess.STDOUT,
             )
             try:
-                code = child.wait(limit_s)
+                code = child.wait(setting.limit_s)
             except subprocess.TimeoutExpired:
-                return f"Stopped after {limit_s:.0f} s, its limit. {_end_of(log)}"
+                return f"Stopped after {setting.limit_s:.1f} s, its limit. {_end_of(log)}"
             finally:
                 _kill_with_descendants(child)
         return f"Ended with {code}. {_end_of(log)}" if code else ""

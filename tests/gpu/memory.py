@@ -24,7 +24,7 @@ from tests.gpu.setting import (
 )
 
 _STEPS = 6
-_MEMORY_STEP = 3
+MEMORY_STEP = 3
 _HISTORY = 500_000
 
 Peaks = dict[int, tuple[int, int]]
@@ -37,7 +37,7 @@ def measure(setting: Setting) -> Iterator[Row]:
     with emulated_training(setting, ONE_NODE) as workload:
         peaks: Peaks = {}
         with make_recorder(
-            workload, setting.scratch / "run", memory_steps=[_MEMORY_STEP], warmup_steps=1
+            workload, setting.scratch / "run", memory_steps=[MEMORY_STEP], warmup_steps=1
         ) as recorder:
             loop = workload.loop(recorder)
             for step in range(_STEPS):
@@ -48,8 +48,8 @@ def measure(setting: Setting) -> Iterator[Row]:
                     peaks[step] = _read_peaks()
             expect_healthy(recorder)
         memory = measure_memory(open_run(setting.scratch / "run"))
-        yield from _counter_rows(setting, memory, peaks)
-        yield _tracker_row(setting, memory, peaks)
+        yield from counter_rows(setting, memory, peaks)
+        yield tracker_row(setting, memory, peaks)
         if not setting.is_cuda:
             yield unavailable("memory snapshot: peak", NEEDS_CUDA)
             return
@@ -64,14 +64,15 @@ def measure(setting: Setting) -> Iterator[Row]:
             torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
-    yield from _snapshot_rows(setting, snapshot, peak, counted)
+    yield from snapshot_rows(setting, snapshot, peak, counted)
 
 
 def _read_peaks() -> tuple[int, int]:
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
-def _counter_rows(setting: Setting, memory: Memory, peaks: Peaks) -> Iterator[Row]:
+def counter_rows(setting: Setting, memory: Memory, peaks: Peaks) -> Iterator[Row]:
+    """Recorded peaks beside those of the allocator; what is not recorded is off by all of it."""
     recorded = {
         row.step: (row.highest_allocated_bytes, row.highest_reserved_bytes)
         for row in memory.over_steps
@@ -81,7 +82,7 @@ def _counter_rows(setting: Setting, memory: Memory, peaks: Peaks) -> Iterator[Ro
         if not peaks:
             yield unavailable(name, f"{NEEDS_CUDA} There is no allocator that counts.")
             continue
-        counted = {step: pair[place] for step, pair in peaks.items() if step != _MEMORY_STEP}
+        counted = {step: pair[place] for step, pair in peaks.items() if step != MEMORY_STEP}
         wrong = [step for step, value in counted.items() if _at(recorded, step, place) != value]
         off = max(abs((_at(recorded, step, place) or 0) - value) for step, value in counted.items())
         yield setting.judge.exact(
@@ -104,17 +105,18 @@ def _at(recorded: dict[int, tuple[int, int | None]], step: int, place: int) -> i
     return recorded[step][place] if step in recorded else None
 
 
-def _tracker_row(setting: Setting, memory: Memory, peaks: Peaks) -> Row:
+def tracker_row(setting: Setting, memory: Memory, peaks: Peaks) -> Row:
+    """The composition's total beside the allocator's peak of the same step."""
     name = "storage tracker's peak in a memory step"
     if memory.peak is None:
-        raise RuntimeError(f"Step {_MEMORY_STEP} was to be a memory step and was none.")
+        raise RuntimeError(f"Step {MEMORY_STEP} was to be a memory step and was none.")
     tracked = memory.peak.bytes
-    how = f"Tracked: step {_MEMORY_STEP} on {setting.place}, {ONE_NODE} emulated"
+    how = f"Tracked: step {MEMORY_STEP} on {setting.place}, {ONE_NODE} emulated"
     if not peaks:
         value = format_bytes(tracked)
         how = f"{how}. {NEEDS_CUDA} No allocator says what it should be."
         return shown(Figure(name=name, value=value, how=how, numbers={"bytes": tracked}))
-    counted = peaks[_MEMORY_STEP][0]
+    counted = peaks[MEMORY_STEP][0]
     ratio = tracked / counted - 1
     return setting.judge.aimed(
         Figure(
@@ -132,9 +134,17 @@ def _tracker_row(setting: Setting, memory: Memory, peaks: Peaks) -> Row:
     )
 
 
-def _snapshot_rows(
+def snapshot_rows(
     setting: Setting, snapshot: Path, peak: int, counted: tuple[int, int]
 ) -> Iterator[Row]:
+    """An imported snapshot beside what torch counted.
+
+    Args:
+        setting: Where it was taken.
+        snapshot: The pickle.
+        peak: Most allocated while the history was kept, bytes.
+        counted: Allocated and reserved when it was taken, bytes.
+    """
     import_snapshot(snapshot, setting.scratch / "imported")
     run = open_run(setting.scratch / "imported")
     table = run.memory(0)

@@ -73,7 +73,7 @@ def shown(figure: Figure) -> Row:
 
 def unavailable(name: str, reason: str) -> Row:
     """What was not measured, and why."""
-    return Row(Figure(name=name, value="not available", how=reason), Verdict.NOT_AVAILABLE)
+    return Row(Figure(name=name, value="", how=reason), Verdict.NOT_AVAILABLE)
 
 
 def failed(name: str, reason: str) -> Row:

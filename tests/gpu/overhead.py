@@ -34,6 +34,8 @@ _PILOT_ROUNDS = 2
 _FEWEST_ROUNDS = 100
 _MOST_ROUNDS = 300
 _TIME_S = 120.0
+_REST_S = 50.0
+"""Of a step's limit: for starting, the rounds that are thrown away, and the bootstrap."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -49,7 +51,7 @@ def measure(setting: Setting) -> Iterator[Row]:
             RECORDED: recorded,
             PROFILED: Profiled(bare, _activities(setting)),
         }
-        rounds = 2 if setting.quick else _rounds_that_fit(modes, device)
+        rounds = 2 if setting.quick else _rounds_that_fit(setting, modes, device)
         samples = run_rounds(modes, rounds=rounds, steps=_STEPS, device=device)
         recorded.close()
     how = (
@@ -67,11 +69,12 @@ def _activities(setting: Setting) -> list[ProfilerActivity]:
     return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setting.is_cuda else [])]
 
 
-def _rounds_that_fit(modes: dict[str, Mode], device: torch.device) -> int:
+def _rounds_that_fit(setting: Setting, modes: dict[str, Mode], device: torch.device) -> int:
     start = time.perf_counter()
     run_rounds(modes, rounds=_PILOT_ROUNDS, steps=_STEPS, device=device)
     each_s = (time.perf_counter() - start) / (WARMUP_ROUNDS + _PILOT_ROUNDS)
-    return max(_PILOT_ROUNDS, min(_MOST_ROUNDS, int(_TIME_S / each_s) - WARMUP_ROUNDS))
+    time_s = min(_TIME_S, setting.limit_s - _REST_S)
+    return max(_PILOT_ROUNDS, min(_MOST_ROUNDS, int(time_s / each_s) - WARMUP_ROUNDS))
 
 
 def _rounds_row(setting: Setting, rounds: int) -> Row:
@@ -80,7 +83,7 @@ def _rounds_row(setting: Setting, rounds: int) -> Row:
             name="rounds of the overhead comparison",
             value=str(rounds),
             aim=f">= {_FEWEST_ROUNDS}",
-            how=f"As many as fit into {_TIME_S:.0f} s, at most {_MOST_ROUNDS}.",
+            how=f"As many as fit into {_TIME_S:.0f} s or the rest of the call, to {_MOST_ROUNDS}.",
             numbers={"rounds": rounds},
         ),
         holds=rounds >= _FEWEST_ROUNDS,

@@ -11,7 +11,7 @@ import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +43,8 @@ class Setting:
     """A try-out of the script itself: little work, and nothing noisy is judged."""
     scratch: Path
     """A folder of the step's own; deleted at the end of the script."""
+    limit_s: float
+    """After which the step is stopped."""
 
     @property
     def is_cuda(self) -> bool:
@@ -66,14 +68,13 @@ class Setting:
 
     def to_json(self) -> str:
         """For the process that runs the step."""
-        fields = {"device": self.device, "quick": self.quick, "scratch": str(self.scratch)}
-        return json.dumps(fields)
+        return json.dumps({**asdict(self), "scratch": str(self.scratch)})
 
     @classmethod
     def from_json(cls, text: str) -> Setting:
         """What `to_json` wrote."""
         fields = json.loads(text)
-        return cls(fields["device"], fields["quick"], Path(fields["scratch"]))
+        return cls(**{**fields, "scratch": Path(fields["scratch"])})
 
 
 @contextmanager

@@ -1,0 +1,168 @@
+"""Do the comparisons of the GPU script say what they should? On times and bytes written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from fsdp_inspect.analysis.memory import Memory, measure_memory
+from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Phase
+from fsdp_inspect.trace.tables import EventTable
+from tests.benchmarks.profiler_trace import TraceEvent
+from tests.builders import InMemoryRun, RunBuilder
+from tests.gpu.memory import MEMORY_STEP, counter_rows, snapshot_rows, tracker_row
+from tests.gpu.outcome import Row, Verdict
+from tests.gpu.setting import Setting
+from tests.gpu.timing import compare, exposed_of_kernels, host_offset, match, spin_kernels
+from tests.importing.snapshots import KIB, FakeAllocator, train
+
+SETTING = Setting("cpu", quick=False, scratch=Path(), limit_s=60)
+US = 1_000
+OFFSET = 70 * US
+"""The recorder's clock is ahead of the profiler's."""
+
+
+def kernel(name: str, stream: int, start: int, end: int, launch: int) -> TraceEvent:
+    arguments = {"correlation": launch}
+    return TraceEvent(name, "kernel", stream, start - OFFSET, end - OFFSET, arguments)
+
+
+# One step, in µs of the recorder's clock. The second collective is issued on another stream at
+# 110 and queues behind the first.
+#
+#   stream 7   |  gemm 0..100  |        wait        | gemm 300..400 |
+#   stream 20           spin 50 ......... 200
+#   stream 24                             spin 200 .. 280
+TRACE = [
+    kernel("gemm", 7, 0, 100 * US, 1),
+    kernel("spin_kernel(long)", 24, 200 * US, 280 * US, 5),
+    kernel("spin_kernel(long)", 20, 50 * US, 200 * US, 2),
+    kernel("gemm", 7, 300 * US, 400 * US, 6),
+]
+
+
+def recorded_run() -> InMemoryRun:
+    builder = RunBuilder(["", "layers.0"], warmup_steps=0)
+    rank = builder.rank(0)
+    rank.step(0, 0, 400 * US)
+    late = 2 * US  # an event is seen a little after the kernel that it follows
+    for number, (start, end) in enumerate([(50, 200), (110, 280)]):
+        rank.add(
+            EventKind.ALL_GATHER,
+            start * US,
+            end * US + late * (number + 1),
+            unit="layers.0",
+            phase=Phase.FORWARD,
+            group=0,
+            sequence=number,
+            need_ns=100 * US,
+        )
+    return builder.build()
+
+
+def collectives() -> EventTable:
+    events = recorded_run().events(0)
+    return events.where(events.kind == EventKind.ALL_GATHER)
+
+
+def test_kernels_that_stand_for_collectives_are_in_order_of_launch() -> None:
+    assert [spin.tid for spin in spin_kernels(TRACE)] == [20, 24]
+
+
+def test_a_collective_that_queued_is_compared_from_its_turn_on() -> None:
+    matched = match(collectives(), spin_kernels(TRACE))
+    assert (matched.turn_ns // US).tolist() == [50, 202]
+    assert matched.offset_ns == OFFSET + 3 * US
+    assert matched.end_errors_ns.tolist() == [1 * US, 1 * US]
+    assert matched.start_errors_ns.tolist() == [3 * US, 1 * US]
+    assert matched.duration_errors == pytest.approx([2 / 150, 2 / 80])
+
+
+def test_collectives_that_fsdp_did_not_issue_keep_their_place_and_are_left_out() -> None:
+    builder = RunBuilder(["layers.0"])
+    rank = builder.rank(0)
+    rank.step(0, 0, 400 * US)
+    rank.add(EventKind.ALL_REDUCE, 50 * US, 200 * US)
+    rank.add(EventKind.ALL_GATHER, 210 * US, 280 * US, unit="layers.0")
+    events = builder.build().events(0)
+    matched = match(events.where(events.kind != EventKind.STEP), spin_kernels(TRACE))
+    assert (matched.kernel_end_ns + OFFSET).tolist() == [280 * US]
+
+
+def test_kernels_expose_what_runs_beside_no_kernel_of_the_compute_stream() -> None:
+    assert exposed_of_kernels(TRACE, recorded_run().events(0), OFFSET) == {0: 180 * US}
+
+
+def test_the_tightest_mark_gives_the_offset_of_the_clocks() -> None:
+    marks = [(1_000, 9_000), (20_000, 20_600)]
+    annotation = "user_annotation"
+    seen = [
+        TraceEvent("host clock", annotation, 1, 3_000, 3_100, {}),
+        TraceEvent("host clock", annotation, 1, 15_200, 15_300, {}),
+        TraceEvent("host clock", "gpu_user_annotation", 7, 15_250, 15_400, {}),
+    ]
+    assert host_offset(seen, marks) == (5_050, 250)
+
+
+def told(rows: Iterable[Row]) -> dict[str, tuple[str, Verdict]]:
+    return {row.figure.name: (row.figure.value, row.verdict) for row in rows}
+
+
+def test_a_run_and_a_trace_of_the_same_step_fill_the_table() -> None:
+    rows = told(compare(SETTING, recorded_run(), range(1), TRACE, OFFSET))
+    assert rows == {
+        "collectives that both saw": ("2 recorded, 2 kernels", Verdict.HOLDS),
+        "error of the starts of collectives": ("2.0 µs (p90 2.8 µs)", Verdict.SHOWN),
+        "error of the ends of collectives": ("1.0 µs (p90 1.0 µs)", Verdict.SHOWN),
+        "error of the durations of collectives": ("1.9 % (p90 2.4 %)", Verdict.HOLDS),
+        "device times on the host's clock against the profiler's": ("+3.0 µs", Verdict.SHOWN),
+        "exposed time of a step against that of kernels": ("+2.22 %", Verdict.MISSED),
+    }
+
+
+def test_a_collective_that_only_the_profiler_saw_ends_the_comparison() -> None:
+    trace = [*TRACE, kernel("spin_kernel(long)", 20, 300 * US, 310 * US, 9)]
+    rows = told(compare(SETTING, recorded_run(), range(1), trace, OFFSET))
+    assert rows == {"collectives that both saw": ("2 recorded, 3 kernels", Verdict.MISSED)}
+
+
+def recorded_memory() -> Memory:
+    """Two steps that peak at 700 and 800 bytes; what is between readings is known too."""
+    builder = RunBuilder(world_size=1, warmup_steps=0)
+    rank = builder.rank(0)
+    rank.record["memory_from"] = "cuda_allocator"
+    for step, peak in enumerate((700, 800)):
+        rank.step(step, 100 * step, 100 * step + 100)
+        rank.memory(MemoryPoint.STEP_END, 500, peak_allocated=peak, reserved=4096)
+    rank.step(MEMORY_STEP, 300, 400, is_memory_step=True)
+    rank.memory(MemoryPoint.PEAK, 990, activation=990)
+    return measure_memory(builder.build())
+
+
+def test_peaks_that_the_recorder_and_the_allocator_agree_on_hold() -> None:
+    rows = counter_rows(SETTING, recorded_memory(), {0: (700, 4096), 1: (800, 4096)})
+    assert {verdict for _, verdict in told(rows).values()} == {Verdict.HOLDS}
+
+
+def test_a_peak_that_is_off_by_a_byte_or_absent_is_missed() -> None:
+    rows = told(counter_rows(SETTING, recorded_memory(), {0: (701, 4096), 2: (1, 4096)}))
+    allocated = rows["recorded peak allocated of each step"]
+    assert allocated == ("1 B off at most; 2 of 2 steps", Verdict.MISSED)
+    assert rows["recorded peak reserved of each step"][0] == "4.00 KiB off at most; 1 of 2 steps"
+
+
+@pytest.mark.parametrize(("counted", "verdict"), [(1000, Verdict.HOLDS), (900, Verdict.MISSED)])
+def test_the_tracker_may_be_off_by_two_percent(counted: int, verdict: Verdict) -> None:
+    row = tracker_row(SETTING, recorded_memory(), {MEMORY_STEP: (counted, 4096)})
+    assert row.verdict is verdict
+
+
+def test_a_snapshot_is_compared_with_what_torch_counted(tmp_path: Path) -> None:
+    allocator = FakeAllocator()
+    path = train(allocator).dump(tmp_path / "snapshot.pickle")
+    setting = Setting("cpu", quick=False, scratch=tmp_path, limit_s=60)
+    peak, end = (64 + 12 + 2 * 10 + 32 + 30) * KIB, (64 + 12) * KIB
+    rows = snapshot_rows(setting, path, peak, (end, allocator.reserved))
+    assert {verdict for _, verdict in told(rows).values()} == {Verdict.HOLDS}
