@@ -135,7 +135,7 @@ def _row(setting: Setting, name: str, folder: Path) -> Row:
 def _paths_of_this_machine(text: str) -> str:
     """The first absolute path in a manifest that tells where it was made; empty: none."""
     found = _texts(json.loads(text))
-    homes = (str(ROOT), str(Path.home()), "/root", "/home", "/work")
+    homes = {str(ROOT), str(Path.home()), "/root", "/home"} - {"/"}
     return next((value for value in found if any(home in value for home in homes)), "")
 
 
