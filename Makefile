@@ -41,6 +41,10 @@ check: $(READY) ## Check format, lint, types and the direction of imports
 bench: $(READY) ## Measure the published figures; takes minutes and wants an idle machine
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
+.PHONY: validate
+validate: $(READY) ## Hold the simulator's predictions against runs under emulation; wants an idle machine
+	$(BIN)/python -m tests.validation $(ARGS)
+
 .PHONY: gpu
 gpu: $(READY) ## Run and measure what needs a CUDA device (OUT=DIR: keep the table and a sample)
 	$(PYTEST) -m gpu $(ARGS); tests=$$?; \
