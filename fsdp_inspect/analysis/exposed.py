@@ -151,6 +151,7 @@ def measure_exposed(
     run: RunSource,
     *,
     rank: int | None = None,
+    step: int | None = None,
     unit: int | None = None,
     last_arrival_ns: NDArray[np.int64] | None = None,
 ) -> Exposed | None:
@@ -159,10 +160,11 @@ def measure_exposed(
     Args:
         run: A recorded run.
         rank: Default the median rank.
+        step: One of its timed steps, to ask about that step alone; default all of them.
         unit: Index of a unit, to limit passes, owners and evidence to; the rank's numbers stay.
         last_arrival_ns: For each of the rank's `trace.waits.timed_collectives`, in that order,
-            when the last rank arrived, on this rank's clock; -1 unknown. Without it no wait is
-            called a straggler's.
+            when the last rank arrived, on this rank's clock; -1 unknown; those of `step` only
+            where one is given. Without it no wait is called a straggler's.
 
     Returns:
         None if the rank has no timed step.
@@ -173,6 +175,8 @@ def measure_exposed(
     member = timed_rank(run, rank)
     if member is None:
         return None
+    if step is not None:
+        member = member.only(step)
     waits = read_waits(run, member, last_arrival_ns=last_arrival_ns)
     exposed, step_time = median(member.exposed_ns) or 0, median(member.step_time_ns) or 0
     causes = _causes_in_typical_step(waits, waits.share_by_cause_ns, member.steps)

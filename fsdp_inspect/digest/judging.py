@@ -1,8 +1,9 @@
 """What limits the run, and which ranks are limited by something else?
 
 Puts the answers of the analyses together as the facts that a verdict rests on. The facts of a rank
-come from its own median step; what needs its events (the floor) is that of the median rank, so
-that a thousand ranks are judged without reading their events.
+come from its own median step; what needs its events (causes, the floor, the longest wait) is that
+of the same step of the median rank, so that a thousand ranks are judged without reading their
+events.
 """
 
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ class Answers:
     breakdown: Breakdown
     memory: Memory
     exposed: Exposed | None
+    """Of the headline step alone."""
     allocator: AllocatorUse | None
     growth: MemoryGrowth | None
     plan_check: PlanCheck | None

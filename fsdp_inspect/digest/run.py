@@ -22,9 +22,11 @@ from fsdp_inspect.analysis.scalars import measure_scalars
 from fsdp_inspect.analysis.steps import measure_step_times
 from fsdp_inspect.analysis.units import UnitCost, measure_units
 from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
+from fsdp_inspect.digest.arrivals import find_arrivals
 from fsdp_inspect.digest.judging import Answers, judge
 from fsdp_inspect.digest.suspicion import find_straggler
 from fsdp_inspect.errors import StoreError
+from fsdp_inspect.trace.codes import COLLECTIVES
 from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.statistics import Distribution
 
@@ -134,7 +136,7 @@ def digest_run(run: RunSource) -> RunDigest:
             hosts={record.rank: record.host for record in run.ranks},
             breakdown=breakdown,
             memory=memory,
-            exposed=exposed,
+            exposed=_ask(lambda one: _waits_in(one, breakdown.headline), run, damage),
             allocator=_measure_allocator(run, memory),
             growth=_ask(measure_memory_growth, run, damage),
             plan_check=plan_check,
@@ -189,6 +191,15 @@ def _ask(
     except StoreError as error:
         damage.append(str(error))
         return None
+
+
+def _waits_in(run: RunSource, step: StepBreakdown | None) -> Exposed | None:
+    """The waits of the step that the verdict is about, that its numbers are of one step."""
+    if step is None:
+        return None
+    collectives = run.events(step.rank, steps=[step.step], kinds=sorted(COLLECTIVES))
+    _, arrivals = find_arrivals(run, step.rank, collectives)
+    return measure_exposed(run, rank=step.rank, step=step.step, last_arrival_ns=arrivals)
 
 
 def _measure_allocator(run: RunSource, memory: Memory) -> AllocatorUse | None:

@@ -140,6 +140,20 @@ class RankSteps:
         """All rows of the rank in these steps, by step; read when first asked for."""
         return self.read_rows()
 
+    def only(self, step: int) -> "RankSteps":
+        """The same rank with one of its steps."""
+        chosen = self.steps == step
+        return RankSteps(
+            rank=self.rank,
+            steps=self.steps[chosen],
+            step_time_ns=self.step_time_ns[chosen],
+            exposed_ns=self.exposed_ns[chosen],
+            communication_ns=self.communication_ns[chosen],
+            communication_bytes=self.communication_bytes[chosen],
+            num_collectives=self.num_collectives[chosen],
+            read_rows=lambda: self.rows.where(self.rows.step == step),
+        )
+
     def median_per_step(self, rows: SummaryTable, column: str) -> int:
         """Median over the rank's steps of a column's sum in each step.
 

@@ -217,7 +217,10 @@ def test_memory_that_creeps_up_says_when_the_device_is_full():
 def test_the_causes_of_waits_are_part_of_the_why():
     causes = {"late_issue": 8 * MS, "floor": 4 * MS, "bandwidth": 3 * MS}
     verdict = give_verdict(facts(exposed_ns=15 * MS, floor_ns=4 * MS, causes_ns=causes))
-    assert verdict.why.startswith("By cause: late issue 8.00 ms, bandwidth 3.00 ms.")
+    assert verdict.why == (
+        "By cause: late issue 8.00 ms, floor 4.00 ms, bandwidth 3.00 ms. No setting hides the "
+        "floor."
+    )
 
 
 def test_prefetch_is_advised_only_where_gathers_are_late():

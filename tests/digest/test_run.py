@@ -1,16 +1,21 @@
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from fsdp_inspect.analysis.verdict import Limit
+from fsdp_inspect.digest.breakdown import digest_breakdown
 from fsdp_inspect.digest.run import digest_run
 from fsdp_inspect.errors import CorruptFileError
+from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.report.json import to_plain
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind, Method, Stream
 from fsdp_inspect.trace.run import RunStatus
 from tests.builders import InMemoryRun, RunBuilder, steady_run
 from tests.llama70b import STRAGGLER, llama_70b_run
 
+SAMPLES = Path(__file__).parents[2] / "samples"
 DEMANDED = {
     "run_id", "world_size", "backend", "num_steps", "step_time_ns", "communication_ns",
     "exposed_ns", "overlap_ratio", "peak_allocated_bytes", "peak_reserved_bytes", "units", "ranks",
@@ -168,3 +173,15 @@ def test_an_imported_kernel_trace_is_judged_by_what_it_knows():
     assert "a wait for the next batch is part of it" in digest.verdict.why
     assert digest.exposed_ns == 50
     assert digest.plan_check.is_consistent is None
+
+
+def test_the_causes_of_the_verdict_are_those_of_its_step():
+    run = open_run(SAMPLES / "async-prefetch-2-ranks" / "run")
+    of_step = digest_breakdown(run)
+    causes = ", ".join(
+        f"{cause.replace('_', ' ')} {format_ns(duration)}"
+        for cause, duration in of_step.causes_ns.items()
+    )
+    verdict = digest_run(run).verdict
+    assert f"By cause: {causes}." in verdict.why
+    assert sum(of_step.causes_ns.values()) == verdict.numbers["exposed_ns"]

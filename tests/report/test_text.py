@@ -16,9 +16,9 @@ hand-made  complete
 
 Communication is exposed for 250.0 ns of the median 1.00 µs step (25.0 %).
   Why: All-gather 130.0 ns, reduce-scatter 100.0 ns, not FSDP 20.0 ns. By cause:
-  bandwidth 60.0 ns, late issue 40.0 ns. Beyond the floor, the longest wait,
-  50.0 ns, is for the all-gather of layers.1 in forward. 150.0 ns of the exposed
-  time is the floor, which no setting hides.
+  floor 150.0 ns, bandwidth 60.0 ns, late issue 40.0 ns. No setting hides the
+  floor. Beyond the floor, the longest wait, 50.0 ns, is for the all-gather of
+  layers.1 in forward.
   Next: Try reshard_after_forward=False if memory allows: the backward gathers
   again, exposed for 30.0 ns.
   Or: Prefetch one unit ahead, so that the all-gather is issued earlier.

@@ -159,7 +159,7 @@ def _say_communication(facts: StepFacts) -> Words:
             f"All-gathers and reduce-scatters block the host by default on {facts.backend}, so "
             "they are exposed whatever the plan: a property of the backend."
         )
-    elif facts.floor_ns and not facts.is_unwrapped:
+    elif facts.floor_ns and not facts.causes_ns and not facts.is_unwrapped:
         why.append(
             f"{format_ns(facts.floor_ns)} of the exposed time is the floor, which no setting hides."
         )
@@ -183,13 +183,17 @@ def _say_kinds(facts: StepFacts) -> str:
 
 
 def _say_causes(facts: StepFacts) -> str:
-    """`By cause: late issue 38.0 ms, bandwidth 12.1 ms.`, the floor aside, which is said apart."""
+    """`By cause: late issue 38.0 ms, bandwidth 12.1 ms.`; they add up to the exposed time."""
     named = [
         f"{cause.replace('_', ' ')} {format_ns(duration)}"
         for cause, duration in facts.causes_ns.items()
-        if duration and cause != Cause.FLOOR.label
+        if duration
     ]
-    return f"By cause: {', '.join(named)}." if named else ""
+    if not named:
+        return ""
+    has_floor = facts.causes_ns.get(Cause.FLOOR.label) and not facts.is_unwrapped
+    meaning = " No setting hides the floor." if has_floor else ""
+    return f"By cause: {', '.join(named)}.{meaning}"
 
 
 def _say_longest(facts: StepFacts) -> str:
