@@ -6,8 +6,8 @@ that memory holds one of them, in columns. Nothing looks like a run before every
 
 import hashlib
 import re
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +22,8 @@ from fsdp_inspect.importing.trace_file import ImportLimits
 from fsdp_inspect.store.finished import FinishedRun, write_finished_run
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
 from fsdp_inspect.trace.run import (
+    IMPORTED_CLOCK,
+    UNPLACED_CLOCK,
     ClockPair,
     ModelInfo,
     RankRecord,
@@ -34,6 +36,7 @@ from fsdp_inspect.trace.tables import EventTable
 CLOCK_UNCERTAINTY_NS = 1000
 """Of a trace's wall time against its host's: traces are written in µs."""
 
+_NEVER_NS = 1 << 62
 _SUFFIXES = (".json", ".json.gz")
 _RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
 _MAX_NOTED = 4
@@ -183,8 +186,12 @@ class _Merged:
                 if group in self._orders[rank]:
                     run.forget_sequences(rank, [group])
         world_size = self._world_size()
+        delays = _delays({rank: trace for rank, (_, trace) in self._traces.items()})
         for rank, (_, trace) in self._traces.items():
-            run.write_record(_record(rank, world_size, trace, self._created_ns(trace)))
+            if delays[rank]:
+                run.delay(rank, delays[rank])
+            created_ns = self._created_ns(trace)
+            run.write_record(_record(rank, world_size, trace, created_ns, delays[rank]))
         manifest = self._manifest(world_size, notes)
         run.finish(manifest)
         return ImportedTraces(
@@ -309,7 +316,27 @@ def _orders(collectives: EventTable) -> dict[int, _Order]:
     return orders
 
 
-def _record(rank: int, world_size: int, trace: RankTrace, wall_ns: int) -> RankRecord:
+def _delays(traces: Mapping[int, RankTrace]) -> dict[int, int]:
+    """How much later each rank's first event is than the first of its host; by rank.
+
+    A trace begins its times anew; its host's wall clock, which all of its processes read, says how
+    they lie to each other. Without it, or without the host's name, nothing can be said: 0.
+    """
+    first_ns: dict[str, int] = defaultdict(lambda: _NEVER_NS)
+    for trace in traces.values():
+        if trace.wall_start_ns is not None:
+            first_ns[trace.host] = min(first_ns[trace.host], trace.wall_start_ns)
+    return {
+        rank: trace.wall_start_ns - first_ns[trace.host]
+        if trace.host and trace.wall_start_ns is not None
+        else 0
+        for rank, trace in traces.items()
+    }
+
+
+def _record(
+    rank: int, world_size: int, trace: RankTrace, wall_ns: int, delay_ns: int
+) -> RankRecord:
     last_ns = int(trace.events.end_ns.max())
     return RankRecord(
         rank=rank,
@@ -317,13 +344,16 @@ def _record(rank: int, world_size: int, trace: RankTrace, wall_ns: int) -> RankR
         host=trace.host,
         device=trace.device_type,
         device_memory_bytes=trace.device_memory_bytes,
-        clock="kineto",
-        clock_start=ClockPair(monotonic_ns=0, unix_ns=wall_ns, uncertainty_ns=CLOCK_UNCERTAINTY_NS),
+        clock=UNPLACED_CLOCK if trace.wall_start_ns is None else IMPORTED_CLOCK,
+        clock_start=ClockPair(
+            monotonic_ns=delay_ns, unix_ns=wall_ns, uncertainty_ns=CLOCK_UNCERTAINTY_NS
+        ),
         clock_end=ClockPair(
-            monotonic_ns=last_ns,
+            monotonic_ns=delay_ns + last_ns,
             unix_ns=wall_ns + last_ns,
             uncertainty_ns=CLOCK_UNCERTAINTY_NS,
         ),
+        clock_uncertainty_ns=CLOCK_UNCERTAINTY_NS,
         status=RunStatus.IMPORTED,
         num_steps=trace.num_steps,
         flushed_unix_ns=wall_ns + last_ns,

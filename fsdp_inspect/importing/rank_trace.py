@@ -148,7 +148,8 @@ def _wall_ns(beside: dict[str, Any], origin_ns: int) -> int | None:
     if origin_ns > _UNIX_AGE_NS:
         return origin_ns
     base = _whole(beside.get("baseTimeNanoseconds"))
-    return base + origin_ns if base and base > _UNIX_AGE_NS else None
+    wall_ns = base + origin_ns if base and base > _UNIX_AGE_NS else None
+    return _whole(wall_ns)
 
 
 def _device(beside: dict[str, Any]) -> dict[str, Any]:

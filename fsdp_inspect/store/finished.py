@@ -54,13 +54,26 @@ class FinishedRun:
 
     def forget_sequences(self, rank: int, groups: Collection[int]) -> None:
         """Unnumber the collectives of some process groups of a rank."""
-        folder = f"{attempt_name(_ATTEMPT)}/{rank_name(rank)}"
-        events = read_table(LocalFiles(self.path), folder, EVENTS).table
+        events = self._events_of(rank)
         columns = events.columns()
         columns["sequence"] = np.where(
             np.isin(events.group, list(groups)), MISSING_INT, events.sequence
         )
         self.write_events(rank, EventTable.from_columns(columns))
+
+    def delay(self, rank: int, by_ns: int) -> None:
+        """Move all events of a rank to later times; the moment of need where it is known."""
+        events = self._events_of(rank)
+        columns = events.columns()
+        for name in ("issue_ns", "start_ns", "end_ns"):
+            columns[name] = columns[name] + by_ns
+        need = events.need_ns
+        columns["need_ns"] = np.where(need == MISSING_INT, MISSING_INT, need + by_ns)
+        self.write_events(rank, EventTable.from_columns(columns))
+
+    def _events_of(self, rank: int) -> EventTable:
+        folder = f"{attempt_name(_ATTEMPT)}/{rank_name(rank)}"
+        return read_table(LocalFiles(self.path), folder, EVENTS).table
 
     def finish(self, manifest: RunManifest) -> None:
         """Sum up all ranks and write the manifest.

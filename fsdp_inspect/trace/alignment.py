@@ -1,6 +1,7 @@
 """How do the clocks of different ranks compare? From the collectives that they share.
 
-Ranks of one boot of one machine read the same clock. Between machines only the collectives tell:
+Ranks of one boot of one machine read the same clock; where traces were imported, unless their
+collectives contradict it. Between machines only the collectives tell:
 nobody leaves one before the last rank has entered (see [Note: bounds on a clock] in `clock_fit`).
 Wall clocks are never used: they are set while a run goes on, and are wrong by more than the
 differences that matter. Machines that share no collective with the reference are reached through
@@ -20,7 +21,7 @@ from fsdp_inspect.trace.clock_fit import MAX_DRIFT, Bounds, ClockFit, LinearCloc
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
 from fsdp_inspect.trace.communicators import queue_up
 from fsdp_inspect.trace.matching import NO_KEY, Matching, describe_key
-from fsdp_inspect.trace.run import RankRecord, RunSource
+from fsdp_inspect.trace.run import IMPORTED_CLOCK, UNPLACED_CLOCK, RankRecord, RunSource
 from fsdp_inspect.trace.statistics import median
 from fsdp_inspect.trace.synchronisation import SynchronisationReader, Synchronisations
 from fsdp_inspect.trace.tables import EventTable
@@ -120,7 +121,7 @@ def align_clocks(
     if not asked:
         return Alignment(None, {}, {})
     machines = {rank: _machine(records[rank]) for rank in records}
-    if len({machines[rank] for rank in asked}) == 1 and "" not in {machines[r] for r in asked}:
+    if _is_one_clock([records[rank] for rank in asked]):
         return _placed(asked, records, machines, {machines[asked[0]]: ClockFit(LinearClock(), 0)})
     reader = SynchronisationReader(run, _choose_steps(run, steps))
     machines = reader.check(machines, _to_read(asked, machines, records))
@@ -179,8 +180,21 @@ def _look_up(keys: _Int64, among: _Int64) -> tuple[_Int64, NDArray[np.bool_]]:
     return place, (among[place] == keys) & (keys != NO_KEY)
 
 
+def _is_one_clock(records: Sequence[RankRecord]) -> bool:
+    """Whether they read one clock without doubt.
+
+    What an import says of its host is held against the collectives: a profiler places each
+    process on the wall clock by itself, and traces can be of different times.
+    """
+    machines = {_machine(record) for record in records}
+    is_imported = len(records) > 1 and any(one.clock == IMPORTED_CLOCK for one in records)
+    return len(machines) == 1 and "" not in machines and not is_imported
+
+
 def _machine(record: RankRecord) -> str:
     """What tells clocks apart: the boot, or else the host; empty where neither is known."""
+    if record.clock == UNPLACED_CLOCK:
+        return ""
     boot = record.pid_scope.split(" ")[0]
     return boot or record.host
 

@@ -28,6 +28,12 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
+IMPORTED_CLOCK = "kineto"
+"""Of a profiler's trace: ranks of one host read one clock, as far as their collectives agree."""
+UNPLACED_CLOCK = "unplaced"
+"""Of a trace without wall time: its times compare with those of no other rank."""
+
+
 class RunStatus(StrEnum):
     """How a run, or a rank, ended."""
 
@@ -181,7 +187,7 @@ class RankRecord(Record):
     device_memory_bytes: int | None = None
     """What the device has; None on CPU."""
     clock: str = "host"
-    """`host` (CPU) or `cuda_event`."""
+    """`host` (CPU), `cuda_event`, or of an import `IMPORTED_CLOCK` or `UNPLACED_CLOCK`."""
     clock_start: ClockPair
     clock_end: ClockPair | None = None
     clock_uncertainty_ns: int = 0
