@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from fsdp_inspect.cli.advise import advise
 from fsdp_inspect.cli.app import app
 from fsdp_inspect.cli.breakdown import breakdown
 from fsdp_inspect.cli.compact import compact
@@ -33,6 +34,7 @@ _COMMANDS = (
     ranks,
     compare,
     simulate,
+    advise,
     import_,
     compact,
     merge,

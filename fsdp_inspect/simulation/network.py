@@ -46,6 +46,21 @@ class Network:
         line = self.lines.get(kind)
         return line.duration_ns(message_bytes, bus_factor(kind, num_ranks)) if line else None
 
+    def shifted(self, *, quickly: bool) -> "Network":
+        """Every line moved by the typical distance of its collectives from it."""
+        lines = {}
+        for kind, line in self.lines.items():
+            ratio = 1.0
+            if line.fit is not None:
+                residual = min(line.fit.residual_ratio, 0.9)
+                ratio = 1 - residual if quickly else 1 + residual
+            lines[kind] = replace(
+                line,
+                latency_ns=line.latency_ns * ratio,
+                bus_bytes_per_s=line.bus_bytes_per_s / ratio,
+            )
+        return replace(self, lines=lines)
+
     def change(
         self, *, bus_bytes_per_s: float | None = None, latency_ns: float | None = None
     ) -> "Network":

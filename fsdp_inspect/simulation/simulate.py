@@ -179,29 +179,13 @@ def _interval(
     steps = [
         play(
             make_scenario(
-                work, run.manifest, scenario.plan, _shifted(network, quickly=quickly)
+                work, run.manifest, scenario.plan, network.shifted(quickly=quickly)
             ).workload,
             work.execution,
         ).duration_ns
         for quickly in (True, False)
     ]
     return round(min(steps) * (1 - error)), round(max(steps) * (1 + error))
-
-
-def _shifted(network: Network, *, quickly: bool) -> Network:
-    """Every line moved by the typical distance of its collectives from it."""
-    lines = {}
-    for kind, line in network.lines.items():
-        ratio = 1.0
-        if line.fit is not None:
-            residual = min(line.fit.residual_ratio, 0.9)
-            ratio = 1 - residual if quickly else 1 + residual
-        lines[kind] = replace(
-            line,
-            latency_ns=line.latency_ns * ratio,
-            bus_bytes_per_s=line.bus_bytes_per_s / ratio,
-        )
-    return replace(network, lines=lines)
 
 
 def _play(workload: Workload, execution: Execution, units: tuple[Unit, ...]) -> Played:

@@ -1,0 +1,266 @@
+"""What should be changed about a run, in which order, and what does each change bring?"""
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from fsdp_inspect.advice.bench import AS_RECORDED, Bench
+from fsdp_inspect.advice.choices import Choice
+from fsdp_inspect.advice.findings import Evidence, Finding, find_first_things
+from fsdp_inspect.advice.search import WORTH_RATIO, Search, split_gain
+from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion, say_changes
+from fsdp_inspect.errors import MissingDataError
+from fsdp_inspect.formatting import format_bytes, format_ns
+from fsdp_inspect.simulation.recorded import Execution
+from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.run import RunManifest, RunSource
+
+_SHARDING_FLAGS = frozenset(
+    f"--{name}"
+    for name in (
+        "plan",
+        "wrap",
+        "mesh",
+        "reshard-after-forward",
+        "no-reshard-after-backward",
+        "forward-prefetch",
+        "backward-prefetch",
+        "unshard-async-op",
+        "reduce-scatter-buffers",
+        "separate-reduce-scatter-group",
+        "param-dtype",
+        "reduce-dtype",
+        "offload",
+        "checkpointing",
+    )
+)
+"""The trainer's flags that a plan says already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What the advice is for."""
+
+    memory_limit: int | None = None
+    """Bytes that the predicted peak must not exceed; None: the device's memory, and no limit on
+    CPU."""
+    allow_dtypes: bool = False
+    """Whether messages may become bfloat16."""
+    run_name: str = "RUN"
+    """How commands name the run."""
+    plan_file: str = "plan.toml"
+    """How commands name the written plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParetoPoint:
+    """A plan that no other beats in both step time and peak memory."""
+
+    what: str
+    step_ns: int
+    peak_bytes: int | None
+    is_recorded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAdvice:
+    """What the simulator makes of other plans."""
+
+    rank: int
+    execution: str
+    """`stream`, `host` or `blocking_host`."""
+    num_steps: int
+    recorded_step_ns: int
+    """Measured."""
+    replayed_step_ns: int
+    """The recorded plan, played: what every change is measured against."""
+    replay_error: float
+    replayed_peak_bytes: int | None
+    memory_limit_bytes: int | None
+    """None: no limit, or memory that is not known."""
+    fits: bool
+    """Whether any plan that was played is within the limit."""
+    num_plans: int
+    """Plans played."""
+    suggestions: tuple[Suggestion, ...]
+    """Steps to the fastest plan, the largest first, each on top of those before: their savings add
+    up. Empty: change nothing."""
+    fastest: Proposal
+    """The recorded plan where nothing is worth changing."""
+    smallest: Proposal | None
+    """An alternative to `fastest`, not on top of it: the lowest peak at no longer a step; None if
+    no plan saves `WORTH_RATIO` of the peak."""
+    front: tuple[ParetoPoint, ...]
+    notes: tuple[str, ...]
+    snippet: str
+    """Python that applies the written plan."""
+    verify: tuple[str, ...]
+    """Commands that record it and compare."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What to do about a run."""
+
+    run_id: str
+    answer: str
+    """In words, with the number."""
+    findings: tuple[Finding, ...]
+    """What comes before the plan."""
+    plan: PlanAdvice | None
+    """None: the run cannot be simulated; `refusal` says why."""
+    refusal: str | None
+
+    @property
+    def chosen(self) -> Plan | None:
+        """The plan to run next; the recorded one where nothing is worth changing."""
+        return self.plan.fastest.plan if self.plan is not None else None
+
+
+def give_advice(
+    run: RunSource,
+    evidence: Evidence,
+    wishes: Wishes,
+    *,
+    on_play: Callable[[int], object] = lambda _: None,
+) -> Advice:
+    """Findings first, then the plans that are worth a change.
+
+    Args:
+        run: A recorded or emulated run.
+        evidence: What the analyses say about it.
+        wishes: What the advice is for.
+        on_play: Called with the number of plans played so far.
+    """
+    findings = find_first_things(evidence)
+    try:
+        bench = Bench(run, on_play)
+    except MissingDataError as error:
+        answer = findings[0].sentence if findings else f"No plan can be advised: {error}"
+        return Advice(run.manifest.run_id, answer, findings, None, str(error))
+    limit = evidence.device_bytes if wishes.memory_limit is None else wishes.memory_limit
+    search = Search(bench, limit, allow_dtypes=wishes.allow_dtypes)
+    plan = _advise_plan(bench, evidence, search, replace(wishes, memory_limit=limit))
+    answer = _answer(plan, findings)
+    return Advice(run.manifest.run_id, answer, findings, plan, None)
+
+
+def _advise_plan(bench: Bench, evidence: Evidence, search: Search, wishes: Wishes) -> PlanAdvice:
+    found, limit = search.run(), wishes.memory_limit
+    narrator = Narrator(bench, evidence)
+    increments = split_gain(bench, found.fastest, search.fits)
+    target = increments[-1].after if increments else AS_RECORDED
+    if search.fits(bench.recorded) and not _exceeds_error(bench, target):
+        increments, target = (), AS_RECORDED
+    return PlanAdvice(
+        rank=bench.work.rank,
+        execution=bench.work.execution.value,
+        num_steps=len(bench.work.steps),
+        recorded_step_ns=bench.work.step_time_ns,
+        replayed_step_ns=bench.recorded.step_ns,
+        replay_error=bench.replay_error,
+        replayed_peak_bytes=bench.recorded.peak_bytes,
+        memory_limit_bytes=limit,
+        fits=found.fits,
+        num_plans=len(bench.scores),
+        suggestions=tuple(narrator.suggestion(each) for each in increments),
+        fastest=narrator.proposal(target),
+        smallest=_smallest(bench, narrator, found.smallest, target),
+        front=tuple(_point(bench, choice) for choice in found.front),
+        notes=tuple(_notes(bench, limit)),
+        snippet=_snippet(wishes.plan_file),
+        verify=_verify(evidence.manifest, wishes),
+    )
+
+
+def _exceeds_error(bench: Bench, choice: Choice) -> bool:
+    """Whether a plan gains more than the replay of the recorded one is off."""
+    saved = bench.recorded.step_ns - bench.score(choice).step_ns
+    return saved > abs(bench.replay_error) * bench.recorded.step_ns
+
+
+def _smallest(bench: Bench, narrator: Narrator, choice: Choice, target: Choice) -> Proposal | None:
+    peak, recorded = bench.score(choice).peak_bytes, bench.recorded.peak_bytes
+    if peak is None or recorded is None or choice == target:
+        return None
+    return narrator.proposal(choice) if recorded - peak >= WORTH_RATIO * recorded else None
+
+
+def _point(bench: Bench, choice: Choice) -> ParetoPoint:
+    score = bench.score(choice)
+    return ParetoPoint(say_changes(choice), score.step_ns, score.peak_bytes, choice == AS_RECORDED)
+
+
+def _notes(bench: Bench, limit: int | None) -> list[str]:
+    notes = []
+    if bench.work.execution is Execution.BLOCKING_HOST:
+        notes.append(
+            "This backend's collectives hold the main thread, so prefetch cannot help here unless "
+            "units gather asynchronously (unshard_async_op): only fewer or smaller collectives do."
+        )
+    if bench.recorded.peak_bytes is None:
+        words = "" if limit is None else f", so the limit of {format_bytes(limit)} was not applied"
+        notes.append(
+            f"Memory cannot be told: the run has no memory step that tells categories{words}. "
+            "Record one: Recorder(..., memory_steps=[3])."
+        )
+    elif limit is not None:
+        notes.append("The limit is held against the predicted peak of allocated memory.")
+    if not any(unit.parameters for unit in bench.work.units):
+        notes.append(
+            "The run does not tell the parameters of its units, so no unit was split. "
+            "Record it again with this version."
+        )
+    return notes
+
+
+def _answer(plan: PlanAdvice, findings: tuple[Finding, ...]) -> str:
+    gain = _say_gain(plan)
+    limit = next((each for each in findings if each.limits), None)
+    return gain if limit is None else f"First: {limit.sentence} Of the plan: {gain}"
+
+
+def _say_gain(plan: PlanAdvice) -> str:
+    fastest = plan.fastest
+    if not plan.fits:
+        return (
+            f"No plan of {plan.num_plans} fits into {format_bytes(plan.memory_limit_bytes)}: the "
+            f"smallest peak is {format_bytes(fastest.peak_bytes)}."
+        )
+    if not plan.suggestions:
+        return (
+            f"Change nothing: of {plan.num_plans} plans played, none saves more than "
+            f"{100 * max(WORTH_RATIO, abs(plan.replay_error)):.1f} % of the "
+            f"{format_ns(plan.replayed_step_ns)} step."
+        )
+    ratio = fastest.saved_ns / plan.replayed_step_ns
+    if fastest.saved_ns < 0 or plan.suggestions[0].saved_ns <= 0:
+        return (
+            f"{fastest.what}: the recorded plan does not fit; this one peaks at "
+            f"{format_bytes(fastest.peak_bytes)} and takes {format_ns(fastest.step_ns)} a step "
+            f"({-100 * ratio:+.1f} %)."
+        )
+    return (
+        f"{fastest.what}: {format_ns(fastest.step_ns)} a step predicted instead of "
+        f"{format_ns(plan.replayed_step_ns)} ({100 * ratio:.1f} % less)."
+    )
+
+
+def _snippet(plan_file: str) -> str:
+    return (
+        "import fsdp_inspect\n"
+        f"plan = fsdp_inspect.Plan.load({plan_file!r})\n"
+        "fsdp_inspect.apply_plan(model, plan, mesh)  # no fully_shard calls of your own"
+    )
+
+
+def _verify(manifest: RunManifest, wishes: Wishes) -> tuple[str, ...]:
+    """How to record the new plan, and to compare."""
+    compare = f"fsdp-inspect compare {shlex.quote(wishes.run_name)} NEW_RUN"
+    if "instrumented_trainer" not in manifest.command:
+        return "Record the script with these lines, as the first run was recorded; then:", compare
+    again = f"{shlex.join(manifest.command)} --plan {shlex.quote(wishes.plan_file)}"
+    flags = [word for word in manifest.command if word.split("=")[0] in _SHARDING_FLAGS]
+    if flags:
+        return f"{again}  # without {', '.join(flags)}: the plan says it", compare
+    return again, compare

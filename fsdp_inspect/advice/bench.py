@@ -1,0 +1,124 @@
+"""How long does a plan take, and how high does memory rise? Plans played quickly, each once.
+
+[Note: what is shared] Parameters, messages, compute and memory of a workload depend on how a plan
+cuts the units and on its dtypes; reshard, prefetch and buffers only change how it is scheduled. So
+a workload is derived once for each cut, and plans that cut alike share it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from fsdp_inspect.advice.choices import Choice, Space, make_space
+from fsdp_inspect.simulation.network import Network, fit_network
+from fsdp_inspect.simulation.policies import policies_of
+from fsdp_inspect.simulation.recorded import (
+    RecordedWork,
+    measure_work,
+    observed_plan,
+    play,
+    with_own_turns,
+)
+from fsdp_inspect.simulation.scenario import Scenario, make_scenario, resolve_plan
+from fsdp_inspect.simulation.workload import Workload
+from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.run import RunSource
+
+AS_RECORDED = Choice()
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a plan was played to take."""
+
+    step_ns: int
+    peak_bytes: int | None
+    """None: the run has no memory step that tells categories."""
+
+
+class Bench:
+    """Plays the plans of one run."""
+
+    def __init__(self, run: RunSource, on_play: Callable[[int], object] = lambda _: None) -> None:
+        """Read the run's work.
+
+        Args:
+            run: A recorded or emulated run with timed steps and an observed plan.
+            on_play: Called with the number of plans played so far, after each.
+
+        Raises:
+            MissingDataError: The run holds too little to simulate from.
+        """
+        self._run = run
+        self._on_play = on_play
+        self.work: RecordedWork = measure_work(run)
+        events = with_own_turns(run.events(self.work.rank, steps=self.work.steps))
+        sizes = {group.index: len(group.ranks) for group in run.manifest.process_groups}
+        self.network: Network = fit_network(events, sizes)
+        self.space: Space = make_space(self.work, resolve_plan(observed_plan(run), run.manifest))
+        self._scenarios: dict[object, Scenario] = {}
+        self.scores: dict[Choice, Score] = {}
+        """Every plan that was played, in order."""
+        step = self.work.play()
+        self.recorded = Score(step.duration_ns, step.peak_bytes)
+        self.scores[AS_RECORDED] = self.recorded
+
+    @property
+    def replay_error(self) -> float:
+        """The recorded plan's played step / its measured one - 1."""
+        return self.recorded.step_ns / self.work.step_time_ns - 1
+
+    def score(self, choice: Choice) -> Score:
+        """What a plan takes; played at most once."""
+        known = self.scores.get(choice)
+        if known is None:
+            known = self.scores[choice] = self._play(choice, self.network)
+            self._on_play(len(self.scores))
+        return known
+
+    def range_ns(self, choice: Choice) -> tuple[int, int]:
+        """The step with messages as fast, and as slow, as the run's own lie about their lines."""
+        if choice == AS_RECORDED:
+            return self.recorded.step_ns, self.recorded.step_ns
+        steps = [
+            self._play(choice, self.network.shifted(quickly=quickly), pace=pace).step_ns
+            for pace, quickly in (("fast", True), ("slow", False))
+        ]
+        own = self.score(choice).step_ns
+        return min(own, *steps), max(own, *steps)
+
+    def scenario(self, choice: Choice) -> Scenario:
+        """The plan as work: its resolved plan, units and assumptions."""
+        plan = self.space.plan_of(choice)
+        return replace(self._scenario(plan, self.network, "own"), plan=plan)
+
+    def _play(self, choice: Choice, network: Network, pace: str = "own") -> Score:
+        plan = self.space.plan_of(choice)
+        step = play(self.workload(plan, network, pace), self.work.execution)
+        return Score(step.duration_ns, step.peak_bytes)
+
+    def workload(self, plan: Plan, network: Network, pace: str = "own") -> Workload:
+        """The recorded work under a resolved plan. See [Note: what is shared]."""
+        scenario = self._scenario(plan, network, pace)
+        return replace(
+            scenario.workload,
+            policies=policies_of(plan, [unit.fqn for unit in scenario.units]),
+            max_reduce_buffers=max(u.reduce_scatter_max_input_buffers for u in plan.units),
+            separate_reduce_group=any(u.separate_reduce_scatter_group for u in plan.units),
+        )
+
+    def _scenario(self, plan: Plan, network: Network, pace: str) -> Scenario:
+        cut = tuple(
+            (unit.modules, unit.param_dtype, unit.reduce_dtype, _small_group(plan, unit.name))
+            for unit in plan.units
+        )
+        known = self._scenarios.get((pace, cut))
+        if known is None:
+            known = make_scenario(self.work, self._run.manifest, plan, network)
+            self._scenarios[pace, cut] = known
+        return known
+
+
+def _small_group(plan: Plan, name: str) -> int | None:
+    """The size of the group that a unit gathers in during backward, where it has its own."""
+    reshard = plan.unit(name).reshard_after_forward
+    return None if isinstance(reshard, bool) else reshard

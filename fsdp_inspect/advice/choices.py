@@ -1,0 +1,233 @@
+"""Which other plans are worth playing? A recorded plan with some of its settings changed.
+
+A `Choice` names what is changed and nothing else, so that "simpler" means "fewer changes", and the
+gain of a plan can be told change by change.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from fsdp_inspect.errors import PlanError
+from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.simulation.changes import wrap
+from fsdp_inspect.simulation.recorded import Execution, RecordedWork
+from fsdp_inspect.trace.plan import FloatDtype, Plan, UnitPlan, owned_parameters
+from fsdp_inspect.trace.statistics import median
+
+GROUP_SIZES = (1, 2, 3, 4, 6, 8)
+"""Blocks a unit."""
+OVERSIZED_RATIO = 2.0
+"""A unit with more than so many times the median unit's parameters is worth splitting (R3)."""
+_BLOCK = re.compile(r"(.+?)\.\d+(?=\.)")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is changed in the recorded plan; None leaves a setting as it was recorded."""
+
+    grouping: str | None = None
+    """A key of `Space.groupings`."""
+    reshard: bool | int | None = None
+    """Of every unit but the root; an int: the last so many of them stay unsharded."""
+    forward_prefetch: int | None = None
+    backward_prefetch: int | None = None
+    reduce_buffers: int | None = None
+    separate_reduce_group: bool | None = None
+    param_dtype: FloatDtype | None = None
+    reduce_dtype: FloatDtype | None = None
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The names of the settings that it changes."""
+        return tuple(field.name for field in fields(self) if getattr(self, field.name) is not None)
+
+    @property
+    def effort(self) -> tuple[int, int]:
+        """How simple it is: the number of changes, then how deep it prefetches."""
+        depth = (self.forward_prefetch or 0) + (self.backward_prefetch or 0)
+        return len(self.changed), depth
+
+    def take(self, other: "Choice", names: Sequence[str]) -> "Choice":
+        """This choice with some settings of another one."""
+        return replace(self, **{name: getattr(other, name) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The recorded plan, and how its units can be cut otherwise."""
+
+    plan: Plan
+    """Recorded and resolved."""
+    groupings: Mapping[str, Plan]
+    """By what is done, in words; none brings a risk that the recorded plan does not have."""
+    can_prefetch: bool
+    """False: the backend holds the main thread, so that nothing is gained by an early issue."""
+    rules: Mapping[str, str]
+    """The tuning rule of each grouping."""
+
+    @property
+    def num_inner_units(self) -> int:
+        """Units that are not the root, as recorded."""
+        return sum(not unit.is_root for unit in self.plan.units)
+
+    def plan_of(self, choice: Choice) -> Plan:
+        """The recorded plan with a choice's changes."""
+        plan = self.groupings[choice.grouping] if choice.grouping is not None else self.plan
+        inner = [unit for unit in plan.units if not unit.is_root]
+        kept = _kept_unsharded(inner, choice.reshard)
+        units = [_changed(unit, choice, kept.get(unit.name)) for unit in plan.units]
+        values: dict[str, object] = {name: getattr(plan, name) for name in type(plan).model_fields}
+        for name in ("forward_prefetch", "backward_prefetch"):
+            if getattr(choice, name) is not None:
+                values[name] = getattr(choice, name)
+        return Plan.from_dict({**values, "units": tuple(units)})
+
+
+def make_space(work: RecordedWork, plan: Plan) -> Space:
+    """How the units of a recorded plan can be cut otherwise.
+
+    Args:
+        work: Of the run.
+        plan: The recorded plan, resolved.
+    """
+    parameters = {name: shape for unit in work.units for name, shape in unit.parameters.items()}
+    without_gradient = {
+        module
+        for unit, own in zip(work.units, work.workload.units, strict=True)
+        if own.ends_with_backward
+        for module in unit.modules
+    }
+    known = set(plan.find_risks(parameters, inputs_without_gradient=without_gradient))
+    groupings: dict[str, Plan] = {}
+    rules: dict[str, str] = {}
+    seen = {frozenset(unit.modules for unit in plan.units)}
+    for name, rule, candidate in _groupings(work, plan, parameters):
+        risks = candidate.find_risks(parameters, inputs_without_gradient=without_gradient)
+        key = frozenset(unit.modules for unit in candidate.units)
+        if key not in seen and known.issuperset(risks):
+            groupings[name], rules[name] = candidate, rule
+            seen.add(key)
+    is_async = any(unit.unshard_async_op for unit in plan.units)
+    can_prefetch = work.execution is not Execution.BLOCKING_HOST or is_async
+    return Space(plan, groupings, can_prefetch, rules)
+
+
+def _kept_unsharded(inner: Sequence[UnitPlan], reshard: bool | int | None) -> dict[str, bool]:
+    """`reshard_after_forward` of the inner units that a choice sets."""
+    if reshard is None:
+        return {}
+    if isinstance(reshard, bool):
+        return {unit.name: reshard for unit in inner}
+    return {unit.name: False for unit in inner[max(len(inner) - reshard, 0) :]}
+
+
+def _changed(unit: UnitPlan, choice: Choice, reshard: bool | None) -> UnitPlan:
+    settings = {
+        "reshard_after_forward": reshard,
+        "reduce_scatter_max_input_buffers": choice.reduce_buffers,
+        "separate_reduce_scatter_group": choice.separate_reduce_group,
+        "param_dtype": choice.param_dtype,
+        "reduce_dtype": choice.reduce_dtype,
+    }
+    update = {name: value for name, value in settings.items() if value is not None}
+    return unit.model_copy(update=update) if update else unit
+
+
+# --- other units
+
+
+def _groupings(
+    work: RecordedWork, plan: Plan, parameters: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[str, str, Plan]]:
+    """What is done, in words; its rule; the plan."""
+    yield from _regrouped(plan)
+    yield from _unwrapped(plan, parameters)
+    sizes = {unit.fqn: unit.num_parameters for unit in work.units}
+    typical = median(list(sizes.values())) or 0
+    large = [name for name, size in sizes.items() if size > OVERSIZED_RATIO * typical]
+    for names, what in ((large, "the largest units"), (list(sizes), "every block")):
+        parts = {name: found for name in names if (found := _parts(plan, name, parameters))}
+        if parts:
+            split = plan
+            for name, modules in parts.items():
+                split = split.split(name, modules)
+            listed = ", ".join(format_unit(name) for name in list(parts)[:3])
+            more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
+            yield f"split {what} ({listed}{more})", "R3", _with_free_prefetch(split, plan)
+
+
+def _regrouped(plan: Plan) -> Iterator[tuple[str, str, Plan]]:
+    blocks = [unit for unit in plan.units if any(re.search(r"\.\d+$", m) for m in unit.modules)]
+    num_blocks = sum(len(unit.modules) for unit in blocks)
+    for size in GROUP_SIZES:
+        if size <= num_blocks and (plan_of := _wrapped(plan, f"every:{size}")) is not None:
+            is_merge = len(plan_of.units) < len(plan.units)
+            words = "make every block a unit" if size == 1 else f"make units of {size} blocks"
+            yield words, "R2" if is_merge else "R3", plan_of
+    if any(unit.is_root for unit in plan.units) and len(plan.units) > 1:
+        alone = _wrapped(plan, "root")
+        if alone is not None:
+            yield "make the whole model one unit", "R2", alone
+
+
+def _wrapped(plan: Plan, policy: str) -> Plan | None:
+    try:
+        return wrap(plan, policy)
+    except PlanError:
+        return None
+
+
+def _unwrapped(
+    plan: Plan, parameters: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[str, str, Plan]]:
+    """Blocks whose parameters the root holds become units of their own (R1)."""
+    root = next((unit for unit in plan.units if unit.is_root), None)
+    if root is None:
+        return
+    names = owned_parameters(plan.units, parameters)[root.name]
+    blocks = list(dict.fromkeys(m.group(0) for name in names if (m := _BLOCK.match(name))))
+    if len(blocks) < 2:
+        return
+    new = tuple(root.model_copy(update={"modules": (name,)}) for name in blocks)
+    new = tuple(unit.model_copy(update={"reshard_after_forward": None}) for unit in new)
+    values = {name: getattr(plan, name) for name in type(plan).model_fields}
+    yield "make every block a unit", "R1", Plan.from_dict({**values, "units": plan.units + new})
+
+
+def _parts(
+    plan: Plan, name: str, parameters: Mapping[str, Sequence[int]]
+) -> list[list[str]] | None:
+    """A unit's children in groups that each hold a matrix: a norm goes with what it feeds."""
+    unit = next((each for each in plan.units if each.name == name), None)
+    if unit is None or unit.is_root or len(unit.modules) != 1:
+        return None
+    module = unit.modules[0]
+    owned = owned_parameters(plan.units, parameters)[name]
+    children = list(dict.fromkeys(_child(parameter, module) for parameter in owned))
+    if len(children) < 2 or None in children:
+        return None
+    parts: list[list[str]] = [[]]
+    for child in (each for each in children if each is not None):
+        parts[-1].append(child)
+        if any(len(parameters[p]) > 1 for p in owned if p.startswith(f"{child}.")):
+            parts.append([])
+    # Vectors behind the last matrix feed nothing that is known: the order does not tell.
+    return parts[:-1] if not parts[-1] and len(parts) > 2 else None
+
+
+def _child(parameter: str, module: str) -> str | None:
+    """The child of a module that holds a parameter; None: the module itself does."""
+    segments = parameter.removeprefix(f"{module}.").split(".")
+    return f"{module}.{segments[0]}" if len(segments) > 1 else None
+
+
+def _with_free_prefetch(plan: Plan, before: Plan) -> Plan:
+    """Prefetch that names units which are gone is left to torch."""
+    gone = set(before.unit_names) - set(plan.unit_names)
+    values: dict[str, object] = {name: getattr(plan, name) for name in type(plan).model_fields}
+    for direction in ("forward_prefetch", "backward_prefetch"):
+        named = values[direction]
+        if isinstance(named, dict) and gone:
+            values[direction] = 0
+    return Plan.from_dict(values)

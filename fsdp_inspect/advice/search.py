@@ -1,0 +1,222 @@
+"""Which plan is fastest within a memory limit, and which is smallest without being slower?
+
+A beam, not a grid: how units are cut, resharded and prefetched is searched together, since these
+decide each other; how deep, how many buffers and which dtypes are then tried on the best of them.
+How many of the last units stay unsharded is found by bisection: memory rises with each.
+
+[Note: the simplest] The played best is not the best: of the plans within the noise of it the one
+with the fewest changes is taken. Noise is 1 % of the step, or the replay's own error up to 2 %.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from fsdp_inspect.advice.bench import AS_RECORDED, Bench, Score
+from fsdp_inspect.advice.choices import Choice
+from fsdp_inspect.trace.plan import FloatDtype
+
+WORTH_RATIO = 0.02
+"""Nothing below this share of the step, or of the peak, is advised."""
+BEAM = 4
+MAX_DEPTH = 3
+MAX_BUFFERS = 3
+_NOISE_RATIO, _MOST_NOISE_RATIO = 0.01, 0.02
+_DTYPE: FloatDtype = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The outcome of a search."""
+
+    fastest: Choice
+    """The simplest plan within the noise of the fastest that fits; as recorded: change nothing."""
+    smallest: Choice
+    """The simplest of the plans with the lowest peak that are no slower than the recorded one."""
+    front: tuple[Choice, ...]
+    """Plans that no other beats in both step time and peak, fastest first."""
+    fits: bool
+    """Whether any plan fits the limit; if none does, `fastest` is the one with the lowest peak."""
+
+
+class Search:
+    """Looks for plans on a bench."""
+
+    def __init__(self, bench: Bench, memory_limit: int | None, *, allow_dtypes: bool) -> None:
+        """Nothing is played yet.
+
+        Args:
+            bench: Of the run.
+            memory_limit: Bytes that a plan's peak must not exceed; None, or a run whose memory is
+                not known: any plan fits.
+            allow_dtypes: Whether messages may become bfloat16.
+        """
+        self._bench = bench
+        self._limit = memory_limit if bench.recorded.peak_bytes is not None else None
+        self._allow_dtypes = allow_dtypes
+
+    def run(self) -> Found:
+        """Search, and choose."""
+        for choices in (self._cuts, self._depths, self._queues, self._dtypes, self._tails):
+            for choice in list(choices()):
+                self._bench.score(choice)
+        fastest = self._fastest()
+        return Found(
+            fastest=fastest,
+            smallest=self._smallest(),
+            front=tuple(self._front()),
+            fits=self.fits(self._bench.score(fastest)),
+        )
+
+    def fits(self, score: Score) -> bool:
+        """Whether a plan's peak is within the limit."""
+        return self._limit is None or score.peak_bytes is None or score.peak_bytes <= self._limit
+
+    # --- what is tried
+
+    def _cuts(self) -> Iterator[Choice]:
+        starts: list[tuple[int | None, int | None]] = [(None, None)]
+        if self._bench.space.can_prefetch:
+            starts += [(1, None), (2, 2)]
+        groupings = (None, *self._bench.space.groupings)
+        for grouping, reshard, (forward, backward) in product(
+            groupings, (None, False, True), starts
+        ):
+            yield Choice(grouping, reshard, forward, backward)
+
+    def _depths(self) -> Iterator[Choice]:
+        if self._bench.space.can_prefetch:
+            depths = (None, *range(MAX_DEPTH + 1))
+            for choice, forward, backward in product(self._beam(), depths, depths):
+                yield replace(choice, forward_prefetch=forward, backward_prefetch=backward)
+
+    def _queues(self) -> Iterator[Choice]:
+        if self._bench.space.can_prefetch:
+            buffers = (None, *range(2, MAX_BUFFERS + 1))
+            for choice, count, is_apart in product(self._beam(), buffers, (None, True)):
+                yield replace(choice, reduce_buffers=count, separate_reduce_group=is_apart)
+
+    def _dtypes(self) -> Iterator[Choice]:
+        if self._allow_dtypes:
+            dtypes: tuple[FloatDtype | None, ...] = (None, _DTYPE)
+            for choice, gathers, reduces in product(self._beam(), dtypes, dtypes):
+                yield replace(choice, param_dtype=gathers, reduce_dtype=reduces)
+
+    def _tails(self) -> Iterator[Choice]:
+        """Some of the last units unsharded: as many as fit, and a few steps for the front."""
+        for choice in self._beam():
+            plan = self._bench.space.plan_of(choice)
+            units = sum(not unit.is_root for unit in plan.units)
+            for count in sorted({units // 4, units // 2, 3 * units // 4} - {0}):
+                yield replace(choice, reshard=count)
+            if self._limit is not None:
+                yield replace(choice, reshard=self._most_unsharded(choice, units) or None)
+
+    def _most_unsharded(self, choice: Choice, units: int) -> int:
+        """How many of the last units can stay unsharded within the limit."""
+        low, high = 0, units
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.fits(self._bench.score(replace(choice, reshard=middle))):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _beam(self) -> list[Choice]:
+        """The fastest that fit, one a cut and reshard, and the smallest."""
+        scores = self._bench.scores
+        fitting = [choice for choice in scores if self.fits(scores[choice])]
+        best: dict[object, Choice] = {}
+        for choice in sorted(fitting, key=lambda each: (scores[each].step_ns, each.effort)):
+            best.setdefault((choice.grouping, choice.reshard), choice)
+        smallest = min(scores, key=lambda each: (self._peak(each), scores[each].step_ns))
+        return list(dict.fromkeys([*list(best.values())[:BEAM], smallest, AS_RECORDED]))
+
+    # --- what is chosen
+
+    @property
+    def noise_ns(self) -> float:
+        """Within so much two played plans are alike. See [Note: the simplest]."""
+        error = min(abs(self._bench.replay_error), _MOST_NOISE_RATIO)
+        return max(_NOISE_RATIO, error) * self._bench.recorded.step_ns
+
+    def _peak(self, choice: Choice) -> int:
+        return self._bench.scores[choice].peak_bytes or 0
+
+    def _fastest(self) -> Choice:
+        scores = self._bench.scores
+        fitting = [choice for choice in scores if self.fits(scores[choice])]
+        if not fitting:
+            return min(scores, key=lambda each: (self._peak(each), each.effort))
+        best = min(scores[choice].step_ns for choice in fitting)
+        alike = [each for each in fitting if scores[each].step_ns <= best + self.noise_ns]
+        simplest = min(alike, key=lambda each: (each.effort, scores[each].step_ns))
+        return self._simplified(
+            simplest,
+            lambda score: self.fits(score) and score.step_ns <= best + self.noise_ns,
+        )
+
+    def _smallest(self) -> Choice:
+        scores, recorded = self._bench.scores, self._bench.recorded
+        if recorded.peak_bytes is None:
+            return AS_RECORDED
+        as_fast = [each for each in scores if scores[each].step_ns <= recorded.step_ns]
+        lowest = min(self._peak(each) for each in as_fast)
+        tolerance = lowest + 0.5 * WORTH_RATIO * recorded.peak_bytes
+        alike = [each for each in as_fast if self._peak(each) <= tolerance]
+        return min(alike, key=lambda each: (each.effort, self._peak(each)))
+
+    def _simplified(self, choice: Choice, is_enough: Callable[[Score], bool]) -> Choice:
+        """Without the changes that do nothing for it."""
+        for name in choice.changed:
+            without = replace(choice, **{name: None})
+            if is_enough(self._bench.score(without)):
+                choice = without
+        return choice
+
+    def _front(self) -> Iterator[Choice]:
+        """Fastest first; each next one has a lower peak."""
+        scores = self._bench.scores
+        order = sorted(scores, key=lambda c: (scores[c].step_ns, self._peak(c), c.effort))
+        lowest: int | None = None
+        for choice in order:
+            if lowest is None or self._peak(choice) < lowest:
+                lowest = self._peak(choice)
+                yield choice
+
+
+@dataclass(frozen=True, slots=True)
+class Increment:
+    """Changes that belong together, made on top of those before."""
+
+    names: tuple[str, ...]
+    """Settings of `Choice`."""
+    before: Choice
+    after: Choice
+
+
+def split_gain(
+    bench: Bench, choice: Choice, fits: Callable[[Score], bool]
+) -> tuple[Increment, ...]:
+    """A plan's gain, change by change, the largest first: no ms is counted twice.
+
+    A change that gains less than `WORTH_RATIO` by itself goes with the next one that needs it; what
+    gains nothing at the end is left out, unless the plan does not fit without it.
+    """
+    worth = WORTH_RATIO * bench.recorded.step_ns
+    increments: list[Increment] = []
+    at, start, pending = AS_RECORDED, AS_RECORDED, list[str]()
+    left = list(choice.changed)
+    while left:
+        name = min(left, key=lambda one: bench.score(at.take(choice, [one])).step_ns)
+        left.remove(name)
+        pending.append(name)
+        at = at.take(choice, [name])
+        if bench.score(start).step_ns - bench.score(at).step_ns >= worth:
+            increments.append(Increment(tuple(pending), start, at))
+            start, pending = at, []
+    if pending and not fits(bench.score(start)):
+        last = increments.pop() if increments else Increment((), AS_RECORDED, AS_RECORDED)
+        increments.append(Increment((*last.names, *pending), last.before, at))
+    return tuple(increments)

@@ -1,0 +1,248 @@
+"""How is a better plan said: what to change, why, by how much, and at what risk?"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fsdp_inspect.advice.bench import AS_RECORDED, Bench
+from fsdp_inspect.advice.choices import Choice
+from fsdp_inspect.advice.findings import Evidence
+from fsdp_inspect.advice.search import Increment
+from fsdp_inspect.formatting import format_bytes, format_ns
+from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.waits import Cause
+
+_NO_MEMORY = (
+    "The run has no memory step, so its memory cannot be told: see that it fits before a long run."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A change of the plan, on top of the suggestions before it."""
+
+    rules: tuple[str, ...]
+    what: str
+    """To be done, in words."""
+    units: tuple[str, ...]
+    """Fqns of the units that change, as the plan names them; empty: all of them."""
+    evidence: tuple[str, ...]
+    """What the trace says, one sentence each."""
+    saved_ns: int
+    """Of a step, predicted, beyond the suggestions before it; negative: it costs."""
+    saved_low_ns: int
+    saved_high_ns: int
+    """With messages as fast or slow as the run's own lie about their lines, and the replay's error
+    of the recorded step to both sides."""
+    step_ns: int
+    """With it, and all suggestions before it."""
+    added_bytes: int | None
+    """To the peak; None: the run's memory is not known."""
+    peak_bytes: int | None
+    risks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A whole plan: what it takes, and how to run it."""
+
+    what: str
+    changes: tuple[str, ...]
+    """Settings that differ from the recorded plan."""
+    step_ns: int
+    step_low_ns: int
+    step_high_ns: int
+    saved_ns: int
+    """Of the recorded plan's step, both played."""
+    peak_bytes: int | None
+    added_bytes: int | None
+    assumptions: tuple[str, ...]
+    risks: tuple[str, ...]
+    plan: Plan
+
+
+class Narrator:
+    """Puts choices into words and numbers."""
+
+    def __init__(self, bench: Bench, evidence: Evidence) -> None:
+        """Plays what has not been played when it is asked for."""
+        self._bench = bench
+        self._evidence = evidence
+
+    def suggestion(self, increment: Increment) -> Suggestion:
+        """One step on the way to a plan."""
+        before, after = (self._bench.score(c) for c in (increment.before, increment.after))
+        low, high = self._saved_range(increment.before, increment.after)
+        choice = AS_RECORDED.take(increment.after, increment.names)
+        return Suggestion(
+            rules=tuple(dict.fromkeys(self._rule(choice, name) for name in increment.names)),
+            what=say_changes(choice),
+            units=self._units(increment),
+            evidence=tuple(self._why(choice)),
+            saved_ns=before.step_ns - after.step_ns,
+            saved_low_ns=low,
+            saved_high_ns=high,
+            step_ns=after.step_ns,
+            added_bytes=_difference(after.peak_bytes, before.peak_bytes),
+            peak_bytes=after.peak_bytes,
+            risks=tuple(self._risks(increment.before, choice)),
+        )
+
+    def proposal(self, choice: Choice) -> Proposal:
+        """A whole plan."""
+        score, recorded = self._bench.score(choice), self._bench.recorded
+        low, high = self._bench.range_ns(choice)
+        error = abs(self._bench.replay_error)
+        scenario = self._bench.scenario(choice)
+        return Proposal(
+            what=say_changes(choice),
+            changes=choice.changed,
+            step_ns=score.step_ns,
+            step_low_ns=round(low * (1 - error)),
+            step_high_ns=round(high * (1 + error)),
+            saved_ns=recorded.step_ns - score.step_ns,
+            peak_bytes=score.peak_bytes,
+            added_bytes=_difference(score.peak_bytes, recorded.peak_bytes),
+            assumptions=scenario.assumptions,
+            risks=tuple(self._risks(AS_RECORDED, choice)),
+            plan=scenario.plan,
+        )
+
+    def _saved_range(self, before: Choice, after: Choice) -> tuple[int, int]:
+        """Fast messages against fast ones, slow against slow ones."""
+        margin = abs(self._bench.replay_error) * self._bench.recorded.step_ns
+        own = self._bench.score(before).step_ns - self._bench.score(after).step_ns
+        pairs = zip(self._bench.range_ns(before), self._bench.range_ns(after), strict=True)
+        saved = [own, *(first - second for first, second in pairs)]
+        return round(min(saved) - margin), round(max(saved) + margin)
+
+    def _units(self, increment: Increment) -> tuple[str, ...]:
+        before = {unit.name: unit for unit in self._bench.space.plan_of(increment.before).units}
+        after = self._bench.space.plan_of(increment.after).units
+        return tuple(unit.name for unit in after if before.get(unit.name) != unit)
+
+    def _rule(self, choice: Choice, name: str) -> str:
+        if name == "grouping" and choice.grouping is not None:
+            return self._bench.space.rules[choice.grouping]
+        if name == "forward_prefetch":
+            return "R9" if (choice.forward_prefetch or 0) < 2 else "R10"
+        return {
+            "reshard": "R6",
+            "backward_prefetch": "R11",
+            "reduce_buffers": "R10",
+            "separate_reduce_group": "R25",
+            "param_dtype": "R14",
+            "reduce_dtype": "R13",
+        }[name]
+
+    def _why(self, choice: Choice) -> Iterator[str]:
+        """What the trace says about the waits that a change is for."""
+        causes = self._evidence.causes_ns
+        if choice.grouping is not None:
+            yield from self._latency()
+        if choice.reshard is not None and choice.reshard is not True:
+            yield from self._gathered_again()
+        wanted = []
+        if choice.forward_prefetch or choice.backward_prefetch:
+            wanted.append(Cause.LATE_ISSUE)
+        if choice.separate_reduce_group:
+            wanted.append(Cause.SERIALIZED)
+        if choice.param_dtype or choice.reduce_dtype:
+            wanted.append(Cause.BANDWIDTH)
+        for cause in wanted:
+            if causes.get(cause.label):
+                words = cause.label.replace("_", " ")
+                yield f"Exposed by {words}: {format_ns(causes[cause.label])} a step."
+        if choice.reduce_buffers:
+            waited = self._evidence.exposed_by_kind_ns.get("reduce_scatter", 0)
+            yield f"Reduce-scatter is exposed for {format_ns(waited)} a step."
+
+    def _latency(self) -> Iterator[str]:
+        """What many units cost beside their bytes."""
+        num_units = len(self._bench.work.workload.units)
+        line = self._bench.network.lines.get(EventKind.ALL_GATHER)
+        if line is not None and line.latency_ns:
+            yield (
+                f"{num_units} units gather, each for {format_ns(line.latency_ns)} of latency "
+                "beside its bytes (fitted to the run's own all-gathers)."
+            )
+        exposed = sum(self._evidence.exposed_by_kind_ns.values())
+        yield f"{num_units} units expose {format_ns(exposed)} of communication a step."
+
+    def _gathered_again(self) -> Iterator[str]:
+        """What the all-gathers of backward cost, waits and work."""
+        work = self._bench.work.workload
+        again = [
+            unit
+            for unit, policy in zip(work.units, work.policies, strict=True)
+            if policy.reshard_after_forward and policy.unshard_in_backward
+        ]
+        busy = sum(
+            unit.copy_in_ns + unit.copy_out_ns + (unit.gather_backward_launch_ns or 0)
+            for unit in again
+        )
+        link = sum(unit.gather_backward_ns or unit.gather_ns for unit in again)
+        yield (
+            f"Backward gathers {len(again)} units again: {format_ns(link)} on the link a pass, "
+            f"{format_ns(busy)} of copies and hooks, exposed for "
+            f"{format_ns(self._evidence.backward_gathers_ns)} a step."
+        )
+
+    def _risks(self, before: Choice, choice: Choice) -> Iterator[str]:
+        after = before.take(choice, choice.changed)
+        first, second = self._bench.score(before), self._bench.score(after)
+        added = _difference(second.peak_bytes, first.peak_bytes)
+        if added is None:
+            yield _NO_MEMORY
+        elif added > 0:
+            yield f"The peak rises by {format_bytes(added)}."
+        if choice.param_dtype or choice.reduce_dtype:
+            yield "bfloat16 messages change the numbers: check that the loss still falls."
+        units = self._bench.scenario(after).units
+        if choice.grouping is not None and len(units) == 1:
+            yield (
+                "One unit hides nothing where collectives can run beside compute, as on GPUs, and "
+                "gathers the whole model at once (R1)."
+            )
+
+
+def say_changes(choice: Choice) -> str:
+    """What a choice changes, in words."""
+    return _sentence(", ".join(_words(choice))) or "Change nothing"
+
+
+def _words(choice: Choice) -> Iterator[str]:
+    if choice.grouping is not None:
+        yield choice.grouping
+    if isinstance(choice.reshard, bool):
+        verb = "drop parameters after" if choice.reshard else "keep parameters unsharded after"
+        yield f"{verb} forward (reshard_after_forward={choice.reshard})"
+    elif choice.reshard is not None:
+        yield (
+            f"keep the last {choice.reshard} units unsharded after forward "
+            "(reshard_after_forward=False)"
+        )
+    for direction in ("forward", "backward"):
+        depth = getattr(choice, f"{direction}_prefetch")
+        if depth is not None:
+            yield (
+                f"prefetch {depth} units ahead in {direction}"
+                if depth != 1
+                else (f"prefetch 1 unit ahead in {direction}")
+            )
+    if choice.reduce_buffers is not None:
+        yield f"allow {choice.reduce_buffers} reduce-scatter inputs at once"
+    if choice.separate_reduce_group:
+        yield "give reduce-scatter a communicator of its own"
+    if choice.param_dtype is not None:
+        yield f"gather in {choice.param_dtype}"
+    if choice.reduce_dtype is not None:
+        yield f"reduce gradients in {choice.reduce_dtype}"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _difference(after: int | None, before: int | None) -> int | None:
+    return None if after is None or before is None else after - before

@@ -1,0 +1,139 @@
+"""How does advice read in a terminal? The answer, what comes first, the changes, the plan.
+
+Nothing is computed here. Names from the run are put in as plain text, never as rich markup.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from fsdp_inspect.advice.advise import Advice, PlanAdvice
+from fsdp_inspect.advice.findings import Finding
+from fsdp_inspect.advice.suggestions import Proposal, Suggestion
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
+from fsdp_inspect.report.layout import dim, new_table, section
+
+MOST_UNITS = 4
+MOST_POINTS = 12
+
+
+def render_advice(advice: Advice) -> RenderableType:
+    """What to look at first, what to change, what it brings, and how to check it."""
+    return Group(Text(advice.answer, style="bold"), *_parts(advice))
+
+
+def _parts(advice: Advice) -> Iterator[RenderableType]:
+    if advice.findings:
+        yield from section("Before the plan", *(_finding(each) for each in advice.findings))
+    if advice.plan is None:
+        yield from section("No plan was played", _indented([advice.refusal or ""]))
+        return
+    plan = advice.plan
+    if plan.suggestions:
+        steps = (_suggestion(at, each, plan) for at, each in enumerate(plan.suggestions, 1))
+        yield from section("Changes, each on top of those before", *steps)
+    if plan.smallest is not None:
+        yield from section(
+            "Instead, for less memory (an alternative, not on top)",
+            _alternative(plan.smallest, plan),
+        )
+    if len(plan.front) > 1:
+        yield from section("Step time against peak memory, of all plans played", _front(plan))
+    if plan.suggestions:
+        yield from section("To run it", _indented([plan.snippet]))
+        yield from section("To verify it", _indented(plan.verify))
+    yield ""
+    yield from (dim(line) for line in (*_assumptions(plan), _provenance(plan)))
+
+
+def _finding(finding: Finding) -> RenderableType:
+    lines = [f"{finding.sentence}{_rule([finding.rule])}"]
+    lines += [f"Why: {finding.evidence}"] if finding.evidence else []
+    lines += [f"Do: {step}" for step in finding.do]
+    return _indented(lines)
+
+
+def _suggestion(number: int, suggestion: Suggestion, plan: PlanAdvice) -> RenderableType:
+    ratio = format_ratio(abs(suggestion.saved_ns) / plan.replayed_step_ns)
+    low, high = format_ns(suggestion.saved_low_ns), format_ns(suggestion.saved_high_ns)
+    lines = [
+        f"{number}. {suggestion.what}{_rule(suggestion.rules)}",
+        f"   saves {format_ns(suggestion.saved_ns)} a step ({ratio}; {low} to {high}): "
+        f"{format_ns(suggestion.step_ns)}; peak {_memory(suggestion)}",
+        f"   Units: {_units(suggestion.units)}",
+    ]
+    lines += [f"   Evidence: {line}" for line in suggestion.evidence]
+    lines += [f"   Risk: {line}" for line in suggestion.risks]
+    return _indented(lines)
+
+
+def _alternative(proposal: Proposal, plan: PlanAdvice) -> RenderableType:
+    change = -proposal.saved_ns / plan.replayed_step_ns
+    lines = [
+        f"{proposal.what}",
+        f"   peak {_memory(proposal)}; {format_ns(proposal.step_ns)} a step "
+        f"({100 * change:+.1f} %; {format_ns(proposal.step_low_ns)} to "
+        f"{format_ns(proposal.step_high_ns)})",
+    ]
+    lines += [f"   Assumed: {line}" for line in proposal.assumptions]
+    lines += [f"   Risk: {line}" for line in proposal.risks]
+    return _indented(lines)
+
+
+def _memory(what: Suggestion | Proposal) -> str:
+    if what.peak_bytes is None or what.added_bytes is None:
+        return "not known"
+    if not what.added_bytes:
+        return f"{format_bytes(what.peak_bytes)} as before"
+    sign = "+" if what.added_bytes > 0 else "-"
+    return f"{format_bytes(what.peak_bytes)} ({sign}{format_bytes(abs(what.added_bytes))})"
+
+
+def _front(plan: PlanAdvice) -> Table:
+    table = new_table("plan", "step", "peak")
+    for point in plan.front[:MOST_POINTS]:
+        name = "the recorded plan" if point.is_recorded else point.what
+        table.add_row(Text(name), format_ns(point.step_ns), format_bytes(point.peak_bytes))
+    if len(plan.front) > MOST_POINTS:
+        table.add_row(f"and {len(plan.front) - MOST_POINTS} more")
+    return table
+
+
+def _assumptions(plan: PlanAdvice) -> Iterator[str]:
+    yield from plan.notes
+    yield from (f"Assumed: {line}" for line in plan.fastest.assumptions)
+
+
+def _provenance(plan: PlanAdvice) -> str:
+    return (
+        f"Predicted: {plan.num_plans} plans played on {plan.num_steps} recorded steps of rank "
+        f"{plan.rank}, on the run's own mesh and network. The recorded plan plays in "
+        f"{format_ns(plan.replayed_step_ns)} against {format_ns(plan.recorded_step_ns)} measured: "
+        f"an error of {100 * plan.replay_error:+.1f} %, which is part of every interval. "
+        "Of plans within the noise of the fastest the simplest is advised."
+    )
+
+
+def _rule(rules: Iterable[str]) -> str:
+    named = ", ".join(rule for rule in rules if rule)
+    return f" [{named}]" if named else ""
+
+
+def _units(units: tuple[str, ...]) -> str:
+    if not units:
+        return "all"
+    named = "; ".join(format_unit(unit) for unit in units[:MOST_UNITS])
+    return named + (f"; and {len(units) - MOST_UNITS} more" if len(units) > MOST_UNITS else "")
+
+
+def _indented(lines: Iterable[str]) -> RenderableType:
+    """Lines two columns in, and further by their own leading spaces, also where they wrap."""
+    return Group(*(_line(line) for text in lines for line in text.splitlines()))
+
+
+def _line(line: str) -> RenderableType:
+    words = line.lstrip()
+    return Padding(Text(words), (0, 0, 0, 2 + len(line) - len(words)))

@@ -1,0 +1,213 @@
+"""Is the advice right where the answer is known, and is it true where it is played?"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_inspect import open_run
+from fsdp_inspect.advice.advise import Advice, PlanAdvice, Wishes
+from fsdp_inspect.advice.bench import Bench
+from fsdp_inspect.advice.choices import Choice
+from fsdp_inspect.digest.advising import advise_run
+from fsdp_inspect.simulation.policies import policies_of
+from fsdp_inspect.simulation.prediction import predicted_events
+from fsdp_inspect.simulation.recorded import Execution, play
+from fsdp_inspect.simulation.scenario import make_scenario
+from fsdp_inspect.simulation.schedule import Schedule
+from fsdp_inspect.simulation.simulate import simulate
+from fsdp_inspect.simulation.workload import Piece, UnitPolicy, UnitWork, Workload, flat_tape
+from fsdp_inspect.trace.plan import Plan, UnitPlan
+from fsdp_inspect.trace.run import RunSource
+from tests.builders import MIB, InMemoryRun, RunBuilder
+from tests.recording.test_cuda_path import Replay
+from tests.simulation.test_recorded import MS, US, as_run, names_of, workloads
+from tests.simulation.test_recorded_streams import as_run as as_stream_run
+from tests.simulation.test_recorded_streams import step_ns
+
+SAMPLE = Path(__file__).parents[2] / "samples" / "tiny-2-ranks" / "run"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake_process_group() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def blocks(num: int, *, compute_ns: int, link_ns: int) -> Workload:
+    """Equal blocks in a row."""
+    works = [UnitWork(gather_ns=link_ns, reduce_ns=link_ns) for _ in range(num)]
+    pieces = [Piece(at, compute_ns, 2 * compute_ns) for at in range(num)]
+    return Workload(works, [UnitPolicy()] * num, pieces, flat_tape(pieces))
+
+
+def latency_bound_run() -> InMemoryRun:
+    """An embedding and eight blocks of 400 or 800 B: a message takes 4 ms and 1 ms for 400 B."""
+    base = blocks(9, compute_ns=MS, link_ns=5 * MS)
+    extra = [at % 2 * MS for at in range(9)]
+    works = [
+        replace(
+            work,
+            gather_ns=work.gather_ns + more,
+            reduce_ns=work.reduce_ns + more,
+            ends_with_backward=at == 0,
+        )
+        for at, (work, more) in enumerate(zip(base.units, extra, strict=True))
+    ]
+    workload = replace(base, units=works)
+    names = ["embedding", *(f"layers.{at}" for at in range(8))]
+    plan = Plan(units=tuple(UnitPlan(modules=(name,)) for name in names))
+    builder = RunBuilder(names, plan=plan.to_dict(), source="emulated", warmup_steps=1)
+    for at, name in enumerate(names):
+        size = 400 * (1 + at % 2)
+        numel = size // 4
+        builder.unit(
+            name,
+            num_parameters=numel,
+            num_trainable_parameters=numel,
+            unsharded_bytes=size,
+            sharded_bytes=size // 2,
+            reduce_bytes=size,
+        )
+    builder.rank(0).step(0, 0, 1)
+    run = builder.build()
+    schedule = Schedule(workload, Execution.HOST.machine())
+    steps = [schedule.play() for _ in range(5)]
+    return replace(run, event_tables={0: predicted_events(steps, run.manifest.units, on_host=True)})
+
+
+def plan_advice(run: RunSource, **wishes: Any) -> PlanAdvice:
+    advice: Advice = advise_run(run, Wishes(**wishes))
+    assert advice.plan is not None, advice.refusal
+    return advice.plan
+
+
+def rules_of(advice: PlanAdvice) -> set[str]:
+    return {rule for each in advice.suggestions for rule in each.rules}
+
+
+# --- known answers
+
+
+def test_a_link_on_which_nothing_is_exposed_gives_change_nothing():
+    run = as_run(blocks(6, compute_ns=10 * MS, link_ns=10 * US), Execution.HOST)
+    advice = advise_run(run, Wishes())
+    assert "Change nothing: " in advice.answer
+    assert advice.plan is not None
+    assert advice.plan.suggestions == ()
+    assert advice.plan.fastest.saved_ns == 0
+    assert advice.chosen is not None
+    assert advice.chosen.to_dict() == run.manifest.plan
+
+
+def test_a_link_of_latency_with_small_units_gives_merging():
+    advice = plan_advice(latency_bound_run())
+    assert "R2" in rules_of(advice)
+    assert len(advice.fastest.plan.units) < 9
+
+
+def test_a_gather_that_is_issued_late_gives_explicit_prefetch():
+    workload = blocks(6, compute_ns=10 * MS, link_ns=8 * MS)
+    advice = plan_advice(as_run(workload, Execution.HOST))
+    assert "R9" in rules_of(advice)
+    assert advice.fastest.plan.forward_prefetch == 1
+    policies = policies_of(advice.fastest.plan, names_of(workload))
+    truth = play(replace(workload, policies=policies), Execution.HOST).duration_ns
+    assert truth == pytest.approx(advice.fastest.step_ns, abs=200)
+    assert truth < advice.recorded_step_ns
+
+
+def test_late_gathers_of_a_slow_host_on_streams_give_no_prefetch_since_the_host_stays_slow():
+    speed = {"gather_ms": 3.0, "scatter_ms": 3.0, "host_ms": 6.0}
+
+    def prefetch(model: Any) -> None:
+        for layer, after in pairwise(model.layers):
+            layer.set_modules_to_forward_prefetch([after])
+
+    recorded = Replay(**speed)
+    assert step_ns(Replay(**speed, prepare=prefetch)) == step_ns(recorded)
+    assert not rules_of(plan_advice(as_stream_run(recorded))) & {"R9", "R10", "R11"}
+
+
+def test_a_tight_memory_limit_gives_the_fastest_plan_that_fits():
+    free = plan_advice(open_run(SAMPLE))
+    tight = plan_advice(open_run(SAMPLE), memory_limit=27 * MIB)
+    assert free.fastest.peak_bytes is not None
+    assert free.fastest.peak_bytes > 27 * MIB
+    assert tight.fastest.peak_bytes is not None
+    assert tight.fastest.peak_bytes <= 27 * MIB
+    assert free.fastest.step_ns < tight.fastest.step_ns < tight.replayed_step_ns
+    kept = [u for u in tight.fastest.plan.units if u.reshard_after_forward is False]
+    assert 0 < len(kept) < len(tight.fastest.plan.units)
+
+
+def test_a_limit_that_no_plan_keeps_is_said_with_the_smallest_peak():
+    advice = advise_run(open_run(SAMPLE), Wishes(memory_limit=MIB))
+    assert "No plan of " in advice.answer
+    assert advice.plan is not None
+    assert not advice.plan.fits
+
+
+def test_a_backend_that_holds_the_host_is_told_that_prefetch_cannot_help():
+    run = as_run(blocks(6, compute_ns=10 * MS, link_ns=8 * MS), Execution.BLOCKING_HOST)
+    advice = plan_advice(run)
+    assert any("prefetch cannot help" in note for note in advice.notes)
+    assert not rules_of(advice) & {"R9", "R10", "R11", "R25"}
+
+
+# --- laws
+
+
+@given(workload=workloads())
+@settings(max_examples=8, deadline=None)
+def test_savings_add_up_and_no_advice_is_slower_than_the_recorded_plan(workload: Workload):
+    advice = plan_advice(as_run(workload, Execution.HOST))
+    saved = [each.saved_ns for each in advice.suggestions]
+    assert sum(saved) == advice.fastest.saved_ns
+    assert all(ns >= 0.02 * advice.replayed_step_ns for ns in saved)
+    for each in advice.suggestions:
+        assert each.saved_low_ns <= each.saved_ns <= each.saved_high_ns
+    steps = [point.step_ns for point in advice.front]
+    assert steps == sorted(steps)
+    assert advice.fastest.step_ns <= advice.replayed_step_ns
+
+
+CHOICES = st.builds(
+    Choice,
+    grouping=st.sampled_from([None, "make units of 2 blocks"]),
+    reshard=st.sampled_from([None, True, False, 1]),
+    forward_prefetch=st.sampled_from([None, 1, 3]),
+    backward_prefetch=st.sampled_from([None, 2]),
+    reduce_buffers=st.sampled_from([None, 2]),
+    separate_reduce_group=st.sampled_from([None, True]),
+)
+
+
+@given(workload=workloads(), choice=CHOICES)
+@settings(max_examples=12, deadline=None)
+def test_a_plan_on_the_bench_takes_what_the_simulation_says(workload: Workload, choice: Choice):
+    run = as_run(workload, Execution.HOST)
+    bench = Bench(run)
+    if choice.grouping not in bench.space.groupings:
+        choice = replace(choice, grouping=next(iter(bench.space.groupings), None))
+    plan = bench.space.plan_of(choice)
+    alone = make_scenario(bench.work, run.manifest, plan, bench.network).workload
+    bench.score(replace(choice, reshard=None))  # shares the derived work
+    assert bench.workload(plan, bench.network) == alone
+    assert bench.score(choice).step_ns == simulate(run, plan).predicted.step_time_ns
+
+
+def test_plans_of_a_small_model_are_played_by_the_thousands_a_minute():
+    begun = time.monotonic()
+    advice = plan_advice(as_run(blocks(6, compute_ns=10 * MS, link_ns=8 * MS), Execution.HOST))
+    assert advice.num_plans > 50
+    assert advice.num_plans / (time.monotonic() - begun) > 1000 / 60

@@ -1,0 +1,106 @@
+"""Which findings come before the plan, and which never come?"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fsdp_inspect.advice.findings import Evidence, Finding, find_first_things
+from fsdp_inspect.analysis.allocator import AllocatorUse
+from fsdp_inspect.analysis.plan_check import check_plan
+from fsdp_inspect.analysis.verdict import StepFacts, Straggler, give_verdict
+from fsdp_inspect.trace.plan import Plan, UnitPlan
+from tests.builders import RunBuilder
+
+FACTS = StepFacts(
+    step_time_ns=100,
+    compute_ns=95,
+    data_ns=0,
+    host_bound_ns=0,
+    exposed_ns=5,
+    floor_ns=5,
+    other_ns=0,
+)
+STRAGGLER = Straggler(
+    rank=3,
+    host="",
+    cost_ns=20,
+    last_ratio=0.9,
+    late_ns=5,
+    phase="backward",
+    meanwhile="forward",
+    meanwhile_ns=4,
+)
+UNITS = ("layers.0", "layers.1", "layers.2")
+
+
+def findings(
+    facts: StepFacts = FACTS,
+    *,
+    units: dict[str, dict[str, Any]] | None = None,
+    allocator: AllocatorUse | None = None,
+    **manifest: Any,
+) -> tuple[Finding, ...]:
+    builder = RunBuilder(UNITS, **manifest)
+    for name, changes in (units or {}).items():
+        builder.unit(name, **changes)
+    builder.rank(0).step(0, 0, 100)
+    run = builder.build()
+    return find_first_things(
+        Evidence(
+            manifest=run.manifest,
+            verdict=give_verdict(facts),
+            plan_check=check_plan(run),
+            allocator=allocator,
+            causes_ns={},
+            exposed_by_kind_ns={"reduce_scatter": 5},
+            backward_gathers_ns=0,
+            device_bytes=None,
+        )
+    )
+
+
+def rules(found: tuple[Finding, ...]) -> list[str]:
+    return [each.rule for each in found if each.rule != "R30"]
+
+
+def test_a_run_without_fault_has_no_finding():
+    assert rules(findings()) == []
+
+
+def test_a_straggler_comes_first_and_a_starved_input_beside_it_is_named_too():
+    found = findings(replace(FACTS, straggler=STRAGGLER, data_ns=12, compute_ns=60))
+    assert "straggler: it costs 20.0 ns" in found[0].sentence
+    assert (found[0].rule, found[0].limits) == ("R32", True)
+    assert "Waiting for the next batch takes 12.0 ns" in found[1].sentence
+
+
+def test_a_starved_host_is_the_first_finding():
+    found = findings(replace(FACTS, host_bound_ns=30, compute_ns=65))
+    assert rules(found) == ["R19"]
+    assert found[0].limits
+
+
+def test_one_connection_is_named_on_cuda_only():
+    setting = {"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}}
+    assert rules(findings(device_type="cuda", **setting)) == ["R20"]
+    assert rules(findings(device_type="cpu", **setting)) == []
+
+
+def test_a_unit_with_most_parameters_is_named():
+    large = findings(units={"layers.1": {"num_parameters": 900}})
+    found = next(each for each in large if each.rule == "R1")
+    assert found.units == ("layers.1",)
+    assert "81.8 % of the parameters" in found.sentence
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(0.3, ["R21"]), (0.05, []), (None, [])])
+def test_fragmentation_is_named_above_a_tenth(ratio: float | None, expected: list[str]):
+    use = AllocatorUse(0, 3, 600, 700, 1000, ratio, None, 2, 0, None, None)
+    assert rules(findings(allocator=use)) == expected
+
+
+@pytest.mark.parametrize(("offload", "expected"), [("cpu", ["R26"]), ("cpu_pinned", [])])
+def test_pageable_offload_is_named(offload: Any, expected: list[str]):
+    plan = Plan(units=tuple(UnitPlan(modules=(name,), offload=offload) for name in UNITS))
+    assert rules(findings(device_type="cuda", plan=plan.to_dict())) == expected

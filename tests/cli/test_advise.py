@@ -1,0 +1,60 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdp_inspect.trace.plan import Plan
+
+SAMPLES = Path(__file__).parents[2] / "samples"
+SAMPLE = SAMPLES / "tiny-2-ranks" / "run"
+
+
+@pytest.mark.parametrize("folder", sorted(SAMPLES.glob("*/run")), ids=lambda p: p.parent.name)
+def test_the_first_line_answers_in_words_with_the_number(invoke, folder):
+    first = invoke("advise", folder).out.splitlines()[0]
+    assert "a step" in " ".join(invoke("advise", folder).out.split("\n\n")[0].split())
+    assert first[0].isupper()
+
+
+def test_every_suggestion_says_its_rule_interval_evidence_and_memory(invoke):
+    result = json.loads(invoke("advise", SAMPLE, "--json").out)["plan"]
+    assert result["suggestions"]
+    for each in result["suggestions"]:
+        assert each["rules"]
+        assert each["evidence"]
+        assert each["saved_low_ns"] <= each["saved_ns"] <= each["saved_high_ns"]
+        assert each["added_bytes"] is not None
+    assert "fsdp_inspect.apply_plan(model, plan, mesh)" in result["snippet"]
+    assert "--plan plan.toml" in result["verify"][0]
+    assert result["verify"][1].startswith("fsdp-inspect compare ")
+
+
+def test_the_advised_plan_can_be_written_and_takes_the_advised_time(invoke, tmp_path):
+    file = tmp_path / "plan.toml"
+    limit = ("--memory-limit", "27MiB")
+    advised = json.loads(invoke("advise", SAMPLE, *limit, "--write", file, "--json").out)["plan"]
+    again = json.loads(invoke("simulate", SAMPLE, "--plan", file, "--json").out)["predicted"]
+    assert Plan.load(file).units
+    assert again["step_time_ns"] == advised["fastest"]["step_ns"]
+    assert again["peak_bytes"] == advised["fastest"]["peak_bytes"] <= 27 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--memory-limit", "much"), "is no amount of memory"),
+        (("--memory-limit", "0GiB"), "is no amount of memory"),
+        (("--write", SAMPLE), "exists. Name a new file."),
+    ],
+)
+def test_a_mistake_is_named_before_anything_is_played(invoke, options, complaint):
+    ended = invoke("advise", SAMPLE, *options)
+    assert ended.code == 2
+    assert complaint in " ".join(ended.err.replace("│", " ").split())
+
+
+def test_a_run_that_cannot_be_simulated_is_told_why(invoke, runs_folder):
+    ended = invoke("advise", runs_folder / "steady")
+    assert ended.code == 0
+    assert "No plan was played" in ended.out
+    assert "no observed plan" in " ".join(ended.out.split())
