@@ -134,8 +134,10 @@ class Exposed:
     by_kind_ns: dict[str, int]
     """By collective: `all_gather`, `reduce_scatter`, `all_reduce`, `other`."""
     causes_ns: dict[str, int]
-    """By `Cause`, those above 0, largest first; of a step with that exposed time, which they add up
-    to. Empty where the rank's events are missing."""
+    """By `Cause`, those above 0, largest first; of `causes_step`, a step with that exposed time,
+    which they add up to. Empty where the rank's events are missing."""
+    causes_step: int | None
+    """The first step with the median exposed time; None where there is no such step."""
     cause_ratios: dict[str, float]
     """Each cause's share of the exposed time in all timed steps, largest first; adds up to 1."""
     passes: tuple[ExposedPass, ...]
@@ -195,6 +197,7 @@ def measure_exposed(
             for part in sorted(EXPOSED_PART_CODES)
         },
         causes_ns=causes,
+        causes_step=_typical_step(waits, waits.share_by_cause_ns, member.steps),
         cause_ratios=_ratios(waits.share_by_cause_ns),
         passes=_find_passes(member, waits, unit),
         owners=_find_owners(run.manifest, member, waits, unit),
@@ -244,9 +247,17 @@ def _floor_ns(waits: Waits, by_cause_ns: NDArray[np.int64], steps: NDArray[np.in
 def _in_typical_step(
     waits: Waits, by_cause_ns: NDArray[np.int64], steps: NDArray[np.int32]
 ) -> NDArray[np.bool_]:
+    typical = _typical_step(waits, by_cause_ns, steps)
+    return np.isin(waits.collectives.step, [] if typical is None else [typical])
+
+
+def _typical_step(
+    waits: Waits, by_cause_ns: NDArray[np.int64], steps: NDArray[np.int32]
+) -> int | None:
+    """The first step whose sum is the median over the steps."""
     per_step = sum_per_step(waits.collectives.step, by_cause_ns.sum(axis=1), steps)
     typical = steps[np.flatnonzero(per_step == median(per_step))[:1]]
-    return np.isin(waits.collectives.step, typical)
+    return int(typical[0]) if len(typical) else None
 
 
 def _by_name(by_cause_ns: NDArray[np.int64]) -> dict[str, int]:

@@ -104,7 +104,10 @@ def _whose(owner: ExposedOwner) -> str:
 
 def _causes(exposed: Exposed) -> Iterator[RenderableType]:
     if exposed.cause_ratios:
-        title = "Why (of a step with that exposed time; share over all timed steps)"
+        title = (
+            f"Why (exposed: in step {exposed.causes_step}, whose exposed time is the median; share "
+            "over all timed steps)"
+        )
         yield from section(title, causes_table(exposed.causes_ns, exposed.cause_ratios))
 
 

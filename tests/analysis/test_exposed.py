@@ -139,6 +139,12 @@ def test_the_causes_are_those_of_a_step_with_the_median_exposed_time():
     assert exposed.owners[0].causes_ns == {"late_issue": 7, "bandwidth": 13}
 
 
+def test_the_step_that_the_causes_are_of_is_named():
+    exposed = measure_exposed(steady_run())
+    assert exposed.causes_step == 1
+    assert measure_exposed(steady_run(), step=exposed.causes_step).causes_ns == exposed.causes_ns
+
+
 def test_evidence_is_the_longest_wait_of_each_owner_with_its_place_in_the_step():
     evidence = measure_exposed(steady_run()).evidence
     assert [wait.exposed_ns for wait in evidence] == [100, 50, 50, 30, 20]

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_inspect import open_run
-from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.report.html import read_comparison, read_contents, render_comparison, render_run
 from fsdp_inspect.report.html.page import MOST_OWNERS
 from fsdp_inspect.trace.codes import MemoryPoint
@@ -45,6 +45,15 @@ def test_a_report_holds_the_numbers_of_the_digest(contents):
         assert format_unit(unit.fqn) in text
     for category in digest.memory.peak.categories:
         assert format_bytes(category.bytes) in text
+
+
+def test_causes_are_shares_over_all_steps_and_times_of_a_step_that_is_named(contents):
+    text, exposed = Page(render_run(contents)).text, contents.waits.exposed
+    plain = text.replace("\N{NO-BREAK SPACE}", " ")
+    for cause, share in exposed.cause_ratios.items():
+        in_step = format_ns(exposed.causes_ns.get(cause, 0))
+        assert f"{cause.replace('_', ' ')} {format_ratio(share)} {in_step}" in plain
+    assert f"in step {exposed.causes_step} what it is" in plain
 
 
 def test_a_report_says_how_its_numbers_were_obtained(contents):
