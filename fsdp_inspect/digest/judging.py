@@ -26,6 +26,7 @@ from fsdp_inspect.analysis.verdict import (
     give_rank_verdict,
     give_verdict,
 )
+from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.reduction import EXPOSED_PART_CODES, StepPart
 from fsdp_inspect.trace.run import RunManifest
 
@@ -127,10 +128,20 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
         other_ns=0 if is_kernel_trace else other,
         backend=manifest.backend,
         is_kernel_trace=is_kernel_trace,
+        has_gathers=_has_gathers(answers),
         num_units=len(parameters),
         largest_unit_ratio=max(parameters, default=0) / max(sum(parameters), 1),
         straggler=answers.straggler,
     )
+
+
+def _has_gathers(answers: Answers) -> bool:
+    """Whether FSDP gathers parameters; of collectives that no unit owns only the kind is known."""
+    units = answers.manifest.units
+    if answers.exposed is None:
+        return bool(units)
+    gathers = [row for row in answers.exposed.passes if row.kind == EventKind.ALL_GATHER.label]
+    return any(row.num_units or not units for row in gathers)
 
 
 def _growth(growth: MemoryGrowth | None) -> Growth | None:

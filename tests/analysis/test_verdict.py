@@ -277,3 +277,21 @@ def test_under_a_straggler_the_other_ranks_wait_for_it():
     assert (waits.sentence, waits.differs) == ("It waits for rank 4.", False)
     assert itself.sentence == "The others wait for it: data, 9.00 ms more a step."
     assert itself.differs
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"host_bound_ns": 30 * MS}, id="host"),
+        pytest.param({"exposed_ns": 30 * MS, "top": waiting("all_reduce")}, id="communication"),
+        pytest.param({"device_ratio": 0.99}, id="memory"),
+        pytest.param({"data_ns": 30 * MS}, id="input"),
+        pytest.param({}, id="compute"),
+    ],
+)
+def test_without_gathers_no_change_of_a_sharding_plan_is_advised(changes):
+    verdict = give_verdict(facts(has_gathers=False, num_units=0, **changes))
+    advice = " ".join(verdict.next_steps)
+    assert advice
+    for word in ("all-gather", "units", "reshard", "shard", "Prefetch"):
+        assert word not in advice

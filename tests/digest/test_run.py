@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_inspect.analysis.ranks import measure_ranks
 from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.digest.breakdown import digest_breakdown
 from fsdp_inspect.digest.run import digest_run
@@ -134,9 +135,11 @@ def test_status_and_notes_of_the_run_are_passed_on():
 
 
 def test_the_straggler_of_llama_70b_comes_before_its_communication():
-    digest = digest_run(llama_70b_run())
+    run = llama_70b_run(4)
+    digest, straggler = digest_run(run), measure_ranks(run).straggler
     assert digest.verdict.limit is Limit.STRAGGLER
     assert digest.verdict.numbers["straggler_rank"] == STRAGGLER
+    assert f"({format_ratio(straggler.cost_ratio)})" in digest.verdict.sentence
     assert "86.1 %" in digest.verdict.why
     assert [one.rank for one in digest.rank_verdicts if one.differs] == [STRAGGLER]
 
@@ -185,3 +188,15 @@ def test_the_causes_of_the_verdict_are_those_of_its_step():
     verdict = digest_run(run).verdict
     assert f"By cause: {causes}." in verdict.why
     assert sum(of_step.causes_ns.values()) == verdict.numbers["exposed_ns"]
+
+
+def test_data_parallel_alone_is_advised_nothing_about_gathers():
+    builder = RunBuilder(units=(), world_size=2)
+    rank = builder.rank(0)
+    rank.step(0, 0, 100)
+    rank.all_reduce(None, 10, 95, need=15)
+    verdict = digest_run(builder.build()).verdict
+    assert verdict.limit is Limit.COMMUNICATION
+    assert verdict.next_steps == (
+        "Look at the most exposed collective first: fsdp-inspect exposed RUN.",
+    )

@@ -71,6 +71,8 @@ class StepFacts:
     backend: str = ""
     is_kernel_trace: bool = False
     """Imported: it is known when kernels ran, but not who waited for whom, nor for data."""
+    has_gathers: bool = True
+    """Parameters are gathered in the step: there is a sharding plan that could be changed."""
     num_units: int = 0
     largest_unit_ratio: float = 0.0
     """Share of the parameters in the largest unit."""

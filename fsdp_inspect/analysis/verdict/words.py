@@ -36,12 +36,15 @@ def _share(facts: StepFacts, duration_ns: int) -> str:
     )
 
 
+def _plan(facts: StepFacts) -> str:
+    return "the sharding plan" if facts.has_gathers else "the distributed setup"
+
+
 def _say_memory(facts: StepFacts) -> Words:
     reserved, allocated = facts.peak_reserved_bytes or 0, facts.peak_allocated_bytes or 0
-    steps = [
-        "Recompute activations (activation checkpointing), or halve the microbatch.",
-        "Let every block reshard after forward, if some do not.",
-    ]
+    steps = ["Recompute activations (activation checkpointing), or halve the microbatch."]
+    if facts.has_gathers:
+        steps.append("Let every block reshard after forward, if some do not.")
     unused = _unused_ratio(facts)
     if unused > FRAGMENTED_RATIO:
         amount = format_bytes(unused * reserved)
@@ -96,7 +99,7 @@ def _say_input(facts: StepFacts) -> Words:
         "The training loop asks for a batch that is not ready.",
         (
             "Load batches ahead of the step: more loader workers, prefetching, pinned memory.",
-            "Leave the sharding plan as it is until the input keeps up.",
+            f"Leave {_plan(facts)} as it is until the input keeps up.",
         ),
     )
 
@@ -108,16 +111,18 @@ def _say_host(facts: StepFacts) -> Words:
             "No kernel and no collective runs on the device. The trace does not tell what the "
             "host was doing: a wait for the next batch is part of it."
         )
-    return (
-        f"The step is host-bound: the device starves for {_share(facts, facts.host_bound_ns)}.",
-        why,
-        (
-            "Give the host less to issue per unit of work: torch.compile, a larger microbatch, "
-            "fewer and larger units.",
-            "Remove synchronisations in the step (.item(), printing a loss, .cpu()).",
-            "Prefetch one unit ahead in forward, so that all-gathers are issued earlier.",
-        ),
+    fewer_units = ", fewer and larger units" if facts.has_gathers else ""
+    steps = [
+        "Give the host less to issue per unit of work: torch.compile, a larger "
+        f"microbatch{fewer_units}.",
+        "Remove synchronisations in the step (.item(), printing a loss, .cpu()).",
+    ]
+    if facts.has_gathers:
+        steps.append("Prefetch one unit ahead in forward, so that all-gathers are issued earlier.")
+    sentence = (
+        f"The step is host-bound: the device starves for {_share(facts, facts.host_bound_ns)}."
     )
+    return sentence, why, tuple(steps)
 
 
 def _say_straggler(facts: StepFacts) -> Words:
@@ -211,7 +216,7 @@ def _say_longest(facts: StepFacts) -> str:
 
 def _advise_communication(facts: StepFacts) -> list[str]:
     steps = []
-    if facts.is_unwrapped:
+    if facts.is_unwrapped and facts.has_gathers:
         steps.append(
             "Call fully_shard on every transformer block, not on the whole model only: one big "
             "unit has no compute to hide behind."
@@ -256,7 +261,7 @@ def _say_other(facts: StepFacts) -> Words:
         "outside every recorded part.",
         "Neither forward, backward, optimizer, data nor communication was running: the loss, "
         "logging, metrics or other code of the training loop.",
-        ("Profile the training loop itself, before the sharding plan.",),
+        (f"Profile the training loop itself, before {_plan(facts)}.",),
     )
 
 
@@ -269,7 +274,7 @@ def _say_compute(facts: StepFacts) -> Words:
         f"Communication is exposed for {_share(facts, facts.exposed_ns)}, of which "
         f"{format_ns(facts.floor_ns)} is the floor, which no setting hides.",
         (
-            "Change nothing in the sharding plan.",
+            f"Change nothing in {_plan(facts)}.",
             "Faster compute is what is left: torch.compile, bfloat16, less recomputation.",
         ),
     )
