@@ -22,8 +22,8 @@ class RankOverlap:
     """The part during which the compute stream (CPU: the main thread) stood waiting for it."""
     overlap_ratio: float
     """1 - exposed / communication, 0 to 1; 1.0 when nothing is communicated."""
-    communication_bytes: int
-    """Messages of one step, full and padded, added up."""
+    communication_bytes: int | None
+    """Messages of one step, full and padded, added up; None where the sizes of some are unknown."""
     collectives_per_step: int
 
 
@@ -45,13 +45,16 @@ def measure_overlap(run: RunSource) -> Overlap:
     """
     timed = timed_ranks(run)
     hosts = {record.rank: record.host for record in run.ranks}
+    is_sized = not run.manifest.num_unsized_collectives
+    ranks = tuple(_measure_rank(member, hosts, is_sized=is_sized) for member in timed.members)
+    middle = timed.median.rank if timed.median else None
     return Overlap(
-        run=_measure_rank(timed.median, hosts) if timed.median else None,
-        ranks=tuple(_measure_rank(member, hosts) for member in timed.members),
+        run=next((one for one in ranks if one.rank == middle), None),
+        ranks=ranks,
     )
 
 
-def _measure_rank(member: RankSteps, hosts: Mapping[int, str]) -> RankOverlap:
+def _measure_rank(member: RankSteps, hosts: Mapping[int, str], *, is_sized: bool) -> RankOverlap:
     communication = median(member.communication_ns) or 0
     exposed = median(member.exposed_ns) or 0
     return RankOverlap(
@@ -62,6 +65,6 @@ def _measure_rank(member: RankSteps, hosts: Mapping[int, str]) -> RankOverlap:
         communication_ns=communication,
         exposed_ns=exposed,
         overlap_ratio=1 - exposed / communication if communication else 1.0,
-        communication_bytes=median(member.communication_bytes) or 0,
+        communication_bytes=(median(member.communication_bytes) or 0) if is_sized else None,
         collectives_per_step=median(member.num_collectives) or 0,
     )

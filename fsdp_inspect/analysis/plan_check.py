@@ -114,6 +114,11 @@ def check_plan(run: RunSource) -> PlanCheck:
 def _why_not(run: RunSource, steps: Sequence[int]) -> str | None:
     if not run.manifest.units:
         return "the run knows no FSDP units"
+    if not all(unit.are_sizes_known for unit in run.manifest.units):
+        return (
+            "the trace does not tell the sizes of all messages, so which units are trained, and "
+            "what they should send, is not known (profile with record_shapes=True)"
+        )
     if not run.ranks:
         return "no rank wrote anything"
     if not steps:

@@ -47,11 +47,12 @@ class UnitCost:
     module_class: str
     execution_index: int | None
     """Position in the first recorded forward; None if it never ran."""
-    num_parameters: int
-    num_trainable_parameters: int
-    unsharded_bytes: int
-    sharded_bytes: int
-    reduce_bytes: int
+    num_parameters: int | None
+    """None where an import does not tell, as with the next four."""
+    num_trainable_parameters: int | None
+    unsharded_bytes: int | None
+    sharded_bytes: int | None
+    reduce_bytes: int | None
     param_dtype: str
     reduce_dtype: str
     reshard_after_forward: bool | int | None
@@ -159,11 +160,11 @@ def _measure_unit(
         fqn=unit.fqn,
         module_class=unit.module_class,
         execution_index=None if unit.execution_index < 0 else unit.execution_index,
-        num_parameters=unit.num_parameters,
-        num_trainable_parameters=unit.num_trainable_parameters,
-        unsharded_bytes=unit.unsharded_bytes,
-        sharded_bytes=unit.sharded_bytes,
-        reduce_bytes=unit.reduce_bytes,
+        num_parameters=_known(unit, unit.num_parameters),
+        num_trainable_parameters=_known(unit, unit.num_trainable_parameters),
+        unsharded_bytes=_known(unit, unit.unsharded_bytes),
+        sharded_bytes=_known(unit, unit.sharded_bytes),
+        reduce_bytes=_known(unit, unit.reduce_bytes),
         param_dtype=unit.param_dtype,
         reduce_dtype=unit.reduce_dtype,
         reshard_after_forward=unit.reshard_after_forward,
@@ -185,6 +186,11 @@ def _measure_unit(
         backward_ns=own.of_kind(EventKind.BACKWARD).per_step("duration_ns"),
         recompute_ns=recompute_ns,
     )
+
+
+def _known(unit: Unit, value: int) -> int | None:
+    """A number of a unit; None where 0 says only that an import does not tell."""
+    return value if value or unit.are_sizes_known else None
 
 
 def _measure_collective(own: _UnitRows, group_size: int | None, factor: float) -> UnitCollective:

@@ -59,7 +59,7 @@ def _describe(entry: RunEntry) -> ListedRun:
         backend=manifest.backend,
         device=manifest.device_name or manifest.device_type,
         model=manifest.model.class_name,
-        num_parameters=manifest.model.num_parameters,
+        num_parameters=manifest.model.num_parameters or None,
         notes=notes,
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_inspect.formatting import format_unit
-from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.trace.run import RunManifest, Unit
 
 _NAMES_OF_A_RUN = frozenset({"name", "runs_dir", "tag", "tags"})
 """Settings that only tell runs apart."""
@@ -184,10 +184,17 @@ def _unit_settings(manifest: RunManifest) -> dict[str, dict[str, Any]]:
             "reshard_after_forward": unit.reshard_after_forward,
             "param_dtype": unit.param_dtype,
             "reduce_dtype": unit.reduce_dtype,
-            "trainable": unit.num_trainable_parameters > 0,
+            "trainable": _is_trainable(unit),
         }
         for unit in manifest.units
     }
+
+
+def _is_trainable(unit: Unit) -> bool | None:
+    """None where an import does not tell."""
+    if unit.num_trainable_parameters == 0 and not unit.are_sizes_known:
+        return None
+    return unit.num_trainable_parameters > 0
 
 
 def _name_units(fqns: Sequence[str]) -> str:

@@ -170,6 +170,8 @@ class _Merged:
         self._counts["rows"] += len(events)
         collectives = events.where(np.isin(events.kind, list(COLLECTIVES)))
         self._counts["collectives"] += len(collectives)
+        is_unsized = (collectives.bytes < 0) & (collectives.kind != EventKind.BARRIER)
+        self._counts["unsized"] += int(np.count_nonzero(is_unsized))
         self._units = describe_units(
             self._names, collectives, origin=trace.unit_origin, known=self._units
         )
@@ -294,6 +296,7 @@ class _Merged:
             source="imported",
             versions=traces[0].versions,
             recorder={"imported_from": [file.name for file in self._files]},
+            num_unsized_collectives=self._counts["unsized"],
             notes=list(notes),
         )
 

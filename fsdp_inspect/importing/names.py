@@ -93,7 +93,8 @@ def describe_units(
         known: Units that another rank has described; kept as they are.
 
     Returns:
-        Every unit of the run. Numbers of parameters count the padding, as messages do.
+        Every unit of the run. Numbers of parameters count the padding, as messages do; where the
+        size of a message is not known, they may be 0 (`Unit.are_sizes_known`).
     """
     described = {unit.index: unit for unit in known if unit.unsharded_bytes or unit.reduce_bytes}
     return [
@@ -117,7 +118,7 @@ def _describe(fqn: str, index: int, events: EventTable, names: RunNames, origin:
         fqn=fqn,
         modules=plain.split(", "),
         num_parameters=count,
-        num_trainable_parameters=count if reduced else 0,
+        num_trainable_parameters=count if len(reductions) else 0,
         unsharded_bytes=gathered,
         sharded_bytes=gathered // names.size_of(group),
         reduce_bytes=reduced,
@@ -127,6 +128,7 @@ def _describe(fqn: str, index: int, events: EventTable, names: RunNames, origin:
         shard_group=group,
         replicate_group=int(reduce_group[0]) if len(reduce_group) else -1,
         is_root=fqn == "",
+        are_sizes_known=not np.any(np.concatenate([gathers.bytes, reductions.bytes]) < 0),
         execution_index=index,
         recorded_by=origin,
     )

@@ -73,7 +73,7 @@ def render_units(costs: UnitCosts) -> RenderableType:
 def _headline(digest: RunDigest) -> RenderableType:
     identity = digest.identity
     where = identity.device_name or identity.device_type
-    model = f"{identity.model}, {format_count(identity.num_parameters)} parameters"
+    model = f"{identity.model}, {format_count(identity.num_parameters or None)} parameters"
     title = Text(digest.run_id, style="bold")
     title.append(f"  {digest.status}", style=_status_style(digest.status))
     ranks = f"{digest.world_size} {'rank' if digest.world_size == 1 else 'ranks'}"

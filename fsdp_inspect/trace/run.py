@@ -79,6 +79,8 @@ class Unit(Record):
     """Index of the process group of its all-reduce (HSDP); -1: none."""
     is_root: bool = False
     offload: bool = False
+    are_sizes_known: bool = True
+    """False: an import does not tell all of its messages' sizes; numbers that are 0 are unknown."""
     execution_index: int = -1
     """Position in the first recorded forward, from 0; -1: never ran."""
     recorded_by: str = "custom_comm"
@@ -143,6 +145,8 @@ class RunManifest(Record):
     tags: list[str] = Field(default_factory=list)
     recorder: dict[str, Any] = Field(default_factory=dict)
     """How the recording was made: clock, flush interval, what could not be recorded."""
+    num_unsized_collectives: int = 0
+    """Of an import: those whose messages' sizes it does not tell; sums of bytes lack them."""
     notes: list[str] = Field(default_factory=list)
     """What an import knows to be missing or odd, one sentence each."""
 
