@@ -234,10 +234,12 @@ def _say_gain(plan: PlanAdvice) -> str:
             f"{format_ns(plan.replayed_step_ns)} step."
         )
     ratio = fastest.saved_ns / plan.replayed_step_ns
-    if fastest.saved_ns < 0 or plan.suggestions[0].saved_ns <= 0:
+    peak, limit = plan.replayed_peak_bytes, plan.memory_limit_bytes
+    if peak is not None and limit is not None and peak > limit:
         return (
-            f"{fastest.what}: the recorded plan does not fit; this one peaks at "
-            f"{format_bytes(fastest.peak_bytes)} and takes {format_ns(fastest.step_ns)} a step "
+            f"{fastest.what}: the recorded plan peaks at {format_bytes(peak)} and does not fit "
+            f"into {format_bytes(limit)}; this one peaks at {format_bytes(fastest.peak_bytes)} and "
+            f"takes {format_ns(fastest.step_ns)} a step "
             f"({-100 * ratio:+.1f} %)."
         )
     return (

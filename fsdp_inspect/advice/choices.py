@@ -28,8 +28,10 @@ class Choice:
 
     grouping: str | None = None
     """A key of `Space.groupings`."""
-    reshard: bool | int | None = None
-    """Of every unit but the root; an int: the last so many of them stay unsharded."""
+    reshard: bool | None = None
+    """After forward, of every unit but the root."""
+    num_kept: int | None = None
+    """So many of the last of them stay unsharded after forward."""
     forward_prefetch: int | None = None
     backward_prefetch: int | None = None
     reduce_buffers: int | None = None
@@ -75,8 +77,8 @@ class Space:
         """The recorded plan with a choice's changes."""
         plan = self.groupings[choice.grouping] if choice.grouping is not None else self.plan
         inner = [unit for unit in plan.units if not unit.is_root]
-        kept = _kept_unsharded(inner, choice.reshard)
-        units = [_changed(unit, choice, kept.get(unit.name)) for unit in plan.units]
+        reshards = _reshards(inner, choice)
+        units = [_changed(unit, choice, reshards.get(unit.name)) for unit in plan.units]
         values: dict[str, object] = {name: getattr(plan, name) for name in type(plan).model_fields}
         for name in ("forward_prefetch", "backward_prefetch"):
             if getattr(choice, name) is not None:
@@ -113,13 +115,11 @@ def make_space(work: RecordedWork, plan: Plan) -> Space:
     return Space(plan, groupings, can_prefetch, rules)
 
 
-def _kept_unsharded(inner: Sequence[UnitPlan], reshard: bool | int | None) -> dict[str, bool]:
+def _reshards(inner: Sequence[UnitPlan], choice: Choice) -> dict[str, bool]:
     """`reshard_after_forward` of the inner units that a choice sets."""
-    if reshard is None:
-        return {}
-    if isinstance(reshard, bool):
-        return {unit.name: reshard for unit in inner}
-    return {unit.name: False for unit in inner[max(len(inner) - reshard, 0) :]}
+    reshards = {} if choice.reshard is None else {u.name: choice.reshard for u in inner}
+    kept = inner[max(len(inner) - (choice.num_kept or 0), 0) :]
+    return reshards | {unit.name: False for unit in kept}
 
 
 def _changed(unit: UnitPlan, choice: Choice, reshard: bool | None) -> UnitPlan:

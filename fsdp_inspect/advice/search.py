@@ -11,6 +11,7 @@ with the fewest changes is taken. Noise is 1 % of the step, or the replay's own 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from fsdp_inspect.advice.bench import AS_RECORDED, Bench, Score
 from fsdp_inspect.advice.choices import Choice
@@ -82,7 +83,12 @@ class Search:
         for grouping, reshard, (forward, backward) in product(
             groupings, (None, False, True), starts
         ):
-            yield Choice(grouping, reshard, forward, backward)
+            yield Choice(
+                grouping=grouping,
+                reshard=reshard,
+                forward_prefetch=forward,
+                backward_prefetch=backward,
+            )
 
     def _depths(self) -> Iterator[Choice]:
         if self._bench.space.can_prefetch:
@@ -108,16 +114,16 @@ class Search:
             plan = self._bench.space.plan_of(choice)
             units = sum(not unit.is_root for unit in plan.units)
             for count in sorted({units // 4, units // 2, 3 * units // 4} - {0}):
-                yield replace(choice, reshard=count)
+                yield _keeping(choice, count, units)
             if self._limit is not None:
-                yield replace(choice, reshard=self._most_unsharded(choice, units) or None)
+                yield _keeping(choice, self._most_kept(choice, units), units)
 
-    def _most_unsharded(self, choice: Choice, units: int) -> int:
+    def _most_kept(self, choice: Choice, units: int) -> int:
         """How many of the last units can stay unsharded within the limit."""
         low, high = 0, units
         while low < high:
             middle = (low + high + 1) // 2
-            if self.fits(self._bench.score(replace(choice, reshard=middle))):
+            if self.fits(self._bench.score(_keeping(choice, middle, units))):
                 low = middle
             else:
                 high = middle - 1
@@ -129,7 +135,7 @@ class Search:
         fitting = [choice for choice in scores if self.fits(scores[choice])]
         best: dict[object, Choice] = {}
         for choice in sorted(fitting, key=lambda each: (scores[each].step_ns, each.effort)):
-            best.setdefault((choice.grouping, choice.reshard), choice)
+            best.setdefault((choice.grouping, choice.reshard, choice.num_kept), choice)
         smallest = min(scores, key=lambda each: (self._peak(each), scores[each].step_ns))
         return list(dict.fromkeys([*list(best.values())[:BEAM], smallest, AS_RECORDED]))
 
@@ -168,11 +174,14 @@ class Search:
         return min(alike, key=lambda each: (each.effort, self._peak(each)))
 
     def _simplified(self, choice: Choice, is_enough: Callable[[Score], bool]) -> Choice:
-        """Without the changes that do nothing for it."""
+        """Without the changes that do nothing for it, and with no deeper prefetch than it needs."""
         for name in choice.changed:
-            without = replace(choice, **{name: None})
-            if is_enough(self._bench.score(without)):
-                choice = without
+            simpler: list[Any] = [None, 1] if name.endswith("_prefetch") else [None]
+            for value in simpler:
+                without = replace(choice, **{name: value})
+                if is_enough(self._bench.score(without)):
+                    choice = without
+                    break
         return choice
 
     def _front(self) -> Iterator[Choice]:
@@ -184,6 +193,13 @@ class Search:
             if lowest is None or self._peak(choice) < lowest:
                 lowest = self._peak(choice)
                 yield choice
+
+
+def _keeping(choice: Choice, count: int, units: int) -> Choice:
+    """The choice with so many of the last units unsharded after forward."""
+    if count == units:
+        return replace(choice, reshard=False, num_kept=None)
+    return replace(choice, reshard=None, num_kept=count or None)
 
 
 @dataclass(frozen=True, slots=True)

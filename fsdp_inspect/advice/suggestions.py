@@ -7,7 +7,7 @@ from fsdp_inspect.advice.bench import AS_RECORDED, Bench
 from fsdp_inspect.advice.choices import Choice
 from fsdp_inspect.advice.findings import Evidence
 from fsdp_inspect.advice.search import Increment
-from fsdp_inspect.formatting import format_bytes, format_ns
+from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.waits import Cause
@@ -103,7 +103,7 @@ class Narrator:
             saved_ns=recorded.step_ns - score.step_ns,
             peak_bytes=score.peak_bytes,
             added_bytes=_difference(score.peak_bytes, recorded.peak_bytes),
-            assumptions=scenario.assumptions,
+            assumptions=(*scenario.assumptions, *_assume_dtypes(choice)),
             risks=tuple(self._risks(AS_RECORDED, choice)),
             plan=scenario.plan,
         )
@@ -128,6 +128,7 @@ class Narrator:
             return "R9" if (choice.forward_prefetch or 0) < 2 else "R10"
         return {
             "reshard": "R6",
+            "num_kept": "R6",
             "backward_prefetch": "R11",
             "reduce_buffers": "R10",
             "separate_reduce_group": "R25",
@@ -139,8 +140,8 @@ class Narrator:
         """What the trace says about the waits that a change is for."""
         causes = self._evidence.causes_ns
         if choice.grouping is not None:
-            yield from self._latency()
-        if choice.reshard is not None and choice.reshard is not True:
+            yield from self._cut(self._bench.space.rules[choice.grouping])
+        if choice.reshard is False or choice.num_kept:
             yield from self._gathered_again()
         wanted = []
         if choice.forward_prefetch or choice.backward_prefetch:
@@ -157,17 +158,23 @@ class Narrator:
             waited = self._evidence.exposed_by_kind_ns.get("reduce_scatter", 0)
             yield f"Reduce-scatter is exposed for {format_ns(waited)} a step."
 
-    def _latency(self) -> Iterator[str]:
-        """What many units cost beside their bytes."""
-        num_units = len(self._bench.work.workload.units)
+    def _cut(self, rule: str) -> Iterator[str]:
+        """Why units of this size are not the best ones."""
+        units = self._bench.work.units
         line = self._bench.network.lines.get(EventKind.ALL_GATHER)
-        if line is not None and line.latency_ns:
+        if rule == "R2" and line is not None and line.latency_ns:
             yield (
-                f"{num_units} units gather, each for {format_ns(line.latency_ns)} of latency "
+                f"{len(units)} units gather, each for {format_ns(line.latency_ns)} of latency "
                 "beside its bytes (fitted to the run's own all-gathers)."
             )
+        if rule != "R2":
+            largest = max(units, key=lambda unit: unit.unsharded_bytes)
+            yield (
+                f"The largest of {len(units)} units, {format_unit(largest.fqn)}, gathers "
+                f"{format_bytes(largest.unsharded_bytes)} at once."
+            )
         exposed = sum(self._evidence.exposed_by_kind_ns.values())
-        yield f"{num_units} units expose {format_ns(exposed)} of communication a step."
+        yield f"{len(units)} units expose {format_ns(exposed)} of communication a step."
 
     def _gathered_again(self) -> Iterator[str]:
         """What the all-gathers of backward cost, waits and work."""
@@ -197,7 +204,7 @@ class Narrator:
         elif added > 0:
             yield f"The peak rises by {format_bytes(added)}."
         if choice.param_dtype or choice.reduce_dtype:
-            yield "bfloat16 messages change the numbers: check that the loss still falls."
+            yield "bfloat16 changes the numbers: check that the loss still falls."
         units = self._bench.scenario(after).units
         if choice.grouping is not None and len(units) == 1:
             yield (
@@ -214,12 +221,12 @@ def say_changes(choice: Choice) -> str:
 def _words(choice: Choice) -> Iterator[str]:
     if choice.grouping is not None:
         yield choice.grouping
-    if isinstance(choice.reshard, bool):
+    if choice.reshard is not None:
         verb = "drop parameters after" if choice.reshard else "keep parameters unsharded after"
         yield f"{verb} forward (reshard_after_forward={choice.reshard})"
-    elif choice.reshard is not None:
+    if choice.num_kept is not None:
         yield (
-            f"keep the last {choice.reshard} units unsharded after forward "
+            f"keep the last {choice.num_kept} units unsharded after forward "
             "(reshard_after_forward=False)"
         )
     for direction in ("forward", "backward"):
@@ -238,6 +245,11 @@ def _words(choice: Choice) -> Iterator[str]:
         yield f"gather in {choice.param_dtype}"
     if choice.reduce_dtype is not None:
         yield f"reduce gradients in {choice.reduce_dtype}"
+
+
+def _assume_dtypes(choice: Choice) -> Iterator[str]:
+    if choice.param_dtype is not None:
+        yield f"Compute takes as long in {choice.param_dtype} as it was recorded."
 
 
 def _sentence(text: str) -> str:

@@ -184,7 +184,8 @@ def test_savings_add_up_and_no_advice_is_slower_than_the_recorded_plan(workload:
 CHOICES = st.builds(
     Choice,
     grouping=st.sampled_from([None, "make units of 2 blocks"]),
-    reshard=st.sampled_from([None, True, False, 1]),
+    reshard=st.sampled_from([None, True, False]),
+    num_kept=st.sampled_from([None, 1]),
     forward_prefetch=st.sampled_from([None, 1, 3]),
     backward_prefetch=st.sampled_from([None, 2]),
     reduce_buffers=st.sampled_from([None, 2]),
