@@ -4,7 +4,13 @@ Text uses powers of 1024 for memory (GiB) and powers of 1000 for bandwidth (GB/s
 does. `None` reads as an en dash: a missing number is never shown as 0.
 """
 
+import unicodedata
+
 MISSING = "–"
+_LAYOUT = frozenset("\n\t")
+_CONTROL_PICTURES = 0x2400
+_UNSHOWN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+"""Unicode's categories of what moves a cursor, turns text around or cannot be encoded."""
 
 _TIME_STEPS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"), (1, "ns"))
 _MEMORY_STEPS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -65,6 +71,26 @@ def format_ratio(value: float | None) -> str:
 def format_unit(fqn: str) -> str:
     """The name of an FSDP unit; the root's empty name reads `(root)`."""
     return fqn or "(root)"
+
+
+def show_controls(text: str) -> str:
+    """The same text with control characters as pictures of themselves (`␛[31m`), one for one.
+
+    For text that holds names from elsewhere and goes to a terminal, which would obey them; line
+    ends and tabs stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(_show_control(character) for character in text)
+
+
+def _show_control(character: str) -> str:
+    if character in _LAYOUT or unicodedata.category(character) not in _UNSHOWN:
+        return character
+    code = ord(character)
+    if code < ord(" "):
+        return chr(_CONTROL_PICTURES + code)
+    return "\N{SYMBOL FOR DELETE}" if code == 0x7F else "\N{REPLACEMENT CHARACTER}"
 
 
 def _three_digits(value: float) -> str:

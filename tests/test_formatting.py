@@ -56,3 +56,9 @@ def test_a_missing_number_is_never_shown_as_zero():
 def test_the_root_has_a_name_to_be_shown_by():
     assert formatting.format_unit("") == "(root)"
     assert formatting.format_unit("norm, lm_head") == "norm, lm_head"
+
+
+def test_control_characters_are_shown_and_other_text_stays():
+    shown = formatting.show_controls("layers.0 µ–é\xa0█\n\t\x00\x1b[0m\x7f\x85\u2066")
+    hidden = "\N{REPLACEMENT CHARACTER}"
+    assert shown == f"layers.0 µ–é\xa0█\n\t␀␛[0m␡{hidden}{hidden}"

@@ -8,6 +8,7 @@ import os
 import sys
 
 from fsdp_inspect.errors import FsdpInspectError
+from fsdp_inspect.formatting import show_controls
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
@@ -20,7 +21,7 @@ def main() -> None:
     try:
         build_application()(prog_name="fsdp-inspect")
     except FsdpInspectError as error:
-        print(f"fsdp-inspect: {error}", file=sys.stderr)
+        print(show_controls(f"fsdp-inspect: {error}"), file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

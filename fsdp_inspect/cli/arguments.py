@@ -42,7 +42,9 @@ def open_run_argument(run: str) -> "StoredRun":
 
 
 def print_renderable(renderable: "RenderableType") -> None:
-    """Print to stdout, in colour where it is a terminal."""
+    """Print to stdout, in colour where it is a terminal; names from a run command nothing."""
     from rich.console import Console
 
-    Console(highlight=False, soft_wrap=False).print(renderable)
+    from fsdp_inspect.report.layout import Harmless
+
+    Console(highlight=False, soft_wrap=False).print(Harmless(renderable))

@@ -2,13 +2,29 @@
 
 from collections.abc import Iterator
 
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.formatting import format_unit, show_controls
 
 BAR_WIDTH = 32
+
+
+class Harmless:
+    """Anything to print, its texts with control characters shown: a terminal obeys none of them.
+
+    Names of units and hosts come from traces and run folders that others wrote.
+    """
+
+    def __init__(self, renderable: RenderableType) -> None:
+        self._renderable = renderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self._renderable, options):
+            text = segment.text if segment.control else show_controls(segment.text)
+            yield Segment(text, segment.style, segment.control)
 
 
 def new_table(*headers: str, names: int = 1) -> Table:

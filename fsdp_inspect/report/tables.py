@@ -23,7 +23,7 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.units import measure_units
-from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.formatting import format_unit, show_controls
 from fsdp_inspect.report.selection import Selection, event_blocks
 from fsdp_inspect.trace.codes import (
     DTYPES,
@@ -364,11 +364,17 @@ _FORMULA = r"^\s*[=+\-@]|^[\t\r\n]"
 
 
 def _defused(table: pa.Table) -> pa.Table:
-    """The same table with texts that a spreadsheet shows and never runs."""
+    """The same table with texts that a spreadsheet and a terminal show and never run."""
     for position, field in enumerate(table.schema):
         if pa.types.is_string(field.type):
-            texts = table.column(position)
+            texts = _shown(table.column(position))
             quoted = pc.replace_substring_regex(texts, "^", "'", max_replacements=1)
             harmless = pc.if_else(pc.match_substring_regex(texts, _FORMULA), quoted, texts)
             table = table.set_column(position, field, harmless)
     return table
+
+
+def _shown(texts: "pa.ChunkedArray[Any]") -> "pa.Array[Any]":
+    encoded = texts.combine_chunks().dictionary_encode()
+    names = [show_controls(str(text)) for text in encoded.dictionary.to_pylist()]
+    return pa.array(names, pa.string()).take(encoded.indices)

@@ -132,3 +132,16 @@ def test_chosen_steps_limit_every_table_that_knows_steps(tmp_path):
     for name in ("events", "scalars", "summary", "steps"):
         assert {row["step"] for row in rows_of(tmp_path, name)} == {"1", "2"}, name
     assert written["steps"].num_rows == 2 * 2
+
+
+def test_a_csv_shows_control_characters_and_parquet_keeps_them(tmp_path):
+    name = "a\x1b[31mb\u202e"
+    builder = RunBuilder(units=(name,))
+    rank = builder.rank(0)
+    rank.step(0, 0, 100)
+    rank.forward(name, 0, 50)
+    export(builder.build(), tmp_path, TableFormat.CSV)
+    rows = rows_of(tmp_path, "events")
+    assert [row["unit_fqn"] for row in rows] == ["", "a␛[31mb\N{REPLACEMENT CHARACTER}"]
+    export(builder.build(), tmp_path, TableFormat.PARQUET)
+    assert pq.read_table(tmp_path / "events.parquet")["unit_fqn"].to_pylist() == [None, name]
