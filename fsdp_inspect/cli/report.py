@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fsdp_inspect.cli.arguments import open_run_argument
+from fsdp_inspect.cli.arguments import JsonOption, open_run_argument
 
 
 def report(
@@ -22,6 +22,7 @@ def report(
         Path, typer.Option(metavar="FILE", help="The HTML file to write.", show_default=False)
     ],
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write an HTML report of one run, or of a comparison of several.
 
@@ -37,6 +38,7 @@ def report(
     from fsdp_inspect.cli.compare import open_sides
     from fsdp_inspect.errors import ExportError
     from fsdp_inspect.report import html
+    from fsdp_inspect.report.json import render_json
     from fsdp_inspect.report.output import whole_file
 
     if out.suffix not in (".html", ".htm"):
@@ -46,8 +48,14 @@ def report(
         )
     with whole_file(out, replaces=force) as place:
         if len(runs) == 1:
-            page = html.render_run(html.read_contents(open_run_argument(runs[0])))
+            contents = html.read_contents(open_run_argument(runs[0]))
+            page, shown = html.render_run(contents), [contents.digest.run_id]
         else:
-            page = html.render_comparison(html.read_comparison(open_sides(runs)))
+            compared = html.read_comparison(open_sides(runs))
+            page = html.render_comparison(compared)
+            shown = [digest.run_id for digest in compared.digests]
         place.write_text(page, encoding="utf-8")
+    if as_json:
+        print(render_json(html.describe_page(page, out, shown)))
+        return
     print(f"Wrote {out}. Open it in a browser: it needs nothing else.")

@@ -39,9 +39,9 @@ def render_summary(digest: RunDigest) -> RenderableType:
     """A whole run: verdict, breakdown, medians, exposed units, memory, ranks, provenance."""
     return Group(
         _headline(digest),
-        *_notes(digest.notes),
         "",
         render_verdict(digest.verdict),
+        *_notes(digest.notes),
         *_sections(digest),
         "",
         _provenance(digest),
@@ -88,6 +88,8 @@ def _status_style(status: str) -> str:
 
 
 def _notes(notes: Sequence[str]) -> Iterable[RenderableType]:
+    if notes:
+        yield ""
     for note in notes:
         yield Text(f"note: {note}", style="yellow")
 
@@ -185,6 +187,8 @@ def _bar(ratio: float, block: str) -> str:
 
 
 def _medians_title(digest: RunDigest) -> str:
+    if digest.num_timed_steps == 1:
+        return f"The one timed step of rank {digest.median_rank}"
     return f"Over {digest.num_timed_steps} timed steps of rank {digest.median_rank} (medians)"
 
 

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 
@@ -37,3 +39,14 @@ def test_a_failing_report_leaves_nothing(invoke, tmp_path):
     ended = invoke("report", tmp_path / "nowhere", "--out", tmp_path / "report.html")
     assert ended.code == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_programs_are_told_what_was_written(invoke, runs_folder, tmp_path):
+    out = tmp_path / "report.html"
+    told = json.loads(invoke("report", runs_folder / "steady", "--out", out, "--json").out)
+    assert (told["path"], told["bytes"]) == (str(out), out.stat().st_size)
+    assert told["runs"] == ["hand-made"]
+    assert told["sections"][0] == "Where a step goes"
+    several = [runs_folder / "steady", runs_folder / "four"]
+    told = json.loads(invoke("report", *several, "--out", out, "--force", "--json").out)
+    assert told["runs"] == ["hand-made", "four"]

@@ -124,13 +124,6 @@ def test_the_root_is_shown_by_a_name():
     assert "(root)" in text_of(render_units(measure_units(builder.build())))
 
 
-def test_notes_stand_before_the_verdict():
-    run = replace(steady_run(), status=RunStatus.PARTIAL, notes=("Rank 1 is missing.",))
-    lines = summary_of(run).splitlines()
-    assert lines[0] == "hand-made  partial"
-    assert lines[2] == "note: Rank 1 is missing."
-
-
 def test_missing_ranks_are_counted_in_the_headline():
     builder = RunBuilder(world_size=4)
     builder.rank(0).step(0, 0, 100)
@@ -177,3 +170,17 @@ def test_many_ranks_are_cut_and_counted():
 def test_no_line_is_wider_than_the_terminal(width):
     shown = text_of(render_summary(digest_run(steady_run())), width=width)
     assert max(map(len, shown.splitlines())) <= width
+
+
+def test_the_verdict_comes_before_the_notes():
+    run = replace(
+        steady_run(), status=RunStatus.PARTIAL, notes=("The clocks of two ranks differ.",)
+    )
+    text = summary_of(run)
+    assert text.startswith("hand-made  partial")
+    verdict, note = text.index("Communication is exposed"), text.index("note: The clocks")
+    assert verdict < note < text.index("Where step 1 of rank 0 goes")
+
+
+def test_a_single_timed_step_is_one_step():
+    assert "The one timed step of rank 0\n" in summary_of(steady_run(num_steps=2))

@@ -6,11 +6,18 @@ from fsdp_inspect.report.html.contents import (
     read_comparison,
     read_contents,
 )
-from fsdp_inspect.report.html.page import render_comparison, render_run
+from fsdp_inspect.report.html.page import (
+    WrittenReport,
+    describe_page,
+    render_comparison,
+    render_run,
+)
 
 __all__ = [
     "ComparisonContents",
     "RunContents",
+    "WrittenReport",
+    "describe_page",
     "read_comparison",
     "read_contents",
     "render_comparison",

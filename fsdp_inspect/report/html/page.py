@@ -6,9 +6,12 @@ some 60 KB, where plotly alone would add 4.8 MB of script to every file, and pri
 Everything from the run is escaped by the templates; nothing is computed here.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -78,6 +81,30 @@ def render_comparison(contents: ComparisonContents) -> str:
             runs_for_a_test=RUNS_FOR_A_TEST,
         )
     )
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenReport:
+    """What `report` wrote."""
+
+    path: str
+    bytes: int
+    runs: tuple[str, ...]
+    """Their ids; of several repeats the one that stands for them."""
+    sections: tuple[str, ...]
+    """The headings, from top to bottom."""
+
+
+def describe_page(page: str, path: Path, runs: Sequence[str]) -> WrittenReport:
+    """What a program may want to know of a page that was written.
+
+    Args:
+        page: The document, as it was rendered.
+        path: Where it was written, in UTF-8.
+        runs: The ids of the runs that it shows.
+    """
+    sections = re.findall("<h2>([^<]*)</h2>", page)
+    return WrittenReport(str(path), len(page.encode()), tuple(runs), tuple(sections))
 
 
 @cache
