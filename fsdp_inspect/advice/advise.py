@@ -211,6 +211,10 @@ def _notes(bench: Bench, limit: int | None) -> list[str]:
             "The run does not tell the parameters of its units, so no unit was split. "
             "Record it again with this version."
         )
+    refused = bench.space.refused
+    if refused:
+        first = next(iter(refused))
+        notes.append(f"Left out for its risk: {', '.join(refused)}. {refused[first]}")
     return notes
 
 

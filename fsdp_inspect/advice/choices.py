@@ -67,6 +67,8 @@ class Space:
     """False: the backend holds the main thread, so that nothing is gained by an early issue."""
     rules: Mapping[str, str]
     """The tuning rule of each grouping."""
+    refused: Mapping[str, str]
+    """Groupings that were left out, with the risk that they would bring."""
 
     @property
     def num_inner_units(self) -> int:
@@ -103,16 +105,20 @@ def make_space(work: RecordedWork, plan: Plan) -> Space:
     known = set(plan.find_risks(parameters, inputs_without_gradient=without_gradient))
     groupings: dict[str, Plan] = {}
     rules: dict[str, str] = {}
+    refused: dict[str, str] = {}
     seen = {frozenset(unit.modules for unit in plan.units)}
     for name, rule, candidate in _groupings(work, plan, parameters):
         risks = candidate.find_risks(parameters, inputs_without_gradient=without_gradient)
         key = frozenset(unit.modules for unit in candidate.units)
-        if key not in seen and known.issuperset(risks):
+        new = [risk for risk in risks if risk not in known]
+        if key not in seen and new:
+            refused[name] = new[0]
+        elif key not in seen:
             groupings[name], rules[name] = candidate, rule
             seen.add(key)
     is_async = any(unit.unshard_async_op for unit in plan.units)
     can_prefetch = work.execution is not Execution.BLOCKING_HOST or is_async
-    return Space(plan, groupings, can_prefetch, rules)
+    return Space(plan, groupings, can_prefetch, rules, refused)
 
 
 def _reshards(inner: Sequence[UnitPlan], choice: Choice) -> dict[str, bool]:

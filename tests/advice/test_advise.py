@@ -164,6 +164,16 @@ def test_a_backend_that_holds_the_host_is_told_that_prefetch_cannot_help():
     assert not rules_of(advice) & {"R9", "R10", "R11", "R25"}
 
 
+def test_merging_a_unit_that_reduces_at_the_end_of_backward_is_left_out_and_said():
+    workload = blocks(4, compute_ns=MS, link_ns=5 * MS)
+    late = [replace(unit, ends_with_backward=at == 0) for at, unit in enumerate(workload.units)]
+    advice = plan_advice(as_run(replace(workload, units=late), Execution.HOST))
+    (note,) = (note for note in advice.notes if note.startswith("Left out for its risk"))
+    assert "make units of 2 blocks" in note
+    assert "at the end of backward" in note
+    assert "R2" not in rules_of(advice)
+
+
 # --- laws
 
 
