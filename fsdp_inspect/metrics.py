@@ -439,10 +439,11 @@ _ALL = (
         "cost_ns",
         "cost of the straggler",
         _NS,
-        "step replayed on all ranks - the same with the straggler working like the rank in the "
-        "middle of the others",
+        "what the typical step would be shorter without what the straggler regularly works longer: "
+        "the least of its median excess work, the replayed step - the same with its work like that "
+        "of the rank in the middle of the others, and all ranks like it - all like that one",
     ),
-    Metric("cost_ratio", "cost of the straggler, share", _RATIO, "cost / replayed step"),
+    Metric("cost_ratio", "cost of the straggler, share", _RATIO, "cost / median step"),
     Metric(
         "imbalance_ns",
         "imbalance",
@@ -451,9 +452,10 @@ _ALL = (
     ),
     Metric(
         "error_ratio",
-        "replay error",
+        "self-check of the replay",
         _RATIO,
-        "|replayed - recorded| / recorded step",
+        "|replayed - recorded| / recorded, of the steps that the replay was read from; not the "
+        "error of a prediction",
     ),
     Metric("loss", "loss", MetricUnit.NUMBER, "as the training loop logged it"),
 )
@@ -471,3 +473,29 @@ def find_metric(name: str) -> Metric:
     if name not in METRICS:
         raise KeyError(f"no metric {name!r} in fsdp_inspect.metrics; define it there first")
     return METRICS[name]
+
+
+_ALONE = "runs while no compute kernel of its rank does"
+_IN_KERNEL_TRACES = {
+    "exposed_ns": f"communication that {_ALONE}; who waits for it is not told",
+    "exposed_all_gather_ns": f"an all-gather {_ALONE}",
+    "exposed_reduce_scatter_ns": f"a reduce-scatter {_ALONE}",
+    "exposed_all_reduce_ns": f"an all-reduce {_ALONE}",
+    "exposed_other_ns": f"communication that no FSDP unit owns {_ALONE}",
+    "host_bound_ns": "the device is idle: no kernel, no copy and no communication runs",
+    "forward_ns": "compute kernels of forward",
+    "backward_ns": "compute kernels of backward, recomputation included",
+    "optimizer_ns": "compute kernels of the optimizer",
+    "other_ns": "compute kernels of a phase that the trace does not tell; the device's other copies",
+}
+"""What is defined otherwise where it is known when kernels ran, and not who waited for whom."""
+
+
+def define_metric(name: str, *, in_kernel_trace: bool = False) -> str:
+    """What a metric means, for a recorded run or for one imported from a profiler's trace.
+
+    Raises:
+        KeyError: No metric has that name.
+    """
+    definition = find_metric(name).definition
+    return _IN_KERNEL_TRACES.get(name, definition) if in_kernel_trace else definition

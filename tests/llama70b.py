@@ -66,8 +66,8 @@ ALL_REDUCE = Published(EventKind.ALL_REDUCE, "float32", 4, 6, 18_580, 937_000)
 PUBLISHED = (BLOCK_GATHER, BLOCK_SCATTER, ROOT_GATHER, ROOT_SCATTER, ALL_REDUCE)
 
 
-def llama_70b_run() -> InMemoryRun:
-    """The run: eight ranks of one host, two steps, both timed.
+def llama_70b_run(num_steps: int = NUM_STEPS) -> InMemoryRun:
+    """The run: eight ranks of one host, two steps, both timed, or more of the same.
 
     Its manifest declares that every block reshards after forward, the last one too.
     """
@@ -89,7 +89,7 @@ def llama_70b_run() -> InMemoryRun:
     job = _Job([builder.rank(rank) for rank in range(WORLD_SIZE)])
     for rank in job.ranks:
         rank.record = {"host": "mi300-node", "local_rank": rank.rank, "device": "MI300X"}
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         _add_step(job)
     return builder.build()
 

@@ -2,13 +2,25 @@
 
 Rank by rank over all timed steps (from the summary), and collective by collective over a sample of
 ranks and steps (from the events): skew is the spread of the arrivals, the transfer is what a
-collective takes once the last rank is there. A straggler's price is the recorded step replayed on
-all ranks, with its work replaced by that of the rank in the middle of the others.
+collective takes once the last rank is there. A straggler's price comes from the recorded steps,
+replayed on all ranks without what it works longer than the others.
 
 [Note: who is a straggler] Some rank is the last at every collective. One is called a straggler if
-it works longest in at least three quarters of the steps, is later than the clocks are uncertain,
-and the replayed step is at least 2 % shorter without it, and by more than the replay's own error.
-Ranks that take turns are an imbalance.
+
+- it works longest in at least three quarters of the steps, and in more than equal ranks would by
+  chance (exact binomial against 1/N, times N for the choice of the rank, at most 5 %: see
+  [Note: chance] in `trace.rank_work`). With fewer steps it is refused: it cannot be told;
+- it causes most of the waiting: of the time that ranks arrive apart, the part at the collectives
+  where it is last is at least halfway between its even share, 1/N, and all. By time and not by
+  number: a slow input is late at one collective a step, and no more often than others elsewhere;
+- it is later than the clocks are uncertain;
+- the typical step is at least 2 % shorter without it. The price is the systematic part: the least
+  of two replayed differences and the median excess of its work (`RankPricing.without`,
+  `RankWork.excess_ns`). Where the replay misses the very steps that it was read from by more than
+  5 %, or by more than the price, it is refused.
+
+Ranks that take turns are an imbalance. Shares are of the median step of the median rank, as in
+the verdict.
 
 Source: RULES R32; TraceLens' start skew and communication latency (minimum over ranks).
 """
@@ -19,12 +31,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.trace.alignment import Alignment, align_clocks
+from fsdp_inspect.formatting import format_ratio
+from fsdp_inspect.trace.alignment import align_clocks
 from fsdp_inspect.trace.arrivals import NEVER, Arrivals, Lateness, find_arrivals
 from fsdp_inspect.trace.bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.matching import Matching
-from fsdp_inspect.trace.rank_replay import Replay, read_programs
+from fsdp_inspect.trace.rank_pricing import RankPricing, StepReplay
+from fsdp_inspect.trace.rank_work import MAX_CHANCE, RankWork, steps_to_tell
 from fsdp_inspect.trace.reduction import EXPOSED_PART_CODES, PARTS_OF_STEP, StepPart
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.sampling import common_steps, consecutive, sample_ranks, spread
@@ -39,7 +53,8 @@ MAX_SAMPLED_STEPS = 8
 MAX_REPLAYED_STEPS = 4
 LEAST_COST_RATIO = 0.02
 LEAST_BUSIEST_RATIO = 0.75
-_NUM_CANDIDATES = 3
+MAX_ERROR_RATIO = 0.05
+"""A replay that misses its own steps by more prices nothing."""
 _OWN_PARTS = tuple(part for part in PARTS_OF_STEP if part not in EXPOSED_PART_CODES)
 """What a rank does itself, other than wait for others."""
 
@@ -105,24 +120,11 @@ class Straggler:
     meanwhile_ns: int
     """By how much, per step."""
     like_rank: int
-    """Whose work replaced its own in the replay."""
+    """The rank in the middle of the others, whose work replaced its own in the replay."""
     cost_ns: int
-    """Replayed step less the replayed step without its lateness."""
+    """By how much the typical step would be shorter without what it regularly works longer."""
     cost_ratio: float
-
-
-@dataclass(frozen=True, slots=True)
-class StepReplay:
-    """The recorded steps replayed on all sampled ranks."""
-
-    steps: tuple[int, ...]
-    recorded_ns: int
-    """Time of a step, of the last rank."""
-    replayed_ns: int
-    error_ratio: float
-    """|replayed - recorded| / recorded."""
-    balanced_ns: int
-    """A step in which every rank works like the one in the middle."""
+    """Of the median step of the median rank, as in the verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,9 @@ class Ranks:
     """Share of all sampled collectives whose skew is longer than their transfer; above one half
     RULES R32 says: the straggler first, communication later."""
     straggler: Straggler | None
+    straggler_refusal: str | None
+    """Why it cannot be told whether a rank is a straggler, from its second word on; None: it can,
+    or no clocks are aligned (`refusals`)."""
     replay: StepReplay | None
     """None where clocks are not aligned, or the recorded order cannot be replayed."""
     sampled_ranks: tuple[int, ...]
@@ -159,7 +164,8 @@ def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Rank
     `MAX_SAMPLED_STEPS` steps: those that communicate least, since a straggler waits for nobody,
     and others spread evenly.
     """
-    members = timed_ranks(run).members
+    timed = timed_ranks(run)
+    members = timed.members
     here = {record.rank for record in run.ranks}
     sample = sample_ranks([member for member in members if member.rank in here], max_ranks)
     steps = common_steps([member for member in members if member.rank in sample])
@@ -169,19 +175,28 @@ def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Rank
     replayed = consecutive(steps, MAX_REPLAYED_STEPS)
     parts = _own_parts(run, members)
     rows = _rank_rows(run, members, arrivals)
-    replay = _Pricing(run, sample, replayed, alignment)
+    pricing = RankPricing(run, sample, replayed, alignment)
+    step_time = median(timed.median.step_time_ns) if timed.median else None
+    evidence = _Evidence(
+        rows,
+        RankWork(members),
+        arrivals.aligned(),
+        pricing,
+        alignment.uncertainty_ns,
+        step_time or 0,
+    )
+    found, refusal = _find_straggler(evidence)
     return Ranks(
         ranks=rows,
         skews=_measure_skews(run, arrivals),
-        skewed_ratio=_skewed_ratio(arrivals.aligned()),
-        straggler=_find_straggler(
-            rows, arrivals.aligned(), replay, parts, alignment.uncertainty_ns
-        ),
-        replay=replay.result,
+        skewed_ratio=_skewed_ratio(evidence.aligned),
+        straggler=_describe_straggler(evidence, found, parts) if found else None,
+        straggler_refusal=refusal,
+        replay=pricing.result,
         sampled_ranks=tuple(sample),
         sampled_steps=tuple(sampled_steps),
         clock_uncertainty_ns=alignment.uncertainty_ns if len(alignment.ranks) > 1 else None,
-        refusals=(*alignment.refusals.values(), *replay.refusals),
+        refusals=(*alignment.refusals.values(), *pricing.refusals),
     )
 
 
@@ -289,66 +304,92 @@ def _measure_skews(run: RunSource, arrivals: Arrivals) -> tuple[CollectiveSkew, 
     return tuple(skews[place] for place in order)
 
 
-class _Pricing:
-    """Replays the recorded steps, once as they were and then without a rank's lateness."""
+@dataclass(frozen=True, slots=True)
+class _Evidence:
+    """What a straggler is told from."""
 
-    def __init__(
-        self, run: RunSource, ranks: Sequence[int], steps: Sequence[int], alignment: Alignment
-    ):
-        self.refusals: list[str] = []
-        self.result: StepReplay | None = None
-        programs = read_programs(run, ranks, steps, alignment) if steps else []
-        self._ranks = [program.rank for program in programs]
-        self._replay = Replay(run, programs)
-        if len(programs) > 1:
-            self._price_all(tuple(steps))
-
-    def without(self, rank: int) -> tuple[int, int] | None:
-        """What a rank's lateness costs per step, and whose work replaced its own."""
-        if self.result is None or rank not in self._ranks:
-            return None
-        like = self._replay.typical_of([other for other in self._ranks if other != rank])
-        better = self._replay.step_time_ns({rank: like})
-        return None if better is None else (self.result.replayed_ns - better, like)
-
-    def _price_all(self, steps: tuple[int, ...]) -> None:
-        recorded, replayed = self._replay.recorded_ns, self._replay.step_time_ns()
-        like = self._replay.typical_of(self._ranks)
-        balanced = self._replay.step_time_ns(dict.fromkeys(self._ranks, like))
-        if replayed is None or balanced is None or recorded <= 0:
-            self.refusals.append(
-                "The recorded steps cannot be replayed, since a rank waits for a collective that "
-                "the others never issue: what lateness costs is not known."
-            )
-            return
-        error = abs(replayed - recorded) / recorded
-        self.result = StepReplay(steps, recorded, replayed, error, balanced)
+    rows: Sequence[RankRow]
+    work: RankWork
+    aligned: Arrivals
+    pricing: RankPricing
+    uncertainty_ns: int
+    step_time_ns: int
+    """The median step of the median rank."""
 
 
-def _find_straggler(
-    rows: Sequence[RankRow],
-    aligned: Arrivals,
-    pricing: _Pricing,
-    parts: NDArray[np.float64],
-    uncertainty_ns: int,
-) -> Straggler | None:
-    """The dearest of the ranks that work longest in most steps; see [Note: who is a straggler]."""
-    if len(aligned) == 0 or pricing.result is None:
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    row: RankRow
+    like_rank: int
+    cost_ns: int
+
+
+def _find_straggler(evidence: _Evidence) -> tuple[_Priced | None, str | None]:
+    """The straggler, or why it cannot be told; see [Note: who is a straggler]."""
+    row = _find_suspect(evidence)
+    if row is None:
+        return None, None
+    work = evidence.work
+    chance = work.chance(row.rank)
+    if chance > MAX_CHANCE:
+        return None, (
+            f"rank {row.rank} works longest in {work.num_longest(row.rank)} of {work.num_steps} "
+            f"steps, and among {work.num_ranks} equal ranks chance does the same in up to "
+            f"{format_ratio(chance)} of runs. Record more steps, at least "
+            f"{steps_to_tell(work.num_ranks)} that count."
+        )
+    priced, replay = evidence.pricing.without(row.rank), evidence.pricing.result
+    if priced is None or replay is None:
+        return None, (
+            f"rank {row.rank} works longest in most steps, but its clock is not aligned or its "
+            "steps cannot be replayed, so what it costs is not known."
+        )
+    if not _is_waited_for(evidence, row.rank):
+        return None, None
+    cost = min(priced[0], work.excess_ns(row.rank))
+    if cost < LEAST_COST_RATIO * evidence.step_time_ns:
+        return None, None
+    if replay.error_ratio > MAX_ERROR_RATIO or cost < replay.error_ratio * evidence.step_time_ns:
+        return None, (
+            f"the replay misses the steps that it was read from by "
+            f"{format_ratio(replay.error_ratio)}, so what rank {row.rank} costs is not known."
+        )
+    return _Priced(row, priced[1], cost), None
+
+
+def _find_suspect(evidence: _Evidence) -> RankRow | None:
+    """The rank that works longest in most steps, by enough to matter, where arrivals are known."""
+    work, least = evidence.work, LEAST_COST_RATIO * evidence.step_time_ns
+    if evidence.pricing.result is None or len(evidence.aligned) == 0 or work.num_steps == 0:
         return None
-    lasting = [row for row in rows if row.busiest_ratio >= LEAST_BUSIEST_RATIO and row.last_ratio]
-    found = []
-    for row in sorted(lasting, key=lambda row: -(row.last_ratio or 0))[:_NUM_CANDIDATES]:
-        priced = pricing.without(row.rank)
-        if priced is not None:
-            found.append((*priced, row))
-    if not found:
-        return None
-    cost, like, row = max(found, key=lambda entry: entry[0])
-    ratio = cost / pricing.result.replayed_ns
-    late_ns, phase = _how_late(aligned, row.rank)
-    if ratio < max(LEAST_COST_RATIO, pricing.result.error_ratio) or late_ns <= uncertainty_ns:
-        return None
-    extra = _extra_work(rows, parts, row.rank)
+    return next(
+        (
+            row
+            for row in evidence.rows
+            if work.num_longest(row.rank) >= LEAST_BUSIEST_RATIO * work.num_steps
+            and work.excess_ns(row.rank) >= least
+        ),
+        None,
+    )
+
+
+def _is_waited_for(evidence: _Evidence, rank: int) -> bool:
+    """Whether most of the waiting for late ranks is for this one, beyond the clocks' error."""
+    aligned = evidence.aligned
+    is_last = aligned.last() == aligned.ranks.index(rank)
+    skew = aligned.skew_ns()
+    least = (1 + 1 / evidence.work.num_ranks) / 2
+    if skew[is_last].sum() < least * skew.sum() or not is_last.any():
+        return False
+    return _how_late(aligned, rank)[0] > evidence.uncertainty_ns
+
+
+def _describe_straggler(
+    evidence: _Evidence, found: _Priced, parts: NDArray[np.float64]
+) -> Straggler:
+    row = found.row
+    late_ns, phase = _how_late(evidence.aligned, row.rank)
+    extra = _extra_work(evidence.rows, parts, row.rank)
     longest = int(np.argmax(extra))
     return Straggler(
         rank=row.rank,
@@ -358,9 +399,9 @@ def _find_straggler(
         phase=phase,
         meanwhile=_OWN_PARTS[longest].label,
         meanwhile_ns=round(float(extra[longest])),
-        like_rank=like,
-        cost_ns=cost,
-        cost_ratio=ratio,
+        like_rank=found.like_rank,
+        cost_ns=found.cost_ns,
+        cost_ratio=found.cost_ns / evidence.step_time_ns,
     )
 
 

@@ -2,7 +2,7 @@
 
 Looking needs the events of several ranks; the suspicion does not. A rank that the others wait for
 works longer than they do: its step less its own waiting is longer than that of the rank in the
-middle. Only then a few ranks are read.
+middle. Only then ranks are read: those that `fsdp-inspect ranks` reads, so that both say the same.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,6 @@ from fsdp_inspect.analysis.ranks import measure_ranks
 from fsdp_inspect.analysis.verdict import STRAGGLER_RATIO, Straggler
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.statistics import median
-
-MAX_RANKS = 8
-"""How many ranks are read to confirm a suspicion."""
 
 
 def is_suspected(ranks: Sequence[RankOverlap]) -> bool:
@@ -27,10 +24,10 @@ def is_suspected(ranks: Sequence[RankOverlap]) -> bool:
 
 
 def find_straggler(run: RunSource, ranks: Sequence[RankOverlap]) -> Straggler | None:
-    """The rank that the others wait for, confirmed by a replay of a few ranks; None without one."""
+    """The rank that the others wait for, confirmed by a replay; None without one."""
     if not is_suspected(ranks):
         return None
-    found = measure_ranks(run, max_ranks=MAX_RANKS).straggler
+    found = measure_ranks(run).straggler
     if found is None:
         return None
     return Straggler(

@@ -15,12 +15,12 @@ from fsdp_inspect.analysis.ranks import (
     CollectiveSkew,
     RankRow,
     Ranks,
-    StepReplay,
     Straggler,
 )
 from fsdp_inspect.formatting import MISSING, format_ns, format_ratio
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.values import format_kind, format_metric
+from fsdp_inspect.trace.rank_pricing import StepReplay
 
 MOST_RANKS = 16
 MOST_SKEWS = 8
@@ -87,13 +87,19 @@ def _meanwhile(straggler: Straggler) -> str:
 
 def _replayed(replay: StepReplay, straggler: Straggler) -> str:
     return (
-        f"How sure: {_steps(replay.steps)} replayed on all ranks "
-        f"{'gives' if len(replay.steps) == 1 else 'give'} "
-        f"{format_metric('step_time_ns', replay.replayed_ns)} a step, recorded "
-        f"{format_metric('step_time_ns', replay.recorded_ns)} (error "
-        f"{format_metric('error_ratio', replay.error_ratio)}); predicted: with rank "
-        f"{straggler.rank} working like rank {straggler.like_rank}, "
-        f"{format_metric('step_time_ns', replay.replayed_ns - straggler.cost_ns)}."
+        f"Predicted: without what rank {straggler.rank} regularly works longer than rank "
+        f"{straggler.like_rank}, {_steps(replay.steps)} take "
+        f"{format_metric('step_time_ns', replay.replayed_ns - straggler.cost_ns)} a step instead "
+        f"of {format_metric('step_time_ns', replay.replayed_ns)}. {_self_check(replay)}"
+    )
+
+
+def _self_check(replay: StepReplay) -> str:
+    """What the replay's agreement with its own steps says, and what it does not."""
+    return (
+        "Self-check: the replay gives the steps that it was read from to within "
+        f"{format_metric('error_ratio', replay.error_ratio)}, so their order is understood; how "
+        "far a changed step would be off is not known."
     )
 
 
@@ -102,10 +108,12 @@ def _no_straggler(ranks: Ranks) -> str:
         return "No step counts yet, so no rank can be compared."
     if len(ranks.ranks) == 1:
         return "Only one rank is in this run folder: there is no other to compare it with."
+    if ranks.straggler_refusal is not None:
+        return f"Whether there is a straggler cannot be told: {ranks.straggler_refusal}"
     if ranks.replay is not None:
         return (
-            "No straggler: no rank works longest in three quarters of the steps and costs "
-            f"{format_ratio(LEAST_COST_RATIO)} of a step."
+            "No straggler: no rank works longest in three quarters of the steps, makes the others "
+            f"wait and costs {format_ratio(LEAST_COST_RATIO)} of a step."
         )
     least = _waits_least(ranks.ranks)
     if least is None:
@@ -126,8 +134,8 @@ def _imbalance(ranks: Ranks, replay: StepReplay) -> str:
     return (
         f"All lateness together costs {format_metric('imbalance_ns', ranks.imbalance_ns)} of a "
         f"step of {format_metric('step_time_ns', replay.replayed_ns)}: replayed with every rank "
-        f"working alike (predicted from {_steps(replay.steps)}; replay error "
-        f"{format_metric('error_ratio', replay.error_ratio)})."
+        f"working alike (predicted from {_steps(replay.steps)}), chance differences included. "
+        f"{_self_check(replay)}"
     )
 
 

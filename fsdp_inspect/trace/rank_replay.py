@@ -10,8 +10,10 @@ leaves it as much later than the first as it did (a host that wakes up late). A 
     in a wait         it was issued while the rank waited: that long after the wait began
     behind another    it was issued before the one ahead on its stream had ended: right after that
 
-Replayed with the recorded programs it must give the recorded step, and its error is reported
-beside every answer. Then programs are exchanged: a straggler gets that of another rank.
+Replayed with the recorded programs it must give the recorded step. That is a self-check and no
+prediction: programs, transfers and lags are read from the very steps that are played, so agreement
+says that their order is understood (who waits for what), not how far a changed step would be off.
+Then programs are exchanged: a straggler gets that of another rank.
 """
 
 from collections.abc import Mapping, Sequence

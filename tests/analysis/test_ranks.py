@@ -4,7 +4,14 @@ import pytest
 
 from fsdp_inspect.analysis.ranks import measure_ranks
 from tests.builders import RunBuilder, steady_run
-from tests.llama70b import BLOCK_GATHER, BLOCK_SCATTER, PUBLISHED, STRAGGLER, llama_70b_run
+from tests.llama70b import (
+    BLOCK_GATHER,
+    BLOCK_SCATTER,
+    NUM_STEPS,
+    PUBLISHED,
+    STRAGGLER,
+    llama_70b_run,
+)
 
 GIB = 1 << 30
 
@@ -27,7 +34,7 @@ def build_run(*works, hosts=None):
 
 @pytest.fixture(scope="module")
 def llama():
-    return measure_ranks(llama_70b_run())
+    return measure_ranks(llama_70b_run(2 * NUM_STEPS))
 
 
 def test_the_published_straggler_is_found(llama):
@@ -43,7 +50,7 @@ def test_the_published_skews_and_transfers_are_measured(llama):
     for row in PUBLISHED:
         skew = found[row.kind.label, row.bytes]
         assert (skew.skew_ns, skew.pure_transfer_ns) == (row.skew_ns, row.transfer_ns)
-        assert skew.num_collectives == row.count
+        assert skew.num_collectives == 2 * row.count
 
 
 @pytest.mark.parametrize(
@@ -62,7 +69,7 @@ def test_more_skew_than_transfer_puts_the_straggler_first(llama):
 
 
 def test_a_straggler_is_priced_by_the_step_without_it():
-    ranks = measure_ranks(build_run(*[(100, 100, 160)] * 3))
+    ranks = measure_ranks(build_run(*[(100, 100, 160)] * 5))
     straggler = ranks.straggler
     assert (straggler.rank, straggler.cost_ns, straggler.late_ns) == (2, 60, 60)
     assert straggler.cost_ratio == pytest.approx(60 / 170)
@@ -79,7 +86,79 @@ def test_ranks_that_take_turns_are_an_imbalance_and_no_straggler():
 
 
 def test_a_rank_that_is_hardly_late_is_no_straggler():
-    assert measure_ranks(build_run(*[(100, 101)] * 3)).straggler is None
+    ranks = measure_ranks(build_run(*[(100, 101)] * 6))
+    assert (ranks.straggler, ranks.straggler_refusal) == (None, None)
+
+
+@pytest.mark.parametrize(("num_steps", "told"), [(1, False), (5, False), (6, True)])
+def test_two_ranks_need_six_steps_until_one_of_them_is_told_to_be_late(num_steps, told):
+    ranks = measure_ranks(build_run(*[(100, 160)] * num_steps))
+    assert (ranks.straggler is not None) is told
+    assert (ranks.straggler_refusal is None) is told
+
+
+def test_too_few_steps_are_refused_with_what_chance_does_and_how_many_it_takes():
+    refusal = measure_ranks(llama_70b_run()).straggler_refusal
+    assert "rank 4 works longest in 2 of 2 steps" in refusal
+    assert "among 8 equal ranks chance does the same in up to 12.5 % of runs" in refusal
+    assert "at least 3 that count" in refusal
+
+
+def test_jitter_that_both_ranks_have_is_not_billed_to_the_later_one():
+    steady = [(100, 160)] * 20
+    jittering = [(100 + 80 * (step % 5 == 0), 160 + 80 * (step % 5 == 3)) for step in range(20)]
+    one, two = measure_ranks(build_run(*steady)), measure_ranks(build_run(*jittering))
+    assert one.straggler.cost_ns == 60
+    assert 0 < two.straggler.cost_ns <= 60
+    assert two.imbalance_ns > two.straggler.cost_ns
+
+
+def test_a_single_stall_costs_nothing_beyond_the_typical_step():
+    works = [(100, 110)] * 20
+    works[10] = (100, 5_000)
+    straggler = measure_ranks(build_run(*works)).straggler
+    assert straggler.cost_ns <= 10
+
+
+def test_a_rank_that_works_longer_while_the_link_is_busy_is_no_straggler():
+    builder = RunBuilder(world_size=2)
+    for step in range(8):
+        start = 300 * step
+        for number, work in ((0, 100), (1, 200)):
+            rank = builder.rank(number)
+            rank.record = {"host": "a"}
+            rank.step(step, start, start + 300)
+            times = {"need": start + work, "sequence": step}
+            rank.all_gather("layers.0", start + 5 - 5 * number, start + 300, **times)
+    ranks = measure_ranks(builder.build())
+    assert [row.own_work_ns for row in ranks.ranks] == [100, 200]
+    assert (ranks.straggler, ranks.straggler_refusal) == (None, None)
+
+
+def test_a_late_input_is_found_though_it_is_last_at_one_collective_a_step():
+    straggler = measure_ranks(late_input_run()).straggler
+    # It works 100 longer before the first gather, and 2 less before each of the others.
+    assert (straggler.rank, straggler.meanwhile, straggler.cost_ns) == (1, "data", 96)
+    assert straggler.last_ratio == pytest.approx(1 / 3)
+
+
+def late_input_run():
+    """Rank 1's batch is late; at the two other gathers of a step rank 0 is last, by a little."""
+    builder = RunBuilder(world_size=2)
+    for step in range(8):
+        start = 1000 * step
+        for number in (0, 1):
+            rank = builder.rank(number)
+            rank.record = {"host": "a"}
+            rank.step(step, start, start + 1000)
+            waits = [(200, 310), (500, 520), (700, 720)]
+            if number == 1:
+                waits = [(300, 310), (498, 520), (698, 720)]
+            rank.data(start, start + waits[0][0])
+            for place, (begin, end) in enumerate(waits):
+                times = {"need": start + begin, "sequence": 3 * step + place}
+                rank.all_gather("layers.0", start + begin, start + end, **times)
+    return builder.build()
 
 
 def test_without_clocks_the_rank_that_waits_least_is_still_told():
@@ -107,8 +186,8 @@ def test_a_run_without_a_timed_step_has_no_ranks():
 
 
 def test_relabelling_the_ranks_relabels_the_straggler_only():
-    one = measure_ranks(build_run(*[(100, 110, 160)] * 3)).straggler
-    two = measure_ranks(build_run(*[(160, 110, 100)] * 3)).straggler
+    one = measure_ranks(build_run(*[(100, 110, 160)] * 5)).straggler
+    two = measure_ranks(build_run(*[(160, 110, 100)] * 5)).straggler
     assert (one.rank, two.rank) == (2, 0)
     assert (one.cost_ns, one.late_ns) == (two.cost_ns, two.late_ns)
 

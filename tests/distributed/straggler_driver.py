@@ -15,7 +15,7 @@ from fsdp_inspect import Recorder
 
 NUM_BLOCKS = 4
 SLEEP_S = 0.05
-NUM_STEPS = 8
+NUM_STEPS = 14
 
 
 class Block(torch.nn.Module):

@@ -1,0 +1,36 @@
+"""How often are ranks that differ by chance alone told apart? In fewer than 5 % of runs."""
+
+import numpy as np
+import pytest
+
+from fsdp_inspect.analysis.ranks import measure_ranks
+from tests.analysis.test_ranks import build_run
+
+JITTERS = {
+    "uniform": lambda random, shape: random.uniform(0, 1, shape),
+    "exponential": lambda random, shape: random.exponential(1, shape),
+    "heavy tails": lambda random, shape: random.pareto(1.2, shape),
+}
+RUNS = 60
+
+
+@pytest.mark.parametrize("jitter", JITTERS.values(), ids=JITTERS)
+@pytest.mark.parametrize(("num_ranks", "num_steps"), [(2, 4), (2, 6), (4, 4)])
+def test_symmetric_jitter_makes_a_straggler_in_less_than_5_percent(num_ranks, num_steps, jitter):
+    random = np.random.default_rng(11)
+    found = 0
+    for _ in range(RUNS):
+        works = 10_000 + 5_000 * jitter(random, (num_steps, num_ranks))
+        found += measure_ranks(build_run(*works.astype(int).tolist())).straggler is not None
+    assert found < 0.05 * RUNS
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_is_later_than_the_jitter_is_found_whichever_it_is(late):
+    random = np.random.default_rng(11)
+    for _ in range(20):
+        works = 10_000 + random.integers(0, 1_000, (8, 2))
+        works[:, late] += 3_000
+        straggler = measure_ranks(build_run(*works.tolist())).straggler
+        assert straggler.rank == late
+        assert 2_000 < straggler.cost_ns < 4_000
