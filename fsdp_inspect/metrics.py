@@ -486,7 +486,7 @@ _IN_KERNEL_TRACES = {
     "forward_ns": "compute kernels of forward",
     "backward_ns": "compute kernels of backward, recomputation included",
     "optimizer_ns": "compute kernels of the optimizer",
-    "other_ns": "compute kernels of a phase that the trace does not tell; the device's other copies",
+    "other_ns": "compute kernels of unknown phase; the device's other copies",
 }
 """What is defined otherwise where it is known when kernels ran, and not who waited for whom."""
 

@@ -14,11 +14,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
+from jinja2.runtime import Context
 
 from fsdp_inspect import formatting
 from fsdp_inspect.analysis.steps import StepTimes
-from fsdp_inspect.metrics import Better, find_metric
+from fsdp_inspect.metrics import Better, define_metric, find_metric
 from fsdp_inspect.report import palette, wording
 from fsdp_inspect.report.html.contents import ComparisonContents, RunContents
 from fsdp_inspect.report.html.lines import Line, LineChart, draw_lines
@@ -57,6 +58,7 @@ def render_run(contents: RunContents) -> str:
             contents=contents,
             digest=contents.digest,
             manifest=contents.manifest,
+            is_kernel_trace=contents.manifest.source == "imported",
             charts=_charts(contents),
             most_owners=MOST_OWNERS,
             most_ranks=MOST_RANKS,
@@ -131,7 +133,7 @@ def _environment() -> Environment:
         "metric": lambda value, name: format_metric(name, value),
         "width": _width,
         "label": lambda name: find_metric(name).label,
-        "definition": lambda name: find_metric(name).definition,
+        "definition": _define,
         "change": lambda ratio: f"{ratio:+.1%}".replace("%", " %").replace("-", "−"),
         "setting": _setting,
     }
@@ -148,6 +150,12 @@ def _environment() -> Environment:
         "tendency": _tendency,
     }
     return environment
+
+
+@pass_context
+def _define(context: Context, name: str) -> str:
+    """What a metric means in the run that the page shows."""
+    return define_metric(name, in_kernel_trace=context.get("is_kernel_trace", False))
 
 
 def _unbroken(format_number: Callable[[float | None], str]) -> Callable[[float | None], str]:

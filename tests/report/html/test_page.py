@@ -74,6 +74,18 @@ def test_a_report_asks_nobody_for_anything_and_runs_nothing(contents, compared):
         assert len(text) < 150_000
 
 
+def test_an_imported_run_is_explained_by_the_definitions_of_kernel_traces():
+    recorded, imported = (
+        Page(render_run(read_contents(steady_run(source=source)))).text
+        for source in ("recorded", "imported")
+    )
+    assert "communication that runs while no compute kernel of its rank does" in imported
+    assert "an all-gather runs while no compute kernel of its rank does" in imported
+    assert "begins to wait for a collective" in recorded
+    for words in ("begins to wait for a collective", "CUDA events", "the rank waits."):
+        assert words not in imported
+
+
 def test_every_chart_has_words_for_those_who_cannot_see_it(contents):
     text = render_run(contents)
     assert text.count("<figure") == text.count('<figure role="img" aria-label="')
