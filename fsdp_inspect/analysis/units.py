@@ -64,11 +64,12 @@ class UnitCost:
     """Of all its collectives, per step."""
     prefetched_per_step: int
     """All-gathers issued before their own unit asked for them."""
-    copies_ns: int
-    """FSDP's copies between parameters and communication buffers."""
-    forward_ns: int
+    copies_ns: int | None
+    """FSDP's copies between parameters and communication buffers; None, like the next two, where
+    an import does not tell."""
+    forward_ns: int | None
     """From parameters ready to output; holds nested units."""
-    backward_ns: int
+    backward_ns: int | None
     """From parameters ready to gradients complete; holds nested units and recomputation."""
     recompute_ns: int
     """Forward work repeated in backward by activation checkpointing; inside `backward_ns`."""
@@ -181,9 +182,9 @@ def _measure_unit(
         ),
         exposed_ns=own.of_kind(*_COLLECTIVES_OF_A_UNIT).per_step("exposed_ns"),
         prefetched_per_step=median(prefetched_counts) or 0,
-        copies_ns=own.of_kind(*sorted(COPIES)).per_step("duration_ns"),
-        forward_ns=own.of_kind(EventKind.FORWARD, phase=Phase.FORWARD).per_step("duration_ns"),
-        backward_ns=own.of_kind(EventKind.BACKWARD).per_step("duration_ns"),
+        copies_ns=_told(own.of_kind(*sorted(COPIES)), manifest),
+        forward_ns=_told(own.of_kind(EventKind.FORWARD, phase=Phase.FORWARD), manifest),
+        backward_ns=_told(own.of_kind(EventKind.BACKWARD), manifest),
         recompute_ns=recompute_ns,
     )
 
@@ -191,6 +192,13 @@ def _measure_unit(
 def _known(unit: Unit, value: int) -> int | None:
     """A number of a unit; None where 0 says only that an import does not tell."""
     return value if value or unit.are_sizes_known else None
+
+
+def _told(own: _UnitRows, manifest: RunManifest) -> int | None:
+    """A time per step; None where an import holds no such event, which need not mean no time."""
+    if manifest.source == "imported" and not len(own.rows):
+        return None
+    return own.per_step("duration_ns")
 
 
 def _measure_collective(own: _UnitRows, group_size: int | None, factor: float) -> UnitCollective:

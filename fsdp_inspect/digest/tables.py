@@ -55,9 +55,9 @@ class UnitSide:
     """What the units of one row cost on one side; per step, from the side's median run."""
 
     fqns: tuple[str, ...]
-    forward_ns: int
-    """Of all of them, nested units included, as is the next."""
-    backward_ns: int
+    forward_ns: int | None
+    """Of all of them, nested units included, as is the next; None where an import tells of none."""
+    backward_ns: int | None
     exposed_ns: int
     all_gather: UnitCollective
     """Of several units: counts and exposed time are sums, what belongs to one collective None."""
@@ -207,14 +207,20 @@ def _compare_unit(row: UnitRow, costs: Sequence[dict[int, UnitCost]]) -> UnitCom
     )
 
 
+def _sum_told(times_ns: Sequence[int | None]) -> int | None:
+    """The sum of the times that are known; None where none is."""
+    told = [time_ns for time_ns in times_ns if time_ns is not None]
+    return sum(told) if told else None
+
+
 def _cost_of(units: Sequence[Unit], known: dict[int, UnitCost]) -> UnitSide | None:
     own = [known[unit.index] for unit in units if unit.index in known]
     if not own:
         return None
     return UnitSide(
         fqns=tuple(cost.fqn for cost in own),
-        forward_ns=sum(cost.forward_ns for cost in own),
-        backward_ns=sum(cost.backward_ns for cost in own),
+        forward_ns=_sum_told([cost.forward_ns for cost in own]),
+        backward_ns=_sum_told([cost.backward_ns for cost in own]),
         exposed_ns=sum(cost.exposed_ns for cost in own),
         all_gather=_add_up([cost.all_gather for cost in own]),
         reduce_scatter=_add_up([cost.reduce_scatter for cost in own]),
@@ -270,5 +276,7 @@ def _movements(
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
         change = getattr(after, kind).exposed_ns - getattr(before, kind).exposed_ns
         yield Movement(row.fqns, kind, change)
-    yield Movement(row.fqns, "forward", after.forward_ns - before.forward_ns)
-    yield Movement(row.fqns, "backward", after.backward_ns - before.backward_ns)
+    if before.forward_ns is not None and after.forward_ns is not None:
+        yield Movement(row.fqns, "forward", after.forward_ns - before.forward_ns)
+    if before.backward_ns is not None and after.backward_ns is not None:
+        yield Movement(row.fqns, "backward", after.backward_ns - before.backward_ns)

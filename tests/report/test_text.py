@@ -184,3 +184,13 @@ def test_the_verdict_comes_before_the_notes():
 
 def test_a_single_timed_step_is_one_step():
     assert "The one timed step of rank 0\n" in summary_of(steady_run(num_steps=2))
+
+
+def test_units_of_an_import_show_no_time_that_its_trace_does_not_tell():
+    builder = RunBuilder(units=("layers.0",), source="imported")
+    rank = builder.rank(0)
+    rank.step(0, 0, 100)
+    rank.all_gather("layers.0", 10, 50)
+    compute = text_of(render_units(measure_units(builder.build()))).split("per step\n")[1]
+    assert "0 ns" not in compute
+    assert compute.splitlines()[1].split()[-5:-1] == ["–"] * 4
