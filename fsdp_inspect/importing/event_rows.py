@@ -41,7 +41,7 @@ def make_rows(
     given = {"issue_ns": start_ns, **_BLANK, **columns}
     return EventTable.from_columns(
         {
-            name: np.broadcast_to(np.asarray(value), start_ns.shape).copy()
+            name: np.broadcast_to(np.asarray(value), start_ns.shape).astype(EventTable.DTYPES[name])
             for name, value in {
                 **given,
                 "kind": kind,

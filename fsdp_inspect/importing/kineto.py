@@ -16,6 +16,7 @@ import numpy as np
 
 from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.importing.kineto_events import read_trace
+from fsdp_inspect.importing.memory import return_freed_memory
 from fsdp_inspect.importing.names import RunNames, describe_units, find_roles
 from fsdp_inspect.importing.rank_trace import RankTrace, read_rank
 from fsdp_inspect.importing.trace_file import ImportLimits
@@ -162,8 +163,13 @@ class _Merged:
         self, file: Path, run: FinishedRun, limits: ImportLimits, on_progress: OnProgress
     ) -> None:
         """Read one trace and write its events."""
-        content = read_trace(file, limits, lambda share: on_progress(file.name, share))
-        trace = read_rank(content, self._names, by_step=self._by_step)
+        # Nothing here may hold the trace itself: its parts go as soon as they are used.
+        trace = read_rank(
+            read_trace(file, limits, lambda share: on_progress(file.name, share)),
+            self._names,
+            by_step=self._by_step,
+        )
+        return_freed_memory()
         rank = self._rank_of(file, trace)
         events = trace.events
         self._counts["trace"] += trace.num_events
@@ -177,8 +183,11 @@ class _Merged:
         )
         self._roles = {**find_roles(collectives), **self._roles}
         self._orders[rank] = _orders(collectives)
-        run.write_events(rank, events)
         self._traces[rank] = (file.name, _without_events(trace))
+        del trace, collectives
+        run.write_events(rank, events)
+        del events
+        return_freed_memory()
 
     def finish(self, run: FinishedRun) -> ImportedTraces:
         """Write what is known about the run as a whole."""

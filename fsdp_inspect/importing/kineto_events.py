@@ -13,7 +13,7 @@ import gc
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import IntEnum
 from operator import attrgetter
@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.importing.json_events import EventReader
+from fsdp_inspect.importing.memory import return_freed_memory
 from fsdp_inspect.importing.message_fields import (
     NOTHING,
     Arguments,
@@ -153,6 +154,14 @@ class KinetoTrace:
     num_odd: int
     """Events that were left out since their times are missing, negative or absurd."""
 
+    def without(self, *categories: Category) -> "KinetoTrace":
+        """The same trace, with no events of some categories."""
+        events = {
+            category: _NO_EVENTS if category in categories else columns
+            for category, columns in self.events.items()
+        }
+        return replace(self, events=events)
+
 
 def read_trace(
     path: Path, limits: ImportLimits, on_progress: OnProgress | None = None
@@ -180,9 +189,11 @@ def read_trace(
         for stretch in reader.stretches(decode, columns.decode_odd):  # type: ignore[arg-type]
             columns.add(stretch)
     columns.forget_unneeded()
+    events = {category: columns.of(category) for category in Category}
+    return_freed_memory()
     return KinetoTrace(
         name=path.name,
-        events={category: columns.of(category) for category in Category},
+        events=events,
         messages=columns.messages,
         names=tuple(columns.names),
         beside=reader.beside,

@@ -68,6 +68,7 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrac
     distributed = distributed if isinstance(distributed, dict) else {}
     groups = GroupNames.of(distributed)
     has_kernels = len(trace.events[Category.KERNEL]) > 0
+    has_launches = len(trace.events[Category.LAUNCH]) > 0
     marks = StepMarks.of(trace) if by_step else StepMarks.whole()
     ranges = UnitRanges.of(trace)
     phases = PhaseRanges.of(trace, ranges)
@@ -75,6 +76,7 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrac
     if has_kernels:
         work = DeviceWork.of(trace, groups)
         comms = work.comms
+        trace = trace.without(Category.KERNEL, Category.LAUNCH)  # all of it is in `work`
         maker = DeviceRows(trace, work, ranges, phases, marks, names)
     else:
         comms = find_gloo(trace, groups)
@@ -98,7 +100,9 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrac
         num_steps=len(marks.number),
         wall_start_ns=_wall_ns(trace.beside, origin_ns),
         unit_origin="ranges" if len(ranges.units) else "order",
-        notes=tuple(_notes(trace, comms, ranges, marks)),
+        notes=tuple(
+            _notes(trace, comms, ranges, marks, lacks_launches=has_kernels and not has_launches)
+        ),
         num_events=trace.num_events,
     )
 
@@ -175,7 +179,12 @@ def _whole(value: Any) -> int | None:
 
 
 def _notes(
-    trace: KinetoTrace, comms: Communications, ranges: UnitRanges, marks: StepMarks
+    trace: KinetoTrace,
+    comms: Communications,
+    ranges: UnitRanges,
+    marks: StepMarks,
+    *,
+    lacks_launches: bool,
 ) -> list[str]:
     notes = [_note_on_units(ranges)]
     if trace.num_odd:
@@ -198,7 +207,7 @@ def _notes(
                 f"All of the trace is one step here; it has {steps} ProfilerStep marks. Import "
                 "with --by-step for one step each."
             )
-    if len(trace.events[Category.KERNEL]) and len(trace.events[Category.LAUNCH]) == 0:
+    if lacks_launches:
         notes.append(
             "The trace has no launches of kernels: which unit and phase a kernel belongs to is "
             "known by its operator at best. Profile with ProfilerActivity.CPU too."

@@ -47,25 +47,28 @@ def columns_of(batch: pa.RecordBatch) -> Columns:
     }
 
 
-def build_table(file: TableFile[TableT], batches: Sequence[Columns], name: str) -> TableT:
+def build_table(
+    file: TableFile[TableT], batches: Sequence[dict[str, NDArray[Any]]], name: str
+) -> TableT:
     """One table of all rows; columns that the file does not have read as -1.
 
     Args:
         file: Which table.
-        batches: Columns of each batch, in the order of the rows.
+        batches: Columns of each batch, in the order of the rows; each column is taken out of them
+            as it is joined, so that memory holds little more than the table.
         name: The file's name, for messages.
 
     Raises:
         CorruptFileError: A column has another type than the schema says.
     """
-    num_rows = sum(num_rows_of(columns) for columns in batches)
+    counts = [num_rows_of(columns) for columns in batches]
+    num_rows = sum(counts)
     gathered: dict[str, NDArray[Any]] = {}
     for column_name, dtype in file.table.DTYPES.items():
         values = np.empty(num_rows, dtype=dtype)
         position = 0
-        for columns in batches:
-            part = columns.get(column_name)
-            rows = num_rows_of(columns)
+        for columns, rows in zip(batches, counts, strict=True):
+            part = columns.pop(column_name, None)
             if part is not None and part.dtype != values.dtype:
                 raise CorruptFileError(
                     f"{name} has the column {column_name!r} as {part.dtype}. Expected "

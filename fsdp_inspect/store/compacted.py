@@ -132,7 +132,9 @@ def read_compacted(
         parquet = pq.ParquetFile(source, page_checksum_verification=True)
         footer = _read_footer(parquet, file, name)
         batches = [
-            _read_group(parquet, number, footer["groups"][number], name, _remedy(file))
+            _from_stored(
+                file, _read_group(parquet, number, footer["groups"][number], name, _remedy(file))
+            )
             for number in _choose_groups(footer, steps, kinds)
         ]
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
@@ -142,8 +144,10 @@ def read_compacted(
             f"{name} cannot be decoded: {str(error).rstrip('. ')}. Expected a whole Parquet file. "
             f"{_remedy(file)}"
         ) from error
+    table = build_table(file, batches, name)
+    pa.default_memory_pool().release_unused()
     return CompactedContents(
-        build_table(file, [_from_stored(file, batch) for batch in batches], name),
+        table,
         covered_rows=footer["covered_rows"],
         details=footer,
     )
@@ -182,7 +186,7 @@ def _to_stored(file: TableFile[TableT], table: TableT) -> Columns:
     return stored
 
 
-def _from_stored(file: TableFile[Any], stored: Columns) -> Columns:
+def _from_stored(file: TableFile[Any], stored: Columns) -> dict[str, NDArray[Any]]:
     """The columns of the table again; those that the file does not have are left out."""
     columns = dict(stored)
     for column in file.relative_columns:

@@ -261,7 +261,7 @@ def read_stream(
         SchemaVersionError: Written by a newer version of FSDP Inspect.
     """
     reading = _StreamReading(raw, name)
-    batches: list[Columns] = []
+    batches: list[dict[str, NDArray[Any]]] = []
     next_row = missing_rows = 0
     is_closed = False
     for first_row, columns in reading.batches(file):
@@ -273,7 +273,7 @@ def read_stream(
         is_closed = rows == 0
         if first_row >= covered_rows:
             missing_rows += first_row - max(next_row, covered_rows)
-            batches.append(columns)
+            batches.append(dict(columns))
         next_row = first_row + rows
     return StreamContents(
         table=build_table(file, batches, name),

@@ -111,18 +111,16 @@ def reduce_rank(events: EventTable, *, rank: int, attempt: int = 0) -> SummaryTa
     Returns:
         Rows sorted by step. Steps without a STEP event (unfinished) have no rows.
     """
-    members = [member for _, member in _finished_steps(events)]
     rows: list[dict[str, int]] = []
-    exposed: list[NDArray[np.int64]] = []
-    for member in members:
-        parts, exposed_of_step = _reduce_step(member)
+    groups: list[dict[str, NDArray[np.int64]]] = []
+    for _, members in _finished_steps(events):
+        parts, exposed = _reduce_step(members)
         rows.extend(parts)
-        exposed.append(exposed_of_step)
-    if not members:
+        groups.append(_group(members, exposed))
+    if not groups:
         return SummaryTable.empty()
-    groups = _group(EventTable.concat(members), np.concatenate(exposed))
     columns = {
-        name: np.concatenate([[row[name] for row in rows], groups[name]])
+        name: np.concatenate([[row[name] for row in rows], *(group[name] for group in groups)])
         for name in SummaryTable.DTYPES
         if name not in ("rank", "attempt")
     }
@@ -268,12 +266,12 @@ def _spans(events: EventTable, mask: NDArray[np.bool_]) -> Intervals:
 
 
 def _finished_steps(events: EventTable) -> Iterator[tuple[int, EventTable]]:
-    order = np.argsort(events.step, kind="stable")
-    ordered = events.where(order)
+    is_ordered = bool(np.all(events.step[1:] >= events.step[:-1]))
+    ordered = events if is_ordered else events.where(np.argsort(events.step, kind="stable"))
     steps, firsts = np.unique(ordered.step, return_index=True)
     bounds = [*firsts.tolist(), len(ordered)]
     for step, low, high in zip(steps.tolist(), bounds, bounds[1:], strict=False):
-        members = ordered.where(np.arange(low, high))
+        members = ordered.between(low, high)
         if np.any(members.kind == EventKind.STEP):
             yield step, members
 
@@ -342,7 +340,7 @@ class _Row:
 
 
 def _group(events: EventTable, exposed: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-    """Sums over the events of each step, unit, phase and kind, as columns of the summary."""
+    """Sums over one step's events of each unit, phase and kind, as columns of the summary."""
     members = np.flatnonzero(events.kind != EventKind.STEP)
     keys = [getattr(events, name)[members] for name in ("step", "unit", "phase", "kind")]
     durations = (events.end_ns - events.start_ns)[members]
