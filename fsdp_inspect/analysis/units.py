@@ -79,6 +79,11 @@ class UnitCost:
 class UnitCosts:
     """All units of the model, as one rank saw them."""
 
+    run_id: str
+    source: str
+    """`recorded`, `emulated`, `imported` or `predicted`."""
+    notes: tuple[str, ...]
+    """What is missing or odd about the run, in words."""
     rank: int | None
     """None: no timed step, so every time is 0 or None."""
     num_steps: int
@@ -111,6 +116,9 @@ def measure_units(run: RunSource, *, rank: int | None = None) -> UnitCosts:
         for unit in run.manifest.units
     ]
     return UnitCosts(
+        run_id=run.manifest.run_id,
+        source=run.manifest.source,
+        notes=tuple(run.notes),
         rank=None if member is None else member.rank,
         num_steps=len(steps),
         units=tuple(sorted(units, key=_execution_order)),

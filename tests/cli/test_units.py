@@ -29,6 +29,7 @@ def test_units_are_shown_for_the_median_rank(invoke, runs_folder):
 def test_another_rank_can_be_asked_for(invoke, runs_folder):
     costs = json.loads(invoke("units", runs_folder / "four", "--rank", "3", "--json").out)
     assert costs["rank"] == 3
+    assert (costs["run_id"], costs["source"], costs["notes"]) == ("four", "recorded", [])
     assert [unit["fqn"] for unit in costs["units"]] == ["layers.0", "layers.1"]
 
 
