@@ -110,6 +110,12 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrac
 def _check_content(trace: KinetoTrace, comms: Communications, has_kernels: bool) -> None:
     if has_kernels or len(comms):
         return
+    if trace.num_odd:
+        raise ImportingError(
+            f"{trace.name} holds neither kernels nor communication, since {trace.num_odd:,} of its "
+            f"{trace.num_events:,} events were left out: their times are missing, NaN, negative or "
+            "absurd. Expected µs from 0. The trace is damaged, or was edited: export it again."
+        )
     raise ImportingError(
         f"{trace.name} holds {trace.num_events:,} events, and neither kernels nor communication "
         "among them. Expected a trace of a distributed training. Profile with "

@@ -97,6 +97,15 @@ def test_an_absurd_rank_is_refused(tmp_path, whole):
         import_bytes(tmp_path, content)
 
 
+@pytest.mark.parametrize("time", [float("nan"), -5.0, 1e300])
+def test_a_trace_without_one_sound_time_says_that_its_times_are_at_fault(tmp_path, whole, time):
+    content = json.loads(whole)
+    content["traceEvents"] = [{**event, "ts": time} for event in content["traceEvents"]]
+    with pytest.raises(ImportingError, match="NaN, negative or absurd") as raised:
+        import_bytes(tmp_path, json.dumps(content).encode())
+    assert "ProfilerActivity" not in str(raised.value)
+
+
 def test_a_folder_without_traces_is_said(tmp_path):
     with pytest.raises(ImportingError, match="No trace at"):
         import_traces(tmp_path, tmp_path / "run")
