@@ -60,8 +60,9 @@ def read_blocks(
                 on_progress(min(taken / max(packed, 1), 1.0))
             yield block
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        place = f" after {format_bytes(count)}" if count else ""
         raise ImportingError(
-            f"{path.name} cannot be unpacked after {format_bytes(count)}: "
+            f"{path.name} cannot be unpacked{place}: "
             f"{str(error).rstrip('.')}. Expected a whole gzip file. Copy it again from where it "
             "was written; a profiler that is killed leaves such files."
         ) from error
