@@ -12,7 +12,7 @@ from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable
 from fsdp_inspect.trace.transfers import find_transfers
 
-MOST_RANKS_ALIGNED = 32
+MOST_RANKS_ALIGNED = 12
 """Beyond it only some ranks are read to find the last arrival, spread over all."""
 
 
