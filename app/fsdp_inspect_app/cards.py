@@ -10,7 +10,8 @@ from streamlit.delta_generator import DeltaGenerator
 from streamlit.elements.lib.column_types import ColumnConfig
 
 from fsdp_inspect.formatting import MISSING
-from fsdp_inspect_app import charts, frames
+from fsdp_inspect_app.charts.style import CONFIG
+from fsdp_inspect_app.frames.values import to_csv
 from fsdp_inspect_app.wording import plain
 
 
@@ -36,7 +37,7 @@ def show_chart_card(
     with show_card(title, key=key) as header:
         with header:
             show_table_button(frame, key=key)
-        st.plotly_chart(figure, key=f"chart-{key}", config=charts.CONFIG, alt=alt)
+        st.plotly_chart(figure, key=f"chart-{key}", config=CONFIG, alt=alt)
         st.caption(plain(note))
 
 
@@ -81,7 +82,7 @@ def show_csv_button(frame: pd.DataFrame, *, key: str) -> None:
     """A button that saves a table, which becomes CSV only when it is clicked."""
     st.download_button(
         "CSV",
-        lambda: frames.to_csv(frame),
+        lambda: to_csv(frame),
         file_name=f"{key}.csv",
         mime="text/csv",
         icon=":material/download:",

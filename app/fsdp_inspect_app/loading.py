@@ -8,20 +8,20 @@ results, shared by all sessions.
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import streamlit as st
 
 from fsdp_inspect import StoredRun, open_run
-from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_step_breakdown
-from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
-from fsdp_inspect.analysis.steps import StepTimes, measure_step_times
 from fsdp_inspect.digest.run import RunDigest, digest_run
 from fsdp_inspect.store.folder import RunEntry, list_runs
 from fsdp_inspect_app.timeline.lod import SpanIndex
 from fsdp_inspect_app.timeline.tracks import StepTimeline, build_timeline
+
+T = TypeVar("T")
 
 _LISTING_LIFE_S = 3
 _LIVE_LIFE_S = 10
@@ -69,19 +69,15 @@ def digest_entry(entry: RunEntry) -> RunDigest:
     return _digest(str(entry.path), _state_of(entry.path))
 
 
-def step_times_of(entry: RunEntry) -> StepTimes:
-    """Step times over steps; raises as `open_entry`."""
-    return _step_times(str(entry.path), _state_of(entry.path))
+def result_of(entry: RunEntry, measure: Callable[..., T], **arguments: Hashable) -> T:
+    """What an analysis, called with a run and the arguments, says; raises as it and `open_entry`.
 
-
-def scalars_of(entry: RunEntry) -> tuple[ScalarSeries, ...]:
-    """What the training loop logged; raises as `open_entry`."""
-    return _scalars(str(entry.path), _state_of(entry.path))
-
-
-def breakdown_of(entry: RunEntry, *, rank: int, step: int) -> StepBreakdown:
-    """Where one step of one rank went; raises as `open_entry`."""
-    return _breakdown(str(entry.path), _state_of(entry.path), rank, step)
+    For results of at most some MiB: the cache is bounded by their number.
+    """
+    name = f"{measure.__module__}.{measure.__qualname__}"
+    given = tuple(sorted(arguments.items()))
+    result: T = _result(str(entry.path), _state_of(entry.path), name, given, measure)
+    return result
 
 
 def timeline_of(
@@ -101,19 +97,15 @@ def _digest(path: str, state: _State) -> RunDigest:
     return digest_run(_open(path, state))
 
 
-@st.cache_resource(max_entries=32, show_spinner=False)
-def _step_times(path: str, state: _State) -> StepTimes:
-    return measure_step_times(_open(path, state))
-
-
-@st.cache_resource(max_entries=32, show_spinner=False)
-def _scalars(path: str, state: _State) -> tuple[ScalarSeries, ...]:
-    return measure_scalars(_open(path, state))
-
-
-@st.cache_resource(max_entries=128, show_spinner=False)
-def _breakdown(path: str, state: _State, rank: int, step: int) -> StepBreakdown:
-    return measure_step_breakdown(_open(path, state), rank=rank, step=step)
+@st.cache_resource(max_entries=512, show_spinner="Reading the run")
+def _result(
+    path: str,
+    state: _State,
+    name: str,
+    arguments: tuple[tuple[str, Hashable], ...],
+    _measure: Callable[..., Any],
+) -> Any:
+    return _measure(_open(path, state), **dict(arguments))
 
 
 @st.cache_resource(max_entries=8, show_spinner="Laying out the step")

@@ -3,7 +3,15 @@
 import dataclasses
 
 import pytest
-from fsdp_inspect_app import charts
+from fsdp_inspect_app.charts.overview import (
+    draw_breakdown,
+    draw_memory,
+    draw_owners,
+    draw_peak,
+    draw_scalar,
+    draw_step_times,
+)
+from fsdp_inspect_app.charts.units import UNIT_MEASURES, draw_units
 
 from fsdp_inspect.analysis.memory import CategoryBytes, PeakMoment
 from fsdp_inspect.analysis.scalars import measure_scalars
@@ -43,19 +51,19 @@ def test_what_is_exposed_is_hatched_in_the_colour_of_its_collective():
 
 
 def test_the_bar_of_a_step_is_as_long_as_the_step(digest):
-    figure = charts.draw_breakdown(digest.breakdown)
+    figure = draw_breakdown(digest.breakdown)
     length = sum(bar.x[0] for bar in figure.data)
     assert length == pytest.approx(digest.breakdown.step_time_ns / 1e6)
 
 
 def test_hatched_bars_are_exactly_the_exposed_and_waiting_parts(digest):
-    figure = charts.draw_breakdown(digest.breakdown)
+    figure = draw_breakdown(digest.breakdown)
     hatched = {bar.name.rsplit(" ", 2)[0] for bar in figure.data if bar.marker.pattern.shape}
     assert hatched == {"exposed all-gather", "exposed reduce-scatter", "host-bound"}
 
 
 def test_owners_are_drawn_longest_on_top(digest):
-    figure = charts.draw_owners(digest.exposed.owners)
+    figure = draw_owners(digest.exposed.owners)
     longest = digest.exposed.owners[0]
     assert figure.layout.yaxis.ticktext[0] == f"{longest.fqn or '(root)'} · {longest.phase}"
     assert figure.layout.yaxis.range[0] > figure.layout.yaxis.range[1]  # row 0 is on top
@@ -65,18 +73,18 @@ def test_owners_are_drawn_longest_on_top(digest):
 
 def test_a_wait_outside_fsdp_has_a_look_of_its_own(digest):
     owner = dataclasses.replace(digest.exposed.owners[0], unit=-1, fqn=None)
-    assert charts.draw_owners([owner]).data[0].name == "other collective"
+    assert draw_owners([owner]).data[0].name == "other collective"
 
 
 def test_owners_that_are_never_waited_for_are_left_out(digest):
-    figure = charts.draw_owners(digest.exposed.owners)
+    figure = draw_owners(digest.exposed.owners)
     waited = [owner for owner in digest.exposed.owners if owner.exposed_ns]
     assert sum(len(bar.x) for bar in figure.data) == len(waited)
 
 
 def test_step_times_are_drawn_with_warm_up_shaded(run):
     times = measure_step_times(run)
-    figure = charts.draw_step_times(times)
+    figure = draw_step_times(times)
     assert list(figure.data[0].y) == [point.step_time_ns / 1e6 for point in times.over_steps]
     shades = [(shape.x0, shape.x1) for shape in figure.layout.shapes if shape.x0 != 0]
     assert (-0.5, 1.5) in shades
@@ -85,12 +93,12 @@ def test_step_times_are_drawn_with_warm_up_shaded(run):
 
 def test_the_loss_is_drawn_as_it_was_logged(run):
     series = measure_scalars(run)[0]
-    figure = charts.draw_scalar(series, warmup=(0, 1))
+    figure = draw_scalar(series, warmup=(0, 1))
     assert list(figure.data[0].y) == list(series.values)
 
 
 def test_memory_of_a_large_device_is_drawn_in_gib(digest):
-    figure = charts.draw_memory(digest.memory.over_steps, warmup=())
+    figure = draw_memory(digest.memory.over_steps, warmup=())
     assert [line.name for line in figure.data] == ["allocated", "reserved"]
     highest = digest.memory.over_steps[0].highest_allocated_bytes
     assert figure.data[0].y[0] == highest / (1 << 30)
@@ -100,7 +108,7 @@ def test_memory_without_an_allocator_has_no_reserved_line(digest):
     steps = [
         dataclasses.replace(step, highest_reserved_bytes=None) for step in digest.memory.over_steps
     ]
-    assert [line.name for line in charts.draw_memory(steps, warmup=()).data] == ["allocated"]
+    assert [line.name for line in draw_memory(steps, warmup=()).data] == ["allocated"]
 
 
 def test_the_peak_is_drawn_by_category():
@@ -115,30 +123,30 @@ def test_the_peak_is_drawn_by_category():
         categories=categories,
         owners=(),
     )
-    figure = charts.draw_peak(peak)
+    figure = draw_peak(peak)
     assert figure.layout.yaxis.ticktext == ("activation", "all-gather buffer")
     assert list(figure.data[0].x) == [3.0, 1.0]
 
 
-@pytest.mark.parametrize("measure", charts.UNIT_MEASURES)
+@pytest.mark.parametrize("measure", UNIT_MEASURES)
 def test_every_measure_of_the_units_can_be_drawn(digest, measure):
-    figure = charts.draw_units(digest.units, measure=measure, highlighted=None)
+    figure = draw_units(digest.units, measure=measure, highlighted=None)
     assert all(len(bar.x) == len(digest.units) for bar in figure.data)
     assert len(figure.data) >= 1
 
 
 def test_a_highlighted_unit_stays_bright_and_the_others_fade(digest):
-    figure = charts.draw_units(digest.units, measure="compute", highlighted=digest.units[2].index)
+    figure = draw_units(digest.units, measure="compute", highlighted=digest.units[2].index)
     assert figure.data[0].marker.opacity[2] == 1.0
     assert set(figure.data[0].marker.opacity[:2]) == {0.35}
 
 
 def test_names_of_units_are_no_markup_in_a_chart(digest):
     units = [dataclasses.replace(digest.units[0], fqn="<b>x</b>")]
-    figure = charts.draw_units(units, measure="compute", highlighted=None)
+    figure = draw_units(units, measure="compute", highlighted=None)
     assert figure.layout.yaxis.ticktext == ("&lt;b&gt;x&lt;/b&gt;",)
 
 
 def test_an_unknown_measure_is_refused_with_the_known_ones(digest):
     with pytest.raises(ValueError, match=r"'speed'.*exposed, compute"):
-        charts.draw_units(digest.units, measure="speed", highlighted=None)
+        draw_units(digest.units, measure="speed", highlighted=None)

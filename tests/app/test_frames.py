@@ -4,7 +4,10 @@ import io
 
 import pandas as pd
 import pytest
-from fsdp_inspect_app import frames
+from fsdp_inspect_app.frames.overview import frame_breakdown
+from fsdp_inspect_app.frames.timeline import frame_event, frame_spans
+from fsdp_inspect_app.frames.units import frame_collectives, frame_units
+from fsdp_inspect_app.frames.values import gb_per_s, mib, ms, to_csv
 from fsdp_inspect_app.timeline.tracks import build_timeline
 
 from fsdp_inspect.digest.run import digest_run
@@ -22,28 +25,28 @@ def digest(run):
 
 
 def test_the_parts_of_the_breakdown_add_up_to_its_last_row(digest):
-    frame = frames.frame_breakdown(digest.breakdown)
+    frame = frame_breakdown(digest.breakdown)
     assert frame["part"].iloc[-1] == "= step"
     assert frame["time (ms)"].iloc[:-1].sum() == pytest.approx(frame["time (ms)"].iloc[-1])
     assert frame["time (ms)"].iloc[-1] == digest.breakdown.step_time_ns / 1e6
 
 
 def test_units_keep_their_order_and_numbers(digest):
-    frame = frames.frame_units(digest.units)
+    frame = frame_units(digest.units)
     assert frame["unit"].tolist()[:2] == ["(root)", "layers.0"]
     assert frame["exposed (ms)"].tolist() == [unit.exposed_ns / 1e6 for unit in digest.units]
     assert frame["all-gather: message (MiB)"].iloc[1] == MESSAGE_BYTES[1] / (1 << 20)
 
 
 def test_a_unit_shows_only_the_collectives_that_it_has(digest):
-    frame = frames.frame_collectives(digest.units[1])
+    frame = frame_collectives(digest.units[1])
     assert frame["collective"].tolist() == ["all-gather", "reduce-scatter"]
     assert frame["per step"].tolist() == [2, 1]
 
 
 def test_spans_as_a_table_have_one_row_a_span_and_mark_what_does_not_travel(run):
     timeline = build_timeline(run, step=3, ranks=[0, 1])
-    frame = frames.frame_spans(timeline, run.manifest)
+    frame = frame_spans(timeline, run.manifest)
     assert len(frame) == len(timeline.spans)
     forward = frame[frame["what"] == "forward"]
     assert forward["message (MiB)"].isna().all()
@@ -55,25 +58,25 @@ def test_spans_as_a_table_have_one_row_a_span_and_mark_what_does_not_travel(run)
 def test_one_event_as_a_table_has_its_whole_duration(run):
     timeline = build_timeline(run, step=3, ranks=[0])
     event = int(timeline.spans.event[0])
-    frame = frames.frame_event(timeline, run.manifest, event)
+    frame = frame_event(timeline, run.manifest, event)
     events = timeline.events
     assert len(frame) == 1
     assert frame["duration (ms)"][0] == (events.end_ns[event] - events.start_ns[event]) / 1e6
 
 
 def test_csv_keeps_full_precision():
-    csv = frames.to_csv(pd.DataFrame({"time (ms)": [1 / 3]}))
+    csv = to_csv(pd.DataFrame({"time (ms)": [1 / 3]}))
     assert pd.read_csv(io.BytesIO(csv))["time (ms)"][0] == 1 / 3
 
 
 @pytest.mark.parametrize("text", ["=1+1", "+a", "-a", "@a", "\ta"])
 def test_csv_defuses_what_a_spreadsheet_would_run(text):
-    csv = frames.to_csv(pd.DataFrame({"unit": [text], "number": [-1.0]})).decode()
+    csv = to_csv(pd.DataFrame({"unit": [text], "number": [-1.0]})).decode()
     assert f"'{text}" in csv
     assert "'-1" not in csv
 
 
 def test_missing_numbers_stay_missing():
-    assert frames.ms(None) is None
-    assert frames.mib(None) is None
-    assert frames.gb_per_s(None) is None
+    assert ms(None) is None
+    assert mib(None) is None
+    assert gb_per_s(None) is None

@@ -3,16 +3,35 @@
 import streamlit as st
 
 from fsdp_inspect.analysis.memory import PeakMoment
-from fsdp_inspect.analysis.steps import StepTimes
+from fsdp_inspect.analysis.scalars import measure_scalars
+from fsdp_inspect.analysis.steps import StepTimes, measure_step_times
 from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect.trace.run import RunManifest
-from fsdp_inspect_app import charts, frames, loading, wording
+from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import show_chart_card, show_empty_card, show_headline
+from fsdp_inspect_app.charts.overview import (
+    draw_breakdown,
+    draw_memory,
+    draw_owners,
+    draw_peak,
+    draw_scalar,
+    draw_step_times,
+)
+from fsdp_inspect_app.frames.overview import (
+    frame_breakdown,
+    frame_memory,
+    frame_owners,
+    frame_peak,
+    frame_scalar,
+    frame_steps,
+    name_owner,
+)
+from fsdp_inspect_app.frames.runs import frame_about
 from fsdp_inspect_app.selection import entry_or_stop
 from fsdp_inspect_app.wording import plain
 
@@ -26,7 +45,7 @@ def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None
     show_headline(plain(digest.verdict.sentence))
     _show_verdict(digest)
     _show_key_numbers(digest)
-    times = loading.step_times_of(entry)
+    times = loading.result_of(entry, measure_step_times)
     _show_step(digest)
     left, right = st.columns(2)
     with left:
@@ -95,8 +114,8 @@ def _show_step(digest: RunDigest) -> None:
     )
     show_chart_card(
         f"One step: {format_ns(breakdown.step_time_ns)}",
-        charts.draw_breakdown(breakdown),
-        frames.frame_breakdown(breakdown),
+        draw_breakdown(breakdown),
+        frame_breakdown(breakdown),
         key="breakdown",
         alt=f"One bar of {format_ns(breakdown.step_time_ns)}, made of {parts}",
         note=f"Step {breakdown.step} of rank {breakdown.rank}, its median step: a real one, so "
@@ -115,10 +134,10 @@ def _show_owners(digest: RunDigest) -> None:
     top = exposed.owners[0]
     show_chart_card(
         "Waited for most",
-        charts.draw_owners(exposed.owners, most=_MOST_OWNERS),
-        frames.frame_owners(exposed.owners),
+        draw_owners(exposed.owners, most=_MOST_OWNERS),
+        frame_owners(exposed.owners),
         key="owners",
-        alt=f"Bars of exposed time by unit; longest is {frames.name_owner(top)} in {top.phase} "
+        alt=f"Bars of exposed time by unit; longest is {name_owner(top)} in {top.phase} "
         f"with {format_ns(top.exposed_ns)}",
         note=f"Exposed per step of rank {exposed.rank}, medians. Two waits at once count for "
         "both, so bars may add up to more than the step's exposed time. "
@@ -131,8 +150,8 @@ def _show_step_times(digest: RunDigest, times: StepTimes) -> None:
         return
     show_chart_card(
         "Step time over steps",
-        charts.draw_step_times(times),
-        frames.frame_steps(times.over_steps),
+        draw_step_times(times),
+        frame_steps(times.over_steps),
         key="step-times",
         alt=f"Step time of {len(times.over_steps)} steps and the exposed part of each",
         note=(
@@ -146,7 +165,7 @@ def _show_step_times(digest: RunDigest, times: StepTimes) -> None:
 
 def _show_scalars(entry: RunEntry, times: StepTimes) -> None:
     try:
-        scalars = loading.scalars_of(entry)
+        scalars = loading.result_of(entry, measure_scalars)
     except StoreError as error:
         show_empty_card("Loss over steps", str(error), key="loss")
         return
@@ -156,8 +175,8 @@ def _show_scalars(entry: RunEntry, times: StepTimes) -> None:
     first = next((series for series in scalars if series.name == "loss"), scalars[0])
     show_chart_card(
         f"{first.name.capitalize()} over steps",
-        charts.draw_scalar(first, times.selection.warmup),
-        frames.frame_scalar(first),
+        draw_scalar(first, times.selection.warmup),
+        frame_scalar(first),
         key="loss",
         alt=f"{first.name} from {first.values[0]:.4g} to {first.values[-1]:.4g} "
         f"over {len(first.steps)} steps",
@@ -179,8 +198,8 @@ def _show_memory(digest: RunDigest, times: StepTimes) -> None:
         counted_by = wording.describe_memory_method(memory)
         show_chart_card(
             "Memory over steps",
-            charts.draw_memory(memory.over_steps, times.selection.warmup),
-            frames.frame_memory(memory.over_steps),
+            draw_memory(memory.over_steps, times.selection.warmup),
+            frame_memory(memory.over_steps),
             key="memory",
             alt=f"Highest memory of {len(memory.over_steps)} steps; peak allocated "
             f"{format_bytes(memory.peak_allocated_bytes)}",
@@ -194,8 +213,8 @@ def _show_peak(peak: PeakMoment) -> None:
     where = "outside all units" if peak.fqn is None else f"in {format_unit(peak.fqn)}"
     show_chart_card(
         f"Memory at its peak: {format_bytes(peak.bytes)}",
-        charts.draw_peak(peak),
-        frames.frame_peak(peak),
+        draw_peak(peak),
+        frame_peak(peak),
         key="memory",
         alt="Memory at its highest moment by category: "
         + ", ".join(
@@ -212,7 +231,7 @@ def _show_about(manifest: RunManifest, digest: RunDigest) -> None:
         st.code(
             " ".join(manifest.command) or "(no command recorded)", language=None, wrap_lines=True
         )
-        st.dataframe(frames.frame_about(manifest, digest), hide_index=True)
+        st.dataframe(frame_about(manifest, digest), hide_index=True)
 
 
 entry = entry_or_stop()

@@ -7,8 +7,9 @@ from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.store.folder import RunEntry
-from fsdp_inspect_app import frames, loading
+from fsdp_inspect_app import loading
 from fsdp_inspect_app.cards import column_formats, show_csv_button, show_headline
+from fsdp_inspect_app.frames.runs import frame_runs
 from fsdp_inspect_app.selection import OPENED_KEY, RUN_KEY
 from fsdp_inspect_app.wording import code, plain
 
@@ -28,7 +29,7 @@ def show_page() -> None:
     wanted = st.text_input(
         "Search", placeholder="name, plan, tag, status", key="search", icon=":material/search:"
     )
-    frame = frames.frame_runs((entry, digests.get(entry.id)) for entry in entries[:_MOST_SHOWN])
+    frame = frame_runs((entry, digests.get(entry.id)) for entry in entries[:_MOST_SHOWN])
     matching = _search(frame, wanted)
     if len(entries) > _MOST_SHOWN:
         st.caption(f"The newest {_MOST_SHOWN} of {len(entries)} runs are listed.")

@@ -5,14 +5,17 @@ from collections.abc import Sequence
 import streamlit as st
 
 from fsdp_inspect import StoredRun
+from fsdp_inspect.analysis.breakdown import measure_step_breakdown
+from fsdp_inspect.analysis.steps import measure_step_times
 from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_ns, format_unit
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect.trace.codes import NO_UNIT
-from fsdp_inspect_app import frames, loading, wording
+from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import show_csv_button, show_headline, show_table
+from fsdp_inspect_app.frames.timeline import frame_event, frame_spans
 from fsdp_inspect_app.selection import entry_or_stop, link, linked, linked_all
 from fsdp_inspect_app.timeline import component
 from fsdp_inspect_app.timeline.lod import SpanIndex
@@ -28,7 +31,7 @@ _CANVAS = "timeline"
 def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
     """Controls, the answer for the chosen step, the canvas, and its table."""
     show_run_header(run.manifest, digest)
-    steps = loading.step_times_of(entry).selection.finished
+    steps = loading.result_of(entry, measure_step_times).selection.finished
     if not steps:
         show_headline("No step has ended yet, so there is nothing to draw\\.")
         return
@@ -42,7 +45,7 @@ def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
     with answer:
         drawn = timeline.windows[0].rank
         rank = digest.median_rank if digest.median_rank in ranks else drawn
-        breakdown = loading.breakdown_of(entry, rank=rank, step=step)
+        breakdown = loading.result_of(entry, measure_step_breakdown, rank=rank, step=step)
         show_headline(plain(wording.describe_step(breakdown)))
     _show_canvas(run, timeline, index, unit)
     st.caption(plain(_describe_clocks(timeline, digest)))
@@ -120,7 +123,7 @@ def _show_canvas(run: StoredRun, timeline: StepTimeline, index: SpanIndex, unit:
         st.caption("Click a span to see what it is.")
         return
     with st.container(key="selected-span"):
-        show_table(frames.frame_event(timeline, run.manifest, event), key="selected-event")
+        show_table(frame_event(timeline, run.manifest, event), key="selected-event")
 
 
 def _describe_clocks(timeline: StepTimeline, digest: RunDigest) -> str:
@@ -150,7 +153,7 @@ def _show_spans(run: StoredRun, timeline: StepTimeline) -> None:
     if not panel.open:
         return
     with panel:
-        frame = frames.frame_spans(timeline, run.manifest)
+        frame = frame_spans(timeline, run.manifest)
         show_table(frame, key="spans")
         show_csv_button(frame, key=f"timeline-step-{timeline.step}")
 

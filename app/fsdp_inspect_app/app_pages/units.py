@@ -9,7 +9,7 @@ from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.formatting import MISSING, format_bytes, format_count, format_ns, format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.trace.run import RunManifest
-from fsdp_inspect_app import charts, frames, loading, wording
+from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
     column_formats,
@@ -18,6 +18,9 @@ from fsdp_inspect_app.cards import (
     show_headline,
     show_table,
 )
+from fsdp_inspect_app.charts.style import CONFIG
+from fsdp_inspect_app.charts.units import UNIT_MEASURES, draw_units
+from fsdp_inspect_app.frames.units import frame_collectives, frame_units
 from fsdp_inspect_app.selection import RUN_KEY, entry_or_stop, link, linked
 from fsdp_inspect_app.wording import code, plain
 
@@ -41,7 +44,7 @@ def show_page(run_id: str, manifest: RunManifest, digest: RunDigest) -> None:
 
 def _pick_measure() -> str:
     chosen = st.segmented_control(
-        "Bars show", list(charts.UNIT_MEASURES), default="exposed", required=True, key="measure"
+        "Bars show", list(UNIT_MEASURES), default="exposed", required=True, key="measure"
     )
     return str(chosen)
 
@@ -62,14 +65,12 @@ def _pick_unit(units: Sequence[UnitCost]) -> UnitCost | None:
 
 
 def _show_bars(digest: RunDigest, measure: str, unit: UnitCost | None) -> None:
-    with show_card(charts.UNIT_MEASURES[measure], key="units-bars"):
+    with show_card(UNIT_MEASURES[measure], key="units-bars"):
         st.plotly_chart(
-            charts.draw_units(
-                digest.units, measure=measure, highlighted=unit.index if unit else None
-            ),
+            draw_units(digest.units, measure=measure, highlighted=unit.index if unit else None),
             key="chart-units",
-            config=charts.CONFIG,
-            alt=f"{charts.UNIT_MEASURES[measure]}: one bar for each of {len(digest.units)} units, "
+            config=CONFIG,
+            alt=f"{UNIT_MEASURES[measure]}: one bar for each of {len(digest.units)} units, "
             "in order of execution; the table below holds the numbers",
         )
         st.caption(plain(_describe_numbers(digest)))
@@ -86,7 +87,7 @@ def _describe_numbers(digest: RunDigest) -> str:
 
 
 def _show_table(digest: RunDigest) -> None:
-    frame = frames.frame_units(digest.units)
+    frame = frame_units(digest.units)
     with show_card("All numbers, sortable", key="units-table") as header:
         with header:
             show_csv_button(frame, key="units")
@@ -108,7 +109,7 @@ def _show_unit(run_id: str, unit: UnitCost) -> None:
     with st.container(border=True, key="card-unit", gap="xsmall"):
         st.markdown(f"**Unit** {code(format_unit(unit.fqn))}")
         st.markdown(plain(_describe_unit(unit)))
-        frame = frames.frame_collectives(unit)
+        frame = frame_collectives(unit)
         if len(frame):
             show_table(frame, key="unit-collectives")
         st.page_link(

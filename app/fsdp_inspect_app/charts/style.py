@@ -1,0 +1,125 @@
+"""How does every chart look? Colours, sizes and axes that the figures share.
+
+Text, grid and background are left to Streamlit's theme, so that a figure is right in light and in
+dark; fills come from `palette`. Lines that stand for no kind of time are a neutral grey, and what
+is exposed is hatched.
+"""
+
+from collections.abc import Sequence
+
+import plotly.graph_objects as go
+
+from fsdp_inspect.report.palette import Look
+
+CONFIG = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
+"""How the charts behave in the browser."""
+
+NEUTRAL = "#76889A"
+
+SHADE = "rgba(128, 140, 152, 0.16)"
+
+ROW_HEIGHT = 26
+
+PAIRED_HEIGHT = 290
+
+
+def fill(look: Look) -> dict[str, object]:
+    """The marker of a bar: its colour, hatched where it stands for standing still."""
+    pattern: dict[str, object] = {"shape": ""}
+    if look.hatched:
+        pattern = {
+            "shape": "/",
+            "bgcolor": look.colour,
+            "fgcolor": "rgba(255, 255, 255, 0.85)",
+            "size": 7,
+            "solidity": 0.28,
+        }
+    return {"color": look.colour, "pattern": pattern, "line": {"width": 0}}
+
+
+def name_rows(figure: go.Figure, names: Sequence[str]) -> None:
+    """Name the rows 0, 1, ... of horizontal bars, from the top."""
+    figure.update_yaxes(
+        tickmode="array",
+        tickvals=list(range(len(names))),
+        ticktext=names,
+        range=[len(names) - 0.5, -0.5],
+        automargin=True,
+        showgrid=False,
+    )
+
+
+def memory_unit(values: Sequence[int]) -> tuple[int, str]:
+    """The size and name of the unit that suits the largest value, GiB or MiB."""
+    return (1 << 30, "GiB") if max(values, default=0) >= 1 << 30 else (1 << 20, "MiB")
+
+
+def line_mode(points: Sequence[object]) -> str:
+    """How a line of so many points is drawn: few of them are marked one by one."""
+    if len(points) < 3:
+        return "markers"
+    return "lines+markers" if len(points) < 60 else "lines"
+
+
+def shade_steps(figure: go.Figure, steps: Sequence[int], words: str) -> None:
+    """Shade the steps that do not count, with a word at the first."""
+    if not steps:
+        return
+    for position, (first, last) in enumerate(_runs_of(steps)):
+        figure.add_vrect(
+            x0=first - 0.5,
+            x1=last + 0.5,
+            fillcolor=SHADE,
+            line_width=0,
+            layer="below",
+        )
+        if position == 0:
+            figure.add_annotation(
+                x=first - 0.5,
+                y=1,
+                yref="paper",
+                xanchor="left",
+                yanchor="bottom",
+                text=words,
+                showarrow=False,
+                font={"size": 11},
+            )
+
+
+def _runs_of(steps: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbouring steps as first and last of each run."""
+    runs: list[tuple[int, int]] = []
+    for step in sorted(steps):
+        if runs and step == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], step)
+        else:
+            runs.append((step, step))
+    return runs
+
+
+def over_steps(figure: go.Figure) -> go.Figure:
+    """Finish a chart whose x axis is the step."""
+    figure.update_xaxes(title={"text": "step", "standoff": 6}, tickformat="d", showgrid=False)
+    return styled(figure, height=PAIRED_HEIGHT)
+
+
+def styled(figure: go.Figure, *, height: int) -> go.Figure:
+    """Finish a chart: height, margins and a legend below where there is more than one thing."""
+    figure.update_layout(
+        height=height,
+        margin={"l": 4, "r": 8, "t": 22 if figure.layout.annotations else 4, "b": 4},
+        legend={
+            "orientation": "h",
+            "traceorder": "normal",
+            "font": {"size": 12},
+            "x": 0,
+            "xanchor": "left",
+            "y": 0,
+            "yref": "container",
+            "yanchor": "bottom",
+        },
+        showlegend=len(figure.data) > 1,
+        bargap=0.22,
+        hoverlabel={"font": {"size": 12}},
+    )
+    return figure

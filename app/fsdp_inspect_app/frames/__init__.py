@@ -1,0 +1,1 @@
+"""Tables of results, one file a question; each is exported as CSV."""
