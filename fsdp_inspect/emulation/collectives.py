@@ -19,10 +19,10 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
 
 from fsdp_inspect.emulation.network import Network, Transfer
-from fsdp_inspect.emulation.replacing import replace_attribute
 from fsdp_inspect.emulation.unit_waits import UnitWaits
 from fsdp_inspect.emulation.wires import CudaWire, HostWire, Message, SpinningDevice, Wire
 from fsdp_inspect.errors import EmulationError
+from fsdp_inspect.sharding.attributes import set_attribute
 from fsdp_inspect.sharding.torch_collectives import (
     FUNCTIONALS,
     FUNCTIONS,
@@ -80,8 +80,8 @@ class Collectives:
         for name, kind in FUNCTIONALS.items():
             original = getattr(functional, name, None)
             if original is not None:
-                replace_attribute(undo, functional, name, self._functional(original, kind))
-        replace_attribute(undo, functional, "wait_tensor", self._wait_tensor())
+                undo.callback(set_attribute(functional, name, self._functional(original, kind)))
+        undo.callback(set_attribute(functional, "wait_tensor", self._wait_tensor()))
 
     def _replace(
         self, undo: ExitStack, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -90,9 +90,9 @@ class Collectives:
         if original is None:
             return
         replacement = wrap(original)
-        replace_attribute(undo, c10d, name, replacement)
+        undo.callback(set_attribute(c10d, name, replacement))
         if hasattr(dist, name):
-            replace_attribute(undo, dist, name, replacement)
+            undo.callback(set_attribute(dist, name, replacement))
 
     # --- functions of torch.distributed
 

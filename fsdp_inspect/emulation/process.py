@@ -14,10 +14,10 @@ import torch.distributed.distributed_c10d as c10d
 
 from fsdp_inspect.emulation.collectives import Collectives
 from fsdp_inspect.emulation.network import Network, Transfer
-from fsdp_inspect.emulation.replacing import replace_attribute
 from fsdp_inspect.emulation.specification import Specification
 from fsdp_inspect.emulation.unit_waits import UnitWaits
 from fsdp_inspect.errors import EmulationError
+from fsdp_inspect.sharding.attributes import set_attribute
 from fsdp_inspect.sharding.torch_collectives import ArgumentPicker
 
 _active: Emulation | None = None
@@ -103,8 +103,10 @@ def _expect_alone(specification: Specification) -> None:
 def _replace_process_groups(undo: ExitStack, specification: Specification) -> None:
     initialise, create = c10d.init_process_group, c10d.new_group
     for module in (dist, c10d, device_mesh):
-        replace_attribute(undo, module, "init_process_group", _fake_init(initialise, specification))
-        replace_attribute(undo, module, "new_group", _fake_new_group(create))
+        undo.callback(
+            set_attribute(module, "init_process_group", _fake_init(initialise, specification))
+        )
+        undo.callback(set_attribute(module, "new_group", _fake_new_group(create)))
 
 
 def _fake_init(original: Callable[..., Any], specification: Specification) -> Callable[..., Any]:

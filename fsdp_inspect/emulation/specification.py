@@ -11,7 +11,6 @@ with the number of ranks, a transfer takes no processor, no streaming multiproce
 bandwidth from the computation, and all ranks issue at the moment that rank 0 does.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from fsdp_inspect.emulation.presets import PRESETS, Preset
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.formatting import format_bytes_per_s, format_ns
+from fsdp_inspect.quantities import parse_bytes_per_s, parse_time_ns
 from fsdp_inspect.trace.messages import quote_all, suggest
 
 DEFAULT_LATENCY_NS = 20_000
@@ -38,11 +38,6 @@ LEGAL = (
     "bandwidth=50GB/s, latency=20us; for links between nodes gpus_per_node=8, "
     "inter_bandwidth=50GB/s (of one rank's network card), inter_latency=30us"
 )
-
-_RATES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_RATE = re.compile(r"([0-9.]+(?:e[0-9]+)?) *([kmgt]?i?)(b/s|bit/s|bps)", re.IGNORECASE)
-_TIMES = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
-_TIME = re.compile(r"([0-9.]+(?:e-?[0-9]+)?) *(ns|us|µs|ms|s)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,31 +125,6 @@ def parse_specification(text: str) -> Specification:
         inter=inter,
         preset=None if preset is None else preset.name,
     )
-
-
-def parse_time_ns(text: str) -> float | None:
-    """A duration such as `20us`, in ns; None if it is none."""
-    found = _TIME.fullmatch(text.strip())
-    number = None if found is None else _number(found[1])
-    return None if found is None or number is None else number * _TIMES[found[2]]
-
-
-def parse_bytes_per_s(text: str) -> float | None:
-    """A bandwidth such as `50GB/s` or `400Gbit/s`, in bytes per second; None if it is none."""
-    found = _RATE.fullmatch(text.strip())
-    number = None if found is None else _number(found[1])
-    if found is None or number is None or found[2].lower() not in _RATES:
-        return None
-    # As the field writes it: GB/s are bytes, Gb/s and Gbit/s are bits.
-    is_bits = found[3].lower() in ("bit/s", "bps") or found[3].startswith("b/")
-    return number * _RATES[found[2].lower()] / (8 if is_bits else 1)
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _split(text: str) -> dict[str, str]:

@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fsdp_inspect.emulation.network import Network, Transfer
-from fsdp_inspect.emulation.replacing import replace_attribute
+from fsdp_inspect.sharding.attributes import set_attribute
 from fsdp_inspect.sharding.torch_fsdp import num_reduce_scatters_in_flight
 
 
@@ -63,7 +63,7 @@ class UnitWaits:
         }
         for name, wrap in wraps.items():
             original = vars(FSDPParamGroup)[name]
-            replace_attribute(undo, FSDPParamGroup, name, self._bind(wrap, original))
+            undo.callback(set_attribute(FSDPParamGroup, name, self._bind(wrap, original)))
 
     # --- what was issued
 

@@ -6,14 +6,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
-_ABSENT = object()
+from fsdp_inspect.sharding.attributes import set_attribute
 
 
 class Patches:
     """Attributes set on objects that are not ours, and callbacks that take other changes back.
 
-    `undo` restores in reverse order. Where somebody else has replaced our value in the meantime
-    theirs stays: taking it away would remove a change that is not ours.
+    `undo` restores in reverse order, by the rules of `sharding.attributes`.
     """
 
     def __init__(self) -> None:
@@ -21,18 +20,7 @@ class Patches:
 
     def set_attribute(self, target: object, name: str, value: Any) -> None:
         """Set `target.name` on the object itself; undoing restores or deletes it."""
-        before = vars(target).get(name, _ABSENT)
-        setattr(target, name, value)
-
-        def restore() -> None:
-            if vars(target).get(name) is not value:
-                return
-            if before is _ABSENT:
-                delattr(target, name)
-            else:
-                setattr(target, name, before)
-
-        self._undo.append(restore)
+        self._undo.append(set_attribute(target, name, value))
 
     def on_undo(self, callback: Callable[[], None]) -> None:
         """Call this when everything is taken back."""

@@ -16,6 +16,7 @@ from fsdp_inspect.analysis.memory_growth import MIN_STEPS, MemoryGrowth
 from fsdp_inspect.digest.memory import MemoryDigest
 from fsdp_inspect.formatting import format_bytes, format_ratio, format_unit
 from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.report.layout import new_table, section
 from fsdp_inspect.report.values import format_method, format_metric
 from fsdp_inspect.report.wording import name_category
 from fsdp_inspect.trace.run import FailedRequest
@@ -168,39 +169,20 @@ def _failed(digest: MemoryDigest, failed: FailedRequest) -> str:
 def _sections(digest: MemoryDigest) -> Iterable[RenderableType]:
     memory = digest.memory
     if memory.peak is not None:
-        yield from _section(_peak_title(memory.peak), _peak_table(memory.peak))
+        yield from section(_peak_title(memory.peak), _peak_table(memory.peak))
         if memory.peak.owners:
-            yield from _section("By the unit that allocated it", _owners_table(memory.peak))
+            yield from section("By the unit that allocated it", _owners_table(memory.peak))
     if memory.positions:
         title = f"Highest readings of rank {memory.shown_rank} by the place of the program"
-        yield from _section(title, _places_table(memory))
+        yield from section(title, _places_table(memory))
     if digest.allocator is not None:
-        yield from _section(
+        yield from section(
             f"The allocator of rank {digest.allocator.rank}", _allocator_table(digest.allocator)
         )
     if len(memory.ranks) > 1:
         hidden = len(memory.ranks) - MOST_RANKS
         more = f" (the first {MOST_RANKS} of {len(memory.ranks)})" if hidden > 0 else ""
-        yield from _section(f"Ranks{more}", _ranks_table(memory.ranks[:MOST_RANKS]))
-
-
-def _section(title: str, body: RenderableType) -> Iterable[RenderableType]:
-    yield ""
-    yield Text(title, style="bold")
-    yield body
-
-
-def _table(*headers: str, names: int = 1) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=any(headers), header_style="dim")
-    for position, header in enumerate(headers):
-        is_name = position < names
-        table.add_column(
-            header,
-            justify="left" if is_name else "right",
-            overflow="fold",
-            no_wrap=not is_name,
-        )
-    return table
+        yield from section(f"Ranks{more}", _ranks_table(memory.ranks[:MOST_RANKS]))
 
 
 def _peak_title(peak: PeakMoment) -> str:
@@ -209,14 +191,14 @@ def _peak_title(peak: PeakMoment) -> str:
 
 
 def _peak_table(peak: PeakMoment) -> Table:
-    table = _table("category", "")
+    table = new_table("category", "")
     for row in peak.categories:
         table.add_row(name_category(row.category), format_bytes(row.bytes))
     return table
 
 
 def _owners_table(peak: PeakMoment) -> Table:
-    table = _table("unit", "", "most of it", "")
+    table = new_table("unit", "", "most of it", "")
     table.columns[2].justify = "left"
     for owner in peak.owners[:MOST_OWNERS]:
         main = owner.categories[0] if owner.categories else None
@@ -230,7 +212,7 @@ def _owners_table(peak: PeakMoment) -> Table:
 
 
 def _places_table(memory: Memory) -> Table:
-    table = _table("unit", "phase", "step", "allocated", names=2)
+    table = new_table("unit", "phase", "step", "allocated", names=2)
     for place in memory.positions[:MOST_PLACES]:
         table.add_row(
             _unit_name(place.fqn, "(outside units)"),
@@ -246,7 +228,7 @@ def _unit_name(fqn: str | None, otherwise: str) -> Text:
 
 
 def _allocator_table(use: AllocatorUse) -> Table:
-    table = _table("", "")
+    table = new_table("", "")
     table.add_row(
         f"allocated, at its highest sample (step {use.step})", _bytes(use.allocated_bytes)
     )
@@ -270,7 +252,7 @@ def _bytes(value: int | None) -> str:
 
 def _ranks_table(ranks: Sequence[RankMemory]) -> Table:
     names = ("peak_allocated_bytes", "peak_reserved_bytes", "resting_bytes", "device_ratio")
-    table = _table("rank", *(find_metric(name).label for name in names))
+    table = new_table("rank", *(find_metric(name).label for name in names))
     for row in ranks:
         table.add_row(str(row.rank), *(format_metric(name, getattr(row, name)) for name in names))
     return table

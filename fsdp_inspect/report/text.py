@@ -20,6 +20,7 @@ from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
 from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.formatting import MISSING, format_bytes, format_count, format_ratio, format_unit
 from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.report.layout import dim, new_table, section, unit_name
 from fsdp_inspect.report.values import format_kind, format_method, format_metric
 
 MOST_EXPOSED = 5
@@ -66,7 +67,7 @@ def render_units(costs: UnitCosts) -> RenderableType:
         Text("Compute and copies of each unit, per step", style="bold"),
         _compute_table(costs.units),
         "",
-        _dim(_units_footer(costs)),
+        dim(_units_footer(costs)),
     )
 
 
@@ -96,26 +97,26 @@ def _notes(notes: Sequence[str]) -> Iterable[RenderableType]:
 
 def _sections(digest: RunDigest) -> Iterable[RenderableType]:
     if digest.breakdown is not None:
-        yield from _section(_breakdown_title(digest.breakdown), _breakdown_table(digest.breakdown))
+        yield from section(_breakdown_title(digest.breakdown), _breakdown_table(digest.breakdown))
     if digest.step_time_ns is not None:
-        yield from _section(_medians_title(digest), _medians_table(digest))
+        yield from section(_medians_title(digest), _medians_table(digest))
     if digest.exposed is not None:
         exposed = [owner for owner in digest.exposed.owners if owner.exposed_ns > 0]
         if exposed:
             title = f"Waited for most, per step of rank {digest.exposed.rank} (medians)"
-            yield from _section(title, _owners_table(exposed[:MOST_EXPOSED]))
+            yield from section(title, _owners_table(exposed[:MOST_EXPOSED]))
     if digest.memory.peak is not None:
-        yield from _section(_peak_title(digest.memory), _peak_table(digest.memory))
+        yield from section(_peak_title(digest.memory), _peak_table(digest.memory))
     if len(digest.ranks) > 1:
-        yield from _section(_ranks_title(digest.ranks), _ranks_table(digest.ranks[:MOST_RANKS]))
+        yield from section(_ranks_title(digest.ranks), _ranks_table(digest.ranks[:MOST_RANKS]))
     differing = [verdict for verdict in digest.rank_verdicts if verdict.differs]
     if differing:
         title = (
             f"Ranks that something else limits ({len(differing)} of {len(digest.rank_verdicts)})"
         )
-        yield from _section(title, Group(*map(_rank_verdict, differing[:MOST_DIFFERING])))
+        yield from section(title, Group(*map(_rank_verdict, differing[:MOST_DIFFERING])))
     if digest.plan_check is not None:
-        yield from _section("Declared against observed", _plan_check(digest.plan_check))
+        yield from section("Declared against observed", _plan_check(digest.plan_check))
 
 
 def _rank_verdict(verdict: RankVerdict) -> Text:
@@ -134,26 +135,6 @@ def _plan_check(check: PlanCheck) -> RenderableType:
     return Group(*lines)
 
 
-def _section(title: str, body: RenderableType) -> Iterable[RenderableType]:
-    yield ""
-    yield Text(title, style="bold")
-    yield body
-
-
-def _table(*headers: str, names: int = 1) -> Table:
-    """A borderless table whose first `names` columns are names and whose others are numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=any(headers), header_style="dim")
-    for position, header in enumerate(headers):
-        is_name = position < names
-        table.add_column(
-            header,
-            justify="left" if is_name else "right",
-            overflow="fold" if is_name else "ellipsis",
-            no_wrap=not is_name,
-        )
-    return table
-
-
 def _breakdown_title(breakdown: StepBreakdown) -> str:
     return (
         f"Where step {breakdown.step} of rank {breakdown.rank} goes "
@@ -162,7 +143,7 @@ def _breakdown_title(breakdown: StepBreakdown) -> str:
 
 
 def _breakdown_table(breakdown: StepBreakdown) -> Table:
-    table = _table("", "", "", "")
+    table = new_table("", "", "", "")
     table.columns[3].justify = "left"
     for part in breakdown.parts:
         if part.duration_ns == 0:
@@ -193,7 +174,7 @@ def _medians_title(digest: RunDigest) -> str:
 
 
 def _medians_table(digest: RunDigest) -> Table:
-    table = _table("", "", "")
+    table = new_table("", "", "")
     table.columns[2].justify = "left"
     times = digest.step_time_ns
     spread = ""
@@ -228,10 +209,10 @@ def _of_device(digest: RunDigest, name: str) -> str:
 
 
 def _owners_table(owners: Sequence[ExposedOwner]) -> Table:
-    table = _table("unit", "collective", "phase", "n", "in flight", "exposed", "floor", names=3)
+    table = new_table("unit", "collective", "phase", "n", "in flight", "exposed", "floor", names=3)
     for owner in owners:
         table.add_row(
-            _owner_name(owner.fqn),
+            unit_name(owner.fqn),
             format_kind(owner.kind),
             owner.phase,
             format_metric("count_per_step", owner.count_per_step),
@@ -240,10 +221,6 @@ def _owners_table(owners: Sequence[ExposedOwner]) -> Table:
             format_metric("floor_ns", owner.floor_ns) if owner.floor_ns else "",
         )
     return table
-
-
-def _owner_name(fqn: str | None) -> Text:
-    return Text("(not FSDP)" if fqn is None else format_unit(fqn))
 
 
 def _peak_title(memory: Memory) -> str:
@@ -257,7 +234,7 @@ def _peak_title(memory: Memory) -> str:
 
 
 def _peak_table(memory: Memory) -> Table:
-    table = _table("category", "", "owner", "")
+    table = new_table("category", "", "owner", "")
     table.columns[2].justify = "left"
     categories: Sequence[CategoryBytes] = memory.peak.categories if memory.peak else ()
     owners = memory.peak.owners if memory.peak else ()
@@ -267,7 +244,7 @@ def _peak_table(memory: Memory) -> Table:
         table.add_row(
             category.category.replace("_", " ") if category else "",
             format_bytes(category.bytes) if category else "",
-            _owner_name(owner.fqn) if owner else "",
+            unit_name(owner.fqn) if owner else "",
             format_bytes(owner.bytes) if owner else "",
         )
     return table
@@ -279,7 +256,7 @@ def _ranks_title(ranks: Sequence[RankOverlap]) -> str:
 
 
 def _ranks_table(ranks: Sequence[RankOverlap]) -> Table:
-    table = _table("rank", "host", "step time", "communication", "exposed", "overlap", names=2)
+    table = new_table("rank", "host", "step time", "communication", "exposed", "overlap", names=2)
     for row in ranks:
         table.add_row(
             str(row.rank),
@@ -295,7 +272,7 @@ def _ranks_table(ranks: Sequence[RankOverlap]) -> Table:
 def _provenance(digest: RunDigest) -> Text:
     obtained = digest.provenance
     if obtained is None:
-        return _dim(digest.left_out.sentence)
+        return dim(digest.left_out.sentence)
     by_method: dict[str, list[str]] = {}
     for group, method in obtained.methods.items():
         by_method.setdefault(method, []).append(format_kind(group))
@@ -307,11 +284,11 @@ def _provenance(digest: RunDigest) -> Text:
         lines.append(f"Times by method. {times}.")
     if obtained.memory:
         lines.append(f"Memory counted by the {format_method(obtained.memory)}.")
-    return _dim("\n".join(lines))
+    return dim("\n".join(lines))
 
 
 def _collectives_table(units: Sequence[UnitCost]) -> Table:
-    table = _table(
+    table = new_table(
         "unit", "collective", "n", "message", "duration", "exposed", "bus bandwidth", names=2
     )
     for unit in units:
@@ -331,7 +308,7 @@ def _collective_cells(collective: UnitCollective) -> Iterable[str]:
 
 
 def _compute_table(units: Sequence[UnitCost]) -> Table:
-    table = _table("unit", "params", "forward", "backward", "recompute", "copies", "prefetched")
+    table = new_table("unit", "params", "forward", "backward", "recompute", "copies", "prefetched")
     for unit in units:
         table.add_row(
             Text(format_unit(unit.fqn)),
@@ -353,7 +330,3 @@ def _units_footer(costs: UnitCosts) -> str:
         "of one collective; exposed: of all of them in a step. forward and backward hold nested "
         f"units. bus bandwidth: {find_metric('bus_bytes_per_s').definition}."
     )
-
-
-def _dim(text: str) -> Text:
-    return Text(text, style="dim")

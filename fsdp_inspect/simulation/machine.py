@@ -10,7 +10,7 @@ Two execution models share one interface:
 Collectives of one communicator run one at a time, in the order of issue.
 """
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 
 class Stream:
@@ -31,7 +31,7 @@ class Communicator:
         self.free_ns = 0
 
 
-class Machine(Protocol):
+class Machine(ABC):
     """What the schedule needs of a rank."""
 
     compute: Stream
@@ -41,17 +41,21 @@ class Machine(Protocol):
     all_reduce: Stream
 
     @property
+    @abstractmethod
     def host_ns(self) -> int:
         """The host's clock."""
-        ...
 
+    @abstractmethod
     def launch(self, duration_ns: int) -> None:
         """The host is busy issuing."""
-        ...
 
+    @abstractmethod
     def run(self, stream: Stream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
         """Put work on a stream, whose issuing takes the host a time; returns its start and end."""
-        ...
+
+    def holds(self, *, is_async: bool) -> bool:
+        """Whether a collective keeps the stream that it is put on until its end."""
+        return not is_async
 
     def transfer(
         self,
@@ -64,30 +68,41 @@ class Machine(Protocol):
     ) -> tuple[int, int]:
         """Put a collective on a stream; returns its start and end.
 
-        An asynchronous one leaves the stream free: whoever needs it waits for its end.
+        It runs behind the stream's work and behind the communicator's collectives. One that does
+        not hold the stream is waited for by whoever needs it.
         """
-        ...
+        start = max(self.reached(stream), communicator.free_ns, not_before_ns)
+        communicator.free_ns = end = start + duration_ns
+        if self.holds(is_async=is_async):
+            stream.free_ns = end
+        return start, end
 
     def wait(self, stream: Stream, event_ns: int) -> None:
         """Nothing put on the stream from now on runs before the event."""
-        ...
+        if event_ns > stream.free_ns:
+            stream.free_ns = event_ns
 
     def reached(self, stream: Stream) -> int:
         """When the stream has run everything that is on it: an event recorded now."""
-        ...
+        return max(stream.free_ns, self.host_ns)
 
 
-class StreamMachine:
+class StreamMachine(Machine):
     """A device with streams, driven by a host that runs ahead."""
 
     def __init__(self) -> None:
-        self.host_ns = 0
+        self._host_ns = 0
         self.compute, self.copy_in, self.gather = Stream(), Stream(), Stream()
         self.reduce, self.all_reduce = Stream(), Stream()
 
+    @property
+    def host_ns(self) -> int:
+        """The host's clock."""
+        return self._host_ns
+
     def launch(self, duration_ns: int) -> None:
         """The host is busy issuing."""
-        self.host_ns += duration_ns
+        self._host_ns += duration_ns
 
     def run(self, stream: Stream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
         """Work starts once its first kernel is issued, and cannot end before its last one is.
@@ -95,38 +110,13 @@ class StreamMachine:
         [Note: launching] A piece is many kernels, issued one by one while the first ones run. It
         starts when the host begins to issue it, and ends no earlier than the host has issued all.
         """
-        start = max(stream.free_ns, self.host_ns)
-        self.host_ns += launch_ns
-        stream.free_ns = max(start + duration_ns, self.host_ns)
+        start = self.reached(stream)
+        self._host_ns += launch_ns
+        stream.free_ns = max(start + duration_ns, self._host_ns)
         return start, stream.free_ns
 
-    def transfer(
-        self,
-        stream: Stream,
-        communicator: Communicator,
-        duration_ns: int,
-        *,
-        is_async: bool = False,
-        not_before_ns: int = 0,
-    ) -> tuple[int, int]:
-        """Runs behind the stream's work and behind the communicator's collectives."""
-        start = max(stream.free_ns, self.host_ns, communicator.free_ns, not_before_ns)
-        communicator.free_ns = end = start + duration_ns
-        if not is_async:
-            stream.free_ns = end
-        return start, end
 
-    def wait(self, stream: Stream, event_ns: int) -> None:
-        """The stream's next work waits; the host does not."""
-        if event_ns > stream.free_ns:
-            stream.free_ns = event_ns
-
-    def reached(self, stream: Stream) -> int:
-        """An event recorded now."""
-        return max(stream.free_ns, self.host_ns)
-
-
-class HostMachine:
+class HostMachine(Machine):
     """A CPU: one thread does everything but the collectives."""
 
     def __init__(self, *, is_blocking: bool) -> None:
@@ -155,27 +145,6 @@ class HostMachine:
         stream.free_ns = start + duration_ns
         return start, stream.free_ns
 
-    def transfer(
-        self,
-        stream: Stream,
-        communicator: Communicator,
-        duration_ns: int,
-        *,
-        is_async: bool = False,
-        not_before_ns: int = 0,
-    ) -> tuple[int, int]:
-        """Runs on the link, behind its communicator's collectives."""
-        start = max(stream.free_ns, communicator.free_ns, not_before_ns)
-        communicator.free_ns = end = start + duration_ns
-        if self._is_blocking and not is_async:
-            stream.free_ns = end
-        return start, end
-
-    def wait(self, stream: Stream, event_ns: int) -> None:
-        """The thread sleeps until then."""
-        if event_ns > stream.free_ns:
-            stream.free_ns = event_ns
-
-    def reached(self, stream: Stream) -> int:
-        """Now."""
-        return stream.free_ns
+    def holds(self, *, is_async: bool) -> bool:
+        """A blocking backend's synchronous collectives hold the thread."""
+        return self._is_blocking and not is_async

@@ -1,0 +1,37 @@
+"""Is an object left as it was?"""
+
+from types import SimpleNamespace
+
+from fsdp_inspect.sharding.attributes import set_attribute
+
+
+class Machine:
+    """Has a method, so that its instances have it without owning it."""
+
+    def run(self):
+        return "own"
+
+
+def test_a_value_that_was_there_comes_back():
+    target = SimpleNamespace(size=1)
+    restore = set_attribute(target, "size", 2)
+    assert target.size == 2
+    restore()
+    assert vars(target) == {"size": 1}
+
+
+def test_what_the_instance_did_not_own_is_deleted_again():
+    machine = Machine()
+    restore = set_attribute(machine, "run", lambda: "ours")
+    assert machine.run() == "ours"
+    restore()
+    assert vars(machine) == {}
+    assert machine.run() == "own"
+
+
+def test_a_value_that_somebody_else_set_meanwhile_stays():
+    target = SimpleNamespace(size=1)
+    restore = set_attribute(target, "size", 2)
+    target.size = 3
+    restore()
+    assert target.size == 3
