@@ -9,14 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.advice.choices import Choice, Space, make_space
-from fsdp_inspect.simulation.network import Network, fit_network
+from fsdp_inspect.simulation.network import Network
 from fsdp_inspect.simulation.policies import policies_of
 from fsdp_inspect.simulation.recorded import (
     RecordedWork,
     measure_work,
     observed_plan,
     play,
-    with_own_turns,
 )
 from fsdp_inspect.simulation.scenario import Scenario, make_scenario, resolve_plan
 from fsdp_inspect.simulation.workload import Workload
@@ -51,9 +50,7 @@ class Bench:
         self._run = run
         self._on_play = on_play
         self.work: RecordedWork = measure_work(run)
-        events = with_own_turns(run.events(self.work.rank, steps=self.work.steps))
-        sizes = {group.index: len(group.ranks) for group in run.manifest.process_groups}
-        self.network: Network = fit_network(events, sizes)
+        self.network: Network = self.work.network
         self.space: Space = make_space(self.work, resolve_plan(observed_plan(run), run.manifest))
         self._scenarios: dict[object, Scenario] = {}
         self.scores: dict[Choice, Score] = {}

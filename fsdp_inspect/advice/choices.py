@@ -70,11 +70,6 @@ class Space:
     refused: Mapping[str, str]
     """Groupings that were left out, with the risk that they would bring."""
 
-    @property
-    def num_inner_units(self) -> int:
-        """Units that are not the root, as recorded."""
-        return sum(not unit.is_root for unit in self.plan.units)
-
     def plan_of(self, choice: Choice) -> Plan:
         """The recorded plan with a choice's changes."""
         plan = self.groupings[choice.grouping] if choice.grouping is not None else self.plan

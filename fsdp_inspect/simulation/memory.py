@@ -48,6 +48,11 @@ class MemoryWork:
     rest: int
     """What a step starts with besides the units' own: inputs, buffers, what is not attributed."""
 
+    @classmethod
+    def unknown(cls, num_pieces: int, num_units: int) -> "MemoryWork":
+        """Where memory is not known: everything holds nothing."""
+        return cls([PieceMemory()] * num_pieces, [UnitMemory(0, 0, 0, 0)] * num_units, 0)
+
     @property
     def resting(self) -> int:
         """Allocated between steps."""
@@ -136,31 +141,3 @@ class MemoryLedger:
     def _rise(self, amount: int, unit: int) -> None:
         if self.allocated + amount > self.peak:
             self.peak, self.peak_unit = self.allocated + amount, unit
-
-
-class NoLedger(MemoryLedger):
-    """Counts nothing: the work's memory is not known."""
-
-    def __init__(self) -> None:
-        super().__init__(MemoryWork((), (), 0))
-
-    def gather(self, unit: int) -> None:
-        """Nothing."""
-
-    def copy_out(self, unit: int, *, keeps_output: bool) -> None:
-        """Nothing."""
-
-    def free_unsharded(self, unit: int) -> None:
-        """Nothing."""
-
-    def forward(self, piece: int, unit: int) -> None:
-        """Nothing."""
-
-    def backward(self, piece: int, unit: int) -> None:
-        """Nothing."""
-
-    def reduce(self, unit: int, pieces: Sequence[int]) -> None:
-        """Nothing."""
-
-    def reduced(self, unit: int) -> None:
-        """Nothing."""

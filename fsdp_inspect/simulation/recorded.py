@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
+from fsdp_inspect.simulation.network import Network, fit_network
 from fsdp_inspect.simulation.policies import policies_of
 from fsdp_inspect.simulation.recorded_memory import measure_memory_work
 from fsdp_inspect.simulation.schedule import PlayedStep, Schedule
@@ -69,6 +70,8 @@ class RecordedWork:
     units: tuple[Unit, ...]
     """Those that ran, by their index in the workload."""
     workload: Workload
+    network: Network
+    """The lines of the run's own collectives."""
     peak_bytes: int | None = None
     """The highest moment of the memory step that the workload's memory is from; None: no such."""
 
@@ -211,6 +214,7 @@ class _Builder:
             execution=_execution(self._run),
             units=self._units,
             workload=workload,
+            network=fit_network(self._events, _group_sizes(self._run)),
             peak_bytes=None if memory is None else memory[1],
         )
 
@@ -359,6 +363,10 @@ def _mean_duration(events: EventTable, kind: EventKind) -> int | None:
 
 def _mean(values: Sequence[int] | NDArray[np.int64]) -> int:
     return round(float(np.mean(values))) if len(values) else 0
+
+
+def _group_sizes(run: RunSource) -> dict[int, int]:
+    return {group.index: len(group.ranks) for group in run.manifest.process_groups}
 
 
 def _execution(run: RunSource) -> Execution:

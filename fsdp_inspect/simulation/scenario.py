@@ -25,7 +25,7 @@ from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.network import Network
 from fsdp_inspect.simulation.policies import policies_of
 from fsdp_inspect.simulation.recorded import RecordedWork
-from fsdp_inspect.simulation.workload import Op, Piece, Tape, UnitWork, Workload
+from fsdp_inspect.simulation.workload import Op, Piece, Tape, UnitWork, Workload, tape_of
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 from fsdp_inspect.trace.run import RunManifest, Unit
@@ -287,7 +287,7 @@ class _Regrouping:
     def _pieces(self, cuts: Sequence[_Cut]) -> tuple[list[Piece], Tape]:
         recorded = self._work.workload.pieces
         pieces = [_scaled(recorded[cut.piece], cut.unit, cut.share) for cut in cuts]
-        return pieces, _nested_tape([piece.unit for piece in pieces], self._root())
+        return pieces, tape_of(pieces, self._root())
 
     # --- memory
 
@@ -501,27 +501,3 @@ def _scaled(piece: Piece, unit: int, share: float) -> Piece:
             )
         ),
     )
-
-
-def _nested_tape(owners: Sequence[int], root: int | None) -> Tape:
-    """The tape of pieces whose units reach from their first to their last piece, the root around.
-
-    Args:
-        owners: The unit of each piece, in order.
-        root: The unit around all; None: there is none.
-    """
-    spans: dict[int, tuple[int, int]] = {}
-    for at, unit in enumerate(owners):
-        first, _ = spans.get(unit, (at, at))
-        spans[unit] = (first, at)
-    if root is not None:
-        spans[root] = (-1, len(owners))
-    tape: list[tuple[Op, int]] = []
-    for at in range(-1, len(owners) + 1):
-        opening = [unit for unit, span in spans.items() if span[0] == at]
-        tape.extend((Op.ENTER, unit) for unit in sorted(opening, key=lambda u: -spans[u][1]))
-        if 0 <= at < len(owners):
-            tape.append((Op.RUN, at))
-        closing = [unit for unit, span in spans.items() if span[1] == at]
-        tape.extend((Op.LEAVE, unit) for unit in sorted(closing, key=lambda u: -spans[u][0]))
-    return tuple(tape)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fsdp_inspect.simulation.machine import Communicator, Machine, Stream
-from fsdp_inspect.simulation.memory import MemoryLedger, NoLedger
+from fsdp_inspect.simulation.memory import MemoryLedger, MemoryWork
 from fsdp_inspect.simulation.workload import Microbatch, Op, Workload
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 
@@ -113,7 +113,8 @@ class Schedule:
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self._work = workload
-        self._memory = MemoryLedger(workload.memory) if workload.memory else NoLedger()
+        unknown = MemoryWork.unknown(len(workload.pieces), len(workload.units))
+        self._memory = MemoryLedger(workload.memory or unknown)
         self._pieces_of = [
             [at for at, piece in enumerate(workload.pieces) if piece.unit == unit]
             for unit in range(len(workload.units))

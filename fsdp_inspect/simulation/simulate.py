@@ -7,14 +7,13 @@ not run.
 
 from dataclasses import dataclass, replace
 
-from fsdp_inspect.simulation.network import Network, fit_network
+from fsdp_inspect.simulation.network import Network
 from fsdp_inspect.simulation.prediction import predicted_events
 from fsdp_inspect.simulation.recorded import (
     Execution,
     RecordedWork,
     measure_work,
     play,
-    with_own_turns,
 )
 from fsdp_inspect.simulation.scenario import Scenario, make_scenario
 from fsdp_inspect.simulation.workload import Workload
@@ -117,11 +116,9 @@ def simulate(
         ValueError: An impossible network.
     """
     work = measure_work(run, rank=rank)
-    events = with_own_turns(run.events(work.rank, steps=work.steps))
-    own = fit_network(events, _group_sizes(run))
-    network = own
+    network = work.network
     if bus_bytes_per_s is not None or latency_ns is not None:
-        network = own.change(bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns)
+        network = network.change(bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns)
     scenario = make_scenario(work, run.manifest, plan, network)
     replayed = _play(work.workload, work.execution, work.units)
     predicted = _play(scenario.workload, work.execution, scenario.units)
@@ -157,10 +154,6 @@ def without_events(simulation: Simulation) -> Simulation:
 
 def _ratio(played: int | None, measured: int | None) -> float | None:
     return played / measured - 1 if played is not None and measured else None
-
-
-def _group_sizes(run: RunSource) -> dict[int, int]:
-    return {group.index: len(group.ranks) for group in run.manifest.process_groups}
 
 
 def _refusals(network: Network) -> list[str]:

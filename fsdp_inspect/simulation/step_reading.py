@@ -55,6 +55,10 @@ class Part(IntEnum):
     AFTER_BACKWARD = 9
 
 
+_Boundary = tuple[int, bool, int]
+"""When, whether a unit opens there or closes, which unit."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stretch:
     """One stretch of the clock, waits and copies taken out."""
@@ -169,46 +173,55 @@ class _Reader:
         yield self._stretch(Part.AFTER_BACKWARD, NO_UNIT, NO_UNIT, last, now, end_ns)
 
     def _forward(
-        self, boundaries: list[tuple[int, bool, int]], now: int, microbatch: int
+        self, boundaries: list[_Boundary], now: int, microbatch: int
     ) -> Iterator[tuple[Stretch, int]]:
-        inside: list[int] = []
-        for at, opens, unit in boundaries:
-            around = inside[-1] if inside else NO_UNIT
-            if opens:
-                for stretch, issued in self._gathers(Part.GATHER, around, microbatch, now, at):
-                    yield stretch, issued
-                    now = issued
-            part = Part.ENTRY if opens else Part.FORWARD
-            yield self._stretch(part, unit, around, microbatch, now, at), at
-            _nest(inside, unit, opens=opens)
-            if microbatch == 0:
-                self.tape.append((Op.ENTER if opens else Op.LEAVE, unit))
-            now = at
+        parts = (Part.GATHER, Part.ENTRY, Part.FORWARD)
+        for stretch, at in self._pass(parts, boundaries, now, microbatch):
+            yield stretch, at
+            if microbatch == 0 and stretch.part is not Part.GATHER:
+                op = Op.ENTER if stretch.part is Part.ENTRY else Op.LEAVE
+                self.tape.append((op, stretch.unit))
 
     def _backward(
-        self, boundaries: list[tuple[int, bool, int]], now: int, microbatch: int
+        self, boundaries: list[_Boundary], now: int, microbatch: int
     ) -> Iterator[tuple[Stretch, int]]:
+        parts = (Part.GATHER_BACKWARD, Part.ENTRY_BACKWARD, Part.BACKWARD)
+        for stretch, at in self._pass(parts, boundaries, now, microbatch):
+            yield stretch, at
+            if microbatch == 0 and stretch.part is Part.BACKWARD:
+                self.backward_order.append(stretch.unit)
+
+    def _pass(
+        self,
+        parts: tuple[Part, Part, Part],
+        boundaries: list[_Boundary],
+        now: int,
+        microbatch: int,
+    ) -> Iterator[tuple[Stretch, int]]:
+        """The stretches of a forward or backward, each with its end.
+
+        Args:
+            parts: Those before an all-gather, before a boundary that opens, before one that closes.
+            boundaries: In the order of time.
+            now: Where the pass begins.
+            microbatch: Of the step.
+        """
+        gather, entry, own = parts
         inside: list[int] = []
         for at, opens, unit in boundaries:
             around = inside[-1] if inside else NO_UNIT
             if opens:
-                kind = Part.GATHER_BACKWARD
-                for stretch, issued in self._gathers(kind, around, microbatch, now, at):
+                for stretch, issued in self._gathers(gather, around, microbatch, now, at):
                     yield stretch, issued
                     now = issued
-            part = Part.ENTRY_BACKWARD if opens else Part.BACKWARD
-            yield self._stretch(part, unit, around, microbatch, now, at), at
+            yield self._stretch(entry if opens else own, unit, around, microbatch, now, at), at
             now = at
             _nest(inside, unit, opens=opens)
-            if not opens:
-                if microbatch == 0:
-                    self.backward_order.append(unit)
-                reduced = self._reduction_start(unit, at)
-                if reduced is not None:
-                    around = inside[-1] if inside else NO_UNIT
-                    part = Part.REDUCE
-                    yield self._stretch(part, unit, around, microbatch, at, reduced), reduced
-                    now = reduced
+            reduced = None if opens or own is Part.FORWARD else self._reduction_start(unit, at)
+            if reduced is not None:
+                around = inside[-1] if inside else NO_UNIT
+                yield self._stretch(Part.REDUCE, unit, around, microbatch, at, reduced), reduced
+                now = reduced
 
     def _gathers(
         self, part: Part, around: int, microbatch: int, low: int, high: int
@@ -226,14 +239,14 @@ class _Reader:
         covered = int(self._taken.covered_ns([low], [high])[0])
         return Stretch(part, unit, around, microbatch, max(high - low, 0) - covered)
 
-    def _boundaries(self, microbatch: int) -> tuple[list[tuple[int, bool, int]], ...]:
+    def _boundaries(self, microbatch: int) -> tuple[list[_Boundary], ...]:
         """Where units' forwards and backwards open and close, in the order of time."""
         repeated = (self._events.flags & EventFlag.RECOMPUTE) != 0
         forward = self._rows(EventKind.FORWARD) & ~repeated
         backward = self._rows(EventKind.BACKWARD)
         return tuple(self._sorted(mask, microbatch) for mask in (forward, backward))
 
-    def _sorted(self, mask: NDArray[np.bool_], microbatch: int) -> list[tuple[int, bool, int]]:
+    def _sorted(self, mask: NDArray[np.bool_], microbatch: int) -> list[_Boundary]:
         rows = self._events.where(mask & (self._events.microbatch == microbatch))
         spans = zip(rows.start_ns.tolist(), rows.end_ns.tolist(), rows.unit.tolist(), strict=True)
         boundaries = [

@@ -133,28 +133,25 @@ class Workload:
             object.__setattr__(self, "final_order", tuple(range(len(self.units))))
 
 
-def flat_tape(pieces: Sequence[Piece], root: int | None = None) -> Tape:
-    """The tape of units that are called one after the other, inside a root or without one.
+def tape_of(pieces: Sequence[Piece], root: int | None = None) -> Tape:
+    """The tape of pieces whose units reach from their first to their last piece.
 
     Args:
-        pieces: In the order of the forward; pieces of one unit lie together.
-        root: The unit around all others; its own pieces run between theirs.
+        pieces: In the order of the forward.
+        root: The unit around all; None: there is none.
     """
+    spans: dict[int, tuple[int, int]] = {}
+    for at, piece in enumerate(pieces):
+        first, _ = spans.get(piece.unit, (at, at))
+        spans[piece.unit] = (first, at)
+    if root is not None:
+        spans[root] = (-1, len(pieces))
     tape: list[tuple[Op, int]] = []
-    inside: int | None = None
-    if root is not None:
-        tape.append((Op.ENTER, root))
-    for index, piece in enumerate(pieces):
-        unit = None if piece.unit == root else piece.unit
-        if unit != inside:
-            if inside is not None:
-                tape.append((Op.LEAVE, inside))
-            if unit is not None:
-                tape.append((Op.ENTER, unit))
-            inside = unit
-        tape.append((Op.RUN, index))
-    if inside is not None:
-        tape.append((Op.LEAVE, inside))
-    if root is not None:
-        tape.append((Op.LEAVE, root))
+    for at in range(-1, len(pieces) + 1):
+        opening = [unit for unit, span in spans.items() if span[0] == at]
+        tape.extend((Op.ENTER, unit) for unit in sorted(opening, key=lambda u: -spans[u][1]))
+        if 0 <= at < len(pieces):
+            tape.append((Op.RUN, at))
+        closing = [unit for unit, span in spans.items() if span[1] == at]
+        tape.extend((Op.LEAVE, unit) for unit in sorted(closing, key=lambda u: -spans[u][0]))
     return tuple(tape)

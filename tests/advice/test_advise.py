@@ -24,7 +24,7 @@ from fsdp_inspect.simulation.recorded import Execution, play
 from fsdp_inspect.simulation.scenario import make_scenario
 from fsdp_inspect.simulation.schedule import Schedule
 from fsdp_inspect.simulation.simulate import simulate
-from fsdp_inspect.simulation.workload import Piece, UnitPolicy, UnitWork, Workload, flat_tape
+from fsdp_inspect.simulation.workload import Piece, UnitPolicy, UnitWork, Workload, tape_of
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 from fsdp_inspect.trace.run import RunSource
 from tests.builders import MIB, InMemoryRun, RunBuilder
@@ -47,7 +47,7 @@ def blocks(num: int, *, compute_ns: int, link_ns: int) -> Workload:
     """Equal blocks in a row."""
     works = [UnitWork(gather_ns=link_ns, reduce_ns=link_ns) for _ in range(num)]
     pieces = [Piece(at, compute_ns, 2 * compute_ns) for at in range(num)]
-    return Workload(works, [UnitPolicy()] * num, pieces, flat_tape(pieces))
+    return Workload(works, [UnitPolicy()] * num, pieces, tape_of(pieces))
 
 
 def latency_bound_run() -> InMemoryRun:

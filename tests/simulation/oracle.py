@@ -26,7 +26,7 @@ from fsdp_inspect.simulation.workload import (
     UnitPolicy,
     UnitWork,
     Workload,
-    flat_tape,
+    tape_of,
 )
 from tests.recording.virtual_device import VirtualDevice, VirtualStream, fsdp_on
 
@@ -75,7 +75,7 @@ def workload_of(case: Case) -> Workload:
         ],
         policies=[layer.policy for layer in case.all],
         pieces=pieces,
-        tape=flat_tape(pieces, root=ROOT),
+        tape=tape_of(pieces, root=ROOT),
         max_reduce_buffers=case.max_reduce_buffers,
         separate_reduce_group=case.separate_reduce_group,
         microbatches=case.microbatches,

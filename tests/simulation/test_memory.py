@@ -17,7 +17,7 @@ from fsdp_inspect.simulation.workload import (
     UnitPolicy,
     UnitWork,
     Workload,
-    flat_tape,
+    tape_of,
 )
 from fsdp_inspect.trace.plan import Plan
 
@@ -45,7 +45,7 @@ def blocks(
     pieces = [Piece(unit, 10, 20) for unit in range(last)]
     unit = UnitMemory(SIZE, SIZE if trains else 0, SIZE // 4 if trains else 0, RESTING)
     memory = MemoryWork([PieceMemory(**piece)] * last, [unit] * last, rest=7)
-    return Workload(works, policies, pieces, flat_tape(pieces), memory=memory)
+    return Workload(works, policies, pieces, tape_of(pieces), memory=memory)
 
 
 def rise(workload: Workload, *, steps: int = 2) -> int:

@@ -10,10 +10,10 @@ from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.simulation.network import Line, Network, fit_network
 from fsdp_inspect.simulation.recorded import Execution, RecordedWork, measure_work, play
 from fsdp_inspect.simulation.scenario import Mesh, Scenario, make_scenario, mesh_of
-from fsdp_inspect.simulation.workload import Op, Piece, UnitPolicy, UnitWork, Workload, flat_tape
+from fsdp_inspect.simulation.workload import Op, Piece, UnitPolicy, UnitWork, Workload, tape_of
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan, UnitPlan
-from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
+from fsdp_inspect.trace.run import RunManifest, Unit
 from tests.builders import RunBuilder
 
 MS = 1_000_000
@@ -66,11 +66,11 @@ def recorded(num_blocks: int = 4) -> tuple[RecordedWork, RunManifest]:
     )
     pieces = [Piece(unit, 10 * MS, 20 * MS) for unit in range(num_blocks)]
     policies = [UnitPolicy()] * num_blocks
-    workload = Workload([work] * num_blocks, policies, pieces, flat_tape(pieces))
+    workload = Workload([work] * num_blocks, policies, pieces, tape_of(pieces))
     units = tuple(block(index) for index in range(num_blocks))
     plan = block_plan(num_blocks)
     builder = RunBuilder([unit.fqn for unit in units], plan=plan.to_dict(), mesh={"shard": RANKS})
-    recording = RecordedWork(0, (1,), 0, Execution.BLOCKING_HOST, units, workload)
+    recording = RecordedWork(0, (1,), 0, Execution.BLOCKING_HOST, units, workload, NETWORK)
     manifest = builder.build().manifest.model_copy(update={"units": list(units)})
     return recording, manifest
 
@@ -98,13 +98,8 @@ def test_a_samples_own_plan_plays_as_the_sample_does(folder: Path):
     run = open_run(folder)
     work = measure_work(run)
     plan = Plan.from_dict(run.manifest.plan)
-    scenario = make_scenario(work, run.manifest, plan, network_of(run, work))
+    scenario = make_scenario(work, run.manifest, plan, work.network)
     assert play(scenario.workload, work.execution).duration_ns == work.play().duration_ns
-
-
-def network_of(run: RunSource, work: RecordedWork) -> Network:
-    sizes = {group.index: len(group.ranks) for group in run.manifest.process_groups}
-    return fit_network(run.events(work.rank, steps=work.steps), sizes)
 
 
 def test_merged_blocks_share_one_latency_and_keep_their_compute():
