@@ -98,6 +98,13 @@ class RankMemory:
     device_ratio: float | None
     """Peak reserved / memory of the device, 0 to 1; None on CPU."""
 
+    @property
+    def headroom_bytes(self) -> int | None:
+        """What the allocator never took of the device; None on CPU."""
+        if self.peak_reserved_bytes is None or self.device_bytes is None:
+            return None
+        return max(self.device_bytes - self.peak_reserved_bytes, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class RankSpread:
@@ -119,6 +126,8 @@ class MemoryOfStep:
     highest_allocated_bytes: int
     """The highest of the samples at unit boundaries and of the peaks known between them."""
     highest_reserved_bytes: int | None
+    allocated_at_end_bytes: int | None
+    """What the step left allocated; None if its end was not sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +242,14 @@ def _of(parts: SummaryTable, part: StepPart) -> SummaryTable:
 
 
 def _steps_of(parts: SummaryTable) -> Iterator[MemoryOfStep]:
-    reserved = _of(parts, StepPart.PEAK_RESERVED)
-    by_step = dict(zip(reserved.step.tolist(), reserved.bytes.tolist(), strict=True))
-    allocated = _of(parts, StepPart.PEAK_ALLOCATED)
-    for step, highest in zip(allocated.step.tolist(), allocated.bytes.tolist(), strict=True):
-        yield MemoryOfStep(step, highest, by_step.get(step))
+    reserved = _by_step(_of(parts, StepPart.PEAK_RESERVED))
+    at_end = _by_step(_of(parts, StepPart.ALLOCATED_AT_END))
+    for step, highest in _by_step(_of(parts, StepPart.PEAK_ALLOCATED)).items():
+        yield MemoryOfStep(step, highest, reserved.get(step), at_end.get(step))
+
+
+def _by_step(rows: SummaryTable) -> dict[int, int]:
+    return dict(zip(rows.step.tolist(), rows.bytes.tolist(), strict=True))
 
 
 def _spread(ranks: Iterable[RankMemory]) -> RankSpread | None:

@@ -56,7 +56,7 @@ def test_a_peak_without_composition_names_the_highest_reading_and_what_to_do():
         "layers.1, step 0."
     )
     assert "it takes a memory step" in text
-    assert "40.0 GiB reserved at most: 50.0 % of 80.0 GiB." in text
+    assert "40.0 GiB reserved at most: 50.0 % of 80.0 GiB, 40.0 GiB left." in text
 
 
 def test_growth_is_told_with_what_it_leads_to():
