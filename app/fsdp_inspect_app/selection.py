@@ -1,22 +1,43 @@
-"""Which run, step and unit does the address name? Deep links, every value checked.
+"""Which run, step, rank and unit does the address name? Deep links, every value checked.
 
 An address holds names and numbers from listings, never a path: what is not in the listing is as
-if it were not there.
+if it were not there. The parameters, on all pages:
+
+    run        the run that the page is about: its id below the folder
+    step       one step
+    rank       one rank; may repeat
+    unit       a unit as it is shown: its fqn, or `(root)`
+    with       a run that is compared; repeats
+    baseline   the run that the others are compared with
+    pin        a run that is listed first; repeats
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeVar
+from urllib.parse import urlencode
 
 import streamlit as st
 
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.wording import code, plain
+from fsdp_inspect_app.pages import find_page
+from fsdp_inspect_app.states import show_no_runs, show_unreadable
+
+T = TypeVar("T")
 
 RUN_KEY = "run"
 """The run picker's key in session state, and the name in the address."""
-OPENED_KEY = "opened_run"
-"""Session state of a run that a page wants the picker to show at its next start."""
+STEP_KEY, RANK_KEY, UNIT_KEY = "step", "rank", "unit"
+WITH_KEY, BASELINE_KEY, PIN_KEY = "with", "baseline", "pin"
+
+_KEPT = (RUN_KEY, STEP_KEY, RANK_KEY, UNIT_KEY)
+"""What a link to another page takes along."""
+_WRITTEN = "written to the address"
+"""Session state: what the pages wrote, by parameter; another value there is a link's."""
+
+Value = str | int | Sequence[str | int] | None
+"""Of a parameter; None: without it."""
 
 
 def linked(name: str, legal: Collection[str]) -> str | None:
@@ -38,6 +59,90 @@ def link(name: str, value: str | Sequence[str] | None) -> None:
         st.query_params[name] = value
     else:
         st.query_params[name] = list(value)
+    _written()[name] = st.query_params.get_all(name)
+
+
+def follow(name: str, key: str, legal: Mapping[str, T], default: T) -> None:
+    """Let a widget show what the address names: at its first run, and when a link was followed.
+
+    Call it before the widget of that key is made, give the widget no value of its own, and `link`
+    what it says afterwards.
+
+    Args:
+        name: The parameter.
+        key: The widget's.
+        legal: What the address may name, and the widget's value for it.
+        default: The widget's value if the address names nothing legal.
+    """
+    if key not in st.session_state or _is_new(name):
+        st.session_state[key] = legal.get(st.query_params.get(name, ""), default)
+
+
+def follow_all(name: str, key: str, legal: Mapping[str, T], default: Sequence[T]) -> None:
+    """As `follow`, for a parameter that may repeat and a widget of several values."""
+    if key not in st.session_state or _is_new(name):
+        asked = dict.fromkeys(legal[value] for value in linked_all(name, legal))
+        st.session_state[key] = list(asked) or list(default)
+
+
+def _is_new(name: str) -> bool:
+    """Whether the address names something that no page wrote there: a link was followed."""
+    return st.query_params.get_all(name) != _written().get(name, [])
+
+
+def _written() -> dict[str, list[str]]:
+    written: dict[str, list[str]] = st.session_state.setdefault(_WRITTEN, {})
+    return written
+
+
+def follow_run(ids: Collection[str]) -> None:
+    """Let the run picker show the run that the address names; else what it showed, or the first.
+
+    Args:
+        ids: The runs of the folder, at least one.
+    """
+    asked = linked(RUN_KEY, ids)
+    if asked is not None and _is_new(RUN_KEY):
+        st.session_state[RUN_KEY] = asked
+    if st.session_state.get(RUN_KEY) not in ids:
+        st.session_state[RUN_KEY] = asked or next(iter(ids))
+
+
+def page_link(page: str, label: str, *, icon: str | None = None, **selection: Value) -> None:
+    """A link to another page, with run, step, ranks and unit taken along.
+
+    Args:
+        page: The page's file in `app_pages/`, without its ending.
+        label: What is written, as Markdown: make names from runs `plain`.
+        icon: Such as `:material/stacks:`.
+        selection: What the link names instead; None leaves a parameter out.
+    """
+    st.page_link(f"app_pages/{page}.py", label=label, icon=icon, query_params=_selected(selection))
+
+
+def switch_page(page: str, **selection: Value) -> None:
+    """Go to another page now; as `page_link`."""
+    st.switch_page(find_page(page).path, query_params=_selected(selection))
+
+
+def page_address(page: str, **selection: Value) -> str:
+    """The relative address of a page, as `page_link`; for tables of links and for sharing."""
+    return f"{page}?{urlencode(_selected(selection), doseq=True)}"
+
+
+def _selected(selection: Mapping[str, Value]) -> dict[str, str | list[str]]:
+    """The parameters of a link: those that are kept, and those that it names."""
+    kept = {name: st.query_params.get_all(name) for name in _KEPT}
+    if (run := st.session_state.get(RUN_KEY)) is not None:
+        kept[RUN_KEY] = [run]
+    named = {name: _texts(value) for name, value in selection.items()}
+    return {name: values for name, values in {**kept, **named}.items() if values}
+
+
+def _texts(value: Value) -> list[str]:
+    if value is None:
+        return []
+    return [str(value)] if isinstance(value, str | int) else [str(one) for one in value]
 
 
 def chosen_entry() -> RunEntry | None:
@@ -50,11 +155,16 @@ def entry_or_stop() -> RunEntry:
     """The chosen run, readable; without one the page says why and ends."""
     entry = chosen_entry()
     if entry is None:
-        st.info("There is no run to show. The page Runs says how to record one.")
+        show_no_runs()
         st.stop()
-    try:
-        loading.digest_entry(entry)
-    except FsdpInspectError as error:
-        st.error(f"{code(entry.id)} cannot be read. {plain(str(error))}")
-        st.stop()
+    answer_or_stop(entry, loading.digest_entry)
     return entry
+
+
+def answer_or_stop(entry: RunEntry, ask: Callable[[RunEntry], T]) -> T:
+    """What a question about a run is answered; one that cannot be read ends the page, with why."""
+    try:
+        return ask(entry)
+    except FsdpInspectError as error:
+        show_unreadable(entry, error)
+        st.stop()

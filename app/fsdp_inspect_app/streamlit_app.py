@@ -8,7 +8,8 @@ from pathlib import Path
 import streamlit as st
 
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.selection import OPENED_KEY, RUN_KEY, link, linked
+from fsdp_inspect_app.pages import SECTIONS
+from fsdp_inspect_app.selection import RUN_KEY, follow_run, link
 
 _HERE = Path(__file__).parent
 _ICON = str(_HERE / "icon.svg")
@@ -20,10 +21,7 @@ def pick_run() -> None:
     ids = [entry.id for entry in loading.list_entries()]
     if not ids:
         return
-    if OPENED_KEY in st.session_state:
-        st.session_state[RUN_KEY] = st.session_state.pop(OPENED_KEY)
-    if st.session_state.get(RUN_KEY) not in ids:
-        st.session_state[RUN_KEY] = linked(RUN_KEY, ids) or ids[0]
+    follow_run(ids)
     with st.sidebar:
         chosen = st.selectbox("Run", ids, key=RUN_KEY)
     link(RUN_KEY, chosen)
@@ -36,26 +34,12 @@ st.logo(str(_HERE / "logo.svg"), size="large", icon_image=_ICON)
 st.html(_HERE / "page.css")
 page = st.navigation(
     {
-        "": [
-            st.Page("app_pages/runs.py", title="Runs", icon=":material/list:", url_path="runs"),
-        ],
-        "This run": [
-            st.Page(
-                "app_pages/overview.py",
-                title="Overview",
-                icon=":material/insights:",
-                url_path="overview",
-            ),
-            st.Page(
-                "app_pages/timeline.py",
-                title="Timeline",
-                icon=":material/view_timeline:",
-                url_path="timeline",
-            ),
-            st.Page(
-                "app_pages/units.py", title="Units", icon=":material/stacks:", url_path="units"
-            ),
-        ],
+        section: [
+            st.Page(page.path, title=page.title, icon=page.icon, url_path=page.name)
+            for page in pages
+            if page.exists
+        ]
+        for section, pages in SECTIONS.items()
     }
 )
 pick_run()

@@ -95,7 +95,7 @@ def test_an_empty_folder_says_how_to_record(open_app, tmp_path):
 def test_a_page_about_a_run_says_so_where_there_is_none(open_app, tmp_path, page):
     app = open_app(tmp_path, page)
     assert not app.exception
-    assert "There is no run to show." in read(app)
+    assert "There is no run here yet." in read(app)
 
 
 def test_overview_says_the_verdict_first_and_then_the_digests_numbers(shown, runs_folder):
@@ -151,7 +151,8 @@ def test_a_run_without_a_step_shows_no_number_as_zero(shown):
 def test_an_unreadable_run_is_named_with_the_reason(shown):
     app = shown("overview", "broken")
     assert not app.exception
-    assert "`broken` cannot be read" in app.error[0].value
+    assert "`broken` cannot be read." in read(app)
+    assert "are not JSON" in app.error[0].value
 
 
 @pytest.mark.parametrize("page", RUN_PAGES)

@@ -10,7 +10,8 @@ from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.cards import column_formats, show_csv_button, show_headline
 from fsdp_inspect_app.frames.runs import frame_runs
-from fsdp_inspect_app.selection import OPENED_KEY, RUN_KEY
+from fsdp_inspect_app.selection import switch_page
+from fsdp_inspect_app.states import show_no_runs
 from fsdp_inspect_app.wording import code, plain
 
 _MOST_SHOWN = 100
@@ -20,7 +21,7 @@ def show_page() -> None:
     """The listing, with a search; choosing a row opens the run."""
     entries = loading.list_entries()
     if not entries:
-        _show_empty()
+        show_no_runs()
         return
     digests, problems = _digest_all(entries[:_MOST_SHOWN])
     show_headline(_answer(entries, digests))
@@ -43,8 +44,7 @@ def show_page() -> None:
     )
     show_csv_button(matching, key="runs")
     if chosen is not None:
-        st.session_state[OPENED_KEY] = chosen
-        st.switch_page("app_pages/overview.py", query_params={RUN_KEY: chosen})
+        switch_page("overview", run=chosen)
 
 
 def _digest_all(
@@ -106,16 +106,6 @@ def _show_table(frame: pd.DataFrame) -> str | None:
     )
     rows = state["selection"]["rows"]
     return str(frame["run"][rows[0]]) if rows and rows[0] < len(frame) else None
-
-
-def _show_empty() -> None:
-    show_headline("There is no run here yet\\.")
-    st.markdown(f"Looked in {code(str(loading.runs_folder()))}\\. Record one:")
-    st.code(
-        "torchrun --nproc-per-node 2 -m instrumented_trainer --preset tiny --steps 20 "
-        "--runs-dir runs\nfsdp-inspect app runs",
-        language="bash",
-    )
 
 
 show_page()

@@ -21,11 +21,11 @@ from fsdp_inspect_app.cards import (
 from fsdp_inspect_app.charts.style import CONFIG
 from fsdp_inspect_app.charts.units import UNIT_MEASURES, draw_units
 from fsdp_inspect_app.frames.units import frame_collectives, frame_units
-from fsdp_inspect_app.selection import RUN_KEY, entry_or_stop, link, linked
+from fsdp_inspect_app.selection import entry_or_stop, link, linked, page_link
 from fsdp_inspect_app.wording import code, plain
 
 
-def show_page(run_id: str, manifest: RunManifest, digest: RunDigest) -> None:
+def show_page(manifest: RunManifest, digest: RunDigest) -> None:
     """The answer, bars by unit with the sortable table below, and one unit in detail."""
     show_run_header(manifest, digest)
     show_headline(wording.describe_units(digest))
@@ -37,7 +37,7 @@ def show_page(run_id: str, manifest: RunManifest, digest: RunDigest) -> None:
     with right:
         unit = _pick_unit(digest.units)
     if unit is not None:
-        _show_unit(run_id, unit)
+        _show_unit(unit)
     _show_bars(digest, measure, unit)
     _show_table(digest)
 
@@ -105,18 +105,18 @@ def _show_table(digest: RunDigest) -> None:
         st.caption(plain(f"Bus bandwidth: {find_metric('bus_bytes_per_s').definition}."))
 
 
-def _show_unit(run_id: str, unit: UnitCost) -> None:
+def _show_unit(unit: UnitCost) -> None:
     with st.container(border=True, key="card-unit", gap="xsmall"):
         st.markdown(f"**Unit** {code(format_unit(unit.fqn))}")
         st.markdown(plain(_describe_unit(unit)))
         frame = frame_collectives(unit)
         if len(frame):
             show_table(frame, key="unit-collectives")
-        st.page_link(
-            "app_pages/timeline.py",
-            label="Show it in the timeline",
+        page_link(
+            "timeline",
+            "Show it in the timeline",
             icon=":material/view_timeline:",
-            query_params={RUN_KEY: run_id, "unit": format_unit(unit.fqn)},
+            unit=format_unit(unit.fqn),
         )
 
 
@@ -131,4 +131,4 @@ def _describe_unit(unit: UnitCost) -> str:
 
 
 entry = entry_or_stop()
-show_page(entry.id, loading.open_entry(entry).manifest, loading.digest_entry(entry))
+show_page(loading.open_entry(entry).manifest, loading.digest_entry(entry))

@@ -1,0 +1,58 @@
+"""Which pages are there, in which order? One line a page; a page is there once its file is."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent / "app_pages"
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """One page: its file's name is its address."""
+
+    name: str
+    title: str
+    icon: str
+
+    @property
+    def path(self) -> str:
+        """As Streamlit names it."""
+        return f"app_pages/{self.name}.py"
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is such a page."""
+        return (_FOLDER / f"{self.name}.py").is_file()
+
+
+SECTIONS: dict[str, tuple[PageFile, ...]] = {
+    "": (
+        PageFile("runs", "Runs", ":material/list:"),
+        PageFile("compare", "Compare", ":material/compare_arrows:"),
+        PageFile("imports", "Import", ":material/input:"),
+    ),
+    "This run": (
+        PageFile("overview", "Overview", ":material/insights:"),
+        PageFile("timeline", "Timeline", ":material/view_timeline:"),
+        PageFile("units", "Units", ":material/stacks:"),
+        PageFile("memory", "Memory", ":material/memory:"),
+        PageFile("ranks", "Ranks", ":material/grid_on:"),
+        PageFile("advice", "Advice", ":material/lightbulb:"),
+        PageFile("what_if", "What-if", ":material/tune:"),
+        PageFile("live", "Live", ":material/sensors:"),
+    ),
+}
+"""The navigation, section by section."""
+
+
+def find_page(name: str) -> PageFile:
+    """The page of that name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    pages = [page for section in SECTIONS.values() for page in section]
+    for page in pages:
+        if page.name == name:
+            return page
+    raise ValueError(f"No page {name!r}. Pages: {', '.join(page.name for page in pages)}.")
