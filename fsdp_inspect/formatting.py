@@ -73,6 +73,18 @@ def format_unit(fqn: str) -> str:
     return fqn or "(root)"
 
 
+def format_owner(fqn: str | None, is_fsdp: bool | None) -> str:
+    """Whose communication: a unit's, or nobody's that is known.
+
+    Args:
+        fqn: Of the unit; None: it belongs to none.
+        is_fsdp: False: FSDP did not issue it. None: the source does not tell who did.
+    """
+    if fqn is not None:
+        return format_unit(fqn)
+    return "(not FSDP)" if is_fsdp is False else "(no unit)"
+
+
 def show_controls(text: str) -> str:
     """The same text with control characters as pictures of themselves (`␛[31m`), one for one.
 

@@ -165,7 +165,7 @@ _ALL = (
     ),
     Metric(
         "exposed_other_ns",
-        "exposed, not FSDP's",
+        "exposed, other",
         _NS,
         "waiting for a collective that FSDP did not issue: clipping, loss reduction, tensor "
         "parallel",

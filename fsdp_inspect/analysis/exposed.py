@@ -35,9 +35,11 @@ class ExposedOwner:
     """One unit's collectives of one kind in one phase; medians over the timed steps."""
 
     unit: int
-    """Index into the manifest's units; -1: not issued by FSDP."""
+    """Index into the manifest's units; -1: of none."""
     fqn: str | None
-    """None for communication that FSDP did not issue."""
+    """None for communication of no unit."""
+    is_fsdp: bool | None
+    """Whether FSDP issued it; None where the source does not tell (traces without ranges)."""
     kind: str
     """`all_gather`, `reduce_scatter`, ..."""
     phase: str
@@ -64,7 +66,7 @@ class ExposedPass:
     kind: str
     phase: str
     num_units: int
-    """Units that own some; 0: none of them is FSDP's."""
+    """Units that own some; 0: none of them belongs to a unit."""
     count_per_step: int
     exposed_ns: int
     """Per step; what is waited for at once is charged to each."""
@@ -79,7 +81,9 @@ class Ahead:
     """The collective right ahead of another one in the queue of their communicator."""
 
     fqn: str | None
-    """None: not FSDP's."""
+    """None: of no unit."""
+    is_fsdp: bool | None
+    """As of an owner."""
     kind: str
     end_ns: int
     """From the start of the step."""
@@ -92,7 +96,9 @@ class ExposedWait:
     step: int
     microbatch: int
     fqn: str | None
-    """Whose collective was waited for; None: not FSDP's."""
+    """Whose collective was waited for; None: of no unit."""
+    is_fsdp: bool | None
+    """As of an owner."""
     kind: str
     phase: str
     issue_ns: int
@@ -316,6 +322,7 @@ def _find_owners(
             ExposedOwner(
                 unit=unit,
                 fqn=fqns.get(unit),
+                is_fsdp=_is_fsdp(manifest, unit),
                 kind=EventKind(kind).label,
                 phase=Phase(phase).label,
                 count_per_step=member.median_per_step(own, "count"),
@@ -330,6 +337,10 @@ def _find_owners(
     return tuple(sorted(owners, key=lambda owner: -owner.exposed_ns))
 
 
+def _is_fsdp(manifest: RunManifest, unit: int) -> bool | None:
+    return unit != NO_UNIT if manifest.knows_fsdp else None
+
+
 def _is_owned(events: EventTable, unit: int, phase: int, kind: int) -> NDArray[np.bool_]:
     is_owned: NDArray[np.bool_] = (
         (events.unit == unit) & (events.phase == phase) & (events.kind == kind)
@@ -341,6 +352,7 @@ class _Evidence:
     """Finds and describes the longest waits."""
 
     def __init__(self, manifest: RunManifest, waits: Waits) -> None:
+        self._manifest = manifest
         self._fqns = {unit.index: unit.fqn for unit in manifest.units}
         self._waits = waits
 
@@ -369,6 +381,7 @@ class _Evidence:
             step=row["step"],
             microbatch=row["microbatch"],
             fqn=self._fqns.get(row["unit"]),
+            is_fsdp=_is_fsdp(self._manifest, row["unit"]),
             kind=EventKind(row["kind"]).label,
             phase=Phase(row["phase"]).label,
             issue_ns=row["issue_ns"] - begin,
@@ -386,8 +399,10 @@ class _Evidence:
 
     def _describe_ahead(self, position: int, begin: int) -> Ahead:
         columns = self._columns()
+        unit = int(columns["unit"][position])
         return Ahead(
-            fqn=self._fqns.get(int(columns["unit"][position])),
+            fqn=self._fqns.get(unit),
+            is_fsdp=_is_fsdp(self._manifest, unit),
             kind=EventKind(int(columns["kind"][position])).label,
             end_ns=int(columns["end_ns"][position]) - begin,
         )

@@ -128,6 +128,7 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
         other_ns=0 if is_kernel_trace else other,
         backend=manifest.backend,
         is_kernel_trace=is_kernel_trace,
+        knows_fsdp=manifest.knows_fsdp,
         has_gathers=_has_gathers(answers),
         num_units=len(parameters),
         largest_unit_ratio=max(parameters, default=0) / max(sum(parameters), 1),

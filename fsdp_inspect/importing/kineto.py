@@ -24,6 +24,7 @@ from fsdp_inspect.store.finished import FinishedRun, write_finished_run
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
 from fsdp_inspect.trace.run import (
     IMPORTED_CLOCK,
+    UNITS_FROM_RANGES,
     UNPLACED_CLOCK,
     ClockPair,
     ModelInfo,
@@ -289,7 +290,7 @@ class _Merged:
         text = "\n".join([*(file.name for file in self._files), str(created_ns)])
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", self._out.name) or "import"
         num_parameters = sum(unit.num_parameters for unit in self._units)
-        has_names = traces[0].unit_origin == "ranges"
+        has_names = traces[0].unit_origin == UNITS_FROM_RANGES
         return RunManifest(
             run_id=f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:8]}",
             name=self._name,

@@ -20,6 +20,7 @@ from fsdp_inspect.importing.phases import PhaseRanges
 from fsdp_inspect.importing.unit_ranges import UnitRanges
 from fsdp_inspect.importing.windows import StepMarks
 from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.run import UNITS_FROM_ORDER, UNITS_FROM_RANGES
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable
 
 _UNIX_AGE_NS = 10**18
@@ -99,7 +100,7 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrac
         events=_shifted(events, origin_ns),
         num_steps=len(marks.number),
         wall_start_ns=_wall_ns(trace.beside, origin_ns),
-        unit_origin="ranges" if len(ranges.units) else "order",
+        unit_origin=UNITS_FROM_RANGES if len(ranges.units) else UNITS_FROM_ORDER,
         notes=tuple(
             _notes(trace, comms, ranges, marks, lacks_launches=has_kernels and not has_launches)
         ),

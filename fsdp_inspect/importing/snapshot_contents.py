@@ -140,12 +140,6 @@ class DeviceMemory:
         return int(self.blocks.size[self.blocks.state != BlockState.INACTIVE].sum())
 
     @property
-    def rounding_bytes(self) -> int:
-        """What tensors did not ask for in the blocks that they use."""
-        used = self.blocks.state == BlockState.ACTIVE
-        return int((self.blocks.size - self.blocks.requested)[used].sum())
-
-    @property
     def inactive_split_bytes(self) -> int:
         """Free blocks in segments that are also in use: no `empty_cache()` gives them back."""
         idle = self.blocks.state == BlockState.INACTIVE

@@ -20,15 +20,13 @@ from fsdp_inspect.formatting import (
     format_unit,
 )
 from fsdp_inspect.report.causes import causes_table, format_cause, phrase_cause
-from fsdp_inspect.report.layout import dim, new_table, section, unit_name
+from fsdp_inspect.report.layout import dim, new_table, owner_name, section, unit_name
 from fsdp_inspect.report.values import format_kind, format_method, format_metric
 
 MOST_OWNERS = 12
 """How many owners of exposed communication are listed unless one unit is asked for."""
 MOST_GATHERS = 16
 """How many rows of all-gathers are listed unless one unit is asked for."""
-LEAST_SHOWN = 0.01
-"""Causes of a smaller share are not listed beside an owner."""
 _TRANSFERS = {
     "all_ranks": "the shortest duration over the ranks, which waits for nobody",
     "rank": "this rank's own time, in which it may wait for other ranks",
@@ -97,9 +95,10 @@ def _unit_headline(unit: str, exposed: Exposed) -> str:
 
 
 def _whose(owner: ExposedOwner) -> str:
-    whose = "that FSDP did not issue" if owner.fqn is None else f"of {format_unit(owner.fqn)}"
+    nobody = " that FSDP did not issue" if owner.is_fsdp is False else ""
+    whose = nobody if owner.fqn is None else f" of {format_unit(owner.fqn)}"
     place = f" in {owner.phase}" if owner.phase in ("forward", "backward") else ""
-    return f"the {format_kind(owner.kind)} {whose}{place}"
+    return f"the {format_kind(owner.kind)}{whose}{place}"
 
 
 def _causes(exposed: Exposed) -> Iterator[RenderableType]:
@@ -139,7 +138,7 @@ def _owners(digest: WaitDigest, exposed: Exposed) -> Iterator[RenderableType]:
     table = new_table(*headers, names=3)
     for owner in shown[:limit]:
         table.add_row(
-            unit_name(owner.fqn),
+            owner_name(owner),
             format_kind(owner.kind),
             owner.phase,
             format_metric("count_per_step", owner.count_per_step),
@@ -174,13 +173,13 @@ def _evidence(digest: WaitDigest, exposed: Exposed) -> Iterator[RenderableType]:
 
 def _collective(wait: ExposedWait) -> Text:
     place = f" ({wait.phase})" if wait.phase in ("forward", "backward") else ""
-    return unit_name(wait.fqn).append(f" {format_kind(wait.kind)}{place}")
+    return owner_name(wait).append(f" {format_kind(wait.kind)}{place}")
 
 
 def _mostly(wait: ExposedWait) -> Text:
     mostly = Text(format_cause(wait.cause))
     if wait.cause == "serialized" and wait.ahead is not None:
-        mostly.append(" behind ").append(unit_name(wait.ahead.fqn))
+        mostly.append(" behind ").append(owner_name(wait.ahead))
         mostly.append(f" {format_kind(wait.ahead.kind)}")
     return mostly
 

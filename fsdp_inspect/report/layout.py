@@ -1,13 +1,14 @@
 """How are reports laid out in a terminal? Tables without borders, titled sections, bars."""
 
 from collections.abc import Iterator
+from typing import Protocol
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_inspect.formatting import format_unit, show_controls
+from fsdp_inspect.formatting import format_owner, format_unit, show_controls
 
 BAR_WIDTH = 32
 
@@ -62,6 +63,23 @@ def dim(text: str) -> Text:
     return Text(text, style="dim")
 
 
-def unit_name(fqn: str | None) -> Text:
-    """The name of a unit as plain text, never markup; None: communication that is not FSDP's."""
-    return Text("(not FSDP)" if fqn is None else format_unit(fqn))
+class Owned(Protocol):
+    """Communication that may belong to a unit."""
+
+    @property
+    def fqn(self) -> str | None:
+        """None: it belongs to none."""
+
+    @property
+    def is_fsdp(self) -> bool | None:
+        """None where the source does not tell."""
+
+
+def owner_name(owned: Owned) -> Text:
+    """Whose communication it is, as plain text, never markup."""
+    return Text(format_owner(owned.fqn, owned.is_fsdp))
+
+
+def unit_name(fqn: str | None, otherwise: str = "(no unit)") -> Text:
+    """The name of a unit as plain text, never markup; `otherwise` where there is none."""
+    return Text(otherwise if fqn is None else format_unit(fqn))

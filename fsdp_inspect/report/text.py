@@ -20,7 +20,7 @@ from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
 from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.formatting import MISSING, format_bytes, format_count, format_ratio, format_unit
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.report.layout import dim, new_table, section, unit_name
+from fsdp_inspect.report.layout import dim, new_table, owner_name, section, unit_name
 from fsdp_inspect.report.values import format_kind, format_method, format_metric
 
 MOST_EXPOSED = 5
@@ -212,7 +212,7 @@ def _owners_table(owners: Sequence[ExposedOwner]) -> Table:
     table = new_table("unit", "collective", "phase", "n", "in flight", "exposed", "floor", names=3)
     for owner in owners:
         table.add_row(
-            unit_name(owner.fqn),
+            owner_name(owner),
             format_kind(owner.kind),
             owner.phase,
             format_metric("count_per_step", owner.count_per_step),

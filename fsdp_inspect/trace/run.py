@@ -32,6 +32,10 @@ IMPORTED_CLOCK = "kineto"
 """Of a profiler's trace: ranks of one host read one clock, as far as their collectives agree."""
 UNPLACED_CLOCK = "unplaced"
 """Of a trace without wall time: its times compare with those of no other rank."""
+UNITS_FROM_RANGES = "ranges"
+"""How an import knows its units (`Unit.recorded_by`): by the ranges that FSDP2 itself writes."""
+UNITS_FROM_ORDER = "order"
+"""The same, where no range names them: by the order and the sizes of collectives (inferred)."""
 
 
 class RunStatus(StrEnum):
@@ -85,7 +89,8 @@ class Unit(Record):
     """Position in the first recorded forward, from 0; -1: never ran."""
     recorded_by: str = "custom_comm"
     """`custom_comm`: a wrapper installed through torch's public setters; `param_group`: installed
-    on the group object itself (several groups in a module, torch before 2.9)."""
+    on the group object itself (several groups in a module, torch before 2.9). Of an import
+    `UNITS_FROM_RANGES` or `UNITS_FROM_ORDER`."""
 
 
 class ProcessGroup(Record):
@@ -149,6 +154,16 @@ class RunManifest(Record):
     """Of an import: those whose messages' sizes it does not tell; sums of bytes lack them."""
     notes: list[str] = Field(default_factory=list)
     """What an import knows to be missing or odd, one sentence each."""
+
+    @property
+    def knows_fsdp(self) -> bool:
+        """Whether what belongs to no unit is known not to be FSDP's.
+
+        A trace without FSDP2's own ranges does not tell who issued a collective.
+        """
+        if self.source != "imported":
+            return True
+        return any(unit.recorded_by == UNITS_FROM_RANGES for unit in self.units)
 
 
 class ClockPair(Record):

@@ -1,6 +1,8 @@
+import pytest
 from rich.console import Group
 
-from fsdp_inspect.report.layout import BAR_WIDTH, bar, new_table, section, unit_name
+from fsdp_inspect.analysis.exposed import Ahead
+from fsdp_inspect.report.layout import BAR_WIDTH, bar, new_table, owner_name, section, unit_name
 from tests.report.rendering import text_of
 
 
@@ -30,6 +32,21 @@ def test_a_section_stands_apart_under_its_title():
     assert text_of(Group(*section("Title", "body"))).splitlines() == ["", "Title", "body"]
 
 
-def test_units_are_named_the_root_and_what_is_not_fsdps_too():
+def test_units_are_named_the_root_and_what_has_none_too():
     names = [unit_name(fqn).plain for fqn in ("layers.0", "", None)]
-    assert names == ["layers.0", "(root)", "(not FSDP)"]
+    assert names == ["layers.0", "(root)", "(no unit)"]
+
+
+@pytest.mark.parametrize(
+    ("fqn", "is_fsdp", "name"),
+    [
+        pytest.param("layers.0", True, "layers.0", id="of a unit"),
+        pytest.param("", True, "(root)", id="of the root"),
+        pytest.param(None, False, "(not FSDP)", id="known not to be FSDP's"),
+        pytest.param(None, None, "(no unit)", id="who issued it is not known"),
+        pytest.param("all_gather 1.00 GiB", None, "all_gather 1.00 GiB", id="of an implied unit"),
+    ],
+)
+def test_communication_is_called_not_fsdps_only_where_that_is_known(fqn, is_fsdp, name):
+    owned = Ahead(fqn=fqn, is_fsdp=is_fsdp, kind="all_reduce", end_ns=1)
+    assert owner_name(owned).plain == name

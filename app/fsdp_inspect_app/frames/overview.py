@@ -9,7 +9,7 @@ from fsdp_inspect.analysis.exposed import ExposedOwner
 from fsdp_inspect.analysis.memory import MemoryOfStep, PeakMoment
 from fsdp_inspect.analysis.scalars import ScalarSeries
 from fsdp_inspect.analysis.steps import StepPoint
-from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.formatting import format_owner
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.values import format_kind
 from fsdp_inspect_app import wording
@@ -57,7 +57,7 @@ def frame_owners(owners: Sequence[ExposedOwner]) -> pd.DataFrame:
 
 def name_owner(owner: ExposedOwner) -> str:
     """The unit that is waited for."""
-    return "(outside FSDP)" if owner.fqn is None else format_unit(owner.fqn)
+    return format_owner(owner.fqn, owner.is_fsdp)
 
 
 def frame_steps(points: Sequence[StepPoint]) -> pd.DataFrame:

@@ -9,7 +9,7 @@ class Waiting:
     """Whose communication the rank waits for most."""
 
     fqn: str | None
-    """None: not issued by FSDP."""
+    """None: of no unit."""
     kind: str
     phase: str
     exposed_ns: int
@@ -71,6 +71,8 @@ class StepFacts:
     backend: str = ""
     is_kernel_trace: bool = False
     """Imported: it is known when kernels ran, but not who waited for whom, nor for data."""
+    knows_fsdp: bool = True
+    """What belongs to no unit is known not to be FSDP's."""
     has_gathers: bool = True
     """Parameters are gathered in the step: there is a sharding plan that could be changed."""
     num_units: int = 0

@@ -178,8 +178,9 @@ def _say_communication(facts: StepFacts) -> Words:
 def _say_kinds(facts: StepFacts) -> str:
     """`All-gather 92.0 ms, reduce-scatter 79.1 ms.`, longest first."""
     exposed = sorted(facts.exposed_by_kind_ns.items(), key=lambda kind: -kind[1])
+    other = "not FSDP" if facts.knows_fsdp else "other collectives"
     named = [
-        f"{'not FSDP' if kind == 'other' else kind.replace('_', '-')} {format_ns(duration)}"
+        f"{other if kind == 'other' else kind.replace('_', '-')} {format_ns(duration)}"
         for kind, duration in exposed
         if duration > 0
     ]
@@ -204,14 +205,13 @@ def _say_causes(facts: StepFacts) -> str:
 def _say_longest(facts: StepFacts) -> str:
     if facts.top is None:
         return ""
-    owner = (
-        "that FSDP did not issue" if facts.top.fqn is None else f"of {format_unit(facts.top.fqn)}"
-    )
+    nobody = " that FSDP did not issue" if facts.knows_fsdp else ""
+    owner = nobody if facts.top.fqn is None else f" of {format_unit(facts.top.fqn)}"
     kind = facts.top.kind.replace("_", "-")
     place = f" in {facts.top.phase}" if facts.top.phase in _PHASES_BY_NAME else ""
     lead = "Beyond the floor, the" if facts.floor_ns and not facts.blocks_host else "The"
     waited = format_ns(facts.top.exposed_ns)
-    return f"{lead} longest wait, {waited}, is for the {kind} {owner}{place}."
+    return f"{lead} longest wait, {waited}, is for the {kind}{owner}{place}."
 
 
 def _advise_communication(facts: StepFacts) -> list[str]:
