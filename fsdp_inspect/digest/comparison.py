@@ -9,7 +9,7 @@ steps count nowhere.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fsdp_inspect.digest.reasons import Conclusion, Evidence, conclude
+from fsdp_inspect.digest.reasons import Conclusion, Evidence, conclude, summarise
 from fsdp_inspect.digest.settings import SettingDifference, compare_settings, find_caveats
 from fsdp_inspect.digest.sides import DigestedSide, form_sides
 from fsdp_inspect.digest.tables import (
@@ -55,6 +55,8 @@ class Side:
 class Comparison:
     """Runs beside each other; rows have one value for each side, in the order of `sides`."""
 
+    answer: str
+    """How the step times stand, in one sentence."""
     sides: tuple[Side, ...]
     """The first is the reference."""
     caveats: tuple[str, ...]
@@ -103,11 +105,14 @@ def compare_runs(
         units=compare_units(sides),
         memory=compare_categories(sides),
     )
+    conclusions = conclude(evidence)
+    step_time = next(metric for metric in evidence.metrics if metric.name == "step_time_ns")
     return Comparison(
+        answer=summarise(conclusions, step_time),
         sides=tuple(_describe(side) for side in sides),
         caveats=(*find_caveats(manifests, labels), *_say_conditions(sides)),
         settings=evidence.settings,
-        conclusions=conclude(evidence),
+        conclusions=conclusions,
         metrics=evidence.metrics,
         parts=evidence.parts,
         causes=evidence.causes,

@@ -73,6 +73,39 @@ def conclude(evidence: Evidence) -> tuple[Conclusion, ...]:
     return tuple(_conclude(evidence, other) for other in range(1, len(evidence.labels)))
 
 
+def summarise(conclusions: Sequence[Conclusion], step_time: MetricComparison) -> str:
+    """All sides against the reference in one sentence: who is faster, slower, not to be told.
+
+    Args:
+        conclusions: One for each side but the first.
+        step_time: The step times that they rest on.
+    """
+    if len(conclusions) == 1:
+        return conclusions[0].sentence
+    said: dict[str, list[str]] = {}
+    for conclusion, judged in zip(conclusions, step_time.judgements, strict=True):
+        change = "" if judged.change is None else f" ({_signed(judged.change)})"
+        said.setdefault(_standing(judged), []).append(f"{conclusion.label}{change}")
+    listed = "; ".join(f"{words} {', '.join(said[words])}" for words in _STANDINGS if words in said)
+    return f"Against A, with {format_ns(step_time.values[0])} a step: {listed}."
+
+
+_STANDINGS = ("faster", "slower", "no difference in", "not to be told from noise", "not comparable")
+
+
+def _standing(judged: Judgement) -> str:
+    faster, slower, same, untold, missing = _STANDINGS
+    match judged.telling:
+        case Telling.DIFFERENT:
+            return faster if (judged.change or 0) < 0 else slower
+        case Telling.SAME | Telling.EQUAL:
+            return same
+        case Telling.UNKNOWN:
+            return untold
+        case Telling.MISSING:
+            return missing
+
+
 def _conclude(evidence: Evidence, other: int) -> Conclusion:
     step = next(metric for metric in evidence.metrics if metric.name == "step_time_ns")
     judged = step.judgements[other - 1]

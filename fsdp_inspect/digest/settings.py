@@ -33,6 +33,31 @@ class SettingDifference:
     """One for each side; None where a side does not have it."""
 
 
+@dataclass(frozen=True, slots=True)
+class SharedSetting:
+    """A setting of the whole run that all sides of a comparison have alike."""
+
+    group: str
+    """As of `SettingDifference`."""
+    name: str
+    value: Any
+
+
+def find_shared_settings(manifests: Sequence[RunManifest]) -> tuple[SharedSetting, ...]:
+    """What the runs have in common, the machine first; settings that none has set are left out.
+
+    Args:
+        manifests: One for each side.
+    """
+    tables = [dict(_settings(manifest)) for manifest in manifests]
+    shared = [
+        SharedSetting(group, name, value)
+        for (group, name), value in tables[0].items()
+        if value is not None and all(table.get((group, name)) == value for table in tables)
+    ]
+    return tuple(sorted(shared, key=lambda setting: _ORDER.index(setting.group)))
+
+
 def compare_settings(manifests: Sequence[RunManifest]) -> tuple[SettingDifference, ...]:
     """What the runs do not share, the machine first.
 

@@ -4,11 +4,13 @@ Every row has one value for each side, and one change for each side but the firs
 reference. Rows hold numbers only; `reasons` says what they mean.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown
-from fsdp_inspect.analysis.units import UnitCollective, UnitCost
+from fsdp_inspect.analysis.memory import PeakMoment
+from fsdp_inspect.analysis.units import UnitCollective
 from fsdp_inspect.digest.alignment import UnitRow, align_units
 from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.digest.sides import DigestedRun, DigestedSide
@@ -63,6 +65,8 @@ class UnitSide:
     """Of several units: counts and exposed time are sums, what belongs to one collective None."""
     reduce_scatter: UnitCollective
     all_reduce: UnitCollective
+    peak_held_bytes: int | None
+    """What they own at the peak of the memory steps; None where no owners were recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +197,13 @@ def _changes(values: Sequence[int | None]) -> tuple[int | None, ...]:
 
 def compare_units(sides: Sequence[DigestedSide]) -> tuple[UnitComparison, ...]:
     """The units of all sides, aligned, in the order in which the reference runs them."""
-    costs = [{unit.index: unit for unit in side.median_run.digest.units} for side in sides]
+    digests = [side.median_run.digest for side in sides]
     rows = align_units([side.median_run.manifest.units for side in sides])
-    return tuple(_compare_unit(row, costs) for row in rows)
+    return tuple(_compare_unit(row, digests) for row in rows)
 
 
-def _compare_unit(row: UnitRow, costs: Sequence[dict[int, UnitCost]]) -> UnitComparison:
-    sides = tuple(_cost_of(units, known) for units, known in zip(row.members, costs, strict=True))
+def _compare_unit(row: UnitRow, digests: Sequence[RunDigest]) -> UnitComparison:
+    sides = tuple(_cost_of(units, one) for units, one in zip(row.members, digests, strict=True))
     return UnitComparison(
         sides=sides,
         is_regrouped=row.is_regrouped,
@@ -213,8 +217,9 @@ def _sum_told(times_ns: Sequence[int | None]) -> int | None:
     return sum(told) if told else None
 
 
-def _cost_of(units: Sequence[Unit], known: dict[int, UnitCost]) -> UnitSide | None:
-    own = [known[unit.index] for unit in units if unit.index in known]
+def _cost_of(units: Sequence[Unit], digest: RunDigest) -> UnitSide | None:
+    indices = {unit.index for unit in units}
+    own = [cost for cost in digest.units if cost.index in indices]
     if not own:
         return None
     return UnitSide(
@@ -225,7 +230,14 @@ def _cost_of(units: Sequence[Unit], known: dict[int, UnitCost]) -> UnitSide | No
         all_gather=_add_up([cost.all_gather for cost in own]),
         reduce_scatter=_add_up([cost.reduce_scatter for cost in own]),
         all_reduce=_add_up([cost.all_reduce for cost in own]),
+        peak_held_bytes=_held_at_peak(indices, digest.memory.peak),
     )
+
+
+def _held_at_peak(indices: Collection[int], peak: PeakMoment | None) -> int | None:
+    if peak is None or not peak.owners:
+        return None
+    return sum(owner.bytes for owner in peak.owners if owner.unit in indices)
 
 
 def _add_up(collectives: Sequence[UnitCollective]) -> UnitCollective:
@@ -280,3 +292,73 @@ def _movements(
         yield Movement(row.fqns, "forward", after.forward_ns - before.forward_ns)
     if before.backward_ns is not None and after.backward_ns is not None:
         yield Movement(row.fqns, "backward", after.backward_ns - before.backward_ns)
+
+
+class UnitMeasure(StrEnum):
+    """What of units can be compared."""
+
+    EXPOSED = "exposed"
+    ALL_GATHER = "all-gather"
+    """Duration of one."""
+    REDUCE_SCATTER = "reduce-scatter"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    MEMORY = "memory at the peak"
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether it is bytes; else ns."""
+        return self is UnitMeasure.MEMORY
+
+    def of(self, side: UnitSide | None) -> int | None:
+        """Its value for the units of one side; None where it is not known."""
+        if side is None:
+            return None
+        match self:
+            case UnitMeasure.EXPOSED:
+                return side.exposed_ns
+            case UnitMeasure.ALL_GATHER:
+                return side.all_gather.median_ns
+            case UnitMeasure.REDUCE_SCATTER:
+                return side.reduce_scatter.median_ns
+            case UnitMeasure.FORWARD:
+                return side.forward_ns
+            case UnitMeasure.BACKWARD:
+                return side.backward_ns
+            case UnitMeasure.MEMORY:
+                return side.peak_held_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class UnitChange:
+    """One measure of one row of units, on the reference and on another side."""
+
+    row: UnitComparison
+    before: int | None
+    after: int | None
+    change: int | None
+    """None where one of the two is not known."""
+
+
+def find_unit_changes(
+    units: Sequence[UnitComparison],
+    measure: UnitMeasure,
+    other: int,
+    *,
+    largest_first: bool = False,
+) -> tuple[UnitChange, ...]:
+    """One measure of all units against the reference.
+
+    Args:
+        units: As aligned.
+        measure: What to compare.
+        other: Which side, from 1.
+        largest_first: By the size of the change, unknown ones last; default: in the rows' order.
+    """
+    values = [(row, measure.of(row.sides[0]), measure.of(row.sides[other])) for row in units]
+    changes = [
+        UnitChange(row, before, after, *_changes((before, after))) for row, before, after in values
+    ]
+    if largest_first:
+        changes.sort(key=lambda one: -1 if one.change is None else abs(one.change), reverse=True)
+    return tuple(changes)

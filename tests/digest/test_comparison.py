@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fsdp_inspect.digest.comparison import compare_runs
+from fsdp_inspect.digest.tables import UnitMeasure, find_unit_changes
 from fsdp_inspect.trace.codes import MemoryPoint, Phase
 from fsdp_inspect.trace.repeats import Telling
 from fsdp_inspect.trace.run import RunStatus
@@ -247,3 +248,35 @@ def test_a_run_against_its_twin_differs_in_nothing():
         Telling.UNKNOWN,
         Telling.MISSING,
     }
+
+
+def test_several_sides_are_summarised_in_one_sentence():
+    runs = [run_of_step(time, git_commit=str(time)) for time in (100, 50, 101, 200)]
+    assert compare_runs(*runs).answer == (
+        "Against A, with 100.0 ns a step: faster B (-50.0 %); slower D (+100.0 %); "
+        "not to be told from noise C (+1.0 %)."
+    )
+
+
+def test_two_sides_are_answered_by_their_conclusion():
+    comparison = compare_runs(run_of_step(100), run_of_step(200))
+    assert comparison.answer == comparison.conclusions[0].sentence
+
+
+def test_changes_of_units_can_be_read_by_measure_and_size():
+    first = RunBuilder(units=("a", "b", "c"))
+    second = RunBuilder(units=("a", "b"))
+    for builder, ends in ((first, (10, 30, 60)), (second, (20, 70))):
+        rank = builder.rank(0)
+        rank.step(0, 0, 100)
+        for fqn, start, end in zip("abc", (0, *ends), ends, strict=False):
+            rank.forward(fqn, start, end)
+    units = compare_runs(first.build(), second.build()).units
+    changes = find_unit_changes(units, UnitMeasure.FORWARD, 1, largest_first=True)
+    assert [(one.row.fqns, one.before, one.after, one.change) for one in changes] == [
+        (("b",), 20, 50, 30),
+        (("a",), 10, 20, 10),
+        (("c",), 30, None, None),
+    ]
+    memory = find_unit_changes(units, UnitMeasure.MEMORY, 1)
+    assert [one.before for one in memory] == [None, None, None]

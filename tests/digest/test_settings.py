@@ -1,6 +1,11 @@
 import pytest
 
-from fsdp_inspect.digest.settings import are_repeats, compare_settings, find_caveats
+from fsdp_inspect.digest.settings import (
+    are_repeats,
+    compare_settings,
+    find_caveats,
+    find_shared_settings,
+)
 from fsdp_inspect.trace.run import ModelInfo
 from tests.builders import RunBuilder
 
@@ -98,3 +103,13 @@ def test_what_makes_runs_hard_to_compare_is_said(changes, said):
 
 def test_runs_that_can_be_compared_need_no_caveat():
     assert list(find_caveats([manifest(), manifest(config={"x": 1})], ["A", "B"])) == []
+
+
+def test_settings_that_all_share_are_listed_with_their_one_value():
+    first = manifest(config={"a": 1, "b": 2, "c": None}, versions={"torch": "2.13"})
+    second = manifest(config={"a": 1, "b": 3, "c": None}, versions={"torch": "2.13"})
+    shared = {(one.group, one.name): one.value for one in find_shared_settings([first, second])}
+    assert shared["config", "a"] == 1
+    assert shared["versions", "torch"] == "2.13"
+    assert ("config", "b") not in shared
+    assert ("config", "c") not in shared
