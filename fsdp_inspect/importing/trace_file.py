@@ -14,7 +14,7 @@ from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.formatting import format_bytes
 
 GZIP_MAGIC = b"\x1f\x8b"
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 1 << 20
 
 _RATIO_GRACE_BYTES = 64 << 20
 """Files that unpack to less than this may be packed as tightly as they like."""
