@@ -17,15 +17,13 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.errors import IncompleteRunError, StoreError
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Phase
-from fsdp_inspect.trace.memory_reduction import STORAGE_TRACKER, samples_of
+from fsdp_inspect.trace.memory_reduction import STORAGE_TRACKER, UNATTRIBUTED, samples_of
 from fsdp_inspect.trace.rank_memory import memory_parts
 from fsdp_inspect.trace.reduction import StepPart
 from fsdp_inspect.trace.run import FailedRequest, RankRecord, RunSource
 from fsdp_inspect.trace.statistics import median
 from fsdp_inspect.trace.steps import split_by_rank
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable, SummaryTable
-
-UNATTRIBUTED = "unattributed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,9 @@ from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable, SummaryTable
 STORAGE_TRACKER = "storage_tracker"
 """The `memory_from` of ranks whose samples come from the storage tracker."""
 
+UNATTRIBUTED = "unattributed"
+"""In place of a category: what was allocated beyond what is known of it."""
+
 MEMORY_PARTS = (
     StepPart.PEAK_ALLOCATED,
     StepPart.PEAK_RESERVED,
@@ -50,11 +53,10 @@ def reduce_memory(
     """
     readings = samples_of(samples, memory_from)
     readings = readings.where(np.argsort(readings.time_ns, kind="stable"))
-    is_tracked = memory_from == STORAGE_TRACKER
     at_end = readings.where(readings.point == MemoryPoint.STEP_END)
     columns = (
-        (StepPart.PEAK_ALLOCATED, readings.step, _highest_allocated(readings, is_tracked)),
-        (StepPart.PEAK_RESERVED, readings.step, _highest_reserved(readings, is_tracked)),
+        (StepPart.PEAK_ALLOCATED, readings.step, highest_allocated(readings, memory_from)),
+        (StepPart.PEAK_RESERVED, readings.step, _highest_reserved(readings, memory_from)),
         (StepPart.ALLOCATED_AT_END, at_end.step, at_end.allocated),
         (StepPart.RESERVED_AT_END, at_end.step, at_end.reserved),
     )
@@ -79,14 +81,26 @@ def samples_of(samples: MemoryTable, memory_from: str) -> MemoryTable:
     return samples.where(~tracked)
 
 
-def _highest_allocated(readings: MemoryTable, is_tracked: bool) -> NDArray[np.int64]:
+def highest_allocated(readings: MemoryTable, memory_from: str) -> NDArray[np.int64]:
+    """The most that was allocated since the reading before, as far as is known.
+
+    Args:
+        readings: All of the rank, by time, as `samples_of` gives them.
+        memory_from: Who counted.
+
+    Returns:
+        Shape (n,), bytes, at least `allocated`. See [Note: peaks between readings].
+    """
     peak = readings.peak_allocated
-    return np.maximum(readings.allocated, peak if is_tracked else _where_new(peak))
+    return np.maximum(readings.allocated, _since_reading(peak, memory_from))
 
 
-def _highest_reserved(readings: MemoryTable, is_tracked: bool) -> NDArray[np.int64]:
-    peak = readings.peak_reserved
-    return np.maximum(readings.reserved, peak if is_tracked else _where_new(peak))
+def _highest_reserved(readings: MemoryTable, memory_from: str) -> NDArray[np.int64]:
+    return np.maximum(readings.reserved, _since_reading(readings.peak_reserved, memory_from))
+
+
+def _since_reading(peak: NDArray[np.int64], memory_from: str) -> NDArray[np.int64]:
+    return peak if memory_from == STORAGE_TRACKER else _where_new(peak)
 
 
 def _where_new(counter: NDArray[np.int64]) -> NDArray[np.int64]:
