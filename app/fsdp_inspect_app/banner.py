@@ -1,12 +1,14 @@
 """What run is this, and is it whole? The lines at the top of every page about one run."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 import streamlit as st
 
 from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.trace.run import RunManifest, RunStatus
-from fsdp_inspect_app import wording
+from fsdp_inspect_app import loading, wording
+from fsdp_inspect_app.selection import chosen_entry, page_link
 from fsdp_inspect_app.wording import plain
 
 _COLOURS: dict[RunStatus, Literal["green", "blue"]] = {
@@ -14,19 +16,65 @@ _COLOURS: dict[RunStatus, Literal["green", "blue"]] = {
     RunStatus.IMPORTED: "green",
     RunStatus.RUNNING: "blue",
 }
-_STILL_RECORDED = "The run is still being recorded. Reload the page to see more."
+_REFRESH_EVERY_S = 5
+_SEEN_KEY = "contents that are shown"
 
 
-def show_run_header(manifest: RunManifest, digest: RunDigest) -> None:
-    """Name, state and set-up of the run, and what is missing or odd about it."""
+@dataclass(frozen=True, slots=True)
+class _Advice:
+    """What a state of a run means for what is shown, and where to look next."""
+
+    sentence: str
+    page: str
+    label: str
+    icon: str
+
+
+_ADVICE: dict[RunStatus, _Advice] = {
+    RunStatus.RUNNING: _Advice(
+        "The run is still being recorded: the pages follow it by themselves.",
+        *("live", "Watch it live", ":material/sensors:"),
+    ),
+    RunStatus.CRASHED: _Advice(
+        "What was written until then is shown. A process that ends without a word was killed from "
+        "outside: ask the log of its node for the out-of-memory killer, the scheduler or a lost "
+        "connection.",
+        *("memory", "Memory before the end", ":material/memory:"),
+    ),
+    RunStatus.FAILED: _Advice(
+        "What was recorded until the failure is shown.",
+        *("memory", "Memory before the failure", ":material/memory:"),
+    ),
+    RunStatus.PARTIAL: _Advice(
+        "Everything here is of the ranks that are here. Copy the folders of the others to it, or "
+        "join the parts of several nodes with fsdp-inspect merge.",
+        *("ranks", "The ranks that are here", ":material/grid_on:"),
+    ),
+}
+
+
+def show_run_header(manifest: RunManifest, digest: RunDigest, *, refreshes: bool = True) -> None:
+    """Name, state and set-up of the run, what is missing or odd about it, and what to do then.
+
+    Args:
+        manifest: Of the run.
+        digest: Of the run.
+        refreshes: Whether the page of a run that is still recorded is made anew as it grows.
+    """
     status = RunStatus(digest.status)
-    with st.container(horizontal=True, vertical_alignment="center", gap="small"):
+    with st.container(horizontal=True, vertical_alignment="center", gap="small", key="run-header"):
         st.markdown(f"**{plain(digest.run_id)}**", width="content")
         st.badge(status.value, color=_COLOURS.get(status, "orange"))
         facts = [wording.describe_run(digest), wording.describe_plan(manifest)]
         st.caption(plain(" · ".join(fact for fact in facts if fact)), width="content")
-    lines = [_STILL_RECORDED] if status is RunStatus.RUNNING else []
-    lines += list(digest.notes)
+    _show_state(status, digest)
+    if refreshes and status is RunStatus.RUNNING:
+        _refresh_as_it_grows()
+
+
+def _show_state(status: RunStatus, digest: RunDigest) -> None:
+    advice = _ADVICE.get(status)
+    lines = [*digest.notes, *([advice.sentence] if advice else [])]
     if not lines:
         return
     text = "\n".join(f"- {plain(line)}" for line in lines) if len(lines) > 1 else plain(lines[0])
@@ -34,3 +82,18 @@ def show_run_header(manifest: RunManifest, digest: RunDigest) -> None:
         st.info(text, icon=":material/info:")
     else:
         st.warning(text, icon=":material/warning:")
+    if advice:
+        page_link(advice.page, advice.label, icon=advice.icon)
+
+
+@st.fragment(run_every=_REFRESH_EVERY_S)
+def _refresh_as_it_grows() -> None:
+    """Make the page anew once the run's files have changed since it was made."""
+    entry = chosen_entry()
+    if entry is None:
+        return
+    contents = (entry.id, loading.contents_of(entry))
+    seen = st.session_state.setdefault(_SEEN_KEY, contents)
+    st.session_state[_SEEN_KEY] = contents
+    if seen[0] == entry.id and seen != contents:
+        st.rerun()

@@ -8,7 +8,7 @@ results, shared by all sessions.
 
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ import streamlit as st
 from fsdp_inspect import StoredRun, open_run
 from fsdp_inspect.digest.run import RunDigest, digest_run
 from fsdp_inspect.store.folder import RunEntry, list_runs
+from fsdp_inspect_app.boundary import files_of_run, is_inside
 from fsdp_inspect_app.timeline.lod import SpanIndex
 from fsdp_inspect_app.timeline.tracks import StepTimeline, build_timeline
 
@@ -47,12 +48,20 @@ def runs_folder() -> Path:
 
 def list_entries() -> list[RunEntry]:
     """The runs of the folder, newest first, those that cannot be read last."""
-    return _list_entries(str(runs_folder()))
+    return _list_entries(str(runs_folder()))[0]
 
 
-@st.cache_resource(ttl=_LISTING_LIFE_S, max_entries=4, show_spinner=False)
-def _list_entries(folder: str) -> list[RunEntry]:
-    return list_runs(Path(folder))
+def list_foreign() -> list[str]:
+    """Runs that are links to places outside the folder: by their ids, never opened."""
+    return _list_entries(str(runs_folder()))[1]
+
+
+@st.cache_resource(ttl=_LISTING_LIFE_S, max_entries=4, show_spinner="Looking for runs")
+def _list_entries(folder: str) -> tuple[list[RunEntry], list[str]]:
+    entries = list_runs(Path(folder))
+    inside = [entry for entry in entries if is_inside(entry.path, Path(folder))]
+    known = {entry.id for entry in inside}
+    return inside, [entry.id for entry in entries if entry.id not in known]
 
 
 def open_entry(entry: RunEntry) -> StoredRun:
@@ -119,25 +128,30 @@ def _timeline(
     )
 
 
+def contents_of(entry: RunEntry) -> tuple[int, int]:
+    """What tells one moment of a run's files from another: newest change (ns) and bytes."""
+    state = _state_of(entry.path)
+    return state.newest_ns, state.num_bytes
+
+
 def _state_of(path: Path) -> _State:
-    return _read_state(str(path))
+    return _read_state(str(path), str(runs_folder()))
 
 
 @st.cache_resource(ttl=_STATE_LIFE_S, max_entries=512, show_spinner=False)
-def _read_state(path: str) -> _State:
-    """The state of a run's files; files that vanish meanwhile do not count."""
+def _read_state(path: str, folder: str) -> _State:
+    """The state of a run's files; files that vanish meanwhile do not count.
+
+    Raises:
+        StoreError: One of them is a link to a place outside the folder of runs.
+    """
     newest_ns, num_bytes, is_live = 0, 0, False
-    for file in _files_of(Path(path)):
+    for file in files_of_run(Path(path), Path(folder)):
         try:
             status = file.stat()
         except OSError:
             continue
         newest_ns = max(newest_ns, status.st_mtime_ns)
         num_bytes += status.st_size
-        is_live = is_live or file.suffix == _LIVE_SUFFIX
+        is_live = is_live or file.name.endswith(_LIVE_SUFFIX)
     return _State(newest_ns, num_bytes, int(time.time() / _LIVE_LIFE_S) if is_live else 0)
-
-
-def _files_of(path: Path) -> Iterator[Path]:
-    yield from path.glob("*.*")
-    yield from path.glob("attempt-*/rank-*/*.*")

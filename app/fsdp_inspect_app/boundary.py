@@ -1,0 +1,55 @@
+"""Which files may the dashboard read? Those in the folder that it was started with.
+
+Runs are found by listing that folder, so no address and no widget can name a file. What is left is
+a link inside the folder that leads out of it: whoever may write a run there must not make the
+dashboard show other files of this machine.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from fsdp_inspect.errors import StoreError
+
+_DEPTH = 2
+"""Folders below a run that hold its files: attempts, and ranks in them."""
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether a path, all links followed, lies in the folder (links to which count as it)."""
+    try:
+        return path.resolve(strict=True).is_relative_to(folder.resolve(strict=True))
+    except (OSError, RuntimeError, ValueError):
+        return False
+
+
+def files_of_run(path: Path, folder: Path) -> Iterator["os.DirEntry[str]"]:
+    """All files of a run; a folder that cannot be listed has none.
+
+    Args:
+        path: The run.
+        folder: Of runs.
+
+    Raises:
+        StoreError: Something in the run is a link to a place outside the folder of runs.
+    """
+    yield from _files_in(str(path), folder, _DEPTH)
+
+
+def _files_in(path: str, folder: Path, depth: int) -> Iterator["os.DirEntry[str]"]:
+    try:
+        with os.scandir(path) as listing:
+            entries = list(listing)
+    except OSError:
+        return
+    for entry in entries:
+        if entry.is_symlink() and not is_inside(Path(entry.path), folder):
+            raise StoreError(
+                f"{entry.path!r} is a link to a place outside the folder of runs. The dashboard "
+                f"reads files in {str(folder)!r} only. Copy what it leads to, or start the "
+                "dashboard with a folder that holds both."
+            )
+        if not entry.is_dir():
+            yield entry
+        elif depth:
+            yield from _files_in(entry.path, folder, depth - 1)
