@@ -8,7 +8,7 @@ results, shared by all sessions.
 
 import sys
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -89,6 +89,18 @@ def result_of(entry: RunEntry, measure: Callable[..., T], **arguments: Hashable)
     return result
 
 
+def result_of_all(
+    entries: Sequence[RunEntry], measure: Callable[..., T], **arguments: Hashable
+) -> T:
+    """As `result_of`, of an analysis that is called with a list of runs."""
+    paths = tuple(str(entry.path) for entry in entries)
+    states = tuple(_state_of(entry.path) for entry in entries)
+    name = f"{measure.__module__}.{measure.__qualname__}"
+    given = tuple(sorted(arguments.items()))
+    result: T = _result_of_all(paths, states, name, given, measure)
+    return result
+
+
 def timeline_of(
     entry: RunEntry, *, step: int, ranks: tuple[int, ...]
 ) -> tuple[StepTimeline, SpanIndex]:
@@ -115,6 +127,18 @@ def _result(
     _measure: Callable[..., Any],
 ) -> Any:
     return _measure(_open(path, state), **dict(arguments))
+
+
+@st.cache_resource(max_entries=32, show_spinner="Comparing the runs")
+def _result_of_all(
+    paths: tuple[str, ...],
+    states: tuple[_State, ...],
+    name: str,
+    arguments: tuple[tuple[str, Hashable], ...],
+    _measure: Callable[..., Any],
+) -> Any:
+    runs = [_open(path, state) for path, state in zip(paths, states, strict=True)]
+    return _measure(runs, **dict(arguments))
 
 
 @st.cache_resource(max_entries=8, show_spinner="Laying out the step")

@@ -9,8 +9,9 @@ from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.memory import Memory
 from fsdp_inspect.analysis.provenance import Provenance
 from fsdp_inspect.digest.run import RunDigest
-from fsdp_inspect.formatting import format_count, format_ns
+from fsdp_inspect.formatting import MISSING, format_count, format_ns
 from fsdp_inspect.report.values import format_kind, format_method
+from fsdp_inspect.trace.repeats import Judgement, Telling
 from fsdp_inspect.trace.run import RunManifest
 
 
@@ -89,3 +90,29 @@ def describe_step(breakdown: StepBreakdown) -> str:
         f"{format_ns(breakdown.exposed_ns)} of the {total} of step {breakdown.step} go to waiting "
         f"for communication on rank {breakdown.rank}: the hatched spans."
     )
+
+
+def format_change(change: float | None) -> str:
+    """A relative change with its sign: `-22.7 %`; `=` where there is none."""
+    if change is None:
+        return MISSING
+    return "=" if change == 0 else f"{change:+.1%}".replace("%", " %")
+
+
+def describe_judgement(judgement: Judgement) -> str:
+    """What may be said of a difference, in a few words."""
+    if judgement.low is not None and judgement.high is not None:
+        interval = f"{format_change(judgement.low)} to {format_change(judgement.high)}"
+        return f"{_TELLINGS[judgement.telling]} ({interval})"
+    if judgement.telling is Telling.DIFFERENT and any(judgement.more_runs):
+        return "beyond noise, not tested"
+    return _TELLINGS[judgement.telling]
+
+
+_TELLINGS = {
+    Telling.EQUAL: "exactly equal",
+    Telling.DIFFERENT: "different",
+    Telling.SAME: "no difference",
+    Telling.UNKNOWN: "cannot be told from noise",
+    Telling.MISSING: "not recorded on both sides",
+}
