@@ -117,7 +117,9 @@ def page_link(page: str, label: str, *, icon: str | None = None, **selection: Va
         icon: Such as `:material/stacks:`.
         selection: What the link names instead; None leaves a parameter out.
     """
-    st.page_link(f"app_pages/{page}.py", label=label, icon=icon, query_params=_selected(selection))
+    file = find_page(page)
+    if file.exists:
+        st.page_link(file.path, label=label, icon=icon, query_params=_selected(selection))
 
 
 def switch_page(page: str, **selection: Value) -> None:
