@@ -5,9 +5,9 @@ leaves as it was keeps its own measured communication. What changes is derived:
 
 - messages: parameters padded to the shard group, as torch pads them, in the plan's dtypes;
 - their durations: the network's lines (`simulation.network`);
-- copies: bytes at the run's own rate;
-- hooks: a line over the number of tensors, fitted to the run's units, since torch's hooks run a
-  piece of Python for each;
+- copies: a line over bytes, fitted to the run's units: each copy has a launch, too;
+- hooks: a line over the number of tensors, fitted likewise, since torch's hooks run a piece of
+  Python for each;
 - compute of a unit that is split: by the share of its parameters (matrix products take time in
   proportion to their weights). This one is an assumption; the scenario names it.
 """
@@ -353,27 +353,24 @@ class _Regrouping:
     def _unit_work(self, unit: Unit) -> UnitWork:
         before = self._unchanged(unit.fqn)
         recorded = self._recorded_work(before)
-        is_same = (
-            before is not None
-            and recorded is not None
-            and not self._network.is_changed
-            and (before.unsharded_bytes, before.reduce_bytes)
-            == (unit.unsharded_bytes, unit.reduce_bytes)
+        messages = (unit.unsharded_bytes, unit.reduce_bytes)
+        has_same_messages = before is not None and messages == (
+            before.unsharded_bytes,
+            before.reduce_bytes,
         )
-        if is_same and recorded is not None:
+        if recorded is not None and has_same_messages and not self._network.is_changed:
             return self._with_group_of_backward(unit, recorded)
-        hooks = recorded or self._rates.hooks(unit.num_tensors)
+        own = recorded or self._rates.hooks(unit.num_tensors)
+        if not has_same_messages:
+            own = self._rates.copies(own, unit)
         return self._with_group_of_backward(
             unit,
             replace(
-                hooks,
+                own,
                 gather_ns=self._duration(EventKind.ALL_GATHER, unit.unsharded_bytes),
                 gather_backward_ns=None,
                 reduce_ns=self._duration(EventKind.REDUCE_SCATTER, unit.reduce_bytes),
                 all_reduce_ns=self._all_reduce(unit),
-                copy_in_ns=self._rates.copy_in(unit.unsharded_bytes),
-                copy_out_ns=self._rates.copy_out(unit.unsharded_bytes),
-                reduce_copy_in_ns=self._rates.reduce_copy_in(unit.reduce_bytes),
                 is_trainable=unit.reduce_bytes > 0,
             ),
         )
@@ -412,54 +409,70 @@ class _Regrouping:
 
 
 class _Rates:
-    """What copies and hooks cost in the run, by bytes and tensors."""
+    """What copies and hooks cost in the run: lines over the bytes and tensors of its units."""
 
     def __init__(self, work: RecordedWork) -> None:
-        self._work = work
-        pairs = list(zip(work.units, work.workload.units, strict=True))
-        gathered = sum(unit.unsharded_bytes for unit, _ in pairs) or 1
-        reduced = sum(unit.reduce_bytes for unit, _ in pairs) or 1
-        self._copy_in = sum(each.copy_in_ns for _, each in pairs) / gathered
-        self._copy_out = sum(each.copy_out_ns for _, each in pairs) / gathered
-        self._reduce_copy_in = sum(each.reduce_copy_in_ns for _, each in pairs) / reduced
-        self._tensors = [unit.num_tensors or len(unit.parameters) for unit, _ in pairs]
         works = work.workload.units
-        self._gather = self._line([each.gather_launch_ns for each in works])
-        self._backward = self._line([each.gather_backward_launch_ns or 0 for each in works])
-        self._reduce = self._line([each.reduce_launch_ns for each in works])
+        gathered = [unit.unsharded_bytes for unit in work.units]
+        reduced = [unit.reduce_bytes for unit in work.units]
+        self._copy_in = _Line(gathered, [each.copy_in_ns for each in works], in_proportion=True)
+        self._copy_out = _Line(gathered, [each.copy_out_ns for each in works], in_proportion=True)
+        self._reduce_copy_in = _Line(
+            reduced, [each.reduce_copy_in_ns for each in works], in_proportion=True
+        )
+        # The first unit's hooks lie before the forward, where they are not told from the loop's.
+        first = next(index for op, index in work.workload.tape if op is Op.ENTER)
+        others = [at for at in range(len(works)) if at != first] or [first]
+        tensors = [unit.num_tensors or len(unit.parameters) for unit in work.units]
+        self._gather = _Line(
+            [tensors[at] for at in others], [works[at].gather_launch_ns for at in others]
+        )
+        self._backward = _Line(tensors, [each.gather_backward_launch_ns or 0 for each in works])
+        self._reduce = _Line(tensors, [each.reduce_launch_ns for each in works])
 
-    def copy_in(self, message_bytes: int) -> int:
-        """Into the all-gather's input, ns."""
-        return round(self._copy_in * message_bytes)
-
-    def copy_out(self, message_bytes: int) -> int:
-        """Out of the all-gather's output, ns."""
-        return round(self._copy_out * message_bytes)
-
-    def reduce_copy_in(self, message_bytes: int) -> int:
-        """Into the reduce-scatter's input, ns."""
-        return round(self._reduce_copy_in * message_bytes)
+    def copies(self, work: UnitWork, unit: Unit) -> UnitWork:
+        """The work with copies of a unit's messages."""
+        return replace(
+            work,
+            copy_in_ns=self._copy_in.at(unit.unsharded_bytes),
+            copy_out_ns=self._copy_out.at(unit.unsharded_bytes),
+            reduce_copy_in_ns=self._reduce_copy_in.at(unit.reduce_bytes),
+        )
 
     def hooks(self, num_tensors: int) -> UnitWork:
         """A unit of that many tensors with its hooks, and nothing else."""
-        sizes = (1, num_tensors)
-        gather, backward, reduce = (
-            round(float(np.dot(line, sizes)))
-            for line in (self._gather, self._backward, self._reduce)
-        )
         return UnitWork(
             gather_ns=0,
             reduce_ns=0,
-            gather_launch_ns=gather,
-            gather_backward_launch_ns=backward,
-            reduce_launch_ns=reduce,
+            gather_launch_ns=self._gather.at(num_tensors),
+            gather_backward_launch_ns=self._backward.at(num_tensors),
+            reduce_launch_ns=self._reduce.at(num_tensors),
         )
 
-    def _line(self, durations: Sequence[int]) -> tuple[float, float]:
-        """Constant and slope over the number of tensors, both non-negative, least squares."""
-        matrix = np.column_stack([np.ones(len(self._tensors)), self._tensors])
-        (constant, slope), _ = nnls(matrix.astype(np.float64), np.asarray(durations, np.float64))
-        return float(constant), float(slope)
+
+class _Line:
+    """A constant and a slope, neither below 0, by least squares; units of size 0 do not count.
+
+    Units of one size alone do not tell the two apart: bytes are then taken to cost in proportion
+    (a device is bound by them), tensors to cost nothing beside the hook itself.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], durations: Sequence[int], *, in_proportion: bool = False
+    ) -> None:
+        pairs = [(size, ns) for size, ns in zip(sizes, durations, strict=True) if size]
+        is_one_size = len({size for size, _ in pairs}) == 1
+        columns = np.array([(1.0, size) for size, _ in pairs]).reshape(-1, 2)
+        scale = columns.max(axis=0, initial=1.0)
+        columns = columns / scale
+        if is_one_size:
+            columns[:, 0 if in_proportion else 1] = 0
+        found, _ = nnls(columns, np.array([float(ns) for _, ns in pairs]))
+        self._constant, self._slope = found / scale
+
+    def at(self, size: int) -> int:
+        """The duration for a size, ns; 0 for none."""
+        return round(float(self._constant + self._slope * size)) if size else 0
 
 
 def _parameters(unit: Unit) -> dict[str, list[int]]:
