@@ -327,6 +327,13 @@ _ALL = (
         "peak reserved / memory of the device",
     ),
     Metric(
+        "headroom_bytes",
+        "headroom",
+        _BYTES,
+        "memory of the device - peak reserved: what the allocator never took",
+        Better.HIGHER,
+    ),
+    Metric(
         "fragmentation_ratio",
         "fragmentation",
         _RATIO,

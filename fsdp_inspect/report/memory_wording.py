@@ -26,6 +26,22 @@ def describe_nothing(digest: MemoryDigest) -> str:
     return _NOTHING_IMPORTED if digest.source == "imported" else _NOTHING
 
 
+def describe_memory(digest: MemoryDigest) -> str:
+    """The whole answer in a line or two: the peak, where, what fills most of it, what is left."""
+    if digest.rank is None or digest.rank.peak_allocated_bytes is None:
+        return describe_nothing(digest)
+    lines = [describe_peak(digest, digest.rank)]
+    if digest.memory.peak is not None and digest.memory.peak.categories:
+        most = digest.memory.peak.categories[0]
+        lines.append(f"Most of it is {name_category(most.category)}, {format_bytes(most.bytes)}.")
+    if digest.rank.headroom_bytes is not None:
+        lines.append(
+            f"{format_bytes(digest.rank.headroom_bytes)} of the device's "
+            f"{format_bytes(digest.rank.device_bytes)} were never taken."
+        )
+    return " ".join(lines)
+
+
 def describe_peak(digest: MemoryDigest, rank: RankMemory) -> str:
     """The number, and where it was reached."""
     amount = format_bytes(rank.peak_allocated_bytes)

@@ -56,3 +56,33 @@ PART_LOOKS = {
     StepPart.BETWEEN_STEPS: BETWEEN_STEPS,
 }
 """The look of every part of a step."""
+
+_WAIT_LOOKS = {
+    "all_gather": EXPOSED_ALL_GATHER,
+    "reduce_scatter": EXPOSED_REDUCE_SCATTER,
+    "all_reduce": EXPOSED_ALL_REDUCE,
+}
+
+
+def look_of_wait(kind: str, fqn: str | None) -> Look:
+    """The look of waiting for a collective of that kind; those of no unit are drawn alike."""
+    return EXPOSED_OTHER if fqn is None else _WAIT_LOOKS.get(kind, EXPOSED_OTHER)
+
+
+MEMORY_LOOKS = {
+    "sharded_parameter": Look("sharded parameter", "#0072B2", _WHITE),
+    "unsharded_parameter": Look("unsharded parameter", "#56B4E9", _BLACK),
+    "sharded_gradient": Look("sharded gradient", "#D55E00", _WHITE),
+    "unsharded_gradient": Look("unsharded gradient", "#E69F00", _BLACK),
+    "optimizer_state": Look("optimizer state", "#CC79A7", _BLACK),
+    "activation": Look("activation", "#009E73", _WHITE),
+    "all_gather_buffer": Look("all-gather buffer", "#1F4E79", _WHITE),
+    "reduce_scatter_buffer": Look("reduce-scatter buffer", "#8C3A00", _WHITE),
+    "buffer": Look("buffer", "#7A8691", _WHITE),
+    "input": Look("input", "#F0E442", _BLACK),
+    "temporary": Look("temporary", "#8A6FB0", _WHITE),
+    "outside_allocator": Look("outside allocator", "#4A5560", _WHITE),
+    "unattributed": Look("unattributed", "#B9C0C7", _BLACK),
+}
+"""The look of every memory category: parameters blue, gradients orange; what FSDP makes for a
+moment of either is lighter, its buffers are darker."""
