@@ -5,6 +5,7 @@ does. `None` reads as an en dash: a missing number is never shown as 0.
 """
 
 import unicodedata
+from collections.abc import Iterable
 
 MISSING = "–"
 _LAYOUT = frozenset("\n\t")
@@ -66,6 +67,23 @@ def format_count(value: float | None) -> str:
 def format_ratio(value: float | None) -> str:
     """A ratio from 0 to 1 as a percentage: `14.9 %`."""
     return MISSING if value is None else f"{100 * value:.1f} %"
+
+
+def find_spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Runs of neighbouring numbers as the first and last of each, ascending."""
+    spans: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], number)
+        else:
+            spans.append((number, number))
+    return spans
+
+
+def format_numbers(numbers: Iterable[int]) -> str:
+    """Whole numbers as text, runs of them in short: `0-3, 7`; `none` if there are none."""
+    spans = find_spans(numbers)
+    return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans) or "none"
 
 
 def format_unit(fqn: str) -> str:

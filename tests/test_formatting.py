@@ -62,3 +62,20 @@ def test_control_characters_are_shown_and_other_text_stays():
     shown = formatting.show_controls("layers.0 µ–é\xa0█\n\t\x00\x1b[0m\x7f\x85\u2066")
     hidden = "\N{REPLACEMENT CHARACTER}"
     assert shown == f"layers.0 µ–é\xa0█\n\t␀␛[0m␡{hidden}{hidden}"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        pytest.param([0, 1, 2, 7], "0-2, 7", id="a run and one"),
+        pytest.param([7, 2, 1], "1-2, 7", id="in any order"),
+        pytest.param([5], "5", id="one"),
+        pytest.param([], "none", id="none"),
+    ],
+)
+def test_runs_of_numbers_read_in_short(numbers, text):
+    assert formatting.format_numbers(numbers) == text
+
+
+def test_spans_are_the_first_and_last_of_each_run():
+    assert formatting.find_spans([3, 4, 5, 9]) == [(3, 5), (9, 9)]

@@ -6,9 +6,7 @@ are the keys of `summary --json`, with the units in their names. Times are media
 steps of the median rank unless a field says otherwise ([Note: the median rank] in `trace.steps`).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from fsdp_inspect.analysis.allocator import AllocatorUse, measure_allocator
 from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
@@ -23,9 +21,9 @@ from fsdp_inspect.analysis.steps import measure_step_times
 from fsdp_inspect.analysis.units import UnitCost, measure_units
 from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
 from fsdp_inspect.digest.arrivals import find_arrivals
+from fsdp_inspect.digest.asking import ask
 from fsdp_inspect.digest.judging import Answers, judge
 from fsdp_inspect.digest.suspicion import find_straggler
-from fsdp_inspect.errors import StoreError
 from fsdp_inspect.trace.codes import COLLECTIVES
 from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.statistics import Distribution
@@ -125,23 +123,23 @@ def digest_run(run: RunSource) -> RunDigest:
     damage: list[str] = []
     times, overlap = measure_step_times(run), measure_overlap(run)
     breakdown, memory = measure_breakdown(run), measure_memory(run)
-    exposed = _ask(measure_exposed, run, damage)
-    units = _ask(measure_units, run, damage)
-    provenance = _ask(measure_provenance, run, damage)
-    loss = _ask(_find_loss, run, damage)
-    plan_check = _ask(check_plan, run, damage)
+    exposed = ask(measure_exposed, run, damage)
+    units = ask(measure_units, run, damage)
+    provenance = ask(measure_provenance, run, damage)
+    loss = ask(_find_loss, run, damage)
+    plan_check = ask(check_plan, run, damage)
     verdict, rank_verdicts = judge(
         Answers(
             manifest=run.manifest,
             hosts={record.rank: record.host for record in run.ranks},
             breakdown=breakdown,
             memory=memory,
-            exposed=_ask(lambda one: _waits_in(one, breakdown.headline), run, damage),
+            exposed=ask(lambda one: _waits_in(one, breakdown.headline), run, damage),
             allocator=_measure_allocator(run, memory),
-            growth=_ask(measure_memory_growth, run, damage),
+            growth=ask(measure_memory_growth, run, damage),
             plan_check=plan_check,
             provenance=provenance,
-            straggler=_ask(lambda one: find_straggler(one, overlap.ranks), run, damage),
+            straggler=ask(lambda one: find_straggler(one, overlap.ranks), run, damage),
         )
     )
     manifest, steps, middle = run.manifest, times.selection, overlap.run
@@ -177,20 +175,6 @@ def digest_run(run: RunSource) -> RunDigest:
         rank_verdicts=rank_verdicts,
         plan_check=plan_check,
     )
-
-
-_AnswerT = TypeVar("_AnswerT")
-
-
-def _ask(
-    question: Callable[[RunSource], _AnswerT], run: RunSource, damage: list[str]
-) -> _AnswerT | None:
-    """The answer, or None where the files that it needs are damaged; `damage` says so."""
-    try:
-        return question(run)
-    except StoreError as error:
-        damage.append(str(error))
-        return None
 
 
 def _waits_in(run: RunSource, step: StepBreakdown | None) -> Exposed | None:

@@ -159,12 +159,7 @@ def compare_causes(sides: Sequence[DigestedSide]) -> tuple[PartComparison, ...]:
     A side without causes (its events are missing) has None.
     """
     causes = [_causes(side.median_run.digest) for side in sides]
-    names = dict.fromkeys(name for table in causes if table is not None for name in table)
-    rows = []
-    for name in names:
-        values = tuple(None if table is None else table.get(name, 0) for table in causes)
-        rows.append(PartComparison(name, values, _changes(values)))
-    return tuple(rows)
+    return tuple(PartComparison(name, values, _changes(values)) for name, values in _beside(causes))
 
 
 def _causes(digest: RunDigest) -> dict[str, int] | None:
@@ -176,18 +171,24 @@ def _causes(digest: RunDigest) -> dict[str, int] | None:
 def compare_categories(sides: Sequence[DigestedSide]) -> tuple[CategoryComparison, ...]:
     """What fills memory at the peak; empty where no side knows."""
     held = [_categories(side.median_run.digest) for side in sides]
-    names = dict.fromkeys(name for table in held if table is not None for name in table)
-    rows = []
-    for name in names:
-        values = tuple(None if table is None else table.get(name, 0) for table in held)
-        rows.append(CategoryComparison(name, values, _changes(values)))
-    return tuple(rows)
+    return tuple(
+        CategoryComparison(name, values, _changes(values)) for name, values in _beside(held)
+    )
 
 
 def _categories(digest: RunDigest) -> dict[str, int] | None:
     if digest.memory.peak is None:
         return None
     return {row.category: row.bytes for row in digest.memory.peak.categories}
+
+
+def _beside(
+    tables: Sequence[dict[str, int] | None],
+) -> Iterator[tuple[str, tuple[int | None, ...]]]:
+    """Every name of any side, with its value on each: 0 where a side lacks it, None unknown."""
+    names = dict.fromkeys(name for table in tables if table is not None for name in table)
+    for name in names:
+        yield name, tuple(None if table is None else table.get(name, 0) for table in tables)
 
 
 def _changes(values: Sequence[int | None]) -> tuple[int | None, ...]:

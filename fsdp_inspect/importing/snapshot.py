@@ -32,6 +32,7 @@ from fsdp_inspect.importing.snapshot_sqlite import (
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.run import (
+    UNPLACED_CLOCK,
     ClockPair,
     FailedRequest,
     RankRecord,
@@ -378,6 +379,7 @@ def _record(
         rank=number,
         world_size=world_size,
         device=f"cuda:{rank.device.device}",
+        clock=UNPLACED_CLOCK,
         clock_start=wall,
         clock_end=wall,
         status=RunStatus.IMPORTED,

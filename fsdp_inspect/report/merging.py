@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.formatting import format_bytes, format_numbers
 from fsdp_inspect.report.json import render_json
 from fsdp_inspect.store.merging import MergeResult
-from fsdp_inspect.store.notes import describe_numbers
 
 
 def render_merge(result: MergeResult) -> RenderableType:
@@ -27,12 +26,12 @@ def _lines(result: MergeResult) -> Iterator[Text]:
         f"{format_bytes(result.bytes)} copied: {result.path}"
     )
     if result.copies:
-        several = describe_numbers(sorted({rank for _, rank in result.copies}))
+        several = format_numbers(sorted({rank for _, rank in result.copies}))
         yield Text(f"Identical copies of the ranks {several} lay in several parts.")
     for attempt in sorted({attempt for attempt, _ in result.missing_ranks}):
         missing = [rank for number, rank in result.missing_ranks if number == attempt]
         yield Text(
-            f"Missing in attempt {attempt}: ranks {describe_numbers(missing)}. Merge again with "
+            f"Missing in attempt {attempt}: ranks {format_numbers(missing)}. Merge again with "
             "the parts of the other nodes.",
             style="yellow",
         )

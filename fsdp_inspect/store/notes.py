@@ -1,10 +1,11 @@
 """What is missing or odd in this run? One sentence each."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
 from fsdp_inspect.errors import StoreError
+from fsdp_inspect.formatting import format_numbers
 from fsdp_inspect.store.schema import TableT
 from fsdp_inspect.store.streams import StreamContents
 from fsdp_inspect.trace.run import RankRecord, RunStatus
@@ -23,19 +24,7 @@ def noting(found: dict[str, None]) -> Iterator[None]:
 
 def describe_ranks(numbers: Sequence[int]) -> str:
     """Ranks as text: `rank 2`, `ranks 0-3, 7`."""
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {describe_numbers(numbers)}"
-
-
-def describe_numbers(numbers: Iterable[int]) -> str:
-    """Numbers as text, runs of them in short: `0-3, 7`; `none` if there are none."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    texts = (str(low) if low == high else f"{low}-{high}" for low, high in spans)
-    return ", ".join(texts) or "none"
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {format_numbers(numbers)}"
 
 
 def note_missing(missing: Sequence[int], world_size: int) -> list[str]:

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from fsdp_inspect.errors import IncompleteRunError, NotARunError
+from fsdp_inspect.formatting import format_numbers
 from fsdp_inspect.store.files import RunFiles, open_files
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.liveness import is_alive, last_sign_unix_ns
 from fsdp_inspect.store.notes import (
-    describe_numbers,
     note_ends,
     note_losses,
     note_missing,
@@ -77,7 +77,7 @@ def open_run(path: str | Path, *, attempt: int | None = None) -> "StoredRun":
         raise NotARunError(_describe_no_run(path))
     if attempt is not None and attempt not in attempts:
         raise IncompleteRunError(
-            f"Run {files.label!r} has no attempt {attempt}. It has: {describe_numbers(attempts)}. "
+            f"Run {files.label!r} has no attempt {attempt}. It has: {format_numbers(attempts)}. "
             "Leave the attempt out to open the last one."
         )
     chosen = attempt if attempt is not None else max(attempts, default=0)
@@ -275,7 +275,7 @@ class StoredRun:
     def _describe_missing_rank(self, rank: int) -> str:
         return (
             f"Run {self.path!r} holds nothing of rank {rank}. It holds "
-            f"{describe_numbers(self._rank_numbers)} of world size {self._manifest.world_size} in "
+            f"{format_numbers(self._rank_numbers)} of world size {self._manifest.world_size} in "
             f"attempt {self.attempt}. Copy {self._folder(rank)} here from the node where the rank "
             "ran, or ask for a rank that is here."
         )

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.errors import IncompleteRunError
+from fsdp_inspect.formatting import format_numbers
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase
 from fsdp_inspect.trace.reduction import StepFlag, StepPart
 from fsdp_inspect.trace.run import RunSource
@@ -265,7 +266,7 @@ def timed_rank(run: RunSource, rank: int | None = None) -> RankSteps | None:
     if not found and rank not in known:
         raise IncompleteRunError(
             f"Run {run.manifest.run_id!r} holds nothing of rank {rank}. It holds the ranks "
-            f"{_spans(known) or 'none'}. Choose one of them."
+            f"{format_numbers(known)}. Choose one of them."
         )
     return found[0] if found else None
 
@@ -299,15 +300,4 @@ def sum_per_step(
 
 def _numbered(steps: Sequence[int]) -> str:
     """`step 4`, `steps 0-2`, `steps 0-2, 7`."""
-    return f"{'step' if len(steps) == 1 else 'steps'} {_spans(steps)}"
-
-
-def _spans(numbers: Sequence[int]) -> str:
-    """Ascending numbers in short: `0-2, 7`."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)
+    return f"{'step' if len(steps) == 1 else 'steps'} {format_numbers(steps)}"

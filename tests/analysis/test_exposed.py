@@ -6,7 +6,7 @@ from fsdp_inspect.errors import IncompleteRunError
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.steps import timed_rank
 from fsdp_inspect.trace.waits import timed_collectives
-from tests.builders import STEADY_FLOOR_NS, RunBuilder, steady_run
+from tests.builders import STEADY_FLOOR_NS, RunBuilder, add_steady_step, steady_run
 
 BACKWARD = Phase.BACKWARD
 
@@ -34,6 +34,24 @@ def test_every_wait_belongs_to_the_unit_whose_collective_is_waited_for():
         ("layers.0", "all_gather", "backward"): (0, 0),
         ("layers.1", "reduce_scatter", "backward"): (0, 0),
     }
+
+
+@pytest.mark.parametrize(
+    ("source", "recorded_by", "is_fsdp"),
+    [
+        pytest.param("recorded", "custom_comm", {True, False}, id="recorded"),
+        pytest.param("imported", "ranges", {True, False}, id="with FSDP's ranges"),
+        pytest.param("imported", "order", {None}, id="without ranges"),
+    ],
+)
+def test_who_issued_a_collective_is_said_only_where_it_is_known(source, recorded_by, is_fsdp):
+    builder = RunBuilder(source=source, world_size=1)
+    builder.unit("layers.0", recorded_by=recorded_by)
+    add_steady_step(builder.rank(0), 0, start=0)
+    exposed = measure_exposed(builder.build())
+    assert {owner.is_fsdp for owner in exposed.owners} == is_fsdp
+    assert {wait.is_fsdp for wait in exposed.evidence} == is_fsdp
+    assert all(owner.is_fsdp for owner in exposed.owners if owner.fqn) is (None not in is_fsdp)
 
 
 def test_the_longest_wait_comes_first():

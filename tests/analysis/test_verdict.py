@@ -151,6 +151,17 @@ def test_on_a_blocking_backend_exposure_is_called_a_property_of_the_backend():
     assert any("on GPUs" in step for step in verdict.next_steps)
 
 
+def test_where_it_is_not_known_what_fsdp_issued_nothing_is_said_of_it():
+    top = Waiting(fqn=None, kind="all_reduce", phase="outside", exposed_ns=8 * MS)
+    kinds = {"other": 8 * MS}
+    known = {"top": top, "exposed_by_kind_ns": kinds, "knows_fsdp": False}
+    verdict = give_verdict(facts(exposed_ns=15 * MS, **known))
+    assert (
+        verdict.why == "Other collectives 8.00 ms. The longest wait, 8.00 ms, is for the "
+        "all-reduce."
+    )
+
+
 def test_a_wait_outside_fsdp_is_not_blamed_on_a_unit():
     top = Waiting(fqn=None, kind="all_reduce", phase="outside", exposed_ns=8 * MS)
     verdict = give_verdict(facts(exposed_ns=15 * MS, top=top))

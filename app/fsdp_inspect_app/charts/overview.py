@@ -11,7 +11,6 @@ from fsdp_inspect.analysis.scalars import ScalarSeries
 from fsdp_inspect.analysis.steps import StepTimes
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.report import palette
-from fsdp_inspect.report.palette import Look
 from fsdp_inspect.trace.reduction import StepPart
 from fsdp_inspect.trace.statistics import Distribution
 from fsdp_inspect_app import wording
@@ -33,12 +32,6 @@ from fsdp_inspect_app.frames.values import NS_PER_MS, ms
 _LABELLED_RATIO = 0.055
 
 _PARTS = {part.label: part for part in StepPart}
-
-_KIND_LOOKS = {
-    "all_gather": palette.EXPOSED_ALL_GATHER,
-    "reduce_scatter": palette.EXPOSED_REDUCE_SCATTER,
-    "all_reduce": palette.EXPOSED_ALL_REDUCE,
-}
 
 
 def draw_breakdown(breakdown: StepBreakdown) -> go.Figure:
@@ -73,7 +66,7 @@ def draw_breakdown(breakdown: StepBreakdown) -> go.Figure:
 def draw_owners(owners: Sequence[ExposedOwner], *, most: int = 8) -> go.Figure:
     """Who is waited for most, longest on top; one bar an owner."""
     shown = [owner for owner in owners if owner.exposed_ns > 0][:most]
-    looks = [_owner_look(owner) for owner in shown]
+    looks = [palette.look_of_wait(owner.kind, owner.fqn) for owner in shown]
     figure = go.Figure()
     for look in dict.fromkeys(looks):
         rows = [row for row, its_look in enumerate(looks) if its_look is look]
@@ -96,12 +89,6 @@ def draw_owners(owners: Sequence[ExposedOwner], *, most: int = 8) -> go.Figure:
     longest = max((owner.exposed_ns for owner in shown), default=0)
     figure.update_xaxes(ticksuffix=" ms", range=[0, 1.2 * longest / NS_PER_MS], nticks=6)
     return styled(figure, height=PAIRED_HEIGHT)
-
-
-def _owner_look(owner: ExposedOwner) -> Look:
-    if owner.fqn is None:
-        return palette.EXPOSED_OTHER
-    return _KIND_LOOKS.get(owner.kind, palette.EXPOSED_OTHER)
 
 
 def _owner_label(owner: ExposedOwner) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
+from fsdp_inspect.formatting import find_spans
 from fsdp_inspect.report.palette import Look
 
 CONFIG = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
@@ -65,7 +66,7 @@ def shade_steps(figure: go.Figure, steps: Sequence[int], words: str) -> None:
     """Shade the steps that do not count, with a word at the first."""
     if not steps:
         return
-    for position, (first, last) in enumerate(_runs_of(steps)):
+    for position, (first, last) in enumerate(find_spans(steps)):
         figure.add_vrect(
             x0=first - 0.5,
             x1=last + 0.5,
@@ -84,17 +85,6 @@ def shade_steps(figure: go.Figure, steps: Sequence[int], words: str) -> None:
                 showarrow=False,
                 font={"size": 11},
             )
-
-
-def _runs_of(steps: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbouring steps as first and last of each run."""
-    runs: list[tuple[int, int]] = []
-    for step in sorted(steps):
-        if runs and step == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], step)
-        else:
-            runs.append((step, step))
-    return runs
 
 
 def over_steps(figure: go.Figure) -> go.Figure:

@@ -1,17 +1,16 @@
 """What does an HTML report hold? Of one run the digest, of several what sets them apart."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from fsdp_inspect.analysis.memory_growth import MemoryGrowth, measure_memory_growth
 from fsdp_inspect.analysis.ranks import Ranks, measure_ranks
 from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
 from fsdp_inspect.analysis.steps import StepTimes, measure_step_times
+from fsdp_inspect.digest.asking import ask
 from fsdp_inspect.digest.comparison import Comparison, compare_runs
 from fsdp_inspect.digest.exposed import WaitDigest, digest_waits
 from fsdp_inspect.digest.run import RunDigest, digest_run
-from fsdp_inspect.errors import StoreError
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
 
@@ -40,28 +39,14 @@ def read_contents(run: RunSource) -> RunContents:
         manifest=run.manifest,
         digest=digest,
         times=measure_step_times(run),
-        scalars=_ask(measure_scalars, run, damage) or (),
-        waits=_ask(digest_waits, run, damage),
-        ranks=_ask(measure_ranks, run, damage),
-        growth=_ask(measure_memory_growth, run, damage),
+        scalars=ask(measure_scalars, run, damage) or (),
+        waits=ask(digest_waits, run, damage),
+        ranks=ask(measure_ranks, run, damage),
+        growth=ask(measure_memory_growth, run, damage),
         unanswered=(),
     )
     new = dict.fromkeys(reason for reason in damage if reason not in digest.notes)
     return replace(contents, unanswered=tuple(new))
-
-
-_AnswerT = TypeVar("_AnswerT")
-
-
-def _ask(
-    question: Callable[[RunSource], _AnswerT], run: RunSource, damage: list[str]
-) -> _AnswerT | None:
-    """The answer, or None where the files that it needs are damaged; `damage` says so."""
-    try:
-        return question(run)
-    except StoreError as error:
-        damage.append(str(error))
-        return None
 
 
 @dataclass(frozen=True, slots=True)

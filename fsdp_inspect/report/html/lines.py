@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fsdp_inspect.formatting import find_spans
+
 _ROOM_ABOVE = 1.08
 _MOST_MARKERS = 60
 _STEP_TICKS = 6
@@ -178,19 +180,8 @@ def _draw(line: Line, scale: _Scale) -> DrawnLine:
 def _bands(bands: Sequence[tuple[Sequence[int], str]], scale: _Scale) -> list[Band]:
     drawn = []
     for steps, label in bands:
-        for first, last in _runs_of(steps):
+        for first, last in find_spans(steps):
             left, right = max(scale.x(first - 0.5), 0), min(scale.x(last + 0.5), 100)
             if right > left:
                 drawn.append(Band(left, round(right - left, 3), label))
     return drawn
-
-
-def _runs_of(steps: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbouring steps as first and last of each run."""
-    runs: list[tuple[int, int]] = []
-    for step in sorted(steps):
-        if runs and step == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], step)
-        else:
-            runs.append((step, step))
-    return runs

@@ -23,7 +23,6 @@ from fsdp_inspect.metrics import Better, define_metric, find_metric
 from fsdp_inspect.report import palette, wording
 from fsdp_inspect.report.html.contents import ComparisonContents, RunContents
 from fsdp_inspect.report.html.lines import Line, LineChart, draw_lines
-from fsdp_inspect.report.palette import Look
 from fsdp_inspect.report.values import format_kind, format_method, format_metric
 from fsdp_inspect.trace.reduction import StepPart
 from fsdp_inspect.trace.repeats import (
@@ -42,11 +41,6 @@ _ROOM_FOR_WARMUP = 1.25
 _LABELLED_RATIO = 0.11
 """The least share of a bar's width that has room for a label."""
 _PARTS = {part.label: part for part in StepPart}
-_KIND_LOOKS = {
-    "all_gather": palette.EXPOSED_ALL_GATHER,
-    "reduce_scatter": palette.EXPOSED_REDUCE_SCATTER,
-    "all_reduce": palette.EXPOSED_ALL_REDUCE,
-}
 
 
 def render_run(contents: RunContents) -> str:
@@ -142,7 +136,7 @@ def _environment() -> Environment:
         "version": __version__,
         "wording": wording,
         "part_look": lambda name: palette.PART_LOOKS[_PARTS[name]],
-        "kind_look": lambda kind, fqn: _kind_look(kind, fqn),
+        "kind_look": palette.look_of_wait,
         "methods": _methods,
         "largest": _largest,
         "has_room": lambda part, whole: part > _LABELLED_RATIO * whole,
@@ -200,10 +194,6 @@ def _width(value: float | None, whole: float | None) -> str:
     if not value or not whole:
         return "0%"
     return f"{min(max(100 * value / whole, 0), 100):.4g}%"
-
-
-def _kind_look(kind: str, fqn: str | None) -> Look:
-    return palette.EXPOSED_OTHER if fqn is None else _KIND_LOOKS.get(kind, palette.EXPOSED_OTHER)
 
 
 def _largest(members: Iterable[Any], attribute: str) -> float:

@@ -75,7 +75,7 @@ def write_perfetto(
 
     Raises:
         ExportError: The trace would be larger than the limit.
-        MissingDataError: The ranks recorded no event in these steps.
+        MissingDataError: The ranks recorded neither events nor memory in these steps.
     """
     limit_bytes = limit_mb * BYTES_PER_MB
     _require_size(run, selection, limit_bytes)
@@ -83,8 +83,8 @@ def write_perfetto(
     records = tuple(record for record in selection.records if first_ns[record.rank] is not None)
     if not records:
         raise MissingDataError(
-            f"Run {run.manifest.run_id!r} recorded no event of these ranks and steps. Expected at "
-            "least one finished step. Choose others with --ranks and --steps."
+            f"Run {run.manifest.run_id!r} recorded no event and no memory of these ranks and "
+            "steps. Expected at least one finished step. Choose others with --ranks and --steps."
         )
     alignment = align_clocks(run, [record.rank for record in records])
     axes = place_ranks(alignment, {rank: ns for rank, ns in first_ns.items() if ns is not None})
@@ -141,6 +141,7 @@ class _Drawing:
                 )
                 self._draw_step(namer.draw(events), lanes, axis)
                 span = _widen(span, events)
+        span = span or _memory_span(self._run, self._selection, record.rank)
         if span is not None:
             self._draw_counters(record, axis, span)
             self._end_ns = max(self._end_ns, int(axis.move(np.array([span[1]]))[0]))
@@ -250,7 +251,16 @@ def _first_ns(run: RunSource, selection: Selection, rank: int) -> int | None:
     for block in event_blocks(run, selection, rank):
         for events in steps_in(block):
             return int(min(events.start_ns.min(), events.issue_ns.min()))
-    return None
+    span = _memory_span(run, selection, rank)
+    return None if span is None else span[0]
+
+
+def _memory_span(run: RunSource, selection: Selection, rank: int) -> tuple[int, int] | None:
+    """From the first to the last memory sample: all that an imported snapshot has."""
+    memory = run.memory(rank)
+    if selection.steps is not None:
+        memory = memory.where(np.isin(memory.step, list(selection.steps)))
+    return (int(memory.time_ns.min()), int(memory.time_ns.max())) if len(memory) else None
 
 
 def _require_size(run: RunSource, selection: Selection, limit_bytes: int) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fsdp_inspect import open_run
 from fsdp_inspect.analysis.exposed import measure_exposed
-from fsdp_inspect.errors import ExportError, IncompleteRunError
+from fsdp_inspect.errors import ExportError, IncompleteRunError, MissingDataError
 from fsdp_inspect.report.perfetto import write_perfetto
 from fsdp_inspect.report.selection import select
 from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Stream
@@ -134,6 +134,25 @@ def test_memory_is_a_counter_without_what_one_unit_owns(tmp_path):
         ("rank 0", "memory (bytes): reserved"): [(300, 160)],
         ("rank 0", "memory by category (bytes): activation"): [(300, 40)],
     }
+
+
+def test_a_rank_that_only_knows_its_memory_has_counters_on_an_axis_of_its_own(tmp_path):
+    builder = RunBuilder(world_size=1, units=())
+    rank = builder.rank(0)
+    rank.record = {"clock": "unplaced", "memory_from": "memory_snapshot"}
+    rank.memory(MemoryPoint.TIMELINE, 100, time_ns=5000, reserved=160)
+    rank.memory(MemoryPoint.SNAPSHOT, 60, time_ns=9000, reserved=160)
+    result, trace = export(builder.build(), tmp_path)
+    assert result.ranks == (0,)
+    assert trace.counters["rank 0", "memory (bytes): allocated"] == [(0, 100), (4000, 60)]
+    assert [(one.start_ns, one.end_ns) for one in trace.slices] == [(0, 4000)]
+
+
+def test_a_rank_that_knows_nothing_is_refused(tmp_path):
+    builder = RunBuilder(world_size=1)
+    builder.rank(0)
+    with pytest.raises(MissingDataError, match="no event and no memory"):
+        export(builder.build(), tmp_path)
 
 
 def test_ranks_of_one_machine_share_the_axis_and_others_are_not_guessed_at(tmp_path):
