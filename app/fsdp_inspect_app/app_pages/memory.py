@@ -1,0 +1,324 @@
+"""What fills memory at the peak, where, how close is the limit, and does it grow?"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import streamlit as st
+
+from fsdp_inspect.analysis.memory import PeakMoment
+from fsdp_inspect.analysis.memory_growth import MemoryGrowth
+from fsdp_inspect.analysis.memory_step import StepMemory, measure_step_memory
+from fsdp_inspect.analysis.steps import measure_step_times
+from fsdp_inspect.digest.memory import MemoryDigest, digest_memory
+from fsdp_inspect.digest.run import RunDigest
+from fsdp_inspect.errors import FsdpInspectError
+from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.report import memory_wording
+from fsdp_inspect.report.values import format_metric
+from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect_app import loading, wording
+from fsdp_inspect_app.banner import show_run_header
+from fsdp_inspect_app.cards import (
+    show_card,
+    show_chart_card,
+    show_csv_button,
+    show_empty_card,
+    show_headline,
+    show_table,
+)
+from fsdp_inspect_app.charts.memory import (
+    draw_alive,
+    draw_allocator,
+    draw_growth,
+    draw_rank_memory,
+    draw_step_memory,
+)
+from fsdp_inspect_app.frames.memory import (
+    frame_alive,
+    frame_allocator,
+    frame_growth,
+    frame_positions,
+    frame_rank_memory,
+    frame_step_memory,
+    name_place,
+)
+from fsdp_inspect_app.selection import (
+    RANK_KEY,
+    STEP_KEY,
+    entry_or_stop,
+    follow,
+    link,
+    page_link,
+)
+from fsdp_inspect_app.states import show_nothing
+from fsdp_inspect_app.wording import plain
+
+_MOST_OWNERS = 16
+_TILES = (
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "resting_bytes",
+    "step_adds_bytes",
+    "headroom_bytes",
+)
+_REMEDY = """with Recorder(model, path="runs/first", memory_steps=[3]) as recorder: ...
+
+# or, without a line in the script
+torchrun --nproc-per-node 2 -m fsdp_inspect.record --memory-steps 3 train.py
+
+# or the trainer that comes with it
+torchrun --nproc-per-node 2 -m instrumented_trainer --memory-steps 3"""
+
+
+def show_page(entry: RunEntry, manifest: RunManifest, run_digest: RunDigest) -> None:
+    """The answer, one step of one rank, what is alive, growth, ranks, the allocator."""
+    show_run_header(manifest, run_digest)
+    whole = loading.result_of(entry, digest_memory)
+    if whole.rank is None or whole.memory.shown_rank is None:
+        show_nothing(
+            "No memory was recorded, so what fills it cannot be told.",
+            memory_wording.describe_nothing(whole),
+            remedy="" if whole.source == "imported" else _REMEDY,
+        )
+        return
+    answer = st.container()
+    left, right = st.columns([1, 3], vertical_alignment="bottom")
+    with left:
+        rank = _pick_rank(whole)
+    digest = loading.result_of(entry, digest_memory, rank=rank)
+    with answer:
+        _show_answer(digest)
+    with right:
+        memory = _pick_step(entry, rank)
+    _show_tiles(digest)
+    _show_step(digest, memory)
+    _show_peak(digest)
+    _show_over_steps(entry, digest, whole.growth)
+    _show_places(digest)
+
+
+def _show_answer(digest: MemoryDigest) -> None:
+    failed = digest.memory.failed_request
+    if failed is not None:
+        show_headline(plain(memory_wording.describe_failed_request(digest, failed)))
+        st.markdown(plain(memory_wording.describe_memory(digest)))
+    else:
+        show_headline(plain(memory_wording.describe_memory(digest)))
+
+
+def _pick_rank(digest: MemoryDigest) -> int:
+    ranks = [row.rank for row in digest.memory.ranks]
+    legal = {str(rank): rank for rank in ranks}
+    key = f"memory rank of {digest.run_id}"
+    follow(RANK_KEY, key, legal, digest.memory.shown_rank or 0)
+    chosen = st.selectbox("Rank", ranks, key=key)
+    link(RANK_KEY, str(chosen))
+    return chosen
+
+
+def _pick_step(entry: RunEntry, rank: int) -> StepMemory | None:
+    """The memory of the chosen step; None if the rank has no sample."""
+    try:
+        highest = loading.result_of(entry, measure_step_memory, rank=rank)
+    except FsdpInspectError as error:
+        st.warning(plain(str(error)), icon=":material/warning:")
+        return None
+    if highest is None:
+        return None
+    steps = highest.sampled_steps
+    key = f"memory step of {entry.id} {rank}"
+    legal: Mapping[str, int] = {str(step): step for step in steps}
+    follow(STEP_KEY, key, legal, highest.step)
+    if len(steps) == 1:
+        st.caption(f"Only step {steps[0]} has readings\\.")
+        chosen = steps[0]
+    else:
+        chosen = st.select_slider("Step", steps, key=key)
+    link(STEP_KEY, str(chosen))
+    return loading.result_of(entry, measure_step_memory, rank=rank, step=chosen)
+
+
+def _show_tiles(digest: MemoryDigest) -> None:
+    rank = digest.rank
+    names = [name for name in _TILES if getattr(rank, name) is not None]
+    if not names:
+        return
+    for column, name in zip(st.columns(len(names)), names, strict=True):
+        metric = find_metric(name)
+        column.metric(
+            metric.label.capitalize(),
+            format_metric(name, getattr(rank, name)),
+            border=True,
+            help=plain(metric.definition),
+        )
+    sentences = [memory_wording.describe_filling(digest.memory.peak)]
+    if rank is not None:
+        sentences.append(memory_wording.describe_limit(digest, rank))
+    st.caption(plain(" ".join(sentences)))
+
+
+def _show_step(digest: MemoryDigest, memory: StepMemory | None) -> None:
+    if memory is None:
+        show_empty_card(
+            "Through one step",
+            "This rank has no reading of its memory, only its peak.",
+            key="memory-step",
+        )
+        return
+    place = memory_wording.describe_place(memory.peak.fqn, memory.peak.phase, memory.step)
+    highest = format_bytes(memory.peak.highest_bytes)
+    areas = (
+        "Areas: what it is made of, by the storage tracker. "
+        if memory.composition
+        else "What it is made of was not recorded in this step: that takes a memory step. "
+    )
+    show_chart_card(
+        f"Through step {memory.step} of rank {memory.rank}",
+        draw_step_memory(memory),
+        frame_step_memory(memory),
+        key="memory-step",
+        alt=f"Memory at {len(memory.readings)} readings of step {memory.step}; the peak is "
+        f"{highest}, {place}",
+        note=f"{areas}Strip below: the innermost unit on the host's stack. Between two readings "
+        f"lines are straight; the peak counts what was reached between them. "
+        f"{memory_wording.describe_counting(digest)}",
+    )
+    page_link(
+        "timeline",
+        f"This step in the timeline, rank {memory.rank}",
+        icon=":material/view_timeline:",
+        rank=memory.rank,
+        step=memory.step,
+    )
+
+
+def _show_peak(digest: MemoryDigest) -> None:
+    peak = digest.memory.peak
+    if peak is None:
+        show_empty_card(
+            "What is alive at the peak", memory_wording.describe_filling(None), key="memory-alive"
+        )
+        return
+    if not peak.owners:
+        _show_owners_missing(peak)
+        return
+    place = memory_wording.describe_place(peak.fqn, peak.phase, peak.step)
+    owners = peak.owners[:_MOST_OWNERS]
+    left, right = st.columns(2)
+    frame = frame_alive(peak)
+    with left:
+        show_chart_card(
+            f"What is alive at the peak: {format_bytes(peak.bytes)}",
+            draw_alive(peak, most=_MOST_OWNERS),
+            frame,
+            key="memory-alive",
+            alt=f"Bars of what each unit owns at the peak; the largest is "
+            f"{name_place(owners[0].fqn)} with {format_bytes(owners[0].bytes)}",
+            note=f"Reached {place}. By the unit that allocated it, the largest "
+            f"{len(owners)} of {len(peak.owners)}. {memory_wording.describe_counting(digest)}",
+        )
+    with right, show_card("Unit by category, sortable", key="memory-alive-table") as header:
+        with header:
+            show_csv_button(frame, key="memory-alive-rows")
+        show_table(frame, key="memory-alive-units")
+
+
+def _show_owners_missing(peak: PeakMoment) -> None:
+    held = ", ".join(
+        f"{wording.name_category(one.category)} {format_bytes(one.bytes)}"
+        for one in peak.categories
+    )
+    show_empty_card(
+        "What is alive at the peak", f"By category: {held}. By unit: not known.", key="memory-alive"
+    )
+
+
+def _show_over_steps(
+    entry: RunEntry, digest: MemoryDigest, most_grown: MemoryGrowth | None
+) -> None:
+    cards: list[Callable[[], None]] = [lambda: _show_growth(entry, digest, most_grown)]
+    if len(digest.memory.ranks) > 1:
+        cards.append(lambda: _show_ranks(digest))
+    if digest.allocator is not None:
+        cards.append(lambda: _show_allocator(digest))
+    for first in range(0, len(cards), 2):
+        for column, show in zip(st.columns(2), cards[first : first + 2], strict=False):
+            with column:
+                show()
+
+
+def _show_growth(entry: RunEntry, digest: MemoryDigest, most_grown: MemoryGrowth | None) -> None:
+    """Over the steps of the shown rank, and what is said of the rank that rose most."""
+    steps = digest.memory.over_steps
+    verdict = memory_wording.describe_growth(digest.growth)
+    if most_grown is not None and most_grown.grows and most_grown.rank != digest.memory.shown_rank:
+        verdict += f" Another rank: {memory_wording.describe_growth(most_grown)}"
+    if len(steps) < 2:
+        where = "" if digest.device_type != "cpu" else " On CPU memory is counted in memory steps."
+        show_empty_card("Does it grow?", f"{verdict}{where}", key="memory-growth")
+        return
+    warmup: Sequence[int] = loading.result_of(entry, measure_step_times).selection.warmup
+    show_chart_card(
+        "Does it grow?",
+        draw_growth(steps, warmup),
+        frame_growth(steps),
+        key="memory-growth",
+        alt=f"Highest memory of {len(steps)} steps, and what each leaves allocated. {verdict}",
+        note=verdict,
+    )
+
+
+def _show_ranks(digest: MemoryDigest) -> None:
+    ranks = digest.memory.ranks
+    spread = memory_wording.describe_spread(digest.memory)
+    show_chart_card(
+        "Are the ranks alike?",
+        draw_rank_memory(ranks, digest.memory.shown_rank),
+        frame_rank_memory(ranks),
+        key="memory-ranks",
+        alt=f"Peak memory of {len(ranks)} ranks. {spread}",
+        note=f"{spread} Highest of all steps; the larger mark is the rank that is shown.",
+    )
+
+
+def _show_allocator(digest: MemoryDigest) -> None:
+    use = digest.allocator
+    assert use is not None
+    numbers = [
+        f"{find_metric(name).label} {format_metric(name, getattr(use, name))}"
+        for name in ("fragmentation_ratio", "num_alloc_retries", "num_ooms")
+        if getattr(use, name) is not None
+    ]
+    unseen = " NVML was not sampled." if use.device_used_bytes is None else ""
+    device_bytes = digest.rank.device_bytes if digest.rank else None
+    show_chart_card(
+        "Allocated, reserved, and the device",
+        draw_allocator(use, device_bytes),
+        frame_allocator(use),
+        key="memory-allocator",
+        alt=f"{format_bytes(use.allocated_bytes)} allocated of {format_bytes(use.reserved_bytes)} "
+        f"reserved; in use on the device {format_bytes(use.device_used_bytes)}",
+        note=f"Rank {use.rank}, at its highest sample (step {use.step}), measured. "
+        f"{'; '.join(numbers)}.{unseen}",
+    )
+
+
+def _show_places(digest: MemoryDigest) -> None:
+    positions = digest.memory.positions
+    if not positions:
+        return
+    frame = frame_positions(positions)
+    title = f"Highest readings of rank {digest.memory.shown_rank} by the place of the program"
+    with show_card(title, key="memory-places") as header:
+        with header:
+            show_csv_button(frame, key="memory-places-rows")
+        show_table(frame, key="memory-places-table")
+        st.caption(
+            "Place: the innermost unit on the host's stack; over all steps\\. What a unit *owns* "
+            "is in the table above\\."
+        )
+
+
+entry = entry_or_stop()
+show_page(entry, loading.open_entry(entry).manifest, loading.digest_entry(entry))

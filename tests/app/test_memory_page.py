@@ -1,0 +1,119 @@
+"""Does the Memory page say what fills memory, in the library's own words and numbers?"""
+
+import pytest
+from fsdp_inspect_app.charts.memory import draw_alive, draw_step_memory
+from fsdp_inspect_app.frames.memory import frame_alive, frame_step_memory
+
+from fsdp_inspect import open_run
+from fsdp_inspect.analysis.memory_step import measure_step_memory
+from fsdp_inspect.digest.memory import digest_memory
+from fsdp_inspect.importing.snapshot import import_snapshot
+from fsdp_inspect.report import memory_wording, palette
+from fsdp_inspect.trace.codes import MemoryCategory
+from tests.app.test_pages import SAMPLES, read
+from tests.importing.snapshots import FakeAllocator, train
+
+SAMPLE = "tiny-2-ranks/run"
+
+
+@pytest.fixture(scope="module")
+def sample():
+    return open_run(SAMPLES / SAMPLE)
+
+
+@pytest.fixture(scope="module")
+def snapshots(tmp_path_factory):
+    """A folder of one run: a snapshot of a process that ran out of memory."""
+    folder = tmp_path_factory.mktemp("snapshots")
+    allocator = train(FakeAllocator())
+    with allocator.inside("FSDP::pre_forward (layers.1)"):
+        allocator.out_of_memory(2 << 30, 1 << 30)
+    import_snapshot(allocator.dump(folder / "rank0.pickle"), folder / "runs" / "oom")
+    return folder / "runs"
+
+
+def test_the_answer_comes_first_and_every_chart_has_a_table(open_app, sample):
+    app = open_app(SAMPLES, "memory", run=SAMPLE)
+    assert not app.exception
+    digest = digest_memory(sample)
+    assert memory_wording.describe_memory(digest) in read(app)
+    charts = [chart.proto for chart in app.get("plotly_chart")]
+    assert len(charts) == 3
+    assert all(chart.alt for chart in charts)
+    assert [metric.value for metric in app.metric] == ["25.1 MiB", "6.71 MiB", "18.4 MiB"]
+    assert "On CPU memory is counted in memory steps." in read(app)
+
+
+def test_an_allocators_run_shows_headroom_growth_ranks_and_the_device(shown):
+    app = shown("memory", "whole")
+    assert not app.exception
+    assert "of the device's 80.0 GiB were never taken." in read(app)
+    titles = [element.value for element in app.markdown]
+    for title in ("Does it grow?", "Are the ranks alike?", "Allocated, reserved, and the device"):
+        assert any(title in shown.replace("\\", "") for shown in titles), title
+
+
+def test_the_address_chooses_rank_and_step(open_app, runs_folder):
+    app = open_app(runs_folder, "memory", run="whole", rank="0", step="3")
+    assert app.selectbox(key="memory rank of synthetic").value == 0
+    assert app.query_params["step"] == "3"
+    assert "Through step 3 of rank 0" in read(app)
+
+
+def test_what_the_address_names_wrongly_is_as_if_not_named(open_app, runs_folder):
+    app = open_app(runs_folder, "memory", run="whole", rank="../etc", step="99")
+    assert not app.exception
+    assert app.query_params["rank"] == "1"
+    assert app.query_params["step"] == "0"
+
+
+def test_a_run_without_memory_says_how_to_record_it(shown):
+    app = shown("memory", "no-steps")
+    assert not app.exception
+    assert "No memory was recorded" in read(app)
+    assert "memory_steps=[3]" in app.code[0].value
+
+
+def test_a_snapshot_says_first_what_did_not_fit(open_app, snapshots):
+    app = open_app(snapshots, "memory", run="oom")
+    assert not app.exception
+    headline = next(one.value for one in app.markdown if "were asked for" in one.value)
+    assert "2.00 GiB were asked for and could not be had, with 1.00 GiB free" in headline.replace(
+        "\\", ""
+    )
+    assert "in forward of layers.1, step 2" in read(app)
+
+
+def test_areas_are_the_categories_and_the_peak_is_named(sample):
+    memory = measure_step_memory(sample, rank=0)
+    figure = draw_step_memory(memory)
+    areas = {trace.name: trace for trace in figure.data if trace.type == "scatter"}
+    assert areas["activation"].fillcolor == "#009E73"
+    assert max(areas["activation"].y) == pytest.approx(16_995_336 / (1 << 20))
+    peak = next(one for one in figure.layout.annotations if "peak" in one.text)
+    assert "25.1 MiB" in peak.text
+    assert "layers.5 · backward" in peak.text
+
+
+def test_the_table_of_a_step_has_a_row_for_each_reading(sample):
+    memory = measure_step_memory(sample, rank=0)
+    frame = frame_step_memory(memory)
+    assert len(frame) == len(memory.readings)
+    highest = frame["highest since the one before (MiB)"].max()
+    assert highest == pytest.approx(memory.peak.highest_bytes / (1 << 20))
+    parts = [f"{palette.MEMORY_LOOKS[one.category].label} (MiB)" for one in
+             memory.composition.series]  # fmt: skip
+    assert frame[parts].sum(axis=1).tolist() == pytest.approx(frame["allocated (MiB)"].tolist())
+
+
+def test_what_is_alive_adds_up_to_the_peak(sample):
+    peak = digest_memory(sample).memory.peak
+    frame = frame_alive(peak)
+    assert frame["all (MiB)"].sum() == pytest.approx(peak.bytes / (1 << 20))
+    assert frame["unit"].iloc[0] == "layers.5"
+    figure = draw_alive(peak, most=2)
+    assert len(figure.data[0].x) == 2
+
+
+def test_every_category_has_a_look():
+    assert {one.label for one in MemoryCategory} <= set(palette.MEMORY_LOOKS)
