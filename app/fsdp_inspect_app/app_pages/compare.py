@@ -1,0 +1,420 @@
+"""How do runs differ: in their settings, in time, unit by unit, and in memory?"""
+
+import shlex
+from collections.abc import Sequence
+
+import streamlit as st
+
+from fsdp_inspect import StoredRun
+from fsdp_inspect.digest.comparison import Comparison, Side
+from fsdp_inspect.digest.settings import find_shared_settings
+from fsdp_inspect.digest.tables import UnitMeasure, find_unit_changes
+from fsdp_inspect.errors import FsdpInspectError
+from fsdp_inspect.formatting import format_ns, format_ratio
+from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.report.html import ComparisonContents, read_comparison, render_comparison
+from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect.trace.repeats import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST
+from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect_app import loading, wording
+from fsdp_inspect_app.cards import (
+    show_card,
+    show_chart_card,
+    show_csv_button,
+    show_empty_card,
+    show_headline,
+    show_table,
+    show_table_button,
+)
+from fsdp_inspect_app.charts.compare import draw_memory_changes, draw_steps, draw_time_changes
+from fsdp_inspect_app.frames.compare import (
+    frame_categories,
+    frame_causes,
+    frame_metrics,
+    frame_parts,
+    frame_settings,
+    frame_shared,
+    frame_sides,
+    frame_unit_changes,
+    name_units,
+)
+from fsdp_inspect_app.selection import (
+    BASELINE_KEY,
+    RUN_KEY,
+    WITH_KEY,
+    follow,
+    follow_all,
+    link,
+    page_link,
+)
+from fsdp_inspect_app.states import show_no_runs, show_nothing
+from fsdp_inspect_app.wording import code, plain
+
+_MOST_OTHERS = 7
+_MOST_UNITS = 40
+_MOST_LOOKED_AT = 60  # manifests read to find a run that is worth comparing
+_SIDES_IN_A_ROW = 4
+_MEASURES = {
+    UnitMeasure.EXPOSED: "exposed",
+    UnitMeasure.ALL_GATHER: "all-gather",
+    UnitMeasure.REDUCE_SCATTER: "reduce-scatter",
+    UnitMeasure.FORWARD: "forward",
+    UnitMeasure.BACKWARD: "backward",
+    UnitMeasure.MEMORY: "memory",
+}
+_MEASURE_TITLES = {
+    UnitMeasure.EXPOSED: "exposed communication of each unit, per step",
+    UnitMeasure.ALL_GATHER: "duration of an all-gather of each unit",
+    UnitMeasure.REDUCE_SCATTER: "duration of a reduce-scatter of each unit",
+    UnitMeasure.FORWARD: "forward of each unit, per step, nested units included",
+    UnitMeasure.BACKWARD: "backward of each unit, per step, nested units included",
+    UnitMeasure.MEMORY: "memory that each unit owns at the peak",
+}
+
+
+def show_page() -> None:
+    """The answer, who is compared, what differs, and what that changed."""
+    entries = {entry.id: entry for entry in loading.list_entries()}
+    if not entries:
+        show_no_runs()
+        return
+    if len(entries) == 1:
+        show_nothing(
+            "There is only one run here: nothing to compare it with.",
+            "Record a second one, with another setting, into the same folder.",
+        )
+        return
+    answer = st.container()
+    baseline, others = _pick_runs(entries)
+    if not others:
+        with answer:
+            show_headline(f"Which runs stand against {code(baseline)}? Choose one or more\\.")
+        return
+    chosen = [entries[name] for name in (baseline, *others)]
+    try:
+        _refuse_copies(chosen)
+        contents = loading.result_of_all(chosen, read_comparison)
+        manifests = loading.result_of_all(chosen, _manifests)
+    except FsdpInspectError as error:
+        with answer:
+            show_headline("These runs cannot be compared\\.")
+            st.error(plain(str(error)), icon=":material/error:")
+        return
+    with answer:
+        show_headline(plain(contents.comparison.answer))
+    _show_comparison(contents, manifests, chosen)
+
+
+def _manifests(runs: Sequence[StoredRun]) -> tuple[RunManifest, ...]:
+    return tuple(run.manifest for run in runs)
+
+
+def _refuse_copies(chosen: Sequence[RunEntry]) -> None:
+    """A run compared with a copy of itself never differs, which would mislead."""
+    seen: dict[str, str] = {}
+    for entry in chosen:
+        run_id = loading.open_entry(entry).manifest.run_id
+        if run_id in seen:
+            raise FsdpInspectError(
+                f"{seen[run_id]!r} and {entry.id!r} are copies of one run, {run_id!r}. Expected "
+                "different runs. Leave one of them out."
+            )
+        seen[run_id] = entry.id
+
+
+# --- who is compared
+
+
+def _pick_runs(entries: dict[str, RunEntry]) -> tuple[str, list[str]]:
+    """The baseline, and the runs against it."""
+    baseline, others = _suggest(entries)
+    names = {name: name for name in entries}
+    left, right = st.columns([2, 3], vertical_alignment="bottom")
+    with left:
+        follow(BASELINE_KEY, BASELINE_KEY, names, baseline)
+        baseline = st.selectbox(
+            "Baseline", list(entries), key=BASELINE_KEY, help="The others are compared with it."
+        )
+        link(BASELINE_KEY, baseline)
+    options = [name for name in entries if name != baseline]
+    with right:
+        follow_all(WITH_KEY, WITH_KEY, {name: name for name in options}, others)
+        kept = [name for name in st.session_state[WITH_KEY] if name in options]
+        st.session_state[WITH_KEY] = kept[:_MOST_OTHERS]
+        chosen = st.multiselect(
+            "Against",
+            options,
+            key=WITH_KEY,
+            max_selections=_MOST_OTHERS,
+            placeholder="one to seven runs",
+            help="Runs of the same settings as an earlier one count as repeats of it.",
+        )
+    link(WITH_KEY, chosen or None)
+    return baseline, chosen
+
+
+def _suggest(entries: dict[str, RunEntry]) -> tuple[str, list[str]]:
+    """The chosen run against the last one before it of the same model; or the next one after."""
+    names = list(entries)
+    chosen = st.session_state.get(RUN_KEY, names[0])
+    model = _model_of(entries[chosen])
+    place = names.index(chosen)
+    for older in names[place + 1 :][:_MOST_LOOKED_AT]:
+        if model is not None and _model_of(entries[older]) == model:
+            return older, [chosen]
+    for newer in names[:place][::-1][:_MOST_LOOKED_AT]:
+        if model is not None and _model_of(entries[newer]) == model:
+            return chosen, [newer]
+    return chosen, []
+
+
+def _model_of(entry: RunEntry) -> tuple[str, int] | None:
+    manifest = entry.manifest
+    return None if manifest is None else (manifest.model.class_name, manifest.model.num_parameters)
+
+
+def _show_comparison(
+    contents: ComparisonContents, manifests: Sequence[RunManifest], chosen: Sequence[RunEntry]
+) -> None:
+    comparison = contents.comparison
+    _show_sides(comparison, manifests, chosen)
+    if comparison.caveats:
+        lines = "\n".join(f"- {plain(caveat)}" for caveat in comparison.caveats)
+        st.warning(lines, icon=":material/warning:")
+    _show_settings(comparison, manifests)
+    _show_metrics(comparison)
+    _show_steps(contents)
+    other = _pick_side(comparison)
+    _show_reasons(comparison, other)
+    left, right = st.columns(2)
+    with left:
+        _show_part_changes(comparison, other)
+    with right:
+        _show_memory(comparison, other)
+    _show_units(comparison, other)
+    _show_export(contents, chosen)
+
+
+def _show_sides(
+    comparison: Comparison, manifests: Sequence[RunManifest], chosen: Sequence[RunEntry]
+) -> None:
+    by_run = {manifest.run_id: entry for manifest, entry in zip(manifests, chosen, strict=True)}
+    columns = st.columns(min(len(comparison.sides), _SIDES_IN_A_ROW))
+    for place, side in enumerate(comparison.sides):
+        with columns[place % len(columns)]:
+            _show_side(side, by_run[side.median_run], is_baseline=place == 0)
+
+
+def _show_side(side: Side, entry: RunEntry, *, is_baseline: bool) -> None:
+    role = "baseline" if is_baseline else "against it"
+    standing = next(run for run in side.runs if run.run_id == side.median_run)
+    with st.container(border=True, key=f"card-side-{side.label}", gap="xsmall"):
+        st.markdown(f"**{side.label}** · {role} · {plain(format_ns(standing.step_time_ns))} a step")
+        facts = f"{standing.num_timed_steps} timed steps · {standing.status}"
+        if len(side.runs) > 1:
+            facts += f" · {len(side.runs)} runs, this one has the median step time"
+        st.caption(plain(facts))
+        page_link("overview", plain(entry.id), icon=":material/insights:", run=entry.id)
+
+
+# --- in what they differ
+
+
+def _show_settings(comparison: Comparison, manifests: Sequence[RunManifest]) -> None:
+    labels = [side.label for side in comparison.sides]
+    with show_card("What differs in their settings", key="settings") as header:
+        if comparison.settings:
+            frame = frame_settings(comparison.settings, labels)
+            with header:
+                show_csv_button(frame, key="settings")
+            show_table(frame, key="settings")
+        else:
+            st.markdown("Nothing: their recorded settings are the same\\.")
+        shared = find_shared_settings(manifests)
+        with st.popover(
+            f"The same on all sides: {len(shared)} settings", type="tertiary", key="shared"
+        ):
+            show_table(frame_shared(shared), key="shared-settings")
+
+
+# --- what they cost
+
+
+def _show_metrics(comparison: Comparison) -> None:
+    labels = [side.label for side in comparison.sides]
+    frame = frame_metrics(comparison.metrics, labels)
+    with show_card("What they cost", key="metrics") as header:
+        with header:
+            show_csv_button(frame, key="metrics")
+        show_table(frame, key="metrics")
+        st.caption(plain(_describe_noise()))
+        with st.popover("Runs of each side", type="tertiary", key="repeats"):
+            show_table(frame_sides(comparison), key="sides")
+
+
+def _describe_noise() -> str:
+    return (
+        "Times are medians over timed steps, one number a run: steps of one process are not "
+        f"independent. With fewer than {RUNS_FOR_A_TEST} runs a side, times closer than "
+        f"{format_ratio(PROCESS_NOISE_RATIO)} cannot be told from noise; with more, the interval "
+        "is 95 % of the change (rank test). Counts and bytes are compared exactly."
+    )
+
+
+def _show_steps(contents: ComparisonContents) -> None:
+    comparison = contents.comparison
+    steps = [
+        (side.label, digest.breakdown)
+        for side, digest in zip(comparison.sides, contents.digests, strict=True)
+        if digest.breakdown is not None
+    ]
+    if not steps:
+        show_empty_card("Where their steps go", "No side has a step that counts.", key="steps")
+        return
+    listed = "; ".join(f"{label} {format_ns(step.step_time_ns)}" for label, step in steps)
+    provenance = wording.describe_provenance(
+        contents.digests[0].provenance, "step", "forward", "backward", "all_gather"
+    )
+    show_chart_card(
+        "Where their steps go, on one scale",
+        draw_steps(steps),
+        frame_parts(comparison.parts, [side.label for side in comparison.sides]),
+        key="steps",
+        alt=f"One bar for the median step of each side: {listed}",
+        note="The median step of each side's median run: real steps, whose parts add up. "
+        f"Hatched: standing still for communication. A: {provenance}",
+    )
+
+
+def _pick_side(comparison: Comparison) -> int:
+    """Which side is looked at in detail, from 1."""
+    labels = [side.label for side in comparison.sides[1:]]
+    if len(labels) == 1:
+        return 1
+    legal = {label: label for label in labels}
+    follow("side", "side", legal, labels[0])
+    chosen = st.segmented_control("In detail, against A", labels, key="side", required=True)
+    link("side", chosen)
+    return 1 + labels.index(str(chosen))
+
+
+def _show_reasons(comparison: Comparison, other: int) -> None:
+    conclusion = comparison.conclusions[other - 1]
+    lines = "\n".join(f"- {plain(reason)}" for reason in conclusion.reasons)
+    with show_card(f"What changed from A to {conclusion.label}", key="reasons"):
+        if len(comparison.conclusions) > 1:
+            st.markdown(plain(conclusion.sentence))
+        st.markdown(lines or "Nothing that the runs can tell\\.")
+
+
+def _show_part_changes(comparison: Comparison, other: int) -> None:
+    label = comparison.sides[other].label
+    labels = [side.label for side in comparison.sides]
+    title = f"Parts of the step, {label} less A"
+    if not comparison.parts:
+        show_empty_card(title, "No side has a step that counts.", key="parts")
+        return
+    changes = [
+        (find_metric(f"{part.name}_ns").label, part.changes_ns[other - 1])
+        for part in comparison.parts
+    ]
+    show_chart_card(
+        title,
+        draw_time_changes(changes),
+        frame_parts(comparison.parts, labels),
+        key="parts",
+        alt=f"Diverging bars: by how much each part of the step changed from A to {label}",
+        note="The changes add up to that of the median steps. Left and blue: less; right and "
+        "orange: more.",
+    )
+    if comparison.causes:
+        with st.container(horizontal=True, vertical_alignment="center"):
+            st.caption("Why they wait, cause by cause", width="content")
+            show_table_button(frame_causes(comparison.causes, labels), key="causes")
+
+
+def _show_memory(comparison: Comparison, other: int) -> None:
+    label = comparison.sides[other].label
+    title = f"Memory at the peak, {label} less A"
+    if all(row.changes[other - 1] is None for row in comparison.memory):
+        show_empty_card(
+            title,
+            "What fills memory is recorded in memory steps; not both sides have one: "
+            "Recorder(..., memory_steps=[3]).",
+            key="memory",
+        )
+        return
+    changes = [
+        (wording.name_category(row.category), row.changes[other - 1])
+        for row in comparison.memory
+        if row.changes[other - 1]
+    ]
+    if not changes:
+        show_empty_card(title, "Every category holds exactly as much on both sides.", key="memory")
+        return
+    show_chart_card(
+        title,
+        draw_memory_changes(changes),
+        frame_categories(comparison.memory, [side.label for side in comparison.sides]),
+        key="memory",
+        alt=f"Diverging bars: by how much each memory category changed from A to {label}",
+        note="At the highest moment of the memory steps, counted by the storage tracker. Left and "
+        "blue: less; right and orange: more.",
+    )
+
+
+def _show_units(comparison: Comparison, other: int) -> None:
+    if not comparison.units:
+        show_empty_card("Unit by unit", "No side has an FSDP unit.", key="units")
+        return
+    left, right = st.columns([3, 2], vertical_alignment="bottom")
+    with left:
+        measure = _pick_measure()
+    with right:
+        is_sorted = st.toggle("Largest change first", value=True, key="by-change")
+    labels = (comparison.sides[0].label, comparison.sides[other].label)
+    changes = find_unit_changes(comparison.units, measure, other, largest_first=is_sorted)
+    known = [change for change in changes if change.change is not None]
+    title = f"{labels[1]} less {labels[0]}: {_MEASURE_TITLES[measure]}"
+    if not known:
+        show_empty_card(title, "Not known for a unit that both sides have.", key="units")
+        return
+    shown = known[:_MOST_UNITS]
+    bars = [(name_units(change), change.change) for change in shown]
+    more = f"The first {len(shown)} of {len(known)} units. " if len(known) > len(shown) else ""
+    show_chart_card(
+        title,
+        draw_memory_changes(bars) if measure.is_memory else draw_time_changes(bars),
+        frame_unit_changes(changes, labels, other),
+        key="units",
+        alt=f"Diverging bars, one a unit: {title}",
+        note=f"{more}Units are aligned by their modules, also where the sides cut them "
+        "differently. Left and blue: less; right and orange: more. Of each side's median run.",
+    )
+
+
+def _pick_measure() -> UnitMeasure:
+    by_name = {name: measure for measure, name in _MEASURES.items()}
+    follow("measure", "measure", {name: name for name in by_name}, "exposed")
+    chosen = str(st.segmented_control("Unit by unit", list(by_name), key="measure", required=True))
+    link("measure", chosen)
+    return by_name[chosen]
+
+
+def _show_export(contents: ComparisonContents, chosen: Sequence[RunEntry]) -> None:
+    with show_card("Keep it, or send it", key="export"):
+        st.download_button(
+            "HTML report",
+            lambda: render_comparison(contents).encode(),
+            file_name="comparison.html",
+            mime="text/html",
+            icon=":material/download:",
+            key="html",
+            on_click="ignore",
+        )
+        st.caption("The same in a terminal, and as JSON with `--json`:")
+        words = ["fsdp-inspect", "compare", *(str(entry.path) for entry in chosen)]
+        st.code(shlex.join(words), language="bash", wrap_lines=True)
+
+
+show_page()

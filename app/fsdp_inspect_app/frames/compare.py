@@ -1,0 +1,198 @@
+"""What does a comparison say? As tables, one row a thing and one column a side."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pandas as pd
+
+from fsdp_inspect.analysis.units import UnitCollective
+from fsdp_inspect.digest.comparison import Comparison
+from fsdp_inspect.digest.settings import SettingDifference, SharedSetting
+from fsdp_inspect.digest.tables import (
+    CategoryComparison,
+    MetricComparison,
+    PartComparison,
+    UnitChange,
+    UnitSide,
+)
+from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.report.values import format_metric
+from fsdp_inspect.report.wording import describe_judgement, format_change
+from fsdp_inspect_app import wording
+from fsdp_inspect_app.frames.values import mib, ms
+
+
+def frame_sides(comparison: Comparison) -> pd.DataFrame:
+    """Every run, by side."""
+    return pd.DataFrame(
+        [
+            {
+                "side": side.label,
+                "run": run.run_id,
+                "stands for the side": run.run_id == side.median_run,
+                "status": run.status,
+                "timed steps": run.num_timed_steps,
+                "step time (ms)": ms(run.step_time_ns),
+                "rank": run.rank,
+            }
+            for side in comparison.sides
+            for run in side.runs
+        ]
+    )
+
+
+def frame_settings(settings: Sequence[SettingDifference], labels: Sequence[str]) -> pd.DataFrame:
+    """What differs, one row a setting, as configuration files write it."""
+    return pd.DataFrame(
+        [
+            {
+                "setting": setting.name,
+                "of": setting.group,
+                "where": setting.where or "the whole run",
+                **{
+                    label: _written(value)
+                    for label, value in zip(labels, setting.values, strict=True)
+                },
+            }
+            for setting in settings
+        ]
+    )
+
+
+def frame_shared(settings: Iterable[SharedSetting]) -> pd.DataFrame:
+    """What all sides have alike."""
+    return pd.DataFrame(
+        [{"setting": one.name, "of": one.group, "value": _written(one.value)} for one in settings]
+    )
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return "(not set)"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def frame_metrics(metrics: Sequence[MetricComparison], labels: Sequence[str]) -> pd.DataFrame:
+    """The headline numbers as they are read, with what may be said of each change."""
+    return pd.DataFrame([_metric_row(metric, labels) for metric in metrics])
+
+
+def _metric_row(metric: MetricComparison, labels: Sequence[str]) -> dict[str, Any]:
+    row = {
+        "": find_metric(metric.name).label,
+        labels[0]: format_metric(metric.name, metric.values[0]),
+    }
+    others = zip(labels[1:], metric.values[1:], metric.judgements, strict=True)
+    for label, value, judgement in others:
+        is_same = value is not None and value == metric.values[0]
+        row[label] = format_metric(metric.name, value)
+        row[f"{label} against {labels[0]}"] = format_change(0 if is_same else judgement.change)
+        row[f"verdict on {label}"] = describe_judgement(judgement)
+    return row
+
+
+def frame_parts(rows: Sequence[PartComparison], labels: Sequence[str]) -> pd.DataFrame:
+    """The parts of the median steps; changes add up to that of the step."""
+    return _frame_changes(
+        [(find_metric(f"{row.name}_ns").label, row.values_ns, row.changes_ns) for row in rows],
+        labels,
+        "part",
+        "ms",
+        ms,
+    )
+
+
+def frame_causes(rows: Sequence[PartComparison], labels: Sequence[str]) -> pd.DataFrame:
+    """Why they wait."""
+    return _frame_changes(
+        [(row.name.replace("_", " "), row.values_ns, row.changes_ns) for row in rows],
+        labels,
+        "cause",
+        "ms",
+        ms,
+    )
+
+
+def frame_categories(rows: Sequence[CategoryComparison], labels: Sequence[str]) -> pd.DataFrame:
+    """What fills memory at the peak."""
+    return _frame_changes(
+        [(wording.name_category(row.category), row.values, row.changes) for row in rows],
+        labels,
+        "category",
+        "MiB",
+        mib,
+    )
+
+
+def _frame_changes(
+    rows: Sequence[tuple[str, Sequence[int | None], Sequence[int | None]]],
+    labels: Sequence[str],
+    what: str,
+    unit: str,
+    convert: Callable[[float | None], float | None],
+) -> pd.DataFrame:
+    return pd.DataFrame(
+        [
+            {
+                what: name,
+                **{
+                    f"{label} ({unit})": convert(value)
+                    for label, value in zip(labels, values, strict=True)
+                },
+                **{
+                    f"{label} less {labels[0]} ({unit})": convert(change)
+                    for label, change in zip(labels[1:], changes, strict=True)
+                },
+            }
+            for name, values, changes in rows
+        ]
+    )
+
+
+def frame_unit_changes(
+    changes: Sequence[UnitChange], labels: tuple[str, str], other: int
+) -> pd.DataFrame:
+    """Every number of the units on two sides, in the order of the changes.
+
+    Args:
+        changes: Of one measure, which gives the order.
+        labels: The reference and the other side.
+        other: Which side that is, from 1.
+    """
+    return pd.DataFrame(
+        [
+            {
+                "unit": name_units(change),
+                "cut differently": change.row.is_regrouped,
+                **_side_columns(labels[0], change.row.sides[0]),
+                **_side_columns(labels[1], change.row.sides[other]),
+            }
+            for change in changes
+        ]
+    )
+
+
+def name_units(change: UnitChange) -> str:
+    """The units of a row, as the first side that has them names them."""
+    return " + ".join(format_unit(fqn) for fqn in change.row.fqns)
+
+
+def _side_columns(label: str, side: UnitSide | None) -> dict[str, Any]:
+    if side is None:
+        return {f"{label}: exposed (ms)": None}
+    return {
+        f"{label}: exposed (ms)": ms(side.exposed_ns),
+        f"{label}: forward (ms)": ms(side.forward_ns),
+        f"{label}: backward (ms)": ms(side.backward_ns),
+        **_collective_columns(f"{label}: all-gather", side.all_gather),
+        **_collective_columns(f"{label}: reduce-scatter", side.reduce_scatter),
+        f"{label}: at the peak (MiB)": mib(side.peak_held_bytes),
+    }
+
+
+def _collective_columns(name: str, collective: UnitCollective) -> dict[str, Any]:
+    return {
+        f"{name} (ms)": ms(collective.median_ns),
+        f"{name} per step": collective.count_per_step,
+    }

@@ -1,0 +1,214 @@
+"""Does Compare say first what differs, with the library's own numbers, for any runs it is given?"""
+
+import dataclasses
+import shutil
+
+import pytest
+from fsdp_inspect_app.charts.compare import LESS, MORE, draw_memory_changes, draw_steps
+from fsdp_inspect_app.frames.compare import frame_metrics, frame_settings, frame_unit_changes
+
+from fsdp_inspect import open_run
+from fsdp_inspect.digest.comparison import compare_runs
+from fsdp_inspect.digest.tables import UnitMeasure, find_unit_changes
+from fsdp_inspect.report.html import read_comparison, render_comparison
+from fsdp_inspect.trace.codes import EventKind
+from tests.app.conftest import HOSTILE_UNIT, start_app
+from tests.app.synthetic import UNIT_FQNS, make_manifest, make_run, write_run
+from tests.app.test_pages import read
+
+FASTER_BY_NS = 30_000_000
+HOSTILE_SETTING = "<img src=x> **b** [x](http://e)"
+
+
+def faster(run):
+    """The same run whose steps end earlier, without the tail of the optimizer."""
+    tables = {}
+    for rank, events in run.tables.items():
+        ends = events.end_ns.copy()
+        last = (events.kind == EventKind.STEP) | (events.kind == EventKind.OPTIMIZER)
+        ends[last] -= FASTER_BY_NS
+        tables[rank] = dataclasses.replace(events, end_ns=ends)
+    return dataclasses.replace(run, tables=tables)
+
+
+def named(run, run_id, **changes):
+    manifest = make_manifest(run_id=run_id, **changes.pop("manifest", {}))
+    return dataclasses.replace(run, manifest=manifest.model_copy(update=changes))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run, its repeat, one of another setting, a hostile one, a copy, and a broken one."""
+    folder = tmp_path_factory.mktemp("compared")
+    run = make_run(num_steps=6)
+    write_run(folder / "before", named(run, "before", config={"wrap": "block"}))
+    write_run(folder / "again", named(run, "again", config={"wrap": "block"}))
+    write_run(folder / "after", named(faster(run), "after", config={"wrap": "root"}))
+    fqns = [UNIT_FQNS[0], HOSTILE_UNIT, *UNIT_FQNS[2:]]
+    write_run(
+        folder / "hostile",
+        named(run, "hostile", manifest={"fqns": fqns}, config={"wrap": HOSTILE_SETTING}),
+    )
+    shutil.copytree(folder / "before", folder / "copy")
+    (folder / "broken").mkdir()
+    (folder / "broken" / "run.json").write_text("{")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def comparison(folder):
+    return compare_runs(*(open_run(folder / name) for name in ("before", "after")))
+
+
+@pytest.fixture(scope="module")
+def compared(folder):
+    return start_app(folder, "compare", **{"baseline": "before", "with": "after"})
+
+
+def open_with(open_app, folder, baseline, *others, **address):
+    app = open_app(folder, "compare", baseline=baseline, **{"with": list(others)}, **address)
+    assert not app.exception
+    return app
+
+
+def test_the_answer_comes_first_in_the_librarys_words(compared, comparison):
+    assert not compared.exception
+    assert not compared.error
+    assert read(compared).startswith(comparison.answer)
+    assert "What differs in their settings" in read(compared)
+
+
+def test_settings_that_differ_come_before_what_they_cost(compared, comparison):
+    settings, cost = compared.dataframe[0].value, compared.dataframe[2].value
+    assert settings["setting"].tolist() == ["wrap"]
+    assert (settings["A"][0], settings["B"][0]) == ("block", "root")
+    assert cost.equals(frame_metrics(comparison.metrics, ["A", "B"]))
+    assert "step time" in cost[""].tolist()
+
+
+def test_every_change_has_a_verdict_on_noise(compared):
+    cost = compared.dataframe[2].value.set_index("")
+    assert cost.loc["communicated", "verdict on B"] == "exactly equal"
+    assert cost.loc["communication", "verdict on B"] == "cannot be told from noise"
+
+
+def test_reasons_are_those_of_the_library(compared, comparison):
+    for reason in comparison.conclusions[0].reasons:
+        assert reason in read(compared)
+
+
+def test_every_chart_has_words_a_table_and_a_csv(compared):
+    charts = [chart.proto for chart in compared.get("plotly_chart")]
+    assert len(charts) >= 3
+    assert all(chart.alt for chart in charts)
+    assert len(compared.download_button) >= len(charts) + 1
+
+
+def test_the_address_holds_the_runs_and_what_is_looked_at(open_app, folder):
+    app = open_with(open_app, folder, "before", "after", "hostile", side="C", measure="forward")
+    assert app.selectbox(key="baseline").value == "before"
+    assert app.multiselect(key="with").value == ["after", "hostile"]
+    assert app.query_params["with"] == ["after", "hostile"]
+    assert app.button_group(key="side").value == "C"
+    assert "What changed from A to C" in read(app)
+    assert "C less A: forward of each unit" in read(app)
+
+
+def test_repeats_stand_on_one_side(open_app, folder):
+    app = open_with(open_app, folder, "before", "again", "after")
+    assert "A** · baseline" in read(app)
+    assert "2 runs, this one has the median step time" in read(app)
+    assert "C** ·" not in read(app)
+
+
+def test_without_an_address_the_chosen_run_stands_against_one_of_its_model(open_app, folder):
+    app = open_app(folder, "compare", run="after")
+    assert not app.exception
+    assert "after" in (app.selectbox(key="baseline").value, *app.multiselect(key="with").value)
+    assert app.query_params["with"]
+
+
+@pytest.mark.parametrize("address", ["../../etc", "nothing", "\0"])
+def test_what_the_address_names_wrongly_is_as_if_not_named(open_app, folder, address):
+    app = open_app(folder, "compare", baseline=address, run="before", **{"with": address})
+    assert not app.exception
+    assert app.selectbox(key="baseline").value in {path.name for path in folder.iterdir()}
+
+
+def test_a_copy_is_no_other_run(open_app, folder):
+    app = open_with(open_app, folder, "before", "copy")
+    assert "'before' and 'copy' are copies of one run" in app.error[0].value.replace("\\", "")
+
+
+def test_a_broken_run_is_named_with_the_reason(open_app, folder):
+    app = open_with(open_app, folder, "before", "broken")
+    assert "These runs cannot be compared" in read(app)
+    assert "run.json" in app.error[0].value.replace("\\", "")
+
+
+def test_the_baseline_is_not_compared_with_itself(open_app, folder):
+    app = open_with(open_app, folder, "before", "before", "after")
+    assert app.multiselect(key="with").value == ["after"]
+
+
+def test_names_and_settings_are_never_markup(open_app, folder):
+    app = open_with(open_app, folder, "before", "hostile")
+    for element in (*app.markdown, *app.caption):
+        assert "<img" not in element.value.replace("\\<", "")
+    assert HOSTILE_SETTING in app.dataframe[0].value["B"].tolist()
+
+
+@pytest.mark.parametrize("other", ["whole", "partial", "no-steps"])
+def test_damaged_runs_are_compared_in_what_they_have(open_app, runs_folder, other):
+    app = open_with(open_app, runs_folder, "failed", other)
+    assert not app.error
+
+
+def test_one_run_is_nothing_to_compare(open_app, folder, tmp_path):
+    shutil.copytree(folder / "before", tmp_path / "alone")
+    assert "only one run here" in read(open_app(tmp_path, "compare"))
+
+
+def test_no_run_says_how_to_record(open_app, tmp_path):
+    assert "There is no run here yet." in read(open_app(tmp_path, "compare"))
+
+
+def test_steps_are_drawn_on_one_scale_and_add_up(folder):
+    digests = read_comparison([open_run(folder / name) for name in ("before", "after")]).digests
+    figure = draw_steps([("A", digests[0].breakdown), ("B", digests[1].breakdown)])
+    for row, digest in enumerate(digests):
+        length = sum(
+            x for bar in figure.data for x, y in zip(bar.x, bar.y, strict=True) if y == row
+        )
+        assert length == pytest.approx(digest.breakdown.step_time_ns / 1e6)
+
+
+def test_bars_diverge_in_blue_and_orange_and_leave_out_what_is_unknown():
+    figure = draw_memory_changes([("a", -(1 << 20)), ("b", 2 << 20), ("c", None), ("d", 0)])
+    assert [(bar.marker.color, list(bar.x), list(bar.y)) for bar in figure.data] == [
+        (LESS.colour, [-1.0], [0]),
+        (MORE.colour, [2.0], [1]),
+    ]
+    assert (LESS.colour, MORE.colour) == ("#0072B2", "#E69F00")
+
+
+def test_the_units_table_keeps_the_order_of_the_changes(comparison):
+    changes = find_unit_changes(comparison.units, UnitMeasure.EXPOSED, 1, largest_first=True)
+    frame = frame_unit_changes(changes, ("A", "B"), 1)
+    assert len(frame) == len(UNIT_FQNS)
+    before = [change.before / 1e6 for change in changes]
+    assert frame["A: exposed (ms)"].tolist() == before
+
+
+def test_settings_are_written_as_configuration_files_do(comparison):
+    [setting] = comparison.settings
+    changed = dataclasses.replace(setting, values=(True, None))
+    frame = frame_settings([changed], ["A", "B"])
+    assert (frame["A"][0], frame["B"][0]) == ("true", "(not set)")
+
+
+def test_the_html_report_is_the_librarys(folder):
+    contents = read_comparison([open_run(folder / name) for name in ("before", "after")])
+    page = render_comparison(contents)
+    assert "2 sides compared" in page
+    assert contents.comparison.conclusions[0].sentence[:20] in page
