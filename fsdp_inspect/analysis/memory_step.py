@@ -18,6 +18,9 @@ from fsdp_inspect.trace.memory_reduction import UNATTRIBUTED, highest_allocated,
 from fsdp_inspect.trace.run import RankRecord, RunSource
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
 
+_LEAST_COMPOSED = 2
+"""Readings that make an area; the composition of a single moment is `PeakMoment`'s."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
@@ -81,7 +84,7 @@ class StepMemory:
     readings: tuple[MemoryReading, ...]
     """By time."""
     composition: Composition | None
-    """None where no reading of the step knows its categories."""
+    """None where fewer than two readings of the step know their categories."""
     phases: tuple[Stretch, ...]
     units: tuple[Stretch, ...]
     peak: MemoryReading
@@ -181,7 +184,7 @@ def _knows_categories(table: MemoryTable) -> NDArray[np.bool_]:
 def _compose(table: MemoryTable, start_ns: int) -> Composition | None:
     """The categories over time; what they do not explain of allocated is the last series."""
     rows = table.where(_knows_categories(table) & (table.allocated != MISSING_INT))
-    if len(rows) == 0:
+    if len(rows) < _LEAST_COMPOSED:
         return None
     rows = rows.where(np.argsort(rows.time_ns, kind="stable"))
     inside = [one for one in MemoryCategory if one is not MemoryCategory.OUTSIDE_ALLOCATOR]

@@ -95,7 +95,6 @@ def show_page(entry: RunEntry, manifest: RunManifest, run_digest: RunDigest) -> 
     _show_step(digest, memory)
     _show_peak(digest)
     _show_over_steps(entry, digest, whole.growth)
-    _show_places(digest)
 
 
 def _show_answer(digest: MemoryDigest) -> None:
@@ -169,7 +168,7 @@ def _show_step(digest: MemoryDigest, memory: StepMemory | None) -> None:
     place = memory_wording.describe_place(memory.peak.fqn, memory.peak.phase, memory.step)
     highest = format_bytes(memory.peak.highest_bytes)
     areas = (
-        "Areas: what it is made of, by the storage tracker. "
+        "Areas: what it is made of. "
         if memory.composition
         else "What it is made of was not recorded in this step: that takes a memory step. "
     )
@@ -199,14 +198,16 @@ def _show_peak(digest: MemoryDigest) -> None:
         show_empty_card(
             "What is alive at the peak", memory_wording.describe_filling(None), key="memory-alive"
         )
+        _show_places(digest)
         return
     if not peak.owners:
         _show_owners_missing(peak)
+        _show_places(digest)
         return
     place = memory_wording.describe_place(peak.fqn, peak.phase, peak.step)
     owners = peak.owners[:_MOST_OWNERS]
-    left, right = st.columns(2)
     frame = frame_alive(peak)
+    left, right = st.columns(2)
     with left:
         show_chart_card(
             f"What is alive at the peak: {format_bytes(peak.bytes)}",
@@ -218,10 +219,12 @@ def _show_peak(digest: MemoryDigest) -> None:
             note=f"Reached {place}. By the unit that allocated it, the largest "
             f"{len(owners)} of {len(peak.owners)}. {memory_wording.describe_counting(digest)}",
         )
-    with right, show_card("Unit by category, sortable", key="memory-alive-table") as header:
+    with right:
+        _show_places(digest)
+    with show_card("What is alive at the peak, unit by category", key="memory-owners") as header:
         with header:
-            show_csv_button(frame, key="memory-alive-rows")
-        show_table(frame, key="memory-alive-units")
+            show_csv_button(frame, key="memory-owners-rows")
+        show_table(frame, key="memory-owners-table")
 
 
 def _show_owners_missing(peak: PeakMoment) -> None:
@@ -252,7 +255,8 @@ def _show_growth(entry: RunEntry, digest: MemoryDigest, most_grown: MemoryGrowth
     """Over the steps of the shown rank, and what is said of the rank that rose most."""
     steps = digest.memory.over_steps
     verdict = memory_wording.describe_growth(digest.growth)
-    if most_grown is not None and most_grown.grows and most_grown.rank != digest.memory.shown_rank:
+    here = digest.growth
+    if most_grown is not None and most_grown.grows and not (here and here.grows):
         verdict += f" Another rank: {memory_wording.describe_growth(most_grown)}"
     if len(steps) < 2:
         where = "" if digest.device_type != "cpu" else " On CPU memory is counted in memory steps."
@@ -315,8 +319,8 @@ def _show_places(digest: MemoryDigest) -> None:
             show_csv_button(frame, key="memory-places-rows")
         show_table(frame, key="memory-places-table")
         st.caption(
-            "Place: the innermost unit on the host's stack; over all steps\\. What a unit *owns* "
-            "is in the table above\\."
+            "Place: the innermost unit on the host's stack; over all steps\\. It need not own "
+            "what is alive then\\."
         )
 
 

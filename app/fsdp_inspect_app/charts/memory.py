@@ -34,7 +34,8 @@ _PHASE_LOOKS = {
 _STEP_HEIGHT = 430
 _NAMED_RATIO = 0.06
 _FEW_RANKS = 16
-_STRIP_COLOURS = ("rgba(128, 140, 152, 0.42)", "rgba(128, 140, 152, 0.22)")
+_FEW_STEPS = 8
+_STRIP_COLOURS = ("#5B6975", "#76889A")
 
 
 def draw_step_memory(memory: StepMemory) -> go.Figure:
@@ -126,7 +127,7 @@ def _add_units(figure: go.Figure, units: Sequence[Stretch]) -> None:
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
-        textfont={"size": 10},
+        textfont={"size": 10, "color": "#FFFFFF"},
         customdata=names,
         hovertemplate="%{customdata}<extra></extra>",
         showlegend=False,
@@ -170,6 +171,7 @@ def _name_peak(figure: go.Figure, memory: StepMemory, size: int) -> None:
         f"{wording.label(name_place(peak.fqn))} · {peak.phase}",
         showarrow=True,
         arrowhead=2,
+        arrowcolor=NEUTRAL,
         align="center",
         font={"size": 12},
     )
@@ -239,6 +241,7 @@ def draw_growth(steps: Sequence[MemoryOfStep], warmup: Sequence[int]) -> go.Figu
         )
     shade_steps(figure, warmup, "warm-up")
     figure.update_yaxes(ticksuffix=f" {suffix}", rangemode="tozero")
+    figure.update_xaxes(dtick=1 if len(steps) <= _FEW_STEPS else None)
     return over_steps(figure)
 
 
