@@ -92,12 +92,10 @@ def collective_rows(
         units: What the positions in `owners` name.
     """
     in_run = np.append([names.unit_index(unit) for unit in units], NO_UNIT).astype(np.int64)
-    group = np.array([names.group_index(key) for key in comms.group], dtype=np.int64)
-    is_fsdp = owners.unit != NO_UNIT
-    streams = [
-        _STREAMS.get(EventKind(kind), Stream.OTHER) if own else Stream.OTHER
-        for kind, own in zip(comms.kind.tolist(), is_fsdp.tolist(), strict=True)
-    ]
+    group = _number_groups(comms, names)
+    stream = np.full(len(comms), Stream.OTHER, dtype=np.int64)
+    for kind, own_stream in _STREAMS.items():
+        stream[(comms.kind == kind) & (owners.unit != NO_UNIT)] = own_stream
     return make_rows(
         comms.kind,
         waits.start_ns,
@@ -105,7 +103,7 @@ def collective_rows(
         phase=_phases(comms, phases),
         unit=in_run[owners.unit],
         issued_by=in_run[owners.issued_by],
-        stream=np.array(streams, dtype=np.int64),
+        stream=stream,
         group=group,
         dtype=comms.dtype,
         method=waits.method,
@@ -123,6 +121,15 @@ def _phases(comms: Communications, phases: PhaseRanges) -> NDArray[np.int8]:
     phase = phases.phase_of(comms.thread, comms.issue_ns)
     phase[(comms.kind == EventKind.REDUCE_SCATTER) & (phase == Phase.OUTSIDE)] = Phase.BACKWARD
     return phase
+
+
+def _number_groups(comms: Communications, names: RunNames) -> Int64Array:
+    """The run's number of each collective's group. Shape (n,)."""
+    # A group's key is one object for all of its messages: known by identity, it need not be hashed.
+    numbers = {
+        id(key): names.group_index(key) for key in {id(one): one for one in comms.group}.values()
+    }
+    return np.array([numbers[id(key)] for key in comms.group], dtype=np.int64)
 
 
 def _number_in_group(group: Int64Array) -> Int64Array:

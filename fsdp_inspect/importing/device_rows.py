@@ -292,11 +292,22 @@ def _issued_in(ranges: HostRanges, events: EventColumns, issues: Issues) -> _Dev
         times = issues.time_ns[order]
         lows = np.searchsorted(times, ranges.start_ns[mine])
         highs = np.searchsorted(times, ranges.end_ns[mine])
-        for place, low, high in zip(mine.tolist(), lows.tolist(), highs.tolist(), strict=True):
-            if high > low:
-                starts[place] = events.start_ns[order[low:high]].min()
-                ends[place] = events.end_ns[order[low:high]].max()
+        any_issued = highs > lows
+        mine, lows, highs = mine[any_issued], lows[any_issued], highs[any_issued]
+        starts[mine] = _reduce_slices(np.minimum, events.start_ns[order], lows, highs)
+        ends[mine] = _reduce_slices(np.maximum, events.end_ns[order], lows, highs)
     return _DeviceSpans(starts, ends)
+
+
+def _reduce_slices(
+    reduction: np.ufunc, values: Int64Array, lows: Int64Array, highs: Int64Array
+) -> Int64Array:
+    """The reduction of each slice `values[low:high]`, none of them empty; shape of `lows`."""
+    if len(lows) == 0:
+        return lows
+    bounds = np.column_stack([lows, highs]).reshape(-1)
+    closed = np.append(values, values[-1])  # the last slice may end with the values
+    return np.asarray(reduction.reduceat(closed, bounds)[::2], dtype=np.int64)
 
 
 def _first_issued_in(ranges: HostRanges, events: EventColumns, issues: Issues) -> Int64Array:

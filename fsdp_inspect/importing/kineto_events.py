@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import IntEnum
+from itertools import chain, compress
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -52,24 +53,37 @@ class Category(IntEnum):
     ANNOTATION = 4
 
 
-_CATEGORIES = {
-    "kernel": Category.KERNEL,
-    "Kernel": Category.KERNEL,
-    "gpu_memcpy": Category.MEMORY_COPY,
-    "Memcpy": Category.MEMORY_COPY,
-    "gpu_memset": Category.MEMORY_COPY,
-    "Memset": Category.MEMORY_COPY,
-    "cuda_runtime": Category.LAUNCH,
-    "cuda_driver": Category.LAUNCH,
-    "hip_runtime": Category.LAUNCH,
-    "hip_driver": Category.LAUNCH,
-    "privateuse1_runtime": Category.LAUNCH,
-    "privateuse1_driver": Category.LAUNCH,
-    "Runtime": Category.LAUNCH,
-    "cpu_op": Category.OPERATOR,
-    "Operator": Category.OPERATOR,
-    "user_annotation": Category.ANNOTATION,
-}
+_COMPLETE = "X"
+"""The phase of an event that has a start and a duration."""
+
+
+class _Codes(dict[str, int]):
+    """Of what is not among them: -1."""
+
+    def __missing__(self, name: str) -> int:
+        return NOTHING
+
+
+_CODES = _Codes(
+    {
+        "kernel": Category.KERNEL,
+        "Kernel": Category.KERNEL,
+        "gpu_memcpy": Category.MEMORY_COPY,
+        "Memcpy": Category.MEMORY_COPY,
+        "gpu_memset": Category.MEMORY_COPY,
+        "Memset": Category.MEMORY_COPY,
+        "cuda_runtime": Category.LAUNCH,
+        "cuda_driver": Category.LAUNCH,
+        "hip_runtime": Category.LAUNCH,
+        "hip_driver": Category.LAUNCH,
+        "privateuse1_runtime": Category.LAUNCH,
+        "privateuse1_driver": Category.LAUNCH,
+        "Runtime": Category.LAUNCH,
+        "cpu_op": Category.OPERATOR,
+        "Operator": Category.OPERATOR,
+        "user_annotation": Category.ANNOTATION,
+    }
+)
 
 COMMUNICATION_OPERATORS = ("record_param_comms", "c10d::", "nccl:", "gloo:", "rccl:", "ucc:")
 """How the names of host events begin whose arguments say what is communicated."""
@@ -219,11 +233,26 @@ def _needs_decimals(events: Sequence[_Event]) -> bool:
     return bool(events) and any(event.ts >= _EXACT_US for event in (events[0], events[-1]))
 
 
+KeyT = TypeVar("KeyT")
+
+
+class _Numbers(dict[KeyT, int]):
+    """Keys, numbered in the order in which they are first seen."""
+
+    def __missing__(self, key: KeyT) -> int:
+        number = self[key] = len(self)
+        return number
+
+    def of(self, keys: Sequence[KeyT]) -> Int32Array:
+        """The number of each key. Shape (n,)."""
+        return np.fromiter(map(self.__getitem__, keys), np.int32, len(keys))
+
+
 @dataclass
 class _Columns:
     """Grows stretch by stretch."""
 
-    names: dict[str, int] = field(default_factory=dict)
+    names: _Numbers[str] = field(default_factory=_Numbers)
     messages: dict[Category, dict[int, Message]] = field(
         default_factory=lambda: {category: {} for category in Category}
     )
@@ -233,7 +262,7 @@ class _Columns:
     _reader: MessageReader = field(default_factory=MessageReader)
     _communicates: list[bool] = field(default_factory=list)
     """By name, as far as it was asked for."""
-    _threads: dict[tuple[Any, Any], int] = field(default_factory=dict)
+    _threads: _Numbers[Any] = field(default_factory=_Numbers)
     _parts: dict[Category, list[EventColumns]] = field(
         default_factory=lambda: {category: [] for category in Category}
     )
@@ -256,12 +285,14 @@ class _Columns:
     def add(self, events: Sequence[_Event | _ExactEvent]) -> None:
         """Keep what is needed of these events."""
         self.num_events += len(events)
-        codes = np.array([_CATEGORIES.get(name, NOTHING) for name in map(_CATEGORY, events)])
-        for category in Category:
-            members = [events[place] for place in np.flatnonzero(codes == category).tolist()]
-            complete = [event for event in members if event.ph == "X"]
-            if complete:
-                self._add(category, complete)
+        codes = np.fromiter(map(_CODES.__getitem__, map(_CATEGORY, events)), np.int8, len(events))
+        known = list(compress(events, (codes != NOTHING).tolist()))
+        codes = codes[codes != NOTHING]
+        is_complete = [phase == _COMPLETE for phase in map(_PHASE, known)]
+        if all(is_complete):
+            self._add(codes, known)
+        else:
+            self._add(codes[is_complete], list(compress(known, is_complete)))
 
     def forget_unneeded(self) -> None:
         """Drop host operators that tell nothing where kernels have launches to be found by."""
@@ -289,40 +320,47 @@ class _Columns:
         parts.clear()  # each column's parts go as soon as they are joined
         return EventColumns(*(np.concatenate(columns.pop(name)) for name in list(columns)))
 
-    def _add(self, category: Category, events: list[Any]) -> None:
+    def _add(self, codes: NDArray[np.int8], events: list[Any]) -> None:
+        if not events:
+            return
         start_ns, end_ns, is_sound = _times_ns(events)
         if not is_sound.all():
             self.num_odd += int(np.count_nonzero(~is_sound))
-            events = [events[position] for position in np.flatnonzero(is_sound).tolist()]
-            start_ns, end_ns = start_ns[is_sound], end_ns[is_sound]
+            events = list(compress(events, is_sound.tolist()))
+            start_ns, end_ns, codes = start_ns[is_sound], end_ns[is_sound], codes[is_sound]
         arguments = [event.args or _NO_ARGUMENTS for event in events]
-        name = _number(list(map(_NAME, events)), self.names)
-        self._parts[category].append(
-            EventColumns(
-                name=name,
-                thread=_number(_thread_keys(events), self._threads),
-                start_ns=start_ns,
-                end_ns=end_ns,
-                correlation=_ids(list(map(_CORRELATION, arguments))),
-                external=_ids(list(map(_EXTERNAL, arguments))),
-            )
+        columns = EventColumns(
+            name=self.names.of(list(map(_NAME, events))),
+            thread=_number_threads(events, self._threads),
+            start_ns=start_ns,
+            end_ns=end_ns,
+            correlation=_ids(list(map(_CORRELATION, arguments))),
+            external=_ids(list(map(_EXTERNAL, arguments))),
         )
-        self._keep_messages(category, name, arguments)
-        self._counts[category] += len(events)
+        for category in Category:
+            mine = np.flatnonzero(codes == category)
+            if len(mine):
+                self._add_to(category, columns.where(mine), [arguments[i] for i in mine.tolist()])
 
-    def _keep_messages(
-        self, category: Category, names: Int32Array, arguments: list[Arguments]
+    def _add_to(
+        self, category: Category, columns: EventColumns, arguments: list[Arguments]
     ) -> None:
-        """What communications say: device events that carry it, host events by their name."""
-        if category is Category.KERNEL:
-            chosen = [i for i, one in enumerate(arguments) if one.collective is not None]
-        elif category in (Category.OPERATOR, Category.ANNOTATION):
-            chosen = np.flatnonzero(self._is_communication(names)).tolist()
-        else:
-            return
+        self._parts[category].append(columns)
         first, messages = self._counts[category], self.messages[category]
-        for position in chosen:
+        for position in self._find_messages(category, columns.name, arguments):
             messages[first + position] = self._reader.read(arguments[position])
+        self._counts[category] += len(columns)
+
+    def _find_messages(
+        self, category: Category, names: Int32Array, arguments: list[Arguments]
+    ) -> Sequence[int]:
+        """What says something of communication: kernels that carry it, host events by name."""
+        if category is Category.KERNEL:
+            return [i for i, one in enumerate(arguments) if one.collective is not None]
+        if category in (Category.OPERATOR, Category.ANNOTATION):
+            chosen: list[int] = np.flatnonzero(self._is_communication(names)).tolist()
+            return chosen
+        return ()
 
     def _is_communication(self, names: Int32Array) -> NDArray[np.bool_]:
         known = self._communicates
@@ -338,26 +376,18 @@ _NO_EVENTS = EventColumns(
 
 
 _NO_ARGUMENTS = Arguments()
-_CATEGORY = attrgetter("cat")
+_CATEGORY, _PHASE = attrgetter("cat"), attrgetter("ph")
 _NAME, _THREAD = attrgetter("name"), attrgetter("pid", "tid")
 _START, _DURATION = attrgetter("ts"), attrgetter("dur")
 _CORRELATION, _EXTERNAL = attrgetter("correlation"), attrgetter("external")
 
 
-def _number(keys: list[Any], known: dict[Any, int]) -> Int32Array:
-    """The number of each key; new ones are numbered as they come."""
-    for key in dict.fromkeys(keys):
-        known.setdefault(key, len(known))
-    return np.array(list(map(known.__getitem__, keys)), np.int32)
-
-
-def _thread_keys(events: list[Any]) -> list[Any]:
+def _number_threads(events: list[Any], known: _Numbers[Any]) -> Int32Array:
     keys = list(map(_THREAD, events))
     try:
-        set(keys)
+        return known.of(keys)
     except TypeError:  # lists and objects, which are no thread
-        return list(map(repr, keys))
-    return keys
+        return known.of(list(map(repr, keys)))
 
 
 def _times_ns(events: list[Any]) -> tuple[Int64Array, Int64Array, NDArray[np.bool_]]:
@@ -366,22 +396,23 @@ def _times_ns(events: list[Any]) -> tuple[Int64Array, Int64Array, NDArray[np.boo
         start, duration = ([_decimal_ns(v) for v in times] for times in _both(events))
         starts, durations = np.array(start, np.int64), np.array(duration, np.int64)
     else:
-        starts, durations = (_float_ns(np.array(times)) for times in _both(events))
+        both = _float_ns(np.fromiter(chain(*_both(events)), np.float64, 2 * len(events)))
+        starts, durations = both[: len(events)], both[len(events) :]
     is_sound = (starts >= 0) & (durations >= 0) & (starts < _MAX_NS) & (durations < _MAX_NS)
     return starts, np.where(is_sound, starts + durations, starts), is_sound
 
 
-def _both(events: list[Any]) -> tuple[list[Any], list[Any]]:
+def _both(events: list[Any]) -> tuple[Iterator[Any], Iterator[Any]]:
     """All starts, and all durations."""
-    return list(map(_START, events)), list(map(_DURATION, events))
+    return map(_START, events), map(_DURATION, events)
 
 
 def _float_ns(times_us: NDArray[np.float64]) -> Int64Array:
     """Integer ns of µs; -1 for what is not finite or absurd. See [Note: exact times]."""
     is_sane = np.abs(times_us) < _MAX_NS / 1000
-    whole = np.floor(np.where(is_sane, times_us, -1.0))
-    fraction = np.where(is_sane, times_us, -1.0) - whole
-    thousandths = np.rint(fraction * 1000).astype(np.int64)
+    sane_us = times_us if is_sane.all() else np.where(is_sane, times_us, -1.0)
+    whole = np.floor(sane_us)
+    thousandths = np.rint((sane_us - whole) * 1000).astype(np.int64)
     return np.asarray(whole.astype(np.int64) * 1000 + thousandths, dtype=np.int64)
 
 

@@ -38,7 +38,9 @@ class UnitRanges:
         chosen = np.flatnonzero(np.isin(annotations.name, list(labels)))
         chosen = chosen[np.argsort(annotations.start_ns[chosen], kind="stable")]
         events = annotations.where(chosen)
-        units = _units_in_order([labels[name] for name in events.name.tolist()])
+        used, first = np.unique(events.name, return_index=True)
+        in_order = [labels[name] for name in used[np.argsort(first)].tolist()]
+        units = _units_in_order(in_order)
         places: dict[str | None, int] = {unit: place for place, unit in enumerate(units)}
         return cls(
             ranges=HostRanges(events.thread, events.start_ns, events.end_ns),
@@ -46,7 +48,7 @@ class UnitRanges:
             unit=_by_label(events.name, labels, lambda one: places.get(one.unit, NO_UNIT)),
             is_backward=_by_label(events.name, labels, lambda one: int(one.is_backward)) > 0,
             units=units,
-            is_fsdp1=any(labels[name].is_fsdp1 for name in set(events.name.tolist())),
+            is_fsdp1=any(label.is_fsdp1 for label in in_order),
         )
 
     def __len__(self) -> int:
@@ -146,5 +148,6 @@ def _units_in_order(labels: Collection[Label]) -> tuple[str, ...]:
 def _by_label(
     names: NDArray[np.int32], labels: Mapping[int, Label], value: Callable[[Label], int]
 ) -> Int64Array:
-    values = {name: value(labels[name]) for name in set(names.tolist())}
-    return np.array([values[name] for name in names.tolist()], dtype=np.int64)
+    used, place = np.unique(names, return_inverse=True)
+    values = [value(labels[name]) for name in used.tolist()]
+    return np.array(values, dtype=np.int64)[place]

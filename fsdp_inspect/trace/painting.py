@@ -65,18 +65,19 @@ def stack_rows(starts: Int64Array, ends: Int64Array) -> NDArray[np.int64]:
 
 def _owners(starts: Int64Array, ends: Int64Array, times: Int64Array) -> Int64Array:
     """The topmost span at each time, or -1; times ascend."""
-    waiting = np.argsort(starts, kind="stable")[::-1].tolist()
+    order = np.argsort(starts, kind="stable")[::-1]
+    waiting = list(
+        zip((-starts[order]).tolist(), ends[order].tolist(), order.tolist(), strict=True)
+    )
     running: list[tuple[int, int, int]] = []
-    owner = np.full(len(times), _NOBODY, dtype=np.int64)
-    for position, time in enumerate(times.tolist()):
-        while waiting and starts[waiting[-1]] <= time:
-            span = waiting.pop()
-            heapq.heappush(running, (-int(starts[span]), int(ends[span]), span))
+    owner = []
+    for time in times.tolist():
+        while waiting and -waiting[-1][0] <= time:
+            heapq.heappush(running, waiting.pop())
         while running and running[0][1] <= time:
             heapq.heappop(running)
-        if running:
-            owner[position] = running[0][2]
-    return owner
+        owner.append(running[0][2] if running else _NOBODY)
+    return np.array(owner, dtype=np.int64)
 
 
 def _merge(starts: Int64Array, ends: Int64Array, owner: Int64Array) -> Painted:
