@@ -5,6 +5,7 @@
     +-- PlanError             a plan cannot be read, or does not fit the model
     +-- ConfigError           a setting of the trainer is impossible
     +-- EmulationError        ranks cannot be emulated here, or not what the script does
+    +-- ForecastError         what is to be forecast cannot be built, run or followed
     +-- StoreError
     |   +-- NotARunError          the path holds no run
     |   +-- SchemaVersionError    written by a newer version than this one reads
@@ -13,6 +14,7 @@
     +-- MissingDataError      the run exists but was recorded without what is asked
     +-- ImportingError        a trace of another tool cannot be read
     +-- ExportError           an export cannot be written, or not as it was asked for
+    +-- PredictionError       a prediction or the ledger of predictions cannot be read
 
 Every message has three parts, in this order: what is wrong (with the value), what was expected
 or what exists, what to do. Wrong argument values from Python callers stay `ValueError` and
@@ -38,6 +40,10 @@ class ConfigError(FsdpInspectError):
 
 class EmulationError(FsdpInspectError):
     """Ranks cannot be emulated in this process, or not what the script does with them."""
+
+
+class ForecastError(FsdpInspectError):
+    """What is to be forecast cannot be built, run or followed."""
 
 
 class StoreError(FsdpInspectError):
@@ -70,3 +76,7 @@ class ExportError(FsdpInspectError):
 
 class ImportingError(FsdpInspectError):
     """A trace of another tool is damaged, hostile, or holds nothing to import."""
+
+
+class PredictionError(FsdpInspectError):
+    """A prediction, or the ledger that is kept of them, cannot be read or written."""

@@ -60,6 +60,7 @@ class ParetoPoint:
     step_ns: int
     peak_bytes: int | None
     is_recorded: bool
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,13 @@ def _smallest(bench: Bench, narrator: Narrator, choice: Choice, target: Choice) 
 
 def _point(bench: Bench, choice: Choice) -> ParetoPoint:
     score = bench.score(choice)
-    return ParetoPoint(say_changes(choice), score.step_ns, score.peak_bytes, choice == AS_RECORDED)
+    return ParetoPoint(
+        what=say_changes(choice),
+        step_ns=score.step_ns,
+        peak_bytes=score.peak_bytes,
+        is_recorded=choice == AS_RECORDED,
+        plan=bench.scenario(choice).plan,
+    )
 
 
 def _notes(bench: Bench, limit: int | None) -> list[str]:
@@ -262,11 +269,15 @@ def _snippet(plan_file: str) -> str:
 
 def _verify(manifest: RunManifest, wishes: Wishes) -> tuple[str, ...]:
     """How to record the new plan, and to compare."""
-    compare = f"fsdp-inspect compare {shlex.quote(wishes.run_name)} NEW_RUN"
+    prediction = wishes.plan_file.removesuffix(".toml") + ".prediction.json"
+    hold = (
+        f"fsdp-inspect verify {shlex.quote(prediction)} NEW_RUN "
+        f"--baseline {shlex.quote(wishes.run_name)}"
+    )
     if "instrumented_trainer" not in manifest.command:
-        return "Record the script with these lines, as the first run was recorded; then:", compare
+        return "Record the script with these lines, as the first run was recorded; then:", hold
     again = f"{shlex.join(manifest.command)} --plan {shlex.quote(wishes.plan_file)}"
     flags = [word for word in manifest.command if word.split("=")[0] in _SHARDING_FLAGS]
     if flags:
-        return f"{again}  # without {', '.join(flags)}: the plan says it", compare
-    return again, compare
+        return f"{again}  # without {', '.join(flags)}: the plan says it", hold
+    return again, hold

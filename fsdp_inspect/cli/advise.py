@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdp_inspect.cli.arguments import JsonOption, RunArgument, open_run_argument, print_renderable
+from fsdp_inspect.cli.arguments import (
+    JsonOption,
+    RunArgument,
+    open_run_argument,
+    print_renderable,
+    require_new_file,
+)
 
 if TYPE_CHECKING:
-    from fsdp_inspect.trace.plan import Plan
+    from fsdp_inspect.advice.advise import Advice
+    from fsdp_inspect.digest.track_record import TrackRecord
+    from fsdp_inspect.store.reader import StoredRun
 
 _QUIET_S = 0.5
 """A search that takes no longer says nothing while it runs."""
@@ -31,19 +39,25 @@ def advise(
     ] = False,
     write: Annotated[
         Path | None,
-        typer.Option(help="Write the fastest plan within the limit, to run it.", metavar="FILE"),
+        typer.Option(
+            help="Write the fastest plan within the limit, to run it, and beside it its "
+            "prediction, to verify it: plan.toml, plan.prediction.json.",
+            metavar="FILE",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Rank what to change: first what no plan mends, then plans by predicted gain.
 
-    Every plan is played from the recorded run. Savings are told change by change and add up.
+    Every plan is played from the recorded run. Savings are told change by change and add up. Below
+    stands how earlier predictions came out that were verified with the runs of this folder.
 
     Example: `fsdp-inspect advise runs/demo --memory-limit 80GiB --write plan.toml`
     """
     from fsdp_inspect.advice.advise import Wishes
     from fsdp_inspect.digest.advising import advise_run
-    from fsdp_inspect.report.json import render_json
+    from fsdp_inspect.report.json import render_run_json, to_plain
+    from fsdp_inspect.store.predictions import prediction_file_of
 
     wishes = Wishes(
         memory_limit=_parse_limit(memory_limit),
@@ -51,19 +65,23 @@ def advise(
         run_name=run,
         plan_file=str(write or "plan.toml"),
     )
-    if write is not None and write.exists():
-        raise typer.BadParameter(f"{write} exists. Name a new file.", param_hint="--write")
+    for file in (write, write and prediction_file_of(write)):
+        require_new_file("--write", file)
     source = open_run_argument(run)
     with _progress() as on_play:
         advice = advise_run(source, wishes, on_play=on_play)
     if write is not None:
-        _write(advice.chosen, write, advice.refusal)
+        _write(source, advice, write)
+    record = _earlier(source, advice)
     if as_json:
-        print(render_json(advice))
+        print(render_run_json(source, {**to_plain(advice), "track_record": record.tally}))
         return
-    from fsdp_inspect.report.advice import render_advice
+    from rich.console import Group
 
-    print_renderable(render_advice(advice))
+    from fsdp_inspect.report.advice import render_advice
+    from fsdp_inspect.report.verification import render_track_record
+
+    print_renderable(Group(render_advice(advice), *render_track_record(record)))
 
 
 def _parse_limit(text: str | None) -> int | None:
@@ -80,10 +98,41 @@ def _parse_limit(text: str | None) -> int | None:
     return limit
 
 
-def _write(plan: "Plan | None", path: Path, refusal: str | None) -> None:
-    if plan is None:
-        raise typer.BadParameter(f"There is no plan to write: {refusal}", param_hint="--write")
-    plan.dump(path)
+def _write(run: "StoredRun", advice: "Advice", path: Path) -> None:
+    """The plan, and beside it what is predicted of it."""
+    from fsdp_inspect.advice.predictions import Origin, make_prediction
+    from fsdp_inspect.simulation.simulate import simulate
+    from fsdp_inspect.store.predictions import prediction_file_of, write_prediction
+
+    if advice.plan is None:
+        raise typer.BadParameter(
+            f"There is no plan to write: {advice.refusal}", param_hint="--write"
+        )
+    fastest = advice.plan.fastest
+    rules = [rule for each in advice.plan.suggestions for rule in each.rules]
+    origin = Origin(
+        made_by="advise", what=fastest.what, rules=rules, assumptions=fastest.assumptions
+    )
+    prediction = make_prediction(run, simulate(run, fastest.plan), origin)
+    fastest.plan.dump(path)
+    write_prediction(prediction, prediction_file_of(path))
+
+
+def _earlier(run: "StoredRun", advice: "Advice") -> "TrackRecord":
+    """How predictions came out that are kept with this run."""
+    from fsdp_inspect.advice.predictions import changed_settings
+    from fsdp_inspect.digest.track_record import measure_track_record
+    from fsdp_inspect.simulation.recorded import observed_plan
+    from fsdp_inspect.simulation.scenario import resolve_plan
+    from fsdp_inspect.store.ledger import find_ledger, read_ledger
+    from fsdp_inspect.trace.prediction import Ledger
+
+    ledger = Ledger() if "://" in run.path else read_ledger(find_ledger(Path(run.path)))
+    if advice.plan is None:
+        return measure_track_record(ledger)
+    recorded = resolve_plan(observed_plan(run), run.manifest)
+    changes = changed_settings(recorded, advice.plan.fastest.plan)
+    return measure_track_record(ledger, changes=changes)
 
 
 @contextmanager

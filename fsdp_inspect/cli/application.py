@@ -21,6 +21,7 @@ from fsdp_inspect.cli.runs import runs
 from fsdp_inspect.cli.simulate import simulate
 from fsdp_inspect.cli.summary import summary
 from fsdp_inspect.cli.units import units
+from fsdp_inspect.cli.verify import verify
 from fsdp_inspect.version import __version__
 
 _COMMANDS = (
@@ -35,6 +36,7 @@ _COMMANDS = (
     compare,
     simulate,
     advise,
+    verify,
     import_,
     compact,
     merge,

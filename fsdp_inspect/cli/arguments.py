@@ -41,6 +41,16 @@ def open_run_argument(run: str) -> "StoredRun":
         return open_run(inside[0].path)
 
 
+def require_new_file(option: str, path: Path | None) -> None:
+    """Refuse to write over a file, before anything else is done.
+
+    Raises:
+        typer.BadParameter: There is something at that place.
+    """
+    if path is not None and path.exists():
+        raise typer.BadParameter(f"{path} exists. Name a new file.", param_hint=option)
+
+
 def print_renderable(renderable: "RenderableType") -> None:
     """Print to stdout, in colour where it is a terminal; names from a run command nothing."""
     from rich.console import Console

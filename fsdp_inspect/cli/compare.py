@@ -46,15 +46,14 @@ def open_sides(given: list[str]) -> "list[StoredRun | list[StoredRun]]":
     """Open what a user gave, each as a run or as a side of repeats.
 
     Raises:
-        FsdpInspectError: Fewer than two, the same run twice, or a folder whose runs differ.
+        BadParameter: Fewer than two, or the same run twice.
+        FsdpInspectError: A folder whose runs differ.
     """
-    from fsdp_inspect.errors import FsdpInspectError
-
-    opened = [_open_side(one) for one in given]
+    opened = [open_side(one) for one in given]
     if len(opened) < 2:
         number = len(opened[0]) if isinstance(opened[0], list) else 1
         found = "one run" if number == 1 else f"{number} runs of the same settings"
-        raise FsdpInspectError(
+        raise typer.BadParameter(
             f"{given[0]!r} holds {found}, which is one side. Expected two or more runs. Give the "
             "runs one by one: fsdp-inspect compare A B"
         )
@@ -63,7 +62,12 @@ def open_sides(given: list[str]) -> "list[StoredRun | list[StoredRun]]":
     return [one[0] if isinstance(one, list) and len(one) == 1 else one for one in opened]
 
 
-def _open_side(given: str) -> "StoredRun | list[StoredRun]":
+def open_side(given: str) -> "StoredRun | list[StoredRun]":
+    """Open a run, or a folder of runs with the same settings.
+
+    Raises:
+        FsdpInspectError: There is no run, or a folder's runs differ in their settings.
+    """
     from fsdp_inspect.errors import NotARunError
     from fsdp_inspect.store.folder import list_runs
     from fsdp_inspect.store.reader import open_run
@@ -99,14 +103,12 @@ def _refuse_mixture(given: str, names: list[str], runs: "list[StoredRun]") -> No
 
 def _refuse_twins(given: list[str], opened: "list[StoredRun | list[StoredRun]]") -> None:
     """A run, or a copy of it, must not be compared with itself."""
-    from fsdp_inspect.errors import FsdpInspectError
-
     seen: dict[str, str] = {}
     for name, side in zip(given, opened, strict=True):
         for run in side if isinstance(side, list) else [side]:
             run_id = run.manifest.run_id
             if run_id in seen:
-                raise FsdpInspectError(
+                raise typer.BadParameter(
                     f"{name!r} holds run {run_id!r}, which {seen[run_id]!r} holds too. Expected "
                     "different runs: a run compared with itself never differs. Leave one out."
                 )

@@ -6,10 +6,16 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, get_args
 
 import typer
 
-from fsdp_inspect.cli.arguments import JsonOption, RunArgument, open_run_argument, print_renderable
+from fsdp_inspect.cli.arguments import (
+    JsonOption,
+    RunArgument,
+    open_run_argument,
+    print_renderable,
+    require_new_file,
+)
 
 if TYPE_CHECKING:
-    from fsdp_inspect.trace.plan import FloatDtype, Plan
+    from fsdp_inspect.trace.plan import FloatDtype
 
 _ValueT = TypeVar("_ValueT")
 
@@ -22,7 +28,7 @@ def simulate(  # noqa: PLR0913 - one argument an option
     ] = None,
     wrap: Annotated[
         str | None,
-        typer.Option(help="Units of the blocks: root, block, or every:N.", metavar="POLICY"),
+        typer.Option(help="Units of the blocks: root, block, every:N, or split.", metavar="POLICY"),
     ] = None,
     forward_prefetch: Annotated[
         int | None, typer.Option(help="Units gathered ahead in forward.", min=0, metavar="N")
@@ -57,28 +63,41 @@ def simulate(  # noqa: PLR0913 - one argument an option
         Path | None,
         typer.Option(help="Write the simulated plan, to run it.", metavar="FILE"),
     ] = None,
+    write_prediction: Annotated[
+        Path | None,
+        typer.Option(help="Write the prediction, to verify it once the plan ran.", metavar="FILE"),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict a step under another plan, from one recorded run.
 
     First the recorded plan itself is played; how far that is off is shown beside the prediction.
-    Single changes apply to the recorded plan, or to the one of `--plan`.
+    Single changes apply to the recorded plan, or to the one of `--plan`. A prediction that is
+    written is held against the run of its plan by `fsdp-inspect verify`.
 
     Example: `fsdp-inspect simulate runs/demo --wrap every:2 --forward-prefetch 1`
     """
+    from fsdp_inspect.advice.predictions import Origin, make_prediction
     from fsdp_inspect.quantities import parse_bytes_per_s, parse_time_ns
-    from fsdp_inspect.report.json import render_json
+    from fsdp_inspect.report.json import render_run_json
     from fsdp_inspect.simulation.changes import Changes, apply_changes
     from fsdp_inspect.simulation.recorded import observed_plan
-    from fsdp_inspect.simulation.scenario import resolve_plan
+    from fsdp_inspect.simulation.scenario import resolve_plan, shapes_of
     from fsdp_inspect.simulation.simulate import simulate as simulate_run
     from fsdp_inspect.simulation.simulate import without_events
+    from fsdp_inspect.store.predictions import write_prediction as store_prediction
     from fsdp_inspect.trace.plan import Plan
 
+    require_new_file("--write-plan", write_plan)
+    require_new_file("--write-prediction", write_prediction)
+    network = (
+        _parse("--bandwidth", bandwidth, parse_bytes_per_s, "50GB/s"),
+        _parse("--latency", latency, parse_time_ns, "20us"),
+    )
     source = open_run_argument(run)
     start = observed_plan(source) if plan is None else Plan.load(plan)
     changes = Changes(
-        wrap=wrap,
+        wrap=_check_wrap(wrap),
         forward_prefetch=forward_prefetch,
         backward_prefetch=backward_prefetch,
         reshard_after_forward=_parse_reshard(reshard_after_forward),
@@ -86,27 +105,21 @@ def simulate(  # noqa: PLR0913 - one argument an option
         reduce_dtype=_parse_dtype(reduce_dtype, "--reduce-dtype"),
         world_size=world_size,
     )
-    wanted = apply_changes(resolve_plan(start, source.manifest), changes)
-    result = simulate_run(
-        source,
-        wanted,
-        bus_bytes_per_s=_parse("--bandwidth", bandwidth, parse_bytes_per_s, "50GB/s"),
-        latency_ns=_parse("--latency", latency, parse_time_ns, "20us"),
+    wanted = apply_changes(
+        resolve_plan(start, source.manifest), changes, shapes_of(source.manifest)
     )
+    result = simulate_run(source, wanted, bus_bytes_per_s=network[0], latency_ns=network[1])
     if write_plan is not None:
-        _write(result.plan, write_plan)
+        result.plan.dump(write_plan)
+    if write_prediction is not None:
+        origin = Origin(made_by="simulate", bus_bytes_per_s=network[0], latency_ns=network[1])
+        store_prediction(make_prediction(source, result, origin), write_prediction)
     if as_json:
-        print(render_json(without_events(result)))
+        print(render_run_json(source, without_events(result)))
         return
     from fsdp_inspect.report.simulation import render_simulation
 
     print_renderable(render_simulation(result))
-
-
-def _write(plan: "Plan", path: Path) -> None:
-    if path.exists():
-        raise typer.BadParameter(f"{path} exists. Name a new file.", param_hint="--write-plan")
-    plan.dump(path)
 
 
 def _parse(
@@ -121,6 +134,16 @@ def _parse(
             param_hint=option,
         )
     return value
+
+
+def _check_wrap(policy: str | None) -> str | None:
+    from fsdp_inspect.simulation.changes import WRAPS, is_wrap
+
+    if policy is None or is_wrap(policy):
+        return policy
+    raise typer.BadParameter(
+        f"{policy!r} is no wrap policy. Expected {WRAPS}.", param_hint="--wrap"
+    )
 
 
 def _parse_reshard(text: str | None) -> bool | int | None:

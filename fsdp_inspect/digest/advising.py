@@ -1,12 +1,29 @@
 """What should be changed about a run? The analyses' answers as evidence for the advice."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from fsdp_inspect.advice.advise import Advice, Wishes, give_advice
-from fsdp_inspect.advice.findings import Evidence
+from fsdp_inspect.advice.bench import Bench
+from fsdp_inspect.advice.candidates import find_candidates
+from fsdp_inspect.advice.findings import Evidence, Finding, find_first_things
+from fsdp_inspect.advice.search import Search
+from fsdp_inspect.advice.suggestions import Proposal
 from fsdp_inspect.analysis.allocator import measure_allocator
 from fsdp_inspect.digest.run import RunDigest, digest_run
 from fsdp_inspect.trace.run import RunSource
+
+
+@dataclass(frozen=True, slots=True)
+class PlansToRun:
+    """The plans of which a run would tell most."""
+
+    findings: tuple[Finding, ...]
+    """What comes before the plan."""
+    proposals: tuple[Proposal, ...]
+    """Best first; empty: change nothing."""
+    num_plans: int
+    """Plans played."""
 
 
 def advise_run(
@@ -23,6 +40,32 @@ def advise_run(
         on_play: Called with the number of plans played so far.
     """
     return give_advice(run, _evidence(run, digest_run(run)), wishes, on_play=on_play)
+
+
+def find_plans_to_run(
+    run: RunSource,
+    wishes: Wishes,
+    count: int,
+    *,
+    on_play: Callable[[int], object] = lambda _: None,
+) -> PlansToRun:
+    """Digest a run, and choose plans to try.
+
+    Args:
+        run: A recorded or emulated run.
+        wishes: What the plans are for.
+        count: Most plans that are wanted.
+        on_play: Called with the number of plans played so far.
+
+    Raises:
+        MissingDataError: The run holds too little to simulate from.
+    """
+    evidence = _evidence(run, digest_run(run))
+    limit = evidence.device_bytes if wishes.memory_limit is None else wishes.memory_limit
+    bench = Bench(run, on_play)
+    search = Search(bench, limit, allow_dtypes=wishes.allow_dtypes)
+    proposals = find_candidates(bench, evidence, search, count)
+    return PlansToRun(find_first_things(evidence), proposals, len(bench.scores))
 
 
 def _evidence(run: RunSource, digest: RunDigest) -> Evidence:

@@ -26,7 +26,7 @@ def test_every_suggestion_says_its_rule_interval_evidence_and_memory(invoke):
         assert each["added_bytes"] is not None
     assert "fsdp_inspect.apply_plan(model, plan, mesh)" in result["snippet"]
     assert "--plan plan.toml" in result["verify"][0]
-    assert result["verify"][1].startswith("fsdp-inspect compare ")
+    assert result["verify"][1].startswith("fsdp-inspect verify plan.prediction.json ")
 
 
 def test_the_advised_plan_can_be_written_and_takes_the_advised_time(invoke, tmp_path):

@@ -1,0 +1,71 @@
+"""Which plans are worth a run of their own? The advised one, then the best of each other kind.
+
+Plans of one kind change the same settings; of each only the fastest is run. One that does what a
+chosen one does, and something besides that gains nothing, is left out.
+"""
+
+from collections.abc import Iterator
+
+from fsdp_inspect.advice.bench import AS_RECORDED, Bench
+from fsdp_inspect.advice.choices import Choice
+from fsdp_inspect.advice.findings import Evidence
+from fsdp_inspect.advice.search import WORTH_RATIO, Search, split_gain
+from fsdp_inspect.advice.suggestions import Narrator, Proposal
+
+PRICE_OF_A_CHANGE = 3
+"""What one more change must save to be tried first, in units of the search's noise."""
+
+
+def find_candidates(
+    bench: Bench, evidence: Evidence, search: Search, count: int
+) -> tuple[Proposal, ...]:
+    """The plans to run, best first; none where nothing is worth a change.
+
+    Args:
+        bench: Of the baseline.
+        evidence: What the analyses say about it.
+        search: On that bench, with the limit that plans must fit.
+        count: Most that are wanted.
+    """
+    found = search.run()
+    if not found.fits:
+        return ()
+    increments = split_gain(bench, found.fastest, search.fits)
+    advised = increments[-1].after if increments else AS_RECORDED
+    narrator = Narrator(bench, evidence)
+    chosen: list[Choice] = []
+    for choice in (advised, *_best_of_each_kind(bench, search.noise_ns)):
+        if len(chosen) < count and _is_worth_a_run(bench, search, choice, chosen):
+            chosen.append(choice)
+    return tuple(narrator.proposal(choice) for choice in chosen)
+
+
+def _best_of_each_kind(bench: Bench, noise_ns: float) -> Iterator[Choice]:
+    """Fastest first, where every change has to earn `PRICE_OF_A_CHANGE` of the noise."""
+    scores = bench.scores
+    price = PRICE_OF_A_CHANGE * noise_ns
+    kinds: set[tuple[str, ...]] = set()
+    for choice in sorted(
+        scores, key=lambda each: (scores[each].step_ns + price * each.effort[0], each.effort)
+    ):
+        if choice.changed not in kinds:
+            kinds.add(choice.changed)
+            yield choice
+
+
+def _is_worth_a_run(bench: Bench, search: Search, choice: Choice, chosen: list[Choice]) -> bool:
+    score, recorded = bench.score(choice), bench.recorded
+    if choice == AS_RECORDED or not search.fits(score):
+        return False
+    saved = recorded.step_ns - score.step_ns
+    least = max(WORTH_RATIO, abs(bench.replay_error)) * recorded.step_ns
+    if saved < least and search.fits(recorded):
+        return False
+    return not any(
+        choice == other
+        or (
+            set(other.changed) <= set(choice.changed)
+            and bench.score(other).step_ns - score.step_ns <= search.noise_ns
+        )
+        for other in chosen
+    )

@@ -1,0 +1,112 @@
+"""What is said before a plan runs, so that it can be held against what then happens?"""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from fsdp_inspect.simulation.recorded import observed_plan
+from fsdp_inspect.simulation.scenario import resolve_plan
+from fsdp_inspect.simulation.simulate import Simulation
+from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.plan_differences import find_plan_differences
+from fsdp_inspect.trace.prediction import Circumstances, Estimate, Prediction, UnitExposure
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.version import __version__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a prediction comes from."""
+
+    made_by: str
+    """The command."""
+    what: str = ""
+    """What the plan changes, in words; empty: the names of the settings."""
+    rules: Sequence[str] = ()
+    assumptions: Sequence[str] = ()
+    """Beside those of the simulation."""
+    bus_bytes_per_s: float | None = None
+    latency_ns: float | None = None
+
+
+def make_prediction(run: RunSource, simulation: Simulation, origin: Origin) -> Prediction:
+    """A simulation as the record that is verified later.
+
+    Args:
+        run: The baseline: the run that was simulated from.
+        simulation: Of the plan.
+        origin: Who asked for it, and for which network.
+    """
+    recorded = resolve_plan(observed_plan(run), run.manifest)
+    changes = changed_settings(recorded, simulation.plan)
+    replayed, predicted = simulation.replayed, simulation.predicted
+    step = Estimate(
+        value=predicted.step_time_ns,
+        low=min(simulation.low_ns, predicted.step_time_ns),
+        high=max(simulation.high_ns, predicted.step_time_ns),
+    )
+    return Prediction(
+        prediction_id=uuid.uuid4().hex[:12],
+        tool_version=__version__,
+        **now(),
+        made_by=origin.made_by,
+        what=origin.what or _name_changes(changes),
+        changes=changes,
+        rules=list(origin.rules),
+        run_id=simulation.run_id,
+        circumstances=Circumstances.of(run.manifest),
+        baseline_plan=recorded.to_dict(),
+        plan=simulation.plan.to_dict(),
+        bus_bytes_per_s=origin.bus_bytes_per_s,
+        latency_ns=origin.latency_ns,
+        rank=simulation.rank,
+        execution=simulation.execution,
+        num_steps=simulation.num_steps,
+        recorded_step_ns=simulation.recorded_step_ns,
+        replayed_step_ns=replayed.step_time_ns,
+        replay_error=simulation.replay_error,
+        step_time_ns=step,
+        replayed_exposed_ns=replayed.exposed_ns,
+        exposed_ns=_exposed(predicted.exposed_ns, step),
+        units=[UnitExposure(fqn=unit.fqn, exposed_ns=unit.exposed_ns) for unit in predicted.units],
+        recorded_peak_bytes=simulation.recorded_peak_bytes,
+        memory_error=simulation.memory_error,
+        peak_bytes=_peak(predicted.peak_bytes, simulation.memory_error),
+        assumptions=list(dict.fromkeys([*simulation.assumptions, *origin.assumptions])),
+    )
+
+
+def now() -> dict[str, str | int]:
+    """The moment, as records keep it."""
+    unix_ns = time.time_ns()
+    moment = datetime.fromtimestamp(unix_ns / 1e9, tz=UTC)
+    return {"created": moment.isoformat(timespec="seconds"), "created_unix_ns": unix_ns}
+
+
+def changed_settings(before: Plan, after: Plan) -> list[str]:
+    """The names of the settings in which a plan differs from another of the same model."""
+    names = {*before.unit_names, *after.unit_names}
+    differences = find_plan_differences(after, before, with_parameters=names)
+    return list(dict.fromkeys(difference.name for difference in differences))
+
+
+def _name_changes(changes: Sequence[str]) -> str:
+    return f"Change {', '.join(changes)}" if changes else "Change nothing"
+
+
+def _exposed(value: int, step: Estimate) -> Estimate:
+    """Compute stays what it is, so all that the step may be longer or shorter by is waiting."""
+    return Estimate(
+        value=value,
+        low=max(value - (step.value - step.low), 0),
+        high=value + (step.high - step.value),
+    )
+
+
+def _peak(value: int | None, error: float | None) -> Estimate | None:
+    if value is None:
+        return None
+    margin = round(abs(error or 0.0) * value)
+    return Estimate(value=value, low=value - margin, high=value + margin)

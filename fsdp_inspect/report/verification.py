@@ -1,0 +1,163 @@
+"""How does a verified prediction read in a terminal? The ruling, the numbers, the units.
+
+Nothing is computed here. Names from the run are put in as plain text, never as rich markup.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from fsdp_inspect.digest.track_record import TrackRecord
+from fsdp_inspect.digest.verifying import Quantity, Verification, VerifiedUnit
+from fsdp_inspect.formatting import MISSING, format_ns
+from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.report.layout import dim, new_table, section, unit_name
+from fsdp_inspect.report.values import format_method, format_metric
+from fsdp_inspect.trace.prediction import Estimate, Ruling
+
+MOST_UNITS = 8
+
+RULINGS = {
+    Ruling.HELD: "held",
+    Ruling.DID_NOT_HOLD: "did not hold",
+    Ruling.CANNOT_BE_TOLD: "within noise",
+    Ruling.FAILED: "failed",
+    Ruling.NOT_COMPARABLE: "not comparable",
+}
+"""In tables."""
+
+
+def render_verification(verification: Verification) -> RenderableType:
+    """Whether a prediction held: in a sentence, then number by number, then unit by unit."""
+    prediction = verification.prediction
+    parts: list[RenderableType] = [Text(verification.answer, style="bold")]
+    parts += [_line(f"Predicted: {prediction.what}.")]
+    parts += [_line(f"Not as asked: {_difference(each)}") for each in _differences(verification)]
+    parts += [_line(obstacle) for obstacle in verification.obstacles[1:]]
+    parts += [Text(f"caution: {caveat}", style="yellow") for caveat in verification.caveats]
+    parts += section("Predicted and measured", _quantities(verification.quantities))
+    if verification.units:
+        title = "Exposed time of a step by unit"
+        if len(verification.units) > MOST_UNITS:
+            title += f" (the first {MOST_UNITS} of {len(verification.units)})"
+        parts += section(title, _units(verification.units[:MOST_UNITS]))
+    parts += ["", *(dim(line) for line in _provenance(verification))]
+    return Group(*parts)
+
+
+def render_track_record(record: TrackRecord) -> Iterator[RenderableType]:
+    """How earlier predictions came out; nothing where none was made."""
+    if record.sentence:
+        yield from section("Earlier predictions", _line(record.sentence))
+    for note in record.notes:
+        yield Text(f"caution: {note}", style="yellow")
+
+
+def format_change(change: float | None) -> str:
+    """A change as a percentage with its sign: `-4.1 %`."""
+    return MISSING if change is None else f"{100 * change:+.1f} %"
+
+
+def _line(text: str) -> RenderableType:
+    return Padding(Text(text), (0, 0, 0, 2))
+
+
+def _differences(verification: Verification) -> Iterator[tuple[str, str, str]]:
+    for each in verification.plan_differences:
+        where = f" of {each.where}" if each.where else ""
+        yield f"{each.name}{where}", _written(each.asked), _written(each.ran)
+
+
+def _difference(words: tuple[str, str, str]) -> str:
+    name, asked, ran = words
+    return f"{name}: {asked} was asked for, {ran} ran."
+
+
+def _written(value: object) -> str:
+    """A setting as plan files write it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _quantities(quantities: Sequence[Quantity]) -> Table:
+    table = new_table("", "baseline", "predicted", "measured", "error", "<")
+    for each in quantities:
+        table.add_row(
+            find_metric(each.name).label,
+            format_metric(each.name, each.baseline),
+            _predicted(each.name, each.predicted),
+            _measured(each),
+            format_change(each.error),
+            Text(RULINGS[each.ruling] if each.ruling else "", style="dim"),
+        )
+        interval = _interval(each.name, each.predicted)
+        table.add_row("", "measured", interval, _range(each), "", style="dim")
+    return table
+
+
+def _predicted(name: str, estimate: Estimate | None) -> str:
+    return format_metric(name, estimate.value if estimate else None)
+
+
+def _interval(name: str, estimate: Estimate | None) -> str:
+    if estimate is None:
+        return ""
+    return f"{format_metric(name, estimate.low)} to {format_metric(name, estimate.high)}"
+
+
+def _measured(quantity: Quantity) -> str:
+    return format_metric(quantity.name, quantity.measured)
+
+
+def _range(quantity: Quantity) -> str:
+    if quantity.measured_low is None or quantity.measured_low == quantity.measured_high:
+        return format_method(quantity.method) if quantity.measured is not None else ""
+    low = format_metric(quantity.name, quantity.measured_low)
+    return f"{low} to {format_metric(quantity.name, quantity.measured_high)}"
+
+
+def _units(units: Sequence[VerifiedUnit]) -> Table:
+    table = new_table("unit", "predicted", "measured", "difference")
+    for unit in units:
+        table.add_row(
+            unit_name(unit.fqn),
+            format_ns(unit.predicted_ns),
+            format_ns(unit.measured_ns),
+            _signed(unit.difference_ns),
+        )
+    return table
+
+
+def _signed(difference_ns: int | None) -> str:
+    if difference_ns is None:
+        return MISSING
+    sign = "-" if difference_ns < 0 else "+"
+    return f"{sign}{format_ns(abs(difference_ns))}" if difference_ns else "="
+
+
+def _provenance(verification: Verification) -> Iterator[str]:
+    prediction = verification.prediction
+    num_runs, num_baselines = len(verification.run_ids), len(verification.baseline_run_ids)
+    yield (
+        f"Predicted by `{prediction.made_by}` on {prediction.created[:16].replace('T', ' ')} UTC "
+        f"from {prediction.num_steps} steps of run {prediction.run_id}, whose own plan plays with "
+        f"an error of {format_change(prediction.replay_error)}."
+    )
+    yield (
+        f"Measured ({verification.source}): medians of {_processes(num_runs)} of the plan and "
+        f"{_processes(num_baselines) if num_baselines else 'the one in the prediction'} of the "
+        "baseline. Judged: the change against the baseline, so that what the machine does to both "
+        "cancels; error: the numbers as they stand. "
+        + (
+            "Intervals: 95 %, of a rank test."
+            if verification.is_tested
+            else "Too few for a test: 10 % of the step, or their own spread, is taken for noise."
+        )
+    )
+    yield from (f"Assumed: {assumption}" for assumption in prediction.assumptions)
+
+
+def _processes(number: int) -> str:
+    return "1 run" if number == 1 else f"{number} runs"

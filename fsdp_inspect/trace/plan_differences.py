@@ -1,0 +1,105 @@
+"""Did the plan run that was asked for? What two plans of one model differ in, by name.
+
+What the plan asked for leaves to torch (None) is no difference, whatever ran; only
+`reshard_after_forward` has torch's rule for the root put in its place.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.trace.plan import SETTINGS, Plan, UnitPlan
+
+UNITS = "units"
+"""The name of the difference that plans cut the model otherwise."""
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDifference:
+    """One setting of a plan that did not run as asked for."""
+
+    name: str
+    where: str
+    """The units that it concerns, in words; empty for the whole plan."""
+    asked: Any
+    ran: Any
+
+
+def find_plan_differences(
+    asked: Plan, ran: Plan, *, with_parameters: Collection[str]
+) -> tuple[PlanDifference, ...]:
+    """What differs between the plan asked for and the one that ran.
+
+    Args:
+        asked: Resolved.
+        ran: Resolved, as observed.
+        with_parameters: Names of the units that manage parameters; prefetch passes over others.
+    """
+    return (
+        *_cut_otherwise(asked, ran),
+        *_unit_settings(asked, ran),
+        *_prefetch(asked, ran, with_parameters),
+        *_of_the_whole(asked, ran),
+    )
+
+
+def _cut_otherwise(asked: Plan, ran: Plan) -> Iterator[PlanDifference]:
+    first, second = set(asked.unit_names), set(ran.unit_names)
+    if first != second:
+        only_asked = [name for name in asked.unit_names if name not in second]
+        only_ran = [name for name in ran.unit_names if name not in first]
+        where = "those that not both have"
+        yield PlanDifference(UNITS, where, _name_units(only_asked), _name_units(only_ran))
+
+
+def _unit_settings(asked: Plan, ran: Plan) -> Iterator[PlanDifference]:
+    ran_units = {unit.name: unit for unit in ran.units}
+    pairs = [(unit, ran_units[unit.name]) for unit in asked.units if unit.name in ran_units]
+    for setting in SETTINGS:
+        found: dict[tuple[Any, Any], list[str]] = {}
+        for first, second in pairs:
+            values = _value(first, setting), _value(second, setting)
+            if values[0] is not None and values[0] != values[1]:
+                found.setdefault(values, []).append(first.name)
+        for (wanted, got), names in found.items():
+            where = f"all {len(names)} units" if len(names) == len(pairs) else _name_units(names)
+            yield PlanDifference(setting, where, wanted, got)
+
+
+def _value(unit: UnitPlan, setting: str) -> Any:
+    value = getattr(unit, setting)
+    if setting == "reshard_after_forward" and value is None:
+        return not unit.is_root
+    return value
+
+
+def _prefetch(asked: Plan, ran: Plan, with_parameters: Collection[str]) -> Iterator[PlanDifference]:
+    directions: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
+    for direction in directions:
+        first, second = (
+            plan.prefetch_lists(direction, without=set(plan.unit_names) - set(with_parameters))
+            for plan in (asked, ran)
+        )
+        if first != second:
+            name = f"{direction}_prefetch"
+            yield PlanDifference(name, "", getattr(asked, name), getattr(ran, name))
+
+
+def _of_the_whole(asked: Plan, ran: Plan) -> Iterator[PlanDifference]:
+    for name in ("world_size", "mesh", "accumulation", "checkpointing"):
+        wanted, got = getattr(asked, name), getattr(ran, name)
+        if wanted and wanted != got:
+            yield PlanDifference(name, "", _plain(wanted), _plain(got))
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(mode="json") if hasattr(value, "model_dump") else value
+
+
+def _name_units(names: list[str]) -> str:
+    if not names:
+        return "none"
+    shown = "; ".join(format_unit(name) for name in names[:_MOST_NAMED])
+    return f"{shown} and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else shown
