@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.formatting import format_unit
-from fsdp_inspect.simulation.changes import wrap
+from fsdp_inspect.simulation.changes import split_units, wrap
 from fsdp_inspect.simulation.recorded import Execution, RecordedWork
 from fsdp_inspect.trace.plan import FloatDtype, Plan, UnitPlan, owned_parameters
 from fsdp_inspect.trace.statistics import median
@@ -148,14 +148,12 @@ def _groupings(
     typical = median(list(sizes.values())) or 0
     large = [name for name, size in sizes.items() if size > OVERSIZED_RATIO * typical]
     for names, what in ((large, "the largest units"), (list(sizes), "every block")):
-        parts = {name: found for name in names if (found := _parts(plan, name, parameters))}
-        if parts:
-            split = plan
-            for name, modules in parts.items():
-                split = split.split(name, modules)
-            listed = ", ".join(format_unit(name) for name in list(parts)[:3])
-            more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
-            yield f"split {what} ({listed}{more})", "R3", _with_free_prefetch(split, plan)
+        split = split_units(plan, names, parameters)
+        cut = [name for name in plan.unit_names if name not in split.unit_names]
+        if cut:
+            listed = ", ".join(format_unit(name) for name in cut[:3])
+            more = f" and {len(cut) - 3} more" if len(cut) > 3 else ""
+            yield f"split {what} ({listed}{more})", "R3", split
 
 
 def _regrouped(plan: Plan) -> Iterator[tuple[str, str, Plan]]:
@@ -194,41 +192,3 @@ def _unwrapped(
     new = tuple(unit.model_copy(update={"reshard_after_forward": None}) for unit in new)
     values = {name: getattr(plan, name) for name in type(plan).model_fields}
     yield "make every block a unit", "R1", Plan.from_dict({**values, "units": plan.units + new})
-
-
-def _parts(
-    plan: Plan, name: str, parameters: Mapping[str, Sequence[int]]
-) -> list[list[str]] | None:
-    """A unit's children in groups that each hold a matrix: a norm goes with what it feeds."""
-    unit = next((each for each in plan.units if each.name == name), None)
-    if unit is None or unit.is_root or len(unit.modules) != 1:
-        return None
-    module = unit.modules[0]
-    owned = owned_parameters(plan.units, parameters)[name]
-    children = list(dict.fromkeys(_child(parameter, module) for parameter in owned))
-    if len(children) < 2 or None in children:
-        return None
-    parts: list[list[str]] = [[]]
-    for child in (each for each in children if each is not None):
-        parts[-1].append(child)
-        if any(len(parameters[p]) > 1 for p in owned if p.startswith(f"{child}.")):
-            parts.append([])
-    # Vectors behind the last matrix feed nothing that is known: the order does not tell.
-    return parts[:-1] if not parts[-1] and len(parts) > 2 else None
-
-
-def _child(parameter: str, module: str) -> str | None:
-    """The child of a module that holds a parameter; None: the module itself does."""
-    segments = parameter.removeprefix(f"{module}.").split(".")
-    return f"{module}.{segments[0]}" if len(segments) > 1 else None
-
-
-def _with_free_prefetch(plan: Plan, before: Plan) -> Plan:
-    """Prefetch that names units which are gone is left to torch."""
-    gone = set(before.unit_names) - set(plan.unit_names)
-    values: dict[str, object] = {name: getattr(plan, name) for name in type(plan).model_fields}
-    for direction in ("forward_prefetch", "backward_prefetch"):
-        named = values[direction]
-        if isinstance(named, dict) and gone:
-            values[direction] = 0
-    return Plan.from_dict(values)

@@ -4,15 +4,15 @@ Each change returns a new plan and leaves what it does not name as it was.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 
 from fsdp_inspect.errors import PlanError
-from fsdp_inspect.trace.plan import ROOT, FloatDtype, Plan, UnitPlan
+from fsdp_inspect.trace.plan import ROOT, FloatDtype, Plan, UnitPlan, owned_parameters
 
 _NUMBERED = re.compile(r"(.*)\.(\d+)")
-WRAPS = "`root`, `block`, or `every:N` with N from 1"
+WRAPS = "`root`, `block`, `every:N` with N from 1, or `split` (halves of blocks)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,18 +29,21 @@ class Changes:
     world_size: int | None = None
 
 
-def apply_changes(plan: Plan, changes: Changes) -> Plan:
+def apply_changes(
+    plan: Plan, changes: Changes, parameters: Mapping[str, Sequence[int]] | None = None
+) -> Plan:
     """The plan with the changes.
 
     Args:
         plan: A resolved plan: names, no patterns.
         changes: Each one optional.
+        parameters: Shape of each parameter, by name; needed to split blocks.
 
     Raises:
         PlanError: A change is not legal, or does not fit the plan.
     """
     if changes.wrap is not None:
-        plan = wrap(plan, changes.wrap)
+        plan = wrap(plan, changes.wrap, parameters or {})
     settings = {
         name: value
         for name in ("reshard_after_forward", "param_dtype", "reduce_dtype")
@@ -61,25 +64,91 @@ def apply_changes(plan: Plan, changes: Changes) -> Plan:
     return Plan.from_dict({**plan.to_dict(), **fields}) if fields else plan
 
 
-def wrap(plan: Plan, policy: str) -> Plan:
+def is_wrap(policy: str) -> bool:
+    """Whether there is such a wrap policy: see `WRAPS`."""
+    return re.fullmatch(r"root|block|split|every:[1-9][0-9]*", policy) is not None
+
+
+def wrap(plan: Plan, policy: str, parameters: Mapping[str, Sequence[int]] | None = None) -> Plan:
     """The plan with its numbered blocks grouped otherwise; prefetch by name becomes torch's own.
 
     Args:
         plan: Units of single blocks (`layers.0`, ...), as recorded with one unit a block.
         policy: See `WRAPS`.
+        parameters: Shape of each parameter, by name; needed to split blocks.
 
     Raises:
-        PlanError: No such policy, or no numbered blocks to group.
+        PlanError: No such policy, or no blocks to split.
     """
+    if policy == "split":
+        return _halved(wrap(plan, "block"), parameters or {})
     if policy == "root":
         root = next((unit for unit in plan.units if unit.is_root), plan.units[0])
         alone = root.model_copy(update={"modules": (ROOT,), "reshard_after_forward": None})
         return _with_units(plan, [alone])
-    every = re.fullmatch(r"every:([1-9]\d*)", "every:1" if policy == "block" else policy)
-    if every is None:
+    if not is_wrap(policy):
         raise PlanError(f"The wrap policy is {policy!r}. Expected {WRAPS}.")
-    grouped = [_grouped(members, int(every[1])) for members in _runs_of_blocks(plan.units)]
+    size = 1 if policy == "block" else int(policy.removeprefix("every:"))
+    grouped = [_grouped(members, size) for members in _runs_of_blocks(plan.units)]
     return _with_units(plan, [unit for units in grouped for unit in units])
+
+
+def _halved(plan: Plan, parameters: Mapping[str, Sequence[int]]) -> Plan:
+    blocks = [unit.name for unit in plan.units if _stem(unit) is not None]
+    split = split_units(plan, blocks, parameters)
+    if split == plan:
+        raise PlanError(
+            "The plan has no block to split: none is a unit of several modules that hold matrices, "
+            "with its parameters recorded. Expected numbered blocks, such as layers.0, with parts. "
+            "Choose another wrap, or name the parts in a plan file."
+        )
+    return split
+
+
+def split_units(plan: Plan, names: Iterable[str], parameters: Mapping[str, Sequence[int]]) -> Plan:
+    """The plan with units of one module cut into that module's children.
+
+    A norm goes with what it feeds, so that each new unit holds a matrix. Units that cannot be cut
+    so stay as they are, and so does the root; prefetch that names a unit that was cut becomes
+    torch's own.
+
+    Args:
+        plan: Resolved.
+        names: Of units.
+        parameters: Shape of each parameter of the model, by name.
+    """
+    parts = {name: found for name in names if (found := _parts(plan, name, parameters))}
+    split = plan
+    for name, modules in parts.items():
+        split = split.split(name, modules)
+    return _with_units(plan, split.units) if parts else plan
+
+
+def _parts(
+    plan: Plan, name: str, parameters: Mapping[str, Sequence[int]]
+) -> list[list[str]] | None:
+    """A unit's children in groups that each hold a matrix: a norm goes with what it feeds."""
+    unit = next((each for each in plan.units if each.name == name), None)
+    if unit is None or unit.is_root or len(unit.modules) != 1:
+        return None
+    module = unit.modules[0]
+    owned = owned_parameters(plan.units, parameters)[name]
+    children = list(dict.fromkeys(_child(parameter, module) for parameter in owned))
+    if len(children) < 2 or None in children:
+        return None
+    parts: list[list[str]] = [[]]
+    for child in (each for each in children if each is not None):
+        parts[-1].append(child)
+        if any(len(parameters[p]) > 1 for p in owned if p.startswith(f"{child}.")):
+            parts.append([])
+    # Vectors behind the last matrix feed nothing that is known: the order does not tell.
+    return parts[:-1] if not parts[-1] and len(parts) > 2 else None
+
+
+def _child(parameter: str, module: str) -> str | None:
+    """The child of a module that holds a parameter; None: the module itself does."""
+    segments = parameter.removeprefix(f"{module}.").split(".")
+    return f"{module}.{segments[0]}" if len(segments) > 1 else None
 
 
 def _runs_of_blocks(units: Sequence[UnitPlan]) -> Iterator[list[UnitPlan]]:

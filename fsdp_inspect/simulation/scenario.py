@@ -106,6 +106,11 @@ def resolve_plan(plan: Plan, manifest: RunManifest) -> Plan:
     return plan.resolve(_module_names(manifest))
 
 
+def shapes_of(manifest: RunManifest) -> dict[str, list[int]]:
+    """The shape of each parameter that the run tells, by name."""
+    return {name: shape for unit in manifest.units for name, shape in unit.parameters.items()}
+
+
 def make_scenario(
     work: RecordedWork, manifest: RunManifest, plan: Plan, network: Network
 ) -> Scenario:
