@@ -1,0 +1,204 @@
+"""How does one number differ over ranks and steps? A value for every rank and every finished step.
+
+Whole-step numbers come from the run's summary, so a thousand ranks of a hundred steps take a
+moment. How late a rank arrives is in the events: it is read of a sample of ranks and steps, and
+only where clocks are aligned.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.trace.alignment import align_clocks
+from fsdp_inspect.trace.arrivals import NEVER, Arrivals, find_arrivals
+from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.rank_memory import memory_parts
+from fsdp_inspect.trace.reduction import StepPart
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.sampling import common_steps, sample_ranks, spread
+from fsdp_inspect.trace.steps import rows_of, select_steps, timed_ranks
+from fsdp_inspect.trace.tables import SummaryTable
+
+MAX_LATE_RANKS = 48
+MAX_LATE_STEPS = 24
+_LOW_PERCENTILE, _HIGH_PERCENTILE = 1, 99
+
+_Grid = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class GridCell:
+    """One value of a grid."""
+
+    rank: int
+    step: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankGrid:
+    """One number of R ranks in S steps."""
+
+    measure: str
+    """One of `GRID_MEASURES`."""
+    ranks: tuple[int, ...]
+    """Ascending."""
+    steps: tuple[int, ...]
+    """Ascending."""
+    values: _Grid
+    """Shape (R, S), ns or bytes; NaN where not known."""
+    middle: _Grid
+    """Shape (S,): the median over the ranks that know it."""
+    left_out: tuple[int, ...]
+    """Those of the steps that no median counts: warm-up and memory steps."""
+    low: float
+    """The 1st percentile of the values that count, where colours may begin."""
+    high: float
+    """Their 99th percentile."""
+    highest: GridCell | None
+    """Of those that count; None without any."""
+    num_all_ranks: int
+    """Ranks that the run knows of; more than R where a sample was read."""
+    refusals: tuple[str, ...]
+    """Ranks that have no value, and why."""
+
+    def of_rank(self, rank: int) -> _Grid | None:
+        """The values of one rank, shape (S,); None if it is not in the grid."""
+        return self.values[self.ranks.index(rank)] if rank in self.ranks else None
+
+
+def measure_rank_grid(run: RunSource, *, measure: str) -> RankGrid:
+    """Lay a number out by rank and step.
+
+    Args:
+        run: A recorded or imported run.
+        measure: One of `GRID_MEASURES`.
+
+    Returns:
+        Every rank and finished step; of `lateness_ns` a sample of both.
+
+    Raises:
+        ValueError: There is no such measure.
+    """
+    if measure not in GRID_MEASURES:
+        raise ValueError(
+            f"There is no grid of {measure!r}. Expected one of {', '.join(GRID_MEASURES)}."
+        )
+    return GRID_MEASURES[measure](run)
+
+
+def _step_times(run: RunSource) -> RankGrid:
+    rows = run.summary(kinds=[EventKind.STEP])
+    return _lay_out(run, "step_time_ns", rows, rows.duration_ns)
+
+
+def _exposed(run: RunSource) -> RankGrid:
+    rows = run.summary(kinds=[EventKind.STEP])
+    return _lay_out(run, "exposed_ns", rows, rows.exposed_ns)
+
+
+def _own_work(run: RunSource) -> RankGrid:
+    rows = run.summary(kinds=[EventKind.STEP])
+    return _lay_out(run, "own_work_ns", rows, rows.duration_ns - rows.exposed_ns)
+
+
+def _peaks(run: RunSource) -> RankGrid:
+    rows = rows_of(memory_parts(run), kinds=[StepPart.PEAK_ALLOCATED])
+    return _lay_out(run, "peak_allocated_bytes", rows, rows.bytes)
+
+
+def _lateness(run: RunSource) -> RankGrid:
+    """The median time after the first rank at the collectives of each step."""
+    members = timed_ranks(run).members
+    here = {record.rank for record in run.ranks}
+    sample = sample_ranks([one for one in members if one.rank in here], MAX_LATE_RANKS)
+    steps = spread(common_steps([one for one in members if one.rank in sample]), MAX_LATE_STEPS)
+    alignment = align_clocks(run, sample)
+    arrivals = find_arrivals(run, sample, steps, alignment).aligned()
+    values = np.full((len(sample), len(steps)), np.nan)
+    if len(arrivals):
+        for column, step in enumerate(steps):
+            values[:, column] = _typical_lateness(arrivals.where(arrivals.rows.step == step))
+    return _describe(
+        run, "lateness_ns", sample, steps, values, tuple(dict.fromkeys(alignment.refusals.values()))
+    )
+
+
+def _typical_lateness(arrivals: Arrivals) -> _Grid:
+    """Shape (ranks,); NaN for a rank that took part in none of them at a known time."""
+    typical = np.full(len(arrivals.ranks), np.nan)
+    if len(arrivals) == 0:
+        return typical
+    late = arrivals.arrival_ns - arrivals.first_ns()[:, np.newaxis]
+    for place in range(len(arrivals.ranks)):
+        known = arrivals.arrival_ns[:, place] != NEVER
+        if known.any():
+            typical[place] = np.median(late[known, place])
+    return typical
+
+
+GRID_MEASURES: dict[str, Callable[[RunSource], RankGrid]] = {
+    "step_time_ns": _step_times,
+    "exposed_ns": _exposed,
+    "own_work_ns": _own_work,
+    "peak_allocated_bytes": _peaks,
+    "lateness_ns": _lateness,
+}
+"""What can be laid out, each a metric."""
+
+
+def _lay_out(
+    run: RunSource, measure: str, rows: SummaryTable, amounts: NDArray[np.int64]
+) -> RankGrid:
+    ranks, steps = np.unique(rows.rank), np.unique(rows.step)
+    values = np.full((len(ranks), len(steps)), np.nan)
+    values[np.searchsorted(ranks, rows.rank), np.searchsorted(steps, rows.step)] = amounts
+    return _describe(run, measure, ranks.tolist(), steps.tolist(), values, ())
+
+
+def _describe(
+    run: RunSource,
+    measure: str,
+    ranks: list[int],
+    steps: list[int],
+    values: _Grid,
+    refusals: tuple[str, ...],
+) -> RankGrid:
+    selection = select_steps(run)
+    # Where memory is counted in memory steps only, those are all there is: they count.
+    skipped = {*selection.warmup, *selection.memory}
+    left_out = tuple(step for step in steps if step in skipped)
+    counts = np.array([step not in skipped for step in steps], dtype=bool)
+    if not counts.any():
+        left_out, counts = (), np.ones(len(steps), dtype=bool)
+    counted = np.where(counts, values, np.nan)
+    known = counted[~np.isnan(counted)]
+    low, high = np.percentile(known, [_LOW_PERCENTILE, _HIGH_PERCENTILE]) if len(known) else (0, 0)
+    return RankGrid(
+        measure=measure,
+        ranks=tuple(ranks),
+        steps=tuple(steps),
+        values=values,
+        middle=_middle(values),
+        left_out=left_out,
+        low=float(low),
+        high=float(high),
+        highest=_find_highest(counted, ranks, steps) if len(known) else None,
+        num_all_ranks=len(run.ranks),
+        refusals=refusals,
+    )
+
+
+def _middle(values: _Grid) -> _Grid:
+    middle = np.full(values.shape[1], np.nan)
+    known = ~np.isnan(values).all(axis=0)
+    if known.any():
+        middle[known] = np.nanmedian(values[:, known], axis=0)
+    return middle
+
+
+def _find_highest(counted: _Grid, ranks: list[int], steps: list[int]) -> GridCell:
+    row, column = np.unravel_index(int(np.nanargmax(counted)), counted.shape)
+    return GridCell(ranks[int(row)], steps[int(column)], float(counted[row, column]))
