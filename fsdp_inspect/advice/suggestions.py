@@ -40,6 +40,8 @@ class Suggestion:
     """To the peak; None: the run's memory is not known."""
     peak_bytes: int | None
     risks: tuple[str, ...]
+    plan: Plan
+    """With it, and all suggestions before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class Narrator:
             added_bytes=_difference(after.peak_bytes, before.peak_bytes),
             peak_bytes=after.peak_bytes,
             risks=tuple(self._risks(increment.before, choice)),
+            plan=self._bench.scenario(increment.after).plan,
         )
 
     def proposal(self, choice: Choice) -> Proposal:

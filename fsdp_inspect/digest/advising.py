@@ -30,6 +30,7 @@ def advise_run(
     run: RunSource,
     wishes: Wishes,
     *,
+    digest: RunDigest | None = None,
     on_play: Callable[[int], object] = lambda _: None,
 ) -> Advice:
     """Digest a run, and advise on it.
@@ -37,9 +38,10 @@ def advise_run(
     Args:
         run: A run; one that cannot be simulated still has its findings.
         wishes: What the advice is for.
+        digest: Of the run, where it is known already.
         on_play: Called with the number of plans played so far.
     """
-    return give_advice(run, _evidence(run, digest_run(run)), wishes, on_play=on_play)
+    return give_advice(run, _evidence(run, digest or digest_run(run)), wishes, on_play=on_play)
 
 
 def find_plans_to_run(
