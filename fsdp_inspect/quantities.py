@@ -11,6 +11,8 @@ _RATE = re.compile(r"([0-9.]+(?:e[0-9]+)?) *([kmgt]?i?)(b/s|bit/s|bps)", re.IGNO
 _TIMES = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
 _TIME = re.compile(r"([0-9.]+(?:e-?[0-9]+)?) *(ns|us|µs|ms|s)")
 _AMOUNTS: dict[str, int] = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_MOST = 1e280
+"""Numbers from here on are none: with the largest prefix they would be infinite."""
 _AMOUNT = re.compile(r"([0-9.]+(?:e[0-9]+)?) *([kmgtp]?)(i?)b?", re.IGNORECASE)
 
 
@@ -44,6 +46,7 @@ def parse_bytes(text: str) -> int | None:
 
 def _number(text: str) -> float | None:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         return None
+    return number if number < _MOST else None

@@ -38,3 +38,4 @@ def test_what_is_no_duration_and_no_bandwidth_reads_as_none(text: str):
     assert parse_time_ns(text) is None
     assert parse_bytes_per_s(text) is None
     assert parse_bytes("lots") is None
+    assert parse_bytes("1e999 GiB") is None

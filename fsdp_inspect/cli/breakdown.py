@@ -23,11 +23,12 @@ def breakdown(
     Example: `fsdp-inspect breakdown runs/demo --rank 1 --step 12`
     """
     from fsdp_inspect.digest.breakdown import digest_breakdown
-    from fsdp_inspect.report.json import render_json
+    from fsdp_inspect.report.json import render_run_json
 
-    digest = digest_breakdown(open_run_argument(run), rank=rank, step=step)
+    opened = open_run_argument(run)
+    digest = digest_breakdown(opened, rank=rank, step=step)
     if as_json:
-        print(render_json(digest))
+        print(render_run_json(opened, digest))
         return
     from fsdp_inspect.report.breakdown import render_breakdown
 

@@ -20,9 +20,10 @@ def compact(
     """
     from fsdp_inspect.report.compaction import render_compaction, render_compaction_json
     from fsdp_inspect.store.compaction import compact_run
+    from fsdp_inspect.store.reader import open_run
 
     result = compact_run(run)
     if as_json:
-        print(render_compaction_json(result))
+        print(render_compaction_json(open_run(run), result))
     else:
         print_renderable(render_compaction(result))

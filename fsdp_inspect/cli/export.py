@@ -76,7 +76,7 @@ def export(  # noqa: PLR0913 (every option is a parameter)
     Example: `fsdp-inspect export runs/demo --format csv --ranks 0 --out demo-tables`
     """
     from fsdp_inspect.report.export import render_export
-    from fsdp_inspect.report.json import render_json
+    from fsdp_inspect.report.json import render_run_json
     from fsdp_inspect.report.selection import select
 
     opened = open_run_argument(run)
@@ -92,7 +92,7 @@ def export(  # noqa: PLR0913 (every option is a parameter)
         else:
             result = _export_tables(opened, selection, out, export_format, progress, replaces=force)
     if as_json:
-        print(render_json(result))
+        print(render_run_json(opened, result))
     else:
         print_renderable(render_export(result))
 
@@ -109,14 +109,14 @@ def _export_trace(
     *,
     replaces: bool,
 ) -> "PerfettoExport":
-    from fsdp_inspect.errors import ExportError
     from fsdp_inspect.report.output import whole_file
     from fsdp_inspect.report.perfetto import write_perfetto
 
     if not out.name.endswith((".json", ".json.gz")):
-        raise ExportError(
-            f"A trace cannot be called {out.name!r}. Expected a name that ends in .json or "
-            f".json.gz, by which Perfetto knows it. Give for example --out {out.name}.json.gz"
+        raise typer.BadParameter(
+            f"a trace cannot be called {out.name!r}. Expected a name that ends in .json or "
+            f".json.gz, by which Perfetto knows it. Give for example --out {out.name}.json.gz",
+            param_hint="--out",
         )
     with whole_file(out, replaces=replaces) as place:
         return write_perfetto(run, selection, out, place=place, limit_mb=max_mb, progress=progress)
@@ -131,14 +131,14 @@ def _export_tables(
     *,
     replaces: bool,
 ) -> "TablesExport":
-    from fsdp_inspect.errors import ExportError
     from fsdp_inspect.report.output import whole_folder
     from fsdp_inspect.report.tables import TableFormat, write_tables
 
     if out.suffix in (".csv", ".parquet"):
-        raise ExportError(
-            f"Several tables do not fit into one file, {out.name!r}. Expected a folder, which gets "
-            f"one file a table. Give for example --out {out.stem}-tables"
+        raise typer.BadParameter(
+            f"several tables do not fit into one file, {out.name!r}. Expected a folder, which gets "
+            f"one file a table. Give for example --out {out.stem}-tables",
+            param_hint="--out",
         )
     with whole_folder(out, replaces=replaces) as place:
         return write_tables(

@@ -26,11 +26,12 @@ def exposed(
     Example: `fsdp-inspect exposed runs/demo --unit layers.1`
     """
     from fsdp_inspect.digest.exposed import digest_waits
-    from fsdp_inspect.report.json import render_json
+    from fsdp_inspect.report.json import render_run_json
 
-    digest = digest_waits(open_run_argument(run), rank=rank, unit=unit)
+    opened = open_run_argument(run)
+    digest = digest_waits(opened, rank=rank, unit=unit)
     if as_json:
-        print(render_json(digest))
+        print(render_run_json(opened, digest))
         return
     from fsdp_inspect.report.exposed import render_waits
 

@@ -1,6 +1,5 @@
 """`fsdp-inspect import`: somebody else's recording as a run, to be read by every other command."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +10,9 @@ import typer
 from fsdp_inspect.cli.arguments import JsonOption, print_renderable
 
 if TYPE_CHECKING:
-    from fsdp_inspect.importing.kineto import OnProgress
+    from fsdp_inspect.importing.kineto import ImportedTraces, OnProgress
+    from fsdp_inspect.importing.snapshot import ImportedSnapshot
     from fsdp_inspect.importing.trace_file import ImportLimits
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
-_FACTORS = {"k": 10, "m": 20, "g": 30, "t": 40}
 
 
 def import_(
@@ -42,7 +39,7 @@ def import_(
         typer.Option(
             metavar="SIZE",
             help="Read files that hold up to this, however tightly packed; default 64GiB, and 200 "
-            "times the size of a packed file.",
+            "times the size of a packed file. Of a snapshot: what its values may take in memory.",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -54,14 +51,17 @@ def import_(
 
     Example: `fsdp-inspect import traces/ --out runs/imported`
     """
-    if not path.exists():
-        raise typer.BadParameter(f"there is nothing at {str(path)!r}", param_hint="PATH")
-    limits = _choose_limits(max_size)
+    _check_path(path)
+    max_bytes = None if max_size is None else _parse_size(max_size)
     if _is_snapshot(path):
-        _import_snapshot(path, out, as_json=as_json)
+        if by_step:
+            raise typer.BadParameter(
+                "a memory snapshot has no ProfilerStep marks; leave it out", param_hint="--by-step"
+            )
+        _import_snapshot(path, out, name, max_bytes, as_json=as_json)
         return
     from fsdp_inspect.importing.kineto import import_traces
-    from fsdp_inspect.report.importing import render_import, render_import_json
+    from fsdp_inspect.report.importing import render_import
 
     with _progress() as on_progress:
         imported = import_traces(
@@ -69,13 +69,32 @@ def import_(
             out,
             by_step=by_step,
             name=name,
-            limits=limits,
+            limits=_choose_limits(max_bytes),
             on_progress=on_progress,
         )
     if as_json:
-        print(render_import_json(imported))
+        _print_json(out, imported)
     else:
         print_renderable(render_import(imported))
+
+
+def _print_json(out: Path, imported: "ImportedTraces | ImportedSnapshot") -> None:
+    from fsdp_inspect.report.json import render_run_json
+    from fsdp_inspect.store.reader import open_run
+
+    print(render_run_json(open_run(out), imported))
+
+
+def _check_path(path: Path) -> None:
+    """Whatever is neither a file nor a folder (a pipe, a device, a socket) may never end."""
+    if not path.exists():
+        raise typer.BadParameter(f"there is nothing at {str(path)!r}", param_hint="PATH")
+    if not path.is_file() and not path.is_dir():
+        raise typer.BadParameter(
+            f"{str(path)!r} is neither a file nor a folder, but a pipe, a device or a socket. "
+            "Write what it holds into a file first",
+            param_hint="PATH",
+        )
 
 
 def _is_snapshot(path: Path) -> bool:
@@ -84,14 +103,16 @@ def _is_snapshot(path: Path) -> bool:
     return looks_like_snapshot(path)
 
 
-def _import_snapshot(path: Path, out: Path, *, as_json: bool) -> None:
+def _import_snapshot(
+    path: Path, out: Path, name: str, max_bytes: int | None, *, as_json: bool
+) -> None:
     from fsdp_inspect.importing.snapshot import import_snapshot
+    from fsdp_inspect.importing.snapshot_pickle import MAX_MEMORY_BYTES
     from fsdp_inspect.report.importing import render_snapshot
-    from fsdp_inspect.report.json import render_json
 
-    imported = import_snapshot(path, out)
+    imported = import_snapshot(path, out, name=name, max_memory_bytes=max_bytes or MAX_MEMORY_BYTES)
     if as_json:
-        print(render_json(imported))
+        _print_json(out, imported)
     else:
         print_renderable(render_snapshot(imported))
 
@@ -113,21 +134,21 @@ def _progress() -> "Iterator[OnProgress]":
         yield show
 
 
-def _choose_limits(max_size: str | None) -> "ImportLimits":
+def _choose_limits(max_bytes: int | None) -> "ImportLimits":
     from fsdp_inspect.importing.trace_file import ImportLimits
 
-    if max_size is None:
+    if max_bytes is None:
         return ImportLimits()
-    max_bytes = _parse_size(max_size)
-    return ImportLimits(max_bytes=max_bytes, max_ratio=max(max_bytes, 1))
+    return ImportLimits(max_bytes=max_bytes, max_ratio=max_bytes)
 
 
 def _parse_size(text: str) -> int:
-    """`64GiB`, `500 MB`, `1000000`: bytes; K, M, G and T are powers of 1024."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
+    """`64GiB`, `500 MB`, `1000000`: bytes."""
+    from fsdp_inspect.quantities import parse_bytes
+
+    size = parse_bytes(text)
+    if not size:
         raise typer.BadParameter(
             f"{text!r} is no size; expected bytes such as 64GiB or 500MiB", param_hint="--max-size"
         )
-    factor = _FACTORS.get((found[2] or "b")[0].lower(), 0)
-    return int(float(found[1]) * (1 << factor))
+    return size

@@ -24,11 +24,12 @@ def memory(
     Example: `fsdp-inspect memory runs/demo --rank 1`
     """
     from fsdp_inspect.digest.memory import digest_memory
-    from fsdp_inspect.report.json import render_json
+    from fsdp_inspect.report.json import render_run_json
 
-    digest = digest_memory(open_run_argument(run), rank=rank)
+    opened = open_run_argument(run)
+    digest = digest_memory(opened, rank=rank)
     if as_json:
-        print(render_json(digest))
+        print(render_run_json(opened, digest))
         return
     from fsdp_inspect.report.memory import render_memory
 

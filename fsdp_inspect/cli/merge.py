@@ -25,8 +25,10 @@ def merge(
     from rich.console import Console
     from rich.progress import Progress
 
-    from fsdp_inspect.report.merging import render_merge, render_merge_json
+    from fsdp_inspect.report.json import render_run_json
+    from fsdp_inspect.report.merging import render_merge
     from fsdp_inspect.store.merging import merge_runs
+    from fsdp_inspect.store.reader import open_run
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("Copying ranks", total=None)
@@ -36,6 +38,6 @@ def merge(
             on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
         )
     if as_json:
-        print(render_merge_json(result))
+        print(render_run_json(open_run(out), result))
     else:
         print_renderable(render_merge(result))

@@ -22,7 +22,7 @@ def ranks(
     Example: `fsdp-inspect ranks runs/demo`
     """
     from fsdp_inspect.analysis.ranks import measure_ranks
-    from fsdp_inspect.report.json import render_json
+    from fsdp_inspect.report.json import render_run_json
     from fsdp_inspect.trace.steps import timed_rank
 
     opened = open_run_argument(run)
@@ -30,7 +30,7 @@ def ranks(
         timed_rank(opened, rank)  # refuses a rank that the run does not hold
     measured = measure_ranks(opened)
     if as_json:
-        print(render_json(measured))
+        print(render_run_json(opened, measured))
         return
     from fsdp_inspect.report.ranks import render_ranks
 

@@ -35,27 +35,42 @@ def report(
 
     Example: `fsdp-inspect report runs/before runs/after --out change.html`
     """
-    from fsdp_inspect.cli.compare import open_sides
-    from fsdp_inspect.errors import ExportError
-    from fsdp_inspect.report import html
-    from fsdp_inspect.report.json import render_json
     from fsdp_inspect.report.output import whole_file
 
     if out.suffix not in (".html", ".htm"):
-        raise ExportError(
-            f"A report cannot be called {out.name!r}. Expected a name that ends in .html, by which "
-            f"a browser knows it. Give for example --out {out.name}.html"
+        raise typer.BadParameter(
+            f"a report cannot be called {out.name!r}. Expected a name that ends in .html, by which "
+            f"a browser knows it. Give for example --out {out.name}.html",
+            param_hint="--out",
         )
+    make = _report_run if len(runs) == 1 else _report_sides
     with whole_file(out, replaces=force) as place:
-        if len(runs) == 1:
-            contents = html.read_contents(open_run_argument(runs[0]))
-            page, shown = html.render_run(contents), [contents.digest.run_id]
-        else:
-            compared = html.read_comparison(open_sides(runs))
-            page = html.render_comparison(compared)
-            shown = [digest.run_id for digest in compared.digests]
+        page, described = make(runs, out)
         place.write_text(page, encoding="utf-8")
     if as_json:
-        print(render_json(html.describe_page(page, out, shown)))
-        return
-    print(f"Wrote {out}. Open it in a browser: it needs nothing else.")
+        print(described)
+    else:
+        print(f"Wrote {out}. Open it in a browser: it needs nothing else.")
+
+
+def _report_run(runs: list[str], out: Path) -> tuple[str, str]:
+    """The page of one run, and what programs want to know of it."""
+    from fsdp_inspect.report import html
+    from fsdp_inspect.report.json import render_run_json
+
+    opened = open_run_argument(runs[0])
+    page = html.render_run(html.read_contents(opened))
+    written = html.describe_page(page, out, [opened.manifest.run_id])
+    return page, render_run_json(opened, written)
+
+
+def _report_sides(runs: list[str], out: Path) -> tuple[str, str]:
+    """The page of a comparison, and what programs want to know of it."""
+    from fsdp_inspect.cli.compare import open_sides
+    from fsdp_inspect.report import html
+    from fsdp_inspect.report.json import render_json
+
+    compared = html.read_comparison(open_sides(runs))
+    page = html.render_comparison(compared)
+    shown = [digest.run_id for digest in compared.digests]
+    return page, render_json(html.describe_page(page, out, shown))

@@ -22,11 +22,12 @@ def summary(
     Example: `fsdp-inspect summary runs/demo --json`
     """
     from fsdp_inspect.digest.run import digest_run
-    from fsdp_inspect.report.json import render_json
+    from fsdp_inspect.report.json import render_run_json
 
-    digest = digest_run(open_run_argument(run))
+    opened = open_run_argument(run)
+    digest = digest_run(opened)
     if as_json:
-        print(render_json(digest.verdict if verdict else digest))
+        print(render_run_json(opened, digest.verdict if verdict else digest))
         return
     from fsdp_inspect.report.text import render_summary, render_verdict
 

@@ -31,6 +31,10 @@ class ComparedRun:
     """One run of a side."""
 
     run_id: str
+    source: str
+    """`recorded`, `emulated`, `imported` or `predicted`."""
+    notes: tuple[str, ...]
+    """What is missing or odd about it."""
     status: str
     step_time_ns: int | None
     """Median over its timed steps."""
@@ -128,6 +132,8 @@ def _describe(side: DigestedSide) -> Side:
         runs=tuple(
             ComparedRun(
                 run_id=run.digest.run_id,
+                source=run.manifest.source,
+                notes=run.digest.notes,
                 status=run.digest.status,
                 step_time_ns=run.step_time_ns,
                 num_timed_steps=run.digest.num_timed_steps,

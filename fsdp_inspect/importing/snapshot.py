@@ -74,6 +74,8 @@ def looks_like_snapshot(path: Path) -> bool:
     if path.is_dir():
         files = _files_in(path)
         return bool(files) and all(looks_like_snapshot(file) for file in files)
+    if not path.is_file():  # reading a pipe or a device may never end
+        return False
     try:
         with path.open("rb") as file:
             head = file.read(len(MAGIC))
@@ -83,13 +85,14 @@ def looks_like_snapshot(path: Path) -> bool:
 
 
 def import_snapshot(
-    path: Path, out: Path, *, max_memory_bytes: int = MAX_MEMORY_BYTES
+    path: Path, out: Path, *, name: str = "", max_memory_bytes: int = MAX_MEMORY_BYTES
 ) -> ImportedSnapshot:
     """Turn a memory snapshot, or a folder of one for each rank, into a run folder.
 
     Args:
         path: A pickle of protocol 2 to 5, an SQLite file, or a folder that holds only such files.
         out: The run folder to make; must not exist, or be empty.
+        name: Shown for the run; default the name of the file, of several that of `out`.
         max_memory_bytes: What the values of one pickle may take in memory.
 
     Returns:
@@ -114,6 +117,7 @@ def import_snapshot(
     indices = [[units.index(name) for name in rank.positions.units] for rank in ranks]
     notes = [*_general_notes(ranks, files), *_notes_of_ranks(contents, ranks, files)]
     manifest = _describe(out, files, ranks, contents, notes)
+    manifest = manifest.model_copy(update={"name": name or manifest.name})
     failed = [find_failed_request(rank, index) for rank, index in zip(ranks, indices, strict=True)]
     _write(out, manifest, ranks, indices, failed)
     return ImportedSnapshot(

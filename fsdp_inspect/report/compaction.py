@@ -4,8 +4,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from fsdp_inspect.formatting import format_bytes
-from fsdp_inspect.report.json import render_json
+from fsdp_inspect.report.json import render_run_json
 from fsdp_inspect.store.compaction import CompactionResult
+from fsdp_inspect.trace.run import RunSource
 
 
 def render_compaction(result: CompactionResult) -> RenderableType:
@@ -28,9 +29,10 @@ def render_compaction(result: CompactionResult) -> RenderableType:
     return Group(*lines)
 
 
-def render_compaction_json(result: CompactionResult) -> str:
+def render_compaction_json(run: RunSource, result: CompactionResult) -> str:
     """The same for programs."""
-    return render_json(
+    return render_run_json(
+        run,
         {
             "path": result.path,
             "rows": result.rows,
@@ -39,5 +41,5 @@ def render_compaction_json(result: CompactionResult) -> str:
             "has_run_summary": result.has_run_summary,
             "compacted": result.compacted,
             "skipped": result.skipped,
-        }
+        },
     )

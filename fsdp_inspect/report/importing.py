@@ -7,7 +7,6 @@ from rich.text import Text
 
 from fsdp_inspect.importing.kineto import ImportedTraces
 from fsdp_inspect.importing.snapshot import ImportedSnapshot
-from fsdp_inspect.report.json import render_json
 
 _SHOWN_UNITS = 3
 
@@ -28,11 +27,6 @@ def render_import(imported: ImportedTraces) -> RenderableType:
         Text(f"Next: fsdp-inspect summary {shlex.quote(str(imported.path))}"),
     ]
     return Group(*lines)
-
-
-def render_import_json(imported: ImportedTraces) -> str:
-    """The same for programs."""
-    return render_json(imported)
 
 
 def render_snapshot(imported: ImportedSnapshot) -> RenderableType:

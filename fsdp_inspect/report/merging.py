@@ -6,18 +6,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from fsdp_inspect.formatting import format_bytes, format_numbers
-from fsdp_inspect.report.json import render_json
 from fsdp_inspect.store.merging import MergeResult
 
 
 def render_merge(result: MergeResult) -> RenderableType:
     """What is in the new folder, and what is still missing."""
     return Group(*_lines(result))
-
-
-def render_merge_json(result: MergeResult) -> str:
-    """The same for programs."""
-    return render_json(result)
 
 
 def _lines(result: MergeResult) -> Iterator[Text]:

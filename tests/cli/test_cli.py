@@ -1,5 +1,6 @@
 """What holds for every subcommand: help, exit codes, errors without tracebacks."""
 
+import json
 import os
 import signal
 import subprocess
@@ -109,3 +110,23 @@ def test_summary_of_a_run_needs_neither_torch_nor_pandas_nor_streamlit(runs_fold
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["summary"],
+        ["summary", "--verdict"],
+        ["breakdown"],
+        ["exposed"],
+        ["units"],
+        ["memory"],
+        ["ranks"],
+        ["advise"],
+    ],
+    ids=lambda arguments: " ".join(arguments),
+)
+def test_json_about_one_run_begins_alike(invoke, runs_folder, arguments):
+    name, *options = arguments
+    ended = invoke(name, runs_folder / "steady", *options, "--json")
+    assert list(json.loads(ended.out))[:3] == ["run_id", "source", "notes"]

@@ -55,7 +55,7 @@ def test_a_name_that_perfetto_would_not_know_is_refused(invoke, runs_folder, tmp
     ended = invoke(
         "export", runs_folder / "steady", "--format", "perfetto", "--out", tmp_path / "trace.pb"
     )
-    assert ended.code == 1
+    assert ended.code == 2
     assert "trace.pb.json.gz" in ended.err
 
 
@@ -63,7 +63,7 @@ def test_tables_are_not_written_into_what_looks_like_one_file(invoke, runs_folde
     ended = invoke(
         "export", runs_folder / "steady", "--format", "csv", "--out", tmp_path / "run.csv"
     )
-    assert ended.code == 1
+    assert ended.code == 2
     assert "run-tables" in ended.err
     assert list(tmp_path.iterdir()) == []
 

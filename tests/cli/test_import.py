@@ -1,10 +1,15 @@
 import json
+import os
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from fsdp_inspect import open_run
 from fsdp_inspect.cli.application import build_application
+from fsdp_inspect.errors import CorruptFileError
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
+from tests.importing.snapshots import FakeAllocator, train
 
 
 @pytest.fixture
@@ -58,7 +63,33 @@ def test_a_path_that_is_not_there_is_a_usage_error(tmp_path):
     assert "there is nothing at" in result.output
 
 
-@pytest.mark.parametrize("size", ["lots", "-1GiB", "12 apples"])
+def test_what_is_neither_file_nor_folder_is_a_usage_error(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        result = run_import(path, "--out", tmp_path / "run")
+        assert result.exit_code == 2
+        assert "neither a file nor a folder" in result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_snapshot_has_no_steps_to_be_asked_for(tmp_path):
+    path = train(FakeAllocator()).dump(tmp_path / "snapshot.pickle")
+    result = run_import(path, "--out", tmp_path / "run", "--by-step")
+    assert result.exit_code == 2
+    assert "no ProfilerStep marks" in result.output
+    result = run_import(path, "--out", tmp_path / "run", "--name", "peak", "--json")
+    assert list(json.loads(result.output))[:3] == ["run_id", "source", "notes"]
+    assert open_run(tmp_path / "run").manifest.name == "peak"
+
+
+def test_a_snapshot_may_be_limited_in_memory(tmp_path):
+    path = train(FakeAllocator()).dump(tmp_path / "snapshot.pickle")
+    result = run_import(path, "--out", tmp_path / "run", "--max-size", "1KiB")
+    assert result.exit_code == 1
+    assert isinstance(result.exception, CorruptFileError)
+
+
+@pytest.mark.parametrize("size", ["lots", "-1GiB", "12 apples", "0", "1e999GiB"])
 def test_a_size_that_is_none_is_a_usage_error(trace, tmp_path, size):
     result = run_import(trace, "--out", tmp_path / "run", "--max-size", size)
     assert result.exit_code == 2

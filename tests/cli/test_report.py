@@ -21,7 +21,7 @@ def test_several_runs_become_a_comparison(invoke, runs_folder, tmp_path):
 @pytest.mark.parametrize("name", ["report.pdf", "report"])
 def test_a_name_that_a_browser_would_not_know_is_refused(invoke, runs_folder, tmp_path, name):
     ended = invoke("report", runs_folder / "steady", "--out", tmp_path / name)
-    assert ended.code == 1
+    assert ended.code == 2
     assert f"{name}.html" in ended.err
     assert list(tmp_path.iterdir()) == []
 

@@ -18,6 +18,7 @@ def test_a_prediction_says_by_how_much_with_its_interval_and_the_replays_error(i
 
 def test_the_recorded_plan_changes_nothing(invoke):
     result = json.loads(invoke("simulate", SAMPLE, "--json").out)
+    assert list(result)[:3] == ["run_id", "source", "notes"]
     assert result["change"] == 0
     assert abs(result["replay_error"]) < 0.05
     assert sum(result["predicted"]["parts_ns"].values()) == result["predicted"]["step_time_ns"]
@@ -74,7 +75,7 @@ def test_a_value_that_is_none_is_refused_with_what_is_expected(invoke, options, 
 
 def test_a_wrap_policy_that_does_not_exist_is_refused(invoke):
     ended = invoke("simulate", SAMPLE, "--wrap", "layers")
-    assert ended.code == 1
+    assert ended.code == 2
     assert "every:N" in ended.err
 
 

@@ -3,6 +3,7 @@ from pathlib import Path
 
 from fsdp_inspect.report.compaction import render_compaction, render_compaction_json
 from fsdp_inspect.store.compaction import CompactionResult, RankCompaction, SkippedRank
+from tests.builders import steady_run
 from tests.report.rendering import text_of
 
 RESULT = CompactionResult(
@@ -20,7 +21,8 @@ def test_compaction_says_what_it_did_and_what_it_left():
 
 
 def test_programs_get_the_sums_too():
-    result = json.loads(render_compaction_json(RESULT))
+    result = json.loads(render_compaction_json(steady_run(), RESULT))
+    assert list(result)[:3] == ["run_id", "source", "notes"]
     assert (result["path"], result["rows"]) == ("runs/a", 10)
     assert (result["bytes_before"], result["bytes_after"]) == (4096, 1024)
     assert result["skipped"] == [{"attempt": 0, "rank": 1, "reason": "it still records."}]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.digest.run import digest_run
-from fsdp_inspect.report.json import render_json
+from fsdp_inspect.report.json import render_json, render_run_json
 from fsdp_inspect.trace.run import ClockPair
 from tests.builders import steady_run
 
@@ -42,3 +42,11 @@ def test_words_paths_and_records_become_plain():
 
 def test_big_integers_stay_exact():
     assert rendered(2**60 + 1) == 2**60 + 1
+
+
+def test_what_concerns_one_run_begins_with_the_run_its_source_and_its_notes():
+    run = steady_run()
+    plain = json.loads(render_run_json(run, Result(1)))
+    assert plain == {"run_id": "hand-made", "source": "recorded", "notes": [], "value": 1}
+    digest = json.loads(render_run_json(run, digest_run(run)))
+    assert list(digest)[:4] == ["run_id", "source", "notes", "status"]
