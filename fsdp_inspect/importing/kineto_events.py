@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import IntEnum
-from itertools import chain, compress
-from operator import attrgetter
+from itertools import compress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,35 +54,24 @@ class Category(IntEnum):
 
 _COMPLETE = "X"
 """The phase of an event that has a start and a duration."""
-
-
-class _Codes(dict[str, int]):
-    """Of what is not among them: -1."""
-
-    def __missing__(self, name: str) -> int:
-        return NOTHING
-
-
-_CODES = _Codes(
-    {
-        "kernel": Category.KERNEL,
-        "Kernel": Category.KERNEL,
-        "gpu_memcpy": Category.MEMORY_COPY,
-        "Memcpy": Category.MEMORY_COPY,
-        "gpu_memset": Category.MEMORY_COPY,
-        "Memset": Category.MEMORY_COPY,
-        "cuda_runtime": Category.LAUNCH,
-        "cuda_driver": Category.LAUNCH,
-        "hip_runtime": Category.LAUNCH,
-        "hip_driver": Category.LAUNCH,
-        "privateuse1_runtime": Category.LAUNCH,
-        "privateuse1_driver": Category.LAUNCH,
-        "Runtime": Category.LAUNCH,
-        "cpu_op": Category.OPERATOR,
-        "Operator": Category.OPERATOR,
-        "user_annotation": Category.ANNOTATION,
-    }
-)
+_CATEGORIES = {
+    "kernel": Category.KERNEL,
+    "Kernel": Category.KERNEL,
+    "gpu_memcpy": Category.MEMORY_COPY,
+    "Memcpy": Category.MEMORY_COPY,
+    "gpu_memset": Category.MEMORY_COPY,
+    "Memset": Category.MEMORY_COPY,
+    "cuda_runtime": Category.LAUNCH,
+    "cuda_driver": Category.LAUNCH,
+    "hip_runtime": Category.LAUNCH,
+    "hip_driver": Category.LAUNCH,
+    "privateuse1_runtime": Category.LAUNCH,
+    "privateuse1_driver": Category.LAUNCH,
+    "Runtime": Category.LAUNCH,
+    "cpu_op": Category.OPERATOR,
+    "Operator": Category.OPERATOR,
+    "user_annotation": Category.ANNOTATION,
+}
 
 COMMUNICATION_OPERATORS = ("record_param_comms", "c10d::", "nccl:", "gloo:", "rccl:", "ucc:")
 """How the names of host events begin whose arguments say what is communicated."""
@@ -285,14 +273,9 @@ class _Columns:
     def add(self, events: Sequence[_Event | _ExactEvent]) -> None:
         """Keep what is needed of these events."""
         self.num_events += len(events)
-        codes = np.fromiter(map(_CODES.__getitem__, map(_CATEGORY, events)), np.int8, len(events))
-        known = list(compress(events, (codes != NOTHING).tolist()))
-        codes = codes[codes != NOTHING]
-        is_complete = [phase == _COMPLETE for phase in map(_PHASE, known)]
-        if all(is_complete):
-            self._add(codes, known)
-        else:
-            self._add(codes[is_complete], list(compress(known, is_complete)))
+        kept = [one for one in events if one.ph == _COMPLETE and one.cat in _CATEGORIES]
+        if kept:
+            self._add(kept)
 
     def forget_unneeded(self) -> None:
         """Drop host operators that tell nothing where kernels have launches to be found by."""
@@ -320,9 +303,9 @@ class _Columns:
         parts.clear()  # each column's parts go as soon as they are joined
         return EventColumns(*(np.concatenate(columns.pop(name)) for name in list(columns)))
 
-    def _add(self, codes: NDArray[np.int8], events: list[Any]) -> None:
-        if not events:
-            return
+    def _add(self, events: list[Any]) -> None:
+        # Lists of an attribute: twice as fast as attrgetter under map.
+        codes = np.array([_CATEGORIES[event.cat] for event in events], dtype=np.int8)
         start_ns, end_ns, is_sound = _times_ns(events)
         if not is_sound.all():
             self.num_odd += int(np.count_nonzero(~is_sound))
@@ -330,12 +313,12 @@ class _Columns:
             start_ns, end_ns, codes = start_ns[is_sound], end_ns[is_sound], codes[is_sound]
         arguments = [event.args or _NO_ARGUMENTS for event in events]
         columns = EventColumns(
-            name=self.names.of(list(map(_NAME, events))),
+            name=self.names.of([event.name for event in events]),
             thread=_number_threads(events, self._threads),
             start_ns=start_ns,
             end_ns=end_ns,
-            correlation=_ids(list(map(_CORRELATION, arguments))),
-            external=_ids(list(map(_EXTERNAL, arguments))),
+            correlation=_ids([one.correlation for one in arguments]),
+            external=_ids([one.external for one in arguments]),
         )
         for category in Category:
             mine = np.flatnonzero(codes == category)
@@ -376,14 +359,10 @@ _NO_EVENTS = EventColumns(
 
 
 _NO_ARGUMENTS = Arguments()
-_CATEGORY, _PHASE = attrgetter("cat"), attrgetter("ph")
-_NAME, _THREAD = attrgetter("name"), attrgetter("pid", "tid")
-_START, _DURATION = attrgetter("ts"), attrgetter("dur")
-_CORRELATION, _EXTERNAL = attrgetter("correlation"), attrgetter("external")
 
 
 def _number_threads(events: list[Any], known: _Numbers[Any]) -> Int32Array:
-    keys = list(map(_THREAD, events))
+    keys: list[Any] = [(event.pid, event.tid) for event in events]
     try:
         return known.of(keys)
     except TypeError:  # lists and objects, which are no thread
@@ -392,19 +371,14 @@ def _number_threads(events: list[Any], known: _Numbers[Any]) -> Int32Array:
 
 def _times_ns(events: list[Any]) -> tuple[Int64Array, Int64Array, NDArray[np.bool_]]:
     """Starts, ends, and which of them can be believed."""
+    times_us = [event.ts for event in events] + [event.dur for event in events]
     if isinstance(events[0], _ExactEvent):
-        start, duration = ([_decimal_ns(v) for v in times] for times in _both(events))
-        starts, durations = np.array(start, np.int64), np.array(duration, np.int64)
+        both = np.array([_decimal_ns(time_us) for time_us in times_us], np.int64)
     else:
-        both = _float_ns(np.fromiter(chain(*_both(events)), np.float64, 2 * len(events)))
-        starts, durations = both[: len(events)], both[len(events) :]
+        both = _float_ns(np.fromiter(times_us, np.float64, len(times_us)))
+    starts, durations = both[: len(events)], both[len(events) :]
     is_sound = (starts >= 0) & (durations >= 0) & (starts < _MAX_NS) & (durations < _MAX_NS)
     return starts, np.where(is_sound, starts + durations, starts), is_sound
-
-
-def _both(events: list[Any]) -> tuple[Iterator[Any], Iterator[Any]]:
-    """All starts, and all durations."""
-    return map(_START, events), map(_DURATION, events)
 
 
 def _float_ns(times_us: NDArray[np.float64]) -> Int64Array:
@@ -425,7 +399,7 @@ def _decimal_ns(time_us: Decimal) -> int:
 def _ids(values: list[Any]) -> Int64Array:
     """Ids as they come: numbers, or numbers as text; -1 for what is neither."""
     try:
-        return np.array(values, np.int64)
+        return np.fromiter(values, np.int64, len(values))
     except (TypeError, ValueError, OverflowError):
         return np.array([_id(value) for value in values], np.int64)
 
