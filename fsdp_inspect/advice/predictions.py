@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from fsdp_inspect.advice.advise import PlanAdvice
 from fsdp_inspect.simulation.recorded import observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan
-from fsdp_inspect.simulation.simulate import Simulation
+from fsdp_inspect.simulation.simulate import Simulation, simulate
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.plan_differences import find_plan_differences
 from fsdp_inspect.trace.prediction import Circumstances, Estimate, Prediction, UnitExposure
@@ -29,6 +30,23 @@ class Origin:
     """Beside those of the simulation."""
     bus_bytes_per_s: float | None = None
     latency_ns: float | None = None
+
+
+def predict_advised(run: RunSource, advised: PlanAdvice) -> Prediction:
+    """What is predicted of the plan that was advised.
+
+    Args:
+        run: The baseline: the run that the advice is for.
+        advised: The advice.
+    """
+    fastest = advised.fastest
+    origin = Origin(
+        made_by="advise",
+        what=fastest.what,
+        rules=[rule for each in advised.suggestions for rule in each.rules],
+        assumptions=fastest.assumptions,
+    )
+    return make_prediction(run, simulate(run, fastest.plan), origin)
 
 
 def make_prediction(run: RunSource, simulation: Simulation, origin: Origin) -> Prediction:

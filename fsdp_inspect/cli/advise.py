@@ -1,8 +1,5 @@
 """`fsdp-inspect advise`: what should be changed about a run, and what does each change bring?"""
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,14 +12,12 @@ from fsdp_inspect.cli.arguments import (
     print_renderable,
     require_new_file,
 )
+from fsdp_inspect.cli.playing import playing
 
 if TYPE_CHECKING:
     from fsdp_inspect.advice.advise import Advice
     from fsdp_inspect.digest.track_record import TrackRecord
     from fsdp_inspect.store.reader import StoredRun
-
-_QUIET_S = 0.5
-"""A search that takes no longer says nothing while it runs."""
 
 
 def advise(
@@ -60,7 +55,7 @@ def advise(
     from fsdp_inspect.store.predictions import prediction_file_of
 
     wishes = Wishes(
-        memory_limit=_parse_limit(memory_limit),
+        memory_limit=parse_limit(memory_limit),
         allow_dtypes=allow_dtypes,
         run_name=run,
         plan_file=str(write or "plan.toml"),
@@ -68,7 +63,7 @@ def advise(
     for file in (write, write and prediction_file_of(write)):
         require_new_file("--write", file)
     source = open_run_argument(run)
-    with _progress() as on_play:
+    with playing() as on_play:
         advice = advise_run(source, wishes, on_play=on_play)
     if write is not None:
         _write(source, advice, write)
@@ -84,7 +79,12 @@ def advise(
     print_renderable(Group(render_advice(advice), *render_track_record(record)))
 
 
-def _parse_limit(text: str | None) -> int | None:
+def parse_limit(text: str | None) -> int | None:
+    """Bytes of `--memory-limit`; None: it was not given.
+
+    Raises:
+        typer.BadParameter: It is no amount of memory above 0.
+    """
     from fsdp_inspect.quantities import parse_bytes
 
     if text is None:
@@ -100,21 +100,15 @@ def _parse_limit(text: str | None) -> int | None:
 
 def _write(run: "StoredRun", advice: "Advice", path: Path) -> None:
     """The plan, and beside it what is predicted of it."""
-    from fsdp_inspect.advice.predictions import Origin, make_prediction
-    from fsdp_inspect.simulation.simulate import simulate
+    from fsdp_inspect.advice.predictions import predict_advised
     from fsdp_inspect.store.predictions import prediction_file_of, write_prediction
 
     if advice.plan is None:
         raise typer.BadParameter(
             f"There is no plan to write: {advice.refusal}", param_hint="--write"
         )
-    fastest = advice.plan.fastest
-    rules = [rule for each in advice.plan.suggestions for rule in each.rules]
-    origin = Origin(
-        made_by="advise", what=fastest.what, rules=rules, assumptions=fastest.assumptions
-    )
-    prediction = make_prediction(run, simulate(run, fastest.plan), origin)
-    fastest.plan.dump(path)
+    prediction = predict_advised(run, advice.plan)
+    advice.plan.fastest.plan.dump(path)
     write_prediction(prediction, prediction_file_of(path))
 
 
@@ -133,21 +127,3 @@ def _earlier(run: "StoredRun", advice: "Advice") -> "TrackRecord":
     recorded = resolve_plan(observed_plan(run), run.manifest)
     changes = changed_settings(recorded, advice.plan.fastest.plan)
     return measure_track_record(ledger, changes=changes)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int], object]]:
-    """How many plans were played, on stderr, once it takes long and where someone looks at it."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    begun = time.monotonic()
-    with console.status("Playing plans ...") as status:
-        status.stop()
-
-        def on_play(count: int) -> None:
-            if time.monotonic() - begun > _QUIET_S:
-                status.start()
-                status.update(f"Playing plans ... {count}")
-
-        yield on_play if console.is_terminal else lambda _: None
