@@ -185,12 +185,10 @@ class TrainingLoop:
     def run_step(self, step: int) -> None:
         """A training step (from 0), then what is due after it."""
         started = time.perf_counter_ns()
-        rate = learning_rate(step, self._config)
         done = step + 1
         is_logged = done % self._config.log_every == 0 or done == self._config.steps
         with self._recorder.step():
-            loss = self.accumulate(step)
-            norm = self._update(rate)
+            loss, rate, norm = self.train_step(step)
             loss = _mean_over_ranks(loss) if is_logged else loss
         if is_logged:
             if self._has_loss:
@@ -203,6 +201,16 @@ class TrainingLoop:
             with self._recorder.between_steps("checkpoint"):
                 path = save_checkpoint(self._model, self._optimizer, self._config, done)
                 self._reporter.say(f"saved {path}")
+
+    def train_step(self, step: int) -> tuple[torch.Tensor, float, torch.Tensor | None]:
+        """Forward, backward and the optimizer's step; nothing of it is logged.
+
+        Returns:
+            This rank's mean loss, 0-d; the learning rate; the gradients' norm if it is clipped.
+        """
+        rate = learning_rate(step, self._config)
+        loss = self.accumulate(step)
+        return loss, rate, self._update(rate)
 
     def accumulate(self, step: int) -> torch.Tensor:
         """Forward and backward of each microbatch; returns this rank's mean loss, 0-d."""

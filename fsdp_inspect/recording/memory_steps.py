@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.storage_tracker import StorageTracker
@@ -62,7 +64,7 @@ class MemorySteps:
         session = self._session
         if session.step not in self.steps or session.tracker is not None:
             return
-        if torch._C._len_torch_dispatch_stack() > 0:
+        if _other_modes():
             session.problem(
                 f"Step {session.step} is no memory step: another torch dispatch mode was active "
                 "when it began."
@@ -124,6 +126,12 @@ class MemorySteps:
             tensors = [value for value in state.values() if torch.is_tensor(value)]
             unit = self._unit_of.get(id(parameter), NO_UNIT)
             tracker.register_known(MemoryCategory.OPTIMIZER_STATE, tensors, unit)
+
+
+def _other_modes() -> list[TorchDispatchMode]:
+    """Dispatch modes that are active; fake tensors are followed as real ones are."""
+    modes = _get_current_dispatch_mode_stack()
+    return [mode for mode in modes if not isinstance(mode, FakeTensorMode)]
 
 
 def _is_compiled(model: nn.Module) -> bool:

@@ -1,6 +1,9 @@
 """How is an object that is not ours left as it was? An attribute set on it, and the taking back."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import ModuleType
 from typing import Any
 
 _ABSENT = object()
@@ -25,3 +28,20 @@ def set_attribute(target: object, name: str, value: Any) -> Callable[[], None]:
             setattr(target, name, before)
 
     return restore
+
+
+def replace_everywhere(
+    undo: ExitStack, replacements: Mapping[Callable[..., Any], Callable[..., Any]]
+) -> None:
+    """Put functions in the place of others in every loaded module, until `undo` is closed.
+
+    Modules that imported a function by name hold it under a name of their own.
+    """
+    by_id = {id(original): replacement for original, replacement in replacements.items()}
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            replacement = by_id.get(id(value))
+            if replacement is not None and module.__name__ != replacement.__module__:
+                undo.callback(set_attribute(module, name, replacement))

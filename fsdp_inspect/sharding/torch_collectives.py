@@ -77,8 +77,11 @@ def bytes_of(tensors: list[torch.Tensor]) -> int:
 
 
 def address_of(tensor: Any) -> int:
-    """Where the result of a functional collective lies: it ties `wait_tensor` to its issue."""
-    return int(getattr(tensor, "elem", tensor).data_ptr())
+    """Which storage holds the result of a functional collective: ties `wait_tensor` to its issue.
+
+    The address of torch's own storage object, which fake tensors have, too.
+    """
+    return int(getattr(tensor, "elem", tensor).untyped_storage()._cdata)
 
 
 def resolve_group(group: Any) -> dist.ProcessGroup | None:

@@ -1,8 +1,12 @@
 """Is an object left as it was?"""
 
-from types import SimpleNamespace
+import sys
+from contextlib import ExitStack
+from types import ModuleType, SimpleNamespace
 
-from fsdp_inspect.sharding.attributes import set_attribute
+import pytest
+
+from fsdp_inspect.sharding.attributes import replace_everywhere, set_attribute
 
 
 class Machine:
@@ -35,3 +39,21 @@ def test_a_value_that_somebody_else_set_meanwhile_stays():
     target.size = 3
     restore()
     assert target.size == 3
+
+
+def test_a_function_is_replaced_under_every_name_that_modules_have_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def original():
+        return "own"
+
+    home, guest = ModuleType("home"), ModuleType("guest")
+    home.run = guest.imported = original
+    monkeypatch.setitem(sys.modules, "home", home)
+    monkeypatch.setitem(sys.modules, "guest", guest)
+
+    with ExitStack() as undo:
+        replace_everywhere(undo, {original: lambda: "ours"})
+        assert (home.run(), guest.imported()) == ("ours", "ours")
+
+    assert (home.run(), guest.imported()) == ("own", "own")

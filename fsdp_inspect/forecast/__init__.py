@@ -1,0 +1,1 @@
+"""Peak memory of rank 0 of N before anything runs: fake tensors, a fake process group, one step."""

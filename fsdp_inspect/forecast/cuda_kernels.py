@@ -1,0 +1,124 @@
+"""Which tensors do CUDA's kernels keep for backward? Stand-ins for those that CPU has not.
+
+A forecast runs on fake CPU tensors, and torch picks some kernels by device. Where the choice
+changes what is saved, a stand-in picks as torch 2.13 does on CUDA:
+
+    attention     flash attention (output, log-sum-exp), or the memory-efficient one where flash
+                  does not apply: torch aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
+    rms_norm      one kernel that saves its input, its weight and 1 / rms in float32; CPU's is made
+                  of six operations, which save float32 copies
+    dropout       one kernel that saves a mask of one byte an element
+
+Only shapes and dtypes of the results are right: these tensors have no contents.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from fsdp_inspect.sharding.attributes import replace_everywhere
+
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+_MAX_FLASH_HEAD_DIM = 256
+_attention = torch._C._nn.scaled_dot_product_attention
+
+
+def choose_cuda_kernels(undo: ExitStack) -> None:
+    """Put the stand-ins where torch's functions are, until `undo` is closed."""
+    replace_everywhere(
+        undo,
+        {
+            F.scaled_dot_product_attention: _attend,
+            F.rms_norm: _rms_norm,
+            torch.rms_norm: _rms_norm,
+            F.dropout: _drop,
+            torch.dropout: _drop,
+        },
+    )
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """(B, H, T, D) queries, (B, K, S, D) keys and values to (B, H, T, D)."""
+    scale, is_grouped = options.get("scale"), query.shape[1] != key.shape[1]
+    if _is_flash(query, value, attn_mask):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+        result = flash(query, key, value, dropout_p, is_causal, False, scale=scale)
+    elif query.dim() == 4 and not is_grouped:
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+        wanted = any(tensor.requires_grad for tensor in (query, key, value))
+        mask = _additive(attn_mask, query, key)
+        result = efficient(query, key, value, mask, wanted, dropout_p, is_causal, scale=scale)
+    else:
+        return _attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    attended: torch.Tensor = result[0]
+    return attended
+
+
+def _is_flash(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    return (
+        mask is None
+        and query.dim() == 4
+        and query.dtype in _FLASH_DTYPES
+        and query.shape[-1] == value.shape[-1] <= _MAX_FLASH_HEAD_DIM
+    )
+
+
+def _additive(
+    mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor | None:
+    """A mask as the kernel wants it: numbers to add, (B, H, T, S)."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
+    return mask.expand(*query.shape[:3], key.shape[2])
+
+
+def _rms_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    normed: torch.Tensor = _FusedRMSNorm.apply(  # type: ignore[no-untyped-call]
+        input, weight, len(normalized_shape)
+    )
+    return normed
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """Saves and allocates what `aten::_fused_rms_norm` does on CUDA."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, dims: int) -> Any:
+        kept = input.shape[: input.dim() - dims] + (1,) * dims
+        ctx.save_for_backward(input, weight, input.new_empty(kept, dtype=torch.float32))
+        return torch.empty_like(input)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        input, weight, _ = ctx.saved_tensors
+        return torch.empty_like(input), None if weight is None else torch.empty_like(weight), None
+
+
+def _drop(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    if not training or p == 0:
+        return input
+    dropped: torch.Tensor = torch.native_dropout(input, p, True)[0]
+    return input.copy_(dropped) if inplace else dropped

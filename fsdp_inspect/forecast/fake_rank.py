@@ -1,0 +1,101 @@
+"""How does a process become rank 0 of N without the memory that it takes? Fake tensors.
+
+Inside `fake_rank` tensors have shapes, dtypes and storages with a size, and no contents; the
+process group is the emulated one of `emulation.process` with links that take no time. FSDP2's own
+code runs on both, so what it allocates and frees, and when, is what it does on real ranks.
+
+[Note: What has to be real]
+A `DeviceMesh` reads its ranks back into Python, which a fake tensor cannot answer: meshes are made
+outside the fake mode. Everything that torch 2.13 makes of a mesh's ranks goes through the three
+functions patched here; `tests/forecast/test_fake_rank.py` says so by version.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.utils._foreach_utils as foreach_utils
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed._mesh_layout import _MeshLayout
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
+
+from fsdp_inspect.emulation.process import emulate
+from fsdp_inspect.emulation.specification import Link, Specification
+from fsdp_inspect.forecast.cuda_kernels import choose_cuda_kernels
+from fsdp_inspect.sharding.attributes import replace_everywhere, set_attribute
+
+_FREE = Link(bandwidth_bytes_per_s=float("inf"), latency_ns=0)
+
+
+@contextmanager
+def fake_rank(
+    world_size: int, *, gpus_per_node: int, device_type: Literal["cuda", "cpu"]
+) -> Iterator[None]:
+    """The block runs as rank 0 of `world_size` ranks, on fake CPU tensors.
+
+    Args:
+        world_size: Ranks of the job.
+        gpus_per_node: Ranks on one node, as `LOCAL_WORLD_SIZE` says it.
+        device_type: Whose kernels to choose where torch chooses by device: see `cuda_kernels`, and
+            multi-tensor optimizers and gradient norms.
+
+    Raises:
+        EmulationError: This process has a process group already, or is one of several ranks.
+    """
+    specification = Specification(
+        world_size=world_size, gpus_per_node=gpus_per_node, intra=_FREE, inter=_FREE
+    )
+    with emulate(specification), ExitStack() as undo:
+        dist.init_process_group()
+        undo.callback(dist.destroy_process_group)
+        _make_meshes_real(undo)
+        undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        if device_type == "cuda":
+            _prefer_foreach(undo)
+            choose_cuda_kernels(undo)
+        yield
+
+
+def _make_meshes_real(undo: ExitStack) -> None:
+    """See [Note: What has to be real]."""
+    initialise = DeviceMesh.__init__
+
+    @functools.wraps(initialise)
+    def init(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        with unset_fake_temporarily():
+            ranks = kwargs.get("_rank_map")
+            if isinstance(ranks, FakeTensor):  # init_device_mesh: 0, 1, ..., N - 1
+                kwargs["_rank_map"] = torch.arange(ranks.numel(), dtype=ranks.dtype)
+            initialise(mesh, *args, **kwargs)
+
+    undo.callback(set_attribute(DeviceMesh, "__init__", init))
+    remap = _MeshLayout.remap_to_tensor
+    undo.callback(set_attribute(_MeshLayout, "remap_to_tensor", _outside(remap)))
+    replace_everywhere(undo, {_get_post_forward_mesh_info: _outside(_get_post_forward_mesh_info)})
+
+
+def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, run on real tensors."""
+
+    @functools.wraps(function)
+    def real(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return real
+
+
+def _prefer_foreach(undo: ExitStack) -> None:
+    """Let multi-tensor ("foreach") kernels be torch's default choice, as they are on CUDA."""
+    supported = foreach_utils._get_foreach_kernels_supported_devices
+
+    def with_cpu() -> list[str]:
+        return [*supported(), "cpu"]
+
+    replace_everywhere(undo, {supported: with_cpu})

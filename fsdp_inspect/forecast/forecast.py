@@ -1,0 +1,150 @@
+"""How much memory will rank 0 of N need? A run folder whose memory is predicted, without a GPU.
+
+The forecast of a step is written as a run like any other, with `source` predicted and nothing but
+memory in it: `fsdp-inspect memory`, `check`, `compare` and the dashboard read it as they read a
+recorded one.
+
+What it counts is every storage of the step, byte by byte, on fake tensors. What it leaves out is
+said in the run's notes: the caching allocator's rounding and fragmentation, the CUDA context, the
+workspaces of cuBLAS and NCCL, and kernels that save other tensors on CUDA than on CPU.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from fsdp_inspect.errors import ForecastError, FsdpInspectError, StoreError
+from fsdp_inspect.forecast.fake_rank import fake_rank
+from fsdp_inspect.forecast.target import Builder, ForecastTarget, build_target
+from fsdp_inspect.forecast.tracked_step import TRACKED_STEP, TrackedStep, track_step
+from fsdp_inspect.recording.environment import describe_environment, read_clock_pair
+from fsdp_inspect.store.compaction import compact_run
+from fsdp_inspect.store.folder import create_run
+from fsdp_inspect.store.writer import RankWriter
+from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
+
+DEFAULT_GPUS_PER_NODE = 8
+NOTES = (
+    "Predicted on fake tensors: every storage of one step of rank 0, to the byte, and nothing "
+    "else. Times are not predicted.",
+    "Left out: the rounding and fragmentation of CUDA's caching allocator, the CUDA context, "
+    "workspaces of cuBLAS and NCCL, and tensors that CUDA's kernels save and CPU's do not.",
+)
+
+
+def forecast_memory(
+    builder: Builder,
+    path: str | Path,
+    *,
+    world_size: int,
+    gpus_per_node: int = DEFAULT_GPUS_PER_NODE,
+    device_type: Literal["cuda", "cpu"] = "cuda",
+    settings: Mapping[str, Any] | None = None,
+) -> Path:
+    """Predict what a training step of rank 0 of N ranks holds in memory.
+
+    Args:
+        builder: Builds the model, optimizer and step; see `ForecastTarget`. It runs under a fake
+            mode: what it makes costs no memory.
+        path: The run folder to write; must not exist.
+        world_size: Ranks of the job.
+        gpus_per_node: Ranks on one node.
+        device_type: Whose kernels to choose where they save different tensors.
+        settings: Keywords for the builder.
+
+    Returns:
+        The run folder. `open_run(path)` reads it.
+
+    Raises:
+        ForecastError: The builder or its step fails, or the step cannot be followed.
+        RecordingError: Its model is not sharded with `fully_shard`.
+        EmulationError: This process has a process group already.
+        StoreError: The folder is taken, or cannot be written.
+    """
+    given, path = dict(settings or {}), Path(path)
+    _check_free(path)
+    with fake_rank(world_size, gpus_per_node=gpus_per_node, device_type=device_type):
+        target, tracked = _follow(builder, given)
+    config = {**given, **target.config}
+    name = target.name or tracked.model.class_name
+    _write(path, _describe(path, tracked, name, config, world_size), tracked)
+    return path
+
+
+def _check_free(path: Path) -> None:
+    if path.exists():
+        raise StoreError(
+            f"{str(path)!r} is there already. Expected a new folder for the forecast. Name another "
+            "one, or remove it."
+        )
+
+
+def _follow(builder: Builder, settings: Mapping[str, Any]) -> tuple[ForecastTarget, TrackedStep]:
+    try:
+        target = build_target(builder, settings)
+        return target, track_step(target)
+    except FsdpInspectError:
+        raise
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise ForecastError(
+            f"The model could not be built or its step not run on fake tensors: "
+            f"{type(error).__name__}: {error} (at {where.name}, {where.filename}:{where.lineno}). "
+            "Expected a step that asks no tensor for its value (.item(), a branch on a tensor). "
+            "Leave such lines out of the builder's step."
+        ) from error
+
+
+def _describe(
+    path: Path, tracked: TrackedStep, name: str, config: Mapping[str, Any], world_size: int
+) -> RunManifest:
+    now = time.time_ns()
+    described = describe_environment("cpu")
+    return RunManifest(
+        run_id=path.name,
+        name=name,
+        created=datetime.fromtimestamp(now / 1e9, UTC).isoformat(timespec="seconds"),
+        created_unix_ns=now,
+        command=described.command,
+        config=dict(config),
+        plan=tracked.plan,
+        model=tracked.model,
+        units=tracked.units,
+        process_groups=tracked.process_groups,
+        world_size=world_size,
+        mesh=tracked.mesh,
+        backend="fake",
+        device_type="fake",
+        device_name="fake tensors",
+        source="predicted",
+        warmup_steps=TRACKED_STEP,
+        memory_steps=[TRACKED_STEP],
+        versions={"python": described.versions["python"], "torch": torch.__version__},
+        notes=list(NOTES),
+    )
+
+
+def _write(path: Path, manifest: RunManifest, tracked: TrackedStep) -> None:
+    attempt = create_run(path, manifest)
+    clock = read_clock_pair()
+    record = RankRecord(
+        rank=0,
+        world_size=manifest.world_size,
+        attempt=attempt,
+        device="fake",
+        clock_start=clock,
+        clock_end=clock,
+        num_steps=TRACKED_STEP + 1,
+        memory_from="storage_tracker",
+    )
+    writer = RankWriter(path, record)
+    writer.memory.extend(tracked.rows)
+    writer.close(RunStatus.COMPLETE)
+    compact_run(path)

@@ -1,0 +1,111 @@
+"""What does one training step hold in memory, unit by unit? The recorder's memory step, unrecorded.
+
+The same hooks and the same storage tracker as in a recording follow one step; nothing is timed and
+nothing written. A step before it is not followed: in it torch works out its layouts on tensors of
+the global shape, and the optimizer makes its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_inspect.emulation.process import active_emulation
+from fsdp_inspect.errors import ForecastError
+from fsdp_inspect.forecast.target import ForecastTarget
+from fsdp_inspect.recording.clocks import HostClock
+from fsdp_inspect.recording.instruments import Instruments
+from fsdp_inspect.recording.memory import MemoryProbe
+from fsdp_inspect.recording.memory_steps import MemorySteps
+from fsdp_inspect.recording.session import Session
+from fsdp_inspect.recording.units import (
+    ProcessGroups,
+    describe_model,
+    describe_units,
+    find_recordable_groups,
+    mesh_of,
+    register_groups,
+)
+from fsdp_inspect.sharding.observe import observe_plan
+from fsdp_inspect.trace.codes import MemoryPoint, Source
+from fsdp_inspect.trace.run import ModelInfo, ProcessGroup, Unit
+
+TRACKED_STEP = 1
+"""The step that is followed, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedStep:
+    """What one step of a model held, and what the model is."""
+
+    model: ModelInfo
+    units: list[Unit]
+    process_groups: list[ProcessGroup]
+    mesh: dict[str, int]
+    plan: dict[str, Any]
+    rows: Sequence[tuple[int, ...]]
+    """In the column order of `MemoryTable`."""
+
+
+def track_step(target: ForecastTarget) -> TrackedStep:
+    """Run two steps of a target and follow every storage through the second.
+
+    Raises:
+        RecordingError: The model is not sharded with `fully_shard`.
+        ForecastError: The step could not be followed; says why.
+    """
+    handles = find_recordable_groups(target.model)
+    groups = ProcessGroups()
+    register_groups(handles, groups)
+    session = Session(HostClock(), _forget, groups, Source.PREDICTED, active_emulation())
+    session.explicit_steps = True
+    rows: list[tuple[int, ...]] = []
+    probe = MemoryProbe(session, rows.append, None)
+    memory_steps = MemorySteps(session, rows.append, target.model, handles, (TRACKED_STEP,))
+    memory_steps.plan(0)
+
+    def optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
+        memory_steps.name_optimizer_states(optimizer)
+        probe.sample(MemoryPoint.OPTIMIZER_END)
+
+    instruments = Instruments(session, handles, probe, target.optimizer, optimizer_stepped)
+    instruments.attach()
+    try:
+        for _ in range(TRACKED_STEP + 1):
+            session.in_step = True
+            session.open_step()
+            memory_steps.begin()
+            target.step()
+            probe.sample(MemoryPoint.STEP_END)
+            memory_steps.end()
+            session.in_step = False
+            session.end_step()
+            instruments.end_step()
+    finally:
+        memory_steps.abandon()
+        instruments.detach()
+    if not rows:
+        raise ForecastError(
+            f"The step could not be followed: {' '.join(session.problems) or 'it never ran'} "
+            "Expected FSDP units that run a forward and a backward. Check the builder's step()."
+        )
+    order = {unit: place for place, unit in enumerate(session.execution_order)}
+    units = [
+        unit.model_copy(update={"execution_index": order.get(unit.index, -1)})
+        for unit in describe_units(handles, groups)
+    ]
+    return TrackedStep(
+        model=describe_model(target.model, handles),
+        units=units,
+        process_groups=groups.describe(),
+        mesh=mesh_of(handles),
+        plan=observe_plan(target.model).to_dict(),
+        rows=rows,
+    )
+
+
+def _forget(row: tuple[int, ...]) -> None:
+    """Times of fake tensors mean nothing."""

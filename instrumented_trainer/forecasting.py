@@ -1,0 +1,50 @@
+"""What does a forecast of this trainer run? Its own model, plan and step, on fake tensors.
+
+    fsdp-inspect forecast --preset llama-8b --world-size 64
+
+`build` is a builder as `fsdp_inspect.forecast.target` describes it. Its keywords are the trainer's
+settings; those that depend on the device (`auto` dtypes) are chosen as on GPUs.
+"""
+
+from typing import Any
+
+import torch
+
+from fsdp_inspect.forecast.target import ForecastTarget
+from instrumented_trainer.command_line import check_settings
+from instrumented_trainer.optimization import make_optimizer
+from instrumented_trainer.parallelize import build_parallel_model
+from instrumented_trainer.progress import make_reporter
+from instrumented_trainer.runtime import Runtime
+from instrumented_trainer.trainer import NoRecorder, TrainingLoop, prepare
+
+_GPU_DTYPE = "bfloat16"
+
+
+def build(**settings: Any) -> ForecastTarget:
+    """The trainer's step under some settings.
+
+    Args:
+        settings: As `TrainerConfig` names them, such as `preset`, `batch_size`, `wrap`.
+
+    Raises:
+        ConfigError: A setting is impossible; names the legal values.
+    """
+    import torch.distributed as dist
+
+    config = check_settings({"param_dtype": _GPU_DTYPE, **settings})
+    runtime = Runtime(
+        rank=0, local_rank=0, world_size=dist.get_world_size(), device=torch.device("cpu")
+    )
+    prepared = prepare(config, runtime)
+    model = build_parallel_model(prepared.recipe, prepared.parallelism, runtime)
+    optimizer = make_optimizer(model, prepared.config)
+    reporter = make_reporter(prepared.config.steps, 0, is_first=False)
+    loop = TrainingLoop(prepared, model, optimizer, NoRecorder(), reporter)
+    return ForecastTarget(
+        model=model,
+        step=lambda: loop.train_step(0),
+        optimizer=optimizer,
+        name=prepared.config.hf or prepared.config.preset,
+        config=prepared.config.model_dump(mode="json"),
+    )

@@ -1,0 +1,38 @@
+"""Is what is to be forecast found, and refused in words where it cannot be?"""
+
+import pytest
+
+from fsdp_inspect.errors import ForecastError
+from fsdp_inspect.forecast.target import build_target, find_builder
+
+
+def builder(batch_size: int = 1) -> int:
+    return batch_size
+
+
+def test_a_builder_is_found_by_its_name() -> None:
+    assert find_builder("instrumented_trainer.forecasting:build").__name__ == "build"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_colon", "names no function"),
+        (":build", "names no function"),
+        ("no.such.module:build", r"Module 'no.such.module' cannot be imported"),
+        ("instrumented_trainer.forecasting:biuld", r"has no function 'biuld'.*build"),
+    ],
+)
+def test_a_name_that_leads_nowhere_says_why(name: str, message: str) -> None:
+    with pytest.raises(ForecastError, match=message):
+        find_builder(name)
+
+
+def test_a_setting_that_the_builder_does_not_take_is_named() -> None:
+    with pytest.raises(ForecastError, match=r"no setting 'batch'.*batch_size"):
+        build_target(builder, {"batch": 2})
+
+
+def test_what_is_no_target_is_refused() -> None:
+    with pytest.raises(ForecastError, match="returned a int"):
+        build_target(builder, {"batch_size": 2})
