@@ -41,8 +41,8 @@ class GridCell:
 class RankGrid:
     """One number of R ranks in S steps."""
 
-    measure: str
-    """One of `GRID_MEASURES`."""
+    metric: str
+    """One of `GRID_METRICS`."""
     ranks: tuple[int, ...]
     """Ascending."""
     steps: tuple[int, ...]
@@ -69,24 +69,24 @@ class RankGrid:
         return self.values[self.ranks.index(rank)] if rank in self.ranks else None
 
 
-def measure_rank_grid(run: RunSource, *, measure: str) -> RankGrid:
+def measure_rank_grid(run: RunSource, *, metric: str) -> RankGrid:
     """Lay a number out by rank and step.
 
     Args:
         run: A recorded or imported run.
-        measure: One of `GRID_MEASURES`.
+        metric: One of `GRID_METRICS`.
 
     Returns:
         Every rank and finished step; of `lateness_ns` a sample of both.
 
     Raises:
-        ValueError: There is no such measure.
+        ValueError: There is no such metric.
     """
-    if measure not in GRID_MEASURES:
+    if metric not in GRID_METRICS:
         raise ValueError(
-            f"There is no grid of {measure!r}. Expected one of {', '.join(GRID_MEASURES)}."
+            f"There is no grid of {metric!r}. Expected one of {', '.join(GRID_METRICS)}."
         )
-    return GRID_MEASURES[measure](run)
+    return GRID_METRICS[metric](run)
 
 
 def _step_times(run: RunSource) -> RankGrid:
@@ -139,7 +139,7 @@ def _typical_lateness(arrivals: Arrivals) -> _Grid:
     return typical
 
 
-GRID_MEASURES: dict[str, Callable[[RunSource], RankGrid]] = {
+GRID_METRICS: dict[str, Callable[[RunSource], RankGrid]] = {
     "step_time_ns": _step_times,
     "exposed_ns": _exposed,
     "own_work_ns": _own_work,
@@ -150,17 +150,17 @@ GRID_MEASURES: dict[str, Callable[[RunSource], RankGrid]] = {
 
 
 def _lay_out(
-    run: RunSource, measure: str, rows: SummaryTable, amounts: NDArray[np.int64]
+    run: RunSource, metric: str, rows: SummaryTable, amounts: NDArray[np.int64]
 ) -> RankGrid:
     ranks, steps = np.unique(rows.rank), np.unique(rows.step)
     values = np.full((len(ranks), len(steps)), np.nan)
     values[np.searchsorted(ranks, rows.rank), np.searchsorted(steps, rows.step)] = amounts
-    return _describe(run, measure, ranks.tolist(), steps.tolist(), values, ())
+    return _describe(run, metric, ranks.tolist(), steps.tolist(), values, ())
 
 
 def _describe(
     run: RunSource,
-    measure: str,
+    metric: str,
     ranks: list[int],
     steps: list[int],
     values: _Grid,
@@ -177,7 +177,7 @@ def _describe(
     known = counted[~np.isnan(counted)]
     low, high = np.percentile(known, [_LOW_PERCENTILE, _HIGH_PERCENTILE]) if len(known) else (0, 0)
     return RankGrid(
-        measure=measure,
+        metric=metric,
         ranks=tuple(ranks),
         steps=tuple(steps),
         values=values,

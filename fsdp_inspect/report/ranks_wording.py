@@ -32,6 +32,23 @@ def describe_answer(ranks: Ranks) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def describe_rank(row: RankRow) -> str:
+    """One rank in a line: its step, its waiting, its own work, and when it arrives."""
+    where = f" ({row.host})" if row.host else ""
+    arrives = ""
+    if row.last_ratio is not None:
+        arrives = (
+            f" It arrives last at {format_metric('last_ratio', row.last_ratio)} of the "
+            f"collectives, typically {format_metric('lateness_ns', row.lateness_ns)} after the "
+            "first rank."
+        )
+    return (
+        f"Rank {row.rank}{where} takes {format_metric('step_time_ns', row.step_time_ns)} a step, "
+        f"waits {format_metric('exposed_ns', row.exposed_ns)} of it for the others and works "
+        f"{format_metric('own_work_ns', row.own_work_ns)} itself.{arrives}"
+    )
+
+
 def _straggler(straggler: Straggler) -> str:
     where = f" ({straggler.host})" if straggler.host else ""
     return (

@@ -1,0 +1,296 @@
+"""Which rank makes the others wait, what does it cost, and how do the ranks differ?"""
+
+from collections.abc import Sequence
+
+import streamlit as st
+
+from fsdp_inspect.analysis.breakdown import measure_step_breakdown
+from fsdp_inspect.analysis.rank_grid import RankGrid, measure_rank_grid
+from fsdp_inspect.analysis.ranks import RankRow, Ranks, measure_ranks
+from fsdp_inspect.analysis.steps import measure_step_times
+from fsdp_inspect.digest.run import RunDigest
+from fsdp_inspect.formatting import MISSING, format_ns
+from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.report import ranks_wording
+from fsdp_inspect.report.values import format_metric
+from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect_app import loading
+from fsdp_inspect_app.banner import show_run_header
+from fsdp_inspect_app.cards import (
+    column_formats,
+    show_card,
+    show_chart_card,
+    show_csv_button,
+    show_headline,
+    show_table,
+)
+from fsdp_inspect_app.charts.overview import draw_breakdown
+from fsdp_inspect_app.charts.ranks import draw_grid, draw_rank_steps
+from fsdp_inspect_app.charts.style import CONFIG
+from fsdp_inspect_app.frames.overview import frame_breakdown
+from fsdp_inspect_app.frames.ranks import (
+    frame_grid,
+    frame_rank_steps,
+    frame_ranks,
+    frame_skews,
+)
+from fsdp_inspect_app.selection import (
+    RANK_KEY,
+    answer_or_stop,
+    entry_or_stop,
+    follow,
+    link,
+    page_link,
+    switch_page,
+)
+from fsdp_inspect_app.wording import plain
+
+_MEASURES = {
+    "step time": "step_time_ns",
+    "exposed": "exposed_ns",
+    "own work": "own_work_ns",
+    "peak": "peak_allocated_bytes",
+    "skew": "lateness_ns",
+}
+_MEASURE_KEY = "measure"
+_MOST_REFUSALS = 4
+_TILES = ("step_time_ns", "own_work_ns", "exposed_ns", "lateness_ns", "peak_allocated_bytes")
+
+
+def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None:
+    """The answer, the map of ranks and steps, one rank, all ranks, the skew of collectives."""
+    show_run_header(manifest, digest)
+    ranks = answer_or_stop(entry, lambda one: loading.result_of(one, measure_ranks))
+    answer = st.container()
+    left, right = st.columns([3, 2], vertical_alignment="bottom")
+    with left:
+        measure = _pick_measure()
+    with right:
+        rank = _pick_rank(
+            digest.run_id, [record.rank for record in loading.open_entry(entry).ranks]
+        )
+    row = next((one for one in ranks.ranks if one.rank == rank), None)
+    with answer:
+        _show_answer(ranks, rank, row)
+    grid = loading.result_of(entry, measure_rank_grid, metric=measure)
+    if rank is not None:
+        _show_rank(entry, digest, grid, rank, row)
+    _show_grid(grid, rank)
+    _show_all(ranks)
+
+
+def _show_answer(ranks: Ranks, rank: int | None, row: RankRow | None) -> None:
+    answer, *details = ranks_wording.describe_answer(ranks)
+    if row is not None:
+        show_headline(plain(ranks_wording.describe_rank(row)))
+        st.markdown(plain(answer))
+        return
+    if rank is not None:
+        show_headline(plain(f"Rank {rank} has no step that counts yet."))
+        st.markdown(plain(answer))
+        return
+    show_headline(plain(answer))
+    if details:
+        st.markdown("\n".join(f"- {plain(line)}" for line in details))
+    if ranks.straggler is not None:
+        straggler = ranks.straggler.rank
+        page_link("ranks", f"Rank {straggler} in detail", icon=":material/search:", rank=straggler)
+    _show_refusals(ranks.refusals)
+
+
+def _show_refusals(refusals: Sequence[str]) -> None:
+    if not refusals:
+        return
+    lines = [f"- {plain(refusal)}" for refusal in refusals[:_MOST_REFUSALS]]
+    if len(refusals) > _MOST_REFUSALS:
+        lines.append(f"- and {len(refusals) - _MOST_REFUSALS} more")
+    st.info("What cannot be told:\n" + "\n".join(lines), icon=":material/info:")
+
+
+def _pick_measure() -> str:
+    names = list(_MEASURES)
+    follow(_MEASURE_KEY, "rank measure", {name: name for name in names}, names[0])
+    chosen = st.segmented_control("The map shows", names, required=True, key="rank measure")
+    link(_MEASURE_KEY, str(chosen))
+    return _MEASURES[str(chosen)]
+
+
+def _pick_rank(run_id: str, known: Sequence[int]) -> int | None:
+    key = f"rank of {run_id}"
+    legal: dict[str, int | None] = {str(rank): rank for rank in known}
+    follow(RANK_KEY, key, legal, None)
+    chosen = st.selectbox("Rank in detail", known, placeholder="all ranks", key=key, index=None)
+    link(RANK_KEY, None if chosen is None else str(chosen))
+    return chosen
+
+
+def _show_grid(grid: RankGrid, rank: int | None) -> None:
+    metric = find_metric(grid.metric)
+    if grid.highest is None:
+        with show_card(f"{metric.label.capitalize()} by rank and step", key="rank-grid"):
+            st.caption(plain(_why_empty(grid)))
+        return
+    highest = grid.highest
+    amount = format_metric(grid.metric, highest.value)
+    of_all = (
+        f"{len(grid.ranks)} ranks"
+        if len(grid.ranks) == grid.num_all_ranks
+        else f"a sample of {len(grid.ranks)} of {grid.num_all_ranks} ranks"
+    )
+    with show_card(f"{metric.label.capitalize()} by rank and step", key="rank-grid"):
+        st.plotly_chart(
+            draw_grid(grid, marked=rank),
+            key="chart-rank-grid",
+            config=CONFIG,
+            alt=f"A map of {metric.label}: {of_all} by {len(grid.steps)} steps. Highest: {amount} "
+            f"on rank {highest.rank} in step {highest.step}",
+        )
+        st.caption(
+            plain(
+                f"{metric.label.capitalize()}: {metric.definition}. {of_all.capitalize()}, "
+                f"{len(grid.steps)} steps. Highest that counts: {amount} on rank {highest.rank} in "
+                f"step {highest.step}. Colours span the 1st to the 99th percentile of what counts."
+            )
+        )
+        _show_grid_table(grid)
+
+
+def _why_empty(grid: RankGrid) -> str:
+    if grid.refusals:
+        return grid.refusals[0]
+    if grid.metric == "peak_allocated_bytes":
+        return "No memory was recorded. On CPU it is counted in memory steps only."
+    if grid.metric == "lateness_ns":
+        return "No collective of two ranks matches, so who arrives after whom is not known."
+    return "No step has ended yet."
+
+
+@st.fragment
+def _show_grid_table(grid: RankGrid) -> None:
+    """The table for those who cannot see the map; made and sent only once it is opened."""
+    title = f"The same as a table: {len(grid.ranks)} ranks by {len(grid.steps)} steps"
+    panel = st.expander(title, key="rank-grid-panel", on_change="rerun")
+    if not panel.open:
+        return
+    with panel:
+        frame = frame_grid(grid)
+        show_table(frame, key="rank-grid-rows")
+        show_csv_button(frame, key=f"ranks-{grid.metric}")
+
+
+def _show_rank(
+    entry: RunEntry, digest: RunDigest, grid: RankGrid, rank: int, row: RankRow | None
+) -> None:
+    """One rank: its numbers, where else it is shown, its median step and why, its steps."""
+    verdict = next((one for one in digest.rank_verdicts if one.rank == rank), None)
+    with show_card(f"Rank {rank}", key="one-rank"):
+        if row is not None:
+            _show_tiles(row)
+        _show_links(rank)
+    _show_rank_step(entry, rank, verdict.sentence if verdict else "")
+    _show_rank_steps(grid, rank)
+
+
+def _show_tiles(row: RankRow) -> None:
+    names = [name for name in _TILES if getattr(row, name) is not None]
+    for column, name in zip(st.columns(len(names)), names, strict=True):
+        metric = find_metric(name)
+        column.metric(
+            metric.label.capitalize(),
+            format_metric(name, getattr(row, name)),
+            help=plain(metric.definition),
+        )
+
+
+def _show_links(rank: int) -> None:
+    with st.container(horizontal=True):
+        page_link(
+            "timeline", "In the timeline", icon=":material/view_timeline:", rank=rank, step=None
+        )
+        page_link("memory", "Its memory", icon=":material/memory:", rank=rank, step=None)
+        page_link("ranks", "All ranks", icon=":material/grid_on:", rank=None)
+
+
+def _show_rank_steps(grid: RankGrid, rank: int) -> None:
+    metric = find_metric(grid.metric)
+    if grid.of_rank(rank) is None:
+        with show_card(f"{metric.label.capitalize()} over steps", key="rank-steps"):
+            st.caption(plain(f"Not known of rank {rank}: {_why_empty(grid)}"))
+        return
+    show_chart_card(
+        f"{metric.label.capitalize()} over steps",
+        draw_rank_steps(grid, rank),
+        frame_rank_steps(grid, rank),
+        key="rank-steps",
+        alt=f"{metric.label} of rank {rank} over {len(grid.steps)} steps beside the median of "
+        "all ranks",
+        note=f"{metric.label.capitalize()}: {metric.definition}.",
+    )
+
+
+def _show_rank_step(entry: RunEntry, rank: int, verdict: str) -> None:
+    times = loading.result_of(entry, measure_step_times)
+    own = next((one for one in times.ranks if one.rank == rank), None)
+    if own is None:
+        return
+    breakdown = loading.result_of(entry, measure_step_breakdown, rank=rank, step=own.median_step)
+    show_chart_card(
+        f"Its median step, {own.median_step}: {format_ns(breakdown.step_time_ns)}",
+        draw_breakdown(breakdown),
+        frame_breakdown(breakdown),
+        key="rank-breakdown",
+        alt=f"One bar of {format_ns(breakdown.step_time_ns)}: the parts of step "
+        f"{own.median_step} of rank {rank}",
+        note=f"{verdict} A real step, so the parts add up. Hatched: standing still for "
+        "communication.",
+    )
+
+
+def _show_all(ranks: Ranks) -> None:
+    if not ranks.ranks:
+        return
+    frame = frame_ranks(ranks.ranks)
+    with show_card(f"All {len(ranks.ranks)} ranks, sortable", key="all-ranks") as header:
+        with header:
+            show_csv_button(frame, key="ranks")
+        state = st.dataframe(
+            frame,
+            hide_index=True,
+            column_config={
+                **column_formats(frame),
+                "rank": st.column_config.NumberColumn(pinned=True),
+                "arrives last": st.column_config.NumberColumn(format="percent"),
+                "works longest": st.column_config.NumberColumn(format="percent"),
+            },
+            placeholder=MISSING,
+            on_select="rerun",
+            selection_mode="single-row",
+            key="ranks-table",
+            alt="The ranks, one row each",
+        )
+        st.caption(
+            plain(f"{ranks_wording.describe_comparing(ranks)} Choose a row to open the rank.")
+        )
+    rows = state["selection"]["rows"]
+    if rows and rows[0] < len(frame):
+        switch_page("ranks", rank=int(frame["rank"][rows[0]]))
+    if ranks.skews:
+        _show_skews(ranks)
+
+
+def _show_skews(ranks: Ranks) -> None:
+    skews = frame_skews(ranks.skews)
+    with show_card("How far apart ranks arrive, and the transfer alone", key="skews") as header:
+        with header:
+            show_csv_button(skews, key="skews")
+        show_table(skews, key="skews-table")
+        st.caption(
+            plain(
+                f"Skew: {find_metric('skew_ns').definition}. Medians over the sampled collectives."
+            )
+        )
+
+
+entry = entry_or_stop()
+show_page(entry, loading.open_entry(entry).manifest, loading.digest_entry(entry))

@@ -1,0 +1,92 @@
+"""How do ranks look as charts? Result objects to figures; nothing is computed here."""
+
+import numpy as np
+import plotly.graph_objects as go
+
+from fsdp_inspect.analysis.rank_grid import RankGrid
+from fsdp_inspect.metrics import find_metric
+from fsdp_inspect_app.charts.style import NEUTRAL, line_mode, over_steps, shade_steps, styled
+from fsdp_inspect_app.frames.ranks import unit_of_grid
+
+_ROW_PX = 22
+_LEAST_HEIGHT, _MOST_HEIGHT = 220, 620
+_FEW = 24
+
+
+def draw_grid(grid: RankGrid, *, marked: int | None) -> go.Figure:
+    """A map of ranks and steps; colours span what most values that count lie in.
+
+    Args:
+        grid: What to draw; its values travel as 4-byte numbers.
+        marked: A rank between two lines; None: no rank.
+    """
+    size, suffix = unit_of_grid(grid.metric)
+    label = find_metric(grid.metric).label
+    figure = go.Figure(
+        go.Heatmap(
+            z=(grid.values / size).astype(np.float32),
+            x=_axis(grid.steps),
+            y=_axis(grid.ranks),
+            zmin=grid.low / size,
+            zmax=grid.high / size,
+            colorscale="Cividis",
+            colorbar={"ticksuffix": f" {suffix}", "thickness": 12, "outlinewidth": 0},
+            hovertemplate=f"rank %{{y}}, step %{{x}}: %{{z:,.3f}} {suffix}<extra>{label}</extra>",
+            hoverongaps=False,
+        )
+    )
+    if _is_even(grid.steps):
+        shade_steps(figure, grid.left_out, "not counted")
+    if marked in grid.ranks:
+        place = marked if _is_even(grid.ranks) else grid.ranks.index(marked)
+        for edge in (place - 0.5, place + 0.5):
+            figure.add_hline(y=edge, line={"color": "#D55E00", "width": 2})
+    figure.update_xaxes(title={"text": "step", "standoff": 6}, showgrid=False, **_ticks(grid.steps))
+    figure.update_yaxes(
+        title="rank", autorange="reversed", showgrid=False, zeroline=False, **_ticks(grid.ranks)
+    )
+    height = min(max(110 + _ROW_PX * len(grid.ranks), _LEAST_HEIGHT), _MOST_HEIGHT)
+    return styled(figure, height=height)
+
+
+def _is_even(numbers: tuple[int, ...]) -> bool:
+    """Whether they follow each other without a gap, so that an axis can count them."""
+    return len(numbers) > 0 and numbers[-1] - numbers[0] == len(numbers) - 1
+
+
+def _axis(numbers: tuple[int, ...]) -> list[int] | list[str]:
+    """The numbers, or their names where there are gaps, which would stretch the cells."""
+    return list(numbers) if _is_even(numbers) else [str(number) for number in numbers]
+
+
+def _ticks(numbers: tuple[int, ...]) -> dict[str, object]:
+    if not _is_even(numbers):
+        return {"type": "category", "nticks": _FEW}
+    return {"tickformat": "d", "dtick": 1 if len(numbers) <= _FEW else None}
+
+
+def draw_rank_steps(grid: RankGrid, rank: int) -> go.Figure:
+    """One rank over the steps, and the middle of all ranks as a thin line."""
+    size, suffix = unit_of_grid(grid.metric)
+    label = find_metric(grid.metric).label
+    figure = go.Figure()
+    own = grid.of_rank(rank)
+    for name, values, line in (
+        ("median of all ranks", grid.middle, {"color": NEUTRAL, "width": 1.5, "dash": "dot"}),
+        (f"rank {rank}", own, {"color": "#D55E00", "width": 2}),
+    ):
+        if values is None:
+            continue
+        figure.add_scatter(
+            x=list(grid.steps),
+            y=values / size,
+            name=name,
+            mode=line_mode(grid.steps),
+            line=line,
+            marker={"size": 5},
+            connectgaps=False,
+            hovertemplate=f"step %{{x}}: %{{y:,.3f}} {suffix} {label}<extra>{name}</extra>",
+        )
+    shade_steps(figure, grid.left_out, "not counted")
+    figure.update_yaxes(ticksuffix=f" {suffix}")
+    return over_steps(figure)

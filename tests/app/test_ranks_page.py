@@ -1,0 +1,109 @@
+"""Does the Ranks page say who is late, and show the library's own numbers of every rank?"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from fsdp_inspect_app.charts.ranks import draw_grid, draw_rank_steps
+from fsdp_inspect_app.frames.ranks import frame_grid, frame_rank_steps, unit_of_grid
+
+from fsdp_inspect import open_run
+from fsdp_inspect.analysis.rank_grid import GRID_METRICS, measure_rank_grid
+from fsdp_inspect.analysis.ranks import measure_ranks
+from fsdp_inspect.report import ranks_wording
+from tests.app.test_pages import SAMPLES, read
+
+SAMPLE = "hsdp-4-ranks/run"
+
+
+@pytest.fixture(scope="module")
+def sample():
+    return open_run(SAMPLES / SAMPLE)
+
+
+@pytest.fixture(scope="module")
+def grid(sample):
+    return measure_rank_grid(sample, metric="step_time_ns")
+
+
+def test_the_answer_comes_first_then_every_rank(open_app, sample):
+    app = open_app(SAMPLES, "ranks", run=SAMPLE)
+    assert not app.exception
+    ranks = measure_ranks(sample)
+    for line in ranks_wording.describe_answer(ranks):
+        assert line in read(app)
+    table = next(one.value for one in app.dataframe if "own work (ms)" in one.value)
+    assert table["own work (ms)"].tolist() == [row.own_work_ns / 1e6 for row in ranks.ranks]
+
+
+def test_a_link_opens_one_rank_with_the_map_that_it_names(open_app, sample):
+    app = open_app(SAMPLES, "ranks", run=SAMPLE, rank="2", measure="skew")
+    assert not app.exception
+    row = measure_ranks(sample).ranks[2]
+    assert ranks_wording.describe_rank(row) in read(app)
+    assert app.query_params["rank"] == "2"
+    assert "Late by rank and step" in read(app)
+    assert len(app.get("plotly_chart")) == 3
+
+
+def test_what_the_address_names_wrongly_is_as_if_not_named(open_app):
+    app = open_app(SAMPLES, "ranks", run=SAMPLE, rank="-1", measure="<script>")
+    assert not app.exception
+    assert "rank" not in app.query_params
+    assert app.query_params["measure"] == "step time"
+
+
+@pytest.mark.parametrize("measure", ["exposed", "own work", "peak", "skew"])
+def test_the_map_shows_what_is_chosen(open_app, runs_folder, measure):
+    app = open_app(runs_folder, "ranks", run="whole", measure=measure)
+    assert not app.exception
+    assert "by rank and step" in read(app)
+
+
+@pytest.mark.parametrize("run", ["failed", "partial", "no-steps"])
+def test_a_damaged_run_shows_what_there_is(shown, run):
+    app = shown("ranks", run)
+    assert not app.exception
+    assert not app.error
+
+
+def test_the_table_of_the_map_is_sent_only_once_it_is_opened(open_app):
+    app = open_app(SAMPLES, "ranks", run=SAMPLE)
+    before = len(app.dataframe)
+    app.session_state["rank-grid-panel"] = True
+    frames = [one.value for one in app.run().dataframe]
+    assert len(frames) == before + 1
+    assert any("step 24 (ms)" in frame for frame in frames)
+
+
+def test_the_map_is_drawn_in_cividis_with_small_numbers(grid):
+    heatmap = draw_grid(grid, marked=1).data[0]
+    assert heatmap.z.dtype == np.float32
+    assert heatmap.z.shape == (4, 25)
+    assert heatmap.colorscale[0][1] == "#00224e"
+    assert (heatmap.zmin, heatmap.zmax) == (grid.low / 1e6, grid.high / 1e6)
+
+
+def test_ranks_and_steps_with_gaps_keep_cells_of_one_size(sample):
+    lateness = measure_rank_grid(sample, metric="lateness_ns")
+    with_gap = dataclasses.replace(lateness, ranks=(0, 1, 2, 9))
+    figure = draw_grid(with_gap, marked=9)
+    assert figure.data[0].y == ("0", "1", "2", "9")
+    assert figure.layout.shapes[-1].y0 == 3.5
+
+
+def test_the_table_of_the_map_holds_its_numbers(grid):
+    frame = frame_grid(grid)
+    assert frame["rank"].tolist() == [0, 1, 2, 3]
+    assert frame["step 0 (ms)"].tolist() == (grid.values[:, 0] / 1e6).tolist()
+
+
+def test_one_rank_is_drawn_beside_the_middle_of_all(grid):
+    middle, own = draw_rank_steps(grid, 3).data
+    assert own.y.tolist() == (grid.values[3] / 1e6).tolist()
+    assert middle.y.tolist() == (grid.middle / 1e6).tolist()
+    assert frame_rank_steps(grid, 3)["step time (ms)"].tolist() == own.y.tolist()
+
+
+def test_every_measure_of_the_page_is_one_of_the_library():
+    assert {unit_of_grid(metric)[1] for metric in GRID_METRICS} == {"ms", "MiB"}
