@@ -36,6 +36,12 @@ def files_of_run(path: Path, folder: Path) -> Iterator["os.DirEntry[str]"]:
     yield from _files_in(str(path), folder, _DEPTH)
 
 
+def refuse_links_out(path: Path, folder: Path) -> None:
+    """Raise StoreError as `files_of_run`."""
+    for _ in files_of_run(path, folder):
+        pass
+
+
 def _files_in(path: str, folder: Path, depth: int) -> Iterator["os.DirEntry[str]"]:
     try:
         with os.scandir(path) as listing:

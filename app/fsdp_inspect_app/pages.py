@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+FIRST = "runs"
+
 _FOLDER = Path(__file__).parent / "app_pages"
 
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """One page: its file's name is its address."""
+    """One page."""
 
     name: str
     title: str
@@ -18,6 +20,11 @@ class PageFile:
     def path(self) -> str:
         """As Streamlit names it."""
         return f"app_pages/{self.name}.py"
+
+    @property
+    def address(self) -> str:
+        """Below the server's; the first page is the server's own."""
+        return "" if self.name == FIRST else self.name
 
     @property
     def exists(self) -> bool:

@@ -85,6 +85,25 @@ def follow_all(name: str, key: str, legal: Mapping[str, T], default: Sequence[T]
         st.session_state[key] = list(asked) or list(default)
 
 
+def remembered(name: str, legal: Collection[str]) -> list[str]:
+    """What the address names, or else what was last remembered in this session; it says so then."""
+    values = linked_all(name, legal)
+    if not values:
+        values = [value for value in st.session_state.get(_memory_of(name), []) if value in legal]
+    remember(name, values)
+    return values
+
+
+def remember(name: str, values: Sequence[str]) -> None:
+    """Put values into the address, and keep them while other pages are looked at."""
+    st.session_state[_memory_of(name)] = list(values)
+    link(name, values or None)
+
+
+def _memory_of(name: str) -> str:
+    return f"remembered {name}"
+
+
 def _is_new(name: str) -> bool:
     """Whether the address names something that no page wrote there: a link was followed."""
     return st.query_params.get_all(name) != _written().get(name, [])
@@ -129,7 +148,8 @@ def switch_page(page: str, **selection: Value) -> None:
 
 def page_address(page: str, **selection: Value) -> str:
     """The relative address of a page, as `page_link`; for tables of links and for sharing."""
-    return f"{page}?{urlencode(_selected(selection), doseq=True)}"
+    address = find_page(page).address
+    return f"{address}?{urlencode(_selected(selection), doseq=True)}"
 
 
 def _selected(selection: Mapping[str, Value]) -> dict[str, str | list[str]]:

@@ -1,111 +1,220 @@
 """Which runs are there, and how do they compare at a glance?"""
 
+from collections.abc import Sequence
+
 import pandas as pd
 import streamlit as st
 
-from fsdp_inspect.digest.run import RunDigest
-from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.cards import column_formats, show_csv_button, show_headline
-from fsdp_inspect_app.frames.runs import frame_runs
-from fsdp_inspect_app.selection import switch_page
+from fsdp_inspect_app.frames.runs import BASELINE_SUFFIX, frame_runs, matching_runs
+from fsdp_inspect_app.selection import (
+    BASELINE_KEY,
+    PIN_KEY,
+    WITH_KEY,
+    page_link,
+    remember,
+    remembered,
+    switch_page,
+)
 from fsdp_inspect_app.states import show_no_runs
+from fsdp_inspect_app.summaries import Found, summaries_of
 from fsdp_inspect_app.wording import code, plain
 
-_MOST_SHOWN = 100
+_PATIENCE_S = 1.0
+_LOOK_AGAIN_S = 1.0
+_MOST_COMPARED = 8
+_MOST_REASONS = 50
+_MOST_NAMED = 5
+_NAME_COLUMN = "run"
 
 
 def show_page() -> None:
-    """The listing, with a search; choosing a row opens the run."""
+    """The answer, a search, what can be done with the chosen runs, and the list."""
     entries = loading.list_entries()
+    foreign = loading.list_foreign()
     if not entries:
         show_no_runs()
+        _show_foreign(foreign)
         return
-    digests, problems = _digest_all(entries[:_MOST_SHOWN])
-    show_headline(_answer(entries, digests))
-    for name, problem in problems:
-        st.warning(f"{code(name)} cannot be read. {plain(problem)}", icon=":material/warning:")
+    found = summaries_of(str(loading.runs_folder())).find(entries, patience_s=_PATIENCE_S)
+    show_headline(_answer(entries, found))
+    _show_foreign(foreign)
+    _show_problems(found)
     wanted = st.text_input(
-        "Search", placeholder="name, plan, tag, status", key="search", icon=":material/search:"
+        "Search",
+        placeholder="name, model, plan, tag, status",
+        key="search",
+        icon=":material/search:",
+        bind="query-params",
     )
-    frame = frame_runs((entry, digests.get(entry.id)) for entry in entries[:_MOST_SHOWN])
-    matching = _search(frame, wanted)
-    if len(entries) > _MOST_SHOWN:
-        st.caption(f"The newest {_MOST_SHOWN} of {len(entries)} runs are listed.")
-    if matching.empty:
-        st.info("No run matches. The search looks at name, plan, tags and status.")
+    matching = matching_runs(entries, found, wanted)
+    if not matching:
+        st.info("No run matches. The search looks at names, models, plans, tags and status.")
         return
-    chosen = _show_table(matching)
-    st.caption(
-        "Step time and exposed communication: medians over the timed steps of the median rank, "
-        "warm-up left out. Peak: the highest rank. Choose a row to open the run."
-    )
-    show_csv_button(matching, key="runs")
-    if chosen is not None:
-        switch_page("overview", run=chosen)
+    _show_list(matching, found)
+    if not found.is_complete:
+        _show_progress(entries)
 
 
-def _digest_all(
-    entries: list[RunEntry],
-) -> tuple[dict[str, RunDigest], list[tuple[str, str]]]:
-    digests: dict[str, RunDigest] = {}
-    problems: list[tuple[str, str]] = []
-    for entry in entries:
-        try:
-            digests[entry.id] = loading.digest_entry(entry)
-        except FsdpInspectError as error:
-            problems.append((entry.id, str(error)))
-    return digests, problems
-
-
-def _answer(entries: list[RunEntry], digests: dict[str, RunDigest]) -> str:
+def _answer(entries: Sequence[RunEntry], found: Found) -> str:
     count = f"{len(entries)} {'run' if len(entries) == 1 else 'runs'}"
     timed = {
-        run_id: digest.step_time_ns.median
-        for run_id, digest in digests.items()
-        if digest.step_time_ns is not None
+        run: row.summary.step_time_ns
+        for run, row in found.rows.items()
+        if row.summary.step_time_ns is not None
     }
     if not timed:
         return plain(f"{count}, none of them with a step that counts yet.")
-    fastest = min(timed, key=lambda run_id: timed[run_id])
+    fastest = min(timed, key=lambda run: timed[run])
     if len(timed) == 1:
         return f"{plain(count)}: {code(fastest)} takes {plain(format_ns(timed[fastest]))} a step\\."
-    slowest = max(timed, key=lambda run_id: timed[run_id])
+    slowest = max(timed, key=lambda run: timed[run])
     return (
         f"{plain(count)}, from {plain(format_ns(timed[fastest]))} a step ({code(fastest)}) to "
         f"{plain(format_ns(timed[slowest]))} ({code(slowest)})\\."
     )
 
 
-def _search(frame: pd.DataFrame, wanted: str) -> pd.DataFrame:
-    words = wanted.lower().split()
-    text = frame[["run", "name", "plan", "tags", "status"]].agg(" ".join, axis=1).str.lower()
-    found = pd.Series(True, index=frame.index)
-    for word in words:
-        found &= text.str.contains(word, regex=False)
-    return frame[found].reset_index(drop=True)
+def _show_foreign(foreign: Sequence[str]) -> None:
+    if foreign:
+        listed = ", ".join(code(run) for run in foreign[:_MOST_NAMED])
+        st.warning(
+            f"Not shown, being links to places outside this folder: {listed}"
+            + plain(_and_more(len(foreign)))
+            + plain(". Start the dashboard with a folder that holds them, or copy them here."),
+            icon=":material/link_off:",
+        )
 
 
-def _show_table(frame: pd.DataFrame) -> str | None:
-    """Show the listing; the id of the run whose row was chosen."""
+def _show_problems(found: Found) -> None:
+    """One line however many runs cannot be read; the reasons once it is opened."""
+    count = len(found.problems)
+    if count:
+        words = f"{count} {'run' if count == 1 else 'runs'} cannot be read"
+        with st.expander(words, icon=":material/warning:", key="unreadable-runs"):
+            for run, problem in list(found.problems.items())[:_MOST_REASONS]:
+                st.markdown(f"{code(run)}: {plain(problem)}")
+
+
+def _and_more(count: int) -> str:
+    return f" and {count - _MOST_NAMED} more" if count > _MOST_NAMED else ""
+
+
+def _show_list(matching: Sequence[RunEntry], found: Found) -> None:
+    ids = {entry.id for entry in loading.list_entries()}
+    pinned = remembered(PIN_KEY, ids)
+    baseline = next(iter(remembered(BASELINE_KEY, ids)), None)
+    ordered = sorted(matching, key=lambda entry: (entry.id != baseline, entry.id not in pinned))
+    frame = frame_runs(ordered, found, baseline=baseline, pinned=pinned)
+    actions = st.container(horizontal=True, vertical_alignment="center", key="run-actions")
+    chosen = _show_table(frame)
+    with actions:
+        _show_actions(chosen, pinned, baseline)
+    st.caption(
+        "Step time and exposed communication: medians over the timed steps of the median rank, "
+        "warm-up left out; measured, unless the source says otherwise. Peak: the highest rank. "
+        "Changes against a baseline below 10 % may be noise between identical processes: Compare "
+        "tells."
+    )
+    show_csv_button(frame, key="runs")
+
+
+def _show_table(frame: pd.DataFrame) -> list[str]:
+    """Show the listing; the ids of the chosen rows. A click on a name opens that run."""
+    ids = [str(run) for run in frame[_NAME_COLUMN]]
+    asked = set(remembered(WITH_KEY, ids))
+    # Rows are known by their positions, so a listing in another order is another table.
+    key = f"listing-{hash(tuple(ids))}"
     state = st.dataframe(
         frame,
         hide_index=True,
         on_select="rerun",
-        selection_mode="single-row",
-        key="listing",
+        selection_mode=["multi-row", "single-cell"],
+        selection_default={
+            "selection": {"rows": [row for row, run in enumerate(ids) if run in asked]}
+        },
+        key=key,
+        height=_height(len(ids)),
         column_config={
             **column_formats(frame),
+            **{
+                column: st.column_config.NumberColumn(format="percent")
+                for column in frame.columns
+                if column.endswith(BASELINE_SUFFIX)
+            },
+            "mark": st.column_config.TextColumn(width=90),
             "recorded (UTC)": st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm"),
-            "run": st.column_config.TextColumn(pinned=True),
+            _NAME_COLUMN: st.column_config.TextColumn(pinned=True, help="Click to open"),
         },
         placeholder=MISSING,
         alt="The runs, one row each",
     )
-    rows = state["selection"]["rows"]
-    return str(frame["run"][rows[0]]) if rows and rows[0] < len(frame) else None
+    selection = state["selection"]
+    chosen = [ids[row] for row in selection["rows"] if row < len(ids)]
+    remember(WITH_KEY, chosen)
+    for row, column in selection["cells"]:
+        if column == _NAME_COLUMN and row < len(ids):
+            switch_page("overview", run=ids[row])
+    return chosen
+
+
+def _height(num_rows: int) -> int:
+    """All rows of a short list; a long one scrolls."""
+    return min(40 + 35 * num_rows, 680)
+
+
+def _show_actions(chosen: Sequence[str], pinned: Sequence[str], baseline: str | None) -> None:
+    """What can be done with the chosen runs."""
+    if not chosen:
+        st.caption(
+            "Click a name to open a run; tick runs to compare them, to pin them, or to make one "
+            "the baseline.",
+            width="content",
+        )
+    if len(chosen) == 1:
+        page_link("overview", f"Open {code(chosen[0])}", icon=":material/insights:", run=chosen[0])
+    compared = _compared(chosen, baseline)
+    if len(compared) > _MOST_COMPARED:
+        st.caption(f"{len(compared)} runs: at most {_MOST_COMPARED} can be compared.")
+    elif len(compared) > 1:
+        page_link(
+            "compare",
+            f"Compare {len(compared)} runs",
+            icon=":material/compare_arrows:",
+            baseline=compared[0],
+            **{WITH_KEY: compared[1:]},
+        )
+    if len(chosen) == 1 and chosen[0] != baseline:
+        st.button(
+            "Make it the baseline", on_click=remember, args=(BASELINE_KEY, [chosen[0]]), key="base"
+        )
+    if baseline is not None:
+        st.button("No baseline", on_click=remember, args=(BASELINE_KEY, []), key="no-base")
+    loose = [run for run in chosen if run not in pinned]
+    if loose:
+        st.button("Pin", on_click=remember, args=(PIN_KEY, [*pinned, *loose]), key="pin")
+    elif chosen:
+        rest = [run for run in pinned if run not in chosen]
+        st.button("Unpin", on_click=remember, args=(PIN_KEY, rest), key="unpin")
+
+
+def _compared(chosen: Sequence[str], baseline: str | None) -> list[str]:
+    """The runs to compare, the baseline first: the one that was made it, or the first chosen."""
+    first = [] if baseline is None else [baseline]
+    return list(dict.fromkeys([*first, *chosen])) if chosen else []
+
+
+@st.fragment(run_every=_LOOK_AGAIN_S)
+def _show_progress(entries: Sequence[RunEntry]) -> None:
+    """How far the reading of the list got; once it is through, the page is made anew."""
+    found = summaries_of(str(loading.runs_folder())).find(entries, patience_s=0.0)
+    if found.is_complete:
+        st.rerun()
+    known = len(found.rows) + len(found.problems)
+    st.progress(known / len(entries), f"Reading the numbers: {known} of {len(entries)} runs")
 
 
 show_page()

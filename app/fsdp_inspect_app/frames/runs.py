@@ -1,38 +1,105 @@
 """Which runs are there, and what is known about one? As tables."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pandas as pd
 
+from fsdp_inspect.digest.listing import RunSummary, change_ratio
 from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect_app import wording
 from fsdp_inspect_app.frames.values import mib, ms
+from fsdp_inspect_app.summaries import Found, RunRow
+
+BASELINE_MARK, PIN_MARK = "baseline", "pinned"
+BASELINE_SUFFIX = "vs baseline"
+READING, UNREADABLE = "being read", "unreadable"
 
 
-def frame_runs(runs: Iterable[tuple[RunEntry, RunDigest | None]]) -> pd.DataFrame:
-    """The listing: one row a run, those without a digest with their name only."""
-    return pd.DataFrame([_run_row(entry, digest) for entry, digest in runs])
+def frame_runs(
+    entries: Sequence[RunEntry],
+    found: Found,
+    *,
+    baseline: str | None = None,
+    pinned: Collection[str] = (),
+) -> pd.DataFrame:
+    """The listing: one row a run; what was not read yet has its name and time only.
+
+    Args:
+        entries: The runs, in the order of the rows.
+        found: What is known about them.
+        baseline: Its id; the others' changes against it are columns then.
+        pinned: Ids that are marked.
+    """
+    marks = {**dict.fromkeys(pinned, PIN_MARK), **({baseline: BASELINE_MARK} if baseline else {})}
+    reference = found.rows[baseline].summary if baseline in found.rows else None
+    rows = [_run_row(entry, found, reference, marks) for entry in entries]
+    # The columns of a run that is known, also where the first rows are of others.
+    columns = list(max(rows, key=lambda row: len(row), default={}))
+    frame = pd.DataFrame(rows, columns=columns)
+    return frame if marks else frame.drop(columns="mark", errors="ignore")
 
 
-def _run_row(entry: RunEntry, digest: RunDigest | None) -> dict[str, Any]:
-    manifest = entry.manifest
-    times = digest.step_time_ns if digest else None
+def _run_row(
+    entry: RunEntry, found: Found, reference: RunSummary | None, marks: dict[str, str]
+) -> dict[str, Any]:
+    row = found.rows.get(entry.id)
+    recorded = pd.to_datetime(entry.created_unix_ns) if entry.created_unix_ns else pd.NaT
+    known = {"run": entry.id, "mark": marks.get(entry.id, "")}
+    if row is None:
+        status = UNREADABLE if entry.id in found.problems else READING
+        return {**known, "status": status, "recorded (UTC)": recorded}
+    summary = row.summary
+    changes = {} if reference is None else _change_columns(summary, reference)
     return {
-        "run": entry.id,
-        "status": digest.status if digest else "unreadable",
-        "step time (ms)": ms(times.median if times else None),
-        "exposed (ms)": ms(digest.exposed_ns if digest else None),
-        "overlap": digest.overlap_ratio if digest else None,
-        "peak allocated (MiB)": mib(digest.peak_allocated_bytes if digest else None),
-        "ranks": manifest.world_size if manifest else None,
-        "plan": wording.describe_plan(manifest) if manifest else "",
-        "recorded (UTC)": pd.to_datetime(manifest.created_unix_ns) if manifest else pd.NaT,
-        "name": manifest.name if manifest else "",
-        "tags": ", ".join(manifest.tags) if manifest else "",
+        **known,
+        "status": summary.status,
+        "step time (ms)": ms(summary.step_time_ns),
+        "exposed (ms)": ms(summary.exposed_ns),
+        "overlap": summary.overlap_ratio,
+        "peak allocated (MiB)": mib(summary.peak_allocated_bytes),
+        **changes,
+        "ranks": row.world_size,
+        "model": row.model,
+        "plan": row.plan,
+        "recorded (UTC)": recorded,
+        "steps": summary.num_steps,
+        "parameters": row.num_parameters or None,
+        "source": summary.source,
+        "tags": ", ".join(row.tags),
+        "name": row.name,
     }
+
+
+def _change_columns(summary: RunSummary, reference: RunSummary) -> dict[str, float | None]:
+    return {
+        f"step time {BASELINE_SUFFIX}": change_ratio(summary.step_time_ns, reference.step_time_ns),
+        f"exposed {BASELINE_SUFFIX}": change_ratio(summary.exposed_ns, reference.exposed_ns),
+        f"peak {BASELINE_SUFFIX}": change_ratio(
+            summary.peak_allocated_bytes, reference.peak_allocated_bytes
+        ),
+    }
+
+
+def matching_runs(entries: Sequence[RunEntry], found: Found, wanted: str) -> list[RunEntry]:
+    """The runs that have every wanted word: in id, name, model, plan, tags, status or source."""
+    words = wanted.lower().split()
+    if not words:
+        return list(entries)
+    return [
+        entry
+        for entry in entries
+        if all(word in _searched(entry, found.rows.get(entry.id)) for word in words)
+    ]
+
+
+def _searched(entry: RunEntry, row: RunRow | None) -> str:
+    if row is None:
+        return entry.id.lower()
+    facts = (row.name, row.model, row.plan, *row.tags, row.summary.status, row.summary.source)
+    return " ".join((entry.id, *facts)).lower()
 
 
 def frame_about(manifest: RunManifest, digest: RunDigest) -> pd.DataFrame:
