@@ -1,0 +1,378 @@
+"""What should be changed about this run, what would it bring, and did it?"""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import streamlit as st
+
+from fsdp_inspect.advice.advise import Advice, ParetoPoint, PlanAdvice, Wishes
+from fsdp_inspect.advice.findings import Finding
+from fsdp_inspect.advice.predictions import predict_advised
+from fsdp_inspect.advice.suggestions import Proposal, Suggestion
+from fsdp_inspect.digest.run import RunDigest
+from fsdp_inspect.digest.track_record import measure_track_record
+from fsdp_inspect.errors import PredictionError
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
+from fsdp_inspect.quantities import parse_bytes
+from fsdp_inspect.report.wording import format_change
+from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect.store.ledger import find_ledger, read_ledger
+from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect_app import loading
+from fsdp_inspect_app.advising import advice_of
+from fsdp_inspect_app.banner import show_run_header
+from fsdp_inspect_app.boundary import is_inside
+from fsdp_inspect_app.cards import (
+    show_card,
+    show_csv_button,
+    show_headline,
+    show_table,
+    show_table_button,
+)
+from fsdp_inspect_app.charts.advice import draw_front
+from fsdp_inspect_app.charts.style import CONFIG
+from fsdp_inspect_app.frames.advice import frame_front, frame_outcomes
+from fsdp_inspect_app.plan_links import pack_plan
+from fsdp_inspect_app.selection import entry_or_stop, follow, link, page_link
+from fsdp_inspect_app.wording import plain
+
+_PLAN_FILE = "plan.toml"
+_PREDICTION_FILE = "plan.prediction.json"
+_MOST_UNITS = 4
+_LIMIT_KEY, _DTYPES_KEY = "limit", "dtypes"
+_FRONT_KEY = "front"
+_CLICKED_KEY = "clicked in the front"
+_FLOOR = (
+    "The first all-gather of forward and the last reduction of backward have nothing to hide "
+    "behind: {floor} of every step that no plan takes away."
+)
+
+
+def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None:
+    """The answer, what comes before the plan, the changes, how to run them, and other plans."""
+    show_run_header(manifest, digest)
+    answer = st.container()
+    wishes = _ask_wishes(entry)
+    if wishes is None:
+        with answer:
+            show_headline("How much memory may a plan take\\? Correct the limit below\\.")
+        return
+    advice = advice_of(entry, wishes)
+    with answer:
+        show_headline(plain(advice.answer))
+    if advice.findings:
+        _show_findings(advice.findings)
+    if advice.plan is None:
+        _show_refusal(advice)
+        _show_outcomes(entry, manifest.run_id)
+        return
+    _show_plan(entry, advice, advice.plan, digest)
+
+
+def _ask_wishes(entry: RunEntry) -> Wishes | None:
+    """What the advice is for; None if the limit cannot be read."""
+    left, right = st.columns([2, 3], vertical_alignment="bottom")
+    with left:
+        asked = st.query_params.get(_LIMIT_KEY, "")
+        follow(_LIMIT_KEY, _LIMIT_KEY, {asked: asked}, "")
+        text = st.text_input(
+            "Memory limit",
+            key=_LIMIT_KEY,
+            placeholder="the device's memory; or such as 80GiB",
+            help="The predicted peak of allocated memory must not exceed it.",
+        ).strip()
+        link(_LIMIT_KEY, text or None)
+    with right:
+        follow(_DTYPES_KEY, _DTYPES_KEY, {"1": True}, False)
+        allow_dtypes = st.toggle(
+            "Also try bfloat16 messages",
+            key=_DTYPES_KEY,
+            help="They halve communication and change the numbers: check that the loss falls.",
+        )
+        link(_DTYPES_KEY, "1" if allow_dtypes else None)
+    limit = parse_bytes(text) if text else None
+    if text and not limit:
+        st.error(
+            plain(f"{text!r} is no amount of memory. Expected a number with a unit, like 80GiB."),
+            icon=":material/error:",
+        )
+        return None
+    return Wishes(
+        memory_limit=limit,
+        allow_dtypes=allow_dtypes,
+        run_name=str(entry.path),
+        plan_file=_PLAN_FILE,
+    )
+
+
+def _show_refusal(advice: Advice) -> None:
+    with show_card("No plan can be played on this run", key="refusal"):
+        st.markdown(plain(advice.refusal or ""))
+        st.caption(
+            "Plans are played from what a recorder saw of units, collectives and compute\\. "
+            "Imported traces and runs without a timed step hold too little of it\\. Record the "
+            "job with the recorder, past warm\\-up:"
+        )
+        st.code("torchrun --nproc-per-node N -m fsdp_inspect.record train.py ARGS", language="bash")
+
+
+# --- what comes first
+
+
+def _show_findings(findings: Sequence[Finding]) -> None:
+    with show_card("Before the plan", key="findings"):
+        for finding in findings:
+            rule = f" :gray-badge[{finding.rule}]" if finding.rule else ""
+            st.markdown(f"**{plain(finding.sentence)}**{rule}")
+            if finding.evidence:
+                st.caption(plain(finding.evidence))
+            for step in finding.do:
+                st.markdown(f"- {plain(step)}")
+            _link_units(finding.units, key=f"finding-{finding.sentence}")
+
+
+def _link_units(units: Sequence[str], *, key: str) -> None:
+    """To the evidence: the pages of the units, or of all of them."""
+    with st.container(horizontal=True, gap="small", key=f"links-{abs(hash(key))}"):
+        for fqn in units[:_MOST_UNITS]:
+            name = format_unit(fqn)
+            page_link("units", plain(name), icon=":material/stacks:", unit=name)
+        if not units or len(units) > _MOST_UNITS:
+            page_link("units", "all units", icon=":material/stacks:", unit=None)
+        page_link("timeline", "timeline", icon=":material/view_timeline:", unit=None)
+
+
+# --- the plan
+
+
+def _show_plan(entry: RunEntry, advice: Advice, plan: PlanAdvice, digest: RunDigest) -> None:
+    _show_numbers(plan)
+    for place, suggestion in enumerate(plan.suggestions, 1):
+        _show_suggestion(place, suggestion, plan)
+    if plan.suggestions:
+        _show_how_to_run(entry, plan)
+    _show_outcomes(entry, advice.run_id)
+    left, right = st.columns([3, 2])
+    with left:
+        _show_front(plan)
+    with right:
+        if plan.smallest is not None:
+            _show_alternative(plan.smallest, plan)
+        _show_rest(plan, digest)
+    st.caption(plain(_describe_provenance(plan)))
+
+
+def _show_numbers(plan: PlanAdvice) -> None:
+    fastest = plan.fastest
+    interval = f"{format_ns(fastest.step_low_ns)} to {format_ns(fastest.step_high_ns)}"
+    numbers = (
+        ("Step, predicted", format_ns(fastest.step_ns), interval),
+        ("Step of the recorded plan", format_ns(plan.recorded_step_ns), "measured"),
+        (
+            "Peak, predicted",
+            format_bytes(fastest.peak_bytes),
+            f"recorded: {format_bytes(plan.replayed_peak_bytes)}",
+        ),
+        (
+            "Replay error",
+            format_change(plan.replay_error),
+            f"{plan.num_plans} plans played",
+        ),
+    )
+    for column, (name, value, detail) in zip(st.columns(len(numbers)), numbers, strict=True):
+        column.metric(name, value, detail, delta_color="off", delta_arrow="off", border=True)
+
+
+def _show_suggestion(place: int, suggestion: Suggestion, plan: PlanAdvice) -> None:
+    ratio = format_ratio(abs(suggestion.saved_ns) / plan.replayed_step_ns)
+    verb = "saves" if suggestion.saved_ns >= 0 else "costs"
+    low, high = format_ns(suggestion.saved_low_ns), format_ns(suggestion.saved_high_ns)
+    with show_card(f"{place}. {suggestion.what}", key=f"change-{place}") as header:
+        with header:
+            st.markdown(" ".join(f":gray-badge[{rule}]" for rule in suggestion.rules if rule))
+        st.markdown(
+            plain(
+                f"Predicted: {verb} {format_ns(abs(suggestion.saved_ns))} a step ({ratio}; "
+                f"{low} to {high}), down to {format_ns(suggestion.step_ns)}; peak "
+                f"{_memory(suggestion)}."
+                if suggestion.saved_ns >= 0
+                else f"Predicted: {verb} {format_ns(abs(suggestion.saved_ns))} a step ({ratio}), "
+                f"{format_ns(suggestion.step_ns)} with it; peak {_memory(suggestion)}."
+            )
+        )
+        lines = [f"- **Why**: {plain(line)}" for line in suggestion.evidence]
+        lines += [f"- **Risk**: {plain(line)}" for line in suggestion.risks]
+        st.markdown("\n".join(lines))
+        _link_units(suggestion.units, key=f"change-{place}")
+        _offer_plan(suggestion.plan, key=f"change-{place}", label="Plan up to here")
+
+
+def _memory(what: Suggestion | Proposal) -> str:
+    if what.peak_bytes is None or what.added_bytes is None:
+        return "not known"
+    if not what.added_bytes:
+        return f"{format_bytes(what.peak_bytes)} as before"
+    sign = "+" if what.added_bytes > 0 else "-"
+    return f"{format_bytes(what.peak_bytes)} ({sign}{format_bytes(abs(what.added_bytes))})"
+
+
+def _offer_plan(plan: Plan, *, key: str, label: str) -> None:
+    """A plan to keep, and to try out."""
+    with st.container(horizontal=True, vertical_alignment="center", gap="small"):
+        st.download_button(
+            label,
+            plan.to_toml(),
+            file_name=_PLAN_FILE,
+            mime="application/toml",
+            icon=":material/download:",
+            key=f"plan-{key}",
+            on_click="ignore",
+        )
+        packed = pack_plan(plan)
+        if packed is not None:
+            page_link("what_if", "Open in What-if", icon=":material/tune:", plan=packed)
+
+
+def _show_how_to_run(entry: RunEntry, plan: PlanAdvice) -> None:
+    with show_card("Do it, and see whether it held", key="run"):
+        st.markdown("**1\\. Save the plan**, with all changes above, and what is predicted of it:")
+        _offer_plan(plan.fastest.plan, key="fastest", label=_PLAN_FILE)
+        st.download_button(
+            _PREDICTION_FILE,
+            lambda: predict_advised(loading.open_entry(entry), plan).model_dump_json(indent=1),
+            file_name=_PREDICTION_FILE,
+            mime="application/json",
+            icon=":material/download:",
+            key="prediction",
+            on_click="ignore",
+            help="What is predicted of the plan: verify holds it against the run of the plan.",
+        )
+        st.code(
+            f"fsdp-inspect advise {shlex.quote(str(entry.path))} --write {_PLAN_FILE}",
+            language="bash",
+            wrap_lines=True,
+        )
+        st.markdown("**2\\. Shard the model by it**, in place of your own `fully_shard` calls:")
+        st.code(plan.snippet, language="python")
+        st.markdown("**3\\. Record that run, and hold the prediction against it:**")
+        for line in plan.verify:
+            st.code(line, language="bash", wrap_lines=True)
+
+
+# --- other plans
+
+
+def _show_alternative(proposal: Proposal, plan: PlanAdvice) -> None:
+    change = format_change(-proposal.saved_ns / plan.replayed_step_ns)
+    with show_card("Instead, for less memory", key="smallest"):
+        st.markdown(f"**{plain(proposal.what)}**")
+        st.markdown(
+            plain(
+                f"Peak {_memory(proposal)}; {format_ns(proposal.step_ns)} a step ({change}; "
+                f"{format_ns(proposal.step_low_ns)} to {format_ns(proposal.step_high_ns)}). An "
+                "alternative, not on top."
+            )
+        )
+        lines = [f"- **Assumed**: {plain(line)}" for line in proposal.assumptions]
+        lines += [f"- **Risk**: {plain(line)}" for line in proposal.risks]
+        st.markdown("\n".join(lines))
+        _offer_plan(proposal.plan, key="smallest", label=_PLAN_FILE)
+
+
+def _show_front(plan: PlanAdvice) -> None:
+    with show_card("Step time against peak memory, of all plans played", key="front") as header:
+        with header:
+            show_table_button(frame_front(plan), key="front")
+        if plan.replayed_peak_bytes is None:
+            st.caption("Memory is not known, so there is nothing to weigh against the step time\\.")
+        else:
+            event = st.plotly_chart(
+                draw_front(plan),
+                key="chart-front",
+                config=CONFIG,
+                on_select="rerun",
+                selection_mode="points",
+                alt=f"{len(plan.front)} plans that no other beats in both step time and peak "
+                "memory, and the recorded one; the table holds the numbers",
+            )
+            _follow_click(event["selection"]["points"])
+        point = _pick_point(plan.front)
+        st.markdown(
+            plain(
+                f"{format_ns(point.step_ns)} a step, peak {format_bytes(point.peak_bytes)}, "
+                "predicted."
+            )
+        )
+        _offer_plan(point.plan, key="front", label=_PLAN_FILE)
+
+
+def _follow_click(points: Sequence[Mapping[str, Any]]) -> None:
+    """A point that was clicked is the chosen plan, until another one is chosen."""
+    clicked = next((one["point_index"] for one in points if one["curve_number"] == 0), None)
+    if clicked is not None and clicked != st.session_state.get(_CLICKED_KEY):
+        st.session_state[_FRONT_KEY] = clicked
+    st.session_state[_CLICKED_KEY] = clicked
+
+
+def _pick_point(front: Sequence[ParetoPoint]) -> ParetoPoint:
+    names = [f"{place}" for place in range(len(front))]
+    legal = {name: place for place, name in enumerate(names)}
+    follow(_FRONT_KEY, _FRONT_KEY, legal, 0)
+    if st.session_state[_FRONT_KEY] not in legal.values():
+        st.session_state[_FRONT_KEY] = 0
+    chosen = st.selectbox(
+        "A plan of the front, from the fastest to the smallest",
+        range(len(front)),
+        format_func=lambda place: (
+            "The recorded plan" if front[place].is_recorded else front[place].what
+        ),
+        key=_FRONT_KEY,
+    )
+    link(_FRONT_KEY, str(chosen))
+    return front[int(chosen)]
+
+
+def _show_outcomes(entry: RunEntry, run_id: str) -> None:
+    """Predicted beside measured, of earlier suggestions for this run."""
+    place = find_ledger(entry.path)
+    if not is_inside(place, loading.runs_folder()):
+        return
+    try:
+        record = measure_track_record(read_ledger(place), run_id=run_id)
+    except PredictionError as error:
+        st.warning(plain(str(error)), icon=":material/warning:")
+        return
+    if not record.predictions:
+        return
+    frame = frame_outcomes(record.predictions)
+    with show_card("Afterwards: predicted beside measured", key="outcomes") as header:
+        with header:
+            show_csv_button(frame, key="outcomes")
+        st.markdown(plain(record.sentence))
+        show_table(frame, key="outcomes")
+        for note in record.notes:
+            st.caption(plain(note))
+
+
+def _show_rest(plan: PlanAdvice, digest: RunDigest) -> None:
+    with show_card("What will not help, and what is assumed", key="rest"):
+        lines = [_FLOOR.format(floor=format_ns(digest.floor_ns))] if digest.floor_ns else []
+        lines += plan.notes
+        lines += [f"Assumed: {line}" for line in plan.fastest.assumptions]
+        st.markdown("\n".join(f"- {plain(line)}" for line in lines))
+
+
+def _describe_provenance(plan: PlanAdvice) -> str:
+    return (
+        f"Predicted: {plan.num_plans} plans played on {plan.num_steps} recorded steps of rank "
+        f"{plan.rank}, on the run's own mesh and network. The recorded plan plays in "
+        f"{format_ns(plan.replayed_step_ns)} against {format_ns(plan.recorded_step_ns)} measured; "
+        "that error is part of every interval. Of plans within the noise of the fastest the "
+        "simplest is advised. The changes' savings add up."
+    )
+
+
+entry = entry_or_stop()
+show_page(entry, loading.open_entry(entry).manifest, loading.digest_entry(entry))

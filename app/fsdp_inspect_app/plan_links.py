@@ -1,0 +1,45 @@
+"""How does a plan travel in an address? As packed text that is checked when it is read.
+
+The text is the plan file, deflated and in URL-safe base64: some 300 characters for a model of 80
+blocks. What comes from an address is as long as it may be and no longer, unpacked or not, and is
+read as any plan file is; it names modules, never files.
+"""
+
+import base64
+import binascii
+import zlib
+
+from fsdp_inspect.errors import PlanError
+from fsdp_inspect.trace.plan import Plan
+
+_LONGEST_ADDRESS = 6_000
+_LONGEST_PLAN = 500_000
+
+
+def pack_plan(plan: Plan) -> str | None:
+    """The plan for an address; None where it is too long for one."""
+    packed = base64.urlsafe_b64encode(zlib.compress(plan.to_toml().encode(), 9)).decode()
+    text = packed.rstrip("=")
+    return text if len(text) <= _LONGEST_ADDRESS else None
+
+
+def unpack_plan(text: str) -> Plan:
+    """The plan that an address names.
+
+    Raises:
+        PlanError: It is not a plan that `pack_plan` packed.
+    """
+    if len(text) > _LONGEST_ADDRESS:
+        raise PlanError(f"The plan in the address is longer than {_LONGEST_ADDRESS} characters.")
+    try:
+        packed = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+        unpacker = zlib.decompressobj()
+        toml = unpacker.decompress(packed, _LONGEST_PLAN)
+        if unpacker.unconsumed_tail or not unpacker.eof:
+            raise PlanError("The plan in the address is cut off or too long.")
+        return Plan.from_toml(toml.decode())
+    except (binascii.Error, zlib.error, ValueError) as error:
+        raise PlanError(
+            "The plan in the address cannot be read. Expected one that this dashboard wrote. Copy "
+            "the whole address."
+        ) from error

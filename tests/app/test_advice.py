@@ -1,0 +1,193 @@
+"""Does Advice show what the library advises, with plans that can be run, and what became of it?"""
+
+import dataclasses
+import shutil
+
+import pytest
+from fsdp_inspect_app.charts.advice import ADVISED, draw_front
+from fsdp_inspect_app.frames.advice import frame_front
+from fsdp_inspect_app.plan_links import pack_plan, unpack_plan
+
+from fsdp_inspect import open_run
+from fsdp_inspect.advice.advise import Wishes
+from fsdp_inspect.advice.predictions import now, predict_advised
+from fsdp_inspect.digest.advising import advise_run
+from fsdp_inspect.errors import PlanError
+from fsdp_inspect.formatting import format_ns
+from fsdp_inspect.store.ledger import LEDGER_FILE, append_entries
+from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.prediction import Outcome, Ruling
+from fsdp_inspect.version import __version__
+from tests.app.conftest import start_app
+from tests.app.test_pages import SAMPLES, read
+
+RUN = "tiny-2-ranks/run"
+
+
+@pytest.fixture(scope="module")
+def run():
+    return open_run(SAMPLES / RUN)
+
+
+@pytest.fixture(scope="module")
+def advice(run):
+    return advise_run(run, Wishes())
+
+
+@pytest.fixture(scope="module")
+def advised():
+    return start_app(SAMPLES, "advice", run=RUN)
+
+
+def test_the_answer_is_that_of_the_library(advised, advice):
+    assert not advised.exception
+    assert advice.answer in read(advised)
+    assert advised.metric[0].value == format_ns(advice.plan.fastest.step_ns)
+
+
+def test_every_change_says_what_why_and_by_how_much(advised, advice):
+    text = read(advised)
+    assert advice.plan.suggestions
+    for suggestion in advice.plan.suggestions:
+        assert suggestion.what in text
+        assert f"{format_ns(abs(suggestion.saved_ns))} a step" in text
+        assert format_ns(suggestion.saved_low_ns) in text
+        for line in (*suggestion.evidence, *suggestion.risks):
+            assert line in text
+
+
+def test_the_plan_its_snippet_and_how_to_verify_it_are_there(advised, advice):
+    shown = [block.value for block in advised.code]
+    assert advice.plan.snippet in shown
+    assert any("--plan plan.toml" in line for line in shown)
+    assert any(line.startswith("fsdp-inspect verify plan.prediction.json") for line in shown)
+    labels = [button.label for button in advised.download_button]
+    assert "plan.toml" in labels
+    assert "plan.prediction.json" in labels
+
+
+def test_what_no_plan_takes_away_is_said(advised):
+    assert "have nothing to hide behind" in read(advised)
+
+
+def test_a_limit_that_no_plan_meets_is_said(open_app):
+    app = open_app(SAMPLES, "advice", run=RUN, limit="1MiB")
+    assert not app.exception
+    assert "fits into 1.00 MiB" in read(app)
+    assert app.query_params["limit"] == "1MiB"
+
+
+def test_a_limit_that_is_none_is_explained(open_app):
+    app = open_app(SAMPLES, "advice", run=RUN, limit="much")
+    assert not app.exception
+    assert "'much' is no amount of memory" in app.error[0].value.replace("\\", "")
+
+
+def test_other_dtypes_are_tried_when_asked(open_app, run):
+    app = open_app(SAMPLES, "advice", run=RUN, dtypes="1")
+    assert advise_run(run, Wishes(allow_dtypes=True)).answer in read(app)
+
+
+def test_a_plan_of_the_front_is_chosen_by_the_address(open_app, advice):
+    app = open_app(SAMPLES, "advice", run=RUN, front="1")
+    point = advice.plan.front[1]
+    assert f"{format_ns(point.step_ns)} a step, peak" in read(app)
+
+
+@pytest.mark.parametrize("front", ["99", "-1", "x"])
+def test_a_plan_that_is_not_there_is_as_if_not_named(open_app, front):
+    app = open_app(SAMPLES, "advice", run=RUN, front=front)
+    assert not app.exception
+    assert app.query_params["front"] == "0"
+
+
+@pytest.mark.parametrize("name", ["whole", "partial", "no-steps", "failed"])
+def test_a_run_that_cannot_be_played_says_why_and_what_to_do(shown, name):
+    app = shown("advice", name)
+    assert not app.exception
+    assert "No plan can be played on this run" in read(app)
+    assert any("fsdp_inspect.record" in block.value for block in app.code)
+
+
+def test_what_became_of_a_prediction_stands_beside_it(open_app, run, advice, tmp_path):
+    shutil.copytree(SAMPLES / RUN, tmp_path / "tiny")
+    prediction = predict_advised(run, advice.plan)
+    outcome = Outcome(
+        prediction_id=prediction.prediction_id,
+        tool_version=__version__,
+        **now(),
+        ruling=Ruling.HELD,
+        sentence="Held: 10 ms were predicted.",
+        run_ids=["<b>after</b>"],
+        step_time_ns=10_000_000,
+        measured_change=-0.25,
+    )
+    append_entries(tmp_path / LEDGER_FILE, [prediction, outcome])
+    app = open_app(tmp_path, "advice", run="tiny")
+    assert not app.exception
+    assert "1 of 1 verified predictions held here" in read(app)
+    [frame] = [one.value for one in app.dataframe if "outcome" in one.value]
+    assert (frame["outcome"][0], frame["step measured"][0]) == ("held", "-25.0 %")
+    assert frame["measured step (ms)"][0] == 10.0
+
+
+def test_a_ledger_above_the_served_folder_is_not_read(open_app, run, advice, tmp_path):
+    shutil.copytree(SAMPLES / RUN, tmp_path / "runs" / "tiny")
+    append_entries(tmp_path / LEDGER_FILE, [predict_advised(run, advice.plan)])
+    app = open_app(tmp_path / "runs", "advice", run="tiny")
+    assert "predicted beside measured" not in read(app)
+
+
+def test_the_chart_holds_the_front_and_marks_what_is_advised(advice):
+    figure = draw_front(advice.plan)
+    assert list(figure.data[0].x) == [point.step_ns / 1e6 for point in advice.plan.front]
+    marked = next(trace for trace in figure.data if trace.name == "advised")
+    assert (marked.x[0], marked.marker.color) == (advice.plan.fastest.step_ns / 1e6, ADVISED)
+    assert len(frame_front(advice.plan)) == len(advice.plan.front)
+
+
+def test_without_memory_the_front_draws_nothing_unknown(advice):
+    points = [dataclasses.replace(point, peak_bytes=None) for point in advice.plan.front]
+    fastest = dataclasses.replace(advice.plan.fastest, peak_bytes=None)
+    unknown = dataclasses.replace(
+        advice.plan, front=tuple(points), fastest=fastest, replayed_peak_bytes=None
+    )
+    assert len(draw_front(unknown).data) == 1
+
+
+def test_every_plan_of_the_front_can_be_packed_and_read_back(advice):
+    for point in advice.plan.front:
+        assert unpack_plan(pack_plan(point.plan)) == point.plan
+
+
+def test_a_plan_of_eighty_blocks_fits_an_address():
+    units = [{"modules": [f"layers.{layer}"]} for layer in range(80)]
+    packed = pack_plan(Plan.from_dict({"units": units}))
+    assert len(packed) < 500
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("", id="nothing"),
+        pytest.param("!!!", id="no base64"),
+        pytest.param("AAAA", id="no deflate"),
+        pytest.param("x" * 10_000, id="too long"),
+        pytest.param("eJzLSM3JyVcozy_KSVEEABxJBD4", id="no plan"),
+        pytest.param("\0", id="NUL"),
+        pytest.param("é", id="not ASCII"),
+    ],
+)
+def test_an_address_that_holds_no_plan_is_refused(text):
+    with pytest.raises(PlanError):
+        unpack_plan(text)
+
+
+def test_a_bomb_in_the_address_is_refused():
+    import base64
+    import zlib
+
+    bomb = base64.urlsafe_b64encode(zlib.compress(b" " * 3_000_000, 9)).decode().rstrip("=")
+    assert len(bomb) < 6_000
+    with pytest.raises(PlanError, match="cut off or too long"):
+        unpack_plan(bomb)
