@@ -244,21 +244,38 @@ def _ordered(
     end_ns: Int64Array,
 ) -> Communications:
     order = np.lexsort((start_ns, issues.time_ns))
-    keys = [groups.key_of(message) for message in messages]
-    sizes = [
-        bytes_of(_with_group_size(message, key), kind)
-        for message, kind, key in zip(messages, kinds, keys, strict=True)
-    ]
-    dtypes = [dtype_code(message.dtype) for message in messages]
+    # Equal messages are one object (MessageReader): each is looked at once, known by its identity.
+    pairs = list(zip(map(id, messages), kinds, strict=True))
+    places = {pair: place for place, pair in enumerate(pairs)}
+    facts = {pair: _describe(messages[at], kinds[at], groups) for pair, at in places.items()}
+    described = [facts[pairs[at]] for at in order.tolist()]
     return Communications(
         kind=np.array(kinds, dtype=np.int8)[order],
-        bytes=np.array(sizes, dtype=np.int64)[order],
-        dtype=np.array(dtypes, dtype=np.int8)[order],
-        group=tuple(keys[position] for position in order.tolist()),
+        bytes=np.array([one.bytes for one in described], dtype=np.int64),
+        dtype=np.array([one.dtype for one in described], dtype=np.int8),
+        group=tuple(one.group for one in described),
         thread=issues.thread[order],
         issue_ns=issues.time_ns[order],
         start_ns=start_ns[order],
         end_ns=end_ns[order],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What a message says, in the run's words."""
+
+    bytes: int
+    dtype: int
+    group: GroupKey | None
+
+
+def _describe(message: Message, kind: EventKind, groups: GroupNames) -> _Described:
+    key = groups.key_of(message)
+    return _Described(
+        bytes=bytes_of(_with_group_size(message, key), kind),
+        dtype=dtype_code(message.dtype),
+        group=key,
     )
 
 
