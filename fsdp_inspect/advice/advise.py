@@ -46,6 +46,10 @@ class Wishes:
     CPU."""
     allow_dtypes: bool = False
     """Whether messages may become bfloat16."""
+    bus_bytes_per_s: float | None = None
+    """Of another network that plans are for; None: the run's own."""
+    latency_ns: float | None = None
+    """The same."""
     run_name: str = "RUN"
     """How commands name the run."""
     plan_file: str = "plan.toml"
@@ -76,6 +80,9 @@ class PlanAdvice:
     replayed_step_ns: int
     """The recorded plan, played: what every change is measured against."""
     replay_error: float
+    """Of the recorded plan on its own network: played / measured - 1."""
+    is_other_network: bool
+    """Plans are played on the network that was asked for, not on the recorded one."""
     replayed_peak_bytes: int | None
     memory_limit_bytes: int | None
     """None: no limit, or memory that is not known."""
@@ -135,7 +142,12 @@ def give_advice(
     """
     findings = find_first_things(evidence)
     try:
-        bench = Bench(run, on_play)
+        bench = Bench(
+            run,
+            on_play,
+            bus_bytes_per_s=wishes.bus_bytes_per_s,
+            latency_ns=wishes.latency_ns,
+        )
     except MissingDataError as error:
         answer = findings[0].sentence if findings else f"No plan can be advised: {error}"
         return Advice(run.manifest.run_id, answer, findings, None, str(error))
@@ -160,6 +172,7 @@ def _advise_plan(bench: Bench, evidence: Evidence, search: Search, wishes: Wishe
         recorded_step_ns=bench.work.step_time_ns,
         replayed_step_ns=bench.recorded.step_ns,
         replay_error=bench.replay_error,
+        is_other_network=bench.network.is_changed,
         replayed_peak_bytes=bench.recorded.peak_bytes,
         memory_limit_bytes=limit,
         fits=found.fits,
@@ -200,6 +213,11 @@ def _point(bench: Bench, choice: Choice) -> ParetoPoint:
 
 def _notes(bench: Bench, limit: int | None) -> list[str]:
     notes = []
+    if bench.network.is_changed:
+        notes.append(
+            "Plans are played on the network that was asked for, the recorded plan too; what the "
+            "trace says is of the recorded one."
+        )
     if bench.work.execution is Execution.BLOCKING_HOST:
         notes.append(
             "This backend's collectives hold the main thread, so prefetch cannot help here unless "

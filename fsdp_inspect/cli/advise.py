@@ -6,9 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdp_inspect.cli.arguments import (
+    BandwidthOption,
     JsonOption,
+    LatencyOption,
     RunArgument,
     open_run_argument,
+    parse_bandwidth,
+    parse_latency,
     print_renderable,
     require_new_file,
 )
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.store.reader import StoredRun
 
 
-def advise(
+def advise(  # noqa: PLR0913 - one argument an option
     run: RunArgument,
     memory_limit: Annotated[
         str | None,
@@ -32,6 +36,8 @@ def advise(
     allow_dtypes: Annotated[
         bool, typer.Option("--allow-dtypes", help="Also try bfloat16 messages.")
     ] = False,
+    bandwidth: BandwidthOption = None,
+    latency: LatencyOption = None,
     write: Annotated[
         Path | None,
         typer.Option(
@@ -57,6 +63,8 @@ def advise(
     wishes = Wishes(
         memory_limit=parse_limit(memory_limit),
         allow_dtypes=allow_dtypes,
+        bus_bytes_per_s=parse_bandwidth(bandwidth),
+        latency_ns=parse_latency(latency),
         run_name=run,
         plan_file=str(write or "plan.toml"),
     )

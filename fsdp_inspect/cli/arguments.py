@@ -1,5 +1,6 @@
 """Which arguments do several subcommands share, and what do they stand for?"""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,15 @@ RunArgument = Annotated[
         metavar="RUN",
         help="Folder of a run, its URL, or a folder that holds exactly one run.",
     ),
+]
+
+BandwidthOption = Annotated[
+    str | None,
+    typer.Option("--bandwidth", help="Bus bandwidth of another network: 50GB/s.", metavar="RATE"),
+]
+LatencyOption = Annotated[
+    str | None,
+    typer.Option("--latency", help="Latency of another network: 20us.", metavar="TIME"),
 ]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -49,6 +59,42 @@ def require_new_file(option: str, path: Path | None) -> None:
     """
     if path is not None and path.exists():
         raise typer.BadParameter(f"{path} exists. Name a new file.", param_hint=option)
+
+
+def parse_bandwidth(text: str | None) -> float | None:
+    """Bytes a second that `BandwidthOption` was given; None: nothing.
+
+    Raises:
+        typer.BadParameter: It is no bandwidth.
+    """
+    from fsdp_inspect.quantities import parse_bytes_per_s
+
+    return _parse("--bandwidth", text, parse_bytes_per_s, "50GB/s")
+
+
+def parse_latency(text: str | None) -> float | None:
+    """Nanoseconds that `LatencyOption` was given; None: nothing.
+
+    Raises:
+        typer.BadParameter: It is no time.
+    """
+    from fsdp_inspect.quantities import parse_time_ns
+
+    return _parse("--latency", text, parse_time_ns, "20us")
+
+
+def _parse(
+    option: str, text: str | None, parse: Callable[[str], float | None], example: str
+) -> float | None:
+    if text is None:
+        return None
+    value = parse(text)
+    if value is None:
+        raise typer.BadParameter(
+            f"{text!r} is no such quantity. Expected a number with a unit, like {example}.",
+            param_hint=option,
+        )
+    return value
 
 
 def print_renderable(renderable: "RenderableType") -> None:

@@ -1,23 +1,24 @@
 """`fsdp-inspect simulate`: what would a step take under another plan?"""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from fsdp_inspect.cli.arguments import (
+    BandwidthOption,
     JsonOption,
+    LatencyOption,
     RunArgument,
     open_run_argument,
+    parse_bandwidth,
+    parse_latency,
     print_renderable,
     require_new_file,
 )
 
 if TYPE_CHECKING:
     from fsdp_inspect.trace.plan import FloatDtype
-
-_ValueT = TypeVar("_ValueT")
 
 
 def simulate(  # noqa: PLR0913 - one argument an option
@@ -52,13 +53,8 @@ def simulate(  # noqa: PLR0913 - one argument an option
     world_size: Annotated[
         int | None, typer.Option(help="Ranks; more of them shard.", min=1, metavar="N")
     ] = None,
-    bandwidth: Annotated[
-        str | None,
-        typer.Option(help="Bus bandwidth of another network: 50GB/s.", metavar="RATE"),
-    ] = None,
-    latency: Annotated[
-        str | None, typer.Option(help="Latency of another network: 20us.", metavar="TIME")
-    ] = None,
+    bandwidth: BandwidthOption = None,
+    latency: LatencyOption = None,
     write_plan: Annotated[
         Path | None,
         typer.Option(help="Write the simulated plan, to run it.", metavar="FILE"),
@@ -78,7 +74,6 @@ def simulate(  # noqa: PLR0913 - one argument an option
     Example: `fsdp-inspect simulate runs/demo --wrap every:2 --forward-prefetch 1`
     """
     from fsdp_inspect.advice.predictions import Origin, make_prediction
-    from fsdp_inspect.quantities import parse_bytes_per_s, parse_time_ns
     from fsdp_inspect.report.json import render_run_json
     from fsdp_inspect.simulation.changes import Changes, apply_changes
     from fsdp_inspect.simulation.recorded import observed_plan
@@ -90,10 +85,7 @@ def simulate(  # noqa: PLR0913 - one argument an option
 
     require_new_file("--write-plan", write_plan)
     require_new_file("--write-prediction", write_prediction)
-    network = (
-        _parse("--bandwidth", bandwidth, parse_bytes_per_s, "50GB/s"),
-        _parse("--latency", latency, parse_time_ns, "20us"),
-    )
+    network = (parse_bandwidth(bandwidth), parse_latency(latency))
     source = open_run_argument(run)
     start = observed_plan(source) if plan is None else Plan.load(plan)
     changes = Changes(
@@ -120,20 +112,6 @@ def simulate(  # noqa: PLR0913 - one argument an option
     from fsdp_inspect.report.simulation import render_simulation
 
     print_renderable(render_simulation(result))
-
-
-def _parse(
-    option: str, text: str | None, parse: Callable[[str], _ValueT | None], example: str
-) -> _ValueT | None:
-    if text is None:
-        return None
-    value = parse(text)
-    if value is None:
-        raise typer.BadParameter(
-            f"{text!r} is no such quantity. Expected a number with a unit, like {example}.",
-            param_hint=option,
-        )
-    return value
 
 
 def _check_wrap(policy: str | None) -> str | None:

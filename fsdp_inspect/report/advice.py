@@ -108,11 +108,12 @@ def _assumptions(plan: PlanAdvice) -> Iterator[str]:
 
 
 def _provenance(plan: PlanAdvice) -> str:
+    network = ", on another network" if plan.is_other_network else ""
     return (
         f"Predicted: {plan.num_plans} plans played on {plan.num_steps} recorded steps of rank "
-        f"{plan.rank}, on the run's own mesh and network. The recorded plan plays in "
-        f"{format_ns(plan.replayed_step_ns)} against {format_ns(plan.recorded_step_ns)} measured: "
-        f"an error of {100 * plan.replay_error:+.1f} %, which is part of every interval. "
+        f"{plan.rank}{network}. The recorded plan was measured to take "
+        f"{format_ns(plan.recorded_step_ns)} a step; played on its own network it is "
+        f"{100 * plan.replay_error:+.1f} % off, which is part of every interval. "
         "Of plans within the noise of the fastest the simplest is advised."
     )
 

@@ -64,7 +64,9 @@ class Network:
     def change(
         self, *, bus_bytes_per_s: float | None = None, latency_ns: float | None = None
     ) -> "Network":
-        """The network with another bandwidth or latency for every kind.
+        """The network with another bandwidth or latency for every kind; itself with neither.
+
+        Given both, kinds of which the run has none get a line, too.
 
         Raises:
             ValueError: A bandwidth that is not above 0, or a latency below 0.
@@ -73,20 +75,15 @@ class Network:
             raise ValueError(f"The bandwidth is {bus_bytes_per_s} bytes/s. It must be above 0.")
         if latency_ns is not None and not latency_ns >= 0:
             raise ValueError(f"The latency is {latency_ns} ns. It must not be below 0.")
-        return Network(
-            {
-                kind: replace(
-                    line,
-                    latency_ns=line.latency_ns if latency_ns is None else latency_ns,
-                    bus_bytes_per_s=line.bus_bytes_per_s
-                    if bus_bytes_per_s is None
-                    else bus_bytes_per_s,
-                    fit=None,
-                )
-                for kind, line in self.lines.items()
-            },
-            is_changed=True,
-        )
+        if bus_bytes_per_s is None and latency_ns is None:
+            return self
+        if bus_bytes_per_s is not None and latency_ns is not None:
+            line = Line(latency_ns, bus_bytes_per_s)
+            return Network(dict.fromkeys(KINDS, line), is_changed=True)
+        given = {"bus_bytes_per_s": bus_bytes_per_s, "latency_ns": latency_ns, "fit": None}
+        update = {name: value for name, value in given.items() if value is not None}
+        lines = {kind: replace(line, fit=None, **update) for kind, line in self.lines.items()}
+        return Network(lines, is_changed=True)
 
 
 def fit_network(events: EventTable, group_sizes: dict[int, int]) -> Network:

@@ -116,9 +116,7 @@ def simulate(
         ValueError: An impossible network.
     """
     work = measure_work(run, rank=rank)
-    network = work.network
-    if bus_bytes_per_s is not None or latency_ns is not None:
-        network = network.change(bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns)
+    network = work.network.change(bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns)
     scenario = make_scenario(work, run.manifest, plan, network)
     replayed = _play(work.workload, work.execution, work.units)
     predicted = _play(scenario.workload, work.execution, scenario.units)

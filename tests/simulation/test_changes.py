@@ -75,5 +75,18 @@ def test_a_world_that_the_replicas_do_not_divide_is_refused():
 
 @pytest.mark.parametrize("policy", ["every:0", "every", "blocks", "every:-1", ""])
 def test_unknown_policies_are_refused_with_the_legal_ones(policy: str):
-    with pytest.raises(PlanError, match="Expected `root`, `block`, or `every:N`"):
+    with pytest.raises(PlanError, match="Expected `root`, `block`, `every:N`"):
         apply_changes(plan(), Changes(wrap=policy))
+
+
+def test_splitting_blocks_makes_units_that_each_hold_a_matrix():
+    names = ("layers.0.norm.weight", "layers.0.attention.weight", "layers.0.ffn.weight")
+    shapes = {name: [4] if "norm" in name else [4, 4] for name in names}
+    blocks = Plan(units=(UnitPlan(modules=("layers.0",)), UnitPlan(modules=("",))))
+    split = apply_changes(blocks, Changes(wrap="split"), shapes)
+    assert split.unit_names == ("layers.0.norm, layers.0.attention", "layers.0.ffn", "")
+
+
+def test_blocks_without_recorded_parameters_cannot_be_split():
+    with pytest.raises(PlanError, match="no block to split"):
+        apply_changes(plan(), Changes(wrap="split"))

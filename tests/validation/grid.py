@@ -1,4 +1,8 @@
-"""Which plans are predicted from one baseline and then run? A grid of plans, links, shapes."""
+"""Which plans are predicted from one baseline and then run? A grid of plans, links, shapes.
+
+One baseline a shape is recorded, on the medium link; the other links are predicted as well, as
+`fsdp-inspect simulate --bandwidth --latency` does.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +11,81 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
-LINKS = {
-    "slow": "bandwidth=100MB/s,latency=500us",
-    "medium": "bandwidth=300MB/s,latency=200us",
-    "fast": "bandwidth=2GB/s,latency=50us",
-}
-SHAPES: Mapping[str, Mapping[str, str]] = {
-    "even": {"fixed-compute": "forward=6ms,backward=12ms"},
-    "by-parameters": {"fixed-compute": "forward=60ns/param,backward=120ns/param"},
-}
-"""Equal parts, and parts that last as long as they have parameters: attention and feed-forward of
-one block, the embedding and the head then differ by far."""
+from fsdp_inspect.quantities import parse_bytes_per_s, parse_time_ns
+from fsdp_inspect.simulation.changes import Changes
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """An emulated link."""
+
+    bandwidth: str
+    latency: str
+
+    @property
+    def emulation(self) -> str:
+        """As `--emulate` takes it."""
+        return f"world_size={WORLD_SIZE},bandwidth={self.bandwidth},latency={self.latency}"
+
+    @property
+    def network(self) -> dict[str, float]:
+        """As `simulate` takes another network."""
+        bandwidth, latency = parse_bytes_per_s(self.bandwidth), parse_time_ns(self.latency)
+        assert bandwidth is not None
+        assert latency is not None
+        return {"bus_bytes_per_s": float(bandwidth), "latency_ns": float(latency)}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model, and how long it computes."""
+
+    module: str
+    """What `python -m` runs."""
+    options: Mapping[str, str]
+
+
 WORLD_SIZE = 8
-_WRAPS = ("block", "every:2", "every:3", "root")
+BASELINE_LINK = "medium"
+LINKS = {
+    "slow": Link("100MB/s", "500us"),
+    "medium": Link("300MB/s", "200us"),
+    "fast": Link("2GB/s", "50us"),
+}
+SHAPES: Mapping[str, Shape] = {
+    "even": Shape(
+        "instrumented_trainer",
+        {"preset": "tiny", "fixed-compute": "forward=6ms,backward=12ms"},
+    ),
+    "uneven": Shape(
+        "tests.validation.uneven_trainer",
+        {"preset": "tiny", "fixed-compute": "forward=60ns/param,backward=120ns/param"},
+    ),
+}
+"""Blocks that are alike, of parts that last equally long; and blocks of different widths, whose
+parts last as long as they have parameters."""
+REAL_SHAPE = Shape("instrumented_trainer", {"preset": "tiny", "dim": "256", "seq-len": "256"})
+"""Compute takes the time that it takes."""
+REAL = "real compute"
+"""The name of that shape."""
+SPLIT = (
+    "tok_embeddings; layers.*.attention_norm, layers.*.attention; "
+    "layers.*.ffn_norm, layers.*.ffn; norm, lm_head"
+)
+_WRAPS = ("block", "every:2", "every:4", "split")
 _RESHARDS = ("auto", "false")
 _DEPTHS = (0, 1, 2, 3)
+_USUAL = {"wrap": "block", "reshard-after-forward": "auto", "forward-prefetch": "0"}
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One plan under one link and shape."""
 
-    link: str
     shape: str
-    settings: tuple[tuple[str, str], ...]
-    """What differs from the baseline, as the trainer's options."""
+    link: str
+    settings: tuple[tuple[str, str], ...] = ()
+    """What differs from the baseline, as the trainer's options; `split` stands for `SPLIT`."""
 
     @property
     def name(self) -> str:
@@ -39,37 +93,63 @@ class Trial:
         changes = " ".join(f"{name}={value}" for name, value in self.settings)
         return f"{self.shape}, {self.link} link: {changes or 'as recorded'}"
 
-    @property
-    def baseline(self) -> Trial:
-        """The run that it is predicted from."""
-        return Trial(self.link, self.shape, ())
 
-    def options(self) -> list[str]:
-        """Of the trainer."""
-        emulation = f"world_size={WORLD_SIZE},{LINKS[self.link]}"
-        pairs = {"emulate": emulation, **SHAPES[self.shape], **dict(self.settings)}
-        return [word for name, value in pairs.items() for word in (f"--{name}", value)]
+def baseline_of(shape: str) -> Trial:
+    """The run that every trial of a shape is predicted from."""
+    return Trial(shape, BASELINE_LINK)
 
 
-def make_grid(num_trials: int) -> list[Trial]:
-    """So many trials of the whole grid, drawn once and for all; without the baselines."""
-    plans = [
-        (wrap, reshard, depth)
-        for wrap, reshard, depth in product(_WRAPS, _RESHARDS, _DEPTHS)
-        if not (wrap == "root" and (depth or reshard != "auto"))
-    ]
-    trials = [
-        Trial(link, shape, _settings(*plan))
-        for plan, link, shape in product(plans, LINKS, SHAPES)
-        if _settings(*plan)
-    ]
-    return random.Random(0).sample(trials, min(num_trials, len(trials)))
+def plans() -> list[tuple[tuple[str, str], ...]]:
+    """The settings of every plan of the grid; the recorded plan first."""
+    chosen = [_settings("block", "auto", 0)]
+    for wrap, reshard, depth in product(_WRAPS, _RESHARDS, _DEPTHS):
+        chosen.append(_settings(wrap, reshard, depth))
+    chosen.append((("wrap", "root"),))
+    return list(dict.fromkeys(chosen))
 
 
 def _settings(wrap: str, reshard: str, depth: int) -> tuple[tuple[str, str], ...]:
-    changes = {
-        "wrap": (wrap, "block"),
-        "reshard-after-forward": (reshard, "auto"),
-        "forward-prefetch": (str(depth), "0"),
-    }
-    return tuple((name, value) for name, (value, usual) in changes.items() if value != usual)
+    values = {"wrap": wrap, "reshard-after-forward": reshard, "forward-prefetch": str(depth)}
+    return tuple((name, value) for name, value in values.items() if value != _USUAL[name])
+
+
+def all_trials() -> list[Trial]:
+    """The whole grid, without the baselines themselves."""
+    trials = [
+        Trial(shape, link, settings) for shape in SHAPES for link in LINKS for settings in plans()
+    ]
+    return [trial for trial in trials if trial.settings or trial.link != BASELINE_LINK]
+
+
+def draw(trials: list[Trial], num_trials: int) -> list[Trial]:
+    """So many of some trials, drawn once and for all, as many of each shape and link as can be."""
+    shuffled = random.Random(0).sample(trials, len(trials))
+    by_place: dict[tuple[str, str], list[Trial]] = {}
+    for trial in shuffled:
+        by_place.setdefault((trial.shape, trial.link), []).append(trial)
+    drawn: list[Trial] = []
+    while len(drawn) < min(num_trials, len(trials)):
+        for waiting in by_place.values():
+            if waiting and len(drawn) < num_trials:
+                drawn.append(waiting.pop())
+    return drawn
+
+
+def changes_of(trial: Trial) -> Changes:
+    """The trial's settings as changes of the recorded plan."""
+    settings = dict(trial.settings)
+    return Changes(
+        wrap=settings.get("wrap"),
+        forward_prefetch=int(settings.get("forward-prefetch", "0")),
+        reshard_after_forward=False if "reshard-after-forward" in settings else None,
+    )
+
+
+def command_of(trial: Trial) -> list[str]:
+    """`python` with these words runs a trial."""
+    shape = SHAPES.get(trial.shape, REAL_SHAPE)
+    chosen = {**shape.options, **dict(trial.settings)}
+    if chosen.get("wrap") == "split":
+        chosen["wrap"] = SPLIT
+    chosen["emulate"] = LINKS[trial.link].emulation
+    return ["-m", shape.module, *(f"--{name}={value}" for name, value in chosen.items())]

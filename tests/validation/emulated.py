@@ -1,0 +1,113 @@
+"""Are plans predicted as they then run under emulation? One recorded baseline a shape.
+
+A run of the baseline stands before each plan's own run: how far it is from the recorded baseline
+is the machine's own error (A/A), and noise moves both.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fsdp_inspect import StoredRun
+from fsdp_inspect.simulation.changes import apply_changes
+from fsdp_inspect.simulation.recorded import observed_plan
+from fsdp_inspect.simulation.scenario import resolve_plan, shapes_of
+from fsdp_inspect.trace.plan import Plan
+from tests.validation.grid import (
+    BASELINE_LINK,
+    LINKS,
+    SHAPES,
+    Trial,
+    all_trials,
+    baseline_of,
+    changes_of,
+    command_of,
+    draw,
+)
+from tests.validation.outcomes import Outcome, compare, only_run, predict, work_of
+
+
+class EmulationBench:
+    """Runs the trainer under emulation, and keeps the baselines."""
+
+    def __init__(self, folder: Path, steps: int, say: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._steps = steps
+        self._say = say
+        self._baselines: dict[str, StoredRun] = {}
+        self._number = 0
+
+    def judge(self, trial: Trial) -> Outcome:
+        """Predict a trial from its shape's baseline, then run both."""
+        baseline = self.baseline(trial.shape)
+        simulation = predict(baseline, self.plan_of(trial), network_of(trial))
+        beside = work_of(self.run(baseline_of(trial.shape)))
+        outcome = compare(trial.name, simulation, work_of(self.run(trial)), beside)
+        self._say(f"{trial.name}: {outcome.step_error:+.1%} (A/A {outcome.same_error:+.1%})")
+        return outcome
+
+    def baseline(self, shape: str) -> StoredRun:
+        """The recorded run of a shape."""
+        if shape not in self._baselines:
+            self._baselines[shape] = only_run(self.run(baseline_of(shape)))
+        return self._baselines[shape]
+
+    def plan_of(self, trial: Trial) -> Plan:
+        """The trial's plan, made of the baseline's."""
+        manifest = self.baseline(trial.shape).manifest
+        recorded = resolve_plan(observed_plan(self.baseline(trial.shape)), manifest)
+        return apply_changes(recorded, changes_of(trial), shapes_of(manifest))
+
+    def predicted_best(self, shape: str, link: str) -> Trial:
+        """The plan of the whole grid that is predicted to be fastest on a link."""
+        trials = [each for each in all_trials() if (each.shape, each.link) == (shape, link)]
+        baseline = self.baseline(shape)
+        return min(
+            trials,
+            key=lambda trial: (
+                predict(baseline, self.plan_of(trial), network_of(trial)).predicted.step_time_ns
+            ),
+        )
+
+    def run(self, trial: Trial, plan_file: Path | None = None) -> Path:
+        """Train, and record; a plan file stands for the settings of the trial.
+
+        Returns:
+            The folder of the run.
+
+        Raises:
+            RuntimeError: The trainer failed.
+        """
+        self._number += 1
+        folder = self._folder / f"{self._number:03d}"
+        command = [sys.executable, *command_of(trial), f"--steps={self._steps}"]
+        command += [f"--runs-dir={folder}", *([f"--plan={plan_file}"] if plan_file else [])]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{trial.name} did not run: {done.stderr[-2000:]}")
+        return folder
+
+
+def network_of(trial: Trial) -> dict[str, float]:
+    """The network that a trial is predicted on; empty: that of the baseline."""
+    return {} if trial.link == BASELINE_LINK else LINKS[trial.link].network
+
+
+def judge_grid(bench: EmulationBench, num_trials: int) -> dict[Trial, Outcome]:
+    """Each link's baseline plan and predicted best, and others drawn from the grid."""
+    places = [(shape, link) for shape in SHAPES for link in LINKS]
+    chosen = [Trial(shape, link) for shape, link in places if link != BASELINE_LINK]
+    chosen += [bench.predicted_best(shape, link) for shape, link in places]
+    others = [trial for trial in all_trials() if trial not in chosen]
+    chosen += draw(others, max(num_trials - len(chosen), 0))
+    return judge_all(bench, chosen[:num_trials])
+
+
+def judge_all(bench: EmulationBench, trials: Sequence[Trial]) -> dict[Trial, Outcome]:
+    """One after the other."""
+    return {trial: bench.judge(trial) for trial in trials}

@@ -1,0 +1,203 @@
+"""Is the `stream` model torch's schedule? Random plans against torch's own FSDP2 on virtual time.
+
+Two questions, both free of noise:
+
+- played: a step of known work, played by the simulator and by torch's code on virtual streams;
+- predicted: a run that the recorder's CUDA path wrote of torch's code, from which another plan is
+  predicted; the truth is torch's code under that plan.
+
+Errors of exposed time are by unit, as a share of the step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_inspect.simulation.changes import Changes, apply_changes
+from fsdp_inspect.simulation.simulate import simulate
+from fsdp_inspect.simulation.workload import Microbatch, UnitPolicy, UnitWork
+from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.reduction import reduce_rank
+from fsdp_inspect.trace.steps import collective_rows
+from tests.recording.test_cuda_path import Replay
+from tests.simulation.oracle import Case, Layer, play_with_torch
+from tests.simulation.test_recorded_streams import as_run, step_ns
+from tests.simulation.test_schedule import play, spans_of
+
+US, MS = 1_000, 1_000_000
+_COLLECTIVES = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
+_COMPUTE = ("forward", "backward")
+
+Spans = Iterable[tuple[str, str, int, int]]
+"""Kind, unit, start, end."""
+
+
+@dataclass(frozen=True, slots=True)
+class OracleOutcome:
+    """One random case."""
+
+    step_error: float
+    exposed_errors: tuple[float, ...]
+    """By unit: predicted less true exposed time, as a share of the true step."""
+
+
+def judge_played(count: int, on_case: Callable[[], object]) -> list[OracleOutcome]:
+    """Random cases of known work; a quarter of them with replicas (HSDP)."""
+    draw = random.Random(0)
+    outcomes = []
+    with _fake_ranks(8):
+        plain = init_device_mesh("cpu", (8,))
+        hybrid = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        for number in range(count):
+            has_replicas = number % 4 == 0
+            case = _random_case(draw, has_replicas=has_replicas)
+            duration, device = play_with_torch(case, hybrid if has_replicas else plain)
+            step = play(case)
+            truth = _exposed_of(device.log)
+            found = _exposed_of(spans_of(step, (*_COLLECTIVES, EventKind.COMPUTE)))
+            outcomes.append(
+                OracleOutcome(
+                    step.duration_ns / duration - 1,
+                    tuple((found.get(unit, 0) - truth[unit]) / duration for unit in truth),
+                )
+            )
+            on_case()
+    return outcomes
+
+
+def judge_predicted(count: int, on_case: Callable[[], object]) -> list[OracleOutcome]:
+    """Random speeds; from a recording of the plain plan, a random other plan."""
+    draw = random.Random(1)
+    outcomes = []
+    with _fake_ranks(4):
+        for _ in range(count):
+            speed = {
+                "gather_ms": draw.uniform(0.2, 8),
+                "scatter_ms": draw.uniform(0.2, 8),
+                "forward_ms": draw.uniform(1, 6),
+                "host_ms": draw.choice([0.05, 0.5, draw.uniform(1, 6)]),
+            }
+            changes = Changes(
+                forward_prefetch=draw.randrange(4),
+                reshard_after_forward=draw.choice([None, False]),
+            )
+            run = as_run(Replay(**speed))
+            plan = apply_changes(Plan.from_dict(run.manifest.plan), changes)
+            predicted = simulate(run, plan).predicted
+            actual = Replay(**speed, prepare=lambda model, c=changes: _prepare(model, c))
+            duration = step_ns(actual)
+            truth = _exposed_by_unit(actual)
+            outcomes.append(
+                OracleOutcome(
+                    predicted.step_time_ns / duration - 1,
+                    tuple(
+                        (unit.exposed_ns - truth.get(unit.fqn, 0)) / duration
+                        for unit in predicted.units
+                    ),
+                )
+            )
+            on_case()
+    return outcomes
+
+
+@contextmanager
+def _fake_ranks(world_size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _random_case(draw: random.Random, *, has_replicas: bool) -> Case:
+    """Blocks of random lengths under a random plan, link and host."""
+    num_layers = draw.randint(1, 8)
+    link, host_ns = draw.uniform(0.1, 6), draw.choice([0, 10 * US, 100 * US, 2 * MS])
+    layers = [
+        _random_layer(draw, unit, num_layers, link, host_ns) for unit in range(num_layers + 1)
+    ]
+    if not has_replicas:
+        layers = [replace(each, work=replace(each.work, all_reduce_ns=0)) for each in layers]
+    last = draw.choice([0, 0, 1, 2])
+    syncs_each = draw.random() < 0.5
+    return Case(
+        head=layers[0],
+        layers=layers[1:],
+        input_needs_grad=draw.random() < 0.5,
+        max_reduce_buffers=draw.randint(1, 3),
+        separate_reduce_group=not has_replicas and draw.random() < 0.3,
+        microbatches=[Microbatch(reduces=syncs_each or at == last) for at in range(last + 1)],
+    )
+
+
+def _random_layer(
+    draw: random.Random, unit: int, num_layers: int, link: float, host_ns: int
+) -> Layer:
+    """A unit whose messages last `link` times what it computes, give or take."""
+    compute = draw.randint(200 * US, 4 * MS)
+    depth, behind = draw.choice([0, 0, 1, 2, 3]), draw.choice([None, 1, 2, 3]) if unit else None
+    work = UnitWork(
+        gather_ns=round(compute * link * draw.uniform(0.5, 1.5)),
+        reduce_ns=round(compute * link * draw.uniform(0.5, 1.5)),
+        all_reduce_ns=round(compute * link * draw.uniform(0.1, 0.5)),
+        copy_in_ns=draw.randint(0, 200 * US),
+        reduce_copy_in_ns=draw.randint(0, 200 * US),
+        gather_launch_ns=draw.randint(0, 200 * US),
+        reduce_launch_ns=draw.randint(0, 100 * US),
+    )
+    policy = UnitPolicy(
+        reshard_after_forward=draw.random() < 0.7,
+        forward_prefetch=tuple(range(unit + 1, min(num_layers, unit + depth) + 1)),
+        backward_prefetch=None
+        if behind is None
+        else tuple(range(unit - 1, max(0, unit - behind - 1), -1)),
+    )
+    return Layer(compute, 2 * compute, work, policy, launch_ns=host_ns)
+
+
+def _exposed_of(spans: Spans) -> dict[str, int]:
+    """By unit, its collectives' time beside which nothing computes; ns."""
+    listed = list(spans)
+    compute = _intervals(span for span in listed if span[0] in _COMPUTE)
+    labels = {kind.label for kind in _COLLECTIVES}
+    moved: dict[str, list[tuple[str, str, int, int]]] = {}
+    for span in listed:
+        if span[0] in labels:
+            moved.setdefault(span[1], []).append(span)
+    return {unit: _intervals(own).subtract(compute).duration_ns for unit, own in moved.items()}
+
+
+def _intervals(spans: Spans) -> Intervals:
+    times = [(start, end) for _, _, start, end in spans]
+    return Intervals.of([start for start, _ in times], [end for _, end in times])
+
+
+def _prepare(model: Any, changes: Changes) -> None:
+    """The changes on torch's side."""
+    layers, depth = list(model.layers), changes.forward_prefetch or 0
+    order = [model, *layers]
+    for at, module in enumerate(order):
+        module.set_modules_to_forward_prefetch(order[at + 1 : at + 1 + depth])
+    if changes.reshard_after_forward is False:
+        for layer in layers:
+            layer.set_reshard_after_forward(False)
+
+
+def _exposed_by_unit(replay: Replay) -> dict[str, int]:
+    """As the analyses tell it of the last step; ns."""
+    events = replay.events.where(replay.events.step == replay.events.step.max())
+    rows = collective_rows(reduce_rank(events, rank=0))
+    return {
+        name: int(rows.exposed_ns[rows.unit == index].sum())
+        for index, name in enumerate(replay.units)
+    }

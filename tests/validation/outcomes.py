@@ -1,0 +1,91 @@
+"""How far is one prediction from what then happened? A plan, predicted, run, compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fsdp_inspect import StoredRun, open_run
+from fsdp_inspect.simulation.recorded import RecordedWork, measure_work
+from fsdp_inspect.simulation.simulate import Simulation, simulate
+from fsdp_inspect.store.folder import list_runs
+from fsdp_inspect.trace.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One plan: predicted, measured."""
+
+    name: str
+    measured_ns: int
+    predicted_ns: int
+    step_error: float
+    """predicted / measured - 1."""
+    same_error: float
+    """A/A: the baseline that ran beside it / the recorded baseline - 1."""
+    replay_error: float
+    """Of the recorded baseline: played / recorded - 1."""
+    in_interval: bool
+    """Whether the measured step lies in the prediction's interval."""
+    measured_peak: int | None
+    memory_error: float | None
+
+
+def compare(
+    name: str, simulation: Simulation, actual: RecordedWork, beside: RecordedWork
+) -> Outcome:
+    """A prediction against the run of its plan, and the baseline against itself."""
+    predicted = simulation.predicted
+    return Outcome(
+        name=name,
+        measured_ns=actual.step_time_ns,
+        predicted_ns=predicted.step_time_ns,
+        step_error=predicted.step_time_ns / actual.step_time_ns - 1,
+        same_error=beside.step_time_ns / simulation.recorded_step_ns - 1,
+        replay_error=simulation.replay_error,
+        in_interval=simulation.low_ns <= actual.step_time_ns <= simulation.high_ns,
+        measured_peak=actual.peak_bytes,
+        memory_error=_memory_error(predicted.peak_bytes, actual.peak_bytes),
+    )
+
+
+def _memory_error(predicted: int | None, actual: int | None) -> float | None:
+    return predicted / actual - 1 if predicted and actual else None
+
+
+def predict(baseline: StoredRun, plan: Plan, network: dict[str, float]) -> Simulation:
+    """The plan on a network, from the baseline; an empty network is the baseline's own."""
+    return simulate(
+        baseline,
+        plan,
+        bus_bytes_per_s=network.get("bus_bytes_per_s"),
+        latency_ns=network.get("latency_ns"),
+    )
+
+
+def only_run(folder: Path) -> StoredRun:
+    """The run that a trainer has just written."""
+    return open_run(list_runs(folder)[0].path)
+
+
+def work_of(folder: Path) -> RecordedWork:
+    """What that run's steps held."""
+    return measure_work(only_run(folder))
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Errors of several predictions, without their signs."""
+
+    median: float
+    high: float
+    """The ninetieth percentile."""
+    worst: float
+
+    @classmethod
+    def of(cls, errors: list[float]) -> Errors:
+        """Of at least one error."""
+        sizes = np.abs(errors)
+        return cls(float(np.median(sizes)), float(np.percentile(sizes, 90)), float(np.max(sizes)))
