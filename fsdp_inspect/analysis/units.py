@@ -172,7 +172,7 @@ def _measure_unit(
         num_parameters=_known(unit, unit.num_parameters),
         num_trainable_parameters=_known(unit, unit.num_trainable_parameters),
         unsharded_bytes=_known(unit, unit.unsharded_bytes),
-        sharded_bytes=_known(unit, unit.sharded_bytes),
+        sharded_bytes=unit.sharded_bytes or None,
         reduce_bytes=_known(unit, unit.reduce_bytes),
         param_dtype=unit.param_dtype,
         reduce_dtype=unit.reduce_dtype,

@@ -308,6 +308,8 @@ class EventReader:
 
     def _malformed(self, offset: int, error: BaseException) -> ImportingError:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        if "integer string conversion" in why:
+            why = "a number of thousands of digits"
         return ImportingError(
             f"{self._name} is no JSON at byte {offset:,}: {why.rstrip('.')}. Expected a trace "
             "written by torch.profiler. Export it again; if it was edited, undo that."

@@ -178,6 +178,7 @@ class _Merged:
         collectives = events.where(np.isin(events.kind, list(COLLECTIVES)))
         self._counts["collectives"] += len(collectives)
         is_unsized = (collectives.bytes < 0) & (collectives.kind != EventKind.BARRIER)
+        self._counts["ungrouped"] += int(np.count_nonzero(collectives.group < 0))
         self._counts["unsized"] += int(np.count_nonzero(is_unsized))
         self._units = describe_units(
             self._names, collectives, origin=trace.unit_origin, known=self._units
@@ -242,7 +243,7 @@ class _Merged:
 
     def _world_size(self) -> int:
         said = [trace.world_size or 0 for _, trace in self._traces.values()]
-        return max(max(said), max(self._traces) + 1)
+        return max(max(said), max(self._traces) + 1, self._names.largest_group)
 
     def _unequal_groups(self) -> list[int]:
         """Groups in which the ranks do not show the same collectives in the same order."""
@@ -274,9 +275,34 @@ class _Merged:
                 f"{', '.join(repr(names[group]) for group in unequal[:_MAX_NOTED])} (traces of "
                 "other steps, or cut off): those are not matched between ranks."
             )
+        notes += self._notes_on_groups()
         if any(trace.wall_start_ns is None for _, trace in self._traces.values()):
             notes.append(
                 "A trace has no wall time (baseTimeNanoseconds): the run is dated by its file."
+            )
+        return notes
+
+    def _notes_on_groups(self) -> list[str]:
+        """What is inferred of ranks and process groups, and what is not known of them."""
+        notes = []
+        if not any(trace.world_size for _, trace in self._traces.values()):
+            notes.append(
+                "No trace says how many ranks took part (distributedInfo is missing): at least "
+                f"{self._world_size()}, by the traces that are here and the process groups that "
+                "messages name (inferred)."
+            )
+        unlisted = self._names.unlisted
+        if unlisted:
+            notes.append(
+                f"No trace lists the ranks of process group "
+                f"{', '.join(repr(name) for name in unlisted[:_MAX_NOTED])}: they are counted from "
+                "0 (inferred); how many they are is known."
+            )
+        if self._counts["ungrouped"]:
+            notes.append(
+                f"{self._counts['ungrouped']:,} collectives name no process group: how many ranks "
+                "took part in them is not known, and neither is their bus bandwidth nor a rank's "
+                "share of their units."
             )
         return notes
 

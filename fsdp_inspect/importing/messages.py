@@ -23,7 +23,8 @@ _KINDS = (
 """Letters in the name of a collective (a kernel, an operator, its metadata); the first one counts,
 since a reduce-scatter kernel's name may also say `sum`."""
 
-_COMMUNICATION_KERNEL = re.compile(r"nccl|rccl", re.IGNORECASE)
+_COMMUNICATION_KERNEL = re.compile(r"nccl|rccl|msccl", re.IGNORECASE)
+"""NVIDIA's, AMD's and Microsoft's libraries; RCCL runs some of its collectives through the last."""
 _NOT_LETTERS = re.compile(r"[^a-z]")
 
 _DTYPES = {
@@ -60,7 +61,7 @@ _NO_DESCRIPTION = frozenset({"", "undefined", "default_pg"})
 
 
 def is_communication_kernel(name: str) -> bool:
-    """Whether a kernel's name says that it communicates: `ncclDevKernel_...`, `rcclGeneric...`."""
+    """Whether a kernel's name says that it communicates: `ncclDevKernel_...`, `mscclKernel_...`."""
     return _COMMUNICATION_KERNEL.search(name.partition("(")[0]) is not None
 
 
@@ -121,6 +122,8 @@ class GroupNames:
 
     described: dict[str, tuple[GroupKey, tuple[int, ...]]] = field(default_factory=dict)
     world_size: int = 0
+    only: GroupKey | None = None
+    """The one group that the process had, where the trace lists all of them and it is one."""
 
     @classmethod
     def of(cls, distributed: Mapping[str, Any]) -> "GroupNames":
@@ -132,14 +135,14 @@ class GroupNames:
         for one in listed if isinstance(listed, list) else []:
             if isinstance(one, dict) and isinstance(one.get("pg_name"), (str, int)):
                 groups._add_listed(one)
+        if len(groups.described) == 1 and distributed.get("pg_count", 1) == 1:
+            groups.only = next(iter(groups.described.values()))[0]
         return groups
 
     def key_of(self, message: Message) -> GroupKey | None:
-        """The group that a message names; the only listed one if it names none."""
+        """The group that a message names; the only one of the process if it names none."""
         if message.group_name is None:
-            if len(self.described) == 1:
-                return next(iter(self.described.values()))[0]
-            return None
+            return self.only
         known = self.described.get(message.group_name)
         if known is None:
             self._add(

@@ -61,10 +61,20 @@ class RunNames:
             for key, index in self.groups.items()
         ]
 
-    def size_of(self, group: int) -> int:
-        """How many ranks a group has; 1 if unknown."""
+    def size_of(self, group: int) -> int | None:
+        """How many ranks a group has; None if unknown."""
         sizes = {index: key.size for key, index in self.groups.items()}
-        return max(sizes.get(group, 1), 1)
+        return sizes.get(group) or None
+
+    @property
+    def largest_group(self) -> int:
+        """Ranks of the largest group; 0 without a group whose size is known."""
+        return max((key.size for key in self.groups), default=0)
+
+    @property
+    def unlisted(self) -> tuple[str, ...]:
+        """Names of the groups whose ranks no trace lists, though it says how many they are."""
+        return tuple(key.name for key in self.groups if key.size and not self._ranks.get(key))
 
 
 def find_roles(events: EventTable) -> dict[int, str]:
@@ -94,7 +104,8 @@ def describe_units(
 
     Returns:
         Every unit of the run. Numbers of parameters count the padding, as messages do; where the
-        size of a message is not known, they may be 0 (`Unit.are_sizes_known`).
+        size of a message is not known, they may be 0 (`Unit.are_sizes_known`). Where the group is
+        not known, neither is a rank's share of a unit: 0.
     """
     described = {unit.index: unit for unit in known if unit.unsharded_bytes or unit.reduce_bytes}
     return [
@@ -109,6 +120,7 @@ def _describe(fqn: str, index: int, events: EventTable, names: RunNames, origin:
     reductions = own.where(np.isin(own.kind, (EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)))
     gathered, reduced = _largest(gathers), _largest(reductions)
     group = int(gathers.group[0]) if len(gathers) else -1
+    size = names.size_of(group)
     reduce_group = own.where(own.kind == EventKind.ALL_REDUCE).group
     param_dtype, reduce_dtype = _dtype(gathers), _dtype(reductions)
     count = gathered // _bytes_of(param_dtype) or reduced // _bytes_of(reduce_dtype)
@@ -120,7 +132,7 @@ def _describe(fqn: str, index: int, events: EventTable, names: RunNames, origin:
         num_parameters=count,
         num_trainable_parameters=count if len(reductions) else 0,
         unsharded_bytes=gathered,
-        sharded_bytes=gathered // names.size_of(group),
+        sharded_bytes=gathered // size if size else 0,
         reduce_bytes=reduced,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,

@@ -254,7 +254,7 @@ def _bandwidth(bandwidth: Bandwidth | None) -> Iterator[RenderableType]:
 def _group(row: KindBandwidth) -> str:
     if row.group is None:
         return MISSING
-    return f"{row.group_role} of {row.group_size}"
+    return f"{row.group_role} of {row.group_size or '?'}"
 
 
 def _contention(contention: Contention | None, unit: str | None) -> Iterator[RenderableType]:

@@ -70,7 +70,7 @@ class Unit(Record):
     unsharded_bytes: int
     """The padded all-gather output in the parameter dtype: what unsharding allocates."""
     sharded_bytes: int
-    """One rank's share in the original dtype, with padding."""
+    """One rank's share in the original dtype, with padding; 0: an import does not tell."""
     reduce_bytes: int
     """The padded reduce-scatter input in the reduce dtype; 0 for a frozen unit."""
     param_dtype: str

@@ -43,6 +43,11 @@ def assert_nothing_is_left(folder):
         pytest.param(gzip.compress(b"[]")[:-4], "cannot be unpacked: ", id="cut gzip"),
         pytest.param(b"\x1f\x8b" + b"\x00" * 40, "cannot be unpacked", id="no gzip"),
         pytest.param(gzip.compress(b""), "is empty", id="empty gzip"),
+        pytest.param(
+            b'{"traceEvents": [{"ph": "X", "ts": 1' + b"0" * 5000 + b"}]}",
+            "a number of thousands of digits. Expected a trace",
+            id="absurd number",
+        ),
     ],
 )
 def test_what_cannot_be_imported_is_said(tmp_path, content, says):
