@@ -81,6 +81,8 @@ def command_lines(program: str) -> list[list[str]]:
 
 
 def flags_of(words: list[str]) -> set[str]:
+    """The options of a command; what stands behind `--` is another command's."""
+    words = words[: words.index("--")] if "--" in words else words
     return {word.split("=")[0] for word in words if word.startswith("--")}
 
 

@@ -20,6 +20,7 @@ from fsdp_inspect.cli.report import report
 from fsdp_inspect.cli.runs import runs
 from fsdp_inspect.cli.simulate import simulate
 from fsdp_inspect.cli.summary import summary
+from fsdp_inspect.cli.tune import tune
 from fsdp_inspect.cli.units import units
 from fsdp_inspect.cli.verify import verify
 from fsdp_inspect.version import __version__
@@ -37,6 +38,7 @@ _COMMANDS = (
     simulate,
     advise,
     verify,
+    tune,
     import_,
     compact,
     merge,

@@ -1,15 +1,84 @@
 """How does a long-running child show its progress, and fail in a readable way?"""
 
+import importlib.util
+import os
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fsdp_inspect.errors import FsdpInspectError
 
+TRAINER = "instrumented_trainer"
+"""The reference client; a module of its own, which is started and never imported."""
+
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _POLL_S = 0.2
 _NUM_TAIL_LINES = 25
 _TERMINATE_WAIT_S = 15.0
+
+
+class ChildError(FsdpInspectError):
+    """A child ended with a code other than 0."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+        """Its exit code; negative: the signal that ended it."""
+
+
+def require_trainer(who: str) -> None:
+    """Refuse where there is nothing to train with.
+
+    Args:
+        who: The command, as the beginning of a sentence.
+
+    Raises:
+        FsdpInspectError: torch or the trainer is not installed.
+    """
+    missing = [name for name in ("torch", TRAINER) if importlib.util.find_spec(name) is None]
+    if missing:
+        raise FsdpInspectError(
+            f"{who} trains a model, and there is no module {missing[0]!r}. Expected the extra "
+            "[record]. Install it with: pip install 'fsdp-inspect[record]'"
+        )
+
+
+def torchrun_words(num_ranks: int) -> list[str]:
+    """What starts so many ranks on this machine.
+
+    On loopback only: neither the rendezvous nor gloo may depend on the machine's host name.
+    """
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"),
+        *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
+    ]
+
+
+def training_environment(num_ranks: int) -> dict[str, str]:
+    """What ranks on this machine find unless the user decided: one thread each, loopback.
+
+    A single GPU is hidden from several ranks: NCCL refuses two on one device, so they train on CPU.
+    """
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    if Path("/sys/class/net/lo").exists():
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    environment = {name: text for name, text in environment.items() if name not in os.environ}
+    if 0 < count_gpus() < num_ranks:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
+def count_gpus() -> int:
+    """How many GPUs torch sees; asked of a process of its own, where there is a driver at all."""
+    if not any(Path(device).exists() for device in _GPU_DRIVERS):
+        return 0
+    script = "import torch; print(torch.cuda.device_count())"
+    asked = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    return int(asked.stdout) if asked.returncode == 0 else 0
 
 
 def run_child(
@@ -27,7 +96,7 @@ def run_child(
         How long it took, seconds.
 
     Raises:
-        FsdpInspectError: It ended with a code other than 0; the message holds the end of the log.
+        ChildError: It ended with a code other than 0; the message holds the end of the log.
     """
     started = time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -44,9 +113,10 @@ def run_child(
         finally:
             _stop(child)
     if child.returncode != 0:
-        raise FsdpInspectError(
+        raise ChildError(
             f"{what} ended with exit code {child.returncode}. Expected 0. The end of its output, "
-            f"all of which is in {log}:\n\n{_tail(log)}"
+            f"all of which is in {log}:\n\n{_tail(log)}",
+            child.returncode,
         )
     return time.monotonic() - started
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 DEFAULT_STEPS = 30
 _NUM_RANKS = 2
-_TRAINER = "instrumented_trainer"
-_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +51,13 @@ def demo(
 
     Example: `fsdp-inspect demo --no-serve`
     """
+    from fsdp_inspect.cli.child import require_trainer
     from fsdp_inspect.digest.comparison import compare_runs
     from fsdp_inspect.digest.run import digest_run
     from fsdp_inspect.report.comparison import render_comparison
     from fsdp_inspect.report.text import render_summary
 
-    _require_trainer()
+    require_trainer("The demo")
     environment = _environment()
     recorded = [_record(run, runs_dir, steps, environment) for run in _RUNS]
     for run in recorded:
@@ -68,19 +67,6 @@ def demo(
     print(f"\nOpen one again: fsdp-inspect summary {recorded[0].path}", flush=True)
     if should_serve:
         serve(runs_dir, host="127.0.0.1", port=port)
-
-
-def _require_trainer() -> None:
-    from importlib.util import find_spec
-
-    from fsdp_inspect.errors import FsdpInspectError
-
-    missing = [name for name in ("torch", _TRAINER) if find_spec(name) is None]
-    if missing:
-        raise FsdpInspectError(
-            f"The demo trains a model, and there is no module {missing[0]!r}. Expected the extra "
-            "[record]. Install it with: pip install 'fsdp-inspect[record]'"
-        )
 
 
 def _record(
@@ -111,42 +97,22 @@ def _record(
 
 
 def _command(run: _DemoRun, runs_dir: Path, steps: int) -> list[str]:
-    import sys
+    from fsdp_inspect.cli.child import TRAINER, torchrun_words
 
-    # On loopback only: neither the rendezvous nor gloo may depend on the machine's host name.
     return [
-        *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={_NUM_RANKS}"),
-        *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
-        *("-m", _TRAINER, "--preset", "tiny", "--steps", str(steps)),
+        *torchrun_words(_NUM_RANKS),
+        *("-m", TRAINER, "--preset", "tiny", "--steps", str(steps)),
         *("--runs-dir", str(runs_dir), "--name", run.name, *run.settings),
     ]
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, one thread a rank, gloo on loopback, unless the user decided.
-
-    A single GPU is hidden: NCCL refuses two ranks on one device, so the demo trains on CPU there.
-    """
+    """This process's environment, and what ranks on one machine need."""
     import os
 
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ}
-    if Path("/sys/class/net/lo").exists():
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if 0 < _count_gpus() < _NUM_RANKS:
+    from fsdp_inspect.cli.child import training_environment
+
+    environment = training_environment(_NUM_RANKS)
+    if environment.get("CUDA_VISIBLE_DEVICES") == "":
         print(f"One GPU here, and the demo has {_NUM_RANKS} ranks: it trains on CPU.", flush=True)
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    return environment
-
-
-def _count_gpus() -> int:
-    """How many GPUs torch sees; asked of a process of its own, where there is a driver at all."""
-    import subprocess
-    import sys
-
-    if not any(Path(device).exists() for device in _GPU_DRIVERS):
-        return 0
-    script = "import torch; print(torch.cuda.device_count())"
-    asked = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
-    return int(asked.stdout) if asked.returncode == 0 else 0
+    return {**os.environ, **environment}

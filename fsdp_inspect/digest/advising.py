@@ -18,8 +18,6 @@ from fsdp_inspect.trace.run import RunSource
 class PlansToRun:
     """The plans of which a run would tell most."""
 
-    findings: tuple[Finding, ...]
-    """What comes before the plan."""
     proposals: tuple[Proposal, ...]
     """Best first; empty: change nothing."""
     num_plans: int
@@ -67,7 +65,12 @@ def find_plans_to_run(
     bench = Bench(run, on_play)
     search = Search(bench, limit, allow_dtypes=wishes.allow_dtypes)
     proposals = find_candidates(bench, evidence, search, count)
-    return PlansToRun(find_first_things(evidence), proposals, len(bench.scores))
+    return PlansToRun(proposals, len(bench.scores))
+
+
+def find_findings(run: RunSource) -> tuple[Finding, ...]:
+    """What comes before any plan of a run."""
+    return find_first_things(_evidence(run, digest_run(run)))
 
 
 def _evidence(run: RunSource, digest: RunDigest) -> Evidence:

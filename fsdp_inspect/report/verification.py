@@ -25,7 +25,7 @@ RULINGS = {
     Ruling.DID_NOT_HOLD: "did not hold",
     Ruling.CANNOT_BE_TOLD: "within noise",
     Ruling.FAILED: "failed",
-    Ruling.NOT_COMPARABLE: "not comparable",
+    Ruling.NOT_COMPARABLE: "not judged",
 }
 """In tables."""
 

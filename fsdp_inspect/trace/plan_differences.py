@@ -35,11 +35,12 @@ def find_plan_differences(
     Args:
         asked: Resolved.
         ran: Resolved, as observed.
-        with_parameters: Names of the units that manage parameters; prefetch passes over others.
+        with_parameters: Names of the units that manage parameters. Prefetch passes over others, and
+            their settings are observed on nothing.
     """
     return (
         *_cut_otherwise(asked, ran),
-        *_unit_settings(asked, ran),
+        *_unit_settings(asked, ran, with_parameters),
         *_prefetch(asked, ran, with_parameters),
         *_of_the_whole(asked, ran),
     )
@@ -54,8 +55,10 @@ def _cut_otherwise(asked: Plan, ran: Plan) -> Iterator[PlanDifference]:
         yield PlanDifference(UNITS, where, _name_units(only_asked), _name_units(only_ran))
 
 
-def _unit_settings(asked: Plan, ran: Plan) -> Iterator[PlanDifference]:
-    ran_units = {unit.name: unit for unit in ran.units}
+def _unit_settings(
+    asked: Plan, ran: Plan, with_parameters: Collection[str]
+) -> Iterator[PlanDifference]:
+    ran_units = {unit.name: unit for unit in ran.units if unit.name in with_parameters}
     pairs = [(unit, ran_units[unit.name]) for unit in asked.units if unit.name in ran_units]
     for setting in SETTINGS:
         found: dict[tuple[Any, Any], list[str]] = {}

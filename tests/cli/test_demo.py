@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from fsdp_inspect.cli import demo
+from fsdp_inspect.cli import child, demo
 from fsdp_inspect.digest.run import digest_run
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.store.folder import list_runs
@@ -86,7 +86,7 @@ def test_without_the_trainer_the_remedy_is_named(monkeypatch, invoke, tmp_path):
 )
 def test_a_single_gpu_is_hidden_since_two_ranks_cannot_share_it(monkeypatch, num_gpus, hidden):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(demo, "_count_gpus", lambda: num_gpus)
+    monkeypatch.setattr(child, "count_gpus", lambda: num_gpus)
     assert (demo._environment()["CUDA_VISIBLE_DEVICES"] == "") is hidden
 
 

@@ -1,0 +1,240 @@
+"""`fsdp-inspect tune`: which plan is fastest on this machine, and were the predictions right?"""
+
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fsdp_inspect.cli.arguments import JsonOption, print_renderable, require_new_file
+
+if TYPE_CHECKING:
+    from fsdp_inspect.cli.tuner import Tuner
+    from fsdp_inspect.digest.tuning import Tuning
+    from fsdp_inspect.store.tuning import TuningSession
+
+_BUDGET, _REPEATS = 3, 1
+_BEST_PLAN = "best-plan.toml"
+
+
+def tune(  # noqa: PLR0913 - one argument an option
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- COMMAND ...]",
+            help="Your own training with {plan} where the plan file goes and {runs} where the "
+            "folder of runs goes ({name}: what to call the run). For the baseline the words with "
+            "{plan} are left out, with the option before them.",
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Settings of instrumented_trainer, as TOML.", metavar="FILE"),
+    ] = None,
+    budget: Annotated[
+        int | None,
+        typer.Option(help=f"Most plans to run. [default: {_BUDGET}]", min=1, metavar="N"),
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Runs of each plan; 5 tell changes below 10 %. [default: {_REPEATS}]",
+            min=1,
+            metavar="N",
+        ),
+    ] = None,
+    nproc_per_node: Annotated[
+        int | None,
+        typer.Option(help="Ranks on this machine; 2 unless given.", min=1, metavar="K"),
+    ] = None,
+    emulate: Annotated[
+        str | None,
+        typer.Option(help="One process as rank 0 of many: world_size=8,...", metavar="SPEC"),
+    ] = None,
+    fixed_compute: Annotated[
+        str | None,
+        typer.Option(help="Under emulation: forward=2ms,backward=4ms.", metavar="TIMES"),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of each training.", min=1, metavar="N")
+    ] = None,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(help="Most that a plan's peak may take: 80GiB.", metavar="SIZE"),
+    ] = None,
+    allow_dtypes: Annotated[
+        bool, typer.Option("--allow-dtypes", help="Also try bfloat16 messages.")
+    ] = False,
+    runs_dir: Annotated[
+        Path, typer.Option(help="Folder of runs; the session is a folder in it.", metavar="DIR")
+    ] = Path("runs"),
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"Where the best plan goes; {_BEST_PLAN} in the session unless given.",
+            metavar="FILE",
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Go on with a session that was stopped.", metavar="DIR"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Record, advise, run the best plans, verify, and say what held.
+
+    Trains once as it is (the baseline), plays plans on that run, then trains the best ones and the
+    baseline in turn. Every prediction is written down before its plan runs, and every outcome is
+    kept in predictions.jsonl of the runs. A plan that crashes or runs out of memory is an outcome.
+    The best plan that is faster beyond noise is written to a file. Ctrl-C keeps what has ended.
+
+    Without a command of yours the trainer of this package trains, with the settings of `--config`.
+
+    Example: `fsdp-inspect tune --budget 3 -- torchrun train.py --plan {plan} --runs-dir {runs}`
+    """
+    require_new_file("--write", write)
+    if resume is not None:
+        _refuse_with_resume(command, config, emulate, fixed_compute)
+        folder, session = resume, _resumed(resume, repeats)
+    else:
+        options = {"emulate": emulate, "fixed-compute": fixed_compute, "steps": steps}
+        words, environment = _command(command, config, nproc_per_node, options)
+        folder = runs_dir / f"tune-{datetime.now():%Y%m%d-%H%M%S}"
+        session = _new_session(words, environment, budget, repeats, memory_limit, allow_dtypes)
+        _begin(folder, session, config)
+    _run(folder, session, write, as_json=as_json)
+
+
+def _refuse_with_resume(*given: object) -> None:
+    if any(given):
+        raise typer.BadParameter(
+            "A session is resumed with the command that it has. Leave out the command, --config, "
+            "--emulate and --fixed-compute.",
+            param_hint="--resume",
+        )
+
+
+def _resumed(folder: Path, repeats: int | None) -> "TuningSession":
+    from fsdp_inspect.store.tuning import read_session
+
+    session = read_session(folder)
+    return session if repeats is None else session.model_copy(update={"repeats": repeats})
+
+
+def _command(
+    command: list[str] | None,
+    config: Path | None,
+    num_ranks: int | None,
+    options: dict[str, str | int | None],
+) -> tuple[list[str], dict[str, str]]:
+    """The training's words with placeholders, and what its environment has beside the user's."""
+    from fsdp_inspect.cli.child import require_trainer, training_environment
+    from fsdp_inspect.cli.tuning_command import check_command, trainer_command
+
+    given = {f"--{name}": str(value) for name, value in options.items() if value is not None}
+    if command:
+        if config is not None or num_ranks is not None or given:
+            raise typer.BadParameter(
+                "Both a command and settings of the trainer were given. Expected one of them. Put "
+                "the settings into the command.",
+                param_hint="COMMAND",
+            )
+        check_command(command)
+        return command, {"PYTHONUNBUFFERED": "1"}
+    require_trainer("Tuning without a command")
+    words = [word for pair in given.items() for word in pair]
+    filled, ranks = trainer_command(config, num_ranks=num_ranks, options=words)
+    return filled, training_environment(ranks)
+
+
+def _new_session(
+    words: list[str],
+    environment: dict[str, str],
+    budget: int | None,
+    repeats: int | None,
+    memory_limit: str | None,
+    allow_dtypes: bool,
+) -> "TuningSession":
+    from fsdp_inspect.cli.advise import parse_limit
+    from fsdp_inspect.store.tuning import TuningSession
+
+    return TuningSession(
+        command=words,
+        environment=environment,
+        budget=budget or _BUDGET,
+        repeats=repeats or _REPEATS,
+        memory_limit=parse_limit(memory_limit),
+        allow_dtypes=allow_dtypes,
+    )
+
+
+def _begin(folder: Path, session: "TuningSession", config: Path | None) -> None:
+    from fsdp_inspect.cli.tuning_command import write_configs
+    from fsdp_inspect.errors import StoreError
+    from fsdp_inspect.store.tuning import write_session
+
+    if folder.exists():
+        raise StoreError(
+            f"There is a session at {str(folder)!r} already. Expected a new folder. Wait a second "
+            "and start again."
+        )
+    write_session(folder, session)
+    if config is not None:
+        write_configs(config, folder)
+
+
+def _run(folder: Path, session: "TuningSession", write: Path | None, *, as_json: bool) -> None:
+    """Do what is left, and show what is known, also after Ctrl-C."""
+    from fsdp_inspect.cli.tuner import Tuner, how_to_resume
+    from fsdp_inspect.store.ledger import LEDGER_FILE
+
+    tuner = Tuner(folder, session, folder.absolute().parent / LEDGER_FILE)
+    try:
+        tuner.run()
+    except KeyboardInterrupt:
+        print(f"\nStopped. Go on with: {how_to_resume(folder)}", file=sys.stderr, flush=True)
+        _show(tuner, folder, write, as_json=as_json)
+        raise
+    _show(tuner, folder, write, as_json=as_json)
+
+
+def _show(tuner: "Tuner", folder: Path, write: Path | None, *, as_json: bool) -> None:
+    from fsdp_inspect.report.json import render_json, to_plain
+    from fsdp_inspect.report.tuning import render_tuning
+
+    tuning = tuner.result()
+    best = _write_best(tuning, write or folder / _BEST_PLAN)
+    if as_json:
+        paths = {"session": str(folder), "best_plan_file": str(best) if best else None}
+        print(render_json({**to_plain(tuning), **paths}))
+        return
+    print_renderable(render_tuning(tuning, _next_steps(tuning, folder, best)))
+
+
+def _write_best(tuning: "Tuning", path: Path) -> Path | None:
+    from fsdp_inspect.trace.plan import Plan
+
+    if tuning.best is None:
+        return None
+    Plan.load(tuning.best.plan_file).dump(path)
+    return path
+
+
+def _next_steps(tuning: "Tuning", folder: Path, best: Path | None) -> list[str]:
+    import shlex
+
+    from fsdp_inspect.cli.tuner import how_to_resume
+    from fsdp_inspect.trace.repeats import RUNS_FOR_A_TEST
+
+    steps = []
+    if best is not None:
+        steps.append(f"Train with the best plan: --plan {shlex.quote(str(best))}")
+        steps.append("  or fsdp_inspect.apply_plan(model, fsdp_inspect.Plan.load(FILE), mesh)")
+    if not tuning.is_whole:
+        steps.append(f"Go on: {how_to_resume(folder)}")
+    elif tuning.plans and len(tuning.baseline_run_ids) <= RUNS_FOR_A_TEST:
+        steps.append(f"Tell smaller changes: {how_to_resume(folder)} --repeats {RUNS_FOR_A_TEST}")
+    steps.append(f"Look at the runs: fsdp-inspect app {shlex.quote(str(folder))}")
+    return steps

@@ -1,0 +1,265 @@
+"""How does a tuning session go? Baseline, predictions, plans and baseline in turn, outcomes.
+
+Whatever ends is written down at once, so that Ctrl-C loses the training that runs and nothing else.
+Rounds alternate: the baseline, the plans, the baseline again, the plans in reverse order, and so
+on, that a machine which drifts does not favour a plan.
+"""
+
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdp_inspect.cli.child import ChildError, run_child
+from fsdp_inspect.cli.playing import playing
+from fsdp_inspect.cli.tuning_command import fill
+from fsdp_inspect.errors import FsdpInspectError, NotARunError
+from fsdp_inspect.formatting import show_controls
+from fsdp_inspect.store.folder import list_runs
+from fsdp_inspect.store.ledger import append_entries
+from fsdp_inspect.store.predictions import prediction_file_of, read_prediction, write_prediction
+from fsdp_inspect.store.reader import StoredRun, open_run
+from fsdp_inspect.store.tuning import BASELINE, TriedRun, TuningSession, plan_file, write_session
+from fsdp_inspect.trace.run import RunStatus
+
+if TYPE_CHECKING:
+    from fsdp_inspect.digest.tuning import Tuning
+
+_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory", re.IGNORECASE)
+_ERROR = re.compile(r"\b\w+(Error|Exception): \S|\binstrumented_trainer[^:]*: \S|\berror: \S")
+"""Lines of a training's output that say what went wrong."""
+_KILLED = -9
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One training that is to be done."""
+
+    plan: int
+    round: int
+
+
+class Tuner:
+    """Runs a session, new or resumed."""
+
+    def __init__(self, folder: Path, session: TuningSession, ledger: Path) -> None:
+        """Nothing runs yet.
+
+        Args:
+            folder: Of the session.
+            session: What it is to do, and what is done.
+            ledger: Where predictions and outcomes are kept.
+        """
+        self._folder = folder
+        self._session = session
+        self._ledger = ledger
+
+    def run(self) -> None:
+        """Do everything that is not done.
+
+        Raises:
+            FsdpInspectError: The baseline does not run, or nothing can be predicted from it.
+            KeyboardInterrupt: Ctrl-C; what ended is kept.
+        """
+        if self._session.find(BASELINE, 0) is None:
+            self._train(_Turn(BASELINE, 0))
+        if not self._baselines():
+            failure = self._session.of_plan(BASELINE)[0].failure
+            raise FsdpInspectError(
+                f"The baseline left no run to predict from: {failure}. Expected a training that is "
+                f"recorded to its end. Its output is in {self._log(_Turn(BASELINE, 0))}."
+            )
+        if self._session.num_plans is None:
+            self._choose_plans()
+        for turn in self._turns():
+            if self._session.find(turn.plan, turn.round) is None and not self._failed(turn.plan):
+                self._train(turn)
+
+    def result(self) -> "Tuning":
+        """What is known by now; outcomes are kept in the ledger."""
+        from fsdp_inspect.digest.advising import find_findings
+        from fsdp_inspect.digest.tuning import Trial, measure_tuning
+
+        baselines = self._baselines()
+        trials = [
+            Trial(
+                number=number,
+                prediction=read_prediction(self._prediction_file(number)),
+                plan_file=str(plan_file(self._folder, number)),
+                runs=tuple(self._runs_of(number)),
+                failure=self._failed(number),
+            )
+            for number in range(1, (self._session.num_plans or 0) + 1)
+        ]
+        tuning = measure_tuning(
+            trials,
+            baselines,
+            find_findings(baselines[0]) if baselines else (),
+            memory_limit=self._session.memory_limit,
+            is_whole=not any(self._is_open(turn) for turn in self._turns()),
+        )
+        outcomes = [plan.outcome for plan in tuning.plans if plan.outcome is not None]
+        if outcomes:
+            append_entries(self._ledger, outcomes)
+        return tuning
+
+    # --- what is to be done
+
+    def _turns(self) -> Iterator[_Turn]:
+        """All trainings, in order; those of the first baseline and of failed plans as well."""
+        yield _Turn(BASELINE, 0)
+        plans = list(range(1, (self._session.num_plans or 0) + 1))
+        for round_ in range(1, self._session.repeats + 1) if plans else ():
+            for plan in plans if round_ % 2 else plans[::-1]:
+                yield _Turn(plan, round_)
+            yield _Turn(BASELINE, round_)
+
+    def _is_open(self, turn: _Turn) -> bool:
+        is_done = self._session.find(turn.plan, turn.round) is not None
+        return not is_done and not self._failed(turn.plan)
+
+    def _failed(self, plan: int) -> str | None:
+        """Why a plan is not run again; a baseline that once ran is."""
+        tried = self._session.of_plan(plan) if plan != BASELINE else []
+        return next((each.failure for each in tried if each.failure is not None), None)
+
+    # --- plans
+
+    def _choose_plans(self) -> None:
+        """Play plans on the baseline, and write the best down with what is predicted of them."""
+        from fsdp_inspect.advice.advise import Wishes
+        from fsdp_inspect.advice.predictions import Origin, make_prediction
+        from fsdp_inspect.digest.advising import find_plans_to_run
+        from fsdp_inspect.simulation.simulate import simulate
+
+        run = self._baselines()[0]
+        wishes = Wishes(
+            memory_limit=self._session.memory_limit, allow_dtypes=self._session.allow_dtypes
+        )
+        with playing() as on_play:
+            chosen = find_plans_to_run(run, wishes, self._session.budget, on_play=on_play)
+        predictions = []
+        for number, proposal in enumerate(chosen.proposals, 1):
+            origin = Origin(made_by="tune", what=proposal.what, assumptions=proposal.assumptions)
+            prediction = make_prediction(run, simulate(run, proposal.plan), origin)
+            proposal.plan.dump(plan_file(self._folder, number))
+            write_prediction(prediction, self._prediction_file(number))
+            predictions.append(prediction)
+            change = f"{100 * prediction.change:+.1f} %"
+            _say(f"Plan {number}: {proposal.what}: {change} a step predicted.")
+        if predictions:
+            append_entries(self._ledger, predictions)
+        self._save(num_plans=len(predictions))
+
+    def _prediction_file(self, number: int) -> Path:
+        return prediction_file_of(plan_file(self._folder, number))
+
+    # --- trainings
+
+    def _train(self, turn: _Turn) -> None:
+        """Train once; a plan that does not run is an outcome, not an end."""
+        before = {entry.id for entry in list_runs(self._folder)}
+        started, failure = time.monotonic(), None
+        try:
+            run_child(
+                fill(
+                    self._session.command,
+                    folder=self._folder,
+                    name=self._name(turn),
+                    plan=None if turn.plan == BASELINE else plan_file(self._folder, turn.plan),
+                ),
+                what=self._describe(turn),
+                log=self._log(turn),
+                environment={**os.environ, **self._session.environment},
+            )
+        except ChildError as error:
+            if not self._session.tried:
+                raise
+            failure = _reason_in(self._log(turn)) or _say_code(error.code)
+        new = [entry for entry in list_runs(self._folder) if entry.id not in before]
+        if not new and failure is None:
+            failure = "it ended well, but left no run in the folder of the session ({runs})"
+        tried = TriedRun(
+            plan=turn.plan,
+            round=turn.round,
+            folder=new[0].id if new else None,
+            failure=failure,
+            took_s=time.monotonic() - started,
+        )
+        self._save(tried=[*self._session.tried, tried])
+        if failure is not None:
+            _say(f"  did not run to its end: {failure}. Its output is in {self._log(turn)}.")
+
+    def _save(self, **changes: object) -> None:
+        self._session = self._session.model_copy(update=changes)
+        write_session(self._folder, self._session)
+
+    def _name(self, turn: _Turn) -> str:
+        name = "baseline" if turn.plan == BASELINE else f"plan-{turn.plan}"
+        return f"{name}-{turn.round}"
+
+    def _log(self, turn: _Turn) -> Path:
+        return self._folder / ".logs" / f"{self._name(turn)}.log"
+
+    def _describe(self, turn: _Turn) -> str:
+        """`[3/7] plan 2 (about 40 s left)`."""
+        name = "the baseline" if turn.plan == BASELINE else f"plan {turn.plan}"
+        if self._session.num_plans is None:
+            return f"[1] {name}"
+        turns = list(self._turns())
+        left = sum(self._is_open(each) for each in turns)
+        times = [tried.took_s for tried in self._session.tried]
+        seconds = left * sum(times) / len(times)
+        return f"[{len(turns) - left + 1}/{len(turns)}] {name} (about {_duration(seconds)} left)"
+
+    # --- runs
+
+    def _baselines(self) -> list[StoredRun]:
+        return self._runs_of(BASELINE)
+
+    def _runs_of(self, plan: int) -> list[StoredRun]:
+        """Those that ended well; of a plan that failed also what it left."""
+        runs = []
+        for tried in self._session.of_plan(plan):
+            if tried.folder is None or (plan == BASELINE and tried.failure is not None):
+                continue
+            try:
+                run = open_run(self._folder / tried.folder)
+            except NotARunError:
+                continue
+            if run.status is not RunStatus.RUNNING:
+                runs.append(run)
+        return runs
+
+
+def _reason_in(log: Path) -> str | None:
+    """The line of a training's output that says why it ended."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    for pattern in (_OUT_OF_MEMORY, _ERROR):
+        found = [line for line in lines if pattern.search(line)]
+        if found:
+            return found[-1][:300].rstrip(".")
+    return None
+
+
+def _say_code(code: int) -> str:
+    killed = ", as the kernel kills where memory is short" if code == _KILLED else ""
+    return f"it ended with exit code {code}{killed}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def _say(text: str) -> None:
+    print(show_controls(text), file=sys.stderr, flush=True)
+
+
+def how_to_resume(folder: Path) -> str:
+    """The command that goes on with a session."""
+    return f"fsdp-inspect tune --resume {shlex.quote(str(folder))}"
