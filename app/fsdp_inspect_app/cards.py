@@ -1,6 +1,6 @@
 """How does one answer look on a page? A card: title, chart, how it was obtained, table."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pandas as pd
@@ -78,11 +78,11 @@ def show_table(frame: pd.DataFrame, *, key: str) -> None:
     )
 
 
-def show_csv_button(frame: pd.DataFrame, *, key: str) -> None:
-    """A button that saves a table, which becomes CSV only when it is clicked."""
+def show_csv_button(frame: pd.DataFrame | Callable[[], pd.DataFrame], *, key: str) -> None:
+    """A button that saves a table, which is made and becomes CSV only when it is clicked."""
     st.download_button(
         "CSV",
-        lambda: to_csv(frame),
+        lambda: to_csv(frame() if callable(frame) else frame),
         file_name=f"{key}.csv",
         mime="text/csv",
         icon=":material/download:",

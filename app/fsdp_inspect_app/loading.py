@@ -19,8 +19,8 @@ from fsdp_inspect import StoredRun, open_run
 from fsdp_inspect.digest.run import RunDigest, digest_run
 from fsdp_inspect.store.folder import RunEntry, list_runs
 from fsdp_inspect_app.boundary import files_of_run, is_inside
-from fsdp_inspect_app.timeline.lod import SpanIndex
-from fsdp_inspect_app.timeline.tracks import StepTimeline, build_timeline
+from fsdp_inspect_app.timeline.track_set import TrackSet
+from fsdp_inspect_app.timeline.tracks import build_timeline
 
 T = TypeVar("T")
 
@@ -101,10 +101,8 @@ def result_of_all(
     return result
 
 
-def timeline_of(
-    entry: RunEntry, *, step: int, ranks: tuple[int, ...]
-) -> tuple[StepTimeline, SpanIndex]:
-    """One step of some ranks laid out, and the index of its spans; raises as `open_entry`."""
+def timeline_of(entry: RunEntry, *, step: int, ranks: tuple[int, ...]) -> TrackSet:
+    """One step of some ranks, ready to be drawn; raises as `open_entry`."""
     return _timeline(str(entry.path), _state_of(entry.path), step, ranks)
 
 
@@ -142,14 +140,9 @@ def _result_of_all(
 
 
 @st.cache_resource(max_entries=8, show_spinner="Laying out the step")
-def _timeline(
-    path: str, state: _State, step: int, ranks: tuple[int, ...]
-) -> tuple[StepTimeline, SpanIndex]:
-    timeline = build_timeline(_open(path, state), step=step, ranks=ranks)
-    spans = timeline.spans
-    return timeline, SpanIndex(
-        lane=spans.lane, look=spans.look, start_ns=spans.start_ns, end_ns=spans.end_ns
-    )
+def _timeline(path: str, state: _State, step: int, ranks: tuple[int, ...]) -> TrackSet:
+    run = _open(path, state)
+    return TrackSet.of(build_timeline(run, step=step, ranks=ranks), run.manifest)
 
 
 def contents_of(entry: RunEntry) -> tuple[int, int]:

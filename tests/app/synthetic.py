@@ -264,20 +264,27 @@ def _add_collective(
     clock.sequence += 1
 
 
-def make_memory(rank: int, *, num_steps: int) -> MemoryTable:
-    rows = [row for step in range(num_steps) for row in _memory_rows(rank, step)]
+def make_memory(rank: int, events: EventTable) -> MemoryTable:
+    """Four readings in each of the rank's steps."""
+    steps = events.where(events.kind == EventKind.STEP)
+    spans = zip(steps.start_ns.tolist(), steps.end_ns.tolist(), strict=True)
+    rows = [
+        row
+        for step, (start, end) in enumerate(spans)
+        for row in _memory_rows(rank, step, start, end)
+    ]
     return MemoryTable.from_rows(rows)
 
 
-def _memory_rows(rank: int, step: int) -> Iterator[dict[str, int]]:
+def _memory_rows(rank: int, step: int, start: int, end: int) -> Iterator[dict[str, int]]:
     resting = (5 << 30) + (rank << 20)
     points = (
-        (MemoryPoint.FORWARD_START, Phase.FORWARD, 0),
-        (MemoryPoint.FORWARD_END, Phase.FORWARD, 7 << 30),
-        (MemoryPoint.BACKWARD_END, Phase.BACKWARD, 4 << 30),
-        (MemoryPoint.STEP_END, Phase.OUTSIDE, 0),
+        (MemoryPoint.FORWARD_START, Phase.FORWARD, 0, 0.01),
+        (MemoryPoint.FORWARD_END, Phase.FORWARD, 7 << 30, 0.4),
+        (MemoryPoint.BACKWARD_END, Phase.BACKWARD, 4 << 30, 0.9),
+        (MemoryPoint.STEP_END, Phase.OUTSIDE, 0, 1.0),
     )
-    for order, (point, phase, added) in enumerate(points):
+    for point, phase, added, part in points:
         row = dict.fromkeys(MemoryTable.DTYPES, -1)
         row.update(
             step=step,
@@ -285,7 +292,7 @@ def _memory_rows(rank: int, step: int) -> Iterator[dict[str, int]]:
             phase=int(phase),
             point=int(point),
             method=int(Method.MEASURED),
-            time_ns=FIRST_NS + (10 * step + order) * MS,
+            time_ns=start + int(part * (end - start)),
             allocated=resting + added,
             reserved=(14 << 30) + (rank << 20),
             sharded_parameter=2 << 30,
@@ -334,7 +341,7 @@ class SyntheticRun:
         return events
 
     def memory(self, rank: int) -> MemoryTable:
-        return make_memory(rank, num_steps=self.num_steps)
+        return make_memory(rank, self.tables[rank])
 
     def devices(self, rank: int) -> DeviceTable:
         return DeviceTable.empty()

@@ -1,16 +1,19 @@
 """What does the canvas get, and is what it sends back believed only as far as it makes sense?"""
 
+import dataclasses
+
 import numpy as np
 import pytest
-from fsdp_inspect_app.timeline import component
-from fsdp_inspect_app.timeline.lod import SpanIndex, View
-from fsdp_inspect_app.timeline.payload import describe_timeline, encode_timeline, view_key
-from fsdp_inspect_app.timeline.tracks import build_timeline
+from fsdp_inspect_app.timeline import lod
+from fsdp_inspect_app.timeline.asked import Asked, Jump, parse_view, read_asked
+from fsdp_inspect_app.timeline.lod import View
+from fsdp_inspect_app.timeline.payload import describe_tracks, encode_tracks
+from fsdp_inspect_app.timeline.track_set import Place, Tracks, TrackSet
+from fsdp_inspect_app.timeline.tracks import build_timeline, draw_events
 
+from fsdp_inspect.trace.codes import EventKind
 from tests.app.synthetic import MESSAGE_BYTES, make_run
 from tests.app.test_packing import unpack
-
-KEY = "run/3/0"
 
 
 @pytest.fixture(scope="module")
@@ -19,86 +22,209 @@ def run():
 
 
 @pytest.fixture(scope="module")
-def timeline(run):
-    return build_timeline(run, step=3, ranks=[0])
+def member(run):
+    return TrackSet.of(build_timeline(run, step=3, ranks=[0, 1]), run.manifest)
 
 
 @pytest.fixture(scope="module")
-def index(timeline):
-    spans = timeline.spans
-    return SpanIndex(lane=spans.lane, look=spans.look, start_ns=spans.start_ns, end_ns=spans.end_ns)
+def tracks(member):
+    return Tracks((member,))
 
 
-def test_a_packed_step_names_lanes_units_and_looks(run, timeline, index):
-    header, columns = unpack(encode_timeline(timeline, index, run.manifest))
-    assert [lane["label"] for lane in header["lanes"]] == [
-        "compute stream",
-        "all-gather",
-        "reduce-scatter",
-    ]
+@pytest.fixture(scope="module")
+def packed(tracks):
+    return unpack(encode_tracks(tracks, Asked()))
+
+
+def test_a_packed_step_names_lanes_units_and_ranks(packed, member, tracks):
+    header, columns = packed
+    own = ["host issue", "compute stream", "all-gather", "reduce-scatter", "memory"]
+    assert [lane["label"] for lane in header["lanes"]] == own * 2
+    assert [block["rank"] for block in header["blocks"]] == [0, 1]
     assert header["units"][0] == "(root)"
-    assert header["view_key"] == view_key(timeline, run.manifest)
-    assert len(columns["start"]) == len(timeline.spans)
+    assert header["key"] == tracks.key
+    assert len(columns["start"]) == len(member.timeline.spans)
 
 
-def test_a_packed_collective_carries_bytes_bandwidth_and_exposure(run, timeline, index):
-    header, columns = unpack(encode_timeline(timeline, index, run.manifest))
+def test_a_packed_collective_carries_bytes_bandwidth_and_exposure(packed, run):
+    header, columns = packed
     looks = [look["label"] for look in header["looks"]]
-    own = (columns["look"] == looks.index("all-gather")) & (columns["unit"] == 9)
+    is_body = [lane["kind"] == "collective" for lane in header["lanes"]]
+    own = np.array(is_body)[columns["lane"]] & (columns["look"] == looks.index("all-gather"))
+    own &= columns["unit"] == 9
     assert set(columns["bytes"][own].tolist()) == {MESSAGE_BYTES[9]}
     expected = columns["bytes"][own] / 2 / columns["duration"][own] * 1e9
-    np.testing.assert_allclose(columns["bus_bytes_per_s"][own], expected)
-    assert columns["exposed"][own].min() > 0
+    np.testing.assert_allclose(columns["bus_bytes_per_s"][own], expected, rtol=1e-6)
+    assert columns["exposed"][own].max() > 0
 
 
-def test_a_window_in_a_step_is_sent_with_a_margin(run, timeline, index):
-    view = View(timeline.end_ns // 2, timeline.end_ns // 2 + 1_000_000, 800)
-    header, columns = unpack(encode_timeline(timeline, index, run.manifest, view=view))
+def test_times_of_an_event_are_relative_to_the_piece_that_shows_it(packed, member):
+    _, columns = packed
+    events, shift = member.timeline.events, member.timeline.event_shift_ns
+    issue = columns["start"] + columns["issue"]
+    expected = (events.issue_ns + shift)[columns["event"]]
+    np.testing.assert_allclose(issue, expected, atol=64)
+
+
+def test_memory_is_sent_with_its_peak_and_where_it_was(packed):
+    header, columns = packed
+    curve = header["memory"][0]
+    assert (curve["count"], curve["top_bytes"]) == (4, 14 << 30)
+    assert (curve["peak_bytes"], curve["peak_phase"]) == (12 << 30, "forward")
+    assert columns["memory_allocated"][:4].tolist() == [5 << 30, 12 << 30, 9 << 30, 5 << 30]
+
+
+def test_a_window_in_a_step_is_sent_with_a_margin(tracks, member):
+    view = View(tracks.end_ns // 2, tracks.end_ns // 2 + 1_000_000, 800)
+    header, columns = unpack(encode_tracks(tracks, Asked(view=view)))
     assert header["data_start_ns"] == view.start_ns - 250_000
     assert header["data_end_ns"] == view.end_ns + 250_000
-    assert 0 < len(columns["start"]) < len(timeline.spans)
+    assert 0 < len(columns["start"]) < len(member.timeline.spans)
 
 
-def test_the_picture_is_described_in_words(timeline):
-    words = describe_timeline(timeline)
-    assert words.startswith("Timeline of step 3 on ranks 0: ")
-    assert f"{len(timeline.spans)} spans in 3 lanes" in words
+def test_the_picture_is_described_in_words(tracks, member):
+    words = describe_tracks(tracks)
+    assert words.startswith("Timeline of step 3 on ranks 0, 1: ")
+    assert f"{len(member.timeline.timed_spans)} spans in 10 lanes" in words
 
 
-def test_the_window_that_the_browser_asks_for_is_taken():
-    state = {"view": {"key": KEY, "start_ns": 10, "end_ns": 90, "width_px": 800}}
-    assert component.asked_view(state, key=KEY, end_ns=100) == View(10, 90, 800)
+def test_several_steps_lie_one_above_the_other_from_their_starts(run, member):
+    predicted = draw_events(run.events(1, steps=[4]), rank=1)
+    below = TrackSet.of(predicted, run.manifest, title="predicted")
+    above = dataclasses.replace(member, title="recorded")
+    both = Tracks((above, below))
+    header, columns = unpack(encode_tracks(both, Asked()))
+    assert [(block["title"], block["rank"]) for block in header["blocks"]] == [
+        ("recorded", 0),
+        ("recorded", 1),
+        ("predicted", 1),
+    ]
+    assert [block["start_ns"] for block in header["blocks"]][::2] == [0, 0]
+    assert len(header["units"]) == 20
+    assert len(columns["start"]) == len(member.timeline.spans) + len(predicted.spans)
+    in_last = columns["lane"] >= header["blocks"][2]["first_lane"]
+    assert columns["unit"][in_last].max() == 19
+    assert columns["event"][in_last].min() >= len(member.timeline.events)
+    assert both.place(both.number(Place(1, 5))) == Place(1, 5)
+
+
+def test_when_one_of_several_steps_is_too_large_all_are_sent_as_density(run, member, monkeypatch):
+    monkeypatch.setitem(lod.SpanIndex.query.__kwdefaults__, "max_spans", 10)
+    monkeypatch.setattr("fsdp_inspect_app.timeline.payload.MAX_SPANS", 250)
+    small = TrackSet.of(draw_events(run.events(1, steps=[4]), rank=1), run.manifest)
+    header, columns = unpack(encode_tracks(Tracks((member, small)), Asked()))
+    assert not header["is_exact"]
+    assert "event" not in columns
 
 
 @pytest.mark.parametrize(
-    "view",
+    ("query", "number", "total"),
     [
-        pytest.param(None, id="none"),
-        pytest.param("view", id="not a mapping"),
-        pytest.param({"key": "other", "start_ns": 1, "end_ns": 9, "width_px": 8}, id="other step"),
-        pytest.param({"key": KEY, "start_ns": "1", "end_ns": 9, "width_px": 8}, id="text"),
-        pytest.param({"key": KEY, "start_ns": 9, "end_ns": 9, "width_px": 8}, id="empty"),
-        pytest.param({"key": KEY, "start_ns": 500, "end_ns": 900, "width_px": 8}, id="outside"),
-        pytest.param({"key": KEY}, id="incomplete"),
+        pytest.param("layers.3", 1, 5, id="a name"),
+        pytest.param("LAYERS.3", 1, 5, id="in any case"),
+        pytest.param("lm_head", 1, 5, id="a part of a name"),
+        pytest.param("layers.99", 0, 0, id="no name"),
+        pytest.param("", 0, 0, id="nothing"),
     ],
 )
-def test_a_senseless_window_is_no_window(view):
-    assert component.asked_view({"view": view}, key=KEY, end_ns=100) is None
+def test_a_search_counts_what_is_drawn_of_the_unit_on_one_rank(tracks, query, number, total):
+    found = tracks.find(query, after=None, direction=0)
+    assert (found.number, found.total) == (number, total)
 
 
-def test_a_window_is_clipped_to_the_axis_and_its_width_is_bounded():
-    state = {"view": {"key": KEY, "start_ns": -5, "end_ns": 10**15, "width_px": 10**9}}
-    assert component.asked_view(state, key=KEY, end_ns=100) == View(0, 100, 8192)
+def test_a_search_goes_forwards_and_backwards_and_around(tracks, member):
+    first = tracks.find("layers.3", after=None, direction=0)
+    second = tracks.find("layers.3", after=first.place, direction=1)
+    assert second.number == 2
+    assert tracks.find("layers.3", after=second.place, direction=-1) == first
+    last = tracks.find("layers.3", after=first.place, direction=-1)
+    assert last.number == last.total
+    events = member.timeline.events
+    starts = [events.start_ns[found.place.event] for found in (first, second, last)]
+    assert starts == sorted(starts)
 
 
-def test_a_clicked_event_is_one_that_exists():
-    def selected(event, key=KEY):
-        state = {"selected": {"key": key, "event": event}}
-        return component.selected_event(state, key=KEY, num_events=5)
+def test_a_search_stays_on_the_rank_of_the_selection(tracks, member):
+    after = Place(0, member.first_event(1))
+    found = tracks.find("layers.3", after=after, direction=1)
+    assert member.timeline.event_rank[found.place.event] == 1
 
-    assert selected(4) == 4
-    assert selected(5) is None
-    assert selected(-1) is None
-    assert selected("4") is None
-    assert selected(4, key="other") is None
-    assert component.selected_event({}, key=KEY, num_events=5) is None
+
+def test_search_and_jump_are_answered_with_the_place_in_time(tracks, member):
+    gathers = member.timeline.events.kind == EventKind.ALL_GATHER
+    place = Place(0, int(np.flatnonzero(gathers)[3]))
+    asked = Asked(query="layers.3", serial=7)
+    header, _ = unpack(encode_tracks(tracks, asked, jump=Jump(2, place)))
+    found = header["found"]
+    assert (found["serial"], found["number"]) == (7, 1)
+    assert found["end_ns"] > found["start_ns"]
+    assert header["jump"]["serial"] == 2
+    assert header["jump"]["event"] == place.event
+    shift = member.timeline.event_shift_ns[place.event]
+    assert header["jump"]["start_ns"] == member.timeline.events.start_ns[place.event] + shift
+
+
+def test_an_event_has_a_name_for_the_address(member):
+    event = member.first_event(1) + 5
+    assert member.name_of_event(event) == "1-5"
+    assert member.find_event("1-5") == Place(0, event)
+    for name in ("", "1", "1-", "7-0", "1-999999", "-1-5", "1-5;", "١-٥"):
+        assert member.find_event(name) is None, name
+
+
+def state_of(tracks, **asked):
+    return {"asked": {"key": tracks.key, **asked}}
+
+
+def test_what_the_browser_asks_for_is_taken(tracks):
+    state = state_of(
+        tracks,
+        view={"start_ns": 10, "end_ns": 90, "width_px": 800},
+        selected=3,
+        find={"query": "layers", "direction": -1, "serial": 4},
+        pinned=[1, 1, 9, "0"],
+    )
+    assert read_asked(state, tracks, opening=Asked()) == Asked(
+        view=View(10, 90, 800),
+        selected=Place(0, 3),
+        query="layers",
+        direction=-1,
+        serial=4,
+        pinned=((0, 1),),
+    )
+
+
+def test_what_a_drawing_opens_with_holds_until_the_browser_speaks_of_it(tracks):
+    opening = Asked(query="layers.1")
+    assert read_asked({}, tracks, opening=opening) == opening
+    other = {"asked": {"key": "another step", "selected": 1}}
+    assert read_asked(other, tracks, opening=opening) == opening
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param({}, id="nothing"),
+        pytest.param({"view": "view", "find": 3, "pinned": 4, "selected": "x"}, id="other types"),
+        pytest.param({"view": {"start_ns": "1", "end_ns": 9, "width_px": 8}}, id="text"),
+        pytest.param({"view": {"start_ns": 9, "end_ns": 9, "width_px": 8}}, id="empty window"),
+        pytest.param({"view": {"start_ns": 10**15, "end_ns": 10**16, "width_px": 8}}, id="outside"),
+        pytest.param({"selected": 10**9, "find": {"query": 1, "serial": -1}}, id="no such event"),
+        pytest.param({"selected": -1, "pinned": [-1, 2]}, id="negative"),
+        pytest.param({"find": {"direction": [], "serial": 2**40}}, id="a list"),
+    ],
+)
+def test_what_makes_no_sense_is_as_if_not_asked(tracks, asked):
+    assert read_asked(state_of(tracks, **asked), tracks, opening=Asked()) == Asked()
+
+
+def test_a_window_is_clipped_to_the_axis_and_its_width_is_bounded(tracks):
+    view = {"start_ns": -5, "end_ns": 10**15, "width_px": 10**9}
+    asked = read_asked(state_of(tracks, view=view), tracks, opening=Asked())
+    assert asked.view == View(0, tracks.end_ns, 8192)
+
+
+def test_a_window_in_an_address_is_two_times():
+    assert parse_view("10-90", 100) == View(10, 90, 1600)
+    for text in ("", "10", "10-", "-5-90", "90-10", "1e3-2e3", "200-300", "1" * 50 + "-2"):
+        assert parse_view(text, 100) is None, text

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from fsdp_inspect_app.timeline.tracks import LOOKS, Track, build_timeline
+from fsdp_inspect_app.timeline.tracks import LOOKS, Track, build_timeline, draw_events
 
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.errors import IncompleteRunError
 from fsdp_inspect.report import palette
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.reduction import StepPart
+from fsdp_inspect.trace.tables import EventTable
 from tests.app.synthetic import make_run
 
 
@@ -27,16 +28,27 @@ def durations(timeline, lane, look):
     return int((timeline.spans.end_ns - timeline.spans.start_ns)[own].sum())
 
 
-def test_each_rank_has_its_clock_and_its_collectives_in_that_order(timeline):
+def clock_lane(timeline, rank):
+    lanes = [(lane.rank, lane.track) for lane in timeline.lanes]
+    return lanes.index((rank, Track.CLOCK))
+
+
+def test_each_rank_has_issues_clock_collectives_and_memory_in_that_order(timeline):
     lanes = [(lane.rank, lane.track, lane.row) for lane in timeline.lanes]
-    tracks = (Track.CLOCK, Track.ALL_GATHER, Track.REDUCE_SCATTER)
+    tracks = (
+        Track.ISSUE,
+        Track.CLOCK,
+        Track.ALL_GATHER,
+        Track.REDUCE_SCATTER,
+        Track.MEMORY,
+    )
     assert lanes == [(rank, track, 0) for rank in (0, 1) for track in tracks]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_clock_lane_adds_up_to_the_breakdown_of_the_step(run, timeline, rank):
     breakdown = measure_step_breakdown(run, rank=rank, step=3)
-    lane = [lane.rank for lane in timeline.lanes].index(rank)
+    lane = clock_lane(timeline, rank)
     for part in StepPart:
         if part in palette.PART_LOOKS and part < StepPart.OTHER:
             drawn = durations(timeline, lane, palette.PART_LOOKS[part])
@@ -44,7 +56,7 @@ def test_the_clock_lane_adds_up_to_the_breakdown_of_the_step(run, timeline, rank
 
 
 def test_the_root_is_seen_only_where_no_nested_unit_runs(timeline):
-    clock = timeline.spans.lane == 0
+    clock = timeline.spans.lane == clock_lane(timeline, 0)
     forward = clock & (timeline.spans.look == LOOKS.index(palette.FORWARD))
     units = timeline.events.unit[timeline.spans.event[forward]]
     assert set(units.tolist()) == set(range(10))
@@ -72,6 +84,41 @@ def test_collectives_that_overlap_in_a_lane_are_stacked(run):
     timeline = build_timeline(run, step=3, ranks=[0])
     rows = [lane.row for lane in timeline.lanes if lane.track is Track.ALL_GATHER]
     assert rows == [0, 1]
+
+
+def test_every_collective_has_a_mark_where_the_host_issued_it(timeline):
+    marks = timeline.spans.lane == 0
+    events = timeline.spans.event[marks]
+    assert len(events) == 19 + 10
+    issue_ns = timeline.events.issue_ns[events] + timeline.event_shift_ns[events]
+    moved_ns = timeline.spans.start_ns[marks] - issue_ns
+    assert set(moved_ns.tolist()) == {0, 1}
+    gather = LOOKS.index(palette.ALL_GATHER)
+    assert (timeline.spans.look[marks] == gather).sum() == 19
+
+
+def test_collectives_issued_at_one_moment_are_marked_side_by_side(run):
+    events = run.events(0, steps=[3])
+    gathers = np.flatnonzero(events.kind == EventKind.ALL_GATHER)
+    events.issue_ns[gathers[:3]] = events.issue_ns[gathers[2]]
+    spans = draw_events(events, rank=0).spans
+    assert np.diff(spans.start_ns[spans.lane == 0]).min() == 1
+
+
+def test_a_step_is_drawn_from_its_events_alone(run, timeline):
+    drawn = draw_events(run.events(0), rank=0, step=3)
+    own = timeline.event_rank == 0
+    assert drawn.step == 3
+    assert drawn.refusals == {}
+    np.testing.assert_array_equal(drawn.exposed_ns, timeline.exposed_ns[own])
+    assert draw_events(run.events(0), rank=0).step == 5
+
+
+def test_events_without_the_step_are_refused_with_those_there_are(run):
+    with pytest.raises(IncompleteRunError, match=r"no finished step 9 to draw.*\[0, 1, 2, 3"):
+        draw_events(run.events(0), rank=0, step=9)
+    with pytest.raises(IncompleteRunError, match="Finished: none"):
+        draw_events(EventTable.empty(), rank=0)
 
 
 def test_an_unfinished_step_is_refused_with_a_remedy(run):

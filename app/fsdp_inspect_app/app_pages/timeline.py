@@ -1,161 +1,344 @@
 """What happened inside one step, rank by rank?"""
 
 from collections.abc import Sequence
+from functools import partial
 
 import streamlit as st
 
 from fsdp_inspect import StoredRun
+from fsdp_inspect.analysis.bandwidth import measure_bandwidth
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.analysis.steps import measure_step_times
 from fsdp_inspect.digest.run import RunDigest
+from fsdp_inspect.digest.step_waits import EventFacts, describe_event, digest_step_waits
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_ns, format_unit
 from fsdp_inspect.store.folder import RunEntry
-from fsdp_inspect.trace.codes import NO_UNIT
+from fsdp_inspect.trace.steps import StepSelection
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import show_csv_button, show_headline, show_table
-from fsdp_inspect_app.frames.timeline import frame_event, frame_spans
-from fsdp_inspect_app.selection import entry_or_stop, link, linked, linked_all
-from fsdp_inspect_app.timeline import component
-from fsdp_inspect_app.timeline.lod import SpanIndex
-from fsdp_inspect_app.timeline.payload import encode_timeline, view_key
-from fsdp_inspect_app.timeline.tracks import StepTimeline
+from fsdp_inspect_app.frames.timeline import frame_spans
+from fsdp_inspect_app.selection import (
+    RANK_KEY,
+    STEP_KEY,
+    UNIT_KEY,
+    entry_or_stop,
+    follow,
+    follow_all,
+    link,
+    linked,
+    linked_all,
+    page_link,
+)
+from fsdp_inspect_app.states import show_nothing
+from fsdp_inspect_app.timeline.asked import Asked, parse_view
+from fsdp_inspect_app.timeline.component import jump_to, show_timeline
+from fsdp_inspect_app.timeline.details import tell_event, tell_origin, tell_wait
+from fsdp_inspect_app.timeline.steps import find_drawable_steps
+from fsdp_inspect_app.timeline.track_set import Place, TrackSet
 from fsdp_inspect_app.wording import plain
+
+WINDOW_KEY, SPAN_KEY, TOP_KEY = "window", "span", "top"
+"""Parameters of the address: `START-END` in ns, `RANK-EVENT`, and ranks at the top; repeats."""
 
 _RANKS_AT_FIRST = 4
 _MOST_RANKS = 16
+_MOST_ROWS = 10_000
 _CANVAS = "timeline"
 
 
 def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
     """Controls, the answer for the chosen step, the canvas, and its table."""
     show_run_header(run.manifest, digest)
-    steps = loading.result_of(entry, measure_step_times).selection.finished
-    if not steps:
-        show_headline("No step has ended yet, so there is nothing to draw\\.")
+    recorded = [record.rank for record in run.ranks]
+    selection = loading.result_of(entry, measure_step_times).selection
+    drawable = _drawable_steps(entry, recorded, digest)
+    if not drawable:
+        _show_no_steps(selection, digest)
         return
     answer = st.container()
-    step, ranks, unit = _show_controls(run, digest, steps)
+    step, ranks = _show_controls(digest, selection, drawable, recorded)
     try:
-        timeline, index = loading.timeline_of(entry, step=step, ranks=ranks)
+        tracks = loading.timeline_of(entry, step=step, ranks=ranks)
     except FsdpInspectError as error:
         answer.error(plain(str(error)))
         return
+    drawn = tuple(window.rank for window in tracks.timeline.windows)
+    rank = digest.median_rank if digest.median_rank in drawn else drawn[0]
     with answer:
-        drawn = timeline.windows[0].rank
-        rank = digest.median_rank if digest.median_rank in ranks else drawn
         breakdown = loading.result_of(entry, measure_step_breakdown, rank=rank, step=step)
         show_headline(plain(wording.describe_step(breakdown)))
-    _show_canvas(run, timeline, index, unit)
-    st.caption(plain(_describe_clocks(timeline, digest)))
-    _show_spans(run, timeline)
+    show_timeline(
+        [tracks],
+        key=_CANVAS,
+        opening=_opening(tracks),
+        introduce=partial(_show_longest_waits, entry, tracks, rank),
+        explain=partial(_show_selection, entry, tracks),
+        is_linked=True,
+    )
+    st.caption(plain(_describe_clocks(tracks, digest)))
+    _show_spans(tracks)
+
+
+def _drawable_steps(entry: RunEntry, recorded: Sequence[int], digest: RunDigest) -> tuple[int, ...]:
+    """The steps with events, by the rank that stands for the run, else by any other of a few."""
+    median = [digest.median_rank] if digest.median_rank in recorded else []
+    for rank in [*median, *recorded[:_RANKS_AT_FIRST]]:
+        steps = loading.result_of(entry, find_drawable_steps, rank=rank)
+        if steps:
+            return steps
+    return ()
+
+
+def _show_no_steps(selection: StepSelection, digest: RunDigest) -> None:
+    """There is nothing to draw: why, and what there is instead."""
+    if selection.finished:
+        show_nothing(
+            "The events of this run's steps are not here, so no step can be drawn.",
+            f"{len(selection.finished)} steps are known by their summary: Overview, Units and "
+            "Ranks show them. Copy the ranks' folders beside run.json to see their events.",
+        )
+    elif digest.memory.peak_allocated_bytes is not None:
+        show_nothing(
+            "This run holds memory and no events, so there is no step to draw.",
+            "It was imported from a memory snapshot. The page Memory shows it; a trace of "
+            "torch.profiler of the same training would show when each unit ran and waited.",
+            remedy="fsdp-inspect import TRACE --out runs/imported",
+        )
+        page_link("memory", "What fills memory at the peak", icon=":material/memory:")
+    else:
+        show_nothing(
+            "No step has ended yet, so there is nothing to draw.",
+            "A step is drawn once it has ended. While a run is being recorded, reload the page "
+            "after its first step; a run that died before has nothing to show here.",
+        )
+
+
+# ---- controls ----
 
 
 def _show_controls(
-    run: StoredRun, digest: RunDigest, steps: Sequence[int]
-) -> tuple[int, tuple[int, ...], int]:
-    """The step, the ranks, and the unit to highlight (-1: none)."""
-    left, middle, right = st.columns([1, 2, 2])
-    with left:
-        step = _pick_step(digest, steps)
-    with middle:
-        ranks = _pick_ranks([record.rank for record in run.ranks])
-    with right:
-        unit = _pick_unit(run)
-    return step, ranks, unit
+    digest: RunDigest,
+    selection: StepSelection,
+    drawable: Sequence[int],
+    recorded: Sequence[int],
+) -> tuple[int, tuple[int, ...]]:
+    """The step and the ranks."""
+    with st.container(horizontal=True, vertical_alignment="bottom", gap="small"):
+        step = _pick_step(digest, selection, drawable)
+        ranks = _pick_ranks(digest, recorded)
+    left_out = len(selection.finished) - len(drawable)
+    if left_out > 0:
+        st.caption(
+            f"{len(drawable)} of {len(selection.finished)} finished steps kept their events and "
+            "can be drawn\\. The others are in the summary only\\."
+        )
+    return step, ranks
 
 
-def _pick_step(digest: RunDigest, steps: Sequence[int]) -> int:
+def _pick_step(digest: RunDigest, selection: StepSelection, drawable: Sequence[int]) -> int:
     key = f"step of {digest.run_id}"
-    if key not in st.session_state:
-        asked = linked("step", {str(step) for step in steps})
-        typical = digest.breakdown.step if digest.breakdown else steps[-1]
-        st.session_state[key] = typical if asked is None else int(asked)
-    asked_step = st.number_input("Step", min_value=steps[0], max_value=steps[-1], step=1, key=key)
-    step = min(steps, key=lambda finished: abs(finished - asked_step))
-    if step != asked_step:
-        st.caption(f"Step {asked_step} was not finished: showing {step}.")
-    link("step", str(step))
+    typical = digest.breakdown.step if digest.breakdown else drawable[-1]
+    nearest = min(drawable, key=lambda step: abs(step - typical))
+    follow(STEP_KEY, key, {str(step): step for step in drawable}, nearest)
+    if st.session_state[key] not in drawable:
+        st.session_state[key] = nearest
+    position = drawable.index(st.session_state[key])
+    _step_button("Previous step", "chevron_left", key, drawable, position - 1)
+    step = st.selectbox(
+        "Step",
+        drawable,
+        key=key,
+        format_func=partial(_name_step, typical=typical, selection=selection),
+        width=210,
+    )
+    _step_button("Next step", "chevron_right", key, drawable, position + 1)
+    link(STEP_KEY, str(step))
     return step
 
 
-def _pick_ranks(recorded: Sequence[int]) -> tuple[int, ...]:
-    legal = {str(rank): rank for rank in recorded}
-    asked = [legal[value] for value in linked_all("rank", legal)]
-    chosen = st.multiselect(
-        "Ranks",
-        recorded,
-        default=asked[:_MOST_RANKS] or recorded[:_RANKS_AT_FIRST],
-        max_selections=_MOST_RANKS,
-        key="ranks",
+def _step_button(label: str, icon: str, key: str, drawable: Sequence[int], position: int) -> None:
+    is_possible = 0 <= position < len(drawable)
+    st.button(
+        "",
+        icon=f":material/{icon}:",
+        help=label,
+        key=f"{label} of {key}",
+        disabled=not is_possible,
+        on_click=_set_state,
+        args=(key, drawable[position] if is_possible else None),
     )
-    ranks = sorted(chosen) or recorded[:1]
-    link("rank", [str(rank) for rank in ranks])
+
+
+def _set_state(key: str, value: int) -> None:
+    st.session_state[key] = value
+
+
+def _name_step(step: int, *, typical: int, selection: StepSelection) -> str:
+    """A step and what is special about it."""
+    if step in selection.warmup:
+        return f"{step} (warm-up)"
+    if step in selection.memory:
+        return f"{step} (memory tracker)"
+    return f"{step} (median)" if step == typical else str(step)
+
+
+def _pick_ranks(digest: RunDigest, recorded: Sequence[int]) -> tuple[int, ...]:
+    median = digest.median_rank
+    first = list(recorded[:_RANKS_AT_FIRST])
+    if median is not None and median in recorded and median not in first:
+        first = [median, *first[:-1]]
+    key = f"ranks of {digest.run_id}"
+    follow_all(RANK_KEY, key, {str(rank): rank for rank in recorded}, first)
+    st.session_state[key] = [rank for rank in st.session_state[key] if rank in recorded][
+        :_MOST_RANKS
+    ]
+    chosen = st.multiselect(
+        f"Ranks (of {len(recorded)}, at most {_MOST_RANKS})" if len(recorded) > 1 else "Rank",
+        recorded,
+        max_selections=_MOST_RANKS,
+        key=key,
+    )
+    ranks = sorted(chosen) or list(recorded[:1])
+    link(RANK_KEY, [str(rank) for rank in ranks])
     return tuple(ranks)
 
 
-def _pick_unit(run: StoredRun) -> int:
-    names = {format_unit(unit.fqn): unit.index for unit in run.manifest.units}
-    asked = linked("unit", names)
-    options = list(names)
-    chosen = st.selectbox(
-        "Highlight unit",
-        options,
-        index=None if asked is None else options.index(asked),
-        placeholder="all units",
-        key="unit",
+def _opening(tracks: TrackSet) -> Asked:
+    """What the address says of the drawing, as far as it makes sense."""
+    ranks = [window.rank for window in tracks.timeline.windows]
+    tops = linked_all(TOP_KEY, {str(rank) for rank in ranks})
+    return Asked(
+        view=parse_view(st.query_params.get(WINDOW_KEY, ""), tracks.timeline.end_ns),
+        selected=tracks.find_event(st.query_params.get(SPAN_KEY, "")),
+        query=linked(UNIT_KEY, tracks.unit_names) or "",
+        pinned=tuple((0, int(rank)) for rank in tops),
     )
-    link("unit", chosen)
-    return NO_UNIT if chosen is None else names[chosen]
 
 
-@st.fragment
-def _show_canvas(run: StoredRun, timeline: StepTimeline, index: SpanIndex, unit: int) -> None:
-    """The canvas and what was clicked in it; zooming runs only this part of the page again."""
-    state = st.session_state.get(_CANVAS) or {}
-    key = view_key(timeline, run.manifest)
-    view = component.asked_view(state, key=key, end_ns=timeline.end_ns)
-    payload = encode_timeline(timeline, index, run.manifest, view=view, highlighted_unit=unit)
-    component.show_timeline(payload, key=_CANVAS)
-    event = component.selected_event(state, key=key, num_events=len(timeline.events))
-    if event is None:
-        st.caption("Click a span to see what it is.")
+# ---- above and below the canvas ----
+
+
+def _show_longest_waits(entry: RunEntry, tracks: TrackSet, rank: int) -> None:
+    """A button for each of the longest waits of a rank, which leads to it."""
+    step = tracks.timeline.step
+    waits = loading.result_of(entry, digest_step_waits, rank=rank, step=step)
+    longest = waits.longest()
+    if not longest:
         return
-    with st.container(key="selected-span"):
-        show_table(frame_event(timeline, run.manifest, event), key="selected-event")
+    with st.container(horizontal=True, vertical_alignment="center", gap="xsmall", key="waits"):
+        st.markdown(plain(f"Longest waits of rank {rank}:"), width="content")
+        for event in longest:
+            place = Place(0, tracks.first_event(rank) + event)
+            facts = _facts(entry, tracks, place)
+            st.button(
+                tell_wait(facts),
+                key=f"wait {rank} {step} {event}",
+                type="tertiary",
+                icon=":material/my_location:",
+                on_click=jump_to,
+                args=(_CANVAS, place),
+            )
 
 
-def _describe_clocks(timeline: StepTimeline, digest: RunDigest) -> str:
+def _show_selection(entry: RunEntry, tracks: TrackSet, asked: Asked) -> None:
+    """What was selected, with links; and the address, so that it names what is shown."""
+    view, selected = asked.view, asked.selected
+    is_part = view is not None and (view.start_ns > 0 or view.end_ns < tracks.timeline.end_ns)
+    link(WINDOW_KEY, f"{view.start_ns}-{view.end_ns}" if view and is_part else None)
+    link(SPAN_KEY, None if selected is None else tracks.name_of_event(selected.event))
+    link(TOP_KEY, [str(rank) for _, rank in asked.pinned])
+    link(UNIT_KEY, asked.query if asked.query in tracks.unit_names else None)
+    if selected is None:
+        st.caption("Click a span to see what it is and what it waited for\\.")
+        return
+    facts = _facts(entry, tracks, selected)
+    with st.container(border=True, key="selected-span", gap="xsmall"):
+        st.markdown(tell_event(facts))
+        rank = int(tracks.timeline.event_rank[selected.event])
+        st.caption(plain(f"Rank {rank} · {tell_origin(facts)}"))
+        if facts.fqn is not None:
+            name = format_unit(facts.fqn)
+            page_link(
+                "units", plain(f"Everything about {name}"), icon=":material/stacks:", unit=name
+            )
+
+
+def _facts(entry: RunEntry, tracks: TrackSet, place: Place) -> EventFacts:
+    rank = int(tracks.timeline.event_rank[place.event])
+    waits = loading.result_of(entry, digest_step_waits, rank=rank, step=tracks.timeline.step)
+    return describe_event(
+        tracks.manifest,
+        tracks.events_of(rank),
+        place.event - tracks.first_event(rank),
+        waits=waits,
+        bandwidth=loading.result_of(entry, measure_bandwidth, rank=rank),
+    )
+
+
+def _describe_clocks(tracks: TrackSet, digest: RunDigest) -> str:
+    """How the times were obtained, and how those of different ranks compare."""
+    timeline = tracks.timeline
     provenance = wording.describe_provenance(
         digest.provenance, "forward", "backward", "all_gather", "reduce_scatter"
     )
+    words = [provenance, *_describe_source(tracks.manifest.source)]
+    if timeline.memory:
+        words.append(
+            "Memory is read by the host, at the host's time; on a GPU it runs ahead of the streams."
+        )
     if len(timeline.windows) < 2:
-        return provenance
+        return " ".join(words)
     if timeline.refusals:
         ranks = ", ".join(map(str, timeline.refusals))
         reason = next(iter(timeline.refusals.values()))
-        return (
-            f"{provenance} Each on an axis of its own that begins at 0: ranks {ranks}; their times "
-            f"must not be compared. {reason}"
+        words.append(
+            f"Each on a clock of its own that begins at 0: ranks {ranks}; their times must not be "
+            f"compared with those of other ranks. {reason}"
         )
-    if timeline.clock_uncertainty_ns == 0:
-        return f"{provenance} The ranks share one clock."
-    error = format_ns(timeline.clock_uncertainty_ns)
-    return f"{provenance} Lanes of different ranks may be shifted by up to {error}."
+    elif timeline.clock_uncertainty_ns == 0:
+        words.append("The ranks share one clock.")
+    else:
+        error = format_ns(timeline.clock_uncertainty_ns)
+        words.append(f"Lanes of different ranks may be shifted by up to {error}.")
+    return " ".join(words)
+
+
+def _describe_source(source: str) -> list[str]:
+    match source:
+        case "emulated":
+            return [
+                "The network is emulated: collectives last as long as the given link says, the "
+                "compute is real."
+            ]
+        case "imported":
+            return [
+                "An imported trace shows the window that was profiled. Exposed is communication "
+                "that no kernel covers; who waited for it is not recorded."
+            ]
+        case "predicted":
+            return ["Nothing here was measured: the step is predicted."]
+        case _:
+            return []
 
 
 @st.fragment
-def _show_spans(run: StoredRun, timeline: StepTimeline) -> None:
+def _show_spans(tracks: TrackSet) -> None:
     """The table for those who cannot see the canvas; made and sent only once it is opened."""
-    title = f"The same as a table: {len(timeline.spans)} spans"
-    panel = st.expander(title, key="spans-panel", on_change="rerun")
+    total = len(tracks.timeline.timed_spans)
+    panel = st.expander(f"The same as a table: {total} spans", key="spans-panel", on_change="rerun")
     if not panel.open:
         return
     with panel:
-        frame = frame_spans(timeline, run.manifest)
-        show_table(frame, key="spans")
-        show_csv_button(frame, key=f"timeline-step-{timeline.step}")
+        if total > _MOST_ROWS:
+            st.caption(f"The first {_MOST_ROWS} of {total} spans, lane by lane; the CSV has all\\.")
+        shown = frame_spans(tracks.timeline, tracks.manifest, most=_MOST_ROWS)
+        show_table(shown, key="spans")
+        show_csv_button(
+            partial(frame_spans, tracks.timeline, tracks.manifest),
+            key=f"timeline-step-{tracks.timeline.step}",
+        )
 
 
 entry = entry_or_stop()

@@ -1,69 +1,105 @@
-"""How does a timeline get onto the page? A Streamlit component around one canvas."""
+"""How does a timeline get onto a page? A Streamlit component around one canvas.
 
-from collections.abc import Mapping
+    step = loading.timeline_of(entry, step=12, ranks=(0, 1))      # cached; a TrackSet
+    show_timeline([step], key="timeline")
+
+Several steps lie one above the other, from their starts, on one axis, and zoom together:
+
+    show_timeline(
+        [replace(step_a, title="A: baseline"), replace(step_b, title="B: no reshard")],
+        key="compared",
+    )
+
+A prediction is drawn from its events:
+
+    predicted = TrackSet.of(draw_events(simulation.predicted.events, rank=0), manifest)
+
+`show_timeline` is a fragment: zooming and selecting run only it again, and `explain`, which a page
+may give to show something about the selection below the canvas.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import streamlit as st
 
-from fsdp_inspect_app.timeline.lod import View
+from fsdp_inspect_app.timeline.asked import Asked, Jump, read_asked
+from fsdp_inspect_app.timeline.payload import encode_tracks
+from fsdp_inspect_app.timeline.track_set import Place, Tracks, TrackSet
 
 _HERE = Path(__file__).parent
+_SCRIPTS = ("words.js", "layout.js", "drawing.js", "painter.js", "timeline.js")
+"""In order; together they are one module."""
 
-_HTML = """
-<div class="timeline">
-  <div class="bar">
-    <button type="button" data-command="zoom-in" aria-label="Zoom in" title="Zoom in">+</button>
-    <button type="button" data-command="zoom-out" aria-label="Zoom out" title="Zoom out">−</button>
-    <button type="button" data-command="fit" title="Show the whole step">Fit</button>
-    <button type="button" data-command="png" title="Save the picture">PNG</button>
-    <span class="hint">zoom: wheel, W S · pan: drag, A D · fit: double-click · measure:
-      shift-drag · step through: arrow keys</span>
-  </div>
-  <div class="stage">
-    <canvas role="img" tabindex="0" aria-label="Timeline"></canvas>
-    <div class="tip" hidden></div>
-    <div class="live" aria-live="polite"></div>
-  </div>
-  <div class="legend"></div>
-</div>
-"""
+
+def _read(name: str) -> str:
+    return (_HERE / "browser" / name).read_text(encoding="utf-8")
+
 
 _mount = st.components.v2.component(
     "fsdp_inspect_timeline",
-    html=_HTML,
-    css=(_HERE / "timeline.css").read_text(encoding="utf-8"),
-    js=(_HERE / "timeline.js").read_text(encoding="utf-8"),
+    html=_read("timeline.html"),
+    css=_read("timeline.css"),
+    js="\n".join(_read(name) for name in _SCRIPTS),
 )
 
 
-def show_timeline(payload: bytes, *, key: str) -> None:
-    """Draw a packed timeline; what the browser did is in session state under `key`."""
-    _mount(data=payload, key=key, on_view_change=lambda: None, on_selected_change=lambda: None)
+@dataclass
+class _Jumps:
+    """Session state: where a page led in a drawing."""
+
+    drawn: str
+    latest: Jump | None = None
 
 
-def asked_view(state: Mapping[str, Any], *, key: str, end_ns: int) -> View | None:
-    """The window that the browser asked for; None if it asked for none of this drawing.
+@st.fragment
+def show_timeline(
+    tracks: Sequence[TrackSet],
+    *,
+    key: str,
+    opening: Asked | None = None,
+    introduce: Callable[[], None] | None = None,
+    explain: Callable[[Asked], None] | None = None,
+    is_linked: bool = False,
+) -> None:
+    """Draw one or several steps on one axis that begins at their starts.
 
     Args:
-        state: The component's session state; its values come from the browser.
-        key: Identity of the drawing.
-        end_ns: End of the drawing's axis.
+        tracks: From the top, at least one. Give each a title where there are several.
+        key: Unique on the page.
+        opening: What is shown until the user changes it: window, selection, unit, pins.
+        introduce: Called above the canvas; what it shows may `jump_to` an event.
+        explain: Called below the canvas with what is shown now, at every change.
+        is_linked: Whether the page's address understands `window`, `span`, `top` and `unit`, so
+            that a copied link names them.
     """
-    asked = state.get("view")
-    if not isinstance(asked, dict) or asked.get("key") != key:
-        return None
-    start, end, width = (asked.get(name) for name in ("start_ns", "end_ns", "width_px"))
-    if not (isinstance(start, int) and isinstance(end, int) and isinstance(width, int)):
-        return None
-    start, end = max(start, 0), min(end, end_ns)
-    return View(start, end, min(max(width, 1), 8192)) if start < end else None
+    drawn = Tracks(tuple(tracks))
+    state = st.session_state.get(key) or {}
+    asked = read_asked(state, drawn, opening=opening or Asked())
+    latest = _latest_jump(key, drawn.key)
+    if introduce is not None:
+        introduce()
+    payload = encode_tracks(drawn, asked, jump=latest, is_linked=is_linked)
+    _mount(data=payload, key=key, on_asked_change=lambda: None)
+    if explain is not None:
+        explain(asked)
 
 
-def selected_event(state: Mapping[str, Any], *, key: str, num_events: int) -> int | None:
-    """The event that was clicked in the drawing of that identity; None if none was."""
-    selected = state.get("selected")
-    if not isinstance(selected, dict) or selected.get("key") != key:
-        return None
-    chosen = selected.get("event")
-    return chosen if isinstance(chosen, int) and 0 <= chosen < num_events else None
+def jump_to(key: str, place: Place) -> None:
+    """Select an event of a drawing and bring it into view; for buttons' callbacks."""
+    jumps = st.session_state.get(_jumps_key(key))
+    if isinstance(jumps, _Jumps):
+        jumps.latest = Jump(jumps.latest.serial + 1 if jumps.latest else 1, place)
+
+
+def _latest_jump(key: str, drawn: str) -> Jump | None:
+    """Where the page led in this drawing; None: nowhere yet."""
+    jumps = st.session_state.get(_jumps_key(key))
+    if not isinstance(jumps, _Jumps) or jumps.drawn != drawn:
+        jumps = st.session_state[_jumps_key(key)] = _Jumps(drawn)
+    return jumps.latest
+
+
+def _jumps_key(key: str) -> str:
+    return f"{key}: jumps"

@@ -15,10 +15,10 @@ from fsdp_inspect.trace.intervals import Intervals
 
 Int64Array = NDArray[np.int64]
 
-MAX_SPANS = 20_000
-"""Up to so many spans in view are sent as they are."""
-MAX_RECTANGLES = 60_000
-"""Pixel columns of all lanes and looks together (about 1 MB); beyond it columns are wider."""
+MAX_SPANS = 14_000
+"""Up to so many spans in view are sent as they are (about 0.8 MB)."""
+MAX_RECTANGLES = 45_000
+"""Pixel columns of all lanes and looks together (about 0.7 MB); beyond it they are wider."""
 NUM_SHADES = 15
 """Occupancy of a pixel column is rounded to so many steps; neighbours of equal shade merge."""
 FULL = 255
@@ -89,7 +89,9 @@ class SpanIndex:
     def __len__(self) -> int:
         return len(self._lane)
 
-    def query(self, view: View, *, max_spans: int = MAX_SPANS) -> Drawing:
+    def query(
+        self, view: View, *, max_spans: int = MAX_SPANS, max_rectangles: int = MAX_RECTANGLES
+    ) -> Drawing:
         """What to draw for a window: its spans, or their density when there are too many."""
         if view.end_ns <= view.start_ns or view.width_px < 1:
             raise ValueError(
@@ -102,7 +104,7 @@ class SpanIndex:
                 [np.arange(low, high) for low, high in visible] or [np.empty(0, dtype=np.int64)]
             )
             return self._spans(members)
-        return self._density(view)
+        return self._density(view, max_rectangles)
 
     def _visible(self, low: int, high: int, view: View) -> tuple[int, int]:
         """The range of one lane's spans that meet the view."""
@@ -121,8 +123,8 @@ class SpanIndex:
             is_exact=True,
         )
 
-    def _density(self, view: View) -> Drawing:
-        num_columns = min(view.width_px, max(MAX_RECTANGLES // len(self._covered), 1))
+    def _density(self, view: View, max_rectangles: int) -> Drawing:
+        num_columns = min(view.width_px, max(max_rectangles // max(len(self._covered), 1), 1))
         edges = np.linspace(view.start_ns, view.end_ns, num_columns + 1).astype(np.int64)
         columns = [
             (lane, look, *_shade_columns(covered, edges))

@@ -1,29 +1,41 @@
 """What does the canvas need to know to draw a window of a step, and to explain what is in it?"""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.formatting import format_ns, format_unit
+from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.trace.bandwidth import bus_bytes_per_s
 from fsdp_inspect.trace.codes import NO_UNIT, Method, Phase, Source
 from fsdp_inspect.trace.run import RunManifest
-from fsdp_inspect_app.timeline.lod import Drawing, SpanIndex, View
+from fsdp_inspect_app.timeline.asked import Asked, Jump
+from fsdp_inspect_app.timeline.lod import MAX_RECTANGLES, MAX_SPANS, Drawing, View
+from fsdp_inspect_app.timeline.memory import MemoryCurve
 from fsdp_inspect_app.timeline.packing import pack
+from fsdp_inspect_app.timeline.track_set import Place, Tracks, TrackSet
 from fsdp_inspect_app.timeline.tracks import LOOKS, Lane, StepTimeline, Track
 
+MAX_READINGS = 8_000
+"""Readings of memory that are sent, over all ranks."""
+
+_FIRST_WIDTH_PX = 1600
 _TRACK_LABELS = {
+    Track.ISSUE: "host issue",
     Track.ALL_GATHER: "all-gather",
     Track.REDUCE_SCATTER: "reduce-scatter",
     Track.ALL_REDUCE: "all-reduce",
     Track.OTHER_COLLECTIVE: "other collectives",
+    Track.MEMORY: "memory",
 }
+_LANE_KINDS = {Track.ISSUE: "marks", Track.CLOCK: "clock", Track.MEMORY: "memory"}
+
+_Columns = dict[str, NDArray[np.generic]]
 
 
 def clock_label(manifest: RunManifest) -> str:
-    """What the first lane of a rank is: the queue on which its step is timed."""
+    """What the lane of a rank's clock is: the queue on which its step is timed."""
     return "main thread" if manifest.device_type == "cpu" else "compute stream"
 
 
@@ -33,123 +45,280 @@ def lane_label(lane: Lane, manifest: RunManifest) -> str:
 
 
 def describe_timeline(timeline: StepTimeline) -> str:
-    """The picture in words, for those who cannot see it."""
+    """A step's picture in words, for those who cannot see it."""
     ranks = ", ".join(str(window.rank) for window in timeline.windows)
     return (
         f"Timeline of step {timeline.step} on ranks {ranks}: {format_ns(timeline.end_ns)}, "
-        f"{len(timeline.spans)} spans in {len(timeline.lanes)} lanes. Hatched spans are exposed "
-        "waits. Arrow keys step through the spans; the table below lists them all."
+        f"{len(timeline.timed_spans)} spans in {len(timeline.lanes)} lanes."
     )
 
 
-def encode_timeline(
-    timeline: StepTimeline,
-    index: SpanIndex,
-    manifest: RunManifest,
-    *,
-    view: View | None = None,
-    highlighted_unit: int = NO_UNIT,
+def describe_tracks(tracks: Tracks) -> str:
+    """The whole picture in words, and how it is used without a pointer."""
+    pictures = [
+        f"{member.title}: {describe_timeline(member.timeline)}"
+        if member.title
+        else describe_timeline(member.timeline)
+        for member in tracks.members
+    ]
+    return (
+        f"{' '.join(pictures)} Hatched spans are exposed waits. Arrow keys step through the "
+        "spans, slash searches a unit, question mark lists all keys."
+    )
+
+
+def encode_tracks(
+    tracks: Tracks, asked: Asked, *, jump: Jump | None = None, is_linked: bool = False
 ) -> bytes:
-    """Pack what is drawn of a timeline.
+    """Pack what a drawing shows now.
 
     Args:
-        timeline: One step.
-        index: The index of its spans.
-        manifest: For names of units and groups.
-        view: The window in the browser; default the whole step.
-        highlighted_unit: Index of the unit that stays bright; -1: all do.
+        tracks: One or several steps.
+        asked: What the browser shows, and asks for.
+        jump: Where the page leads.
+        is_linked: Whether a copied link may name what is shown.
     """
-    asked = view or View(0, timeline.end_ns, 1600)
-    sent = asked.widened(timeline.end_ns)
-    drawing = index.query(sent)
+    end_ns = max(tracks.end_ns, 1)
+    sent = (asked.view or View(0, end_ns, _FIRST_WIDTH_PX)).widened(end_ns)
+    drawings = _query(tracks, sent)
+    curves = _thin_curves(tracks, sent)
     header = {
-        "view_key": view_key(timeline, manifest),
-        "axis_end_ns": timeline.end_ns,
+        "key": tracks.key,
+        "axis_end_ns": end_ns,
         "data_start_ns": sent.start_ns,
         "data_end_ns": sent.end_ns,
-        "sent_view": {
-            "start_ns": sent.start_ns,
-            "end_ns": sent.end_ns,
-            "width_px": sent.width_px,
-        },
-        "is_exact": drawing.is_exact,
-        "lanes": [_describe_lane(lane, manifest) for lane in timeline.lanes],
+        "ns_per_px": (sent.end_ns - sent.start_ns) / sent.width_px,
+        "is_exact": all(drawing.is_exact for drawing in drawings),
+        "blocks": _describe_blocks(tracks),
+        "lanes": _describe_lanes(tracks),
         "looks": [
             {"label": look.label, "colour": look.colour, "ink": look.ink, "hatched": look.hatched}
             for look in LOOKS
         ],
-        "legend": np.unique(timeline.spans.look).tolist(),
-        "units": [format_unit(unit.fqn) for unit in manifest.units],
+        "legend": _legend(tracks),
+        "units": [name for member in tracks.members for name in member.unit_names],
         "phases": [phase.label for phase in Phase],
         "provenances": _provenances(),
-        "windows": _describe_windows(timeline),
-        "highlighted_unit": highlighted_unit,
-        "aria_label": describe_timeline(timeline),
-        "file_name": f"timeline-step-{timeline.step}.png",
+        "memory": [
+            _describe_curve(lane, curve, thinned, tracks.members[position])
+            for lane, curve, thinned, position in curves
+        ],
+        "opening": _describe_opening(tracks, asked),
+        "found": _describe_found(tracks, asked),
+        "jump": _describe_jump(tracks, jump),
+        "is_linked": is_linked,
+        "aria_label": describe_tracks(tracks),
+        "file_name": f"timeline-step-{tracks.members[0].timeline.step}.png",
     }
-    return pack(header, _columns(timeline, drawing, manifest))
+    return pack(header, _columns(tracks, drawings) | _memory_columns(tracks, curves))
 
 
-def view_key(timeline: StepTimeline, manifest: RunManifest) -> str:
-    """Identity of a drawing: the browser keeps its zoom while it stays the same."""
-    ranks = ",".join(str(window.rank) for window in timeline.windows)
-    return f"{manifest.run_id}/{timeline.step}/{ranks}"
-
-
-def _describe_lane(lane: Lane, manifest: RunManifest) -> Mapping[str, Any]:
-    return {
-        "rank": lane.rank,
-        "row": lane.row,
-        "label": lane_label(lane, manifest),
-        "is_first": lane.track is Track.CLOCK,
-    }
-
-
-def _describe_windows(timeline: StepTimeline) -> list[dict[str, int]]:
-    ranks = [lane.rank for lane in timeline.lanes]
+def _query(tracks: Tracks, view: View) -> list[Drawing]:
+    """What each set shows; either all of them send spans, or all send pixel columns."""
+    share = len(tracks.members)
+    drawings = [
+        member.index.query(
+            view, max_spans=MAX_SPANS // share, max_rectangles=MAX_RECTANGLES // share
+        )
+        for member in tracks.members
+    ]
+    if all(drawing.is_exact for drawing in drawings):
+        return drawings
     return [
-        {
-            "start_ns": window.start_ns,
-            "end_ns": window.end_ns,
-            "first_lane": ranks.index(window.rank),
-            "last_lane": len(ranks) - 1 - ranks[::-1].index(window.rank),
-        }
-        for window in timeline.windows
+        member.index.query(view, max_spans=0, max_rectangles=MAX_RECTANGLES // share)
+        for member in tracks.members
     ]
 
 
-def _columns(
-    timeline: StepTimeline, drawing: Drawing, manifest: RunManifest
-) -> dict[str, NDArray[np.generic]]:
-    columns: dict[str, NDArray[np.generic]] = {
-        "start": drawing.start_ns.astype("f8"),
-        "duration": (drawing.end_ns - drawing.start_ns).astype("f8"),
-        "lane": drawing.lane.astype("u2"),
-        "look": drawing.look.astype("u1"),
-        "shade": drawing.shade,
-    }
-    if drawing.is_exact:
-        columns |= _detail_columns(timeline, timeline.spans.event[drawing.span], manifest)
-    return columns
+def _describe_blocks(tracks: Tracks) -> list[dict[str, Any]]:
+    """Each rank of each set: where its lanes, its step and its events lie."""
+    blocks = []
+    first_lane = 0
+    for position, member in enumerate(tracks.members):
+        ranks = [lane.rank for lane in member.timeline.lanes]
+        for window in member.timeline.windows:
+            first = ranks.index(window.rank)
+            last = len(ranks) - 1 - ranks[::-1].index(window.rank)
+            own = np.searchsorted(member.timeline.event_rank, window.rank)
+            blocks.append(
+                {
+                    "title": member.title,
+                    "rank": window.rank,
+                    "start_ns": window.start_ns,
+                    "end_ns": window.end_ns,
+                    "first_lane": first_lane + first,
+                    "last_lane": first_lane + last,
+                    "first_event": tracks.first_event[position] + int(own),
+                    "is_apart": window.rank in member.timeline.refusals,
+                }
+            )
+        first_lane += len(member.timeline.lanes)
+    return blocks
 
 
-def _detail_columns(
-    timeline: StepTimeline, chosen: NDArray[np.int64], manifest: RunManifest
-) -> dict[str, NDArray[np.generic]]:
-    events = timeline.events.where(chosen)
-    shift = timeline.event_shift_ns[chosen]
-    rates = bus_bytes_per_s(events, manifest.process_groups)
+def _describe_lanes(tracks: Tracks) -> list[dict[str, Any]]:
+    return [
+        {
+            "row": lane.row,
+            "label": lane_label(lane, member.manifest),
+            "kind": _LANE_KINDS.get(lane.track, "collective"),
+        }
+        for member in tracks.members
+        for lane in member.timeline.lanes
+    ]
+
+
+def _legend(tracks: Tracks) -> list[int]:
+    looks = [np.unique(member.timeline.spans.look) for member in tracks.members]
+    return [int(look) for look in np.unique(np.concatenate(looks))]
+
+
+def _describe_opening(tracks: Tracks, asked: Asked) -> dict[str, Any]:
+    """What the browser begins with; later it knows better."""
+    blocks = [
+        (position, window.rank)
+        for position, member in enumerate(tracks.members)
+        for window in member.timeline.windows
+    ]
+    view = asked.view
     return {
-        "event": chosen.astype("i4"),
-        "unit": events.unit,
-        "issued_by": events.issued_by,
+        "view": None if view is None else [view.start_ns, view.end_ns],
+        "selected": -1 if asked.selected is None else tracks.number(asked.selected),
+        "query": asked.query,
+        "pinned": [blocks.index(one) for one in asked.pinned if one in blocks],
+    }
+
+
+def _describe_found(tracks: Tracks, asked: Asked) -> dict[str, Any] | None:
+    """The answer to the search; None if nothing is searched for."""
+    if not asked.query or asked.serial == 0:
+        return None
+    found = tracks.find(asked.query, after=asked.selected, direction=asked.direction)
+    answer: dict[str, Any] = {
+        "serial": asked.serial,
+        "number": found.number,
+        "total": found.total,
+        "event": -1,
+    }
+    return answer if found.place is None else answer | _locate(tracks, found.place)
+
+
+def _describe_jump(tracks: Tracks, jump: Jump | None) -> dict[str, Any] | None:
+    return None if jump is None else {"serial": jump.serial, **_locate(tracks, jump.place)}
+
+
+def _locate(tracks: Tracks, place: Place) -> dict[str, Any]:
+    timeline, event = tracks.members[place.member].timeline, place.event
+    shift = int(timeline.event_shift_ns[event])
+    return {
+        "event": tracks.number(place),
+        "start_ns": int(timeline.events.start_ns[event]) + shift,
+        "end_ns": int(timeline.events.end_ns[event]) + shift,
+    }
+
+
+def _columns(tracks: Tracks, drawings: Sequence[Drawing]) -> _Columns:
+    lanes = np.cumsum([0, *(len(member.timeline.lanes) for member in tracks.members)]).tolist()
+    parts = []
+    for position, drawing in enumerate(drawings):
+        part: _Columns = {
+            "start": drawing.start_ns.astype("f8"),
+            "duration": (drawing.end_ns - drawing.start_ns).astype("f4"),
+            "lane": (drawing.lane + lanes[position]).astype("u2"),
+            "look": drawing.look.astype("u1"),
+            "shade": drawing.shade,
+        }
+        if drawing.is_exact:
+            part |= _detail_columns(tracks, position, drawing)
+        parts.append(part)
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _detail_columns(tracks: Tracks, position: int, drawing: Drawing) -> _Columns:
+    """What tooltips say; times of the event relative to the start of its span."""
+    member = tracks.members[position]
+    timeline, first_unit = member.timeline, tracks.first_unit[position]
+    chosen = timeline.spans.event[drawing.span]
+    events = timeline.events.where(chosen)
+    begin = drawing.start_ns - timeline.event_shift_ns[chosen]
+    rates = bus_bytes_per_s(events, member.manifest.process_groups)
+    places = _unit_places(member.manifest, first_unit)
+    return {
+        "event": (chosen + tracks.first_event[position]).astype("i4"),
+        "unit": places[events.unit],
+        "issued_by": places[events.issued_by],
         "phase": events.phase.astype("u1"),
         "provenance": (events.source.astype("i2") * len(Method) + events.method).astype("u1"),
-        "bytes": events.bytes.astype("f8"),
-        "bus_bytes_per_s": np.where(np.isnan(rates), -1.0, rates),
-        "exposed": timeline.exposed_ns[chosen].astype("f8"),
-        "issue": (events.issue_ns + shift).astype("f8"),
-        "need": np.where(events.need_ns >= 0, events.need_ns + shift, np.nan).astype("f8"),
+        "bytes": events.bytes.astype("f4"),
+        "bus_bytes_per_s": np.where(np.isnan(rates), -1.0, rates).astype("f4"),
+        "exposed": timeline.exposed_ns[chosen].astype("f4"),
+        "event_start": (events.start_ns - begin).astype("f4"),
+        "event_end": (events.end_ns - begin).astype("f4"),
+        "issue": (events.issue_ns - begin).astype("f4"),
+        "need": np.where(events.need_ns >= 0, events.need_ns - begin, np.nan).astype("f4"),
+    }
+
+
+def _unit_places(manifest: RunManifest, first_unit: int) -> NDArray[np.int16]:
+    """By the unit's index in the run: its position among the units of the drawing; -1: none."""
+    highest = max((unit.index for unit in manifest.units), default=NO_UNIT)
+    places = np.full(highest + 2, NO_UNIT, dtype=np.int16)
+    for position, unit in enumerate(manifest.units):
+        places[unit.index] = first_unit + position
+    return places
+
+
+_LanedCurve = tuple[int, MemoryCurve, MemoryCurve, int]
+"""The lane, its whole curve, what a window shows of it, and the position of its set."""
+
+
+def _thin_curves(tracks: Tracks, view: View) -> list[_LanedCurve]:
+    num_curves = sum(len(member.timeline.memory) for member in tracks.members)
+    most = MAX_READINGS // max(num_curves, 1)
+    curves = []
+    first_lane = 0
+    for position, member in enumerate(tracks.members):
+        for lane, curve in sorted(member.timeline.memory.items()):
+            thinned = curve.thinned(view.start_ns, view.end_ns, most)
+            curves.append((first_lane + lane, curve, thinned, position))
+        first_lane += len(member.timeline.lanes)
+    return curves
+
+
+def _describe_curve(
+    lane: int, curve: MemoryCurve, thinned: MemoryCurve, member: TrackSet
+) -> dict[str, Any]:
+    names = {
+        unit.index: name
+        for unit, name in zip(member.manifest.units, member.unit_names, strict=True)
+    }
+    peak = curve.peak
+    return {
+        "lane": lane,
+        "count": len(thinned),
+        "top_bytes": curve.top_bytes,
+        "peak_ns": int(curve.time_ns[peak]),
+        "peak_bytes": int(curve.highest[peak]),
+        "peak_unit": names.get(int(curve.unit[peak]), "outside all units"),
+        "peak_phase": Phase(int(curve.phase[peak])).label,
+    }
+
+
+def _memory_columns(tracks: Tracks, curves: Sequence[_LanedCurve]) -> _Columns:
+    if not curves:
+        return {}
+    shown = [thinned for _, _, thinned, _ in curves]
+    units = [
+        _unit_places(tracks.members[position].manifest, tracks.first_unit[position])[thinned.unit]
+        for _, _, thinned, position in curves
+    ]
+    return {
+        "memory_time": np.concatenate([curve.time_ns for curve in shown]).astype("f8"),
+        "memory_allocated": np.concatenate([curve.allocated for curve in shown]).astype("f4"),
+        "memory_highest": np.concatenate([curve.highest for curve in shown]).astype("f4"),
+        "memory_reserved": np.concatenate([curve.reserved for curve in shown]).astype("f4"),
+        "memory_unit": np.concatenate(units),
+        "memory_phase": np.concatenate([curve.phase for curve in shown]).astype("u1"),
     }
 
 

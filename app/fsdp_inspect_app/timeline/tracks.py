@@ -1,9 +1,10 @@
 """What is drawn for one step? Lanes a rank, and the spans on them.
 
-The first lane of a rank is its clock, the compute stream (CPU: the main thread): it is split
-exactly as `trace.reduction.split_step` splits the step, so what is hatched on it adds up to the
-step's exposed communication. The lanes below hold the collectives, each from its real start to its
-real end; collectives that overlap in one lane are stacked in rows.
+A rank's lanes, from the top: marks where the host issued collectives; its clock, the compute
+stream (CPU: the main thread), split exactly as `trace.reduction.split_step` splits the step, so
+that what is hatched on it adds up to the step's exposed communication; the collectives, each from
+its real start to its real end, in rows where they overlap; and the memory of the step, where it
+was sampled.
 
 Times are ns from the start of the earliest rank's step, on the clock of the first rank drawn; a
 rank whose clock cannot be aligned begins at 0.
@@ -20,7 +21,8 @@ from fsdp_inspect.errors import IncompleteRunError
 from fsdp_inspect.report import palette
 from fsdp_inspect.report.palette import Look
 from fsdp_inspect.report.perfetto.axes import place_ranks
-from fsdp_inspect.trace.alignment import Alignment, align_clocks
+from fsdp_inspect.trace.alignment import Alignment, RankClock, align_clocks
+from fsdp_inspect.trace.clock_fit import LinearClock
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
     COPIES,
@@ -44,6 +46,7 @@ from fsdp_inspect.trace.reduction import (
 )
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect_app.timeline.memory import MemoryCurve, read_curves
 
 Mask = NDArray[np.bool_]
 
@@ -58,11 +61,15 @@ _PHASE_OF_COMPUTE = {
 class Track(NamedCode):
     """A lane of a rank, from top to bottom."""
 
-    CLOCK = 0
-    ALL_GATHER = 1
-    REDUCE_SCATTER = 2
-    ALL_REDUCE = 3
-    OTHER_COLLECTIVE = 4
+    ISSUE = 0
+    """Marks: when the host issued a collective."""
+    CLOCK = 1
+    ALL_GATHER = 2
+    REDUCE_SCATTER = 3
+    ALL_REDUCE = 4
+    OTHER_COLLECTIVE = 5
+    MEMORY = 6
+    """A curve instead of spans."""
 
 
 LOOKS: tuple[Look, ...] = (
@@ -90,6 +97,10 @@ _TRACK_LOOKS = {
     Track.ALL_REDUCE: palette.ALL_REDUCE,
     Track.OTHER_COLLECTIVE: palette.OTHER_COLLECTIVE,
 }
+_TRACK_LOOK_INDEX = np.array(
+    [LOOKS.index(_TRACK_LOOKS[track]) if track in _TRACK_LOOKS else -1 for track in Track]
+)
+"""By `Track`: position of its look in `LOOKS`; -1: it has none of its own."""
 _FSDP_TRACKS = {
     EventKind.ALL_GATHER: Track.ALL_GATHER,
     EventKind.REDUCE_SCATTER: Track.REDUCE_SCATTER,
@@ -133,6 +144,12 @@ class Spans:
 
     def __len__(self) -> int:
         return len(self.lane)
+
+    def where(self, mask: NDArray[np.generic] | slice) -> Self:
+        """The spans that a mask, an index array or a slice selects."""
+        return replace(
+            self, **{field.name: getattr(self, field.name)[mask] for field in fields(self)}
+        )
 
     @classmethod
     def concat(cls, members: Sequence[Self]) -> Self:
@@ -188,6 +205,14 @@ class StepTimeline:
     """By how much lanes of different ranks may be shifted against each other."""
     refusals: Mapping[int, str]
     """By rank, why its clock could not be aligned: its step begins at 0, on an axis of its own."""
+    memory: Mapping[int, MemoryCurve]
+    """By the position of its lane, on the drawing's axis; empty where the step has no samples."""
+
+    @property
+    def timed_spans(self) -> Spans:
+        """All but the marks, which last for no time."""
+        marks = [place for place, lane in enumerate(self.lanes) if lane.track is Track.ISSUE]
+        return self.spans.where(~np.isin(self.spans.lane, marks))
 
     @property
     def end_ns(self) -> int:
@@ -201,20 +226,47 @@ def build_timeline(run: RunSource, *, step: int, ranks: Collection[int]) -> Step
     Raises:
         IncompleteRunError: None of the ranks finished that step.
     """
-    records = [record for record in run.ranks if record.rank in ranks]
-    recorded = {record.rank: run.events(record.rank, steps=[step]) for record in records}
-    layouts = [
-        _lay_out(rank, events)
-        for rank, events in sorted(recorded.items())
-        if np.any(events.kind == EventKind.STEP)
-    ]
-    if not layouts:
+    recorded = {
+        record.rank: run.events(record.rank, steps=[step])
+        for record in run.ranks
+        if record.rank in ranks
+    }
+    finished = {rank: events for rank, events in sorted(recorded.items()) if _has_step(events)}
+    if not finished:
         raise IncompleteRunError(
             f"No rank of {sorted(ranks)} finished step {step} of run {run.manifest.run_id!r}. "
             "A step is drawn once it has ended. Choose another step or other ranks."
         )
-    drawn = [member.window.rank for member in layouts]
-    return _join(step, layouts, align_clocks(run, drawn))
+    curves = read_curves(run, step, list(finished))
+    layouts = [_lay_out(rank, events, curves.get(rank)) for rank, events in finished.items()]
+    return _join(step, layouts, align_clocks(run, list(finished)))
+
+
+def draw_events(events: EventTable, *, rank: int, step: int | None = None) -> StepTimeline:
+    """Lay out a step of one rank from its events alone, such as those of a prediction.
+
+    Args:
+        events: Of one rank.
+        rank: Which rank they are said to be of.
+        step: The step to draw; None: the last one among the events.
+
+    Raises:
+        IncompleteRunError: The events hold no finished step of that number.
+    """
+    finished = events.step[events.kind == EventKind.STEP]
+    chosen = int(finished[-1]) if step is None and len(finished) else step
+    own = events.where(events.step == (-1 if chosen is None else chosen))
+    if chosen is None or not _has_step(own):
+        raise IncompleteRunError(
+            f"The events hold no finished step {'' if chosen is None else chosen} to draw. "
+            f"Finished: {finished.tolist() or 'none'}. Choose one of them."
+        )
+    alone = Alignment(rank, {rank: RankClock(LinearClock(), "", 0, 0)}, {})
+    return _join(chosen, [_lay_out(rank, own, None)], alone)
+
+
+def _has_step(events: EventTable) -> bool:
+    return bool(np.any(events.kind == EventKind.STEP))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +278,8 @@ class _RankLayout:
     spans: Spans
     events: EventTable
     exposed_ns: NDArray[np.int64]
+    memory: MemoryCurve | None
+    """Of the last lane."""
 
 
 def _join(step: int, layouts: Sequence[_RankLayout], alignment: Alignment) -> StepTimeline:
@@ -252,14 +306,25 @@ def _join(step: int, layouts: Sequence[_RankLayout], alignment: Alignment) -> St
         exposed_ns=np.concatenate([member.exposed_ns for member in layouts]),
         clock_uncertainty_ns=alignment.uncertainty_ns,
         refusals=dict(alignment.refusals),
+        memory={
+            int(last) - 1: member.memory.moved(shift)
+            for last, member, shift in zip(first_lane[1:], layouts, shifts, strict=True)
+            if member.memory is not None
+        },
     )
 
 
-def _lay_out(rank: int, events: EventTable) -> _RankLayout:
+def _lay_out(rank: int, events: EventTable, memory: MemoryCurve | None) -> _RankLayout:
     window = _step_window(rank, events)
     parts = split_step(events, window.start_ns, window.end_ns)
-    lanes = [Lane(rank, Track.CLOCK, 0)]
-    spans = [_clock_spans(events, parts)]
+    lanes: list[Lane] = []
+    spans: list[Spans] = []
+    marks = _issue_marks(events, window)
+    if len(marks):
+        lanes.append(Lane(rank, Track.ISSUE, 0))
+        spans.append(marks)
+    spans.append(_clock_spans(events, parts).moved(0, len(lanes), 0))
+    lanes.append(Lane(rank, Track.CLOCK, 0))
     for track, members in _collective_tracks(events):
         rows = stack_rows(events.start_ns[members], events.end_ns[members])
         spans.append(
@@ -272,12 +337,31 @@ def _lay_out(rank: int, events: EventTable) -> _RankLayout:
             )
         )
         lanes += [Lane(rank, track, row) for row in range(int(rows.max()) + 1)]
+    if memory is not None:
+        lanes.append(Lane(rank, Track.MEMORY, 0))
     return _RankLayout(
         window=window,
         lanes=tuple(lanes),
         spans=Spans.concat(spans),
         events=events,
         exposed_ns=exposed_ns(events, parts[StepPart.COMMUNICATION]),
+        memory=memory,
+    )
+
+
+def _issue_marks(events: EventTable, window: RankWindow) -> Spans:
+    """When the host issued each collective of the step: 1 ns long, moved apart where they meet."""
+    issue = events.issue_ns
+    members = np.flatnonzero(np.isin(events.kind, list(COLLECTIVES)) & (issue >= window.start_ns))
+    members = members[np.argsort(issue[members], kind="stable")]
+    order = np.arange(len(members))
+    start = np.maximum.accumulate(issue[members] - order) + order if len(members) else order
+    return Spans(
+        lane=np.zeros(len(members), dtype=np.int64),
+        look=_TRACK_LOOK_INDEX[_track_of(events)[members]],
+        start_ns=start,
+        end_ns=start + 1,
+        event=members,
     )
 
 
@@ -341,6 +425,15 @@ def _exposed_claims(events: EventTable, part: StepPart) -> Any:
 
 def _collective_tracks(events: EventTable) -> Iterator[tuple[Track, NDArray[np.int64]]]:
     """The tracks that have something on them, each with the positions of its events."""
+    track = _track_of(events)
+    for candidate in _TRACK_LOOKS:
+        members = np.flatnonzero(track == candidate)
+        if len(members):
+            yield candidate, members
+
+
+def _track_of(events: EventTable) -> NDArray[np.int64]:
+    """The track of collectives on which each event lies; -1: on none."""
     track = np.full(len(events), -1)
     track[np.isin(events.kind, list(COLLECTIVES))] = Track.OTHER_COLLECTIVE
     for kind, own_track in _FSDP_TRACKS.items():
@@ -348,10 +441,7 @@ def _collective_tracks(events: EventTable) -> Iterator[tuple[Track, NDArray[np.i
     off_clock = ~np.isin(events.stream, (Stream.HOST, Stream.COMPUTE))
     for kind, own_track in _STREAM_COPIES.items():
         track[(events.kind == kind) & off_clock] = own_track
-    for candidate in Track:
-        members = np.flatnonzero(track == candidate)
-        if len(members):
-            yield candidate, members
+    return track
 
 
 def _collective_looks(kinds: NDArray[np.int8], track: Track) -> NDArray[np.int64]:

@@ -1,0 +1,712 @@
+// How is a drawing explored? Pointer, keyboard and buttons move a window over it; what the window
+// needs is asked of the server. Names from runs are only ever drawn as text (fillText,
+// textContent), never as HTML.
+
+const MIN_VIEW_NS = 50;
+const REQUEST_DELAY_MS = 120;
+const PAN_STEP = 0.15;
+const ZOOM_STEP = 1.35;
+const SCROLL_STEP = 0.8;
+const MOST_SUGGESTED = 2000;
+const SHARE_OF_HEIGHT = 0.72; // of the browser's window, at most
+
+const instances = new WeakMap();
+
+export default function renderTimeline(component) {
+  const root = component.parentElement.querySelector(".timeline");
+  let timeline = instances.get(root);
+  if (!timeline) {
+    timeline = new Timeline(root);
+    instances.set(root, timeline);
+  }
+  timeline.sendState = component.setStateValue;
+  timeline.show(new Drawing(component.data));
+  return () => {
+    timeline.stop();
+    instances.delete(root);
+  };
+}
+
+class Timeline {
+  constructor(root) {
+    this.root = root;
+    this.canvas = root.querySelector("canvas");
+    this.pen = this.canvas.getContext("2d");
+    this.tip = root.querySelector(".tip");
+    this.live = root.querySelector(".live");
+    this.legend = root.querySelector(".legend");
+    this.input = root.querySelector("input");
+    this.drawing = null;
+    this.draws = 0;
+    this.drag = null;
+    this.reset();
+    this.resizing = new ResizeObserver(() => this.resize());
+    this.resizing.observe(root);
+    this.listen();
+  }
+
+  // What is forgotten when another step is shown.
+  reset() {
+    this.hovered = NONE;
+    this.hoveredBlock = NONE;
+    this.selected = NONE;
+    this.cursor = NONE;
+    this.ruler = null;
+    this.isMeasuring = false;
+    this.query = "";
+    this.direction = 0;
+    this.serial = 0;
+    this.answered = 0;
+    this.pinned = [];
+    this.scroll = 0;
+  }
+
+  stop() {
+    this.resizing.disconnect();
+    clearTimeout(this.request);
+    cancelAnimationFrame(this.frame);
+  }
+
+  // ---- data ----
+
+  show(drawing) {
+    const isOther = !this.drawing || this.drawing.header.key !== drawing.header.key;
+    this.drawing = drawing;
+    this.hovered = NONE;
+    this.tip.hidden = true;
+    if (isOther) this.open(drawing.header);
+    this.cursor = drawing.bodyOf(this.selected);
+    this.highlight();
+    this.canvas.setAttribute("aria-label", drawing.header.aria_label);
+    this.fillLegend();
+    this.resize();
+    this.takeAnswer(drawing.header.found);
+    this.jump(drawing.header.jump);
+  }
+
+  open(header) {
+    this.reset();
+    const { opening } = header;
+    const [start, end] = opening.view || [0, header.axis_end_ns];
+    this.view = { start, end };
+    this.selected = opening.selected;
+    this.pinned = opening.pinned;
+    this.query = opening.query;
+    this.input.value = opening.query;
+    this.serial = header.found ? header.found.serial : 0;
+    this.answered = this.serial;
+    this.jumped = header.jump ? header.jump.serial : 0;
+    this.say(".matches", "");
+    const options = [...new Set(header.units)].slice(0, MOST_SUGGESTED).map((name) => {
+      const option = document.createElement("option");
+      option.value = name;
+      return option;
+    });
+    this.root.querySelector("datalist").replaceChildren(...options);
+  }
+
+  resize() {
+    if (!this.drawing) return;
+    this.width = Math.max(this.root.clientWidth, 360);
+    const most = Math.max(SHARE_OF_HEIGHT * window.innerHeight, 420);
+    this.layout = new Layout(this.drawing.header, this.pinned, most);
+    this.height = this.layout.canvasHeight;
+    this.scrollTo(this.scroll);
+    const ratio = window.devicePixelRatio || 1;
+    this.canvas.width = Math.round(this.width * ratio);
+    this.canvas.height = Math.round(this.height * ratio);
+    this.canvas.style.width = `${this.width}px`;
+    this.canvas.style.height = `${this.height}px`;
+    this.pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    this.draw();
+    this.requestDetail();
+  }
+
+  // ---- what the server is asked ----
+
+  // The window, unless what it needs is here already.
+  requestDetail() {
+    const { header } = this.drawing;
+    const { start, end } = this.view;
+    const isCovered = header.data_start_ns <= start && header.data_end_ns >= end;
+    const isSharp = header.is_exact || header.ns_per_px <= (this.length / this.plotWidth) * 1.05;
+    clearTimeout(this.request);
+    if (!isCovered || !isSharp) this.request = setTimeout(() => this.send(), REQUEST_DELAY_MS);
+  }
+
+  send() {
+    clearTimeout(this.request);
+    this.sendState("asked", {
+      key: this.drawing.header.key,
+      view: {
+        start_ns: Math.floor(this.view.start),
+        end_ns: Math.ceil(this.view.end),
+        width_px: Math.round(this.plotWidth),
+      },
+      selected: this.selected,
+      find: { query: this.query, direction: this.direction, serial: this.serial },
+      pinned: this.pinned,
+    });
+  }
+
+  // ---- geometry ----
+
+  get gutter() {
+    return gutterOf(this.width);
+  }
+
+  get plotWidth() {
+    return this.width - this.gutter;
+  }
+
+  get length() {
+    return this.view.end - this.view.start;
+  }
+
+  timeAt(x) {
+    return this.view.start + ((x - this.gutter) / this.plotWidth) * this.length;
+  }
+
+  spanAt(x, y) {
+    const lane = this.layout.laneAt(y, this.scroll);
+    if (lane === NONE || x < this.gutter) return NONE;
+    const tolerance = this.drawing.header.lanes[lane].kind === "marks" ? 4 : 1.5;
+    const slack = (tolerance * this.length) / this.plotWidth;
+    return this.drawing.spanAt(lane, this.timeAt(x), slack);
+  }
+
+  // ---- moving ----
+
+  setView(start, end) {
+    const axisEnd = this.drawing.header.axis_end_ns;
+    const length = Math.min(Math.max(end - start, MIN_VIEW_NS), axisEnd);
+    const first = Math.min(Math.max(start, 0), axisEnd - length);
+    this.view = { start: first, end: first + length };
+    this.scheduleDraw();
+    this.requestDetail();
+  }
+
+  zoom(factor, centre = (this.view.start + this.view.end) / 2) {
+    const before = (centre - this.view.start) / this.length;
+    const length = Math.max(this.length * factor, MIN_VIEW_NS);
+    this.setView(centre - before * length, centre + (1 - before) * length);
+  }
+
+  moveTo(start) {
+    const last = this.drawing.header.axis_end_ns - this.length;
+    const first = Math.min(Math.max(start, 0), last);
+    this.setView(first, first + this.length);
+  }
+
+  pan(share) {
+    this.moveTo(this.view.start + this.length * share);
+  }
+
+  fit() {
+    this.setView(0, this.drawing.header.axis_end_ns);
+  }
+
+  fitSelection() {
+    if (this.cursor === NONE) {
+      this.fit();
+      return;
+    }
+    const start = this.drawing.columns.start[this.cursor];
+    const duration = this.drawing.columns.duration[this.cursor];
+    const margin = Math.max(duration, MIN_VIEW_NS);
+    this.setView(start - margin, start + duration + margin);
+  }
+
+  scrollTo(scroll) {
+    this.scroll = Math.min(Math.max(scroll, 0), this.layout.maxScroll);
+  }
+
+  scrollBy(pixels) {
+    this.scrollTo(this.scroll + pixels);
+    this.scheduleDraw();
+  }
+
+  // ---- selecting ----
+
+  select(position) {
+    this.cursor = position;
+    const { event } = this.drawing.columns;
+    this.selected = position === NONE || !event ? NONE : event[position];
+    const rows = position === NONE ? [] : this.drawing.describe(position);
+    this.live.textContent = rows.map((row) => row.filter(Boolean).join(" ")).join(", ");
+    this.scheduleDraw();
+  }
+
+  // Select, and tell the page, which shows the details.
+  choose(position) {
+    this.select(position);
+    if (position === NONE) this.ruler = null;
+    this.send();
+  }
+
+  // The neighbour of the selected span in its lane.
+  step(direction) {
+    if (!this.drawing.length) return;
+    if (this.cursor === NONE) {
+      this.select(this.firstOnClock());
+    } else {
+      const [low, high] = this.drawing.ranges[this.drawing.columns.lane[this.cursor]];
+      this.select(Math.min(Math.max(this.cursor + direction, low), high - 1));
+    }
+    this.keepSelectedInView();
+  }
+
+  firstOnClock() {
+    const { lanes } = this.drawing.header;
+    const clock = lanes.findIndex((lane, position) => (
+      lane.kind === "clock" && this.drawing.ranges[position][0] < this.drawing.ranges[position][1]));
+    if (clock === NONE) return 0;
+    const [low, high] = this.drawing.ranges[clock];
+    const first = lastStartingBefore(this.drawing.columns.start, low, high, this.view.start);
+    return Math.max(first, low);
+  }
+
+  // The span of the next lane that is nearest in time.
+  changeLane(direction) {
+    const { lane, start } = this.drawing.columns;
+    const { ranges } = this.drawing;
+    if (this.cursor === NONE) {
+      this.step(0);
+      return;
+    }
+    let next = lane[this.cursor] + direction;
+    while (ranges[next] && ranges[next][0] === ranges[next][1]) next += direction;
+    if (!ranges[next]) return;
+    const [low, high] = ranges[next];
+    this.select(Math.max(lastStartingBefore(start, low, high, start[this.cursor]), low));
+    this.keepSelectedInView();
+  }
+
+  keepSelectedInView() {
+    const { start, lane } = this.drawing.columns;
+    this.keepLaneInView(lane[this.cursor]);
+    const middle = (start[this.cursor] + this.drawing.end(this.cursor)) / 2;
+    if (middle < this.view.start || middle > this.view.end) this.moveTo(middle - this.length / 2);
+  }
+
+  keepLaneInView(lane) {
+    const top = this.layout.top[lane];
+    if (this.layout.isFixed(top)) return;
+    const room = this.height - this.layout.fixedBottom - FOOT_HEIGHT;
+    const from = top - this.layout.fixedBottom;
+    const least = from + this.layout.height[lane] - room;
+    this.scrollTo(Math.max(Math.min(this.scroll, from), least));
+  }
+
+  pin(block) {
+    if (block === NONE) return;
+    this.pinned = this.pinned.includes(block)
+      ? this.pinned.filter((one) => one !== block) : [...this.pinned, block];
+    this.resize();
+    this.send();
+  }
+
+  // ---- searching ----
+
+  // The units of that name; without one those whose names contain it. As track_set.py does.
+  highlight() {
+    const wanted = this.query.trim().toLowerCase();
+    const names = this.drawing.header.units.map((name) => name.toLowerCase());
+    const all = names.map((_, unit) => unit);
+    const exact = all.filter((unit) => names[unit] === wanted);
+    const chosen = exact.length || !wanted ? exact
+      : all.filter((unit) => names[unit].includes(wanted));
+    this.drawing.highlighted = new Set(wanted ? chosen : []);
+    if (wanted && !chosen.length) this.say(".matches", "no such unit");
+  }
+
+  onInput() {
+    this.query = this.input.value;
+    this.say(".matches", "");
+    this.highlight();
+    this.scheduleDraw();
+    const isName = this.drawing.header.units.includes(this.query);
+    if (isName || !this.query) this.find(0);
+  }
+
+  // The next match after the selection; 0: the first one from it on.
+  find(direction) {
+    this.direction = direction;
+    if (this.query) this.serial += 1;
+    this.send();
+  }
+
+  takeAnswer(found) {
+    if (!found || found.serial <= this.answered) return;
+    this.answered = found.serial;
+    if (found.event === NONE) {
+      this.say(".matches", "nothing drawn");
+      return;
+    }
+    this.say(".matches", `${found.number} of ${found.total}`);
+    this.goTo(found);
+  }
+
+  // Where a button of the page leads.
+  jump(place) {
+    if (!place || place.serial <= this.jumped) return;
+    this.jumped = place.serial;
+    this.goTo(place);
+    this.canvas.focus({ preventScroll: true });
+  }
+
+  // Select an event and bring it into view, wide enough to be seen.
+  goTo({ event, start_ns: start, end_ns: end }) {
+    this.selected = event;
+    this.cursor = this.drawing.bodyOf(event);
+    if (this.cursor !== NONE) this.keepLaneInView(this.drawing.columns.lane[this.cursor]);
+    const length = end - start;
+    const isTiny = (length / this.length) * this.plotWidth < 16;
+    const shown = isTiny ? Math.max(12 * length, MIN_VIEW_NS) : this.length;
+    const middle = (start + end) / 2;
+    if (isTiny || start < this.view.start || end > this.view.end) {
+      this.setView(middle - shown / 2, middle + shown / 2);
+    }
+    this.scheduleDraw();
+    this.send(); // the page shows its details
+  }
+
+  say(selector, text) {
+    this.root.querySelector(selector).textContent = text;
+  }
+
+  // ---- pointer and keyboard ----
+
+  listen() {
+    const { canvas, input } = this;
+    canvas.addEventListener("wheel", (event) => this.onWheel(event), { passive: false });
+    canvas.addEventListener("pointerdown", (event) => this.onDown(event));
+    canvas.addEventListener("pointermove", (event) => this.onMove(event));
+    canvas.addEventListener("pointerup", (event) => this.onUp(event));
+    canvas.addEventListener("pointercancel", () => { this.drag = null; });
+    canvas.addEventListener("pointerleave", () => this.hover(NONE, NONE));
+    canvas.addEventListener("dblclick", (event) => { if (event.offsetX > this.gutter) this.fit(); });
+    canvas.addEventListener("keydown", (event) => this.onKey(event));
+    input.addEventListener("input", () => this.onInput());
+    input.addEventListener("keydown", (event) => this.onSearchKey(event));
+    const commands = {
+      next: () => this.find(1),
+      previous: () => this.find(-1),
+      "zoom-in": () => this.zoom(1 / ZOOM_STEP),
+      "zoom-out": () => this.zoom(ZOOM_STEP),
+      fit: () => this.fit(),
+      ruler: () => this.toggleRuler(),
+      png: () => this.savePng(),
+      link: () => this.copyLink(),
+      help: () => this.toggleHelp(),
+    };
+    for (const button of this.root.querySelectorAll("button")) {
+      button.addEventListener("click", commands[button.dataset.command]);
+    }
+  }
+
+  onWheel(event) {
+    if (event.offsetX < this.gutter) {
+      if (!this.layout.maxScroll) return;
+      event.preventDefault();
+      this.scrollBy(event.deltaY);
+      return;
+    }
+    if (Math.abs(event.deltaX) > Math.abs(event.deltaY) || event.shiftKey) {
+      event.preventDefault();
+      this.pan((event.deltaX || event.deltaY) / this.plotWidth);
+      return;
+    }
+    const isWhole = this.length >= this.drawing.header.axis_end_ns;
+    if (event.deltaY > 0 && isWhole) return; // nothing left to zoom out: let the page scroll
+    event.preventDefault();
+    this.zoom(Math.exp(event.deltaY * 0.002), this.timeAt(event.offsetX));
+  }
+
+  onDown(event) {
+    this.canvas.setPointerCapture(event.pointerId);
+    const isRuler = (event.shiftKey || this.isMeasuring) && event.offsetX > this.gutter;
+    this.drag = {
+      x: event.offsetX,
+      y: event.offsetY,
+      start: this.view.start,
+      scroll: this.scroll,
+      isRuler,
+      moved: false,
+    };
+    if (isRuler) this.ruler = [this.timeAt(event.offsetX), this.timeAt(event.offsetX)];
+  }
+
+  onMove(event) {
+    if (!this.drag) {
+      this.point(event.offsetX, event.offsetY);
+      return;
+    }
+    const distance = event.offsetX - this.drag.x;
+    const fall = event.offsetY - this.drag.y;
+    if (Math.max(Math.abs(distance), Math.abs(fall)) > 3) this.drag.moved = true;
+    if (!this.drag.moved) return;
+    this.hover(NONE, NONE);
+    if (this.drag.isRuler) {
+      this.ruler[1] = this.timeAt(event.offsetX);
+      this.scheduleDraw();
+      return;
+    }
+    this.scrollTo(this.drag.scroll - fall);
+    this.moveTo(this.drag.start - (distance / this.plotWidth) * this.length);
+  }
+
+  onUp(event) {
+    const { drag } = this;
+    this.drag = null;
+    if (!drag || drag.moved) return;
+    if (drag.isRuler) {
+      this.ruler = null;
+      this.scheduleDraw();
+    } else if (event.offsetX < this.gutter) {
+      this.pin(this.blockAt(event.offsetY));
+    } else if (!this.drawing.header.is_exact) {
+      this.zoom(1 / 8, this.timeAt(event.offsetX));
+    } else {
+      this.choose(this.spanAt(event.offsetX, event.offsetY));
+    }
+  }
+
+  blockAt(y) {
+    const lane = this.layout.laneAt(y, this.scroll);
+    return lane === NONE ? NONE : this.layout.blockOf[lane];
+  }
+
+  onKey(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const page = SCROLL_STEP * (this.height - this.layout.fixedBottom);
+    const commands = {
+      a: () => this.pan(-PAN_STEP),
+      d: () => this.pan(PAN_STEP),
+      w: () => this.zoom(1 / ZOOM_STEP),
+      s: () => this.zoom(ZOOM_STEP),
+      f: () => this.fitSelection(),
+      0: () => this.fit(),
+      n: () => this.find(event.shiftKey ? -1 : 1),
+      p: () => this.pin(this.cursor === NONE ? this.pinned[0] ?? 0
+        : this.drawing.blockOf(this.drawing.columns.lane[this.cursor])),
+      "/": () => this.input.focus(),
+      "?": () => this.toggleHelp(),
+      ArrowLeft: () => this.step(-1),
+      ArrowRight: () => this.step(1),
+      ArrowUp: () => this.changeLane(-1),
+      ArrowDown: () => this.changeLane(1),
+      PageUp: () => this.scrollBy(-page),
+      PageDown: () => this.scrollBy(page),
+      Enter: () => this.choose(this.cursor),
+      Escape: () => this.choose(NONE),
+    };
+    const command = commands[event.key.length === 1 ? event.key.toLowerCase() : event.key];
+    if (!command) return;
+    event.preventDefault();
+    event.stopPropagation();
+    command();
+  }
+
+  onSearchKey(event) {
+    event.stopPropagation();
+    if (event.key === "Enter") {
+      event.preventDefault();
+      this.find(event.shiftKey ? -1 : Number(this.answered > 0));
+    } else if (event.key === "Escape") {
+      event.preventDefault();
+      this.canvas.focus();
+    }
+  }
+
+  // ---- what is pointed at ----
+
+  point(x, y) {
+    const lane = this.layout.laneAt(y, this.scroll);
+    const isOnName = x < this.gutter && lane !== NONE;
+    this.hover(this.spanAt(x, y), isOnName ? this.layout.blockOf[lane] : NONE, x, y);
+    if (this.hovered === NONE && lane !== NONE && x >= this.gutter) this.pointAtMemory(lane, x, y);
+  }
+
+  hover(position, block, x, y) {
+    const hasMoved = position !== this.hovered || block !== this.hoveredBlock;
+    this.hovered = position;
+    this.hoveredBlock = block;
+    this.canvas.style.cursor = position === NONE && block === NONE ? "grab" : "pointer";
+    this.canvas.title = block === NONE ? "" : "Click to pin this rank at the top";
+    this.tip.hidden = position === NONE;
+    if (position !== NONE) {
+      if (hasMoved) this.fillTip(this.drawing.describe(position));
+      this.placeTip(x, y);
+    }
+    if (hasMoved) this.scheduleDraw();
+  }
+
+  pointAtMemory(lane, x, y) {
+    const reading = this.drawing.readingAt(lane, this.timeAt(x));
+    if (reading === NONE) return;
+    this.fillTip(this.drawing.describeReading(lane, reading));
+    this.tip.hidden = false;
+    this.placeTip(x, y);
+  }
+
+  fillTip(rows) {
+    this.tip.replaceChildren(...rows.map(([label, value], line) => {
+      const row = document.createElement("div");
+      row.className = line === 0 ? "title" : "row";
+      for (const text of line === 0 ? [label] : [label, value]) {
+        const cell = document.createElement("span");
+        cell.textContent = text;
+        row.append(cell);
+      }
+      return row;
+    }));
+  }
+
+  placeTip(x, y) {
+    const box = this.tip.getBoundingClientRect();
+    const left = x + 14 + box.width > this.width ? x - box.width - 14 : x + 14;
+    this.tip.style.left = `${Math.max(left, 0)}px`;
+    this.tip.style.top = `${y + 16}px`;
+  }
+
+  fillLegend() {
+    const { looks, legend } = this.drawing.header;
+    this.legend.replaceChildren(...legend.map((position) => {
+      const look = looks[position];
+      const entry = document.createElement("span");
+      const swatch = document.createElement("i");
+      swatch.style.backgroundColor = look.colour;
+      if (look.hatched) swatch.className = "hatched";
+      entry.append(swatch, document.createTextNode(look.label));
+      return entry;
+    }));
+  }
+
+  // ---- buttons ----
+
+  toggleRuler() {
+    this.isMeasuring = !this.isMeasuring;
+    if (!this.isMeasuring) this.ruler = null;
+    this.root.querySelector('[data-command="ruler"]').setAttribute("aria-pressed", this.isMeasuring);
+    this.scheduleDraw();
+  }
+
+  toggleHelp() {
+    const help = this.root.querySelector(".help");
+    help.hidden = !help.hidden;
+    this.root.querySelector('[data-command="help"]').setAttribute("aria-expanded", !help.hidden);
+  }
+
+  // The address of the page; where it understands them, with window, selection, pins and unit.
+  linkToThis() {
+    const address = new URL(window.location.href);
+    const { header } = this.drawing;
+    if (!header.is_linked) return address.href;
+    const put = (name, values) => {
+      address.searchParams.delete(name);
+      for (const value of values) address.searchParams.append(name, value);
+    };
+    const isWhole = this.length >= header.axis_end_ns;
+    const window_ = `${Math.floor(this.view.start)}-${Math.ceil(this.view.end)}`;
+    put("window", isWhole ? [] : [window_]);
+    put("span", this.selected === NONE ? [] : [this.nameOfEvent(this.selected)]);
+    put("top", this.pinned.map((block) => String(header.blocks[block].rank)));
+    put("unit", header.units.includes(this.query) ? [this.query] : []);
+    return address.href;
+  }
+
+  // As the page's address names an event: its rank, and its number on that rank.
+  nameOfEvent(event) {
+    const owner = this.drawing.header.blocks.filter((block) => block.first_event <= event).pop();
+    return `${owner.rank}-${event - owner.first_event}`;
+  }
+
+  async copyLink() {
+    const link = this.linkToThis();
+    try {
+      await navigator.clipboard.writeText(link);
+      this.say(".said", "link copied");
+    } catch {
+      window.prompt("Copy this link:", link); // no clipboard without https or localhost
+    }
+    setTimeout(() => this.say(".said", ""), 4000);
+  }
+
+  // All ranks, not only those that are scrolled to, with the legend's words below.
+  savePng() {
+    const layout = new Layout(this.drawing.header, this.pinned, Infinity);
+    const height = layout.canvasHeight;
+    const picture = document.createElement("canvas");
+    const ratio = 2;
+    picture.width = this.width * ratio;
+    picture.height = (height + 44) * ratio;
+    const pen = picture.getContext("2d");
+    pen.scale(ratio, ratio);
+    new Painter(pen, { ...this.scene(), layout, height, scroll: 0 }).paint();
+    this.paintCaption(pen, height);
+    picture.toBlob((blob) => {
+      const link = document.createElement("a");
+      link.href = URL.createObjectURL(blob);
+      link.download = this.drawing.header.file_name;
+      link.click();
+      setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+    });
+  }
+
+  paintCaption(pen, top) {
+    const { looks, legend, aria_label: words } = this.drawing.header;
+    const { colours, font } = this.scene();
+    pen.fillStyle = colours.background;
+    pen.fillRect(0, top, this.width, 44);
+    pen.font = `11px ${font}`;
+    pen.textAlign = "left";
+    pen.textBaseline = "middle";
+    let x = 2;
+    for (const { label, colour } of legend.map((position) => looks[position])) {
+      pen.fillStyle = colour;
+      pen.fillRect(x, top + 4, 12, 10);
+      pen.fillStyle = colours.text;
+      pen.fillText(label, x + 16, top + 9.5);
+      x += pen.measureText(label).width + 30;
+    }
+    pen.fillText(words.split(" Hatched")[0], 2, top + 30);
+  }
+
+  // ---- drawing ----
+
+  scheduleDraw() {
+    cancelAnimationFrame(this.frame);
+    this.frame = requestAnimationFrame(() => this.draw());
+  }
+
+  scene() {
+    const style = getComputedStyle(this.root);
+    const colours = Object.fromEntries(
+      ["text", "faint", "line", "band", "background", "memory"].map(
+        (name) => [name, style.getPropertyValue(`--timeline-${name}`).trim()],
+      ),
+    );
+    const { drawing, layout, view, width, height, scroll, hovered, hoveredBlock, selected, ruler,
+      pinned } = this;
+    return { drawing, layout, view, width, height, scroll, hovered, hoveredBlock, selected, ruler,
+      pinned, colours, font: style.fontFamily };
+  }
+
+  draw() {
+    new Painter(this.pen, this.scene()).paint();
+    this.draws += 1;
+    Object.assign(this.canvas.dataset, { // what tests can read of the picture
+      startNs: Math.round(this.view.start),
+      endNs: Math.round(this.view.end),
+      rectangles: this.drawing.length,
+      exact: this.drawing.header.is_exact,
+      selected: this.selected,
+      arrows: this.selected === NONE ? 0 : this.drawing.arrowsOf(this.selected).length,
+      pinned: this.pinned.join(","),
+      scroll: Math.round(this.scroll),
+      ruler: this.ruler ? Math.round(Math.abs(this.ruler[1] - this.ruler[0])) : "",
+      draws: this.draws,
+    });
+  }
+}

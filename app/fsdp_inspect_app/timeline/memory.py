@@ -1,0 +1,127 @@
+"""How did the memory of a rank move through a step? The curve of its lane.
+
+Readings are taken by the host, which on a GPU runs ahead of the streams above: the curve lies at
+the host's times. Between two readings only the highest moment is known, where the counters tell it
+([Note: peaks between readings] in `trace.memory_reduction`).
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.errors import StoreError
+from fsdp_inspect.trace.memory_reduction import highest_allocated, samples_of
+from fsdp_inspect.trace.rank_memory import memory_parts
+from fsdp_inspect.trace.reduction import StepPart
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.tables import MISSING_INT
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCurve:
+    """The readings of one step of one rank, by time; arrays of shape (n,), n > 0."""
+
+    time_ns: NDArray[np.int64]
+    allocated: NDArray[np.int64]
+    highest: NDArray[np.int64]
+    """The highest moment since the reading before, at least `allocated`."""
+    reserved: NDArray[np.int64]
+    """-1: not known (CPU)."""
+    unit: NDArray[np.int16]
+    """Index of the innermost unit on the host's stack; -1: none."""
+    phase: NDArray[np.int8]
+    """A `Phase`."""
+
+    def __len__(self) -> int:
+        return len(self.time_ns)
+
+    @property
+    def peak(self) -> int:
+        """Position of the highest reading."""
+        return int(np.argmax(self.highest))
+
+    @property
+    def top_bytes(self) -> int:
+        """The highest that is drawn, reserved memory included."""
+        return int(max(self.highest.max(), self.reserved.max()))
+
+    def moved(self, shift_ns: int) -> "MemoryCurve":
+        """The same curve on another clock."""
+        return replace(self, time_ns=self.time_ns + shift_ns)
+
+    def at(self, positions: NDArray[np.int64]) -> "MemoryCurve":
+        """Some of the readings."""
+        return MemoryCurve(
+            time_ns=self.time_ns[positions],
+            allocated=self.allocated[positions],
+            highest=self.highest[positions],
+            reserved=self.reserved[positions],
+            unit=self.unit[positions],
+            phase=self.phase[positions],
+        )
+
+    def thinned(self, start_ns: int, end_ns: int, most: int) -> "MemoryCurve":
+        """What a window shows: its readings and one on either side; of many the highest ones.
+
+        Args:
+            start_ns: Of the window.
+            end_ns: Of the window.
+            most: So many readings at most are returned, two aside.
+        """
+        first = max(int(np.searchsorted(self.time_ns, start_ns)) - 1, 0)
+        last = min(int(np.searchsorted(self.time_ns, end_ns, side="right")) + 1, len(self))
+        if last - first <= most:
+            return self.at(np.arange(first, last))
+        bins = np.linspace(first, last, most + 1).astype(np.int64)
+        tops = [low + int(np.argmax(self.highest[low:high])) for low, high in _pairs(bins)]
+        return self.at(np.unique([first, *tops, last - 1]))
+
+
+def read_curves(run: RunSource, step: int, ranks: Collection[int]) -> dict[int, MemoryCurve]:
+    """The memory of one step, by rank; ranks without readings of it are absent.
+
+    Times are on each rank's own clock. Samples are read only of ranks whose summary has some of
+    that step.
+    """
+    rows = memory_parts(run)
+    is_known = (rows.step == step) & (rows.kind == StepPart.PEAK_ALLOCATED)
+    sampled = set(rows.rank[is_known].tolist()) & set(ranks)
+    curves = {}
+    for record in run.ranks:
+        if record.rank in sampled:
+            curve = _read_curve(run, record.rank, record.memory_from, step)
+            if curve is not None:
+                curves[record.rank] = curve
+    return curves
+
+
+def _read_curve(run: RunSource, rank: int, memory_from: str, step: int) -> MemoryCurve | None:
+    """The readings of a step; None if they are damaged or there are none."""
+    try:
+        readings = samples_of(run.memory(rank), memory_from)
+    except StoreError:
+        return None
+    readings = readings.where(np.argsort(readings.time_ns, kind="stable"))
+    highest = np.maximum(highest_allocated(readings, memory_from), readings.allocated)
+    chosen = np.flatnonzero((readings.step == step) & (readings.allocated != MISSING_INT))
+    if len(chosen) == 0:
+        return None
+    own = readings.where(chosen)
+    return MemoryCurve(
+        time_ns=own.time_ns,
+        allocated=own.allocated,
+        highest=highest[chosen],
+        reserved=own.reserved,
+        unit=own.unit,
+        phase=own.phase,
+    )
+
+
+def _pairs(bounds: NDArray[np.int64]) -> list[tuple[int, int]]:
+    return [
+        (low, high)
+        for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+        if high > low
+    ]

@@ -1,0 +1,200 @@
+"""What does one drawing show? One or several steps, each a block of lanes on the shared axis.
+
+Every step begins at 0, so that steps of different runs lie one above the other from their starts.
+Events are numbered through over the sets of a drawing, units too.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.trace.codes import COPIES
+from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect_app.timeline.lod import SpanIndex
+from fsdp_inspect_app.timeline.tracks import StepTimeline
+
+_EVENT_NAME = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
+
+
+@dataclass(frozen=True, slots=True)
+class TrackSet:
+    """One step of one run, ready to be drawn; make it with `TrackSet.of` and keep it cached."""
+
+    timeline: StepTimeline
+    manifest: RunManifest
+    """For the names of units and groups."""
+    index: SpanIndex
+    title: str = ""
+    """Written above its lanes; needed where a drawing has several sets."""
+
+    @classmethod
+    def of(cls, timeline: StepTimeline, manifest: RunManifest, *, title: str = "") -> "TrackSet":
+        """Index the spans of a step."""
+        spans = timeline.spans
+        index = SpanIndex(
+            lane=spans.lane, look=spans.look, start_ns=spans.start_ns, end_ns=spans.end_ns
+        )
+        return cls(timeline, manifest, index, title)
+
+    @property
+    def key(self) -> str:
+        """Identity of what is drawn."""
+        ranks = ",".join(str(window.rank) for window in self.timeline.windows)
+        return f"{self.manifest.run_id}/{self.timeline.step}/{ranks}/{self.title}"
+
+    @property
+    def unit_names(self) -> list[str]:
+        """In the order of the manifest's units."""
+        return [format_unit(unit.fqn) for unit in self.manifest.units]
+
+    def first_event(self, rank: int) -> int:
+        """Position of a drawn rank's first event; its events follow each other."""
+        return int(np.flatnonzero(self.timeline.event_rank == rank)[0])
+
+    def events_of(self, rank: int) -> EventTable:
+        """All events of a drawn rank in the step, as the run has them."""
+        own = np.flatnonzero(self.timeline.event_rank == rank)
+        return self.timeline.events.between(int(own[0]), int(own[-1]) + 1)
+
+    def name_of_event(self, event: int) -> str:
+        """How an address names an event: its rank, and its number among the rank's events."""
+        rank = int(self.timeline.event_rank[event])
+        return f"{rank}-{event - self.first_event(rank)}"
+
+    def find_event(self, name: str) -> "Place | None":
+        """The event of such a name; None if nothing drawn has it."""
+        match = _EVENT_NAME.fullmatch(name)
+        if match is None:
+            return None
+        rank, number = int(match[1]), int(match[2])
+        own = np.flatnonzero(self.timeline.event_rank == rank)
+        return Place(0, int(own[0]) + number) if number < len(own) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An event of a drawing."""
+
+    member: int
+    """Position of its set."""
+    event: int
+    """Position in the events of the set's timeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search came to."""
+
+    place: Place | None
+    """None: no unit of that name has anything drawn."""
+    number: int
+    """From 1, among the matches of the same rank, by time; 0: none."""
+    total: int
+
+
+@dataclass(frozen=True)
+class Tracks:
+    """The sets of one drawing."""
+
+    members: Sequence[TrackSet]
+    first_event: tuple[int, ...] = field(init=False)
+    """By set: how many events are numbered before its own; then the number of all."""
+    first_unit: tuple[int, ...] = field(init=False)
+    """By set: how many units are numbered before its own."""
+
+    def __post_init__(self) -> None:
+        events = [len(member.timeline.events) for member in self.members]
+        units = [len(member.manifest.units) for member in self.members]
+        object.__setattr__(self, "first_event", tuple(np.cumsum([0, *events]).tolist()))
+        object.__setattr__(self, "first_unit", tuple(np.cumsum([0, *units]).tolist()))
+
+    @property
+    def key(self) -> str:
+        """Identity of the drawing: the browser keeps its zoom while it stays the same."""
+        return " | ".join(member.key for member in self.members)
+
+    @property
+    def end_ns(self) -> int:
+        """The end of the longest step; the axis starts at 0."""
+        return max(member.timeline.end_ns for member in self.members)
+
+    @property
+    def num_events(self) -> int:
+        """Of all sets."""
+        return self.first_event[-1]
+
+    def place(self, number: int) -> Place:
+        """The event of that number in the drawing."""
+        member = int(np.searchsorted(self.first_event, number, side="right")) - 1
+        return Place(member, number - self.first_event[member])
+
+    def number(self, place: Place) -> int:
+        """The number of an event in the drawing."""
+        return self.first_event[place.member] + place.event
+
+    def find(self, query: str, *, after: Place | None, direction: int) -> Found:
+        """The next event of the units that a text names, by time, on the rank it starts from.
+
+        Args:
+            query: The name of a unit, or a part of names, in any case.
+            after: Where to start; None: at the beginning of the first rank.
+            direction: 1 forwards, -1 backwards, 0: the first from the start on.
+        """
+        for offset in range(len(self.members)):
+            place = after if offset == 0 else None
+            start = after.member if after else 0
+            member = (start + offset) % len(self.members)
+            found = self._find_in(member, query, place, direction)
+            if found.place is not None:
+                return found
+        return Found(None, 0, 0)
+
+    def _find_in(self, member: int, query: str, after: Place | None, direction: int) -> Found:
+        tracks = self.members[member]
+        timeline = tracks.timeline
+        rank = timeline.event_rank[0 if after is None else after.event]
+        matches = _matching_events(tracks, query, int(rank))
+        if len(matches) == 0:
+            return Found(None, 0, 0)
+        chosen = 0
+        if after is not None:
+            starts = timeline.events.start_ns[matches]
+            begin = timeline.events.start_ns[after.event]
+            exact = np.flatnonzero(matches == after.event)
+            if len(exact):
+                chosen = int(exact[0]) + direction
+            else:
+                later = int(np.searchsorted(starts, begin))
+                chosen = later - 1 if direction < 0 else later
+        chosen %= len(matches)
+        return Found(Place(member, int(matches[chosen])), chosen + 1, len(matches))
+
+
+def matching_units(names: Sequence[str], query: str) -> list[int]:
+    """The units of that name; without one those whose names contain it, in any case."""
+    wanted = query.strip().lower()
+    lowered = [name.lower() for name in names]
+    exact = [index for index, name in enumerate(lowered) if name == wanted]
+    if exact or not wanted:
+        return exact
+    return [index for index, name in enumerate(lowered) if wanted in name]
+
+
+def _matching_events(tracks: TrackSet, query: str, rank: int) -> NDArray[np.int64]:
+    """The drawn events of the named units on a rank, by start; copies aside."""
+    timeline = tracks.timeline
+    indices = [
+        tracks.manifest.units[position].index
+        for position in matching_units(tracks.unit_names, query)
+    ]
+    is_drawn = np.zeros(len(timeline.events), dtype=bool)
+    is_drawn[timeline.spans.event] = True
+    wanted = is_drawn & (timeline.event_rank == rank) & np.isin(timeline.events.unit, indices)
+    wanted &= ~np.isin(timeline.events.kind, list(COPIES))
+    matches = np.flatnonzero(wanted)
+    return matches[np.argsort(timeline.events.start_ns[matches], kind="stable")]
