@@ -1,181 +1,137 @@
 """How far are predictions from what then happens? `make validate`, or `python -m tests.validation`.
 
-From one recorded baseline for each link and shape, the step time and peak memory of other plans are
-predicted; then each plan is run for real under emulation, with a run of the baseline right before
-it. How far that run is from the recorded baseline is the machine's own error (A/A), shown beside
-the error of the prediction: noise moves both. Compute lasts a fixed time, so that the schedule's
-error is seen apart from the machine's. Prints a table and a verdict; exits with 1 where a figure is
-missed.
+Parts, each by itself with `--parts`:
+
+- oracle: the schedule of streams against torch's own FSDP2 code on virtual time, free of noise;
+- emulated: from one recorded baseline a shape, plans of a grid are predicted and then run under
+  emulation, with compute of fixed length, so that the schedule's error is seen apart from the
+  machine's;
+- advised: the plan that `advise` ranks first, run, against the plans of the grid;
+- real: a few plans with real compute;
+- limited: plans on two real ranks over a network that is limited by the kernel.
+
+A run of the recorded plan stands before each plan: how far it is from the baseline is the
+machine's own error (A/A). Prints tables and a verdict; exits with 1 where a figure is missed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from fsdp_inspect import open_run
-from fsdp_inspect.formatting import format_bytes, format_ns
-from fsdp_inspect.simulation.recorded import RecordedWork, measure_work, observed_plan
-from fsdp_inspect.simulation.simulate import simulate
-from fsdp_inspect.store.folder import list_runs
-from tests.validation.grid import Trial, make_grid
+from tests.distributed.limited_network import why_not
+from tests.validation.advised import judge_advice
+from tests.validation.emulated import EmulationBench, judge_all, judge_grid
+from tests.validation.figures import RUN_PARTS, Results, all_figures, as_json
+from tests.validation.grid import REAL, draw, real_trials
+from tests.validation.limited import judge_limited
+from tests.validation.oracle import judge_played, judge_predicted
+from tests.validation.tables import markdown, tables, verdict
 
-MEDIAN_STEP_ERROR, HIGH_STEP_ERROR, REPLAY_ERROR, MEDIAN_MEMORY_ERROR = 0.033, 0.08, 0.01, 0.02
-"""What is wanted: at the median and the ninetieth percentile, of the recorded plan, of memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One plan: predicted, measured."""
-
-    name: str
-    measured_ns: int
-    predicted_ns: int
-    step_error: float
-    """predicted / measured - 1."""
-    same_error: float
-    """A/A: the baseline beside it / the recorded baseline - 1."""
-    replay_error: float
-    measured_peak: int | None
-    memory_error: float | None
-
-
-class Bench:
-    """Runs the trainer under emulation and keeps the baselines."""
-
-    def __init__(self, folder: Path, steps: int) -> None:
-        self._folder = folder
-        self._steps = steps
-        self._baselines: dict[Trial, Path] = {}
-        self._number = 0
-
-    def judge(self, trial: Trial) -> Outcome:
-        """Predict a trial from its baseline, then run both."""
-        if trial.baseline not in self._baselines:
-            self._baselines[trial.baseline] = self._run(trial.baseline)
-        recorded = open_run(self._baselines[trial.baseline])
-        beside = measure_work(open_run(self._run(trial.baseline)))
-        actual_run = open_run(self._run(trial))
-        actual = measure_work(actual_run)
-        simulation = simulate(recorded, observed_plan(actual_run))
-        predicted = simulation.predicted
-        return Outcome(
-            name=trial.name,
-            measured_ns=actual.step_time_ns,
-            predicted_ns=predicted.step_time_ns,
-            step_error=predicted.step_time_ns / actual.step_time_ns - 1,
-            same_error=beside.step_time_ns / simulation.recorded_step_ns - 1,
-            replay_error=simulation.replay_error,
-            measured_peak=actual.peak_bytes,
-            memory_error=_memory_error(predicted.peak_bytes, actual),
-        )
-
-    def _run(self, trial: Trial) -> Path:
-        self._number += 1
-        folder = self._folder / f"{self._number:03d}"
-        command = [sys.executable, "-m", "instrumented_trainer", "--preset", "tiny"]
-        command += ["--steps", str(self._steps), "--runs-dir", str(folder), *trial.options()]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{trial.name} did not run: {done.stderr[-2000:]}")
-        return list_runs(folder)[0].path
-
-
-def _memory_error(predicted: int | None, actual: RecordedWork) -> float | None:
-    return predicted / actual.peak_bytes - 1 if predicted and actual.peak_bytes else None
+PARTS = ("oracle", "emulated", "advised", "real", "limited")
 
 
 def main() -> int:
-    """Run the grid; returns the exit code."""
+    """Run the parts; returns the exit code."""
     options = _parse()
-    console = Console()
-    trials = make_grid(options.trials)
-    outcomes: list[Outcome] = []
+    begun = time.monotonic()
+
+    def say(text: str) -> None:
+        minutes, seconds = divmod(round(time.monotonic() - begun), 60)
+        print(f"{minutes:2d}:{seconds:02d}  {text}", file=sys.stderr, flush=True)
+
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), options.steps)
-        for number, trial in enumerate(trials, start=1):
-            outcomes.append(bench.judge(trial))
-            print(f"{number}/{len(trials)} {trial.name}", file=sys.stderr, flush=True)
-    console.print(_table(outcomes))
+        results = _run(options, Path(folder), say)
+    figures = all_figures(results)
+    console = Console()
+    for table in tables(results, figures):
+        console.print(table, "")
     if options.json:
-        options.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=2))
-    missed = _missed(outcomes)
-    console.print(_verdict(outcomes, missed))
-    return 1 if missed else 0
+        options.json.write_text(json.dumps(as_json(results, figures), indent=2))
+    if options.markdown:
+        options.markdown.write_text(markdown(results, figures))
+    console.print(verdict(results, figures), soft_wrap=True)
+    return 1 if any(figure.is_missed for figure in figures) else 0
+
+
+def _run(options: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> Results:
+    results, parts = Results(), options.parts
+    if "oracle" in parts:
+        results.played = judge_played(options.cases, _counting(say, "played by torch"))
+        recorded = judge_predicted(options.cases // 4, _counting(say, "predicted, then torch"))
+        results.predicted = recorded
+    bench = EmulationBench(folder / "emulated", options.steps, say)
+    if "emulated" in parts or "advised" in parts:
+        grid = judge_grid(bench, options.trials)
+        results.emulated = list(grid.values())
+        if "advised" in parts:
+            results.advised = judge_advice(bench, grid, folder)
+    if "real" in parts:
+        say(f"{REAL}:")
+        trials = draw(real_trials(), options.real)
+        results.real = list(judge_all(bench, trials).values())
+    if "limited" in parts:
+        _limited(results, folder / "limited", say)
+    return results
+
+
+def _limited(results: Results, folder: Path, say: Callable[[str], None]) -> None:
+    reason = why_not()
+    if reason is None:
+        say("two ranks on a limited network:")
+        try:
+            results.limited = judge_limited(folder, say)
+            return
+        except subprocess.CalledProcessError as error:
+            reason = str(error)
+    results.skipped[RUN_PARTS["limited"]] = f"no network namespaces here ({reason})"
+    say(f"skipped: {reason}")
+
+
+def _counting(say: Callable[[str], None], what: str) -> Callable[[], None]:
+    """Says every fiftieth."""
+    count = 0
+
+    def on_case() -> None:
+        nonlocal count
+        count += 1
+        if count % 50 == 0:
+            say(f"{count} random plans {what}")
+
+    return on_case
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="make validate ARGS=...", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="make validate ARGS=...",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--trials", type=int, default=42, help="of the grid's 196 (default 42)")
+    parser.add_argument("--real", type=int, default=6, help="with real compute (default 6)")
+    parser.add_argument("--cases", type=int, default=240, help="for the oracle (default 240)")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a run (default 20)")
     parser.add_argument(
-        "--trials", type=int, default=42, help="of the grid's 144 (default 42, some 20 minutes)"
+        "--parts",
+        type=lambda text: text.split(","),
+        default=PARTS,
+        help=f"some of {','.join(PARTS)} (default all; advised needs emulated)",
     )
-    parser.add_argument("--steps", type=int, default=24, help="steps of a run (default 24)")
-    parser.add_argument("--json", type=Path, help="also write the outcomes here")
-    return parser.parse_args()
-
-
-def _table(outcomes: Sequence[Outcome]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("plan", overflow="fold")
-    for name in ("measured", "predicted", "error", "A/A", "peak", "error"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for each in sorted(outcomes, key=lambda outcome: -abs(outcome.step_error)):
-        table.add_row(
-            each.name,
-            format_ns(each.measured_ns),
-            format_ns(each.predicted_ns),
-            f"{each.step_error:+.1%}",
-            f"{each.same_error:+.1%}",
-            format_bytes(each.measured_peak),
-            "" if each.memory_error is None else f"{each.memory_error:+.2%}",
-        )
-    return table
-
-
-def _figures(outcomes: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
-    """Name to measured and wanted."""
-    steps = np.abs([each.step_error for each in outcomes])
-    memory = np.abs([e.memory_error for e in outcomes if e.memory_error is not None])
-    return {
-        "step time, median error": (float(np.median(steps)), MEDIAN_STEP_ERROR),
-        "step time, 90th percentile": (float(np.percentile(steps, 90)), HIGH_STEP_ERROR),
-        "recorded plan, worst": (
-            max(abs(each.replay_error) for each in outcomes),
-            REPLAY_ERROR,
-        ),
-        "peak memory, median error": (float(np.median(memory)), MEDIAN_MEMORY_ERROR),
-        "A/A, median": (float(np.median(np.abs([e.same_error for e in outcomes]))), float("inf")),
-    }
-
-
-def _missed(outcomes: Sequence[Outcome]) -> list[str]:
-    return [name for name, (found, wanted) in _figures(outcomes).items() if found > wanted]
-
-
-def _verdict(outcomes: Sequence[Outcome], missed: Sequence[str]) -> str:
-    figures = "; ".join(
-        f"{name} {found:.2%}" + (f" (wanted {wanted:.1%})" if np.isfinite(wanted) else "")
-        for name, (found, wanted) in _figures(outcomes).items()
-    )
-    word = f"MISSED: {', '.join(missed)}." if missed else "All figures hold."
-    return f"{len(outcomes)} plans. {figures}. {word}"
+    parser.add_argument("--json", type=Path, help="also write all outcomes here")
+    parser.add_argument("--markdown", type=Path, help="also write the figures here, as a table")
+    options = parser.parse_args()
+    unknown = sorted(set(options.parts) - set(PARTS))
+    if unknown:
+        parser.error(f"--parts names {', '.join(unknown)}. Expected some of {', '.join(PARTS)}.")
+    return options
 
 
 if __name__ == "__main__":

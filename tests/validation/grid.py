@@ -153,3 +153,11 @@ def command_of(trial: Trial) -> list[str]:
         chosen["wrap"] = SPLIT
     chosen["emulate"] = LINKS[trial.link].emulation
     return ["-m", shape.module, *(f"--{name}={value}" for name, value in chosen.items())]
+
+
+def real_trials() -> list[Trial]:
+    """Plans of the grid with real compute, on the baseline's link and the slow one."""
+    trials = [
+        Trial(REAL, link, settings) for link in (BASELINE_LINK, "slow") for settings in plans()
+    ]
+    return [trial for trial in trials if trial.settings]

@@ -1,0 +1,133 @@
+"""Which figures are wanted of the predictions, and are they held?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tests.validation.advised import AdvisedOutcome
+from tests.validation.oracle import OracleOutcome
+from tests.validation.outcomes import Errors, Outcome
+
+MEDIAN_STEP, HIGH_STEP, REPLAY, MEDIAN_MEMORY = 0.033, 0.08, 0.01, 0.02
+ORACLE_MEDIAN, ORACLE_WORST = 0.01, 0.03
+BEHIND_BEST = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number, and what it may be at most."""
+
+    part: str
+    name: str
+    found: float
+    wanted: float | None = None
+    """None: told, not judged."""
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether it is above what is wanted."""
+        return self.wanted is not None and self.found > self.wanted
+
+
+@dataclass(slots=True)
+class Results:
+    """What the parts found; a part that did not run is empty."""
+
+    played: list[OracleOutcome] = field(default_factory=list)
+    predicted: list[OracleOutcome] = field(default_factory=list)
+    emulated: list[Outcome] = field(default_factory=list)
+    advised: list[AdvisedOutcome] = field(default_factory=list)
+    real: list[Outcome] = field(default_factory=list)
+    limited: list[Outcome] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Parts that could not run here, with the reason."""
+
+
+ORACLE_PARTS = {
+    "played": "torch's schedule, played",
+    "predicted": "torch's schedule, predicted from a recording",
+}
+RUN_PARTS = {
+    "emulated": "emulated network, fixed compute",
+    "real": "emulated network, real compute",
+    "limited": "two ranks on a limited network",
+}
+ADVISED = "the plan that advise ranks first"
+
+
+def all_figures(results: Results) -> list[Figure]:
+    """Every figure of the parts that ran."""
+    return [
+        figure
+        for figures in (
+            *(_oracle(name, getattr(results, part)) for part, name in ORACLE_PARTS.items()),
+            _runs(RUN_PARTS["emulated"], results.emulated, noise=0.0),
+            _advised(results),
+            *(
+                _runs(RUN_PARTS[part], found, noise=_noise(found))
+                for part, found in (("real", results.real), ("limited", results.limited))
+            ),
+        )
+        for figure in figures
+    ]
+
+
+def _oracle(part: str, outcomes: Sequence[OracleOutcome]) -> Iterator[Figure]:
+    if not outcomes:
+        return
+    steps = Errors.of([each.step_error for each in outcomes])
+    exposed = Errors.of([error for each in outcomes for error in each.exposed_errors])
+    yield Figure(part, "step time, median error", steps.median, ORACLE_MEDIAN)
+    yield Figure(part, "step time, worst error", steps.worst, ORACLE_WORST)
+    yield Figure(part, "exposed by unit, median error (of the step)", exposed.median, ORACLE_MEDIAN)
+    yield Figure(part, "exposed by unit, worst error (of the step)", exposed.worst, ORACLE_WORST)
+
+
+def _runs(part: str, outcomes: Sequence[Outcome], *, noise: float) -> Iterator[Figure]:
+    """Figures of plans that ran; with real compute `noise` comes on top of what is wanted."""
+    if not outcomes:
+        return
+    steps = Errors.of([each.step_error for each in outcomes])
+    same = Errors.of([each.same_error for each in outcomes])
+    replay = Errors.of([each.replay_error for each in outcomes])
+    memory = [each.memory_error for each in outcomes if each.memory_error is not None]
+    yield Figure(part, "step time, median error", steps.median, MEDIAN_STEP + noise)
+    yield Figure(part, "step time, 90th percentile", steps.high, HIGH_STEP + noise)
+    yield Figure(part, "step time, worst error", steps.worst)
+    yield Figure(part, "the same plan twice (A/A), median", same.median)
+    yield Figure(part, "recorded plan, worst error", replay.worst, REPLAY)
+    if memory:
+        yield Figure(part, "peak memory, median error", Errors.of(memory).median, MEDIAN_MEMORY)
+
+
+def _noise(outcomes: Sequence[Outcome]) -> float:
+    return Errors.of([each.same_error for each in outcomes]).median if outcomes else 0.0
+
+
+def _advised(results: Results) -> Iterator[Figure]:
+    if not results.advised:
+        return
+    noise = _noise([each.outcome for each in results.advised] + results.emulated)
+    yield Figure(
+        ADVISED,
+        "behind the best of the grid, worst",
+        max(each.behind_best for each in results.advised),
+        BEHIND_BEST,
+    )
+    yield Figure(
+        ADVISED,
+        "behind the recorded plan, worst (wanted: A/A)",
+        max(each.behind_baseline for each in results.advised),
+        noise,
+    )
+
+
+def as_json(results: Results, figures: Sequence[Figure]) -> Mapping[str, object]:
+    """Everything that was found, for programs."""
+    from dataclasses import asdict
+
+    return {
+        "figures": [{**asdict(each), "is_missed": each.is_missed} for each in figures],
+        **asdict(results),
+    }
