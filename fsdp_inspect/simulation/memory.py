@@ -10,6 +10,7 @@ above its start while a piece runs, are those of the recorded memory step.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +60,56 @@ class MemoryWork:
         return self.rest + sum(unit.resting for unit in self.units)
 
 
+class Held(IntEnum):
+    """What a byte of a played step is held for."""
+
+    RESTING = 0
+    """Sharded parameters and optimizer state."""
+    REST = 1
+    """Inputs, buffers, what was not attributed."""
+    UNSHARDED_PARAMETER = 2
+    ALL_GATHER_BUFFER = 3
+    ACTIVATION = 4
+    TEMPORARY = 5
+    """Of a piece while it runs: its activations in the making, too."""
+    UNSHARDED_GRADIENT = 6
+    REDUCE_SCATTER_BUFFER = 7
+    SHARDED_GRADIENT = 8
+
+    @property
+    def label(self) -> str:
+        """The name in data, as of a memory category where it is one."""
+        return self.name.lower()
+
+
 class MemoryLedger:
     """Keeps account while steps are played."""
 
     def __init__(self, work: MemoryWork) -> None:
         self._work = work
         self.allocated = work.resting
+        self._amounts = [0] * len(Held)
+        self._amounts[Held.RESTING] = work.resting - work.rest
+        self._amounts[Held.REST] = work.rest
         self.peak = self.allocated
         self.peak_unit = -1
         """The unit that ran or gathered at the highest moment."""
+        self.peak_amounts = tuple(self._amounts)
+        """What was held then, by `Held`; adds up to `peak`."""
         self._held: int | None = None  # whose all-gather output waits for the next copy-out
         self._piece_gradients: dict[int, int] = {}
         self._sharded_gradients: dict[int, int] = {}
 
     def begin(self) -> None:
         """A step begins: gradients are gone, parameters that stayed unsharded are still there."""
-        self.allocated -= sum(self._sharded_gradients.values())
+        self._free(Held.SHARDED_GRADIENT, sum(self._sharded_gradients.values()))
         self._sharded_gradients.clear()
         self.peak, self.peak_unit = self.allocated, -1
+        self.peak_amounts = tuple(self._amounts)
 
     def gather(self, unit: int) -> None:
         """An all-gather's output is allocated."""
-        self._add(self._work.units[unit].unsharded, unit)
+        self._add(Held.ALL_GATHER_BUFFER, self._work.units[unit].unsharded, unit)
 
     def copy_out(self, unit: int, *, keeps_output: bool) -> None:
         """The unsharded parameters are allocated; the output is freed unless it is kept.
@@ -88,56 +117,70 @@ class MemoryLedger:
         In forward, torch keeps it for the next unit's copy-out, and behind the copy frees that of
         the unit before.
         """
-        self._add(self._work.units[unit].unsharded, unit)
+        self._add(Held.UNSHARDED_PARAMETER, self._work.units[unit].unsharded, unit)
         if keeps_output:
             self.free_held()
             self._held = unit
         else:
-            self.allocated -= self._work.units[unit].unsharded
+            self.drop_output(unit)
 
     def free_held(self) -> None:
         """The output that forward kept is not needed any more."""
         if self._held is not None:
-            self.allocated -= self._work.units[self._held].unsharded
+            self.drop_output(self._held)
             self._held = None
 
+    def drop_output(self, unit: int) -> None:
+        """An all-gather's output is freed."""
+        self._free(Held.ALL_GATHER_BUFFER, self._work.units[unit].unsharded)
+
     def free_unsharded(self, unit: int) -> None:
-        """Parameters are resharded, or an output that nobody used is dropped."""
-        self.allocated -= self._work.units[unit].unsharded
+        """Parameters are resharded."""
+        self._free(Held.UNSHARDED_PARAMETER, self._work.units[unit].unsharded)
 
     def forward(self, piece: int, unit: int) -> None:
         """A piece runs forward."""
         memory = self._work.pieces[piece]
-        self._rise(memory.forward_rise, unit)
-        self._add(memory.kept, unit)
+        self._rise(Held.TEMPORARY, memory.forward_rise, unit)
+        self._add(Held.ACTIVATION, memory.kept, unit)
 
     def backward(self, piece: int, unit: int) -> None:
         """A piece runs backward: its activations go; its gradients come, or are added to."""
         memory = self._work.pieces[piece]
-        self._rise(memory.backward_rise, unit)
+        self._rise(Held.TEMPORARY, memory.backward_rise, unit)
         new = 0 if piece in self._piece_gradients else memory.gradients
         self._piece_gradients[piece] = memory.gradients
-        self._add(new - memory.kept, unit)
+        self._free(Held.ACTIVATION, memory.kept)
+        self._add(Held.UNSHARDED_GRADIENT, new, unit)
 
     def reduce(self, unit: int, pieces: Sequence[int]) -> None:
         """Gradients go into a reduce-scatter's input, and its output is allocated."""
         memory = self._work.units[unit]
-        self._add(memory.reduce_input, unit)
+        self._add(Held.REDUCE_SCATTER_BUFFER, memory.reduce_input, unit)
         for piece in pieces:
-            self.allocated -= self._piece_gradients.pop(piece, 0)
-        self._rise(memory.sharded_gradients, unit)
+            self._free(Held.UNSHARDED_GRADIENT, self._piece_gradients.pop(piece, 0))
+        self._rise(Held.SHARDED_GRADIENT, memory.sharded_gradients, unit)
         if unit not in self._sharded_gradients:
             self._sharded_gradients[unit] = memory.sharded_gradients
-            self.allocated += memory.sharded_gradients
+            self._add(Held.SHARDED_GRADIENT, memory.sharded_gradients, unit)
 
     def reduced(self, unit: int) -> None:
         """A reduce-scatter's input is freed."""
-        self.allocated -= self._work.units[unit].reduce_input
+        self._free(Held.REDUCE_SCATTER_BUFFER, self._work.units[unit].reduce_input)
 
-    def _add(self, amount: int, unit: int) -> None:
+    def _free(self, what: Held, amount: int) -> None:
+        self._amounts[what] -= amount
+        self.allocated -= amount
+
+    def _add(self, what: Held, amount: int, unit: int) -> None:
+        self._amounts[what] += amount
         self.allocated += amount
-        self._rise(0, unit)
+        self._rise(what, 0, unit)
 
-    def _rise(self, amount: int, unit: int) -> None:
+    def _rise(self, what: Held, amount: int, unit: int) -> None:
+        """Memory rises by an amount for a moment."""
         if self.allocated + amount > self.peak:
             self.peak, self.peak_unit = self.allocated + amount, unit
+            amounts = self._amounts.copy()
+            amounts[what] += amount
+            self.peak_amounts = tuple(amounts)

@@ -56,6 +56,8 @@ class PlayedStep:
     """The highest moment of memory; None: no memory was given."""
     peak_unit: int = NO_UNIT
     """The unit that ran or gathered then."""
+    peak_amounts: tuple[int, ...] = ()
+    """What was held then, by `memory.Held`; adds up to the peak."""
 
     @property
     def duration_ns(self) -> int:
@@ -150,9 +152,12 @@ class Schedule:
             self._backward(microbatch)
         self._phase = Phase.OPTIMIZER
         machine.run(machine.compute, work.after_backward_ns)
-        peak = self._memory.peak if work.memory else None
-        end_ns = machine.reached(machine.compute)
-        return PlayedStep(start_ns, end_ns, self._spans, peak, self._memory.peak_unit)
+        end_ns, memory = machine.reached(machine.compute), self._memory
+        if work.memory is None:
+            return PlayedStep(start_ns, end_ns, self._spans)
+        return PlayedStep(
+            start_ns, end_ns, self._spans, memory.peak, memory.peak_unit, memory.peak_amounts
+        )
 
     # --- forward
 
@@ -410,7 +415,7 @@ class Schedule:
         if gather is not None:
             self._machine.wait(self._machine.compute, gather.transfer.end_ns)
             self._note_gather(unit, gather, -1)
-            self._memory.free_unsharded(unit)
+            self._memory.drop_output(unit)
             self._units[unit].gather = None
 
     def _compute(self, unit: int, duration_ns: int, launch_ns: int) -> None:

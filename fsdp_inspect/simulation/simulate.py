@@ -7,6 +7,7 @@ not run.
 
 from dataclasses import dataclass, replace
 
+from fsdp_inspect.simulation.memory import Held
 from fsdp_inspect.simulation.network import Network
 from fsdp_inspect.simulation.prediction import predicted_events
 from fsdp_inspect.simulation.recorded import (
@@ -25,7 +26,7 @@ from fsdp_inspect.trace.reduction import (
     StepPart,
     reduce_rank,
 )
-from fsdp_inspect.trace.run import RunSource, Unit
+from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 from fsdp_inspect.trace.steps import collective_rows, rows_of
 from fsdp_inspect.trace.tables import EventTable, SummaryTable
 
@@ -55,6 +56,8 @@ class Played:
     """Peak allocated, by the ledger; None: the run has no memory step that tells categories."""
     peak_unit: str | None
     """The unit that ran or gathered at the highest moment."""
+    peak_categories: dict[str, int]
+    """Bytes held at the peak by `memory.Held`, those above 0; adds up to `peak_bytes`."""
     parts_ns: dict[str, int]
     """The step's breakdown by `StepPart`; adds up to the step."""
     units: tuple[UnitOfPlan, ...]
@@ -116,14 +119,28 @@ def simulate(
         ValueError: An impossible network.
     """
     work = measure_work(run, rank=rank)
+    return simulate_work(
+        work, run.manifest, plan, bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns
+    )
+
+
+def simulate_work(
+    work: RecordedWork,
+    manifest: RunManifest,
+    plan: Plan,
+    *,
+    bus_bytes_per_s: float | None = None,
+    latency_ns: float | None = None,
+) -> Simulation:
+    """As `simulate`, on work that is measured already: for playing many plans of one run."""
     network = work.network.change(bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns)
-    scenario = make_scenario(work, run.manifest, plan, network)
+    scenario = make_scenario(work, manifest, plan, network)
     replayed = _play(work.workload, work.execution, work.units)
     predicted = _play(scenario.workload, work.execution, scenario.units)
     error = replayed.step_time_ns / work.step_time_ns - 1 if work.step_time_ns else 0.0
-    low, high = _interval(run, work, scenario, network, abs(error))
+    low, high = _interval(manifest, work, scenario, network, abs(error))
     return Simulation(
-        run_id=run.manifest.run_id,
+        run_id=manifest.run_id,
         rank=work.rank,
         execution=work.execution.value,
         num_steps=len(work.steps),
@@ -164,14 +181,12 @@ def _refusals(network: Network) -> list[str]:
 
 
 def _interval(
-    run: RunSource, work: RecordedWork, scenario: Scenario, network: Network, error: float
+    manifest: RunManifest, work: RecordedWork, scenario: Scenario, network: Network, error: float
 ) -> tuple[int, int]:
     """From the step with fast messages less the replay's error to that with slow ones plus it."""
     steps = [
         play(
-            make_scenario(
-                work, run.manifest, scenario.plan, network.shifted(quickly=quickly)
-            ).workload,
+            make_scenario(work, manifest, scenario.plan, network.shifted(quickly=quickly)).workload,
             work.execution,
         ).duration_ns
         for quickly in (True, False)
@@ -191,6 +206,11 @@ def _play(workload: Workload, execution: Execution, units: tuple[Unit, ...]) -> 
         communication_ns=parts[StepPart.COMMUNICATION],
         peak_bytes=step.peak_bytes,
         peak_unit=units[step.peak_unit].fqn if step.peak_unit >= 0 else None,
+        peak_categories={
+            held.label: amount
+            for held, amount in zip(Held, step.peak_amounts, strict=False)
+            if amount
+        },
         parts_ns={part.label: parts[part] for part in PARTS_OF_STEP},
         units=tuple(
             _describe(unit, workload.units[unit.index].gather_ns, events, rows) for unit in numbered

@@ -7,7 +7,7 @@ import pytest
 
 from fsdp_inspect import open_run
 from fsdp_inspect.simulation.machine import HostMachine
-from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
+from fsdp_inspect.simulation.memory import Held, MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.recorded import measure_work
 from fsdp_inspect.simulation.schedule import Schedule
 from fsdp_inspect.simulation.simulate import simulate
@@ -110,3 +110,23 @@ def test_a_run_without_prefetch_predicts_the_peak_with_it():
     )
     predicted = simulate(plain, Plan.from_dict(ahead.manifest.plan)).predicted.peak_bytes
     assert predicted == pytest.approx(measure_work(ahead).peak_bytes, rel=0.01)
+
+
+def test_what_is_held_at_the_peak_adds_up_to_it():
+    schedule = Schedule(
+        blocks(kept=50, forward_rise=70, gradients=400), HostMachine(is_blocking=False)
+    )
+    step = [schedule.play() for _ in range(2)][-1]
+    held = dict(zip(Held, step.peak_amounts, strict=True))
+    assert sum(held.values()) == step.peak_bytes
+    assert (held[Held.RESTING], held[Held.REST]) == (NUM_BLOCKS * RESTING, 7)
+    assert held[Held.UNSHARDED_PARAMETER] >= SIZE
+    assert min(held.values()) >= 0
+
+
+def test_a_simulated_peak_says_what_fills_it():
+    run = open_run(SAMPLES[0])
+    simulation = simulate(run, Plan.from_dict(run.manifest.plan))
+    for played in (simulation.replayed, simulation.predicted):
+        assert sum(played.peak_categories.values()) == played.peak_bytes
+        assert played.peak_categories["activation"] > 0
