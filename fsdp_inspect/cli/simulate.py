@@ -50,8 +50,23 @@ def simulate(  # noqa: PLR0913 - one argument an option
     reduce_dtype: Annotated[
         str | None, typer.Option(help="Of gradient reduction.", metavar="DTYPE")
     ] = None,
+    reduce_scatter_buffers: Annotated[
+        int | None, typer.Option(help="Reduce-scatter inputs alive at once.", min=1, metavar="N")
+    ] = None,
+    separate_reduce_scatter_group: Annotated[
+        bool | None,
+        typer.Option(
+            "--separate-reduce-scatter-group/--shared-reduce-scatter-group",
+            help="Whether reduce-scatter has a communicator of its own.",
+            show_default=False,
+        ),
+    ] = None,
     world_size: Annotated[
         int | None, typer.Option(help="Ranks; more of them shard.", min=1, metavar="N")
+    ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(help="Copies of the model (HSDP); 1: all ranks shard.", min=1, metavar="N"),
     ] = None,
     bandwidth: BandwidthOption = None,
     latency: LatencyOption = None,
@@ -95,7 +110,10 @@ def simulate(  # noqa: PLR0913 - one argument an option
         reshard_after_forward=_parse_reshard(reshard_after_forward),
         param_dtype=_parse_dtype(param_dtype, "--param-dtype"),
         reduce_dtype=_parse_dtype(reduce_dtype, "--reduce-dtype"),
+        reduce_scatter_buffers=reduce_scatter_buffers,
+        separate_reduce_scatter_group=separate_reduce_scatter_group,
         world_size=world_size,
+        replicas=replicas,
     )
     wanted = apply_changes(
         resolve_plan(start, source.manifest), changes, shapes_of(source.manifest)

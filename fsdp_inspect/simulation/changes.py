@@ -3,6 +3,7 @@
 Each change returns a new plan and leaves what it does not name as it was.
 """
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,21 @@ class Changes:
     """Of every unit but the root, which torch treats by itself, and units kept unsharded."""
     param_dtype: FloatDtype | None = None
     reduce_dtype: FloatDtype | None = None
+    reduce_scatter_buffers: int | None = None
+    separate_reduce_scatter_group: bool | None = None
     world_size: int | None = None
+    replicas: int | None = None
+    """Copies of the model that all-reduce their gradients (HSDP); 1: all ranks shard."""
+
+
+_OF_INNER_UNITS = {"reshard_after_forward": "reshard_after_forward"}
+_OF_ALL_UNITS = {
+    "param_dtype": "param_dtype",
+    "reduce_dtype": "reduce_dtype",
+    "reduce_scatter_buffers": "reduce_scatter_max_input_buffers",
+    "separate_reduce_scatter_group": "separate_reduce_scatter_group",
+}
+"""Settings of units: the change, and what a plan calls it."""
 
 
 def apply_changes(
@@ -44,24 +59,24 @@ def apply_changes(
     """
     if changes.wrap is not None:
         plan = wrap(plan, changes.wrap, parameters or {})
-    settings = {
-        name: value
-        for name in ("reshard_after_forward", "param_dtype", "reduce_dtype")
-        if (value := getattr(changes, name)) is not None
-    }
-    if settings:
-        inner = [unit.name for unit in plan.units if not unit.is_root]
-        dtypes = {name: value for name, value in settings.items() if name.endswith("dtype")}
-        plan = plan.change(inner, **settings)
-        plan = plan.change([unit.name for unit in plan.units if unit.is_root], **dtypes)
     fields: dict[str, object] = {}
     if changes.forward_prefetch is not None:
         fields["forward_prefetch"] = changes.forward_prefetch
     if changes.backward_prefetch is not None:
         fields["backward_prefetch"] = changes.backward_prefetch
-    if changes.world_size is not None:
-        fields |= _resized(plan, changes.world_size)
-    return Plan.from_dict({**plan.to_dict(), **fields}) if fields else plan
+    if changes.world_size is not None or changes.replicas is not None:
+        fields |= _resized(plan, changes.world_size, changes.replicas)
+    if fields:
+        plan = Plan.from_dict({**plan.to_dict(), **fields})
+    inner = [unit.name for unit in plan.units if not unit.is_root]
+    for names, table in ((inner, _OF_INNER_UNITS), (plan.unit_names, _OF_ALL_UNITS)):
+        settings = {
+            setting: value
+            for change, setting in table.items()
+            if (value := getattr(changes, change)) is not None
+        }
+        plan = plan.change(names, **settings) if settings else plan
+    return plan
 
 
 def is_wrap(policy: str) -> bool:
@@ -189,13 +204,19 @@ def _with_units(plan: Plan, units: Sequence[UnitPlan]) -> Plan:
     return Plan.from_dict({**fields, "units": [unit.model_dump(mode="json") for unit in units]})
 
 
-def _resized(plan: Plan, world_size: int) -> dict[str, object]:
-    """The mesh of another world size: the shard dimension grows, the replicas stay."""
-    replicate = plan.mesh.get("replicate", 1)
-    if world_size % replicate:
+def _resized(plan: Plan, world_size: int | None, replicas: int | None) -> dict[str, object]:
+    """The mesh of another world size, or of other replicas; what is not named stays."""
+    replicate = plan.mesh.get("replicate", 1) if replicas is None else replicas
+    ranks = world_size or plan.world_size or math.prod(plan.mesh.values())
+    if not plan.mesh and world_size is None and plan.world_size is None:
         raise PlanError(
-            f"The world size is {world_size}, with {replicate} replicas. Expected a multiple of "
-            f"{replicate}. Change the mesh in a plan file to change the replicas."
+            "The plan does not say how many ranks there are. Expected the world size beside the "
+            "replicas. Name it as well."
+        )
+    if ranks % replicate:
+        raise PlanError(
+            f"The world size is {ranks}, with {replicate} replicas. Expected a multiple of "
+            f"{replicate}. Change the world size or the replicas."
         )
     mesh: dict[str, int] = {"replicate": replicate} if replicate > 1 else {}
-    return {"world_size": world_size, "mesh": {**mesh, "shard": world_size // replicate}}
+    return {"world_size": ranks, "mesh": {**mesh, "shard": ranks // replicate}}

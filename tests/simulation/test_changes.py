@@ -90,3 +90,32 @@ def test_splitting_blocks_makes_units_that_each_hold_a_matrix():
 def test_blocks_without_recorded_parameters_cannot_be_split():
     with pytest.raises(PlanError, match="no block to split"):
         apply_changes(plan(), Changes(wrap="split"))
+
+
+def test_replicas_divide_the_ranks_that_there_are():
+    changed = apply_changes(plan(world_size=8, mesh={"shard": 8}), Changes(replicas=2))
+    assert (changed.world_size, changed.mesh) == (8, {"replicate": 2, "shard": 4})
+    assert apply_changes(changed, Changes(replicas=1)).mesh == {"shard": 8}
+
+
+def test_replicas_that_do_not_divide_the_ranks_are_refused():
+    with pytest.raises(PlanError, match="world size is 8, with 3 replicas"):
+        apply_changes(plan(world_size=8, mesh={"shard": 8}), Changes(replicas=3))
+
+
+def test_replicas_of_an_unknown_number_of_ranks_are_refused():
+    with pytest.raises(PlanError, match="does not say how many ranks"):
+        apply_changes(plan(), Changes(replicas=2))
+
+
+def test_a_smaller_group_is_checked_against_the_new_mesh():
+    changes = Changes(world_size=16, reshard_after_forward=16)
+    changed = apply_changes(plan(world_size=8, mesh={"shard": 8}), changes)
+    assert changed.unit("layers.0").reshard_after_forward == 16
+
+
+def test_buffers_and_a_communicator_of_its_own_are_set_on_every_unit():
+    changes = Changes(reduce_scatter_buffers=2, separate_reduce_scatter_group=True)
+    changed = apply_changes(plan(), changes)
+    assert {unit.reduce_scatter_max_input_buffers for unit in changed.units} == {2}
+    assert all(unit.separate_reduce_scatter_group for unit in changed.units)
