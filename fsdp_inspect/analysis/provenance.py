@@ -1,7 +1,8 @@
 """How were the numbers of this run obtained?
 
 The methods are read from the events of the median step of the median rank; a kind whose events
-were obtained in several ways names them all.
+were obtained in several ways names them all. In a kernel trace forward, backward and optimizer are
+the compute kernels of that phase: the kernels are measured, their phase is inferred.
 """
 
 from dataclasses import dataclass
@@ -9,9 +10,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.trace.codes import COPIES, NO_UNIT, EventKind, Method, NamedCode, Source
+from fsdp_inspect.trace.codes import (
+    COPIES,
+    NO_UNIT,
+    EventKind,
+    Method,
+    NamedCode,
+    Phase,
+    Source,
+)
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.steps import timed_rank
+from fsdp_inspect.trace.tables import EventTable
 
 _KINDS_OF_GROUP = {
     "step": (EventKind.STEP,),
@@ -23,7 +33,14 @@ _KINDS_OF_GROUP = {
     "backward": (EventKind.BACKWARD, EventKind.RECOMPUTE),
     "optimizer": (EventKind.OPTIMIZER,),
     "data": (EventKind.DATA,),
+    "compute": (EventKind.COMPUTE,),
 }
+_PHASE_OF_GROUP = {
+    "forward": Phase.FORWARD,
+    "backward": Phase.BACKWARD,
+    "optimizer": Phase.OPTIMIZER,
+}
+"""Parts of a step that are compute kernels of a phase, in a kernel trace."""
 
 _SHARDING_KINDS = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER)
 
@@ -52,8 +69,7 @@ def measure_provenance(run: RunSource) -> Provenance:
         return Provenance((run.manifest.source,), {}, memory, blocks_host=False)
     events = run.events(chosen.rank, steps=[chosen.median_step])
     methods = {
-        group: ", ".join(_labels(Method, events.method[np.isin(events.kind, kinds)]))
-        for group, kinds in _KINDS_OF_GROUP.items()
+        group: ", ".join(_labels(Method, _methods(events, group))) for group in _KINDS_OF_GROUP
     }
     by_fsdp = (events.unit != NO_UNIT) & np.isin(events.kind, _SHARDING_KINDS)
     sharding = set(events.method[by_fsdp].tolist())
@@ -63,6 +79,15 @@ def measure_provenance(run: RunSource) -> Provenance:
         memory=memory,
         blocks_host=sharding == {Method.HOST_BLOCKING},
     )
+
+
+def _methods(events: EventTable, group: str) -> NDArray[np.int8]:
+    """How each event of a group was obtained."""
+    own = events.method[np.isin(events.kind, _KINDS_OF_GROUP[group])]
+    kernels = events.kind == EventKind.COMPUTE
+    if group in _PHASE_OF_GROUP and np.any(kernels & (events.phase == _PHASE_OF_GROUP[group])):
+        return np.append(own, np.int8(Method.INFERRED))
+    return own
 
 
 def _labels(codes: type[NamedCode], column: NDArray[np.int8]) -> tuple[str, ...]:

@@ -113,7 +113,7 @@ def _facts_of_rank(answers: Answers, step: StepBreakdown, memory: RankMemory | N
 def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
     """What one real step of any rank tells; in a kernel trace the rest is compute as well."""
     manifest = answers.manifest
-    is_kernel_trace = manifest.source == "imported"
+    is_kernel_trace = manifest.is_kernel_trace
     compute = sum(step.duration_ns(part) for part in _COMPUTE_PARTS)
     other = step.duration_ns(StepPart.OTHER)
     floor = answers.exposed.floor_ns if answers.exposed else 0

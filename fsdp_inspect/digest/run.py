@@ -75,6 +75,8 @@ class RunDigest:
     """`complete`, `running`, `crashed`, `failed`, `partial` or `imported`."""
     notes: tuple[str, ...]
     """What is missing or odd about the run, in words."""
+    is_kernel_trace: bool
+    """Imported from a device's kernels: metrics are defined otherwise (`metrics.define_metric`)."""
     identity: RunIdentity
     world_size: int
     num_ranks: int
@@ -147,6 +149,7 @@ def digest_run(run: RunSource) -> RunDigest:
         run_id=manifest.run_id,
         status=run.status.value,
         notes=tuple(dict.fromkeys([*run.notes, *damage, *memory.unreadable])),
+        is_kernel_trace=manifest.is_kernel_trace,
         identity=_identify(manifest),
         world_size=manifest.world_size,
         num_ranks=len(run.ranks),

@@ -156,6 +156,14 @@ class RunManifest(Record):
     """What an import knows to be missing or odd, one sentence each."""
 
     @property
+    def is_kernel_trace(self) -> bool:
+        """Imported from a device's kernels: known is when they ran, not who waited for whom.
+
+        A profiler's trace of a CPU is none: there the main thread is seen to wait.
+        """
+        return self.source == "imported" and self.device_type != "cpu"
+
+    @property
     def knows_fsdp(self) -> bool:
         """Whether what belongs to no unit is known not to be FSDP's.
 

@@ -1,5 +1,5 @@
 from fsdp_inspect.analysis.provenance import measure_provenance
-from fsdp_inspect.trace.codes import Method, Source
+from fsdp_inspect.trace.codes import EventKind, Method, Phase, Source
 from tests.builders import RunBuilder, steady_run
 
 BLOCKING = int(Method.HOST_BLOCKING)
@@ -28,6 +28,14 @@ def test_a_group_obtained_in_two_ways_names_both():
 def test_groups_without_events_are_absent():
     builder, _ = one_step()
     assert measure_provenance(builder.build()).methods == {"step": "measured"}
+
+
+def test_in_a_kernel_trace_kernels_are_measured_and_their_phase_is_inferred():
+    builder, rank = one_step()
+    rank.add(EventKind.COMPUTE, 0, 50, phase=Phase.FORWARD)
+    rank.add(EventKind.COMPUTE, 50, 60)
+    methods = measure_provenance(builder.build()).methods
+    assert methods == {"step": "measured", "forward": "inferred", "compute": "measured"}
 
 
 def test_a_backend_blocks_the_host_when_every_collective_did():

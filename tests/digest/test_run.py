@@ -166,7 +166,7 @@ def test_ranks_that_something_else_limits_are_told_apart():
 
 
 def test_an_imported_kernel_trace_is_judged_by_what_it_knows():
-    builder = RunBuilder(units=(), source="imported")
+    builder = RunBuilder(units=(), source="imported", device_type="cuda")
     rank = builder.rank(0)
     rank.step(0, 0, 1000)
     rank.add(EventKind.COMPUTE, 0, 700, stream=Stream.COMPUTE)

@@ -10,20 +10,20 @@ from fsdp_inspect.analysis.memory import MemoryOfStep, PeakMoment
 from fsdp_inspect.analysis.scalars import ScalarSeries
 from fsdp_inspect.analysis.steps import StepPoint
 from fsdp_inspect.formatting import format_owner
-from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.metrics import define_metric, find_metric
 from fsdp_inspect.report.values import format_kind
 from fsdp_inspect_app import wording
 from fsdp_inspect_app.frames.values import mib, ms
 
 
-def frame_breakdown(breakdown: StepBreakdown) -> pd.DataFrame:
+def frame_breakdown(breakdown: StepBreakdown, *, in_kernel_trace: bool = False) -> pd.DataFrame:
     """The parts of one step, in order, and the step that they add up to."""
     rows = [
         {
             "part": find_metric(f"{part.name}_ns").label,
             "time (ms)": ms(part.duration_ns),
             "share of the step": part.ratio,
-            "meaning": find_metric(f"{part.name}_ns").definition,
+            "meaning": define_metric(f"{part.name}_ns", in_kernel_trace=in_kernel_trace),
         }
         for part in breakdown.parts
     ]

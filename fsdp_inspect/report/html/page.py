@@ -52,7 +52,7 @@ def render_run(contents: RunContents) -> str:
             contents=contents,
             digest=contents.digest,
             manifest=contents.manifest,
-            is_kernel_trace=contents.manifest.source == "imported",
+            is_kernel_trace=contents.digest.is_kernel_trace,
             charts=_charts(contents),
             most_owners=MOST_OWNERS,
             most_ranks=MOST_RANKS,

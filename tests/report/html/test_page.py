@@ -76,7 +76,7 @@ def test_a_report_asks_nobody_for_anything_and_runs_nothing(contents, compared):
 
 def test_an_imported_run_is_explained_by_the_definitions_of_kernel_traces():
     recorded, imported = (
-        Page(render_run(read_contents(steady_run(source=source)))).text
+        Page(render_run(read_contents(steady_run(source=source, device_type="cuda")))).text
         for source in ("recorded", "imported")
     )
     assert "communication that runs while no compute kernel of its rank does" in imported
