@@ -3,7 +3,6 @@
 Spans are two int64 arrays of equal length, `starts` and `ends`, in any order, half-open.
 """
 
-import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +52,7 @@ def stack_rows(starts: Int64Array, ends: Int64Array) -> NDArray[np.int64]:
     """
     rows = np.zeros(len(starts), dtype=np.int64)
     row_ends: list[int] = []
-    for span in np.lexsort((ends, starts)).tolist():
+    for span in _overlapping(starts, ends).tolist():
         start = int(starts[span])
         row = next((row for row, end in enumerate(row_ends) if end <= start), len(row_ends))
         if row == len(row_ends):
@@ -63,21 +62,47 @@ def stack_rows(starts: Int64Array, ends: Int64Array) -> NDArray[np.int64]:
     return rows
 
 
+def _overlapping(starts: Int64Array, ends: Int64Array) -> Int64Array:
+    """The spans that overlap another one, by start: all others lie in the first row."""
+    order = np.lexsort((ends, starts))
+    if len(order) == 0:
+        return order
+    reach = np.maximum.accumulate(ends[order])
+    opens = np.concatenate([[True], starts[order][1:] >= reach[:-1]])
+    is_alone = opens & np.append(opens[1:], True)
+    return order[~is_alone]
+
+
 def _owners(starts: Int64Array, ends: Int64Array, times: Int64Array) -> Int64Array:
-    """The topmost span at each time, or -1; times ascend."""
-    order = np.argsort(starts, kind="stable")[::-1]
-    waiting = list(
-        zip((-starts[order]).tolist(), ends[order].tolist(), order.tolist(), strict=True)
-    )
-    running: list[tuple[int, int, int]] = []
-    owner = []
-    for time in times.tolist():
-        while waiting and -waiting[-1][0] <= time:
-            heapq.heappush(running, waiting.pop())
-        while running and running[0][1] <= time:
-            heapq.heappop(running)
-        owner.append(running[0][2] if running else _NOBODY)
-    return np.array(owner, dtype=np.int64)
+    """The topmost span at each time, or -1; times ascend.
+
+    It is the last one to start, or, where that has ended, the last one before it that ends later.
+    """
+    if len(starts) == 0:
+        return np.full(len(times), _NOBODY, dtype=np.int64)
+    order = np.lexsort((np.arange(len(starts))[::-1], -ends, starts))
+    outlasting = _previous_later(ends[order])
+    top = np.searchsorted(starts[order], times, side="right") - 1
+    while True:
+        over = np.flatnonzero((top >= 0) & (ends[order][top] <= times))
+        if len(over) == 0:
+            return np.where(top >= 0, order[top], _NOBODY)
+        top[over] = outlasting[top[over]]
+
+
+def _previous_later(ends: Int64Array) -> Int64Array:
+    """For each span the last one before it that ends later; -1 without one."""
+    previous = np.full(len(ends), -1, dtype=np.int64)
+    if np.all(ends[1:] > ends[:-1]):
+        return previous
+    later: list[int] = []
+    values = ends.tolist()
+    for span, end in enumerate(values):
+        while later and values[later[-1]] <= end:
+            later.pop()
+        previous[span] = later[-1] if later else -1
+        later.append(span)
+    return previous
 
 
 def _merge(starts: Int64Array, ends: Int64Array, owner: Int64Array) -> Painted:

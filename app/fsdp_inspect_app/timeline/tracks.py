@@ -158,7 +158,11 @@ class Spans:
             field.name: np.concatenate([getattr(member, field.name) for member in members])
             for field in fields(cls)
         }
-        order = np.lexsort((columns["start_ns"], columns["lane"]))
+        lane, start = columns["lane"], columns["start_ns"]
+        ascends = (np.diff(lane) > 0) | ((np.diff(lane) == 0) & (np.diff(start) >= 0))
+        if ascends.all():
+            return cls(**columns)
+        order = np.lexsort((start, lane))
         return cls(**{name: column[order] for name, column in columns.items()})
 
     def moved(self, shift_ns: int, first_lane: int, first_event: int) -> Self:
