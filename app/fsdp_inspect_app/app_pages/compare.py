@@ -1,7 +1,8 @@
 """How do runs differ: in their settings, in time, unit by unit, and in memory?"""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import streamlit as st
 
@@ -48,6 +49,7 @@ from fsdp_inspect_app.selection import (
     page_link,
 )
 from fsdp_inspect_app.states import show_no_runs, show_nothing
+from fsdp_inspect_app.timeline.component import show_timeline
 from fsdp_inspect_app.wording import code, plain
 
 _MOST_OTHERS = 7
@@ -177,7 +179,8 @@ def _show_comparison(
     contents: ComparisonContents, manifests: Sequence[RunManifest], chosen: Sequence[RunEntry]
 ) -> None:
     comparison = contents.comparison
-    _show_sides(comparison, manifests, chosen)
+    by_run = {manifest.run_id: entry for manifest, entry in zip(manifests, chosen, strict=True)}
+    _show_sides(comparison, by_run)
     if comparison.caveats:
         lines = "\n".join(f"- {plain(caveat)}" for caveat in comparison.caveats)
         st.warning(lines, icon=":material/warning:")
@@ -192,13 +195,11 @@ def _show_comparison(
     with right:
         _show_memory(comparison, other)
     _show_units(comparison, other)
+    _show_timelines(contents, other, by_run)
     _show_export(contents, chosen)
 
 
-def _show_sides(
-    comparison: Comparison, manifests: Sequence[RunManifest], chosen: Sequence[RunEntry]
-) -> None:
-    by_run = {manifest.run_id: entry for manifest, entry in zip(manifests, chosen, strict=True)}
+def _show_sides(comparison: Comparison, by_run: Mapping[str, RunEntry]) -> None:
     columns = st.columns(min(len(comparison.sides), _SIDES_IN_A_ROW))
     for place, side in enumerate(comparison.sides):
         with columns[place % len(columns)]:
@@ -399,6 +400,42 @@ def _pick_measure() -> UnitMeasure:
     chosen = str(st.segmented_control("Unit by unit", list(by_name), key="measure", required=True))
     link("measure", chosen)
     return by_name[chosen]
+
+
+def _show_timelines(
+    contents: ComparisonContents, other: int, by_run: Mapping[str, RunEntry]
+) -> None:
+    """The median steps of the baseline and of another side, from their starts on one axis."""
+    places = [
+        (contents.comparison.sides[place], contents.digests[place].breakdown)
+        for place in (0, other)
+    ]
+    title = "Their median steps, one above the other"
+    tracks = []
+    for side, step in places:
+        if step is None:
+            show_empty_card(title, f"{side.label} has no step that counts.", key="timelines")
+            return
+        try:
+            drawn = loading.timeline_of(by_run[side.median_run], step=step.step, ranks=(step.rank,))
+        except FsdpInspectError as error:
+            show_empty_card(title, str(error), key="timelines")
+            return
+        name = f"{side.label}: {by_run[side.median_run].id}, step {step.step}"
+        tracks.append(replace(drawn, title=name))
+    with show_card(title, key="timelines") as header:
+        with header:
+            for side, step in places:
+                page_link(
+                    "timeline",
+                    f"{side.label} alone",
+                    icon=":material/view_timeline:",
+                    run=by_run[side.median_run].id,
+                    step=step.step if step else None,
+                    unit=None,
+                )
+        show_timeline(tracks, key="timelines")
+        st.caption("Both begin at 0, and zoom together\\. Hatched: standing still\\.")
 
 
 def _show_export(contents: ComparisonContents, chosen: Sequence[RunEntry]) -> None:
