@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from fsdp_inspect.errors import PlanError
-from fsdp_inspect.simulation.workload import UnitPolicy
+from fsdp_inspect.simulation.workload import Microbatch, UnitPolicy
 from fsdp_inspect.trace.messages import suggest
-from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.plan import Accumulation, Plan
 
 
 def policies_of(plan: Plan, unit_names: Sequence[str]) -> list[UnitPolicy]:
@@ -53,3 +53,24 @@ def _indices(names: Sequence[str], index: Mapping[str, int]) -> tuple[int, ...]:
                 f"{suggest(name, list(index), what='units')} Correct the prefetch."
             )
     return tuple(index[name] for name in names)
+
+
+def microbatches_of(accumulation: Accumulation) -> tuple[Microbatch, ...]:
+    """The forward and backward passes of a step."""
+    last = accumulation.microbatches - 1
+    return tuple(
+        Microbatch(
+            reduces=accumulation.sync != "last" or number == last,
+            all_reduces=accumulation.sync == "every" or number == last,
+        )
+        for number in range(accumulation.microbatches)
+    )
+
+
+def accumulation_of(microbatches: Sequence[Microbatch]) -> Accumulation:
+    """What a training loop with these passes does; the inverse of `microbatches_of`."""
+    *before, last = microbatches
+    skips = [pass_ for pass_ in before if last.reduces and not pass_.reduces]
+    waits = [pass_ for pass_ in before if last.all_reduces and not pass_.all_reduces]
+    sync = "last" if skips else "all_reduce_last" if waits else "every"
+    return Accumulation.model_validate({"microbatches": len(microbatches), "sync": sync})

@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
 from fsdp_inspect.simulation.network import Network, fit_network
-from fsdp_inspect.simulation.policies import policies_of
+from fsdp_inspect.simulation.policies import accumulation_of, policies_of
 from fsdp_inspect.simulation.recorded_memory import measure_memory_work
 from fsdp_inspect.simulation.schedule import PlayedStep, Schedule
 from fsdp_inspect.simulation.step_reading import Part, StepReading, Stretch, read_step
 from fsdp_inspect.simulation.workload import Microbatch, Op, Piece, UnitWork, Workload
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase
 from fsdp_inspect.trace.communicators import queue_up
-from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.plan import Accumulation, Plan
 from fsdp_inspect.trace.run import RunSource, Unit
 from fsdp_inspect.trace.statistics import median
 from fsdp_inspect.trace.steps import RankSteps, timed_rank
@@ -126,7 +126,7 @@ def with_own_turns(events: EventTable) -> EventTable:
 
 
 def observed_plan(run: RunSource) -> Plan:
-    """The plan that the recorder saw on the model.
+    """The plan that the recorder saw on the model, with the accumulation that the steps show.
 
     Raises:
         MissingDataError: The run has none.
@@ -136,7 +136,32 @@ def observed_plan(run: RunSource) -> Plan:
             f"Run {run.manifest.run_id!r} has no observed plan, so its schedule is not known. "
             "Expected the plan that the recorder writes. Record the run again with this version."
         )
-    return Plan.from_dict(run.manifest.plan)
+    plan = Plan.from_dict(run.manifest.plan)
+    if plan.accumulation != Accumulation():
+        return plan
+    return plan.model_copy(update={"accumulation": _observed_accumulation(run)})
+
+
+def _observed_accumulation(run: RunSource) -> Accumulation:
+    """Of the median step of the median rank; a model does not know the loop around it."""
+    member = timed_rank(run)
+    if member is None:
+        return Accumulation()
+    return accumulation_of(_microbatches(run.events(member.rank, steps=[member.median_step])))
+
+
+def _microbatches(events: EventTable) -> tuple[Microbatch, ...]:
+    """The passes of steps that are alike, with what each one reduces."""
+    mine = events.where((events.unit >= 0) & (events.phase != Phase.EVALUATION))
+    count = 1 + int(mine.microbatch.max(initial=0))
+    reduced, all_reduced = (
+        set(mine.microbatch[mine.kind == kind].tolist())
+        for kind in (EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
+    )
+    return tuple(
+        Microbatch(reduces=number in reduced, all_reduces=number in all_reduced)
+        for number in range(count)
+    )
 
 
 def _readings(run: RunSource, member: RankSteps) -> Iterator[StepReading]:
@@ -198,7 +223,7 @@ class _Builder:
             policies=policies_of(plan, [unit.fqn for unit in self._units]),
             pieces=pieces,
             tape=tape,
-            microbatches=self._microbatches(),
+            microbatches=_microbatches(self._events),
             final_order=tuple(self._deferred()),
             before_forward_ns=self._mean_of(Part.BEFORE_FORWARD),
             after_forward_ns=self._mean_of(Part.AFTER_FORWARD),
@@ -291,20 +316,6 @@ class _Builder:
                 slots["after", stretch.unit].append(compute)
                 compute = 0
         return slots
-
-    def _microbatches(self) -> tuple[Microbatch, ...]:
-        """As they ran: a plan that was observed on the model does not know the training loop."""
-        count = 1 + max(stretch.microbatch for stretch, _ in self._stretches)
-        reduced = self._microbatches_with(EventKind.REDUCE_SCATTER)
-        all_reduced = self._microbatches_with(EventKind.ALL_REDUCE)
-        return tuple(
-            Microbatch(reduces=number in reduced, all_reduces=number in all_reduced)
-            for number in range(count)
-        )
-
-    def _microbatches_with(self, kind: EventKind) -> set[int]:
-        rows = (self._events.kind == kind) & (self._events.unit >= 0)
-        return set(self._events.microbatch[rows].tolist())
 
     def _of_one_microbatch(self, *parts: Part) -> Iterator[tuple[Stretch, int]]:
         """The stretches of the first microbatch, each with its mean over all of them."""

@@ -23,9 +23,17 @@ from scipy.optimize import nnls
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.network import Network
-from fsdp_inspect.simulation.policies import policies_of
+from fsdp_inspect.simulation.policies import accumulation_of, microbatches_of, policies_of
 from fsdp_inspect.simulation.recorded import RecordedWork
-from fsdp_inspect.simulation.workload import Op, Piece, Tape, UnitWork, Workload, tape_of
+from fsdp_inspect.simulation.workload import (
+    Microbatch,
+    Op,
+    Piece,
+    Tape,
+    UnitWork,
+    Workload,
+    tape_of,
+)
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 from fsdp_inspect.trace.run import RunManifest, Unit
@@ -187,12 +195,26 @@ class _Regrouping:
             final_order=tuple(range(len(units))),
             max_reduce_buffers=self._most(lambda unit: unit.reduce_scatter_max_input_buffers),
             separate_reduce_group=any(u.separate_reduce_scatter_group for u in self._plan.units),
+            microbatches=self._microbatches(),
             memory=self._memory(cuts, units),
         )
         return Scenario(self._plan, tuple(units), workload, tuple(self._assumptions))
 
     def _most(self, setting: Callable[[UnitPlan], int]) -> int:
         return max(setting(unit) for unit in self._plan.units)
+
+    def _microbatches(self) -> Sequence[Microbatch]:
+        """As they ran, unless the plan accumulates otherwise."""
+        recorded = self._work.workload.microbatches
+        if self._plan.accumulation == accumulation_of(recorded):
+            return recorded
+        passes = microbatches_of(self._plan.accumulation)
+        if len(passes) != len(recorded):
+            self._assumptions[
+                f"A microbatch takes as long as a recorded one: the plan has {len(passes)} a step, "
+                f"the run had {len(recorded)}."
+            ] = None
+        return passes
 
     # --- parameters
 

@@ -8,7 +8,13 @@ import pytest
 from fsdp_inspect import open_run
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.simulation.network import Line, Network, fit_network
-from fsdp_inspect.simulation.recorded import Execution, RecordedWork, measure_work, play
+from fsdp_inspect.simulation.recorded import (
+    Execution,
+    RecordedWork,
+    measure_work,
+    observed_plan,
+    play,
+)
 from fsdp_inspect.simulation.scenario import Mesh, Scenario, make_scenario, mesh_of
 from fsdp_inspect.simulation.workload import Op, Piece, UnitPolicy, UnitWork, Workload, tape_of
 from fsdp_inspect.trace.codes import EventKind
@@ -97,7 +103,7 @@ def test_the_recorded_plan_is_the_recorded_work():
 def test_a_samples_own_plan_plays_as_the_sample_does(folder: Path):
     run = open_run(folder)
     work = measure_work(run)
-    plan = Plan.from_dict(run.manifest.plan)
+    plan = observed_plan(run)
     scenario = make_scenario(work, run.manifest, plan, work.network)
     assert play(scenario.workload, work.execution).duration_ns == work.play().duration_ns
 
