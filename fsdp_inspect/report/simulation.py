@@ -28,18 +28,19 @@ _EXECUTIONS = {
 def render_simulation(simulation: Simulation) -> RenderableType:
     """Predicted step time with its interval, what moves, the units of the plan."""
     return Group(
-        Text(_answer(simulation), style="bold"),
+        Text(answer_simulation(simulation), style="bold"),
         *(Padding(Text(line), (0, 0, 0, 2)) for line in _reasons(simulation)),
         "",
         _parts_table(simulation),
         "",
         _units_table(simulation),
         "",
-        Text(_provenance(simulation), style="dim"),
+        Text(describe_simulation(simulation), style="dim"),
     )
 
 
-def _answer(simulation: Simulation) -> str:
+def answer_simulation(simulation: Simulation) -> str:
+    """The predicted step, and how it stands to the recorded plan."""
     predicted, change = simulation.predicted, simulation.change
     interval = f"{format_ns(simulation.low_ns)} to {format_ns(simulation.high_ns)}"
     step = f"{format_ns(predicted.step_time_ns)} a step predicted ({interval})"
@@ -113,7 +114,8 @@ def _units_table(simulation: Simulation) -> Table:
     return table
 
 
-def _provenance(simulation: Simulation) -> str:
+def describe_simulation(simulation: Simulation) -> str:
+    """What a prediction rests on."""
     return (
         f"Predicted from {simulation.num_steps} recorded steps of rank {simulation.rank}, played "
         f"on {_EXECUTIONS[simulation.execution]}. Recorded plan: played too, so that the replay's "

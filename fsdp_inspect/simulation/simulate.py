@@ -64,6 +64,8 @@ class Played:
     """In the order of the workload."""
     events: EventTable | None
     """The step, on virtual time; `source` is predicted."""
+    event_units: tuple[Unit, ...]
+    """The units that the events number; empty without them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +131,23 @@ def simulate_work(
     manifest: RunManifest,
     plan: Plan,
     *,
+    replayed: Played | None = None,
     bus_bytes_per_s: float | None = None,
     latency_ns: float | None = None,
 ) -> Simulation:
-    """As `simulate`, on work that is measured already: for playing many plans of one run."""
+    """As `simulate`, on work that is measured already: for playing many plans of one run.
+
+    Args:
+        work: Of the run.
+        manifest: The run's.
+        plan: The plan to play, with patterns or without.
+        replayed: What `replay` says of the work, where it is known already.
+        bus_bytes_per_s: As of `simulate`, as is the next.
+        latency_ns: See above.
+    """
     network = work.network.change(bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns)
     scenario = make_scenario(work, manifest, plan, network)
-    replayed = _play(work.workload, work.execution, work.units)
+    replayed = replayed or replay(work)
     predicted = _play(scenario.workload, work.execution, scenario.units)
     error = replayed.step_time_ns / work.step_time_ns - 1 if work.step_time_ns else 0.0
     low, high = _interval(manifest, work, scenario, network, abs(error))
@@ -158,12 +170,17 @@ def simulate_work(
     )
 
 
+def replay(work: RecordedWork) -> Played:
+    """The recorded plan, played."""
+    return _play(work.workload, work.execution, work.units)
+
+
 def without_events(simulation: Simulation) -> Simulation:
     """The numbers without the timelines."""
     return replace(
         simulation,
-        replayed=replace(simulation.replayed, events=None),
-        predicted=replace(simulation.predicted, events=None),
+        replayed=replace(simulation.replayed, events=None, event_units=()),
+        predicted=replace(simulation.predicted, events=None, event_units=()),
     )
 
 
@@ -216,6 +233,7 @@ def _play(workload: Workload, execution: Execution, units: tuple[Unit, ...]) -> 
             _describe(unit, workload.units[unit.index].gather_ns, events, rows) for unit in numbered
         ),
         events=events,
+        event_units=numbered,
     )
 
 
