@@ -178,6 +178,7 @@ class EventReader:
                 continue
             wanted = STRETCH_BYTES
             yield events
+            del events  # frees them before the next ones: both would not fit the cache
 
     def _ends_array(self) -> bool:
         if self._peek() == b",":

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import IntEnum
-from itertools import compress
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,6 +72,8 @@ _CATEGORIES = {
     "Operator": Category.OPERATOR,
     "user_annotation": Category.ANNOTATION,
 }
+_CODES = {name: int(category) for name, category in _CATEGORIES.items()}
+"""Plain numbers: an array of enum members takes three times as long to make."""
 
 COMMUNICATION_OPERATORS = ("record_param_comms", "c10d::", "nccl:", "gloo:", "rccl:", "ucc:")
 """How the names of host events begin whose arguments say what is communicated."""
@@ -190,6 +192,7 @@ def read_trace(
     with _without_cycle_collection():
         for stretch in reader.stretches(decode, columns.decode_odd):  # type: ignore[arg-type]
             columns.add(stretch)
+            del stretch
     columns.forget_unneeded()
     events = {category: columns.of(category) for category in Category}
     return_freed_memory()
@@ -248,7 +251,7 @@ class _Columns:
     num_odd: int = 0
     num_unreadable: int = 0
     _reader: MessageReader = field(default_factory=MessageReader)
-    _communicates: list[bool] = field(default_factory=list)
+    _communicates: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=bool))
     """By name, as far as it was asked for."""
     _threads: _Numbers[Any] = field(default_factory=_Numbers)
     _parts: dict[Category, list[EventColumns]] = field(
@@ -273,7 +276,7 @@ class _Columns:
     def add(self, events: Sequence[_Event | _ExactEvent]) -> None:
         """Keep what is needed of these events."""
         self.num_events += len(events)
-        kept = [one for one in events if one.ph == _COMPLETE and one.cat in _CATEGORIES]
+        kept = [one for one in events if one.ph == _COMPLETE and one.cat in _CODES]
         if kept:
             self._add(kept)
 
@@ -305,7 +308,7 @@ class _Columns:
 
     def _add(self, events: list[Any]) -> None:
         # Lists of an attribute: twice as fast as attrgetter under map.
-        codes = np.array([_CATEGORIES[event.cat] for event in events], dtype=np.int8)
+        codes = np.array([_CODES[event.cat] for event in events], dtype=np.int8)
         start_ns, end_ns, is_sound = _times_ns(events)
         if not is_sound.all():
             self.num_odd += int(np.count_nonzero(~is_sound))
@@ -320,36 +323,36 @@ class _Columns:
             correlation=_ids([one.correlation for one in arguments]),
             external=_ids([one.external for one in arguments]),
         )
+        says = self._find_messages(codes, columns.name, arguments)
         for category in Category:
             mine = np.flatnonzero(codes == category)
-            if len(mine):
-                self._add_to(category, columns.where(mine), [arguments[i] for i in mine.tolist()])
-
-    def _add_to(
-        self, category: Category, columns: EventColumns, arguments: list[Arguments]
-    ) -> None:
-        self._parts[category].append(columns)
-        first, messages = self._counts[category], self.messages[category]
-        for position in self._find_messages(category, columns.name, arguments):
-            messages[first + position] = self._reader.read(arguments[position])
-        self._counts[category] += len(columns)
+            if len(mine) == 0:
+                continue
+            self._parts[category].append(columns.where(mine))
+            first, messages = self._counts[category], self.messages[category]
+            for place in np.flatnonzero(says[mine]).tolist():
+                messages[first + place] = self._reader.read(arguments[mine[place]])
+            self._counts[category] += len(mine)
 
     def _find_messages(
-        self, category: Category, names: Int32Array, arguments: list[Arguments]
-    ) -> Sequence[int]:
+        self, codes: NDArray[np.int8], names: Int32Array, arguments: list[Arguments]
+    ) -> NDArray[np.bool_]:
         """What says something of communication: kernels that carry it, host events by name."""
-        if category is Category.KERNEL:
-            return [i for i, one in enumerate(arguments) if one.collective is not None]
-        if category in (Category.OPERATOR, Category.ANNOTATION):
-            chosen: list[int] = np.flatnonzero(self._is_communication(names)).tolist()
-            return chosen
-        return ()
+        carries = np.array([one.collective is not None for one in arguments], dtype=bool)
+        is_host = (codes == Category.OPERATOR) | (codes == Category.ANNOTATION)
+        is_kernel = codes == Category.KERNEL
+        says = (carries & is_kernel) | (is_host & self._is_communication(names))
+        return np.asarray(says, dtype=bool)
 
     def _is_communication(self, names: Int32Array) -> NDArray[np.bool_]:
         known = self._communicates
-        for name in list(self.names)[len(known) :]:
-            known.append(name.startswith(COMMUNICATION_OPERATORS))
-        return np.array(known, dtype=bool)[names]
+        if len(known) < len(self.names):
+            new = [
+                name.startswith(COMMUNICATION_OPERATORS)
+                for name in islice(self.names, len(known), None)
+            ]
+            self._communicates = known = np.append(known, new)
+        return np.asarray(known[names], dtype=bool)
 
 
 _NO_NUMBERS = np.empty(0, dtype=np.int64)
