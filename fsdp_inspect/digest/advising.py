@@ -74,7 +74,7 @@ def find_findings(run: RunSource) -> tuple[Finding, ...]:
 
 
 def _evidence(run: RunSource, digest: RunDigest) -> Evidence:
-    exposed, peak_rank = digest.exposed, digest.memory.peak_rank
+    exposed, peak_rank = digest.exposed_in_step, digest.memory.peak_rank
     return Evidence(
         manifest=run.manifest,
         verdict=digest.verdict,

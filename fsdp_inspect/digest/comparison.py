@@ -72,7 +72,7 @@ class Comparison:
     parts: tuple[PartComparison, ...]
     """Of the median step of each side's median run."""
     causes: tuple[PartComparison, ...]
-    """Of a typical step of each side's median run: what its exposed time is made of."""
+    """Of the same steps as `parts`: what their exposed parts are made of."""
     units: tuple[UnitComparison, ...]
     memory: tuple[CategoryComparison, ...]
     """At the peak of the memory steps; empty where none was recorded."""

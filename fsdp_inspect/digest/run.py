@@ -106,6 +106,10 @@ class RunDigest:
     breakdown: StepBreakdown | None
     """The median step of the median rank: a real step, its parts add up."""
     exposed: Exposed | None
+    """Over all timed steps. Other ranks are not looked at: waits for stragglers are in the rest."""
+    exposed_in_step: Exposed | None
+    """Of the step of `breakdown` alone, stragglers told apart: what the verdict, advice and
+    comparisons rest on; its causes add up to the exposed parts of `breakdown`."""
     memory: Memory
     loss: Loss | None
     units: tuple[UnitCost, ...]
@@ -126,6 +130,7 @@ def digest_run(run: RunSource) -> RunDigest:
     times, overlap = measure_step_times(run), measure_overlap(run)
     breakdown, memory = measure_breakdown(run), measure_memory(run)
     exposed = ask(measure_exposed, run, damage)
+    in_step = ask(lambda one: _waits_in(one, breakdown.headline), run, damage)
     units = ask(measure_units, run, damage)
     provenance = ask(measure_provenance, run, damage)
     loss = ask(_find_loss, run, damage)
@@ -136,7 +141,7 @@ def digest_run(run: RunSource) -> RunDigest:
             hosts={record.rank: record.host for record in run.ranks},
             breakdown=breakdown,
             memory=memory,
-            exposed=ask(lambda one: _waits_in(one, breakdown.headline), run, damage),
+            exposed=in_step,
             allocator=_measure_allocator(run, memory),
             growth=ask(measure_memory_growth, run, damage),
             plan_check=plan_check,
@@ -170,6 +175,7 @@ def digest_run(run: RunSource) -> RunDigest:
         peak_reserved_bytes=memory.peak_reserved_bytes,
         breakdown=breakdown.headline,
         exposed=exposed,
+        exposed_in_step=in_step,
         memory=memory,
         loss=loss,
         units=units.units if units else (),

@@ -154,7 +154,7 @@ def _compare_part(name: str, breakdowns: Sequence[StepBreakdown | None]) -> Part
 
 
 def compare_causes(sides: Sequence[DigestedSide]) -> tuple[PartComparison, ...]:
-    """Why the ranks wait (`trace.waits.Cause`): what the exposed time of a typical step is made of.
+    """Why the ranks wait (`trace.waits.Cause`): what the exposed parts of those steps are made of.
 
     A side without causes (its events are missing) has None.
     """
@@ -163,9 +163,10 @@ def compare_causes(sides: Sequence[DigestedSide]) -> tuple[PartComparison, ...]:
 
 
 def _causes(digest: RunDigest) -> dict[str, int] | None:
-    if digest.exposed is None or (digest.exposed.exposed_ns and not digest.exposed.causes_ns):
+    exposed = digest.exposed_in_step
+    if exposed is None or (exposed.exposed_ns and not exposed.causes_ns):
         return None
-    return digest.exposed.causes_ns
+    return exposed.causes_ns
 
 
 def compare_categories(sides: Sequence[DigestedSide]) -> tuple[CategoryComparison, ...]:

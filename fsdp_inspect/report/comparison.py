@@ -104,7 +104,7 @@ def _unit_tables(
     comparison: Comparison, labels: Sequence[str], other: int
 ) -> Iterator[RenderableType]:
     if comparison.causes:
-        title = "Why they wait (exposed time of a typical step, by cause)"
+        title = "Why they wait (the exposed parts of their median steps, by cause)"
         yield from section(title, _parts_table(comparison.causes, labels, other, format_cause))
     rows = _most_changed(comparison.units, other)
     if rows:

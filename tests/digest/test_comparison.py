@@ -280,3 +280,9 @@ def test_changes_of_units_can_be_read_by_measure_and_size():
     ]
     memory = find_unit_changes(units, UnitMeasure.MEMORY, 1)
     assert [one.before for one in memory] == [None, None, None]
+
+
+def test_causes_are_of_the_steps_whose_parts_are_compared():
+    comparison = compare_runs(steady_run(), steady_run(run_id="other"))
+    exposed = sum(row.values_ns[0] for row in comparison.parts if row.name.startswith("exposed"))
+    assert sum(row.values_ns[0] for row in comparison.causes) == exposed == 250

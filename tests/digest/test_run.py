@@ -187,6 +187,7 @@ def test_the_causes_of_the_verdict_are_those_of_its_step():
     )
     verdict = digest_run(run).verdict
     assert f"By cause: {causes}." in verdict.why
+    assert digest_run(run).exposed_in_step.causes_ns == of_step.causes_ns
     assert sum(of_step.causes_ns.values()) == verdict.numbers["exposed_ns"]
 
 
