@@ -35,7 +35,7 @@ Where their median steps go (the changes add up)
 forward             90.0 ns  100.0 ns  +10.0 ns
 exposed all-gather  10.0 ns   50.0 ns  +40.0 ns
 
-Why they wait (exposed time of a typical step, by cause)
+Why they wait (the exposed parts of their median steps, by cause)
              A        B    change
 floor  10.0 ns  50.0 ns  +40.0 ns
 
