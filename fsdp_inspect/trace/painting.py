@@ -36,7 +36,8 @@ def paint_innermost(starts: Int64Array, ends: Int64Array, within: Intervals) -> 
         ends: Shape (n,), ns.
         within: Pieces outside of this set are cut away.
     """
-    edges = np.unique(np.concatenate([starts, ends, within.starts, within.ends]))
+    edges = np.sort(np.concatenate([starts, ends, within.starts, within.ends]))
+    edges = edges[np.diff(edges, prepend=edges[:1] - 1) > 0]
     if len(edges) < 2:
         return _merge(edges[:0], edges[:0], np.empty(0, dtype=np.int64))
     seen = within.covered_ns(edges[:-1], edges[1:]) > 0
@@ -69,8 +70,8 @@ def _overlapping(starts: Int64Array, ends: Int64Array) -> Int64Array:
         return order
     reach = np.maximum.accumulate(ends[order])
     opens = np.concatenate([[True], starts[order][1:] >= reach[:-1]])
-    is_alone = opens & np.append(opens[1:], True)
-    return order[~is_alone]
+    overlaps = np.flatnonzero(~(opens & np.append(opens[1:], True)))
+    return order[overlaps]
 
 
 def _owners(starts: Int64Array, ends: Int64Array, times: Int64Array) -> Int64Array:

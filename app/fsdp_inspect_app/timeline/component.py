@@ -78,10 +78,12 @@ def show_timeline(
     state = st.session_state.get(key) or {}
     asked = read_asked(state, drawn, opening=opening or Asked())
     latest = _latest_jump(key, drawn.key)
-    if introduce is not None:
-        introduce()
+    above = st.container()
     payload = encode_tracks(drawn, asked, jump=latest, is_linked=is_linked)
     _mount(data=payload, key=key, on_asked_change=lambda: None)
+    if introduce is not None:
+        with above:  # once the canvas is on its way
+            introduce()
     if explain is not None:
         explain(asked)
 

@@ -297,6 +297,7 @@ def _describe_curve(
         "lane": lane,
         "count": len(thinned),
         "top_bytes": curve.top_bytes,
+        "has_reserved": bool(curve.reserved.max() >= 0),
         "peak_ns": int(curve.time_ns[peak]),
         "peak_bytes": int(curve.highest[peak]),
         "peak_unit": names.get(int(curve.unit[peak]), "outside all units"),

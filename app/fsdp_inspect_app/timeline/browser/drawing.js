@@ -43,6 +43,16 @@ class Drawing {
     return this.columns.start[position] + this.columns.duration[position];
   }
 
+  // What is drawn, by name: label, colour (none: the theme's), and how it looks.
+  legend() {
+    const { looks, legend, memory } = this.header;
+    const entries = legend.map((position) => looks[position])
+      .map(({ label, colour, hatched }) => ({ label, colour, kind: hatched ? "hatched" : "" }));
+    if (memory.length) entries.push({ label: "memory allocated", kind: "area" });
+    if (memory.some((curve) => curve.has_reserved)) entries.push({ label: "reserved", kind: "line" });
+    return entries;
+  }
+
   // The rectangle of a lane that meets a time, or is less than `slack` away from it.
   spanAt(lane, time, slack) {
     const { start } = this.columns;

@@ -571,14 +571,12 @@ class Timeline {
   }
 
   fillLegend() {
-    const { looks, legend } = this.drawing.header;
-    this.legend.replaceChildren(...legend.map((position) => {
-      const look = looks[position];
+    this.legend.replaceChildren(...this.drawing.legend().map(({ label, colour, kind }) => {
       const entry = document.createElement("span");
       const swatch = document.createElement("i");
-      swatch.style.backgroundColor = look.colour;
-      if (look.hatched) swatch.className = "hatched";
-      entry.append(swatch, document.createTextNode(look.label));
+      if (colour) swatch.style.backgroundColor = colour;
+      swatch.className = kind;
+      entry.append(swatch, document.createTextNode(label));
       return entry;
     }));
   }
@@ -655,7 +653,7 @@ class Timeline {
   }
 
   paintCaption(pen, top) {
-    const { looks, legend, aria_label: words } = this.drawing.header;
+    const words = this.drawing.header.aria_label;
     const { colours, font } = this.scene();
     pen.fillStyle = colours.background;
     pen.fillRect(0, top, this.width, 44);
@@ -663,9 +661,14 @@ class Timeline {
     pen.textAlign = "left";
     pen.textBaseline = "middle";
     let x = 2;
-    for (const { label, colour } of legend.map((position) => looks[position])) {
-      pen.fillStyle = colour;
-      pen.fillRect(x, top + 4, 12, 10);
+    for (const { label, colour, kind } of this.drawing.legend()) {
+      const isLine = kind === "line";
+      pen.fillStyle = colour || (isLine ? colours.text : colours.memory);
+      pen.fillRect(x, top + (isLine ? 8 : 4), 12, isLine ? 2 : 10);
+      if (kind === "hatched") {
+        pen.fillStyle = hatch();
+        pen.fillRect(x, top + 4, 12, 10);
+      }
       pen.fillStyle = colours.text;
       pen.fillText(label, x + 16, top + 9.5);
       x += pen.measureText(label).width + 30;
