@@ -18,7 +18,7 @@ from fsdp_inspect.cli.arguments import (
 )
 
 if TYPE_CHECKING:
-    from fsdp_inspect.trace.plan import FloatDtype
+    from fsdp_inspect.trace.plan import AccumulationSync, FloatDtype
 
 
 def simulate(  # noqa: PLR0913 - one argument an option
@@ -68,6 +68,17 @@ def simulate(  # noqa: PLR0913 - one argument an option
         int | None,
         typer.Option(help="Copies of the model (HSDP); 1: all ranks shard.", min=1, metavar="N"),
     ] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(help="Forward and backward passes of a step.", min=1, metavar="N"),
+    ] = None,
+    accumulation_sync: Annotated[
+        str | None,
+        typer.Option(
+            help="Which of them reduce gradients: every, last, or all_reduce_last (HSDP).",
+            metavar="WHEN",
+        ),
+    ] = None,
     bandwidth: BandwidthOption = None,
     latency: LatencyOption = None,
     write_plan: Annotated[
@@ -114,6 +125,8 @@ def simulate(  # noqa: PLR0913 - one argument an option
         separate_reduce_scatter_group=separate_reduce_scatter_group,
         world_size=world_size,
         replicas=replicas,
+        microbatches=microbatches,
+        accumulation_sync=_parse_sync(accumulation_sync),
     )
     wanted = apply_changes(
         resolve_plan(start, source.manifest), changes, shapes_of(source.manifest)
@@ -153,6 +166,20 @@ def _parse_reshard(text: str | None) -> bool | int | None:
         f"{text!r} is no setting of it. Expected true, false, or a number of ranks from 1.",
         param_hint="--reshard-after-forward",
     )
+
+
+def _parse_sync(text: str | None) -> "AccumulationSync | None":
+    from fsdp_inspect.trace.plan import AccumulationSync
+
+    if text is None:
+        return None
+    legal: dict[str, AccumulationSync] = {sync: sync for sync in get_args(AccumulationSync)}
+    if text not in legal:
+        raise typer.BadParameter(
+            f"{text!r} is no such moment. Expected one of {', '.join(legal)}.",
+            param_hint="--accumulation-sync",
+        )
+    return legal[text]
 
 
 def _parse_dtype(text: str | None, option: str) -> "FloatDtype | None":

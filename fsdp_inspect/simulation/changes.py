@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 
 from fsdp_inspect.errors import PlanError
-from fsdp_inspect.trace.plan import ROOT, FloatDtype, Plan, UnitPlan, owned_parameters
+from fsdp_inspect.trace.plan import (
+    ROOT,
+    AccumulationSync,
+    FloatDtype,
+    Plan,
+    UnitPlan,
+    owned_parameters,
+)
 
 _NUMBERED = re.compile(r"(.*)\.(\d+)")
 WRAPS = "`root`, `block`, `every:N` with N from 1, or `split` (halves of blocks)"
@@ -32,6 +39,8 @@ class Changes:
     world_size: int | None = None
     replicas: int | None = None
     """Copies of the model that all-reduce their gradients (HSDP); 1: all ranks shard."""
+    microbatches: int | None = None
+    accumulation_sync: AccumulationSync | None = None
 
 
 _OF_INNER_UNITS = {"reshard_after_forward": "reshard_after_forward"}
@@ -65,7 +74,10 @@ def apply_changes(
     if changes.backward_prefetch is not None:
         fields["backward_prefetch"] = changes.backward_prefetch
     if changes.world_size is not None or changes.replicas is not None:
-        fields |= _resized(plan, changes.world_size, changes.replicas)
+        fields |= resized(plan, changes.world_size, changes.replicas)
+    accumulation = {"microbatches": changes.microbatches, "sync": changes.accumulation_sync}
+    if named := {name: value for name, value in accumulation.items() if value is not None}:
+        fields["accumulation"] = {**plan.accumulation.model_dump(), **named}
     if fields:
         plan = Plan.from_dict({**plan.to_dict(), **fields})
     inner = [unit.name for unit in plan.units if not unit.is_root]
@@ -100,12 +112,12 @@ def wrap(plan: Plan, policy: str, parameters: Mapping[str, Sequence[int]] | None
     if policy == "root":
         root = next((unit for unit in plan.units if unit.is_root), plan.units[0])
         alone = root.model_copy(update={"modules": (ROOT,), "reshard_after_forward": None})
-        return _with_units(plan, [alone])
+        return with_units(plan, [alone])
     if not is_wrap(policy):
         raise PlanError(f"The wrap policy is {policy!r}. Expected {WRAPS}.")
     size = 1 if policy == "block" else int(policy.removeprefix("every:"))
     grouped = [_grouped(members, size) for members in _runs_of_blocks(plan.units)]
-    return _with_units(plan, [unit for units in grouped for unit in units])
+    return with_units(plan, [unit for units in grouped for unit in units])
 
 
 def _halved(plan: Plan, parameters: Mapping[str, Sequence[int]]) -> Plan:
@@ -136,7 +148,7 @@ def split_units(plan: Plan, names: Iterable[str], parameters: Mapping[str, Seque
     split = plan
     for name, modules in parts.items():
         split = split.split(name, modules)
-    return _with_units(plan, split.units) if parts else plan
+    return with_units(plan, split.units) if parts else plan
 
 
 def _parts(
@@ -193,8 +205,8 @@ def _grouped(units: Sequence[UnitPlan], size: int) -> list[UnitPlan]:
     ]
 
 
-def _with_units(plan: Plan, units: Sequence[UnitPlan]) -> Plan:
-    """Prefetch that names units that are gone is left to torch."""
+def with_units(plan: Plan, units: Sequence[UnitPlan]) -> Plan:
+    """The plan with other units; prefetch that names units that are gone is left to torch."""
     fields = plan.to_dict()
     names = {unit.name for unit in units}
     for direction in ("forward_prefetch", "backward_prefetch"):
@@ -204,7 +216,7 @@ def _with_units(plan: Plan, units: Sequence[UnitPlan]) -> Plan:
     return Plan.from_dict({**fields, "units": [unit.model_dump(mode="json") for unit in units]})
 
 
-def _resized(plan: Plan, world_size: int | None, replicas: int | None) -> dict[str, object]:
+def resized(plan: Plan, world_size: int | None, replicas: int | None) -> dict[str, object]:
     """The mesh of another world size, or of other replicas; what is not named stays."""
     replicate = plan.mesh.get("replicate", 1) if replicas is None else replicas
     ranks = world_size or plan.world_size or math.prod(plan.mesh.values())

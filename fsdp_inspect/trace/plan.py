@@ -39,6 +39,7 @@ PLAN_VERSION = 1
 ROOT = ""
 """The model itself."""
 
+AccumulationSync = Literal["every", "last", "all_reduce_last"]
 FloatDtype = Literal["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 PositiveInt = Annotated[int, Field(strict=True, ge=1)]
 
@@ -132,7 +133,7 @@ class Accumulation(PlanRecord):
     """How many microbatches make a step, and when their gradients are reduced."""
 
     microbatches: PositiveInt = 1
-    sync: Literal["every", "last", "all_reduce_last"] = "every"
+    sync: AccumulationSync = "every"
     """`every` microbatch; only the `last` (gradients stay unsharded until then); or, under HSDP,
     reduce-scatter every time and all-reduce the last time."""
 

@@ -119,3 +119,10 @@ def test_buffers_and_a_communicator_of_its_own_are_set_on_every_unit():
     changed = apply_changes(plan(), changes)
     assert {unit.reduce_scatter_max_input_buffers for unit in changed.units} == {2}
     assert all(unit.separate_reduce_scatter_group for unit in changed.units)
+
+
+def test_accumulation_changes_in_what_is_named():
+    accumulating = plan(accumulation={"microbatches": 4, "sync": "every"})
+    changed = apply_changes(accumulating, Changes(accumulation_sync="last"))
+    assert (changed.accumulation.microbatches, changed.accumulation.sync) == (4, "last")
+    assert apply_changes(changed, Changes(microbatches=2)).accumulation.sync == "last"
