@@ -4,7 +4,8 @@ import dataclasses
 import shutil
 
 import pytest
-from fsdp_inspect_app.charts.compare import LESS, MORE, draw_memory_changes, draw_steps
+from fsdp_inspect_app.charts.compare import LESS, MORE, draw_memory_changes
+from fsdp_inspect_app.charts.stacks import draw_steps
 from fsdp_inspect_app.frames.compare import frame_metrics, frame_settings, frame_unit_changes
 
 from fsdp_inspect import open_run
@@ -175,7 +176,12 @@ def test_no_run_says_how_to_record(open_app, tmp_path):
 
 def test_steps_are_drawn_on_one_scale_and_add_up(folder):
     digests = read_comparison([open_run(folder / name) for name in ("before", "after")]).digests
-    figure = draw_steps([("A", digests[0].breakdown), ("B", digests[1].breakdown)])
+    figure = draw_steps(
+        [
+            (label, {part.name: part.duration_ns for part in digest.breakdown.parts})
+            for label, digest in zip("AB", digests, strict=True)
+        ]
+    )
     for row, digest in enumerate(digests):
         length = sum(
             x for bar in figure.data for x, y in zip(bar.x, bar.y, strict=True) if y == row

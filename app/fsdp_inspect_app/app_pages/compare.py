@@ -27,7 +27,8 @@ from fsdp_inspect_app.cards import (
     show_table,
     show_table_button,
 )
-from fsdp_inspect_app.charts.compare import draw_memory_changes, draw_steps, draw_time_changes
+from fsdp_inspect_app.charts.compare import draw_memory_changes, draw_time_changes
+from fsdp_inspect_app.charts.stacks import draw_steps
 from fsdp_inspect_app.frames.compare import (
     frame_categories,
     frame_causes,
@@ -278,7 +279,9 @@ def _show_steps(contents: ComparisonContents) -> None:
     )
     show_chart_card(
         "Where their steps go, on one scale",
-        draw_steps(steps),
+        draw_steps(
+            [(label, {part.name: part.duration_ns for part in step.parts}) for label, step in steps]
+        ),
         frame_parts(comparison.parts, [side.label for side in comparison.sides]),
         key="steps",
         alt=f"One bar for the median step of each side: {listed}",
