@@ -88,7 +88,7 @@ class StepMemory:
     phases: tuple[Stretch, ...]
     units: tuple[Stretch, ...]
     peak: MemoryReading
-    """The reading by which the most was reached; the first of equals."""
+    """The reading by which the most was reached; of equals that with the most allocated itself."""
 
 
 def measure_step_memory(run: RunSource, *, rank: int, step: int | None = None) -> StepMemory | None:
@@ -132,7 +132,7 @@ def measure_step_memory(run: RunSource, *, rank: int, step: int | None = None) -
         composition=_compose(table.where(table.step == chosen), start_ns),
         phases=_stretches(names, own.time_ns - start_ns),
         units=_stretches([fqns.get(unit) for unit in own.unit.tolist()], own.time_ns - start_ns),
-        peak=listed[int(np.argmax(own_highest))],
+        peak=listed[int(np.lexsort((-own.time_ns, own.allocated, own_highest))[-1])],
     )
 
 

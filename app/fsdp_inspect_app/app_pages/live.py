@@ -1,0 +1,217 @@
+"""How does the run go that is being recorded: does it move, how fast, with which memory?"""
+
+from collections.abc import Sequence
+
+import streamlit as st
+
+from fsdp_inspect.analysis.live import DeviceSeries
+from fsdp_inspect.digest.live import LiveDigest, LiveState
+from fsdp_inspect.digest.run import RunDigest
+from fsdp_inspect.errors import StoreError
+from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio
+from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.report.live_wording import advise_live, describe_live, describe_pace
+from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect.trace.run import RunManifest, RunStatus
+from fsdp_inspect_app import loading
+from fsdp_inspect_app.banner import show_run_header
+from fsdp_inspect_app.cards import (
+    show_card,
+    show_chart_card,
+    show_csv_button,
+    show_empty_card,
+    show_headline,
+    show_table,
+)
+from fsdp_inspect_app.charts.live import draw_devices, draw_live_memory, draw_live_steps
+from fsdp_inspect_app.following import look_at
+from fsdp_inspect_app.frames.live import (
+    format_sample,
+    frame_devices,
+    frame_live_memory,
+    frame_live_ranks,
+    frame_live_steps,
+)
+from fsdp_inspect_app.selection import RANK_KEY, entry_or_stop, follow, link, page_link
+from fsdp_inspect_app.states import show_nothing
+from fsdp_inspect_app.wording import plain
+
+_REFRESH_EVERY_S = 2
+_GOING_ON = (LiveState.STARTING, LiveState.RUNNING, LiveState.STALLED)
+_SEEN_KEY = "live: state that is shown"
+
+
+def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None:
+    """The run as it is now, again every few seconds; of a run that is over, where to look."""
+    show_run_header(manifest, digest, refreshes=False)
+    recorded = [record.rank for record in loading.open_entry(entry).ranks]
+    is_recording = RunStatus(digest.status) is RunStatus.RUNNING
+    was_followed = st.session_state.get(_SEEN_KEY, ("", False))[0] == entry.id
+    if not recorded or not (is_recording or was_followed):
+        _show_over(digest)
+        return
+    answer = st.container()
+    rank = _pick_rank(digest.run_id, recorded)
+    every = _REFRESH_EVERY_S if is_recording and _wants_refresh() else None
+    with answer:
+        st.fragment(_show_answer, run_every=every)(entry, rank)
+    st.fragment(_show_now, run_every=every)(entry, rank)
+
+
+def _show_over(digest: RunDigest) -> None:
+    show_nothing(
+        f"This run is not being recorded: {digest.status}, {digest.num_steps} finished steps.",
+        "Live shows runs while they are recorded. Everything that this one left is on the other "
+        "pages.",
+    )
+    _show_links()
+
+
+def _show_links() -> None:
+    with st.container(horizontal=True):
+        page_link("overview", "Overview", icon=":material/insights:")
+        page_link("timeline", "Timeline", icon=":material/view_timeline:")
+        page_link("memory", "Memory", icon=":material/memory:")
+
+
+def _pick_rank(run_id: str, recorded: Sequence[int]) -> int:
+    key = f"live rank of {run_id}"
+    follow(RANK_KEY, key, {str(rank): rank for rank in recorded}, recorded[0])
+    left, right = st.columns([1, 3], vertical_alignment="bottom")
+    with left:
+        chosen = st.selectbox("Rank", recorded, key=key)
+    with right:
+        st.toggle(f"Refresh every {_REFRESH_EVERY_S} s", value=True, key="live refresh")
+    link(RANK_KEY, str(chosen))
+    return chosen
+
+
+def _wants_refresh() -> bool:
+    return bool(st.session_state.get("live refresh", True))
+
+
+def _look(entry: RunEntry, rank: int) -> LiveDigest | str:
+    """The run as it is now; where it cannot be read, why."""
+    try:
+        return look_at(entry, rank=rank)
+    except (StoreError, OSError) as error:
+        return str(error)
+
+
+def _show_answer(entry: RunEntry, rank: int) -> None:
+    live = _look(entry, rank)
+    if isinstance(live, str):
+        show_headline(plain(f"Rank {rank} cannot be followed."))
+        st.error(plain(live), icon=":material/error:")
+        return
+    _rerun_on_news(entry, live)
+    show_headline(plain(describe_live(live)))
+    advice = advise_live(live)
+    if advice:
+        st.warning(plain(advice), icon=":material/warning:")
+    if live.state not in _GOING_ON:
+        _show_links()
+
+
+def _show_now(entry: RunEntry, rank: int) -> None:
+    """Numbers, the last steps, memory, the machine, the ranks."""
+    live = _look(entry, rank)
+    if isinstance(live, str):
+        return
+    _show_tiles(live)
+    left, right = st.columns(2)
+    with left:
+        _show_steps(live)
+    with right:
+        _show_memory(live)
+    _show_devices(live.view.devices)
+    _show_ranks(live)
+
+
+def _rerun_on_news(entry: RunEntry, live: LiveDigest) -> None:
+    """Make the whole page anew when the run begins to move, stops or ends: its banner says so."""
+    shown = (entry.id, live.state in _GOING_ON)
+    before = st.session_state.get(_SEEN_KEY)
+    st.session_state[_SEEN_KEY] = shown
+    if before is not None and before[0] == entry.id and before != shown:
+        st.rerun()
+
+
+def _show_tiles(live: LiveDigest) -> None:
+    steps, memory = live.view.steps, live.view.memory
+    last = steps[-1] if steps else None
+    numbers = [
+        ("Last step", str(last.step) if last else MISSING),
+        ("Typical step", format_ns(live.view.typical_step_ns)),
+        ("Exposed, last step", format_ratio(last.exposed_ratio if last else None)),
+        ("Allocated", format_bytes(memory[-1].allocated_bytes if memory else None)),
+        *((one.name.capitalize(), f"{one.value:.4g}") for one in live.view.scalars[:1]),
+    ]
+    for column, (name, value) in zip(st.columns(len(numbers)), numbers, strict=True):
+        column.metric(plain(name), value, border=True)
+
+
+def _show_steps(live: LiveDigest) -> None:
+    steps = live.view.steps
+    if not steps:
+        show_empty_card("The last steps", "No step has ended yet.", key="live-steps")
+        return
+    show_chart_card(
+        f"The last {len(steps)} steps" if len(steps) > 1 else "The first step",
+        draw_live_steps(steps),
+        frame_live_steps(steps),
+        key="live-steps",
+        alt=f"Step time of the steps {steps[0].step} to {steps[-1].step} and the exposed part of "
+        "each",
+        note=f"{describe_pace(live)} Exposed: {find_metric('exposed_ns').definition}.",
+    )
+
+
+def _show_memory(live: LiveDigest) -> None:
+    memory = live.view.memory
+    if not memory:
+        show_empty_card(
+            "Memory",
+            "No reading of memory yet. On CPU it is counted in memory steps only.",
+            key="live-memory",
+        )
+        return
+    show_chart_card(
+        "Memory",
+        draw_live_memory(memory),
+        frame_live_memory(memory),
+        key="live-memory",
+        alt=f"Highest readings of memory of {len(memory)} steps; the last "
+        f"{format_bytes(memory[-1].allocated_bytes)} allocated",
+        note=f"The highest reading at a unit boundary in each step, the last of step "
+        f"{memory[-1].step}; the peaks between readings are on the page Memory. Measured.",
+    )
+
+
+def _show_devices(series: Sequence[DeviceSeries]) -> None:
+    if not series:
+        show_empty_card("The machine", "No sample of the machine yet.", key="live-devices")
+        return
+    seconds = max(-one.seconds[0] for one in series)
+    newest = ", ".join(f"{one.label} {format_sample(one.values[-1], one.unit)}" for one in series)
+    show_chart_card(
+        f"The machine, the last {seconds:.0f} s",
+        draw_devices(series),
+        frame_devices(series),
+        key="live-devices",
+        alt=f"Small charts of the machine; the newest values: {newest}",
+        note="Sampled by a background thread of the rank. GPU numbers by NVML, for the whole "
+        "device, all its processes together; CPU in percent of one core.",
+    )
+
+
+def _show_ranks(live: LiveDigest) -> None:
+    frame = frame_live_ranks(live.ranks)
+    with show_card(f"{len(live.ranks)} ranks", key="live-ranks") as header:
+        with header:
+            show_csv_button(frame, key="live-ranks")
+        show_table(frame, key="live-ranks-table")
+
+
+entry = entry_or_stop()
+show_page(entry, loading.open_entry(entry).manifest, loading.digest_entry(entry))

@@ -1,0 +1,108 @@
+"""How does a run look that is being recorded? Result objects to figures; nothing is computed."""
+
+from collections.abc import Sequence
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from fsdp_inspect.analysis.live import DeviceSeries, LiveMemory, LiveStep
+from fsdp_inspect_app.charts.style import (
+    NEUTRAL,
+    line_mode,
+    memory_unit,
+    over_steps,
+    shade_steps,
+    styled,
+)
+from fsdp_inspect_app.frames.live import format_sample
+from fsdp_inspect_app.frames.values import ms
+
+_IN_ROW = 3
+_SMALL_HEIGHT = 130
+
+
+def draw_live_steps(steps: Sequence[LiveStep]) -> go.Figure:
+    """Step time and its exposed part over the last steps."""
+    numbers = [step.step for step in steps]
+    figure = go.Figure()
+    figure.add_scatter(
+        x=numbers,
+        y=[ms(step.step_time_ns) for step in steps],
+        name="step time",
+        mode=line_mode(steps),
+        line={"color": NEUTRAL, "width": 2},
+        marker={"size": 5},
+        hovertemplate="step %{x}: %{y:.3f} ms<extra></extra>",
+    )
+    figure.add_scatter(
+        x=numbers,
+        y=[ms(step.exposed_ns) for step in steps],
+        name="of it exposed",
+        mode="lines",
+        line={"color": NEUTRAL, "width": 1},
+        fill="tozeroy",
+        fillcolor="rgba(0, 0, 0, 0)",
+        fillpattern={"shape": "/", "fgcolor": NEUTRAL, "bgcolor": "rgba(0, 0, 0, 0)", "size": 6},
+        hovertemplate="step %{x}: %{y:.3f} ms exposed<extra></extra>",
+    )
+    shade_steps(figure, [step.step for step in steps if step.is_memory_step], "memory")
+    figure.update_yaxes(ticksuffix=" ms", rangemode="tozero")
+    return _follows(over_steps(figure))
+
+
+def draw_live_memory(memory: Sequence[LiveMemory]) -> go.Figure:
+    """The highest readings of the last steps."""
+    size, suffix = memory_unit([one.reserved_bytes or one.allocated_bytes for one in memory])
+    numbers = [one.step for one in memory]
+    figure = go.Figure()
+    for name, amounts, dash in (
+        ("allocated", [one.allocated_bytes for one in memory], "solid"),
+        ("reserved", [one.reserved_bytes for one in memory], "dash"),
+    ):
+        if all(amount is None for amount in amounts):
+            continue
+        figure.add_scatter(
+            x=numbers,
+            y=[None if amount is None else amount / size for amount in amounts],
+            name=name,
+            mode=line_mode(memory),
+            line={"color": NEUTRAL, "width": 2, "dash": dash},
+            marker={"size": 5},
+            hovertemplate=f"step %{{x}}: %{{y:,.2f}} {suffix} {name}<extra></extra>",
+        )
+    figure.update_yaxes(ticksuffix=f" {suffix}", rangemode="tozero")
+    return _follows(over_steps(figure))
+
+
+def draw_devices(series: Sequence[DeviceSeries]) -> go.Figure:
+    """A small chart for each number of the machine, its newest value in its title."""
+    num_rows = -(-len(series) // _IN_ROW)
+    titles = [f"{one.label}: <b>{format_sample(one.values[-1], one.unit)}</b>" for one in series]
+    figure = make_subplots(
+        rows=num_rows,
+        cols=_IN_ROW,
+        subplot_titles=titles,
+        horizontal_spacing=0.04,
+        vertical_spacing=0.34 / num_rows,
+    )
+    for place, one in enumerate(series):
+        figure.add_scatter(
+            x=one.seconds,
+            y=one.values,
+            mode="lines",
+            line={"color": NEUTRAL, "width": 1.5},
+            customdata=[format_sample(value, one.unit) for value in one.values],
+            hovertemplate=f"%{{x:.0f}} s: %{{customdata}} {one.label}<extra></extra>",
+            row=place // _IN_ROW + 1,
+            col=place % _IN_ROW + 1,
+        )
+    figure.update_annotations(font_size=12)
+    figure.update_xaxes(ticksuffix=" s", showgrid=False, nticks=4)
+    figure.update_yaxes(rangemode="tozero", showticklabels=False, nticks=3)
+    styled(figure, height=40 + _SMALL_HEIGHT * num_rows)
+    return _follows(figure.update_layout(showlegend=False))
+
+
+def _follows(figure: go.Figure) -> go.Figure:
+    """A zoom survives the next refresh."""
+    return figure.update_layout(uirevision="live")

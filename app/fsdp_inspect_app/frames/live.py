@@ -1,0 +1,78 @@
+"""What does a run do that is being recorded? As tables."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from fsdp_inspect.analysis.live import DeviceSeries, LiveMemory, LiveStep
+from fsdp_inspect.formatting import format_bytes, format_bytes_per_s
+from fsdp_inspect.trace.run import RankRecord
+from fsdp_inspect_app.frames.values import mib, ms
+
+
+def frame_live_steps(steps: Sequence[LiveStep]) -> pd.DataFrame:
+    """The last steps, newest first."""
+    return pd.DataFrame(
+        [
+            {
+                "step": step.step,
+                "step time (ms)": ms(step.step_time_ns),
+                "exposed (ms)": ms(step.exposed_ns),
+                "communication (ms)": ms(step.communication_ns),
+                "memory step": step.is_memory_step,
+            }
+            for step in reversed(steps)
+        ]
+    )
+
+
+def frame_live_memory(memory: Sequence[LiveMemory]) -> pd.DataFrame:
+    """The highest readings of the last steps, newest first."""
+    return pd.DataFrame(
+        [
+            {
+                "step": one.step,
+                "allocated (MiB)": mib(one.allocated_bytes),
+                "reserved (MiB)": mib(one.reserved_bytes),
+            }
+            for one in reversed(memory)
+        ]
+    )
+
+
+def frame_devices(series: Sequence[DeviceSeries]) -> pd.DataFrame:
+    """Every sample of the machine, a row each."""
+    rows = [
+        {"what": one.label, "before the newest (s)": second, "value": value, "unit": one.unit}
+        for one in series
+        for second, value in zip(one.seconds, one.values, strict=True)
+    ]
+    return pd.DataFrame(rows, columns=["what", "before the newest (s)", "value", "unit"])
+
+
+def frame_live_ranks(records: Sequence[RankRecord]) -> pd.DataFrame:
+    """Who records, and who stopped."""
+    return pd.DataFrame(
+        [
+            {
+                "rank": record.rank,
+                "state": record.status.value,
+                "host": record.host,
+                "device": record.device,
+                "process": record.pid,
+                "failure": record.failure or "",
+            }
+            for record in records
+        ]
+    )
+
+
+def format_sample(value: float, unit: str) -> str:
+    """One sample of the machine in its unit."""
+    match unit:
+        case "bytes":
+            return format_bytes(value)
+        case "bytes/s":
+            return format_bytes_per_s(value)
+        case _:
+            return f"{value:,.0f} {unit}"

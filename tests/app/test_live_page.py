@@ -1,0 +1,87 @@
+"""Does the Live page show a run that is being recorded, and say when it is over?"""
+
+import time
+
+import pytest
+from fsdp_inspect_app.charts.live import draw_devices, draw_live_steps
+from fsdp_inspect_app.frames.live import format_sample, frame_devices, frame_live_steps
+
+from fsdp_inspect.analysis.live import DeviceSeries
+from fsdp_inspect.digest.live import LiveFeed
+from fsdp_inspect.store.folder import create_run
+from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.trace.run import RunStatus
+from tests.app.test_pages import read
+from tests.digest.test_live import write_steps
+from tests.store.writing import make_manifest
+
+POWER = DeviceSeries("gpu_power_mw", "GPU power", "W", (-1.0, 0.0), (250.0, 300.0))
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A folder with one run that is being recorded by this process, and its writers."""
+    create_run(tmp_path / "now", make_manifest(run_id="now"))
+    writers = [write_steps(tmp_path / "now", rank) for rank in (0, 1)]
+    yield tmp_path, writers
+    for writer in writers:
+        writer.close(RunStatus.COMPLETE)
+
+
+def test_the_last_step_comes_first(open_app, recorded):
+    app = open_app(recorded[0], "live", run="now")
+    assert not app.exception
+    assert "Step 2 took 1.00 µs and waited 200.0 ns of it for communication" in read(app)
+    assert [metric.value for metric in app.metric][:3] == ["2", "1.00 µs", "20.0 %"]
+    assert "The last 3 steps" in read(app)
+
+
+def test_a_run_that_ends_while_it_is_watched_says_so(open_app, recorded):
+    folder, writers = recorded
+    app = open_app(folder, "live", run="now", rank="1")
+    assert app.query_params["rank"] == "1"
+    for writer in writers:
+        writer.close(RunStatus.COMPLETE)
+    time.sleep(1.1)  # what a run's files say is looked up once a second
+    app.run()
+    assert not app.exception
+    text = read(app)
+    assert "not being recorded any more" in text or "This run is not being recorded" in text
+
+
+@pytest.mark.parametrize("run", ["whole", "failed", "no-steps"])
+def test_a_run_that_is_over_leads_to_the_other_pages(shown, run):
+    app = shown("live", run)
+    assert not app.exception
+    assert "This run is not being recorded" in read(app)
+
+
+def test_what_the_address_names_wrongly_is_as_if_not_named(open_app, recorded):
+    app = open_app(recorded[0], "live", run="now", rank="../1")
+    assert not app.exception
+    assert app.query_params["rank"] == "0"
+
+
+def test_steps_are_drawn_with_their_exposed_part_hatched(recorded):
+    steps = LiveFeed(recorded[0] / "now", 0, 0).look(open_run(recorded[0] / "now")).view.steps
+    step_time, exposed = draw_live_steps(steps).data
+    assert list(step_time.y) == [0.001] * 3
+    assert exposed.fillpattern.shape == "/"
+    assert frame_live_steps(steps)["step"].tolist() == [2, 1, 0]
+
+
+def test_every_number_of_the_machine_has_a_small_chart_with_its_newest_value():
+    figure = draw_devices([POWER])
+    assert figure.layout.annotations[0].text == "GPU power: <b>300 W</b>"
+    assert list(figure.data[0].y) == [250.0, 300.0]
+    assert frame_devices([POWER])["value"].tolist() == [250.0, 300.0]
+    assert frame_devices([]).empty
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [(3 << 30, "bytes", "3.00 GiB"), (2e9, "bytes/s", "2.00 GB/s"), (99.6, "%", "100 %")],
+    ids=["bytes", "rate", "percent"],
+)
+def test_samples_read_in_their_unit(value, unit, text):
+    assert format_sample(value, unit) == text
