@@ -57,6 +57,7 @@ def judge_time(
     runs: Sequence[int],
     baselines: Sequence[int],
     step_ns: int,
+    scale: float = 1.0,
 ) -> JudgedTime:
     """Whether a predicted time holds.
 
@@ -65,11 +66,11 @@ def judge_time(
         replayed_ns: The same of the baseline's plan, played: a prediction is a change against it.
         runs: Measured under the plan, one number a process group; not empty.
         baselines: Measured under the baseline's plan; not empty.
-        step_ns: The baseline's step, which the time is a part of.
+        step_ns: The baseline's measured step, which the time is a part of.
+        scale: How many times as long as the replayed step it is: a prediction is a share of it.
     """
-    predicted = Shift(
-        estimate.value - replayed_ns, estimate.low - replayed_ns, estimate.high - replayed_ns
-    )
+    bounds = (estimate.value, estimate.low, estimate.high)
+    predicted = Shift(*(scale * (bound - replayed_ns) for bound in bounds))
     measured_ns, baseline_ns = median(list(runs)) or 0, median(list(baselines)) or 0
     is_tested = min(len(runs), len(baselines)) >= RUNS_FOR_A_TEST
     if is_tested:

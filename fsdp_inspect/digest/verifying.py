@@ -218,6 +218,7 @@ def _judge_times(
     if not runs:
         return None, None
     step_ns = median(steps) or prediction.recorded_step_ns
+    scale = step_ns / prediction.replayed_step_ns
     return (
         judge_time(
             prediction.step_time_ns,
@@ -225,6 +226,7 @@ def _judge_times(
             runs=[each.step_ns or 0 for each in runs],
             baselines=steps,
             step_ns=step_ns,
+            scale=scale,
         ),
         judge_time(
             prediction.exposed_ns,
@@ -232,6 +234,7 @@ def _judge_times(
             runs=[each.exposed_ns or 0 for each in runs],
             baselines=exposed,
             step_ns=step_ns,
+            scale=scale,
         ),
     )
 
