@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import streamlit as st
 
-from fsdp_inspect import StoredRun
 from fsdp_inspect.digest.comparison import Comparison, Side
 from fsdp_inspect.digest.settings import find_shared_settings
 from fsdp_inspect.digest.tables import UnitMeasure, find_unit_changes
@@ -97,7 +96,7 @@ def show_page() -> None:
     try:
         _refuse_copies(chosen)
         contents = loading.result_of_all(chosen, read_comparison)
-        manifests = loading.result_of_all(chosen, _manifests)
+        manifests = [loading.open_entry(entry).manifest for entry in chosen]
     except FsdpInspectError as error:
         with answer:
             show_headline("These runs cannot be compared\\.")
@@ -106,10 +105,6 @@ def show_page() -> None:
     with answer:
         show_headline(plain(contents.comparison.answer))
     _show_comparison(contents, manifests, chosen)
-
-
-def _manifests(runs: Sequence[StoredRun]) -> tuple[RunManifest, ...]:
-    return tuple(run.manifest for run in runs)
 
 
 def _refuse_copies(chosen: Sequence[RunEntry]) -> None:
