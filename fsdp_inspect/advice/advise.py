@@ -1,7 +1,7 @@
 """What should be changed about a run, in which order, and what does each change bring?"""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.advice.bench import AS_RECORDED, Bench
@@ -12,6 +12,7 @@ from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion, say_
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.simulation.recorded import Execution
+from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
@@ -44,6 +45,8 @@ class Wishes:
     memory_limit: int | None = None
     """Bytes that the predicted peak must not exceed; None: the device's memory, and no limit on
     CPU."""
+    time_limit_ns: int | None = None
+    """The longest step of the smallest plan; None: the recorded one."""
     allow_dtypes: bool = False
     """Whether messages may become bfloat16."""
     bus_bytes_per_s: float | None = None
@@ -96,8 +99,8 @@ class PlanAdvice:
     fastest: Proposal
     """The recorded plan where nothing is worth changing."""
     smallest: Proposal | None
-    """An alternative to `fastest`, not on top of it: the lowest peak at no longer a step; None if
-    no plan saves `WORTH_RATIO` of the peak."""
+    """An alternative to `fastest`, not on top of it: the lowest peak within the time limit (unless
+    given, the recorded step); None if no plan saves `WORTH_RATIO` of the peak."""
     front: tuple[ParetoPoint, ...]
     notes: tuple[str, ...]
     snippet: str
@@ -152,7 +155,9 @@ def give_advice(
         answer = findings[0].sentence if findings else f"No plan can be advised: {error}"
         return Advice(run.manifest.run_id, answer, findings, None, str(error))
     limit = evidence.device_bytes if wishes.memory_limit is None else wishes.memory_limit
-    search = Search(bench, limit, allow_dtypes=wishes.allow_dtypes)
+    search = Search(
+        bench, limit, allow_dtypes=wishes.allow_dtypes, time_limit_ns=wishes.time_limit_ns
+    )
     plan = _advise_plan(bench, evidence, search, replace(wishes, memory_limit=limit))
     answer = _answer(plan, findings)
     return Advice(run.manifest.run_id, answer, findings, plan, None)
@@ -181,7 +186,7 @@ def _advise_plan(bench: Bench, evidence: Evidence, search: Search, wishes: Wishe
         fastest=narrator.proposal(target),
         smallest=_smallest(bench, narrator, found.smallest, target),
         front=tuple(_point(bench, choice) for choice in found.front),
-        notes=tuple(_notes(bench, limit)),
+        notes=(*_notes(bench, limit), *_limits_of_play(bench, wishes, fits=found.fits)),
         snippet=_snippet(wishes.plan_file),
         verify=_verify(evidence.manifest, wishes),
     )
@@ -241,6 +246,26 @@ def _notes(bench: Bench, limit: int | None) -> list[str]:
         first = next(iter(refused))
         notes.append(f"Left out for its risk: {', '.join(refused)}. {refused[first]}")
     return notes
+
+
+def _limits_of_play(bench: Bench, wishes: Wishes, *, fits: bool) -> Iterator[str]:
+    """What was not played, since one recorded run does not tell it."""
+    limit_ns = wishes.time_limit_ns
+    if limit_ns is not None and all(each.step_ns > limit_ns for each in bench.scores.values()):
+        least = min(each.step_ns for each in bench.scores.values())
+        yield f"No plan takes at most {format_ns(limit_ns)}: the fastest takes {format_ns(least)}."
+    if bench.mesh.world_size > 1 and EventKind.ALL_REDUCE not in bench.network.lines:
+        yield (
+            "Replicas (HSDP) were not tried: the run has no all-reduce to learn its time from. "
+            "Record a run with a mesh of replicas, or give both --bandwidth and --latency."
+        )
+    if not fits:
+        repeated = sum(piece.forward_ns for piece in bench.work.workload.pieces)
+        yield (
+            "Activation checkpointing (R18) was not played: how much memory it frees one run does "
+            f"not tell. It repeats forwards, so it costs at most {format_ns(repeated)} a "
+            "microbatch. Record a run with it."
+        )
 
 
 def _answer(plan: PlanAdvice, findings: tuple[Finding, ...]) -> str:

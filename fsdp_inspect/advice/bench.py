@@ -1,7 +1,8 @@
 """How long does a plan take, and how high does memory rise? Plans played quickly, each once.
 
 [Note: what is shared] Parameters, messages, compute and memory of a workload depend on how a plan
-cuts the units and on its dtypes; reshard, prefetch and buffers only change how it is scheduled. So
+cuts the units, on its dtypes, mesh and accumulation; reshard, prefetch and buffers only change how
+it is scheduled. So
 a workload is derived once for each cut, and plans that cut alike share it.
 """
 
@@ -17,7 +18,13 @@ from fsdp_inspect.simulation.recorded import (
     observed_plan,
     play,
 )
-from fsdp_inspect.simulation.scenario import Scenario, make_scenario, resolve_plan
+from fsdp_inspect.simulation.scenario import (
+    Mesh,
+    Scenario,
+    make_scenario,
+    mesh_of,
+    resolve_plan,
+)
 from fsdp_inspect.simulation.workload import Workload
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunSource
@@ -63,7 +70,9 @@ class Bench:
         self.network: Network = self.work.network.change(
             bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns
         )
-        self.space: Space = make_space(self.work, resolve_plan(observed_plan(run), run.manifest))
+        plan = resolve_plan(observed_plan(run), run.manifest)
+        self.mesh: Mesh = mesh_of(plan, run.manifest)
+        self.space: Space = make_space(self.work, plan)
         self._scenarios: dict[object, Scenario] = {}
         self.scores: dict[Choice, Score] = {}
         """Every plan that was played, in order."""
@@ -116,10 +125,11 @@ class Bench:
         )
 
     def _scenario(self, plan: Plan, network: Network, pace: str) -> Scenario:
-        cut = tuple(
+        units = tuple(
             (unit.modules, unit.param_dtype, unit.reduce_dtype, _small_group(plan, unit.name))
             for unit in plan.units
         )
+        cut = (units, tuple(plan.mesh.items()), plan.world_size, str(plan.accumulation))
         known = self._scenarios.get((pace, cut))
         if known is None:
             known = make_scenario(self.work, self._run.manifest, plan, network)

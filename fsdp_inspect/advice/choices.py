@@ -5,16 +5,18 @@ gain of a plan can be told change by change.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.formatting import format_unit
-from fsdp_inspect.simulation.changes import split_units, wrap
+from fsdp_inspect.simulation.changes import resized, split_units, with_units, wrap
 from fsdp_inspect.simulation.recorded import Execution, RecordedWork
 from fsdp_inspect.trace.plan import FloatDtype, Plan, UnitPlan, owned_parameters
 from fsdp_inspect.trace.statistics import median
 
+Sync = Literal["every", "last", "all_reduce_last"]
 GROUP_SIZES = (1, 2, 3, 4, 6, 8)
 """Blocks a unit."""
 OVERSIZED_RATIO = 2.0
@@ -36,6 +38,13 @@ class Choice:
     backward_prefetch: int | None = None
     reduce_buffers: int | None = None
     separate_reduce_group: bool | None = None
+    async_gathers: bool | None = None
+    """Whether all-gathers are issued as work to wait for (`unshard_async_op`)."""
+    replicas: int | None = None
+    """Copies of the model (HSDP)."""
+    accumulation_sync: Sync | None = None
+    keep_between_microbatches: bool | None = None
+    """Whether parameters stay unsharded after backward (`reshard_after_backward`)."""
     param_dtype: FloatDtype | None = None
     reduce_dtype: FloatDtype | None = None
 
@@ -61,14 +70,42 @@ class Space:
 
     plan: Plan
     """Recorded and resolved."""
-    groupings: Mapping[str, Plan]
+    groupings: dict[str, Plan]
     """By what is done, in words; none brings a risk that the recorded plan does not have."""
-    can_prefetch: bool
-    """False: the backend holds the main thread, so that nothing is gained by an early issue."""
-    rules: Mapping[str, str]
+    holds_host: bool
+    """The backend holds the main thread until a collective ends, so that nothing is gained by an
+    early issue unless gathers are asynchronous."""
+    rules: dict[str, str]
     """The tuning rule of each grouping."""
     refused: Mapping[str, str]
     """Groupings that were left out, with the risk that they would bring."""
+    find_risks: Callable[[Plan], list[str]]
+    """Of a plan for this model, one sentence each."""
+
+    def can_prefetch(self, choice: Choice) -> bool:
+        """Whether gathers can run beside compute under a choice."""
+        is_async = any(unit.unshard_async_op for unit in self.plan.units)
+        return not self.holds_host or (choice.async_gathers or is_async)
+
+    def add_merge(self, grouping: str | None, first: str, second: str) -> str | None:
+        """A grouping with two units of another one merged.
+
+        Args:
+            grouping: The other one; None: as recorded.
+            first: A unit's name.
+            second: The name of the unit that runs behind it.
+
+        Returns:
+            Its key in `groupings`; None where it would bring a risk.
+        """
+        start = self.groupings[grouping] if grouping is not None else self.plan
+        merged = with_units(start, start.merge([first, second]).units)
+        if set(self.find_risks(merged)) - set(self.find_risks(self.plan)):
+            return None
+        words = f"merge {format_unit(first)} with {format_unit(second)}"
+        name = words if grouping is None else f"{grouping}, {words}"
+        self.groupings[name], self.rules[name] = merged, "R2"
+        return name
 
     def plan_of(self, choice: Choice) -> Plan:
         """The recorded plan with a choice's changes."""
@@ -80,6 +117,11 @@ class Space:
         for name in ("forward_prefetch", "backward_prefetch"):
             if getattr(choice, name) is not None:
                 values[name] = getattr(choice, name)
+        if choice.replicas is not None:
+            values |= resized(plan, None, choice.replicas)
+        if choice.accumulation_sync is not None:
+            update = {"sync": choice.accumulation_sync}
+            values["accumulation"] = plan.accumulation.model_copy(update=update)
         return Plan.from_dict({**values, "units": tuple(units)})
 
 
@@ -97,23 +139,25 @@ def make_space(work: RecordedWork, plan: Plan) -> Space:
         if own.ends_with_backward
         for module in unit.modules
     }
-    known = set(plan.find_risks(parameters, inputs_without_gradient=without_gradient))
+
+    def find_risks(candidate: Plan) -> list[str]:
+        return candidate.find_risks(parameters, inputs_without_gradient=without_gradient)
+
+    known = set(find_risks(plan))
+    holds_host = work.execution is Execution.BLOCKING_HOST
     groupings: dict[str, Plan] = {}
     rules: dict[str, str] = {}
     refused: dict[str, str] = {}
     seen = {frozenset(unit.modules for unit in plan.units)}
     for name, rule, candidate in _groupings(work, plan, parameters):
-        risks = candidate.find_risks(parameters, inputs_without_gradient=without_gradient)
         key = frozenset(unit.modules for unit in candidate.units)
-        new = [risk for risk in risks if risk not in known]
+        new = [risk for risk in find_risks(candidate) if risk not in known]
         if key not in seen and new:
             refused[name] = new[0]
         elif key not in seen:
             groupings[name], rules[name] = candidate, rule
             seen.add(key)
-    is_async = any(unit.unshard_async_op for unit in plan.units)
-    can_prefetch = work.execution is not Execution.BLOCKING_HOST or is_async
-    return Space(plan, groupings, can_prefetch, rules, refused)
+    return Space(plan, groupings, holds_host, rules, refused, find_risks)
 
 
 def _reshards(inner: Sequence[UnitPlan], choice: Choice) -> dict[str, bool]:
@@ -127,6 +171,10 @@ def _changed(unit: UnitPlan, choice: Choice, reshard: bool | None) -> UnitPlan:
     settings = {
         "reshard_after_forward": reshard,
         "reduce_scatter_max_input_buffers": choice.reduce_buffers,
+        "unshard_async_op": choice.async_gathers,
+        "reshard_after_backward": None
+        if choice.keep_between_microbatches is None
+        else not choice.keep_between_microbatches,
         "separate_reduce_scatter_group": choice.separate_reduce_group,
         "param_dtype": choice.param_dtype,
         "reduce_dtype": choice.reduce_dtype,

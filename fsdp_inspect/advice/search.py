@@ -10,11 +10,12 @@ with the fewest changes is taken. Noise is 1 % of the step, or the replay's own 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 from fsdp_inspect.advice.bench import AS_RECORDED, Bench, Score
-from fsdp_inspect.advice.choices import Choice
+from fsdp_inspect.advice.choices import Choice, Sync
+from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import FloatDtype
 
 WORTH_RATIO = 0.02
@@ -22,6 +23,8 @@ WORTH_RATIO = 0.02
 BEAM = 4
 MAX_DEPTH = 3
 MAX_BUFFERS = 3
+MAX_MERGES, MAX_PAIRS = 3, 40
+"""Neighbours are merged so often, one pair at a time, in models of no more pairs than that."""
 _NOISE_RATIO, _MOST_NOISE_RATIO = 0.01, 0.02
 _DTYPE: FloatDtype = "bfloat16"
 
@@ -33,7 +36,8 @@ class Found:
     fastest: Choice
     """The simplest plan within the noise of the fastest that fits; as recorded: change nothing."""
     smallest: Choice
-    """The simplest of the plans with the lowest peak that are no slower than the recorded one."""
+    """The simplest of the plans with the lowest peak within the time limit (unless given, the
+    recorded step); as recorded where no plan is."""
     front: tuple[Choice, ...]
     """Plans that no other beats in both step time and peak, fastest first."""
     fits: bool
@@ -43,7 +47,14 @@ class Found:
 class Search:
     """Looks for plans on a bench."""
 
-    def __init__(self, bench: Bench, memory_limit: int | None, *, allow_dtypes: bool) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        memory_limit: int | None,
+        *,
+        allow_dtypes: bool,
+        time_limit_ns: int | None = None,
+    ) -> None:
         """Nothing is played yet.
 
         Args:
@@ -51,16 +62,27 @@ class Search:
             memory_limit: Bytes that a plan's peak must not exceed; None, or a run whose memory is
                 not known: any plan fits.
             allow_dtypes: Whether messages may become bfloat16.
+            time_limit_ns: The longest step of the smallest plan; None: the recorded one.
         """
         self._bench = bench
         self._limit = memory_limit if bench.recorded.peak_bytes is not None else None
         self._allow_dtypes = allow_dtypes
+        self._longest_ns = bench.recorded.step_ns if time_limit_ns is None else time_limit_ns
 
     def run(self) -> Found:
         """Search, and choose."""
-        for choices in (self._cuts, self._depths, self._queues, self._dtypes, self._tails):
+        for choices in (
+            self._cuts,
+            self._depths,
+            self._queues,
+            self._loops,
+            self._meshes,
+            self._dtypes,
+            self._tails,
+        ):
             for choice in list(choices()):
                 self._bench.score(choice)
+        self._merge()
         fastest = self._fastest()
         return Found(
             fastest=fastest,
@@ -76,31 +98,69 @@ class Search:
     # --- what is tried
 
     def _cuts(self) -> Iterator[Choice]:
-        starts: list[tuple[int | None, int | None]] = [(None, None)]
-        if self._bench.space.can_prefetch:
-            starts += [(1, None), (2, 2)]
-        groupings = (None, *self._bench.space.groupings)
-        for grouping, reshard, (forward, backward) in product(
-            groupings, (None, False, True), starts
+        space = self._bench.space
+        starts = [AS_RECORDED]
+        if space.can_prefetch(AS_RECORDED):
+            starts += [Choice(forward_prefetch=1), Choice(forward_prefetch=2, backward_prefetch=2)]
+        else:
+            starts += [Choice(async_gathers=True, forward_prefetch=1)]
+        for grouping, reshard, start in product(
+            (None, *space.groupings), (None, False, True), starts
         ):
-            yield Choice(
-                grouping=grouping,
-                reshard=reshard,
-                forward_prefetch=forward,
-                backward_prefetch=backward,
-            )
+            yield replace(start, grouping=grouping, reshard=reshard)
 
     def _depths(self) -> Iterator[Choice]:
-        if self._bench.space.can_prefetch:
-            depths = (None, *range(MAX_DEPTH + 1))
-            for choice, forward, backward in product(self._beam(), depths, depths):
+        depths = (None, *range(MAX_DEPTH + 1))
+        for choice in self._overlapping():
+            for forward, backward in product(depths, depths):
                 yield replace(choice, forward_prefetch=forward, backward_prefetch=backward)
 
     def _queues(self) -> Iterator[Choice]:
-        if self._bench.space.can_prefetch:
-            buffers = (None, *range(2, MAX_BUFFERS + 1))
-            for choice, count, is_apart in product(self._beam(), buffers, (None, True)):
-                yield replace(choice, reduce_buffers=count, separate_reduce_group=is_apart)
+        if self._bench.space.holds_host:
+            return  # reductions hold the main thread, whatever their queue
+        buffers = (None, *range(2, MAX_BUFFERS + 1))
+        for choice, count, is_apart in product(self._beam(), buffers, (None, True)):
+            yield replace(choice, reduce_buffers=count, separate_reduce_group=is_apart)
+
+    def _overlapping(self) -> list[Choice]:
+        return [each for each in self._beam() if self._bench.space.can_prefetch(each)]
+
+    def _loops(self) -> Iterator[Choice]:
+        """When gradients of several microbatches are reduced, and what stays between them."""
+        accumulation = self._bench.space.plan.accumulation
+        if accumulation.microbatches < 2:
+            return
+        syncs: list[Sync | None] = [None, "last" if accumulation.sync != "last" else "every"]
+        for choice, sync in product(self._beam(), syncs):
+            yield replace(choice, accumulation_sync=sync)
+            yield replace(
+                choice, accumulation_sync=sync, reshard=False, keep_between_microbatches=True
+            )
+
+    def _meshes(self) -> Iterator[Choice]:
+        """Fewer ranks that shard, where the run tells how long an all-reduce takes."""
+        if EventKind.ALL_REDUCE not in self._bench.network.lines:
+            return
+        shard = self._bench.mesh.shard
+        replicas = self._bench.mesh.replicate
+        for choice, factor in product(self._beam(), (2, 4, 8)):
+            if shard % factor == 0 and shard > factor:
+                yield replace(choice, replicas=replicas * factor)
+
+    def _merge(self) -> None:
+        """Merge neighbours of the fastest plan, the best pair first, while the step falls."""
+        space, bench = self._bench.space, self._bench
+        for _ in range(MAX_MERGES):
+            best = self._fastest()
+            inner = [unit.name for unit in space.plan_of(best).units if not unit.is_root]
+            if len(inner) > MAX_PAIRS:
+                return
+            merged = [space.add_merge(best.grouping, *pair) for pair in pairwise(inner)]
+            choices = [replace(best, grouping=name) for name in merged if name is not None]
+            fitting = [each for each in choices if self.fits(bench.score(each))]
+            least = min((bench.score(each).step_ns for each in fitting), default=None)
+            if least is None or least > bench.score(best).step_ns - self.noise_ns:
+                return
 
     def _dtypes(self) -> Iterator[Choice]:
         if self._allow_dtypes:
@@ -165,9 +225,9 @@ class Search:
 
     def _smallest(self) -> Choice:
         scores, recorded = self._bench.scores, self._bench.recorded
-        if recorded.peak_bytes is None:
+        as_fast = [each for each in scores if scores[each].step_ns <= self._longest_ns]
+        if recorded.peak_bytes is None or not as_fast:
             return AS_RECORDED
-        as_fast = [each for each in scores if scores[each].step_ns <= recorded.step_ns]
         lowest = min(self._peak(each) for each in as_fast)
         tolerance = lowest + 0.5 * WORTH_RATIO * recorded.peak_bytes
         alike = [each for each in as_fast if self._peak(each) <= tolerance]

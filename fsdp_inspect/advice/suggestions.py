@@ -1,7 +1,8 @@
 """How is a better plan said: what to change, why, by how much, and at what risk?"""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fsdp_inspect.advice.bench import AS_RECORDED, Bench
 from fsdp_inspect.advice.choices import Choice
@@ -135,31 +136,48 @@ class Narrator:
             "backward_prefetch": "R11",
             "reduce_buffers": "R10",
             "separate_reduce_group": "R25",
+            "async_gathers": "R22",
+            "replicas": "R15",
+            "accumulation_sync": "R16",
+            "keep_between_microbatches": "R17",
             "param_dtype": "R14",
             "reduce_dtype": "R13",
         }[name]
 
     def _why(self, choice: Choice) -> Iterator[str]:
         """What the trace says about the waits that a change is for."""
-        causes = self._evidence.causes_ns
         if choice.grouping is not None:
             yield from self._cut(self._bench.space.rules[choice.grouping])
         if choice.reshard is False or choice.num_kept:
             yield from self._gathered_again()
-        wanted = []
-        if choice.forward_prefetch or choice.backward_prefetch:
-            wanted.append(Cause.LATE_ISSUE)
-        if choice.separate_reduce_group:
-            wanted.append(Cause.SERIALIZED)
-        if choice.param_dtype or choice.reduce_dtype:
-            wanted.append(Cause.BANDWIDTH)
-        for cause in wanted:
-            if causes.get(cause.label):
+        yield from self._causes(choice)
+        exposed = self._evidence.exposed_by_kind_ns
+        if choice.accumulation_sync is not None:
+            count = self._bench.space.plan.accumulation.microbatches
+            yield f"A step has {count} microbatches."
+        if choice.async_gathers:
+            yield (
+                "The backend holds the main thread in its collectives: in all-gathers for "
+                f"{format_ns(exposed.get('all_gather', 0))} a step."
+            )
+        if choice.reduce_buffers or choice.accumulation_sync is not None:
+            yield (
+                f"Reduce-scatter is exposed for {format_ns(exposed.get('reduce_scatter', 0))} a "
+                "step."
+            )
+
+    def _causes(self, choice: Choice) -> Iterator[str]:
+        """The causes of waiting that a change is against."""
+        wanted = {
+            Cause.LATE_ISSUE: choice.forward_prefetch or choice.backward_prefetch,
+            Cause.SERIALIZED: choice.separate_reduce_group,
+            Cause.BANDWIDTH: choice.param_dtype or choice.reduce_dtype or choice.replicas,
+        }
+        causes = self._evidence.causes_ns
+        for cause, is_meant in wanted.items():
+            if is_meant and causes.get(cause.label):
                 words = cause.label.replace("_", " ")
                 yield f"Exposed by {words}: {format_ns(causes[cause.label])} a step."
-        if choice.reduce_buffers:
-            waited = self._evidence.exposed_by_kind_ns.get("reduce_scatter", 0)
-            yield f"Reduce-scatter is exposed for {format_ns(waited)} a step."
 
     def _cut(self, rule: str) -> Iterator[str]:
         """Why units of this size are not the best ones."""
@@ -206,6 +224,13 @@ class Narrator:
             yield _NO_MEMORY
         elif added > 0:
             yield f"The peak rises by {format_bytes(added)}."
+        if choice.accumulation_sync is not None:
+            yield (
+                "The training loop decides when gradients are reduced: a plan file changes it only "
+                "where the loop reads one (set_requires_gradient_sync)."
+            )
+        if choice.replicas is not None:
+            yield "A checkpoint of the recorded mesh must be resharded when it is loaded."
         if choice.param_dtype or choice.reduce_dtype:
             yield "bfloat16 changes the numbers: check that the loss still falls."
         units = self._bench.scenario(after).units
@@ -222,32 +247,44 @@ def say_changes(choice: Choice) -> str:
 
 
 def _words(choice: Choice) -> Iterator[str]:
-    if choice.grouping is not None:
-        yield choice.grouping
-    if choice.reshard is not None:
-        verb = "drop parameters after" if choice.reshard else "keep parameters unsharded after"
-        yield f"{verb} forward (reshard_after_forward={choice.reshard})"
-    if choice.num_kept is not None:
-        yield (
-            f"keep the last {choice.num_kept} units unsharded after forward "
-            "(reshard_after_forward=False)"
-        )
-    for direction in ("forward", "backward"):
-        depth = getattr(choice, f"{direction}_prefetch")
-        if depth is not None:
-            yield (
-                f"prefetch {depth} units ahead in {direction}"
-                if depth != 1
-                else (f"prefetch 1 unit ahead in {direction}")
-            )
-    if choice.reduce_buffers is not None:
-        yield f"allow {choice.reduce_buffers} reduce-scatter inputs at once"
-    if choice.separate_reduce_group:
-        yield "give reduce-scatter a communicator of its own"
-    if choice.param_dtype is not None:
-        yield f"gather in {choice.param_dtype}"
-    if choice.reduce_dtype is not None:
-        yield f"reduce gradients in {choice.reduce_dtype}"
+    """Each change; what is left as it was recorded is not said."""
+    values = {name: getattr(choice, name) for name in choice.changed}
+    yield from (_WORDS[name](value) for name, value in values.items())
+
+
+_WORDS: Mapping[str, Callable[[Any], str]] = {
+    "grouping": str,
+    "reshard": lambda value: (
+        f"{'drop parameters after' if value else 'keep parameters unsharded after'} forward "
+        f"(reshard_after_forward={value})"
+    ),
+    "num_kept": lambda value: (
+        f"keep the last {value} units unsharded after forward (reshard_after_forward=False)"
+    ),
+    "forward_prefetch": lambda value: f"prefetch {_counted(value)} ahead in forward",
+    "backward_prefetch": lambda value: f"prefetch {_counted(value)} ahead in backward",
+    "reduce_buffers": lambda value: f"allow {value} reduce-scatter inputs at once",
+    "separate_reduce_group": lambda value: (
+        f"give reduce-scatter {'a' if value else 'no'} communicator of its own"
+    ),
+    "async_gathers": lambda value: f"gather asynchronously (unshard_async_op={value})",
+    "replicas": lambda value: f"keep {value} copies of the model (HSDP)",
+    "accumulation_sync": lambda value: (
+        "reduce gradients with the last microbatch only"
+        if value == "last"
+        else "reduce gradients with every microbatch"
+    ),
+    "keep_between_microbatches": lambda value: (
+        f"{'keep' if value else 'do not keep'} parameters unsharded between microbatches "
+        f"(reshard_after_backward={not value})"
+    ),
+    "param_dtype": lambda value: f"gather in {value}",
+    "reduce_dtype": lambda value: f"reduce gradients in {value}",
+}
+
+
+def _counted(units: int) -> str:
+    return f"{units} unit{'s' * (units != 1)}"
 
 
 def _assume_dtypes(choice: Choice) -> Iterator[str]:

@@ -13,6 +13,7 @@ from fsdp_inspect.cli.arguments import (
     open_run_argument,
     parse_bandwidth,
     parse_latency,
+    parse_time,
     print_renderable,
     require_new_file,
 )
@@ -31,6 +32,13 @@ def advise(  # noqa: PLR0913 - one argument an option
         typer.Option(
             help="Most that a plan's peak may take; the device's memory unless given.",
             metavar="SIZE",
+        ),
+    ] = None,
+    time_limit: Annotated[
+        str | None,
+        typer.Option(
+            help="Longest step of the smallest plan; the recorded one unless given.",
+            metavar="TIME",
         ),
     ] = None,
     allow_dtypes: Annotated[
@@ -62,6 +70,7 @@ def advise(  # noqa: PLR0913 - one argument an option
 
     wishes = Wishes(
         memory_limit=parse_limit(memory_limit),
+        time_limit_ns=_parse_time_limit(time_limit),
         allow_dtypes=allow_dtypes,
         bus_bytes_per_s=parse_bandwidth(bandwidth),
         latency_ns=parse_latency(latency),
@@ -104,6 +113,16 @@ def parse_limit(text: str | None) -> int | None:
             param_hint="--memory-limit",
         )
     return limit
+
+
+def _parse_time_limit(text: str | None) -> int | None:
+    limit = parse_time("--time-limit", text, "300ms")
+    if limit == 0:
+        raise typer.BadParameter(
+            f"{text!r} is no time for a step. Expected one above 0, like 300ms.",
+            param_hint="--time-limit",
+        )
+    return None if limit is None else round(limit)
 
 
 def _write(run: "StoredRun", advice: "Advice", path: Path) -> None:

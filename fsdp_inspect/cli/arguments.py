@@ -78,9 +78,18 @@ def parse_latency(text: str | None) -> float | None:
     Raises:
         typer.BadParameter: It is no time.
     """
+    return parse_time("--latency", text, "20us")
+
+
+def parse_time(option: str, text: str | None, example: str) -> float | None:
+    """Nanoseconds that an option was given; None: nothing.
+
+    Raises:
+        typer.BadParameter: It is no time.
+    """
     from fsdp_inspect.quantities import parse_time_ns
 
-    return _parse("--latency", text, parse_time_ns, "20us")
+    return _parse(option, text, parse_time_ns, example)
 
 
 def _parse(
