@@ -105,4 +105,4 @@ def _digits(column: str) -> str | None:
         return "%.3f"
     if column.endswith("(MiB)"):
         return "%.1f"
-    return "percent" if column in ("share of the step", "overlap") else None
+    return "percent" if column in ("share of the step", "overlap", "hidden") else None

@@ -1,6 +1,7 @@
 """Which runs do the pages open? A folder of synthetic ones, whole and damaged, and every sample."""
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -21,13 +22,17 @@ OpenApp = Callable[..., AppTest]
 @pytest.fixture(scope="session")
 def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole run, one that failed (with hostile names), one without a rank, one without steps,
-    and one that cannot be read."""
+    one of a newer schema, and one that cannot be read."""
     folder = tmp_path_factory.mktemp("runs")
     write_run(folder / "whole", make_run(num_steps=8))
     write_run(folder / "failed", _hostile_run(), failures={1: "out of memory in step 5"})
     partial = make_run()
     write_run(folder / "partial", dataclasses.replace(partial, ranks=partial.ranks[:1]))
     write_run(folder / "no-steps", make_run(num_steps=0))
+    write_run(folder / "newer", make_run(num_steps=1))
+    manifest = json.loads((folder / "newer" / "run.json").read_text())
+    del manifest["crc32"]
+    (folder / "newer" / "run.json").write_text(json.dumps({**manifest, "schema_version": 99}))
     (folder / "broken").mkdir()
     (folder / "broken" / "run.json").write_text('{"schema_version": 1, "run')
     return folder

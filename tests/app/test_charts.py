@@ -11,11 +11,19 @@ from fsdp_inspect_app.charts.overview import (
     draw_scalar,
     draw_step_times,
 )
-from fsdp_inspect_app.charts.units import UNIT_MEASURES, draw_units
+from fsdp_inspect_app.charts.units import (
+    UNIT_MEASURES,
+    draw_collectives,
+    draw_holds,
+    draw_spreads,
+    draw_units,
+)
 
 from fsdp_inspect.analysis.memory import CategoryBytes, PeakMoment
 from fsdp_inspect.analysis.scalars import measure_scalars
 from fsdp_inspect.analysis.steps import measure_step_times
+from fsdp_inspect.analysis.unit_history import measure_unit_history
+from fsdp_inspect.digest.exposed import digest_waits
 from fsdp_inspect.digest.run import digest_run
 from fsdp_inspect.report import palette
 from tests.app.synthetic import make_run
@@ -130,23 +138,55 @@ def test_the_peak_is_drawn_by_category():
 
 @pytest.mark.parametrize("measure", UNIT_MEASURES)
 def test_every_measure_of_the_units_can_be_drawn(digest, measure):
-    figure = draw_units(digest.units, measure=measure, highlighted=None)
+    figure = draw_units(digest.units, measure=measure)
     assert all(len(bar.x) == len(digest.units) for bar in figure.data)
     assert len(figure.data) >= 1
 
 
-def test_a_highlighted_unit_stays_bright_and_the_others_fade(digest):
-    figure = draw_units(digest.units, measure="compute", highlighted=digest.units[2].index)
-    assert figure.data[0].marker.opacity[2] == 1.0
-    assert set(figure.data[0].marker.opacity[:2]) == {0.35}
-
-
 def test_names_of_units_are_no_markup_in_a_chart(digest):
     units = [dataclasses.replace(digest.units[0], fqn="<b>x</b>")]
-    figure = draw_units(units, measure="compute", highlighted=None)
+    figure = draw_units(units, measure="compute")
     assert figure.layout.yaxis.ticktext == ("&lt;b&gt;x&lt;/b&gt;",)
 
 
 def test_an_unknown_measure_is_refused_with_the_known_ones(digest):
     with pytest.raises(ValueError, match=r"'speed'.*exposed, compute"):
-        draw_units(digest.units, measure="speed", highlighted=None)
+        draw_units(digest.units, measure="speed")
+
+
+def test_every_collective_of_a_unit_is_a_point_and_the_fit_a_line(run):
+    history, waits = measure_unit_history(run, unit=3), digest_waits(run, unit="layers.2")
+    fits = {
+        "all-gather, forward": next(
+            kind.link for kind in waits.bandwidth.kinds if kind.kind == "all_gather"
+        )
+    }
+    figure = draw_collectives(history, fits)
+    assert [trace.name for trace in figure.data] == [
+        "all-gather, forward",
+        "all-gather, backward",
+        "reduce-scatter, backward",
+    ]
+    gathers = history.histories[0]
+    assert list(figure.data[0].y) == [one.duration_ns / 1e6 for one in gathers.collectives]
+    [line] = figure.layout.shapes
+    assert line.y0 == fits["all-gather, forward"].predict_ns(gathers.bytes) / 1e6
+
+
+def test_the_spread_of_a_units_collectives_has_a_box_a_kind(run):
+    figure = draw_spreads(measure_unit_history(run, unit=3))
+    assert figure.layout.yaxis.ticktext[0] == "all-gather, forward"
+    assert [len(box.x) for box in figure.data] == [6, 6, 6]
+
+
+def test_memory_that_a_unit_holds_is_drawn_where_it_is_held(run):
+    history = measure_unit_history(run, unit=3)
+    figure = draw_holds(history)
+    assert list(figure.layout.yaxis.ticktext) == [
+        "all-gather buffer",
+        "unsharded parameter",
+        "reduce-scatter buffer",
+    ]
+    first = history.holds[0]
+    assert figure.data[0].base[0] == first.start_ns / 1e6
+    assert figure.layout.xaxis.range[1] == history.step_time_ns / 1e6

@@ -1,7 +1,9 @@
 """Does every page open every run, say first what matters, and show the library's own numbers?"""
 
+import dataclasses
 import re
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import pytest
 
@@ -9,6 +11,7 @@ from fsdp_inspect import open_run
 from fsdp_inspect.digest.run import digest_run
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from tests.app.conftest import HOSTILE_NAME, HOSTILE_UNIT
+from tests.app.synthetic import make_run, write_run
 
 SAMPLES = Path(__file__).parents[2] / "samples"
 SAMPLE_IDS = sorted(
@@ -17,6 +20,7 @@ SAMPLE_IDS = sorted(
 PAGES = ("runs", "overview", "timeline", "units")
 RUN_PAGES = PAGES[1:]
 DAMAGED = ("failed", "partial", "no-steps")
+NUM_EXPORTS = 4
 
 
 def read(app):
@@ -52,9 +56,10 @@ def test_runs_lists_every_run_with_its_status(open_app, runs_folder):
         "partial": "partial",
         "no-steps": "complete",
         "broken": "unreadable",
+        "newer": "unreadable",
     }
-    assert "5 runs, from" in read(app)
-    assert app.expander[0].label == "1 run cannot be read"
+    assert "6 runs, from" in read(app)
+    assert app.expander[0].label == "2 runs cannot be read"
     assert "are not JSON" in read(app)
 
 
@@ -109,6 +114,7 @@ def test_overview_says_the_verdict_first_and_then_the_digests_numbers(shown, run
         format_ns(digest.exposed_ns),
         format_ratio(digest.overlap_ratio),
         format_bytes(digest.peak_allocated_bytes),
+        "66.0 GiB",  # of 80 GiB, 14 GiB and 1 MiB reserved on rank 1
     ]
 
 
@@ -125,7 +131,7 @@ def test_every_chart_of_the_overview_has_a_table_and_a_csv(shown):
     assert len(charts) == 5
     assert all(chart.alt for chart in charts)
     assert len(app.dataframe) == len(charts) + 1  # and what is known about the run
-    assert len(app.download_button) == len(charts)
+    assert len(app.download_button) == len(charts) + NUM_EXPORTS
 
 
 def test_overview_says_how_its_numbers_were_obtained(shown):
@@ -233,12 +239,153 @@ def test_units_shows_one_row_a_unit_with_the_digests_numbers(shown, runs_folder)
 
 def test_units_shows_one_unit_in_detail_and_links_to_it(open_app, runs_folder):
     app = open_app(runs_folder, "units", run="whole", unit="norm, lm_head")
-    assert "Unit** `norm, lm_head`" in read(app)
+    assert "`norm, lm_head` is waited for" in read(app)
     assert app.query_params["unit"] == "norm, lm_head"
 
 
 @pytest.mark.parametrize("measure", ["compute", "collective duration", "parameters"])
 def test_units_bars_show_what_is_chosen(open_app, runs_folder, measure):
     app = open_app(runs_folder, "units", run="whole")
-    app.button_group(key="measure").set_value(measure).run()
+    app.button_group(key="bars").set_value(measure).run()
     assert not app.exception
+
+
+def test_overview_names_the_causes_of_the_step_that_its_bar_shows(shown, runs_folder):
+    digest = digest_run(open_run(runs_folder / "whole"))
+    text = read(shown("overview", "whole"))
+    for cause, duration in digest.exposed_in_step.causes_ns.items():
+        assert f"{cause.replace('_', ' ')} **{format_ns(duration)}**" in text
+
+
+def test_overview_leads_to_the_timeline_at_the_unit_that_is_waited_for_most(shown, runs_folder):
+    digest = digest_run(open_run(runs_folder / "whole"))
+    links = {link.proto.label: link.proto for link in shown("overview", "whole").get("page_link")}
+    shown_me = parse_qs(links["Show me"].query_string)
+    assert links["Show me"].page == "timeline"
+    assert shown_me == {
+        "run": ["whole"],
+        "step": [str(digest.breakdown.step)],
+        "rank": [str(digest.breakdown.rank)],
+        "unit": ["norm, lm_head"],
+    }
+
+
+def test_overviews_top_units_lead_to_their_pages(shown):
+    links = [link.proto for link in shown("overview", "whole").get("page_link")]
+    top = [parse_qs(link.query_string)["unit"] for link in links if "norm" in link.label]
+    assert top == [["norm, lm_head"]]
+    assert [link.page for link in links if "norm" in link.label] == ["units"]
+
+
+def test_overview_shares_its_address_and_exports_the_run(shown):
+    app = shown("overview", "whole")
+    assert any("overview?run=whole" in block.value for block in app.code)
+    labels = [button.proto.label for button in app.download_button]
+    assert labels[:2] == ["Report (HTML, one file)", "All numbers (JSON)"]
+
+
+def test_findings_lead_to_the_page_that_shows_them(shown):
+    text = read(shown("overview", "whole"))
+    assert "The run did what its plan says" in text
+    labels = [link.proto.label for link in shown("overview", "whole").get("page_link")]
+    assert "Seen in Units" in labels
+
+
+@pytest.mark.parametrize(
+    ("run", "page", "expected"),
+    [
+        pytest.param("failed", "overview", "recorded until the failure is shown", id="failed"),
+        pytest.param("partial", "units", "fsdp-inspect merge", id="partial"),
+        pytest.param("newer", "overview", "newer version of FSDP Inspect", id="newer schema"),
+        pytest.param("no-steps", "units", "No step counts yet", id="no steps"),
+    ],
+)
+def test_every_state_of_a_run_says_what_to_do(shown, run, page, expected):
+    assert expected in read(shown(page, run))
+
+
+def test_a_run_of_a_newer_schema_says_how_to_update(shown):
+    app = shown("overview", "newer")
+    assert "pip install --upgrade fsdp-inspect" in app.code[0].value
+
+
+def test_a_units_page_names_its_neighbours_and_why_it_is_waited_for(open_app, runs_folder):
+    app = open_app(runs_folder, "units", run="whole", unit="layers.3")
+    labels = [link.proto.label for link in app.get("page_link")]
+    assert {"Before it: `layers.2`", "After it: `layers.4`", "All units"} <= set(labels)
+    titles = " ".join(element.value for element in app.markdown)
+    for title in ("Waits and their causes", "over the steps", "early enough", "holds memory"):
+        assert title in titles.replace("\\", "")
+
+
+def test_a_unit_with_recorded_parameters_lists_them_with_their_shapes(open_app, tmp_path):
+    run = make_run()
+    first, *others = run.manifest.units
+    unit = first.model_copy(update={"parameters": {"embed.weight": [512, 64], "scale": []}})
+    manifest = run.manifest.model_copy(update={"units": [unit, *others]})
+    write_run(tmp_path / "run", dataclasses.replace(run, manifest=manifest))
+    app = open_app(tmp_path, "units", run="run", unit="(root)")
+    frame = next(table.value for table in app.dataframe if "parameter" in table.value.columns)
+    assert frame.to_dict("list") == {
+        "parameter": ["embed.weight", "scale"],
+        "shape": ["512 x 64", "scalar"],
+        "parameters": [32768, 1],
+    }
+
+
+def test_pins_and_a_baseline_come_from_the_address_and_lead_the_list(open_app, runs_folder):
+    app = open_app(runs_folder, pin="failed", baseline="whole")
+    frame = app.dataframe[0].value
+    assert frame["run"].tolist()[:2] == ["whole", "failed"]
+    assert frame["mark"].tolist()[:2] == ["baseline", "pinned"]
+    assert frame["step time vs baseline"][0] == 0
+    assert app.query_params["baseline"] == "whole"
+
+
+@pytest.mark.parametrize("page", ["runs", "overview", "units"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param("../secret", id="dots"),
+        pytest.param("/etc/passwd", id="absolute"),
+        pytest.param("linked", id="link"),
+        pytest.param("whole/../../secret", id="dots below a run"),
+        pytest.param("whole\0", id="NUL"),
+    ],
+)
+def test_no_parameter_of_an_address_names_a_file(open_app, linked_folder, value, page):
+    names = ("run", "unit", "step", "rank", "pin", "baseline", "with", "bars", "search")
+    app = open_app(linked_folder[0], page, **dict.fromkeys(names, value))
+    assert not app.exception
+    assert not app.error
+    assert app.query_params["run"] in ("whole", ["whole"])
+    assert "SECRET" not in read(app)
+
+
+@pytest.fixture(scope="module")
+def linked_folder(tmp_path_factory):
+    """A folder with one run and a link to a run outside of it, and that run."""
+    folder = tmp_path_factory.mktemp("linked")
+    secret = folder / "secret"
+    manifest = make_run(num_steps=3).manifest.model_copy(update={"run_id": "SECRET"})
+    write_run(secret, dataclasses.replace(make_run(num_steps=3), manifest=manifest))
+    write_run(folder / "runs" / "whole", make_run(num_steps=3))
+    (folder / "runs" / "linked").symlink_to(secret)
+    return folder / "runs", secret
+
+
+def test_a_run_that_is_a_link_out_of_the_folder_is_named_and_not_read(open_app, linked_folder):
+    app = open_app(linked_folder[0])
+    assert app.dataframe[0].value["run"].tolist() == ["whole"]
+    assert "links to places outside this folder: `linked`" in read(app)
+
+
+def test_a_link_inside_a_run_that_leads_out_of_the_folder_is_refused(open_app, tmp_path):
+    write_run(tmp_path / "runs" / "run", make_run(num_steps=3))
+    record = tmp_path / "runs" / "run" / "attempt-000" / "rank-00000" / "rank.json"
+    (tmp_path / "outside.json").write_bytes(record.read_bytes())
+    record.unlink()
+    record.symlink_to(tmp_path / "outside.json")
+    app = open_app(tmp_path / "runs", "overview", run="run")
+    assert not app.exception
+    assert "is a link to a place outside the folder of runs" in app.error[0].value.replace("\\", "")

@@ -2,18 +2,30 @@
 
 import streamlit as st
 
+from fsdp_inspect import StoredRun
+from fsdp_inspect.analysis.exposed import Exposed, ExposedOwner
 from fsdp_inspect.analysis.memory import PeakMoment
 from fsdp_inspect.analysis.scalars import measure_scalars
 from fsdp_inspect.analysis.steps import StepTimes, measure_step_times
+from fsdp_inspect.digest.advising import find_findings
+from fsdp_inspect.digest.exposed import WaitDigest, digest_waits
 from fsdp_inspect.digest.run import RunDigest
-from fsdp_inspect.errors import StoreError
+from fsdp_inspect.errors import FsdpInspectError, StoreError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
-from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.metrics import define_metric, find_metric
+from fsdp_inspect.report.causes import format_cause
+from fsdp_inspect.report.values import format_kind
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
-from fsdp_inspect_app.cards import show_chart_card, show_empty_card, show_headline
+from fsdp_inspect_app.cards import (
+    show_card,
+    show_chart_card,
+    show_empty_card,
+    show_headline,
+    show_table_button,
+)
 from fsdp_inspect_app.charts.overview import (
     draw_breakdown,
     draw_memory,
@@ -22,6 +34,9 @@ from fsdp_inspect_app.charts.overview import (
     draw_scalar,
     draw_step_times,
 )
+from fsdp_inspect_app.charts.style import CONFIG
+from fsdp_inspect_app.evidence import page_of_limit, show_findings
+from fsdp_inspect_app.exports import show_export_button, show_share_button
 from fsdp_inspect_app.frames.overview import (
     frame_breakdown,
     frame_memory,
@@ -32,26 +47,44 @@ from fsdp_inspect_app.frames.overview import (
     name_owner,
 )
 from fsdp_inspect_app.frames.runs import frame_about
-from fsdp_inspect_app.selection import entry_or_stop
-from fsdp_inspect_app.wording import plain
+from fsdp_inspect_app.selection import (
+    RANK_KEY,
+    STEP_KEY,
+    UNIT_KEY,
+    Value,
+    entry_or_stop,
+    page_link,
+)
+from fsdp_inspect_app.wording import code, plain
 
 _MOST_OWNERS = 8
+_TOP_UNITS = 3
 _FEW_STEPS = 3
 
 
-def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None:
-    """Verdict, key numbers, the step, who is waited for, and how it went over the steps."""
-    show_run_header(manifest, digest)
-    show_headline(plain(digest.verdict.sentence))
-    _show_verdict(digest)
+def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
+    """Verdict, key numbers, the step, who is waited for, what stands out, and the steps."""
+    manifest, times = run.manifest, loading.result_of(entry, measure_step_times)
+    header, buttons = st.columns([4, 1])
+    with buttons.container(horizontal=True, horizontal_alignment="right"):
+        show_share_button("overview")
+        show_export_button(run, digest, times)
+    with header:
+        show_run_header(manifest, digest)
+    _show_answer(digest)
     _show_key_numbers(digest)
-    times = loading.result_of(entry, measure_step_times)
+    waits = _find_waits(entry)
     _show_step(digest)
     left, right = st.columns(2)
     with left:
-        _show_owners(digest)
+        _show_owners(waits, digest)
     with right:
         _show_step_times(digest, times)
+    left, right = st.columns(2)
+    with left:
+        _show_verdict(digest)
+    with right:
+        _show_findings(entry, digest)
     left, right = st.columns(2)
     with left:
         _show_scalars(entry, times)
@@ -60,24 +93,62 @@ def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None
     _show_about(manifest, digest)
 
 
+def _find_waits(entry: RunEntry) -> WaitDigest | None:
+    try:
+        return loading.result_of(entry, digest_waits)
+    except StoreError:
+        return None  # the digest's notes say so
+
+
+def _show_answer(digest: RunDigest) -> None:
+    """The verdict, and where it is to be seen."""
+    show_headline(plain(digest.verdict.sentence))
+    step, exposed = digest.breakdown, digest.exposed
+    if step is None:
+        return
+    owner = next(iter(exposed.owners), None) if exposed else None
+    page = page_of_limit(digest.verdict)
+    shown: dict[str, Value] = {STEP_KEY: step.step, RANK_KEY: step.rank}
+    if page == "timeline" and owner is not None and owner.fqn is not None:
+        shown[UNIT_KEY] = format_unit(owner.fqn)
+    page_link(page, "Show me", icon=":material/arrow_forward:", **shown)
+
+
 def _show_verdict(digest: RunDigest) -> None:
-    left, right = st.columns(2, gap="medium")
-    left.markdown(f"**Why**\n\n{plain(digest.verdict.why)}")
-    next_steps = "\n".join(f"- {plain(step)}" for step in digest.verdict.next_steps)
-    right.markdown(f"**What to try next**\n{next_steps}")
+    with show_card("Why, and what to try next", key="verdict"):
+        st.markdown(plain(digest.verdict.why))
+        st.markdown("\n".join(f"- {plain(step)}" for step in digest.verdict.next_steps))
+
+
+def _show_findings(entry: RunEntry, digest: RunDigest) -> None:
+    try:
+        findings = loading.result_of(entry, find_findings)
+    except FsdpInspectError as error:
+        show_empty_card("What stands out", str(error), key="findings")
+        return
+    with show_card("What stands out", key="findings"):
+        show_findings(findings, digest.verdict, digest.plan_check)
 
 
 def _show_key_numbers(digest: RunDigest) -> None:
-    times = digest.step_time_ns
+    times, memory = digest.step_time_ns, digest.memory
     spread = f"p10 {format_ns(times.p10)}, p90 {format_ns(times.p90)}" if times else None
     floor = f"of it floor {format_ns(digest.floor_ns)}" if digest.floor_ns is not None else None
     communication = f"of {format_ns(digest.communication_ns)} communication"
-    numbers = (
+    numbers = [
         ("step_time_ns", format_ns(times.median if times else None), spread),
         ("exposed_ns", format_ns(digest.exposed_ns), floor),
         ("overlap_ratio", format_ratio(digest.overlap_ratio), communication),
         ("peak_allocated_bytes", format_bytes(digest.peak_allocated_bytes), _memory_detail(digest)),
+    ]
+    tightest = min(
+        (rank for rank in memory.ranks if rank.headroom_bytes is not None),
+        key=lambda rank: rank.headroom_bytes or 0,
+        default=None,
     )
+    if tightest is not None:
+        device = f"of {format_bytes(tightest.device_bytes)} on rank {tightest.rank}"
+        numbers.append(("headroom_bytes", format_bytes(tightest.headroom_bytes), device))
     for column, (name, value, detail) in zip(st.columns(len(numbers)), numbers, strict=True):
         metric = find_metric(name)
         column.metric(
@@ -87,7 +158,7 @@ def _show_key_numbers(digest: RunDigest) -> None:
             delta_color="off",
             delta_arrow="off",
             border=True,
-            help=plain(metric.definition),
+            help=plain(define_metric(name, in_kernel_trace=digest.is_kernel_trace)),
         )
     medians = f"Medians of rank {digest.median_rank} over its timed steps. " if times else ""
     st.caption(plain(medians + digest.left_out.sentence))
@@ -112,37 +183,79 @@ def _show_step(digest: RunDigest) -> None:
         for part in breakdown.parts
         if part.duration_ns
     )
-    show_chart_card(
-        f"One step: {format_ns(breakdown.step_time_ns)}",
-        draw_breakdown(breakdown),
-        frame_breakdown(breakdown),
-        key="breakdown",
-        alt=f"One bar of {format_ns(breakdown.step_time_ns)}, made of {parts}",
-        note=f"Step {breakdown.step} of rank {breakdown.rank}, its median step: a real one, so "
-        "the parts add up. Hatched: standing still for communication. "
-        + wording.describe_provenance(
-            digest.provenance, "step", "forward", "backward", "all_gather", "reduce_scatter"
-        ),
+    with show_card(f"One step: {format_ns(breakdown.step_time_ns)}", key="breakdown") as header:
+        with header:
+            show_table_button(
+                frame_breakdown(breakdown, in_kernel_trace=digest.is_kernel_trace), key="breakdown"
+            )
+        st.plotly_chart(
+            draw_breakdown(breakdown),
+            key="chart-breakdown",
+            config=CONFIG,
+            alt=f"One bar of {format_ns(breakdown.step_time_ns)}, made of {parts}",
+        )
+        in_step = digest.exposed_in_step
+        if in_step is not None and in_step.causes_ns:
+            st.markdown(_describe_causes(in_step))
+        st.caption(
+            plain(
+                f"Step {breakdown.step} of rank {breakdown.rank}, its median step: a real one, so "
+                "the parts add up. Hatched: standing still for communication. "
+                + wording.describe_provenance(
+                    digest.provenance, "step", "forward", "backward", "all_gather", "reduce_scatter"
+                )
+            )
+        )
+
+
+def _describe_causes(exposed: Exposed) -> str:
+    """The exposed time of the step by cause, as Markdown."""
+    causes = " · ".join(
+        f"{format_cause(cause)} **{plain(format_ns(duration))}**"
+        for cause, duration in exposed.causes_ns.items()
     )
+    return f"Waits by cause, {plain(format_ns(exposed.exposed_ns))} in all: {causes}"
 
 
-def _show_owners(digest: RunDigest) -> None:
-    exposed = digest.exposed
+def _show_owners(waits: WaitDigest | None, digest: RunDigest) -> None:
+    exposed = waits.exposed if waits is not None else None
     if exposed is None or not any(owner.exposed_ns for owner in exposed.owners):
         show_empty_card("Waited for most", "No communication is waited for.", key="owners")
         return
     top = exposed.owners[0]
-    show_chart_card(
-        "Waited for most",
-        draw_owners(exposed.owners, most=_MOST_OWNERS),
-        frame_owners(exposed.owners),
-        key="owners",
-        alt=f"Bars of exposed time by unit; longest is {name_owner(top)} in {top.phase} "
-        f"with {format_ns(top.exposed_ns)}",
-        note=f"Exposed per step of rank {exposed.rank}, medians. Two waits at once count for "
-        "both, so bars may add up to more than the step's exposed time. "
-        + wording.describe_provenance(digest.provenance, "all_gather", "reduce_scatter"),
-    )
+    with show_card("Waited for most", key="owners") as header:
+        with header:
+            show_table_button(frame_owners(exposed.owners), key="owners")
+        st.plotly_chart(
+            draw_owners(exposed.owners, most=_MOST_OWNERS),
+            key="chart-owners",
+            config=CONFIG,
+            alt=f"Bars of exposed time by unit; longest is {name_owner(top)} in {top.phase} "
+            f"with {format_ns(top.exposed_ns)}",
+        )
+        for owner in exposed.owners[:_TOP_UNITS]:
+            _show_owner(owner)
+        st.caption(
+            plain(
+                f"Exposed per step of rank {exposed.rank}, medians. Two waits at once count for "
+                "both, so bars may add up to more than the step's exposed time. "
+                + wording.describe_provenance(digest.provenance, "all_gather", "reduce_scatter")
+            )
+        )
+
+
+def _show_owner(owner: ExposedOwner) -> None:
+    """One line: the unit, its wait and the cause of most of it, leading to the unit's page."""
+    if owner.exposed_ns == 0:
+        return
+    facts = [format_ns(owner.exposed_ns), f"{format_kind(owner.kind)} in {owner.phase}"]
+    facts += [f"mostly {format_cause(cause)}" for cause in list(owner.cause_ratios)[:1]]
+    sentence = plain(" " + " · ".join(facts))
+    if owner.fqn is None:
+        st.markdown(plain(name_owner(owner)) + sentence)
+        return
+    name = format_unit(owner.fqn)
+    page_link("units", f"{code(name)}{sentence}", icon=":material/stacks:", **{UNIT_KEY: name})
 
 
 def _show_step_times(digest: RunDigest, times: StepTimes) -> None:
@@ -235,4 +348,4 @@ def _show_about(manifest: RunManifest, digest: RunDigest) -> None:
 
 
 entry = entry_or_stop()
-show_page(entry, loading.open_entry(entry).manifest, loading.digest_entry(entry))
+show_page(entry, loading.open_entry(entry), loading.digest_entry(entry))

@@ -6,73 +6,72 @@ import streamlit as st
 
 from fsdp_inspect.analysis.units import UnitCost
 from fsdp_inspect.digest.run import RunDigest
-from fsdp_inspect.formatting import MISSING, format_bytes, format_count, format_ns, format_unit
+from fsdp_inspect.formatting import MISSING, format_unit
 from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
-from fsdp_inspect_app.cards import (
-    column_formats,
-    show_card,
-    show_csv_button,
-    show_headline,
-    show_table,
-)
+from fsdp_inspect_app.cards import column_formats, show_card, show_csv_button, show_headline
 from fsdp_inspect_app.charts.style import CONFIG
 from fsdp_inspect_app.charts.units import UNIT_MEASURES, draw_units
-from fsdp_inspect_app.frames.units import frame_collectives, frame_units
-from fsdp_inspect_app.selection import entry_or_stop, link, linked, page_link
-from fsdp_inspect_app.wording import code, plain
+from fsdp_inspect_app.frames.units import frame_units
+from fsdp_inspect_app.selection import UNIT_KEY, entry_or_stop, follow, link, switch_page
+from fsdp_inspect_app.unit_page import show_unit
+from fsdp_inspect_app.wording import plain
+
+_MEASURE_KEY = "bars"
+_MOST_BARS = 28
+_BARS_HEIGHT = 720
+_UNIT_COLUMN = "unit"
 
 
-def show_page(manifest: RunManifest, digest: RunDigest) -> None:
-    """The answer, bars by unit with the sortable table below, and one unit in detail."""
+def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None:
+    """One unit in detail, or all of them: the answer, bars, and the sortable table."""
     show_run_header(manifest, digest)
-    show_headline(wording.describe_units(digest))
+    answer = st.container()
     if not digest.units:
+        with answer:
+            show_headline(wording.describe_units(digest))
         return
-    left, right = st.columns([3, 2], vertical_alignment="bottom")
-    with left:
-        measure = _pick_measure()
-    with right:
-        unit = _pick_unit(digest.units)
+    unit = _pick_unit(digest.units)
     if unit is not None:
-        _show_unit(unit)
-    _show_bars(digest, measure, unit)
+        show_unit(entry, manifest, digest, unit, answer)
+        return
+    with answer:
+        show_headline(wording.describe_units(digest))
+    _show_bars(digest)
     _show_table(digest)
-
-
-def _pick_measure() -> str:
-    chosen = st.segmented_control(
-        "Bars show", list(UNIT_MEASURES), default="exposed", required=True, key="measure"
-    )
-    return str(chosen)
 
 
 def _pick_unit(units: Sequence[UnitCost]) -> UnitCost | None:
     by_name = {format_unit(unit.fqn): unit for unit in units}
-    names = list(by_name)
-    asked = linked("unit", names)
+    names = {name: name for name in by_name}
+    follow(UNIT_KEY, UNIT_KEY, names, None)
     chosen = st.selectbox(
-        "Unit in detail",
-        names,
-        index=None if asked is None else names.index(asked),
-        placeholder="all units",
-        key="unit",
+        "Unit in detail", list(by_name), index=None, placeholder="all units", key=UNIT_KEY
     )
-    link("unit", chosen)
+    link(UNIT_KEY, chosen)
     return None if chosen is None else by_name[chosen]
 
 
-def _show_bars(digest: RunDigest, measure: str, unit: UnitCost | None) -> None:
+def _show_bars(digest: RunDigest) -> None:
+    names = {name: name for name in UNIT_MEASURES}
+    follow(_MEASURE_KEY, _MEASURE_KEY, names, "exposed")
+    chosen = st.segmented_control("Bars show", list(names), required=True, key=_MEASURE_KEY)
+    measure = chosen or "exposed"
+    link(_MEASURE_KEY, measure)
     with show_card(UNIT_MEASURES[measure], key="units-bars"):
-        st.plotly_chart(
-            draw_units(digest.units, measure=measure, highlighted=unit.index if unit else None),
-            key="chart-units",
-            config=CONFIG,
-            alt=f"{UNIT_MEASURES[measure]}: one bar for each of {len(digest.units)} units, "
-            "in order of execution; the table below holds the numbers",
-        )
+        # Hundreds of bars scroll inside their card, so that the table stays within reach.
+        scrolls = len(digest.units) > _MOST_BARS
+        with st.container(height=_BARS_HEIGHT if scrolls else "content", border=False):
+            st.plotly_chart(
+                draw_units(digest.units, measure=measure),
+                key="chart-units",
+                config=CONFIG,
+                alt=f"{UNIT_MEASURES[measure]}: one bar for each of {len(digest.units)} units, "
+                "in order of execution; the table below holds the numbers",
+            )
         st.caption(plain(_describe_numbers(digest)))
 
 
@@ -91,44 +90,29 @@ def _show_table(digest: RunDigest) -> None:
     with show_card("All numbers, sortable", key="units-table") as header:
         with header:
             show_csv_button(frame, key="units")
-        st.dataframe(
+        state = st.dataframe(
             frame,
             hide_index=True,
             column_config={
                 **column_formats(frame),
-                "unit": st.column_config.TextColumn(pinned=True),
+                _UNIT_COLUMN: st.column_config.TextColumn(pinned=True, help="Click to open"),
             },
             key="units",
+            on_select="rerun",
+            selection_mode="single-cell",
             placeholder=MISSING,
             alt="What each unit costs per step, one row a unit",
         )
-        st.caption(plain(f"Bus bandwidth: {find_metric('bus_bytes_per_s').definition}."))
-
-
-def _show_unit(unit: UnitCost) -> None:
-    with st.container(border=True, key="card-unit", gap="xsmall"):
-        st.markdown(f"**Unit** {code(format_unit(unit.fqn))}")
-        st.markdown(plain(_describe_unit(unit)))
-        frame = frame_collectives(unit)
-        if len(frame):
-            show_table(frame, key="unit-collectives")
-        page_link(
-            "timeline",
-            "Show it in the timeline",
-            icon=":material/view_timeline:",
-            unit=format_unit(unit.fqn),
+        st.caption(
+            plain(
+                "Click a unit for its own page. Bus bandwidth: "
+                f"{find_metric('bus_bytes_per_s').definition}."
+            )
         )
-
-
-def _describe_unit(unit: UnitCost) -> str:
-    return (
-        f"{format_count(unit.num_parameters)} parameters in {unit.param_dtype}; "
-        f"{format_bytes(unit.unsharded_bytes)} when unsharded, {format_bytes(unit.sharded_bytes)} "
-        f"on this rank otherwise. reshard_after_forward={unit.reshard_after_forward}. Per step: "
-        f"forward {format_ns(unit.forward_ns)}, backward {format_ns(unit.backward_ns)}, waited "
-        f"for {format_ns(unit.exposed_ns)}."
-    )
+    for row, column in state["selection"]["cells"]:
+        if column == _UNIT_COLUMN and row < len(frame):
+            switch_page("units", **{UNIT_KEY: str(frame[_UNIT_COLUMN][row])})
 
 
 entry = entry_or_stop()
-show_page(loading.open_entry(entry).manifest, loading.digest_entry(entry))
+show_page(entry, loading.open_entry(entry).manifest, loading.digest_entry(entry))

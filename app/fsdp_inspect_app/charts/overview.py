@@ -121,7 +121,7 @@ def draw_step_times(times: StepTimes) -> go.Figure:
         hovertemplate="step %{x}: %{y:.3f} ms exposed<extra></extra>",
     )
     shade_steps(figure, times.selection.warmup, "warm-up")
-    shade_steps(figure, times.selection.memory, "memory")
+    shade_steps(figure, times.selection.memory, _memory_label(times))
     if times.step_time_ns is not None:
         _draw_spread(figure, times.step_time_ns)
     counted = [point.step_time_ns for point in points if point.is_timed]
@@ -129,6 +129,14 @@ def draw_step_times(times: StepTimes) -> go.Figure:
     # Warm-up may leave at the top: its height would flatten the steps that count.
     figure.update_yaxes(ticksuffix=" ms", range=[0, 1.25 * top / NS_PER_MS])
     return over_steps(figure)
+
+
+def _memory_label(times: StepTimes) -> str:
+    """The word above memory steps, unless the one above warm-up would run into it."""
+    warmup, memory = times.selection.warmup, times.selection.memory
+    if not warmup or not memory:
+        return "memory"
+    return "memory" if memory[0] - warmup[0] > len(times.over_steps) / 4 else ""
 
 
 def _draw_spread(figure: go.Figure, spread: Distribution) -> None:

@@ -37,7 +37,7 @@ def frame_runs(
     reference = found.rows[baseline].summary if baseline in found.rows else None
     rows = [_run_row(entry, found, reference, marks) for entry in entries]
     # The columns of a run that is known, also where the first rows are of others.
-    columns = list(max(rows, key=lambda row: len(row), default={}))
+    columns: list[str] = max((list(row) for row in rows), key=len, default=[])
     frame = pd.DataFrame(rows, columns=columns)
     return frame if marks else frame.drop(columns="mark", errors="ignore")
 

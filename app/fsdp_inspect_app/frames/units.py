@@ -1,12 +1,23 @@
 """What does each unit cost? As tables, one row a unit or a collective."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
+from fsdp_inspect.analysis.exposed import ExposedOwner
+from fsdp_inspect.analysis.memory import PeakMoment
+from fsdp_inspect.analysis.prefetch import UnitPrefetch
+from fsdp_inspect.analysis.unit_history import CollectiveHistory, UnitHistory
 from fsdp_inspect.analysis.units import UnitCollective, UnitCost
 from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.report.causes import format_cause
+from fsdp_inspect.report.values import format_kind
+from fsdp_inspect.trace.link_fit import LinkFit
+from fsdp_inspect.trace.run import Unit
+from fsdp_inspect.trace.waits import Cause
+from fsdp_inspect_app import wording
 from fsdp_inspect_app.frames.values import gb_per_s, mib, ms
 
 
@@ -66,5 +77,134 @@ def frame_collectives(unit: UnitCost) -> pd.DataFrame:
             }
             for name, collective in members.items()
             if collective.count_per_step
+        ]
+    )
+
+
+def name_history(history: CollectiveHistory) -> str:
+    """One of a unit's kinds of collectives: `all-gather, forward`."""
+    return f"{format_kind(history.kind)}, {history.phase}"
+
+
+def frame_history(history: UnitHistory) -> pd.DataFrame:
+    """Every collective of one unit, one row each."""
+    return pd.DataFrame(
+        [
+            {
+                "collective": name_history(one),
+                "step": each.step,
+                "duration (ms)": ms(each.duration_ns),
+                "exposed (ms)": ms(each.exposed_ns),
+                "bus bandwidth (GB/s)": gb_per_s(each.bus_bytes_per_s),
+            }
+            for one in history.histories
+            for each in one.collectives
+        ]
+    )
+
+
+def frame_spreads(history: UnitHistory, fits: Mapping[str, LinkFit]) -> pd.DataFrame:
+    """How each kind of collective of one unit spreads, beside what the run's fit says."""
+    return pd.DataFrame(
+        [_spread_row(one, fits.get(name_history(one))) for one in history.histories]
+    )
+
+
+def _spread_row(one: CollectiveHistory, fit: LinkFit | None) -> dict[str, Any]:
+    is_known = fit is not None and one.bytes is not None
+    expected = fit.predict_ns(one.bytes) if fit is not None and one.bytes is not None else None
+    return {
+        "collective": name_history(one),
+        "how many": one.duration_ns.num_steps,
+        "message (MiB)": mib(one.bytes),
+        "p10 (ms)": ms(one.duration_ns.p10),
+        "median (ms)": ms(one.duration_ns.median),
+        "p90 (ms)": ms(one.duration_ns.p90),
+        "by the run's fit (ms)": ms(expected),
+        "fit: bus (GB/s)": gb_per_s(fit.bus_bytes_per_s) if fit is not None and is_known else None,
+    }
+
+
+def frame_holds(history: UnitHistory) -> pd.DataFrame:
+    """When one unit holds memory in a step."""
+    return pd.DataFrame(
+        [
+            {
+                "category": wording.name_category(hold.category),
+                "from (ms)": ms(hold.start_ns),
+                "to (ms)": ms(hold.end_ns),
+                "held (MiB)": mib(hold.bytes),
+            }
+            for hold in history.holds
+        ]
+    )
+
+
+def frame_parameters(unit: Unit) -> pd.DataFrame:
+    """The parameters of one unit, in the model's order."""
+    return pd.DataFrame(
+        [
+            {
+                "parameter": name,
+                "shape": " x ".join(map(str, shape)) or "scalar",
+                "parameters": math.prod(shape),
+            }
+            for name, shape in unit.parameters.items()
+        ]
+    )
+
+
+def frame_prefetches(prefetches: Sequence[UnitPrefetch]) -> pd.DataFrame:
+    """Whether the gathers of one unit were issued early, one row a phase."""
+    return pd.DataFrame(
+        [
+            {
+                "phase": one.phase,
+                "all-gathers": one.num_gathers,
+                "issued": ", ".join(
+                    f"{issue} {count}" for issue, count in one.num_by_issue.items()
+                ),
+                "issued by": ", ".join(format_unit(fqn) for fqn in one.issued_by)
+                or "its own hooks",
+                "lead (ms)": ms(one.lead_ns),
+                "in flight (ms)": ms(one.duration_ns),
+                "hidden": one.hidden_ratio,
+                "exposed per step (ms)": ms(one.exposed_ns),
+            }
+            for one in prefetches
+        ]
+    )
+
+
+def frame_causes(owners: Sequence[ExposedOwner]) -> pd.DataFrame:
+    """Why one unit is waited for: its waits per step by cause, one row a kind and phase."""
+    return pd.DataFrame(
+        [
+            {
+                "collective": f"{format_kind(owner.kind)}, {owner.phase}",
+                "exposed (ms)": ms(owner.exposed_ns),
+                **{
+                    f"{format_cause(cause.label)} (ms)": ms(owner.causes_ns.get(cause.label, 0))
+                    for cause in Cause
+                    if any(cause.label in one.causes_ns for one in owners)
+                },
+                "share of the step": owner.step_ratio,
+            }
+            for owner in owners
+        ]
+    )
+
+
+def frame_owned(peak: PeakMoment, unit: int) -> pd.DataFrame:
+    """What one unit owns at the highest moment of a memory step, by category."""
+    return pd.DataFrame(
+        [
+            {
+                "category": wording.name_category(category.category),
+                "at the peak (MiB)": mib(category.bytes),
+            }
+            for owner in peak.owners
+            if owner.unit == unit
+            for category in owner.categories
         ]
     )

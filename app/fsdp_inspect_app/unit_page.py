@@ -1,0 +1,288 @@
+"""What is there to see about one unit? Its waits, collectives, memory, parameters, neighbours."""
+
+from collections.abc import Mapping, Sequence
+
+import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
+
+from fsdp_inspect.analysis.bandwidth import Bandwidth
+from fsdp_inspect.analysis.exposed import Exposed
+from fsdp_inspect.analysis.unit_history import UnitHistory, measure_unit_history
+from fsdp_inspect.analysis.units import UnitCost
+from fsdp_inspect.digest.exposed import WaitDigest, digest_waits
+from fsdp_inspect.digest.run import RunDigest
+from fsdp_inspect.errors import StoreError
+from fsdp_inspect.formatting import (
+    format_bytes,
+    format_count,
+    format_ns,
+    format_ratio,
+    format_unit,
+)
+from fsdp_inspect.report.causes import format_cause
+from fsdp_inspect.report.values import format_kind
+from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect.trace.link_fit import LinkFit
+from fsdp_inspect.trace.run import RunManifest, Unit
+from fsdp_inspect_app import loading, wording
+from fsdp_inspect_app.cards import (
+    show_card,
+    show_chart_card,
+    show_csv_button,
+    show_empty_card,
+    show_headline,
+    show_table,
+)
+from fsdp_inspect_app.charts.units import draw_collectives, draw_holds, draw_spreads
+from fsdp_inspect_app.frames.units import (
+    frame_causes,
+    frame_collectives,
+    frame_history,
+    frame_holds,
+    frame_owned,
+    frame_parameters,
+    frame_prefetches,
+    frame_spreads,
+    name_history,
+)
+from fsdp_inspect_app.selection import RANK_KEY, STEP_KEY, UNIT_KEY, Value, page_link
+from fsdp_inspect_app.wording import code, plain
+
+
+def show_unit(
+    entry: RunEntry,
+    manifest: RunManifest,
+    digest: RunDigest,
+    unit: UnitCost,
+    answer: DeltaGenerator,
+) -> None:
+    """Everything about one unit.
+
+    Args:
+        entry: The run.
+        manifest: Of the run.
+        digest: Of the run.
+        unit: Which one.
+        answer: Where the page's answer goes.
+    """
+    name = format_unit(unit.fqn)
+    record = next(one for one in manifest.units if one.index == unit.index)
+    _show_neighbours(digest.units, unit)
+    waits: WaitDigest | None = None
+    history: UnitHistory | None = None
+    try:
+        waits = loading.result_of(entry, digest_waits, unit=name)
+        history = loading.result_of(entry, measure_unit_history, unit=unit.index)
+    except StoreError as error:
+        st.warning(plain(str(error)), icon=":material/warning:")
+    with answer:
+        show_headline(_describe_waits(unit, waits, digest))
+    st.markdown(plain(_describe_unit(unit)))
+    _show_waits(unit, waits, digest)
+    if history is not None and history.histories:
+        _show_collectives(history, _fits_of(history, waits.bandwidth if waits else None), digest)
+    _show_prefetch(waits)
+    _show_memory(unit, history, digest)
+    _show_parameters(record)
+
+
+def _show_neighbours(units: Sequence[UnitCost], unit: UnitCost) -> None:
+    """Links to the unit before and the unit after, in order of execution, and to all of them."""
+    position = [one.index for one in units].index(unit.index)
+    with st.container(horizontal=True, vertical_alignment="center", key="neighbours"):
+        page_link("units", "All units", icon=":material/list:", **{UNIT_KEY: None})
+        for words, icon, place in (
+            ("Before it", ":material/arrow_back:", position - 1),
+            ("After it", ":material/arrow_forward:", position + 1),
+        ):
+            if 0 <= place < len(units):
+                name = format_unit(units[place].fqn)
+                page_link("units", f"{words}: {code(name)}", icon=icon, **{UNIT_KEY: name})
+        st.caption(f"{position + 1} of {len(units)} in order of execution", width="content")
+
+
+def _describe_waits(unit: UnitCost, waits: WaitDigest | None, digest: RunDigest) -> str:
+    """The unit's answer: how long it is waited for, and why."""
+    name = code(format_unit(unit.fqn))
+    if waits is None:
+        return f"How long {name} is waited for cannot be read\\."
+    if waits.exposed is None or digest.step_time_ns is None:
+        return f"No step counts yet, so what {name} costs cannot be told\\."
+    step = format_ns(digest.step_time_ns.median)
+    if unit.exposed_ns == 0:
+        return f"{name} " + plain(f"is never waited for in a step of {step}.")
+    top = waits.exposed.owners[0] if waits.exposed.owners else None
+    why = ""
+    if top is not None and top.cause_ratios:
+        cause, ratio = next(iter(top.cause_ratios.items()))
+        why = (
+            f", mostly for its {format_kind(top.kind)} in {top.phase} "
+            f"({format_ratio(ratio)} {format_cause(cause)})"
+        )
+    return f"{name} " + plain(
+        f"is waited for {format_ns(unit.exposed_ns)} of every {step} step{why}."
+    )
+
+
+def _describe_unit(unit: UnitCost) -> str:
+    facts = [
+        f"{unit.module_class or 'Unit'}: {format_count(unit.num_parameters)} parameters in "
+        f"{unit.param_dtype}, {format_bytes(unit.unsharded_bytes)} when unsharded, "
+        f"{format_bytes(unit.sharded_bytes)} on this rank otherwise.",
+        f"reshard_after_forward={unit.reshard_after_forward}.",
+        f"Per step: forward {format_ns(unit.forward_ns)}, backward {format_ns(unit.backward_ns)}"
+        + (f", of it recompute {format_ns(unit.recompute_ns)}." if unit.recompute_ns else "."),
+    ]
+    return " ".join(facts)
+
+
+def _show_waits(unit: UnitCost, waits: WaitDigest | None, digest: RunDigest) -> None:
+    exposed = waits.exposed if waits is not None else None
+    if exposed is None or not exposed.owners:
+        show_empty_card("Waits and their causes", "It has no timed collective.", key="unit-waits")
+        return
+    frame = frame_causes(exposed.owners)
+    with show_card("Waits and their causes, per step", key="unit-waits") as header:
+        with header:
+            show_csv_button(frame, key="unit-waits")
+        show_table(frame, key="unit-causes")
+        show_table(frame_collectives(unit), key="unit-collectives")
+        _show_longest_wait(exposed, unit)
+        arrivals = waits.arrivals.sentence if waits is not None and waits.arrivals else ""
+        provenance = wording.describe_provenance(
+            digest.provenance, "all_gather", "reduce_scatter", "all_reduce"
+        )
+        st.caption(plain(f"Medians of rank {exposed.rank}. {provenance} {arrivals}"))
+
+
+def _show_longest_wait(exposed: Exposed, unit: UnitCost) -> None:
+    """The longest wait of all steps, and where it is to be seen."""
+    name = format_unit(unit.fqn)
+    shown: dict[str, Value] = {UNIT_KEY: name, RANK_KEY: exposed.rank}
+    if exposed.evidence and exposed.evidence[0].exposed_ns:
+        longest = exposed.evidence[0]
+        shown[STEP_KEY] = longest.step
+        causes = ", ".join(
+            f"{format_cause(cause)} {format_ns(part)}" for cause, part in longest.causes_ns.items()
+        )
+        st.markdown(
+            plain(
+                f"The longest: {format_ns(longest.exposed_ns)} in step {longest.step}, for the "
+                f"{format_kind(longest.kind)} in {longest.phase} ({causes})."
+            )
+        )
+    page_link("timeline", "Show it in the timeline", icon=":material/view_timeline:", **shown)
+
+
+def _fits_of(history: UnitHistory, bandwidth: Bandwidth | None) -> dict[str, LinkFit]:
+    """The run's latency and bandwidth for each of the unit's kinds of collectives."""
+    kinds = bandwidth.kinds if bandwidth is not None else ()
+    links = {(kind.kind, kind.group): kind.link for kind in kinds}
+    found = {name_history(one): links.get((one.kind, one.group)) for one in history.histories}
+    return {name: fit for name, fit in found.items() if fit is not None}
+
+
+def _show_collectives(history: UnitHistory, fits: Mapping[str, LinkFit], digest: RunDigest) -> None:
+    provenance = wording.describe_provenance(
+        digest.provenance, "all_gather", "reduce_scatter", "all_reduce"
+    )
+    left, right = st.columns(2)
+    with left:
+        show_chart_card(
+            "Its collectives over the steps",
+            draw_collectives(history, fits),
+            frame_history(history),
+            key="unit-history",
+            alt=f"Duration of each collective of the unit in {history.num_steps} timed steps",
+            note="Dotted: what a message of that size takes by the run's own latency and "
+            f"bandwidth, fitted to all collectives of the kind. {provenance}",
+        )
+    with right:
+        show_chart_card(
+            "How long they take",
+            draw_spreads(history),
+            frame_spreads(history, fits),
+            key="unit-spreads",
+            alt="Durations of the unit's collectives by kind and phase: quartiles and points",
+            note="Boxes: quartiles over the timed steps. The table sets them beside the run's fit.",
+        )
+
+
+def _show_prefetch(waits: WaitDigest | None) -> None:
+    prefetches = waits.prefetch.units if waits is not None and waits.prefetch else ()
+    if not prefetches:
+        show_empty_card("Prefetch", "It has no all-gather in a timed step.", key="unit-prefetch")
+        return
+    frame = frame_prefetches(prefetches)
+    with show_card("Was it gathered early enough?", key="unit-prefetch") as header:
+        with header:
+            show_csv_button(frame, key="unit-prefetch")
+        show_table(frame, key="unit-prefetches")
+        st.caption(
+            plain(
+                "Lead: from the issue of the all-gather to the moment at which its parameters "
+                "are needed; a lead of the time in flight hides it. Explicit: another unit's hook "
+                "issued it; implicit: its own, but the host ran ahead; missed: its own, when it "
+                "was needed; blocked: it held the host; first: nothing lies before it."
+            )
+        )
+
+
+def _show_memory(unit: UnitCost, history: UnitHistory | None, digest: RunDigest) -> None:
+    left, right = st.columns([3, 2])
+    with left:
+        if history is None or not history.holds:
+            show_empty_card(
+                "When it holds memory", "It was not gathered in a timed step.", key="unit-holds"
+            )
+        else:
+            show_chart_card(
+                f"When it holds memory, in step {history.step}",
+                draw_holds(history),
+                frame_holds(history),
+                key="unit-holds",
+                alt=f"Spans of one step of {format_ns(history.step_time_ns)} in which the unit "
+                "holds full parameters or buffers",
+                note=f"Rank {history.rank}. Inferred from the times of its events and the sizes "
+                "of its parameters; its shards are there all the time.",
+            )
+    with right:
+        _show_owned(unit, digest)
+
+
+def _show_owned(unit: UnitCost, digest: RunDigest) -> None:
+    peak = digest.memory.peak
+    frame = None if peak is None else frame_owned(peak, unit.index)
+    if peak is None or frame is None or frame.empty:
+        show_empty_card(
+            "What it owns at the peak",
+            "Who owns memory is known in memory steps only: record with "
+            "Recorder(..., memory_steps=[3])."
+            if peak is None
+            else "Nothing was owned by it then.",
+            key="unit-owned",
+        )
+        return
+    with show_card("What it owns at the peak", key="unit-owned"):
+        show_table(frame, key="unit-owned-rows")
+        st.caption(
+            plain(
+                f"At the highest moment of step {peak.step} on rank {peak.rank}, measured by the "
+                "storage tracker."
+            )
+        )
+
+
+def _show_parameters(record: Unit) -> None:
+    if not record.parameters:
+        show_empty_card(
+            "Its parameters",
+            f"Not recorded by name. Modules: {', '.join(map(format_unit, record.modules))}.",
+            key="unit-parameters",
+        )
+        return
+    frame = frame_parameters(record)
+    with show_card(f"Its parameters: {len(frame)}", key="unit-parameters") as header:
+        with header:
+            show_csv_button(frame, key="unit-parameters")
+        show_table(frame, key="unit-parameter-rows")

@@ -1,0 +1,203 @@
+"""How did one unit's collectives go, one by one over the steps, and what does it hold meanwhile?
+
+A unit holds memory beyond its shards in three ways, each from the events of one step (inferred,
+since no event tells of the allocator) with the sizes that the unit's record states:
+
+    all-gather buffer      from the copy-in (or the gather) to the end of the copy-out
+    unsharded parameters   from the copy-out (or the gather's end) to the end of the last pass of
+                           the unit before it is gathered again: kept parameters show as one span
+    reduce-scatter buffer  from the copy-in (or the reduction) to the end of the reduction
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdp_inspect.trace.bandwidth import bus_bytes_per_s
+from fsdp_inspect.trace.codes import EventKind, Method, Phase
+from fsdp_inspect.trace.run import RunSource, Unit
+from fsdp_inspect.trace.statistics import Distribution
+from fsdp_inspect.trace.steps import timed_rank
+from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.trace.waits import Waits, read_waits
+
+_PASSES = (EventKind.FORWARD, EventKind.BACKWARD)
+_HOLDING = (
+    EventKind.STEP,
+    EventKind.ALL_GATHER_COPY_IN,
+    EventKind.ALL_GATHER,
+    EventKind.ALL_GATHER_COPY_OUT,
+    EventKind.REDUCE_SCATTER_COPY_IN,
+    EventKind.REDUCE_SCATTER,
+    *_PASSES,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OneCollective:
+    """One collective of the unit in one timed step."""
+
+    step: int
+    duration_ns: int
+    exposed_ns: int
+    bus_bytes_per_s: float | None
+    """None where nothing travels, or the sizes are not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveHistory:
+    """The unit's collectives of one kind in one phase, over the timed steps of a rank."""
+
+    kind: str
+    phase: str
+    group: int | None
+    """Index into the manifest's process groups; None: not known."""
+    bytes: int | None
+    """Full padded message, the largest; None if unknown."""
+    method: str
+    """How the times were obtained; several with `, `."""
+    duration_ns: Distribution
+    """Over the collectives (its `num_steps` counts them)."""
+    collectives: tuple[OneCollective, ...]
+    """In the order of issue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Memory that the unit holds for a part of a step, as its events tell (inferred)."""
+
+    category: str
+    """`unsharded_parameter`, `all_gather_buffer` or `reduce_scatter_buffer`."""
+    start_ns: int
+    """From the start of the step, as `end_ns`."""
+    end_ns: int
+    bytes: int | None
+    """None where the run does not tell the unit's sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitHistory:
+    """One unit, over the timed steps of one rank."""
+
+    rank: int
+    num_steps: int
+    histories: tuple[CollectiveHistory, ...]
+    """All-gathers before reductions, forward before backward."""
+    step: int
+    """The rank's median step, which `holds` is of."""
+    step_time_ns: int
+    holds: tuple[Hold, ...]
+    """By start."""
+
+
+def measure_unit_history(
+    run: RunSource, *, unit: int, rank: int | None = None
+) -> UnitHistory | None:
+    """How the collectives of one unit went, and when it holds memory.
+
+    Args:
+        run: A recorded run.
+        unit: Index of the unit.
+        rank: Default the median rank.
+
+    Returns:
+        None if the rank has no timed step.
+
+    Raises:
+        IncompleteRunError: The run holds nothing of that rank.
+    """
+    member = timed_rank(run, rank)
+    if member is None:
+        return None
+    record = next(one for one in run.manifest.units if one.index == unit)
+    waits = read_waits(run, member)
+    is_own = waits.collectives.unit == unit
+    own = waits.where(is_own & (waits.collectives.phase != Phase.EVALUATION))
+    step = member.median_step
+    events = run.events(member.rank, steps=[step], kinds=[int(kind) for kind in _HOLDING])
+    span = events.where(events.kind == EventKind.STEP)
+    begin, end = int(span.start_ns[0]), int(span.end_ns[0])
+    held = _find_holds(events.where(events.unit == unit), record, end)
+    return UnitHistory(
+        rank=member.rank,
+        num_steps=len(member.steps),
+        histories=tuple(_histories(own, run)),
+        step=step,
+        step_time_ns=end - begin,
+        holds=tuple(
+            Hold(category, start - begin, stop - begin, num_bytes)
+            for start, stop, category, num_bytes in sorted(held, key=lambda one: one[:3])
+        ),
+    )
+
+
+def _histories(own: Waits, run: RunSource) -> Iterator[CollectiveHistory]:
+    collectives = own.collectives
+    keys = zip(collectives.kind.tolist(), collectives.phase.tolist(), strict=True)
+    for kind, phase in sorted(set(keys)):
+        chosen = own.where((collectives.kind == kind) & (collectives.phase == phase))
+        history = _history(chosen.where(np.argsort(chosen.collectives.issue_ns)), run)
+        if history is not None:
+            yield history
+
+
+def _history(waits: Waits, run: RunSource) -> CollectiveHistory | None:
+    events = waits.collectives
+    durations = events.end_ns - events.start_ns
+    spread = Distribution.of(durations)
+    if spread is None:
+        return None
+    rates = bus_bytes_per_s(events, run.manifest.process_groups)
+    group, largest = int(events.group[0]), int(events.bytes.max())
+    return CollectiveHistory(
+        kind=EventKind(int(events.kind[0])).label,
+        phase=Phase(int(events.phase[0])).label,
+        group=group if group >= 0 else None,
+        bytes=largest if largest >= 0 else None,
+        method=", ".join(Method(method).label for method in np.unique(events.method).tolist()),
+        duration_ns=spread,
+        collectives=tuple(
+            OneCollective(step, duration, exposed, rate if np.isfinite(rate) else None)
+            for step, duration, exposed, rate in zip(
+                events.step.tolist(),
+                durations.tolist(),
+                waits.exposed_ns.tolist(),
+                rates.tolist(),
+                strict=True,
+            )
+        ),
+    )
+
+
+_Held = tuple[int, int, str, int | None]
+"""Start, end, category, bytes."""
+
+
+def _find_holds(events: EventTable, unit: Unit, step_end: int) -> Iterator[_Held]:
+    """What one unit holds, from its events of one step."""
+    full = unit.unsharded_bytes if unit.are_sizes_known else None
+    reduced = unit.reduce_bytes if unit.are_sizes_known else None
+    gathers, outs = _of(events, EventKind.ALL_GATHER), _of(events, EventKind.ALL_GATHER_COPY_OUT)
+    copied = _of(events, EventKind.ALL_GATHER_COPY_IN)
+    passes = [one for kind in _PASSES for one in _of(events, kind)]
+    for position, (begin, end) in enumerate(gathers):
+        after = gathers[position + 1][0] if position + 1 < len(gathers) else step_end
+        out = next((one for one in outs if end <= one[1] and one[0] < after), (end, end))
+        yield _first_copy(copied, begin), out[1], "all_gather_buffer", full
+        last = max((stop for start, stop in passes if out[0] <= stop and start < after), default=0)
+        yield out[0], max(last, out[1]), "unsharded_parameter", full
+    copied = _of(events, EventKind.REDUCE_SCATTER_COPY_IN)
+    for begin, end in _of(events, EventKind.REDUCE_SCATTER):
+        yield _first_copy(copied, begin), end, "reduce_scatter_buffer", reduced
+
+
+def _of(events: EventTable, kind: EventKind) -> list[tuple[int, int]]:
+    """Start and end of the events of a kind, by start."""
+    own = events.where(events.kind == kind)
+    return sorted(zip(own.start_ns.tolist(), own.end_ns.tolist(), strict=True))
+
+
+def _first_copy(copies: list[tuple[int, int]], begin: int) -> int:
+    """When the copy right before a collective began; without one the collective's own begin."""
+    return max((start for start, _ in copies if start <= begin), default=begin)
