@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from fsdp_inspect.version import __version__
 
 if TYPE_CHECKING:
+    from fsdp_inspect.forecast.forecast import forecast_memory
+    from fsdp_inspect.forecast.target import ForecastTarget
     from fsdp_inspect.recording.recorder import Recorder
     from fsdp_inspect.sharding.apply import apply_plan
     from fsdp_inspect.sharding.observe import observe_plan
@@ -23,20 +25,24 @@ if TYPE_CHECKING:
     from fsdp_inspect.trace.plan import Plan
 
 __all__ = [
+    "ForecastTarget",
     "Plan",
     "Recorder",
     "StoredRun",
     "__version__",
     "apply_plan",
+    "forecast_memory",
     "observe_plan",
     "open_run",
 ]
 
 _HOMES = {
+    "ForecastTarget": "fsdp_inspect.forecast.target",
     "Plan": "fsdp_inspect.trace.plan",
     "Recorder": "fsdp_inspect.recording.recorder",
     "StoredRun": "fsdp_inspect.store.reader",
     "apply_plan": "fsdp_inspect.sharding.apply",
+    "forecast_memory": "fsdp_inspect.forecast.forecast",
     "observe_plan": "fsdp_inspect.sharding.observe",
     "open_run": "fsdp_inspect.store.reader",
 }

@@ -59,7 +59,7 @@ def parse_command(arguments: Sequence[str]) -> ParsedCommand:
     given = vars(parser.parse_args(arguments))
     path = given.pop("config")
     print_config = given.pop("print_config")
-    settings = {**(_read_file(Path(path)) if path else {}), **given}
+    settings = {**(read_file(Path(path)) if path else {}), **given}
     config = check_settings(settings)
     return ParsedCommand(config, render_config(config) if print_config else None)
 
@@ -190,7 +190,12 @@ def _show_default(value: Any) -> str:
     return str(value) if value or value == 0 else "none"
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file, unchecked but for their names.
+
+    Raises:
+        ConfigError: It cannot be read, or sets what is no setting.
+    """
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

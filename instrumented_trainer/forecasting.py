@@ -6,12 +6,14 @@
 settings; those that depend on the device (`auto` dtypes) are chosen as on GPUs.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fsdp_inspect.forecast.target import ForecastTarget
-from instrumented_trainer.command_line import check_settings
+from instrumented_trainer.command_line import check_settings, read_file
 from instrumented_trainer.optimization import make_optimizer
 from instrumented_trainer.parallelize import build_parallel_model
 from instrumented_trainer.progress import make_reporter
@@ -21,22 +23,22 @@ from instrumented_trainer.trainer import NoRecorder, TrainingLoop, prepare
 _GPU_DTYPE = "bfloat16"
 
 
-def build(**settings: Any) -> ForecastTarget:
+def build(config: str | None = None, **settings: Any) -> ForecastTarget:
     """The trainer's step under some settings.
 
     Args:
-        settings: As `TrainerConfig` names them, such as `preset`, `batch_size`, `wrap`.
+        config: A TOML file of settings, as `--config` of the trainer reads it.
+        settings: Those that go over the file's; as `TrainerConfig` names them, such as `preset`, `batch_size`, `wrap`.
 
     Raises:
         ConfigError: A setting is impossible; names the legal values.
     """
-    import torch.distributed as dist
-
-    config = check_settings({"param_dtype": _GPU_DTYPE, **settings})
+    from_file = {} if config is None else read_file(Path(config))
+    checked = check_settings({"param_dtype": _GPU_DTYPE, **from_file, **settings})
     runtime = Runtime(
         rank=0, local_rank=0, world_size=dist.get_world_size(), device=torch.device("cpu")
     )
-    prepared = prepare(config, runtime)
+    prepared = prepare(checked, runtime)
     model = build_parallel_model(prepared.recipe, prepared.parallelism, runtime)
     optimizer = make_optimizer(model, prepared.config)
     reporter = make_reporter(prepared.config.steps, 0, is_first=False)

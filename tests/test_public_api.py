@@ -11,11 +11,13 @@ import pytest
 import fsdp_inspect
 
 PUBLIC_NAMES = [
+    "ForecastTarget",
     "Plan",
     "Recorder",
     "StoredRun",
     "__version__",
     "apply_plan",
+    "forecast_memory",
     "observe_plan",
     "open_run",
 ]

@@ -12,6 +12,7 @@ from fsdp_inspect.cli.compare import compare
 from fsdp_inspect.cli.demo import demo
 from fsdp_inspect.cli.export import export
 from fsdp_inspect.cli.exposed import exposed
+from fsdp_inspect.cli.forecast import forecast
 from fsdp_inspect.cli.import_ import import_
 from fsdp_inspect.cli.memory import memory
 from fsdp_inspect.cli.merge import merge
@@ -39,6 +40,7 @@ _COMMANDS = (
     advise,
     verify,
     tune,
+    forecast,
     import_,
     compact,
     merge,

@@ -13,6 +13,7 @@ functions patched here; `tests/forecast/test_fake_rank.py` says so by version.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -55,6 +56,9 @@ def fake_rank(
         dist.init_process_group()
         undo.callback(dist.destroy_process_group)
         _make_meshes_real(undo)
+        undo.enter_context(warnings.catch_warnings())
+        # Copies of modules ask for the address of their weights, to no purpose here.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if device_type == "cuda":
             _prefer_foreach(undo)

@@ -90,10 +90,9 @@ def build_target(builder: Builder, settings: Mapping[str, Any]) -> ForecastTarge
     Raises:
         ForecastError: It does not take one of them, or returns something else.
     """
-    accepted = inspect.signature(builder).parameters
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
-    unknown = [] if takes_any else [name for name in settings if name not in accepted]
-    if unknown:
+    accepted = accepted_settings(builder)
+    unknown = [] if accepted is None else [name for name in settings if name not in accepted]
+    if accepted is not None and unknown:
         raise ForecastError(
             f"The builder takes no setting {unknown[0]!r}. Expected one of: "
             f"{', '.join(accepted) or '(it takes none)'}. Add a keyword to the function, or leave "
@@ -106,3 +105,11 @@ def build_target(builder: Builder, settings: Mapping[str, Any]) -> ForecastTarge
             "step=..., optimizer=...). Return one."
         )
     return target
+
+
+def accepted_settings(builder: Builder) -> list[str] | None:
+    """The names of a builder's keywords; None: it takes any."""
+    parameters = inspect.signature(builder).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return None
+    return list(parameters)

@@ -59,7 +59,7 @@ def _answer(digest: MemoryDigest) -> Iterable[RenderableType]:
     for line in (
         describe_filling(digest.memory.peak),
         describe_limit(digest, digest.rank),
-        describe_growth(digest.growth),
+        None if digest.source == "predicted" else describe_growth(digest.growth),
         describe_spread(digest.memory),
     ):
         if line:

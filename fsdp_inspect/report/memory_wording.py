@@ -84,6 +84,8 @@ def describe_filling(peak: PeakMoment | None) -> str:
 
 def describe_limit(digest: MemoryDigest, rank: RankMemory) -> str:
     """How near the allocator came to what the device has."""
+    if digest.source == "predicted":
+        return "What CUDA's allocator would reserve beyond that is not predicted."
     if rank.peak_reserved_bytes is None:
         return "Nothing is reserved on CPU, and there is no device to fill."
     reserved = f"{format_bytes(rank.peak_reserved_bytes)} reserved at most"
@@ -150,6 +152,11 @@ def describe_counting(digest: MemoryDigest) -> str:
     if digest.rank is None or digest.rank.peak_allocated_bytes is None:
         return f"{digest.source.capitalize()} run."
     counted = format_method(digest.rank.method)
+    if digest.source == "predicted":
+        return (
+            "Predicted run: every storage of one step on fake tensors, by the storage tracker; "
+            "the allocator's rounding is not in them."
+        )
     how = {
         "cuda_allocator": "amounts measured at unit boundaries in host order",
         "storage_tracker": "amounts measured in memory steps; categories and owners are exact "

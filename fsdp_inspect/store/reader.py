@@ -252,7 +252,7 @@ class StoredRun:
 
     @property
     def _missing_ranks(self) -> list[int]:
-        if self._manifest.source == "emulated":
+        if self._manifest.source in ("emulated", "predicted"):  # rank 0 stands for all
             return []
         expected = range(self._manifest.world_size)
         return sorted({*expected}.difference(self._rank_numbers))

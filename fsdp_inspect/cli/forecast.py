@@ -1,0 +1,237 @@
+"""`fsdp-inspect forecast`: how much memory will a step need on N ranks, with no GPU at hand?"""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from fsdp_inspect.cli.arguments import JsonOption, print_renderable
+
+if TYPE_CHECKING:
+    from fsdp_inspect.cli.forecaster import Forecaster
+    from fsdp_inspect.digest.allowance import Allowance
+    from fsdp_inspect.digest.fitting import Fit
+    from fsdp_inspect.store.reader import StoredRun
+
+TRAINER = "instrumented_trainer.forecasting:build"
+
+
+def forecast(  # noqa: PLR0913 - one argument an option
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODULE:FUNCTION]",
+            help="Your own builder: a function that returns a ForecastTarget. Without it the "
+            "reference trainer is forecast, as the next three options say.",
+        ),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="A preset of the trainer: tiny, small, llama-1b, llama-8b, llama-70b."),
+    ] = None,
+    hf: Annotated[
+        str | None,
+        typer.Option(help="A Hugging Face model type, config.json or its folder.", metavar="MODEL"),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A TOML file of trainer settings.", metavar="FILE")
+    ] = None,
+    world_size: Annotated[
+        str, typer.Option(help="Ranks; several with commas between.", metavar="N[,N...]")
+    ] = "8",
+    gpus_per_node: Annotated[int, typer.Option(help="Ranks on one node.", min=1)] = 8,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="A keyword for the builder, or a setting of the trainer: --set batch_size=2. "
+            "Repeat for more.",
+            metavar="NAME=VALUE",
+        ),
+    ] = None,
+    fit: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of a device: find the fewest ranks, the largest batch, and what to "
+            "change if it does not fit.",
+            metavar="AMOUNT",
+        ),
+    ] = None,
+    allowance: Annotated[
+        str | None,
+        typer.Option(help="Memory for what a forecast leaves out.", metavar="AMOUNT"),
+    ] = None,
+    allowance_from: Annotated[
+        Path | None,
+        typer.Option(help="Measure the allowance on a recorded GPU run.", metavar="RUN"),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="Whose kernels' saved tensors: cuda or cpu.")
+    ] = "cuda",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep the forecasts as run folders here, for check, compare and the dashboard.",
+            metavar="DIR",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Forecast the peak memory of rank 0 of N: by unit, phase and category, without a GPU.
+
+    One training step runs on fake tensors and a fake process group: FSDP2's own code decides what
+    is allocated when, and nothing is computed. Takes seconds for 8B parameters, and no memory.
+
+    Example: `fsdp-inspect forecast --preset llama-8b --world-size 8,64,512 --fit 80GiB`
+    """
+    from fsdp_inspect.digest.fitting import find_fit
+    from fsdp_inspect.digest.forecasting import digest_forecasts, peak_of
+
+    sizes = _parse_sizes(world_size)
+    limit = _parse_amount("--fit", fit)
+    measured, extra = _find_allowance(allowance, allowance_from)
+    builder, settings = _find_model(model, preset, hf, config, set_ or [])
+    with _forecasting(builder, settings, gpus_per_node, device, out) as maker:
+        runs = [maker.forecast(size, {}) for size in sizes]
+        found: Fit | None = None
+        if limit is not None:
+            found = find_fit(
+                lambda size, changed: peak_of(maker.forecast(size, changed)) + (extra or 0),
+                limit,
+                world_size=sizes[0],
+                accepted=maker.accepted,
+            )
+        digest = digest_forecasts(runs, allowance_bytes=extra, allowance=measured, fit=found)
+    if as_json:
+        from fsdp_inspect.report.json import render_json
+
+        print(render_json(digest))
+        return
+    from fsdp_inspect.report.forecast import render_forecast
+
+    print_renderable(render_forecast(digest))
+
+
+class _Maker:
+    """Makes each forecast once, with a line about what is being made."""
+
+    def __init__(self, forecaster: "Forecaster", folder: Path, name: str) -> None:
+        from rich.console import Console
+
+        self._forecaster = forecaster
+        self._folder = folder
+        self._name = name
+        self._console = Console(stderr=True)
+        self._made: dict[str, StoredRun] = {}
+        self.accepted = forecaster.accepted_settings()
+
+    def forecast(self, world_size: int, changed: Mapping[str, Any]) -> "StoredRun":
+        """One forecast, from before if there is one."""
+        changes = [f"{name}={value}" for name, value in changed.items()]
+        key = "-".join([f"{world_size}-ranks", *changes]).replace("=", "-")
+        if key not in self._made:
+            ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+            what = ", ".join([f"forecasting {self._name} on {ranks}", *changes])
+            if not self._console.is_terminal:
+                self._console.print(f"{what} ...", soft_wrap=True, markup=False)
+            with self._console.status(what):
+                path = self._folder / f"{self._name}-{key}"
+                self._made[key] = self._forecaster.forecast(path, world_size, changed)
+        return self._made[key]
+
+
+@contextmanager
+def _forecasting(
+    builder: str, settings: Mapping[str, Any], gpus_per_node: int, device: str, out: Path | None
+) -> Iterator[_Maker]:
+    from fsdp_inspect.cli.forecaster import start_forecaster
+
+    name = settings.get("preset") or builder.partition(":")[2]
+    with tempfile.TemporaryDirectory(prefix="fsdp-inspect-") as temporary:
+        folder = out or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        with start_forecaster(
+            builder, settings, gpus_per_node=gpus_per_node, device_type=_parse_device(device)
+        ) as forecaster:
+            yield _Maker(forecaster, folder, str(name))
+
+
+def _find_model(
+    model: str | None, preset: str | None, hf: str | None, config: Path | None, given: list[str]
+) -> tuple[str, dict[str, Any]]:
+    settings = dict(_parse_setting(text) for text in given)
+    of_trainer = {"preset": preset, "hf": hf, "config": str(config) if config else None}
+    of_trainer = {name: value for name, value in of_trainer.items() if value is not None}
+    if model is None:
+        return TRAINER, {**of_trainer, **settings}
+    if of_trainer:
+        raise typer.BadParameter(
+            f"{model} is a builder of your own, and --{next(iter(of_trainer))} is for the "
+            "trainer's models. Give one of the two."
+        )
+    return model, settings
+
+
+def _parse_setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise typer.BadParameter(
+            f"{text!r} sets nothing. Expected a name and a value, like batch_size=2.",
+            param_hint="--set",
+        )
+    try:
+        return name.replace("-", "_"), json.loads(value)
+    except json.JSONDecodeError:
+        return name.replace("-", "_"), value
+
+
+def _parse_sizes(text: str) -> list[int]:
+    sizes = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in sizes):
+        raise typer.BadParameter(
+            f"{text!r} is no number of ranks. Expected numbers from 1 with commas between, like "
+            "8,64,512.",
+            param_hint="--world-size",
+        )
+    return list(dict.fromkeys(int(part) for part in sizes))
+
+
+def _parse_amount(option: str, text: str | None) -> int | None:
+    from fsdp_inspect.quantities import parse_bytes
+
+    if text is None:
+        return None
+    amount = parse_bytes(text)
+    if amount is None:
+        raise typer.BadParameter(
+            f"{text!r} is no amount of memory. Expected a number with a unit, like 80GiB.",
+            param_hint=option,
+        )
+    return amount
+
+
+def _parse_device(text: str) -> Literal["cuda", "cpu"]:
+    if text == "cuda":
+        return "cuda"
+    if text == "cpu":
+        return "cpu"
+    raise typer.BadParameter(f"{text!r} is neither cuda nor cpu.", param_hint="--device")
+
+
+def _find_allowance(given: str | None, run: Path | None) -> tuple["Allowance | None", int | None]:
+    if run is None:
+        return None, _parse_amount("--allowance", given)
+    if given is not None:
+        raise typer.BadParameter(
+            "An allowance is given and one is to be measured. Choose one of them.",
+            param_hint="--allowance",
+        )
+    from fsdp_inspect.cli.arguments import open_run_argument
+    from fsdp_inspect.digest.allowance import measure_allowance
+
+    measured = measure_allowance(open_run_argument(str(run)))
+    return measured, measured.bytes

@@ -1,0 +1,119 @@
+"""Who makes forecasts for a command that never loads torch? A child process that answers jobs."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from fsdp_inspect.errors import ForecastError
+from fsdp_inspect.store.reader import StoredRun, open_run
+
+_NUM_TAIL_LINES = 15
+_END_WAIT_S = 15.0
+
+
+class Forecaster:
+    """A child that makes one forecast after another; see `start_forecaster`."""
+
+    def __init__(self, child: "subprocess.Popen[str]", log: Path, job: Mapping[str, Any]) -> None:
+        self._child = child
+        self._log = log
+        self._job = dict(job)
+
+    def accepted_settings(self) -> Sequence[str] | None:
+        """The settings that the builder takes; None: any.
+
+        Raises:
+            ForecastError: There is no such builder.
+        """
+        accepted: Sequence[str] | None = self._ask({**self._job, "path": None})["accepted"]
+        return accepted
+
+    def forecast(self, path: Path, world_size: int, settings: Mapping[str, Any]) -> StoredRun:
+        """Make a forecast, and open it.
+
+        Args:
+            path: The run folder to make.
+            world_size: Ranks of the job.
+            settings: Those that go over the ones the forecaster was started with.
+
+        Raises:
+            ForecastError: It cannot be made; says why.
+        """
+        changed = {**self._job["settings"], **settings}
+        self._ask({**self._job, "path": str(path), "world_size": world_size, "settings": changed})
+        return open_run(path)
+
+    def _ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        try:
+            self._child.stdin.write(json.dumps(job) + "\n")
+            self._child.stdin.flush()
+            line = self._child.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise ForecastError(
+                f"The process that forecasts has ended with exit code {self._child.wait()}. "
+                f"Expected an answer. The end of its output:\n\n{self._tail()}"
+            )
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise ForecastError(answer["error"])
+        return answer
+
+    def _tail(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-_NUM_TAIL_LINES:])
+
+
+@contextmanager
+def start_forecaster(
+    builder: str,
+    settings: Mapping[str, Any],
+    *,
+    gpus_per_node: int,
+    device_type: Literal["cuda", "cpu"],
+) -> Iterator[Forecaster]:
+    """A child that forecasts one builder for as long as the block runs.
+
+    Args:
+        builder: `module:function`, found from the current folder.
+        settings: Keywords for it.
+        gpus_per_node: Ranks on one node.
+        device_type: Whose kernels to choose.
+    """
+    job = {
+        "builder": builder,
+        "settings": dict(settings),
+        "gpus_per_node": gpus_per_node,
+        "device_type": device_type,
+    }
+    with tempfile.TemporaryDirectory(prefix="fsdp-inspect-") as folder:
+        log = Path(folder) / "forecast.log"
+        with log.open("w") as errors:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "fsdp_inspect.forecast"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+            try:
+                yield Forecaster(child, log, job)
+            finally:
+                _end(child)
+
+
+def _end(child: "subprocess.Popen[str]") -> None:
+    assert child.stdin is not None
+    child.kill()  # it holds nothing that could be lost
+    child.wait(_END_WAIT_S)
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            pipe.close()

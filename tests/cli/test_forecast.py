@@ -1,0 +1,112 @@
+"""Does `fsdp-inspect forecast` answer, and refuse in words?"""
+
+import json
+
+import pytest
+
+from fsdp_inspect import open_run
+
+SMALL = ("--preset", "tiny", "--set", "num_layers=2")
+BUILDER = """
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from fsdp_inspect import ForecastTarget
+
+def build(width=64, batch_size=1):
+    print("building")
+    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        model(torch.zeros(batch_size, width)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return ForecastTarget(model=model, step=step, optimizer=optimizer, name="two layers")
+"""
+
+
+@pytest.fixture
+def builder(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(BUILDER)
+    monkeypatch.chdir(tmp_path)
+    return "mine:build"
+
+
+def test_a_table_by_world_size_and_what_fits(invoke, tmp_path):
+    ended = invoke(
+        "forecast", *SMALL, "--world-size", "2,8", "--fit", "8MiB", "--out", tmp_path / "runs"
+    )
+
+    assert ended.code == 0, ended.err
+    assert "on 2 ranks" in ended.out
+    assert "= peak" in ended.out
+    assert "Fewest ranks (powers of two) that fit:" in ended.out
+    assert "Largest batch that fits on 2 ranks:" in ended.out
+    assert "Predicted with torch" in ended.out
+    assert "forecasting tiny on 8 ranks" in ended.err
+    kept = open_run(tmp_path / "runs" / "tiny-8-ranks")
+    assert kept.manifest.source == "predicted"
+    assert not any("missing" in note for note in kept.notes)
+
+
+def test_json_holds_what_the_table_shows(invoke):
+    ended = invoke("forecast", *SMALL, "--world-size", "4", "--json")
+
+    printed = json.loads(ended.out)
+    row = printed["rows"][0]
+    assert row["world_size"] == 4
+    assert row["peak_bytes"] == sum(category["bytes"] for category in row["categories"])
+    assert printed["memory"]["memory"]["peak"]["bytes"] == row["peak_bytes"]
+    assert printed["source"] == "predicted"
+    assert printed["fit"] is None
+
+
+def test_a_builder_of_ones_own_is_found_from_the_current_folder(builder, invoke):
+    ended = invoke("forecast", builder, "--set", "width=256", "--fit", "1MiB", "--json")
+
+    printed = json.loads(ended.out)
+    assert printed["name"] == "two layers"
+    assert printed["num_parameters"] == 2 * (256 * 256 + 256)
+    assert printed["fit"]["largest_batch_size"] > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--world-size", "eight"), 2, "is no number of ranks"),
+        (("--fit", "much"), 2, "is no amount of memory"),
+        (("--set", "batch_size"), 2, "sets nothing"),
+        (("--device", "tpu"), 2, "neither cuda nor cpu"),
+        (("mine:build", "--preset", "tiny"), 2, "Give one of the two"),
+        (("--allowance", "1GiB", "--allowance-from", "x"), 2, "Choose one of them"),
+    ],
+    ids=["ranks", "fit", "set", "device", "both", "allowances"],
+)
+def test_wrong_use_is_refused_before_anything_runs(invoke, arguments, code, message):
+    ended = invoke("forecast", *arguments)
+
+    assert ended.code == code
+    assert message in " ".join(ended.err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere:build",), "Module 'nowhere' cannot be imported"),
+        (("mine:biuld",), "has no function 'biuld'"),
+        (("mine:build", "--set", "depth=3"), "takes no setting 'depth'"),
+        (("--preset", "tiny", "--set", "batch_size=-1"), "batch_size"),
+    ],
+    ids=["module", "function", "keyword", "value"],
+)
+def test_what_cannot_be_forecast_says_why(builder, invoke, arguments, message):
+    ended = invoke("forecast", *arguments)
+
+    assert ended.code == 1
+    assert message in " ".join(ended.err.split())
+    assert "Traceback" not in ended.err

@@ -1,0 +1,19 @@
+"""Is the README's builder one that works?"""
+
+import re
+from pathlib import Path
+
+from fsdp_inspect import forecast_memory, open_run
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_builder_of_the_readme_is_forecast(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names: dict[str, object] = {"__name__": "my_training"}
+    exec(code, names)
+
+    path = forecast_memory(names["build"], tmp_path / "mine", world_size=64)
+
+    fqns = [unit.fqn for unit in open_run(path).manifest.units]
+    assert fqns == [f"layers.{layer}" for layer in range(24)]
