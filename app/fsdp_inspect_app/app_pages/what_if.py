@@ -1,0 +1,374 @@
+"""What would a step take under another plan, or on another network?"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+
+import streamlit as st
+
+from fsdp_inspect import StoredRun
+from fsdp_inspect.advice.predictions import Origin, make_prediction
+from fsdp_inspect.digest.run import RunDigest
+from fsdp_inspect.errors import FsdpInspectError, MissingDataError, PlanError
+from fsdp_inspect.formatting import format_bytes, format_bytes_per_s, format_ns
+from fsdp_inspect.report.simulation import answer_simulation, describe_simulation
+from fsdp_inspect.report.values import format_kind
+from fsdp_inspect.report.wording import format_change
+from fsdp_inspect.simulation.recorded import RecordedWork
+from fsdp_inspect.simulation.scenario import resolve_plan
+from fsdp_inspect.simulation.simulate import Simulation
+from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect_app import loading
+from fsdp_inspect_app.banner import show_run_header
+from fsdp_inspect_app.cards import (
+    show_card,
+    show_chart_card,
+    show_csv_button,
+    show_empty_card,
+    show_headline,
+    show_table,
+)
+from fsdp_inspect_app.charts.stacks import draw_peaks, draw_steps
+from fsdp_inspect_app.frames.what_if import (
+    frame_parts,
+    frame_peaks,
+    frame_units,
+)
+from fsdp_inspect_app.knobs import (
+    AS_RECORDED,
+    KNOBS_OF_NETWORK,
+    KNOBS_OF_RANKS,
+    KNOBS_OF_REDUCTION,
+    Knob,
+    command_of,
+    knobs_of_units,
+    network_of,
+    recorded_values,
+)
+from fsdp_inspect_app.plan_links import unpack_plan
+from fsdp_inspect_app.playing import Bench, play, prepare
+from fsdp_inspect_app.selection import entry_or_stop, follow, link, page_link
+from fsdp_inspect_app.timeline.component import show_timeline
+from fsdp_inspect_app.timeline.track_set import TrackSet
+from fsdp_inspect_app.timeline.tracks import draw_events
+from fsdp_inspect_app.wording import plain
+
+_PLAN_FILE, _PREDICTION_FILE = "plan.toml", "plan.prediction.json"
+_PLAN_KEY = "plan"
+
+
+def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
+    """The answer, the knobs, and what they make of the step."""
+    show_run_header(run.manifest, digest)
+    try:
+        bench = loading.result_of(entry, prepare)
+    except MissingDataError as error:
+        _show_refusal(str(error))
+        return
+    _show_bench(entry, run, digest, bench)
+
+
+def _show_refusal(reason: str) -> None:
+    show_headline("No other plan can be played on this run\\.")
+    st.info(plain(reason), icon=":material/info:")
+    st.caption(
+        "Plans are played from what a recorder saw of units, collectives and compute\\. Imported "
+        "traces and runs without a timed step hold too little of it\\. Record the job:"
+    )
+    st.code("torchrun --nproc-per-node N -m fsdp_inspect.record train.py ARGS", language="bash")
+
+
+@st.fragment
+def _show_bench(entry: RunEntry, run: StoredRun, digest: RunDigest, bench: Bench) -> None:
+    """Everything that moves with the knobs; turning one runs only this part of the page again."""
+    answer = st.container()
+    start, problem = _linked_plan(run.manifest)
+    left, right = st.columns([2, 5], gap="medium")
+    with left:
+        chosen, knobs = _show_knobs(bench, run.manifest, is_linked=start is not None)
+    try:
+        if problem is not None:
+            raise problem
+        simulation = play(bench, run.manifest, start or bench.plan, chosen, knobs)
+    except (FsdpInspectError, ValueError) as error:
+        with answer:
+            show_headline("That cannot be played\\.")
+            st.warning(plain(str(error)), icon=":material/warning:")
+        return
+    with answer:
+        show_headline(plain(answer_simulation(simulation)))
+    with right:
+        _show_numbers(simulation)
+        _show_steps(simulation)
+        _show_peaks(simulation)
+    _show_timelines(entry, run.manifest, digest, simulation)
+    left, right = st.columns(2)
+    with left:
+        _show_units(simulation)
+    with right:
+        _show_keep(entry, simulation, chosen, knobs, is_linked=start is not None)
+    st.caption(plain(describe_simulation(simulation)))
+
+
+def _linked_plan(manifest: RunManifest) -> tuple[Plan | None, PlanError | None]:
+    """The plan that the address brings, for the model of the run; or what is wrong with it."""
+    text = st.query_params.get(_PLAN_KEY)
+    if not text:
+        return None, None
+    try:
+        return resolve_plan(unpack_plan(text), manifest), None
+    except PlanError as error:
+        return None, error
+
+
+# --- knobs
+
+
+def _show_knobs(
+    bench: Bench, manifest: RunManifest, *, is_linked: bool
+) -> tuple[dict[str, str], list[Knob]]:
+    """What is chosen, by knob, and all knobs."""
+    recorded = {} if is_linked else recorded_values(bench.plan, manifest)
+    groups = (
+        ("Units", knobs_of_units(bench.plan), True),
+        ("Gradients", KNOBS_OF_REDUCTION, False),
+        ("Ranks", KNOBS_OF_RANKS, False),
+        ("Network", KNOBS_OF_NETWORK, True),
+    )
+    chosen: dict[str, str] = {}
+    with show_card("Another plan", key="knobs"):
+        if is_linked:
+            st.caption("On top of the plan that the link brought\\.")
+            page_link("what_if", "Start from the recorded plan", icon=":material/undo:")
+        for name, knobs, is_open in groups:
+            turned = any(knob.name in st.query_params for knob in knobs)
+            with st.expander(name, expanded=is_open or turned):
+                for knob in knobs:
+                    text = _show_knob(knob, recorded.get(knob.name))
+                    if text != AS_RECORDED:
+                        chosen[knob.name] = text
+                if knobs is KNOBS_OF_NETWORK:
+                    st.caption(plain(_describe_network(bench.work)))
+        all_knobs = [knob for _, knobs, _ in groups for knob in knobs]
+        st.button(
+            "All as recorded",
+            key="reset",
+            icon=":material/restart_alt:",
+            disabled=not chosen,
+            on_click=_reset,
+            args=([knob.name for knob in all_knobs],),
+        )
+    return chosen, all_knobs
+
+
+def _reset(names: Sequence[str]) -> None:
+    for name in names:
+        st.session_state[name] = AS_RECORDED
+
+
+def _show_knob(knob: Knob, recorded: str | None) -> str:
+    options = [AS_RECORDED, *knob.options]
+    follow(knob.name, knob.name, {text: text for text in knob.options}, AS_RECORDED)
+    if st.session_state[knob.name] not in options:
+        st.session_state[knob.name] = AS_RECORDED
+    own = f"{AS_RECORDED}: {recorded}" if recorded else AS_RECORDED
+
+    def name_option(text: str) -> str:
+        return own if text == AS_RECORDED else text
+
+    if knob.is_slider:
+        text = st.select_slider(
+            knob.label, options, key=knob.name, help=knob.help, format_func=name_option
+        )
+    else:
+        text = st.selectbox(
+            knob.label, options, key=knob.name, help=knob.help, format_func=name_option
+        )
+    link(knob.name, None if text == AS_RECORDED else str(text))
+    return str(text)
+
+
+def _describe_network(work: RecordedWork) -> str:
+    """The lines that were fitted to the run's own collectives."""
+    lines = "; ".join(
+        f"{format_kind(kind.label)} {format_bytes_per_s(line.bus_bytes_per_s)}, "
+        f"{format_ns(line.latency_ns)}"
+        for kind, line in work.network.lines.items()
+    )
+    return f"The run's own, fitted to its collectives: {lines}."
+
+
+# --- what they make of the step
+
+
+def _show_numbers(simulation: Simulation) -> None:
+    before, after = simulation.replayed, simulation.predicted
+    memory_error = format_change(simulation.memory_error)
+    numbers = (
+        (
+            "Step",
+            format_ns(after.step_time_ns),
+            f"{format_ns(simulation.low_ns)} to {format_ns(simulation.high_ns)}",
+            "Predicted, with its interval: the replay's error, and how far the run's own "
+            "collectives lie from the fitted line.",
+        ),
+        (
+            "Exposed",
+            format_ns(after.exposed_ns),
+            f"was {format_ns(before.exposed_ns)}",
+            "Communication that the rank stands still for, in a step.",
+        ),
+        (
+            "Peak",
+            format_bytes(after.peak_bytes),
+            f"was {format_bytes(before.peak_bytes)}",
+            "Peak of allocated memory, played.",
+        ),
+        (
+            "Replay error",
+            format_change(simulation.replay_error),
+            f"peak {memory_error}",
+            f"The recorded plan plays in {format_ns(before.step_time_ns)} against "
+            f"{format_ns(simulation.recorded_step_ns)} measured.",
+        ),
+    )
+    columns = st.columns([5, 4, 4, 4])
+    for column, (name, value, detail, words) in zip(columns, numbers, strict=True):
+        column.metric(
+            name,
+            value,
+            detail,
+            delta_color="off",
+            delta_arrow="off",
+            border=True,
+            help=plain(words),
+        )
+
+
+def _show_steps(simulation: Simulation) -> None:
+    before, after = simulation.replayed, simulation.predicted
+    lines = " ".join(f"Assumed: {line}" for line in simulation.assumptions)
+    show_chart_card(
+        "The step",
+        draw_steps([("recorded plan", before.parts_ns), ("this plan", after.parts_ns)]),
+        frame_parts(simulation),
+        key="steps",
+        alt=f"Two bars: the recorded plan's step of {format_ns(before.step_time_ns)} and the "
+        f"predicted one of {format_ns(after.step_time_ns)}, split into their parts",
+        note=f"Both played, so that the replay's own error cancels. {lines}",
+    )
+
+
+def _show_peaks(simulation: Simulation) -> None:
+    before, after = simulation.replayed, simulation.predicted
+    if before.peak_bytes is None or after.peak_bytes is None:
+        show_empty_card(
+            "Memory at the peak",
+            "Memory cannot be told: the run has no memory step that tells categories "
+            "(Recorder(..., memory_steps=[3])).",
+            key="peaks",
+        )
+        return
+    show_chart_card(
+        "Memory at the peak",
+        draw_peaks(
+            [("recorded plan", before.peak_categories), ("this plan", after.peak_categories)]
+        ),
+        frame_peaks(simulation),
+        key="peaks",
+        alt=f"Two bars: the recorded plan's peak of {format_bytes(before.peak_bytes)} and the "
+        f"predicted one of {format_bytes(after.peak_bytes)}, split by what fills them",
+        note=f"Predicted by a ledger of what the step allocates and frees; the recorded plan's own "
+        f"peak plays with an error of {format_change(simulation.memory_error)}.",
+    )
+
+
+def _show_timelines(
+    entry: RunEntry, manifest: RunManifest, digest: RunDigest, simulation: Simulation
+) -> None:
+    tracks = []
+    if digest.breakdown is not None:
+        step, rank = digest.breakdown.step, simulation.rank
+        try:
+            recorded = loading.timeline_of(entry, step=step, ranks=(rank,))
+            tracks.append(replace(recorded, title=f"Recorded, step {step}"))
+        except FsdpInspectError:
+            tracks = []  # its events are not here: the prediction is drawn alone
+    after = simulation.predicted
+    if after.events is not None:
+        drawn = draw_events(after.events, rank=simulation.rank)
+        named = manifest.model_copy(update={"units": list(after.event_units)})
+        tracks.append(TrackSet.of(drawn, named, title="This plan, predicted"))
+    with show_card("The recorded step and the predicted one", key="timelines"):
+        show_timeline(tracks, key="timelines")
+        st.caption("Both begin at 0, and zoom together\\. Hatched: standing still\\.")
+
+
+def _show_units(simulation: Simulation) -> None:
+    frame = frame_units(simulation.predicted)
+    with show_card("Units of this plan, predicted", key="units") as header:
+        with header:
+            show_csv_button(frame, key="units")
+        show_table(frame, key="units")
+
+
+def _show_keep(
+    entry: RunEntry,
+    simulation: Simulation,
+    chosen: dict[str, str],
+    knobs: Sequence[Knob],
+    *,
+    is_linked: bool,
+) -> None:
+    with show_card("Keep it", key="keep"):
+        bandwidth, latency = network_of(chosen)
+        origin = Origin(made_by="what-if", bus_bytes_per_s=bandwidth, latency_ns=latency)
+        with st.container(horizontal=True, gap="small"):
+            st.download_button(
+                _PLAN_FILE,
+                simulation.plan.to_toml(),
+                file_name=_PLAN_FILE,
+                mime="application/toml",
+                icon=":material/download:",
+                key="plan-file",
+                on_click="ignore",
+            )
+            st.download_button(
+                _PREDICTION_FILE,
+                lambda: make_prediction(
+                    loading.open_entry(entry), simulation, origin
+                ).model_dump_json(indent=1),
+                file_name=_PREDICTION_FILE,
+                mime="application/json",
+                icon=":material/download:",
+                key="prediction-file",
+                on_click="ignore",
+                help="fsdp-inspect verify holds it against the run of the plan.",
+            )
+        st.caption("The same numbers in a terminal; the address of this page holds every setting:")
+        st.code(
+            _command(entry, chosen, knobs, is_linked=is_linked), language="bash", wrap_lines=True
+        )
+        st.caption("Once the plan ran:")
+        st.code(
+            f"fsdp-inspect verify {_PREDICTION_FILE} NEW_RUN --baseline "
+            f"{shlex.quote(str(entry.path))}",
+            language="bash",
+            wrap_lines=True,
+        )
+
+
+def _command(
+    entry: RunEntry, chosen: dict[str, str], knobs: Sequence[Knob], *, is_linked: bool
+) -> str:
+    """Of a plan from a link the saved file holds all but the network."""
+    if not is_linked:
+        return command_of(str(entry.path), chosen, knobs)
+    network = command_of(str(entry.path), chosen, KNOBS_OF_NETWORK)
+    return f"{network} --plan {_PLAN_FILE}"
+
+
+entry = entry_or_stop()
+show_page(entry, loading.open_entry(entry), loading.digest_entry(entry))

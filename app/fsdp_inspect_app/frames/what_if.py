@@ -1,0 +1,62 @@
+"""What does a played plan take, beside the recorded one? As tables, one row a thing."""
+
+import pandas as pd
+
+from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.simulation.simulate import Played, Simulation
+from fsdp_inspect_app.charts.stacks import HELD_LOOKS
+from fsdp_inspect_app.frames.values import mib, ms
+
+RECORDED, PREDICTED = "recorded plan, played", "this plan, predicted"
+
+
+def frame_parts(simulation: Simulation) -> pd.DataFrame:
+    """Where the steps go, and the steps that the parts add up to."""
+    before, after = simulation.replayed, simulation.predicted
+    rows = [
+        {
+            "part": find_metric(f"{name}_ns").label,
+            f"{RECORDED} (ms)": ms(duration),
+            f"{PREDICTED} (ms)": ms(after.parts_ns[name]),
+        }
+        for name, duration in before.parts_ns.items()
+    ]
+    total = {
+        "part": "= step",
+        f"{RECORDED} (ms)": ms(before.step_time_ns),
+        f"{PREDICTED} (ms)": ms(after.step_time_ns),
+    }
+    return pd.DataFrame([*rows, total])
+
+
+def frame_peaks(simulation: Simulation) -> pd.DataFrame:
+    """What fills memory at the peaks."""
+    before, after = simulation.replayed, simulation.predicted
+    return pd.DataFrame(
+        [
+            {
+                "category": look.label,
+                f"{RECORDED} (MiB)": mib(before.peak_categories.get(name, 0)),
+                f"{PREDICTED} (MiB)": mib(after.peak_categories.get(name, 0)),
+            }
+            for name, look in HELD_LOOKS.items()
+        ]
+    )
+
+
+def frame_units(played: Played) -> pd.DataFrame:
+    """The units of a played plan, in order."""
+    return pd.DataFrame(
+        [
+            {
+                "unit": format_unit(unit.fqn),
+                "exposed (ms)": ms(unit.exposed_ns),
+                "all-gather (ms)": ms(unit.gather_ns),
+                "gathers per step": unit.gathers_per_step,
+                "unsharded (MiB)": mib(unit.unsharded_bytes),
+                "parameters": unit.num_parameters,
+            }
+            for unit in played.units
+        ]
+    )

@@ -1,0 +1,221 @@
+"""What can be turned in What-if? The options of `fsdp-inspect simulate`, as widgets and addresses.
+
+A knob has the name of the command's option, and its values are the option's own texts, so that
+address, command and widget say the same. A knob that is left as recorded is in none of them.
+"""
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from fsdp_inspect.quantities import parse_bytes_per_s, parse_time_ns
+from fsdp_inspect.simulation.changes import Changes
+from fsdp_inspect.simulation.scenario import mesh_of
+from fsdp_inspect.trace.plan import AccumulationSync, FloatDtype, Plan
+from fsdp_inspect.trace.run import RunManifest
+
+AS_RECORDED = "as recorded"
+_MOST_RANKS = 4096
+_GROUP_SIZES = (2, 3, 4, 6, 8, 12, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One option."""
+
+    name: str
+    """In the address; the command's option with underscores."""
+    label: str
+    help: str
+    options: tuple[str, ...]
+    is_slider: bool
+    read: Callable[[str], Any]
+    """From an option's text to the value."""
+    flags: Mapping[str, str] | None = None
+    """How the command writes each value, where not as `--name value`."""
+
+
+def _read_reshard(text: str) -> bool | int:
+    return int(text) if text.isdecimal() else text == "true"
+
+
+def _up_to(most: int) -> tuple[str, ...]:
+    return tuple(str(number) for number in range(most + 1))
+
+
+def _doubling(first: int, most: int) -> tuple[str, ...]:
+    return tuple(str(1 << power) for power in range(13) if first <= 1 << power <= most)
+
+
+def knobs_of_units(plan: Plan) -> tuple[Knob, ...]:
+    """How the model is cut, and how its units are gathered.
+
+    Args:
+        plan: The recorded one, resolved.
+    """
+    num_modules = sum(len(unit.modules) for unit in plan.units)
+    groups = tuple(f"every:{size}" for size in _GROUP_SIZES if size < num_modules)
+    return (
+        Knob(
+            "wrap", "Units", "Which blocks are gathered together; split: halves of blocks.",
+            ("root", *groups[::-1], "block", "split"), False, str,
+        ),
+        Knob(
+            "reshard_after_forward", "Reshard after forward",
+            "Of every unit but the root: false keeps the parameters for backward, a number keeps "
+            "a copy on each group of so many ranks.",
+            ("true", "false", *_doubling(2, 64)), False, _read_reshard,
+        ),
+        Knob(
+            "forward_prefetch", "Prefetch in forward", "Units gathered ahead in forward.",
+            _up_to(6), True, int,
+        ),
+        Knob(
+            "backward_prefetch", "Prefetch in backward", "Units gathered ahead in backward.",
+            _up_to(6), True, int,
+        ),
+        Knob(
+            "param_dtype", "Gather and compute in", "Compute is taken to last as it was recorded.",
+            get_args(FloatDtype), False, str,
+        ),
+        Knob(
+            "reduce_dtype", "Reduce gradients in", "Of the gradients' messages.",
+            get_args(FloatDtype), False, str,
+        ),
+    )  # fmt: skip
+
+
+KNOBS_OF_REDUCTION = (
+    Knob(
+        "reduce_scatter_buffers", "Reduce-scatter inputs at once", "1 is torch's own.",
+        ("1", "2", "3", "4"), True, int,
+    ),
+    Knob(
+        "separate_reduce_scatter_group", "Reduce-scatter has a communicator",
+        "Of its own: it does not queue behind all-gathers.",
+        ("of its own", "shared"), False, lambda text: text == "of its own",
+        {
+            "of its own": "--separate-reduce-scatter-group",
+            "shared": "--shared-reduce-scatter-group",
+        },
+    ),
+    Knob(
+        "microbatches", "Microbatches", "Forward and backward passes of a step: each one trains "
+        "as many tokens as it did.", ("1", "2", "4", "8", "16"), True, int,
+    ),
+    Knob(
+        "accumulation_sync", "Microbatches that reduce",
+        "last: gradients stay unsharded until then; all_reduce_last: with replicas.",
+        get_args(AccumulationSync), False, str,
+    ),
+)  # fmt: skip
+
+KNOBS_OF_RANKS = (
+    Knob("world_size", "Ranks", "Each computes what it did.", _doubling(1, _MOST_RANKS), True, int),
+    Knob(
+        "replicas", "Replicas", "Copies of the model (HSDP) that all-reduce their gradients.",
+        ("1", "2", "4", "8", "16", "32"), True, int,
+    ),
+)  # fmt: skip
+
+_SERIES = (1, 2, 5)
+
+KNOBS_OF_NETWORK = (
+    Knob(
+        "bandwidth", "Bus bandwidth", "Of every kind of collective.",
+        (
+            *(f"{step * scale}MB/s" for scale in (10, 100) for step in _SERIES),
+            *(f"{step * scale}GB/s" for scale in (1, 10, 100) for step in _SERIES),
+        ),
+        True, parse_bytes_per_s,
+    ),
+    Knob(
+        "latency", "Latency", "Of every collective.",
+        (
+            "0us",
+            *(f"{step * scale}us" for scale in (1, 10, 100) for step in _SERIES),
+            "1ms", "2ms", "5ms", "10ms",
+        ),
+        True, parse_time_ns,
+    ),
+)  # fmt: skip
+
+
+def changes_of(chosen: Mapping[str, str], knobs: Sequence[Knob]) -> Changes:
+    """The change of plan that knobs ask for.
+
+    Args:
+        chosen: The texts, by knob; those that are left as recorded are missing.
+        knobs: Those of the plan.
+    """
+    return Changes(**{knob.name: knob.read(chosen[knob.name]) for knob in knobs
+                      if knob.name in chosen})  # fmt: skip
+
+
+def network_of(chosen: Mapping[str, str]) -> tuple[float | None, float | None]:
+    """Bandwidth in bytes/s and latency in ns that knobs ask for; None: the run's own."""
+    bandwidth, latency = (
+        knob.read(chosen[knob.name]) if knob.name in chosen else None for knob in KNOBS_OF_NETWORK
+    )
+    return bandwidth, latency
+
+
+def command_of(run: str, chosen: Mapping[str, str], knobs: Sequence[Knob]) -> str:
+    """The command that gives the same numbers.
+
+    Args:
+        run: How it names the run.
+        chosen: The texts, by knob.
+        knobs: All that there are.
+    """
+    words = ["fsdp-inspect", "simulate", run]
+    for knob in knobs:
+        text = chosen.get(knob.name)
+        if text is None:
+            continue
+        if knob.flags is not None:
+            words.append(knob.flags[text])
+        else:
+            words += [f"--{knob.name.replace('_', '-')}", text]
+    return shlex.join(words)
+
+
+def recorded_values(plan: Plan, manifest: RunManifest) -> dict[str, str]:
+    """What the recorded plan has, by knob, in a word or two; a knob without one is missing.
+
+    Args:
+        plan: Resolved.
+        manifest: The run's.
+    """
+    mesh = mesh_of(plan, manifest)
+    inner = [unit for unit in plan.units if not unit.is_root]
+    return {
+        "wrap": f"{len(manifest.units)} units",
+        "reshard_after_forward": _one_of([unit.reshard_after_forward for unit in inner]),
+        "forward_prefetch": _depth(plan.forward_prefetch),
+        "backward_prefetch": _depth(plan.backward_prefetch),
+        "param_dtype": _one_of([unit.param_dtype for unit in manifest.units]),
+        "reduce_dtype": _one_of([unit.reduce_dtype for unit in manifest.units]),
+        "reduce_scatter_buffers": _one_of(
+            [unit.reduce_scatter_max_input_buffers for unit in plan.units]
+        ),
+        "world_size": str(mesh.world_size),
+        "replicas": str(mesh.replicate),
+        "microbatches": str(plan.accumulation.microbatches),
+        "accumulation_sync": plan.accumulation.sync,
+    }
+
+
+def _depth(prefetch: int | Mapping[str, Sequence[str]]) -> str:
+    return str(prefetch) if isinstance(prefetch, int) else "by unit"
+
+
+def _one_of(values: Sequence[object]) -> str:
+    """The value of all units, as plan files write it."""
+    if len({repr(value) for value in values}) != 1:
+        return "differs by unit"
+    value = values[0]
+    if value is None:
+        return "torch's own"
+    return str(value).lower() if isinstance(value, bool) else str(value)
