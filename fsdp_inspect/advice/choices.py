@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+from fsdp_inspect.advice.findings import OVERSIZED_RATIO
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.simulation.changes import resized, split_units, with_units, wrap
@@ -19,8 +20,6 @@ from fsdp_inspect.trace.statistics import median
 Sync = Literal["every", "last", "all_reduce_last"]
 GROUP_SIZES = (1, 2, 3, 4, 6, 8)
 """Blocks a unit."""
-OVERSIZED_RATIO = 2.0
-"""A unit with more than so many times the median unit's parameters is worth splitting (R3)."""
 _BLOCK = re.compile(r"(.+?)\.\d+(?=\.)")
 
 
@@ -42,6 +41,8 @@ class Choice:
     """Whether all-gathers are issued as work to wait for (`unshard_async_op`)."""
     replicas: int | None = None
     """Copies of the model (HSDP)."""
+    embedding_in_backward: bool | None = None
+    """Whether embeddings are gathered for backward, which uses no parameters of them."""
     accumulation_sync: Sync | None = None
     keep_between_microbatches: bool | None = None
     """Whether parameters stay unsharded after backward (`reshard_after_backward`)."""
@@ -79,6 +80,8 @@ class Space:
     """The tuning rule of each grouping."""
     refused: Mapping[str, str]
     """Groupings that were left out, with the risk that they would bring."""
+    embeddings: frozenset[str]
+    """Units that are an embedding and nothing else, and that backward gathers again."""
     find_risks: Callable[[Plan], list[str]]
     """Of a plan for this model, one sentence each."""
 
@@ -113,6 +116,12 @@ class Space:
         inner = [unit for unit in plan.units if not unit.is_root]
         reshards = _reshards(inner, choice)
         units = [_changed(unit, choice, reshards.get(unit.name)) for unit in plan.units]
+        if choice.embedding_in_backward is not None:
+            update = {"unshard_in_backward": choice.embedding_in_backward}
+            units = [
+                unit.model_copy(update=update) if unit.name in self.embeddings else unit
+                for unit in units
+            ]
         values: dict[str, object] = {name: getattr(plan, name) for name in type(plan).model_fields}
         for name in ("forward_prefetch", "backward_prefetch"):
             if getattr(choice, name) is not None:
@@ -120,8 +129,8 @@ class Space:
         if choice.replicas is not None:
             values |= resized(plan, None, choice.replicas)
         if choice.accumulation_sync is not None:
-            update = {"sync": choice.accumulation_sync}
-            values["accumulation"] = plan.accumulation.model_copy(update=update)
+            sync = {"sync": choice.accumulation_sync}
+            values["accumulation"] = plan.accumulation.model_copy(update=sync)
         return Plan.from_dict({**values, "units": tuple(units)})
 
 
@@ -157,7 +166,14 @@ def make_space(work: RecordedWork, plan: Plan) -> Space:
         elif key not in seen:
             groupings[name], rules[name] = candidate, rule
             seen.add(key)
-    return Space(plan, groupings, holds_host, rules, refused, find_risks)
+    embeddings = frozenset(
+        unit.fqn
+        for unit, policy in zip(work.units, work.workload.policies, strict=True)
+        if unit.module_class == "Embedding"
+        and policy.reshard_after_forward
+        and policy.unshard_in_backward
+    )
+    return Space(plan, groupings, holds_host, rules, refused, embeddings, find_risks)
 
 
 def _reshards(inner: Sequence[UnitPlan], choice: Choice) -> dict[str, bool]:

@@ -16,6 +16,7 @@ from fsdp_inspect.analysis.verdict.limits import HOST_RATIO, INPUT_RATIO
 from fsdp_inspect.analysis.verdict.words import FRAGMENTED_RATIO
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.trace.statistics import median
 
 _RULES = {Limit.STRAGGLER: "R32", Limit.HOST: "R19", Limit.MEMORY: "R21"}
 _BEFORE_COMMUNICATION = (
@@ -27,6 +28,10 @@ _BEFORE_COMMUNICATION = (
     Limit.OTHER,
 )
 _MOST_NAMED = 3
+OVERSIZED_RATIO = 2.0
+"""A unit with more than so many times the median unit's bytes is worth splitting (R3)."""
+FROZEN_RATIO = 0.05
+"""A model of which less than that is trained is mostly frozen (R29)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,8 @@ def find_first_things(evidence: Evidence) -> tuple[Finding, ...]:
     """What comes before advice on the plan: the limit of the step, then what settings cost."""
     return tuple(
         finding
-        for find in (_limit, _also, _broken_plan, _one_unit, _waste, _connections, _fragmentation,
-                     _offload)
+        for find in (_limit, _also, _broken_plan, _one_unit, _large_unit, _waste, _full_precision,
+                     _frozen, _connections, _fragmentation, _offload)
         for finding in find(evidence)
     )  # fmt: skip
 
@@ -141,6 +146,69 @@ def _one_unit(evidence: Evidence) -> Iterator[Finding]:
         "gathers.",
         f"It gathers {format_bytes(largest.unsharded_bytes)} at once.",
         ("Call fully_shard on every transformer block, and on the model last.",),
+    )
+
+
+def _large_unit(evidence: Evidence) -> Iterator[Finding]:
+    """A unit that is far larger than the others, though it does not dominate the model."""
+    units = evidence.manifest.units
+    total = sum(unit.num_parameters for unit in units)
+    typical = median([unit.unsharded_bytes for unit in units]) or 0
+    for unit in units:
+        is_dominant = unit.num_parameters > DOMINANT_UNIT_RATIO * total
+        if is_dominant or not typical or unit.unsharded_bytes <= OVERSIZED_RATIO * typical:
+            continue
+        times = unit.unsharded_bytes / typical
+        yield Finding(
+            "R3",
+            (unit.fqn,),
+            f"Unit {format_unit(unit.fqn)} gathers {format_bytes(unit.unsharded_bytes)} at once, "
+            f"{times:.1f} times as much as the median unit.",
+            f"Its reduce-scatter needs an input of {format_bytes(unit.reduce_bytes)} in one piece.",
+            ("Call fully_shard on its parts, each with the norm that feeds it.",),
+        )
+
+
+def _full_precision(evidence: Evidence) -> Iterator[Finding]:
+    """Every unit gathers in float32 on a device that computes in 16 bits twice as fast."""
+    manifest = evidence.manifest
+    dtypes = {unit.param_dtype for unit in manifest.units}
+    if manifest.device_type != "cuda" or dtypes != {"float32"}:
+        return
+    gathered = sum(unit.unsharded_bytes for unit in manifest.units)
+    yield Finding(
+        "R14",
+        (),
+        f"Every unit gathers in float32: {format_bytes(gathered)} a pass.",
+        "Told from the units of the run; autocast leaves the gathers as they are.",
+        (
+            "If the model may compute in 16 bits, gather in them: "
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16) halves the messages. "
+            "fsdp-inspect advise --allow-dtypes says what that saves.",
+        ),
+    )
+
+
+def _frozen(evidence: Evidence) -> Iterator[Finding]:
+    """Most parameters are not trained: sharding them saves no gradients, and costs gathers."""
+    units = evidence.manifest.units
+    total = sum(unit.num_parameters for unit in units)
+    trained = sum(unit.num_trainable_parameters for unit in units)
+    if not total or not 0 < trained / total < FROZEN_RATIO:
+        return
+    gathered = sum(unit.unsharded_bytes for unit in units)
+    sharded = sum(unit.sharded_bytes for unit in units)
+    yield Finding(
+        "R29",
+        tuple(unit.fqn for unit in units if not unit.num_trainable_parameters),
+        f"{format_ratio(1 - trained / total)} of the parameters are frozen, and every pass gathers "
+        "them.",
+        f"All units gather {format_bytes(gathered)} a pass; a rank holds {format_bytes(sharded)}.",
+        (
+            f"If a whole copy of {format_bytes(gathered)} fits, leave frozen modules out of "
+            "fully_shard, or keep them unsharded (reshard_after_forward=False and "
+            "set_reshard_after_backward(False)).",
+        ),
     )
 
 

@@ -75,6 +75,7 @@ class Search:
             self._cuts,
             self._depths,
             self._queues,
+            self._embeddings,
             self._loops,
             self._meshes,
             self._dtypes,
@@ -121,6 +122,11 @@ class Search:
         buffers = (None, *range(2, MAX_BUFFERS + 1))
         for choice, count, is_apart in product(self._beam(), buffers, (None, True)):
             yield replace(choice, reduce_buffers=count, separate_reduce_group=is_apart)
+
+    def _embeddings(self) -> Iterator[Choice]:
+        if self._bench.space.embeddings:
+            for choice in self._beam():
+                yield replace(choice, embedding_in_backward=False)
 
     def _overlapping(self) -> list[Choice]:
         return [each for each in self._beam() if self._bench.space.can_prefetch(each)]
@@ -173,7 +179,7 @@ class Search:
         for choice in self._beam():
             plan = self._bench.space.plan_of(choice)
             units = sum(not unit.is_root for unit in plan.units)
-            for count in sorted({units // 4, units // 2, 3 * units // 4} - {0}):
+            for count in sorted({1, units // 4, units // 2, 3 * units // 4} - {0}):
                 yield _keeping(choice, count, units)
             if self._limit is not None:
                 yield _keeping(choice, self._most_kept(choice, units), units)

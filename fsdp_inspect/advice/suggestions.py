@@ -128,6 +128,8 @@ class Narrator:
     def _rule(self, choice: Choice, name: str) -> str:
         if name == "grouping" and choice.grouping is not None:
             return self._bench.space.rules[choice.grouping]
+        if name == "num_kept" and choice.num_kept == 1:
+            return "R4"
         if name == "forward_prefetch":
             return "R9" if (choice.forward_prefetch or 0) < 2 else "R10"
         return {
@@ -138,6 +140,7 @@ class Narrator:
             "separate_reduce_group": "R25",
             "async_gathers": "R22",
             "replicas": "R15",
+            "embedding_in_backward": "R28",
             "accumulation_sync": "R16",
             "keep_between_microbatches": "R17",
             "param_dtype": "R14",
@@ -259,7 +262,7 @@ _WORDS: Mapping[str, Callable[[Any], str]] = {
         f"(reshard_after_forward={value})"
     ),
     "num_kept": lambda value: (
-        f"keep the last {value} units unsharded after forward (reshard_after_forward=False)"
+        f"keep the last {_counted(value)} unsharded after forward (reshard_after_forward=False)"
     ),
     "forward_prefetch": lambda value: f"prefetch {_counted(value)} ahead in forward",
     "backward_prefetch": lambda value: f"prefetch {_counted(value)} ahead in backward",
@@ -268,6 +271,10 @@ _WORDS: Mapping[str, Callable[[Any], str]] = {
         f"give reduce-scatter {'a' if value else 'no'} communicator of its own"
     ),
     "async_gathers": lambda value: f"gather asynchronously (unshard_async_op={value})",
+    "embedding_in_backward": lambda value: (
+        f"{'gather' if value else 'do not gather'} the embedding again in backward "
+        f"(unshard_in_backward={value})"
+    ),
     "replicas": lambda value: f"keep {value} copies of the model (HSDP)",
     "accumulation_sync": lambda value: (
         "reduce gradients with the last microbatch only"

@@ -61,7 +61,8 @@ def findings(
 
 
 def rules(found: tuple[Finding, ...]) -> list[str]:
-    return [each.rule for each in found if each.rule != "R30"]
+    """Without those that the builder's units always give: padding, float32."""
+    return [each.rule for each in found if each.rule not in ("R30", "R14")]
 
 
 def test_a_run_without_fault_has_no_finding():
@@ -104,3 +105,26 @@ def test_fragmentation_is_named_above_a_tenth(ratio: float | None, expected: lis
 def test_pageable_offload_is_named(offload: Any, expected: list[str]):
     plan = Plan(units=tuple(UnitPlan(modules=(name,), offload=offload) for name in UNITS))
     assert rules(findings(device_type="cuda", plan=plan.to_dict())) == expected
+
+
+def test_a_unit_of_several_times_the_median_is_named_with_what_it_gathers_at_once():
+    found = findings(units={"layers.1": {"unsharded_bytes": 8_000_000}})
+    (large,) = (each for each in found if each.rule == "R3")
+    assert large.units == ("layers.1",)
+    assert "times as much as the median unit" in large.sentence
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", 1), ("cpu", 0)])
+def test_gathers_in_full_precision_are_named_on_a_device(device: str, expected: int):
+    found = findings(device_type=device)
+    assert sum(each.sentence.startswith("Every unit gathers in float32") for each in found) == (
+        expected
+    )
+
+
+@pytest.mark.parametrize(("trained", "expected"), [(1, ["R29"]), (50, []), (0, [])])
+def test_a_frozen_base_is_named_where_something_else_is_trained(trained: int, expected: list[str]):
+    frozen = {"num_parameters": 100, "num_trainable_parameters": 0}
+    units = {"layers.0": frozen, "layers.1": frozen, "layers.2": {**frozen}}
+    units["layers.2"]["num_trainable_parameters"] = trained
+    assert [each.rule for each in findings(units=units) if each.rule == "R29"] == expected
