@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdp_inspect.errors import FsdpInspectError
 
-WORLD_SIZES = tuple(2**power for power in range(13))
+WORLD_SIZES: tuple[int, ...] = tuple(1 << power for power in range(13))
 """1 to 4096: where the fewest ranks are looked for."""
 MOST_SEQUENCES = 4096
 """Where the search for the largest batch ends."""
