@@ -26,10 +26,11 @@ from fsdp_inspect.analysis.verdict import (
     give_rank_verdict,
     give_verdict,
 )
-from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.reduction import EXPOSED_PART_CODES, StepPart
 from fsdp_inspect.trace.run import RunManifest
 
+_PASSES = frozenset({Phase.FORWARD.label, Phase.BACKWARD.label})
 _COMPUTE_PARTS = (StepPart.FORWARD, StepPart.BACKWARD, StepPart.OPTIMIZER)
 
 
@@ -137,12 +138,17 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
 
 
 def _has_gathers(answers: Answers) -> bool:
-    """Whether FSDP gathers parameters; of collectives that no unit owns only the kind is known."""
-    units = answers.manifest.units
+    """Whether FSDP gathers parameters; where it is not known who issued what, whether a pass does.
+
+    A gather after the optimizer, as ZeRO-1 has it, leaves nothing to prefetch or to reshard.
+    """
+    manifest = answers.manifest
     if answers.exposed is None:
-        return bool(units)
+        return bool(manifest.units)
     gathers = [row for row in answers.exposed.passes if row.kind == EventKind.ALL_GATHER.label]
-    return any(row.num_units or not units for row in gathers)
+    if manifest.knows_fsdp:
+        return any(row.num_units for row in gathers)
+    return any(row.phase in _PASSES for row in gathers)
 
 
 def _growth(growth: MemoryGrowth | None) -> Growth | None:

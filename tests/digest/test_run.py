@@ -11,7 +11,7 @@ from fsdp_inspect.errors import CorruptFileError
 from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.report.json import to_plain
 from fsdp_inspect.store.reader import open_run
-from fsdp_inspect.trace.codes import EventKind, Method, Stream
+from fsdp_inspect.trace.codes import EventKind, Method, Phase, Stream
 from fsdp_inspect.trace.run import RunStatus
 from tests.builders import InMemoryRun, RunBuilder, steady_run
 from tests.llama70b import STRAGGLER, llama_70b_run
@@ -189,6 +189,24 @@ def test_the_causes_of_the_verdict_are_those_of_its_step():
     assert f"By cause: {causes}." in verdict.why
     assert digest_run(run).exposed_in_step.causes_ns == of_step.causes_ns
     assert sum(of_step.causes_ns.values()) == verdict.numbers["exposed_ns"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "advised"),
+    [
+        pytest.param(Phase.FORWARD, True, id="ZeRO-3"),
+        pytest.param(Phase.OPTIMIZER, False, id="ZeRO-1"),
+    ],
+)
+def test_a_trace_without_ranges_is_advised_on_gathers_only_where_a_pass_has_some(phase, advised):
+    builder = RunBuilder(units=(), source="imported", device_type="cuda")
+    rank = builder.rank(0)
+    rank.step(0, 0, 1000)
+    rank.add(EventKind.COMPUTE, 0, 300, stream=Stream.COMPUTE)
+    rank.add(EventKind.ALL_GATHER, 300, 400, phase=phase, stream=Stream.OTHER, bytes=64)
+    verdict = digest_run(builder.build()).verdict
+    assert verdict.limit is Limit.HOST
+    assert any("Prefetch one unit" in step for step in verdict.next_steps) is advised
 
 
 def test_data_parallel_alone_is_advised_nothing_about_gathers():
