@@ -6,7 +6,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp_inspect_app.launch import DEFAULT_HOST, DEFAULT_PORT, is_loopback, server_command
+from fsdp_inspect_app.launch import (
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    describe_exposure,
+    is_loopback,
+    server_command,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -19,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--port", default=DEFAULT_PORT, type=int, help="port (default: %(default)s)"
     )
+    parser.add_argument("--proxy-name", help="host name of a proxy that is put in front of it")
     chosen = parser.parse_args(arguments)
     if chosen.runs_dir is not None and not chosen.runs_dir.is_dir():
         parser.error(
@@ -26,11 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "runs. Record one, or leave the folder out to see the samples."
         )
     if not is_loopback(chosen.host):
-        print(
-            f"Listening on {chosen.host}: whoever reaches this machine can read these runs.",
-            file=sys.stderr,
-        )
-    command = server_command(chosen.runs_dir, host=chosen.host, port=chosen.port)
+        exposure = describe_exposure(chosen.runs_dir, host=chosen.host, port=chosen.port)
+        print(exposure, file=sys.stderr, flush=True)
+    command = server_command(
+        chosen.runs_dir, host=chosen.host, port=chosen.port, proxy_name=chosen.proxy_name
+    )
     os.execv(command[0], command)
 
 

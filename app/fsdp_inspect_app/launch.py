@@ -18,7 +18,11 @@ _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 def server_command(
-    runs_folder: Path | None, *, host: str = DEFAULT_HOST, port: int = DEFAULT_PORT
+    runs_folder: Path | None,
+    *,
+    host: str = DEFAULT_HOST,
+    port: int = DEFAULT_PORT,
+    proxy_name: str | None = None,
 ) -> list[str]:
     """The command that serves the dashboard.
 
@@ -26,19 +30,23 @@ def server_command(
         runs_folder: Where the runs lie; None: the samples.
         host: The address to listen on.
         port: The TCP port.
+        proxy_name: The host name under which a proxy in front of it is reached.
     """
     return [
         *(sys.executable, "-m", "streamlit", "run", str(_SCRIPT)),
-        *server_flags(host=host, port=port),
+        *server_flags(host=host, port=port, proxy_name=proxy_name),
         *(() if runs_folder is None else ("--", str(runs_folder.absolute()))),
     ]
 
 
-def server_flags(*, host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> list[str]:
+def server_flags(
+    *, host: str = DEFAULT_HOST, port: int = DEFAULT_PORT, proxy_name: str | None = None
+) -> list[str]:
     """Streamlit's flags for serving on that address.
 
     Requests that name another host are refused (DNS rebinding), and so are pages of other origins.
     """
+    is_shared = proxy_name is not None or not is_loopback(host)
     values = {
         "server.address": host,
         "server.port": str(port),
@@ -47,10 +55,46 @@ def server_flags(*, host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> list[
         "server.enableXsrfProtection": "true",
         "server.fileWatcherType": "none",
         "browser.gatherUsageStats": "false",
-        "client.showErrorDetails": "full" if is_loopback(host) else "type",
+        "client.showErrorDetails": "type" if is_shared else "full",
     }
+    if is_shared:
+        # Named here, it is not asked of a server on the internet.
+        everywhere = host in ("0.0.0.0", "::")
+        values["browser.serverAddress"] = proxy_name or (socket.gethostname() if everywhere else host)
     flags = [f"--{name}={value}" for name, value in values.items()]
-    return [*flags, *(f"--server.allowedHosts={name}" for name in _allowed_hosts(host))]
+    hosts = [*_allowed_hosts(host), *([] if proxy_name is None else [proxy_name])]
+    return [*flags, *(f"--server.allowedHosts={name}" for name in hosts)]
+
+
+def describe_exposure(runs_folder: Path | None, *, host: str, port: int) -> str:
+    """What listening on an address that others reach exposes, and what to put in front of it."""
+    shown = "the samples" if runs_folder is None else f"{str(runs_folder)!r}"
+    return _EXPOSURE.format(host=host, port=port, shown=shown)
+
+
+_EXPOSURE = """\
+Listening on {host}: whoever reaches port {port} of this machine sees every run of {shown}, with
+its command lines, settings, environment variables, host names and names of modules. Nobody is
+asked who they are, and nothing is encrypted.
+
+Only for yourself: leave --host out, and from your own machine
+  ssh -L {port}:127.0.0.1:{port} THIS_MACHINE
+
+A login of its own (OpenID Connect): pip install 'streamlit[auth]', and in ~/.streamlit/secrets.toml
+  [auth]
+  redirect_uri = "https://NAME/oauth2callback"
+  cookie_secret = "LONG RANDOM TEXT"
+  client_id = "..."
+  client_secret = "..."
+  server_metadata_url = "https://PROVIDER/.well-known/openid-configuration"
+  [access]                    # leave it out, and every account of the provider gets in
+  emails = ["ada@example.org"]
+  domains = ["example.org"]
+
+A proxy that asks for a login and speaks TLS, on this machine: leave --host out, and give the name
+under which it is reached
+  fsdp-inspect app DIR --proxy-name NAME
+"""
 
 
 def is_loopback(host: str) -> bool:

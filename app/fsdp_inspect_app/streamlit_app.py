@@ -8,6 +8,7 @@ from pathlib import Path
 import streamlit as st
 
 from fsdp_inspect_app import loading
+from fsdp_inspect_app.access import require_login
 from fsdp_inspect_app.pages import SECTIONS
 from fsdp_inspect_app.selection import RUN_KEY, follow_run, link
 
@@ -42,5 +43,6 @@ page = st.navigation(
         for section, pages in SECTIONS.items()
     }
 )
+require_login()
 pick_run()
 page.run()

@@ -30,24 +30,36 @@ def app(
             show_default=False,
         ),
     ] = None,
+    proxy_name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Host name of a proxy that you put in front; requests for others are refused.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Serve the dashboard until Ctrl-C.
 
     It binds 127.0.0.1, so nobody else can reach it. From another machine, forward the port:
-    `ssh -L 8501:127.0.0.1:8501 HOST`.
+    `ssh -L 8501:127.0.0.1:8501 HOST`. With another --host it says what that exposes, and how to
+    put a login in front.
 
     Example: `fsdp-inspect app runs/`
     """
-    serve(directory, host=host, port=port)
+    serve(directory, host=host, port=port, proxy_name=proxy_name)
 
 
-def serve(directory: Path | None, *, host: str, port: int | None) -> NoReturn:
+def serve(
+    directory: Path | None, *, host: str, port: int | None, proxy_name: str | None = None
+) -> NoReturn:
     """Become the server of the dashboard, so that a signal to this process ends the server.
 
     Args:
         directory: A folder of runs; None for the samples, or else `./runs`.
         host: Address to listen on.
         port: None for the first free port.
+        proxy_name: Host name of a proxy in front.
 
     Raises:
         FsdpInspectError: Nothing to serve, no dashboard installed, or the port is taken.
@@ -63,6 +75,7 @@ def serve(directory: Path | None, *, host: str, port: int | None) -> NoReturn:
     print(f"Dashboard of {folder}: http://{address}:{chosen} (Ctrl-C ends it)", flush=True)
     command = [sys.executable, "-m", "fsdp_inspect_app", str(folder)]
     command += ["--host", host, "--port", str(chosen)]
+    command += [] if proxy_name is None else ["--proxy-name", proxy_name]
     sys.stdout.flush()
     os.execv(command[0], command)
 

@@ -26,6 +26,11 @@ def test_the_dashboard_is_served_on_loopback_with_the_given_folder(invoke, execu
     assert f"Dashboard of {tmp_path}: http://127.0.0.1:8765" in ended.out
 
 
+def test_the_name_of_a_proxy_is_passed_on(invoke, executed, tmp_path):
+    invoke("app", tmp_path, "--port", "8765", "--proxy-name", "runs.example.org")
+    assert executed[0][-2:] == ["--proxy-name", "runs.example.org"]
+
+
 def test_without_a_port_the_first_free_one_is_taken(executed, tmp_path, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -1,0 +1,67 @@
+"""Who may see the runs? Whoever reaches the server, or, where a login is set up, whoever logs in.
+
+The login is Streamlit's own (OpenID Connect), set up in `secrets.toml`:
+
+    [auth]
+    redirect_uri = "https://runs.example.org/oauth2callback"
+    cookie_secret = "..."
+    client_id = "..."
+    client_secret = "..."
+    server_metadata_url = "https://accounts.example.org/.well-known/openid-configuration"
+
+    [access]
+    emails = ["ada@example.org"]
+    domains = ["example.org"]
+
+With `[auth]` nothing is shown before a login. Without `[access]` every account of the provider gets
+in; with it only the addresses that it names, unless the provider calls one unverified.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import streamlit as st
+
+from fsdp_inspect_app.cards import show_headline
+from fsdp_inspect_app.wording import plain
+
+_AUTH, _ACCESS = "auth", "access"
+
+
+def require_login() -> None:
+    """Let the page go on only for those who may see it; the others are asked to log in."""
+    secrets = _read_secrets()
+    if _AUTH not in secrets:
+        return
+    user = st.user.to_dict()
+    if not user.get("is_logged_in", False):
+        show_headline("These runs are shown after a login\\.")
+        st.button("Log in", on_click=st.login, type="primary", key="log-in")
+        st.stop()
+    if not may_enter(user, secrets.get(_ACCESS, {})):
+        show_headline("This account may not see these runs\\.")
+        st.markdown(plain(f"You are logged in as {user.get('email', 'an account without email')}."))
+        st.button("Log out", on_click=st.logout, key="log-out")
+        st.stop()
+
+
+def may_enter(user: Mapping[str, Any], access: Mapping[str, Any]) -> bool:
+    """Whether somebody who is logged in may see the runs.
+
+    Args:
+        user: What the provider says: `email`, and `email_verified` if it says that.
+        access: The section of that name; an empty one lets everybody in.
+    """
+    if not access:
+        return True
+    email = str(user.get("email") or "").casefold()
+    if not email or user.get("email_verified") is False:
+        return False
+    emails = {str(one).casefold() for one in access.get("emails", ())}
+    domains = {str(one).casefold() for one in access.get("domains", ())}
+    return email in emails or email.rpartition("@")[2] in domains
+
+
+def _read_secrets() -> Mapping[str, Any]:
+    """The secrets of the server; none where there is no file of them."""
+    return st.secrets if st.secrets.load_if_toml_exists() else {}
