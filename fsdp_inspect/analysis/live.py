@@ -24,9 +24,9 @@ from fsdp_inspect.trace.tables import (
     SummaryTable,
 )
 
-MAX_STEPS = 300
+MAX_STEPS = 200
 """Steps that are kept."""
-MAX_DEVICE_SAMPLES = 1200
+MAX_DEVICE_SAMPLES = 240
 TYPICAL_STEPS = 20
 """The last so many steps say how long a step takes."""
 STALL_STEPS = 10

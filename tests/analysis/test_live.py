@@ -62,9 +62,9 @@ def test_a_row_that_comes_after_its_steps_end_is_counted():
 
 
 def test_only_the_last_steps_are_kept():
-    view = feed(run_of(320), rows_at_once=50)
-    assert [view.steps[0].step, view.steps[-1].step, len(view.steps)] == [20, 319, 300]
-    assert len(view.memory) == 300
+    view = feed(run_of(220), rows_at_once=50)
+    assert [view.steps[0].step, view.steps[-1].step, len(view.steps)] == [20, 219, 200]
+    assert len(view.memory) == 200
 
 
 def test_memory_steps_do_not_count_for_the_typical_step():

@@ -4,17 +4,16 @@ from collections.abc import Sequence
 
 import streamlit as st
 
+from fsdp_inspect import StoredRun
 from fsdp_inspect.analysis.live import DeviceSeries
 from fsdp_inspect.digest.live import LiveDigest, LiveState
-from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.live_wording import advise_live, describe_live, describe_pace
 from fsdp_inspect.store.folder import RunEntry
-from fsdp_inspect.trace.run import RunManifest, RunStatus
+from fsdp_inspect.trace.run import RunStatus
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
     show_card,
     show_chart_card,
@@ -32,35 +31,51 @@ from fsdp_inspect_app.frames.live import (
     frame_live_ranks,
     frame_live_steps,
 )
-from fsdp_inspect_app.selection import RANK_KEY, entry_or_stop, follow, link, page_link
-from fsdp_inspect_app.states import show_nothing
-from fsdp_inspect_app.wording import plain
+from fsdp_inspect_app.selection import (
+    RANK_KEY,
+    answer_or_stop,
+    chosen_entry,
+    follow,
+    link,
+    page_link,
+)
+from fsdp_inspect_app.states import show_no_runs, show_nothing
+from fsdp_inspect_app.wording import describe_plan, plain
 
 _REFRESH_EVERY_S = 2
 _GOING_ON = (LiveState.STARTING, LiveState.RUNNING, LiveState.STALLED)
+_REFRESH_KEY = "live: refreshes"
 _SEEN_KEY = "live: state that is shown"
 
 
-def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None:
-    """The run as it is now, again every few seconds; of a run that is over, where to look."""
-    show_run_header(manifest, digest, refreshes=False)
-    recorded = [record.rank for record in loading.open_entry(entry).ranks]
-    is_recording = RunStatus(digest.status) is RunStatus.RUNNING
+def show_page(entry: RunEntry, run: StoredRun) -> None:
+    """The run as it is now, again every few seconds; of a run that is over, where to look.
+
+    It asks no analysis of the whole run: of a long one that takes longer than a refresh may.
+    """
+    _show_header(run)
+    recorded = [record.rank for record in run.ranks]
+    is_recording = run.status is RunStatus.RUNNING
     was_followed = st.session_state.get(_SEEN_KEY, ("", False))[0] == entry.id
     if not recorded or not (is_recording or was_followed):
-        _show_over(digest)
+        _show_over(run)
         return
-    answer = st.container()
-    rank = _pick_rank(digest.run_id, recorded)
     every = _REFRESH_EVERY_S if is_recording and _wants_refresh() else None
-    with answer:
-        st.fragment(_show_answer, run_every=every)(entry, rank)
-    st.fragment(_show_now, run_every=every)(entry, rank)
+    st.fragment(_show_now, run_every=every)(entry, run.run_id, recorded)
 
 
-def _show_over(digest: RunDigest) -> None:
+def _show_header(run: StoredRun) -> None:
+    with st.container(horizontal=True, vertical_alignment="center", gap="small", key="run-header"):
+        st.markdown(f"**{plain(run.run_id)}**", width="content")
+        is_recording = run.status is RunStatus.RUNNING
+        st.badge(run.status.value, color="blue" if is_recording else "gray")
+        st.caption(plain(describe_plan(run.manifest)), width="content")
+
+
+def _show_over(run: StoredRun) -> None:
+    steps = max((record.num_steps for record in run.ranks), default=0)
     show_nothing(
-        f"This run is not being recorded: {digest.status}, {digest.num_steps} finished steps.",
+        f"This run is not being recorded: {run.status.value}, {steps} steps.",
         "Live shows runs while they are recorded. Everything that this one left is on the other "
         "pages.",
     )
@@ -81,42 +96,26 @@ def _pick_rank(run_id: str, recorded: Sequence[int]) -> int:
     with left:
         chosen = st.selectbox("Rank", recorded, key=key)
     with right:
-        st.toggle(f"Refresh every {_REFRESH_EVERY_S} s", value=True, key="live refresh")
+        before = st.session_state.setdefault(_REFRESH_KEY, True)
+        wanted = st.toggle(f"Refresh every {_REFRESH_EVERY_S} s", value=before, key="refresh")
     link(RANK_KEY, str(chosen))
+    st.session_state[_REFRESH_KEY] = wanted
+    if wanted != before:
+        st.rerun()
     return chosen
 
 
 def _wants_refresh() -> bool:
-    return bool(st.session_state.get("live refresh", True))
+    return bool(st.session_state.get(_REFRESH_KEY, True))
 
 
-def _look(entry: RunEntry, rank: int) -> LiveDigest | str:
-    """The run as it is now; where it cannot be read, why."""
-    try:
-        return look_at(entry, rank=rank)
-    except (StoreError, OSError) as error:
-        return str(error)
-
-
-def _show_answer(entry: RunEntry, rank: int) -> None:
-    live = _look(entry, rank)
-    if isinstance(live, str):
-        show_headline(plain(f"Rank {rank} cannot be followed."))
-        st.error(plain(live), icon=":material/error:")
-        return
-    _rerun_on_news(entry, live)
-    show_headline(plain(describe_live(live)))
-    advice = advise_live(live)
-    if advice:
-        st.warning(plain(advice), icon=":material/warning:")
-    if live.state not in _GOING_ON:
-        _show_links()
-
-
-def _show_now(entry: RunEntry, rank: int) -> None:
-    """Numbers, the last steps, memory, the machine, the ranks."""
-    live = _look(entry, rank)
-    if isinstance(live, str):
+def _show_now(entry: RunEntry, run_id: str, recorded: Sequence[int]) -> None:
+    """The answer, numbers, the last steps, memory, the machine, the ranks."""
+    answer = st.container()
+    rank = _pick_rank(run_id, recorded)
+    with answer:
+        live = _show_answer(entry, rank)
+    if live is None:
         return
     _show_tiles(live)
     left, right = st.columns(2)
@@ -126,6 +125,24 @@ def _show_now(entry: RunEntry, rank: int) -> None:
         _show_memory(live)
     _show_devices(live.view.devices)
     _show_ranks(live)
+
+
+def _show_answer(entry: RunEntry, rank: int) -> LiveDigest | None:
+    """Read what is new, and say how the run goes; None where it cannot be read."""
+    try:
+        live = look_at(entry, rank=rank)
+    except (StoreError, OSError) as error:
+        show_headline(plain(f"Rank {rank} cannot be followed."))
+        st.error(plain(str(error)), icon=":material/error:")
+        return None
+    _rerun_on_news(entry, live)
+    show_headline(plain(describe_live(live)))
+    advice = advise_live(live)
+    if advice:
+        st.warning(plain(advice), icon=":material/warning:")
+    if live.state not in _GOING_ON:
+        _show_links()
+    return live
 
 
 def _rerun_on_news(entry: RunEntry, live: LiveDigest) -> None:
@@ -213,5 +230,8 @@ def _show_ranks(live: LiveDigest) -> None:
         show_table(frame, key="live-ranks-table")
 
 
-entry = entry_or_stop()
-show_page(entry, loading.open_entry(entry).manifest, loading.digest_entry(entry))
+chosen = chosen_entry()
+if chosen is None:
+    show_no_runs()
+else:
+    show_page(chosen, answer_or_stop(chosen, loading.open_entry))
