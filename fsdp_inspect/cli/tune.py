@@ -22,7 +22,7 @@ def tune(  # noqa: PLR0913 - one argument an option
     command: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[-- COMMAND ...]",
+            metavar="-- COMMAND",
             help="Your own training with {plan} where the plan file goes and {runs} where the "
             "folder of runs goes ({name}: what to call the run). For the baseline the words with "
             "{plan} are left out, with the option before them.",

@@ -1,6 +1,7 @@
 """`fsdp-inspect verify`: did a plan do what was predicted of it?"""
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,7 +30,7 @@ def verify(
     runs: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN...",
+            metavar="RUN",
             help="Runs of the predicted plan, or a folder of them.",
             show_default=False,
         ),
@@ -101,9 +102,17 @@ def _verify(
 
 def _open_all(given: list[str]) -> "list[StoredRun]":
     from fsdp_inspect.cli.compare import open_side
+    from fsdp_inspect.errors import FsdpInspectError
 
     sides = [open_side(one) for one in given]
-    return [run for side in sides for run in (side if isinstance(side, list) else [side])]
+    runs = [run for side in sides for run in (side if isinstance(side, list) else [side])]
+    for run_id, count in Counter(run.manifest.run_id for run in runs).items():
+        if count > 1:
+            raise FsdpInspectError(
+                f"Run {run_id!r} is given {count} times. Expected different runs: one that counts "
+                "twice is no evidence. Leave it out."
+            )
+    return runs
 
 
 def _find_baseline(prediction: "Prediction", run: "StoredRun") -> "list[StoredRun]":

@@ -48,14 +48,14 @@ def differences_of(plan: Mapping[str, Any], manifest: RunManifest) -> tuple[Plan
 
 
 def find_obstacles(
-    prediction: Prediction, runs: Sequence[RunSource], differences: Sequence[PlanDifference]
+    prediction: Prediction, runs: Sequence[RunSource], baselines: Sequence[RunSource]
 ) -> Iterator[str]:
     """Why nothing can be judged, one sentence each.
 
     Args:
         prediction: Made before.
         runs: That should have run the predicted plan.
-        differences: What they ran otherwise.
+        baselines: That should have run the plan that it was predicted from.
     """
     for run in runs:
         manifest = run.manifest
@@ -69,8 +69,13 @@ def find_obstacles(
         yield from _other_circumstances(_expected(prediction), manifest)
         if manifest.plan != runs[0].manifest.plan:
             yield f"Runs {runs[0].manifest.run_id} and {manifest.run_id} ran different plans."
-    if differences:
+    if differences_of(prediction.plan, runs[0].manifest):
         yield "Another plan ran than the one asked for."
+    for run in baselines:
+        for sentence in _other_circumstances(prediction.circumstances, run.manifest):
+            yield f"Baseline: {sentence}"
+        if differences_of(prediction.baseline_plan, run.manifest):
+            yield f"Baseline: {run.manifest.run_id} ran another plan than the one predicted from."
 
 
 def _expected(prediction: Prediction) -> Circumstances:
@@ -159,8 +164,3 @@ def find_caveats(
             "No run of the baseline was given, so its numbers are those that the prediction holds, "
             "of one process. Give it, better several: --baseline RUN."
         )
-    for run in baselines:
-        for sentence in _other_circumstances(prediction.circumstances, run.manifest):
-            yield f"Baseline: {sentence}"
-        if differences_of(prediction.baseline_plan, run.manifest):
-            yield f"Baseline: {run.manifest.run_id} ran another plan than the one predicted from."

@@ -128,7 +128,7 @@ def verify(
     measured = [_measure(run, prediction) for run in runs]
     before = [_measure(run, prediction) for run in baselines]
     differences = differences_of(prediction.plan, runs[0].manifest)
-    obstacles = tuple(find_obstacles(prediction, runs, differences))
+    obstacles = tuple(find_obstacles(prediction, runs, baselines))
     timed = [each for each in measured if each.step_ns is not None]
     untimed = [each.run_id for each in measured if each.step_ns is None]
     obstacles += tuple(f"Run {run_id} has no timed step." for run_id in untimed)

@@ -58,20 +58,13 @@ def append_entries(path: Path, entries: Sequence[Entry]) -> None:
 
 
 def read_ledger(path: Path) -> Ledger:
-    """Everything in a ledger that can be read; one that does not exist is empty.
-
-    Raises:
-        PredictionError: The file is there, and cannot be read at all.
-    """
+    """All of a ledger that can be read, with notes on the rest; one that is not there is empty."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return Ledger()
     except OSError as error:
-        raise PredictionError(
-            f"The ledger {str(path)!r} cannot be read: {error.strerror or error}. Expected a file "
-            "that this user may read. Correct its permissions."
-        ) from error
+        return Ledger(notes=(f"{path} cannot be read ({error.strerror or error}).",))
     entries: list[Entry] = []
     refused: Counter[str] = Counter()
     for line in filter(None, lines):

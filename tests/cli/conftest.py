@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.builders import steady_run, write_run
+from tests.cli.tuning import CONFIG, tune
 
 
 @dataclass
@@ -56,3 +57,11 @@ def invoke(capsys, monkeypatch):
         return Ended(ended.value.code or 0, printed.out, printed.err)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tuned(tmp_path_factory):
+    """One tuning session under emulation: baseline, a plan, the baseline again."""
+    folder = tmp_path_factory.mktemp("tuned")
+    (folder / "config.toml").write_text(CONFIG)
+    return tune(folder / "runs", "--config", folder / "config.toml", "--budget", "1")

@@ -84,8 +84,9 @@ def test_a_prediction_for_another_network_expects_that_one():
 def test_a_prediction_for_other_ranks_expects_those():
     made = predicted(plan={"world_size": 64})
     ranks = {**EMULATION, "world_size": 64, "gpus_per_node": 64}
-    assert obstacles(made, run(world_size=64, emulation=ranks)) == []
-    assert len(obstacles(made, run())) == 2
+    plan = {"units": [{"modules": [""]}], "world_size": 64}
+    assert obstacles(made, run(world_size=64, emulation=ranks, plan=plan)) == []
+    assert len(obstacles(made, run())) == 3
 
 
 def test_runs_of_different_plans_are_no_repeats():
@@ -117,5 +118,5 @@ def test_a_baseline_of_another_plan_is_named():
     other = run(
         run_id="b2", plan={"units": [{"modules": [""]}], "accumulation": {"microbatches": 2}}
     )
-    (found,) = find_caveats(predicted(), [run()], [other])
+    (found,) = find_obstacles(predicted(), [run()], [other])
     assert found == "Baseline: b2 ran another plan than the one predicted from."

@@ -26,6 +26,13 @@ def test_a_ledger_that_is_not_there_is_empty(path):
     assert read_ledger(path) == Ledger()
 
 
+def test_a_ledger_that_cannot_be_read_is_empty_and_says_why(path):
+    path.mkdir(parents=True)
+    ledger = read_ledger(path)
+    assert ledger.predictions == ()
+    assert "cannot be read (Is a directory)" in ledger.notes[0]
+
+
 def test_a_line_that_was_cut_off_is_left_out_and_said_and_the_next_one_stands(path):
     append_entries(path, [prediction(), outcome()])
     path.write_bytes(path.read_bytes()[:-20])

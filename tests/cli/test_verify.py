@@ -1,0 +1,134 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fsdp_inspect.store.ledger import LEDGER_FILE, read_ledger
+from fsdp_inspect.trace.prediction import Ruling
+
+SAMPLES = Path(__file__).parents[2] / "samples"
+
+
+@pytest.fixture
+def told(tmp_path, invoke):
+    """A copy of a sample, what is predicted of another plan for it, and where that lies."""
+    run = tmp_path / "runs" / "before"
+    shutil.copytree(SAMPLES / "tiny-2-ranks" / "run", run)
+    file = tmp_path / "prediction.json"
+    ended = invoke("simulate", run, "--reshard-after-forward", "false", "--write-prediction", file)
+    assert ended.code == 0, ended.err
+    return run, file
+
+
+@pytest.mark.distributed
+def test_a_prediction_that_holds_ends_with_0_and_is_kept(tuned, invoke, tmp_path):
+    ledger = tmp_path / LEDGER_FILE
+    files = (tuned.folder / "plan-1.prediction.json", tuned.run("plan-1-1"))
+    ended = invoke("verify", *files, "--ledger", ledger)
+    assert ended.code == 0
+    assert ended.out.startswith("Held: predicted -")
+    for words in ("step time", "exposed", "peak allocated", "storage tracker", "emulated"):
+        assert words in ended.out
+    assert [each.ruling for each in read_ledger(ledger).outcomes] == [Ruling.HELD]
+
+
+@pytest.mark.distributed
+def test_numbers_are_side_by_side_with_their_intervals(tuned, invoke, tmp_path):
+    files = (tuned.folder / "plan-1.prediction.json", tuned.run("plan-1-1"))
+    options = ("--json", "--ledger", tmp_path / LEDGER_FILE)
+    result = json.loads(invoke("verify", *files, *options).out)
+    step, exposed, peak = result["quantities"]
+    for each in (step, exposed, peak):
+        assert each["predicted"]["low"] <= each["predicted"]["value"] <= each["predicted"]["high"]
+        assert each["measured_low"] <= each["measured"] <= each["measured_high"]
+        assert each["ruling"] is not None
+    assert abs(peak["error"]) < 0.02
+    assert exposed["measured"] < exposed["baseline"]
+    assert sum(unit["measured_ns"] for unit in result["units"]) > 0
+
+
+@pytest.mark.distributed
+def test_a_prediction_that_does_not_hold_ends_with_1(tuned, invoke, tmp_path):
+    file = tmp_path / "wrong.json"
+    wrong = json.loads((tuned.folder / "plan-1.prediction.json").read_text())
+    wrong["step_time_ns"] = {"value": 10**6, "low": 10**6, "high": 2 * 10**6}
+    file.write_text(json.dumps(wrong))
+    ended = invoke("verify", file, tuned.run("plan-1-1"), "--ledger", tmp_path / LEDGER_FILE)
+    assert ended.code == 1
+    assert ended.out.startswith("Did not hold: predicted -9")
+
+
+@pytest.mark.distributed
+def test_new_advice_says_how_earlier_predictions_came_out(tuned, invoke):
+    ended = invoke("advise", tuned.run("baseline-0"))
+    assert "1 of 1 verified predictions held here" in " ".join(ended.out.split())
+    result = json.loads(invoke("advise", tuned.run("baseline-0"), "--json").out)
+    assert result["track_record"]["num_held"] == 1
+
+
+def test_a_run_of_another_plan_cannot_be_judged_and_is_named(told, invoke):
+    run, file = told
+    other = run.with_name("after")
+    shutil.copytree(SAMPLES / "async-prefetch-2-ranks" / "run", other)
+    ended = invoke("verify", file, other)
+    assert ended.code == 2
+    words = " ".join(ended.out.split())
+    assert words.startswith("Cannot be judged: ")
+    assert "Another plan ran than the one asked for." in words
+    assert "Not as asked: reshard_after_forward of" in words
+    assert "Nothing is kept in the ledger." in words
+    assert not (run.parent / LEDGER_FILE).exists()
+
+
+def test_the_baseline_itself_cannot_be_judged(told, invoke):
+    run, file = told
+    ended = invoke("verify", file, run)
+    assert ended.code == 2
+    assert "is the baseline that the prediction was made from" in " ".join(ended.out.split())
+
+
+def test_a_run_under_other_circumstances_cannot_be_judged(told, invoke):
+    run, file = told
+    fields = json.loads(file.read_text())
+    fields["circumstances"]["torch"] = "2.9.0"
+    file.write_text(json.dumps(fields))
+    words = " ".join(invoke("verify", file, run).out.split())
+    assert "The torch version is" in words
+    assert "Expected '2.9.0'." in words
+
+
+def test_a_run_that_is_given_twice_is_refused(told, invoke):
+    run, file = told
+    ended = invoke("verify", file, run, run)
+    assert ended.code == 2
+    assert "is given 2 times" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("file", "complaint"),
+    [
+        ("nowhere.json", "No prediction can be read"),
+        (SAMPLES / "tiny-2-ranks" / "run" / "run.json", "does not call itself"),
+    ],
+)
+def test_a_file_that_is_no_prediction_ends_with_2(invoke, file, complaint):
+    ended = invoke("verify", file, SAMPLES / "tiny-2-ranks" / "run")
+    assert ended.code == 2
+    assert complaint in ended.err
+
+
+def test_a_prediction_is_not_written_over_a_file(told, invoke):
+    run, file = told
+    before = file.read_text()
+    assert invoke("simulate", run, "--write-prediction", file).code == 2
+    assert file.read_text() == before
+
+
+def test_a_written_plan_has_its_prediction_beside_it(told, invoke, tmp_path):
+    run, _ = told
+    assert invoke("advise", run, "--write", tmp_path / "plan.toml").code == 0
+    fields = json.loads((tmp_path / "plan.prediction.json").read_text())
+    assert fields["made_by"] == "advise"
+    assert fields["step_time_ns"]["value"] < fields["replayed_step_ns"]
+    assert fields["units"]
