@@ -51,6 +51,11 @@ def list_entries() -> list[RunEntry]:
     return _list_entries(str(runs_folder()))[0]
 
 
+def look_again() -> None:
+    """List the folder anew at the next question, since a run was just put there."""
+    _list_entries.clear()
+
+
 def list_foreign() -> list[str]:
     """Runs that are links to places outside the folder: by their ids, never opened."""
     return _list_entries(str(runs_folder()))[1]
