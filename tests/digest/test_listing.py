@@ -1,4 +1,5 @@
-from fsdp_inspect.digest.listing import list_recorded_runs
+from fsdp_inspect.digest.listing import change_ratio, list_recorded_runs, summarise_run
+from fsdp_inspect.digest.run import digest_run
 from tests.builders import steady_run, write_run
 
 
@@ -26,3 +27,21 @@ def test_an_unreadable_run_comes_last_with_the_reason(tmp_path):
 
 def test_a_folder_without_runs_lists_nothing(tmp_path):
     assert list_recorded_runs(tmp_path) == ()
+
+
+def test_the_summary_of_a_run_has_the_numbers_of_its_digest():
+    run = steady_run(world_size=2, num_steps=4)
+    summary, digest = summarise_run(run), digest_run(run)
+    assert summary.step_time_ns == digest.step_time_ns.median
+    assert summary.exposed_ns == digest.exposed_ns
+    assert summary.overlap_ratio == digest.overlap_ratio
+    assert summary.peak_allocated_bytes == digest.peak_allocated_bytes
+    assert (summary.status, summary.source, summary.num_steps) == ("complete", "recorded", 4)
+
+
+def test_a_change_is_a_share_of_the_baseline_and_missing_without_either():
+    assert change_ratio(150, 100) == 0.5
+    assert change_ratio(100, 100) == 0
+    assert change_ratio(None, 100) is None
+    assert change_ratio(100, None) is None
+    assert change_ratio(100, 0) is None

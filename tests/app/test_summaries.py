@@ -1,0 +1,71 @@
+"""Are the numbers of many runs found without holding up the page, and only once?"""
+
+import shutil
+import time
+
+import pytest
+from fsdp_inspect_app import summaries
+from fsdp_inspect_app.summaries import Summaries
+
+from fsdp_inspect.store.folder import list_runs
+from tests.app.synthetic import make_run, write_run
+
+PATIENT_S = 60.0
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The runs that were read, in order."""
+    read = []
+    original = summaries.summarise_run
+
+    def counting(run):
+        read.append(run.run_id)
+        return original(run)
+
+    monkeypatch.setattr(summaries, "summarise_run", counting)
+    monkeypatch.setattr(summaries, "LOOK_AGAIN_S", 0.0)
+    return read
+
+
+def test_every_run_is_summarised_and_what_cannot_be_read_says_why(tmp_path):
+    write_run(tmp_path / "good", make_run(num_steps=4))
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "run.json").write_text("not json")
+    found = Summaries(tmp_path).find(list_runs(tmp_path), patience_s=PATIENT_S)
+    assert found.is_complete
+    assert found.rows["good"].summary.num_steps == 4
+    assert found.rows["good"].plan == "10 units, reshard after forward, bfloat16"
+    assert "not JSON" in found.problems["bad"]
+
+
+def test_a_run_is_read_again_only_when_its_files_have_changed(tmp_path, reads):
+    write_run(tmp_path / "run", make_run(num_steps=4))
+    of_folder, entries = Summaries(tmp_path), list_runs(tmp_path)
+    of_folder.find(entries, patience_s=PATIENT_S)
+    of_folder.find(entries, patience_s=PATIENT_S)
+    assert len(reads) == 1
+    shutil.rmtree(tmp_path / "run")
+    write_run(tmp_path / "run", make_run(num_steps=6))
+    found = of_folder.find(entries, patience_s=PATIENT_S)
+    assert len(reads) == 2
+    assert found.rows["run"].summary.num_steps == 6
+
+
+def test_the_page_is_not_held_up_by_runs_that_take_long(tmp_path, monkeypatch):
+    write_run(tmp_path / "run", make_run(num_steps=4))
+    original = summaries.summarise_run
+    monkeypatch.setattr(summaries, "summarise_run", lambda run: (time.sleep(0.5), original(run))[1])
+    of_folder, entries = Summaries(tmp_path), list_runs(tmp_path)
+    first = of_folder.find(entries, patience_s=0.0)
+    assert (first.rows, first.is_complete) == ({}, False)
+    assert of_folder.find(entries, patience_s=PATIENT_S).is_complete
+
+
+def test_a_run_with_a_link_out_of_the_folder_is_not_read(tmp_path, reads):
+    write_run(tmp_path / "runs" / "run", make_run(num_steps=2))
+    (tmp_path / "outside").write_text("{}")
+    (tmp_path / "runs" / "run" / "plan.toml").symlink_to(tmp_path / "outside")
+    found = Summaries(tmp_path / "runs").find(list_runs(tmp_path / "runs"), patience_s=PATIENT_S)
+    assert "outside the folder of runs" in found.problems["run"]
+    assert reads == []
