@@ -219,10 +219,11 @@ def _read(run: RunSource, rank: int | None) -> tuple[MemoryTable, tuple[str, ...
 
 
 def _measure_rank(record: RankRecord, own: SummaryTable) -> RankMemory:
-    peak = _maximum(_of(own, StepPart.PEAK_ALLOCATED).bytes)
-    ends = _of(own, StepPart.ALLOCATED_AT_END)
-    resting = int(ends.bytes[np.argmax(ends.step)]) if len(ends) else None
-    reserved, device = _maximum(_of(own, StepPart.PEAK_RESERVED).bytes), record.device_memory_bytes
+    peak = _maximum(own.bytes[own.kind == StepPart.PEAK_ALLOCATED])
+    ends = np.flatnonzero(own.kind == StepPart.ALLOCATED_AT_END)
+    resting = int(own.bytes[ends[np.argmax(own.step[ends])]]) if len(ends) else None
+    reserved = _maximum(own.bytes[own.kind == StepPart.PEAK_RESERVED])
+    device = record.device_memory_bytes
     return RankMemory(
         rank=record.rank,
         method=record.memory_from,
@@ -346,7 +347,8 @@ def _categories(rows: MemoryTable, position: int) -> tuple[CategoryBytes, ...]:
 
 def _maximum(column: NDArray[np.int64]) -> int | None:
     """The highest measured value; None if none was measured."""
-    return _highest(int(value) for value in column[column != MISSING_INT])
+    measured = column[column != MISSING_INT]
+    return int(measured.max()) if len(measured) else None
 
 
 def _highest(values: Iterable[int | None]) -> int | None:

@@ -4,12 +4,13 @@ The numbers are part of the schema (version 1): never renumber one, only append.
 """
 
 from enum import IntEnum, IntFlag
+from functools import cached_property
 
 
 class NamedCode(IntEnum):
     """An integer code whose lower-case name is what people and JSON see."""
 
-    @property
+    @cached_property
     def label(self) -> str:
         """The name as written in tables: `all_gather_copy_in`."""
         return self.name.lower()

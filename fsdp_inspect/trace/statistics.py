@@ -26,16 +26,21 @@ def percentile(values: Integers, percent: int) -> int | None:
     Returns:
         One of the values; None if there are none.
     """
-    if len(values) == 0:
-        return None
-    ordered = np.sort(np.asarray(values, dtype=np.int64))
-    position = (len(ordered) * percent + 99) // 100 - 1
-    return int(ordered[max(position, 0)])
+    return _at_percent(_sorted(values), percent) if len(values) else None
 
 
 def median(values: Integers) -> int | None:
     """The middle value, the lower one of two; None if there are no values."""
     return percentile(values, 50)
+
+
+def medians(rows: Sequence[NDArray[np.integer]]) -> NDArray[np.int64]:
+    """The median of each row, 0 for an empty one; equally long rows are sorted together."""
+    if len({len(row) for row in rows}) == 1 and len(rows[0]):
+        ordered = np.array(rows, dtype=np.int64)
+        ordered.sort(axis=1)
+        return ordered[:, (ordered.shape[1] + 1) // 2 - 1]
+    return np.array([median(row) or 0 for row in rows], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,19 @@ class Distribution:
     @classmethod
     def of(cls, values: Integers) -> Self | None:
         """The distribution of the values, one a step; None if there are none."""
-        middle, low, high = median(values), percentile(values, 10), percentile(values, 90)
-        if middle is None or low is None or high is None:
+        if len(values) == 0:
             return None
+        ordered = _sorted(values)
+        middle, low, high = (_at_percent(ordered, percent) for percent in (50, 10, 90))
         return cls(median=middle, p10=low, p90=high, num_steps=len(values))
+
+
+def _sorted(values: Integers) -> NDArray[np.int64]:
+    ordered = np.array(values, dtype=np.int64)
+    ordered.sort()
+    return ordered
+
+
+def _at_percent(ordered: NDArray[np.int64], percent: int) -> int:
+    position = (len(ordered) * percent + 99) // 100 - 1
+    return int(ordered[max(position, 0)])

@@ -23,7 +23,7 @@ from fsdp_inspect.formatting import format_numbers
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase
 from fsdp_inspect.trace.reduction import StepFlag, StepPart
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.statistics import median
+from fsdp_inspect.trace.statistics import median, medians
 from fsdp_inspect.trace.tables import SummaryTable
 
 
@@ -241,8 +241,7 @@ def timed_ranks(run: RunSource) -> TimedRanks:
     members = tuple(_members(steps, communication, rows_of_rank))
     here = {record.rank for record in run.ranks}
     candidates = [member for member in members if member.rank in here] or members
-    ordered = sorted(candidates, key=_standing)
-    return TimedRanks(members, ordered[(len(ordered) - 1) // 2] if ordered else None)
+    return TimedRanks(members, _middle(candidates))
 
 
 def _of_steps(rows: SummaryTable, steps: Collection[int]) -> SummaryTable:
@@ -271,13 +270,20 @@ def timed_rank(run: RunSource, rank: int | None = None) -> RankSteps | None:
     return found[0] if found else None
 
 
-def _standing(member: RankSteps) -> tuple[int, int, int, int]:
-    return (
-        median(member.exposed_ns) or 0,
-        median(member.step_time_ns) or 0,
-        median(member.communication_ns) or 0,
-        member.rank,
+def _middle(members: Sequence[RankSteps]) -> RankSteps | None:
+    """The rank that stands for these. See [Note: the median rank]."""
+    if not members:
+        return None
+    by_rank = {member.rank: member for member in members}
+    standings = zip(
+        medians([member.exposed_ns for member in members]).tolist(),
+        medians([member.step_time_ns for member in members]).tolist(),
+        medians([member.communication_ns for member in members]).tolist(),
+        by_rank,
+        strict=True,
     )
+    *_, rank = sorted(standings)[(len(members) - 1) // 2]
+    return by_rank[rank]
 
 
 def sum_per_step(
