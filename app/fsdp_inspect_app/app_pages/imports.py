@@ -1,0 +1,176 @@
+"""Which traces and memory snapshots lie in the folder, and how do they become runs?"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import streamlit as st
+
+from fsdp_inspect.errors import StoreError
+from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect_app import loading
+from fsdp_inspect_app.cards import show_card, show_headline
+from fsdp_inspect_app.frames.imports import frame_sources
+from fsdp_inspect_app.import_jobs import ImportJobs, JobState, JobView
+from fsdp_inspect_app.importable import ImportSource, find_source, list_sources
+from fsdp_inspect_app.selection import follow, link, page_link
+from fsdp_inspect_app.states import show_nothing
+from fsdp_inspect_app.wording import code, plain
+
+_SOURCE_KEY = "source"
+_REFRESH_EVERY_S = 1
+_LISTING_LIFE_S = 3
+_HOW = """# in the training script, once for each rank
+prof.export_chrome_trace(f"traces/rank{rank}.json.gz")
+
+# or what the CUDA allocator did
+torch.cuda.memory._dump_snapshot(f"snapshots/rank{rank}.pickle")"""
+
+
+def show_page() -> None:
+    """What can be imported, the choice, and how the import goes."""
+    sources = _list(str(loading.runs_folder()))
+    if not sources:
+        show_nothing(
+            "There is nothing to import in this folder.",
+            f"Looked in {loading.runs_folder()} and four folders down for profiler traces (.json, "
+            ".json.gz) and memory snapshots (.pickle, .sqlite). Copy them there; a folder with one "
+            "trace for each rank becomes one run.",
+            remedy=_HOW,
+        )
+        return
+    jobs = _jobs(str(loading.runs_folder()))
+    show_headline(plain(_answer(sources)))
+    _show_job(jobs)
+    _show_choice(sources, jobs)
+    with st.expander(f"All {len(sources)} that can be imported"):
+        st.dataframe(
+            frame_sources(sources), hide_index=True, alt="What can be imported, one row each"
+        )
+    st.caption(
+        f"Only what lies in {code(str(loading.runs_folder()))} can be imported here\\. Runs go to "
+        f"{code('imported/')} in it\\. For other places: {code('fsdp-inspect import')}\\."
+    )
+
+
+@st.cache_resource(ttl=_LISTING_LIFE_S, max_entries=4, show_spinner="Looking for traces")
+def _list(folder: str) -> list[ImportSource]:
+    return list_sources(loading.runs_folder())
+
+
+@st.cache_resource(max_entries=4, show_spinner=False)
+def _jobs(folder: str) -> ImportJobs:
+    """One for all sessions, so that a reloaded page shows the import that runs."""
+    return ImportJobs(loading.runs_folder())
+
+
+def _answer(sources: Sequence[ImportSource]) -> str:
+    counts = Counter(source.kind for source in sources)
+    named = [
+        f"{count} {kind.value.replace('folder', 'folders') if count > 1 else kind.value}"
+        f"{'s' if count > 1 and not kind.value.startswith('folder') else ''}"
+        for kind, count in counts.items()
+    ]
+    return f"{', '.join(named)} can become runs."
+
+
+def _show_choice(sources: Sequence[ImportSource], jobs: ImportJobs) -> None:
+    names = {source.name: source for source in sources}
+    follow(_SOURCE_KEY, "import source", {name: name for name in names}, next(iter(names)))
+    if st.session_state["import source"] not in names:
+        st.session_state["import source"] = next(iter(names))
+    with show_card("Import", key="import"):
+        left, right = st.columns([3, 2])
+        with left:
+            chosen = st.selectbox("File or folder", list(names), key="import source")
+        link(_SOURCE_KEY, chosen)
+        source = names[chosen]
+        with right:
+            name = st.text_input("Name of the run", placeholder="as the file", key="import name")
+        files = "1 file" if source.num_files == 1 else f"{source.num_files} files, a rank each"
+        st.caption(plain(f"A {source.kind.value}: {files}, {format_bytes(source.num_bytes)}."))
+        by_step = not source.kind.is_snapshot and st.toggle(
+            "One step for each ProfilerStep mark",
+            key="import by step",
+            help="Without it the whole trace is one step\\.",
+        )
+        is_busy = jobs.view is not None and jobs.view.state is JobState.RUNNING
+        if st.button("Import", type="primary", disabled=is_busy, icon=":material/input:"):
+            _start(jobs, chosen, name, by_step)
+
+
+def _start(jobs: ImportJobs, chosen: str, name: str, by_step: bool) -> None:
+    """Start it if it is still there: the name is looked up in the listing of this moment."""
+    source = find_source(loading.runs_folder(), chosen)
+    if source is None:
+        st.error(plain(f"{chosen} is not there any more. Choose another one."))
+        return
+    try:
+        jobs.start(source, name=name, by_step=by_step)
+    except (StoreError, RuntimeError, OSError) as error:
+        st.error(plain(str(error)), icon=":material/error:")
+        return
+    st.rerun()
+
+
+def _show_job(jobs: ImportJobs) -> None:
+    view = jobs.view
+    if view is None:
+        return
+    every = _REFRESH_EVERY_S if view.state is JobState.RUNNING else None
+    st.fragment(_show_progress, run_every=every)(jobs, is_running=every is not None)
+
+
+def _show_progress(jobs: ImportJobs, *, is_running: bool) -> None:
+    """The import that runs, or the last one; when it ends the page is made anew."""
+    view = jobs.view
+    if view is None:
+        return
+    if is_running and view.state is not JobState.RUNNING:
+        loading.look_again()
+        st.rerun()
+    match view.state:
+        case JobState.RUNNING:
+            _show_running(view)
+            if st.button("Cancel", icon=":material/close:", key="import cancel"):
+                jobs.cancel()
+                st.rerun()
+        case JobState.DONE:
+            _show_done(view)
+        case JobState.FAILED:
+            st.error(
+                f"{code(view.source.name)} was not imported\\. {plain(view.error or '')}",
+                icon=":material/error:",
+            )
+        case JobState.CANCELLED:
+            st.info(
+                f"The import of {code(view.source.name)} was cancelled; nothing of it is left\\.",
+                icon=":material/info:",
+            )
+
+
+def _show_running(view: JobView) -> None:
+    if view.share is None:
+        st.progress(0.0, f"Reading {code(view.source.name)}")
+    else:
+        st.progress(view.share, f"Reading {code(view.file)}")
+
+
+def _show_done(view: JobView) -> None:
+    notes = "\n".join(f"- {plain(note)}" for note in view.notes)
+    st.success(
+        f"{code(view.source.name)} is now the run {code(view.run_id)}\\.\n{notes}",
+        icon=":material/check:",
+    )
+    page = "memory" if view.source.kind.is_snapshot else "overview"
+    page_link(
+        page,
+        "Open the run",
+        icon=":material/open_in_new:",
+        run=view.run_id,
+        step=None,
+        rank=None,
+        unit=None,
+    )
+
+
+show_page()

@@ -1,0 +1,23 @@
+"""What can be imported? As a table."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from fsdp_inspect_app.frames.values import mib
+from fsdp_inspect_app.importable import ImportSource
+
+
+def frame_sources(sources: Sequence[ImportSource]) -> pd.DataFrame:
+    """One row a file or folder."""
+    return pd.DataFrame(
+        [
+            {
+                "name": source.name,
+                "what": source.kind.value,
+                "files": source.num_files,
+                "size (MiB)": mib(source.num_bytes),
+            }
+            for source in sources
+        ]
+    )

@@ -1,0 +1,110 @@
+"""Does an import go on in its own process, end in a run or in words, and leave nothing else?"""
+
+import os
+import signal
+import time
+
+import pytest
+from fsdp_inspect_app.import_jobs import IMPORTED, ImportJobs, JobState
+from fsdp_inspect_app.importable import find_source
+
+from fsdp_inspect import open_run
+from fsdp_inspect.errors import StoreError
+from tests.importing.kineto_traces import TraceWriter, fsdp2_step
+
+
+@pytest.fixture
+def folder(tmp_path):
+    trace = TraceWriter()
+    fsdp2_step(trace)
+    (tmp_path / "traces").mkdir()
+    trace.write(tmp_path / "traces" / "rank0.json")
+    (tmp_path / "traces" / "broken.json").write_text('{"traceEvents": [')
+    return tmp_path
+
+
+@pytest.fixture
+def pipe(folder):
+    """A trace that never ends: the import of it runs until it is ended."""
+    path = folder / "traces" / "endless.json"
+    os.mkfifo(path)
+    return path
+
+
+def finished(jobs, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while jobs.view.state is JobState.RUNNING:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return jobs.view
+
+
+def left_in(folder):
+    parent = folder / IMPORTED
+    return sorted(path.name for path in parent.iterdir()) if parent.exists() else []
+
+
+def test_a_trace_becomes_a_run_that_opens(folder):
+    jobs = ImportJobs(folder)
+    jobs.start(find_source(folder, "traces/rank0.json"), name="my ../run\0")
+    assert jobs.view.state is JobState.RUNNING
+    view = finished(jobs)
+    assert (view.state, view.error, view.run_id) == (JobState.DONE, None, "imported/my-..-run")
+    assert open_run(folder / view.run_id).manifest.name == "my ../run"
+    assert left_in(folder) == ["my-..-run"]
+
+
+def test_a_second_import_of_the_same_gets_a_folder_of_its_own(folder):
+    jobs = ImportJobs(folder)
+    (folder / IMPORTED / "rank0").mkdir(parents=True)
+    jobs.start(find_source(folder, "traces/rank0.json"))
+    assert finished(jobs).run_id == "imported/rank0-2"
+
+
+def test_a_damaged_file_is_told_in_the_importers_words(folder):
+    jobs = ImportJobs(folder)
+    jobs.start(find_source(folder, "traces/broken.json"))
+    view = finished(jobs)
+    assert view.state is JobState.FAILED
+    assert "broken.json" in view.error
+    assert "Expected" in view.error
+    assert left_in(folder) == []
+
+
+def test_an_import_can_be_cancelled_and_leaves_nothing(folder, pipe):
+    source = find_source(folder, "traces/rank0.json")
+    jobs = ImportJobs(folder)
+    jobs.start(source.__class__(source.name, pipe, source.kind, 1, 0))
+    with pytest.raises(RuntimeError, match="still being imported"):
+        jobs.start(source)
+    time.sleep(0.5)
+    jobs.cancel()
+    assert jobs.view.state is JobState.CANCELLED
+    jobs.cancel()
+    assert left_in(folder) == []
+    jobs.start(source)
+    assert finished(jobs).state is JobState.DONE
+
+
+def test_a_worker_that_is_killed_is_told(folder, pipe):
+    source = find_source(folder, "traces/rank0.json")
+    jobs = ImportJobs(folder)
+    jobs.start(source.__class__(source.name, pipe, source.kind, 1, 0))
+    os.kill(jobs._child.pid, signal.SIGKILL)
+    view = finished(jobs)
+    assert view.state is JobState.FAILED
+    assert "probably killed for its memory" in view.error
+
+
+def test_an_import_ends_with_the_dashboard_that_started_it(folder, pipe):
+    source = find_source(folder, "traces/rank0.json")
+    jobs = ImportJobs(folder)
+    jobs.start(source.__class__(source.name, pipe, source.kind, 1, 0))
+    jobs._child.stdin.close()
+    assert finished(jobs).state is JobState.FAILED
+
+
+def test_nothing_is_written_through_a_link_out_of_the_folder(folder, tmp_path_factory):
+    (folder / IMPORTED).symlink_to(tmp_path_factory.mktemp("outside"))
+    with pytest.raises(StoreError, match="leads out of the folder of runs"):
+        ImportJobs(folder).start(find_source(folder, "traces/rank0.json"))
