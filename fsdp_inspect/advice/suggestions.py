@@ -96,7 +96,7 @@ class Narrator:
         """A whole plan."""
         score, recorded = self._bench.score(choice), self._bench.recorded
         low, high = self._bench.range_ns(choice)
-        error = abs(self._bench.replay_error)
+        error = abs(self._bench.replay_error) + self._bench.work.spread_ratio
         scenario = self._bench.scenario(choice)
         return Proposal(
             what=say_changes(choice),

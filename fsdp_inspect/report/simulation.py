@@ -12,6 +12,7 @@ from rich.text import Text
 
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.report.causes import format_cause
 from fsdp_inspect.report.layout import new_table
 from fsdp_inspect.report.values import format_metric
 from fsdp_inspect.simulation.simulate import Simulation
@@ -57,6 +58,9 @@ def _reasons(simulation: Simulation) -> Iterable[str]:
         f"collectives run for {format_ns(before.communication_ns)} -> "
         f"{format_ns(after.communication_ns)}."
     )
+    if after.causes_ns:
+        causes = (f"{format_cause(name)} {format_ns(ns)}" for name, ns in after.causes_ns.items())
+        yield f"Of that under this plan: {', '.join(causes)}."
     yield (
         f"The recorded plan itself plays in {format_ns(before.step_time_ns)} against "
         f"{format_ns(simulation.recorded_step_ns)} measured: an error of "
@@ -119,6 +123,6 @@ def describe_simulation(simulation: Simulation) -> str:
     return (
         f"Predicted from {simulation.num_steps} recorded steps of rank {simulation.rank}, played "
         f"on {_EXECUTIONS[simulation.execution]}. Recorded plan: played too, so that the replay's "
-        "own error cancels in the difference. Interval: that error, and how far the run's own "
-        "collectives lie from the fitted line."
+        "own error cancels in the difference. Interval: that error, how far the run's own "
+        "collectives lie from the fitted line, and how far its steps differ."
     )

@@ -72,6 +72,8 @@ class RecordedWork:
     workload: Workload
     network: Network
     """The lines of the run's own collectives."""
+    spread_ratio: float = 0.0
+    """Half of what the durations of these steps span, as a share of their mean."""
     peak_bytes: int | None = None
     """The highest moment of the memory step that the workload's memory is from; None: no such."""
 
@@ -240,6 +242,7 @@ class _Builder:
             units=self._units,
             workload=workload,
             network=fit_network(self._events, _group_sizes(self._run)),
+            spread_ratio=_spread([reading.duration_ns for reading in self._readings]),
             peak_bytes=None if memory is None else memory[1],
         )
 
@@ -374,6 +377,10 @@ def _mean_duration(events: EventTable, kind: EventKind) -> int | None:
 
 def _mean(values: Sequence[int] | NDArray[np.int64]) -> int:
     return round(float(np.mean(values))) if len(values) else 0
+
+
+def _spread(durations: Sequence[int]) -> float:
+    return (max(durations) - min(durations)) / 2 / max(float(np.mean(durations)), 1.0)
 
 
 def _group_sizes(run: RunSource) -> dict[int, int]:

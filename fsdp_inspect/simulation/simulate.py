@@ -7,6 +7,9 @@ not run.
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fsdp_inspect.simulation.memory import Held
 from fsdp_inspect.simulation.network import Network
 from fsdp_inspect.simulation.prediction import predicted_events
@@ -18,7 +21,7 @@ from fsdp_inspect.simulation.recorded import (
 )
 from fsdp_inspect.simulation.scenario import Scenario, make_scenario
 from fsdp_inspect.simulation.workload import Workload
-from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Method
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.reduction import (
     EXPOSED_PART_CODES,
@@ -29,6 +32,7 @@ from fsdp_inspect.trace.reduction import (
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 from fsdp_inspect.trace.steps import collective_rows, rows_of
 from fsdp_inspect.trace.tables import EventTable, SummaryTable
+from fsdp_inspect.trace.waits import Cause, Waits, split_waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,8 @@ class UnitOfPlan:
     """One all-gather of the forward."""
     exposed_ns: int
     """Of all its collectives in a step."""
+    causes_ns: dict[str, int]
+    """The same by `Cause`, those above 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,9 @@ class Played:
 
     step_time_ns: int
     exposed_ns: int
+    causes_ns: dict[str, int]
+    """Exposed time by `Cause`, every instant charged once; those above 0. Nobody is late here: a
+    straggler is no cause."""
     communication_ns: int
     peak_bytes: int | None
     """Peak allocated, by the ledger; None: the run has no memory step that tells categories."""
@@ -91,7 +100,8 @@ class Simulation:
     predicted: Played
     low_ns: int
     high_ns: int
-    """The interval of the predicted step time."""
+    """The interval of the predicted step time: messages as fast or slow as the run's own lie about
+    their lines, the replay's error, and half of what the recorded steps' middle half spans."""
     change: float
     """predicted / replayed - 1: both played, so that the replay's own error cancels."""
     assumptions: tuple[str, ...]
@@ -200,15 +210,17 @@ def _refusals(network: Network) -> list[str]:
 def _interval(
     manifest: RunManifest, work: RecordedWork, scenario: Scenario, network: Network, error: float
 ) -> tuple[int, int]:
-    """From the step with fast messages less the replay's error to that with slow ones plus it."""
-    steps = [
+    """The step with fast messages and with slow ones, less and plus the margin of both runs."""
+    margin = error + work.spread_ratio
+    steps = [play(scenario.workload, work.execution).duration_ns]
+    steps += [
         play(
             make_scenario(work, manifest, scenario.plan, network.shifted(quickly=quickly)).workload,
             work.execution,
         ).duration_ns
         for quickly in (True, False)
     ]
-    return round(min(steps) * (1 - error)), round(max(steps) * (1 + error))
+    return round(min(steps) * (1 - margin)), round(max(steps) * (1 + margin))
 
 
 def _play(workload: Workload, execution: Execution, units: tuple[Unit, ...]) -> Played:
@@ -217,9 +229,11 @@ def _play(workload: Workload, execution: Execution, units: tuple[Unit, ...]) -> 
     events = predicted_events([step], numbered, on_host=execution is not Execution.STREAM)
     rows = reduce_rank(events, rank=0)
     parts = {part: _duration(rows, part) for part in (*PARTS_OF_STEP, StepPart.COMMUNICATION)}
+    waits = _waits(events, execution)
     return Played(
         step_time_ns=step.duration_ns,
         exposed_ns=sum(parts[part] for part in EXPOSED_PART_CODES),
+        causes_ns=_by_cause(waits.share_by_cause_ns),
         communication_ns=parts[StepPart.COMMUNICATION],
         peak_bytes=step.peak_bytes,
         peak_unit=units[step.peak_unit].fqn if step.peak_unit >= 0 else None,
@@ -230,7 +244,7 @@ def _play(workload: Workload, execution: Execution, units: tuple[Unit, ...]) -> 
         },
         parts_ns={part.label: parts[part] for part in PARTS_OF_STEP},
         units=tuple(
-            _describe(unit, workload.units[unit.index].gather_ns, events, rows) for unit in numbered
+            _describe(unit, workload.units[unit.index].gather_ns, rows, waits) for unit in numbered
         ),
         events=events,
         event_units=numbered,
@@ -241,10 +255,27 @@ def _duration(rows: SummaryTable, part: int) -> int:
     return int(rows_of(rows, kinds=[part]).duration_ns.sum())
 
 
-def _describe(unit: Unit, gather_ns: int, events: EventTable, rows: SummaryTable) -> UnitOfPlan:
+def _waits(events: EventTable, execution: Execution) -> Waits:
+    """Each wait by cause; a collective that holds the host from its issue on is blocking."""
+    if execution is Execution.BLOCKING_HOST:
+        holds = np.isin(events.kind, list(COLLECTIVES)) & (events.need_ns == events.issue_ns)
+        method = np.where(holds, Method.HOST_BLOCKING, events.method).astype(events.method.dtype)
+        events = replace(events, method=method)
+    return split_waits(events)
+
+
+def _by_cause(by_cause_ns: NDArray[np.int64]) -> dict[str, int]:
+    """Shape (n, len(Cause)) to the sums above 0, the largest first."""
+    sums = by_cause_ns.sum(axis=0).tolist()
+    named = [(cause.label, duration) for cause, duration in zip(Cause, sums, strict=True)]
+    return {name: ns for name, ns in sorted(named, key=lambda pair: -pair[1]) if ns}
+
+
+def _describe(unit: Unit, gather_ns: int, rows: SummaryTable, waits: Waits) -> UnitOfPlan:
     own = collective_rows(rows)
     own = own.where(own.unit == unit.index)
-    gathers = (events.kind == EventKind.ALL_GATHER) & (events.unit == unit.index)
+    mine = waits.collectives.unit == unit.index
+    gathers = mine & (waits.collectives.kind == EventKind.ALL_GATHER)
     return UnitOfPlan(
         fqn=unit.fqn,
         num_parameters=unit.num_parameters,
@@ -252,4 +283,5 @@ def _describe(unit: Unit, gather_ns: int, events: EventTable, rows: SummaryTable
         gathers_per_step=int(gathers.sum()),
         gather_ns=gather_ns,
         exposed_ns=int(own.exposed_ns.sum()),
+        causes_ns=_by_cause(waits.by_cause_ns[mine]),
     )
