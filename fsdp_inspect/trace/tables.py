@@ -66,8 +66,14 @@ class Table:
         return {name: getattr(self, name) for name in self.DTYPES}
 
     def where(self, mask: NDArray[np.generic]) -> Self:
-        """The rows that a boolean mask or an index array selects."""
-        return type(self)(**{name: getattr(self, name)[mask] for name in self.DTYPES})
+        """The rows that a boolean mask or an index array selects; itself if that is all of them."""
+        rows = mask
+        if mask.dtype == bool:
+            assert len(mask) == len(self), f"a mask of {len(mask)} for {len(self)} rows"
+            rows = np.flatnonzero(mask)  # once, and not once a column
+            if len(rows) == len(self):
+                return self
+        return type(self)(**{name: getattr(self, name)[rows] for name in self.DTYPES})
 
     def between(self, low: int, high: int) -> Self:
         """The rows from `low` up to but not including `high`, without copying them."""
