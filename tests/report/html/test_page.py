@@ -86,6 +86,15 @@ def test_an_imported_run_is_explained_by_the_definitions_of_kernel_traces():
         assert words not in imported
 
 
+def test_a_table_of_units_with_all_reduce_gives_up_its_bars_where_there_is_no_room():
+    builder = RunBuilder(world_size=1)
+    rank = builder.rank(0)
+    add_steady_step(rank, 0, start=0)
+    assert 'class="crowded"' not in render_run(read_contents(builder.build()))
+    rank.all_reduce("layers.0", 990, 1000)
+    assert 'class="crowded"' in render_run(read_contents(builder.build()))
+
+
 def test_every_chart_has_words_for_those_who_cannot_see_it(contents):
     text = render_run(contents)
     assert text.count("<figure") == text.count('<figure role="img" aria-label="')
