@@ -14,7 +14,10 @@ from fsdp_inspect.digest.tuning import TunedPlan, Tuning
 from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio
 from fsdp_inspect.report.layout import dim, new_table, section
 from fsdp_inspect.report.verification import RULINGS, format_change
+from fsdp_inspect.trace.prediction import Ruling
 from fsdp_inspect.trace.repeats import RUNS_FOR_A_TEST
+
+_EXPLAINED = (Ruling.DID_NOT_HOLD, Ruling.NOT_COMPARABLE)
 
 
 def render_tuning(tuning: Tuning, next_steps: Sequence[str]) -> RenderableType:
@@ -60,7 +63,7 @@ def _plans(plans: Sequence[TunedPlan]) -> Iterator[str]:
         yield f"{plan.number}. {plan.what}  [{plan.plan_file}]"
         if plan.failure is not None:
             yield f"   Did not run to its end: {plan.failure}."
-        if plan.verification is not None and plan.verification.obstacles:
+        if plan.verification is not None and plan.ruling in _EXPLAINED:
             yield f"   {plan.verification.answer}"
 
 
@@ -75,7 +78,8 @@ def _provenance(tuning: Tuning) -> str:
         f"{len(tuning.baseline_run_ids)} runs; {same}. Measured: medians of the timed steps of "
         "each run. *: faster than the baseline beyond noise. Change: against the baseline's runs. "
         "Error of the step: of that change; of the peak: measured against predicted. Fewer than "
-        f"{RUNS_FOR_A_TEST} runs a side tell nothing below 10 % of the step. "
+        f"{RUNS_FOR_A_TEST} runs a side tell nothing below 10 % of the step, or below what runs of "
+        "one plan differ by. "
         f"{tuning.num_held} of {tuning.num_judged} predictions that could be told held."
     )
 
