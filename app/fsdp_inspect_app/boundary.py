@@ -6,6 +6,7 @@ dashboard show other files of this machine.
 """
 
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +18,23 @@ _DEPTH = 2
 
 def is_inside(path: Path, folder: Path) -> bool:
     """Whether a path, all links followed, lies in the folder (links to which count as it)."""
+    if _is_plainly_inside(path, folder):
+        return True
     try:
         return path.resolve(strict=True).is_relative_to(folder.resolve(strict=True))
     except (OSError, RuntimeError, ValueError):
+        return False
+
+
+def _is_plainly_inside(path: Path, folder: Path) -> bool:
+    """Whether it is named below the folder, exists, and no link is on the way: much quicker."""
+    if not path.is_relative_to(folder) or ".." in path.parts:
+        return False
+    below = path.relative_to(folder).parts
+    steps = [folder.joinpath(*below[: depth + 1]) for depth in range(len(below))]
+    try:
+        return not any(stat.S_ISLNK(os.lstat(step).st_mode) for step in steps)
+    except (OSError, ValueError):
         return False
 
 
