@@ -93,7 +93,7 @@ def write_part(whole: Path, folder: Path, shape: Shape) -> Path:
         target.mkdir()
         for table in source.glob("*.parquet"):
             os.link(table, target / table.name)
-        _write_record(folder, shape, rank)
+        write_record(folder, shape, rank)
     write_run_summary(folder)
     return folder
 
@@ -207,7 +207,7 @@ def _check_room(folder: Path, shape: Shape) -> None:
 def _write_rank(folder: Path, shape: Shape, rank: int) -> None:
     target = rank_folder(folder, 0, rank)
     target.mkdir(exist_ok=True)
-    _write_record(folder, shape, rank)
+    write_record(folder, shape, rank)
     events = make_events(rank, shape)
     _write_table(target, EVENTS, events)
     _write_table(target, MEMORY, make_memory(rank, events))
@@ -219,7 +219,8 @@ def _write_table(target: Path, file: TableFile[TableT], table: TableT) -> None:
     write_compacted(target / file.compacted_name, file, table, covered_rows=len(table))
 
 
-def _write_record(folder: Path, shape: Shape, rank: int) -> None:
+def write_record(folder: Path, shape: Shape, rank: int) -> None:
+    """Say of a rank that it recorded the whole run."""
     begun = 1_767_225_600_000_000_000
     record = RankRecord(
         rank=rank,

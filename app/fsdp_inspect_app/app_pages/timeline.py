@@ -1,6 +1,7 @@
 """What happened inside one step, rank by rank?"""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import streamlit as st
@@ -35,7 +36,7 @@ from fsdp_inspect_app.states import show_nothing
 from fsdp_inspect_app.timeline.asked import Asked, parse_view
 from fsdp_inspect_app.timeline.component import jump_to, show_timeline
 from fsdp_inspect_app.timeline.details import tell_event, tell_origin, tell_wait
-from fsdp_inspect_app.timeline.steps import find_drawable_steps
+from fsdp_inspect_app.timeline.steps import find_drawable_steps, find_sampled_steps
 from fsdp_inspect_app.timeline.track_set import Place, TrackSet
 from fsdp_inspect_app.wording import plain
 
@@ -45,7 +46,14 @@ WINDOW_KEY, SPAN_KEY, TOP_KEY = "window", "span", "top"
 _RANKS_AT_FIRST = 4
 _MOST_RANKS = 16
 _MOST_ROWS = 10_000
+_MOST_NAMED = 6
+_DETAILS_PX = 112
 _CANVAS = "timeline"
+_HEADINGS = {
+    "emulated": "Emulated: collectives take what the given network says, the compute is real",
+    "predicted": "Predicted: nothing here was measured",
+}
+"""Above the lanes, by the run's source."""
 
 
 def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
@@ -64,6 +72,7 @@ def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
     except FsdpInspectError as error:
         answer.error(plain(str(error)))
         return
+    tracks = replace(tracks, title=_HEADINGS.get(run.manifest.source, ""))
     drawn = tuple(window.rank for window in tracks.timeline.windows)
     rank = digest.median_rank if digest.median_rank in drawn else drawn[0]
     with answer:
@@ -73,11 +82,11 @@ def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
         [tracks],
         key=_CANVAS,
         opening=_opening(tracks),
-        introduce=partial(_show_longest_waits, entry, tracks, rank),
-        explain=partial(_show_selection, entry, tracks),
+        explain=partial(_explain, entry, tracks, rank),
         is_linked=True,
     )
-    st.caption(plain(_describe_clocks(tracks, digest)))
+    words = [*_describe_origin(tracks, digest), *_describe_memory(entry, tracks)]
+    st.caption(plain(" ".join([*words, *_describe_clocks(tracks)])))
     _show_spans(tracks)
 
 
@@ -217,7 +226,14 @@ def _opening(tracks: TrackSet) -> Asked:
     )
 
 
-# ---- above and below the canvas ----
+# ---- above the canvas ----
+
+
+def _explain(entry: RunEntry, tracks: TrackSet, rank: int, asked: Asked) -> None:
+    """The longest waits, what is selected, and the address that names what is shown."""
+    _link_to(tracks, asked)
+    _show_longest_waits(entry, tracks, rank)
+    _show_selection(entry, tracks, asked.selected)
 
 
 def _show_longest_waits(entry: RunEntry, tracks: TrackSet, rank: int) -> None:
@@ -242,27 +258,32 @@ def _show_longest_waits(entry: RunEntry, tracks: TrackSet, rank: int) -> None:
             )
 
 
-def _show_selection(entry: RunEntry, tracks: TrackSet, asked: Asked) -> None:
-    """What was selected, with links; and the address, so that it names what is shown."""
+def _link_to(tracks: TrackSet, asked: Asked) -> None:
+    """Let the address name what is shown."""
     view, selected = asked.view, asked.selected
     is_part = view is not None and (view.start_ns > 0 or view.end_ns < tracks.timeline.end_ns)
     link(WINDOW_KEY, f"{view.start_ns}-{view.end_ns}" if view and is_part else None)
     link(SPAN_KEY, None if selected is None else tracks.name_of_event(selected.event))
     link(TOP_KEY, [str(rank) for _, rank in asked.pinned])
     link(UNIT_KEY, asked.query if asked.query in tracks.unit_names else None)
-    if selected is None:
-        st.caption("Click a span to see what it is and what it waited for\\.")
-        return
-    facts = _facts(entry, tracks, selected)
-    with st.container(border=True, key="selected-span", gap="xsmall"):
-        st.markdown(tell_event(facts))
+
+
+def _show_selection(entry: RunEntry, tracks: TrackSet, selected: Place | None) -> None:
+    """What was selected, with a link to its unit; of one height, so that the canvas stays put."""
+    with st.container(border=True, height=_DETAILS_PX, key="selected-span", gap="xxsmall"):
+        if selected is None:
+            st.caption("Click a span to see what it is and what it waited for\\.")
+            return
+        facts = _facts(entry, tracks, selected)
         rank = int(tracks.timeline.event_rank[selected.event])
-        st.caption(plain(f"Rank {rank} · {tell_origin(facts)}"))
-        if facts.fqn is not None:
-            name = format_unit(facts.fqn)
-            page_link(
-                "units", plain(f"Everything about {name}"), icon=":material/stacks:", unit=name
-            )
+        st.markdown(tell_event(facts))
+        with st.container(horizontal=True, vertical_alignment="center", gap="small"):
+            st.caption(plain(f"Rank {rank} · {tell_origin(facts)}"), width="content")
+            if facts.fqn is not None:
+                name = format_unit(facts.fqn)
+                page_link(
+                    "units", plain(f"Unit page of {name}"), icon=":material/stacks:", unit=name
+                )
 
 
 def _facts(entry: RunEntry, tracks: TrackSet, place: Place) -> EventFacts:
@@ -277,50 +298,53 @@ def _facts(entry: RunEntry, tracks: TrackSet, place: Place) -> EventFacts:
     )
 
 
-def _describe_clocks(tracks: TrackSet, digest: RunDigest) -> str:
-    """How the times were obtained, and how those of different ranks compare."""
-    timeline = tracks.timeline
+def _describe_origin(tracks: TrackSet, digest: RunDigest) -> list[str]:
+    """How the times were obtained."""
     provenance = wording.describe_provenance(
         digest.provenance, "forward", "backward", "all_gather", "reduce_scatter"
     )
-    words = [provenance, *_describe_source(tracks.manifest.source)]
-    if timeline.memory:
-        words.append(
-            "Memory is read by the host, at the host's time; on a GPU it runs ahead of the streams."
+    if tracks.manifest.source != "imported":
+        return [provenance]
+    return [
+        provenance,
+        "An imported trace shows the window that was profiled. Exposed is communication that no "
+        "kernel covers; who waited for it is not recorded.",
+    ]
+
+
+def _describe_memory(entry: RunEntry, tracks: TrackSet) -> list[str]:
+    """When the memory was read; without any in this step, where there is some."""
+    if tracks.timeline.memory:
+        on_cpu = tracks.manifest.device_type == "cpu"
+        return (
+            []
+            if on_cpu
+            else ["Memory is drawn at the host's time, which runs ahead of the streams."]
         )
+    sampled = loading.result_of(entry, find_sampled_steps)
+    if not sampled:
+        return ["No memory was read in this run."]
+    named = ", ".join(map(str, sampled[:_MOST_NAMED]))
+    more = f" and {len(sampled) - _MOST_NAMED} more" if len(sampled) > _MOST_NAMED else ""
+    return [f"No memory was read in this step; it was in steps {named}{more}."]
+
+
+def _describe_clocks(tracks: TrackSet) -> list[str]:
+    """How the times of different ranks compare."""
+    timeline = tracks.timeline
     if len(timeline.windows) < 2:
-        return " ".join(words)
+        return []
     if timeline.refusals:
         ranks = ", ".join(map(str, timeline.refusals))
-        reason = next(iter(timeline.refusals.values()))
-        words.append(
+        return [
             f"Each on a clock of its own that begins at 0: ranks {ranks}; their times must not be "
-            f"compared with those of other ranks. {reason}"
-        )
-    elif timeline.clock_uncertainty_ns == 0:
-        words.append("The ranks share one clock.")
-    else:
-        error = format_ns(timeline.clock_uncertainty_ns)
-        words.append(f"Lanes of different ranks may be shifted by up to {error}.")
-    return " ".join(words)
-
-
-def _describe_source(source: str) -> list[str]:
-    match source:
-        case "emulated":
-            return [
-                "The network is emulated: collectives last as long as the given link says, the "
-                "compute is real."
-            ]
-        case "imported":
-            return [
-                "An imported trace shows the window that was profiled. Exposed is communication "
-                "that no kernel covers; who waited for it is not recorded."
-            ]
-        case "predicted":
-            return ["Nothing here was measured: the step is predicted."]
-        case _:
-            return []
+            "compared with those of other ranks.",
+            next(iter(timeline.refusals.values())),
+        ]
+    if timeline.clock_uncertainty_ns == 0:
+        return ["The ranks share one clock."]
+    error = format_ns(timeline.clock_uncertainty_ns)
+    return [f"Lanes of different ranks may be shifted by up to {error}."]
 
 
 @st.fragment

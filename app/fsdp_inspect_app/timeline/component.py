@@ -15,7 +15,7 @@ A prediction is drawn from its events:
     predicted = TrackSet.of(draw_events(simulation.predicted.events, rank=0), manifest)
 
 `show_timeline` is a fragment: zooming and selecting run only it again, and `explain`, which a page
-may give to show something about the selection below the canvas.
+may give to show something about the selection above the canvas.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,7 +59,6 @@ def show_timeline(
     *,
     key: str,
     opening: Asked | None = None,
-    introduce: Callable[[], None] | None = None,
     explain: Callable[[Asked], None] | None = None,
     is_linked: bool = False,
 ) -> None:
@@ -69,23 +68,21 @@ def show_timeline(
         tracks: From the top, at least one. Give each a title where there are several.
         key: Unique on the page.
         opening: What is shown until the user changes it: window, selection, unit, pins.
-        introduce: Called above the canvas; what it shows may `jump_to` an event.
-        explain: Called below the canvas with what is shown now, at every change.
+        explain: Called above the canvas with what is shown now, at every change; what it shows
+            may `jump_to` an event.
         is_linked: Whether the page's address understands `window`, `span`, `top` and `unit`, so
             that a copied link names them.
     """
     drawn = Tracks(tuple(tracks))
     state = st.session_state.get(key) or {}
     asked = read_asked(state, drawn, opening=opening or Asked())
-    latest = _latest_jump(key, drawn.key)
     above = st.container()
-    payload = encode_tracks(drawn, asked, jump=latest, is_linked=is_linked)
+    jump = _latest_jump(key, drawn.key)
+    payload = encode_tracks(drawn, asked, jump=jump, is_linked=is_linked)
     _mount(data=payload, key=key, on_asked_change=lambda: None)
-    if introduce is not None:
-        with above:  # once the canvas is on its way
-            introduce()
     if explain is not None:
-        explain(asked)
+        with above:  # once the canvas is on its way
+            explain(asked)
 
 
 def jump_to(key: str, place: Place) -> None:

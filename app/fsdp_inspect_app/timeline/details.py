@@ -80,5 +80,7 @@ def _tell_bandwidth(facts: EventFacts) -> str:
 def _tell_lead(facts: EventFacts) -> str:
     if facts.lead_ns is None:
         return ""
+    if facts.lead_ns == 0:
+        return "issued when it was needed"
     side = "after" if facts.lead_ns < 0 else "before"
     return f"issued {format_ns(abs(facts.lead_ns))} {side} it was needed"

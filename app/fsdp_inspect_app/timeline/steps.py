@@ -1,8 +1,13 @@
-"""Which steps of a rank can be drawn? Long runs keep the events of only some."""
+"""Which steps of a rank can be drawn, and in which was memory read?
+
+Long runs keep the events of only some steps, and on CPU memory is read in memory steps only.
+"""
 
 import numpy as np
 
 from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.rank_memory import memory_parts
+from fsdp_inspect.trace.reduction import StepPart
 from fsdp_inspect.trace.run import RunSource
 
 
@@ -10,3 +15,9 @@ def find_drawable_steps(run: RunSource, *, rank: int) -> tuple[int, ...]:
     """The finished steps whose events are here, ascending."""
     steps = run.events(rank, kinds=[EventKind.STEP]).step
     return tuple(int(step) for step in np.unique(steps))
+
+
+def find_sampled_steps(run: RunSource) -> tuple[int, ...]:
+    """The steps in which any rank read its memory, ascending."""
+    rows = memory_parts(run)
+    return tuple(np.unique(rows.step[rows.kind == StepPart.PEAK_ALLOCATED]).tolist())

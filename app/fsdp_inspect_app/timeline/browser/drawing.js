@@ -192,9 +192,7 @@ class Drawing {
     if (rate >= 0) rows.push(["bus bandwidth", formatRate(rate)]);
     rows.push(["exposed", formatNs(columns.exposed[position])]);
     const lead = columns.need[position] - columns.issue[position];
-    rows.push(["issued", Number.isNaN(lead)
-      ? "nobody is known to have waited for it"
-      : `${formatNs(Math.abs(lead))} ${lead < 0 ? "after" : "before"} it was needed`]);
+    rows.push(["issued", describeLead(lead)]);
     const issuer = columns.issued_by[position];
     if (issuer !== NONE && issuer !== columns.unit[position]) {
       rows.push(["issued by", header.units[issuer]]);
@@ -218,6 +216,13 @@ class Drawing {
     rows.push(["read at", `${formatNs(columns.memory_time[reading])}, by the host's clock`]);
     return rows;
   }
+}
+
+// How long before it was needed a collective was issued.
+function describeLead(lead) {
+  if (Number.isNaN(lead)) return "nobody is known to have waited for it";
+  if (lead === 0) return "when it was needed";
+  return `${formatNs(Math.abs(lead))} ${lead < 0 ? "after" : "before"} it was needed`;
 }
 
 function unpack(bytes) {

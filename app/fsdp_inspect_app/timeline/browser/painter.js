@@ -47,10 +47,7 @@ class Painter {
     const lanes = this.drawing.header.lanes.map((_, lane) => lane)
       .filter((lane) => layout.isFixed(layout.top[lane]) === isFixed)
       .filter((lane) => this.yOf(lane) < bottom && this.yOf(lane) + layout.height[lane] > top);
-    this.clip(0, top, this.width, bottom - top, () => {
-      this.drawHeadings(isFixed);
-      lanes.forEach((lane) => this.drawLane(lane));
-    });
+    this.clip(0, top, this.width, bottom - top, () => lanes.forEach((lane) => this.drawLane(lane)));
     this.clip(this.gutter, top, this.width - this.gutter, bottom - top, () => {
       this.drawTicks(top, bottom);
       lanes.forEach((lane) => this.drawRectangles(lane));
@@ -59,6 +56,7 @@ class Painter {
       pen.globalAlpha = 1;
       this.drawOutlines(lanes);
     });
+    this.clip(0, top, this.width, bottom - top, () => this.drawHeadings(isFixed));
   }
 
   clip(x, y, width, height, draw) {
@@ -76,12 +74,16 @@ class Painter {
   drawHeadings(isFixed) {
     const { pen, layout } = this;
     pen.font = `600 13px ${this.font}`;
-    pen.fillStyle = this.colours.text;
     pen.textAlign = "left";
     pen.textBaseline = "middle";
     for (const heading of layout.headings) {
       if (layout.isFixed(heading.y) !== isFixed) continue;
-      pen.fillText(shortened(pen, heading.text, this.width - 12), 2, layout.shown(heading.y, this.scroll));
+      const text = shortened(pen, heading.text, this.width - 12);
+      const y = layout.shown(heading.y, this.scroll);
+      pen.fillStyle = this.colours.background;
+      pen.fillRect(0, y - 9, pen.measureText(text).width + 8, 18);
+      pen.fillStyle = this.colours.text;
+      pen.fillText(text, 2, y);
     }
   }
 
@@ -333,12 +335,11 @@ class Painter {
     pen.beginPath();
     pen.arc(x, y, 3, 0, 2 * Math.PI);
     pen.fill();
-    const place = [curve.peak_unit, curve.peak_phase].join(", ");
-    const text = `peak ${formatBytes(curve.peak_bytes)} · ${place}`;
     pen.font = `11px ${this.font}`;
+    const [left, right] = [x - this.gutter - 14, this.width - x - 14];
+    const text = this.peakWords(curve, Math.max(left, right));
     const room = pen.measureText(text).width;
-    const isLeft = x + 8 + room > this.width;
-    const from = isLeft ? x - 8 - room : x + 8;
+    const from = right >= room ? x + 8 : x - 8 - room;
     pen.fillStyle = this.colours.background;
     pen.globalAlpha = 0.8;
     pen.fillRect(from - 3, top + 9, room + 6, 15);
@@ -347,6 +348,15 @@ class Painter {
     pen.textAlign = "left";
     pen.textBaseline = "middle";
     pen.fillText(text, from, top + 17);
+  }
+
+  // As much of where the peak was as there is room for.
+  peakWords(curve, room) {
+    const peak = `peak ${formatBytes(curve.peak_bytes)}`;
+    const candidates = [
+      `${peak} · ${curve.peak_unit}, ${curve.peak_phase}`, `${peak} · ${curve.peak_unit}`, peak,
+    ];
+    return candidates.find((text) => this.pen.measureText(text).width <= room) || peak;
   }
 
   // ---- what is pointed at and what is selected ----

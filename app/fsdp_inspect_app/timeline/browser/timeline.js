@@ -70,11 +70,12 @@ class Timeline {
   // ---- data ----
 
   show(drawing) {
-    const isOther = !this.drawing || this.drawing.header.key !== drawing.header.key;
+    const before = this.drawing && this.drawing.header;
     this.drawing = drawing;
     this.hovered = NONE;
     this.tip.hidden = true;
-    if (isOther) this.open(drawing.header);
+    if (!before || before.key !== drawing.header.key) this.open(drawing.header);
+    else if (before.axis_end_ns !== drawing.header.axis_end_ns) this.adjust(before.axis_end_ns);
     this.cursor = drawing.bodyOf(this.selected);
     this.highlight();
     this.canvas.setAttribute("aria-label", drawing.header.aria_label);
@@ -103,6 +104,16 @@ class Timeline {
       return option;
     });
     this.root.querySelector("datalist").replaceChildren(...options);
+  }
+
+  // The same step with other contents, such as another prediction of it: the zoom stays.
+  adjust(formerEnd) {
+    const end = this.drawing.header.axis_end_ns;
+    const isWhole = this.length >= formerEnd;
+    const isOutside = this.view.start >= end;
+    const { start, end: last } = isWhole || isOutside ? { start: 0, end } : this.view;
+    this.view = { start, end: Math.min(last, end) };
+    this.selected = NONE;
   }
 
   resize() {

@@ -48,7 +48,7 @@ function formatTick(time, step, axisEnd) {
 function shortened(pen, name, room) {
   const fits = (text) => pen.measureText(text).width <= room;
   if (!name || fits(name)) return name;
-  const segments = name.split(".");
+  const segments = /^[\w.]+$/.test(name) ? name.split(".") : [name];
   for (let first = 1; first < segments.length; first += 1) {
     const end = segments.slice(first).join(".");
     if (fits(end)) return end;
