@@ -16,6 +16,7 @@ from fsdp_inspect.cli.arguments import (
     parse_time,
     print_renderable,
     require_new_file,
+    say_how_to_verify,
 )
 from fsdp_inspect.cli.playing import playing
 
@@ -137,6 +138,7 @@ def _write(run: "StoredRun", advice: "Advice", path: Path) -> None:
     prediction = predict_advised(run, advice.plan)
     advice.plan.fastest.plan.dump(path)
     write_prediction(prediction, prediction_file_of(path))
+    say_how_to_verify(prediction_file_of(path))
 
 
 def _earlier(run: "StoredRun", advice: "Advice") -> "TrackRecord":

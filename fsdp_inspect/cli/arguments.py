@@ -1,5 +1,7 @@
 """Which arguments do several subcommands share, and what do they stand for?"""
 
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -104,6 +106,12 @@ def _parse(
             param_hint=option,
         )
     return value
+
+
+def say_how_to_verify(prediction: Path) -> None:
+    """What to do with a prediction that was written; on stderr, that output stays what it is."""
+    command = f"fsdp-inspect verify {shlex.quote(str(prediction))} NEW_RUN"
+    print(f"Predicted in {prediction}. Once the plan ran: {command}", file=sys.stderr)
 
 
 def print_renderable(renderable: "RenderableType") -> None:

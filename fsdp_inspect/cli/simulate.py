@@ -15,6 +15,7 @@ from fsdp_inspect.cli.arguments import (
     parse_latency,
     print_renderable,
     require_new_file,
+    say_how_to_verify,
 )
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ def simulate(  # noqa: PLR0913 - one argument an option
     if write_prediction is not None:
         origin = Origin(made_by="simulate", bus_bytes_per_s=network[0], latency_ns=network[1])
         store_prediction(make_prediction(source, result, origin), write_prediction)
+        say_how_to_verify(write_prediction)
     if as_json:
         print(render_run_json(source, without_events(result)))
         return

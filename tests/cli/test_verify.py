@@ -127,7 +127,9 @@ def test_a_prediction_is_not_written_over_a_file(told, invoke):
 
 def test_a_written_plan_has_its_prediction_beside_it(told, invoke, tmp_path):
     run, _ = told
-    assert invoke("advise", run, "--write", tmp_path / "plan.toml").code == 0
+    ended = invoke("advise", run, "--write", tmp_path / "plan.toml")
+    assert ended.code == 0
+    assert f"fsdp-inspect verify {tmp_path / 'plan.prediction.json'} NEW_RUN" in ended.err
     fields = json.loads((tmp_path / "plan.prediction.json").read_text())
     assert fields["made_by"] == "advise"
     assert fields["step_time_ns"]["value"] < fields["replayed_step_ns"]
