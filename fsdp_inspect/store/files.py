@@ -4,6 +4,7 @@ Names are relative to the run folder, with slashes. What does not exist is None 
 error: a run may lack anything.
 """
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,7 +76,8 @@ class LocalFiles:
     def folders(self, name: str) -> list[str]:
         """Names of the folders in a folder."""
         try:
-            return [child.name for child in (self.path / name).iterdir() if child.is_dir()]
+            with os.scandir(self.path / name) as children:
+                return [child.name for child in children if child.is_dir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
 
