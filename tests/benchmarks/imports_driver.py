@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import numpy.ma  # noqa: F401 - by numpy itself, at the first np.unique: an import of a package
+
 from fsdp_inspect import open_run
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.overlap import measure_overlap

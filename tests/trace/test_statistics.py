@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from fsdp_inspect.trace.statistics import Distribution, median, percentile
+from fsdp_inspect.trace.statistics import Distribution, median, medians, percentile
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,22 @@ from fsdp_inspect.trace.statistics import Distribution, median, percentile
 )
 def test_the_median_is_one_of_the_values(values, expected):
     assert median(values) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        pytest.param([[3, 1, 2], [9, 9, 7]], [2, 9], id="equally long"),
+        pytest.param([[4, 1, 3, 2], [5, 8]], [2, 5], id="of different lengths"),
+        pytest.param([[], [6]], [0, 6], id="one is empty"),
+        pytest.param([[], []], [0, 0], id="all are empty"),
+        pytest.param([], [], id="no rows"),
+    ],
+)
+def test_medians_of_rows_are_those_of_each_row(rows, expected):
+    arrays = [np.array(row, dtype=np.int64) for row in rows]
+    assert medians(arrays).tolist() == expected
+    assert [array.tolist() for array in arrays] == rows
 
 
 def test_percentiles_are_observed_values():

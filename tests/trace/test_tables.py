@@ -26,6 +26,17 @@ def test_a_mask_and_an_index_both_choose_rows():
     assert table.where(np.array([2, 0])).value.tolist() == [3.0, 1.0]
 
 
+def test_a_mask_that_chooses_every_row_gives_the_table_itself():
+    table = scalars(1.0, 2.0)
+    assert table.where(table.value > 0) is table
+    assert table.where(np.array([1, 0])).value.tolist() == [2.0, 1.0]
+
+
+def test_a_mask_of_another_length_is_a_mistake():
+    with pytest.raises(AssertionError, match="a mask of 2 for 3 rows"):
+        scalars(1.0, 2.0, 3.0).where(np.array([True, False]))
+
+
 def test_consecutive_rows_are_a_view_and_not_a_copy():
     table = scalars(1.0, 2.0, 3.0)
     part = table.between(1, 3)
