@@ -1,0 +1,82 @@
+"""Can a stranger take the advice from the page: read it, save the plan, try it out?"""
+
+import pytest
+
+from fsdp_inspect.advice.advise import Wishes
+from fsdp_inspect.digest.advising import advise_run
+from fsdp_inspect.formatting import format_ns
+from fsdp_inspect.store.folder import list_runs
+from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.trace.plan import Plan
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def entry(recorded_runs):
+    return next(one for one in list_runs(recorded_runs) if one.id.startswith("tiny"))
+
+
+@pytest.fixture(scope="module")
+def advice(entry):
+    return advise_run(open_run(entry.path), Wishes())
+
+
+def test_the_plan_that_is_saved_is_the_advised_one(server, tab, entry, advice):
+    dashboard = tab(server)
+    dashboard.open("advice", run=entry.id)
+    assert dashboard.headline() == advice.answer.replace("->", "→")
+    with dashboard.page.expect_download() as download:
+        dashboard.page.locator(".st-key-plan-fastest button").first.click()
+    assert download.value.suggested_filename == "plan.toml"
+    assert Plan.load(download.value.path()) == advice.plan.fastest.plan
+    with dashboard.page.expect_download() as download:
+        dashboard.page.locator(".st-key-prediction button").first.click()
+    assert advice.run_id in download.value.path().read_text()
+
+
+def test_a_change_opens_in_what_if_with_the_same_number(server, tab, entry, advice):
+    dashboard = tab(server)
+    dashboard.open("advice", run=entry.id)
+    card = dashboard.page.locator(".st-key-card-change-1")
+    card.get_by_text("Open in What-if").click()
+    dashboard.page.wait_for_url("**/what_if?**")
+    dashboard.page.locator(".st-key-card-knobs").wait_for()
+    dashboard.settle()
+    first = advice.plan.suggestions[0]
+    assert dashboard.page.get_by_test_id("stMetricValue").first.inner_text() == format_ns(
+        first.step_ns
+    )
+    dashboard.shown = None
+
+
+def test_evidence_is_one_click_away(server, tab, entry, advice):
+    dashboard = tab(server)
+    dashboard.open("advice", run=entry.id)
+    dashboard.page.locator(".st-key-card-change-1").get_by_text("timeline", exact=True).click()
+    dashboard.page.wait_for_url("**/timeline?**")
+    dashboard.shown = None
+
+
+def test_a_memory_limit_changes_the_advice(server, tab, entry):
+    dashboard = tab(server)
+    dashboard.open("advice", run=entry.id)
+    box = dashboard.page.locator(".st-key-limit input")
+    box.fill("1MiB")
+    box.press("Enter")
+    dashboard.page.wait_for_function(
+        "() => document.querySelector('.st-key-headline').innerText.includes('1.00 MiB')"
+    )
+    assert "limit=1MiB" in dashboard.page.url
+    dashboard.shown = None
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1920, "dark"), (800, "light")])
+def test_it_fits_the_window_and_is_pictured(server, tab, entry, screenshots, width, scheme):
+    dashboard = tab(server, width=width, scheme=scheme)
+    dashboard.open("advice", run=entry.id)
+    main = dashboard.page.get_by_test_id("stMain")
+    assert main.evaluate("main => main.scrollWidth <= main.clientWidth")
+    picture = screenshots / f"advice-{scheme}-{width}.png"
+    dashboard.screenshot(picture)
+    assert picture.stat().st_size > 20_000

@@ -1,0 +1,94 @@
+"""Can a stranger compare two runs: choose them, read what differs, send it on?"""
+
+import pytest
+
+from fsdp_inspect.digest.comparison import compare_runs
+from fsdp_inspect.store.folder import list_runs
+from fsdp_inspect.store.reader import open_run
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def entries(recorded_runs):
+    """Two runs of one model, the older one first."""
+    found = {one.id: one for one in list_runs(recorded_runs)}
+    names = sorted(name for name in found if "2-ranks" in name)
+    return [found[name] for name in names]
+
+
+@pytest.fixture(scope="module")
+def comparison(entries):
+    return compare_runs(*(open_run(entry.path) for entry in entries))
+
+
+def said(text):
+    """A sentence as Markdown shows it: with real arrows."""
+    return text.replace("->", "→")
+
+
+def open_comparison(dashboard, entries, **more):
+    before, after = entries
+    dashboard.open("compare", baseline=before.id, **{"with": after.id}, **more)
+
+
+def test_the_answer_the_settings_and_both_steps_are_there(server, tab, entries, comparison):
+    dashboard = tab(server)
+    open_comparison(dashboard, entries)
+    assert dashboard.headline() == said(comparison.answer)
+    main = dashboard.page.get_by_test_id("stMain").inner_text()
+    assert main.index("What differs in their settings") < main.index("What they cost")
+    canvas = dashboard.page.locator(".st-key-card-timelines canvas[data-draws]")
+    canvas.wait_for()
+    for entry in entries:
+        assert entry.id in canvas.get_attribute("aria-label")
+
+
+def test_the_measure_of_units_is_in_the_address(server, tab, entries):
+    dashboard = tab(server)
+    open_comparison(dashboard, entries)
+    dashboard.page.get_by_role("radio", name="backward", exact=True).click()
+    dashboard.page.wait_for_url("**measure=backward**")
+    dashboard.settle()
+    card = dashboard.page.locator(".st-key-card-units")
+    assert "backward of each unit" in card.inner_text()
+    dashboard.shown = None
+
+
+def test_the_address_opens_the_same_comparison_in_a_second_browser(
+    server, tab, entries, comparison, browser
+):
+    dashboard = tab(server)
+    open_comparison(dashboard, entries, measure="forward")
+    address = dashboard.page.url
+    context = browser.new_context()
+    try:
+        page = context.new_page()
+        page.set_default_timeout(60_000)
+        page.goto(address)
+        page.locator(".st-key-card-units").wait_for()
+        assert page.locator(".st-key-headline").inner_text() == said(comparison.answer)
+        assert "forward of each unit" in page.locator(".st-key-card-units").inner_text()
+    finally:
+        context.close()
+
+
+def test_the_comparison_is_saved_as_one_html_file(server, tab, entries, comparison):
+    dashboard = tab(server)
+    open_comparison(dashboard, entries)
+    with dashboard.page.expect_download() as download:
+        dashboard.page.get_by_role("button", name="HTML report").click()
+    page = download.value.path().read_text()
+    assert "2 sides compared" in page
+    assert "<script" not in page
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1920, "dark"), (800, "light")])
+def test_it_fits_the_window_and_is_pictured(server, tab, entries, screenshots, width, scheme):
+    dashboard = tab(server, width=width, scheme=scheme)
+    open_comparison(dashboard, entries)
+    main = dashboard.page.get_by_test_id("stMain")
+    assert main.evaluate("main => main.scrollWidth <= main.clientWidth")
+    picture = screenshots / f"compare-{scheme}-{width}.png"
+    dashboard.screenshot(picture)
+    assert picture.stat().st_size > 20_000

@@ -1,0 +1,95 @@
+"""Does a prediction move with the knobs in a real browser, and travel with its address?"""
+
+import time
+
+import pytest
+
+from fsdp_inspect.formatting import format_ns
+from fsdp_inspect.simulation.changes import Changes, apply_changes
+from fsdp_inspect.simulation.recorded import observed_plan
+from fsdp_inspect.simulation.scenario import resolve_plan
+from fsdp_inspect.simulation.simulate import simulate
+from fsdp_inspect.store.folder import list_runs
+from fsdp_inspect.store.reader import open_run
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def entry(recorded_runs):
+    """A run that can be simulated."""
+    return next(one for one in list_runs(recorded_runs) if one.id.startswith("tiny"))
+
+
+@pytest.fixture(scope="module")
+def run(entry):
+    return open_run(entry.path)
+
+
+def step_of(run, **options):
+    """The predicted step, by the library."""
+    plan = apply_changes(resolve_plan(observed_plan(run), run.manifest), Changes())
+    return format_ns(simulate(run, plan, **options).predicted.step_time_ns)
+
+
+def shown_step(dashboard):
+    return dashboard.page.get_by_test_id("stMetricValue").first.inner_text()
+
+
+def test_a_slider_changes_the_number_the_headline_and_the_address(server, tab, entry, run):
+    dashboard = tab(server)
+    dashboard.open("what_if", run=entry.id)
+    before = shown_step(dashboard)
+    assert before == step_of(run)
+    slider = dashboard.page.locator(".st-key-bandwidth input[type=range]")
+    slider.focus()
+    begun = time.monotonic()
+    slider.press("ArrowRight")
+    dashboard.page.wait_for_function(
+        f"() => !document.querySelector('.st-key-headline').innerText.includes('{before}')"
+    )
+    assert time.monotonic() - begun < 5
+    dashboard.settle()
+    assert shown_step(dashboard) == step_of(run, bus_bytes_per_s=10e6)
+    assert shown_step(dashboard) in dashboard.headline()
+    assert "bandwidth=10MB" in dashboard.page.url
+    dashboard.shown = None
+
+
+def test_the_address_opens_the_same_prediction_in_a_second_browser(
+    server, tab, entry, run, browser
+):
+    dashboard = tab(server)
+    dashboard.open("what_if", run=entry.id, bandwidth="1GB/s", wrap="every:2")
+    address, headline = dashboard.page.url, dashboard.headline()
+    context = browser.new_context()
+    try:
+        page = context.new_page()
+        page.set_default_timeout(60_000)
+        page.goto(address)
+        page.locator(".st-key-card-keep code").first.wait_for()
+        assert page.locator(".st-key-headline").inner_text() == headline
+        command = page.locator(".st-key-card-keep code").first.inner_text()
+        assert command.endswith("--wrap every:2 --bandwidth 1GB/s")
+    finally:
+        context.close()
+
+
+def test_the_plan_that_is_saved_is_the_one_that_is_shown(server, tab, entry):
+    dashboard = tab(server)
+    dashboard.open("what_if", run=entry.id, wrap="every:3")
+    with dashboard.page.expect_download() as download:
+        dashboard.page.get_by_role("button", name="plan.toml").click()
+    text = download.value.path().read_text()
+    assert '"layers.0", "layers.1", "layers.2"' in text
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1920, "dark"), (800, "light")])
+def test_it_fits_the_window_and_is_pictured(server, tab, entry, screenshots, width, scheme):
+    dashboard = tab(server, width=width, scheme=scheme)
+    dashboard.open("what_if", run=entry.id, wrap="every:2", bandwidth="1GB/s")
+    main = dashboard.page.get_by_test_id("stMain")
+    assert main.evaluate("main => main.scrollWidth <= main.clientWidth")
+    picture = screenshots / f"what-if-{scheme}-{width}.png"
+    dashboard.screenshot(picture)
+    assert picture.stat().st_size > 20_000
