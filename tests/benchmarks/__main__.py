@@ -75,6 +75,12 @@ def _imports(options: argparse.Namespace, folder: Path) -> list[Figure]:
     return measure_imports(folder, num_events=options.trace_events, rounds=options.import_rounds)
 
 
+def _timeline(options: argparse.Namespace, folder: Path) -> list[Figure]:
+    from tests.benchmarks.timeline import measure_timeline
+
+    return measure_timeline(folder)
+
+
 BENCHMARKS: dict[str, Callable[[argparse.Namespace, Path], list[Figure]]] = {
     "overhead": _overhead,
     "accuracy": _accuracy,
@@ -82,6 +88,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace, Path], list[Figure]]] = {
     "startup": _startup,
     "imports": _imports,
     "scale": _scale,
+    "timeline": _timeline,
 }
 
 

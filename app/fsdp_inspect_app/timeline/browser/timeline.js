@@ -129,8 +129,8 @@ class Timeline {
     this.canvas.style.width = `${this.width}px`;
     this.canvas.style.height = `${this.height}px`;
     this.pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-    this.draw();
     this.requestDetail();
+    this.draw();
   }
 
   // ---- what the server is asked ----
@@ -141,8 +141,9 @@ class Timeline {
     const { start, end } = this.view;
     const isCovered = header.data_start_ns <= start && header.data_end_ns >= end;
     const isSharp = header.is_exact || header.ns_per_px <= (this.length / this.plotWidth) * 1.05;
+    this.isComplete = isCovered && isSharp;
     clearTimeout(this.request);
-    if (!isCovered || !isSharp) this.request = setTimeout(() => this.send(), REQUEST_DELAY_MS);
+    if (!this.isComplete) this.request = setTimeout(() => this.send(), REQUEST_DELAY_MS);
   }
 
   send() {
@@ -715,6 +716,7 @@ class Timeline {
       endNs: Math.round(this.view.end),
       rectangles: this.drawing.length,
       exact: this.drawing.header.is_exact,
+      complete: this.isComplete,
       selected: this.selected,
       arrows: this.selected === NONE ? 0 : this.drawing.arrowsOf(this.selected).length,
       pinned: this.pinned.join(","),
