@@ -10,6 +10,7 @@ from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.run import RunStatus
+from fsdp_inspect.trace.tables import EventTable
 from tests.store.writing import STEP_NS, event_row, make_manifest, make_record
 
 ROWS_PER_STEP = 4
@@ -24,20 +25,21 @@ def path(tmp_path):
 def write_steps(path, rank, *, num_steps=3, ago_s=0.0, **record):
     """A rank whose last step ended that long ago; it goes on recording."""
     known = make_record(rank, **record)
-    clock = known.clock_start
-    begun = clock.monotonic_ns - int(ago_s * 1e9) - num_steps * STEP_NS
+    begun = known.clock_start.monotonic_ns - int(ago_s * 1e9) - num_steps * STEP_NS
     writer = RankWriter(path, known)
+    append_steps(writer, range(num_steps), begun_ns=begun)
+    return writer
+
+
+def append_steps(writer, steps, *, begun_ns):
+    """Steps of 1 µs on the clock of the rank, on disk when this returns."""
     times = ("start_ns", "end_ns", "issue_ns", "need_ns")
-    for number in range(num_steps * ROWS_PER_STEP):
-        row = event_row(number)
-        names = list(type(open_run(path).events(rank)).DTYPES)
-        shifted = [
-            value + begun if name in times and value >= 0 else value
-            for name, value in zip(names, row, strict=True)
-        ]
+    for number in range(steps.start * ROWS_PER_STEP, steps.stop * ROWS_PER_STEP):
+        row = zip(EventTable.DTYPES, event_row(number), strict=True)
+        shifted = (value + begun_ns if name in times and value >= 0 else value
+                   for name, value in row)  # fmt: skip
         writer.events.append(tuple(shifted))
     writer.flush()
-    return writer
 
 
 def look(path, feed=None):

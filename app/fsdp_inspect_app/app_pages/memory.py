@@ -81,6 +81,8 @@ def show_page(entry: RunEntry, manifest: RunManifest, run_digest: RunDigest) -> 
             memory_wording.describe_nothing(whole),
             remedy="" if whole.source == "imported" else _REMEDY,
         )
+        if whole.source == "imported":
+            page_link("imports", "Import a memory snapshot", icon=":material/input:")
         return
     answer = st.container()
     left, right = st.columns([1, 3], vertical_alignment="bottom")

@@ -1,0 +1,44 @@
+"""Does the page of a run that is being recorded move by itself, and say when a rank dies?"""
+
+import time
+
+import pytest
+
+from fsdp_inspect.store.folder import create_run
+from fsdp_inspect.trace.run import RunStatus
+from tests.browser.conftest import serve
+from tests.digest.test_live import append_steps, write_steps
+from tests.store.writing import make_manifest
+
+pytestmark = pytest.mark.browser
+
+NO_PROCESS = 2**22 + 1
+AHEAD_S = 600
+"""Steps end in the future, so that none of them is ever long ago on a slow machine."""
+
+
+@pytest.fixture
+def live(tmp_path, free_port):
+    """A server, and the writers of the two ranks of the run that it shows."""
+    create_run(tmp_path / "runs" / "now", make_manifest(run_id="now"))
+    writers = [write_steps(tmp_path / "runs" / "now", rank, ago_s=-AHEAD_S) for rank in (0, 1)]
+    with serve(tmp_path / "runs", free_port(), tmp_path / "log") as address:
+        yield address, writers
+    for writer in writers:
+        writer.close(RunStatus.COMPLETE)
+
+
+def test_a_run_is_followed_until_a_rank_dies(live, tab, screenshots):
+    address, writers = live
+    dashboard = tab(address)
+    dashboard.open("live", run="now")
+    headline = dashboard.page.locator(".st-key-headline")
+    assert headline.inner_text().startswith("Step 2 took 1.00 µs")
+    later_ns = time.monotonic_ns() + AHEAD_S * 10**9
+    for writer in writers:
+        append_steps(writer, range(3, 6), begun_ns=later_ns)
+    headline.get_by_text("Step 5 took").wait_for()
+    dashboard.screenshot(screenshots / "live-light-1280.png")
+    writers[1].update(pid=NO_PROCESS)
+    writers[1].flush()
+    headline.get_by_text("Rank 1 stopped without a word.").wait_for()

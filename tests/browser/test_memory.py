@@ -1,0 +1,60 @@
+"""Does a stranger with a browser see what fills memory, and can a link say which rank and step?"""
+
+import pytest
+
+from fsdp_inspect import open_run
+from fsdp_inspect.digest.memory import digest_memory
+from fsdp_inspect.report.memory_wording import describe_memory
+from fsdp_inspect.store.folder import list_runs
+from tests.app.synthetic import make_run, write_run
+from tests.browser.conftest import serve
+
+pytestmark = pytest.mark.browser
+
+SAMPLE = "tiny-2-ranks/run"
+
+
+@pytest.fixture(scope="module")
+def odd_server(tmp_path_factory, free_port):
+    """A run of an allocator whose rank 1 failed."""
+    folder = tmp_path_factory.mktemp("memory")
+    run = make_run(num_steps=8)
+    write_run(folder / "runs" / "failed", run, failures={1: "out of memory in step 5"})
+    with serve(folder / "runs", free_port(), folder / "log") as address:
+        yield address
+
+
+def test_memory_says_the_peak_first_and_names_it_in_the_chart(server, tab, recorded_runs):
+    if not any(entry.id == SAMPLE for entry in list_runs(recorded_runs)):
+        pytest.skip("this checkout has no samples")
+    dashboard = tab(server)
+    dashboard.open("memory", run=SAMPLE)
+    digest = digest_memory(open_run(recorded_runs / SAMPLE))
+    assert dashboard.headline() == describe_memory(digest)
+    card = dashboard.page.locator(".st-key-card-memory-step")
+    assert "layers.5" in card.inner_text()
+    assert "peak 25.1 MiB" in " ".join(card.locator(".annotation").all_text_contents())
+
+
+def test_a_link_opens_rank_and_step_in_another_browser(odd_server, browser, tab):
+    tab(odd_server).open("memory", run="failed", rank="1", step="4")
+    address = tab(odd_server).page.url
+    assert "rank=1" in address
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(address)
+    page.get_by_text("Through step 4 of rank 1").wait_for()
+    context.close()
+
+
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(1280, "light"), (1920, "dark"), (800, "light")], ids=str
+)
+def test_memory_fits_the_window_and_is_pictured(
+    server, tab, recorded_runs, screenshots, width, scheme
+):
+    dashboard = tab(server, width=width, scheme=scheme)
+    dashboard.open("memory", run=min(entry.id for entry in list_runs(recorded_runs)))
+    main = dashboard.page.get_by_test_id("stMain")
+    assert main.evaluate("main => main.scrollWidth <= main.clientWidth")
+    dashboard.screenshot(screenshots / f"memory-{scheme}-{width}.png")
