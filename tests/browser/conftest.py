@@ -16,6 +16,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
 from fsdp_inspect.store.folder import list_runs
 from tests.app.synthetic import make_run, write_run
+from tests.browser.states import write_states
 
 SAMPLES = Path(__file__).parents[2] / "samples"
 SCREENSHOTS = "FSDP_INSPECT_SCREENSHOTS"
@@ -168,6 +169,22 @@ def server(
 ) -> Iterator[str]:
     log = tmp_path_factory.mktemp("server") / "log"
     with serve(recorded_runs, free_port(), log) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def states_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of every state: see `tests.browser.states`."""
+    return write_states(tmp_path_factory.mktemp("states"))
+
+
+@pytest.fixture(scope="session")
+def states_server(
+    states_folder: Path, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """Serves them."""
+    log = tmp_path_factory.mktemp("states-server") / "log"
+    with serve(states_folder, free_port(), log) as address:
         yield address
 
 

@@ -46,7 +46,7 @@ def _run_row(
     entry: RunEntry, found: Found, reference: RunSummary | None, marks: dict[str, str]
 ) -> dict[str, Any]:
     row = found.rows.get(entry.id)
-    recorded = pd.to_datetime(entry.created_unix_ns) if entry.created_unix_ns else pd.NaT
+    recorded = pd.Timestamp(entry.created_unix_ns) if entry.created_unix_ns else pd.NaT
     known = {"run": entry.id, "mark": marks.get(entry.id, "")}
     if row is None:
         status = UNREADABLE if entry.id in found.problems else READING

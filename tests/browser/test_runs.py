@@ -1,0 +1,101 @@
+"""Does the list of runs show them all, find one, and lead to one or to a comparison?"""
+
+import re
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+pytestmark = pytest.mark.browser
+
+RUNS = ("recorded", "imported", "crashed", "partial", "hostile", "newer", "many-ranks")
+NAME_X, BOX_X, FIRST_ROW_Y, ROW_HEIGHT = 70, 16, 52, 35
+
+
+def click_row(dashboard, row, x):
+    table = dashboard.page.get_by_test_id("stDataFrame").first
+    table.click(position={"x": x, "y": FIRST_ROW_Y + ROW_HEIGHT * row})
+
+
+def listed(dashboard):
+    """The cells of the list, row by row, as a screen reader has them."""
+    rows = dashboard.page.get_by_test_id("stDataFrame").first.locator("tbody tr")
+    rows.first.wait_for(state="attached")
+    return [row.locator("td").all_text_contents() for row in rows.all()]
+
+
+def address_of(dashboard):
+    return parse_qs(urlsplit(dashboard.page.url).query)
+
+
+def test_every_run_is_listed_with_its_status(states_server, tab):
+    dashboard = tab(states_server)
+    dashboard.open("")
+    dashboard.page.wait_for_function(
+        "() => !document.querySelector('[data-testid=stProgress]')", timeout=60_000
+    )
+    assert dashboard.headline().startswith(f"{len(RUNS)} runs, from ")
+    statuses = {cells[0]: cells[1] for cells in listed(dashboard)}
+    assert statuses == {
+        "recorded": "complete",
+        "imported": "imported",
+        "crashed": "crashed",
+        "partial": "partial",
+        "hostile": "complete",
+        "newer": "unreadable",
+        "many-ranks": "complete",
+    }
+
+
+def test_a_search_is_kept_in_the_address_and_found_by_a_colleague(states_server, tab, browser):
+    dashboard = tab(states_server)
+    dashboard.open("")
+    search = dashboard.page.get_by_test_id("stTextInputField")
+    search.fill("imported")
+    search.press("Enter")
+    dashboard.page.wait_for_url("**search=imported**")
+    dashboard.settle()
+    colleague = browser.new_context().new_page()
+    colleague.goto(dashboard.page.url)
+    rows = colleague.get_by_test_id("stDataFrame").first.locator("tbody tr")
+    rows.first.wait_for(state="attached")
+    assert rows.count() == 1
+    colleague.context.close()
+
+
+def test_a_click_on_a_name_opens_the_run(states_server, tab):
+    dashboard = tab(states_server)
+    dashboard.open("", search="many-ranks")
+    click_row(dashboard, 0, NAME_X)
+    dashboard.page.wait_for_url("**/overview?**")
+    dashboard.settle()
+    assert address_of(dashboard)["run"] == ["many-ranks"]
+    assert "1024 ranks" in dashboard.page.get_by_test_id("stMain").inner_text()
+
+
+def test_ticked_runs_lead_to_their_comparison(states_server, tab):
+    dashboard = tab(states_server)
+    dashboard.open("", baseline="recorded", search="bfloat16")
+    assert listed(dashboard)[0][:2] == ["recorded", "baseline"]
+    click_row(dashboard, 1, BOX_X)
+    link = dashboard.page.get_by_role("link", name=re.compile("Compare 2 runs"))
+    link.wait_for()
+    other = address_of(dashboard)["with"]
+    link.click()
+    dashboard.page.wait_for_url("**/compare?**")
+    dashboard.settle()
+    shown = address_of(dashboard)
+    assert (shown["baseline"], shown["with"]) == (["recorded"], other)
+
+
+def test_pinned_runs_come_first_also_after_another_page(states_server, tab):
+    dashboard = tab(states_server)
+    dashboard.open("", pin="partial")
+    assert listed(dashboard)[0][:2] == ["partial", "pinned"]
+    navigation = dashboard.page.get_by_test_id("stSidebarNav")
+    navigation.get_by_role("link", name="Units").click()
+    dashboard.page.wait_for_url("**/units**")
+    dashboard.settle()
+    navigation.get_by_role("link", name="Runs").click()
+    dashboard.page.get_by_test_id("stDataFrame").first.wait_for()
+    dashboard.page.wait_for_url("**pin=partial**")
+    assert listed(dashboard)[0][:2] == ["partial", "pinned"]
