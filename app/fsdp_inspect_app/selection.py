@@ -10,6 +10,9 @@ if it were not there. The parameters, on all pages:
     with       a run that is compared; repeats
     baseline   the run that the others are compared with
     pin        a run that is listed first; repeats
+    window     timeline: START-END, ns from the start of the step
+    span       timeline: RANK-NUMBER of the selected event
+    top        timeline: a rank that stays at the top; repeats
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -350,7 +350,7 @@ def _describe_clocks(tracks: TrackSet) -> list[str]:
 @st.fragment
 def _show_spans(tracks: TrackSet) -> None:
     """The table for those who cannot see the canvas; made and sent only once it is opened."""
-    total = len(tracks.timeline.timed_spans)
+    total = tracks.num_timed_spans
     panel = st.expander(f"The same as a table: {total} spans", key="spans-panel", on_change="rerun")
     if not panel.open:
         return

@@ -15,7 +15,7 @@ from fsdp_inspect_app.timeline.lod import MAX_RECTANGLES, MAX_SPANS, Drawing, Vi
 from fsdp_inspect_app.timeline.memory import MemoryCurve
 from fsdp_inspect_app.timeline.packing import pack
 from fsdp_inspect_app.timeline.track_set import Place, Tracks, TrackSet
-from fsdp_inspect_app.timeline.tracks import LOOKS, Lane, StepTimeline, Track
+from fsdp_inspect_app.timeline.tracks import LOOKS, Lane, Track
 
 MAX_READINGS = 8_000
 """Readings of memory that are sent, over all ranks."""
@@ -44,21 +44,20 @@ def lane_label(lane: Lane, manifest: RunManifest) -> str:
     return clock_label(manifest) if lane.track is Track.CLOCK else _TRACK_LABELS[lane.track]
 
 
-def describe_timeline(timeline: StepTimeline) -> str:
+def describe_step(member: TrackSet) -> str:
     """A step's picture in words, for those who cannot see it."""
+    timeline = member.timeline
     ranks = ", ".join(str(window.rank) for window in timeline.windows)
     return (
         f"Timeline of step {timeline.step} on ranks {ranks}: {format_ns(timeline.end_ns)}, "
-        f"{len(timeline.timed_spans)} spans in {len(timeline.lanes)} lanes."
+        f"{member.num_timed_spans} spans in {len(timeline.lanes)} lanes."
     )
 
 
 def describe_tracks(tracks: Tracks) -> str:
     """The whole picture in words, and how it is used without a pointer."""
     pictures = [
-        f"{member.title}: {describe_timeline(member.timeline)}"
-        if member.title
-        else describe_timeline(member.timeline)
+        f"{member.title}: {describe_step(member)}" if member.title else describe_step(member)
         for member in tracks.members
     ]
     return (
@@ -169,8 +168,7 @@ def _describe_lanes(tracks: Tracks) -> list[dict[str, Any]]:
 
 
 def _legend(tracks: Tracks) -> list[int]:
-    looks = [np.unique(member.timeline.spans.look) for member in tracks.members]
-    return [int(look) for look in np.unique(np.concatenate(looks))]
+    return sorted({look for member in tracks.members for look in member.looks})
 
 
 def _describe_opening(tracks: Tracks, asked: Asked) -> dict[str, Any]:

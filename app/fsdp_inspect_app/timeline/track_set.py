@@ -29,6 +29,10 @@ class TrackSet:
     manifest: RunManifest
     """For the names of units and groups."""
     index: SpanIndex
+    looks: tuple[int, ...]
+    """Positions in `LOOKS` of what it holds, ascending."""
+    num_timed_spans: int
+    """Of all its spans but the marks."""
     title: str = ""
     """Written above its lanes; needed where a drawing has several sets."""
 
@@ -39,7 +43,8 @@ class TrackSet:
         index = SpanIndex(
             lane=spans.lane, look=spans.look, start_ns=spans.start_ns, end_ns=spans.end_ns
         )
-        return cls(timeline, manifest, index, title)
+        looks = tuple(np.unique(spans.look).tolist())
+        return cls(timeline, manifest, index, looks, len(timeline.timed_spans), title)
 
     @property
     def key(self) -> str:

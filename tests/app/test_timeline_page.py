@@ -1,0 +1,49 @@
+"""Which step does the timeline show where only some kept their events, and what of the others?"""
+
+import pytest
+from fsdp_inspect_app.timeline.steps import find_drawable_steps, find_sampled_steps
+
+from fsdp_inspect import open_run
+from fsdp_inspect.store.compacted import write_compacted
+from fsdp_inspect.store.compaction import compact_run
+from fsdp_inspect.store.folder import rank_folder
+from fsdp_inspect.store.schema import EVENTS
+from tests.app.conftest import start_app
+from tests.app.synthetic import make_run, write_run
+from tests.app.test_pages import read
+
+
+@pytest.fixture(scope="module")
+def thinned(tmp_path_factory):
+    """Eight steps in the summary; one run kept the events of three, another of none."""
+    folder = tmp_path_factory.mktemp("thinned")
+    run = make_run(num_steps=8)
+    for name, kept in (("some", [0, 5, 7]), ("none", [])):
+        write_run(folder / name, run)
+        compact_run(folder / name)
+        for rank in (0, 1):
+            target = rank_folder(folder / name, 0, rank) / EVENTS.compacted_name
+            events = run.events(rank, steps=kept)
+            write_compacted(target, EVENTS, events, covered_rows=len(events))
+    return folder
+
+
+def test_steps_that_kept_their_events_are_told_from_those_that_did_not(thinned):
+    assert find_drawable_steps(open_run(thinned / "some"), rank=0) == (0, 5, 7)
+    assert find_drawable_steps(open_run(thinned / "none"), rank=0) == ()
+    assert find_sampled_steps(open_run(thinned / "some")) == tuple(range(8))
+
+
+def test_only_steps_with_events_can_be_chosen_and_the_others_are_counted(thinned):
+    app = start_app(thinned, "timeline", run="some", step="6")
+    assert not app.exception
+    [picker] = [box for box in app.selectbox if box.label == "Step"]
+    assert [option.split(" ")[0] for option in picker.options] == ["0", "5", "7"]
+    assert app.query_params["step"] in ("0", "5", "7")
+    assert "3 of 8 finished steps kept their events" in read(app)
+
+
+def test_without_any_events_the_page_says_what_there_is_instead(thinned):
+    app = start_app(thinned, "timeline", run="none")
+    assert not app.exception
+    assert "The events of this run's steps are not here" in read(app)
