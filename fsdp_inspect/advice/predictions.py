@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from fsdp_inspect.advice.advise import PlanAdvice
+from fsdp_inspect.advice.advise import PlanAdvice, Wishes
 from fsdp_inspect.simulation.recorded import observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan
 from fsdp_inspect.simulation.simulate import Simulation, simulate
@@ -32,12 +32,13 @@ class Origin:
     latency_ns: float | None = None
 
 
-def predict_advised(run: RunSource, advised: PlanAdvice) -> Prediction:
+def predict_advised(run: RunSource, advised: PlanAdvice, wishes: Wishes) -> Prediction:
     """What is predicted of the plan that was advised.
 
     Args:
         run: The baseline: the run that the advice is for.
         advised: The advice.
+        wishes: What it was for: it may be another network.
     """
     fastest = advised.fastest
     origin = Origin(
@@ -45,8 +46,16 @@ def predict_advised(run: RunSource, advised: PlanAdvice) -> Prediction:
         what=fastest.what,
         rules=[rule for each in advised.suggestions for rule in each.rules],
         assumptions=fastest.assumptions,
+        bus_bytes_per_s=wishes.bus_bytes_per_s,
+        latency_ns=wishes.latency_ns,
     )
-    return make_prediction(run, simulate(run, fastest.plan), origin)
+    simulation = simulate(
+        run,
+        fastest.plan,
+        bus_bytes_per_s=wishes.bus_bytes_per_s,
+        latency_ns=wishes.latency_ns,
+    )
+    return make_prediction(run, simulation, origin)
 
 
 def make_prediction(run: RunSource, simulation: Simulation, origin: Origin) -> Prediction:

@@ -21,7 +21,7 @@ from fsdp_inspect.cli.arguments import (
 from fsdp_inspect.cli.playing import playing
 
 if TYPE_CHECKING:
-    from fsdp_inspect.advice.advise import Advice
+    from fsdp_inspect.advice.advise import Advice, Wishes
     from fsdp_inspect.digest.track_record import TrackRecord
     from fsdp_inspect.store.reader import StoredRun
 
@@ -84,7 +84,7 @@ def advise(  # noqa: PLR0913 - one argument an option
     with playing() as on_play:
         advice = advise_run(source, wishes, on_play=on_play)
     if write is not None:
-        _write(source, advice, write)
+        _write(source, advice, wishes, write)
     record = _earlier(source, advice)
     if as_json:
         print(render_run_json(source, {**to_plain(advice), "track_record": record.tally}))
@@ -126,7 +126,7 @@ def _parse_time_limit(text: str | None) -> int | None:
     return None if limit is None else round(limit)
 
 
-def _write(run: "StoredRun", advice: "Advice", path: Path) -> None:
+def _write(run: "StoredRun", advice: "Advice", wishes: "Wishes", path: Path) -> None:
     """The plan, and beside it what is predicted of it."""
     from fsdp_inspect.advice.predictions import predict_advised
     from fsdp_inspect.store.predictions import prediction_file_of, write_prediction
@@ -135,7 +135,7 @@ def _write(run: "StoredRun", advice: "Advice", path: Path) -> None:
         raise typer.BadParameter(
             f"There is no plan to write: {advice.refusal}", param_hint="--write"
         )
-    prediction = predict_advised(run, advice.plan)
+    prediction = predict_advised(run, advice.plan, wishes)
     advice.plan.fastest.plan.dump(path)
     write_prediction(prediction, prediction_file_of(path))
     say_how_to_verify(prediction_file_of(path))

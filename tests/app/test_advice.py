@@ -80,7 +80,7 @@ def test_a_limit_that_no_plan_meets_is_said(open_app):
 def test_a_limit_that_is_none_is_explained(open_app):
     app = open_app(SAMPLES, "advice", run=RUN, limit="much")
     assert not app.exception
-    assert "'much' is no amount of memory" in app.error[0].value.replace("\\", "")
+    assert "'much' is no amount of memory above 0" in app.error[0].value.replace("\\", "")
 
 
 def test_other_dtypes_are_tried_when_asked(open_app, run):
@@ -111,7 +111,7 @@ def test_a_run_that_cannot_be_played_says_why_and_what_to_do(shown, name):
 
 def test_what_became_of_a_prediction_stands_beside_it(open_app, run, advice, tmp_path):
     shutil.copytree(SAMPLES / RUN, tmp_path / "tiny")
-    prediction = predict_advised(run, advice.plan)
+    prediction = predict_advised(run, advice.plan, Wishes())
     outcome = Outcome(
         prediction_id=prediction.prediction_id,
         tool_version=__version__,
@@ -133,7 +133,7 @@ def test_what_became_of_a_prediction_stands_beside_it(open_app, run, advice, tmp
 
 def test_a_ledger_above_the_served_folder_is_not_read(open_app, run, advice, tmp_path):
     shutil.copytree(SAMPLES / RUN, tmp_path / "runs" / "tiny")
-    append_entries(tmp_path / LEDGER_FILE, [predict_advised(run, advice.plan)])
+    append_entries(tmp_path / LEDGER_FILE, [predict_advised(run, advice.plan, Wishes())])
     app = open_app(tmp_path / "runs", "advice", run="tiny")
     assert "predicted beside measured" not in read(app)
 
@@ -191,3 +191,20 @@ def test_a_bomb_in_the_address_is_refused():
     assert len(bomb) < 6_000
     with pytest.raises(PlanError, match="cut off or too long"):
         unpack_plan(bomb)
+
+
+def test_advice_for_another_network_and_the_command_that_gives_it(open_app, run):
+    app = open_app(SAMPLES, "advice", run=RUN, bandwidth="1GB/s", limit="64MiB")
+    assert not app.exception
+    wishes = Wishes(memory_limit=64 << 20, bus_bytes_per_s=1e9)
+    assert advise_run(run, wishes).answer in read(app)
+    words = "--memory-limit 64MiB --bandwidth 1GB/s --write plan.toml"
+    assert any(block.value.endswith(words) for block in app.code)
+
+
+def test_a_prediction_for_another_network_says_so(run):
+    wishes = Wishes(bus_bytes_per_s=1e9)
+    other = advise_run(run, wishes)
+    prediction = predict_advised(run, other.plan, wishes)
+    assert prediction.bus_bytes_per_s == 1e9
+    assert prediction.step_time_ns.value == other.plan.fastest.step_ns

@@ -1,8 +1,9 @@
 """What should be changed about this run, what would it bring, and did it?"""
 
 import shlex
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import streamlit as st
 
@@ -14,7 +15,7 @@ from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.digest.track_record import measure_track_record
 from fsdp_inspect.errors import PredictionError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
-from fsdp_inspect.quantities import parse_bytes
+from fsdp_inspect.quantities import parse_bytes, parse_time_ns
 from fsdp_inspect.report.wording import format_change
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect.store.ledger import find_ledger, read_ledger
@@ -34,6 +35,8 @@ from fsdp_inspect_app.cards import (
 from fsdp_inspect_app.charts.advice import draw_front
 from fsdp_inspect_app.charts.style import CONFIG
 from fsdp_inspect_app.frames.advice import frame_front, frame_outcomes
+from fsdp_inspect_app.knob_widgets import show_knob
+from fsdp_inspect_app.knobs import KNOBS_OF_NETWORK, network_of
 from fsdp_inspect_app.plan_links import pack_plan
 from fsdp_inspect_app.selection import entry_or_stop, follow, link, page_link
 from fsdp_inspect_app.wording import plain
@@ -41,7 +44,8 @@ from fsdp_inspect_app.wording import plain
 _PLAN_FILE = "plan.toml"
 _PREDICTION_FILE = "plan.prediction.json"
 _MOST_UNITS = 4
-_LIMIT_KEY, _DTYPES_KEY = "limit", "dtypes"
+_LIMIT_KEY, _TIME_LIMIT_KEY, _DTYPES_KEY = "limit", "longest", "dtypes"
+T = TypeVar("T")
 _FRONT_KEY = "front"
 _CLICKED_KEY = "clicked in the front"
 _FLOOR = (
@@ -54,12 +58,12 @@ def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None
     """The answer, what comes before the plan, the changes, how to run them, and other plans."""
     show_run_header(manifest, digest)
     answer = st.container()
-    wishes = _ask_wishes(entry)
-    if wishes is None:
+    question = _ask(entry)
+    if question is None:
         with answer:
-            show_headline("How much memory may a plan take\\? Correct the limit below\\.")
+            show_headline("How much may a plan take\\? Correct the limit below\\.")
         return
-    advice = advice_of(entry, wishes)
+    advice = advice_of(entry, question.wishes)
     with answer:
         show_headline(plain(advice.answer))
     if advice.findings:
@@ -68,43 +72,95 @@ def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None
         _show_refusal(advice)
         _show_outcomes(entry, manifest.run_id)
         return
-    _show_plan(entry, advice, advice.plan, digest)
+    _show_plan(entry, advice, question, digest)
 
 
-def _ask_wishes(entry: RunEntry) -> Wishes | None:
-    """What the advice is for; None if the limit cannot be read."""
-    left, right = st.columns([2, 3], vertical_alignment="bottom")
-    with left:
-        asked = st.query_params.get(_LIMIT_KEY, "")
-        follow(_LIMIT_KEY, _LIMIT_KEY, {asked: asked}, "")
-        text = st.text_input(
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the advice is for, and how the command and the address say it."""
+
+    wishes: Wishes
+    command: str
+    network: dict[str, str]
+    """Parameters of the address, for What-if."""
+
+
+def _ask(entry: RunEntry) -> Question | None:
+    """What the advice is for; None if something cannot be read."""
+    columns = st.columns([3, 3, 3, 3, 3], vertical_alignment="bottom")
+    with columns[0]:
+        limit = _ask_amount(
+            _LIMIT_KEY,
             "Memory limit",
-            key=_LIMIT_KEY,
-            placeholder="the device's memory; or such as 80GiB",
-            help="The predicted peak of allocated memory must not exceed it.",
-        ).strip()
-        link(_LIMIT_KEY, text or None)
-    with right:
-        follow(_DTYPES_KEY, _DTYPES_KEY, {"1": True}, False)
-        allow_dtypes = st.toggle(
-            "Also try bfloat16 messages",
-            key=_DTYPES_KEY,
-            help="They halve communication and change the numbers: check that the loss falls.",
+            "such as 80GiB",
+            "The predicted peak of allocated memory must not exceed it; the device's memory unless "
+            "given.",
         )
-        link(_DTYPES_KEY, "1" if allow_dtypes else None)
-    limit = parse_bytes(text) if text else None
-    if text and not limit:
-        st.error(
-            plain(f"{text!r} is no amount of memory. Expected a number with a unit, like 80GiB."),
-            icon=":material/error:",
+    with columns[1]:
+        time_limit = _ask_amount(
+            _TIME_LIMIT_KEY,
+            "Longest step",
+            "such as 300ms",
+            "Of the smallest plan: the recorded step unless given.",
         )
+    network = {}
+    for column, knob in zip(columns[2:4], KNOBS_OF_NETWORK, strict=True):
+        with column:
+            chosen = show_knob(knob)
+            if chosen is not None:
+                network[knob.name] = chosen
+    with columns[4]:
+        allow_dtypes = _ask_dtypes()
+    limit_bytes = _read(limit, parse_bytes, "amount of memory", "80GiB")
+    time_ns = _read(time_limit, parse_time_ns, "time", "300ms")
+    if (limit and not limit_bytes) or (time_limit and not time_ns):
         return None
-    return Wishes(
-        memory_limit=limit,
+    bandwidth, latency = network_of(network)
+    wishes = Wishes(
+        memory_limit=limit_bytes,
+        time_limit_ns=None if time_ns is None else round(time_ns),
         allow_dtypes=allow_dtypes,
+        bus_bytes_per_s=bandwidth,
+        latency_ns=latency,
         run_name=str(entry.path),
         plan_file=_PLAN_FILE,
     )
+    words = ["fsdp-inspect", "advise", str(entry.path)]
+    words += ["--memory-limit", limit] if limit else []
+    words += ["--time-limit", time_limit] if time_limit else []
+    words += ["--allow-dtypes"] if allow_dtypes else []
+    words += [word for name, text in network.items() for word in (f"--{name}", text)]
+    return Question(wishes, shlex.join([*words, "--write", _PLAN_FILE]), network)
+
+
+def _ask_amount(key: str, label: str, example: str, words: str) -> str:
+    asked = st.query_params.get(key, "")
+    follow(key, key, {asked: asked}, "")
+    text = st.text_input(label, key=key, placeholder=example, help=words).strip()
+    link(key, text or None)
+    return text
+
+
+def _ask_dtypes() -> bool:
+    follow(_DTYPES_KEY, _DTYPES_KEY, {"1": True}, False)
+    allow_dtypes = st.toggle(
+        "Try bfloat16 messages",
+        key=_DTYPES_KEY,
+        help="They halve communication and change the numbers: check that the loss falls.",
+    )
+    link(_DTYPES_KEY, "1" if allow_dtypes else None)
+    return allow_dtypes
+
+
+def _read(text: str, parse: Callable[[str], T | None], what: str, example: str) -> T | None:
+    """The value of a text; one that is none is said to be."""
+    value = parse(text) if text else None
+    if text and not value:
+        st.error(
+            plain(f"{text!r} is no {what} above 0. Expected a number with a unit, like {example}."),
+            icon=":material/error:",
+        )
+    return value
 
 
 def _show_refusal(advice: Advice) -> None:
@@ -147,19 +203,22 @@ def _link_units(units: Sequence[str], *, key: str) -> None:
 # --- the plan
 
 
-def _show_plan(entry: RunEntry, advice: Advice, plan: PlanAdvice, digest: RunDigest) -> None:
+def _show_plan(entry: RunEntry, advice: Advice, question: Question, digest: RunDigest) -> None:
+    plan = advice.plan
+    if plan is None:
+        return
     _show_numbers(plan)
     for place, suggestion in enumerate(plan.suggestions, 1):
-        _show_suggestion(place, suggestion, plan)
+        _show_suggestion(place, suggestion, plan, question)
     if plan.suggestions:
-        _show_how_to_run(entry, plan)
+        _show_how_to_run(entry, plan, question)
     _show_outcomes(entry, advice.run_id)
     left, right = st.columns([3, 2])
     with left:
-        _show_front(plan)
+        _show_front(plan, question)
     with right:
         if plan.smallest is not None:
-            _show_alternative(plan.smallest, plan)
+            _show_alternative(plan.smallest, plan, question)
         _show_rest(plan, digest)
     st.caption(plain(_describe_provenance(plan)))
 
@@ -185,7 +244,9 @@ def _show_numbers(plan: PlanAdvice) -> None:
         column.metric(name, value, detail, delta_color="off", delta_arrow="off", border=True)
 
 
-def _show_suggestion(place: int, suggestion: Suggestion, plan: PlanAdvice) -> None:
+def _show_suggestion(
+    place: int, suggestion: Suggestion, plan: PlanAdvice, question: Question
+) -> None:
     ratio = format_ratio(abs(suggestion.saved_ns) / plan.replayed_step_ns)
     verb = "saves" if suggestion.saved_ns >= 0 else "costs"
     low, high = format_ns(suggestion.saved_low_ns), format_ns(suggestion.saved_high_ns)
@@ -206,7 +267,7 @@ def _show_suggestion(place: int, suggestion: Suggestion, plan: PlanAdvice) -> No
         lines += [f"- **Risk**: {plain(line)}" for line in suggestion.risks]
         st.markdown("\n".join(lines))
         _link_units(suggestion.units, key=f"change-{place}")
-        _offer_plan(suggestion.plan, key=f"change-{place}", label="Plan up to here")
+        _offer_plan(suggestion.plan, question, key=f"change-{place}", label="Plan up to here")
 
 
 def _memory(what: Suggestion | Proposal) -> str:
@@ -218,7 +279,7 @@ def _memory(what: Suggestion | Proposal) -> str:
     return f"{format_bytes(what.peak_bytes)} ({sign}{format_bytes(abs(what.added_bytes))})"
 
 
-def _offer_plan(plan: Plan, *, key: str, label: str) -> None:
+def _offer_plan(plan: Plan, question: Question, *, key: str, label: str) -> None:
     """A plan to keep, and to try out."""
     with st.container(horizontal=True, vertical_alignment="center", gap="small"):
         st.download_button(
@@ -232,16 +293,24 @@ def _offer_plan(plan: Plan, *, key: str, label: str) -> None:
         )
         packed = pack_plan(plan)
         if packed is not None:
-            page_link("what_if", "Open in What-if", icon=":material/tune:", plan=packed)
+            page_link(
+                "what_if",
+                "Open in What-if",
+                icon=":material/tune:",
+                plan=packed,
+                **question.network,
+            )
 
 
-def _show_how_to_run(entry: RunEntry, plan: PlanAdvice) -> None:
+def _show_how_to_run(entry: RunEntry, plan: PlanAdvice, question: Question) -> None:
     with show_card("Do it, and see whether it held", key="run"):
         st.markdown("**1\\. Save the plan**, with all changes above, and what is predicted of it:")
-        _offer_plan(plan.fastest.plan, key="fastest", label=_PLAN_FILE)
+        _offer_plan(plan.fastest.plan, question, key="fastest", label=_PLAN_FILE)
         st.download_button(
             _PREDICTION_FILE,
-            lambda: predict_advised(loading.open_entry(entry), plan).model_dump_json(indent=1),
+            lambda: predict_advised(
+                loading.open_entry(entry), plan, question.wishes
+            ).model_dump_json(indent=1),
             file_name=_PREDICTION_FILE,
             mime="application/json",
             icon=":material/download:",
@@ -249,11 +318,7 @@ def _show_how_to_run(entry: RunEntry, plan: PlanAdvice) -> None:
             on_click="ignore",
             help="What is predicted of the plan: verify holds it against the run of the plan.",
         )
-        st.code(
-            f"fsdp-inspect advise {shlex.quote(str(entry.path))} --write {_PLAN_FILE}",
-            language="bash",
-            wrap_lines=True,
-        )
+        st.code(question.command, language="bash", wrap_lines=True)
         st.markdown("**2\\. Shard the model by it**, in place of your own `fully_shard` calls:")
         st.code(plan.snippet, language="python")
         st.markdown("**3\\. Record that run, and hold the prediction against it:**")
@@ -264,7 +329,7 @@ def _show_how_to_run(entry: RunEntry, plan: PlanAdvice) -> None:
 # --- other plans
 
 
-def _show_alternative(proposal: Proposal, plan: PlanAdvice) -> None:
+def _show_alternative(proposal: Proposal, plan: PlanAdvice, question: Question) -> None:
     change = format_change(-proposal.saved_ns / plan.replayed_step_ns)
     with show_card("Instead, for less memory", key="smallest"):
         st.markdown(f"**{plain(proposal.what)}**")
@@ -278,10 +343,10 @@ def _show_alternative(proposal: Proposal, plan: PlanAdvice) -> None:
         lines = [f"- **Assumed**: {plain(line)}" for line in proposal.assumptions]
         lines += [f"- **Risk**: {plain(line)}" for line in proposal.risks]
         st.markdown("\n".join(lines))
-        _offer_plan(proposal.plan, key="smallest", label=_PLAN_FILE)
+        _offer_plan(proposal.plan, question, key="smallest", label=_PLAN_FILE)
 
 
-def _show_front(plan: PlanAdvice) -> None:
+def _show_front(plan: PlanAdvice, question: Question) -> None:
     with show_card("Step time against peak memory, of all plans played", key="front") as header:
         with header:
             show_table_button(frame_front(plan), key="front")
@@ -305,7 +370,7 @@ def _show_front(plan: PlanAdvice) -> None:
                 "predicted."
             )
         )
-        _offer_plan(point.plan, key="front", label=_PLAN_FILE)
+        _offer_plan(point.plan, question, key="front", label=_PLAN_FILE)
 
 
 def _follow_click(points: Sequence[Mapping[str, Any]]) -> None:

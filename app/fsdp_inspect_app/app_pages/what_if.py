@@ -36,6 +36,7 @@ from fsdp_inspect_app.frames.what_if import (
     frame_peaks,
     frame_units,
 )
+from fsdp_inspect_app.knob_widgets import show_knob
 from fsdp_inspect_app.knobs import (
     AS_RECORDED,
     KNOBS_OF_NETWORK,
@@ -49,7 +50,7 @@ from fsdp_inspect_app.knobs import (
 )
 from fsdp_inspect_app.plan_links import unpack_plan
 from fsdp_inspect_app.playing import Bench, play, prepare
-from fsdp_inspect_app.selection import entry_or_stop, follow, link, page_link
+from fsdp_inspect_app.selection import entry_or_stop, page_link
 from fsdp_inspect_app.timeline.component import show_timeline
 from fsdp_inspect_app.timeline.track_set import TrackSet
 from fsdp_inspect_app.timeline.tracks import draw_events
@@ -146,8 +147,8 @@ def _show_knobs(
             turned = any(knob.name in st.query_params for knob in knobs)
             with st.expander(name, expanded=is_open or turned):
                 for knob in knobs:
-                    text = _show_knob(knob, recorded.get(knob.name))
-                    if text != AS_RECORDED:
+                    text = show_knob(knob, recorded.get(knob.name))
+                    if text is not None:
                         chosen[knob.name] = text
                 if knobs is KNOBS_OF_NETWORK:
                     st.caption(plain(_describe_network(bench.work)))
@@ -166,28 +167,6 @@ def _show_knobs(
 def _reset(names: Sequence[str]) -> None:
     for name in names:
         st.session_state[name] = AS_RECORDED
-
-
-def _show_knob(knob: Knob, recorded: str | None) -> str:
-    options = [AS_RECORDED, *knob.options]
-    follow(knob.name, knob.name, {text: text for text in knob.options}, AS_RECORDED)
-    if st.session_state[knob.name] not in options:
-        st.session_state[knob.name] = AS_RECORDED
-    own = f"{AS_RECORDED}: {recorded}" if recorded else AS_RECORDED
-
-    def name_option(text: str) -> str:
-        return own if text == AS_RECORDED else text
-
-    if knob.is_slider:
-        text = st.select_slider(
-            knob.label, options, key=knob.name, help=knob.help, format_func=name_option
-        )
-    else:
-        text = st.selectbox(
-            knob.label, options, key=knob.name, help=knob.help, format_func=name_option
-        )
-    link(knob.name, None if text == AS_RECORDED else str(text))
-    return str(text)
 
 
 def _describe_network(work: RecordedWork) -> str:
