@@ -53,6 +53,10 @@ class Machine(ABC):
     def run(self, stream: Stream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
         """Put work on a stream, whose issuing takes the host a time; returns its start and end."""
 
+    @abstractmethod
+    def hold_back(self, ahead_ns: int) -> None:
+        """The host waits until it is no further ahead of the compute stream than that."""
+
     def holds(self, *, is_async: bool) -> bool:
         """Whether a collective keeps the stream that it is put on until its end."""
         return not is_async
@@ -104,6 +108,10 @@ class StreamMachine(Machine):
         """The host is busy issuing."""
         self._host_ns += duration_ns
 
+    def hold_back(self, ahead_ns: int) -> None:
+        """The host waits until it is no further ahead of the compute stream than that."""
+        self._host_ns = max(self._host_ns, self.compute.free_ns - ahead_ns)
+
     def run(self, stream: Stream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
         """Work starts once its first kernel is issued, and cannot end before its last one is.
 
@@ -138,6 +146,9 @@ class HostMachine(Machine):
     def launch(self, duration_ns: int) -> None:
         """The thread is busy."""
         self._thread.free_ns += duration_ns
+
+    def hold_back(self, ahead_ns: int) -> None:
+        """The thread is never ahead of itself."""
 
     def run(self, stream: Stream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
         """Work happens now; issuing it is part of it."""

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.errors import MissingDataError
+from fsdp_inspect.simulation.host_pace import HostPace, measure_host_pace
 from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
 from fsdp_inspect.simulation.network import Network, fit_network
 from fsdp_inspect.simulation.policies import accumulation_of, policies_of
@@ -198,6 +199,9 @@ class _Builder:
         self._readings = readings
         self._events = events
         self._rank = rank
+        self._execution = _execution(run)
+        is_stream = self._execution is Execution.STREAM
+        self._pace = measure_host_pace(events) if is_stream else HostPace()
         first = readings[0]
         used = sorted({unit for _, unit in first.tape})
         by_index = {unit.index: unit for unit in run.manifest.units}
@@ -230,6 +234,7 @@ class _Builder:
             before_forward_ns=self._mean_of(Part.BEFORE_FORWARD),
             after_forward_ns=self._mean_of(Part.AFTER_FORWARD),
             after_backward_ns=self._mean_of(Part.AFTER_BACKWARD),
+            host_ahead_ns=self._pace.ahead_ns,
             max_reduce_buffers=max(unit.reduce_scatter_max_input_buffers for unit in plan.units),
             separate_reduce_group=any(unit.separate_reduce_scatter_group for unit in plan.units),
             memory=None if memory is None else memory[0],
@@ -238,7 +243,7 @@ class _Builder:
             rank=self._rank,
             steps=tuple(reading.step for reading in self._readings),
             step_time_ns=_mean([reading.duration_ns for reading in self._readings]),
-            execution=_execution(self._run),
+            execution=self._execution,
             units=self._units,
             workload=workload,
             network=fit_network(self._events, _group_sizes(self._run)),
@@ -291,7 +296,8 @@ class _Builder:
             back = backward[slot].pop() if backward[slot] else 0
             if compute or back:
                 tape.append((Op.RUN, len(pieces)))
-                pieces.append(Piece(self._position[owner], compute, back))
+                launches = self._launches(slot)
+                pieces.append(Piece(self._position[owner], compute, back, 0, *launches))
             op = Op.ENTER if enters else Op.LEAVE
             tape.append((op, self._position[stretch.unit]))
             slot, compute = ("first" if enters else "after", stretch.unit), 0
@@ -300,6 +306,13 @@ class _Builder:
             tape.append((Op.RUN, len(pieces)))
             pieces.append(Piece(self._position[slot[1]], 0, backward[slot].pop()))
         return pieces, tuple(tape)
+
+    def _launches(self, slot: tuple[str, int]) -> tuple[int, int]:
+        """Host time of what follows a unit's entry, forward and backward."""
+        place, unit = slot
+        if place != "first":
+            return 0, 0
+        return self._pace.forward_ns.get(unit, 0), self._pace.backward_ns.get(unit, 0)
 
     def _backward_slots(self) -> dict[tuple[str, int], list[int]]:
         """Backward compute by the forward boundary that its code follows.
@@ -356,12 +369,14 @@ class _Builder:
             reduce_copy_in_ns=_mean_duration(events, EventKind.REDUCE_SCATTER_COPY_IN) or 0,
             gather_launch_ns=self._hook(unit.index, Part.GATHER),
             gather_backward_launch_ns=self._hook(unit.index, Part.GATHER_BACKWARD),
-            reduce_launch_ns=_mean(reduces),
+            reduce_launch_ns=0 if self._execution is Execution.STREAM else _mean(reduces),
             is_trainable=unit.num_trainable_parameters > 0,
             ends_with_backward=self._ends_late(unit.index),
         )
 
     def _hook(self, unit: int, gather: Part) -> int:
+        if self._execution is Execution.STREAM:
+            return 0  # the host's time is that of the pieces
         return self._hooks[gather][unit] + self._hooks[_ENTRY_OF[gather]][unit]
 
     def _ends_late(self, unit: int) -> bool:

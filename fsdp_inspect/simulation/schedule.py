@@ -146,6 +146,8 @@ class Schedule:
             self._microbatch = number
             self._phase = Phase.FORWARD
             machine.run(machine.compute, work.before_forward_ns)
+            if number == 0 and work.host_ahead_ns is not None:
+                machine.hold_back(work.host_ahead_ns)
             self._forward()
             machine.run(machine.compute, work.after_forward_ns)
             self._phase = Phase.BACKWARD

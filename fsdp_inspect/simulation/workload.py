@@ -119,6 +119,9 @@ class Workload:
     """Between forward and backward: the loss."""
     after_backward_ns: int = 0
     """Behind the last backward: clipping, optimizer, zeroing, the rest of the step."""
+    host_ahead_ns: int | None = None
+    """How far ahead of the device the host is when a step's forward begins, at most; None: as far
+    as it comes. Of no account where the host does the work."""
     max_reduce_buffers: int = 1
     """`set_reduce_scatter_max_input_buffers`."""
     separate_reduce_group: bool = False

@@ -15,7 +15,9 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,7 +31,9 @@ from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.reduction import reduce_rank
 from fsdp_inspect.trace.steps import collective_rows
+from tests.recording import test_cuda_path
 from tests.recording.test_cuda_path import Replay
+from tests.recording.virtual_device import VirtualDevice
 from tests.simulation.oracle import Case, Layer, play_with_torch
 from tests.simulation.test_recorded_streams import as_run, step_ns
 from tests.simulation.test_schedule import play, spans_of
@@ -76,7 +80,7 @@ def judge_played(count: int, on_case: Callable[[], object]) -> list[OracleOutcom
 
 
 def judge_predicted(count: int, on_case: Callable[[], object]) -> list[OracleOutcome]:
-    """Random speeds; from a recording of the plain plan, a random other plan."""
+    """Random speeds; from a recording of the plain plan, a random other plan and link."""
     draw = random.Random(1)
     outcomes = []
     with _fake_ranks(4):
@@ -91,10 +95,16 @@ def judge_predicted(count: int, on_case: Callable[[], object]) -> list[OracleOut
                 forward_prefetch=draw.randrange(4),
                 reshard_after_forward=draw.choice([None, False]),
             )
-            run = as_run(Replay(**speed))
+            run = as_run(_replay(speed))
             plan = apply_changes(Plan.from_dict(run.manifest.plan), changes)
-            predicted = simulate(run, plan).predicted
-            actual = Replay(**speed, prepare=lambda model, c=changes: _prepare(model, c))
+            link_ms = draw.choice([None, draw.uniform(0.2, 8)])
+            if link_ms is None:
+                predicted = simulate(run, plan).predicted
+            else:  # a link of latency alone, since all messages here last equally long
+                network = {"bus_bytes_per_s": 1e18, "latency_ns": link_ms * MS}
+                predicted = simulate(run, plan, **network).predicted
+                speed |= {"gather_ms": link_ms, "scatter_ms": link_ms}
+            actual = _replay(speed, changes)
             duration = step_ns(actual)
             truth = _exposed_by_unit(actual)
             outcomes.append(
@@ -180,6 +190,29 @@ def _exposed_of(spans: Spans) -> dict[str, int]:
 def _intervals(spans: Spans) -> Intervals:
     times = [(start, end) for _, _, start, end in spans]
     return Intervals.of([start for start, _ in times], [end for _, end in times])
+
+
+class _LaunchingDevice(VirtualDevice):
+    """Kernels start when the host begins to issue them, as in [Note: launching]."""
+
+    _launch_ns = 0
+
+    def spend(self, duration_ns: int) -> None:
+        self._launch_ns = duration_ns
+
+    def run(self, kind: str, unit: str, duration_ns: int) -> None:
+        start = max(self.current.free_ns, self.now_ns)
+        self.now_ns += self._launch_ns
+        self._launch_ns = 0
+        self.current.free_ns = max(start + duration_ns, self.now_ns)
+        self._note(kind, unit, start, self.current.free_ns)
+
+
+def _replay(speed: dict[str, float], changes: Changes | None = None) -> Replay:
+    """Torch's code, recorded, with the changes."""
+    prepare = None if changes is None else partial(_prepare, changes=changes)
+    with patch.object(test_cuda_path, "VirtualDevice", _LaunchingDevice):
+        return Replay(**speed, prepare=prepare)
 
 
 def _prepare(model: Any, changes: Changes) -> None:
