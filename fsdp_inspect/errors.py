@@ -5,6 +5,7 @@
     +-- PlanError             a plan cannot be read, or does not fit the model
     +-- ConfigError           a setting of the trainer is impossible
     +-- EmulationError        ranks cannot be emulated here, or not what the script does
+    +-- CheckError            what a check is given cannot be read or judged
     +-- ForecastError         what is to be forecast cannot be built, run or followed
     +-- StoreError
     |   +-- NotARunError          the path holds no run
@@ -40,6 +41,10 @@ class ConfigError(FsdpInspectError):
 
 class EmulationError(FsdpInspectError):
     """Ranks cannot be emulated in this process, or not what the script does with them."""
+
+
+class CheckError(FsdpInspectError):
+    """What a check is given cannot be read, or cannot be judged."""
 
 
 class ForecastError(FsdpInspectError):

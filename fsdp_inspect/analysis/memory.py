@@ -158,6 +158,10 @@ class Memory:
     """None if fewer than two ranks know their peak."""
     failed_request: FailedRequest | None
     """What did not fit, of `shown_rank`, or of the first rank that knows one."""
+    phases: tuple[PeakMoment, ...] = ()
+    """The highest moment of each phase of the step of `peak`, in the order of the step."""
+    resting: PeakMoment | None = None
+    """What that step left, by owner; None where owners were not recorded."""
 
 
 def measure_memory(run: RunSource, *, rank: int | None = None) -> Memory:
@@ -180,6 +184,7 @@ def measure_memory(run: RunSource, *, rank: int | None = None) -> Memory:
     )
     shown = (top.rank if top else None) if rank is None else _existing(run, rank)
     table, unreadable = _read(run, shown)
+    peak = _find_peak(run, shown, table) if shown is not None else None
     method = next((row.method for row in ranks if row.rank == shown), "")
     return Memory(
         peak_allocated_bytes=top.peak_allocated_bytes if top else None,
@@ -187,7 +192,7 @@ def measure_memory(run: RunSource, *, rank: int | None = None) -> Memory:
         peak_rank=top.rank if top else None,
         device_bytes=min((row.device_bytes for row in ranks if row.device_bytes), default=None),
         device_ratio=max((row.device_ratio for row in ranks if row.device_ratio), default=None),
-        peak=_find_peak(run, shown, table) if shown is not None else None,
+        peak=peak,
         ranks=tuple(ranks),
         over_steps=tuple(_steps_of(parts.where(parts.rank == shown))) if shown is not None else (),
         unreadable=unreadable,
@@ -195,6 +200,8 @@ def measure_memory(run: RunSource, *, rank: int | None = None) -> Memory:
         positions=_positions(run, samples_of(table, method), method),
         spread=_spread(ranks),
         failed_request=_find_failed(run.ranks, shown),
+        phases=() if peak is None else _find_phases(run, peak, table),
+        resting=None if peak is None else _find_resting(run, peak, table),
     )
 
 
@@ -301,17 +308,42 @@ def _find_peak(run: RunSource, rank: int, table: MemoryTable) -> PeakMoment | No
     if len(peaks) == 0:
         return None
     top = peaks.where(np.array([int(np.argmax(peaks.allocated))]))
-    step, unit = int(top.step[0]), int(top.unit[0])
-    fqns = _fqns(run)
-    owners = table.where((table.point == MemoryPoint.PEAK_BY_OWNER) & (table.step == step))
+    of_step = table.where(table.step == top.step[0])
+    owners = of_step.where(of_step.point == MemoryPoint.PEAK_BY_OWNER)
+    return _moment(run, rank, top, owners)
+
+
+def _find_phases(run: RunSource, peak: PeakMoment, table: MemoryTable) -> tuple[PeakMoment, ...]:
+    of_step = table.where(table.step == peak.step)
+    tops = of_step.where(of_step.point == MemoryPoint.PHASE_PEAK)
+    owners = of_step.where(of_step.point == MemoryPoint.PHASE_PEAK_BY_OWNER)
+    rows = (tops.where(np.array([place])) for place in range(len(tops)))
+    return tuple(
+        _moment(run, peak.rank, row, owners.where(owners.phase == row.phase[0])) for row in rows
+    )
+
+
+def _find_resting(run: RunSource, peak: PeakMoment, table: MemoryTable) -> PeakMoment | None:
+    of_step = table.where(table.step == peak.step)
+    owners = of_step.where(of_step.point == MemoryPoint.END_BY_OWNER)
+    ends = of_step.where(of_step.point == MemoryPoint.STEP_END)
+    ends = ends.where(ends.sharded_parameter != MISSING_INT)
+    if len(owners) == 0 or len(ends) == 0:
+        return None
+    return _moment(run, peak.rank, ends.where(np.array([len(ends) - 1])), owners)
+
+
+def _moment(run: RunSource, rank: int, row: MemoryTable, owners: MemoryTable) -> PeakMoment:
+    """One row that tells categories, with the rows of its owners."""
+    fqns, unit = _fqns(run), int(row.unit[0])
     return PeakMoment(
         rank=rank,
-        step=step,
-        phase=Phase(int(top.phase[0])).label,
+        step=int(row.step[0]),
+        phase=Phase(int(row.phase[0])).label,
         unit=unit,
         fqn=fqns.get(unit),
-        bytes=int(top.allocated[0]),
-        categories=_categories(top, 0),
+        bytes=int(row.allocated[0]),
+        categories=_categories(row, 0),
         owners=_owners(owners, fqns),
     )
 

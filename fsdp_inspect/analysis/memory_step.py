@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.errors import IncompleteRunError
-from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory, MemoryPoint, Phase
+from fsdp_inspect.trace.codes import DETAILS, NO_UNIT, MemoryCategory, MemoryPoint, Phase
 from fsdp_inspect.trace.memory_reduction import UNATTRIBUTED, highest_allocated, samples_of
 from fsdp_inspect.trace.run import RankRecord, RunSource
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
@@ -177,7 +177,7 @@ def _knows_categories(table: MemoryTable) -> NDArray[np.bool_]:
     known: NDArray[np.bool_] = np.zeros(len(table), dtype=bool)
     for category in MemoryCategory:
         known |= getattr(table, category.label) != MISSING_INT
-    known &= table.point != MemoryPoint.PEAK_BY_OWNER
+    known &= ~np.isin(table.point, DETAILS)
     return known
 
 

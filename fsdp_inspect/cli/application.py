@@ -7,6 +7,7 @@ import typer
 from fsdp_inspect.cli.advise import advise
 from fsdp_inspect.cli.app import app
 from fsdp_inspect.cli.breakdown import breakdown
+from fsdp_inspect.cli.check import check
 from fsdp_inspect.cli.compact import compact
 from fsdp_inspect.cli.compare import compare
 from fsdp_inspect.cli.demo import demo
@@ -41,6 +42,7 @@ _COMMANDS = (
     verify,
     tune,
     forecast,
+    check,
     import_,
     compact,
     merge,

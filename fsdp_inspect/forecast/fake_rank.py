@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from fsdp_inspect.emulation.process import emulate
 from fsdp_inspect.emulation.specification import Link, Specification
@@ -56,6 +57,7 @@ def fake_rank(
         dist.init_process_group()
         undo.callback(dist.destroy_process_group)
         _make_meshes_real(undo)
+        _keep_layouts_apart(undo)
         undo.enter_context(warnings.catch_warnings())
         # Copies of modules ask for the address of their weights, to no purpose here.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
@@ -82,6 +84,18 @@ def _make_meshes_real(undo: ExitStack) -> None:
     remap = _MeshLayout.remap_to_tensor
     undo.callback(set_attribute(_MeshLayout, "remap_to_tensor", _outside(remap)))
     replace_everywhere(undo, {_get_post_forward_mesh_info: _outside(_get_post_forward_mesh_info)})
+
+
+def _keep_layouts_apart(undo: ExitStack) -> None:
+    """Let DTensor work out its layouts under a fake mode of its own.
+
+    It does so once for each operation in a process, on tensors of the global shape, under the fake
+    mode that it finds: the storage tracker would take them for memory, the first time only.
+    """
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+    undo.callback(
+        set_attribute(ShardingPropagator, "_propagate_tensor_meta_non_cached", _outside(propagate))
+    )
 
 
 def _outside(function: Callable[..., Any]) -> Callable[..., Any]:

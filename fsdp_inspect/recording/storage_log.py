@@ -106,9 +106,13 @@ class StepMemory:
     end: MemoryInstant
     """What rests after the step."""
     marks: tuple[MemoryMark, ...]
+    phases: tuple[MemoryInstant, ...]
+    """The highest moment of each phase that the step was in, in the order of their first."""
 
     def rows(self, step: int) -> Iterator[tuple[int, ...]]:
-        """The step as rows of `MemoryTable`: its marks, the peak, the peak by owning unit.
+        """The step as rows of `MemoryTable`: its marks, the peak, and the moments by owning unit.
+
+        The moments are the peak, the peak of each phase, and the end.
 
         Allocator columns (reserved, active) and bytes outside the allocator are not known here
         and read -1. A PEAK_BY_OWNER row holds what one unit owns; together they are the peak.
@@ -120,12 +124,13 @@ class StepMemory:
                 mark.instant.moment,
                 mark.peak_bytes,
             )
-        peak = self.peak
-        at_peak = {"step": step, "microbatch": self.peak_microbatch, "point": MemoryPoint.PEAK}
-        yield _row(peak.by_category, at_peak, peak.moment, peak.total_bytes)
-        for owner, categories in peak.by_owner.items():
-            of_owner = {**at_peak, "point": MemoryPoint.PEAK_BY_OWNER}
-            yield _row(categories, of_owner, peak.moment._replace(unit=owner), MISSING_INT)
+        where = {"step": step, "microbatch": self.peak_microbatch}
+        yield from _whole(self.peak, {**where, "point": MemoryPoint.PEAK})
+        yield from _by_owner(self.peak, {**where, "point": MemoryPoint.PEAK_BY_OWNER})
+        for instant in self.phases:
+            yield from _whole(instant, {"step": step, "point": MemoryPoint.PHASE_PEAK})
+            yield from _by_owner(instant, {"step": step, "point": MemoryPoint.PHASE_PEAK_BY_OWNER})
+        yield from _by_owner(self.end, {"step": step, "point": MemoryPoint.END_BY_OWNER})
 
 
 @dataclass(slots=True)
@@ -156,11 +161,13 @@ class StorageLog:
         assert self._end is not None, "finish() comes before summarize()"
         totals = self._totals()
         peak = self._peak(totals, self._start, self._end)
-        cuts = [self._start, peak, self._end, *(mark.cut for mark in self._marks)]
+        phases = self._phase_peaks(totals, self._start, self._end)
+        cuts = [self._start, peak, self._end, *phases, *(mark.cut for mark in self._marks)]
         owned = self._owned_at({cut.position for cut in cuts})
-        start, at_peak, end, *at_marks = (
+        start, at_peak, end, *others = (
             MemoryInstant(cut.moment, owned[cut.position]) for cut in cuts
         )
+        at_phases, at_marks = others[: len(phases)], others[len(phases) :]
         opened = [self._start.position, *(mark.cut.position for mark in self._marks)]
         marks = tuple(
             MemoryMark(
@@ -172,7 +179,8 @@ class StorageLog:
             for mark, instant, since in zip(self._marks, at_marks, opened, strict=False)
         )
         before = [mark.microbatch for mark in self._marks if mark.cut.position < peak.position]
-        return StepMemory(start, at_peak, before[-1] if before else 0, end, marks)
+        microbatch = before[-1] if before else 0
+        return StepMemory(start, at_peak, microbatch, end, marks, tuple(at_phases))
 
     def categories(self) -> list[MemoryCategory]:
         """The category of each storage: what it was classified as, or decided by its lifetime.
@@ -205,6 +213,15 @@ class StorageLog:
         if position == start.position:
             return start
         return _Cut(position, self.events[position - 1].moment)
+
+    def _phase_peaks(self, totals: list[int], start: "_Cut", end: "_Cut") -> list["_Cut"]:
+        """The first cut with the highest total after an event of each phase."""
+        highest: dict[int, int] = {}
+        for position in range(start.position + 1, end.position + 1):
+            phase = self.events[position - 1].moment.phase
+            if phase not in highest or totals[position] > totals[highest[phase]]:
+                highest[phase] = position
+        return [_Cut(position, self.events[position - 1].moment) for position in highest.values()]
 
     def _owned_at(self, positions: set[int]) -> dict[int, Ownership]:
         """What was owned by whom at each of the given cuts."""
@@ -283,6 +300,15 @@ def _default_category(lifetime: _Lifetime | None) -> MemoryCategory:
     else:
         is_activation = outside and lifetime.reached_next(Phase.BACKWARD)
     return MemoryCategory.ACTIVATION if is_activation else MemoryCategory.TEMPORARY
+
+
+def _whole(instant: MemoryInstant, where: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
+    yield _row(instant.by_category, where, instant.moment, instant.total_bytes)
+
+
+def _by_owner(instant: MemoryInstant, where: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
+    for owner, categories in instant.by_owner.items():
+        yield _row(categories, where, instant.moment._replace(unit=owner), MISSING_INT)
 
 
 def _row(

@@ -166,6 +166,21 @@ class MemoryPoint(NamedCode):
     """Imported allocator traces: the highest moment of a stretch of the trace."""
     SNAPSHOT = 10
     """Imported allocator traces: the moment at which the snapshot was taken."""
+    PHASE_PEAK = 11
+    """The highest moment of one phase of a memory step, as PEAK; `phase` says which."""
+    PHASE_PEAK_BY_OWNER = 12
+    """The same moment by owning unit, as PEAK_BY_OWNER."""
+    END_BY_OWNER = 13
+    """What rests after a memory step, one row for each owning unit."""
+
+
+DETAILS = (
+    MemoryPoint.PEAK_BY_OWNER,
+    MemoryPoint.PHASE_PEAK,
+    MemoryPoint.PHASE_PEAK_BY_OWNER,
+    MemoryPoint.END_BY_OWNER,
+)
+"""Rows that say more about a moment of a memory step; no readings of their own."""
 
 
 class MemoryCategory(NamedCode):

@@ -16,7 +16,7 @@ reading has none before it: what was reached until then counts for its step.
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory, MemoryPoint, Phase
+from fsdp_inspect.trace.codes import DETAILS, NO_UNIT, MemoryCategory, MemoryPoint, Phase
 from fsdp_inspect.trace.reduction import StepPart
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable, SummaryTable
 
@@ -34,7 +34,7 @@ MEMORY_PARTS = (
 )
 """The kinds of the rows that are made here."""
 
-_AT_PEAK = (MemoryPoint.PEAK, MemoryPoint.PEAK_BY_OWNER)
+_OF_THE_TRACKER = (MemoryPoint.PEAK, *DETAILS)
 
 
 def reduce_memory(
@@ -73,8 +73,8 @@ def samples_of(samples: MemoryTable, memory_from: str) -> MemoryTable:
     same bytes.
     """
     if memory_from == STORAGE_TRACKER:
-        return samples.where(samples.point != MemoryPoint.PEAK_BY_OWNER)
-    tracked = np.isin(samples.point, _AT_PEAK)
+        return samples.where(~np.isin(samples.point, DETAILS))
+    tracked = np.isin(samples.point, _OF_THE_TRACKER)
     for category in MemoryCategory:
         known = getattr(samples, category.label) != MISSING_INT
         tracked |= known & (samples.reserved == MISSING_INT)

@@ -200,7 +200,8 @@ def test_activation_that_lives_into_the_next_microbatch_is_still_an_activation()
 
 def test_rows_follow_the_columns_of_the_memory_table():
     rows = [*forward_and_backward().log.summarize().rows(step=7)]
-    named = [dict(zip(MemoryTable.DTYPES, row, strict=True)) for row in rows]
+    everything = [dict(zip(MemoryTable.DTYPES, row, strict=True)) for row in rows]
+    named, of_phases = everything[:5], everything[5:]
     assert [row["point"] for row in named] == [
         MemoryPoint.FORWARD_END,
         MemoryPoint.BACKWARD_END,
@@ -211,6 +212,27 @@ def test_rows_follow_the_columns_of_the_memory_table():
     assert {row["step"] for row in named} == {7}
     assert [row["allocated"] for row in named] == [130, 100, 180, 130, 50]
     assert [row["unit"] for row in named] == [0, 1, 1, 0, 1]
+    assert {row["point"] for row in of_phases} == {
+        MemoryPoint.PHASE_PEAK,
+        MemoryPoint.PHASE_PEAK_BY_OWNER,
+        MemoryPoint.END_BY_OWNER,
+    }
+
+
+def test_each_phase_has_a_peak_and_its_owners_add_up_to_it():
+    memory = forward_and_backward().log.summarize()
+    assert [Phase(peak.moment.phase) for peak in memory.phases] == [Phase.FORWARD, Phase.BACKWARD]
+    assert max(peak.total_bytes for peak in memory.phases) == memory.peak.total_bytes
+    rows = [dict(zip(MemoryTable.DTYPES, row, strict=True)) for row in memory.rows(step=0)]
+    for peak in memory.phases:
+        owned = [
+            row["allocated"]
+            for row in rows
+            if row["point"] == MemoryPoint.PHASE_PEAK_BY_OWNER and row["phase"] == peak.moment.phase
+        ]
+        assert sum(owned) == peak.total_bytes
+    resting = [row["allocated"] for row in rows if row["point"] == MemoryPoint.END_BY_OWNER]
+    assert sum(resting) == memory.end.total_bytes
 
 
 def test_rows_say_what_the_tracker_cannot_know():

@@ -426,5 +426,8 @@ def test_rows_have_the_columns_of_the_memory_table(tracker):
         (MemoryPoint.FORWARD_END, 2),
         (MemoryPoint.PEAK, 0),
         (MemoryPoint.PEAK_BY_OWNER, 0),
+        (MemoryPoint.PHASE_PEAK, -1),
+        (MemoryPoint.PHASE_PEAK_BY_OWNER, -1),
+        (MemoryPoint.END_BY_OWNER, -1),
     ]
     assert {row["allocated"] for row in rows} == {kept.nbytes}

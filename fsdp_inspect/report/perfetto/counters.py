@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint
+from fsdp_inspect.trace.codes import DETAILS, MemoryCategory, MemoryPoint
 from fsdp_inspect.trace.run import RankRecord, RunSource
 from fsdp_inspect.trace.tables import MISSING_INT, DeviceTable, MemoryTable
 
@@ -73,7 +73,7 @@ def read_counters(
 
 def _read_memory(table: MemoryTable, counted_by: str) -> Iterator[Reading]:
     # An allocator knows nothing of the tracker's rows, and what one unit owns is no total.
-    left_out = [MemoryPoint.PEAK_BY_OWNER]
+    left_out = [*DETAILS]
     if counted_by != _STORAGE_TRACKER:
         left_out.append(MemoryPoint.PEAK)
     table = table.where(~np.isin(table.point, left_out))

@@ -1,0 +1,354 @@
+"""Does a run hold what it did before? Each gated metric is judged, then all of them together.
+
+Memory that is counted storage by storage is deterministic: it is compared to the byte, unless a
+limit says otherwise. What an allocator counts varies a little from run to run. Times are judged as
+`trace.repeats` says: what cannot be told from the noise of processes is no pass.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from fsdp_inspect.checks.baseline import Baseline
+from fsdp_inspect.checks.blame import Growth, find_growth
+from fsdp_inspect.checks.causes import find_causes
+from fsdp_inspect.checks.limits import MEMORY_METRICS, TIME_METRICS, Limit
+from fsdp_inspect.checks.reading import RESTING, Reading
+from fsdp_inspect.digest.settings import SettingDifference, compare_settings
+from fsdp_inspect.trace.repeats import (
+    PROCESS_NOISE_RATIO,
+    RUNS_FOR_A_TEST,
+    Judgement,
+    Telling,
+    judge_times,
+)
+from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.trace.statistics import median
+
+EXACT_METHOD = "storage_tracker"
+DEFAULT_LIMITS = {
+    "peak_allocated_bytes": Limit("+1%", beyond_ratio=0.01),
+    "peak_reserved_bytes": Limit("+2%", beyond_ratio=0.02),
+    "resting_bytes": Limit("+1%", beyond_ratio=0.01),
+}
+"""What an allocator's counts may rise where no limit is written."""
+EXACT = Limit("to the byte", beyond=0)
+ALWAYS = tuple(name for name in MEMORY_METRICS if name != "step_adds_bytes")
+"""Metrics of memory that are gated wherever the baseline has them; what a step adds rises, too,
+where what rests falls."""
+DECLARED = (
+    "plan",
+    "wrap",
+    "reshard_after_forward",
+    "forward_prefetch",
+    "backward_prefetch",
+    "param_dtype",
+    "reduce_dtype",
+    "mesh",
+    "offload",
+    "reshard_after_backward",
+    "unshard_async_op",
+    "reduce_scatter_buffers",
+    "separate_reduce_scatter_group",
+    "microbatches",
+    "accumulation_sync",
+    "checkpointing",
+)
+"""Settings of a run's configuration that declare its plan."""
+
+
+class Outcome(StrEnum):
+    """What became of a metric, or of all."""
+
+    HOLDS = "holds"
+    REGRESSION = "regression"
+    UNTOLD = "cannot be judged"
+
+
+EXIT_CODES = {Outcome.HOLDS: 0, Outcome.REGRESSION: 1, Outcome.UNTOLD: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class MetricCheck:
+    """One gated metric."""
+
+    name: str
+    outcome: Outcome
+    before: int | None
+    """The baseline's, bytes or ns (median of its runs); None without one."""
+    after: int | None
+    """The run's; median of several."""
+    allowed: int | None
+    """The most that it may be; None where noise decides alone."""
+    limit: str
+    """As it was written, or the default."""
+    reason: str
+    """Why, in a sentence; empty where it simply holds."""
+
+    @property
+    def change(self) -> int | None:
+        """After less before."""
+        return None if self.before is None or self.after is None else self.after - self.before
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """The verdict on a run."""
+
+    outcome: Outcome
+    exit_code: int
+    """0 holds, 1 a regression, 2 cannot be judged."""
+    name: str
+    run_ids: tuple[str, ...]
+    source: str
+    """`recorded`, `emulated`, `imported` or `predicted`."""
+    method: str
+    """Who counted the memory."""
+    metrics: tuple[MetricCheck, ...]
+    growth: tuple[Growth, ...]
+    """What grew at the peak, by category and units, largest first; of a regression of memory."""
+    phase: str | None
+    """The phase whose highest moment grew (`resting`: what the step leaves), and of a run that
+    holds the phase of its peak; None: composition was not recorded."""
+    unit: str | None
+    """Position of that moment: the innermost unit on the host's stack."""
+    causes: tuple[str, ...]
+    """What most likely made it grow, best evidence first."""
+    settings: tuple[SettingDifference, ...]
+    """In which settings the run differs from the baseline's."""
+    reasons: tuple[str, ...]
+    """Why it cannot be judged, each with what to do; empty if it can."""
+    improved: tuple[str, ...]
+    """Metrics that are lower than before, beyond noise."""
+
+
+def check(
+    reading: Reading, baseline: Baseline | None, budget: Mapping[str, Limit] | None = None
+) -> CheckResult:
+    """Hold a run against its baseline, a budget, or both.
+
+    Args:
+        reading: What the run, or its repeats, took.
+        baseline: What it took before.
+        budget: Limits by metric; they go over the baseline's own.
+
+    Raises:
+        CheckError: The baseline's limits cannot be read.
+    """
+    limits = {**(baseline.parsed_limits() if baseline else {}), **(budget or {})}
+    before = baseline.manifest if baseline else None
+    settings = compare_settings([before, _comparable(reading.manifest)]) if before else ()
+    reasons = [*reading.problems, *_other_keys(before, reading.manifest)]
+    metrics = () if reasons else tuple(_judge_all(reading, baseline, limits))
+    reasons += [one.reason for one in metrics if one.outcome is Outcome.UNTOLD]
+    if not metrics and not reasons:
+        reasons.append(
+            "Nothing is gated: neither baseline nor budget has a metric that the run knows. Write "
+            "a baseline with --update from a run that recorded memory."
+        )
+    outcome = _altogether(metrics, reasons)
+    failed = [one.name for one in metrics if one.outcome is Outcome.REGRESSION]
+    phase = _phase_to_explain(reading, failed)
+    grown = _grown(reading, baseline, phase) if any(n not in TIME_METRICS for n in failed) else ()
+    causes = find_causes(before, reading.manifest, grown) if failed and before else ()
+    return CheckResult(
+        outcome=outcome,
+        exit_code=EXIT_CODES[outcome],
+        name=reading.manifest.name or reading.run_ids[0],
+        run_ids=reading.run_ids,
+        source=reading.manifest.source,
+        method=reading.method,
+        metrics=metrics,
+        growth=grown,
+        phase=phase,
+        unit=reading.moments[phase].unit if phase in reading.moments else None,
+        causes=tuple(causes),
+        settings=settings,
+        reasons=tuple(reasons),
+        improved=tuple(one.name for one in metrics if _is_improved(one)),
+    )
+
+
+def _phase_to_explain(reading: Reading, failed: Sequence[str]) -> str | None:
+    """Of the first metric that failed; several are mostly one growth seen in several phases."""
+    for name in failed:
+        if name == "resting_bytes":
+            return RESTING
+        phase = name.removeprefix("peak_").removesuffix("_bytes")
+        if phase in reading.moments:
+            return phase
+        if name in ("peak_allocated_bytes", "peak_reserved_bytes") and reading.phase:
+            return reading.phase
+    return reading.phase
+
+
+def _grown(reading: Reading, baseline: Baseline | None, phase: str | None) -> tuple[Growth, ...]:
+    """What grew at the same moment of the step."""
+    if baseline is None or phase not in baseline.moments or phase not in reading.moments:
+        return ()
+    return find_growth(baseline.moments[phase].moment.held, reading.moments[phase].held)
+
+
+def _altogether(metrics: Sequence[MetricCheck], reasons: Sequence[str]) -> Outcome:
+    """A regression is one whatever else cannot be told."""
+    if any(one.outcome is Outcome.REGRESSION for one in metrics):
+        return Outcome.REGRESSION
+    return Outcome.UNTOLD if reasons else Outcome.HOLDS
+
+
+def _is_improved(one: MetricCheck) -> bool:
+    if one.outcome is not Outcome.HOLDS or one.change is None or one.change >= 0:
+        return False
+    return one.name not in TIME_METRICS or "faster" in one.reason
+
+
+# --- what has to be the same
+
+
+def _other_keys(before: RunManifest | None, after: RunManifest) -> Iterator[str]:
+    """Why the baseline is of something else; each a sentence with what to do."""
+    if before is None:
+        return
+    remedy = "Write a baseline for it with --update, or run the check as the baseline was made."
+    for name, value_of in _KEYS:
+        was, now = value_of(before), value_of(after)
+        if was != now:
+            yield f"The baseline is of {name} {was}, and the run of {now}: no comparison. {remedy}"
+    for name in DECLARED:
+        if name in before.config and name in after.config:
+            was, now = before.config[name], after.config[name]
+            if was != now:
+                yield (
+                    f"The plan was changed on purpose: {name} is {now!r} in the run's "
+                    f"configuration and {was!r} in the baseline's. {remedy}"
+                )
+
+
+def _torch_of(manifest: RunManifest) -> str:
+    """The version without its local part: CPU and CUDA builds run the same code of FSDP."""
+    return manifest.versions.get("torch", "unknown").partition("+")[0]
+
+
+_KEYS = (
+    ("torch", _torch_of),
+    ("world size", lambda manifest: str(manifest.world_size)),
+    ("device", lambda manifest: manifest.device_type),
+    ("source", lambda manifest: manifest.source),
+)
+
+
+def _comparable(manifest: RunManifest) -> RunManifest:
+    """Without what a baseline does not keep."""
+    kept: dict[str, Any] = {
+        "versions": {"torch": manifest.versions.get("torch", "")},
+        "environment": {},
+        "git_commit": None,
+    }
+    return manifest.model_copy(update=kept)
+
+
+# --- one metric
+
+
+def _judge_all(
+    reading: Reading, baseline: Baseline | None, limits: Mapping[str, Limit]
+) -> Iterator[MetricCheck]:
+    gated = [name for name in ALWAYS if baseline and name in baseline.memory]
+    gated += [name for name in TIME_METRICS if baseline and name in baseline.times]
+    for name in dict.fromkeys([*gated, *limits]):
+        if name in TIME_METRICS:
+            yield _judge_time(name, reading, baseline, limits.get(name))
+        else:
+            yield _judge_memory(name, reading, baseline, limits.get(name))
+
+
+def _judge_memory(
+    name: str, reading: Reading, baseline: Baseline | None, limit: Limit | None
+) -> MetricCheck:
+    before, after = _memory_before(baseline, name), reading.value(name)
+    limit = limit or _default_limit(name, reading.method)
+    allowed = limit.allowed(before)
+    if after is None or allowed is None:
+        what = "the run did not record it" if after is None else "the baseline does not have it"
+        reason = (
+            f"{name} cannot be judged: {what}. Record memory (memory_steps on CPU), or leave it "
+            "out of the limits."
+        )
+        return MetricCheck(name, Outcome.UNTOLD, before, after, allowed, limit.text, reason)
+    outcome = Outcome.REGRESSION if after > allowed else Outcome.HOLDS
+    return MetricCheck(name, outcome, before, after, allowed, limit.text, "")
+
+
+def _memory_before(baseline: Baseline | None, name: str) -> int | None:
+    if baseline is None:
+        return None
+    if name.startswith("category."):
+        label = name.removeprefix("category.")
+        peak = baseline.moments.get(baseline.phase or "")
+        return None if peak is None else sum(held.get(label, 0) for held in peak.held.values())
+    return baseline.memory.get(name)
+
+
+def _default_limit(name: str, method: str) -> Limit:
+    return EXACT if method == EXACT_METHOD else DEFAULT_LIMITS.get(name, EXACT)
+
+
+def _judge_time(
+    name: str, reading: Reading, baseline: Baseline | None, limit: Limit | None
+) -> MetricCheck:
+    first = tuple(baseline.times.get(name, ())) if baseline else ()
+    second = reading.times.get(name, ())
+    before, after = median(first), median(second)
+    text = limit.text if limit else "within noise"
+    allowed = limit.allowed(before) if limit else None
+    if after is None or ((limit is None or limit.absolute is None) and before is None):
+        what = "run" if after is None else "baseline"
+        reason = f"{name} cannot be judged: the {what} has no timed steps. Record some."
+        return MetricCheck(name, Outcome.UNTOLD, before, after, allowed, text, reason)
+    if limit is not None and limit.absolute is not None:
+        outcome, reason = _judge_absolute(name, second, after, limit.absolute)
+    else:
+        whole = median(tuple(baseline.times.get("step_time_ns", ()))) if baseline else None
+        judgement = judge_times(first, second, whole=whole)
+        outcome, reason = _judge_change(name, judgement, allowed, before, after)
+    return MetricCheck(name, outcome, before, after, allowed, text, reason)
+
+
+def _judge_absolute(
+    name: str, times: Sequence[int], after: int, allowed: int
+) -> tuple[Outcome, str]:
+    """Few runs may miss a limit, or keep it, by chance where it is near."""
+    is_few = len(times) < RUNS_FOR_A_TEST
+    if is_few and abs(after - allowed) < PROCESS_NOISE_RATIO * allowed:
+        return Outcome.UNTOLD, (
+            f"{name} is within {PROCESS_NOISE_RATIO:.0%} of its limit, which {len(times)} of "
+            f"{RUNS_FOR_A_TEST} runs cannot tell from process noise. {_more(len(times))}"
+        )
+    return (Outcome.REGRESSION if after > allowed else Outcome.HOLDS), ""
+
+
+def _judge_change(
+    name: str, judgement: Judgement, allowed: int | None, before: int | None, after: int
+) -> tuple[Outcome, str]:
+    change = judgement.change or 0.0
+    room = (allowed / before - 1) if allowed is not None and before else 0.0
+    if judgement.telling is Telling.DIFFERENT:
+        if change < 0:
+            return Outcome.HOLDS, f"{-change:.1%} faster"
+        over = change > room
+        return (Outcome.REGRESSION if over else Outcome.HOLDS), f"{change:.1%} slower"
+    if judgement.telling is Telling.SAME or (judgement.high is not None and judgement.high < room):
+        return Outcome.HOLDS, ""
+    lacking = max(judgement.more_runs)
+    told = f"{name} changed by {change:+.1%}, which cannot be told from process noise"
+    return Outcome.UNTOLD, f"{told}. {_more(RUNS_FOR_A_TEST - lacking)}"
+
+
+def _more(num_runs: int) -> str:
+    if num_runs < RUNS_FOR_A_TEST:
+        return (
+            f"Give {RUNS_FOR_A_TEST} runs or more: check RUN RUN ..., or --record 'COMMAND' "
+            f"--repeat {RUNS_FOR_A_TEST}."
+        )
+    return "Record more runs, or on a quieter machine."

@@ -1,0 +1,202 @@
+"""`fsdp-inspect check`: did a change make memory or waiting worse?"""
+
+import shlex
+import tempfile
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fsdp_inspect.cli.arguments import JsonOption, open_run_argument, print_renderable
+
+if TYPE_CHECKING:
+    from fsdp_inspect.checks.judge import CheckResult
+    from fsdp_inspect.checks.reading import Reading
+    from fsdp_inspect.store.reader import StoredRun
+
+_UNJUDGED = 2
+
+
+class Format(StrEnum):
+    """How a check is printed."""
+
+    TEXT = "text"
+    MARKDOWN = "markdown"
+    JUNIT = "junit"
+    GITHUB = "github"
+
+
+def check(  # noqa: PLR0913 - one argument an option
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN...]",
+            help="A run or a forecast; several, or a folder of them, are repeats of one program.",
+            show_default=False,
+        ),
+    ] = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(help="What it took before, as --update has written it.", metavar="FILE"),
+    ] = None,
+    budget: Annotated[
+        Path | None,
+        typer.Option(help="TOML file of limits, absolute or beyond the baseline.", metavar="FILE"),
+    ] = None,
+    update: Annotated[
+        bool, typer.Option("--update", help="Write the baseline anew instead of judging.")
+    ] = False,
+    record: Annotated[
+        str | None,
+        typer.Option(
+            help="Make the runs first: a command with {runs} where its folder of runs goes.",
+            metavar="COMMAND",
+        ),
+    ] = None,
+    repeat: Annotated[
+        int, typer.Option(help="How often to run it; times want 5.", min=1, metavar="N")
+    ] = 1,
+    output: Annotated[
+        Format, typer.Option("--format", help="How to print the verdict.")
+    ] = Format.TEXT,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Add the verdict to this file, too.", metavar="FILE")
+    ] = None,
+    junit: Annotated[
+        Path | None, typer.Option(help="Write JUnit XML there, too.", metavar="FILE")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Hold a run against its baseline, a budget, or both: 0 holds, 1 a regression, 2 unjudged.
+
+    Memory that was counted storage by storage (forecasts, CPU runs) is compared to the byte. Times
+    are judged only with five repeats a side; what cannot be told from noise is 2, never a pass. A
+    baseline is of one torch version, world size, device and declared plan.
+
+    Example: `fsdp-inspect check forecasts/llama-8b-8-ranks --baseline baselines/llama-8b-8.json`
+    """
+    from fsdp_inspect.errors import FsdpInspectError
+
+    if (runs is None) == (record is None):
+        raise typer.BadParameter("Expected runs, or --record 'COMMAND', and not both.")
+    if baseline is None and (budget is None or update):
+        raise typer.BadParameter("There is nothing to hold it against. Give --baseline, --budget.")
+    try:
+        reading = _read(runs or [], record, repeat)
+        if update:
+            assert baseline is not None
+            _write_baseline(reading, baseline)
+            return
+        result = _judge(reading, baseline, budget)
+    except FsdpInspectError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(_UNJUDGED) from error
+    _print(result, output, as_json=as_json)
+    _write_files(result, markdown, junit)
+    raise typer.Exit(result.exit_code)
+
+
+def _read(given: Sequence[str], record: str | None, repeat: int) -> "Reading":
+    from fsdp_inspect.checks.reading import read_runs
+
+    if record is None:
+        return read_runs(_open_all(given))
+    with tempfile.TemporaryDirectory(prefix="fsdp-inspect-") as folder:
+        return read_runs(_record(record, repeat, Path(folder)))
+
+
+def _open_all(given: Sequence[str]) -> "list[StoredRun]":
+    from fsdp_inspect.store.folder import list_runs
+    from fsdp_inspect.store.reader import open_run
+
+    opened: list[StoredRun] = []
+    for one in given:
+        inside = list_runs(Path(one)) if "://" not in one else []
+        if len(inside) > 1:
+            opened += [open_run(entry.path) for entry in inside]
+        else:
+            opened.append(open_run_argument(one))
+    return opened
+
+
+def _record(command: str, repeat: int, folder: Path) -> "list[StoredRun]":
+    import os
+
+    from fsdp_inspect.cli.child import run_child
+    from fsdp_inspect.errors import CheckError
+    from fsdp_inspect.store.folder import list_runs
+    from fsdp_inspect.store.reader import open_run
+
+    if "{runs}" not in command:
+        raise typer.BadParameter(
+            "The command has no place for its folder of runs. Expected {runs} in it, as in "
+            "'torchrun train.py --runs-dir {runs}'.",
+            param_hint="--record",
+        )
+    found: list[StoredRun] = []
+    for number in range(1, repeat + 1):
+        into = folder / str(number)
+        into.mkdir()
+        words = [word.replace("{runs}", str(into)) for word in shlex.split(command)]
+        what = f"recording {number} of {repeat}"
+        run_child(words, what=what, log=folder / f"{number}.log", environment=os.environ)
+        entries = list_runs(into)
+        if len(entries) != 1:
+            raise CheckError(
+                f"The command left {len(entries)} runs in its folder. Expected one. Pass {{runs}} "
+                "on to the recorder's path, as --runs-dir does for the trainer."
+            )
+        found.append(open_run(entries[0].path))
+    return found
+
+
+def _write_baseline(reading: "Reading", path: Path) -> None:
+    from fsdp_inspect.checks.baseline import make_baseline, read_baseline, render_baseline
+    from fsdp_inspect.errors import CheckError
+
+    if reading.problems:
+        raise CheckError(reading.problems[0])
+    limits = read_baseline(path).limits if path.exists() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render_baseline(make_baseline(reading, limits=limits)), encoding="utf-8")
+    typer.echo(f"Wrote {path} from {', '.join(reading.run_ids)}. Review it, and commit it.")
+
+
+def _judge(reading: "Reading", baseline: Path | None, budget: Path | None) -> "CheckResult":
+    from fsdp_inspect.checks.baseline import read_baseline
+    from fsdp_inspect.checks.judge import check as judge
+    from fsdp_inspect.checks.limits import read_budget
+
+    return judge(
+        reading,
+        None if baseline is None else read_baseline(baseline),
+        None if budget is None else read_budget(budget),
+    )
+
+
+def _print(result: "CheckResult", output: Format, *, as_json: bool) -> None:
+    from fsdp_inspect.report import check as report
+    from fsdp_inspect.report.json import render_json
+
+    if as_json:
+        print(render_json(result))
+    elif output is Format.MARKDOWN:
+        print(report.render_markdown([result]), end="")
+    elif output is Format.JUNIT:
+        print(report.render_junit([result]), end="")
+    elif output is Format.GITHUB:
+        print(report.render_annotations([result]), end="")
+    else:
+        print_renderable(report.render_check(result))
+
+
+def _write_files(result: "CheckResult", markdown: Path | None, junit: Path | None) -> None:
+    from fsdp_inspect.report import check as report
+
+    if markdown is not None:
+        with markdown.open("a", encoding="utf-8") as file:  # a job's summary has other parts
+            file.write(report.render_markdown([result]))
+    if junit is not None:
+        junit.write_text(report.render_junit([result]), encoding="utf-8")

@@ -1,0 +1,258 @@
+"""How does a check read: in a terminal, in a job's summary, as annotations, as JUnit XML?
+
+All four say the same verdict. Names of units come from a run that others wrote: they are escaped
+for each form.
+"""
+
+from collections.abc import Iterable
+from xml.etree import ElementTree
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fsdp_inspect.checks.blame import Growth
+from fsdp_inspect.checks.judge import CheckResult, MetricCheck, Outcome
+from fsdp_inspect.checks.limits import TIME_METRICS
+from fsdp_inspect.checks.reading import RESTING
+from fsdp_inspect.digest.settings import SettingDifference
+from fsdp_inspect.formatting import format_bytes, format_ns
+from fsdp_inspect.report.layout import dim, new_table, section
+from fsdp_inspect.report.values import format_method
+from fsdp_inspect.report.wording import name_category
+
+_STYLES = {Outcome.HOLDS: "green", Outcome.REGRESSION: "red", Outcome.UNTOLD: "yellow"}
+_MOST_SETTINGS = 12
+
+
+def describe_outcome(result: CheckResult) -> str:
+    """The verdict in one sentence, the worst metric with its numbers."""
+    if result.outcome is Outcome.UNTOLD:
+        return f"{result.name}: cannot be judged. {result.reasons[0]}"
+    failed = [one for one in result.metrics if one.outcome is Outcome.REGRESSION]
+    if not failed:
+        count = len(result.metrics)
+        lower = f" Lower than before: {', '.join(result.improved)}." if result.improved else ""
+        return f"{result.name}: holds ({count} {'metric' if count == 1 else 'metrics'}).{lower}"
+    worst = failed[0]
+    return f"{result.name}: {worst.name} rose {_rise(worst)}.{_where(result, worst)}"
+
+
+def _rise(one: MetricCheck) -> str:
+    if one.before is None:
+        return f"to {_value(one, one.after)}, above its limit {one.limit}"
+    share = f" ({one.change / one.before:+.1%})" if one.before and one.change is not None else ""
+    course = f"from {_value(one, one.before)} to {_value(one, one.after)}"
+    return f"by {_value(one, one.change)}{share}, {course}"
+
+
+def _where(result: CheckResult, worst: MetricCheck) -> str:
+    if worst.name in TIME_METRICS or not result.growth:
+        return ""
+    return f" What grew{_place(result)}: {_describe_growth(result.growth[0])}."
+
+
+def _place(result: CheckResult) -> str:
+    if result.phase == RESTING:
+        return " of what the step leaves"
+    return f" at the peak of {result.phase}, reached in {result.unit}"
+
+
+def _describe_growth(one: Growth) -> str:
+    return (
+        f"{name_category(one.category)} of {one.where} +{format_bytes(one.bytes)} "
+        f"({format_bytes(one.before)} to {format_bytes(one.after)})"
+    )
+
+
+def _value(one: MetricCheck, value: int | None) -> str:
+    return format_ns(value) if one.name in TIME_METRICS else format_bytes(value)
+
+
+def describe_settings(settings: Iterable[SettingDifference]) -> list[str]:
+    """The differences, one line each: `plan.reshard_after_forward (layers.*): True -> False`."""
+    lines = []
+    for difference in settings:
+        where = f" ({difference.where})" if difference.where else ""
+        before, after = difference.values
+        lines.append(f"{difference.group}.{difference.name}{where}: {before} -> {after}")
+    return lines
+
+
+def _provenance(result: CheckResult) -> str:
+    counted = f", memory counted by the {format_method(result.method)}" if result.method else ""
+    runs = ", ".join(result.run_ids)
+    return f"{result.source.capitalize()}: {runs}{counted}."
+
+
+# --- terminal
+
+
+def render_check(result: CheckResult) -> RenderableType:
+    """For a terminal."""
+    return Group(*_parts(result))
+
+
+def _parts(result: CheckResult) -> Iterable[RenderableType]:
+    yield Text(describe_outcome(result), style=f"bold {_STYLES[result.outcome]}")
+    for reason in result.reasons[1:] if result.outcome is Outcome.UNTOLD else result.reasons:
+        yield Text(f"  {reason}", style="yellow")
+    for cause in result.causes:
+        yield Text(f"  likely cause: {cause}")
+    if result.metrics:
+        yield from section("Metrics", _metrics_table(result))
+    if result.growth:
+        yield from section(f"What grew{_place(result)}", _growth_table(result))
+    differences = describe_settings(result.settings)
+    if differences and result.outcome is not Outcome.HOLDS:
+        shown = [Text(f"  {line}") for line in differences[:_MOST_SETTINGS]]
+        yield from section("Settings that differ from the baseline's", *shown)
+    yield ""
+    yield dim(_provenance(result))
+
+
+def _metrics_table(result: CheckResult) -> Table:
+    table = new_table("metric", "before", "after", "change", "allowed", "<")
+    for one in result.metrics:
+        table.add_row(
+            one.name,
+            _value(one, one.before),
+            _value(one, one.after),
+            _value(one, one.change),
+            one.limit,
+            Text(one.outcome.value, style=_STYLES[one.outcome]),
+        )
+    return table
+
+
+def _growth_table(result: CheckResult) -> Table:
+    table = new_table("category", "units", "before", "after", "change", names=2)
+    for one in result.growth:
+        table.add_row(
+            name_category(one.category),
+            Text(one.where),
+            format_bytes(one.before),
+            format_bytes(one.after),
+            f"+{format_bytes(one.bytes)}",
+        )
+    return table
+
+
+# --- markdown
+
+
+def render_markdown(results: Iterable[CheckResult]) -> str:
+    """For a job's summary: one heading a check."""
+    return "\n".join(line for result in results for line in _markdown_lines(result)) + "\n"
+
+
+def _markdown_lines(result: CheckResult) -> Iterable[str]:
+    yield f"### FSDP Inspect: {_escape(result.name)}: {result.outcome.value}"
+    yield ""
+    yield _escape(describe_outcome(result))
+    yield ""
+    if result.metrics:
+        yield "| metric | before | after | change | allowed | |"
+        yield "|---|---:|---:|---:|---|---|"
+        for one in result.metrics:
+            values = (_value(one, value) for value in (one.before, one.after, one.change))
+            cells = [one.name, *values, one.limit, one.outcome.value]
+            yield f"| {' | '.join(_escape(cell) for cell in cells)} |"
+        yield ""
+    if result.growth:
+        yield f"| grew{_escape(_place(result))} | units | before | after | change |"
+        yield "|---|---|---:|---:|---:|"
+        for grown in result.growth:
+            amounts = (grown.before, grown.after, grown.bytes)
+            cells = [name_category(grown.category), grown.where, *map(format_bytes, amounts)]
+            yield f"| {' | '.join(_escape(cell) for cell in cells)} |"
+        yield ""
+    yield from (f"- Likely cause: {_escape(cause)}" for cause in result.causes)
+    if result.outcome is not Outcome.HOLDS:
+        yield from (f"- Differs: {_escape(line)}" for line in describe_settings(result.settings))
+        yield from (f"- {_escape(reason)}" for reason in result.reasons)
+    yield ""
+    yield f"<sub>{_escape(_provenance(result))}</sub>"
+    yield ""
+
+
+def _escape(text: str) -> str:
+    """Text that Markdown and HTML show as it is."""
+    one_line = " ".join(text.split())
+    for character in "\\`*_{}[]|<>#":
+        one_line = one_line.replace(character, f"\\{character}")
+    return one_line
+
+
+# --- annotations of a GitHub workflow
+
+
+def render_annotations(results: Iterable[CheckResult]) -> str:
+    """Workflow commands: an error for each regression, a warning for what cannot be judged."""
+    lines = []
+    for result in results:
+        if result.outcome is Outcome.HOLDS:
+            continue
+        level = "error" if result.outcome is Outcome.REGRESSION else "warning"
+        message = " ".join([describe_outcome(result), *(f"Likely: {c}." for c in result.causes)])
+        lines.append(f"::{level} title=FSDP Inspect::{_encode(message)}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _encode(text: str) -> str:
+    """As GitHub's runner reads the data of a workflow command."""
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+# --- JUnit
+
+
+def render_junit(results: Iterable[CheckResult]) -> str:
+    """One suite a check, one case a metric; what cannot be judged is an error, not a pass."""
+    root = ElementTree.Element("testsuites", name="fsdp-inspect")
+    for result in results:
+        _add_suite(root, result)
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _add_suite(root: ElementTree.Element, result: CheckResult) -> None:
+    failures = sum(one.outcome is Outcome.REGRESSION for one in result.metrics)
+    untold = sum(one.outcome is Outcome.UNTOLD for one in result.metrics)
+    is_unjudged = not result.metrics
+    suite = ElementTree.SubElement(
+        root,
+        "testsuite",
+        name=_printable(result.name),
+        tests=str(max(len(result.metrics), 1)),
+        failures=str(failures),
+        errors=str(1 if is_unjudged else untold),
+    )
+    if is_unjudged:
+        case = ElementTree.SubElement(suite, "testcase", name="check", classname="fsdp_inspect")
+        _add_problem(case, "error", " ".join(result.reasons))
+    for one in result.metrics:
+        case = ElementTree.SubElement(suite, "testcase", name=one.name, classname="fsdp_inspect")
+        if one.outcome is Outcome.REGRESSION:
+            _add_problem(case, "failure", _failure_text(result, one))
+        elif one.outcome is Outcome.UNTOLD:
+            _add_problem(case, "error", one.reason)
+
+
+def _failure_text(result: CheckResult, one: MetricCheck) -> str:
+    lines = [f"{one.name} rose {_rise(one)}; allowed: {one.limit}."]
+    if one.name not in TIME_METRICS:
+        lines += [f"grew: {_describe_growth(grown)}" for grown in result.growth]
+    lines += [f"likely cause: {cause}" for cause in result.causes]
+    lines += [f"differs: {line}" for line in describe_settings(result.settings)]
+    return "\n".join(lines)
+
+
+def _add_problem(case: ElementTree.Element, tag: str, text: str) -> None:
+    problem = ElementTree.SubElement(case, tag, message=_printable(text.splitlines()[0]))
+    problem.text = "\n".join(_printable(line) for line in text.splitlines())
+
+
+def _printable(text: str) -> str:
+    """XML has no place for control characters."""
+    return "".join(character if character.isprintable() else " " for character in text)

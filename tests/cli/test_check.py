@@ -1,0 +1,152 @@
+"""Does `fsdp-inspect check` pass, fail and refuse with its three exit codes, in every form?"""
+
+import json
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from fsdp_inspect import forecast_memory
+from fsdp_inspect.checks.baseline import read_baseline
+from tests.checks.planted import build
+
+
+@pytest.fixture(scope="module")
+def forecasts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("forecasts")
+    for plant in ("nothing", "renamed", "not resharded"):
+        forecast_memory(
+            build, folder / plant.replace(" ", "-"), world_size=4, settings={"plant": plant}
+        )
+    forecast_memory(build, folder / "wider", world_size=8)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def baseline(forecasts, tmp_path_factory):
+    from fsdp_inspect.cli import main
+
+    path = tmp_path_factory.mktemp("baselines") / "planted.json"
+    arguments = ["check", forecasts / "nothing", "--baseline", path, "--update"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["fsdp-inspect", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert not ended.value.code
+    return path
+
+
+def test_an_unchanged_program_holds(invoke, forecasts, baseline):
+    ended = invoke("check", forecasts / "renamed", "--baseline", baseline)
+
+    assert ended.code == 0
+    assert "holds" in ended.out
+
+
+def test_a_regression_exits_with_1_and_says_where(invoke, forecasts, baseline):
+    ended = invoke("check", forecasts / "not-resharded", "--baseline", baseline)
+
+    words = " ".join(ended.out.split())
+    assert ended.code == 1
+    assert "peak_allocated_bytes rose by 256.0 KiB" in words
+    assert "unsharded parameter of layers.2" in words
+    assert "reshard_after_forward=False" in words
+    assert "config.plant: nothing -> not resharded" in words
+
+
+def test_another_world_size_cannot_be_judged(invoke, forecasts, baseline):
+    ended = invoke("check", forecasts / "wider", "--baseline", baseline)
+
+    assert ended.code == 2
+    assert "world size 4" in " ".join(ended.out.split())
+    assert "--update" in ended.out
+
+
+def test_json_has_the_verdict_and_the_evidence(invoke, forecasts, baseline):
+    ended = invoke("check", forecasts / "not-resharded", "--baseline", baseline, "--json")
+
+    printed = json.loads(ended.out)
+    assert (ended.code, printed["exit_code"], printed["outcome"]) == (1, 1, "regression")
+    assert printed["growth"][0]["units"] == ["layers.2"]
+    assert printed["phase"] == "backward"
+
+
+def test_one_verdict_in_every_form(invoke, forecasts, baseline, tmp_path):
+    run = forecasts / "not-resharded"
+    summary, report = tmp_path / "summary.md", tmp_path / "junit.xml"
+    summary.write_text("# Job\n")
+    ended = invoke(
+        *("check", run, "--baseline", baseline, "--format", "github"),
+        *("--markdown", summary, "--junit", report),
+    )
+
+    assert ended.code == 1
+    assert ended.out.startswith("::error title=FSDP Inspect::Model: peak_allocated_bytes rose")
+    assert summary.read_text().startswith("# Job\n### FSDP Inspect: Model: regression")
+    suite = ElementTree.fromstring(report.read_text()).find("testsuite")
+    failed = [case.get("name") for case in suite if case.find("failure") is not None]
+    assert failed == ["peak_allocated_bytes", "peak_forward_bytes", "peak_backward_bytes"]
+    assert suite.get("failures") == "3"
+
+
+def test_a_budget_is_an_absolute_limit(invoke, forecasts, tmp_path):
+    budget = tmp_path / "budget.toml"
+    budget.write_text('[limits]\npeak_allocated_bytes = "4 MiB"\n')
+
+    assert invoke("check", forecasts / "nothing", "--budget", budget).code == 0
+    assert invoke("check", forecasts / "not-resharded", "--budget", budget).code == 1
+
+
+def test_a_limit_in_the_baseline_is_kept_by_an_update(invoke, forecasts, baseline, tmp_path):
+    copy = tmp_path / "baseline.json"
+    written = json.loads(baseline.read_text())
+    written["limits"] = {
+        name: "+1 MiB" for name in ("peak_allocated_bytes", *written["memory"]) if "peak" in name
+    }
+    copy.write_text(json.dumps(written))
+
+    assert invoke("check", forecasts / "not-resharded", "--baseline", copy).code == 0
+    invoke("check", forecasts / "nothing", "--baseline", copy, "--update")
+    assert read_baseline(copy).limits == written["limits"]
+    assert copy.read_text() == copy.read_text().rstrip() + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "Expected runs, or --record"),
+        (("x",), "nothing to hold it against"),
+        (("x", "--baseline", "missing.json"), "No run at"),
+        (("--record", "true", "--baseline", "b.json"), "no place for its folder"),
+    ],
+    ids=["nothing", "no baseline", "no run", "no placeholder"],
+)
+def test_wrong_use_exits_with_2(invoke, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    ended = invoke("check", *arguments)
+
+    assert ended.code == 2
+    assert message in " ".join(ended.err.split())
+
+
+def test_a_missing_baseline_says_how_to_make_one(invoke, forecasts, tmp_path):
+    ended = invoke("check", forecasts / "nothing", "--baseline", tmp_path / "none.json")
+
+    assert ended.code == 2
+    assert "--update" in ended.err
+
+
+@pytest.mark.distributed
+def test_runs_are_recorded_first_and_times_want_five(invoke, tmp_path):
+    trainer = (
+        f"{sys.executable} -m instrumented_trainer --preset tiny --num-layers 2 --steps 6 "
+        "--emulate world_size=4,bandwidth=10GB/s --runs-dir {runs}"
+    )
+    path = tmp_path / "recorded.json"
+
+    made = invoke("check", "--record", trainer, "--baseline", path, "--update")
+    again = invoke("check", "--record", trainer, "--baseline", path)
+
+    assert made.code == 0, made.err
+    assert read_baseline(path).times == {}
+    assert again.code == 0, again.out
