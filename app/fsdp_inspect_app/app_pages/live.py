@@ -79,6 +79,8 @@ def _show_over(run: StoredRun) -> None:
         "Live shows runs while they are recorded. Everything that this one left is on the other "
         "pages.",
     )
+    if run.notes:
+        st.warning("\n".join(f"- {plain(note)}" for note in run.notes), icon=":material/warning:")
     _show_links()
 
 
