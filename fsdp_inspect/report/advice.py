@@ -46,7 +46,7 @@ def _parts(advice: Advice) -> Iterator[RenderableType]:
         yield from section("To run it", _indented([plan.snippet]))
         yield from section("To verify it", _indented(plan.verify))
     yield ""
-    yield from (dim(line) for line in (*_assumptions(plan), _provenance(plan)))
+    yield from (dim(line) for line in (*_assumptions(plan), describe_plans(plan)))
 
 
 def _finding(finding: Finding) -> RenderableType:
@@ -107,7 +107,8 @@ def _assumptions(plan: PlanAdvice) -> Iterator[str]:
     yield from (f"Assumed: {line}" for line in plan.fastest.assumptions)
 
 
-def _provenance(plan: PlanAdvice) -> str:
+def describe_plans(plan: PlanAdvice) -> str:
+    """What the predictions rest on."""
     network = ", on another network" if plan.is_other_network else ""
     return (
         f"Predicted: {plan.num_plans} plans played on {plan.num_steps} recorded steps of rank "

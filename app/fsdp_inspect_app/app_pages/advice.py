@@ -16,6 +16,7 @@ from fsdp_inspect.digest.track_record import measure_track_record
 from fsdp_inspect.errors import PredictionError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.quantities import parse_bytes, parse_time_ns
+from fsdp_inspect.report.advice import describe_plans
 from fsdp_inspect.report.wording import format_change
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect.store.ledger import find_ledger, read_ledger
@@ -67,7 +68,7 @@ def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None
     with answer:
         show_headline(plain(advice.answer))
     if advice.findings:
-        _show_findings(advice.findings)
+        _show_findings(advice.findings, manifest)
     if advice.plan is None:
         _show_refusal(advice)
         _show_outcomes(entry, manifest.run_id)
@@ -144,9 +145,9 @@ def _ask_amount(key: str, label: str, example: str, words: str) -> str:
 def _ask_dtypes() -> bool:
     follow(_DTYPES_KEY, _DTYPES_KEY, {"1": True}, False)
     allow_dtypes = st.toggle(
-        "Try bfloat16 messages",
+        "Try bfloat16",
         key=_DTYPES_KEY,
-        help="They halve communication and change the numbers: check that the loss falls.",
+        help="Half the bytes of messages, and other numbers: check that the loss still falls.",
     )
     link(_DTYPES_KEY, "1" if allow_dtypes else None)
     return allow_dtypes
@@ -177,25 +178,27 @@ def _show_refusal(advice: Advice) -> None:
 # --- what comes first
 
 
-def _show_findings(findings: Sequence[Finding]) -> None:
+def _show_findings(findings: Sequence[Finding], manifest: RunManifest) -> None:
     with show_card("Before the plan", key="findings"):
-        for finding in findings:
+        for place, finding in enumerate(findings):
             rule = f" :gray-badge[{finding.rule}]" if finding.rule else ""
             st.markdown(f"**{plain(finding.sentence)}**{rule}")
             if finding.evidence:
                 st.caption(plain(finding.evidence))
             for step in finding.do:
                 st.markdown(f"- {plain(step)}")
-            _link_units(finding.units, key=f"finding-{finding.sentence}")
+            _link_units(finding.units, manifest, key=f"finding-{place}")
 
 
-def _link_units(units: Sequence[str], *, key: str) -> None:
-    """To the evidence: the pages of the units, or of all of them."""
-    with st.container(horizontal=True, gap="small", key=f"links-{abs(hash(key))}"):
-        for fqn in units[:_MOST_UNITS]:
+def _link_units(units: Sequence[str], manifest: RunManifest, *, key: str) -> None:
+    """To the evidence: the pages of the units that the run has, or of all of them."""
+    recorded = {unit.fqn for unit in manifest.units}
+    own = [fqn for fqn in units if fqn in recorded]
+    with st.container(horizontal=True, gap="small", key=f"links-{key}"):
+        for fqn in own[:_MOST_UNITS]:
             name = format_unit(fqn)
             page_link("units", plain(name), icon=":material/stacks:", unit=name)
-        if not units or len(units) > _MOST_UNITS:
+        if len(own) != 1:
             page_link("units", "all units", icon=":material/stacks:", unit=None)
         page_link("timeline", "timeline", icon=":material/view_timeline:", unit=None)
 
@@ -204,12 +207,12 @@ def _link_units(units: Sequence[str], *, key: str) -> None:
 
 
 def _show_plan(entry: RunEntry, advice: Advice, question: Question, digest: RunDigest) -> None:
-    plan = advice.plan
+    plan, manifest = advice.plan, loading.open_entry(entry).manifest
     if plan is None:
         return
     _show_numbers(plan)
     for place, suggestion in enumerate(plan.suggestions, 1):
-        _show_suggestion(place, suggestion, plan, question)
+        _show_suggestion(place, suggestion, plan, question, manifest)
     if plan.suggestions:
         _show_how_to_run(entry, plan, question)
     _show_outcomes(entry, advice.run_id)
@@ -220,7 +223,7 @@ def _show_plan(entry: RunEntry, advice: Advice, question: Question, digest: RunD
         if plan.smallest is not None:
             _show_alternative(plan.smallest, plan, question)
         _show_rest(plan, digest)
-    st.caption(plain(_describe_provenance(plan)))
+    st.caption(plain(describe_plans(plan)))
 
 
 def _show_numbers(plan: PlanAdvice) -> None:
@@ -245,7 +248,11 @@ def _show_numbers(plan: PlanAdvice) -> None:
 
 
 def _show_suggestion(
-    place: int, suggestion: Suggestion, plan: PlanAdvice, question: Question
+    place: int,
+    suggestion: Suggestion,
+    plan: PlanAdvice,
+    question: Question,
+    manifest: RunManifest,
 ) -> None:
     ratio = format_ratio(abs(suggestion.saved_ns) / plan.replayed_step_ns)
     verb = "saves" if suggestion.saved_ns >= 0 else "costs"
@@ -266,7 +273,7 @@ def _show_suggestion(
         lines = [f"- **Why**: {plain(line)}" for line in suggestion.evidence]
         lines += [f"- **Risk**: {plain(line)}" for line in suggestion.risks]
         st.markdown("\n".join(lines))
-        _link_units(suggestion.units, key=f"change-{place}")
+        _link_units(suggestion.units, manifest, key=f"change-{place}")
         _offer_plan(suggestion.plan, question, key=f"change-{place}", label="Plan up to here")
 
 
@@ -427,16 +434,6 @@ def _show_rest(plan: PlanAdvice, digest: RunDigest) -> None:
         lines += plan.notes
         lines += [f"Assumed: {line}" for line in plan.fastest.assumptions]
         st.markdown("\n".join(f"- {plain(line)}" for line in lines))
-
-
-def _describe_provenance(plan: PlanAdvice) -> str:
-    return (
-        f"Predicted: {plan.num_plans} plans played on {plan.num_steps} recorded steps of rank "
-        f"{plan.rank}, on the run's own mesh and network. The recorded plan plays in "
-        f"{format_ns(plan.replayed_step_ns)} against {format_ns(plan.recorded_step_ns)} measured; "
-        "that error is part of every interval. Of plans within the noise of the fastest the "
-        "simplest is advised. The changes' savings add up."
-    )
 
 
 entry = entry_or_stop()
