@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # Everything else of the library must import without torch, streamlit, plotly and pandas.
-NEED_TORCH = ("recording", "emulation", "sharding")
+NEED_TORCH = ("forecast", "recording", "emulation", "sharding")
 HEAVY = ("torch", "streamlit", "plotly", "pandas")
 
 
