@@ -41,9 +41,12 @@ def advise_live(live: LiveDigest) -> str:
                 "py-spy dump --pid shows where a process stands."
             )
         case LiveState.DIED:
+            others = len(live.culprits) < len(live.ranks)
+            waits = "The other ranks wait in their next collective until they time out. "
             return (
-                "The other ranks wait for it in their next collective until they time out. Ask the "
-                "log of its node for the out-of-memory killer, the scheduler or a lost connection."
+                f"{waits if others else ''}Whoever dies without a word was killed from outside: "
+                "ask the log of the node for the out-of-memory killer, the scheduler or a lost "
+                "connection."
             )
         case LiveState.FAILED:
             return "What was recorded until then is on the other pages."

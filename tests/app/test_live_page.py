@@ -56,6 +56,18 @@ def test_a_run_that_is_over_leads_to_the_other_pages(shown, run):
     assert "This run is not being recorded" in read(app)
 
 
+def test_a_run_that_was_killed_shows_its_last_steps(open_app, recorded):
+    folder, writers = recorded
+    for writer in writers:
+        writer.update(pid=2**22 + 1)
+        writer.flush()
+    app = open_app(folder, "live", run="now")
+    assert not app.exception
+    assert "Ranks 0-1 stopped without a word. The last step was 2." in read(app)
+    assert "The other ranks wait" not in read(app)
+    assert "The last 3 steps" in read(app)
+
+
 def test_what_the_address_names_wrongly_is_as_if_not_named(open_app, recorded):
     app = open_app(recorded[0], "live", run="now", rank="../1")
     assert not app.exception

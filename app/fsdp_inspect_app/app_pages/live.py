@@ -57,7 +57,8 @@ def show_page(entry: RunEntry, run: StoredRun) -> None:
     recorded = [record.rank for record in run.ranks]
     is_recording = run.status is RunStatus.RUNNING
     was_followed = st.session_state.get(_SEEN_KEY, ("", False))[0] == entry.id
-    if not recorded or not (is_recording or was_followed):
+    has_streams = is_recording or run.status is RunStatus.CRASHED
+    if not recorded or not (has_streams or was_followed):
         _show_over(run)
         return
     every = _REFRESH_EVERY_S if is_recording and _wants_refresh() else None
@@ -73,9 +74,8 @@ def _show_header(run: StoredRun) -> None:
 
 
 def _show_over(run: StoredRun) -> None:
-    steps = max((record.num_steps for record in run.ranks), default=0)
     show_nothing(
-        f"This run is not being recorded: {run.status.value}, {steps} steps.",
+        f"This run is not being recorded: it is {run.status.value}.",
         "Live shows runs while they are recorded. Everything that this one left is on the other "
         "pages.",
     )
