@@ -171,6 +171,8 @@ class LiveRank:
 
     def _add_events(self, events: EventTable) -> None:
         self._last_event_ns = max(self._last_event_ns or 0, int(events.end_ns.max()))
+        newest = int(events.step.max())
+        events = events.where(events.step > newest - MAX_STEPS)  # a first look may bring thousands
         self._events = EventTable.concat([self._events, events])
         finished = np.unique(self._events.step[self._events.kind == EventKind.STEP])
         if len(finished) == 0:

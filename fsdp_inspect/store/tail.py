@@ -18,7 +18,7 @@ from fsdp_inspect.store.schema import DEVICE, EVENTS, MEMORY, SCALARS, TableFile
 from fsdp_inspect.store.streams import StreamContents, read_stream
 from fsdp_inspect.trace.tables import DeviceTable, EventTable, MemoryTable, ScalarTable
 
-FIRST_LOOK_BYTES = 32 << 20
+FIRST_LOOK_BYTES = 8 << 20
 """Of a longer stream only so much of the end is read at the first look."""
 
 _MARK = b"\xff\xff\xff\xff"

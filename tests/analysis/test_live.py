@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 
 from fsdp_inspect.analysis.live import LiveMemory, LiveRank
 from fsdp_inspect.trace.codes import MemoryPoint, Phase
@@ -61,8 +62,9 @@ def test_a_row_that_comes_after_its_steps_end_is_counted():
     assert live.view().steps[0].exposed_ns == 20
 
 
-def test_only_the_last_steps_are_kept():
-    view = feed(run_of(220), rows_at_once=50)
+@pytest.mark.parametrize("rows_at_once", [50, 10_000])
+def test_only_the_last_steps_are_kept(rows_at_once):
+    view = feed(run_of(220), rows_at_once=rows_at_once)
     assert [view.steps[0].step, view.steps[-1].step, len(view.steps)] == [20, 219, 200]
     assert len(view.memory) == 200
 
