@@ -129,6 +129,17 @@ def test_without_an_address_the_chosen_run_stands_against_one_of_its_model(open_
     assert app.query_params["with"]
 
 
+def test_the_baseline_of_the_page_runs_is_the_baseline(open_app, folder):
+    app = open_app(folder, "runs", baseline="before")
+    app.switch_page("app_pages/compare.py")
+    app.query_params.clear()
+    app.query_params["run"] = "hostile"
+    app.run()
+    assert not app.exception
+    assert app.selectbox(key="baseline").value == "before"
+    assert app.multiselect(key="with").value == ["hostile"]
+
+
 @pytest.mark.parametrize("address", ["../../etc", "nothing", "\0"])
 def test_what_the_address_names_wrongly_is_as_if_not_named(open_app, folder, address):
     app = open_app(folder, "compare", baseline=address, run="before", **{"with": address})

@@ -47,6 +47,7 @@ from fsdp_inspect_app.selection import (
     follow_all,
     link,
     page_link,
+    remembered,
 )
 from fsdp_inspect_app.states import show_no_runs, show_nothing
 from fsdp_inspect_app.timeline.component import show_timeline
@@ -152,9 +153,15 @@ def _pick_runs(entries: dict[str, RunEntry]) -> tuple[str, list[str]]:
 
 
 def _suggest(entries: dict[str, RunEntry]) -> tuple[str, list[str]]:
-    """The chosen run against the last one before it of the same model; or the next one after."""
+    """The chosen run against the baseline that was set on the page Runs.
+
+    Without one: against the last run before it of the same model, or the next one after it.
+    """
     names = list(entries)
     chosen = st.session_state.get(RUN_KEY, names[0])
+    kept = [] if BASELINE_KEY in st.query_params else remembered(BASELINE_KEY, entries)
+    if kept and kept[0] != chosen:
+        return kept[0], [chosen]
     model = _model_of(entries[chosen])
     place = names.index(chosen)
     for older in names[place + 1 :][:_MOST_LOOKED_AT]:
