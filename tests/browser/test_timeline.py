@@ -144,7 +144,7 @@ class Timeline:
 
     def details(self):
         panel = self.page.locator(".st-key-selected-span")
-        panel.get_by_text("Rank ").wait_for()
+        panel.get_by_text("after the step began").wait_for()
         self.page.wait_for_function(_IS_SETTLED)
         return panel.inner_text()
 

@@ -49,6 +49,10 @@ _MOST_ROWS = 10_000
 _MOST_NAMED = 6
 _DETAILS_PX = 112
 _CANVAS = "timeline"
+_KEYS = (
+    "Hatched: standing still for a collective. Wheel or W S zooms, drag or A D pans, Shift+drag "
+    "measures, double-click fits, / finds a unit, a click on a rank's name pins it; ? lists all."
+)
 _HEADINGS = {
     "emulated": "Emulated: collectives take what the given network says, the compute is real",
     "predicted": "Predicted: nothing here was measured",
@@ -273,6 +277,7 @@ def _show_selection(entry: RunEntry, tracks: TrackSet, selected: Place | None) -
     with st.container(border=True, height=_DETAILS_PX, key="selected-span", gap="xxsmall"):
         if selected is None:
             st.caption("Click a span to see what it is and what it waited for\\.")
+            st.caption(plain(_KEYS))
             return
         facts = _facts(entry, tracks, selected)
         rank = int(tracks.timeline.event_rank[selected.event])
@@ -326,7 +331,8 @@ def _describe_memory(entry: RunEntry, tracks: TrackSet) -> list[str]:
         return ["No memory was read in this run."]
     named = ", ".join(map(str, sampled[:_MOST_NAMED]))
     more = f" and {len(sampled) - _MOST_NAMED} more" if len(sampled) > _MOST_NAMED else ""
-    return [f"No memory was read in this step; it was in steps {named}{more}."]
+    steps = "step" if len(sampled) == 1 else "steps"
+    return [f"No memory was read in this step; it was in {steps} {named}{more}."]
 
 
 def _describe_clocks(tracks: TrackSet) -> list[str]:

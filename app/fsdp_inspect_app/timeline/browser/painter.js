@@ -4,6 +4,7 @@ const WIDE_GUTTER = 172;
 const NARROW_GUTTER = 142;
 const MIN_LABEL_WIDTH = 16;
 const FADED = 0.2;
+const AREA_ALPHA = 0.34;
 const ARROW_HEAD = 6;
 
 class Painter {
@@ -213,13 +214,16 @@ class Painter {
     this.pen.textAlign = "left";
     this.pen.textBaseline = "middle";
     const isMarked = drawing.header.lanes[lane].kind === "marks";
+    const isExact = drawing.header.is_exact;
     const least = isMarked ? 1.6 : 0.7;
     let drawnTo = -Infinity;
-    let position = Math.max(lastStartingBefore(start, low, high, view.start), low);
+    // Pixel columns of several looks overlap, and any of them may reach into the window.
+    let position = isExact ? Math.max(lastStartingBefore(start, low, high, view.start), low) : low;
     for (; position < high && start[position] < view.end; position += 1) {
       const left = this.xOf(start[position]);
       const right = Math.max(this.xOf(drawing.end(position)), left + least);
-      if (right < this.gutter || right < drawnTo + 0.3) continue;
+      if (right < this.gutter) continue;
+      if (isExact && right < drawnTo + 0.3) continue; // too short to be seen beside its neighbour
       drawnTo = right;
       this.drawRectangle(position, lane, left, right - left, isMarked);
     }
@@ -281,7 +285,7 @@ class Painter {
   fillArea(curve, values, yOf, bottom) {
     const { pen } = this;
     const times = this.drawing.columns.memory_time;
-    pen.globalAlpha = 0.34;
+    pen.globalAlpha = AREA_ALPHA;
     pen.fillStyle = this.colours.memory;
     pen.beginPath();
     pen.moveTo(this.xOf(times[curve.low]), bottom);

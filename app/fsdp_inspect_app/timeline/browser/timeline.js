@@ -8,6 +8,8 @@ const PAN_STEP = 0.15;
 const ZOOM_STEP = 1.35;
 const SCROLL_STEP = 0.8;
 const MOST_SUGGESTED = 2000;
+const PNG_RATIO = 2; // as sharp as a good screen
+const CAPTION_HEIGHT = 20;
 const SHARE_OF_HEIGHT = 0.72; // of the browser's window, at most
 
 const instances = new WeakMap();
@@ -643,18 +645,18 @@ class Timeline {
     setTimeout(() => this.say(".said", ""), 4000);
   }
 
-  // All ranks, not only those that are scrolled to, with the legend's words below.
+  // All ranks, not only those that are scrolled to, with the legend and the words below.
   savePng() {
     const layout = new Layout(this.drawing.header, this.pinned, Infinity);
     const height = layout.canvasHeight;
+    const rows = this.legendRows();
     const picture = document.createElement("canvas");
-    const ratio = 2;
-    picture.width = this.width * ratio;
-    picture.height = (height + 44) * ratio;
+    picture.width = this.width * PNG_RATIO;
+    picture.height = (height + rows.length * CAPTION_HEIGHT + CAPTION_HEIGHT) * PNG_RATIO;
     const pen = picture.getContext("2d");
-    pen.scale(ratio, ratio);
+    pen.scale(PNG_RATIO, PNG_RATIO);
     new Painter(pen, { ...this.scene(), layout, height, scroll: 0 }).paint();
-    this.paintCaption(pen, height);
+    this.paintCaption(pen, rows, height);
     picture.toBlob((blob) => {
       const link = document.createElement("a");
       link.href = URL.createObjectURL(blob);
@@ -664,28 +666,49 @@ class Timeline {
     });
   }
 
-  paintCaption(pen, top) {
-    const words = this.drawing.header.aria_label;
+  // The legend's entries and where each begins, row by row as they fit.
+  legendRows() {
+    this.pen.font = `11px ${this.scene().font}`;
+    const rows = [[]];
+    let x = 2;
+    for (const entry of this.drawing.legend()) {
+      const width = this.pen.measureText(entry.label).width + 30;
+      if (x + width > this.width && rows.at(-1).length) {
+        rows.push([]);
+        x = 2;
+      }
+      rows.at(-1).push({ ...entry, x });
+      x += width;
+    }
+    return rows;
+  }
+
+  paintCaption(pen, rows, top) {
     const { colours, font } = this.scene();
     pen.fillStyle = colours.background;
-    pen.fillRect(0, top, this.width, 44);
+    pen.fillRect(0, top, this.width, (rows.length + 1) * CAPTION_HEIGHT);
     pen.font = `11px ${font}`;
     pen.textAlign = "left";
     pen.textBaseline = "middle";
-    let x = 2;
-    for (const { label, colour, kind } of this.drawing.legend()) {
-      const isLine = kind === "line";
-      pen.fillStyle = colour || (isLine ? colours.text : colours.memory);
-      pen.fillRect(x, top + (isLine ? 8 : 4), 12, isLine ? 2 : 10);
-      if (kind === "hatched") {
-        pen.fillStyle = hatch();
-        pen.fillRect(x, top + 4, 12, 10);
+    rows.forEach((entries, row) => {
+      const y = top + row * CAPTION_HEIGHT;
+      for (const { label, colour, kind, x } of entries) {
+        const isLine = kind === "line";
+        pen.fillStyle = colour || (isLine ? colours.text : colours.memory);
+        pen.globalAlpha = kind === "area" ? AREA_ALPHA : 1;
+        pen.fillRect(x, y + (isLine ? 8 : 4), 12, isLine ? 2 : 10);
+        pen.globalAlpha = 1;
+        if (kind === "hatched") {
+          pen.fillStyle = hatch();
+          pen.fillRect(x, y + 4, 12, 10);
+        }
+        pen.fillStyle = colours.text;
+        pen.fillText(label, x + 16, y + 9.5);
       }
-      pen.fillStyle = colours.text;
-      pen.fillText(label, x + 16, top + 9.5);
-      x += pen.measureText(label).width + 30;
-    }
-    pen.fillText(words.split(" Hatched")[0], 2, top + 30);
+    });
+    const words = this.drawing.header.aria_label.split(" Hatched")[0];
+    pen.fillStyle = colours.text;
+    pen.fillText(words, 2, top + rows.length * CAPTION_HEIGHT + 9.5);
   }
 
   // ---- drawing ----
