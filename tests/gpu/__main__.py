@@ -30,6 +30,7 @@ STEPS = {
     "timing": 75.0,
     "two_ranks": 60.0,
     "memory": 75.0,
+    "forecast": 90.0,
     "emulated": 120.0,
     "sample": 60.0,
     "overhead": 180.0,
