@@ -9,8 +9,10 @@ from fsdp_inspect.analysis.memory_step import measure_step_memory
 from fsdp_inspect.digest.memory import digest_memory
 from fsdp_inspect.importing.snapshot import import_snapshot
 from fsdp_inspect.report import memory_wording, palette
-from fsdp_inspect.trace.codes import MemoryCategory
+from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint
+from tests.app.conftest import HOSTILE_UNIT
 from tests.app.test_pages import SAMPLES, read
+from tests.builders import RunBuilder
 from tests.importing.snapshots import FakeAllocator, train
 
 SAMPLE = "tiny-2-ranks/run"
@@ -113,6 +115,29 @@ def test_what_is_alive_adds_up_to_the_peak(sample):
     assert frame["unit"].iloc[0] == "layers.5"
     figure = draw_alive(peak, most=2)
     assert len(figure.data[0].x) == 2
+
+
+@pytest.mark.parametrize("run", ["failed", "partial"])
+def test_a_damaged_run_shows_what_there_is(shown, run):
+    app = shown("memory", run)
+    assert not app.exception
+    assert not app.error
+
+
+def test_names_of_units_are_text_in_every_chart():
+    builder = RunBuilder(units=(HOSTILE_UNIT,), memory_steps=[0])
+    rank = builder.rank(0)
+    rank.step(0, 0, 100, is_memory_step=True)
+    for point in (MemoryPoint.FORWARD_START, MemoryPoint.PEAK, MemoryPoint.PEAK_BY_OWNER):
+        rank.memory(point, 5 << 20, unit=HOSTILE_UNIT, activation=5 << 20)
+    run = builder.build()
+    drawn = [
+        draw_step_memory(measure_step_memory(run, rank=0)),
+        draw_alive(digest_memory(run).memory.peak, most=4),
+    ]
+    for figure in drawn:
+        assert "<img" not in figure.to_json().replace("\\u003c", "<")
+        assert "&lt;img" in figure.to_json()
 
 
 def test_every_category_has_a_look():
