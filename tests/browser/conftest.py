@@ -105,7 +105,8 @@ class Dashboard:
         self.page = page
         self.address = address
         self.complaints: list[str] = []
-        self.shown: tuple[str, str] | None = None
+        self.shown: tuple[str, str, str] | None = None
+        """What was asked for, and the address it led to, which a click may have left."""
         self.appearance: tuple[int, Scheme] | None = None
         page.on("console", self._note)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
@@ -122,11 +123,11 @@ class Dashboard:
         """Go to a page by its address and wait until it has answered; one that is shown
         is not loaded again."""
         query = "&".join(f"{key}={quote(value)}" for key, value in parameters.items())
-        if (name, query) == self.shown:
+        if (name, query, self.page.url) == self.shown:
             return
         self.page.goto(f"{self.address}/{name}?{query}")
         self.settle()
-        self.shown = (name, query)
+        self.shown = (name, query, self.page.url)
 
     def settle(self) -> None:
         """Wait until the script has run and everything is drawn."""

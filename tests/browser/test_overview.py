@@ -1,0 +1,115 @@
+"""Does the Overview of every kind of run answer first, and lead to its evidence?"""
+
+import re
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from fsdp_inspect import open_run
+from fsdp_inspect.digest.run import digest_run
+from fsdp_inspect.formatting import format_ns
+from fsdp_inspect.store.folder import list_runs
+
+pytestmark = pytest.mark.browser
+
+WHOLE = ("recorded", "imported", "many-ranks")
+OTHERS = {
+    "crashed": "stopped without saying so",
+    "partial": "fsdp-inspect merge",
+    "newer": "newer version of FSDP Inspect",
+}
+
+
+def main_text(dashboard):
+    text = dashboard.page.get_by_test_id("stMain").inner_text()
+    return text.replace("\N{WORD JOINER}", "")
+
+
+@pytest.fixture(scope="module")
+def digests(states_folder):
+    return {run.id: digest_run(open_run(run.path)) for run in list_runs(states_folder)
+            if run.id in WHOLE}  # fmt: skip
+
+
+@pytest.mark.parametrize("run", WHOLE)
+def test_the_verdict_comes_first_and_the_numbers_are_the_digests(states_server, tab, digests, run):
+    dashboard, digest = tab(states_server), digests[run]
+    dashboard.open("overview", run=run)
+    assert dashboard.headline() == digest.verdict.sentence
+    values = dashboard.page.get_by_test_id("stMetricValue").all_inner_texts()
+    assert values[:2] == [format_ns(digest.step_time_ns.median), format_ns(digest.exposed_ns)]
+    bar = dashboard.page.locator(".st-key-card-breakdown").inner_text()
+    for part in digest.breakdown.parts:
+        assert format_ns(part.duration_ns) in bar or part.duration_ns == 0, part.name
+
+
+@pytest.mark.parametrize("run", OTHERS)
+def test_a_run_that_is_not_whole_says_so_and_what_to_do(states_server, tab, run):
+    dashboard = tab(states_server)
+    dashboard.open("overview", run=run)
+    assert OTHERS[run] in main_text(dashboard)
+
+
+def test_show_me_leads_to_the_timeline_at_the_unit_that_is_waited_for(states_server, tab, digests):
+    dashboard = tab(states_server)
+    dashboard.open("overview", run="recorded")
+    dashboard.page.get_by_role("link", name="Show me").click()
+    dashboard.page.wait_for_url("**/timeline?**")
+    dashboard.settle()
+    shown = parse_qs(urlsplit(dashboard.page.url).query)
+    step = digests["recorded"].breakdown
+    assert shown["unit"] == ["norm, lm_head"]
+    assert shown["step"] == [str(step.step)]
+    assert str(step.rank) in shown["rank"]
+
+
+def test_a_top_unit_leads_to_its_page(states_server, tab):
+    dashboard = tab(states_server)
+    dashboard.open("overview", run="recorded")
+    card = dashboard.page.locator(".st-key-card-owners")
+    card.get_by_role("link", name=re.compile("norm, lm_head")).first.click()
+    dashboard.page.wait_for_url("**/units?**")
+    dashboard.settle()
+    assert dashboard.headline().startswith("norm, lm_head is waited for")
+
+
+def test_the_report_is_one_file_that_is_made_when_asked(states_server, tab):
+    dashboard = tab(states_server)
+    dashboard.open("overview", run="recorded")
+    dashboard.page.get_by_test_id("stPopover").filter(has_text="Export").get_by_role(
+        "button"
+    ).click()
+    with dashboard.page.expect_download() as download:
+        dashboard.page.get_by_role("button", name="Report (HTML, one file)").click()
+    assert download.value.suggested_filename == "synthetic.html"
+    assert "<html" in download.value.path().read_text()[:2000]
+    dashboard.page.keyboard.press("Escape")
+
+
+def test_the_shared_address_opens_the_same_page_for_a_colleague(states_server, tab, browser):
+    dashboard = tab(states_server)
+    dashboard.open("overview", run="imported")
+    dashboard.page.get_by_test_id("stPopover").filter(has_text="Share").get_by_role(
+        "button"
+    ).click()
+    shared = dashboard.page.locator("[data-testid=stPopoverBody] code").inner_text()
+    headline = dashboard.headline()
+    dashboard.page.keyboard.press("Escape")
+    colleague = browser.new_context().new_page()
+    colleague.goto(shared)
+    answer = colleague.locator(".st-key-headline")
+    answer.wait_for()
+    assert answer.inner_text() == headline
+    colleague.context.close()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1920, "dark"), (800, "light")])
+def test_pages_fit_the_window(states_server, tab, screenshots, width, scheme):
+    dashboard = tab(states_server, width=width, scheme=scheme)
+    for page, unit in (("", {}), ("overview", {}), ("units", {"unit": "layers.3"})):
+        dashboard.open(page, run="recorded", **unit)
+        main = dashboard.page.get_by_test_id("stMain")
+        assert main.evaluate("main => main.scrollWidth <= main.clientWidth")
+        name = f"{page or 'runs'}{'-one' if unit else ''}-{width}.png"
+        dashboard.screenshot(screenshots / name)
+        assert (screenshots / name).stat().st_size > 10_000
