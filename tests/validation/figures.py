@@ -12,6 +12,8 @@ from tests.validation.outcomes import Errors, Outcome
 MEDIAN_STEP, HIGH_STEP, REPLAY, MEDIAN_MEMORY = 0.033, 0.08, 0.01, 0.02
 ORACLE_MEDIAN, ORACLE_WORST = 0.01, 0.03
 BEHIND_BEST = 0.03
+MOST_NOISE = 0.05
+"""On a machine that is noisier than that nothing can be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def _runs(part: str, outcomes: Sequence[Outcome], *, noise: float) -> Iterator[F
     yield Figure(part, "step time, median error", steps.median, MEDIAN_STEP + noise)
     yield Figure(part, "step time, 90th percentile", steps.high, HIGH_STEP + noise)
     yield Figure(part, "step time, worst error", steps.worst)
-    yield Figure(part, "the same plan twice (A/A), median", same.median)
+    yield Figure(part, "the same plan twice (A/A), median", same.median, MOST_NOISE)
     yield Figure(part, "recorded plan, worst error", replay.worst, REPLAY)
     if memory:
         yield Figure(part, "peak memory, median error", Errors.of(memory).median, MEDIAN_MEMORY)

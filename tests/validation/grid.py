@@ -64,7 +64,7 @@ SHAPES: Mapping[str, Shape] = {
 }
 """Blocks that are alike, of parts that last equally long; and blocks of different widths, whose
 parts last as long as they have parameters."""
-REAL_SHAPE = Shape("instrumented_trainer", {"preset": "tiny", "dim": "256", "seq-len": "256"})
+REAL_SHAPE = Shape("instrumented_trainer", {"preset": "tiny", "dim": "256", "seq-len": "128"})
 """Compute takes the time that it takes."""
 REAL = "real compute"
 """The name of that shape."""
