@@ -1,7 +1,5 @@
-"""Does a stranger with a browser see what the library measured?"""
+"""Does a stranger with a browser see what the library measured, on the samples?"""
 
-import dataclasses
-import http.client
 import re
 
 import pytest
@@ -10,13 +8,10 @@ from fsdp_inspect import open_run
 from fsdp_inspect.digest.run import digest_run
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.store.folder import list_runs
-from tests.app.synthetic import UNIT_FQNS, make_manifest, make_run, write_run
-from tests.browser.conftest import serve
 
 pytestmark = pytest.mark.browser
 
 PAGES = ("overview", "timeline", "units")
-HOSTILE = "<img src=x onerror=document.title='owned'>**b**:smile:"
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +31,7 @@ def test_runs_lists_the_recorded_runs_and_a_click_opens_one(server, tab, recorde
     runs = list_runs(recorded_runs)
     assert re.match(rf"{len(runs)} runs?\b", dashboard.headline())
     table = dashboard.page.get_by_test_id("stDataFrame").first
-    table.click(position={"x": 16, "y": 52})
+    table.click(position={"x": 70, "y": 52})
     dashboard.page.wait_for_url("**/overview?**")
     dashboard.settle()
     assert runs[0].manifest.run_id in dashboard.page.get_by_test_id("stMain").inner_text()
@@ -85,41 +80,3 @@ def test_every_page_fits_the_window_and_is_pictured(
         assert main.evaluate("main => main.scrollWidth <= main.clientWidth")
         dashboard.screenshot(screenshots / f"{name}{suffix}.png")
         assert (screenshots / f"{name}{suffix}.png").stat().st_size > 20_000
-
-
-@pytest.mark.parametrize(("host", "status"), [("127.0.0.1", 101), ("evil.example", 403)])
-def test_data_is_served_only_to_pages_of_this_machine(server, host, status):
-    port = int(server.rpartition(":")[2])
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    headers = {
-        "Host": f"{host}:{port}",
-        "Connection": "Upgrade",
-        "Upgrade": "websocket",
-        "Sec-WebSocket-Version": "13",
-        "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
-    }
-    connection.request("GET", "/_stcore/stream", headers=headers)
-    assert connection.getresponse().status == status
-    connection.close()
-
-
-@pytest.fixture(scope="module")
-def odd_server(tmp_path_factory, free_port):
-    """Serves a run with hostile names."""
-    folder = tmp_path_factory.mktemp("odd")
-    fqns = [UNIT_FQNS[0], HOSTILE, *UNIT_FQNS[2:]]
-    manifest = make_manifest(run_id=HOSTILE, fqns=fqns, tags=[HOSTILE])
-    write_run(folder / "runs" / "hostile", dataclasses.replace(make_run(), manifest=manifest))
-    with serve(folder / "runs", free_port(), folder / "log") as address:
-        yield address
-
-
-@pytest.mark.parametrize("name", ["", *PAGES])
-def test_names_from_a_run_are_shown_and_never_obeyed(odd_server, tab, name):
-    dashboard = tab(odd_server)
-    dashboard.open(name, run="hostile", **({"unit": HOSTILE} if name == "units" else {}))
-    assert dashboard.page.title() != "owned"
-    assert dashboard.page.locator("img[src='x']").count() == 0
-    if name:
-        shown = dashboard.page.get_by_test_id("stMain").inner_text()
-        assert HOSTILE in shown.replace("\N{WORD JOINER}", "")

@@ -1,0 +1,83 @@
+"""Is nothing obeyed that a run, an address or another site says?"""
+
+import http.client
+
+import pytest
+from fsdp_inspect_app.pages import SECTIONS
+
+from tests.browser.states import HOSTILE
+
+pytestmark = pytest.mark.browser
+
+PAGES = [page.name for section in SECTIONS.values() for page in section if page.exists]
+
+
+@pytest.fixture
+def dialogs(states_server, tab):
+    """What the page asked the browser to pop up."""
+    opened = []
+    page = tab(states_server).page
+
+    def note(dialog):
+        opened.append(dialog.message)
+        dialog.dismiss()
+
+    page.on("dialog", note)
+    yield opened
+    page.remove_listener("dialog", note)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_names_from_a_run_are_text_on_every_page(states_server, tab, dialogs, name):
+    dashboard = tab(states_server)
+    dashboard.open("" if name == "runs" else name, run="hostile")
+    check_harmless(dashboard.page, dialogs)
+    if name in ("overview", "timeline", "units"):
+        shown = dashboard.page.get_by_test_id("stMain").inner_text()
+        assert HOSTILE in shown.replace("\N{WORD JOINER}", "")
+
+
+def test_names_from_a_run_are_text_on_the_page_of_one_unit(states_server, tab, dialogs):
+    dashboard = tab(states_server)
+    dashboard.open("units", run="hostile", unit=HOSTILE)
+    shown = dashboard.page.get_by_test_id("stMain").inner_text().replace("\N{WORD JOINER}", "")
+    assert HOSTILE in shown
+    check_harmless(dashboard.page, dialogs)
+
+
+@pytest.mark.parametrize("value", [HOSTILE, "../../etc/passwd", "/etc/passwd", "a\0b"])
+def test_an_address_is_neither_obeyed_nor_repeated_as_markup(states_server, tab, dialogs, value):
+    dashboard = tab(states_server)
+    for name in ("", "overview", "units"):
+        dashboard.open(name, run=value, unit=value, search=value, pin=value, bars=value)
+        check_harmless(dashboard.page, dialogs)
+        assert "root:" not in dashboard.page.get_by_test_id("stMain").inner_text()
+
+
+def check_harmless(page, dialogs):
+    """No dialog came up, and no element stands where a name was shown."""
+    assert dialogs == []
+    assert page.locator("img[src='x'], script:text('alert')").count() == 0
+    assert page.locator("a[href^='javascript']").count() == 0
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        pytest.param({"Host": "127.0.0.1:{port}"}, 101, id="this machine"),
+        pytest.param({"Host": "evil.example:{port}"}, 403, id="another host"),
+    ],
+)
+def test_runs_are_served_only_under_the_names_of_this_machine(states_server, headers, status):
+    port = int(states_server.rpartition(":")[2])
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    asked = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+        **{name: value.format(port=port) for name, value in headers.items()},
+    }
+    connection.request("GET", "/_stcore/stream", headers=asked)
+    assert connection.getresponse().status == status
+    connection.close()
