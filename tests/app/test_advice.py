@@ -45,6 +45,10 @@ def test_the_answer_is_that_of_the_library(advised, advice):
     assert advised.metric[0].value == format_ns(advice.plan.fastest.step_ns)
 
 
+def test_nothing_of_the_code_is_written_to_the_page(advised):
+    assert "how the command and the address say it" not in read(advised)
+
+
 def test_every_change_says_what_why_and_by_how_much(advised, advice):
     text = read(advised)
     assert advice.plan.suggestions
