@@ -1,7 +1,8 @@
 """What was it before? A file that is kept with the code, made for review.
 
-JSON, sorted, one line a unit. It holds the numbers, what filled the peak by unit and category, and
-the settings of the run that it was made from, so that a later run can say what differs.
+JSON, sorted; alike units are written together. It holds the numbers, what filled the peak by unit
+and category, and the settings of the run that it was made from, so that a later run can say what
+differs. Nothing in it names a folder, a machine or a time: two files of the same program are alike.
 """
 
 import json
@@ -9,8 +10,16 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_serializer,
+    field_validator,
+)
 
+from fsdp_inspect.checks.folding import fold, in_words_and_numbers, unfold
 from fsdp_inspect.checks.limits import Limit, parse_limits
 from fsdp_inspect.checks.reading import Moment, Reading
 from fsdp_inspect.errors import CheckError
@@ -32,9 +41,19 @@ _KEPT = {
     "versions",
     "world_size",
 }
-_DROPPED_OF_UNITS = {"parameters", "modules", "recorded_by", "execution_index", "num_tensors"}
+_DROPPED_OF_UNITS = {
+    "execution_index",
+    "fqn",
+    "index",
+    "modules",
+    "num_tensors",
+    "parameters",
+    "recorded_by",
+}
 _DROPPED_CONFIG = {"runs_dir", "name", "tag"}
 _INNERMOST = re.compile(r"([\[{])\n\s+([^\[\]{}]*?)\n\s*([\]}])")
+_LONGEST_TABLE = 140
+"""Characters of a table on one line; a longer one has a line for each of its entries."""
 
 
 class MomentRecord(BaseModel):
@@ -45,7 +64,16 @@ class MomentRecord(BaseModel):
     bytes: int
     unit: str
     held: dict[str, dict[str, int]]
-    """Bytes by unit, then category."""
+    """Bytes by unit, then category; in the file units that hold the same are one row."""
+
+    @field_validator("held", mode="before")
+    @classmethod
+    def _unfold(cls, held: Any) -> Any:
+        return dict(unfold(held)) if isinstance(held, list) else held
+
+    @field_serializer("held")
+    def _fold(self, held: dict[str, dict[str, int]]) -> list[dict[str, Any]]:
+        return fold((unit, held[unit]) for unit in sorted(held, key=in_words_and_numbers))
 
     @property
     def moment(self) -> Moment:
@@ -79,16 +107,27 @@ class Baseline(BaseModel):
     limits: dict[str, str] = Field(default_factory=dict)
     """What is allowed, by metric; written by hand, kept by an update."""
 
+    @field_validator("run")
+    @classmethod
+    def _check_rows(cls, run: dict[str, Any]) -> dict[str, Any]:
+        unfold(run.get("units", ()))
+        unfold(run.get("plan", {}).get("units", ()))
+        return run
+
     @property
     def manifest(self) -> RunManifest:
         """The settings of the run that it was made from."""
         units = [
-            {**unit, "index": index, "modules": unit["fqn"].split(", ")}
-            for index, unit in enumerate(self.run.get("units", ()))
+            {**settings, "index": index, "fqn": fqn, "modules": fqn.split(", ")}
+            for index, (fqn, settings) in enumerate(unfold(self.run.get("units", ())))
         ]
-        return RunManifest.model_validate(
-            {**self.run, "units": units, "run_id": "baseline", "created": "", "created_unix_ns": 0}
-        )
+        plan = dict(self.run.get("plan", {}))
+        plan["units"] = [
+            {**settings, "modules": fqn.split(", ")}
+            for fqn, settings in unfold(plan.get("units", ()))
+        ]
+        unknown = {"run_id": "baseline", "created": "", "created_unix_ns": 0}
+        return RunManifest.model_validate({**self.run, "units": units, "plan": plan, **unknown})
 
     def parsed_limits(self) -> dict[str, Limit]:
         """Its limits, by metric.
@@ -104,15 +143,16 @@ def make_baseline(reading: Reading, *, limits: dict[str, str] | None = None) -> 
 
     Times go in from `RUNS_FOR_A_TEST` repeats on: fewer prove nothing later.
     """
+    times = {
+        name: sorted(times)
+        for name, times in reading.times.items()
+        if len(times) >= RUNS_FOR_A_TEST
+    }
     return Baseline(
-        run=_settings_of(reading.manifest),
+        run=_settings_of(reading.manifest, is_timed=bool(times)),
         method=reading.method,
         memory={name: value for name, value in reading.memory.items() if "." not in name},
-        times={
-            name: sorted(times)
-            for name, times in reading.times.items()
-            if len(times) >= RUNS_FOR_A_TEST
-        },
+        times=times,
         phase=reading.phase,
         moments={name: _record(moment) for name, moment in reading.moments.items()},
         limits=limits or {},
@@ -126,15 +166,28 @@ def _record(moment: Moment) -> MomentRecord:
     return MomentRecord(bytes=moment.bytes, unit=moment.unit, held=held)
 
 
-def _settings_of(manifest: RunManifest) -> dict[str, Any]:
+def torch_release(manifest: RunManifest) -> str:
+    """The version without its local part: CPU and CUDA builds run the same code of FSDP."""
+    return manifest.versions.get("torch", "unknown").partition("+")[0]
+
+
+def _settings_of(manifest: RunManifest, *, is_timed: bool) -> dict[str, Any]:
+    """What decides memory; the device's name only where times are kept, which depend on it."""
     kept = manifest.model_dump(mode="json", include=_KEPT)
-    kept["versions"] = {"torch": manifest.versions.get("torch", "")}
-    kept["config"] = {k: v for k, v in kept["config"].items() if k not in _DROPPED_CONFIG}
-    kept["units"] = [
-        {name: value for name, value in unit.items() if name not in _DROPPED_OF_UNITS}
-        for unit in kept["units"]
-    ]
+    kept["versions"] = {"torch": torch_release(manifest)}
+    kept["device_name"] = manifest.device_name if is_timed else ""
+    kept["config"] = _without(kept["config"], _DROPPED_CONFIG)
+    kept["units"] = fold((unit["fqn"], _without(unit, _DROPPED_OF_UNITS)) for unit in kept["units"])
+    if "units" in kept["plan"]:
+        kept["plan"]["units"] = fold(
+            (", ".join(unit["modules"]), _without(unit, {"modules"}))
+            for unit in kept["plan"]["units"]
+        )
     return kept
+
+
+def _without(table: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name not in names}
 
 
 def render_baseline(baseline: Baseline) -> str:
@@ -146,7 +199,8 @@ def render_baseline(baseline: Baseline) -> str:
 
 def _on_one_line(found: re.Match[str]) -> str:
     opening, inside, closing = found.groups()
-    return opening + re.sub(r"\s*\n\s*", " ", inside) + closing
+    line = opening + re.sub(r"\s*\n\s*", " ", inside) + closing
+    return line if opening == "[" or len(line) <= _LONGEST_TABLE else found.group()
 
 
 def read_baseline(path: Path) -> Baseline:

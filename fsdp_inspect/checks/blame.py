@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fsdp_inspect.checks.folding import in_words_and_numbers
 from fsdp_inspect.checks.reading import Held
 
 _NEARLY_ALL = 0.95
@@ -55,19 +56,13 @@ def find_growth(before: Held, after: Held) -> tuple[Growth, ...]:
     grown = [
         Growth(
             category,
-            tuple(sorted(units, key=_in_words_and_numbers)),
+            tuple(sorted(units, key=in_words_and_numbers)),
             sum(before.get((unit, category), 0) for unit in units),
             sum(after.get((unit, category), 0) for unit in units),
         )
         for category, units in by_category.items()
     ]
     return tuple(_until_nearly_all(sorted(grown, key=lambda one: -one.bytes)))
-
-
-def _in_words_and_numbers(name: str) -> list[tuple[str, int]]:
-    """`layers.2` before `layers.10`."""
-    numbers = [int(number) for number in _NUMBER.findall(name)] or [-1]
-    return list(zip(_NUMBER.split(name), [*numbers, -1], strict=False))
 
 
 def _is_net(category: str, changes: Mapping[tuple[str, str], int]) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from fsdp_inspect.checks.baseline import Baseline
+from fsdp_inspect.checks.baseline import Baseline, torch_release
 from fsdp_inspect.checks.blame import Growth, find_growth
 from fsdp_inspect.checks.causes import find_causes
 from fsdp_inspect.checks.limits import MEMORY_METRICS, TIME_METRICS, Limit
@@ -138,7 +138,7 @@ def check(
     """
     limits = {**(baseline.parsed_limits() if baseline else {}), **(budget or {})}
     before = baseline.manifest if baseline else None
-    settings = compare_settings([before, _comparable(reading.manifest)]) if before else ()
+    settings = compare_settings([before, _comparable(reading.manifest, before)]) if before else ()
     reasons = [*reading.problems, *_other_keys(before, reading.manifest)]
     metrics = () if reasons else tuple(_judge_all(reading, baseline, limits))
     reasons += [one.reason for one in metrics if one.outcome is Outcome.UNTOLD]
@@ -225,23 +225,19 @@ def _other_keys(before: RunManifest | None, after: RunManifest) -> Iterator[str]
                 )
 
 
-def _torch_of(manifest: RunManifest) -> str:
-    """The version without its local part: CPU and CUDA builds run the same code of FSDP."""
-    return manifest.versions.get("torch", "unknown").partition("+")[0]
-
-
 _KEYS = (
-    ("torch", _torch_of),
+    ("torch", torch_release),
     ("world size", lambda manifest: str(manifest.world_size)),
     ("device", lambda manifest: manifest.device_type),
     ("source", lambda manifest: manifest.source),
 )
 
 
-def _comparable(manifest: RunManifest) -> RunManifest:
-    """Without what a baseline does not keep."""
+def _comparable(manifest: RunManifest, before: RunManifest) -> RunManifest:
+    """Without what the baseline does not keep."""
     kept: dict[str, Any] = {
-        "versions": {"torch": manifest.versions.get("torch", "")},
+        "versions": {"torch": torch_release(manifest)},
+        "device_name": manifest.device_name if before.device_name else "",
         "environment": {},
         "git_commit": None,
     }
