@@ -7,7 +7,7 @@ import pytest
 from fsdp_inspect_app.timeline import lod
 from fsdp_inspect_app.timeline.asked import Asked, Jump, parse_view, read_asked
 from fsdp_inspect_app.timeline.lod import View
-from fsdp_inspect_app.timeline.payload import describe_tracks, encode_tracks
+from fsdp_inspect_app.timeline.payload import MAX_READINGS, describe_tracks, encode_tracks
 from fsdp_inspect_app.timeline.track_set import Place, Tracks, TrackSet
 from fsdp_inspect_app.timeline.tracks import build_timeline, draw_events
 
@@ -80,6 +80,20 @@ def test_a_window_in_a_step_is_sent_with_a_margin(tracks, member):
     assert header["data_start_ns"] == view.start_ns - 250_000
     assert header["data_end_ns"] == view.end_ns + 250_000
     assert 0 < len(columns["start"]) < len(member.timeline.spans)
+
+
+def test_a_view_is_never_a_megabyte(packed, tracks, monkeypatch):
+    def bytes_of(columns):
+        return sum(column.itemsize for name, column in columns.items() if "memory" not in name)
+
+    _, spans = packed
+    assert bytes_of(spans) * lod.MAX_SPANS < 800_000
+    monkeypatch.setattr("fsdp_inspect_app.timeline.payload.MAX_SPANS", 1)
+    header, density = unpack(encode_tracks(tracks, Asked()))
+    assert not header["is_exact"]
+    assert bytes_of(density) * lod.MAX_RECTANGLES < 800_000
+    readings = sum(column.itemsize for name, column in spans.items() if "memory" in name)
+    assert readings * MAX_READINGS < 200_000
 
 
 def test_the_picture_is_described_in_words(tracks, member):

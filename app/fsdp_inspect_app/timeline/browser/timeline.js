@@ -53,6 +53,7 @@ class Timeline {
     this.hoveredBlock = NONE;
     this.selected = NONE;
     this.cursor = NONE;
+    this.isSought = false;
     this.ruler = null;
     this.isMeasuring = false;
     this.query = "";
@@ -78,11 +79,11 @@ class Timeline {
     this.tip.hidden = true;
     if (!before || before.key !== drawing.header.key) this.open(drawing.header);
     else if (before.axis_end_ns !== drawing.header.axis_end_ns) this.adjust(before.axis_end_ns);
-    this.cursor = drawing.bodyOf(this.selected);
     this.highlight();
     this.canvas.setAttribute("aria-label", drawing.header.aria_label);
     this.fillLegend();
     this.resize();
+    this.findSelected();
     this.takeAnswer(drawing.header.found);
     this.jump(drawing.header.jump);
   }
@@ -320,6 +321,15 @@ class Timeline {
     this.send();
   }
 
+  // Where the selected event is drawn; one that was sought is scrolled to as soon as it is here.
+  findSelected() {
+    this.cursor = this.drawing.bodyOf(this.selected);
+    if (!this.isSought || this.cursor === NONE) return;
+    this.isSought = false;
+    this.keepLaneInView(this.drawing.columns.lane[this.cursor]);
+    this.scheduleDraw();
+  }
+
   // ---- searching ----
 
   // The units of that name; without one those whose names contain it. As track_set.py does.
@@ -372,8 +382,8 @@ class Timeline {
   // Select an event and bring it into view, wide enough to be seen.
   goTo({ event, start_ns: start, end_ns: end }) {
     this.selected = event;
-    this.cursor = this.drawing.bodyOf(event);
-    if (this.cursor !== NONE) this.keepLaneInView(this.drawing.columns.lane[this.cursor]);
+    this.isSought = true;
+    this.findSelected();
     const length = end - start;
     const isTiny = (length / this.length) * this.plotWidth < 16;
     const shown = isTiny ? Math.max(12 * length, MIN_VIEW_NS) : this.length;
