@@ -132,9 +132,9 @@ def _show_findings(entry: RunEntry, digest: RunDigest) -> None:
 
 def _show_key_numbers(digest: RunDigest) -> None:
     times, memory = digest.step_time_ns, digest.memory
-    spread = f"p10 {format_ns(times.p10)}, p90 {format_ns(times.p90)}" if times else None
+    spread = f"{format_ns(times.p10)} to {format_ns(times.p90)}" if times else None
     floor = f"of it floor {format_ns(digest.floor_ns)}" if digest.floor_ns is not None else None
-    communication = f"of {format_ns(digest.communication_ns)} communication"
+    communication = f"of {format_ns(digest.communication_ns)}"
     numbers = [
         ("step_time_ns", format_ns(times.median if times else None), spread),
         ("exposed_ns", format_ns(digest.exposed_ns), floor),
@@ -160,7 +160,12 @@ def _show_key_numbers(digest: RunDigest) -> None:
             border=True,
             help=plain(define_metric(name, in_kernel_trace=digest.is_kernel_trace)),
         )
-    medians = f"Medians of rank {digest.median_rank} over its timed steps. " if times else ""
+    medians = (
+        f"Medians of rank {digest.median_rank} over its timed steps, p10 to p90 below the step "
+        "time. "
+        if times
+        else ""
+    )
     st.caption(plain(medians + digest.left_out.sentence))
 
 
@@ -168,8 +173,7 @@ def _memory_detail(digest: RunDigest) -> str | None:
     if digest.peak_allocated_bytes is None:
         return "not recorded"
     if digest.peak_reserved_bytes is not None:
-        of_device = f" of {format_bytes(digest.memory.device_bytes)}"
-        return f"reserved {format_bytes(digest.peak_reserved_bytes)}{of_device}"
+        return f"reserved {format_bytes(digest.peak_reserved_bytes)}"
     return f"by the {wording.describe_memory_method(digest.memory)}"
 
 
