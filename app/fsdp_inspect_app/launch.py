@@ -59,8 +59,8 @@ def server_flags(
     }
     if is_shared:
         # Named here, it is not asked of a server on the internet.
-        everywhere = host in ("0.0.0.0", "::")
-        values["browser.serverAddress"] = proxy_name or (socket.gethostname() if everywhere else host)
+        reachable = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        values["browser.serverAddress"] = proxy_name or reachable
     flags = [f"--{name}={value}" for name, value in values.items()]
     hosts = [*_allowed_hosts(host), *([] if proxy_name is None else [proxy_name])]
     return [*flags, *(f"--server.allowedHosts={name}" for name in hosts)]
