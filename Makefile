@@ -37,6 +37,10 @@ check: $(READY) ## Check format, lint, types and the direction of imports
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports --no-logo --no-cache
 
+.PHONY: gate
+gate: $(READY) ## Hold forecasts and a run against .ci/baselines (UPDATE=1: write them anew)
+	.ci/gate $(if $(UPDATE),--update)
+
 .PHONY: bench
 bench: $(READY) ## Measure the published figures; takes minutes and wants an idle machine
 	$(BIN)/python -m tests.benchmarks $(ARGS)
