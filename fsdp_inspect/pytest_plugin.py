@@ -1,0 +1,496 @@
+"""Does a test's memory grow? A pytest plugin: one marker, two fixtures, baselines beside the tests.
+
+    @pytest.mark.fsdp_memory("38 GiB", world_size=64)
+    def test_the_model_fits(fsdp_forecast):
+        fsdp_forecast(build, batch_size=2)             # rank 0 of 64, on fake tensors
+
+    def test_a_step_takes_what_it_took(fsdp_record):
+        with fsdp_record(model, optimizer) as recorder:
+            for batch in batches:
+                with recorder.step():
+                    ...
+
+A limit such as "38 GiB" is held by itself. A limit such as "+2%", and no limit, are held against
+`fsdp_baselines/<test>.json` beside the test file, which `pytest --fsdp-update-baselines` writes.
+Only memory is judged, never a time. What cannot be judged fails, or is skipped where
+`--fsdp-skip-unjudged` asks for that; it never passes.
+
+Inert unless a test asks for it: at the start this loads nothing but itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from fsdp_inspect.checks.judge import CheckResult
+    from fsdp_inspect.checks.limits import Limit
+    from fsdp_inspect.checks.reading import Reading
+    from fsdp_inspect.forecast.target import Builder
+    from fsdp_inspect.recording.recorder import Recorder
+    from fsdp_inspect.store.reader import StoredRun
+
+    Forecasting = Callable[..., StoredRun]
+    Recording = Callable[..., AbstractContextManager[Recorder]]
+
+MARKER = "fsdp_memory"
+FOLDER = "fsdp_baselines"
+UPDATE = "--fsdp-update-baselines"
+SKIP_UNJUDGED = "--fsdp-skip-unjudged"
+
+_PEAK = "peak_allocated_bytes"
+_FORECASTS = "fsdp_forecast"
+_RECORDS = "fsdp_record"
+_KEYWORDS = ("world_size", "gpus_per_node", "device_type")
+_ONLY_FORECASTS = ("gpus_per_node", "device_type")
+_DEVICES = ("cuda", "cpu")
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.=-]+")
+_MOST_CHARACTERS = 150
+_PROPERTY = "fsdp_baseline"
+"""Under this name a report tells what became of a baseline; reports also cross from the workers of
+pytest-xdist to the process that prints."""
+_WIDTH = 100
+
+
+# --- what pytest calls
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The two options."""
+    group = parser.getgroup("fsdp-inspect", "memory of FSDP models")
+    group.addoption(
+        UPDATE,
+        action="store_true",
+        help="Write the memory baselines of the tests that run, instead of judging by them.",
+    )
+    group.addoption(
+        SKIP_UNJUDGED,
+        action="store_true",
+        help="Skip a test whose memory cannot be judged (another torch version, another world "
+        "size), instead of failing it.",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell what the marker means."""
+    config.addinivalue_line(
+        "markers",
+        f"{MARKER}(limit, world_size, gpus_per_node, device_type): the most memory that the test "
+        "may forecast or record: '38 GiB', or '+2%' beyond its baseline; no limit: its baseline, "
+        "to the byte.",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Refuse markers that say nothing or something wrong, before any test runs."""
+    if hasattr(config, "workerinput"):
+        return  # a worker of pytest-xdist cannot tell why it ends; there the tests fail
+    for item in items:
+        try:
+            _read_marker(item)
+        except ValueError as error:
+            raise pytest.UsageError(f"{item.nodeid}: {error}") from error
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The same, of one test; heard only in a worker of pytest-xdist."""
+    try:
+        _read_marker(item)
+    except ValueError as error:
+        pytest.fail(str(error), pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test that asked for a fixture and measured nothing has not passed."""
+    yield
+    gate = item.stash.get(_GATE, None)
+    if gate is not None and gate.num_judged == 0:
+        pytest.fail(
+            "Nothing was measured. Expected the test to call fsdp_forecast(build), or to enter "
+            "`with fsdp_record(model)`. Do so, or leave the fixture out.",
+            pytrace=False,
+        )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Which baselines were written."""
+    told = [
+        str(value)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", "") == "call"
+        for name, value in report.user_properties
+        if name == _PROPERTY
+    ]
+    if told:
+        terminalreporter.section("FSDP Inspect: baselines")
+        for line in sorted(told):
+            terminalreporter.line(line)
+        terminalreporter.line("Review what changed, and commit it.")
+
+
+# --- what tests ask for
+
+
+@pytest.fixture
+def fsdp_forecast(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Forecasting:
+    """Forecast the memory of a training step, and fail above the limit of `fsdp_memory`.
+
+    `fsdp_forecast(build, **settings)`: `build` is a function that returns a `ForecastTarget`, or
+    its name as `module:function`; the settings are its keywords. Returns the forecast, opened.
+    """
+    gate = _gate_of(request)
+
+    def forecast(build: Builder | str, **settings: Any) -> StoredRun:
+        from fsdp_inspect.forecast.forecast import DEFAULT_GPUS_PER_NODE, forecast_memory
+        from fsdp_inspect.forecast.target import find_builder
+        from fsdp_inspect.store.reader import open_run
+
+        path = forecast_memory(
+            find_builder(build) if isinstance(build, str) else build,
+            gate.next_folder(tmp_path_factory),
+            world_size=gate.marked.world_size or 1,
+            gpus_per_node=gate.marked.gpus_per_node or DEFAULT_GPUS_PER_NODE,
+            device_type="cpu" if gate.marked.device_type == "cpu" else "cuda",
+            settings=settings,
+        )
+        run = open_run(path)
+        gate.judge(run)
+        return run
+
+    return forecast
+
+
+@pytest.fixture
+def fsdp_record(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Recording:
+    """Record a block of real training, and fail where it takes more memory than its baseline.
+
+    `with fsdp_record(model, optimizer, **options) as recorder:` with two steps or more inside, the
+    first for warming up. The options are those of `Recorder`.
+    """
+    gate = _gate_of(request)
+
+    @contextmanager
+    def record(
+        model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any
+    ) -> Iterator[Recorder]:
+        from fsdp_inspect.recording.recorder import Recorder
+
+        quiet = {"warmup_steps": 1, "device_interval_s": 0.0, "print_verdict": False}
+        folder = _agree(gate.next_folder(tmp_path_factory))
+        with Recorder(model, optimizer=optimizer, path=folder, **{**quiet, **options}) as recorder:
+            yield recorder
+        gate.judge(_open_recorded(recorder))
+
+    return record
+
+
+# --- the marker
+
+
+@dataclass(frozen=True, slots=True)
+class _Marked:
+    """What the marker of a test says."""
+
+    limit: str | None = None
+    world_size: int | None = None
+    gpus_per_node: int | None = None
+    device_type: str | None = None
+
+
+def _read_marker(item: pytest.Item) -> _Marked:
+    """What the nearest marker says; raises `ValueError` with what is wrong with it."""
+    asked = set(getattr(item, "fixturenames", ()))
+    marker = item.get_closest_marker(MARKER)
+    if marker is None:
+        if _FORECASTS in asked:
+            raise ValueError(
+                "fsdp_forecast is asked for without a world size. Expected a marker that says it. "
+                f'Write @pytest.mark.{MARKER}("38 GiB", world_size=64) above the test.'
+            )
+        return _Marked()
+    if not asked & {_FORECASTS, _RECORDS}:
+        raise ValueError(
+            f"the marker {MARKER} would do nothing: the test asks for neither fsdp_forecast nor "
+            "fsdp_record. Expected one of these fixtures. Add it to the test's arguments."
+        )
+    return _check_arguments(marker, forecasts=_FORECASTS in asked)
+
+
+def _check_arguments(marker: pytest.Mark, *, forecasts: bool) -> _Marked:
+    limit = marker.args[0] if marker.args else None
+    if len(marker.args) > 1:
+        raise ValueError(
+            f"{MARKER} takes one limit, got {len(marker.args)} arguments. Expected "
+            f'{MARKER}("38 GiB", world_size=64). Name the others.'
+        )
+    if limit is not None:
+        _parse(limit)
+    for name, value in marker.kwargs.items():
+        _check_keyword(name, value, forecasts=forecasts)
+    marked = _Marked(limit, **marker.kwargs)
+    if forecasts and marked.world_size is None:
+        raise ValueError(
+            f"{MARKER} has no world_size. Expected the ranks of the job to forecast. Write "
+            f"{MARKER}(..., world_size=64)."
+        )
+    return marked
+
+
+def _check_keyword(name: str, value: object, *, forecasts: bool) -> None:
+    if name not in _KEYWORDS:
+        raise ValueError(
+            f"{MARKER} takes no {name!r}. Expected one of {', '.join(_KEYWORDS)}. Settings of the "
+            "model are given to fsdp_forecast."
+        )
+    if name in _ONLY_FORECASTS and not forecasts:
+        raise ValueError(
+            f"{name} means nothing to a recording, which runs on the devices that it finds. "
+            "Expected it beside fsdp_forecast only. Leave it out."
+        )
+    if name == "device_type":
+        if value not in _DEVICES:
+            raise ValueError(f"device_type is {value!r}. Expected 'cuda' or 'cpu'. Correct it.")
+    elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}. Expected a number of ranks, 1 or more. Correct it.")
+
+
+def _parse(limit: object) -> Limit:
+    from fsdp_inspect.checks.limits import parse_limit
+    from fsdp_inspect.errors import CheckError
+
+    if not isinstance(limit, str):
+        raise ValueError(
+            f"the limit is {limit!r}. Expected a text like '38 GiB' or '+2%'. Quote it."
+        )
+    try:
+        return parse_limit(_PEAK, limit)
+    except CheckError as error:
+        raise ValueError(str(error)) from error
+
+
+# --- judging
+
+
+class _Gate:
+    """Holds what one test measures against its limit and its baselines."""
+
+    def __init__(self, item: pytest.Item) -> None:
+        self.marked = _read_marker(item)
+        self.num_judged = 0
+        self._item = item
+        self._updates = bool(item.config.getoption(UPDATE))
+        self._skips = bool(item.config.getoption(SKIP_UNJUDGED))
+        self._name = _safe_name(item)
+
+    def next_folder(self, folders: pytest.TempPathFactory) -> Path:
+        """Where the next run of this test goes."""
+        return folders.mktemp("fsdp") / self._next_name()
+
+    def judge(self, run: StoredRun) -> None:
+        """Fail, or skip, unless the run's memory holds; or write its baseline."""
+        from fsdp_inspect.checks.judge import check
+        from fsdp_inspect.checks.reading import read_runs
+
+        path = self._item.path.parent / FOLDER / f"{self._next_name()}.json"
+        self.num_judged += 1
+        self._expect_world_size(run)
+        reading = replace(read_runs([run]), times={})
+        limit = None if self.marked.limit is None else _parse(self.marked.limit)
+        if limit is not None and limit.absolute is not None:
+            self._tell(run, check(reading, None, {_PEAK: limit}))
+        elif self._updates:
+            self._update(reading, path)
+        else:
+            self._tell(run, self._check_against(path, reading, limit))
+
+    def _next_name(self) -> str:
+        number = self.num_judged + 1
+        return self._name if number == 1 else f"{self._name}.{number}"
+
+    def _expect_world_size(self, run: StoredRun) -> None:
+        expected, found = self.marked.world_size, run.manifest.world_size
+        if expected not in (None, found):
+            self._leave(
+                f"The marker says world_size={expected}, and {found} ranks were recorded. Expected "
+                "the same. Leave world_size out, or start the tests on as many ranks."
+            )
+
+    def _check_against(self, path: Path, reading: Reading, limit: Limit | None) -> CheckResult:
+        from fsdp_inspect.checks.baseline import read_baseline
+        from fsdp_inspect.checks.judge import ALWAYS, check
+        from fsdp_inspect.errors import CheckError
+
+        if not path.exists():
+            pytest.fail(
+                f"There is no baseline at {self._shown(path)}. Expected one, made on the code as "
+                f"it should be. Write it, and commit it: pytest '{self._item.nodeid}' {UPDATE}",
+                pytrace=False,
+            )
+        try:
+            baseline = read_baseline(path)
+            names = ALWAYS if limit is None else [n for n in ALWAYS if n in baseline.memory]
+            limits = {} if limit is None else dict.fromkeys(names, limit)
+            return check(reading, baseline, limits)
+        except CheckError as error:
+            pytest.fail(_in_words_of_pytest(str(error)), pytrace=False)
+
+    def _tell(self, run: StoredRun, result: CheckResult) -> None:
+        from fsdp_inspect.checks.judge import Outcome
+        from fsdp_inspect.report.check import render_check
+
+        if result.outcome is Outcome.HOLDS:
+            return
+        text = _in_words_of_pytest(_print(render_check(result)))
+        if result.outcome is Outcome.UNTOLD:
+            self._leave(text)
+        composition = "" if result.growth else f"\n\n{_describe(run)}"
+        pytest.fail(f"{text}{composition}\n\nIt is kept in {run.path}", pytrace=False)
+
+    def _leave(self, reason: str) -> None:
+        """What cannot be judged is no pass."""
+        if self._skips:
+            pytest.skip(reason)
+        pytest.fail(reason, pytrace=False)
+
+    def _update(self, reading: Reading, path: Path) -> None:
+        from fsdp_inspect.checks.baseline import make_baseline, read_baseline, render_baseline
+        from fsdp_inspect.errors import CheckError
+        from fsdp_inspect.store.records import replace_file
+
+        problem = _why_no_baseline(reading)
+        if problem is not None:
+            pytest.fail(problem, pytrace=False)
+        try:
+            limits = read_baseline(path).limits if path.exists() else {}
+        except CheckError as error:
+            reason = str(error).partition(" Expected")[0]
+            pytest.fail(f"{reason} Remove the file, and update again.", pytrace=False)
+        content = render_baseline(make_baseline(reading, limits=limits)).encode()
+        before = path.read_bytes() if path.exists() else None
+        if content != before and _is_first_rank():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, content)
+        verb = "wrote" if before is None else "rewrote" if content != before else "unchanged"
+        self._item.user_properties.append((_PROPERTY, f"{verb} {self._shown(path)}"))
+
+    def _shown(self, path: Path) -> str:
+        root = self._item.config.rootpath
+        return str(path.relative_to(root) if path.is_relative_to(root) else path)
+
+
+_GATE = pytest.StashKey[_Gate]()
+
+
+def _gate_of(request: pytest.FixtureRequest) -> _Gate:
+    """The gate of a test; its two fixtures share one."""
+    item: pytest.Item = request.node
+    if _GATE not in item.stash:
+        item.stash[_GATE] = _Gate(item)
+    return item.stash[_GATE]
+
+
+def _why_no_baseline(reading: Reading) -> str | None:
+    """Why a reading can be no baseline; None: it can."""
+    if reading.problems:
+        return reading.problems[0]
+    if _PEAK not in reading.memory:
+        return (
+            "No memory was recorded, so there is nothing to keep. On CPU it is counted in memory "
+            "steps: run two steps or more in the block, or pass memory_steps=[1]."
+        )
+    return None
+
+
+def _safe_name(item: pytest.Item) -> str:
+    """The test's id as a name of a file; one that loses something ends in a part of its hash."""
+    inside = item.nodeid.partition("::")[2].replace("::", ".")
+    name = f"{item.path.stem}.{inside}".replace("[", "-").removesuffix("]")
+    safe = _UNSAFE.sub("-", name)[:_MOST_CHARACTERS]
+    return safe if safe == name else f"{safe}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def _in_words_of_pytest(text: str) -> str:
+    return re.sub(r"--update\b", UPDATE, text)
+
+
+def _print(renderable: Any) -> str:
+    """As a terminal would show it, without colour."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    from fsdp_inspect.report.layout import Harmless
+
+    out = StringIO()
+    Console(file=out, width=_WIDTH, highlight=False, color_system=None).print(Harmless(renderable))
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
+
+
+def _describe(run: StoredRun) -> str:
+    """What fills memory at the peak."""
+    from fsdp_inspect.digest.memory import digest_memory
+    from fsdp_inspect.report.memory import render_memory
+
+    return _print(render_memory(digest_memory(run)))
+
+
+# --- several ranks, where the tests were started on several
+
+
+def _agree(folder: Path) -> Path:
+    """Rank 0's folder, on every rank: that each records a part of one run."""
+    import torch.distributed as dist
+
+    if not _has_real_peers():
+        return folder
+    chosen = [str(folder)]
+    dist.broadcast_object_list(chosen)
+    return Path(chosen[0])
+
+
+def _open_recorded(recorder: Recorder) -> StoredRun:
+    """The run, once every rank has ended its part."""
+    import torch.distributed as dist
+
+    from fsdp_inspect.store.reader import open_run
+
+    if _has_real_peers():
+        dist.barrier()
+    if recorder.run_folder is None:
+        pytest.fail(
+            f"Nothing was recorded: {' '.join(recorder.problems) or 'the recorder is disabled'}. "
+            "Expected a run folder among pytest's temporary ones. Look at the warnings.",
+            pytrace=False,
+        )
+    return open_run(recorder.run_folder)
+
+
+def _is_first_rank() -> bool:
+    import torch.distributed as dist
+
+    return not _has_real_peers() or dist.get_rank() == 0
+
+
+def _has_real_peers() -> bool:
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    return dist.get_backend() != "fake"
