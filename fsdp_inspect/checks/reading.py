@@ -3,7 +3,7 @@
 Several runs are repeats of one program: of memory the highest counts, of times one number a run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_inspect.analysis.memory import Memory, PeakMoment
@@ -89,8 +89,8 @@ def _memory_of(memory: Memory) -> dict[str, int]:
     found = {
         "peak_allocated_bytes": memory.peak_allocated_bytes,
         "peak_reserved_bytes": memory.peak_reserved_bytes,
-        "step_adds_bytes": max((row.step_adds_bytes or 0 for row in ranks), default=None),
-        "resting_bytes": max((row.resting_bytes or 0 for row in ranks), default=None),
+        "step_adds_bytes": _highest(row.step_adds_bytes for row in ranks),
+        "resting_bytes": _highest(row.resting_bytes for row in ranks),
     }
     found |= {
         f"peak_{moment.phase}_bytes": moment.bytes
@@ -100,6 +100,11 @@ def _memory_of(memory: Memory) -> dict[str, int]:
     if memory.peak is not None:
         found |= {f"category.{one.category}": one.bytes for one in memory.peak.categories}
     return {metric: amount for metric, amount in found.items() if amount is not None}
+
+
+def _highest(amounts: Iterable[int | None]) -> int | None:
+    """Of those that are known; None: none is."""
+    return max((amount for amount in amounts if amount is not None), default=None)
 
 
 def _times_of(metric: str, digests: Sequence[RunDigest]) -> list[int]:
