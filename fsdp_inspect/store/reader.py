@@ -102,6 +102,8 @@ class StoredRun:
         self._files = files
         self._manifest = manifest
         self._found: dict[str, None] = dict.fromkeys(notes)
+        self._live_events: tuple[int, int, EventTable] | None = None
+        """The events of the rank whose live stream was read last, and when that had changed."""
         self.attempts = tuple(attempts)
         """The starts of the job that left anything, ascending."""
         self.attempt = attempt
@@ -163,7 +165,7 @@ class StoredRun:
             IncompleteRunError: The rank wrote nothing here.
             CorruptFileError: Its file is damaged.
         """
-        events = self._read(rank, EVENTS, steps)
+        events = self._read_events(rank, steps)
         if steps is not None:
             events = events.where(np.isin(events.step, list(steps)))
         if kinds is not None:
@@ -236,6 +238,19 @@ class StoredRun:
             return recorded.table
         order = np.argsort(getattr(recorded.table, file.sort_by), kind="stable")
         return recorded.table.where(order)
+
+    def _read_events(self, rank: int, steps: Collection[int] | None) -> EventTable:
+        """As `_read`; what is in a live stream is kept until the stream has grown.
+
+        A live stream holds all steps, and is read whole whichever are asked for.
+        """
+        name = f"{self._folder(rank)}/{EVENTS.live_name}"
+        changed = self._files.modified_unix_ns(name) if rank in self._rank_numbers else None
+        if changed is None:
+            return self._read(rank, EVENTS, steps)
+        if self._live_events is None or self._live_events[:2] != (rank, changed):
+            self._live_events = (rank, changed, self._read(rank, EVENTS))
+        return self._live_events[2]
 
     def _folder(self, rank: int) -> str:
         return f"{attempt_name(self.attempt)}/{rank_name(rank)}"

@@ -126,8 +126,9 @@ class SummaryReader:
     def _whole_steps_of(self, rank: int) -> SummaryTable:
         """All rows of whole steps of a rank, from its own files."""
         if rank not in self._whole_by_rank:
-            rows = self._by_rank.get(rank)
-            if rows is None:
+            if rank in self._by_rank or self._grows(rank):
+                rows = self._rows_of_rank(rank)  # what is summed up now has all kinds
+            else:
                 rows = self._read_rank(rank, WHOLE_STEP_KINDS)
             self._whole_by_rank[rank] = rows.where(is_of_whole_step(rows))
         return self._whole_by_rank[rank]
