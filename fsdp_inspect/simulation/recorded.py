@@ -135,9 +135,12 @@ def observed_plan(run: RunSource) -> Plan:
         MissingDataError: The run has none.
     """
     if not run.manifest.plan:
+        remedy = "Record the run again with this version."
+        if run.manifest.source == "imported":
+            remedy = "A trace does not tell it: record the training with fsdp_inspect.Recorder."
         raise MissingDataError(
             f"Run {run.manifest.run_id!r} has no observed plan, so its schedule is not known. "
-            "Expected the plan that the recorder writes. Record the run again with this version."
+            f"Expected the plan that the recorder writes. {remedy}"
         )
     plan = Plan.from_dict(run.manifest.plan)
     if plan.accumulation != Accumulation():
