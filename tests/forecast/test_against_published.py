@@ -1,0 +1,44 @@
+"""How far is a forecast from what torchtitan published, and what does that consist of?"""
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_inspect import forecast_memory, open_run
+from fsdp_inspect.analysis.memory import measure_memory
+from instrumented_trainer.model import PRESETS
+from tests.forecast import torchtitan_like
+
+GIB = 2**30
+TOKENS = 2 * torchtitan_like.SEQUENCE
+SHAPE = PRESETS["llama-8b"]
+KV_WIDTH = SHAPE.dim // SHAPE.num_heads * SHAPE.num_kv_heads
+BFLOAT16 = 2
+
+
+def forecast_peak(path: Path, **settings: object) -> int:
+    """Of rank 0 of 8, in bytes."""
+    forecast_memory(torchtitan_like.build, path, world_size=8, settings=settings)
+    peak = measure_memory(open_run(path)).peak_allocated_bytes
+    assert peak is not None
+    return peak
+
+
+def test_llama_8b_on_8_gpus_lies_below_the_reserved_memory_that_torchtitan_read(
+    tmp_path: Path,
+) -> None:
+    peak = forecast_peak(tmp_path / "whole")
+
+    assert peak / GIB == pytest.approx(68.4, abs=0.1)
+    assert 0.8 < peak / (82.4 * GIB) < 1
+
+
+def test_keeping_every_matrix_product_adds_those_that_torchtitan_computes_again(
+    tmp_path: Path,
+) -> None:
+    some = forecast_peak(tmp_path / "some", num_layers=3)
+    every = forecast_peak(tmp_path / "every", num_layers=3, every_mm=True)
+
+    # Of q, k, v, o, w1, w3 and w2 every second is computed again: k, o and w3.
+    again = BFLOAT16 * TOKENS * (KV_WIDTH + SHAPE.dim + SHAPE.ffn_dim)
+    assert every - some == 3 * again
