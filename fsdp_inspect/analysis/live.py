@@ -5,7 +5,7 @@ numbers, the events of the newest ones (rows of a step can come after the row th
 last samples of the machine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.memory_reduction import samples_of
+from fsdp_inspect.trace.obtained import name_methods
 from fsdp_inspect.trace.reduction import StepFlag, StepPart, reduce_rank
 from fsdp_inspect.trace.statistics import median
 from fsdp_inspect.trace.tables import (
@@ -104,6 +105,10 @@ class LiveView:
     scalars: tuple[LiveScalar, ...]
     last_event_ns: int | None
     """When the newest event ended, on the rank's clock."""
+    recent: SummaryTable
+    """Of the last `TYPICAL_STEPS`, memory steps left out: their rows of the run's summary."""
+    methods: Mapping[str, str]
+    """How the times of the newest step were obtained, by group of numbers."""
 
     def is_stalled(self, now_ns: int) -> bool:
         """Whether far more time than a step takes has passed without the end of one.
@@ -131,6 +136,7 @@ class LiveRank:
         self._devices = DeviceTable.empty()
         self._scalars: dict[int, tuple[int, float]] = {}
         self._last_event_ns: int | None = None
+        self._recent = SummaryTable.empty()
 
     def add(
         self,
@@ -167,6 +173,8 @@ class LiveRank:
                 if name < len(self.scalar_names)
             ),
             last_event_ns=self._last_event_ns,
+            recent=self._recent,
+            methods=name_methods(self._events),
         )
 
     def _add_events(self, events: EventTable) -> None:
@@ -179,8 +187,10 @@ class LiveRank:
             return
         ends = self._events.where(self._events.kind == EventKind.STEP)
         end_of = dict(zip(ends.step.tolist(), ends.end_ns.tolist(), strict=True))
-        for step in _measure_steps(reduce_rank(self._events, rank=0), end_of):
+        rows = reduce_rank(self._events, rank=0)
+        for step in _measure_steps(rows, end_of):
             self._steps[step.step] = step
+        self._recent = _join_recent(self._recent, rows)
         oldest_kept = int(finished[-min(_KEPT_STEPS, len(finished))])
         self._events = self._events.where(self._events.step >= oldest_kept)
         _forget_oldest(self._steps)
@@ -202,6 +212,17 @@ class LiveRank:
 def _forget_oldest(kept: dict[int, LiveStep] | dict[int, LiveMemory]) -> None:
     for step in sorted(kept)[:-MAX_STEPS]:
         del kept[step]
+
+
+def _join_recent(before: SummaryTable, rows: SummaryTable) -> SummaryTable:
+    """The rows of the last timed steps; a step that was reduced again counts as it is now."""
+    slowed = rows.step[(rows.flags & StepFlag.MEMORY_STEP) != 0]
+    kept = [
+        before.where(~np.isin(before.step, rows.step)),
+        rows.where(~np.isin(rows.step, slowed)),
+    ]
+    joined = SummaryTable.concat(kept)
+    return joined.where(np.isin(joined.step, np.unique(joined.step)[-TYPICAL_STEPS:]))
 
 
 def _measure_steps(rows: SummaryTable, end_of: dict[int, int]) -> list[LiveStep]:

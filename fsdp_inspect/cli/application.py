@@ -17,6 +17,7 @@ from fsdp_inspect.cli.forecast import forecast
 from fsdp_inspect.cli.import_ import import_
 from fsdp_inspect.cli.memory import memory
 from fsdp_inspect.cli.merge import merge
+from fsdp_inspect.cli.metrics import metrics
 from fsdp_inspect.cli.ranks import ranks
 from fsdp_inspect.cli.report import report
 from fsdp_inspect.cli.runs import runs
@@ -47,6 +48,7 @@ _COMMANDS = (
     compact,
     merge,
     export,
+    metrics,
     report,
     app,
 )

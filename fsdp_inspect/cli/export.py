@@ -11,6 +11,7 @@ import typer
 from fsdp_inspect.cli.arguments import JsonOption, RunArgument, open_run_argument, print_renderable
 
 if TYPE_CHECKING:
+    from fsdp_inspect.report.openmetrics import MetricsExport
     from fsdp_inspect.report.perfetto import PerfettoExport
     from fsdp_inspect.report.selection import Selection
     from fsdp_inspect.report.tables import TablesExport
@@ -26,6 +27,7 @@ class ExportFormat(StrEnum):
     PERFETTO = "perfetto"
     CSV = "csv"
     PARQUET = "parquet"
+    OPENMETRICS = "openmetrics"
 
 
 def export(  # noqa: PLR0913 (every option is a parameter)
@@ -37,7 +39,7 @@ def export(  # noqa: PLR0913 (every option is a parameter)
         Path,
         typer.Option(
             metavar="PATH",
-            help="perfetto: a file, .json or .json.gz. csv, parquet: a folder.",
+            help="perfetto: a file, .json or .json.gz. openmetrics: a file. Others: a folder.",
             show_default=False,
         ),
     ],
@@ -58,7 +60,7 @@ def export(  # noqa: PLR0913 (every option is a parameter)
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a run for other programs: a trace for Perfetto, or its tables as CSV or Parquet.
+    """Write a run for other programs: a Perfetto trace, its tables, or its numbers for a monitor.
 
     **perfetto** is a Chrome trace: open it at https://ui.perfetto.dev. A process is a rank; its
     tracks are the step, the main thread or compute stream with every exposed wait, and each kind
@@ -68,6 +70,9 @@ def export(  # noqa: PLR0913 (every option is a parameter)
     **csv** and **parquet** write events, memory, devices, scalars, summary, steps and units, one
     file each, with words instead of codes and the unit of measure in each column's name. Times are
     ns on the recording rank's own clock.
+
+    **openmetrics** is a text file of what `fsdp-inspect metrics` serves: medians over the timed
+    steps, for a monitoring system.
 
     Nothing is left behind when it is interrupted.
 
@@ -85,10 +90,12 @@ def export(  # noqa: PLR0913 (every option is a parameter)
         ranks=parse_numbers(ranks, option="--ranks"),
         steps=parse_numbers(steps, option="--steps"),
     )
-    result: PerfettoExport | TablesExport
+    result: PerfettoExport | TablesExport | MetricsExport
     with _progress(f"Writing {out}") as progress:
         if export_format is ExportFormat.PERFETTO:
             result = _export_trace(opened, selection, out, max_mb, progress, replaces=force)
+        elif export_format is ExportFormat.OPENMETRICS:
+            result = _export_metrics(opened, selection, out, replaces=force)
         else:
             result = _export_tables(opened, selection, out, export_format, progress, replaces=force)
     if as_json:
@@ -120,6 +127,22 @@ def _export_trace(
         )
     with whole_file(out, replaces=replaces) as place:
         return write_perfetto(run, selection, out, place=place, limit_mb=max_mb, progress=progress)
+
+
+def _export_metrics(
+    run: "StoredRun", selection: "Selection", out: Path, *, replaces: bool
+) -> "MetricsExport":
+    from fsdp_inspect.digest.monitoring import monitor_run
+    from fsdp_inspect.report.openmetrics import write_openmetrics
+    from fsdp_inspect.report.output import whole_file
+
+    if selection.steps is not None:
+        raise typer.BadParameter(
+            "metrics are medians over all timed steps. Leave it out for --format openmetrics.",
+            param_hint="--steps",
+        )
+    with whole_file(out, replaces=replaces) as place:
+        return write_openmetrics(monitor_run(run, selection.ranks), out, place=place)
 
 
 def _export_tables(

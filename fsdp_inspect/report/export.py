@@ -5,12 +5,16 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.report.openmetrics import MetricsExport
 from fsdp_inspect.report.perfetto import PerfettoExport
 from fsdp_inspect.report.tables import TablesExport
 
 
-def render_export(result: PerfettoExport | TablesExport) -> RenderableType:
+def render_export(result: PerfettoExport | TablesExport | MetricsExport) -> RenderableType:
     """What was written, where, and how to open it."""
+    if isinstance(result, MetricsExport):
+        samples = f"{result.num_samples} numbers of {result.num_families} metrics"
+        return Text(f"Wrote {result.path}: {samples}, as OpenMetrics text.")
     if isinstance(result, PerfettoExport):
         return _render_trace(result)
     return _render_tables(result)

@@ -1,0 +1,81 @@
+"""What does a step of one rank cost, in the few numbers that a monitor wants, by unit?
+
+Medians over the given steps; of a finished run the timed ones, of a live one the last.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase
+from fsdp_inspect.trace.reduction import StepPart
+from fsdp_inspect.trace.run import Unit
+from fsdp_inspect.trace.statistics import median
+from fsdp_inspect.trace.steps import RankSteps, rows_of
+
+
+@dataclass(frozen=True, slots=True)
+class UnitNumbers:
+    """One unit's communication, per step."""
+
+    name: str
+    """Its fqn; the root's is `(root)`; with its index where several units have one name."""
+    exposed_ns: int
+    """Of all its collectives."""
+    all_gather_ns: int
+    """Time that its all-gathers are in flight, exposed or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankNumbers:
+    """One rank's steps."""
+
+    last_step: int
+    num_steps: int
+    """Over which the medians are."""
+    step_time_ns: int
+    exposed_ns: int
+    communication_ns: int
+    data_ns: int
+    """Waiting for the next batch."""
+    units: tuple[UnitNumbers, ...]
+
+
+def measure_rank_numbers(member: RankSteps, units: Sequence[Unit]) -> RankNumbers:
+    """The medians of a rank.
+
+    Args:
+        member: Its steps, at least one.
+        units: Those of the model.
+    """
+    data = rows_of(member.rows, kinds=[StepPart.DATA])
+    trained = member.rows.where(member.rows.phase != Phase.EVALUATION)
+    collectives = rows_of(trained, kinds=sorted(COLLECTIVES))
+    gathers = rows_of(trained, kinds=[EventKind.ALL_GATHER])
+    times = Counter(unit.fqn for unit in units)
+    return RankNumbers(
+        last_step=int(member.steps[-1]),
+        num_steps=len(member.steps),
+        step_time_ns=median(member.step_time_ns) or 0,
+        exposed_ns=median(member.exposed_ns) or 0,
+        communication_ns=median(member.communication_ns) or 0,
+        data_ns=member.median_per_step(data, "duration_ns"),
+        units=tuple(
+            UnitNumbers(
+                name=_name(unit, is_alone=times[unit.fqn] == 1),
+                exposed_ns=member.median_per_step(
+                    collectives.where(collectives.unit == unit.index), "exposed_ns"
+                ),
+                all_gather_ns=member.median_per_step(
+                    gathers.where(gathers.unit == unit.index), "duration_ns"
+                ),
+            )
+            for unit in units
+        ),
+    )
+
+
+def _name(unit: Unit, *, is_alone: bool) -> str:
+    name = format_unit(unit.fqn)
+    return name if is_alone else f"{name} [{unit.index}]"

@@ -1,0 +1,170 @@
+"""`fsdp-inspect metrics`: how does a monitoring system follow a run?"""
+
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fsdp_inspect.cli.arguments import RunArgument, open_run_argument
+from fsdp_inspect.cli.export import parse_numbers
+
+if TYPE_CHECKING:
+    from fsdp_inspect.digest.monitoring import Monitor, MonitoredRun
+    from fsdp_inspect.store.reader import StoredRun
+
+DEFAULT_PORT = 9464
+_PATH = "/metrics"
+_EXPOSURE = (
+    "Listening on {host}: whoever reaches port {port} of this machine reads the names and times of "
+    "every unit and what the training logged. Nobody is asked who they are, and nothing is "
+    "encrypted."
+)
+
+
+def metrics(
+    run: RunArgument,
+    port: Annotated[
+        int, typer.Option(help="Port; 0: any that is free.", min=0, max=65535)
+    ] = DEFAULT_PORT,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; the default is for this machine only.")
+    ] = "127.0.0.1",
+    ranks: Annotated[
+        str | None,
+        typer.Option(metavar="0,1", help="Only these ranks; the first 16 unless given."),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print the numbers and end.")] = False,
+) -> None:
+    """Serve a run's numbers as OpenMetrics, for Prometheus and its like, until Ctrl-C.
+
+    Of a run that is being recorded each request reads only what is new, and the numbers are medians
+    over its last 20 steps; of one that is over they are those of the whole run. Step time, data
+    loading and memory have torchtitan's names, the others begin with fsdp_: see the README.
+
+    Example: `fsdp-inspect metrics runs/demo --port 9464`
+    """
+    from fsdp_inspect.digest.monitoring import choose_ranks
+    from fsdp_inspect.report.selection import select
+
+    asked = parse_numbers(ranks, option="--ranks")
+    opened = open_run_argument(run)
+    if opened.ranks:
+        select(opened, ranks=asked, steps=None)
+    source = _Source(run, asked)
+    if once:
+        print(source.render(), end="")
+        return
+    left_out = len(opened.ranks) - len(choose_ranks(opened, asked))
+    if asked is None and left_out > 0:
+        typer.echo(f"Left out {left_out} ranks. Choose others with --ranks.", err=True)
+    _serve(source.render, host, port, run)
+
+
+class _Source:
+    """The text of a run at the moment of each request."""
+
+    def __init__(self, argument: str, asked: list[int] | None) -> None:
+        self._argument = argument
+        self._asked = asked
+        self._lock = threading.Lock()
+        self._followed: tuple[tuple[int, tuple[int, ...]], Monitor] | None = None
+        self._over: str | None = None
+
+    def render(self) -> str:
+        """The numbers now; of a run that is over they are worked out once."""
+        from fsdp_inspect.report.openmetrics import find_families, render_openmetrics
+        from fsdp_inspect.trace.run import RunStatus
+
+        with self._lock:
+            if self._over is not None:
+                return self._over
+            run = open_run_argument(self._argument)
+            text = render_openmetrics(find_families(self._look(run)))
+            if run.status is not RunStatus.RUNNING:
+                self._over = text
+            return text
+
+    def _look(self, run: "StoredRun") -> "MonitoredRun":
+        from pathlib import Path
+
+        from fsdp_inspect.digest.monitoring import Monitor, choose_ranks, monitor_run
+        from fsdp_inspect.trace.run import RunStatus
+
+        ranks = choose_ranks(run, self._asked)
+        if run.status is not RunStatus.RUNNING:
+            return monitor_run(run, ranks)
+        attempt = max((record.attempt for record in run.ranks), default=0)
+        if self._followed is None or self._followed[0] != (attempt, ranks):
+            self._followed = (attempt, ranks), Monitor(Path(run.path), attempt, ranks)
+        return self._followed[1].look(run)
+
+
+def _serve(render: Callable[[], str], host: str, port: int, run: str) -> None:
+    from fsdp_inspect.errors import FsdpInspectError
+
+    try:
+        server = ThreadingHTTPServer((host, port), _handler(render, is_local=_is_loopback(host)))
+    except OSError as error:
+        raise FsdpInspectError(
+            f"Cannot listen on {host}, port {port}: {error.strerror or error}. Expected a free "
+            "port of this machine. Choose another one with --port; 0 takes any."
+        ) from error
+    with server:
+        chosen = server.server_address[1]
+        if not _is_loopback(host):
+            typer.echo(_EXPOSURE.format(host=host, port=chosen), err=True)
+        address = "127.0.0.1" if host in ("0.0.0.0", "") else host
+        print(f"Metrics of {run}: http://{address}:{chosen}{_PATH} (Ctrl-C ends it)", flush=True)
+        server.serve_forever()
+
+
+def _is_loopback(host: str) -> bool:
+    from ipaddress import ip_address
+
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _handler(render: Callable[[], str], *, is_local: bool) -> type[BaseHTTPRequestHandler]:
+    """A handler that answers with what `render` gives.
+
+    Bound to this machine it refuses requests under other names, which a web page may have sent.
+    """
+    from fsdp_inspect.errors import FsdpInspectError
+    from fsdp_inspect.report.openmetrics import CONTENT_TYPE
+
+    class Handler(BaseHTTPRequestHandler):
+        server_version = "fsdp-inspect"
+        sys_version = ""
+
+        def do_GET(self) -> None:
+            name = self.headers.get("Host", "").rsplit(":", 1)[0].strip("[]")
+            if is_local and not _is_loopback(name):
+                self._answer(403, "text/plain; charset=utf-8", "Not under that name.\n")
+            elif self.path.partition("?")[0] != _PATH:
+                self._answer(404, "text/plain; charset=utf-8", f"The metrics are at {_PATH}.\n")
+            else:
+                self._answer_metrics()
+
+        def _answer_metrics(self) -> None:
+            try:
+                self._answer(200, CONTENT_TYPE, render())
+            except (FsdpInspectError, OSError) as error:
+                self._answer(503, "text/plain; charset=utf-8", f"{error}\n")
+
+        def _answer(self, status: int, kind: str, text: str) -> None:
+            content = text.encode()
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """A scrape every few seconds is no news."""
+
+    return Handler

@@ -1,0 +1,253 @@
+"""How do a monitor's numbers read as OpenMetrics 1.0 text?
+
+Names are torchtitan's where it has the number (`torchtitan/components/metrics.py`), made legal: a
+slash is an underscore, and amounts are in base units, which the name ends in. All others begin with
+`fsdp_`. Names of units and of logged numbers are labels, escaped.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from fsdp_inspect.digest.live import LiveState
+from fsdp_inspect.digest.monitoring import MonitoredRank, MonitoredRun
+
+CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+
+_NS_PER_S = 1e9
+_GIB = float(2**30)
+_PCT = 0.01
+
+TORCHTITAN_LOGGED: Mapping[str, tuple[str, str, float]] = {
+    "throughput(tps)": ("throughput_tps", "", 1.0),
+    "tflops": ("tflops", "", 1.0),
+    "mfu(%)": ("mfu_ratio", "ratio", _PCT),
+    "grad_norm": ("grad_norm", "", 1.0),
+    "ntokens_seen": ("ntokens_seen", "", 1.0),
+    "loss_metrics/global_avg_loss": ("loss_metrics_global_avg_loss", "", 1.0),
+    "loss_metrics/global_max_loss": ("loss_metrics_global_max_loss", "", 1.0),
+    "time_metrics/data_loading(%)": ("time_metrics_data_loading_ratio", "ratio", _PCT),
+    "memory/max_active(GiB)": ("memory_max_active_bytes", "bytes", _GIB),
+    "memory/max_active(%)": ("memory_max_active_ratio", "ratio", _PCT),
+    "memory/max_reserved(%)": ("memory_max_reserved_ratio", "ratio", _PCT),
+    "memory/num_alloc_retries": ("memory_num_alloc_retries", "", 1.0),
+    "memory/num_ooms": ("memory_num_ooms", "", 1.0),
+}
+"""What only the training loop knows: told under torchtitan's name where it was logged under it.
+Logged name to name here, unit, and what one of it is in that unit."""
+
+
+class FamilyType(StrEnum):
+    """What kind of metric it is."""
+
+    GAUGE = "gauge"
+    INFO = "info"
+    STATESET = "stateset"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One number."""
+
+    labels: Mapping[str, str]
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric with all its numbers."""
+
+    name: str
+    help: str
+    samples: tuple[Sample, ...]
+    unit: str = ""
+    """The name ends in it."""
+    type: FamilyType = FamilyType.GAUGE
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsExport:
+    """A written file."""
+
+    path: Path
+    num_families: int
+    num_samples: int
+
+
+def render_openmetrics(families: Iterable[Family]) -> str:
+    """The text, with its end mark; metrics without a number are left out."""
+    lines = [line for family in families if family.samples for line in _lines(family)]
+    return "\n".join([*lines, "# EOF"]) + "\n"
+
+
+def write_openmetrics(run: MonitoredRun, path: Path, *, place: Path) -> MetricsExport:
+    """Write a run's numbers.
+
+    Args:
+        run: What is told.
+        path: The file's name, for the reader.
+        place: Where to write.
+    """
+    families = [family for family in find_families(run) if family.samples]
+    place.write_text(render_openmetrics(families), encoding="utf-8")
+    return MetricsExport(path, len(families), sum(len(one.samples) for one in families))
+
+
+def _lines(family: Family) -> Iterator[str]:
+    yield f"# TYPE {family.name} {family.type.value}"
+    if family.unit:
+        yield f"# UNIT {family.name} {family.unit}"
+    yield f"# HELP {family.name} {_escape(family.help)}"
+    suffix = "_info" if family.type is FamilyType.INFO else ""
+    for sample in family.samples:
+        labels = ",".join(f'{name}="{_escape(value)}"' for name, value in sample.labels.items())
+        yield f"{family.name}{suffix}{{{labels}}} {_number(sample.value)}"
+
+
+def _escape(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+    return escaped.encode("utf-8", "replace").decode()
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(float(value))
+
+
+# --- what a run says
+
+
+def find_families(run: MonitoredRun) -> list[Family]:
+    """Every metric of a run; those that nobody measured have no samples."""
+    return [*_about(run), *_of_steps(run), *_of_memory(run), *_of_units(run), *_logged(run)]
+
+
+def _about(run: MonitoredRun) -> Iterator[Family]:
+    manifest = run.manifest
+    known = {
+        "run_id": manifest.run_id,
+        "name": manifest.name,
+        "source": manifest.source,
+        "model": manifest.model.class_name,
+        "torch": manifest.versions.get("torch", ""),
+        "world_size": str(manifest.world_size),
+    }
+    yield Family("fsdp_run", "What runs.", (Sample(known, 1),), type=FamilyType.INFO)
+    yield Family(
+        "fsdp_run_state",
+        "How the run goes.",
+        tuple(Sample({"fsdp_run_state": one.value}, one is run.state) for one in LiveState),
+        type=FamilyType.STATESET,
+    )
+
+
+def _of_steps(run: MonitoredRun) -> Iterator[Family]:
+    over = f"Median over {run.over}"
+    told = [(rank, rank.numbers) for rank in run.ranks if rank.numbers is not None]
+
+    def seconds(name: str, help_: str, key: str) -> Family:
+        return Family(
+            name,
+            f"{help_} {over}.",
+            tuple(
+                Sample(_labels(run, rank, rank.step_method), getattr(numbers, key) / _NS_PER_S)
+                for rank, numbers in told
+            ),
+            unit="seconds",
+        )
+
+    yield Family(
+        "fsdp_last_step",
+        "Number of the last timed step that ended, from 0.",
+        tuple(
+            Sample(_labels(run, rank, rank.step_method), numbers.last_step)
+            for rank, numbers in told
+        ),
+    )
+    yield seconds("time_metrics_end_to_end_seconds", "Time of a step.", "step_time_ns")
+    yield seconds("time_metrics_data_loading_seconds", "Waiting for the next batch.", "data_ns")
+    yield seconds(
+        "fsdp_exposed_seconds", "Waiting for communication that runs, in a step.", "exposed_ns"
+    )
+    yield seconds(
+        "fsdp_communication_seconds",
+        "Union of the running collectives of a step.",
+        "communication_ns",
+    )
+
+
+def _of_memory(run: MonitoredRun) -> Iterator[Family]:
+    amounts = (
+        ("fsdp_peak_allocated_bytes", "Highest bytes held by tensors.", "allocated_bytes"),
+        ("memory_max_reserved_bytes", "Highest bytes of the allocator.", "reserved_bytes"),
+    )
+    for name, help_, key in amounts:
+        yield Family(
+            name,
+            help_,
+            tuple(
+                Sample(_labels(run, rank, rank.memory_method), getattr(rank, key))
+                for rank in run.ranks
+                if getattr(rank, key) is not None
+            ),
+            unit="bytes",
+        )
+
+
+def _of_units(run: MonitoredRun) -> Iterator[Family]:
+    costs = (
+        ("fsdp_unit_exposed_seconds", "Waiting for a unit's collectives.", "exposed_ns"),
+        ("fsdp_unit_all_gather_seconds", "A unit's all-gathers in flight.", "all_gather_ns"),
+    )
+    for name, help_, key in costs:
+        yield Family(
+            name,
+            f"{help_} Per step, median over {run.over}.",
+            tuple(
+                Sample(
+                    {"unit": unit.name, **_labels(run, rank, _method(rank, key))},
+                    getattr(unit, key) / _NS_PER_S,
+                )
+                for rank in run.ranks
+                if rank.numbers is not None
+                for unit in rank.numbers.units
+            ),
+            unit="seconds",
+        )
+
+
+def _method(rank: MonitoredRank, key: str) -> str:
+    return rank.gather_method if key == "all_gather_ns" else rank.unit_method
+
+
+def _logged(run: MonitoredRun) -> Iterator[Family]:
+    for logged, (name, unit, factor) in TORCHTITAN_LOGGED.items():
+        yield Family(
+            name,
+            f"As the training loop logged {logged}.",
+            tuple(
+                Sample(_labels(run, rank, "logged"), rank.scalars[logged] * factor)
+                for rank in run.ranks
+                if logged in rank.scalars
+            ),
+            unit=unit,
+        )
+    yield Family(
+        "fsdp_logged",
+        "Other numbers that the training loop logged, by name.",
+        tuple(
+            Sample({"name": name, **_labels(run, rank, "logged")}, value)
+            for rank in run.ranks
+            for name, value in sorted(rank.scalars.items())
+            if name not in TORCHTITAN_LOGGED
+        ),
+    )
+
+
+def _labels(run: MonitoredRun, rank: MonitoredRank, method: str) -> dict[str, str]:
+    return {"rank": str(rank.rank), "source": run.manifest.source, "method": method}

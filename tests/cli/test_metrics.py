@@ -1,0 +1,152 @@
+"""Does a monitor get a run's numbers: printed, as a file, and from a run that is being recorded?"""
+
+import http.client
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from contextlib import closing
+
+import pytest
+
+from fsdp_inspect.store.folder import create_run
+from fsdp_inspect.trace.run import RunStatus
+from tests.digest.test_live import append_steps, write_steps
+from tests.openmetrics import parse
+from tests.store.writing import make_manifest
+
+
+def test_the_numbers_of_a_run_are_printed_once(invoke, runs_folder):
+    ended = invoke("metrics", runs_folder / "four", "--once", "--ranks", "1,3")
+
+    found = parse(ended.out)
+    assert ended.code == 0
+    ranks = {labels["rank"] for labels, _ in found["fsdp_exposed_seconds"].samples}
+    assert ranks == {"1", "3"}
+    assert found["fsdp_run_state"].value(fsdp_run_state="ended") == 1
+
+
+def test_an_export_is_the_same_text(invoke, runs_folder, tmp_path):
+    out = tmp_path / "four.prom"
+    ended = invoke("export", runs_folder / "four", "--format", "openmetrics", "--out", out)
+    printed = invoke("metrics", runs_folder / "four", "--once").out
+
+    assert ended.code == 0
+    assert "numbers of" in ended.out
+    assert out.read_text() == printed
+    refused = invoke("export", runs_folder / "four", "--format", "openmetrics", "--out", out)
+    assert (refused.code, out.read_text()) == (1, printed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--ranks", "9"), 1, "holds nothing of rank 9"),
+        (("--ranks", "x"), 2, "no number and no range"),
+        (("--port", "70000"), 2, "65535"),
+    ],
+    ids=["no such rank", "no rank", "no port"],
+)
+def test_wrong_use_is_explained(invoke, runs_folder, arguments, code, message):
+    ended = invoke("metrics", runs_folder / "four", "--once", *arguments)
+
+    assert ended.code == code
+    assert message in " ".join(ended.err.split())
+
+
+def test_steps_cannot_be_chosen_for_metrics(invoke, runs_folder, tmp_path):
+    out = tmp_path / "four.prom"
+    given = ("--format", "openmetrics", "--out", out, "--steps", "2")
+    ended = invoke("export", runs_folder / "four", *given)
+
+    assert (ended.code, out.exists()) == (2, False)
+    assert "medians over all timed steps" in " ".join(ended.err.split())
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A run that is being recorded, and what records its rank 0."""
+    path = tmp_path / "run"
+    create_run(path, make_manifest())
+    writers = [write_steps(path, rank, num_steps=3) for rank in (0, 1)]
+    yield path, writers[0]
+    for writer in writers:
+        writer.close(RunStatus.COMPLETE)
+
+
+@pytest.fixture
+def address(recorded):
+    """Where a server of that run listens."""
+    command = [sys.executable, "-m", "fsdp_inspect", "metrics", recorded[0], "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            yield re.search(r"http://(\S+)/metrics", server.stdout.readline())[1]
+        finally:
+            server.send_signal(signal.SIGINT)
+            assert server.wait(30) == 130
+
+
+def test_a_run_that_goes_on_is_followed(recorded, address):
+    _, writer = recorded
+    first = scrape(address)
+    assert first["fsdp_run_state"].value(fsdp_run_state="running") == 1
+    assert first["fsdp_last_step"].value(rank="0") == 2
+
+    append_steps(writer, range(3, 5), begun_ns=writer.record.clock_start.monotonic_ns)
+    second = scrape(address)
+    assert second["fsdp_last_step"].value(rank="0") == 4
+    assert second["fsdp_last_step"].value(rank="1") == 2
+
+    assert status(address, "/") == 404
+    assert status(address, "/metrics", host="evil.example") == 403
+    assert status(address, "/metrics", host="localhost:1") == 200
+
+
+def scrape(address):
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
+        assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+        return parse(answer.read().decode())
+
+
+def status(address, path, **headers):
+    with closing(http.client.HTTPConnection(address, timeout=30)) as connection:
+        connection.request("GET", path, headers=headers)
+        return connection.getresponse().status
+
+
+def test_a_taken_port_is_told(runs_folder, command):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = command("metrics", runs_folder / "four", "--port", port)
+
+    assert ended.code == 1
+    assert "Cannot listen on 127.0.0.1" in ended.err
+
+
+def test_an_address_that_others_reach_says_what_that_exposes(invoke, runs_folder, monkeypatch):
+    class Silent:
+        """Listens nowhere."""
+
+        def __init__(self, address, handler):
+            self.server_address = address
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return None
+
+        def serve_forever(self):
+            raise SystemExit(0)
+
+    monkeypatch.setattr("fsdp_inspect.cli.metrics.ThreadingHTTPServer", Silent)
+    ended = invoke("metrics", runs_folder / "four", "--host", "0.0.0.0", "--port", "1234")
+
+    assert "whoever reaches port 1234" in ended.err
+    assert "nothing is encrypted" in ended.err
+    assert "http://127.0.0.1:1234/metrics" in ended.out
+    assert invoke("metrics", runs_folder / "four", "--port", "1234").err == ""
