@@ -1,0 +1,154 @@
+"""How long until a page of the dashboard can be used, and what does it send? One visit in Chromium.
+
+What counts as interactive is decided in the page itself, frame by frame: see `watch.js`. Bytes are
+the payloads of the frames that arrive over the websocket (Chromium's
+`Network.webSocketFrameReceived`): all but the static files, which are in the browser's cache.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from playwright.sync_api import BrowserContext, Page, WebSocket, sync_playwright
+
+from tests.browser.conftest import CHROMIUM_ARGUMENTS
+from tests.conftest import CHROMIUM_NAMES
+
+REST_MS = 500
+"""Nothing may arrive or be drawn for so long after a page became interactive."""
+_WATCH = (Path(__file__).parent / "watch.js").read_text()
+LONGEST_MS = 120_000
+"""A page that does not come to rest within it is given up."""
+_IS_AT_REST = f"""() => visit.interactiveMs !== null
+  && performance.now() - visit.interactiveMs > {REST_MS}"""
+_TURNS = 6
+_TURN_PX = -300
+_CANVAS = "canvas[data-draws]"
+_FOLLOW_ZOOM = """(canvas, length) => {
+  const zoom = { beganMs: null, drawnMs: null, completeMs: null, worstFrameMs: 0 };
+  const draws = canvas.dataset.draws;
+  window.zoom = zoom;
+  window.addEventListener(
+    "wheel", () => (zoom.beganMs ??= performance.now()), { capture: true, passive: true }
+  );
+  let before = null;
+  const look = (now) => {
+    if (zoom.beganMs !== null && before !== null)
+      zoom.worstFrameMs = Math.max(zoom.worstFrameMs, now - before);
+    before = now;
+    if (canvas.dataset.draws !== draws) zoom.drawnMs ??= now;
+    const { startNs, endNs, complete } = canvas.dataset;
+    if (complete === "true" && endNs - startNs < length) zoom.completeMs = now;
+    else requestAnimationFrame(look);
+  };
+  requestAnimationFrame(look);
+}"""
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One opening of a page, in a tab of its own; times since the navigation began."""
+
+    booted_ms: float
+    """Until Streamlit's own script has opened the websocket."""
+    answered_ms: float
+    """Until the page's first line is there."""
+    interactive_ms: float
+    """Until everything is drawn and frames are short again."""
+    worst_frame_ms: float
+    """The longest frame since the answer."""
+    received_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Zoom:
+    """A few quick turns of the wheel over the timeline; times since the first of them."""
+
+    drawn_ms: float
+    """Until the first picture, of what the browser already has."""
+    complete_ms: float
+    """Until the picture of what the server sent for the narrower window."""
+    worst_frame_ms: float
+    received_bytes: int
+
+
+class Tab:
+    """A page that was opened; its figures."""
+
+    def __init__(self, page: Page, visit: Visit, received: list[int]) -> None:
+        self._page = page
+        self._received = received
+        self.visit = visit
+
+    def zoom(self) -> Zoom:
+        """Turn the wheel over the timeline until the window is a small part of the step."""
+        canvas = self._page.locator(_CANVAS)
+        length = canvas.evaluate("canvas => canvas.dataset.endNs - canvas.dataset.startNs")
+        before = self._received[0]
+        canvas.hover(position={"x": 700, "y": 60})
+        canvas.evaluate(_FOLLOW_ZOOM, length / 20)
+        for _ in range(_TURNS):
+            self._page.mouse.wheel(0, _TURN_PX)
+        self._page.wait_for_function("() => zoom.completeMs !== null")
+        self._page.wait_for_timeout(REST_MS)
+        told = self._page.evaluate("() => zoom")
+        return Zoom(
+            drawn_ms=told["drawnMs"] - told["beganMs"],
+            complete_ms=told["completeMs"] - told["beganMs"],
+            worst_frame_ms=told["worstFrameMs"],
+            received_bytes=self._received[0] - before,
+        )
+
+
+@contextmanager
+def browse() -> Iterator[BrowserContext]:
+    """A Chromium that keeps the static files that it has seen.
+
+    Raises:
+        RuntimeError: There is no Chromium.
+    """
+    found = [path for name in CHROMIUM_NAMES if (path := shutil.which(name))]
+    if not found:
+        raise RuntimeError(f"No browser: none of {', '.join(CHROMIUM_NAMES)}. Install chromium.")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=found[0], args=list(CHROMIUM_ARGUMENTS)
+        )
+        context = browser.new_context(viewport={"width": 1280, "height": 900})
+        context.set_default_timeout(LONGEST_MS)
+        context.add_init_script(_WATCH)
+        yield context
+        browser.close()
+
+
+@contextmanager
+def visit_page(context: BrowserContext, address: str) -> Iterator[Tab]:
+    """Open an address in a new tab and wait until it is at rest; the tab is closed afterwards."""
+    page = context.new_page()
+    received = [0]
+    page.on("websocket", lambda socket: _count(socket, received))
+    try:
+        page.goto(address)
+        page.wait_for_function(_IS_AT_REST)
+        told = page.evaluate("() => visit")
+        visit = Visit(
+            booted_ms=told["bootedMs"],
+            answered_ms=told["answeredMs"],
+            interactive_ms=told["interactiveMs"],
+            worst_frame_ms=told["worstFrameMs"],
+            received_bytes=received[0],
+        )
+        yield Tab(page, visit, received)
+    finally:
+        page.close()
+
+
+def _count(socket: WebSocket, received: list[int]) -> None:
+    def add(payload: bytes | str) -> None:
+        received[0] += len(payload)
+
+    socket.on("framereceived", add)
