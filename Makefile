@@ -59,9 +59,8 @@ samples: $(READY) ## Record the CPU samples anew; wants an idle machine
 	samples/record.sh
 
 .PHONY: screenshots
-screenshots: $(READY) ## Picture the dashboard for the README, in Chromium
-	FSDP_INSPECT_REQUIRE_BROWSER=1 FSDP_INSPECT_SCREENSHOTS=.github/images \
-		$(PYTEST) tests/browser -k "pictured and light"
+screenshots: $(READY) ## Picture every page of the dashboard for the README, in Chromium
+	$(BIN)/python -m tests.browser.gallery .github/images
 
 .PHONY: constraints
 constraints: ## Pin the newest versions that pyproject.toml allows; torch stays as it is pinned

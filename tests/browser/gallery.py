@@ -1,0 +1,134 @@
+"""The README's pictures of every page, light and dark: `make screenshots`.
+
+Two emulated runs of the trainer that differ in one setting, and the samples, in one folder; a third
+run is being recorded while its Live page is pictured. Pictures are reduced to 256 colours.
+"""
+
+import argparse
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import sync_playwright
+
+from fsdp_inspect.store.folder import list_runs
+from tests.browser.conftest import CHROMIUM_ARGUMENTS, SAMPLES, Dashboard, Scheme, serve
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+WIDTH, TALLEST = 1280, 1500
+TRAINING = (
+    *("--preset", "tiny", "--emulate", "world_size=8,bandwidth=100MB/s,latency=500us"),
+    *("--fixed-compute", "forward=6ms,backward=12ms"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make screenshots", description=__doc__)
+    parser.add_argument("out", type=Path, help="where the pictures go")
+    out = parser.parse_args().out
+    program = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    if program is None:
+        sys.exit("There is no chromium on PATH. Install it: apt-get install chromium")
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        runs = Path(folder) / "runs"
+        base, other = record_runs(runs)
+        log = Path(folder) / "server.log"
+        browser = playwright.chromium.launch(executable_path=program, args=list(CHROMIUM_ARGUMENTS))
+        with serve(runs, free_port(), log) as address:
+            page = browser.new_page(viewport={"width": WIDTH, "height": 900})
+            page.set_default_timeout(60_000)
+            dashboard = Dashboard(page, address)
+            for scheme in ("light", "dark"):
+                picture_pages(dashboard, scheme, base, other, out)
+            picture_live(dashboard, runs, out)
+        browser.close()
+
+
+def record_runs(runs: Path) -> tuple[str, str]:
+    """The samples and two emulated runs; returns the ids of the latter."""
+    for sample in list_runs(SAMPLES):
+        shutil.copytree(sample.path, runs / sample.path.parent.name)
+    before = {entry.id for entry in list_runs(runs)}
+    found = []
+    for settings in ((), ("--forward-prefetch", "1")):
+        with training(runs, *settings, "--steps", "16") as child:
+            if child.wait() != 0:
+                sys.exit("A run for the pictures could not be recorded.")
+        found += [e.id for e in list_runs(runs) if e.id not in {*before, *found}]
+    return found[0], found[1]
+
+
+@contextmanager
+def training(runs: Path, *settings: str) -> "Iterator[subprocess.Popen[bytes]]":
+    command = [sys.executable, "-m", "instrumented_trainer", *TRAINING, *settings]
+    child = subprocess.Popen(
+        [*command, "--runs-dir", str(runs)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        yield child
+    finally:
+        child.terminate()
+        child.wait()
+
+
+def picture_pages(dashboard: Dashboard, scheme: Scheme, base: str, other: str, out: Path) -> None:
+    dashboard.look(WIDTH, scheme)
+    sample = next(e.id for e in list_runs(SAMPLES) if "hsdp" in str(e.path))
+    pages = {
+        "runs": ("runs", {}),
+        "overview": ("overview", {"run": base}),
+        "timeline": ("timeline", {"run": base}),
+        "units": ("units", {"run": base}),
+        "unit": ("units", {"run": base, "unit": "layers.1"}),
+        "memory": ("memory", {"run": base}),
+        "ranks": ("ranks", {"run": sample}),
+        "compare": ("compare", {"run": base, "with": other, "baseline": base}),
+        "advice": ("advice", {"run": base}),
+        "what-if": ("what_if", {"run": base, "forward_prefetch": "1"}),
+        "import": ("imports", {}),
+    }
+    for name, (path, parameters) in pages.items():
+        dashboard.open(path, **parameters)
+        save(dashboard, out / f"{name}{'' if scheme == 'light' else '-dark'}.png")
+
+
+def picture_live(dashboard: Dashboard, runs: Path, out: Path) -> None:
+    before = {entry.id for entry in list_runs(runs)}
+    with training(runs, "--steps", "400"):
+        deadline = time.monotonic() + 60
+        while not (new := [e.id for e in list_runs(runs) if e.id not in before]):
+            if time.monotonic() > deadline:
+                sys.exit("The live run did not begin within a minute.")
+            time.sleep(0.5)
+        time.sleep(20)  # some steps to show
+        for scheme in ("light", "dark"):
+            dashboard.look(WIDTH, scheme)
+            dashboard.open("live", run=new[0])
+            save(dashboard, out / f"live{'' if scheme == 'light' else '-dark'}.png")
+
+
+def save(dashboard: Dashboard, path: Path) -> None:
+    """The page from its top, no taller than `TALLEST`, in few colours."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    dashboard.screenshot(path)
+    with Image.open(path) as picture:
+        cut = picture.crop((0, 0, picture.width, min(picture.height, TALLEST)))
+        cut.convert("RGB").quantize(256).save(path, optimize=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    main()
