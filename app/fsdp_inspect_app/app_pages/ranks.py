@@ -169,7 +169,7 @@ def _why_empty(grid: RankGrid) -> str:
 @st.fragment
 def _show_grid_table(grid: RankGrid) -> None:
     """The table for those who cannot see the map; made and sent only once it is opened."""
-    title = f"The same as a table: {len(grid.ranks)} ranks by {len(grid.steps)} steps"
+    title = f"The same as a table: ranks by steps, {len(grid.ranks)} x {len(grid.steps)}"
     panel = st.expander(title, key="rank-grid-panel", on_change="rerun")
     if not panel.open:
         return
@@ -251,7 +251,7 @@ def _show_all(ranks: Ranks) -> None:
     if not ranks.ranks:
         return
     frame = frame_ranks(ranks.ranks)
-    with show_card(f"All {len(ranks.ranks)} ranks, sortable", key="all-ranks") as header:
+    with show_card(f"Ranks, sortable: {len(ranks.ranks)}", key="all-ranks") as header:
         with header:
             show_csv_button(frame, key="ranks")
         state = st.dataframe(
