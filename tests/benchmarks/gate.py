@@ -1,0 +1,129 @@
+"""Does the gate leave an unchanged program alone? Many checks of one program against itself.
+
+The program runs again and again, each run a new pair of processes. Every check draws its baseline
+and its run from that pool, so checks share runs and are not independent: the number of processes is
+told beside the number of checks. Memory is checked one run against one, times five against five:
+drawn at random, and as in CI, where five in a row are held against five in a row from before.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fsdp_inspect import open_run
+from fsdp_inspect.checks.baseline import make_baseline
+from fsdp_inspect.checks.judge import check
+from fsdp_inspect.checks.reading import Reading, read_runs
+from fsdp_inspect.store.folder import list_runs
+from fsdp_inspect.trace.repeats import RUNS_FOR_A_TEST
+from tests.benchmarks.figures import Figure
+from tests.benchmarks.ranks import NUM_RANKS
+
+_STEPS = 30
+_LEAST_RUNS = 2 * RUNS_FOR_A_TEST
+Sides = tuple[Sequence[int], Sequence[int]]
+"""Places in the pool: of the baseline's runs, and of those that are checked."""
+
+
+def measure_gate(folder: Path, *, runs: int, checks: int) -> list[Figure]:
+    """How often an unchanged program holds, fails and cannot be judged.
+
+    Args:
+        folder: Where to record; made if missing.
+        runs: Runs to record, at least ten.
+        checks: Checks of each kind.
+    """
+    began = time.monotonic()
+    pool = [_record(folder / str(number)) for number in range(runs)]
+    took_s = time.monotonic() - began
+    draw = random.Random(0)
+    kinds = {
+        "memory, one run against one": ("no exit 1", _pairs(draw, runs, checks)),
+        "times, 5 random runs against 5": ("at most one exit 1", _fives(draw, runs, checks)),
+        "times, 5 in a row against 5 before": ("", _in_a_row(draw, runs, checks)),
+    }
+    how = (
+        f"{runs} runs of the trainer ({NUM_RANKS} gloo ranks, {_STEPS} steps of `tiny`) one after "
+        f"another, recorded in {took_s:.0f} s; the checks draw from these {runs}, and share them."
+    )
+    figures = []
+    for name, (aim, sides) in kinds.items():
+        is_of_times = name.startswith("times")
+        codes = Counter(_exit_code(pool, one, is_of_times=is_of_times) for one in sides)
+        figures.append(
+            Figure(
+                name=f"{checks} checks of an unchanged program: {name}; exit 0, 1, 2",
+                value=", ".join(str(codes[code]) for code in (0, 1, 2)),
+                aim=aim,
+                how=how,
+                numbers={f"exit_{code}": codes[code] for code in (0, 1, 2)} | {"runs": runs},
+            )
+        )
+    return figures
+
+
+def _record(folder: Path) -> Reading:
+    """Run the program once in processes of its own, and look at what it recorded."""
+    launch = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={NUM_RANKS}"]
+    program = ["-m", "instrumented_trainer", "--steps", str(_STEPS), "--runs-dir", str(folder)]
+    folder.mkdir(parents=True)
+    done = subprocess.run(
+        [*command, *launch, *program],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"The trainer ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    (entry,) = list_runs(folder)
+    return read_runs([open_run(entry.path)])
+
+
+def _pairs(draw: random.Random, runs: int, checks: int) -> Iterator[Sides]:
+    for _ in range(checks):
+        before, after = draw.sample(range(runs), 2)
+        yield [before], [after]
+
+
+def _fives(draw: random.Random, runs: int, checks: int) -> Iterator[Sides]:
+    for _ in range(checks):
+        drawn = draw.sample(range(runs), _LEAST_RUNS)
+        yield drawn[:RUNS_FOR_A_TEST], drawn[RUNS_FOR_A_TEST:]
+
+
+def _in_a_row(draw: random.Random, runs: int, checks: int) -> Iterator[Sides]:
+    for _ in range(checks):
+        before = draw.randrange(runs - _LEAST_RUNS + 1)
+        after = draw.randrange(before + RUNS_FOR_A_TEST, runs - RUNS_FOR_A_TEST + 1)
+        yield range(before, before + RUNS_FOR_A_TEST), range(after, after + RUNS_FOR_A_TEST)
+
+
+def _exit_code(pool: Sequence[Reading], sides: Sides, *, is_of_times: bool) -> int:
+    before, after = (_together([pool[place] for place in side]) for side in sides)
+    if is_of_times:
+        before, after = replace(before, memory={}), replace(after, memory={})
+    return check(after, make_baseline(before)).exit_code
+
+
+def _together(readings: Sequence[Reading]) -> Reading:
+    """Readings of single runs as one of repeats: as `read_runs` of all, times from each."""
+    top = max(readings, key=lambda reading: reading.memory["peak_allocated_bytes"])
+    times = {
+        name: tuple(time for reading in readings for time in reading.times[name])
+        for name in top.times
+    }
+    highest = {
+        name: max(reading.memory.get(name, 0) for reading in readings) for name in top.memory
+    }
+    return replace(top, times=times, memory=highest)
