@@ -75,10 +75,10 @@ def _imports(options: argparse.Namespace, folder: Path) -> list[Figure]:
     return measure_imports(folder, num_events=options.trace_events, rounds=options.import_rounds)
 
 
-def _timeline(options: argparse.Namespace, folder: Path) -> list[Figure]:
-    from tests.benchmarks.timeline import measure_timeline
+def _dashboard(options: argparse.Namespace, folder: Path) -> list[Figure]:
+    from tests.benchmarks.dashboard import FULL, QUICK, measure_dashboard
 
-    return measure_timeline(folder)
+    return measure_dashboard(folder, QUICK if options.quick else FULL)
 
 
 def _gate(options: argparse.Namespace, folder: Path) -> list[Figure]:
@@ -94,7 +94,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace, Path], list[Figure]]] = {
     "startup": _startup,
     "imports": _imports,
     "scale": _scale,
-    "timeline": _timeline,
+    "dashboard": _dashboard,
     "gate": _gate,
 }
 
@@ -117,6 +117,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     _add_count(parser, "--ranks", 1000, "ranks of the scale benchmark; 1.2 MB of disk each", 8)
     _add_count(parser, "--trace-events", 200_000, "least events of the trace that is imported")
     _add_count(parser, "--import-rounds", 5, "rounds of the import benchmark, in turn with HTA")
+    parser.add_argument(
+        "--quick", action="store_true", help="the dashboard benchmark once, on small runs"
+    )
     _add_count(parser, "--gate-runs", 30, "recorded runs that the checks of the gate draw from", 10)
     _add_count(parser, "--gate-checks", 50, "checks of each kind of an unchanged program")
     parser.add_argument(
