@@ -202,6 +202,17 @@ def test_no_script_contains_an_expression_and_no_other_action_is_used() -> None:
     assert os.access(ACTION / "check.sh", os.X_OK)
 
 
+def test_actions_from_outside_are_pinned_by_commit_in_our_workflow() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    used = [step["uses"] for step in steps if "uses" in step]
+
+    assert used
+    assert all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", name) for name in used)
+    assert [step["run"] for step in steps if "run" in step] == [".ci/run"]
+    assert "make gate" in (ROOT / ".ci" / "run").read_text()
+
+
 def yaml_of_readme(key: str) -> Any:
     """The YAML block of the README that begins with a key."""
     readme = (ROOT / "README.md").read_text()
