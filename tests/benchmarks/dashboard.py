@@ -41,8 +41,8 @@ _INTERACTIVE = (
     "Measured in Chromium, from the navigation to the ninth frame in a row that is shorter than "
     "60 ms, with everything drawn and nothing on its way, after which nothing arrives for "
     f"{REST_MS} ms; `first line` is the page's headline, `boot` Streamlit's own start until its "
-    "websocket is open; bytes are those that arrived over the websocket; `frame` is the longest "
-    "since the headline."
+    "websocket is open; `CPU` is the CPU time of the tab's main thread; bytes are those that "
+    "arrived over the websocket; `frame` is the longest since the headline."
 )
 
 
@@ -89,7 +89,7 @@ def measure_dashboard(folder: Path, scale: Scale = FULL) -> list[Figure]:
         scale: How much is measured.
 
     Raises:
-        RuntimeError: There is no Chromium, or no sample.
+        RuntimeError: There is no Chromium, or no sample, or a page shows an error.
     """
     runs = folder / "runs"
     _write_runs(runs, scale)
@@ -102,10 +102,9 @@ def measure_dashboard(folder: Path, scale: Scale = FULL) -> list[Figure]:
                 for place in places:
                     _visit(context, address, place, into=place.warm if number else [])
                     loads.append(os.getloadavg()[0])
+        # On the same port: the browser's cache belongs to it.
         for place in places if scale.has_cold else []:
-            with serve(
-                runs, port, log
-            ) as address:  # the port is the same: so is the browser's cache
+            with serve(runs, port, log) as address:
                 _visit(context, address, place, into=place.cold)
                 loads.append(os.getloadavg()[0])
     return [*(figure for place in places for figure in _figures(place)), _load_figure(loads)]
@@ -194,17 +193,19 @@ def _visits_figure(name: str, tried: Sequence[Visit | None], aim: str, state: st
         "answered_ms": _median(visits, lambda visit: visit.answered_ms),
         "booted_ms": _median(visits, lambda visit: visit.booted_ms),
         "after_boot_ms": _median(visits, lambda visit: visit.interactive_ms - visit.booted_ms),
+        "busy_ms": _median(visits, lambda visit: visit.busy_ms),
         "received_bytes": max(visit.received_bytes for visit in visits),
         "worst_frame_ms": max(visit.worst_frame_ms for visit in visits),
     }
     count = f"Medians of {len(visits)} visits" if len(visits) > 1 else "One visit"
+    parts = (
+        f"boot {_ms(numbers['booted_ms'])}, first line {_ms(numbers['answered_ms'])}; "
+        f"CPU {_ms(numbers['busy_ms'])}"
+    )
+    received, frame = format_bytes(numbers["received_bytes"]), _ms(numbers["worst_frame_ms"])
     return Figure(
         name=name,
-        value=(
-            f"{_ms(numbers['interactive_ms'])} (boot {_ms(numbers['booted_ms'])}, first line "
-            f"{_ms(numbers['answered_ms'])}), {format_bytes(numbers['received_bytes'])}, frame "
-            f"{_ms(numbers['worst_frame_ms'])}"
-        ),
+        value=f"{_ms(numbers['interactive_ms'])} ({parts}), {received}, frame {frame}",
         interval=_range(interactive),
         aim=aim,
         how=f"{_INTERACTIVE} {count}, the most bytes and the longest frame of them. {state}",

@@ -96,7 +96,7 @@ def write_large_run(folder: Path, shape: Shape, *, processes: int | None = None)
 
 def write_part(whole: Path, folder: Path, shape: Shape) -> Path:
     """A smaller run of the first ranks of a larger one, its tables linked; returns its folder."""
-    create_run(folder, make_manifest(shape))
+    create_run(folder, make_manifest(shape, run_id=folder.name))
     for rank in range(shape.num_ranks):
         source, target = rank_folder(whole, 0, rank), rank_folder(folder, 0, rank)
         target.mkdir()
@@ -125,11 +125,11 @@ def write_repeated_run(folder: Path, shape: Shape, *, distinct: int) -> Path:
     return folder
 
 
-def make_manifest(shape: Shape) -> RunManifest:
-    """What rank 0 would have written."""
+def make_manifest(shape: Shape, run_id: str = "") -> RunManifest:
+    """What rank 0 would have written; runs that are compared need ids of their own."""
     group = ProcessGroup(index=0, name="shard", ranks=list(range(shape.num_ranks)), role="shard")
     return RunManifest(
-        run_id=f"large-{shape.num_ranks}",
+        run_id=run_id or f"large-{shape.num_ranks}",
         name=f"{shape.num_ranks} ranks, {shape.num_steps} steps, {shape.num_units} units",
         created="2026-01-01T00:00:00+00:00",
         created_unix_ns=1_767_225_600_000_000_000,

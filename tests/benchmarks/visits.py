@@ -27,6 +27,7 @@ _IS_AT_REST = f"""() => visit.interactiveMs !== null
   && performance.now() - visit.interactiveMs > {REST_MS}"""
 _TURNS = 6
 _TURN_PX = -300
+_ERRORS = '[data-testid="stException"], [data-testid="stAlertContentError"]'
 _CANVAS = "canvas[data-draws]"
 _FOLLOW_ZOOM = """(canvas, length) => {
   const zoom = { beganMs: null, drawnMs: null, completeMs: null, worstFrameMs: 0 };
@@ -62,6 +63,9 @@ class Visit:
     worst_frame_ms: float
     """The longest frame since the answer."""
     received_bytes: int
+    busy_ms: float
+    """CPU time of the tab's main thread until it was at rest: other work on the machine hardly
+    changes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,24 +131,40 @@ def browse() -> Iterator[BrowserContext]:
 
 @contextmanager
 def visit_page(context: BrowserContext, address: str) -> Iterator[Tab]:
-    """Open an address in a new tab and wait until it is at rest; the tab is closed afterwards."""
+    """Open an address in a new tab and wait until it is at rest; the tab is closed afterwards.
+
+    Raises:
+        RuntimeError: The page shows an error instead of its answer.
+        playwright.sync_api.TimeoutError: It does not come to rest.
+    """
     page = context.new_page()
+    meter = context.new_cdp_session(page)
+    meter.send("Performance.enable", {"timeDomain": "threadTicks"})
     received = [0]
     page.on("websocket", lambda socket: _count(socket, received))
     try:
         page.goto(address)
         page.wait_for_function(_IS_AT_REST)
+        metrics = meter.send("Performance.getMetrics")["metrics"]
         told = page.evaluate("() => visit")
+        _check(page, address)
         visit = Visit(
             booted_ms=told["bootedMs"],
             answered_ms=told["answeredMs"],
             interactive_ms=told["interactiveMs"],
             worst_frame_ms=told["worstFrameMs"],
             received_bytes=received[0],
+            busy_ms=1e3 * next(one["value"] for one in metrics if one["name"] == "TaskDuration"),
         )
         yield Tab(page, visit, received)
     finally:
         page.close()
+
+
+def _check(page: Page, address: str) -> None:
+    shown = page.locator(_ERRORS)
+    if shown.count():
+        raise RuntimeError(f"{address} shows an error: {shown.first.inner_text()[:300]!r}.")
 
 
 def _count(socket: WebSocket, received: list[int]) -> None:
