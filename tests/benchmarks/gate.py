@@ -20,8 +20,9 @@ from pathlib import Path
 
 from fsdp_inspect import open_run
 from fsdp_inspect.checks.baseline import make_baseline
-from fsdp_inspect.checks.judge import check
+from fsdp_inspect.checks.judge import Outcome, check
 from fsdp_inspect.checks.reading import Reading, read_runs
+from fsdp_inspect.report.check import describe_outcome
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.trace.repeats import RUNS_FOR_A_TEST
 from tests.benchmarks.figures import Figure
@@ -110,10 +111,19 @@ def _in_a_row(draw: random.Random, runs: int, checks: int) -> Iterator[Sides]:
 
 
 def _exit_code(pool: Sequence[Reading], sides: Sides, *, is_of_times: bool) -> int:
+    """Of one check; what rose is told as it is found."""
     before, after = (_together([pool[place] for place in side]) for side in sides)
     if is_of_times:
         before, after = replace(before, memory={}), replace(after, memory={})
-    return check(after, make_baseline(before)).exit_code
+    result = check(after, make_baseline(before))
+    for one in result.metrics:
+        if one.outcome is Outcome.REGRESSION:
+            print(
+                f"  {one.name} of runs {list(sides[1])} rose from {one.before} to {one.after} over "
+                f"runs {list(sides[0])}: {describe_outcome(result)}",
+                file=sys.stderr,
+            )
+    return result.exit_code
 
 
 def _together(readings: Sequence[Reading]) -> Reading:
