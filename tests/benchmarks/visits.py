@@ -18,7 +18,7 @@ from playwright.sync_api import BrowserContext, Page, WebSocket, sync_playwright
 from tests.browser.conftest import CHROMIUM_ARGUMENTS
 from tests.conftest import CHROMIUM_NAMES
 
-REST_MS = 500
+REST_MS = 300
 """Nothing may arrive or be drawn for so long after a page became interactive."""
 _WATCH = (Path(__file__).parent / "watch.js").read_text()
 LONGEST_MS = 120_000
