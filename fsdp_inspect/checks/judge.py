@@ -1,7 +1,8 @@
 """Does a run hold what it did before? Each gated metric is judged, then all of them together.
 
-Memory that is counted storage by storage is deterministic: it is compared to the byte, unless a
-limit says otherwise. What an allocator counts varies a little from run to run. Times are judged as
+Memory that is counted storage by storage is deterministic where the other ranks are emulated or
+forecast: it is compared to the byte, unless a limit says otherwise. What an allocator counts, and
+what gloo's threads hold of several real ranks, varies a little from run to run. Times are judged as
 `trace.repeats` says: what cannot be told from the noise of processes is no pass.
 """
 
@@ -34,6 +35,9 @@ DEFAULT_LIMITS = {
 }
 """What an allocator's counts may rise where no limit is written."""
 EXACT = Limit("to the byte", beyond=0)
+REAL_RANKS = Limit("+10%", beyond_ratio=0.10)
+"""For real ranks on CPU: gloo's threads free what they send when they come to run. Peaks of eight
+runs of one program were up to 4.2 % apart."""
 ALWAYS = tuple(name for name in MEMORY_METRICS if name != "step_adds_bytes")
 """Metrics of memory that are gated wherever the baseline has them; what a step adds rises, too,
 where what rests falls."""
@@ -263,7 +267,7 @@ def _judge_memory(
     name: str, reading: Reading, baseline: Baseline | None, limit: Limit | None
 ) -> MetricCheck:
     before, after = _memory_before(baseline, name), reading.value(name)
-    limit = limit or _default_limit(name, reading.method)
+    limit = limit or _default_limit(name, reading)
     allowed = limit.allowed(before)
     if after is None or allowed is None:
         what = "the run did not record it" if after is None else "the baseline does not have it"
@@ -286,8 +290,11 @@ def _memory_before(baseline: Baseline | None, name: str) -> int | None:
     return baseline.memory.get(name)
 
 
-def _default_limit(name: str, method: str) -> Limit:
-    return EXACT if method == EXACT_METHOD else DEFAULT_LIMITS.get(name, EXACT)
+def _default_limit(name: str, reading: Reading) -> Limit:
+    if reading.method != EXACT_METHOD:
+        return DEFAULT_LIMITS.get(name, EXACT)
+    is_real = reading.manifest.source == "recorded" and reading.manifest.world_size > 1
+    return REAL_RANKS if is_real and name != "resting_bytes" else EXACT
 
 
 def _judge_time(

@@ -71,7 +71,7 @@ def check(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Hold a run against its baseline, a budget, or both: 0 holds, 1 a regression, 2 unjudged.
 
-    Memory that was counted storage by storage (forecasts, CPU runs) is compared to the byte. Times
+    Memory of forecasts and emulated runs is compared to the byte; of real ranks it may vary. Times
     are judged only with five repeats a side; what cannot be told from noise is 2, never a pass. A
     baseline is of one torch version, world size, device and declared plan.
 
