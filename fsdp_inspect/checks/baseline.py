@@ -225,6 +225,7 @@ def read_baseline(path: Path) -> Baseline:
     except ValidationError as error:
         raise CheckError(
             f"{str(path)!r} is no baseline of this version: {describe_validation_error(error)} "
-            "Write it again with --update."
+            "Move it away, and write it again with --update; limits that were written into it by "
+            "hand are lost otherwise."
         ) from error
     return baseline

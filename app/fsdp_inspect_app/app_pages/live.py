@@ -226,7 +226,7 @@ def _show_devices(series: Sequence[DeviceSeries]) -> None:
 
 def _show_ranks(live: LiveDigest) -> None:
     frame = frame_live_ranks(live.ranks)
-    with show_card(f"{len(live.ranks)} ranks", key="live-ranks") as header:
+    with show_card(f"Ranks: {len(live.ranks)}", key="live-ranks") as header:
         with header:
             show_csv_button(frame, key="live-ranks")
         show_table(frame, key="live-ranks-table")
