@@ -28,7 +28,7 @@ def build(config: str | None = None, **settings: Any) -> ForecastTarget:
 
     Args:
         config: A TOML file of settings, as `--config` of the trainer reads it.
-        settings: Those that go over the file's, as `TrainerConfig` names them: `batch_size`, `wrap`.
+        settings: Those that go over the file's; names are those of `TrainerConfig`.
 
     Raises:
         ConfigError: A setting is impossible; names the legal values.
