@@ -24,10 +24,13 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def pipe(folder):
-    """A trace that never ends: the import of it runs until it is ended."""
-    path = folder / "traces" / "endless.json"
-    os.mkfifo(path)
+def large(folder):
+    """A trace whose import takes longer than what is done to it."""
+    path = folder / "traces" / "large.json"
+    event = (
+        '{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1, "dur": 1}'
+    )
+    path.write_text('{"traceEvents": [' + ",".join([event] * 200_000) + "]}")
     return path
 
 
@@ -71,13 +74,12 @@ def test_a_damaged_file_is_told_in_the_importers_words(folder):
     assert left_in(folder) == []
 
 
-def test_an_import_can_be_cancelled_and_leaves_nothing(folder, pipe):
+def test_an_import_can_be_cancelled_and_leaves_nothing(folder, large):
     source = find_source(folder, "traces/rank0.json")
     jobs = ImportJobs(folder)
-    jobs.start(source.__class__(source.name, pipe, source.kind, 1, 0))
+    jobs.start(source.__class__(source.name, large, source.kind, 1, 0))
     with pytest.raises(RuntimeError, match="still being imported"):
         jobs.start(source)
-    time.sleep(0.5)
     jobs.cancel()
     assert jobs.view.state is JobState.CANCELLED
     jobs.cancel()
@@ -86,20 +88,20 @@ def test_an_import_can_be_cancelled_and_leaves_nothing(folder, pipe):
     assert finished(jobs).state is JobState.DONE
 
 
-def test_a_worker_that_is_killed_is_told(folder, pipe):
+def test_a_worker_that_is_killed_is_told(folder, large):
     source = find_source(folder, "traces/rank0.json")
     jobs = ImportJobs(folder)
-    jobs.start(source.__class__(source.name, pipe, source.kind, 1, 0))
+    jobs.start(source.__class__(source.name, large, source.kind, 1, 0))
     os.kill(jobs._child.pid, signal.SIGKILL)
     view = finished(jobs)
     assert view.state is JobState.FAILED
     assert "probably killed for its memory" in view.error
 
 
-def test_an_import_ends_with_the_dashboard_that_started_it(folder, pipe):
+def test_an_import_ends_with_the_dashboard_that_started_it(folder, large):
     source = find_source(folder, "traces/rank0.json")
     jobs = ImportJobs(folder)
-    jobs.start(source.__class__(source.name, pipe, source.kind, 1, 0))
+    jobs.start(source.__class__(source.name, large, source.kind, 1, 0))
     jobs._child.stdin.close()
     assert finished(jobs).state is JobState.FAILED
 
