@@ -6,6 +6,7 @@ reason where there is no CUDA device; tests that need Chromium ask for the `chro
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,10 @@ import pytest
 # two cores must not fight over threads, and gloo must not depend on the machine's host name.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+# A job that a script starts with `&` ignores Ctrl-C, and so would every process that it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 REQUIRE_BROWSER = "FSDP_INSPECT_REQUIRE_BROWSER"
