@@ -213,25 +213,25 @@ def test_actions_from_outside_are_pinned_by_commit_in_our_workflow() -> None:
     assert "make gate" in (ROOT / ".ci" / "run").read_text()
 
 
-def yaml_of_readme(key: str) -> Any:
-    """The YAML block of the README that begins with a key."""
-    readme = (ROOT / "README.md").read_text()
-    (block,) = re.findall(rf"```yaml\n({key}.*?)```", readme, flags=re.DOTALL)
+def yaml_of_the_docs(key: str) -> Any:
+    """The YAML block of docs/gate.md that begins with a key."""
+    page = (ROOT / "docs" / "gate.md").read_text()
+    (block,) = re.findall(rf"```yaml\n({key}.*?)```", page, flags=re.DOTALL)
     return yaml.safe_load(block)
 
 
-def test_the_step_in_the_readme_gives_inputs_that_the_action_has() -> None:
-    (step,) = yaml_of_readme("- uses: .*fsdp-check")
+def test_the_step_in_the_docs_gives_inputs_that_the_action_has() -> None:
+    (step,) = yaml_of_the_docs("- uses: .*fsdp-check")
     action = yaml.safe_load((ACTION / "action.yml").read_text())
 
     assert "/.github/actions/fsdp-check@" in step["uses"]
     assert set(step["with"]) <= set(action["inputs"])
 
 
-def test_the_gitlab_job_of_the_readme_fails_on_a_regression_and_reports(
+def test_the_gitlab_job_of_the_docs_fails_on_a_regression_and_reports(
     tmp_path: Path,
 ) -> None:
-    job = yaml_of_readme("memory:")["memory"]
+    job = yaml_of_the_docs("memory:")["memory"]
     forecast, check = job["script"]
     training = PLANTED.read_text()
     (tmp_path / "my_training.py").write_text(training)

@@ -1,4 +1,4 @@
-"""Does the README tell the truth: do its commands exist, its code run, its links lead somewhere?
+"""Do the README and docs/ tell the truth: do commands exist, code run, links lead somewhere?
 
 Code blocks marked `python` are run as they stand, on two ranks, in a folder of their own. They find
 what a reader would have at hand: `model` (sharded, returns an object with `.loss`), `optimizer`,
@@ -19,7 +19,8 @@ from fsdp_inspect.metrics import METRICS
 from tests.conftest import Torchrun
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "CHANGELOG.md", ".github/CONTRIBUTING.md")
+GUIDES = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
+DOCUMENTS = (*GUIDES, "CHANGELOG.md", ".github/CONTRIBUTING.md")
 COMMANDS = get_group(build_application()).commands
 
 READER = '''
@@ -32,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 
 
 class Reader(torch.nn.Module):
-    """A model as the README's examples assume it."""
+    """A model as the examples assume it."""
 
     def __init__(self):
         super().__init__()
@@ -64,17 +65,17 @@ dist.destroy_process_group()
 '''
 
 
-def readme() -> str:
-    return (ROOT / "README.md").read_text()
+def guides() -> str:
+    return "\n".join((ROOT / page).read_text() for page in GUIDES)
 
 
 def code_blocks(*languages: str) -> list[str]:
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", readme(), flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", guides(), flags=re.MULTILINE | re.DOTALL)
     return [code for language, code in blocks if language in languages]
 
 
 def command_lines(program: str) -> list[list[str]]:
-    """The README's commands that start with `program`, as words, continued lines joined."""
+    """The guides' commands that start with `program`, as words, continued lines joined."""
     text = "\n".join(code_blocks("console", "bash")).replace("\\\n", " ")
     lines = [line.removeprefix("$ ").strip() for line in text.splitlines()]
     return [shlex.split(line, comments=True) for line in lines if line.startswith(program)]
@@ -97,10 +98,10 @@ def output_of(*command: str | Path) -> str:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_is_in_the_readme_and_has_help(command: str) -> None:
     assert "Example: " in (COMMANDS[command].help or "")
-    assert re.search(rf"fsdp-inspect {command}\b", readme())
+    assert re.search(rf"`fsdp-inspect {command}\b", (ROOT / "README.md").read_text())
 
 
-def test_commands_in_the_readme_exist_with_their_options() -> None:
+def test_commands_in_the_guides_exist_with_their_options() -> None:
     lines = command_lines("fsdp-inspect ")
 
     assert lines
@@ -111,7 +112,7 @@ def test_commands_in_the_readme_exist_with_their_options() -> None:
         assert flags_of(words) <= options, words
 
 
-def test_commands_on_samples_in_the_readme_run() -> None:
+def test_commands_on_samples_in_the_guides_run() -> None:
     lines = [line for line in command_lines("fsdp-inspect ") if "samples" in " ".join(line)]
 
     for _, command, *words in lines:
@@ -119,7 +120,7 @@ def test_commands_on_samples_in_the_readme_run() -> None:
             assert output_of(sys.executable, "-m", "fsdp_inspect", command, *words)
 
 
-def test_trainer_options_in_the_readme_exist() -> None:
+def test_trainer_options_in_the_guides_exist() -> None:
     lines = [line for line in command_lines("torchrun ") if "instrumented_trainer" in line]
     shown = output_of(sys.executable, "-m", "instrumented_trainer", "--help")
 
@@ -138,7 +139,7 @@ def test_make_targets_in_the_documents_exist() -> None:
     assert {"demo", "test", "check"} <= named <= set(targets)
 
 
-def test_shell_blocks_in_the_readme_are_shell() -> None:
+def test_shell_blocks_in_the_guides_are_shell() -> None:
     for block in code_blocks("bash", "console"):
         commands = re.sub(r"^\$ ", "", block, flags=re.MULTILINE)
         checked = subprocess.run(
@@ -148,7 +149,7 @@ def test_shell_blocks_in_the_readme_are_shell() -> None:
 
 
 @pytest.mark.distributed
-def test_python_blocks_in_the_readme_run(tmp_path: Path, torchrun: Torchrun) -> None:
+def test_python_blocks_in_the_guides_run(tmp_path: Path, torchrun: Torchrun) -> None:
     blocks = code_blocks("python")
     script = tmp_path / "reader.py"
     script.write_text(f"BLOCKS = {blocks!r}\n{READER}")
@@ -174,7 +175,7 @@ def test_links_to_files_lead_somewhere(document: str) -> None:
     assert [target for target in local if not (folder / target).exists()] == []
 
 
-def test_metric_table_of_the_readme_is_that_of_the_code() -> None:
+def test_metric_table_of_the_docs_is_that_of_the_code() -> None:
     header = "| metric | key | better | definition |\n|---|---|---|---|\n"
     rows = [
         f"| {metric.label} | `{metric.name}` | {metric.better} | {metric.definition} |\n"
@@ -183,4 +184,5 @@ def test_metric_table_of_the_readme_is_that_of_the_code() -> None:
 
     table = header + "".join(rows)
 
-    assert table in readme(), f"the README's table of metrics should be:\n\n{table}"
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert table in page, f"the table of docs/metrics.md should be:\n\n{table}"

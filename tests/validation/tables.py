@@ -1,4 +1,4 @@
-"""How do the outcomes read? Tables for a terminal, and for the README."""
+"""How do the outcomes read? Tables for a terminal, and for docs/figures.md."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def verdict(results: Results, figures: Sequence[Figure]) -> str:
 
 
 def markdown(results: Results, figures: Sequence[Figure]) -> str:
-    """The figures as a table of the README."""
+    """The figures as a table of docs/figures.md."""
     lines = ["| held against | figure | found | wanted |", "|---|---|--:|--:|"]
     lines += [
         f"| {each.part} ({_count(results, each.part)}) | {each.name} | {_percent(each.found)} "
