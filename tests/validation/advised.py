@@ -22,9 +22,9 @@ class AdvisedOutcome:
     best: str
     """The fastest plan of the grid that ran there; the recorded one among them."""
     behind_best: float
-    """Measured / that plan's measured - 1."""
+    """Measured / that plan's measured - 1, each against the baseline that ran beside it."""
     behind_baseline: float
-    """Measured / the recorded plan's measured step on that link - 1."""
+    """The same, to the recorded plan on that link."""
 
 
 def judge_advice(
@@ -47,14 +47,14 @@ def _judge(
     actual = work_of(bench.run(place, plan_file))
     simulation = predict(baseline, advice.plan.fastest.plan, network)
     outcome = compare(f"{place.name}: advised", simulation, actual, beside)
-    measured = {trial.name: each.measured_ns for trial, each in grid.items()
+    measured = {trial.name: each.level_ns for trial, each in grid.items()
                 if (trial.shape, trial.link) == (shape, link)}  # fmt: skip
-    measured.setdefault(place.name, beside.step_time_ns)
+    measured.setdefault(place.name, simulation.recorded_step_ns)
     best = min(measured, key=lambda name: measured[name])
     return AdvisedOutcome(
         outcome=outcome,
         what=advice.plan.fastest.what,
         best=best.partition(": ")[2],
-        behind_best=actual.step_time_ns / measured[best] - 1,
-        behind_baseline=actual.step_time_ns / measured[place.name] - 1,
+        behind_best=outcome.level_ns / measured[best] - 1,
+        behind_baseline=outcome.level_ns / measured[place.name] - 1,
     )

@@ -32,6 +32,19 @@ class Outcome:
     measured_peak: int | None
     memory_error: float | None
 
+    @property
+    def level_ns(self) -> float:
+        """Measured, on a machine as fast as when the baseline was recorded.
+
+        What the machine does to both runs of a pair cancels.
+        """
+        return self.measured_ns / (1 + self.same_error)
+
+    @property
+    def change_error(self) -> float:
+        """Of the predicted change: (predicted / recorded baseline) / (measured / beside it) - 1."""
+        return self.predicted_ns / self.level_ns - 1
+
 
 def compare(
     name: str, simulation: Simulation, actual: RecordedWork, beside: RecordedWork
