@@ -3,13 +3,15 @@
 A run is cached under its files' newest change and total size, so that a run that grew is read
 again. One that is still being written (it has live streams) is also looked at again after a few
 seconds, since a process that died changes no file. All caches are bounded and hold immutable
-results, shared by all sessions.
+results, shared by all sessions. Of a run that grew only what is new is read (`GrowingTables`), and
+whatever a page asks, the run is digested once.
 """
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +20,7 @@ import streamlit as st
 from fsdp_inspect import StoredRun, open_run
 from fsdp_inspect.digest.run import RunDigest, digest_run
 from fsdp_inspect.store.folder import RunEntry, list_runs
+from fsdp_inspect.store.growing import GrowingTables
 from fsdp_inspect_app.boundary import files_of_run, is_inside
 from fsdp_inspect_app.timeline.track_set import TrackSet
 from fsdp_inspect_app.timeline.tracks import build_timeline
@@ -88,21 +91,31 @@ def result_of(entry: RunEntry, measure: Callable[..., T], **arguments: Hashable)
 
     For results of at most some MiB: the cache is bounded by their number.
     """
-    name = f"{measure.__module__}.{measure.__qualname__}"
     given = tuple(sorted(arguments.items()))
-    result: T = _result(str(entry.path), _state_of(entry.path), name, given, measure)
+    result: T = _result(str(entry.path), _state_of(entry.path), _name(measure), given, measure)
     return result
 
 
-def result_of_all(
-    entries: Sequence[RunEntry], measure: Callable[..., T], **arguments: Hashable
-) -> T:
-    """As `result_of`, of an analysis that is called with a list of runs."""
-    paths = tuple(str(entry.path) for entry in entries)
-    states = tuple(_state_of(entry.path) for entry in entries)
-    name = f"{measure.__module__}.{measure.__qualname__}"
-    given = tuple(sorted(arguments.items()))
-    result: T = _result_of_all(paths, states, name, given, measure)
+def result_on_digest(entry: RunEntry, measure: Callable[..., T]) -> T:
+    """As `result_of`, of an analysis that builds on the run's digest.
+
+    Args:
+        entry: The run.
+        measure: Called with the run and with `digest`.
+    """
+    result: T = _on_digest(str(entry.path), _state_of(entry.path), _name(measure), measure)
+    return result
+
+
+def result_on_digests(entries: Sequence[RunEntry], measure: Callable[..., T]) -> T:
+    """As `result_on_digest`, of several runs at once.
+
+    Args:
+        entries: The runs.
+        measure: Called with the list of runs and with `digest`, which gives that of each of them.
+    """
+    paths = tuple((str(entry.path), _state_of(entry.path)) for entry in entries)
+    result: T = _on_digests(paths, _name(measure), measure)
     return result
 
 
@@ -111,9 +124,33 @@ def timeline_of(entry: RunEntry, *, step: int, ranks: tuple[int, ...]) -> TrackS
     return _timeline(str(entry.path), _state_of(entry.path), step, ranks)
 
 
-@st.cache_resource(max_entries=16, show_spinner=False)
+def _name(measure: Callable[..., object]) -> str:
+    return f"{measure.__module__}.{measure.__qualname__}"
+
+
+@dataclass
+class _Opening:
+    """A run as it was opened last, and what its live streams have held so far."""
+
+    growing: GrowingTables = field(default_factory=GrowingTables)
+    state: _State | None = None
+    run: StoredRun | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
 def _open(path: str, state: _State) -> StoredRun:
-    return open_run(path)
+    """The run in that state; what it was in an earlier one is given up."""
+    opening = _opening(path)
+    with opening.lock:
+        if opening.run is None or opening.state != state:
+            opening.run = open_run(path, growing=opening.growing)
+            opening.state = state
+        return opening.run
+
+
+@st.cache_resource(max_entries=16, show_spinner=False)
+def _opening(path: str) -> _Opening:
+    return _Opening()
 
 
 @st.cache_resource(max_entries=512, show_spinner="Reading the run")
@@ -132,16 +169,21 @@ def _result(
     return _measure(_open(path, state), **dict(arguments))
 
 
+@st.cache_resource(max_entries=512, show_spinner="Reading the run")
+def _on_digest(path: str, state: _State, name: str, _measure: Callable[..., Any]) -> Any:
+    return _measure(_open(path, state), digest=_digest(path, state))
+
+
 @st.cache_resource(max_entries=32, show_spinner="Comparing the runs")
-def _result_of_all(
-    paths: tuple[str, ...],
-    states: tuple[_State, ...],
-    name: str,
-    arguments: tuple[tuple[str, Hashable], ...],
-    _measure: Callable[..., Any],
+def _on_digests(
+    places: tuple[tuple[str, _State], ...], name: str, _measure: Callable[..., Any]
 ) -> Any:
-    runs = [_open(path, state) for path, state in zip(paths, states, strict=True)]
-    return _measure(runs, **dict(arguments))
+    place_of = {_open(*place): place for place in places}
+
+    def digest(run: StoredRun) -> RunDigest:
+        return _digest(*place_of[run])
+
+    return _measure(list(place_of), digest=digest)
 
 
 @st.cache_resource(max_entries=8, show_spinner="Laying out the step")

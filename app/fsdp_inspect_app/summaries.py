@@ -2,30 +2,46 @@
 
 A folder may hold thousands of runs, each some milliseconds of reading. One thread goes through
 them, newest first, and keeps what it found together with the state of the run's files: as long as
-that stays, a run is not read again.
+that stays, a run is not read again, also not by the next dashboard (`kept_findings`).
 """
 
+import hashlib
 import os
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import streamlit as st
+from pydantic import TypeAdapter, ValidationError
 
 from fsdp_inspect.digest.listing import RunSummary, summarise_run
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect.store.reader import StoredRun, open_run
-from fsdp_inspect.store.schema import attempt_name, attempt_numbers, rank_name, rank_numbers
+from fsdp_inspect.store.schema import (
+    REDUCTION_VERSION,
+    attempt_name,
+    attempt_numbers,
+    rank_name,
+    rank_numbers,
+)
+from fsdp_inspect.trace.run import SCHEMA_VERSION, RunStatus
+from fsdp_inspect.version import __version__
 from fsdp_inspect_app.boundary import refuse_links_out
+from fsdp_inspect_app.kept_findings import Finding, KeptFindings, findings_file
 from fsdp_inspect_app.wording import describe_plan
 
 LOOK_AGAIN_S = 5.0
 """How long what was found stands before the files are looked at again."""
 _LIVE_LIFE_S = 10
 _LIVE_SUFFIX = ".arrows"
+_KEEP_EVERY = 100
+"""So many new findings are written at once."""
+_ROW_VERSION = 1
+"""Rises with every change of what a row means that leaves its fields as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +74,11 @@ class RunRow:
         )
 
 
+@cache
+def _row_adapter() -> TypeAdapter[RunRow]:
+    return TypeAdapter(RunRow)
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """What is known about the runs of a folder at one moment."""
@@ -73,9 +94,18 @@ class Found:
 class Summaries:
     """The summaries of one folder's runs, shared by all sessions."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kept: KeptFindings | None = None) -> None:
+        """Read nothing yet.
+
+        Args:
+            folder: The folder of runs.
+            kept: What earlier dashboards found out about them; None: nothing is kept.
+        """
         self._folder = folder
-        self._known: dict[str, tuple[Hashable, RunRow | str]] = {}
+        self._kept = kept
+        self._earlier: dict[str, Finding] | None = None
+        """By id, what is kept; None before it was looked up."""
+        self._known: dict[str, tuple[str, RunRow | str]] = {}
         """By id: the state of the files, and what they say, or why nothing."""
         self._lock = threading.Lock()
         self._idle = threading.Event()
@@ -108,43 +138,80 @@ class Summaries:
                 threading.Thread(target=self._read, args=(tuple(entries),), daemon=True).start()
 
     def _read(self, entries: Sequence[RunEntry]) -> None:
+        new: dict[str, Finding] = {}
         try:
+            if self._earlier is None:
+                self._earlier = self._kept.load() if self._kept else {}
             for entry in entries:
-                self._read_one(entry)
+                new |= self._read_one(entry)
+                if len(new) >= _KEEP_EVERY:
+                    self._keep(new)
+            self._keep(new)
         finally:
             self._looked_at = time.monotonic()
             self._idle.set()
 
-    def _read_one(self, entry: RunEntry) -> None:
-        state: Hashable = None
+    def _read_one(self, entry: RunEntry) -> dict[str, Finding]:
+        """Find out about a run, unless that is known; what of it is worth keeping, by id."""
+        state, before = "", self._known.get(entry.id)
         try:
-            state = _state_of(entry.path)
-            before = self._known.get(entry.id)
-            if before is None or before[0] != state:
-                refuse_links_out(entry.path, self._folder)
-                self._known[entry.id] = (state, RunRow.of(open_run(entry.path)))
+            state, is_final = _state_of(entry.path, is_running=_is_running(before))
+            if before is not None and before[0] == state:
+                return {}
+            earlier = self._recall(entry.id, state)
+            if earlier is not None:
+                self._known[entry.id] = (state, earlier)
+                return {}
+            refuse_links_out(entry.path, self._folder)
+            row = RunRow.of(open_run(entry.path))
+            self._known[entry.id] = (state, row)
         except (FsdpInspectError, OSError) as error:
             self._known[entry.id] = (state, str(error))
+            return {}
+        if not is_final or row.summary.status == RunStatus.RUNNING:
+            return {}
+        return {entry.id: Finding(state, _row_adapter().dump_json(row).decode())}
+
+    def _recall(self, run: str, state: str) -> RunRow | None:
+        """What an earlier dashboard found out, if the run's files have stayed as they were."""
+        finding = (self._earlier or {}).pop(run, None)
+        if finding is None or finding.state != state:
+            return None
+        try:
+            return _row_adapter().validate_json(finding.text)
+        except ValidationError:
+            return None
+
+    def _keep(self, new: dict[str, Finding]) -> None:
+        if self._kept and new:
+            self._kept.keep(new)
+        new.clear()
 
 
-def _state_of(path: Path) -> Hashable:
-    """What changes when a run's numbers may.
+def _is_running(known: tuple[str, RunRow | str] | None) -> bool:
+    row = None if known is None else known[1]
+    return isinstance(row, RunRow) and row.summary.status == RunStatus.RUNNING
+
+
+def _state_of(path: Path, *, is_running: bool) -> tuple[str, bool]:
+    """What changes when a run's numbers may, and whether only its files can change them.
 
     The first rank of the last attempt stands for all: its files change while it is recorded, and
-    when it is compacted. The time counts for a run with live streams, since a process that died
-    changes no file.
+    when it is compacted. The time counts for a run with live streams, and for one that was running
+    at the last look, since a process that died changes no file.
     """
     files = _files_in(path)
     attempt = max(attempt_numbers(files), default=None)
-    if attempt is None:
-        return tuple(files.items())
-    folder = path / attempt_name(attempt)
-    ranks = _files_in(folder)
-    first = min(rank_numbers(ranks), default=None)
-    tables = {} if first is None else _files_in(folder / rank_name(first))
-    is_live = any(name.endswith(_LIVE_SUFFIX) for name in tables)
+    ranks, tables = {}, {}
+    if attempt is not None:
+        folder = path / attempt_name(attempt)
+        ranks = _files_in(folder)
+        first = min(rank_numbers(ranks), default=None)
+        tables = {} if first is None else _files_in(folder / rank_name(first))
+    is_live = is_running or any(name.endswith(_LIVE_SUFFIX) for name in tables)
     moment = int(time.time() / _LIVE_LIFE_S) if is_live else 0
-    return (moment, len(ranks), *files.items(), *tables.items())
+    state = (moment, sorted(ranks), *files.items(), *tables.items())
+    return hashlib.sha256(repr(state).encode()).hexdigest(), not is_live
 
 
 def _files_in(folder: Path) -> dict[str, tuple[int, int]]:
@@ -160,4 +227,12 @@ def _files_in(folder: Path) -> dict[str, tuple[int, int]]:
 @st.cache_resource(max_entries=4, show_spinner=False)
 def summaries_of(folder: str) -> Summaries:
     """The summaries of a folder's runs."""
-    return Summaries(Path(folder))
+    return Summaries(Path(folder), _kept_for(Path(folder)))
+
+
+def _kept_for(folder: Path) -> KeptFindings | None:
+    file = findings_file()
+    if file is None:
+        return None
+    version = f"{__version__} {SCHEMA_VERSION} {REDUCTION_VERSION} {_ROW_VERSION}"
+    return KeptFindings(file, version, folder.resolve())

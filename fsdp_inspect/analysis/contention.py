@@ -16,6 +16,7 @@ and the result is the median over the passes. Where nothing varies there is no a
 reason is given.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +36,7 @@ from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.run import RunSource, Unit
 from fsdp_inspect.trace.statistics import median
 from fsdp_inspect.trace.steps import timed_rank
-from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.trace.tables import EventTable, positions_by_value
 
 ALONE_RATIO = 0.1
 """A pass with at most this share of itself beside communication counts as alone."""
@@ -152,7 +153,7 @@ class _Passes:
 
     @classmethod
     def of(cls, events: EventTable) -> "_Passes":
-        steps = [_passes_of(events, int(step)) for step in np.unique(events.step)]
+        steps = [_passes_of(events.where(own)) for _, own in positions_by_value(events.step)]
         return cls(*np.concatenate([np.empty((4, 0), dtype=np.int64), *steps], axis=1))
 
     def of_units(self, units: list[int], kind: int) -> "_Passes":
@@ -175,9 +176,8 @@ class _Passes:
         return self.where(self.ratio >= BESIDE_RATIO)
 
 
-def _passes_of(events: EventTable, step: int) -> NDArray[np.int64]:
-    """Unit, kind, own compute and the part of it beside communication, shape (4, passes)."""
-    events = events.where(events.step == step)
+def _passes_of(events: EventTable) -> NDArray[np.int64]:
+    """Of one step: unit, kind, own compute and its part beside communication, shape (4, passes)."""
     communication = _spans(events, np.isin(events.kind, list(COLLECTIVES)))
     computing = _computing(events)
     trained = np.isin(events.phase, (Phase.FORWARD, Phase.BACKWARD)) & (events.unit != NO_UNIT)
@@ -188,14 +188,27 @@ def _passes_of(events: EventTable, step: int) -> NDArray[np.int64]:
     starts, ends = passes.start_ns, passes.end_ns
     compute = computing.covered_ns(starts, ends)
     beside = computing.intersect(communication).covered_ns(starts, ends)
-    inside = (starts >= starts[:, None]) & (ends <= ends[:, None])
-    inside &= passes.unit != passes.unit[:, None]
-    for outer in np.flatnonzero(inside.any(axis=1)):
-        nested = Intervals.of(starts[inside[outer]], ends[inside[outer]])
-        own = computing.clip(starts[outer], ends[outer]).subtract(nested)
+    for outer, inner in _nested_passes(passes):
+        nested = Intervals.of(starts[inner], ends[inner])
+        own = computing.clip(int(starts[outer]), int(ends[outer])).subtract(nested)
         compute[outer] = own.duration_ns
         beside[outer] = own.intersect(communication).duration_ns
     return np.stack([passes.unit, passes.kind, compute, beside])
+
+
+def _nested_passes(passes: EventTable) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Each pass that holds passes of other units, with these."""
+    order = np.argsort(passes.start_ns, kind="stable")
+    starts = passes.start_ns[order]
+    lows = np.searchsorted(starts, passes.start_ns, side="left")
+    highs = np.searchsorted(starts, passes.end_ns, side="right")
+    for outer in np.flatnonzero(highs - lows > 1).tolist():
+        inner = order[lows[outer] : highs[outer]]
+        is_inside = (passes.end_ns[inner] <= passes.end_ns[outer]) & (
+            passes.unit[inner] != passes.unit[outer]
+        )
+        if is_inside.any():
+            yield outer, inner[is_inside]
 
 
 def _computing(events: EventTable) -> Intervals:

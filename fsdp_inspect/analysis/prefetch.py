@@ -19,6 +19,7 @@ from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Method, Phas
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.statistics import median
 from fsdp_inspect.trace.steps import sum_per_step, timed_rank
+from fsdp_inspect.trace.tables import positions_by_value
 from fsdp_inspect.trace.waits import Cause, Waits, read_waits
 
 MISSED_RATIO = 0.1
@@ -234,8 +235,9 @@ def _find_swapped(
     used = gathers.where(gathers.waits.collectives.need_ns >= 0).waits
     events = used.collectives
     passes = np.stack([events.step, events.microbatch, events.phase], axis=1)
-    for one in np.unique(passes, axis=0):
-        inside = np.flatnonzero((passes == one).all(axis=1))
+    distinct, place = np.unique(passes, axis=0, return_inverse=True)
+    for number, inside in positions_by_value(place.reshape(-1)):
+        one = distinct[number]
         inside = inside[np.argsort(events.issue_ns[inside], kind="stable")]
         need, units = events.need_ns[inside], events.unit[inside].tolist()
         for first, second in np.argwhere(np.triu(need[:, None] > need[None, :])).tolist():

@@ -68,9 +68,14 @@ def find_plans_to_run(
     return PlansToRun(proposals, len(bench.scores))
 
 
-def find_findings(run: RunSource) -> tuple[Finding, ...]:
-    """What comes before any plan of a run."""
-    return find_first_things(_evidence(run, digest_run(run)))
+def find_findings(run: RunSource, *, digest: RunDigest | None = None) -> tuple[Finding, ...]:
+    """What comes before any plan of a run.
+
+    Args:
+        run: A run.
+        digest: Of the run, where it is known already.
+    """
+    return find_first_things(_evidence(run, digest or digest_run(run)))
 
 
 def _evidence(run: RunSource, digest: RunDigest) -> Evidence:

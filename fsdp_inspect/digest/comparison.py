@@ -91,12 +91,11 @@ def compare_runs(
     Raises:
         ValueError: There is nothing to compare.
     """
-    given = (baseline, *others)
-    if len(given) < 2 or any(isinstance(one, Sequence) and not one for one in given):
-        raise ValueError(
-            f"compare_runs needs at least two runs or non-empty lists of runs, got {len(given)}."
-        )
-    sides = form_sides(given)
+    return compare_sides(form_sides((baseline, *others)))
+
+
+def compare_sides(sides: Sequence[DigestedSide]) -> Comparison:
+    """As `compare_runs`, of at least two sides whose runs were digested."""
     manifests = [side.median_run.manifest for side in sides]
     labels = tuple(side.label for side in sides)
     evidence = Evidence(

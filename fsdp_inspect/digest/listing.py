@@ -7,12 +7,12 @@ numbers of one run (`summarise_run`) come from its summary, some milliseconds a 
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_inspect.analysis.memory import measure_memory
 from fsdp_inspect.analysis.overlap import measure_overlap
 from fsdp_inspect.analysis.steps import measure_step_times
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.store.folder import RunEntry, list_runs
 from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.trace.rank_memory import highest_peak_bytes
 from fsdp_inspect.trace.run import RunSource
 
 
@@ -74,7 +74,7 @@ def summarise_run(run: RunSource) -> RunSummary:
         step_time_ns=times.step_time_ns.median if times.step_time_ns else None,
         exposed_ns=middle.exposed_ns if middle else None,
         overlap_ratio=middle.overlap_ratio if middle else None,
-        peak_allocated_bytes=measure_memory(run).peak_allocated_bytes,
+        peak_allocated_bytes=highest_peak_bytes(run),
     )
 
 

@@ -1,6 +1,6 @@
 """Which runs stand on which side of a comparison, and which run stands for a side?"""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
 
@@ -35,20 +35,33 @@ class DigestedSide:
     breakdown and units stand for the side. Runs without a timed step come last."""
 
 
-def form_sides(given: Sequence[RunSource | Sequence[RunSource]]) -> tuple[DigestedSide, ...]:
+def form_sides(
+    given: Sequence[RunSource | Sequence[RunSource]],
+    *,
+    digest: Callable[[RunSource], RunDigest] = digest_run,
+) -> tuple[DigestedSide, ...]:
     """Sort runs into sides, in the order in which they are met.
 
     Args:
         given: Runs, or lists of runs. A list is a side as it is. Runs that were not listed are
             taken together where their settings are the same, unless that leaves one side only:
             runs of one configuration are then compared with each other, which shows the noise.
+        digest: Gives the digest of a run, for a caller that may have it already; called once a
+            run.
+
+    Raises:
+        ValueError: There is nothing to compare.
     """
+    if len(given) < 2 or any(isinstance(one, Sequence) and not one for one in given):
+        raise ValueError(
+            f"compare_runs needs at least two runs or non-empty lists of runs, got {len(given)}."
+        )
     listed = [list(one) if isinstance(one, Sequence) else [one] for one in given]
     groups = listed
     if all(len(members) == 1 for members in listed):
         joined = _join_repeats([members[0] for members in listed])
         groups = joined if len(joined) > 1 else listed
-    return tuple(_side(label_of(place), members) for place, members in enumerate(groups))
+    return tuple(_side(label_of(place), members, digest) for place, members in enumerate(groups))
 
 
 def label_of(place: int) -> str:
@@ -69,8 +82,10 @@ def _join_repeats(runs: Sequence[RunSource]) -> list[list[RunSource]]:
     return groups
 
 
-def _side(label: str, runs: Sequence[RunSource]) -> DigestedSide:
-    digested = tuple(DigestedRun(run.manifest, digest_run(run)) for run in runs)
+def _side(
+    label: str, runs: Sequence[RunSource], digest: Callable[[RunSource], RunDigest]
+) -> DigestedSide:
+    digested = tuple(DigestedRun(run.manifest, digest(run)) for run in runs)
     ordered = sorted(digested, key=_standing)
     timed = [run for run in ordered if run.step_time_ns is not None]
     candidates = timed or ordered

@@ -58,6 +58,12 @@ class CompactedContents(Generic[TableT]):
     details: Mapping[str, Any]
     """The footer's own fields."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no row of the file was left out."""
+        total: int = sum(rows for rows, *_ in self.details["groups"])
+        return len(self.table) == total
+
 
 def write_compacted(
     path: Path,

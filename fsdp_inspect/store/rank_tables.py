@@ -25,6 +25,8 @@ class RecordedTable(Generic[TableT]):
     """What the stream added; None if there is none."""
     covered_rows: int
     """Rows that were ever recorded, as far as the files tell, dropped ones included."""
+    is_whole: bool
+    """Whether no row was left out for being of other steps."""
 
 
 def read_table(
@@ -60,6 +62,7 @@ def read_table(
         table=parts[0] if len(parts) == 1 else file.table.concat(parts),
         stream=stream,
         covered_rows=max(covered, stream.next_row if stream else 0),
+        is_whole=compacted is None or compacted.is_whole,
     )
 
 

@@ -12,8 +12,10 @@ import numpy as np
 
 from fsdp_inspect.errors import IncompleteRunError, NotARunError
 from fsdp_inspect.formatting import format_numbers
-from fsdp_inspect.store.files import RunFiles, open_files
+from fsdp_inspect.store.files import LocalFiles, RunFiles, open_files
 from fsdp_inspect.store.folder import list_runs
+from fsdp_inspect.store.growing import GrowingTables
+from fsdp_inspect.store.kept_tables import KeptTables
 from fsdp_inspect.store.liveness import is_alive, last_sign_unix_ns
 from fsdp_inspect.store.notes import (
     note_ends,
@@ -40,8 +42,9 @@ from fsdp_inspect.store.schema import (
     rank_name,
     rank_numbers,
 )
+from fsdp_inspect.store.streams import StreamContents
 from fsdp_inspect.store.summary_reader import SummaryReader
-from fsdp_inspect.trace.rank_summary import summarise_rank
+from fsdp_inspect.trace.rank_summary import join_memory
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
 from fsdp_inspect.trace.tables import (
     DeviceTable,
@@ -54,12 +57,16 @@ from fsdp_inspect.trace.tables import (
 _MAX_NEARBY = 5
 
 
-def open_run(path: str | Path, *, attempt: int | None = None) -> "StoredRun":
+def open_run(
+    path: str | Path, *, attempt: int | None = None, growing: GrowingTables | None = None
+) -> "StoredRun":
     """Open a recorded run.
 
     Args:
         path: The run folder, or its URL (any that fsspec can open).
         attempt: Which start of the job; the last one unless given.
+        growing: Of earlier openings of the same run, that of a run that is still being written
+            only what is new is read; for those who open it again and again.
 
     Returns:
         The run, whatever its state; `status` and `notes` say what is missing.
@@ -84,7 +91,7 @@ def open_run(path: str | Path, *, attempt: int | None = None) -> "StoredRun":
     if encoded is None:
         return _open_without_manifest(files, attempts, chosen)
     manifest = decode_record(encoded, RunManifest, _label(files, MANIFEST_FILE))
-    return StoredRun(files, manifest, attempts=attempts, attempt=chosen)
+    return StoredRun(files, manifest, attempts=attempts, attempt=chosen, growing=growing)
 
 
 class StoredRun:
@@ -98,12 +105,13 @@ class StoredRun:
         attempts: Sequence[int],
         attempt: int,
         notes: Sequence[str] = (),
+        growing: GrowingTables | None = None,
     ) -> None:
         self._files = files
         self._manifest = manifest
         self._found: dict[str, None] = dict.fromkeys(notes)
-        self._live_events: tuple[int, int, EventTable] | None = None
-        """The events of the rank whose live stream was read last, and when that had changed."""
+        self._kept = KeptTables()
+        self._growing = GrowingTables() if growing is None else growing
         self.attempts = tuple(attempts)
         """The starts of the job that left anything, ascending."""
         self.attempt = attempt
@@ -165,7 +173,7 @@ class StoredRun:
             IncompleteRunError: The rank wrote nothing here.
             CorruptFileError: Its file is damaged.
         """
-        events = self._read_events(rank, steps)
+        events = self._read(rank, EVENTS, steps)
         if steps is not None:
             events = events.where(np.isin(events.step, list(steps)))
         if kinds is not None:
@@ -215,42 +223,66 @@ class StoredRun:
         record, memory = self._records[rank], MemoryTable.empty()
         with noting(self._found):
             memory = self.memory(rank)
-        return summarise_rank(
-            self.events(rank),
-            memory,
-            memory_from=record.memory_from if record else "",
-            rank=rank,
-            attempt=self.attempt,
-        )
+        events = self.events(rank)
+        stream = Path(self.path, self._folder(rank), EVENTS.live_name)
+        reduced = self._growing.reduce(stream, events, rank=rank, attempt=self.attempt)
+        counted_by = record.memory_from if record else ""
+        return join_memory(reduced, memory, memory_from=counted_by, rank=rank, attempt=self.attempt)
 
     def _read(
         self, rank: int, file: TableFile[TableT], steps: Collection[int] | None = None
     ) -> TableT:
+        """A table of a rank, sorted; rows of other steps than these may be left out."""
         if rank not in self._rank_numbers:
             raise IncompleteRunError(self._describe_missing_rank(rank))
+        growing = self._read_growing(rank, file)
+        if growing is not None:
+            return growing
+        state = self._state_of(rank, file)
+        whole, part = (state, None), (state, None if steps is None else frozenset(steps))
+        table: TableT | None = self._kept.find(whole, part)
+        if table is None:
+            table, is_whole = self._decode(rank, file, steps)
+            if any(changed for _, changed in state):
+                self._kept.keep(whole if is_whole else part, table)
+        return table
+
+    def _state_of(self, rank: int, file: TableFile[TableT]) -> tuple[tuple[str, int | None], ...]:
+        """What tells the contents of a table's files from others: when each of them changed."""
+        names = (f"{self._folder(rank)}/{name}" for name in (file.live_name, file.compacted_name))
+        return tuple((name, self._files.modified_unix_ns(name)) for name in names)
+
+    def _decode(
+        self, rank: int, file: TableFile[TableT], steps: Collection[int] | None
+    ) -> tuple[TableT, bool]:
+        """A table from its files, sorted, and whether none of its rows was left out."""
         recorded = read_table(self._files, self._folder(rank), file, steps=steps)
         if recorded.stream is None:
-            return recorded.table
-        record = self._records[rank]
-        for note in note_stream(record, rank, file.live_name, recorded.stream):
-            self._found[note] = None
+            return recorded.table, recorded.is_whole
+        self._note_stream(rank, file, recorded.stream)
         if file.sort_by is None:
-            return recorded.table
+            return recorded.table, recorded.is_whole
         order = np.argsort(getattr(recorded.table, file.sort_by), kind="stable")
-        return recorded.table.where(order)
+        return recorded.table.where(order), recorded.is_whole
 
-    def _read_events(self, rank: int, steps: Collection[int] | None) -> EventTable:
-        """As `_read`; what is in a live stream is kept until the stream has grown.
+    def _read_growing(self, rank: int, file: TableFile[TableT]) -> TableT | None:
+        """A table that lies on this disk as a stream and nothing else; None where it does not."""
+        if not isinstance(self._files, LocalFiles):
+            return None
+        folder = self._folder(rank)
+        if self._files.exists(f"{folder}/{file.compacted_name}"):
+            return None
+        stream = self._growing.read(self._files.path / folder / file.live_name, file)
+        if stream is None:
+            return None
+        self._note_stream(rank, file, stream)
+        return stream.table
 
-        A live stream holds all steps, and is read whole whichever are asked for.
-        """
-        name = f"{self._folder(rank)}/{EVENTS.live_name}"
-        changed = self._files.modified_unix_ns(name) if rank in self._rank_numbers else None
-        if changed is None:
-            return self._read(rank, EVENTS, steps)
-        if self._live_events is None or self._live_events[:2] != (rank, changed):
-            self._live_events = (rank, changed, self._read(rank, EVENTS))
-        return self._live_events[2]
+    def _note_stream(
+        self, rank: int, file: TableFile[TableT], stream: StreamContents[TableT]
+    ) -> None:
+        for note in note_stream(self._records[rank], rank, file.live_name, stream):
+            self._found[note] = None
 
     def _folder(self, rank: int) -> str:
         return f"{attempt_name(self.attempt)}/{rank_name(rank)}"

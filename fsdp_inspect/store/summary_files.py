@@ -38,6 +38,8 @@ class RunSummary:
     """Rows of whole steps, by attempt, kind, rank and step."""
     places: frozenset[Place]
     """The ranks that it stands for; empty if there is no current summary."""
+    is_whole: bool
+    """Whether these are the rows of all kinds."""
 
 
 def write_rank_summary(folder: Path, rows: SummaryTable) -> None:
@@ -115,9 +117,10 @@ def read_run_summary(files: RunFiles, *, kinds: Collection[int] | None = None) -
     """
     contents = read_compacted_table(files, "", SUMMARY, kinds=kinds)
     if contents is None:
-        return RunSummary(SummaryTable.empty(), frozenset())
+        return RunSummary(SummaryTable.empty(), frozenset(), is_whole=True)
     places = _listed(contents.details)
-    return RunSummary(contents.table if places else SummaryTable.empty(), places)
+    rows = contents.table if places else SummaryTable.empty()
+    return RunSummary(rows, places, is_whole=contents.is_whole)
 
 
 def has_rank_summary(files: RunFiles, place: Place) -> bool:

@@ -109,19 +109,24 @@ class SummaryReader:
         return self._run_rows.get(kind, SummaryTable.empty())
 
     def _load(self, kind: int) -> None:
-        """Read one kind; a summary that is damaged or gone covers no rank from now on."""
+        """Read one kind, or all of a small file, whose rows lie together.
+
+        A summary that is damaged or gone covers no rank from now on.
+        """
         with noting(self._found):
             summary = read_run_summary(self._files, kinds=[kind])
             if self._covered <= self._covered_by(summary.places):
-                self._run_rows[kind] = self._mine(summary.rows, kind)
+                mine, kinds = self._mine(summary.rows), {kind}
+                if summary.is_whole:
+                    kinds |= WHOLE_STEP_KINDS
+                self._run_rows |= {one: rows_of(mine, kinds=[one]) for one in kinds}
                 return
         self._run_rows.clear()
         self._covered = frozenset()
 
-    def _mine(self, rows: SummaryTable, kind: int) -> SummaryTable:
-        mine = (rows.kind == kind) & (rows.attempt == self._attempt)
-        mine &= np.isin(rows.rank, list(self._covered))
-        return rows.where(mine)
+    def _mine(self, rows: SummaryTable) -> SummaryTable:
+        is_of_attempt = rows.attempt == self._attempt
+        return rows.where(is_of_attempt & np.isin(rows.rank, list(self._covered)))
 
     def _whole_steps_of(self, rank: int) -> SummaryTable:
         """All rows of whole steps of a rank, from its own files."""

@@ -30,18 +30,35 @@ class StreamTail(Generic[TableT]):
     """Follows one live table of one rank."""
 
     def __init__(
-        self, path: Path, file: TableFile[TableT], *, first_look_bytes: int = FIRST_LOOK_BYTES
+        self,
+        path: Path,
+        file: TableFile[TableT],
+        *,
+        first_look_bytes: int | None = FIRST_LOOK_BYTES,
     ) -> None:
+        """Read nothing yet.
+
+        Args:
+            path: The stream.
+            file: Which table.
+            first_look_bytes: Of a longer stream only so much of the end is read at first; None:
+                all of it.
+        """
         self._path = path
         self._file = file
         self._first_look_bytes = first_look_bytes
+        self.num_beginnings = 0
+        """How often another file, or a shorter one, was found in its place."""
         self._begin()
-        self.is_closed = False
-        """Whether the writer closed the stream."""
         self.is_gone = False
         """Whether there was a stream, and is none any more."""
         self.skipped_bytes = 0
         """Of a stream that was long at the first look: what lies before the part that was read."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the beginning of a stream was read."""
+        return bool(self._header)
 
     def read_new(self) -> TableT:
         """The rows of the batches that became whole since the last call; often none.
@@ -56,38 +73,51 @@ class StreamTail(Generic[TableT]):
                 self.is_gone = False
                 return self._read(stream)
         except (FileNotFoundError, NotADirectoryError):
-            self.is_gone = self._identity is not None
+            self.is_gone = self.identity is not None
             return self._file.table.empty()
 
     def _begin(self) -> None:
-        self._identity: tuple[int, int] | None = None
+        self.identity: tuple[int, int] | None = None
+        """Which file it is, to the operating system; None before the first reading."""
+        self.next_row = 0
+        """The number that the row after the last one would have."""
+        self.missing_rows = 0
+        """Rows that the writer dropped between the batches that were read."""
+        self.torn_bytes = 0
+        """Of an unfinished batch at the end."""
+        self.is_closed = False
+        """Whether the writer closed the stream."""
         self._header = b""
         self._offset = 0
-        self._next_row = 0
+        self.num_beginnings += 1
 
     def _read(self, stream: BinaryIO) -> TableT:
         status = os.fstat(stream.fileno())
         identity = (status.st_dev, status.st_ino)
-        if identity != self._identity or status.st_size < self._offset:
+        if identity != self.identity or status.st_size < self._offset:
             self._begin()
-            self._identity = identity
+            self.identity = identity
         if not self._header:
             self._header = _read_header(stream)
             self._offset = len(self._header)
             if not self._header:
                 return self._file.table.empty()
-            if status.st_size > self._first_look_bytes + self._offset:
-                return self._read_end(stream, status.st_size)
+            most = self._first_look_bytes
+            if most is not None and status.st_size > most + self._offset:
+                return self._read_end(stream, status.st_size - most)
         stream.seek(self._offset)
         return self._take(stream.read())
 
     def _take(self, added: bytes) -> TableT:
         """The whole batches of these bytes, which follow what was read before."""
+        self.torn_bytes = 0
         if not added:
             return self._file.table.empty()
-        contents = self._decode(added, covered_rows=self._next_row)
+        contents = self._decode(added, covered_rows=self.next_row)
         self._offset += len(added) - contents.torn_bytes
-        self._next_row = max(self._next_row, contents.next_row)
+        self.torn_bytes = contents.torn_bytes
+        self.missing_rows += contents.missing_rows
+        self.next_row = max(self.next_row, contents.next_row)
         self.is_closed = self.is_closed or contents.is_closed
         return contents.table
 
@@ -96,9 +126,8 @@ class StreamTail(Generic[TableT]):
             self._header + added, self._file, str(self._path), covered_rows=covered_rows
         )
 
-    def _read_end(self, stream: BinaryIO, size: int) -> TableT:
-        """The batches at the end of a long stream, from the first whole one."""
-        start = size - self._first_look_bytes
+    def _read_end(self, stream: BinaryIO, start: int) -> TableT:
+        """The batches at the end of a long stream, from the first whole one after that byte."""
         start += -start % _ALIGNMENT
         stream.seek(start)
         end = stream.read()
@@ -112,7 +141,7 @@ class StreamTail(Generic[TableT]):
                 continue
             self.skipped_bytes = start + place - len(self._header)
             self._offset = start + len(end) - contents.torn_bytes
-            self._next_row = contents.next_row
+            self.next_row = contents.next_row
             self.is_closed = contents.is_closed
             return contents.table
         self._offset = start

@@ -6,8 +6,11 @@ were part of it) is asked for the samples themselves.
 
 import contextlib
 
+import numpy as np
+
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.trace.memory_reduction import MEMORY_PARTS, reduce_memory
+from fsdp_inspect.trace.reduction import StepPart
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import SummaryTable
 
@@ -28,3 +31,11 @@ def memory_parts(run: RunSource) -> SummaryTable:
             samples = run.memory(record.rank)
             parts.append(reduce_memory(samples, memory_from=record.memory_from, rank=record.rank))
     return SummaryTable.concat(parts)
+
+
+def highest_peak_bytes(run: RunSource) -> int | None:
+    """The highest allocated of all ranks that are here; None if memory was not recorded."""
+    rows = memory_parts(run)
+    here = [record.rank for record in run.ranks]
+    peaks = rows.bytes[(rows.kind == StepPart.PEAK_ALLOCATED) & np.isin(rows.rank, here)]
+    return int(peaks.max()) if len(peaks) else None

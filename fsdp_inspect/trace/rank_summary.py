@@ -33,6 +33,21 @@ def summarise_rank(
         not end has memory rows only.
     """
     reduced = reduce_rank(events, rank=rank, attempt=attempt)
+    return join_memory(reduced, memory, memory_from=memory_from, rank=rank, attempt=attempt)
+
+
+def join_memory(
+    reduced: SummaryTable, memory: MemoryTable, *, memory_from: str, rank: int, attempt: int = 0
+) -> SummaryTable:
+    """As `summarise_rank`, of events that were reduced already.
+
+    Args:
+        reduced: What `reduce_rank` makes of all events of the rank.
+        memory: All its memory samples.
+        memory_from: Who counted them, as the rank's record says.
+        rank: Written into every row.
+        attempt: Written into every row.
+    """
     sampled = reduce_memory(memory, memory_from=memory_from, rank=rank, attempt=attempt)
     rows = SummaryTable.concat([reduced, sampled])
     place = np.where(is_of_whole_step(rows), rows.kind, np.iinfo(rows.kind.dtype).max)

@@ -53,7 +53,7 @@ from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.reduction import exposing, running_communication, waited_since
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.steps import RankSteps
-from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.trace.tables import EventTable, positions_by_value
 
 _Int64 = NDArray[np.int64]
 
@@ -117,16 +117,17 @@ class Waits:
 
     def where(self, mask: NDArray[np.generic]) -> "Waits":
         """The collectives that a mask or an index array selects; `ahead` keeps its meaning."""
+        rows = np.flatnonzero(mask) if mask.dtype == bool else mask  # once, and not once a column
         return Waits(
-            collectives=self.collectives.where(mask),
-            begin_ns=self.begin_ns[mask],
-            exposed_ns=self.exposed_ns[mask],
-            by_cause_ns=self.by_cause_ns[mask],
-            share_by_cause_ns=self.share_by_cause_ns[mask],
-            ahead=self.ahead[mask],
-            turn_ns=self.turn_ns[mask],
-            step_start_ns=self.step_start_ns[mask],
-            is_floor=self.is_floor[mask],
+            collectives=self.collectives.where(rows),
+            begin_ns=self.begin_ns[rows],
+            exposed_ns=self.exposed_ns[rows],
+            by_cause_ns=self.by_cause_ns[rows],
+            share_by_cause_ns=self.share_by_cause_ns[rows],
+            ahead=self.ahead[rows],
+            turn_ns=self.turn_ns[rows],
+            step_start_ns=self.step_start_ns[rows],
+            is_floor=self.is_floor[rows],
         )
 
 
@@ -167,9 +168,10 @@ def split_waits(events: EventTable, *, last_arrival_ns: _Int64 | None = None) ->
     if last_arrival_ns is not None:
         arrivals = last_arrival_ns
     waits = _blank(events.where(positions))
-    for step in np.unique(events.step):
-        own = np.flatnonzero(waits.collectives.step == step)
-        of_step = _Step.of(events.where(events.step == step), arrivals[own])
+    own_of = dict(positions_by_value(waits.collectives.step))
+    for step, members in positions_by_value(events.step):
+        own = own_of.get(step, np.empty(0, dtype=np.int64))
+        of_step = _Step.of(events.where(members), arrivals[own])
         waits.begin_ns[own] = of_step.begin_ns
         waits.by_cause_ns[own] = of_step.split(of_step.begin_ns)
         waits.share_by_cause_ns[own] = of_step.split(of_step.share_begins())

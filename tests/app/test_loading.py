@@ -1,5 +1,6 @@
 """Does the dashboard show the folder it was given, as it is now?"""
 
+import dataclasses
 import shutil
 import sys
 import time
@@ -7,8 +8,14 @@ from pathlib import Path
 
 from fsdp_inspect_app import loading
 
-from fsdp_inspect.store.folder import list_runs
+from fsdp_inspect.digest.advising import find_findings
+from fsdp_inspect.digest.run import digest_run
+from fsdp_inspect.report.html import read_comparison
+from fsdp_inspect.store.folder import create_run, list_runs
+from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.trace.run import RunStatus
 from tests.app.synthetic import make_run, write_run
+from tests.store.writing import EVENTS_PER_STEP, event_rows, make_manifest, write_rank
 
 STATE_LIFE_S = 1.0
 
@@ -45,3 +52,38 @@ def test_a_step_is_laid_out_with_the_index_of_its_spans(tmp_path):
     tracks = loading.timeline_of(entry, step=3, ranks=(0, 1))
     assert tracks.timeline.step == 3
     assert len(tracks.index) == len(tracks.timeline.spans)
+
+
+def test_a_run_is_digested_once_whatever_is_asked(tmp_path, monkeypatch):
+    for name in ("one", "two"):
+        run = make_run(num_steps=4)
+        manifest = run.manifest.model_copy(update={"run_id": name})
+        write_run(tmp_path / name, dataclasses.replace(run, manifest=manifest))
+    digested = []
+    monkeypatch.setattr(
+        loading, "digest_run", lambda run: (digested.append(run.run_id), digest_run(run))[1]
+    )
+    entries = list_runs(tmp_path)
+    loading.digest_entry(entries[0])
+    findings = loading.result_on_digest(entries[0], find_findings)
+    contents = loading.result_on_digests(entries, read_comparison)
+    assert sorted(digested) == ["one", "two"]
+    opened = [open_run(entry.path) for entry in entries]
+    assert findings == find_findings(opened[0])
+    assert contents == read_comparison(opened)
+
+
+def test_a_run_that_grew_is_opened_anew_and_the_same_run_else(tmp_path):
+    create_run(tmp_path / "run", make_manifest())
+    writer = write_rank(tmp_path / "run", num_steps=3)
+    [entry] = list_runs(tmp_path)
+    first = loading.open_entry(entry)
+    assert len(first.events(0)) == 3 * EVENTS_PER_STEP
+    assert loading.open_entry(entry) is first
+    writer.events.extend(event_rows(5)[3 * EVENTS_PER_STEP :])
+    writer.flush()
+    time.sleep(STATE_LIFE_S * 1.1)
+    again = loading.open_entry(entry)
+    assert again is not first
+    assert len(again.events(0)) == 5 * EVENTS_PER_STEP
+    writer.close(RunStatus.COMPLETE)

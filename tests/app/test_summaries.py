@@ -5,10 +5,13 @@ import time
 
 import pytest
 from fsdp_inspect_app import summaries
+from fsdp_inspect_app.kept_findings import Finding, KeptFindings
 from fsdp_inspect_app.summaries import Summaries
 
-from fsdp_inspect.store.folder import list_runs
+from fsdp_inspect.store.folder import create_run, list_runs
+from fsdp_inspect.trace.run import RunStatus
 from tests.app.synthetic import make_run, write_run
+from tests.store.writing import make_manifest, write_rank
 
 PATIENT_S = 60.0
 
@@ -69,3 +72,45 @@ def test_a_run_with_a_link_out_of_the_folder_is_not_read(tmp_path, reads):
     found = Summaries(tmp_path / "runs").find(list_runs(tmp_path / "runs"), patience_s=PATIENT_S)
     assert "outside the folder of runs" in found.problems["run"]
     assert reads == []
+
+
+def test_the_next_dashboard_reads_no_run_that_stayed_as_it_was(tmp_path, reads):
+    write_run(tmp_path / "runs" / "one", make_run(num_steps=4))
+    write_run(tmp_path / "runs" / "two", make_run(num_steps=5))
+    kept = KeptFindings(tmp_path / "findings.sqlite", "1", tmp_path / "runs")
+    entries = list_runs(tmp_path / "runs")
+    first = Summaries(tmp_path / "runs", kept).find(entries, patience_s=PATIENT_S)
+    assert len(reads) == 2
+    second = Summaries(tmp_path / "runs", kept).find(entries, patience_s=PATIENT_S)
+    assert second == first
+    assert len(reads) == 2
+    shutil.rmtree(tmp_path / "runs" / "two")
+    write_run(tmp_path / "runs" / "two", make_run(num_steps=6))
+    third = Summaries(tmp_path / "runs", kept).find(entries, patience_s=PATIENT_S)
+    assert third.rows["two"].summary.num_steps == 6
+    assert len(reads) == 3
+
+
+def test_what_is_kept_and_makes_no_sense_is_found_anew(tmp_path, reads):
+    write_run(tmp_path / "runs" / "run", make_run(num_steps=4))
+    kept = KeptFindings(tmp_path / "findings.sqlite", "1", tmp_path / "runs")
+    entries = list_runs(tmp_path / "runs")
+    first = Summaries(tmp_path / "runs", kept).find(entries, patience_s=PATIENT_S)
+    [(run, finding)] = kept.load().items()
+    kept.keep({run: Finding(finding.state, '{"summary": null}')})
+    second = Summaries(tmp_path / "runs", kept).find(entries, patience_s=PATIENT_S)
+    assert second == first
+    assert len(reads) == 2
+
+
+def test_a_run_that_goes_on_is_not_kept(tmp_path):
+    create_run(tmp_path / "runs" / "run", make_manifest())
+    writer = write_rank(tmp_path / "runs" / "run", num_steps=4)
+    kept = KeptFindings(tmp_path / "findings.sqlite", "1", tmp_path / "runs")
+    entries = list_runs(tmp_path / "runs")
+    found = Summaries(tmp_path / "runs", kept).find(entries, patience_s=PATIENT_S)
+    assert found.rows["run"].summary.status == "running"
+    assert kept.load() == {}
+    writer.close(RunStatus.COMPLETE)
+    Summaries(tmp_path / "runs", kept).find(entries, patience_s=PATIENT_S)
+    assert list(kept.load()) == ["run"]

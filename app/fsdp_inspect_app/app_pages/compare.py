@@ -96,7 +96,7 @@ def show_page() -> None:
     chosen = [entries[name] for name in (baseline, *others)]
     try:
         _refuse_copies(chosen)
-        contents = loading.result_of_all(chosen, read_comparison)
+        contents = loading.result_on_digests(chosen, read_comparison)
         manifests = [loading.open_entry(entry).manifest for entry in chosen]
     except FsdpInspectError as error:
         with answer:

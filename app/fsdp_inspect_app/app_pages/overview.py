@@ -122,7 +122,7 @@ def _show_verdict(digest: RunDigest) -> None:
 
 def _show_findings(entry: RunEntry, digest: RunDigest) -> None:
     try:
-        findings = loading.result_of(entry, find_findings)
+        findings = loading.result_on_digest(entry, find_findings)
     except FsdpInspectError as error:
         show_empty_card("What stands out", str(error), key="findings")
         return

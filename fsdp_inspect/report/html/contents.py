@@ -1,6 +1,6 @@
 """What does an HTML report hold? Of one run the digest, of several what sets them apart."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.analysis.memory_growth import MemoryGrowth, measure_memory_growth
@@ -8,9 +8,10 @@ from fsdp_inspect.analysis.ranks import Ranks, measure_ranks
 from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
 from fsdp_inspect.analysis.steps import StepTimes, measure_step_times
 from fsdp_inspect.digest.asking import ask
-from fsdp_inspect.digest.comparison import Comparison, compare_runs
+from fsdp_inspect.digest.comparison import Comparison, compare_sides
 from fsdp_inspect.digest.exposed import WaitDigest, digest_waits
 from fsdp_inspect.digest.run import RunDigest, digest_run
+from fsdp_inspect.digest.sides import form_sides
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
 
@@ -58,16 +59,22 @@ class ComparisonContents:
     """Of the run that stands for each side, in the order of the sides."""
 
 
-def read_comparison(sides: Sequence[RunSource | Sequence[RunSource]]) -> ComparisonContents:
+def read_comparison(
+    given: Sequence[RunSource | Sequence[RunSource]],
+    *,
+    digest: Callable[[RunSource], RunDigest] = digest_run,
+) -> ComparisonContents:
     """Compare runs, or sides of repeated runs; the first is the reference.
+
+    Args:
+        given: As for `digest.comparison.compare_runs`.
+        digest: Gives the digest of a run, for a caller that may have it already.
 
     Raises:
         ValueError: There are fewer than two.
     """
-    comparison = compare_runs(*sides)
-    runs = [run for side in sides for run in (side if isinstance(side, Sequence) else [side])]
-    by_id = {run.manifest.run_id: run for run in runs}
+    sides = form_sides(given, digest=digest)
     return ComparisonContents(
-        comparison=comparison,
-        digests=tuple(digest_run(by_id[side.median_run]) for side in comparison.sides),
+        comparison=compare_sides(sides),
+        digests=tuple(side.median_run.digest for side in sides),
     )

@@ -1,0 +1,48 @@
+"""Which tables of a run were decoded lately? Kept, since many analyses ask for the same rows."""
+
+import threading
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_inspect.trace.tables import Table
+
+MOST_BYTES = 128 << 20
+"""Of one run; beyond it the tables that were asked for longest ago go."""
+
+
+@dataclass
+class KeptTables:
+    """Tables by what was asked for; nobody changes them; several threads may ask at once."""
+
+    most_bytes: int = MOST_BYTES
+    _tables: dict[Hashable, Table] = field(default_factory=dict)
+    """The one that was asked for last comes last."""
+    _num_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def find(self, *keys: Hashable) -> Any:
+        """The table of the first of these keys that has one; None if none has."""
+        with self._lock:
+            for key in keys:
+                table = self._tables.pop(key, None)
+                if table is not None:
+                    self._tables[key] = table
+                    return table
+            return None
+
+    def keep(self, key: Hashable, table: Table) -> None:
+        """Keep a table, unless it is too large by itself."""
+        if table.num_bytes > self.most_bytes:
+            return
+        with self._lock:
+            self._drop(key)
+            self._tables[key] = table
+            self._num_bytes += table.num_bytes
+            while self._num_bytes > self.most_bytes:
+                self._drop(next(iter(self._tables)))
+
+    def _drop(self, key: Hashable) -> None:
+        table = self._tables.pop(key, None)
+        if table is not None:
+            self._num_bytes -= table.num_bytes
