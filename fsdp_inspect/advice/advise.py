@@ -1,13 +1,15 @@
 """What should be changed about a run, in which order, and what does each change bring?"""
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.advice.bench import AS_RECORDED, Bench
 from fsdp_inspect.advice.choices import Choice
-from fsdp_inspect.advice.findings import Evidence, Finding, find_first_things
+from fsdp_inspect.advice.evidence import Effect, Evidence, Finding
+from fsdp_inspect.advice.findings import find_first_things
 from fsdp_inspect.advice.search import WORTH_RATIO, Search, split_gain
+from fsdp_inspect.advice.slowdown import Slowdown
 from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion, say_changes
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_bytes, format_ns
@@ -150,21 +152,59 @@ def give_advice(
             on_play,
             bus_bytes_per_s=wishes.bus_bytes_per_s,
             latency_ns=wishes.latency_ns,
+            slowdown=slowdown_of(evidence),
         )
     except MissingDataError as error:
         answer = findings[0].sentence if findings else f"No plan can be advised: {error}"
-        return Advice(run.manifest.run_id, answer, findings, None, str(error))
+        return Advice(run.manifest.run_id, answer, _settle(findings, None), None, str(error))
     limit = evidence.device_bytes if wishes.memory_limit is None else wishes.memory_limit
     search = Search(
         bench, limit, allow_dtypes=wishes.allow_dtypes, time_limit_ns=wishes.time_limit_ns
     )
-    plan = _advise_plan(bench, evidence, search, replace(wishes, memory_limit=limit))
+    plan = _advise_plan(bench, evidence, search, wishes, limit)
     answer = _answer(plan, findings)
-    return Advice(run.manifest.run_id, answer, findings, plan, None)
+    return Advice(run.manifest.run_id, answer, _settle(findings, plan), plan, None)
 
 
-def _advise_plan(bench: Bench, evidence: Evidence, search: Search, wishes: Wishes) -> PlanAdvice:
-    found, limit = search.run(), wishes.memory_limit
+def slowdown_of(evidence: Evidence) -> Slowdown:
+    """What communication costs the compute beside it, as far as the run tells."""
+    is_emulated = evidence.manifest.source == "emulated"
+    return Slowdown.of(evidence.contention, is_emulated=is_emulated)
+
+
+def _settle(findings: Sequence[Finding], plan: PlanAdvice | None) -> tuple[Finding, ...]:
+    """Findings that claim no time which something before them claims.
+
+    [Note: no ms twice] Exposed time is one sum: a change of the plan that hides it, a straggler
+    that is mended and a faster link may all shorten the same wait. So the changes of the plan claim
+    it, where there are any; else the first finding that could give it back. The others keep their
+    numbers as costs and claim no gain.
+    """
+    settled: list[Finding] = []
+    claimed_by = "the changes of the plan" if plan and plan.suggestions else ""
+    for finding in findings:
+        if finding.effect.is_exposed and claimed_by:
+            finding = replace(finding, effect=_unclaimed(finding.effect, claimed_by))
+        elif finding.effect.is_exposed:
+            claimed_by = "what is named before"
+        settled.append(finding)
+    return tuple(settled)
+
+
+def _unclaimed(effect: Effect, claimed_by: str) -> Effect:
+    return replace(
+        effect,
+        sentence=f"No time is claimed on top: at most {format_ns(effect.saved_high_ns)} a step are "
+        f"exposed here, which {claimed_by} may save already.",
+        saved_low_ns=None,
+        saved_high_ns=None,
+    )
+
+
+def _advise_plan(
+    bench: Bench, evidence: Evidence, search: Search, wishes: Wishes, limit: int | None
+) -> PlanAdvice:
+    found = search.run()
     narrator = Narrator(bench, evidence)
     increments = split_gain(bench, found.fastest, search.fits)
     target = increments[-1].after if increments else AS_RECORDED
@@ -182,7 +222,13 @@ def _advise_plan(bench: Bench, evidence: Evidence, search: Search, wishes: Wishe
         memory_limit_bytes=limit,
         fits=found.fits,
         num_plans=len(bench.scores),
-        suggestions=tuple(narrator.suggestion(each) for each in increments),
+        suggestions=tuple(
+            replace(
+                narrator.suggestion(each),
+                verify=_verify(evidence.manifest, wishes, take=place),
+            )
+            for place, each in enumerate(increments, 1)
+        ),
         fastest=narrator.proposal(target),
         smallest=_smallest(bench, narrator, found.smallest, target),
         front=tuple(_point(bench, choice) for choice in found.front),
@@ -249,7 +295,9 @@ def _notes(bench: Bench, limit: int | None) -> list[str]:
 
 
 def _limits_of_play(bench: Bench, wishes: Wishes, *, fits: bool) -> Iterator[str]:
-    """What was not played, since one recorded run does not tell it."""
+    """What was not played, since it was not asked for, or one recorded run does not tell it."""
+    if not wishes.allow_dtypes and _sends_float32(bench):
+        yield "Messages in float32 stay so: --allow-dtypes plays bfloat16, too (R13, R14)."
     limit_ns = wishes.time_limit_ns
     if limit_ns is not None and all(each.step_ns > limit_ns for each in bench.scores.values()):
         least = min(each.step_ns for each in bench.scores.values())
@@ -259,13 +307,18 @@ def _limits_of_play(bench: Bench, wishes: Wishes, *, fits: bool) -> Iterator[str
             "Replicas (HSDP) were not tried: the run has no all-reduce to learn its time from. "
             "Record a run with a mesh of replicas, or give both --bandwidth and --latency."
         )
-    if not fits:
+    if not fits and not any("checkpointing" in each.changed for each in bench.scores):
         repeated = sum(piece.forward_ns for piece in bench.work.workload.pieces)
         yield (
             "Activation checkpointing (R18) was not played: how much memory it frees one run does "
             f"not tell. It repeats forwards, so it costs at most {format_ns(repeated)} a "
             "microbatch. Record a run with it."
         )
+
+
+def _sends_float32(bench: Bench) -> bool:
+    dtypes = {dtype for unit in bench.work.units for dtype in (unit.param_dtype, unit.reduce_dtype)}
+    return "float32" in dtypes
 
 
 def _answer(plan: PlanAdvice, findings: tuple[Finding, ...]) -> str:
@@ -310,17 +363,43 @@ def _snippet(plan_file: str) -> str:
     )
 
 
-def _verify(manifest: RunManifest, wishes: Wishes) -> tuple[str, ...]:
-    """How to record the new plan, and to compare."""
+def _verify(manifest: RunManifest, wishes: Wishes, *, take: int | None = None) -> tuple[str, ...]:
+    """How to record the new plan, and to compare.
+
+    Args:
+        manifest: Of the recorded run.
+        wishes: What the advice is for.
+        take: Only the first so many changes: how to write their plan comes first then.
+    """
+    write: tuple[str, ...] = ()
+    if take is not None:
+        file = shlex.quote(wishes.plan_file)
+        write = (f"{_advise_command(wishes)} --take {take} --write {file}",)
     prediction = wishes.plan_file.removesuffix(".toml") + ".prediction.json"
     hold = (
         f"fsdp-inspect verify {shlex.quote(prediction)} NEW_RUN "
         f"--baseline {shlex.quote(wishes.run_name)}"
     )
     if "instrumented_trainer" not in manifest.command:
-        return "Record the script with these lines, as the first run was recorded; then:", hold
+        again = "Record the script with these lines, as the first run was recorded; then:"
+        return *write, again, hold
     again = f"{shlex.join(manifest.command)} --plan {shlex.quote(wishes.plan_file)}"
     flags = [word for word in manifest.command if word.split("=")[0] in _SHARDING_FLAGS]
     if flags:
-        return f"{again}  # without {', '.join(flags)}: the plan says it", hold
-    return again, hold
+        again = f"{again}  # without {', '.join(flags)}: the plan says it"
+    return *write, again, hold
+
+
+def _advise_command(wishes: Wishes) -> str:
+    """The command that gives this advice again."""
+    words = ["fsdp-inspect", "advise", wishes.run_name]
+    if wishes.memory_limit is not None:
+        words += ["--memory-limit", str(wishes.memory_limit)]
+    if wishes.time_limit_ns is not None:
+        words += ["--time-limit", f"{wishes.time_limit_ns}ns"]
+    words += ["--allow-dtypes"] if wishes.allow_dtypes else []
+    if wishes.bus_bytes_per_s is not None:
+        words += ["--bandwidth", f"{wishes.bus_bytes_per_s:.0f}B/s"]
+    if wishes.latency_ns is not None:
+        words += ["--latency", f"{wishes.latency_ns:.0f}ns"]
+    return shlex.join(words)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.advice.choices import Choice, Space, make_space
+from fsdp_inspect.advice.slowdown import NOTHING_PAID, Paid, Slowdown, hidden_ns
 from fsdp_inspect.simulation.network import Network
 from fsdp_inspect.simulation.policies import policies_of
 from fsdp_inspect.simulation.recorded import (
@@ -37,8 +38,11 @@ class Score:
     """What a plan was played to take."""
 
     step_ns: int
+    """With what hiding more than the recorded plan does costs."""
     peak_bytes: int | None
     """None: the run has no memory step that tells categories."""
+    paid: Paid = NOTHING_PAID
+    """Part of `step_ns`; see [Note: what hiding costs] in `advice.slowdown`."""
 
 
 class Bench:
@@ -51,6 +55,7 @@ class Bench:
         *,
         bus_bytes_per_s: float | None = None,
         latency_ns: float | None = None,
+        slowdown: Slowdown | None = None,
     ) -> None:
         """Read the run's work.
 
@@ -59,6 +64,7 @@ class Bench:
             on_play: Called with the number of plans played so far, after each.
             bus_bytes_per_s: Of another network; None: the run's own.
             latency_ns: Of another network; None: the run's own.
+            slowdown: Of compute beside communication; None: none.
 
         Raises:
             MissingDataError: The run holds too little to simulate from.
@@ -76,9 +82,14 @@ class Bench:
         self._scenarios: dict[object, Scenario] = {}
         self.scores: dict[Choice, Score] = {}
         """Every plan that was played, in order."""
+        self.slowdown = slowdown or Slowdown()
         step = self.work.play()
+        self._hidden_ns = hidden_ns(step) if self.slowdown.is_told else 0
         self.replay_error = step.duration_ns / self.work.step_time_ns - 1
         """The recorded plan's played step / its measured one - 1."""
+        measured = self.work.peak_bytes
+        self.memory_error = step.peak_bytes / measured - 1 if step.peak_bytes and measured else None
+        """The same of its peak memory; None: not known."""
         self.recorded = Score(step.duration_ns, step.peak_bytes)
         """The recorded plan, on the network."""
         if self.network.is_changed:
@@ -97,10 +108,11 @@ class Bench:
         """The step with messages as fast, and as slow, as the run's own lie about their lines."""
         if choice == AS_RECORDED:
             return self.recorded.step_ns, self.recorded.step_ns
-        steps = [
-            self._play(choice, self.network.shifted(quickly=quickly), pace=pace).step_ns
-            for pace, quickly in (("fast", True), ("slow", False))
-        ]
+        steps = []
+        for pace, quickly in (("fast", True), ("slow", False)):
+            score = self._play(choice, self.network.shifted(quickly=quickly), pace=pace)
+            alone = score.step_ns - score.paid.value_ns
+            steps += [alone + score.paid.low_ns, alone + score.paid.high_ns]
         own = self.score(choice).step_ns
         return min(own, *steps), max(own, *steps)
 
@@ -112,7 +124,10 @@ class Bench:
     def _play(self, choice: Choice, network: Network, pace: str = "own") -> Score:
         plan = self.space.plan_of(choice)
         step = play(self.workload(plan, network, pace), self.work.execution)
-        return Score(step.duration_ns, step.peak_bytes)
+        paid = NOTHING_PAID
+        if self.slowdown.is_told:
+            paid = self.slowdown.paid(hidden_ns(step) - self._hidden_ns)
+        return Score(step.duration_ns + paid.value_ns, step.peak_bytes, paid)
 
     def workload(self, plan: Plan, network: Network, pace: str = "own") -> Workload:
         """The recorded work under a resolved plan. See [Note: what is shared]."""

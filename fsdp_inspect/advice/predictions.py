@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from fsdp_inspect.advice.advise import PlanAdvice, Wishes
+from fsdp_inspect.advice.slowdown import NOTHING_PAID, Paid
+from fsdp_inspect.advice.suggestions import Proposal, Suggestion
 from fsdp_inspect.simulation.recorded import observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan
 from fsdp_inspect.simulation.simulate import Simulation, simulate
@@ -30,28 +32,35 @@ class Origin:
     """Beside those of the simulation."""
     bus_bytes_per_s: float | None = None
     latency_ns: float | None = None
+    paid: Paid = NOTHING_PAID
+    """What hiding communication costs compute, on top of the simulation (`advice.slowdown`)."""
 
 
-def predict_advised(run: RunSource, advised: PlanAdvice, wishes: Wishes) -> Prediction:
+def predict_advised(
+    run: RunSource, advised: PlanAdvice, wishes: Wishes, *, take: int | None = None
+) -> Prediction:
     """What is predicted of the plan that was advised.
 
     Args:
         run: The baseline: the run that the advice is for.
         advised: The advice.
         wishes: What it was for: it may be another network.
+        take: Only the first so many of its changes; None: all of them.
     """
-    fastest = advised.fastest
+    taken = advised.suggestions[:take]
+    target: Proposal | Suggestion = advised.fastest if take is None else taken[-1]
     origin = Origin(
         made_by="advise",
-        what=fastest.what,
-        rules=[rule for each in advised.suggestions for rule in each.rules],
-        assumptions=fastest.assumptions,
+        what=target.what if take is None else ", ".join(each.what for each in taken),
+        rules=[rule for each in taken for rule in each.rules],
+        assumptions=[line for each in (target, *taken) for line in each.assumptions],
+        paid=target.paid,
         bus_bytes_per_s=wishes.bus_bytes_per_s,
         latency_ns=wishes.latency_ns,
     )
     simulation = simulate(
         run,
-        fastest.plan,
+        target.plan,
         bus_bytes_per_s=wishes.bus_bytes_per_s,
         latency_ns=wishes.latency_ns,
     )
@@ -69,10 +78,11 @@ def make_prediction(run: RunSource, simulation: Simulation, origin: Origin) -> P
     recorded = resolve_plan(observed_plan(run), run.manifest)
     changes = changed_settings(recorded, simulation.plan)
     replayed, predicted = simulation.replayed, simulation.predicted
+    value = predicted.step_time_ns + origin.paid.value_ns
     step = Estimate(
-        value=predicted.step_time_ns,
-        low=min(simulation.low_ns, predicted.step_time_ns),
-        high=max(simulation.high_ns, predicted.step_time_ns),
+        value=value,
+        low=min(simulation.low_ns + min(origin.paid.low_ns, origin.paid.high_ns), value),
+        high=max(simulation.high_ns + max(origin.paid.low_ns, origin.paid.high_ns), value),
     )
     return Prediction(
         prediction_id=uuid.uuid4().hex[:12],

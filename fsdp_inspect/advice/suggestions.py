@@ -6,12 +6,37 @@ from typing import Any
 
 from fsdp_inspect.advice.bench import AS_RECORDED, Bench
 from fsdp_inspect.advice.choices import Choice
-from fsdp_inspect.advice.findings import Evidence
+from fsdp_inspect.advice.evidence import Evidence, TraceRow, row_of_wait
 from fsdp_inspect.advice.search import Increment
+from fsdp_inspect.advice.slowdown import Paid
+from fsdp_inspect.advice.snippets import write_snippet
 from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
-from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.waits import Cause
+
+_MOST_ROWS = 3
+_GATHERS = (EventKind.ALL_GATHER.label, Phase.FORWARD.label)
+_GATHERS_AGAIN = (EventKind.ALL_GATHER.label, Phase.BACKWARD.label)
+_SCATTERS = (EventKind.REDUCE_SCATTER.label, Phase.BACKWARD.label)
+_REDUCES = (EventKind.ALL_REDUCE.label, Phase.BACKWARD.label)
+_ANYTHING = (_GATHERS, _GATHERS_AGAIN, _SCATTERS, _REDUCES)
+_AGAINST: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "reshard": (_GATHERS_AGAIN,),
+    "num_kept": (_GATHERS_AGAIN,),
+    "embedding_in_backward": (_GATHERS_AGAIN,),
+    "backward_prefetch": (_GATHERS_AGAIN,),
+    "forward_prefetch": (_GATHERS,),
+    "keep_between_microbatches": (_GATHERS,),
+    "async_gathers": (_GATHERS, _GATHERS_AGAIN),
+    "param_dtype": (_GATHERS, _GATHERS_AGAIN),
+    "separate_reduce_group": (_GATHERS_AGAIN, _SCATTERS),
+    "reduce_buffers": (_SCATTERS,),
+    "reduce_dtype": (_SCATTERS, _REDUCES),
+    "accumulation_sync": (_SCATTERS, _REDUCES),
+    "checkpointing": (),
+}
+"""The waits that a change of each setting is against, by kind and phase; others: all of them."""
 
 _NO_MEMORY = (
     "The run has no memory step, so its memory cannot be told: see that it fits before a long run."
@@ -29,6 +54,8 @@ class Suggestion:
     """Fqns of the units that change, as the plan names them; empty: all of them."""
     evidence: tuple[str, ...]
     """What the trace says, one sentence each."""
+    rows: tuple[TraceRow, ...]
+    """The longest waits of the kind that it is against, longest first; empty: none was exposed."""
     saved_ns: int
     """Of a step, predicted, beyond the suggestions before it; negative: it costs."""
     saved_low_ns: int
@@ -38,11 +65,21 @@ class Suggestion:
     step_ns: int
     """With it, and all suggestions before it."""
     added_bytes: int | None
-    """To the peak; None: the run's memory is not known."""
+    """To the peak; None: the run's memory is not known, as with the next two."""
+    added_low_bytes: int | None
+    """With the error of the recorded plan's peak, played, to both sides."""
+    added_high_bytes: int | None
     peak_bytes: int | None
+    assumptions: tuple[str, ...]
     risks: tuple[str, ...]
+    paid: Paid
+    """Part of `step_ns`: what hiding more communication costs the compute beside it (R24)."""
     plan: Plan
     """With it, and all suggestions before it."""
+    snippet: str
+    """Lines of torch that do it by hand; empty: only the plan file does."""
+    verify: tuple[str, ...] = ()
+    """Commands: write the plan up to here with its prediction, run it, compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +95,12 @@ class Proposal:
     saved_ns: int
     """Of the recorded plan's step, both played."""
     peak_bytes: int | None
+    peak_low_bytes: int | None
+    """With the error of the recorded plan's peak, played, to both sides."""
+    peak_high_bytes: int | None
     added_bytes: int | None
+    paid: Paid
+    """Part of `step_ns`: what hiding more communication costs the compute beside it (R24)."""
     assumptions: tuple[str, ...]
     risks: tuple[str, ...]
     plan: Plan
@@ -77,19 +119,31 @@ class Narrator:
         before, after = (self._bench.score(c) for c in (increment.before, increment.after))
         low, high = self._saved_range(increment.before, increment.after)
         choice = AS_RECORDED.take(increment.after, increment.names)
+        added = _difference(after.peak_bytes, before.peak_bytes)
+        margin = self._memory_margin(after.peak_bytes)
         return Suggestion(
             rules=tuple(dict.fromkeys(self._rule(choice, name) for name in increment.names)),
             what=say_changes(choice),
             units=self._units(increment),
             evidence=tuple(self._why(choice)),
+            rows=tuple(self._rows(choice)),
             saved_ns=before.step_ns - after.step_ns,
             saved_low_ns=low,
             saved_high_ns=high,
             step_ns=after.step_ns,
-            added_bytes=_difference(after.peak_bytes, before.peak_bytes),
+            added_bytes=added,
+            added_low_bytes=None if added is None else added - margin,
+            added_high_bytes=None if added is None else added + margin,
             peak_bytes=after.peak_bytes,
+            assumptions=tuple(self._assumed(increment, choice)),
             risks=tuple(self._risks(increment.before, choice)),
+            paid=after.paid,
             plan=self._bench.scenario(increment.after).plan,
+            snippet=write_snippet(
+                choice,
+                self._bench.space.plan_of(increment.before),
+                self._bench.space.plan_of(increment.after),
+            ),
         )
 
     def proposal(self, choice: Choice) -> Proposal:
@@ -98,6 +152,7 @@ class Narrator:
         low, high = self._bench.range_ns(choice)
         error = abs(self._bench.replay_error) + self._bench.work.spread_ratio
         scenario = self._bench.scenario(choice)
+        margin = self._memory_margin(score.peak_bytes)
         return Proposal(
             what=say_changes(choice),
             changes=choice.changed,
@@ -106,11 +161,50 @@ class Narrator:
             step_high_ns=round(high * (1 + error)),
             saved_ns=recorded.step_ns - score.step_ns,
             peak_bytes=score.peak_bytes,
+            peak_low_bytes=_plus(score.peak_bytes, -margin),
+            peak_high_bytes=_plus(score.peak_bytes, margin),
             added_bytes=_difference(score.peak_bytes, recorded.peak_bytes),
-            assumptions=(*scenario.assumptions, *_assume_dtypes(choice)),
+            paid=score.paid,
+            assumptions=(
+                *scenario.assumptions,
+                *_assume_dtypes(choice),
+                *self._assume_contention(AS_RECORDED, choice),
+            ),
             risks=tuple(self._risks(AS_RECORDED, choice)),
             plan=scenario.plan,
         )
+
+    def _memory_margin(self, peak_bytes: int | None) -> int:
+        return round(abs(self._bench.memory_error or 0.0) * (peak_bytes or 0))
+
+    def _assumed(self, increment: Increment, choice: Choice) -> Iterator[str]:
+        """What the change rests on, beyond the changes before it."""
+        known = self._bench.scenario(increment.before).assumptions
+        after = self._bench.scenario(increment.after).assumptions
+        yield from (each for each in after if each not in known)
+        yield from _assume_dtypes(choice)
+        yield from self._assume_contention(increment.before, increment.after)
+
+    def _assume_contention(self, before: Choice, after: Choice) -> Iterator[str]:
+        """What hiding communication costs compute (R24), or why that is taken to be nothing."""
+        slowdown = self._bench.slowdown
+        if not slowdown.is_told:
+            why = f": {slowdown.reason}" if slowdown.reason else ""
+            yield f"Compute takes no longer for communication beside it{why}."
+            return
+        paid = [self._bench.score(each).paid.value_ns for each in (before, after)]
+        verb = "costs" if paid[1] >= paid[0] else "gives back"
+        yield (
+            f"Communication slows the compute beside it {slowdown.middle:.2f} times "
+            f"({slowdown.low:.2f} to {slowdown.high:.2f}, R24): what is hidden more or less {verb} "
+            f"{format_ns(abs(paid[1] - paid[0]))} of the step, which is in the numbers."
+        )
+
+    def _rows(self, choice: Choice) -> Iterator[TraceRow]:
+        """The longest waits of the kinds and phases that the changes are against."""
+        wanted = {pair for name in choice.changed for pair in _AGAINST.get(name, _ANYTHING)}
+        found = [each for each in self._evidence.waits if (each.kind, each.phase) in wanted]
+        yield from (row_of_wait(wait) for wait in found[:_MOST_ROWS])
 
     def _saved_range(self, before: Choice, after: Choice) -> tuple[int, int]:
         """Fast messages against fast ones, slow against slow ones."""
@@ -126,6 +220,8 @@ class Narrator:
         return tuple(unit.name for unit in after if before.get(unit.name) != unit)
 
     def _rule(self, choice: Choice, name: str) -> str:
+        if name == "reshard":
+            return _rule_of_reshard(choice.reshard)
         if name == "grouping" and choice.grouping is not None:
             return self._bench.space.rules[choice.grouping]
         if name == "num_kept" and choice.num_kept == 1:
@@ -133,7 +229,6 @@ class Narrator:
         if name == "forward_prefetch":
             return "R9" if (choice.forward_prefetch or 0) < 2 else "R10"
         return {
-            "reshard": "R6",
             "num_kept": "R6",
             "backward_prefetch": "R11",
             "reduce_buffers": "R10",
@@ -143,6 +238,7 @@ class Narrator:
             "embedding_in_backward": "R28",
             "accumulation_sync": "R16",
             "keep_between_microbatches": "R17",
+            "checkpointing": "R18",
             "param_dtype": "R14",
             "reduce_dtype": "R13",
         }[name]
@@ -151,8 +247,11 @@ class Narrator:
         """What the trace says about the waits that a change is for."""
         if choice.grouping is not None:
             yield from self._cut(self._bench.space.rules[choice.grouping])
-        if choice.reshard is False or choice.num_kept:
+        if choice.reshard not in (None, True) or choice.num_kept:
             yield from self._gathered_again()
+        if "checkpointing" in choice.changed and self._evidence.activation_bytes is not None:
+            held = format_bytes(self._evidence.activation_bytes)
+            yield f"Activations hold {held} at the peak of the memory step."
         yield from self._causes(choice)
         exposed = self._evidence.exposed_by_kind_ns
         if choice.accumulation_sync is not None:
@@ -257,9 +356,9 @@ def _words(choice: Choice) -> Iterator[str]:
 
 _WORDS: Mapping[str, Callable[[Any], str]] = {
     "grouping": str,
-    "reshard": lambda value: (
-        f"{'drop parameters after' if value else 'keep parameters unsharded after'} forward "
-        f"(reshard_after_forward={value})"
+    "reshard": lambda value: _say_reshard(value),
+    "checkpointing": lambda value: (
+        f"repeat the forward of every block in backward (activation checkpointing, {value})"
     ),
     "num_kept": lambda value: (
         f"keep the last {_counted(value)} unsharded after forward (reshard_after_forward=False)"
@@ -290,6 +389,21 @@ _WORDS: Mapping[str, Callable[[Any], str]] = {
 }
 
 
+def _say_reshard(reshard: bool | int) -> str:
+    if isinstance(reshard, bool):
+        done = "drop parameters after" if reshard else "keep parameters unsharded after"
+    else:
+        done = f"keep parameters spread over {reshard} ranks after"
+    return f"{done} forward (reshard_after_forward={reshard})"
+
+
+def _rule_of_reshard(reshard: bool | int | None) -> str:
+    """Kept whole (R6), dropped (R5), or kept by the ranks of a node (R7)."""
+    if isinstance(reshard, bool) or reshard is None:
+        return "R5" if reshard else "R6"
+    return "R7"
+
+
 def _counted(units: int) -> str:
     return f"{units} unit{'s' * (units != 1)}"
 
@@ -305,3 +419,7 @@ def _sentence(text: str) -> str:
 
 def _difference(after: int | None, before: int | None) -> int | None:
     return None if after is None or before is None else after - before
+
+
+def _plus(value: int | None, more: int) -> int | None:
+    return None if value is None else value + more

@@ -3,13 +3,17 @@
 Steps of one process are not independent (`trace.repeats`), so a run of a plan gives one number,
 and times are judged as changes against the baseline's runs: what the machine does to both cancels.
 
+[Note: compute stays] A plan moves waiting, not compute, and a busy machine moves compute: its own
+processes are slowed, an emulated link or another rank is not, so the change of the step that a plan
+brings is another one there. What compute differs by between the sides is noise of the machine.
+
 With `RUNS_FOR_A_TEST` processes or more on both sides the change has a 95 % interval. The
 prediction did not hold if that lies wholly outside of its own interval, `WORTH_NAMING_RATIO` of the
 step aside. It held if the estimated change lies inside, and either the whole interval does, or the
-change is told from none and goes the predicted way. With fewer processes 10 % of the step, or what
-runs of one plan differ by where that is more, is noise: it did not hold if it is off by that much;
-it held if predicted and measured change are both at least as large, and go the same way. All else
-cannot be told.
+change is told from none and goes the predicted way. With fewer processes noise is the largest of 10
+% of the step, what runs of one plan differ by, and what compute differs by: it did not hold if it
+is off by that much; it held if predicted and measured change are both at least as large, and go
+the same way. All else cannot be told.
 
 Memory is counted, not timed: it held if the peak is within its interval and 2 % of it.
 """
@@ -50,12 +54,23 @@ class JudgedTime:
     """Both sides have enough runs for a test."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """One time, measured under the plan and under the baseline's; ns, one number a run."""
+
+    runs: Sequence[int]
+    """Of the plan; not empty."""
+    baselines: Sequence[int]
+    """Not empty."""
+    moved_ns: int = 0
+    """What compute differs by between them; see [Note: compute stays]."""
+
+
 def judge_time(
     estimate: Estimate,
     replayed_ns: int,
+    sides: Sides,
     *,
-    runs: Sequence[int],
-    baselines: Sequence[int],
     step_ns: int,
     scale: float = 1.0,
 ) -> JudgedTime:
@@ -64,13 +79,13 @@ def judge_time(
     Args:
         estimate: Predicted, of the plan.
         replayed_ns: The same of the baseline's plan, played: a prediction is a change against it.
-        runs: Measured under the plan, one number a process group; not empty.
-        baselines: Measured under the baseline's plan; not empty.
+        sides: Measured.
         step_ns: The baseline's measured step, which the time is a part of.
         scale: How many times as long as the replayed step it is: a prediction is a share of it.
     """
     bounds = (estimate.value, estimate.low, estimate.high)
     predicted = Shift(*(scale * (bound - replayed_ns) for bound in bounds))
+    runs, baselines = sides.runs, sides.baselines
     measured_ns, baseline_ns = median(list(runs)) or 0, median(list(baselines)) or 0
     is_tested = min(len(runs), len(baselines)) >= RUNS_FOR_A_TEST
     if is_tested:
@@ -80,7 +95,7 @@ def judge_time(
         ruling = _rule_tested(predicted, measured, noise, is_told=is_told)
     else:
         spread = max(max(side) - min(side) for side in (runs, baselines))
-        noise = max(PROCESS_NOISE_RATIO * step_ns, spread)
+        noise = max(PROCESS_NOISE_RATIO * step_ns, spread, abs(sides.moved_ns))
         shift = measured_ns - baseline_ns
         measured = Shift(shift, shift - noise, shift + noise)
         ruling = _rule_few(predicted, shift, noise)

@@ -26,6 +26,14 @@ if TYPE_CHECKING:
     from fsdp_inspect.store.reader import StoredRun
 
 
+def _print_rules(asked: bool) -> None:
+    if asked:
+        from fsdp_inspect.report.advice import render_rules
+
+        print_renderable(render_rules())
+        raise typer.Exit
+
+
 def advise(  # noqa: PLR0913 - one argument an option
     run: RunArgument,
     memory_limit: Annotated[
@@ -55,6 +63,19 @@ def advise(  # noqa: PLR0913 - one argument an option
             metavar="FILE",
         ),
     ] = None,
+    take: Annotated[
+        int | None,
+        typer.Option(help="With --write: only the first so many changes.", min=1, metavar="N"),
+    ] = None,
+    rules: Annotated[
+        bool,
+        typer.Option(
+            "--rules",
+            help="List the tuning rules R1 to R34 and what sets each off, then exit.",
+            is_eager=True,
+            callback=_print_rules,
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Rank what to change: first what no plan mends, then plans by predicted gain.
@@ -78,13 +99,18 @@ def advise(  # noqa: PLR0913 - one argument an option
         run_name=run,
         plan_file=str(write or "plan.toml"),
     )
+    if take is not None and write is None:
+        raise typer.BadParameter(
+            "It says how many changes the written plan has. Name the file too: --write plan.toml.",
+            param_hint="--take",
+        )
     for file in (write, write and prediction_file_of(write)):
         require_new_file("--write", file)
     source = open_run_argument(run)
     with playing() as on_play:
         advice = advise_run(source, wishes, on_play=on_play)
     if write is not None:
-        _write(source, advice, wishes, write)
+        _write(source, advice, wishes, write, take)
     record = _earlier(source, advice)
     if as_json:
         print(render_run_json(source, {**to_plain(advice), "track_record": record.tally}))
@@ -126,7 +152,9 @@ def _parse_time_limit(text: str | None) -> int | None:
     return None if limit is None else round(limit)
 
 
-def _write(run: "StoredRun", advice: "Advice", wishes: "Wishes", path: Path) -> None:
+def _write(
+    run: "StoredRun", advice: "Advice", wishes: "Wishes", path: Path, take: int | None
+) -> None:
     """The plan, and beside it what is predicted of it."""
     from fsdp_inspect.advice.predictions import predict_advised
     from fsdp_inspect.store.predictions import prediction_file_of, write_prediction
@@ -135,8 +163,15 @@ def _write(run: "StoredRun", advice: "Advice", wishes: "Wishes", path: Path) -> 
         raise typer.BadParameter(
             f"There is no plan to write: {advice.refusal}", param_hint="--write"
         )
-    prediction = predict_advised(run, advice.plan, wishes)
-    advice.plan.fastest.plan.dump(path)
+    if take is not None and take > len(advice.plan.suggestions):
+        raise typer.BadParameter(
+            f"{take} changes are asked for, and {len(advice.plan.suggestions) or 'none'} suggested."
+            " Leave it out to write all of them.",
+            param_hint="--take",
+        )
+    prediction = predict_advised(run, advice.plan, wishes, take=take)
+    plan = advice.plan.fastest.plan if take is None else advice.plan.suggestions[take - 1].plan
+    plan.dump(path)
     write_prediction(prediction, prediction_file_of(path))
     say_how_to_verify(prediction_file_of(path))
 

@@ -96,7 +96,19 @@ def tune(  # noqa: PLR0913 - one argument an option
     """
     require_new_file("--write", write)
     if resume is not None:
-        _refuse_with_resume(command, config, emulate, fixed_compute)
+        _refuse_with_resume(
+            {
+                "a command": command,
+                "--config": config,
+                "--emulate": emulate,
+                "--fixed-compute": fixed_compute,
+                "--budget": budget,
+                "--nproc-per-node": nproc_per_node,
+                "--steps": steps,
+                "--memory-limit": memory_limit,
+                "--allow-dtypes": allow_dtypes,
+            }
+        )
         folder, session = resume, _resumed(resume, repeats)
     else:
         options = {"emulate": emulate, "fixed-compute": fixed_compute, "steps": steps}
@@ -107,11 +119,12 @@ def tune(  # noqa: PLR0913 - one argument an option
     _run(folder, session, write, as_json=as_json)
 
 
-def _refuse_with_resume(*given: object) -> None:
-    if any(given):
+def _refuse_with_resume(given: dict[str, object]) -> None:
+    named = [name for name, value in given.items() if value]
+    if named:
         raise typer.BadParameter(
-            "A session is resumed with the command that it has. Leave out the command, --config, "
-            "--emulate and --fixed-compute.",
+            f"A session is resumed as it was begun, and {', '.join(named)} would be another one. "
+            "Expected --repeats at most. Leave the rest out, or begin anew without --resume.",
             param_hint="--resume",
         )
 

@@ -145,7 +145,12 @@ class Tuner:
             chosen = find_plans_to_run(run, wishes, self._session.budget, on_play=on_play)
         predictions = []
         for number, proposal in enumerate(chosen.proposals, 1):
-            origin = Origin(made_by="tune", what=proposal.what, assumptions=proposal.assumptions)
+            origin = Origin(
+                made_by="tune",
+                what=proposal.what,
+                assumptions=proposal.assumptions,
+                paid=proposal.paid,
+            )
             prediction = make_prediction(run, simulate(run, proposal.plan), origin)
             proposal.plan.dump(plan_file(self._folder, number))
             write_prediction(prediction, self._prediction_file(number))

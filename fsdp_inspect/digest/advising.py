@@ -3,14 +3,23 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fsdp_inspect.advice.advise import Advice, Wishes, give_advice
+from fsdp_inspect.advice.advise import Advice, Wishes, give_advice, slowdown_of
 from fsdp_inspect.advice.bench import Bench
 from fsdp_inspect.advice.candidates import find_candidates
-from fsdp_inspect.advice.findings import Evidence, Finding, find_first_things
+from fsdp_inspect.advice.evidence import Evidence, Finding
+from fsdp_inspect.advice.findings import find_first_things
 from fsdp_inspect.advice.search import Search
 from fsdp_inspect.advice.suggestions import Proposal
 from fsdp_inspect.analysis.allocator import measure_allocator
+from fsdp_inspect.analysis.contention import Contention, measure_contention
+from fsdp_inspect.analysis.gathers_in_flight import measure_gathers_in_flight
+from fsdp_inspect.analysis.memory import PeakMoment
+from fsdp_inspect.analysis.optimizer_wait import measure_optimizer_wait
+from fsdp_inspect.analysis.pipeline import measure_pipeline
+from fsdp_inspect.digest.asking import ask
+from fsdp_inspect.digest.nodes import find_node_links
 from fsdp_inspect.digest.run import RunDigest, digest_run
+from fsdp_inspect.trace.codes import MemoryCategory
 from fsdp_inspect.trace.run import RunSource
 
 
@@ -62,7 +71,7 @@ def find_plans_to_run(
     """
     evidence = _evidence(run, digest_run(run))
     limit = evidence.device_bytes if wishes.memory_limit is None else wishes.memory_limit
-    bench = Bench(run, on_play)
+    bench = Bench(run, on_play, slowdown=slowdown_of(evidence))
     search = Search(bench, limit, allow_dtypes=wishes.allow_dtypes)
     proposals = find_candidates(bench, evidence, search, count)
     return PlansToRun(proposals, len(bench.scores))
@@ -79,7 +88,9 @@ def find_findings(run: RunSource, *, digest: RunDigest | None = None) -> tuple[F
 
 
 def _evidence(run: RunSource, digest: RunDigest) -> Evidence:
+    """The digest's answers, and what only advice asks for; damaged files leave questions open."""
     exposed, peak_rank = digest.exposed_in_step, digest.memory.peak_rank
+    peak, damage = digest.memory.peak, list[str]()
     return Evidence(
         manifest=run.manifest,
         verdict=digest.verdict,
@@ -89,4 +100,24 @@ def _evidence(run: RunSource, digest: RunDigest) -> Evidence:
         exposed_by_kind_ns=exposed.by_kind_ns if exposed else {},
         backward_gathers_ns=exposed.backward_gathers_ns if exposed else 0,
         device_bytes=digest.memory.device_bytes,
+        step_time_ns=digest.step_time_ns.median if digest.step_time_ns else None,
+        peak_bytes=digest.peak_allocated_bytes,
+        peak_unit=peak.fqn if peak is not None else None,
+        activation_bytes=_held(peak, MemoryCategory.ACTIVATION),
+        waits=exposed.evidence if exposed else (),
+        contention=_contention(run, damage),
+        links=ask(find_node_links, run, damage),
+        in_flight=ask(measure_gathers_in_flight, run, damage) if run.manifest.is_fsdp1 else None,
+        pipeline=ask(measure_pipeline, run, damage),
+        optimizer_wait=ask(measure_optimizer_wait, run, damage),
     )
+
+
+def _held(peak: PeakMoment | None, category: MemoryCategory) -> int | None:
+    rows = peak.categories if peak is not None else ()
+    return next((row.bytes for row in rows if row.category == category.label), None)
+
+
+def _contention(run: RunSource, damage: list[str]) -> Contention | None:
+    """Not under emulation: its links are waits that take nothing from the compute beside them."""
+    return None if run.manifest.source == "emulated" else ask(measure_contention, run, damage)

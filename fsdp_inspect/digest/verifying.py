@@ -9,17 +9,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.advice.predictions import now
-from fsdp_inspect.advice.verification import JudgedTime, judge_peak, judge_time, judge_together
+from fsdp_inspect.advice.verification import (
+    JudgedTime,
+    Sides,
+    judge_peak,
+    judge_time,
+    judge_together,
+)
+from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.overlap import measure_overlap
 from fsdp_inspect.analysis.provenance import measure_provenance
 from fsdp_inspect.analysis.units import measure_units
 from fsdp_inspect.digest.comparability import differences_of, find_caveats, find_obstacles
 from fsdp_inspect.errors import IncompleteRunError, MissingDataError
-from fsdp_inspect.formatting import format_bytes, format_ns
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.simulation.recorded import measure_work
 from fsdp_inspect.trace.plan_differences import PlanDifference
 from fsdp_inspect.trace.prediction import Estimate, Outcome, Prediction, Ruling
-from fsdp_inspect.trace.repeats import RUNS_FOR_A_TEST
+from fsdp_inspect.trace.reduction import StepPart
+from fsdp_inspect.trace.repeats import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.statistics import median
 from fsdp_inspect.version import __version__
@@ -90,6 +98,9 @@ class Verification:
     """(1 + measured change) / (1 + predicted change) - 1: without what the machine did to both."""
     is_tested: bool
     """Enough processes on both sides for a test."""
+    compute_change: float | None
+    """Of forward and backward, against the baseline's runs, which no plan changes: what the machine
+    did. None: no run of the baseline, or a plan that does change what is computed."""
     quantities: tuple[Quantity, ...]
     units: tuple[VerifiedUnit, ...]
     """Those that are waited for most, first."""
@@ -132,7 +143,8 @@ def verify(
     timed = [each for each in measured if each.step_ns is not None]
     untimed = [each.run_id for each in measured if each.step_ns is None]
     obstacles += tuple(f"Run {run_id} has no timed step." for run_id in untimed)
-    step, exposed = _judge_times(prediction, timed, before)
+    moved = _moved_compute(prediction, timed, before)
+    step, exposed = _judge_times(prediction, timed, before, moved)
     peak = _peak(prediction, measured, before)
     quantities = (
         _time_quantity("step_time_ns", prediction.step_time_ns, timed, step),
@@ -148,7 +160,11 @@ def verify(
         answer=_answer(prediction, ruling, obstacles, step, quantities),
         obstacles=obstacles,
         plan_differences=differences,
-        caveats=(*find_caveats(prediction, runs, baselines), *_about_memory(prediction, peak)),
+        caveats=(
+            *find_caveats(prediction, runs, baselines),
+            *_about_compute(moved),
+            *_about_memory(prediction, peak),
+        ),
         source=runs[0].manifest.source,
         run_ids=tuple(run.manifest.run_id for run in runs),
         baseline_run_ids=tuple(run.manifest.run_id for run in baselines),
@@ -160,6 +176,7 @@ def verify(
         measured_change_high=change[2],
         step_error=None if change[0] is None else (1 + change[0]) / (1 + prediction.change) - 1,
         is_tested=step.is_tested if step else False,
+        compute_change=moved.change if moved else None,
         quantities=quantities
         if is_judged
         else tuple(replace(each, ruling=None) for each in quantities),
@@ -177,6 +194,8 @@ class _Measured:
     run_id: str
     step_ns: int | None
     exposed_ns: int | None
+    compute_ns: int | None
+    """Forward and backward of the median step."""
     peak_bytes: int | None
     methods: Mapping[str, str]
     memory: str
@@ -186,11 +205,13 @@ class _Measured:
 def _measure(run: RunSource, prediction: Prediction) -> _Measured:
     """Of the median rank, as everywhere; memory of the rank that the prediction is about."""
     middle = measure_overlap(run).run
+    step = measure_breakdown(run).headline
     provenance = measure_provenance(run)
     return _Measured(
         run_id=run.manifest.run_id,
         step_ns=middle.step_time_ns if middle else None,
         exposed_ns=middle.exposed_ns if middle else None,
+        compute_ns=sum(step.duration_ns(part) for part in _COMPUTE) if step else None,
         peak_bytes=_measure_peak(run, prediction.rank),
         methods=provenance.methods,
         memory=provenance.memory or "",
@@ -205,8 +226,41 @@ def _measure_peak(run: RunSource, rank: int) -> int | None:
         return None
 
 
-def _judge_times(
+_COMPUTE = (StepPart.FORWARD, StepPart.BACKWARD)
+_CHANGING_COMPUTE = frozenset(
+    {"accumulation", "checkpointing", "mesh", "offload", "param_dtype", "world_size"}
+)
+"""Settings of a plan that may change what is computed, or how long that takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """Compute on both sides; see [Note: compute stays] in `advice.verification`."""
+
+    before_ns: int
+    after_ns: int
+
+    @property
+    def change(self) -> float:
+        return self.after_ns / self.before_ns - 1
+
+
+def _moved_compute(
     prediction: Prediction, runs: Sequence[_Measured], baselines: Sequence[_Measured]
+) -> _Moved | None:
+    """What the machine did to compute; None where it is not known, or the plan may have."""
+    before = median([each.compute_ns for each in baselines if each.compute_ns])
+    after = median([each.compute_ns for each in runs if each.compute_ns])
+    if not before or not after or _CHANGING_COMPUTE.intersection(prediction.changes):
+        return None
+    return _Moved(before, after)
+
+
+def _judge_times(
+    prediction: Prediction,
+    runs: Sequence[_Measured],
+    baselines: Sequence[_Measured],
+    moved: _Moved | None,
 ) -> tuple[JudgedTime | None, JudgedTime | None]:
     """Step and exposed time; None without a timed step."""
     steps = [each.step_ns for each in baselines if each.step_ns is not None]
@@ -219,20 +273,19 @@ def _judge_times(
         return None, None
     step_ns = median(steps) or prediction.recorded_step_ns
     scale = step_ns / prediction.replayed_step_ns
+    moved_ns = moved.after_ns - moved.before_ns if moved else 0
     return (
         judge_time(
             prediction.step_time_ns,
             prediction.replayed_step_ns,
-            runs=[each.step_ns or 0 for each in runs],
-            baselines=steps,
+            Sides([each.step_ns or 0 for each in runs], steps, moved_ns),
             step_ns=step_ns,
             scale=scale,
         ),
         judge_time(
             prediction.exposed_ns,
             prediction.replayed_exposed_ns,
-            runs=[each.exposed_ns or 0 for each in runs],
-            baselines=exposed,
+            Sides([each.exposed_ns or 0 for each in runs], exposed, moved_ns),
             step_ns=step_ns,
             scale=scale,
         ),
@@ -287,6 +340,18 @@ def _peak(
         method=next((run.memory for run in runs if run.memory), ""),
         error=_error(measured, estimate) if is_known else None,
         ruling=judge_peak(estimate, measured) if measured is not None and estimate else None,
+    )
+
+
+def _about_compute(moved: _Moved | None) -> tuple[str, ...]:
+    """Said where the machine was not the same."""
+    if moved is None or abs(moved.change) < PROCESS_NOISE_RATIO:
+        return ()
+    longer = "longer" if moved.change > 0 else "less"
+    return (
+        f"Compute took {format_ratio(abs(moved.change))} {longer} than in the baseline "
+        f"({format_ns(moved.before_ns)} before, {format_ns(moved.after_ns)} after), though no plan "
+        "changes it: the machine was busier in one of them. Repeat both in turn.",
     )
 
 

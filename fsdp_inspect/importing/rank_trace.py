@@ -20,7 +20,7 @@ from fsdp_inspect.importing.phases import PhaseRanges
 from fsdp_inspect.importing.unit_ranges import UnitRanges
 from fsdp_inspect.importing.windows import StepMarks
 from fsdp_inspect.trace.codes import EventKind
-from fsdp_inspect.trace.run import UNITS_FROM_ORDER, UNITS_FROM_RANGES
+from fsdp_inspect.trace.run import UNITS_FROM_FSDP1, UNITS_FROM_ORDER, UNITS_FROM_RANGES
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable
 
 _UNIX_AGE_NS = 10**18
@@ -100,7 +100,7 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrac
         events=_shifted(events, origin_ns),
         num_steps=len(marks.number),
         wall_start_ns=_wall_ns(trace.beside, origin_ns),
-        unit_origin=UNITS_FROM_RANGES if len(ranges.units) else UNITS_FROM_ORDER,
+        unit_origin=_origin(ranges),
         notes=tuple(
             _notes(trace, comms, ranges, marks, lacks_launches=has_kernels and not has_launches)
         ),
@@ -122,6 +122,12 @@ def _check_content(trace: KinetoTrace, comms: Communications, has_kernels: bool)
         "among them. Expected a trace of a distributed training. Profile with "
         "ProfilerActivity.CUDA, or on a CPU after init_process_group."
     )
+
+
+def _origin(ranges: UnitRanges) -> str:
+    if len(ranges.units):
+        return UNITS_FROM_RANGES
+    return UNITS_FROM_FSDP1 if ranges.is_fsdp1 else UNITS_FROM_ORDER
 
 
 def _own(

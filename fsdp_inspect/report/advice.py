@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_inspect.advice.advise import Advice, PlanAdvice
-from fsdp_inspect.advice.findings import Finding
+from fsdp_inspect.advice.evidence import Finding, TraceRow
+from fsdp_inspect.advice.rules import RULES, title_of
 from fsdp_inspect.advice.suggestions import Proposal, Suggestion
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.report.layout import dim, new_table, section
@@ -52,20 +53,31 @@ def _parts(advice: Advice) -> Iterator[RenderableType]:
 def _finding(finding: Finding) -> RenderableType:
     lines = [f"{finding.sentence}{_rule([finding.rule])}"]
     lines += [f"Why: {finding.evidence}"] if finding.evidence else []
+    lines += [f"Seen: {describe_row(row)}" for row in finding.rows]
     lines += [f"Do: {step}" for step in finding.do]
+    lines += _code(finding.snippet)
+    lines += [f"Effect: {finding.effect.sentence}"]
+    lines += [f"Assumed: {line}" for line in finding.assumptions]
+    lines += [f"Verify: {finding.verify}"] if finding.verify else []
     return _indented(lines)
 
 
 def _suggestion(number: int, suggestion: Suggestion, plan: PlanAdvice) -> RenderableType:
     ratio = format_ratio(abs(suggestion.saved_ns) / plan.replayed_step_ns)
     low, high = format_ns(suggestion.saved_low_ns), format_ns(suggestion.saved_high_ns)
+    verb = "saves" if suggestion.saved_ns >= 0 else "costs"
+    if suggestion.saved_ns < 0:
+        low, high = format_ns(-suggestion.saved_high_ns), format_ns(-suggestion.saved_low_ns)
     lines = [
         f"{number}. {suggestion.what}{_rule(suggestion.rules)}",
-        f"   saves {format_ns(suggestion.saved_ns)} a step ({ratio}; {low} to {high}): "
+        f"   {verb} {format_ns(abs(suggestion.saved_ns))} a step ({ratio}; {low} to {high}): "
         f"{format_ns(suggestion.step_ns)}; peak {_memory(suggestion)}",
         f"   Units: {_units(suggestion.units)}",
     ]
     lines += [f"   Evidence: {line}" for line in suggestion.evidence]
+    lines += [f"   Seen: {describe_row(row)}" for row in suggestion.rows]
+    lines += [f"   Assumed: {line}" for line in suggestion.assumptions]
+    lines += [f"   {line}" for line in _code(suggestion.snippet)]
     lines += [f"   Risk: {line}" for line in suggestion.risks]
     return _indented(lines)
 
@@ -83,13 +95,47 @@ def _alternative(proposal: Proposal, plan: PlanAdvice) -> RenderableType:
     return _indented(lines)
 
 
+def render_rules() -> RenderableType:
+    """The tuning rules: what each says, how it comes up, what sets it off, what cannot be seen."""
+    parts: list[RenderableType] = [
+        Text("The tuning rules, and what sets each of them off.", style="bold")
+    ]
+    for number, rule in RULES.items():
+        lines = [f"{number}: {rule.title} [{', '.join(rule.comes)}]", f"   {rule.trigger}"]
+        lines += [f"   Not seen: {rule.unseen}"] if rule.unseen else []
+        parts.append(_indented(lines))
+    parts += [
+        "",
+        dim(
+            "finding: said before any plan. change: of the plan, played on the recorded run. "
+            "check: the run does not do what its plan says. always: part of every number."
+        ),
+    ]
+    return Group(*parts)
+
+
 def _memory(what: Suggestion | Proposal) -> str:
     if what.peak_bytes is None or what.added_bytes is None:
         return "not known"
     if not what.added_bytes:
         return f"{format_bytes(what.peak_bytes)} as before"
-    sign = "+" if what.added_bytes > 0 else "-"
-    return f"{format_bytes(what.peak_bytes)} ({sign}{format_bytes(abs(what.added_bytes))})"
+    return f"{format_bytes(what.peak_bytes)} ({_signed_bytes(what.added_bytes)}{_interval(what)})"
+
+
+def _interval(what: Suggestion | Proposal) -> str:
+    """`; +1.0 MiB to +3.0 MiB`, of what is added; of a whole plan that of its peak."""
+    if isinstance(what, Suggestion):
+        bounds = (what.added_low_bytes, what.added_high_bytes)
+        if None in bounds or bounds[0] == bounds[1]:
+            return ""
+        return f"; {_signed_bytes(bounds[0] or 0)} to {_signed_bytes(bounds[1] or 0)}"
+    if what.peak_low_bytes == what.peak_high_bytes:
+        return ""
+    return f"; {format_bytes(what.peak_low_bytes)} to {format_bytes(what.peak_high_bytes)}"
+
+
+def _signed_bytes(amount: int) -> str:
+    return f"{'-' if amount < 0 else '+'}{format_bytes(abs(amount))}"
 
 
 def _front(plan: PlanAdvice) -> Table:
@@ -120,8 +166,19 @@ def describe_plans(plan: PlanAdvice) -> str:
 
 
 def _rule(rules: Iterable[str]) -> str:
-    named = ", ".join(rule for rule in rules if rule)
+    named = "; ".join(f"{rule}: {title_of(rule)}" for rule in rules if rule)
     return f" [{named}]" if named else ""
+
+
+def describe_row(row: TraceRow) -> str:
+    """`step 7, all-gather of layers.3 in backward: exposed 4.1 ms, most of it bandwidth`."""
+    owner = "" if row.fqn is None else f" of {format_unit(row.fqn)}"
+    return f"step {row.step}, {row.kind.replace('_', '-')}{owner} in {row.phase}: {row.what}."
+
+
+def _code(snippet: str) -> list[str]:
+    """Lines of code, or of a shell, in their own column."""
+    return [f"    {line}" for line in snippet.splitlines()]
 
 
 def _units(units: tuple[str, ...]) -> str:

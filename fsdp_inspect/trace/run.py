@@ -36,6 +36,8 @@ UNITS_FROM_RANGES = "ranges"
 """How an import knows its units (`Unit.recorded_by`): by the ranges that FSDP2 itself writes."""
 UNITS_FROM_ORDER = "order"
 """The same, where no range names them: by the order and the sizes of collectives (inferred)."""
+UNITS_FROM_FSDP1 = "fsdp1"
+"""The same, in the order of FSDP1's own ranges, which name no unit (inferred)."""
 
 
 class RunStatus(StrEnum):
@@ -90,7 +92,7 @@ class Unit(Record):
     recorded_by: str = "custom_comm"
     """`custom_comm`: a wrapper installed through torch's public setters; `param_group`: installed
     on the group object itself (several groups in a module, torch before 2.9). Of an import
-    `UNITS_FROM_RANGES` or `UNITS_FROM_ORDER`."""
+    `UNITS_FROM_RANGES`, `UNITS_FROM_FSDP1` or `UNITS_FROM_ORDER`."""
 
 
 class ProcessGroup(Record):
@@ -162,6 +164,11 @@ class RunManifest(Record):
         A profiler's trace of a CPU is none: there the main thread is seen to wait.
         """
         return self.source == "imported" and self.device_type != "cpu"
+
+    @property
+    def is_fsdp1(self) -> bool:
+        """Imported from a training under `FullyShardedDataParallel`; it cannot be recorded."""
+        return any(unit.recorded_by == UNITS_FROM_FSDP1 for unit in self.units)
 
     @property
     def knows_fsdp(self) -> bool:

@@ -44,14 +44,21 @@ def find_waste(manifest: RunManifest) -> Iterator[PlanFinding]:
     yield from _tied(manifest)
 
 
+def padding_bytes(unit: Unit) -> int:
+    """Bytes of each gather that are no parameter: every tensor's first dimension is padded.
+
+    0 where the sizes are not known.
+    """
+    size = _BYTES_OF.get(unit.param_dtype)
+    if size is None or not unit.unsharded_bytes or not unit.num_parameters:
+        return 0
+    return max(unit.unsharded_bytes - size * unit.num_parameters, 0)
+
+
 def _padding(manifest: RunManifest) -> Iterator[PlanFinding]:
-    """Bytes of each gather that are no parameter: every tensor's first dimension is padded."""
     for unit in manifest.units:
-        size = _BYTES_OF.get(unit.param_dtype)
-        if size is None or not unit.unsharded_bytes or not unit.num_parameters:
-            continue
-        wasted = unit.unsharded_bytes - size * unit.num_parameters
-        if wasted / unit.unsharded_bytes > PADDING_RATIO:
+        wasted = padding_bytes(unit)
+        if wasted and wasted / unit.unsharded_bytes > PADDING_RATIO:
             share = format_ratio(wasted / unit.unsharded_bytes)
             yield PlanFinding(
                 "R30",

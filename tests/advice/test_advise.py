@@ -242,3 +242,36 @@ def test_plans_of_a_small_model_are_played_by_the_thousands_a_minute():
     advice = plan_advice(as_run(blocks(6, compute_ns=10 * MS, link_ns=8 * MS), Execution.HOST))
     assert advice.num_plans > 50
     assert advice.num_plans / (time.monotonic() - begun) > 1000 / 60
+
+
+# --- what a suggestion says
+
+
+def test_every_suggestion_can_be_judged_and_run_by_itself():
+    run = as_run(blocks(6, compute_ns=10 * MS, link_ns=8 * MS), Execution.HOST)
+    advice = plan_advice(run, plan_file="new.toml", run_name="runs/a b")
+    assert advice.suggestions
+    for place, each in enumerate(advice.suggestions, 1):
+        assert all((each.rules, each.evidence, each.rows, each.assumptions, each.snippet))
+        assert each.verify[0] == f"fsdp-inspect advise 'runs/a b' --take {place} --write new.toml"
+        assert each.verify[-1].startswith("fsdp-inspect verify new.prediction.json NEW_RUN")
+        assert {row.kind for row in each.rows} <= {"all_gather", "reduce_scatter"}
+    steps = [each.step_ns for each in advice.suggestions]
+    assert steps[-1] == advice.fastest.step_ns
+
+
+def test_exposed_time_is_claimed_by_the_plan_or_by_one_finding():
+    setting = {"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}}
+    run = as_stream_run(Replay(gather_ms=1.0, scatter_ms=30.0))
+    run = replace(run, manifest=run.manifest.model_copy(update=setting))
+    advice = advise_run(run, Wishes())
+    (finding,) = (each for each in advice.findings if each.rule == "R20")
+    assert advice.plan is not None
+    claims = [
+        each for each in advice.findings if each.effect.saved_high_ns and each.effect.is_exposed
+    ]
+    if advice.plan.suggestions:
+        assert claims == []
+        assert "No time is claimed on top" in finding.effect.sentence
+    else:
+        assert claims == [finding]

@@ -32,6 +32,7 @@ STRAGGLER = Straggler(
     meanwhile_ns=4,
 )
 UNITS = ("layers.0", "layers.1", "layers.2")
+ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def findings(
@@ -41,22 +42,30 @@ def findings(
     allocator: AllocatorUse | None = None,
     **manifest: Any,
 ) -> tuple[Finding, ...]:
+    return find_first_things(evidence_of(facts, units=units, allocator=allocator, **manifest))
+
+
+def evidence_of(
+    facts: StepFacts = FACTS,
+    *,
+    units: dict[str, dict[str, Any]] | None = None,
+    allocator: AllocatorUse | None = None,
+    **manifest: Any,
+) -> Evidence:
     builder = RunBuilder(UNITS, **manifest)
     for name, changes in (units or {}).items():
         builder.unit(name, **changes)
     builder.rank(0).step(0, 0, 100)
     run = builder.build()
-    return find_first_things(
-        Evidence(
-            manifest=run.manifest,
-            verdict=give_verdict(facts),
-            plan_check=check_plan(run),
-            allocator=allocator,
-            causes_ns={},
-            exposed_by_kind_ns={"reduce_scatter": 5},
-            backward_gathers_ns=0,
-            device_bytes=None,
-        )
+    return Evidence(
+        manifest=run.manifest,
+        verdict=give_verdict(facts),
+        plan_check=check_plan(run),
+        allocator=allocator,
+        causes_ns={},
+        exposed_by_kind_ns={"reduce_scatter": 5},
+        backward_gathers_ns=0,
+        device_bytes=None,
     )
 
 
@@ -83,7 +92,7 @@ def test_a_starved_host_is_the_first_finding():
 
 
 def test_one_connection_is_named_on_cuda_only():
-    setting = {"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}}
+    setting = {"environment": ONE_CONNECTION}
     assert rules(findings(device_type="cuda", **setting)) == ["R20"]
     assert rules(findings(device_type="cpu", **setting)) == []
 
@@ -97,7 +106,7 @@ def test_a_unit_with_most_parameters_is_named():
 
 @pytest.mark.parametrize(("ratio", "expected"), [(0.3, ["R21"]), (0.05, []), (None, [])])
 def test_fragmentation_is_named_above_a_tenth(ratio: float | None, expected: list[str]):
-    use = AllocatorUse(0, 3, 600, 700, 1000, ratio, None, 2, 0, None, None)
+    use = AllocatorUse(0, 3, 600, 700, 1000, ratio, None, 0, 0, None, None)
     assert rules(findings(allocator=use)) == expected
 
 
@@ -128,3 +137,43 @@ def test_a_frozen_base_is_named_where_something_else_is_trained(trained: int, ex
     units = {"layers.0": frozen, "layers.1": frozen, "layers.2": {**frozen}}
     units["layers.2"]["num_trainable_parameters"] = trained
     assert [each.rule for each in findings(units=units) if each.rule == "R29"] == expected
+
+
+def test_retries_of_the_allocator_are_named_once_fragmented_or_not():
+    for ratio, words in ((0.05, "freed its cache 2 times"), (0.3, "it is fragmented")):
+        use = AllocatorUse(0, 3, 600, 700, 1000, ratio, None, 2, 0, None, None)
+        (found,) = (each for each in findings(allocator=use) if each.rule == "R21")
+        assert words in found.sentence
+
+
+def test_one_connection_that_costs_nothing_is_not_named():
+    found = find_first_things(
+        replace(evidence_of(device_type="cuda", environment=ONE_CONNECTION), step_time_ns=1000)
+    )
+    assert "R20" not in rules(found)
+
+
+def test_what_a_limit_costs_is_the_most_that_it_can_save():
+    (found, *_) = findings(replace(FACTS, host_bound_ns=30, compute_ns=65))
+    assert (found.effect.saved_low_ns, found.effect.saved_high_ns) == (0, 30)
+    assert not found.effect.is_exposed
+
+
+def test_a_large_unit_is_named_only_where_it_matters_for_the_peak():
+    large = {"layers.1": {"unsharded_bytes": 8_000_000}}
+    small = replace(evidence_of(units=large), peak_bytes=10**9, peak_unit="layers.0")
+    assert "R3" not in rules(find_first_things(small))
+    (found,) = (
+        each for each in find_first_things(replace(small, peak_bytes=10**8)) if each.rule == "R3"
+    )
+    assert "at its peak in layers.0" in found.evidence
+    assert found.effect.added_low_bytes == -(8_000_000 - 64)
+
+
+def test_padding_is_named_where_it_is_two_hundredths_of_what_is_gathered():
+    sized = {"num_parameters": 90, "num_trainable_parameters": 90, "unsharded_bytes": 400}
+    others = {"num_parameters": 10_000, "num_trainable_parameters": 1, "unsharded_bytes": 40_000}
+    alone = findings(units=dict.fromkeys(UNITS, sized))
+    beside = findings(units={"layers.0": sized, "layers.1": others, "layers.2": others})
+    assert [each.rule for each in alone if each.rule == "R30"] == ["R30"]
+    assert [each.rule for each in beside if each.rule == "R30"] == []

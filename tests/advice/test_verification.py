@@ -2,7 +2,7 @@ import statistics
 
 import pytest
 
-from fsdp_inspect.advice.verification import judge_peak, judge_time, judge_together
+from fsdp_inspect.advice.verification import Sides, judge_peak, judge_time, judge_together
 from fsdp_inspect.trace.prediction import Estimate, Ruling
 
 # As recorded 1000 a step; predicted 800, from 780 to 820.
@@ -13,7 +13,7 @@ FIVE = (996, 998, 1000, 1002, 1004)
 def judge(runs, baselines=(1000,), estimate=ESTIMATE):
     step = statistics.median(baselines)
     scale = step / 1000
-    return judge_time(estimate, 1000, runs=runs, baselines=baselines, step_ns=step, scale=scale)
+    return judge_time(estimate, 1000, Sides(runs, baselines), step_ns=step, scale=scale)
 
 
 @pytest.mark.parametrize(
@@ -89,3 +89,14 @@ def test_a_peak_that_did_not_hold_is_enough_and_one_that_held_is_not():
     assert judge_together(Ruling.HELD, Ruling.DID_NOT_HOLD) is Ruling.DID_NOT_HOLD
     assert judge_together(Ruling.CANNOT_BE_TOLD, Ruling.HELD) is Ruling.CANNOT_BE_TOLD
     assert judge_together(Ruling.HELD, None) is Ruling.HELD
+
+
+@pytest.mark.parametrize("moved", [150, -150])
+def test_what_compute_differs_by_is_noise_of_the_machine_with_few_processes(moved):
+    judged = judge_time(ESTIMATE, 1000, Sides([920], [1000], moved), step_ns=1000)
+    assert (judged.noise_ns, judged.ruling) == (150, Ruling.CANNOT_BE_TOLD)
+
+
+def test_what_compute_differs_by_counts_no_more_once_processes_are_tested():
+    judged = judge_time(ESTIMATE, 1000, Sides(FIVE, FIVE, 150), step_ns=1000)
+    assert (judged.noise_ns, judged.ruling) == (20, Ruling.DID_NOT_HOLD)

@@ -23,7 +23,12 @@ def test_every_suggestion_says_its_rule_interval_evidence_and_memory(invoke):
         assert each["rules"]
         assert each["evidence"]
         assert each["saved_low_ns"] <= each["saved_ns"] <= each["saved_high_ns"]
-        assert each["added_bytes"] is not None
+        assert each["added_low_bytes"] <= each["added_bytes"] <= each["added_high_bytes"]
+        assert all(row["exposed_ns"] for row in each["rows"])
+        assert each["assumptions"]
+        assert each["snippet"]
+        assert each["plan"]["units"]
+        assert each["verify"][-1].startswith("fsdp-inspect verify plan.prediction.json ")
     assert "fsdp_inspect.apply_plan(model, plan, mesh)" in result["snippet"]
     assert "--plan plan.toml" in result["verify"][0]
     assert result["verify"][1].startswith("fsdp-inspect verify plan.prediction.json ")
@@ -45,6 +50,8 @@ def test_the_advised_plan_can_be_written_and_takes_the_advised_time(invoke, tmp_
         (("--memory-limit", "much"), "is no amount of memory"),
         (("--memory-limit", "0GiB"), "is no amount of memory"),
         (("--write", SAMPLE), "exists. Name a new file."),
+        (("--take", "1"), "Name the file too"),
+        (("--take", "0", "--write", "plan.toml"), "greater than or equal to 1"),
     ],
 )
 def test_a_mistake_is_named_before_anything_is_played(invoke, options, complaint):
@@ -58,3 +65,29 @@ def test_a_run_that_cannot_be_simulated_is_told_why(invoke, runs_folder):
     assert ended.code == 0
     assert "No plan was played" in ended.out
     assert "no observed plan" in " ".join(ended.out.split())
+
+
+def test_the_first_changes_alone_can_be_written_and_are_predicted_alone(invoke, tmp_path):
+    file = tmp_path / "plan.toml"
+    advised = json.loads(invoke("advise", SAMPLE, "--json").out)["plan"]["suggestions"]
+    assert invoke("advise", SAMPLE, "--take", "1", "--write", file).code == 0
+    prediction = json.loads((tmp_path / "plan.prediction.json").read_text())
+    assert prediction["step_time_ns"]["value"] == advised[0]["step_ns"]
+    assert prediction["what"] == advised[0]["what"]
+    assert Plan.load(file) == Plan.from_dict(prediction["plan"])
+    assert " --take 1 --write plan.toml" in advised[0]["verify"][0]
+
+
+def test_more_changes_than_were_suggested_cannot_be_taken(invoke, tmp_path):
+    ended = invoke("advise", SAMPLE, "--take", "9", "--write", tmp_path / "plan.toml")
+    assert ended.code == 2
+    assert "9 changes are asked for" in " ".join(ended.err.replace("│", " ").split())
+    assert not (tmp_path / "plan.toml").exists()
+
+
+def test_the_rules_can_be_read_without_a_run(invoke):
+    ended = invoke("advise", "--rules")
+    assert ended.code == 0
+    for number in range(1, 35):
+        assert f"R{number}: " in ended.out
+    assert "Not seen: " in ended.out

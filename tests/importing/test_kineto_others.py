@@ -60,6 +60,7 @@ def test_fsdp1_units_are_numbered_by_their_first_forward(tmp_path):
     assert collectives_of(run, EventKind.ALL_GATHER).unit.tolist() == [0, 1, 2, 2, 1]
     assert collectives_of(run, EventKind.REDUCE_SCATTER).unit.tolist() == [2, 1, 0]
     assert any("FSDP1" in note for note in run.notes)
+    assert run.manifest.is_fsdp1
 
 
 # --- without any ranges

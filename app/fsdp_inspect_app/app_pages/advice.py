@@ -8,15 +8,16 @@ from typing import Any, TypeVar
 import streamlit as st
 
 from fsdp_inspect.advice.advise import Advice, ParetoPoint, PlanAdvice, Wishes
-from fsdp_inspect.advice.findings import Finding
+from fsdp_inspect.advice.evidence import Finding
 from fsdp_inspect.advice.predictions import predict_advised
+from fsdp_inspect.advice.rules import title_of
 from fsdp_inspect.advice.suggestions import Proposal, Suggestion
 from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.digest.track_record import measure_track_record
 from fsdp_inspect.errors import PredictionError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.quantities import parse_bytes, parse_time_ns
-from fsdp_inspect.report.advice import describe_plans
+from fsdp_inspect.report.advice import describe_plans, describe_row
 from fsdp_inspect.report.wording import format_change
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect.store.ledger import find_ledger, read_ledger
@@ -181,12 +182,18 @@ def _show_refusal(advice: Advice) -> None:
 def _show_findings(findings: Sequence[Finding], manifest: RunManifest) -> None:
     with show_card("Before the plan", key="findings"):
         for place, finding in enumerate(findings):
-            rule = f" :gray-badge[{finding.rule}]" if finding.rule else ""
+            rule = f" {_badge(finding.rule)}" if finding.rule else ""
             st.markdown(f"**{plain(finding.sentence)}**{rule}")
             if finding.evidence:
                 st.caption(plain(finding.evidence))
-            for step in finding.do:
-                st.markdown(f"- {plain(step)}")
+            lines = [f"- **Seen**: {plain(describe_row(row))}" for row in finding.rows]
+            lines += [f"- {plain(step)}" for step in finding.do]
+            lines.append(f"- **Effect**: {plain(finding.effect.sentence)}")
+            lines += [f"- **Assumed**: {plain(line)}" for line in finding.assumptions]
+            lines += [f"- **Verify**: {plain(finding.verify)}"] if finding.verify else []
+            st.markdown("\n".join(lines))
+            if finding.snippet:
+                st.code(finding.snippet, language="python")
             _link_units(finding.units, manifest, key=f"finding-{place}")
 
 
@@ -259,7 +266,7 @@ def _show_suggestion(
     low, high = format_ns(suggestion.saved_low_ns), format_ns(suggestion.saved_high_ns)
     with show_card(f"{place}. {suggestion.what}", key=f"change-{place}") as header:
         with header:
-            st.markdown(" ".join(f":gray-badge[{rule}]" for rule in suggestion.rules if rule))
+            st.markdown(" ".join(_badge(rule) for rule in suggestion.rules if rule))
         st.markdown(
             plain(
                 f"Predicted: {verb} {format_ns(abs(suggestion.saved_ns))} a step ({ratio}; "
@@ -271,10 +278,19 @@ def _show_suggestion(
             )
         )
         lines = [f"- **Why**: {plain(line)}" for line in suggestion.evidence]
+        lines += [f"- **Seen**: {plain(describe_row(row))}" for row in suggestion.rows]
+        lines += [f"- **Assumed**: {plain(line)}" for line in suggestion.assumptions]
         lines += [f"- **Risk**: {plain(line)}" for line in suggestion.risks]
         st.markdown("\n".join(lines))
+        if suggestion.snippet:
+            st.code(suggestion.snippet, language="python")
         _link_units(suggestion.units, manifest, key=f"change-{place}")
         _offer_plan(suggestion.plan, question, key=f"change-{place}", label="Plan up to here")
+
+
+def _badge(rule: str) -> str:
+    title = title_of(rule)
+    return f":gray-badge[{rule}: {plain(title)}]" if title else f":gray-badge[{rule}]"
 
 
 def _memory(what: Suggestion | Proposal) -> str:

@@ -1,0 +1,328 @@
+"""Which settings cost something that no plan of units and prefetch gives back?
+
+Told from the manifest, the plan check and the allocator's counters.
+"""
+
+from collections.abc import Iterator
+
+from fsdp_inspect.advice.evidence import Effect, Evidence, Finding, TraceRow, row_of_wait
+from fsdp_inspect.analysis.verdict import Limit
+from fsdp_inspect.analysis.verdict.facts import DOMINANT_UNIT_RATIO
+from fsdp_inspect.analysis.verdict.words import FRAGMENTED_RATIO
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
+from fsdp_inspect.trace.repeats import WORTH_NAMING_RATIO
+from fsdp_inspect.trace.run import Unit
+from fsdp_inspect.trace.statistics import median
+from fsdp_inspect.trace.unit_waste import padding_bytes
+
+OVERSIZED_RATIO = 2.0
+"""A unit with more than so many times the median unit's bytes is worth splitting (R3)."""
+FROZEN_RATIO = 0.05
+"""A model of which less than that is trained is mostly frozen (R29)."""
+_MOST_NAMED = 3
+_FROM_UNITS = "Told from the units of the run."
+_PLAYED = "None is claimed here: plans that do it are among those that were played."
+
+
+def find_costly_settings(evidence: Evidence) -> Iterator[Finding]:
+    """Units that are cut badly, waste, dtypes, the environment, the allocator, offload."""
+    for find in (_one_unit, _large_unit, _waste, _full_precision, _frozen, _connections,
+                 _fragmentation, _retries, _offload):  # fmt: skip
+        yield from find(evidence)
+
+
+def _one_unit(evidence: Evidence) -> Iterator[Finding]:
+    units = evidence.manifest.units
+    total = sum(unit.num_parameters for unit in units)
+    largest = max(units, key=lambda unit: unit.num_parameters, default=None)
+    if largest is None or not total or largest.num_parameters / total <= DOMINANT_UNIT_RATIO:
+        return
+    ratio = largest.num_parameters / total
+    name = format_unit(largest.fqn)
+    yield Finding(
+        "R1",
+        (largest.fqn,),
+        f"Unit {name} holds {format_ratio(ratio)} of the parameters: nothing computes beside its "
+        "gathers.",
+        f"It gathers {format_bytes(largest.unsharded_bytes)} at once.",
+        ("Call fully_shard on every transformer block, and on the model last.",),
+        effect=Effect(sentence=_PLAYED),
+        snippet=(
+            "for block in model.layers:  # the blocks, however your model calls them\n"
+            "    fully_shard(block, mesh=mesh)\n"
+            "fully_shard(model, mesh=mesh)"
+        ),
+    )
+
+
+def _large_unit(evidence: Evidence) -> Iterator[Finding]:
+    """A unit that is far larger than the others, though it does not dominate the model."""
+    units = evidence.manifest.units
+    total = sum(unit.num_parameters for unit in units)
+    typical = median([unit.unsharded_bytes for unit in units]) or 0
+    for unit in units:
+        is_dominant = unit.num_parameters > DOMINANT_UNIT_RATIO * total
+        if is_dominant or not typical or unit.unsharded_bytes <= OVERSIZED_RATIO * typical:
+            continue
+        excess = unit.unsharded_bytes - typical
+        if evidence.peak_bytes and excess < WORTH_NAMING_RATIO * evidence.peak_bytes:
+            continue
+        times = unit.unsharded_bytes / typical
+        yield Finding(
+            "R3",
+            (unit.fqn,),
+            f"Unit {format_unit(unit.fqn)} gathers {format_bytes(unit.unsharded_bytes)} at once, "
+            f"{times:.1f} times as much as the median unit.",
+            f"Its reduce-scatter needs an input of {format_bytes(unit.reduce_bytes)} in one piece."
+            + _place_of_peak(evidence, unit),
+            ("Call fully_shard on its parts, each with the norm that feeds it.",),
+            effect=Effect(
+                sentence=f"The peak falls by {format_bytes(excess)} at most, and only if it is "
+                "reached while this unit is whole. Time: " + _PLAYED[0].lower() + _PLAYED[1:],
+                added_low_bytes=-excess,
+                added_high_bytes=0,
+            ),
+        )
+
+
+def _place_of_peak(evidence: Evidence, unit: Unit) -> str:
+    if evidence.peak_unit is None:
+        return ""
+    if evidence.peak_unit == unit.fqn:
+        return " The memory step was at its peak inside this unit."
+    return f" The memory step was at its peak in {format_unit(evidence.peak_unit)}."
+
+
+def _full_precision(evidence: Evidence) -> Iterator[Finding]:
+    """Every unit gathers in float32 on a device that computes in 16 bits twice as fast."""
+    manifest = evidence.manifest
+    dtypes = {unit.param_dtype for unit in manifest.units}
+    if manifest.device_type != "cuda" or dtypes != {"float32"}:
+        return
+    gathered = sum(unit.unsharded_bytes for unit in manifest.units)
+    yield Finding(
+        "R14",
+        (),
+        f"Every unit gathers in float32: {format_bytes(gathered)} a pass.",
+        f"{_FROM_UNITS} Autocast leaves the gathers as they are.",
+        (
+            "If the model may compute in 16 bits, gather in them: "
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16) halves the messages. "
+            "fsdp-inspect advise --allow-dtypes says what that saves.",
+        ),
+        effect=Effect(
+            sentence=f"{format_bytes(gathered // 2)} less are gathered a pass. What that saves is "
+            "told by the plans, with --allow-dtypes."
+        ),
+        assumptions=("The model trains as well when it computes in 16 bits: see its loss.",),
+        snippet=(
+            "policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+            "reduce_dtype=torch.float32)\n"
+            "fully_shard(module, mesh=mesh, mp_policy=policy)  # each of your calls"
+        ),
+    )
+
+
+def _frozen(evidence: Evidence) -> Iterator[Finding]:
+    """Most parameters are not trained: sharding them saves no gradients, and costs gathers."""
+    units = evidence.manifest.units
+    total = sum(unit.num_parameters for unit in units)
+    trained = sum(unit.num_trainable_parameters for unit in units)
+    if not total or not 0 < trained / total < FROZEN_RATIO:
+        return
+    gathered = sum(unit.unsharded_bytes for unit in units)
+    sharded = sum(unit.sharded_bytes for unit in units)
+    waited = evidence.exposed_by_kind_ns.get("all_gather", 0)
+    yield Finding(
+        "R29",
+        tuple(unit.fqn for unit in units if not unit.num_trainable_parameters),
+        f"{format_ratio(1 - trained / total)} of the parameters are frozen, and every pass gathers "
+        "them.",
+        f"All units gather {format_bytes(gathered)} a pass; a rank holds {format_bytes(sharded)}.",
+        (
+            f"If a whole copy of {format_bytes(gathered)} fits, leave frozen modules out of "
+            "fully_shard, or keep them unsharded (reshard_after_forward=False and "
+            "set_reshard_after_backward(False)).",
+        ),
+        rows=_rows_of(evidence, "all_gather"),
+        effect=Effect(
+            sentence=f"Saves between nothing and {format_ns(waited)} a step, all that is waited "
+            f"for all-gathers; a rank then holds {format_bytes(max(gathered - sharded, 0))} more.",
+            saved_low_ns=0,
+            saved_high_ns=waited,
+            added_low_bytes=0,
+            added_high_bytes=max(gathered - sharded, 0),
+            is_exposed=True,
+        ),
+        snippet=(
+            "for module in frozen_modules:\n"
+            "    module.set_reshard_after_forward(False)\n"
+            "    module.set_reshard_after_backward(False)"
+        ),
+    )
+
+
+def _rows_of(evidence: Evidence, kind: str) -> tuple[TraceRow, ...]:
+    waits = [wait for wait in evidence.waits if wait.kind == kind]
+    return tuple(row_of_wait(wait) for wait in waits[:_MOST_NAMED])
+
+
+def _waste(evidence: Evidence) -> Iterator[Finding]:
+    """Full-precision gathers, tied weights, padding: as `fsdp-inspect check` tells them."""
+    findings = evidence.plan_check.findings if evidence.plan_check is not None else ()
+    by_rule: dict[str, list[tuple[tuple[str, ...], str]]] = {}
+    for each in findings:
+        if not each.is_contradiction:
+            by_rule.setdefault(each.rule, []).append((each.fqns, each.sentence))
+    for rule, found in by_rule.items():
+        units = tuple(fqn for fqns, _ in found for fqn in fqns)
+        if rule == "R30" and not _is_padding_worth_naming(evidence, units):
+            continue
+        sentence = found[0][1].rstrip(".")
+        if units:
+            named = ", ".join(format_unit(fqn) for fqn in units[:_MOST_NAMED])
+            more = f" and {len(units) - _MOST_NAMED} more" if len(units) > _MOST_NAMED else ""
+            sentence = f"{named}{more}: {sentence}"
+        yield Finding(
+            rule,
+            units,
+            f"{sentence}.",
+            _FROM_UNITS,
+            _DO_ABOUT_WASTE.get(rule, ()),
+            effect=Effect(sentence=_EFFECT_OF_WASTE.get(rule, "None is predicted.")),
+        )
+
+
+_DO_ABOUT_WASTE = {
+    "": ("Find out why it never runs, and leave it out of the model, or freeze it.",),
+    "R14": ("Give every fully_shard call the same MixedPrecisionPolicy.",),
+    "R27": ("Call fully_shard once with both modules: fully_shard([embedding, head]).",),
+    "R30": (
+        "Choose sizes that the ranks divide, or shard another dimension: "
+        "fully_shard(..., shard_placement_fn=lambda parameter: Shard(1)).",
+    ),
+}
+_EFFECT_OF_WASTE = {
+    "": "Its shard, gradient and optimizer state are freed. Time: none, since it never ran.",
+    "R14": "Their messages are halved. What that saves is told by the plans, with --allow-dtypes.",
+    "R27": "One all-gather and one reduce-scatter of it fewer a pass. Time: none is predicted, "
+    "since tied weights are not played as one unit.",
+    "R30": "So much less is gathered and reduced. Time: none is predicted, since other sizes are "
+    "another model.",
+}
+
+
+def _is_padding_worth_naming(evidence: Evidence, fqns: tuple[str, ...]) -> bool:
+    """Whether padding is more than 2 % of what all units gather: less is less of the step, too."""
+    units = evidence.manifest.units
+    wasted = sum(padding_bytes(unit) for unit in units if unit.fqn in fqns)
+    return wasted >= WORTH_NAMING_RATIO * sum(unit.unsharded_bytes for unit in units)
+
+
+def _connections(evidence: Evidence) -> Iterator[Finding]:
+    manifest = evidence.manifest
+    is_one = manifest.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    waited = evidence.exposed_by_kind_ns.get("reduce_scatter", 0)
+    is_timed = evidence.step_time_ns is not None
+    if manifest.device_type != "cuda" or not is_one:
+        return
+    if is_timed and not evidence.is_worth_naming(waited):
+        return
+    yield Finding(
+        "R20",
+        (),
+        "CUDA_DEVICE_MAX_CONNECTIONS is 1: streams share one queue, so reduce-scatter does not run "
+        "beside compute.",
+        f"Reduce-scatter is exposed for {format_ns(waited)} a step.",
+        ("Unset it for FSDP2 (it is meant for tensor parallelism), and record again.",),
+        {"exposed_reduce_scatter_ns": waited},
+        rows=_rows_of(evidence, "reduce_scatter"),
+        effect=Effect(
+            sentence=f"Saves between nothing and {format_ns(waited)} a step: all that is waited "
+            "for reduce-scatter.",
+            saved_low_ns=0,
+            saved_high_ns=waited,
+            is_exposed=True,
+        ),
+        assumptions=("Nothing else in the job needs the order that one queue brings.",),
+        snippet="unset CUDA_DEVICE_MAX_CONNECTIONS  # in the shell that starts the job",
+    )
+
+
+def _fragmentation(evidence: Evidence) -> Iterator[Finding]:
+    allocator = evidence.allocator
+    ratio = allocator.fragmentation_ratio if allocator is not None else None
+    is_said = evidence.verdict.limit is Limit.MEMORY
+    if allocator is None or ratio is None or ratio <= FRAGMENTED_RATIO or is_said:
+        return
+    unused = round(ratio * allocator.reserved_bytes)
+    yield Finding(
+        "R21",
+        (),
+        f"{format_bytes(unused)} of the reserved memory ({format_ratio(ratio)}) lay unused at the "
+        "peak: it is fragmented.",
+        f"Rank {allocator.rank}, step {allocator.step}: {format_bytes(allocator.reserved_bytes)} "
+        f"reserved, {format_bytes(allocator.active_bytes)} in use; "
+        f"{allocator.num_alloc_retries or 0} allocation retries.",
+        ("Set PYTORCH_ALLOC_CONF=expandable_segments:True.",),
+        {"fragmentation_ratio": ratio},
+        effect=Effect(
+            sentence=f"Reserved memory falls by {format_bytes(unused)} at most; what tensors hold "
+            "stays. Time: none is predicted.",
+            added_low_bytes=-unused,
+            added_high_bytes=0,
+        ),
+        snippet=_EXPANDABLE,
+        verify="Record again, then: fsdp-inspect memory NEW_RUN",
+    )
+
+
+_EXPANDABLE = "export PYTORCH_ALLOC_CONF=expandable_segments:True  # in the shell that starts it"
+
+
+def _retries(evidence: Evidence) -> Iterator[Finding]:
+    """The allocator freed its cache to go on, though it is not fragmented: memory is short."""
+    allocator = evidence.allocator
+    is_said = evidence.verdict.limit is Limit.MEMORY
+    ratio = allocator.fragmentation_ratio if allocator is not None else None
+    if allocator is None or not allocator.num_alloc_retries or is_said:
+        return
+    if ratio is not None and ratio > FRAGMENTED_RATIO:
+        return
+    yield Finding(
+        "R21",
+        (),
+        f"The allocator freed its cache {allocator.num_alloc_retries} times to go on: each time "
+        "the device stands still.",
+        f"Rank {allocator.rank}: {format_bytes(allocator.reserved_bytes)} reserved at the highest "
+        "sample.",
+        (
+            "Make room: a smaller peak (advise --memory-limit), or a smaller microbatch.",
+            "Set PYTORCH_ALLOC_CONF=expandable_segments:True.",
+        ),
+        {"num_alloc_retries": allocator.num_alloc_retries},
+        effect=Effect(sentence="None is predicted: how long a retry lasts is not recorded."),
+        snippet=_EXPANDABLE,
+        verify="Record again, then: fsdp-inspect memory NEW_RUN",
+    )
+
+
+def _offload(evidence: Evidence) -> Iterator[Finding]:
+    planned = evidence.manifest.plan.get("units", ())
+    units = tuple(", ".join(unit["modules"]) for unit in planned if unit.get("offload") == "cpu")
+    if units and evidence.manifest.device_type == "cuda":
+        yield Finding(
+            "R26",
+            units,
+            f"{len(units)} units are offloaded to pageable CPU memory: copies to the device are "
+            "slow and hold the host.",
+            "Told from the recorded plan.",
+            ('Pin it: CPUOffloadPolicy(pin_memory=True), or offload = "cpu_pinned" in the plan.',),
+            effect=Effect(
+                sentence="None is predicted: how fast pinned copies are on this machine was not "
+                "recorded."
+            ),
+            assumptions=("The host has that much memory to pin.",),
+            snippet="fully_shard(module, mesh=mesh, "
+            "offload_policy=CPUOffloadPolicy(pin_memory=True))",
+        )

@@ -1,0 +1,157 @@
+"""Which lines of torch make a change by hand, in a script that calls `fully_shard` itself?
+
+`model`, `mesh` and `module` (one of the user's own `fully_shard` calls) are names of the user's.
+A plan file does the same without these lines; a change that is not known here has none.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from fsdp_inspect.advice.choices import Choice
+from fsdp_inspect.trace.plan import Plan, UnitPlan, entry_order
+
+MOST_CALLS = 4
+"""Of `fully_shard`, of many alike, that are written out."""
+_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+_NUMBERED = re.compile(r"([\w.]+)\.(\d+)")
+
+
+def write_snippet(choice: Choice, before: Plan, after: Plan) -> str:
+    """The lines that take one plan to another; empty where no change of it has any.
+
+    Args:
+        choice: What is changed.
+        before: The resolved plan without the change.
+        after: The same with it.
+    """
+    lines = [line for name in choice.changed for line in _lines(name, choice, before, after)]
+    return "\n".join(lines)
+
+
+def _lines(name: str, choice: Choice, before: Plan, after: Plan) -> Iterator[str]:
+    value = getattr(choice, name)
+    if name == "grouping":
+        yield from _calls(before, after)
+    elif name == "num_kept":
+        yield from _keep(before, after)
+    elif name in ("forward_prefetch", "backward_prefetch"):
+        yield from _prefetch(after, name.removesuffix("_prefetch"), value)
+    elif name == "checkpointing":
+        yield from _checkpoint(after)
+    elif name == "replicas":
+        sizes, names = tuple(after.mesh.values()), tuple(after.mesh)
+        yield f"mesh = init_device_mesh(device_type, {sizes}, mesh_dim_names={names})"
+    elif name == "embedding_in_backward":
+        for unit in _changed_units(before, after):
+            yield f"{_module(unit)}.set_unshard_in_backward({value})"
+    elif name in _OF_ALL:
+        yield _OF_ALL[name](value)
+
+
+_OF_ALL: Mapping[str, Callable[[Any], str]] = {
+    "reshard": lambda value: (
+        f"fully_shard(module, mesh=mesh, reshard_after_forward={value})"
+        "  # each of your calls but the model's own"
+    ),
+    "reduce_buffers": lambda value: f"model.set_reduce_scatter_max_input_buffers({value})",
+    "separate_reduce_group": lambda value: f"model.set_separate_reduce_scatter_group({value})",
+    "async_gathers": lambda value: f"model._set_unshard_async_op({value})",
+    "accumulation_sync": lambda value: (
+        "model.set_requires_all_reduce(is_last_microbatch)  # before each backward"
+        if value == "all_reduce_last"
+        else f"model.set_requires_gradient_sync({'is_last_microbatch' if value == 'last' else True}"
+        ")  # before each backward"
+    ),
+    "keep_between_microbatches": lambda value: f"model.set_reshard_after_backward({not value})",
+    "param_dtype": lambda value: (
+        f"fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.{value}))"
+    ),
+    "reduce_dtype": lambda value: (
+        "fully_shard(module, mesh=mesh, "
+        f"mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.{value}))"
+    ),
+}
+"""Changes that every unit gets alike."""
+
+
+def _checkpoint(after: Plan) -> Iterator[str]:
+    """Wrappers around the modules, before any `fully_shard`."""
+    yield f"from {_WRAPPER} import checkpoint_wrapper"
+    yield f"for name in {_listed(after.checkpointing.full)}:  # before fully_shard"
+    yield "    parent, _, child = name.rpartition('.')"
+    yield "    module = model.get_submodule(parent)"
+    yield "    setattr(module, child, checkpoint_wrapper(getattr(module, child)))"
+
+
+def _calls(before: Plan, after: Plan) -> Iterator[str]:
+    """`fully_shard` of the units that are new, inner ones first."""
+    known = {unit.modules for unit in before.units}
+    new = [unit for unit in after.units if unit.modules not in known]
+    calls = [f"fully_shard({_modules(unit)}, mesh=mesh)" for unit in _root_last(new)]
+    yield "# in place of your calls for the same modules"
+    yield from calls[:MOST_CALLS]
+    if len(calls) > MOST_CALLS:
+        yield f"# and {len(calls) - MOST_CALLS} more alike: the plan file lists them"
+
+
+def _root_last(units: Sequence[UnitPlan]) -> list[UnitPlan]:
+    return sorted(units, key=lambda unit: unit.is_root)
+
+
+def _keep(before: Plan, after: Plan) -> Iterator[str]:
+    changed = _changed_units(before, after)
+    kept = [unit for unit in changed if unit.reshard_after_forward is False]
+    if kept:
+        yield f"for name in {_listed([unit.modules[0] for unit in kept])}:"
+        yield "    model.get_submodule(name).set_reshard_after_forward(False, recurse=False)"
+
+
+def _prefetch(after: Plan, direction: str, depth: int) -> Iterator[str]:
+    order = entry_order(after.units, "forward" if direction == "forward" else "backward")
+    first = {unit.name: unit.modules[0] for unit in after.units}
+    yield f"names = {_listed([first[name] for name in order])}"
+    yield "units = [model.get_submodule(name) for name in names]"
+    yield "for at, unit in enumerate(units):"
+    yield f"    unit.set_modules_to_{direction}_prefetch(units[at + 1 : at + 1 + {depth}])"
+
+
+def _changed_units(before: Plan, after: Plan) -> list[UnitPlan]:
+    known = {unit.name: unit for unit in before.units}
+    return [unit for unit in after.units if known.get(unit.name) != unit]
+
+
+def _module(unit: UnitPlan) -> str:
+    return "model" if unit.is_root else f"model.get_submodule({unit.modules[0]!r})"
+
+
+def _modules(unit: UnitPlan) -> str:
+    if len(unit.modules) == 1:
+        return _module(unit)
+    return f"[model.get_submodule(name) for name in {_listed(unit.modules)}]"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names as a list of Python, those that are numbered in a row as one expression."""
+    parts: list[str] = []
+    for prefix, group in groupby(names, key=_prefix):
+        run = list(group)
+        numbers = [int(name.rpartition(".")[2]) for name in run] if prefix else []
+        step = 1 if numbers[:1] < numbers[1:2] else -1
+        is_row = len(numbers) > 2 and numbers == list(
+            range(numbers[0], numbers[0] + step * len(numbers), step)
+        )
+        if is_row:
+            bounds = (numbers[0], numbers[-1] + step, *((-1,) if step < 0 else ()))
+            spread = ", ".join(str(bound) for bound in bounds)
+            parts.append(f'*(f"{prefix}.{{at}}" for at in range({spread}))')
+        else:
+            parts += [repr(name) for name in run]
+    return f"[{', '.join(parts)}]"
+
+
+def _prefix(name: str) -> str:
+    """What stands before the last number of a name; empty where it ends with none."""
+    found = _NUMBERED.fullmatch(name)
+    return found[1] if found else ""

@@ -1,0 +1,358 @@
+"""What does the run's own traffic show that no play of plans can mend, or knows of?
+
+R7 (all-gathers that cross nodes), R12 (FSDP1 without its limiter), R23 (compute slowed by
+communication), R31 (a pipeline that gathers for each microbatch), R33 (all-gathers that wait for
+work behind the optimizer). Each effect is a bound from the trace, not a simulation.
+"""
+
+from collections.abc import Iterator
+
+from fsdp_inspect.advice.evidence import (
+    Effect,
+    Evidence,
+    Finding,
+    NodeLinks,
+    TraceRow,
+    row_of_wait,
+)
+from fsdp_inspect.analysis.contention import Contention
+from fsdp_inspect.analysis.gathers_in_flight import GathersInFlight
+from fsdp_inspect.analysis.optimizer_wait import OptimizerWait
+from fsdp_inspect.analysis.pipeline import Pipeline
+from fsdp_inspect.formatting import (
+    format_bytes,
+    format_bytes_per_s,
+    format_ns,
+    format_ratio,
+    format_unit,
+)
+from fsdp_inspect.trace.bandwidth import bus_factor
+from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.run import Unit
+
+FASTER_INSIDE = 3.0
+"""So many times as fast must a node be inside as across nodes (R7)."""
+INFLIGHT_LIMIT = 2
+"""All-gathers that FSDP1's limiter lets be under way at once (R12)."""
+SLOWDOWN = 1.05
+"""Compute beside communication that is slowed by less is not worth other buffers (R23)."""
+_MOST_ROWS = 3
+
+
+def find_in_trace(evidence: Evidence) -> Iterator[Finding]:
+    """What stands in the way of predictions first, then what costs time."""
+    for find in (_pipeline, _across_nodes, _unlimited_gathers, _slowed_compute, _after_optimizer):
+        yield from find(evidence)
+
+
+# --- R31
+
+
+def _pipeline(evidence: Evidence) -> Iterator[Finding]:
+    pipeline = evidence.pipeline
+    if pipeline is None:
+        return
+    repeats = bool(pipeline.units) and evidence.is_worth_naming(pipeline.repeated_exposed_ns)
+    yield Finding(
+        "R31",
+        tuple(unit.fqn for unit in pipeline.units) if repeats else (),
+        _say_pipeline(pipeline)
+        if repeats
+        else "The run is a pipeline: its ranks send to each other.",
+        f"{pipeline.transfers_per_step} sends and receives a step on rank {pipeline.rank}"
+        + (f", {pipeline.forwards_per_step} forwards of a unit." if pipeline.units else "."),
+        _DO_IN_PIPELINE if repeats else _BEWARE_IN_PIPELINE,
+        {"repeated_gathers_ns": pipeline.repeated_exposed_ns} if repeats else {},
+        limits=True,
+        rows=_gather_rows(evidence, "forward") if repeats else (),
+        effect=_effect_in_pipeline(evidence, pipeline)
+        if repeats
+        else Effect(sentence="None is predicted: no unit is gathered again for each microbatch."),
+        assumptions=("All microbatches of a step find the parameters where the first left them.",)
+        if repeats
+        else (),
+        snippet="fully_shard(block, mesh=mesh, reshard_after_forward=False)  # each of the stage"
+        if repeats
+        else "",
+        verify="Record again, then: fsdp-inspect units NEW_RUN (all-gathers a step)"
+        if repeats
+        else "",
+    )
+
+
+def _say_pipeline(pipeline: Pipeline) -> str:
+    first = pipeline.units[0]
+    return (
+        f"Under a pipeline {len(pipeline.units)} units are gathered for each microbatch, "
+        f"{format_unit(first.fqn)} {first.gathers_per_step} times a step: that is exposed for "
+        f"{format_ns(pipeline.repeated_exposed_ns)}."
+    )
+
+
+_BEWARE_IN_PIPELINE = (
+    "Do not rely on the plans below: they play the backward of each microbatch behind its forward, "
+    "which a pipeline's schedule does not.",
+)
+_DO_IN_PIPELINE = (
+    "Keep parameters unsharded within a step: reshard_after_forward=False for the units of a "
+    "stage. torch.distributed.pipelining reshards them behind the last backward.",
+    *_BEWARE_IN_PIPELINE,
+)
+
+
+def _effect_in_pipeline(evidence: Evidence, pipeline: Pipeline) -> Effect:
+    exposed = pipeline.repeated_exposed_ns
+    held = sum(unit.unsharded_bytes for unit in pipeline.units)
+    two = sum(sorted(unit.unsharded_bytes for unit in pipeline.units)[-2:])
+    return Effect(
+        sentence=f"Saves {format_ns(exposed)} a step at most, what is waited for the "
+        f"{pipeline.repeated_gathers_per_step} all-gathers beyond the first of each unit. The peak "
+        f"rises by {format_bytes(held - two)} to {format_bytes(held)}: two units are whole at once "
+        "already.",
+        saved_low_ns=0,
+        saved_high_ns=exposed,
+        added_low_bytes=held - two,
+        added_high_bytes=held,
+        is_exposed=True,
+    )
+
+
+# --- R7
+
+
+def _across_nodes(evidence: Evidence) -> Iterator[Finding]:
+    links = evidence.links
+    exposed = evidence.backward_gathers_ns
+    if links is None or not evidence.is_worth_naming(exposed):
+        return
+    within = links.within_bytes_per_s
+    if within is not None and within < FASTER_INSIDE * links.across_bytes_per_s:
+        return
+    units = _resharded(evidence)
+    if not units:
+        return
+    size = links.ranks_per_node
+    yield Finding(
+        "R7",
+        tuple(unit.fqn for unit in units),
+        f"All-gathers of backward cross {links.num_nodes} nodes, exposed for {format_ns(exposed)} "
+        "a step: they need not leave the node.",
+        _say_links(links),
+        (
+            f"Reshard after forward to the {size} ranks of a node: reshard_after_forward={size}. "
+            "See that it fits: out of memory was reported of it (pytorch#147179).",
+        ),
+        {"backward_gathers_ns": exposed},
+        rows=_gather_rows(evidence, "backward"),
+        effect=_effect_in_node(evidence, links, units),
+        assumptions=(
+            f"Ranks are numbered node by node, so that the {size} of a group share one.",
+            "A message inside a node takes as long as its bytes: its latency is not known.",
+        ),
+        snippet=f"fully_shard(block, mesh=mesh, reshard_after_forward={size})  # in each call",
+    )
+
+
+def _resharded(evidence: Evidence) -> list[Unit]:
+    """Units that backward gathers again over the whole shard group."""
+    return [unit for unit in evidence.manifest.units if unit.reshard_after_forward is True]
+
+
+def _say_links(links: NodeLinks) -> str:
+    across = f"Across nodes their bus carries {format_bytes_per_s(links.across_bytes_per_s)}"
+    if links.within_bytes_per_s is None:
+        return (
+            f"{across}; how much it carries inside a node was not recorded: no group lies in one."
+        )
+    return (
+        f"{across}, inside a node {format_bytes_per_s(links.within_bytes_per_s)} "
+        f"({links.within_from})."
+    )
+
+
+def _effect_in_node(evidence: Evidence, links: NodeLinks, units: list[Unit]) -> Effect:
+    """The waits of backward, less what the gathers take inside a node, up to all of them."""
+    exposed, size = evidence.backward_gathers_ns, links.ranks_per_node
+    ranks = links.num_nodes * size
+    gathered = sum(unit.unsharded_bytes for unit in units)
+    added = round(gathered * (1 / size - 1 / ranks))
+    memory = f"The peak rises by {format_bytes(added)}: a share of 1/{size} stays of every unit."
+    if links.within_bytes_per_s is None:
+        return Effect(
+            sentence=f"Saves between nothing and {format_ns(exposed)} a step, as fast as a node is "
+            f"inside. {memory}",
+            saved_low_ns=0,
+            saved_high_ns=exposed,
+            added_low_bytes=added,
+            added_high_bytes=added,
+            is_exposed=True,
+        )
+    factor = bus_factor(EventKind.ALL_GATHER, size)
+    inside = round(gathered * factor / links.within_bytes_per_s * 1e9)
+    low = max(exposed - inside, 0)
+    return Effect(
+        sentence=f"Saves {format_ns(low)} to {format_ns(exposed)} a step: inside a node these "
+        f"all-gathers take {format_ns(inside)} a pass, exposed or not. {memory}",
+        saved_low_ns=low,
+        saved_high_ns=exposed,
+        added_low_bytes=added,
+        added_high_bytes=added,
+        is_exposed=True,
+    )
+
+
+# --- R12
+
+
+def _unlimited_gathers(evidence: Evidence) -> Iterator[Finding]:
+    flight = evidence.in_flight
+    if flight is None or not evidence.manifest.is_fsdp1 or flight.most <= INFLIGHT_LIMIT:
+        return
+    surplus = flight.bytes - flight.bytes_of_last_two
+    yield Finding(
+        "R12",
+        flight.fqns,
+        f"FSDP1 had {flight.most} all-gathers under way at once: its host runs ahead without a "
+        "limit, and allocates for all of them.",
+        f"Rank {flight.rank}, step {flight.step}, {flight.phase}: {format_bytes(flight.bytes)} "
+        "were being gathered. The limiter lets two be under way.",
+        ("Leave limit_all_gathers at True, or move to fully_shard, which needs no limit.",),
+        {"gathers_in_flight": flight.most},
+        rows=(_row_of_flight(flight),),
+        effect=Effect(
+            sentence=f"Memory of all-gathers falls by up to {format_bytes(surplus)}. Time: none is "
+            "predicted, since retries of the allocator are not in a profiler's trace.",
+            added_low_bytes=-surplus,
+            added_high_bytes=0,
+        ),
+        assumptions=("FSDP1 allocates the output of an all-gather when the host issues it.",),
+        snippet="FullyShardedDataParallel(module, limit_all_gathers=True, ...)",
+        verify="Profile and import again: fsdp-inspect advise NEW_RUN says it no more",
+    )
+
+
+def _row_of_flight(flight: GathersInFlight) -> TraceRow:
+    return TraceRow(
+        step=flight.step,
+        microbatch=0,
+        fqn=flight.fqns[-1],
+        kind=EventKind.ALL_GATHER.label,
+        phase=flight.phase,
+        start_ns=flight.issue_ns,
+        end_ns=flight.issue_ns,
+        exposed_ns=0,
+        what=f"issued as the {flight.most}th that is not complete",
+    )
+
+
+# --- R23
+
+
+def _slowed_compute(evidence: Evidence) -> Iterator[Finding]:
+    found, manifest = evidence.contention, evidence.manifest
+    if found is None or manifest.device_type != "cuda" or manifest.source == "emulated":
+        return
+    if found.slowdown is None or not found.is_clear or found.slowdown < SLOWDOWN:
+        return
+    low, middle, high = (_paid_ns(found, each) for each in (found.low, found.slowdown, found.high))
+    if not evidence.is_worth_naming(middle):
+        return
+    yield Finding(
+        "R23",
+        tuple(dict.fromkeys(unit.fqn for unit in found.units if unit.slowdown is not None)),
+        f"Communication slows the compute beside it by {format_ratio(found.slowdown - 1)}: "
+        f"{format_ns(middle)} of the step.",
+        f"The same compute alone and beside communication, on rank {found.rank} in "
+        f"{found.num_steps} steps; single passes lie between {found.low:.2f} and {found.high:.2f} "
+        "times.",
+        (
+            "On GPUs linked by NVLink let the process group own the buffers, so that copy engines "
+            "or the switch move the bytes: set_symm_mem_for_comm, or "
+            "set_allocate_memory_from_process_group_for_comm. Before a recorder attaches.",
+        ),
+        {"slowdown": found.slowdown},
+        effect=Effect(
+            sentence=f"Saves {format_ns(0)} to {format_ns(high)} a step: at most what the slowdown "
+            f"costs ({format_ns(low)} to {format_ns(high)} by the spread of the passes).",
+            saved_low_ns=0,
+            saved_high_ns=high,
+        ),
+        assumptions=(
+            "The ranks are linked by NVLink, and NCCL can use it so: neither is recorded.",
+            "Reductions may be sums only (set_force_sum_reduction_for_comms).",
+        ),
+        snippet=(
+            'os.environ["NCCL_CTA_POLICY"] = "2"  # before init_process_group\n'
+            "for module in model.modules():\n"
+            "    if isinstance(module, FSDPModule):\n"
+            '        module.set_symm_mem_for_comm("NCCL")'
+        ),
+        verify="Record again: the slowdown stands on the page Units, and here",
+    )
+
+
+def _paid_ns(found: Contention, slowdown: float | None) -> int:
+    """What a step's compute beside communication takes more than it would alone."""
+    beside = sum(unit.compute_ns * unit.beside_ratio for unit in found.units)
+    return round(beside * (1 - 1 / slowdown)) if slowdown and slowdown > 1 else 0
+
+
+# --- R33
+
+
+def _after_optimizer(evidence: Evidence) -> Iterator[Finding]:
+    wait = evidence.optimizer_wait
+    if wait is None or not evidence.is_worth_naming(wait.gain_ns):
+        return
+    yield Finding(
+        "R33",
+        tuple(dict.fromkeys(gather.fqn for gather in wait.gathers)),
+        f"The first all-gather of a step waits {format_ns(wait.delay_ns)} for work that follows "
+        "the optimizer, though it needs none of it.",
+        f"On rank {wait.rank}, median of {len(wait.gathers)} steps, from the optimizer's end (or "
+        "the all-gather's issue, where that is later) to its copy-in.",
+        (
+            "Record an event behind optimizer.step() and let the all-gathers wait for that: "
+            "set_post_optim_event, anew in every step.",
+        ),
+        {"post_optimizer_wait_ns": wait.delay_ns},
+        rows=_rows_of_optimizer(wait),
+        effect=Effect(
+            sentence=f"Saves {format_ns(wait.gain_low_ns)} to {format_ns(wait.gain_high_ns)} a "
+            f"step (median {format_ns(wait.gain_ns)}): the all-gather then runs beside that work. "
+            "It is the one that no plan hides.",
+            saved_low_ns=wait.gain_low_ns,
+            saved_high_ns=wait.gain_high_ns,
+        ),
+        assumptions=("Nothing behind the optimizer changes parameters that are gathered.",),
+        snippet=(
+            "optimizer.step()\n"
+            "event = torch.cuda.Event()\n"
+            "event.record()\n"
+            "model.set_post_optim_event(event)  # the root; again in each step"
+        ),
+        verify="Record again: the first all-gather of a step begins behind the optimizer "
+        "(fsdp-inspect exposed NEW_RUN)",
+    )
+
+
+def _rows_of_optimizer(wait: OptimizerWait) -> tuple[TraceRow, ...]:
+    return tuple(
+        TraceRow(
+            step=gather.step,
+            microbatch=0,
+            fqn=gather.fqn,
+            kind=EventKind.ALL_GATHER.label,
+            phase="forward",
+            start_ns=gather.start_ns,
+            end_ns=gather.end_ns,
+            exposed_ns=gather.exposed_ns,
+            what=f"began {format_ns(gather.delay_ns)} late, behind other work",
+        )
+        for gather in wait.gathers[:_MOST_ROWS]
+    )
+
+
+def _gather_rows(evidence: Evidence, phase: str) -> tuple[TraceRow, ...]:
+    waits = [wait for wait in evidence.waits if wait.kind == "all_gather" and wait.phase == phase]
+    return tuple(row_of_wait(wait) for wait in waits[:_MOST_ROWS])

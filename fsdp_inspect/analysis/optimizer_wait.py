@@ -1,0 +1,170 @@
+"""Does the first all-gather of a step wait for work that follows the optimizer?
+
+Unless told otherwise FSDP2 makes its all-gather streams wait for all that the compute stream holds
+when the root's forward begins, since the optimizer might still be writing. Work between the two
+(an average of the weights, metrics, a fill) is waited for as well, though no all-gather needs it;
+`set_post_optim_event` names the moment to wait for instead (RULES R33). With
+
+    from     the later of the optimizer's end and the all-gather's issue
+    delay    what passes from there to the start of its copy-in, less other communication
+
+an event behind the optimizer lets the all-gather run beside that work: the step is shorter by the
+smaller of the delay and what the all-gather was waited for.
+
+Source: `FSDPState._root_pre_forward` and `FSDPModule.set_post_optim_event`, torch 2.13.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventKind, Phase
+from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.statistics import median, percentile
+from fsdp_inspect.trace.steps import timed_rank
+from fsdp_inspect.trace.tables import MISSING_INT, EventTable
+
+MIN_STEPS = 3
+"""So many steps that follow a step are needed for an answer."""
+_KINDS = frozenset(
+    {
+        *COLLECTIVES,
+        EventKind.STEP,
+        EventKind.BETWEEN_STEPS,
+        EventKind.OPTIMIZER,
+        EventKind.ALL_GATHER_COPY_IN,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DelayedGather:
+    """The first all-gather behind one optimizer step; times in ns from the start of its step."""
+
+    step: int
+    fqn: str
+    issue_ns: int
+    start_ns: int
+    """Of its copy-in, where that was seen."""
+    end_ns: int
+    optimizer_end_ns: int
+    """Below 0: in the step before."""
+    delay_ns: int
+    exposed_ns: int
+    """How long it was waited for."""
+
+    @property
+    def gain_ns(self) -> int:
+        """What the step loses to it."""
+        return min(self.delay_ns, self.exposed_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerWait:
+    """How long the first all-gathers of one rank waited for work behind the optimizer."""
+
+    rank: int
+    delay_ns: int
+    """Median over the steps."""
+    gain_ns: int
+    """Median over the steps of the smaller of the delay and the wait for it."""
+    gain_low_ns: int
+    """Tenth percentile over the steps."""
+    gain_high_ns: int
+    """Ninetieth percentile over the steps."""
+    gathers: tuple[DelayedGather, ...]
+    """One for each step that was looked at, the longest delay first."""
+
+
+def measure_optimizer_wait(run: RunSource, *, rank: int | None = None) -> OptimizerWait | None:
+    """How long the first all-gather of a step waits for work that follows the optimizer.
+
+    Args:
+        run: A run on a device with streams.
+        rank: Default the median rank.
+
+    Returns:
+        None on CPU, where nothing runs beside the main thread's order, and where fewer than
+        `MIN_STEPS` pairs of an optimizer and the all-gather behind it were seen.
+
+    Raises:
+        IncompleteRunError: The run holds nothing of that rank.
+    """
+    member = timed_rank(run, rank)
+    if member is None or run.manifest.device_type == "cpu":
+        return None
+    events = run.events(member.rank, steps=member.steps.tolist(), kinds=sorted(_KINDS))
+    fqns = {unit.index: unit.fqn for unit in run.manifest.units}
+    gathers = [found for found in _find_gathers(events, fqns) if found is not None]
+    if len(gathers) < MIN_STEPS:
+        return None
+    gains = [each.gain_ns for each in gathers]
+    return OptimizerWait(
+        rank=member.rank,
+        delay_ns=median([each.delay_ns for each in gathers]) or 0,
+        gain_ns=median(gains) or 0,
+        gain_low_ns=percentile(gains, 10) or 0,
+        gain_high_ns=percentile(gains, 90) or 0,
+        gathers=tuple(sorted(gathers, key=lambda each: -each.delay_ns)),
+    )
+
+
+def _find_gathers(events: EventTable, fqns: dict[int, str]) -> list[DelayedGather | None]:
+    """What follows each optimizer step, up to the next one."""
+    updates = events.where(events.kind == EventKind.OPTIMIZER)
+    updates = updates.where(np.argsort(updates.end_ns, kind="stable"))
+    gathers = events.where(
+        (events.kind == EventKind.ALL_GATHER)
+        & (events.unit != NO_UNIT)
+        & (events.phase == Phase.FORWARD)
+    )
+    first = np.searchsorted(gathers.start_ns, updates.end_ns)
+    found = []
+    for position in np.unique(first[first < len(gathers)]).tolist():
+        # Several optimizers of one step end one behind the other: the last one counts.
+        last = int(np.flatnonzero(first == position)[-1])
+        is_next = 0 <= gathers.step[position] - updates.step[last] <= 1
+        if is_next:
+            gather = gathers.where(np.array([position]))
+            found.append(_follow(events, gather, int(updates.end_ns[last]), fqns))
+    return found
+
+
+def _follow(
+    events: EventTable, gather: EventTable, optimizer_end: int, fqns: dict[int, str]
+) -> DelayedGather | None:
+    """The all-gather behind an optimizer step; None where something else lies between them."""
+    step, unit = int(gather.step[0]), int(gather.unit[0])
+    between = (events.start_ns >= optimizer_end) & (events.start_ns <= gather.start_ns[0])
+    if np.any(between & (events.phase == Phase.EVALUATION)):
+        return None
+    copies = events.where(
+        between & (events.kind == EventKind.ALL_GATHER_COPY_IN) & (events.unit == unit)
+    )
+    begin = int(min(copies.start_ns.min(initial=gather.start_ns[0]), gather.start_ns[0]))
+    issue = int(min(copies.issue_ns.min(initial=gather.issue_ns[0]), gather.issue_ns[0]))
+    since = max(optimizer_end, issue)
+    others = events.where(between & np.isin(events.kind, list(COLLECTIVES)))
+    others = others.where(others.start_ns < gather.start_ns[0])
+    busy = Intervals.of(others.start_ns, others.end_ns).clip(since, max(begin, since))
+    steps = events.where((events.kind == EventKind.STEP) & (events.step == step))
+    origin = int(steps.start_ns.min(initial=begin))
+    return DelayedGather(
+        step=step,
+        fqn=fqns.get(unit, ""),
+        issue_ns=issue - origin,
+        start_ns=begin - origin,
+        end_ns=int(gather.end_ns[0]) - origin,
+        optimizer_end_ns=optimizer_end - origin,
+        delay_ns=max(begin - since, 0) - busy.duration_ns,
+        exposed_ns=_waited_ns(gather),
+    )
+
+
+def _waited_ns(gather: EventTable) -> int:
+    """From the start of the wait, but not before its own start, to its end."""
+    need, start, end = (
+        int(column[0]) for column in (gather.need_ns, gather.start_ns, gather.end_ns)
+    )
+    return max(end - max(start, need), 0) if need != MISSING_INT else end - start

@@ -1,0 +1,140 @@
+"""Do ranks pass activations on, and is every unit gathered again for each microbatch?
+
+A pipeline shows in sends and receives between ranks. Its schedule runs several forwards before
+their backwards, and with `reshard_after_forward=True` each of them gathers its unit again, in
+backward once more: all-gathers = microbatches x units (RULES R31). Kept unsharded, a unit is
+gathered once a step.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Phase
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.statistics import median
+from fsdp_inspect.trace.steps import RankSteps, sum_per_step, timed_rank
+from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.trace.waits import Waits, read_waits
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedUnit:
+    """A unit that is gathered more than once a step; medians over the timed steps."""
+
+    fqn: str
+    forwards_per_step: int
+    gathers_per_step: int
+    unsharded_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A run whose ranks send to each other; medians over the timed steps of one rank."""
+
+    rank: int
+    transfers_per_step: int
+    """Sends and receives."""
+    forwards_per_step: int
+    """Of a unit; the median over units. 0: the source does not tell."""
+    units: tuple[RepeatedUnit, ...]
+    """Those that every one of several forwards gathers again."""
+    repeated_gathers_per_step: int
+    """All-gathers of these units beyond the first of each in a step."""
+    repeated_ns: int
+    """How long they are under way, per step."""
+    repeated_exposed_ns: int
+    """How long they are waited for, per step; what is waited for at once is charged once."""
+
+
+def measure_pipeline(run: RunSource, *, rank: int | None = None) -> Pipeline | None:
+    """Whether a run is a pipeline, and what it gathers in vain.
+
+    Args:
+        run: A recorded run.
+        rank: Default the median rank.
+
+    Returns:
+        None if no timed step holds a send or a receive.
+
+    Raises:
+        IncompleteRunError: The run holds nothing of that rank.
+    """
+    member = timed_rank(run, rank)
+    if member is None:
+        return None
+    kinds = (EventKind.POINT_TO_POINT, EventKind.FORWARD)
+    events = run.events(member.rank, steps=member.steps.tolist(), kinds=kinds)
+    transfers = events.where(events.kind == EventKind.POINT_TO_POINT)
+    if len(transfers) == 0:
+        return None
+    waits = read_waits(run, member)
+    forwards = _forwards(events)
+    counts = {unit: _per_step(forwards, member, unit) for unit in np.unique(forwards.unit).tolist()}
+    repeated = _repeated(run, member, waits.collectives, counts)
+    surplus = waits.where(_beyond_first(waits.collectives, [unit for unit, _ in repeated]))
+    return Pipeline(
+        rank=member.rank,
+        transfers_per_step=median(_count(transfers, member)) or 0,
+        forwards_per_step=median(list(counts.values())) or 0,
+        units=tuple(row for _, row in repeated),
+        repeated_gathers_per_step=median(_count(surplus.collectives, member)) or 0,
+        repeated_ns=_typical(surplus, surplus.collectives.end_ns - surplus.turn_ns, member),
+        repeated_exposed_ns=_typical(surplus, surplus.share_by_cause_ns.sum(axis=1), member),
+    )
+
+
+def _forwards(events: EventTable) -> EventTable:
+    """Of units, without those that checkpointing repeats."""
+    is_own = (events.kind == EventKind.FORWARD) & (events.unit != NO_UNIT)
+    is_own &= (events.phase == Phase.FORWARD) & ((events.flags & EventFlag.RECOMPUTE) == 0)
+    return events.where(is_own)
+
+
+def _count(events: EventTable, member: RankSteps) -> NDArray[np.int64]:
+    return sum_per_step(events.step, np.ones(len(events), dtype=np.int64), member.steps)
+
+
+def _per_step(events: EventTable, member: RankSteps, unit: int) -> int:
+    return median(_count(events.where(events.unit == unit), member)) or 0
+
+
+def _repeated(
+    run: RunSource, member: RankSteps, collectives: EventTable, forwards: dict[int, int]
+) -> list[tuple[int, RepeatedUnit]]:
+    """Units that run forward several times a step, and are gathered for each of these."""
+    gathers = collectives.where(collectives.kind == EventKind.ALL_GATHER)
+    in_forward = gathers.where(gathers.phase == Phase.FORWARD)
+    return [
+        (
+            unit.index,
+            RepeatedUnit(
+                fqn=unit.fqn,
+                forwards_per_step=forwards[unit.index],
+                gathers_per_step=_per_step(gathers, member, unit.index),
+                unsharded_bytes=unit.unsharded_bytes,
+            ),
+        )
+        for unit in run.manifest.units
+        if forwards.get(unit.index, 0) > 1
+        and _per_step(in_forward, member, unit.index) >= forwards[unit.index]
+    ]
+
+
+def _beyond_first(collectives: EventTable, units: list[int]) -> NDArray[np.bool_]:
+    """All-gathers of some units that are not the first of their unit in their step."""
+    mine = np.isin(collectives.unit, units) & (collectives.kind == EventKind.ALL_GATHER)
+    chosen = np.flatnonzero(mine & (collectives.phase != Phase.EVALUATION))
+    order = chosen[np.lexsort((collectives.start_ns[chosen], collectives.unit[chosen],
+                               collectives.step[chosen]))]  # fmt: skip
+    step, unit = collectives.step[order], collectives.unit[order]
+    is_again = np.zeros(len(order), dtype=bool)
+    is_again[1:] = (step[1:] == step[:-1]) & (unit[1:] == unit[:-1])
+    surplus = np.zeros(len(collectives), dtype=bool)
+    surplus[order[is_again]] = True
+    return surplus
+
+
+def _typical(waits: Waits, durations_ns: NDArray[np.int64], member: RankSteps) -> int:
+    return median(sum_per_step(waits.collectives.step, durations_ns, member.steps)) or 0

@@ -1,0 +1,80 @@
+"""Lines of torch that make a change by hand: they are Python, and name the right modules."""
+
+import ast
+
+import pytest
+
+from fsdp_inspect.advice.choices import Choice
+from fsdp_inspect.advice.snippets import write_snippet
+from fsdp_inspect.trace.plan import Checkpointing, Plan, UnitPlan
+
+NAMES = ("embedding", *(f"layers.{at}" for at in range(5)))
+PLAN = Plan(units=tuple(UnitPlan(modules=(name,)) for name in (*NAMES, "")))
+
+
+def kept(*names: str) -> Plan:
+    units = tuple(
+        unit.model_copy(update={"reshard_after_forward": False}) if unit.name in names else unit
+        for unit in PLAN.units
+    )
+    return PLAN.model_copy(update={"units": units})
+
+
+@pytest.mark.parametrize(
+    ("choice", "line"),
+    [
+        (Choice(reshard=False), "fully_shard(module, mesh=mesh, reshard_after_forward=False)"),
+        (Choice(reduce_buffers=2), "model.set_reduce_scatter_max_input_buffers(2)"),
+        (Choice(separate_reduce_group=True), "model.set_separate_reduce_scatter_group(True)"),
+        (Choice(async_gathers=True), "model._set_unshard_async_op(True)"),
+        (Choice(accumulation_sync="last"), "model.set_requires_gradient_sync(is_last_microbatch)"),
+        (Choice(accumulation_sync="every"), "model.set_requires_gradient_sync(True)"),
+        (Choice(keep_between_microbatches=True), "model.set_reshard_after_backward(False)"),
+        (Choice(param_dtype="bfloat16"), "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
+    ],
+)
+def test_a_setting_of_all_units_is_one_line(choice: Choice, line: str):
+    snippet = write_snippet(choice, PLAN, PLAN)
+    assert line in snippet
+    ast.parse(snippet)
+
+
+def test_prefetch_lists_the_units_in_the_order_of_the_pass():
+    forward = write_snippet(Choice(forward_prefetch=2), PLAN, PLAN)
+    backward = write_snippet(Choice(backward_prefetch=1), PLAN, PLAN)
+    for snippet in (forward, backward):
+        ast.parse(snippet)
+    assert 'f"layers.{at}" for at in range(0, 5)' in forward
+    assert "set_modules_to_forward_prefetch(units[at + 1 : at + 1 + 2])" in forward
+    assert 'f"layers.{at}" for at in range(4, -1, -1)' in backward
+
+
+def test_kept_units_are_named():
+    snippet = write_snippet(Choice(num_kept=2), PLAN, kept("layers.3", "layers.4"))
+    assert "for name in ['layers.3', 'layers.4']:" in snippet
+    assert "set_reshard_after_forward(False, recurse=False)" in snippet
+    ast.parse(snippet)
+
+
+def test_new_units_are_sharded_inner_ones_first_and_the_rest_is_counted():
+    merged = PLAN.merge(["layers.0", "layers.1"])
+    snippet = write_snippet(Choice(grouping="merge"), PLAN, merged)
+    expected = "fully_shard([model.get_submodule(name) for name in ['layers.0', 'layers.1']]"
+    assert expected in snippet
+    ast.parse(snippet)
+    alone = Plan(units=(UnitPlan(modules=("",)),))
+    many = write_snippet(Choice(grouping="each"), alone, PLAN)
+    assert "# and 2 more alike: the plan file lists them" in many
+
+
+def test_no_change_has_no_lines():
+    assert write_snippet(Choice(), PLAN, PLAN) == ""
+
+
+def test_checkpointed_modules_are_wrapped_before_they_are_sharded():
+    blocks = tuple(f"layers.{at}" for at in range(5))
+    after = PLAN.model_copy(update={"checkpointing": Checkpointing(full=blocks)})
+    snippet = write_snippet(Choice(checkpointing="full"), PLAN, after)
+    assert 'f"layers.{at}" for at in range(0, 5)' in snippet
+    assert "checkpoint_wrapper(getattr(module, child))" in snippet
+    ast.parse(snippet)

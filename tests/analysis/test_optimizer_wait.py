@@ -1,0 +1,67 @@
+"""The first all-gather of a step, and the work that it waits for behind the optimizer."""
+
+import pytest
+
+from fsdp_inspect.analysis.optimizer_wait import measure_optimizer_wait
+from fsdp_inspect.trace.codes import EventKind, Phase, Stream
+from tests.builders import RunBuilder
+
+
+def run_of(*, delay: int, issue: int = -40, steps: int = 5, **manifest):
+    """Steps of 1000 whose optimizer ends 100 before them; the gather starts `delay` behind it."""
+    builder = RunBuilder(**{"device_type": "cuda", **manifest})
+    rank = builder.rank(0)
+    for number in range(steps):
+        at = 1000 * number
+        rank.step(number, at, at + 1000)
+        gather = at - 100 + delay
+        rank.add(
+            EventKind.ALL_GATHER_COPY_IN, gather, gather + 5, unit="layers.0", phase=Phase.FORWARD,
+            stream=Stream.ALL_GATHER_COPY_IN, issue_ns=at + issue,
+        )  # fmt: skip
+        rank.all_gather("layers.0", gather + 5, gather + 65, issue_ns=at + issue, need=gather)
+        rank.forward("layers.0", gather + 65, gather + 165)
+        rank.optimizer(at + 850, at + 900)
+    return builder.build()
+
+
+def test_the_delay_is_from_the_optimizers_end_to_the_copy_in():
+    found = measure_optimizer_wait(run_of(delay=130, issue=-300))
+    assert (found.delay_ns, len(found.gathers)) == (130, 4)
+    first = found.gathers[0]
+    assert (first.fqn, first.optimizer_end_ns, first.start_ns, first.exposed_ns) == (
+        "layers.0", -100, 30, 60,
+    )  # fmt: skip
+
+
+def test_the_gain_is_no_more_than_what_the_gather_is_waited_for():
+    found = measure_optimizer_wait(run_of(delay=130, issue=-300))
+    assert (found.gain_low_ns, found.gain_ns, found.gain_high_ns) == (60, 60, 60)
+
+
+def test_what_the_host_had_not_issued_is_no_wait_for_other_work():
+    assert measure_optimizer_wait(run_of(delay=130, issue=20)).delay_ns == 10
+
+
+@pytest.mark.parametrize(
+    ("steps", "device"), [(3, "cuda"), (5, "cpu")], ids=["too few steps", "no streams"]
+)
+def test_there_is_no_answer(steps: int, device: str):
+    assert measure_optimizer_wait(run_of(delay=130, steps=steps, device_type=device)) is None
+
+
+def test_a_step_that_is_left_out_does_not_lie_between_two_others():
+    run = run_of(delay=130, issue=-300, steps=8, memory_steps=[4])
+    assert sorted(each.step for each in measure_optimizer_wait(run).gathers) == [1, 2, 3, 6, 7]
+
+
+def test_communication_that_is_not_fsdps_is_no_work_behind_the_optimizer():
+    builder = RunBuilder(device_type="cuda")
+    rank = builder.rank(0)
+    for number in range(5):
+        at = 1000 * number
+        rank.step(number, at, at + 1000)
+        rank.all_reduce(None, at - 80, at - 20)
+        rank.all_gather("layers.0", at, at + 50, issue_ns=at - 300, need=at)
+        rank.optimizer(at + 850, at + 900)
+    assert measure_optimizer_wait(builder.build()).delay_ns == 40
