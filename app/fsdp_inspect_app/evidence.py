@@ -40,7 +40,7 @@ def show_findings(
     if plan_check is not None and plan_check.is_consistent is not False:
         _show_line(plan_check.sentence, "units", ())
     if not findings:
-        st.markdown(plain("Nothing stands out that a plan cannot mend."))
+        st.markdown(plain("Apart from what another plan would change, nothing stands out."))
     page_link("advice", "What to change: Advice", icon=":material/lightbulb:")
 
 

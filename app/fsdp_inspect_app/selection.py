@@ -36,6 +36,7 @@ WITH_KEY, BASELINE_KEY, PIN_KEY = "with", "baseline", "pin"
 
 _KEPT = (RUN_KEY, STEP_KEY, RANK_KEY, UNIT_KEY)
 """What a link to another page takes along."""
+_LOST = "run that is not here"
 _WRITTEN = "written to the address"
 """Session state: what the pages wrote, by parameter; another value there is a link's."""
 
@@ -124,10 +125,23 @@ def follow_run(ids: Collection[str]) -> None:
         ids: The runs of the folder, at least one.
     """
     asked = linked(RUN_KEY, ids)
-    if asked is not None and _is_new(RUN_KEY):
-        st.session_state[RUN_KEY] = asked
+    if _is_new(RUN_KEY):
+        st.session_state[_LOST] = None if asked else st.query_params.get(RUN_KEY) or None
+        if asked is not None:
+            st.session_state[RUN_KEY] = asked
     if st.session_state.get(RUN_KEY) not in ids:
         st.session_state[RUN_KEY] = asked or next(iter(ids))
+
+
+def lost_run() -> str | None:
+    """The run that a link named and that is not here, until another one is chosen."""
+    lost: str | None = st.session_state.get(_LOST)
+    return lost
+
+
+def forget_lost_run() -> None:
+    """A run that is here was chosen."""
+    st.session_state[_LOST] = None
 
 
 def page_link(page: str, label: str, *, icon: str | None = None, **selection: Value) -> None:

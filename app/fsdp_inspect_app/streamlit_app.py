@@ -10,11 +10,13 @@ import streamlit as st
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.access import require_login
 from fsdp_inspect_app.pages import SECTIONS
-from fsdp_inspect_app.selection import RUN_KEY, follow_run, link
+from fsdp_inspect_app.selection import RUN_KEY, follow_run, forget_lost_run, link, lost_run
+from fsdp_inspect_app.wording import code
 
 _HERE = Path(__file__).parent
 _ICON = str(_HERE / "icon.svg")
 _SIDEBAR_PX = 264
+_MOST_LETTERS = 200
 
 
 def pick_run() -> None:
@@ -24,8 +26,15 @@ def pick_run() -> None:
         return
     follow_run(ids)
     with st.sidebar:
-        chosen = st.selectbox("Run", ids, key=RUN_KEY)
+        chosen = st.selectbox("Run", ids, key=RUN_KEY, on_change=forget_lost_run)
     link(RUN_KEY, chosen)
+    lost = lost_run()
+    if lost is not None:
+        st.warning(
+            f"The link names {code(lost[:_MOST_LETTERS])}, and there is no such run here: this is "
+            f"{code(chosen)}\\.",
+            icon=":material/link_off:",
+        )
 
 
 st.set_page_config(

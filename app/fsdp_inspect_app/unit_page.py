@@ -14,9 +14,9 @@ from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import (
     format_bytes,
+    format_bytes_per_s,
     format_count,
     format_ns,
-    format_ratio,
     format_unit,
 )
 from fsdp_inspect.report.causes import format_cause
@@ -111,14 +111,7 @@ def _describe_waits(unit: UnitCost, waits: WaitDigest | None, digest: RunDigest)
     step = format_ns(digest.step_time_ns.median)
     if unit.exposed_ns == 0:
         return f"{name} " + plain(f"is never waited for in a step of {step}.")
-    top = waits.exposed.owners[0] if waits.exposed.owners else None
-    why = ""
-    if top is not None and top.cause_ratios:
-        cause, ratio = next(iter(top.cause_ratios.items()))
-        why = (
-            f", mostly for its {format_kind(top.kind)} in {top.phase} "
-            f"({format_ratio(ratio)} {format_cause(cause)})"
-        )
+    why = wording.describe_main_cause(waits.exposed.owners)
     return f"{name} " + plain(
         f"is waited for {format_ns(unit.exposed_ns)} of every {step} step{why}."
     )
@@ -194,8 +187,9 @@ def _show_collectives(history: UnitHistory, fits: Mapping[str, LinkFit], digest:
             frame_history(history),
             key="unit-history",
             alt=f"Duration of each collective of the unit in {history.num_steps} timed steps",
-            note="Dotted: what a message of that size takes by the run's own latency and "
-            f"bandwidth, fitted to all collectives of the kind. {provenance}",
+            note=f"{_describe_rates(history, fits)}Dotted: what a message of that size takes by "
+            f"the run's own latency and bandwidth, fitted to all collectives of the kind. "
+            f"{provenance}",
         )
     with right:
         show_chart_card(
@@ -206,6 +200,21 @@ def _show_collectives(history: UnitHistory, fits: Mapping[str, LinkFit], digest:
             alt="Durations of the unit's collectives by kind and phase: quartiles and points",
             note="Boxes: quartiles over the timed steps. The table sets them beside the run's fit.",
         )
+
+
+def _describe_rates(history: UnitHistory, fits: Mapping[str, LinkFit]) -> str:
+    """How fast its messages travel, beside what the run's fit says of messages of that size."""
+    rates = []
+    for one in history.histories:
+        name = name_history(one)
+        if one.bus_bytes_per_s is None or one.bytes is None:
+            continue
+        rate = f"{name} {format_bytes_per_s(one.bus_bytes_per_s)}"
+        if name in fits:
+            expected = fits[name].predict_bus_bytes_per_s(one.bytes)
+            rate += f" (fit {format_bytes_per_s(expected)})"
+        rates.append(rate)
+    return f"Bus bandwidth, medians: {'; '.join(rates)}. " if rates else ""
 
 
 def _show_prefetch(waits: WaitDigest | None) -> None:

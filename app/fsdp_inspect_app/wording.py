@@ -6,9 +6,13 @@ Names come from whoever recorded the run. Markdown and chart labels must show th
 
 import html
 import re
+from collections.abc import Sequence
 
+from fsdp_inspect.analysis.exposed import ExposedOwner
 from fsdp_inspect.digest.run import RunDigest
-from fsdp_inspect.formatting import format_ns, format_unit
+from fsdp_inspect.formatting import format_ns, format_ratio, format_unit
+from fsdp_inspect.report.causes import format_cause
+from fsdp_inspect.report.values import format_kind
 from fsdp_inspect.report.wording import (
     describe_memory_method,
     describe_methods,
@@ -21,6 +25,7 @@ from fsdp_inspect.report.wording import (
 
 __all__ = [
     "code",
+    "describe_main_cause",
     "describe_memory_method",
     "describe_methods",
     "describe_plan",
@@ -71,8 +76,26 @@ def describe_units(digest: RunDigest) -> str:
         return "This model has no FSDP unit\\."
     if top.exposed_ns == 0:
         return plain(f"No unit's communication is waited for: all {len(digest.units)} hide it.")
+    owners = digest.exposed.owners if digest.exposed else ()
+    why = describe_main_cause([owner for owner in owners if owner.fqn == top.fqn])
     return (
         plain(f"{format_ns(top.exposed_ns)} of every {format_ns(digest.step_time_ns.median)} step ")
         + f"are spent waiting for {code(format_unit(top.fqn))}"
-        + plain(f", more than for any other of the {len(digest.units)} units.")
+        + plain(f"{why}. No other of the {len(digest.units)} units takes more.")
+    )
+
+
+def describe_main_cause(owners: Sequence[ExposedOwner]) -> str:
+    """Why one unit is waited for: `, mostly for its all-gather in forward (98.0 % late issue)`.
+
+    Args:
+        owners: The waits for it, longest first.
+    """
+    if not owners or not owners[0].cause_ratios:
+        return ""
+    top = owners[0]
+    cause, ratio = next(iter(top.cause_ratios.items()))
+    return (
+        f", mostly for its {format_kind(top.kind)} in {top.phase} "
+        f"({format_ratio(ratio)} {format_cause(cause)})"
     )

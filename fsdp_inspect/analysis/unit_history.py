@@ -17,7 +17,7 @@ import numpy as np
 from fsdp_inspect.trace.bandwidth import bus_bytes_per_s
 from fsdp_inspect.trace.codes import EventKind, Method, Phase
 from fsdp_inspect.trace.run import RunSource, Unit
-from fsdp_inspect.trace.statistics import Distribution
+from fsdp_inspect.trace.statistics import Distribution, median
 from fsdp_inspect.trace.steps import timed_rank
 from fsdp_inspect.trace.tables import EventTable
 from fsdp_inspect.trace.waits import Waits, read_waits
@@ -59,6 +59,8 @@ class CollectiveHistory:
     """How the times were obtained; several with `, `."""
     duration_ns: Distribution
     """Over the collectives (its `num_steps` counts them)."""
+    bus_bytes_per_s: int | None
+    """Their median bus bandwidth; None where nothing travels, or the sizes are not known."""
     collectives: tuple[OneCollective, ...]
     """In the order of issue."""
 
@@ -157,6 +159,7 @@ def _history(waits: Waits, run: RunSource) -> CollectiveHistory | None:
         bytes=largest if largest >= 0 else None,
         method=", ".join(Method(method).label for method in np.unique(events.method).tolist()),
         duration_ns=spread,
+        bus_bytes_per_s=median(np.rint(rates[np.isfinite(rates)]).astype(np.int64)),
         collectives=tuple(
             OneCollective(step, duration, exposed, rate if np.isfinite(rate) else None)
             for step, duration, exposed, rate in zip(

@@ -169,8 +169,7 @@ def _fitted(row: dict[str, int], bandwidth: Bandwidth | None) -> float | None:
     kind = EventKind(row["kind"]).label
     for member in bandwidth.kinds:
         if (member.kind, member.group) == (kind, row["group"]) and member.link is not None:
-            predicted = member.link.predict_ns(row["bytes"])
-            return row["bytes"] * member.link.bus_factor / predicted * 1e9 if predicted else None
+            return member.link.predict_bus_bytes_per_s(row["bytes"])
     return None
 
 

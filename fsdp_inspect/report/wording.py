@@ -14,6 +14,9 @@ from fsdp_inspect.report.values import format_kind, format_method
 from fsdp_inspect.trace.repeats import Judgement, Telling
 from fsdp_inspect.trace.run import RunManifest
 
+_NO_NETWORK = "fake"
+"""The backend of torch that an emulated run uses: its collectives move nothing."""
+
 
 def name_category(category: str) -> str:
     """A memory category as the field writes it: `all-gather buffer`."""
@@ -43,11 +46,12 @@ def _describe_reshard(manifest: RunManifest) -> str:
 def describe_run(digest: RunDigest) -> str:
     """What ran where: `2 ranks · gloo · cpu · Decoder, 1.24M parameters`."""
     identity = digest.identity
+    backend = "emulated" if digest.backend == _NO_NETWORK else digest.backend
     ranks = f"{digest.world_size} {'rank' if digest.world_size == 1 else 'ranks'}"
     model = identity.model
     if model and identity.num_parameters:
         model += f", {format_count(identity.num_parameters)} parameters"
-    facts = [ranks, digest.backend, identity.device_name or identity.device_type, model]
+    facts = [ranks, backend, identity.device_name or identity.device_type, model]
     return " · ".join(fact for fact in facts if fact)
 
 

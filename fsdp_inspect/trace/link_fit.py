@@ -57,6 +57,11 @@ class LinkFit:
         """The typical duration of a message."""
         return self.latency_ns + message_bytes * self.bus_factor / self.bus_bytes_per_s * 1e9
 
+    def predict_bus_bytes_per_s(self, message_bytes: float) -> float | None:
+        """The bus bandwidth of a typical message, latency included; None if it takes no time."""
+        typical = self.predict_ns(message_bytes)
+        return message_bytes * self.bus_factor / typical * 1e9 if typical else None
+
     def predict_interval_ns(self, message_bytes: float) -> tuple[float, float]:
         """Where the durations of 8 in 10 messages of that size lie.
 

@@ -284,6 +284,13 @@ def test_overview_shares_its_address_and_exports_the_run(shown):
     assert labels[:2] == ["Report (HTML, one file)", "All numbers (JSON)"]
 
 
+def test_a_link_to_a_run_that_is_not_here_says_so_until_another_is_chosen(open_app, runs_folder):
+    app = open_app(runs_folder, "overview", run="last-weeks")
+    assert "The link names `last-weeks`, and there is no such run here" in read(app)
+    app.selectbox(key="run").set_value("whole").run()
+    assert "last-weeks" not in read(app)
+
+
 def test_findings_lead_to_the_page_that_shows_them(shown):
     text = read(shown("overview", "whole"))
     assert "The run did what its plan says" in text

@@ -8,8 +8,10 @@ from fsdp_inspect_app.charts.ranks import draw_grid, draw_rank_steps
 from fsdp_inspect_app.frames.ranks import frame_grid, frame_rank_steps, unit_of_grid
 
 from fsdp_inspect import open_run
+from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.analysis.rank_grid import GRID_METRICS, measure_rank_grid
 from fsdp_inspect.analysis.ranks import measure_ranks
+from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.report import ranks_wording
 from tests.app.test_pages import SAMPLES, read
 
@@ -60,6 +62,19 @@ def test_the_map_shows_what_is_chosen(open_app, runs_folder, measure):
     assert "by rank and step" in read(app)
 
 
+def test_a_link_opens_one_step_of_one_rank(open_app, sample):
+    app = open_app(SAMPLES, "ranks", run=SAMPLE, rank="2", step="7")
+    assert not app.exception
+    breakdown = measure_step_breakdown(sample, rank=2, step=7)
+    assert f"Step 7: {format_ns(breakdown.step_time_ns)}" in read(app)
+    [picker] = [box for box in app.selectbox if box.label == "Step in detail"]
+    assert picker.value == 7
+    median = next(option for option in picker.options if option.endswith("(median)"))
+    picker.set_value(int(median.split(" ")[0])).run()
+    assert "Its median step" in read(app)
+    assert "step" not in app.query_params
+
+
 @pytest.mark.parametrize("run", ["failed", "partial", "no-steps"])
 def test_a_damaged_run_shows_what_there_is(shown, run):
     app = shown("ranks", run)
@@ -77,17 +92,23 @@ def test_the_table_of_the_map_is_sent_only_once_it_is_opened(open_app):
 
 
 def test_the_map_is_drawn_in_cividis_with_small_numbers(grid):
-    heatmap = draw_grid(grid, marked=1).data[0]
+    heatmap = draw_grid(grid, rank=1).data[0]
     assert heatmap.z.dtype == np.float32
     assert heatmap.z.shape == (4, 25)
     assert heatmap.colorscale[0][1] == "#00224e"
     assert (heatmap.zmin, heatmap.zmax) == (grid.low / 1e6, grid.high / 1e6)
 
 
+def test_the_cell_that_is_shown_lies_between_two_pairs_of_lines(grid):
+    lines = draw_grid(grid, rank=1, step=7).layout.shapes[-4:]
+    assert [line.y0 for line in lines[:2]] == [0.5, 1.5]
+    assert [line.x0 for line in lines[2:]] == [6.5, 7.5]
+
+
 def test_ranks_and_steps_with_gaps_keep_cells_of_one_size(sample):
     lateness = measure_rank_grid(sample, metric="lateness_ns")
     with_gap = dataclasses.replace(lateness, ranks=(0, 1, 2, 9))
-    figure = draw_grid(with_gap, marked=9)
+    figure = draw_grid(with_gap, rank=9)
     assert figure.data[0].y == ("0", "1", "2", "9")
     assert figure.layout.shapes[-1].y0 == 3.5
 

@@ -20,9 +20,11 @@ from playwright.sync_api import sync_playwright
 
 from fsdp_inspect.store.folder import list_runs
 from tests.browser.conftest import CHROMIUM_ARGUMENTS, SAMPLES, Dashboard, Scheme, serve
+from tests.browser.states import write_traces
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 WIDTH, TALLEST = 1280, 1500
+_SEVERAL_RANKS = "hsdp-4-ranks"
 TRAINING = (
     *("--preset", "tiny", "--emulate", "world_size=8,bandwidth=100MB/s,latency=500us"),
     *("--fixed-compute", "forward=6ms,backward=12ms"),
@@ -55,6 +57,7 @@ def record_runs(runs: Path) -> tuple[str, str]:
     """The samples and two emulated runs; returns the ids of the latter."""
     for sample in list_runs(SAMPLES):
         shutil.copytree(sample.path, runs / sample.path.parent.name)
+    write_traces(runs / "traces")
     before = {entry.id for entry in list_runs(runs)}
     found = []
     for settings in ((), ("--forward-prefetch", "1")):
@@ -80,15 +83,14 @@ def training(runs: Path, *settings: str) -> "Iterator[subprocess.Popen[bytes]]":
 
 def picture_pages(dashboard: Dashboard, scheme: Scheme, base: str, other: str, out: Path) -> None:
     dashboard.look(WIDTH, scheme)
-    sample = next(e.id for e in list_runs(SAMPLES) if "hsdp" in str(e.path))
     pages = {
-        "runs": ("runs", {}),
+        "runs": ("", {}),
         "overview": ("overview", {"run": base}),
         "timeline": ("timeline", {"run": base}),
         "units": ("units", {"run": base}),
         "unit": ("units", {"run": base, "unit": "layers.1"}),
         "memory": ("memory", {"run": base}),
-        "ranks": ("ranks", {"run": sample}),
+        "ranks": ("ranks", {"run": _SEVERAL_RANKS}),
         "compare": ("compare", {"run": base, "with": other, "baseline": base}),
         "advice": ("advice", {"run": base}),
         "what-if": ("what_if", {"run": base, "forward_prefetch": "1"}),
@@ -120,7 +122,8 @@ def save(dashboard: Dashboard, path: Path) -> None:
     dashboard.screenshot(path)
     with Image.open(path) as picture:
         cut = picture.crop((0, 0, picture.width, min(picture.height, TALLEST)))
-        cut.convert("RGB").quantize(256).save(path, optimize=True)
+        colours = Image.Quantize.MAXCOVERAGE  # keeps those that cover little, as a legend does
+        cut.convert("RGB").quantize(256, colours).save(path, optimize=True)
 
 
 def free_port() -> int:

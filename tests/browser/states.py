@@ -80,6 +80,12 @@ def _change(file: Path, **fields: object) -> None:
 
 
 def write_imported(path: Path, traces: Path) -> None:
+    """A run of traces."""
+    write_traces(traces)
+    import_traces(traces, path)
+
+
+def write_traces(traces: Path) -> None:
     """Two ranks of FSDP2 as torch.profiler would have traced them."""
     traces.mkdir()
     for rank in range(2):
@@ -87,7 +93,6 @@ def write_imported(path: Path, traces: Path) -> None:
         for step in range(3):
             fsdp2_step(trace, at=1000 * step)
         trace.write(traces / f"rank{rank}.json")
-    import_traces(traces, path)
 
 
 def write_many_ranks(path: Path, few: Path) -> None:

@@ -57,6 +57,7 @@ _MOST_OTHERS = 7
 _MOST_UNITS = 40
 _MOST_LOOKED_AT = 60  # manifests read to find a run that is worth comparing
 _SIDES_IN_A_ROW = 4
+_ORDER_KEY, _BY_EXECUTION = "order", "execution"
 _MEASURES = {
     UnitMeasure.EXPOSED: "exposed",
     UnitMeasure.ALL_GATHER: "all-gather",
@@ -276,9 +277,6 @@ def _show_steps(contents: ComparisonContents) -> None:
         show_empty_card("Where their steps go", "No side has a step that counts.", key="steps")
         return
     listed = "; ".join(f"{label} {format_ns(step.step_time_ns)}" for label, step in steps)
-    provenance = wording.describe_provenance(
-        contents.digests[0].provenance, "step", "forward", "backward", "all_gather"
-    )
     show_chart_card(
         "Where their steps go, on one scale",
         draw_steps(
@@ -288,8 +286,20 @@ def _show_steps(contents: ComparisonContents) -> None:
         key="steps",
         alt=f"One bar for the median step of each side: {listed}",
         note="The median step of each side's median run: real steps, whose parts add up. "
-        f"Hatched: standing still for communication. A: {provenance}",
+        f"Hatched: standing still for communication. {_describe_origins(contents)}",
     )
+
+
+def _describe_origins(contents: ComparisonContents) -> str:
+    """How the steps of each side were obtained; said once where it is the same for all."""
+    origins = [
+        wording.describe_provenance(digest.provenance, "step", "forward", "backward", "all_gather")
+        for digest in contents.digests
+    ]
+    if len(set(origins)) == 1:
+        return f"All sides: {origins[0]}"
+    labels = [side.label for side in contents.comparison.sides]
+    return " ".join(f"{label}: {origin}" for label, origin in zip(labels, origins, strict=True))
 
 
 def _pick_side(comparison: Comparison) -> int:
@@ -377,7 +387,7 @@ def _show_units(comparison: Comparison, other: int) -> None:
     with left:
         measure = _pick_measure()
     with right:
-        is_sorted = st.toggle("Largest change first", value=True, key="by-change")
+        is_sorted = _ask_order()
     labels = (comparison.sides[0].label, comparison.sides[other].label)
     changes = find_unit_changes(comparison.units, measure, other, largest_first=is_sorted)
     known = [change for change in changes if change.change is not None]
@@ -397,6 +407,14 @@ def _show_units(comparison: Comparison, other: int) -> None:
         note=f"{more}Units are aligned by their modules, also where the sides cut them "
         "differently. Left and blue: less; right and orange: more. Of each side's median run.",
     )
+
+
+def _ask_order() -> bool:
+    """Whether the largest changes come first; else the units are in order of execution."""
+    follow(_ORDER_KEY, _ORDER_KEY, {_BY_EXECUTION: False}, True)
+    is_sorted = st.toggle("Largest change first", key=_ORDER_KEY)
+    link(_ORDER_KEY, None if is_sorted else _BY_EXECUTION)
+    return is_sorted
 
 
 def _pick_measure() -> UnitMeasure:

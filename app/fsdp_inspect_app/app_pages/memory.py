@@ -1,17 +1,18 @@
 """What fills memory at the peak, where, how close is the limit, and does it grow?"""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import streamlit as st
 
-from fsdp_inspect.analysis.memory import PeakMoment
+from fsdp_inspect.analysis.memory import OwnerBytes, PeakMoment
 from fsdp_inspect.analysis.memory_growth import MemoryGrowth
 from fsdp_inspect.analysis.memory_step import StepMemory, measure_step_memory
 from fsdp_inspect.analysis.steps import measure_step_times
 from fsdp_inspect.digest.memory import MemoryDigest, digest_memory
 from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.formatting import format_bytes, format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import memory_wording
 from fsdp_inspect.report.values import format_metric
@@ -34,6 +35,7 @@ from fsdp_inspect_app.charts.memory import (
     draw_rank_memory,
     draw_step_memory,
 )
+from fsdp_inspect_app.clicks import Click, open_on_click
 from fsdp_inspect_app.frames.memory import (
     frame_alive,
     frame_allocator,
@@ -46,13 +48,15 @@ from fsdp_inspect_app.frames.memory import (
 from fsdp_inspect_app.selection import (
     RANK_KEY,
     STEP_KEY,
+    UNIT_KEY,
     entry_or_stop,
     follow,
     link,
     page_link,
+    switch_page,
 )
 from fsdp_inspect_app.states import show_nothing
-from fsdp_inspect_app.wording import plain
+from fsdp_inspect_app.wording import code, plain
 
 _MOST_OWNERS = 16
 _TILES = (
@@ -219,14 +223,29 @@ def _show_peak(digest: MemoryDigest) -> None:
             alt=f"Bars of what each unit owns at the peak; the largest is "
             f"{name_place(owners[0].fqn)} with {format_bytes(owners[0].bytes)}",
             note=f"Reached {place}. By the unit that allocated it, the largest "
-            f"{len(owners)} of {len(peak.owners)}. {memory_wording.describe_counting(digest)}",
+            f"{len(owners)} of {len(peak.owners)}. Click a bar for its unit. "
+            f"{memory_wording.describe_counting(digest)}",
         )
+        open_on_click("chart-memory-alive", partial(_open_owner, owners))
+        if owners[0].fqn is not None:
+            name = format_unit(owners[0].fqn)
+            page_link(
+                "units", f"The largest: {code(name)}", icon=":material/stacks:", **{UNIT_KEY: name}
+            )
     with right:
         _show_places(digest)
     with show_card("What is alive at the peak, unit by category", key="memory-owners") as header:
         with header:
             show_csv_button(frame, key="memory-owners-rows")
         show_table(frame, key="memory-owners-table")
+
+
+def _open_owner(owners: Sequence[OwnerBytes], click: Click) -> None:
+    """To the page of the unit whose bar was clicked."""
+    row = click.row()
+    fqn = owners[row].fqn if row is not None and 0 <= row < len(owners) else None
+    if fqn is not None:
+        switch_page("units", **{UNIT_KEY: format_unit(fqn)})
 
 
 def _show_owners_missing(peak: PeakMoment) -> None:
@@ -271,8 +290,16 @@ def _show_growth(entry: RunEntry, digest: MemoryDigest, most_grown: MemoryGrowth
         frame_growth(steps),
         key="memory-growth",
         alt=f"Highest memory of {len(steps)} steps, and what each leaves allocated. {verdict}",
-        note=verdict,
+        note=f"{verdict} Click a step to look into it.",
     )
+    open_on_click("chart-memory-growth", partial(_open_step, {step.step for step in steps}))
+
+
+def _open_step(steps: Collection[int], click: Click) -> None:
+    """To the step that was clicked."""
+    step = click.column()
+    if step in steps:
+        switch_page("memory", **{STEP_KEY: step})
 
 
 def _show_ranks(digest: MemoryDigest) -> None:
@@ -284,8 +311,17 @@ def _show_ranks(digest: MemoryDigest) -> None:
         frame_rank_memory(ranks),
         key="memory-ranks",
         alt=f"Peak memory of {len(ranks)} ranks. {spread}",
-        note=f"{spread} Highest of all steps; the larger mark is the rank that is shown.",
+        note=f"{spread} Highest of all steps; the larger mark is the rank that is shown. Click a "
+        "rank to show it.",
     )
+    open_on_click("chart-memory-ranks", partial(_open_rank, {rank.rank for rank in ranks}))
+
+
+def _open_rank(ranks: Collection[int], click: Click) -> None:
+    """To the rank that was clicked."""
+    rank = click.column()
+    if rank in ranks:
+        switch_page("memory", **{RANK_KEY: rank})
 
 
 def _show_allocator(digest: MemoryDigest) -> None:

@@ -1,8 +1,12 @@
 """What limits this run, and where does its step go?"""
 
+from collections.abc import Sequence
+from functools import partial
+
 import streamlit as st
 
 from fsdp_inspect import StoredRun
+from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.exposed import Exposed, ExposedOwner
 from fsdp_inspect.analysis.memory import PeakMoment
 from fsdp_inspect.analysis.scalars import measure_scalars
@@ -35,6 +39,7 @@ from fsdp_inspect_app.charts.overview import (
     draw_step_times,
 )
 from fsdp_inspect_app.charts.style import CONFIG
+from fsdp_inspect_app.clicks import Click, open_on_click
 from fsdp_inspect_app.evidence import page_of_limit, show_findings
 from fsdp_inspect_app.exports import show_export_button, show_share_button
 from fsdp_inspect_app.frames.overview import (
@@ -54,6 +59,7 @@ from fsdp_inspect_app.selection import (
     Value,
     entry_or_stop,
     page_link,
+    switch_page,
 )
 from fsdp_inspect_app.wording import code, plain
 
@@ -65,8 +71,9 @@ _FEW_STEPS = 3
 def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
     """Verdict, key numbers, the step, who is waited for, what stands out, and the steps."""
     manifest, times = run.manifest, loading.result_of(entry, measure_step_times)
-    header, buttons = st.columns([4, 1])
+    header, buttons = st.columns([5, 2])
     with buttons.container(horizontal=True, horizontal_alignment="right"):
+        page_link("compare", "Compare", icon=":material/compare_arrows:")
         show_share_button("overview")
         show_export_button(run, digest, times)
     with header:
@@ -82,7 +89,7 @@ def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
         _show_step_times(digest, times)
     left, right = st.columns(2)
     with left:
-        _show_verdict(digest)
+        _show_next_steps(digest)
     with right:
         _show_findings(entry, digest)
     left, right = st.columns(2)
@@ -101,22 +108,31 @@ def _find_waits(entry: RunEntry) -> WaitDigest | None:
 
 
 def _show_answer(digest: RunDigest) -> None:
-    """The verdict, and where it is to be seen."""
+    """The verdict, why, and where it is to be seen."""
     show_headline(plain(digest.verdict.sentence))
-    step, exposed = digest.breakdown, digest.exposed
-    if step is None:
-        return
-    owner = next(iter(exposed.owners), None) if exposed else None
-    page = page_of_limit(digest.verdict)
+    st.markdown(plain(digest.verdict.why))
+    if digest.breakdown is not None:
+        page = page_of_limit(digest.verdict)
+        shown = _evidence_of(page, digest.breakdown, digest)
+        page_link(page, "Show me", icon=":material/arrow_forward:", **shown)
+
+
+def _evidence_of(page: str, step: StepBreakdown, digest: RunDigest) -> dict[str, Value]:
+    """What the link to that page names, so that it shows what the verdict is about."""
+    if page == "memory":
+        return {RANK_KEY: digest.memory.peak_rank, STEP_KEY: None}
+    if page == "ranks":
+        rank = digest.verdict.numbers["straggler_rank"]
+        return {RANK_KEY: None if rank is None else int(rank), STEP_KEY: None}
     shown: dict[str, Value] = {STEP_KEY: step.step, RANK_KEY: step.rank}
-    if page == "timeline" and owner is not None and owner.fqn is not None:
+    owner = next(iter(digest.exposed.owners), None) if digest.exposed else None
+    if owner is not None and owner.fqn is not None:
         shown[UNIT_KEY] = format_unit(owner.fqn)
-    page_link(page, "Show me", icon=":material/arrow_forward:", **shown)
+    return shown
 
 
-def _show_verdict(digest: RunDigest) -> None:
-    with show_card("Why, and what to try next", key="verdict"):
-        st.markdown(plain(digest.verdict.why))
+def _show_next_steps(digest: RunDigest) -> None:
+    with show_card("What to try next", key="verdict"):
         st.markdown("\n".join(f"- {plain(step)}" for step in digest.verdict.next_steps))
 
 
@@ -237,15 +253,25 @@ def _show_owners(waits: WaitDigest | None, digest: RunDigest) -> None:
             alt=f"Bars of exposed time by unit; longest is {name_owner(top)} in {top.phase} "
             f"with {format_ns(top.exposed_ns)}",
         )
+        open_on_click("chart-owners", partial(_open_owner, exposed.owners))
         for owner in exposed.owners[:_TOP_UNITS]:
             _show_owner(owner)
         st.caption(
             plain(
                 f"Exposed per step of rank {exposed.rank}, medians. Two waits at once count for "
-                "both, so bars may add up to more than the step's exposed time. "
+                "both, so bars may add up to more than the step's exposed time. Click a bar for "
+                "its unit. "
                 + wording.describe_provenance(digest.provenance, "all_gather", "reduce_scatter")
             )
         )
+
+
+def _open_owner(owners: Sequence[ExposedOwner], click: Click) -> None:
+    """To the page of the unit whose bar was clicked."""
+    row = click.row()
+    fqn = owners[row].fqn if row is not None and 0 <= row < len(owners) else None
+    if fqn is not None:
+        switch_page("units", **{UNIT_KEY: format_unit(fqn)})
 
 
 def _show_owner(owner: ExposedOwner) -> None:
@@ -272,12 +298,21 @@ def _show_step_times(digest: RunDigest, times: StepTimes) -> None:
         key="step-times",
         alt=f"Step time of {len(times.over_steps)} steps and the exposed part of each",
         note=(
-            f"Rank {times.median_rank}; band: p10 to p90 of the timed steps. "
+            f"Rank {times.median_rank}; band: p10 to p90 of the timed steps. Click a step to see "
+            "it in the timeline. "
             if times.median_rank is not None
             else ""
         )
         + wording.describe_provenance(digest.provenance, "step"),
     )
+    open_on_click("chart-step-times", partial(_open_step, times))
+
+
+def _open_step(times: StepTimes, click: Click) -> None:
+    """To the step that was clicked, in the timeline."""
+    step = click.column()
+    if step in {point.step for point in times.over_steps}:
+        switch_page("timeline", **{STEP_KEY: step, RANK_KEY: times.median_rank, UNIT_KEY: None})
 
 
 def _show_scalars(entry: RunEntry, times: StepTimes) -> None:

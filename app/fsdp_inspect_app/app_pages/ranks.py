@@ -1,6 +1,8 @@
 """Which rank makes the others wait, what does it cost, and how do the ranks differ?"""
 
 from collections.abc import Sequence
+from functools import partial
+from math import isnan
 
 import streamlit as st
 
@@ -8,6 +10,7 @@ from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.analysis.rank_grid import RankGrid, measure_rank_grid
 from fsdp_inspect.analysis.ranks import RankRow, Ranks, measure_ranks
 from fsdp_inspect.analysis.steps import measure_step_times
+from fsdp_inspect.analysis.verdict import RankVerdict
 from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.metrics import find_metric
@@ -15,7 +18,7 @@ from fsdp_inspect.report import ranks_wording
 from fsdp_inspect.report.values import format_metric
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect.trace.run import RunManifest
-from fsdp_inspect_app import loading
+from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
     column_formats,
@@ -28,6 +31,7 @@ from fsdp_inspect_app.cards import (
 from fsdp_inspect_app.charts.overview import draw_breakdown
 from fsdp_inspect_app.charts.ranks import draw_grid, draw_rank_steps
 from fsdp_inspect_app.charts.style import CONFIG
+from fsdp_inspect_app.clicks import Click, open_on_click
 from fsdp_inspect_app.frames.overview import frame_breakdown
 from fsdp_inspect_app.frames.ranks import (
     frame_grid,
@@ -37,6 +41,7 @@ from fsdp_inspect_app.frames.ranks import (
 )
 from fsdp_inspect_app.selection import (
     RANK_KEY,
+    STEP_KEY,
     answer_or_stop,
     entry_or_stop,
     follow,
@@ -55,6 +60,7 @@ _MEASURES = {
 }
 _MEASURE_KEY = "measure"
 _MOST_REFUSALS = 4
+_PICKER_PX = 210
 _TILES = ("step_time_ns", "own_work_ns", "exposed_ns", "lateness_ns", "peak_allocated_bytes")
 
 
@@ -74,9 +80,10 @@ def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None
     with answer:
         _show_answer(ranks, rank, row)
     grid = loading.result_of(entry, measure_rank_grid, metric=measure)
+    step = None
     if rank is not None:
-        _show_rank(entry, digest, grid, rank, row)
-    _show_grid(grid, rank)
+        step = _show_rank(entry, digest, grid, rank, row)
+    _show_grid(grid, digest, rank, step)
     _show_all(ranks)
 
 
@@ -95,7 +102,13 @@ def _show_answer(ranks: Ranks, rank: int | None, row: RankRow | None) -> None:
         st.markdown("\n".join(f"- {plain(line)}" for line in details))
     if ranks.straggler is not None:
         straggler = ranks.straggler.rank
-        page_link("ranks", f"Rank {straggler} in detail", icon=":material/search:", rank=straggler)
+        page_link(
+            "ranks",
+            f"Rank {straggler} in detail",
+            icon=":material/search:",
+            rank=straggler,
+            step=None,
+        )
     _show_refusals(ranks.refusals)
 
 
@@ -125,7 +138,7 @@ def _pick_rank(run_id: str, known: Sequence[int]) -> int | None:
     return chosen
 
 
-def _show_grid(grid: RankGrid, rank: int | None) -> None:
+def _show_grid(grid: RankGrid, digest: RunDigest, rank: int | None, step: int | None) -> None:
     metric = find_metric(grid.metric)
     if grid.highest is None:
         with show_card(f"{metric.label.capitalize()} by rank and step", key="rank-grid"):
@@ -140,20 +153,37 @@ def _show_grid(grid: RankGrid, rank: int | None) -> None:
     )
     with show_card(f"{metric.label.capitalize()} by rank and step", key="rank-grid"):
         st.plotly_chart(
-            draw_grid(grid, marked=rank),
+            draw_grid(grid, rank=rank, step=step),
             key="chart-rank-grid",
             config=CONFIG,
             alt=f"A map of {metric.label}: {of_all} by {len(grid.steps)} steps. Highest: {amount} "
             f"on rank {highest.rank} in step {highest.step}",
         )
+        open_on_click("chart-rank-grid", partial(_open_cell, grid))
+        page_link(
+            "ranks",
+            f"The highest: rank {highest.rank}, step {highest.step}",
+            icon=":material/search:",
+            rank=highest.rank,
+            step=highest.step,
+        )
         st.caption(
             plain(
                 f"{metric.label.capitalize()}: {metric.definition}. {of_all.capitalize()}, "
                 f"{len(grid.steps)} steps. Highest that counts: {amount} on rank {highest.rank} in "
-                f"step {highest.step}. Colours span the 1st to the 99th percentile of what counts."
+                f"step {highest.step}. Colours span the 1st to the 99th percentile of what counts. "
+                "Click a cell to open that step of that rank. "
+                + wording.describe_provenance(digest.provenance, "step")
             )
         )
         _show_grid_table(grid)
+
+
+def _open_cell(grid: RankGrid, click: Click) -> None:
+    """To the rank and step of the cell that was clicked."""
+    rank, step = click.row(), click.column()
+    if rank in grid.ranks and step in grid.steps:
+        switch_page("ranks", rank=rank, step=step)
 
 
 def _why_empty(grid: RankGrid) -> str:
@@ -181,15 +211,54 @@ def _show_grid_table(grid: RankGrid) -> None:
 
 def _show_rank(
     entry: RunEntry, digest: RunDigest, grid: RankGrid, rank: int, row: RankRow | None
-) -> None:
-    """One rank: its numbers, where else it is shown, its median step and why, its steps."""
+) -> int | None:
+    """One rank: its numbers, where else it is shown, one of its steps and why, all its steps.
+
+    Returns:
+        The step that is shown; None without any.
+    """
     verdict = next((one for one in digest.rank_verdicts if one.rank == rank), None)
     with show_card(f"Rank {rank}", key="one-rank"):
         if row is not None:
             _show_tiles(row)
-        _show_links(rank)
-    _show_rank_step(entry, rank, verdict.sentence if verdict else "")
+        step = _pick_step(entry, rank)
+        _show_links(rank, step)
+    if step is not None:
+        is_median = step == _median_step(entry, rank)
+        _show_rank_step(entry, digest, rank, step, verdict if is_median else None)
     _show_rank_steps(grid, rank)
+    return step
+
+
+def _median_step(entry: RunEntry, rank: int) -> int | None:
+    times = loading.result_of(entry, measure_step_times)
+    return next((one.median_step for one in times.ranks if one.rank == rank), None)
+
+
+def _pick_step(entry: RunEntry, rank: int) -> int | None:
+    """One of the rank's finished steps; the median one unless another is chosen."""
+    median = _median_step(entry, rank)
+    times = loading.result_of(entry, measure_rank_grid, metric="step_time_ns")
+    own = times.of_rank(rank)
+    steps = (
+        []
+        if own is None
+        else [step for step, time in zip(times.steps, own.tolist(), strict=True) if not isnan(time)]
+    )
+    if not steps:
+        return None
+    first = steps[-1] if median is None else median
+    key = f"step of rank {rank} of {entry.id}"
+    follow(STEP_KEY, key, {str(step): step for step in steps}, first)
+    chosen = st.selectbox(
+        "Step in detail",
+        steps,
+        key=key,
+        format_func=lambda step: f"{step} (median)" if step == median else str(step),
+        width=_PICKER_PX,
+    )
+    link(STEP_KEY, None if chosen == median else str(chosen))
+    return chosen
 
 
 def _show_tiles(row: RankRow) -> None:
@@ -203,13 +272,17 @@ def _show_tiles(row: RankRow) -> None:
         )
 
 
-def _show_links(rank: int) -> None:
+def _show_links(rank: int, step: int | None) -> None:
     with st.container(horizontal=True):
         page_link(
-            "timeline", "In the timeline", icon=":material/view_timeline:", rank=rank, step=None
+            "timeline",
+            "In the timeline" if step is None else f"Step {step} in the timeline",
+            icon=":material/view_timeline:",
+            rank=rank,
+            step=step,
         )
         page_link("memory", "Its memory", icon=":material/memory:", rank=rank, step=None)
-        page_link("ranks", "All ranks", icon=":material/grid_on:", rank=None)
+        page_link("ranks", "All ranks", icon=":material/grid_on:", rank=None, step=None)
 
 
 def _show_rank_steps(grid: RankGrid, rank: int) -> None:
@@ -225,25 +298,34 @@ def _show_rank_steps(grid: RankGrid, rank: int) -> None:
         key="rank-steps",
         alt=f"{metric.label} of rank {rank} over {len(grid.steps)} steps beside the median of "
         "all ranks",
-        note=f"{metric.label.capitalize()}: {metric.definition}.",
+        note=f"{metric.label.capitalize()}: {metric.definition}. Click a step to open it.",
     )
+    open_on_click("chart-rank-steps", partial(_open_step, grid, rank))
 
 
-def _show_rank_step(entry: RunEntry, rank: int, verdict: str) -> None:
-    times = loading.result_of(entry, measure_step_times)
-    own = next((one for one in times.ranks if one.rank == rank), None)
-    if own is None:
-        return
-    breakdown = loading.result_of(entry, measure_step_breakdown, rank=rank, step=own.median_step)
+def _open_step(grid: RankGrid, rank: int, click: Click) -> None:
+    """To the step of the rank that was clicked."""
+    step = click.column()
+    if step in grid.steps:
+        switch_page("ranks", rank=rank, step=step)
+
+
+def _show_rank_step(
+    entry: RunEntry, digest: RunDigest, rank: int, step: int, verdict: RankVerdict | None
+) -> None:
+    """Where one of its steps goes; of its median step also what limits it."""
+    breakdown = loading.result_of(entry, measure_step_breakdown, rank=rank, step=step)
+    which = f"Its median step, {step}" if verdict else f"Step {step}"
     show_chart_card(
-        f"Its median step, {own.median_step}: {format_ns(breakdown.step_time_ns)}",
+        f"{which}: {format_ns(breakdown.step_time_ns)}",
         draw_breakdown(breakdown),
         frame_breakdown(breakdown),
         key="rank-breakdown",
-        alt=f"One bar of {format_ns(breakdown.step_time_ns)}: the parts of step "
-        f"{own.median_step} of rank {rank}",
-        note=f"{verdict} A real step, so the parts add up. Hatched: standing still for "
-        "communication.",
+        alt=f"One bar of {format_ns(breakdown.step_time_ns)}: the parts of step {step} of rank "
+        f"{rank}",
+        note=f"{verdict.sentence if verdict else ''} A real step, so the parts add up. Hatched: "
+        "standing still for communication. "
+        + wording.describe_provenance(digest.provenance, "step", "forward", "backward"),
     )
 
 
@@ -274,7 +356,7 @@ def _show_all(ranks: Ranks) -> None:
         )
     rows = state["selection"]["rows"]
     if rows and rows[0] < len(frame):
-        switch_page("ranks", rank=int(frame["rank"][rows[0]]))
+        switch_page("ranks", rank=int(frame["rank"][rows[0]]), step=None)
     if ranks.skews:
         _show_skews(ranks)
 

@@ -1,6 +1,7 @@
 """What does each FSDP unit cost, and which one is waited for?"""
 
 from collections.abc import Sequence
+from functools import partial
 
 import streamlit as st
 
@@ -12,9 +13,15 @@ from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
-from fsdp_inspect_app.cards import column_formats, show_card, show_csv_button, show_headline
+from fsdp_inspect_app.cards import (
+    column_formats,
+    show_card,
+    show_csv_button,
+    show_headline,
+)
 from fsdp_inspect_app.charts.style import CONFIG
 from fsdp_inspect_app.charts.units import UNIT_MEASURES, draw_units
+from fsdp_inspect_app.clicks import Click, open_on_click
 from fsdp_inspect_app.frames.units import frame_units
 from fsdp_inspect_app.selection import UNIT_KEY, entry_or_stop, follow, link, switch_page
 from fsdp_inspect_app.unit_page import show_unit
@@ -72,7 +79,15 @@ def _show_bars(digest: RunDigest) -> None:
                 alt=f"{UNIT_MEASURES[measure]}: one bar for each of {len(digest.units)} units, "
                 "in order of execution; the table below holds the numbers",
             )
-        st.caption(plain(_describe_numbers(digest)))
+            open_on_click("chart-units", partial(_open_unit, digest.units))
+        st.caption(plain(f"{_describe_numbers(digest)} Click a bar for its unit."))
+
+
+def _open_unit(units: Sequence[UnitCost], click: Click) -> None:
+    """To the page of the unit whose bar was clicked."""
+    row = click.row()
+    if row is not None and 0 <= row < len(units):
+        switch_page("units", **{UNIT_KEY: format_unit(units[row].fqn)})
 
 
 def _describe_numbers(digest: RunDigest) -> str:

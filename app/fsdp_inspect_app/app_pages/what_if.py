@@ -46,6 +46,7 @@ from fsdp_inspect_app.knobs import (
     command_of,
     knobs_of_units,
     network_of,
+    node_link_of,
     recorded_values,
 )
 from fsdp_inspect_app.plan_links import unpack_plan
@@ -104,12 +105,9 @@ def _show_bench(entry: RunEntry, run: StoredRun, digest: RunDigest, bench: Bench
         _show_numbers(simulation)
         _show_steps(simulation)
         _show_peaks(simulation)
-    _show_timelines(entry, run.manifest, digest, simulation)
-    left, right = st.columns(2)
-    with left:
-        _show_units(simulation)
-    with right:
         _show_keep(entry, simulation, chosen, knobs, is_linked=start is not None)
+    _show_timelines(entry, run.manifest, digest, simulation)
+    _show_units(simulation)
     st.caption(plain(describe_simulation(simulation)))
 
 
@@ -245,7 +243,8 @@ def _show_peaks(simulation: Simulation) -> None:
     if before.peak_bytes is None or after.peak_bytes is None:
         show_empty_card(
             "Memory at the peak",
-            "Memory cannot be told: the run has no memory step that tells categories "
+            simulation.memory_refusal
+            or "Memory cannot be told: the run has no memory step that tells categories "
             "(Recorder(..., memory_steps=[3])).",
             key="peaks",
         )
@@ -303,7 +302,12 @@ def _show_keep(
 ) -> None:
     with show_card("Keep it", key="keep"):
         bandwidth, latency = network_of(chosen)
-        origin = Origin(made_by="what-if", bus_bytes_per_s=bandwidth, latency_ns=latency)
+        origin = Origin(
+            made_by="what-if",
+            bus_bytes_per_s=bandwidth,
+            latency_ns=latency,
+            node=node_link_of(chosen),
+        )
         with st.container(horizontal=True, gap="small"):
             st.download_button(
                 _PLAN_FILE,

@@ -34,7 +34,6 @@ _PHASE_LOOKS = {
 _STEP_HEIGHT = 430
 _NAMED_RATIO = 0.06
 _FEW_RANKS = 16
-_FEW_STEPS = 8
 _STRIP_COLOURS = ("#5B6975", "#76889A")
 
 
@@ -241,7 +240,6 @@ def draw_growth(steps: Sequence[MemoryOfStep], warmup: Sequence[int]) -> go.Figu
         )
     shade_steps(figure, warmup, "warm-up")
     figure.update_yaxes(ticksuffix=f" {suffix}", rangemode="tozero")
-    figure.update_xaxes(dtick=1 if len(steps) <= _FEW_STEPS else None)
     return over_steps(figure)
 
 

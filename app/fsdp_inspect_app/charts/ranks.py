@@ -11,14 +11,16 @@ from fsdp_inspect_app.frames.ranks import unit_of_grid
 _ROW_PX = 22
 _LEAST_HEIGHT, _MOST_HEIGHT = 220, 620
 _FEW = 24
+_MARK = {"color": "#D55E00", "width": 2}
 
 
-def draw_grid(grid: RankGrid, *, marked: int | None) -> go.Figure:
+def draw_grid(grid: RankGrid, *, rank: int | None, step: int | None = None) -> go.Figure:
     """A map of ranks and steps; colours span what most values that count lie in.
 
     Args:
         grid: What to draw; its values travel as 4-byte numbers.
-        marked: A rank between two lines; None: no rank.
+        rank: It lies between two lines; None: no rank.
+        step: As `rank`.
     """
     size, suffix = unit_of_grid(grid.metric)
     label = find_metric(grid.metric).label
@@ -37,10 +39,10 @@ def draw_grid(grid: RankGrid, *, marked: int | None) -> go.Figure:
     )
     if _is_even(grid.steps):
         shade_steps(figure, grid.left_out, "not counted")
-    if marked in grid.ranks:
-        place = marked if _is_even(grid.ranks) else grid.ranks.index(marked)
-        for edge in (place - 0.5, place + 0.5):
-            figure.add_hline(y=edge, line={"color": "#D55E00", "width": 2})
+    for edge in _edges(grid.ranks, rank):
+        figure.add_hline(y=edge, line=_MARK)
+    for edge in _edges(grid.steps, step):
+        figure.add_vline(x=edge, line=_MARK)
     figure.update_xaxes(title={"text": "step", "standoff": 6}, showgrid=False, **_ticks(grid.steps))
     figure.update_yaxes(
         title="rank", autorange="reversed", showgrid=False, zeroline=False, **_ticks(grid.ranks)
@@ -52,6 +54,15 @@ def draw_grid(grid: RankGrid, *, marked: int | None) -> go.Figure:
 def _is_even(numbers: tuple[int, ...]) -> bool:
     """Whether they follow each other without a gap, so that an axis can count them."""
     return len(numbers) > 0 and numbers[-1] - numbers[0] == len(numbers) - 1
+
+
+def _edges(numbers: tuple[int, ...], marked: int | None) -> tuple[float, ...]:
+    """Where on the axis of these numbers the cells of one begin and end; empty if it is none."""
+    if marked not in numbers:
+        return ()
+    place = numbers.index(marked)
+    first = numbers[0] if _is_even(numbers) else 0
+    return first + place - 0.5, first + place + 0.5
 
 
 def _axis(numbers: tuple[int, ...]) -> list[int] | list[str]:

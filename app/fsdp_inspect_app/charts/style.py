@@ -23,6 +23,9 @@ ROW_HEIGHT = 26
 
 PAIRED_HEIGHT = 290
 
+_FEW_STEPS = 8
+"""Fewer have a tick each: a tick between two steps would be of none."""
+
 
 def fill(look: Look) -> dict[str, object]:
     """The marker of a bar: its colour, hatched where it stands for standing still."""
@@ -89,7 +92,13 @@ def shade_steps(figure: go.Figure, steps: Sequence[int], words: str) -> None:
 
 def over_steps(figure: go.Figure) -> go.Figure:
     """Finish a chart whose x axis is the step."""
-    figure.update_xaxes(title={"text": "step", "standoff": 6}, tickformat="d", showgrid=False)
+    steps = [step for trace in figure.data for step in trace.x]
+    figure.update_xaxes(
+        title={"text": "step", "standoff": 6},
+        tickformat="d",
+        dtick=1 if steps and max(steps) - min(steps) < _FEW_STEPS else None,
+        showgrid=False,
+    )
     return styled(figure, height=PAIRED_HEIGHT)
 
 

@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 
 from fsdp_inspect.analysis.unit_history import UnitHistory
 from fsdp_inspect.analysis.units import UnitCost
-from fsdp_inspect.formatting import format_bytes, format_unit
+from fsdp_inspect.formatting import format_bytes, format_bytes_per_s, format_unit
 from fsdp_inspect.report import palette
 from fsdp_inspect.report.palette import Look
 from fsdp_inspect.trace.link_fit import LinkFit
@@ -112,7 +112,13 @@ def draw_collectives(history: UnitHistory, fits: Mapping[str, LinkFit]) -> go.Fi
             name=name,
             mode="markers",
             marker={"color": look.colour, "size": 7, "symbol": _SYMBOLS.get(one.phase, "circle")},
-            hovertemplate=f"step %{{x}}: %{{y:.3f}} ms {name}<extra></extra>",
+            customdata=[
+                ""
+                if each.bus_bytes_per_s is None
+                else f", {format_bytes_per_s(each.bus_bytes_per_s)} bus"
+                for each in one.collectives
+            ],
+            hovertemplate=f"step %{{x}}: %{{y:.3f}} ms%{{customdata}} {name}<extra></extra>",
         )
         if name in fits and one.bytes is not None:
             figure.add_hline(

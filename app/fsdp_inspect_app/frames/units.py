@@ -111,8 +111,10 @@ def frame_spreads(history: UnitHistory, fits: Mapping[str, LinkFit]) -> pd.DataF
 
 
 def _spread_row(one: CollectiveHistory, fit: LinkFit | None) -> dict[str, Any]:
-    is_known = fit is not None and one.bytes is not None
-    expected = fit.predict_ns(one.bytes) if fit is not None and one.bytes is not None else None
+    expected, expected_rate = None, None
+    if fit is not None and one.bytes is not None:
+        expected = fit.predict_ns(one.bytes)
+        expected_rate = fit.predict_bus_bytes_per_s(one.bytes)
     return {
         "collective": name_history(one),
         "how many": one.duration_ns.num_steps,
@@ -121,7 +123,8 @@ def _spread_row(one: CollectiveHistory, fit: LinkFit | None) -> dict[str, Any]:
         "median (ms)": ms(one.duration_ns.median),
         "p90 (ms)": ms(one.duration_ns.p90),
         "by the run's fit (ms)": ms(expected),
-        "fit: bus (GB/s)": gb_per_s(fit.bus_bytes_per_s) if fit is not None and is_known else None,
+        "bus bandwidth, median (GB/s)": gb_per_s(one.bus_bytes_per_s),
+        "by the run's fit (GB/s)": gb_per_s(expected_rate),
     }
 
 
