@@ -370,11 +370,16 @@ class _Gate:
         pytest.fail(reason, pytrace=False)
 
     def _update(self, reading: Reading, path: Path) -> None:
-        from fsdp_inspect.checks.baseline import make_baseline, read_baseline, render_baseline
+        from fsdp_inspect.checks.baseline import (
+            make_baseline,
+            read_baseline,
+            render_baseline,
+            why_no_baseline,
+        )
         from fsdp_inspect.errors import CheckError
         from fsdp_inspect.store.records import replace_file
 
-        problem = _why_no_baseline(reading)
+        problem = why_no_baseline(reading)
         if problem is not None:
             pytest.fail(problem, pytrace=False)
         try:
@@ -404,18 +409,6 @@ def _gate_of(request: pytest.FixtureRequest) -> _Gate:
     if _GATE not in item.stash:
         item.stash[_GATE] = _Gate(item)
     return item.stash[_GATE]
-
-
-def _why_no_baseline(reading: Reading) -> str | None:
-    """Why a reading can be no baseline; None: it can."""
-    if reading.problems:
-        return reading.problems[0]
-    if _PEAK not in reading.memory:
-        return (
-            "No memory was recorded, so there is nothing to keep. On CPU it is counted in memory "
-            "steps: run two steps or more in the block, or pass memory_steps=[1]."
-        )
-    return None
 
 
 def _safe_name(item: pytest.Item) -> str:

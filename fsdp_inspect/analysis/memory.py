@@ -22,7 +22,7 @@ from fsdp_inspect.trace.rank_memory import memory_parts
 from fsdp_inspect.trace.reduction import StepPart
 from fsdp_inspect.trace.run import FailedRequest, RankRecord, RunSource
 from fsdp_inspect.trace.statistics import median
-from fsdp_inspect.trace.steps import split_by_rank
+from fsdp_inspect.trace.steps import select_steps, split_by_rank
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable, SummaryTable
 
 
@@ -164,17 +164,21 @@ class Memory:
     """What that step left, by owner; None where owners were not recorded."""
 
 
-def measure_memory(run: RunSource, *, rank: int | None = None) -> Memory:
+def measure_memory(run: RunSource, *, rank: int | None = None, with_warmup: bool = True) -> Memory:
     """How high memory rises on each rank, and what fills it at the highest moment.
 
     Args:
         run: A recorded or imported run.
         rank: Whose composition, steps and positions; the rank with the highest peak by default.
+        with_warmup: Whether steps of warming up count. The device must have room for them; for a
+            comparison they say nothing.
 
     Raises:
         IncompleteRunError: The run holds nothing of that rank.
     """
+    left_out = () if with_warmup else select_steps(run).warmup
     parts = memory_parts(run)
+    parts = parts.where(~np.isin(parts.step, left_out))
     of_rank, nothing = split_by_rank(parts), SummaryTable.empty()
     ranks = [_measure_rank(record, of_rank.get(record.rank, nothing)) for record in run.ranks]
     top = max(
@@ -184,6 +188,7 @@ def measure_memory(run: RunSource, *, rank: int | None = None) -> Memory:
     )
     shown = (top.rank if top else None) if rank is None else _existing(run, rank)
     table, unreadable = _read(run, shown)
+    table = table.where(~np.isin(table.step, left_out))
     peak = _find_peak(run, shown, table) if shown is not None else None
     method = next((row.method for row in ranks if row.rank == shown), "")
     return Memory(

@@ -8,20 +8,21 @@ differs. Nothing in it names a folder, a machine or a time: two files of the sam
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     ValidationError,
-    field_serializer,
     field_validator,
 )
 
 from fsdp_inspect.checks.folding import fold, in_words_and_numbers, unfold
 from fsdp_inspect.checks.limits import Limit, parse_limits
-from fsdp_inspect.checks.reading import Moment, Reading
+from fsdp_inspect.checks.reading import Held, Moment, Reading
 from fsdp_inspect.errors import CheckError
 from fsdp_inspect.trace.messages import describe_validation_error
 from fsdp_inspect.trace.repeats import RUNS_FOR_A_TEST
@@ -32,6 +33,7 @@ _KEPT = {
     "config",
     "device_name",
     "device_type",
+    "emulation",
     "mesh",
     "model",
     "name",
@@ -56,6 +58,18 @@ _LONGEST_TABLE = 140
 """Characters of a table on one line; a longer one has a line for each of its entries."""
 
 
+def _unfold(held: Any) -> Any:
+    return dict(unfold(held)) if isinstance(held, list) else held
+
+
+def _fold(held: dict[str, dict[str, int]]) -> list[dict[str, Any]]:
+    return fold((unit, held[unit]) for unit in sorted(held, key=in_words_and_numbers))
+
+
+_ByUnit = Annotated[dict[str, dict[str, int]], BeforeValidator(_unfold), PlainSerializer(_fold)]
+"""Amounts by unit, then by name; in the file units that have the same are one row."""
+
+
 class MomentRecord(BaseModel):
     """What filled memory at the highest moment of a phase, or after the step."""
 
@@ -63,27 +77,13 @@ class MomentRecord(BaseModel):
 
     bytes: int
     unit: str
-    held: dict[str, dict[str, int]]
-    """Bytes by unit, then category; in the file units that hold the same are one row."""
-
-    @field_validator("held", mode="before")
-    @classmethod
-    def _unfold(cls, held: Any) -> Any:
-        return dict(unfold(held)) if isinstance(held, list) else held
-
-    @field_serializer("held")
-    def _fold(self, held: dict[str, dict[str, int]]) -> list[dict[str, Any]]:
-        return fold((unit, held[unit]) for unit in sorted(held, key=in_words_and_numbers))
+    held: _ByUnit
+    """Bytes by unit, then category."""
 
     @property
     def moment(self) -> Moment:
         """As a reading has it."""
-        held = {
-            (unit, category): amount
-            for unit, categories in self.held.items()
-            for category, amount in categories.items()
-        }
-        return Moment(self.bytes, self.unit, held)
+        return Moment(self.bytes, self.unit, _flat(self.held))
 
 
 class Baseline(BaseModel):
@@ -100,6 +100,11 @@ class Baseline(BaseModel):
     """Bytes by metric."""
     times: dict[str, list[int]] = Field(default_factory=dict)
     """ns by metric, one number a run; empty: times are not gated."""
+    parts: dict[str, int] = Field(default_factory=dict)
+    """ns of the parts of a step, where times are gated: to say what takes longer."""
+    waits: _ByUnit = Field(default_factory=dict)
+    """ns a step by unit, then collective and phase, that its collectives are waited for; with
+    `parts`."""
     phase: str | None = None
     """Where the peak was reached."""
     moments: dict[str, MomentRecord] = Field(default_factory=dict)
@@ -129,6 +134,11 @@ class Baseline(BaseModel):
         unknown = {"run_id": "baseline", "created": "", "created_unix_ns": 0}
         return RunManifest.model_validate({**self.run, "units": units, "plan": plan, **unknown})
 
+    @property
+    def waited(self) -> Held:
+        """`waits` as a reading has them."""
+        return _flat(self.waits)
+
     def parsed_limits(self) -> dict[str, Limit]:
         """Its limits, by metric.
 
@@ -153,17 +163,41 @@ def make_baseline(reading: Reading, *, limits: dict[str, str] | None = None) -> 
         method=reading.method,
         memory={name: value for name, value in reading.memory.items() if "." not in name},
         times=times,
+        parts=reading.parts if times else {},
+        waits=_nested(reading.waits) if times else {},
         phase=reading.phase,
-        moments={name: _record(moment) for name, moment in reading.moments.items()},
+        moments={
+            name: MomentRecord(bytes=moment.bytes, unit=moment.unit, held=_nested(moment.held))
+            for name, moment in reading.moments.items()
+        },
         limits=limits or {},
     )
 
 
-def _record(moment: Moment) -> MomentRecord:
-    held: dict[str, dict[str, int]] = {}
-    for (unit, category), amount in moment.held.items():
-        held.setdefault(unit, {})[category] = amount
-    return MomentRecord(bytes=moment.bytes, unit=moment.unit, held=held)
+def why_no_baseline(reading: Reading) -> str | None:
+    """Why a reading can be no baseline; None: it can."""
+    if reading.problems:
+        return reading.problems[0]
+    if "peak_allocated_bytes" in reading.memory:
+        return None
+    if any(len(times) >= RUNS_FOR_A_TEST for times in reading.times.values()):
+        return None
+    return (
+        "No memory was recorded in a step after warm-up, so there is nothing to keep. On CPU it is "
+        "counted in memory steps: run two steps or more, or pass memory_steps=[N] to the Recorder. "
+        f"Times are kept of {RUNS_FOR_A_TEST} runs or more."
+    )
+
+
+def _nested(held: Held) -> dict[str, dict[str, int]]:
+    nested: dict[str, dict[str, int]] = {}
+    for (unit, name), amount in held.items():
+        nested.setdefault(unit, {})[name] = amount
+    return nested
+
+
+def _flat(nested: dict[str, dict[str, int]]) -> Held:
+    return {(unit, name): amount for unit, held in nested.items() for name, amount in held.items()}
 
 
 def torch_release(manifest: RunManifest) -> str:
@@ -172,10 +206,12 @@ def torch_release(manifest: RunManifest) -> str:
 
 
 def _settings_of(manifest: RunManifest, *, is_timed: bool) -> dict[str, Any]:
-    """What decides memory; the device's name only where times are kept, which depend on it."""
+    """What decides memory; the device's name and an emulated network only beside times."""
     kept = manifest.model_dump(mode="json", include=_KEPT)
     kept["versions"] = {"torch": torch_release(manifest)}
     kept["device_name"] = manifest.device_name if is_timed else ""
+    if not (is_timed and manifest.emulation):
+        del kept["emulation"]
     kept["config"] = _without(kept["config"], _DROPPED_CONFIG)
     kept["units"] = fold((unit["fqn"], _without(unit, _DROPPED_OF_UNITS)) for unit in kept["units"])
     if "units" in kept["plan"]:

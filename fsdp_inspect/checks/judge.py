@@ -6,13 +6,15 @@ what gloo's threads hold of several real ranks, varies a little from run to run.
 `trace.repeats` says: what cannot be told from the noise of processes is no pass.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from fsdp_inspect.checks.baseline import Baseline, torch_release
-from fsdp_inspect.checks.blame import Growth, find_growth
+from fsdp_inspect.checks.blame import Growth, find_growth, find_longer
 from fsdp_inspect.checks.causes import find_causes
 from fsdp_inspect.checks.limits import MEMORY_METRICS, TIME_METRICS, Limit
 from fsdp_inspect.checks.reading import RESTING, Reading
@@ -20,6 +22,7 @@ from fsdp_inspect.digest.settings import SettingDifference, compare_settings
 from fsdp_inspect.trace.repeats import (
     PROCESS_NOISE_RATIO,
     RUNS_FOR_A_TEST,
+    WORTH_NAMING_RATIO,
     Judgement,
     Telling,
     judge_times,
@@ -49,7 +52,6 @@ DECLARED = (
     "backward_prefetch",
     "param_dtype",
     "reduce_dtype",
-    "mesh",
     "offload",
     "reshard_after_backward",
     "unshard_async_op",
@@ -112,6 +114,9 @@ class CheckResult:
     metrics: tuple[MetricCheck, ...]
     growth: tuple[Growth, ...]
     """What grew at the peak, by category and units, largest first; of a regression of memory."""
+    longer: tuple[Growth, ...]
+    """What takes longer where a time rose: parts of the step, then waits by collective, phase and
+    units, each longest first; in ns."""
     phase: str | None
     """The phase whose highest moment grew (`resting`: what the step leaves), and of a run that
     holds the phase of its peak; None: composition was not recorded."""
@@ -143,7 +148,7 @@ def check(
     limits = {**(baseline.parsed_limits() if baseline else {}), **(budget or {})}
     before = baseline.manifest if baseline else None
     settings = compare_settings([before, _comparable(reading.manifest, before)]) if before else ()
-    reasons = [*reading.problems, *_other_keys(before, reading.manifest)]
+    reasons = [*reading.problems, *_other_keys(baseline, reading)]
     metrics = () if reasons else tuple(_judge_all(reading, baseline, limits))
     reasons += [one.reason for one in metrics if one.outcome is Outcome.UNTOLD]
     if not metrics and not reasons:
@@ -153,9 +158,17 @@ def check(
         )
     outcome = _altogether(metrics, reasons)
     failed = [one.name for one in metrics if one.outcome is Outcome.REGRESSION]
+    of_memory = [name for name in failed if name not in TIME_METRICS]
+    of_time = [name for name in failed if name in TIME_METRICS]
     phase = _phase_to_explain(reading, failed)
-    grown = _grown(reading, baseline, phase) if any(n not in TIME_METRICS for n in failed) else ()
-    causes = find_causes(before, reading.manifest, grown) if failed and before else ()
+    grown = _grown(reading, baseline, phase) if of_memory else ()
+    causes = (
+        find_causes(
+            before, reading.manifest, grown, of_memory=bool(of_memory), of_time=bool(of_time)
+        )
+        if failed and before
+        else ()
+    )
     return CheckResult(
         outcome=outcome,
         exit_code=EXIT_CODES[outcome],
@@ -165,6 +178,7 @@ def check(
         method=reading.method,
         metrics=metrics,
         growth=grown,
+        longer=_longer(reading, baseline, of_time),
         phase=phase,
         unit=reading.moments[phase].unit if phase in reading.moments else None,
         causes=tuple(causes),
@@ -194,6 +208,21 @@ def _grown(reading: Reading, baseline: Baseline | None, phase: str | None) -> tu
     return find_growth(baseline.moments[phase].moment.held, reading.moments[phase].held)
 
 
+def _longer(
+    reading: Reading, baseline: Baseline | None, failed: Sequence[str]
+) -> tuple[Growth, ...]:
+    """What takes longer; of a rise of exposed communication alone only the waits."""
+    if baseline is None or not failed:
+        return ()
+    is_of_step = "step_time_ns" in failed
+    return find_longer(
+        baseline.parts if is_of_step else {},
+        reading.parts if is_of_step else {},
+        baseline.waited,
+        reading.waits,
+    )
+
+
 def _altogether(metrics: Sequence[MetricCheck], reasons: Sequence[str]) -> Outcome:
     """A regression is one whatever else cannot be told."""
     if any(one.outcome is Outcome.REGRESSION for one in metrics):
@@ -204,19 +233,25 @@ def _altogether(metrics: Sequence[MetricCheck], reasons: Sequence[str]) -> Outco
 def _is_improved(one: MetricCheck) -> bool:
     if one.outcome is not Outcome.HOLDS or one.change is None or one.change >= 0:
         return False
-    return one.name not in TIME_METRICS or "faster" in one.reason
+    return one.name not in TIME_METRICS or one.reason != ""  # a change beyond noise
 
 
 # --- what has to be the same
 
 
-def _other_keys(before: RunManifest | None, after: RunManifest) -> Iterator[str]:
+def _other_keys(baseline: Baseline | None, reading: Reading) -> Iterator[str]:
     """Why the baseline is of something else; each a sentence with what to do."""
-    if before is None:
+    if baseline is None:
         return
+    before = baseline.manifest
+    after = _comparable(reading.manifest, before)
     remedy = "Write a baseline for it with --update, or run the check as the baseline was made."
-    for name, value_of in _KEYS:
-        was, now = value_of(before), value_of(after)
+    pairs = {name: (value_of(before), value_of(after)) for name, value_of in _KEYS.items()}
+    if baseline.method and reading.method:
+        pairs["memory counted by the"] = (baseline.method, reading.method)
+    if before.world_size != after.world_size:
+        del pairs["mesh"]  # follows from it
+    for name, (was, now) in pairs.items():
         if was != now:
             yield f"The baseline is of {name} {was}, and the run of {now}: no comparison. {remedy}"
     for name in DECLARED:
@@ -229,19 +264,22 @@ def _other_keys(before: RunManifest | None, after: RunManifest) -> Iterator[str]
                 )
 
 
-_KEYS = (
-    ("torch", torch_release),
-    ("world size", lambda manifest: str(manifest.world_size)),
-    ("device", lambda manifest: manifest.device_type),
-    ("source", lambda manifest: manifest.source),
-)
+_KEYS: Mapping[str, Callable[[RunManifest], str]] = {
+    "torch": torch_release,
+    "world size": lambda manifest: str(manifest.world_size),
+    "mesh": lambda manifest: " x ".join(str(size) for size in manifest.mesh.values()),
+    "device": lambda manifest: f"{manifest.device_type} {manifest.device_name}".strip(),
+    "source": lambda manifest: manifest.source,
+    "emulated network": lambda manifest: json.dumps(manifest.emulation, sort_keys=True),
+}
 
 
 def _comparable(manifest: RunManifest, before: RunManifest) -> RunManifest:
-    """Without what the baseline does not keep."""
+    """Without what the baseline does not keep: the device's name and network only beside times."""
     kept: dict[str, Any] = {
         "versions": {"torch": torch_release(manifest)},
         "device_name": manifest.device_name if before.device_name else "",
+        "emulation": manifest.emulation if before.emulation else {},
         "environment": {},
         "git_commit": None,
     }
@@ -270,7 +308,11 @@ def _judge_memory(
     limit = limit or _default_limit(name, reading)
     allowed = limit.allowed(before)
     if after is None or allowed is None:
-        what = "the run did not record it" if after is None else "the baseline does not have it"
+        what = (
+            "the run did not record it in a step after warm-up"
+            if after is None
+            else "the baseline does not have it"
+        )
         reason = (
             f"{name} cannot be judged: {what}. Record memory (memory_steps on CPU), or leave it "
             "out of the limits."
@@ -313,9 +355,20 @@ def _judge_time(
         outcome, reason = _judge_absolute(name, second, after, limit.absolute)
     else:
         whole = median(tuple(baseline.times.get("step_time_ns", ()))) if baseline else None
+        least = WORTH_NAMING_RATIO * (whole or before or 0)
         judgement = judge_times(first, second, whole=whole)
-        outcome, reason = _judge_change(name, judgement, allowed, before, after)
+        room = max(_room(allowed, before, after), least / before if before else 0.0)
+        outcome, reason = _judge_change(name, judgement, room)
     return MetricCheck(name, outcome, before, after, allowed, text, reason)
+
+
+def _room(allowed: int | None, before: int | None, after: int) -> float:
+    """The rise that a limit allows, as a share of what was before; of nothing none, or any."""
+    if allowed is None:
+        return 0.0
+    if not before:
+        return math.inf if after <= allowed else 0.0
+    return allowed / before - 1
 
 
 def _judge_absolute(
@@ -331,20 +384,24 @@ def _judge_absolute(
     return (Outcome.REGRESSION if after > allowed else Outcome.HOLDS), ""
 
 
-def _judge_change(
-    name: str, judgement: Judgement, allowed: int | None, before: int | None, after: int
-) -> tuple[Outcome, str]:
-    change = judgement.change or 0.0
-    room = (allowed / before - 1) if allowed is not None and before else 0.0
+def _judge_change(name: str, judgement: Judgement, room: float) -> tuple[Outcome, str]:
+    """A rise is what counts: that it may as well have fallen leaves nothing open.
+
+    Args:
+        name: Of the metric.
+        judgement: Of its change.
+        room: The rise that is allowed, as a share.
+    """
+    change = math.inf if judgement.change is None else judgement.change
+    amount = "from nothing" if judgement.change is None else f"by {change:+.1%}"
     if judgement.telling is Telling.DIFFERENT:
-        if change < 0:
-            return Outcome.HOLDS, f"{-change:.1%} faster"
-        over = change > room
-        return (Outcome.REGRESSION if over else Outcome.HOLDS), f"{change:.1%} slower"
-    if judgement.telling is Telling.SAME or (judgement.high is not None and judgement.high < room):
+        is_over = change > room
+        return (Outcome.REGRESSION if is_over else Outcome.HOLDS), f"changed {amount}"
+    is_bounded = judgement.high is not None and judgement.high < room
+    if judgement.telling is Telling.SAME or is_bounded:
         return Outcome.HOLDS, ""
     lacking = max(judgement.more_runs)
-    told = f"{name} changed by {change:+.1%}, which cannot be told from process noise"
+    told = f"{name} changed {amount}, which cannot be told from process noise"
     return Outcome.UNTOLD, f"{told}. {_more(RUNS_FOR_A_TEST - lacking)}"
 
 

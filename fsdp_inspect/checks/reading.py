@@ -1,24 +1,30 @@
-"""What of a run does the gate look at? One number a metric and run, and what fills the peak.
+"""What of a run does the gate look at? One number a metric and run, and what it is made of.
 
 Several runs are repeats of one program: of memory the highest counts, of times one number a run.
+Steps of warming up count nowhere: the first steps hold what later ones do not (libraries load their
+workspaces, the allocator grows, the optimizer makes its state).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_inspect.analysis.memory import Memory, PeakMoment
-from fsdp_inspect.checks.limits import PHASES, TIME_METRICS
+from fsdp_inspect.analysis.memory import Memory, PeakMoment, measure_memory
+from fsdp_inspect.checks.limits import CATEGORY_METRICS, PHASES, TIME_METRICS
 from fsdp_inspect.digest.run import RunDigest, digest_run
-from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.digest.settings import find_other_settings
+from fsdp_inspect.formatting import format_owner, format_unit
+from fsdp_inspect.trace.messages import quote_all
 from fsdp_inspect.trace.run import RunManifest, RunSource, RunStatus
+from fsdp_inspect.trace.statistics import median
 
 NO_UNIT = "(no unit)"
 _USABLE = (RunStatus.COMPLETE, RunStatus.IMPORTED)
+_MOST_NAMED = 3
 
 RESTING = "resting"
 """The name of the moment after a step."""
 Held = dict[tuple[str, str], int]
-"""Bytes at a moment by unit and category."""
+"""Bytes at a moment by unit and category; or ns a step by unit and what it waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,11 @@ class Reading:
     """Where the peak was reached; None: composition was not recorded."""
     moments: dict[str, Moment] = field(default_factory=dict)
     """By phase, and `RESTING`; of the run with the highest peak."""
+    parts: dict[str, int] = field(default_factory=dict)
+    """ns of the parts of a step; medians of the runs' median steps."""
+    waits: Held = field(default_factory=dict)
+    """ns a step, by unit and by collective and phase (`all_gather in backward`), for which its
+    collectives are waited; medians over the runs."""
     problems: tuple[str, ...] = ()
     """Why a run cannot be judged."""
 
@@ -63,12 +74,12 @@ def read_runs(runs: Sequence[RunSource]) -> Reading:
         runs: At least one.
     """
     digests = [digest_run(run) for run in runs]
-    top = max(range(len(runs)), key=lambda place: digests[place].memory.peak_allocated_bytes or 0)
-    memory = digests[top].memory
-    peak = memory.peak
+    memories = [measure_memory(run, with_warmup=False) for run in runs]
+    top = max(range(len(runs)), key=lambda place: memories[place].peak_allocated_bytes or 0)
+    memory = memories[top]
     amounts: dict[str, int] = {}
-    for digest in digests:
-        for metric, amount in _memory_of(digest.memory).items():
+    for one in memories:
+        for metric, amount in _memory_of(one).items():
             amounts[metric] = max(amount, amounts.get(metric, 0))
     return Reading(
         manifest=runs[top].manifest,
@@ -78,10 +89,15 @@ def read_runs(runs: Sequence[RunSource]) -> Reading:
         times={
             metric: times for metric in TIME_METRICS if (times := tuple(_times_of(metric, digests)))
         },
-        phase=peak.phase if peak else None,
+        phase=memory.peak.phase if memory.peak else None,
         moments=_moments_of(memory),
-        problems=tuple(problem for run in runs if (problem := _problem(run)) is not None),
+        parts=_parts_of(digests),
+        waits=_waits_of(digests),
+        problems=tuple(_problems(runs)),
     )
+
+
+# --- memory
 
 
 def _memory_of(memory: Memory) -> dict[str, int]:
@@ -98,6 +114,7 @@ def _memory_of(memory: Memory) -> dict[str, int]:
         if moment.phase in PHASES
     }
     if memory.peak is not None:
+        found |= dict.fromkeys(CATEGORY_METRICS, 0)
         found |= {f"category.{one.category}": one.bytes for one in memory.peak.categories}
     return {metric: amount for metric, amount in found.items() if amount is not None}
 
@@ -105,13 +122,6 @@ def _memory_of(memory: Memory) -> dict[str, int]:
 def _highest(amounts: Iterable[int | None]) -> int | None:
     """Of those that are known; None: none is."""
     return max((amount for amount in amounts if amount is not None), default=None)
-
-
-def _times_of(metric: str, digests: Sequence[RunDigest]) -> list[int]:
-    if metric == "step_time_ns":
-        return [digest.step_time_ns.median for digest in digests if digest.step_time_ns]
-    timed = [digest for digest in digests if digest.step_time_ns]
-    return [digest.exposed_ns for digest in timed if digest.exposed_ns is not None]
 
 
 def _moments_of(memory: Memory) -> dict[str, Moment]:
@@ -140,10 +150,59 @@ def _name(fqn: str | None) -> str:
     return NO_UNIT if fqn is None else format_unit(fqn)
 
 
-def _problem(run: RunSource) -> str | None:
-    if run.status not in _USABLE:
-        return (
-            f"Run {run.manifest.run_id!r} is {run.status.value}: it did not end normally on every "
-            "rank, and may lack its peak. Record it again."
+# --- times
+
+
+def _times_of(metric: str, digests: Sequence[RunDigest]) -> list[int]:
+    if metric == "step_time_ns":
+        return [digest.step_time_ns.median for digest in digests if digest.step_time_ns]
+    timed = [digest for digest in digests if digest.step_time_ns]
+    return [digest.exposed_ns for digest in timed if digest.exposed_ns is not None]
+
+
+def _parts_of(digests: Sequence[RunDigest]) -> dict[str, int]:
+    steps = [digest.breakdown for digest in digests if digest.breakdown is not None]
+    names = dict.fromkeys(part.name for step in steps for part in step.parts)
+    return {
+        name: median(
+            [part.duration_ns for step in steps for part in step.parts if part.name == name]
         )
-    return None
+        or 0
+        for name in names
+    }
+
+
+def _waits_of(digests: Sequence[RunDigest]) -> Held:
+    of_runs = [
+        {
+            (format_owner(owner.fqn, owner.is_fsdp), f"{owner.kind} in {owner.phase}"): (
+                owner.exposed_ns
+            )
+            for owner in digest.exposed.owners
+        }
+        for digest in digests
+        if digest.exposed is not None
+    ]
+    keys = dict.fromkeys(key for waits in of_runs for key in waits)
+    return {key: median([waits.get(key, 0) for waits in of_runs]) or 0 for key in keys}
+
+
+# --- what forbids a judgement
+
+
+def _problems(runs: Sequence[RunSource]) -> Iterator[str]:
+    for run in runs:
+        if run.status not in _USABLE:
+            yield (
+                f"Run {run.manifest.run_id!r} is {run.status.value}: it did not end normally on "
+                "every rank, and may lack its peak. Record it again."
+            )
+    first = runs[0].manifest
+    for run in runs[1:]:
+        others = find_other_settings(first, run.manifest)
+        if others:
+            names = quote_all(dict.fromkeys(one.name for one in others[:_MOST_NAMED]))
+            yield (
+                f"Runs {first.run_id!r} and {run.manifest.run_id!r} differ in {names}. Expected "
+                "repeats of one program, which have the same settings. Check them apart."
+            )

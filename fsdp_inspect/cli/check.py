@@ -2,7 +2,8 @@
 
 import shlex
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdp_inspect.cli.arguments import JsonOption, open_run_argument, print_renderable
+from fsdp_inspect.formatting import show_controls
 
 if TYPE_CHECKING:
     from fsdp_inspect.checks.judge import CheckResult
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.store.reader import StoredRun
 
 _UNJUDGED = 2
+_FOLDER = "{runs}"
 
 
 class Format(StrEnum):
@@ -58,6 +61,10 @@ def check(  # noqa: PLR0913 - one argument an option
     repeat: Annotated[
         int, typer.Option(help="How often to run it; times want 5.", min=1, metavar="N")
     ] = 1,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Keep the recorded runs in this new folder.", metavar="DIR"),
+    ] = None,
     output: Annotated[
         Format, typer.Option("--format", help="How to print the verdict.")
     ] = Format.TEXT,
@@ -73,38 +80,89 @@ def check(  # noqa: PLR0913 - one argument an option
 
     Memory of forecasts and emulated runs is compared to the byte; of real ranks it may vary. Times
     are judged only with five repeats a side; what cannot be told from noise is 2, never a pass. A
-    baseline is of one torch version, world size, device and declared plan.
+    baseline is of one torch version, world size, mesh, device and declared plan. Steps of warming
+    up never count.
 
     Example: `fsdp-inspect check forecasts/llama-8b-8-ranks --baseline baselines/llama-8b-8.json`
     """
     from fsdp_inspect.errors import FsdpInspectError
 
-    if (runs is None) == (record is None):
-        raise typer.BadParameter("Expected runs, or --record 'COMMAND', and not both.")
-    if baseline is None and (budget is None or update):
-        raise typer.BadParameter("There is nothing to hold it against. Give --baseline, --budget.")
+    wrong_use = {
+        "Expected runs, or --record 'COMMAND', and not both.": (runs is None) == (record is None),
+        "There is nothing to hold it against. Give --baseline, --budget.": baseline is None
+        and (budget is None or update),
+        "--repeat and --out are about runs that are made. Give --record 'COMMAND', or leave them "
+        "out.": record is None and (repeat > 1 or out is not None),
+        "Expected --json or --format, and not both.": as_json and output is not Format.TEXT,
+    }
+    for message, applies in wrong_use.items():
+        if applies:
+            raise typer.BadParameter(message)
+    words = None if record is None else _split(record)
     try:
-        reading = _read(runs or [], record, repeat)
+        reading = _read(runs or [], words, repeat, out)
         if update:
             assert baseline is not None
             _write_baseline(reading, baseline)
             return
         result = _judge(reading, baseline, budget)
     except FsdpInspectError as error:
-        typer.echo(f"Error: {error}", err=True)
+        typer.echo(show_controls(f"Error: {error}"), err=True)
         raise typer.Exit(_UNJUDGED) from error
     _print(result, output, as_json=as_json)
-    _write_files(result, markdown, junit)
-    raise typer.Exit(result.exit_code)
+    if record is not None and out is None and result.exit_code:
+        typer.echo("The recorded runs are gone. Keep them to look into: --out DIR.", err=True)
+    are_written = _write_files(result, markdown, junit)
+    raise typer.Exit(result.exit_code or (0 if are_written else _UNJUDGED))
 
 
-def _read(given: Sequence[str], record: str | None, repeat: int) -> "Reading":
+def _split(record: str) -> list[str]:
+    """The words of a command, as a shell would split them."""
+    try:
+        words = shlex.split(record)
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"{record!r} cannot be split into words: {error}. Expected a command as a shell would "
+            "take it. Close the quote.",
+            param_hint="--record",
+        ) from error
+    if not any(_FOLDER in word for word in words):
+        raise typer.BadParameter(
+            "The command has no place for its folder of runs. Expected {runs} in it, as in "
+            "'torchrun train.py --runs-dir {runs}'.",
+            param_hint="--record",
+        )
+    return words
+
+
+def _read(
+    given: Sequence[str], command: Sequence[str] | None, repeat: int, out: Path | None
+) -> "Reading":
     from fsdp_inspect.checks.reading import read_runs
 
-    if record is None:
+    if command is None:
         return read_runs(_open_all(given))
-    with tempfile.TemporaryDirectory(prefix="fsdp-inspect-") as folder:
-        return read_runs(_record(record, repeat, Path(folder)))
+    with _folder_of_runs(out) as folder:
+        return read_runs(_record(command, repeat, folder, keeps=out is not None))
+
+
+@contextmanager
+def _folder_of_runs(out: Path | None) -> Iterator[Path]:
+    """Where to record: a new folder that stays, or a temporary one."""
+    from fsdp_inspect.errors import CheckError
+
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="fsdp-inspect-") as temporary:
+            yield Path(temporary)
+        return
+    try:
+        out.mkdir(parents=True)
+    except OSError as error:
+        raise CheckError(
+            f"{str(out)!r} cannot be made for the runs: {error.strerror or error}. Expected a new "
+            "folder. Name another --out."
+        ) from error
+    yield out
 
 
 def _open_all(given: Sequence[str]) -> "list[StoredRun]":
@@ -121,7 +179,7 @@ def _open_all(given: Sequence[str]) -> "list[StoredRun]":
     return opened
 
 
-def _record(command: str, repeat: int, folder: Path) -> "list[StoredRun]":
+def _record(command: Sequence[str], repeat: int, folder: Path, *, keeps: bool) -> "list[StoredRun]":
     import os
 
     from fsdp_inspect.cli.child import run_child
@@ -129,19 +187,14 @@ def _record(command: str, repeat: int, folder: Path) -> "list[StoredRun]":
     from fsdp_inspect.store.folder import list_runs
     from fsdp_inspect.store.reader import open_run
 
-    if "{runs}" not in command:
-        raise typer.BadParameter(
-            "The command has no place for its folder of runs. Expected {runs} in it, as in "
-            "'torchrun train.py --runs-dir {runs}'.",
-            param_hint="--record",
-        )
     found: list[StoredRun] = []
     for number in range(1, repeat + 1):
         into = folder / str(number)
         into.mkdir()
-        words = [word.replace("{runs}", str(into)) for word in shlex.split(command)]
+        words = [word.replace(_FOLDER, str(into.resolve())) for word in command]
         what = f"recording {number} of {repeat}"
-        run_child(words, what=what, log=folder / f"{number}.log", environment=os.environ)
+        log = folder / f"{number}.log"
+        run_child(words, what=what, log=log, environment=os.environ, keeps_log=keeps)
         entries = list_runs(into)
         if len(entries) != 1:
             raise CheckError(
@@ -153,15 +206,33 @@ def _record(command: str, repeat: int, folder: Path) -> "list[StoredRun]":
 
 
 def _write_baseline(reading: "Reading", path: Path) -> None:
-    from fsdp_inspect.checks.baseline import make_baseline, read_baseline, render_baseline
+    from fsdp_inspect.checks.baseline import (
+        make_baseline,
+        read_baseline,
+        render_baseline,
+        why_no_baseline,
+    )
     from fsdp_inspect.errors import CheckError
+    from fsdp_inspect.report.check import describe_baseline
+    from fsdp_inspect.store.records import replace_file
 
-    if reading.problems:
-        raise CheckError(reading.problems[0])
+    problem = why_no_baseline(reading)
+    if problem is not None:
+        raise CheckError(problem)
     limits = read_baseline(path).limits if path.exists() else {}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_baseline(make_baseline(reading, limits=limits)), encoding="utf-8")
-    typer.echo(f"Wrote {path} from {', '.join(reading.run_ids)}. Review it, and commit it.")
+    baseline = make_baseline(reading, limits=limits)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, render_baseline(baseline).encode())
+    except OSError as error:
+        raise CheckError(
+            f"The baseline {str(path)!r} cannot be written: {error.strerror or error}. Expected a "
+            "place that this user may write to. Choose another one."
+        ) from error
+    typer.echo(
+        f"Wrote {path} from {', '.join(reading.run_ids)}: "
+        f"{describe_baseline(baseline, num_runs=len(reading.run_ids))} Review it, and commit it."
+    )
 
 
 def _judge(reading: "Reading", baseline: Path | None, budget: Path | None) -> "CheckResult":
@@ -192,11 +263,24 @@ def _print(result: "CheckResult", output: Format, *, as_json: bool) -> None:
         print_renderable(report.render_check(result))
 
 
-def _write_files(result: "CheckResult", markdown: Path | None, junit: Path | None) -> None:
+def _write_files(result: "CheckResult", markdown: Path | None, junit: Path | None) -> bool:
+    """Whether all that was asked for could be written; says what could not."""
     from fsdp_inspect.report import check as report
 
-    if markdown is not None:
-        with markdown.open("a", encoding="utf-8") as file:  # a job's summary has other parts
-            file.write(report.render_markdown([result]))
-    if junit is not None:
-        junit.write_text(report.render_junit([result]), encoding="utf-8")
+    try:
+        for path in (markdown, junit):
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+        if markdown is not None:
+            with markdown.open("a", encoding="utf-8") as file:  # a job's summary has other parts
+                file.write(report.render_markdown([result]))
+        if junit is not None:
+            junit.write_text(report.render_junit([result]), encoding="utf-8")
+    except OSError as error:
+        typer.echo(
+            f"Error: the verdict cannot be written to {error.filename!r}: {error.strerror}. "
+            "Expected a place that this user may write to. Choose another one.",
+            err=True,
+        )
+        return False
+    return True

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from fsdp_inspect.errors import FsdpInspectError
 
@@ -17,6 +18,8 @@ _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _POLL_S = 0.2
 _NUM_TAIL_LINES = 25
 _TERMINATE_WAIT_S = 15.0
+_NOT_FOUND = 127
+"""Exit code of a command that could not be started, as a shell has it."""
 
 
 class ChildError(FsdpInspectError):
@@ -82,7 +85,12 @@ def count_gpus() -> int:
 
 
 def run_child(
-    command: Sequence[str], *, what: str, log: Path, environment: Mapping[str, str]
+    command: Sequence[str],
+    *,
+    what: str,
+    log: Path,
+    environment: Mapping[str, str],
+    keeps_log: bool = True,
 ) -> float:
     """Run a command to its end, with its last line of output shown while it runs.
 
@@ -91,34 +99,50 @@ def run_child(
         what: What it does, for people: `recording demo-reshard`.
         log: Where its output goes.
         environment: All of the child's environment.
+        keeps_log: Whether the log is still there for whoever reads the message of a failure.
 
     Returns:
         How long it took, seconds.
 
     Raises:
-        ChildError: It ended with a code other than 0; the message holds the end of the log.
+        ChildError: It cannot be started, or ended with a code other than 0; the message holds the
+            end of the log.
     """
     started = time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
-        child = subprocess.Popen(
+        child = _start(command, what, output, environment)
+        try:
+            _follow(child, what, log)
+        finally:
+            _stop(child)
+    if child.returncode != 0:
+        place = f", all of which is in {log}" if keeps_log else ""
+        raise ChildError(
+            f"{what} ended with exit code {child.returncode}. Expected 0. The end of its "
+            f"output{place}:\n\n{_tail(log)}",
+            child.returncode,
+        )
+    return time.monotonic() - started
+
+
+def _start(
+    command: Sequence[str], what: str, output: TextIO, environment: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
+    try:
+        return subprocess.Popen(
             list(command),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=dict(environment),
         )
-        try:
-            _follow(child, what, log)
-        finally:
-            _stop(child)
-    if child.returncode != 0:
+    except OSError as error:
         raise ChildError(
-            f"{what} ended with exit code {child.returncode}. Expected 0. The end of its output, "
-            f"all of which is in {log}:\n\n{_tail(log)}",
-            child.returncode,
-        )
-    return time.monotonic() - started
+            f"{what} cannot start {command[0]!r}: {error.strerror or error}. Expected a program "
+            "that is found on PATH, and its arguments. Correct the command.",
+            _NOT_FOUND,
+        ) from error
 
 
 def _follow(child: "subprocess.Popen[bytes]", what: str, log: Path) -> None:

@@ -32,7 +32,7 @@ DECIDED_BY_PLAN = (
 )
 """The trainer's settings that a plan says: their values mean nothing under one."""
 
-_WORDS_OF_SHAPE = ("batch", "seq", "length", "compile", "dim", "layers", "heads")
+_WORDS_OF_SHAPE = ("batch", "seq", "length", "compile", "dim", "layers", "heads", "vocab")
 """What names a setting of a script that decides how much is computed."""
 
 
@@ -85,17 +85,20 @@ def _expected(prediction: Prediction) -> Circumstances:
     emulation = dict(there.emulation)
     if emulation:
         emulation["world_size"] = world_size
-        given = {
-            "bandwidth_bytes_per_s": prediction.bus_bytes_per_s,
-            "latency_ns": prediction.latency_ns,
-        }
-        changed = {name: value for name, value in given.items() if value is not None}
-        for link in ("intra", "inter"):
+        changed = _given(prediction.bus_bytes_per_s, prediction.latency_ns)
+        inside = _given(prediction.node_bus_bytes_per_s, prediction.node_latency_ns)
+        for link, values in (("intra", {**changed, **inside}), ("inter", changed)):
             if emulation.get(link) is not None:
-                emulation[link] = {**emulation[link], **changed}
-        if changed:
+                emulation[link] = {**emulation[link], **values}
+        if changed or inside:
             emulation["preset"] = None
     return there.model_copy(update={"world_size": world_size, "emulation": emulation})
+
+
+def _given(bytes_per_s: float | None, latency_ns: float | None) -> dict[str, float]:
+    """What was asked for of a link, as an emulation names it."""
+    asked = {"bandwidth_bytes_per_s": bytes_per_s, "latency_ns": latency_ns}
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 _NAMES = {
@@ -122,7 +125,7 @@ def _other_circumstances(expected: Circumstances, manifest: RunManifest) -> Iter
                 f"{manifest.run_id}. Expected {expected.emulation.get(name)!r}."
             )
     for name in _other_settings(expected.config, ran.config):
-        if _decides_shape(name):
+        if decides_shape(name):
             yield (
                 f"{name} is {ran.config.get(name)!r} in {manifest.run_id}. Expected "
                 f"{expected.config.get(name)!r}."
@@ -139,7 +142,8 @@ def _other_settings(expected: Mapping[str, Any], ran: Mapping[str, Any]) -> list
     return [name for name in shared if expected[name] != ran[name]]
 
 
-def _decides_shape(name: str) -> bool:
+def decides_shape(name: str) -> bool:
+    """Whether a setting of this name says how much a step computes, by the words in it."""
     words = name.lower()
     return not words.startswith("eval") and any(part in words for part in _WORDS_OF_SHAPE)
 
@@ -157,7 +161,7 @@ def find_caveats(
             yield f"Run {run.manifest.run_id} is {run.status.value}: it may lack steps."
     before, after = prediction.circumstances.config, runs[0].manifest.config
     for name in _other_settings(before, after):
-        if name not in _HARMLESS and not _decides_shape(name):
+        if name not in _HARMLESS and not decides_shape(name):
             yield f"{name} is {after[name]!r}, and was {before[name]!r} in the baseline."
     if not baselines:
         yield (

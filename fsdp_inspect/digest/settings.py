@@ -77,8 +77,13 @@ def compare_settings(manifests: Sequence[RunManifest]) -> tuple[SettingDifferenc
 
 def are_repeats(first: RunManifest, second: RunManifest) -> bool:
     """Whether two runs have the same settings, so that one repeats the other."""
+    return not find_other_settings(first, second)
+
+
+def find_other_settings(first: RunManifest, second: RunManifest) -> tuple[SettingDifference, ...]:
+    """What keeps one run from being a repeat of the other."""
     differences = compare_settings([first, second])
-    return all(difference.name in _REPEATS_MAY_DIFFER for difference in differences)
+    return tuple(one for one in differences if one.name not in _REPEATS_MAY_DIFFER)
 
 
 def find_caveats(manifests: Sequence[RunManifest], labels: Sequence[str]) -> Iterator[str]:

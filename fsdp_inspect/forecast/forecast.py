@@ -19,6 +19,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 
 from fsdp_inspect.errors import ForecastError, FsdpInspectError, StoreError
 from fsdp_inspect.forecast.fake_rank import fake_rank
@@ -30,6 +34,7 @@ from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
 
+_ASKS_FOR_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 DEFAULT_GPUS_PER_NODE = 8
 NOTES = (
     "Predicted on fake tensors: every storage of one step of rank 0, to the byte, and nothing "
@@ -74,7 +79,10 @@ def forecast_memory(
         target, tracked = _follow(builder, given)
     config = {**given, **target.config}
     name = target.name or tracked.model.class_name
-    _write(path, _describe(path, tracked, name, config, world_size), tracked)
+    manifest = _describe(
+        path, tracked, name, config, world_size=world_size, device_type=device_type
+    )
+    _write(path, manifest, tracked)
     return path
 
 
@@ -93,17 +101,46 @@ def _follow(builder: Builder, settings: Mapping[str, Any]) -> tuple[ForecastTarg
     except FsdpInspectError:
         raise
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
+        expected = (
+            "Expected a step that asks no tensor for its value (.item(), a branch on a tensor, a "
+            "shape that depends on values). Leave such lines out of the builder's step."
+            if isinstance(error, _ASKS_FOR_VALUES)
+            else "Expected a model that is built and a step that runs, as in training. Correct the "
+            "builder; what fails only on fake tensors, leave out of its step."
+        )
         raise ForecastError(
-            f"The model could not be built or its step not run on fake tensors: "
-            f"{type(error).__name__}: {error} (at {where.name}, {where.filename}:{where.lineno}). "
-            "Expected a step that asks no tensor for its value (.item(), a branch on a tensor). "
-            "Leave such lines out of the builder's step."
+            f"The model could not be built or its step not run on fake tensors: {_say(error)} (at "
+            f"{_place(error)}). {expected}"
         ) from error
 
 
+def _say(error: BaseException) -> str:
+    """An error and what it was raised from, which may be the reason that its own words lack."""
+    said = f"{type(error).__name__}: {error}"
+    return said if error.__cause__ is None else f"{said}, because of {_say(error.__cause__)}"
+
+
+def _place(error: Exception) -> str:
+    """The last line of the user's own code on the way to an error; of torch's, if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _is_of_a_library(Path(frame.filename))]
+    last = (own or frames)[-1]
+    return f"{last.name}, {last.filename}:{last.lineno}"
+
+
+def _is_of_a_library(file: Path) -> bool:
+    ours, python = Path(__file__).parents[1], Path(traceback.__file__).parent
+    return "site-packages" in file.parts or file.is_relative_to(ours) or file.parent == python
+
+
 def _describe(
-    path: Path, tracked: TrackedStep, name: str, config: Mapping[str, Any], world_size: int
+    path: Path,
+    tracked: TrackedStep,
+    name: str,
+    config: Mapping[str, Any],
+    *,
+    world_size: int,
+    device_type: str,
 ) -> RunManifest:
     now = time.time_ns()
     described = describe_environment("cpu")
@@ -121,7 +158,7 @@ def _describe(
         world_size=world_size,
         mesh=tracked.mesh,
         backend="fake",
-        device_type="fake",
+        device_type=device_type,
         device_name="fake tensors",
         source="predicted",
         warmup_steps=TRACKED_STEP,

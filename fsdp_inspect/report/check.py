@@ -4,13 +4,14 @@ All four say the same verdict. Names of units come from a run that others wrote:
 for each form.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from xml.etree import ElementTree
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fsdp_inspect.checks.baseline import Baseline
 from fsdp_inspect.checks.blame import Growth
 from fsdp_inspect.checks.judge import CheckResult, MetricCheck, Outcome
 from fsdp_inspect.checks.limits import TIME_METRICS
@@ -20,6 +21,7 @@ from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.report.layout import dim, new_table, section
 from fsdp_inspect.report.values import format_method
 from fsdp_inspect.report.wording import name_category
+from fsdp_inspect.trace.repeats import RUNS_FOR_A_TEST
 
 _STYLES = {Outcome.HOLDS: "green", Outcome.REGRESSION: "red", Outcome.UNTOLD: "yellow"}
 _MOST_SETTINGS = 12
@@ -38,6 +40,16 @@ def describe_outcome(result: CheckResult) -> str:
     return f"{result.name}: {worst.name} rose {_rise(worst)}.{_where(result, worst)}"
 
 
+def describe_baseline(baseline: Baseline, *, num_runs: int) -> str:
+    """What a baseline that was just written gates, of so many runs."""
+    count = len(baseline.memory)
+    gated = f"{count} {'metric' if count == 1 else 'metrics'} of memory"
+    if baseline.times:
+        return f"{gated}, and times of {num_runs} runs, are gated."
+    runs = "this is 1" if num_runs == 1 else f"these are {num_runs}"
+    return f"{gated} are gated; times are not, which want {RUNS_FOR_A_TEST} runs ({runs})."
+
+
 def _rise(one: MetricCheck) -> str:
     if one.before is None:
         return f"to {_value(one, one.after)}, above its limit {one.limit}"
@@ -47,9 +59,26 @@ def _rise(one: MetricCheck) -> str:
 
 
 def _where(result: CheckResult, worst: MetricCheck) -> str:
-    if worst.name in TIME_METRICS or not result.growth:
+    if worst.name in TIME_METRICS:
+        named = "; ".join(_describe_longer(one) for one in _most_told(result.longer))
+        return f" What takes longer: {named}." if named else ""
+    if not result.growth:
         return ""
     return f" What grew{_place(result)}: {_describe_growth(result.growth[0])}."
+
+
+def _most_told(longer: Sequence[Growth]) -> list[Growth]:
+    """The part of the step that grew most, and the wait that did."""
+    parts = [one for one in longer if not one.units][:1]
+    return parts + [one for one in longer if one.units][:1]
+
+
+def _describe_longer(one: Growth) -> str:
+    where = f" of {one.where}" if one.units else ""
+    return (
+        f"{name_category(one.category)}{where} +{format_ns(one.increase)} "
+        f"({format_ns(one.before)} to {format_ns(one.after)})"
+    )
 
 
 def _place(result: CheckResult) -> str:
@@ -60,7 +89,7 @@ def _place(result: CheckResult) -> str:
 
 def _describe_growth(one: Growth) -> str:
     return (
-        f"{name_category(one.category)} of {one.where} +{format_bytes(one.bytes)} "
+        f"{name_category(one.category)} of {one.where} +{format_bytes(one.increase)} "
         f"({format_bytes(one.before)} to {format_bytes(one.after)})"
     )
 
@@ -102,11 +131,15 @@ def _parts(result: CheckResult) -> Iterable[RenderableType]:
     if result.metrics:
         yield from section("Metrics", _metrics_table(result))
     if result.growth:
-        yield from section(f"What grew{_place(result)}", _growth_table(result))
+        yield from section(f"What grew{_place(result)}", _growth_table(result.growth, format_bytes))
+    if result.longer:
+        yield from section("What takes longer in a step", _growth_table(result.longer, format_ns))
     differences = describe_settings(result.settings)
-    if differences and result.outcome is not Outcome.HOLDS:
+    if differences:
         shown = [Text(f"  {line}") for line in differences[:_MOST_SETTINGS]]
-        yield from section("Settings that differ from the baseline's", *shown)
+        more = len(differences) - len(shown)
+        rest = [Text(f"  and {more} more, which --json lists")] if more > 0 else []
+        yield from section("Settings that differ from the baseline's", *shown, *rest)
     yield ""
     yield dim(_provenance(result))
 
@@ -125,15 +158,15 @@ def _metrics_table(result: CheckResult) -> Table:
     return table
 
 
-def _growth_table(result: CheckResult) -> Table:
-    table = new_table("category", "units", "before", "after", "change", names=2)
-    for one in result.growth:
+def _growth_table(growth: Iterable[Growth], write: Callable[[float | None], str]) -> Table:
+    table = new_table("what", "units", "before", "after", "change", names=2)
+    for one in growth:
         table.add_row(
             name_category(one.category),
             Text(one.where),
-            format_bytes(one.before),
-            format_bytes(one.after),
-            f"+{format_bytes(one.bytes)}",
+            write(one.before),
+            write(one.after),
+            f"+{write(one.increase)}",
         )
     return table
 
@@ -159,29 +192,38 @@ def _markdown_lines(result: CheckResult) -> Iterable[str]:
             cells = [one.name, *values, one.limit, one.outcome.value]
             yield f"| {' | '.join(_escape(cell) for cell in cells)} |"
         yield ""
-    if result.growth:
-        yield f"| grew{_escape(_place(result))} | units | before | after | change |"
-        yield "|---|---|---:|---:|---:|"
-        for grown in result.growth:
-            amounts = (grown.before, grown.after, grown.bytes)
-            cells = [name_category(grown.category), grown.where, *map(format_bytes, amounts)]
-            yield f"| {' | '.join(_escape(cell) for cell in cells)} |"
-        yield ""
+    yield from _growth_lines(f"grew{_place(result)}", result.growth, format_bytes)
+    yield from _growth_lines("takes longer in a step", result.longer, format_ns)
     yield from (f"- Likely cause: {_escape(cause)}" for cause in result.causes)
+    yield from (f"- Differs: {_escape(line)}" for line in describe_settings(result.settings))
     if result.outcome is not Outcome.HOLDS:
-        yield from (f"- Differs: {_escape(line)}" for line in describe_settings(result.settings))
         yield from (f"- {_escape(reason)}" for reason in result.reasons)
     yield ""
     yield f"<sub>{_escape(_provenance(result))}</sub>"
     yield ""
 
 
+def _growth_lines(
+    what: str, growth: Sequence[Growth], write: Callable[[float | None], str]
+) -> Iterable[str]:
+    if not growth:
+        return
+    yield f"| {_escape(what)} | units | before | after | change |"
+    yield "|---|---|---:|---:|---:|"
+    for one in growth:
+        amounts = (write(one.before), write(one.after), f"+{write(one.increase)}")
+        cells = [name_category(one.category), one.where, *amounts]
+        yield f"| {' | '.join(_escape(cell) for cell in cells)} |"
+    yield ""
+
+
 def _escape(text: str) -> str:
-    """Text that Markdown and HTML show as it is."""
+    """Text that Markdown and HTML show as it is: no markup, no entity, no link, no formula."""
     one_line = " ".join(text.split())
-    for character in "\\`*_{}[]|<>#":
+    for character in "\\`*_{}[]|<>#&~$!":
         one_line = one_line.replace(character, f"\\{character}")
-    return one_line
+    # GitHub makes links of bare addresses.
+    return one_line.replace("://", ":\\//").replace("www.", "www\\.")
 
 
 # --- annotations of a GitHub workflow
@@ -220,19 +262,22 @@ def _add_suite(root: ElementTree.Element, result: CheckResult) -> None:
     failures = sum(one.outcome is Outcome.REGRESSION for one in result.metrics)
     untold = sum(one.outcome is Outcome.UNTOLD for one in result.metrics)
     is_unjudged = not result.metrics
+    name = _printable(result.name)
     suite = ElementTree.SubElement(
         root,
         "testsuite",
-        name=_printable(result.name),
+        name=name,
         tests=str(max(len(result.metrics), 1)),
         failures=str(failures),
         errors=str(1 if is_unjudged else untold),
     )
+    # Tools tell cases apart by both names together: several checks of one job stay apart.
+    of_check = {"classname": f"fsdp_inspect.{name}"}
     if is_unjudged:
-        case = ElementTree.SubElement(suite, "testcase", name="check", classname="fsdp_inspect")
+        case = ElementTree.SubElement(suite, "testcase", of_check, name="check")
         _add_problem(case, "error", " ".join(result.reasons))
     for one in result.metrics:
-        case = ElementTree.SubElement(suite, "testcase", name=one.name, classname="fsdp_inspect")
+        case = ElementTree.SubElement(suite, "testcase", of_check, name=one.name)
         if one.outcome is Outcome.REGRESSION:
             _add_problem(case, "failure", _failure_text(result, one))
         elif one.outcome is Outcome.UNTOLD:
@@ -241,7 +286,9 @@ def _add_suite(root: ElementTree.Element, result: CheckResult) -> None:
 
 def _failure_text(result: CheckResult, one: MetricCheck) -> str:
     lines = [f"{one.name} rose {_rise(one)}; allowed: {one.limit}."]
-    if one.name not in TIME_METRICS:
+    if one.name in TIME_METRICS:
+        lines += [f"takes longer: {_describe_longer(longer)}" for longer in result.longer]
+    else:
         lines += [f"grew: {_describe_growth(grown)}" for grown in result.growth]
     lines += [f"likely cause: {cause}" for cause in result.causes]
     lines += [f"differs: {line}" for line in describe_settings(result.settings)]

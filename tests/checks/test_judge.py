@@ -45,10 +45,11 @@ def test_real_ranks_may_vary_by_a_tenth(reading, by, outcome):
     [
         ({"world_size": 8}, "world size 4"),
         ({"versions": {"torch": "2.14.0"}}, "torch 2.13.0"),
-        ({"device_type": "cuda"}, "device fake"),
+        ({"device_type": "cpu"}, "device cuda"),
+        ({"mesh": {"replicate": 2, "shard": 2}}, "mesh 4"),
         ({"source": "recorded"}, "source predicted"),
     ],
-    ids=["world size", "torch", "device", "source"],
+    ids=["world size", "torch", "device", "mesh", "source"],
 )
 def test_a_baseline_of_something_else_is_no_comparison(reading, manifest, words):
     result = check(changed(reading, 2.0, **manifest), make_baseline(reading))
@@ -75,11 +76,61 @@ def test_a_plan_that_was_changed_on_purpose_is_no_regression(reading):
         ((1500, 1501, 1502, 1503, 1504), 1),
         ((990, 1000, 1350), 2),
         ((900, 1000, 1010, 1100, 1250), 2),
+        ((500, 700, 800, 990, 1005), 0),
     ],
-    ids=["alike", "slower", "too few", "noisy"],
+    ids=["alike", "slower", "too few", "noisy", "noisy and no slower"],
 )
 def test_times_hold_rise_or_cannot_be_told(reading, times, exit_code):
     before = dataclasses.replace(reading, times={"step_time_ns": (1000, 1001, 1002, 1003, 1004)})
     after = dataclasses.replace(reading, times={"step_time_ns": times})
 
     assert check(after, make_baseline(before)).exit_code == exit_code
+
+
+def test_waiting_where_nothing_was_waited_for_is_a_regression(reading):
+    steps = (1000, 1001, 1002, 1003, 1004)
+    before = {"step_time_ns": steps, "exposed_ns": (0, 0, 0, 0, 0)}
+    after = {"step_time_ns": steps, "exposed_ns": (300, 301, 302, 303, 304)}
+
+    result = check(
+        dataclasses.replace(reading, times=after),
+        make_baseline(dataclasses.replace(reading, times=before)),
+    )
+
+    assert result.exit_code == 1
+    assert [one.name for one in result.metrics if one.outcome == "regression"] == ["exposed_ns"]
+
+
+def test_a_longer_wait_is_blamed_on_its_unit_and_pass(reading):
+    gather = "all_gather in backward"
+    sides = [
+        dataclasses.replace(
+            reading,
+            times={"step_time_ns": tuple(range(step, step + 5))},
+            parts={"backward": 800, "exposed_all_gather": wait},
+            waits={("layers.1", gather): wait, ("layers.2", gather): 7},
+        )
+        for step, wait in ((1000, 10), (1500, 510))
+    ]
+
+    result = check(sides[1], make_baseline(sides[0]))
+
+    assert [(one.category, one.units, one.increase) for one in result.longer] == [
+        ("exposed_all_gather", (), 500),
+        (gather, ("layers.1",), 500),
+    ]
+
+
+def test_times_of_another_machine_are_no_comparison(reading):
+    times = {"step_time_ns": (1000, 1001, 1002, 1003, 1004)}
+    here, there = (
+        dataclasses.replace(changed(reading, device_name=name), times=times)
+        for name in ("this processor", "another one")
+    )
+
+    result = check(there, make_baseline(here))
+
+    assert result.exit_code == 2
+    assert "device cuda this processor" in result.reasons[0]
+    memory_alone = dataclasses.replace(here, times={})
+    assert check(there, make_baseline(memory_alone)).exit_code == 0

@@ -1,46 +1,54 @@
 """Is each planted regression found, with the right unit, phase and category, and nothing else?
 
-The table is the specification: what is planted, and what must be blamed.
+The table is the specification: what is planted, and what must be blamed. Everything goes through
+`fsdp-inspect check`, once with forecasts and once with recordings of real tensors.
 """
 
+import contextlib
+import io
+import json
+import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from fsdp_inspect import forecast_memory, open_run
-from fsdp_inspect.checks.baseline import Baseline, make_baseline
-from fsdp_inspect.checks.judge import CheckResult, Outcome, check
-from fsdp_inspect.checks.reading import read_runs
-from fsdp_inspect.report.check import describe_outcome, render_markdown
+from fsdp_inspect import Recorder, forecast_memory
+from fsdp_inspect.cli import main
+from fsdp_inspect.emulation.process import emulate
+from fsdp_inspect.emulation.specification import Link, Specification
 from tests.checks.planted import build
 
 BLOCK = 2 * 128 * 512  # parameters
 KIB = 1024
+WORLD_SIZE = 4
 
 # plant: metric that fails first, phase, [(category, units, bytes more)], words of the cause
 REGRESSIONS = {
     "not resharded": (
         "peak_allocated_bytes",
         "backward",
-        [("unsharded_parameter", ("layers.2",), 2 * BLOCK)],
+        [("unsharded_parameter", ["layers.2"], 2 * BLOCK)],
         "`layers.2` now reshard_after_forward=False: +1 unsharded block (256.0 KiB)",
     ),
     "kept activation": (
         "peak_allocated_bytes",
         "backward",
-        [("activation", ("layers.3",), 64 * KIB)],
+        [("activation", ["layers.3"], 64 * KIB)],
         "something keeps activations of layers.3",
     ),
     "fp32 reduce": (
         "peak_allocated_bytes",
         "backward",
-        [("reduce_scatter_buffer", ("layers.5",), 2 * BLOCK)],
+        [("reduce_scatter_buffer", ["layers.5"], 2 * BLOCK)],
         "now reduce_dtype=float32 instead of bfloat16",
     ),
     "leak": (
         "peak_allocated_bytes",
         "backward",
-        [("activation", ("layers.3",), 64 * KIB)],
+        [("activation", ["layers.3"], 64 * KIB)],
         "something keeps activations of layers.3",
     ),
     "optimizer state": (
@@ -49,7 +57,7 @@ REGRESSIONS = {
         [
             (
                 "optimizer_state",
-                ("(root)", "embedding", *(f"layers.{block}" for block in range(6))),
+                ["(root)", "embedding", *(f"layers.{block}" for block in range(6))],
                 896 * KIB + 14 * 4,  # and Adam's step count of each of 14 tensors
             )
         ],
@@ -58,82 +66,136 @@ REGRESSIONS = {
     "root swallows": (
         "peak_allocated_bytes",
         "backward",
-        [("unsharded_parameter", ("(root)",), 128 * KIB)],
-        "`embedding` is no unit any more; `(root)` holds their parameters",
+        [("unsharded_parameter", ["(root)"], 128 * KIB)],
+        "`embedding` is no unit any more; `(root)` holds its parameters",
     ),
     "gather in flight": (
         "peak_allocated_bytes",
         "backward",
-        [("all_gather_buffer", ("layers.2",), 2 * BLOCK)],
+        [("all_gather_buffer", ["layers.2"], 2 * BLOCK)],
         "forward_prefetch",
     ),
 }
 HARMLESS = ("nothing", "renamed", "reordered", "other seed")
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CheckResult]:
-    folder = tmp_path_factory.mktemp("planted")
-    baseline: Baseline | None = None
-    found = {}
+@dataclass
+class Ended:
+    """What the command ended with and printed."""
+
+    code: int
+    printed: str
+
+    @property
+    def verdict(self) -> Any:
+        return json.loads(self.printed)
+
+    def with_outcome(self, outcome: str) -> list[str]:
+        """The metrics of that outcome."""
+        return [one["name"] for one in self.verdict["metrics"] if one["outcome"] == outcome]
+
+
+def check(*arguments: object) -> Ended:
+    """`fsdp-inspect check` in this process."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", ["fsdp-inspect", "check", *map(str, arguments)])
+        patch.setenv("COLUMNS", "120")
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return Ended(int(ended.value.code or 0), printed.getvalue())
+
+
+def forecast(path: Path, plant: str) -> None:
+    forecast_memory(build, path, world_size=WORLD_SIZE, settings={"plant": plant})
+
+
+def record(path: Path, plant: str) -> None:
+    """Two steps on real tensors, as rank 0 of emulated ranks."""
+    free = Link(bandwidth_bytes_per_s=float("inf"), latency_ns=0)
+    quiet: dict[str, Any] = {"print_verdict": False, "device_interval_s": 0.0}
+    ranks = Specification(world_size=WORLD_SIZE, gpus_per_node=WORLD_SIZE, intra=free, inter=free)
+    with emulate(ranks):
+        dist.init_process_group()
+        target = build(plant)
+        with Recorder(
+            target.model, optimizer=target.optimizer, path=path, warmup_steps=1, **quiet
+        ) as recorder:
+            for _ in range(2):
+                with recorder.step():
+                    target.step()
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[forecast, record], ids=["forecast", "recorded"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of each plant, and `baseline.json` of the one with nothing planted."""
+    runs = tmp_path_factory.mktemp("planted")
     for plant in (*HARMLESS, *REGRESSIONS):
-        path = folder / plant.replace(" ", "-")
-        forecast_memory(build, path, world_size=4, settings={"plant": plant})
-        reading = read_runs([open_run(path)])
-        baseline = baseline or make_baseline(reading)
-        found[plant] = check(reading, baseline)
-    return found
+        request.param(runs / plant.replace(" ", "-"), plant)
+    written = check(runs / "nothing", "--baseline", runs / "baseline.json", "--update")
+    assert written.code == 0
+    return runs
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Ended]:
+    baseline = folder / "baseline.json"
+    return {
+        plant: check(folder / plant.replace(" ", "-"), "--baseline", baseline, "--json")
+        for plant in (*HARMLESS, *REGRESSIONS)
+    }
 
 
 @pytest.mark.parametrize("plant", REGRESSIONS)
 def test_a_planted_regression_is_found_and_nothing_else_is_blamed(
-    results: dict[str, CheckResult], plant: str
+    results: dict[str, Ended], plant: str
 ) -> None:
     metric, phase, grown, cause = REGRESSIONS[plant]
-    result = results[plant]
+    ended, verdict = results[plant], results[plant].verdict
 
-    failed = [one.name for one in result.metrics if one.outcome is Outcome.REGRESSION]
-    assert result.exit_code == 1
-    assert failed[0] == metric
-    assert result.phase == phase
-    assert [(one.category, one.units, one.bytes) for one in result.growth] == grown
-    assert any(cause in words for words in result.causes), result.causes
-
-
-def test_a_leak_is_seen_in_what_the_step_leaves(results: dict[str, CheckResult]) -> None:
-    failed = {
-        plant: "resting_bytes" in [m.name for m in result.metrics if m.outcome != "holds"]
-        for plant, result in results.items()
-    }
-    assert [plant for plant, is_failed in failed.items() if is_failed] == [
-        "leak",
-        "optimizer state",
+    found = [
+        (one["category"], one["units"], one["after"] - one["before"]) for one in verdict["growth"]
     ]
+    assert ended.code == verdict["exit_code"] == 1
+    assert ended.with_outcome("regression")[0] == metric
+    assert verdict["phase"] == phase
+    assert found == grown
+    assert any(cause in words for words in verdict["causes"]), verdict["causes"]
+
+
+def test_a_leak_is_seen_in_what_the_step_leaves(results: dict[str, Ended]) -> None:
+    leaves = [
+        plant
+        for plant, ended in results.items()
+        if "resting_bytes" not in ended.with_outcome("holds")
+    ]
+
+    assert leaves == ["leak", "optimizer state"]
 
 
 @pytest.mark.parametrize("plant", HARMLESS)
-def test_a_harmless_change_passes(results: dict[str, CheckResult], plant: str) -> None:
-    result = results[plant]
+def test_a_harmless_change_passes(results: dict[str, Ended], plant: str) -> None:
+    ended = results[plant]
 
-    assert result.exit_code == 0, describe_outcome(result)
-    assert result.growth == ()
-    assert result.causes == ()
-
-
-def test_the_message_says_by_how_much_where_and_why(results: dict[str, CheckResult]) -> None:
-    sentence = describe_outcome(results["kept activation"])
-
-    assert "peak_allocated_bytes rose by 64.0 KiB" in sentence
-    assert "at the peak of backward" in sentence
-    assert "activation of layers.3 +64.0 KiB" in sentence
-    assert "Likely cause" in render_markdown([results["kept activation"]])
+    assert ended.code == 0, ended.printed
+    assert ended.verdict["growth"] == ended.verdict["causes"] == []
 
 
-def test_two_baselines_of_the_same_are_alike(tmp_path: Path) -> None:
-    readings = []
-    for name in ("first", "second"):
-        forecast_memory(build, tmp_path / name, world_size=4)
-        readings.append(make_baseline(read_runs([open_run(tmp_path / name)])))
+def test_the_message_says_by_how_much_where_and_why(folder: Path) -> None:
+    ended = check(folder / "kept-activation", "--baseline", folder / "baseline.json")
 
-    first, second = readings
-    assert first == second
+    words = " ".join(ended.printed.split())
+    assert "peak_allocated_bytes rose by 64.0 KiB" in words
+    assert "at the peak of backward" in words
+    assert "activation of layers.3 +64.0 KiB" in words
+    assert "likely cause: something keeps activations of layers.3" in words
+
+
+def test_a_baseline_written_again_is_the_same_to_the_byte(folder: Path) -> None:
+    before = (folder / "baseline.json").read_bytes()
+
+    check(folder / "other-seed", "--baseline", folder / "again.json", "--update")
+
+    again = (folder / "again.json").read_bytes()
+    assert again.replace(b"other seed", b"nothing") == before

@@ -117,9 +117,24 @@ def test_a_limit_in_the_baseline_is_kept_by_an_update(invoke, forecasts, baselin
         ((), "Expected runs, or --record"),
         (("x",), "nothing to hold it against"),
         (("x", "--baseline", "missing.json"), "No run at"),
+        (("x", "--baseline", "b.json", "--repeat", "5"), "--repeat and --out are about runs"),
+        (("x", "--baseline", "b.json", "--json", "--format", "junit"), "Expected --json or"),
         (("--record", "true", "--baseline", "b.json"), "no place for its folder"),
+        (("--record", "a ' {runs}", "--baseline", "b.json"), "cannot be split into words"),
+        (("--record", "no-such-program {runs}", "--baseline", "b.json"), "'no-such-program'"),
+        (("--record", "true {runs}", "--baseline", "b.json"), "left 0 runs in its folder"),
     ],
-    ids=["nothing", "no baseline", "no run", "no placeholder"],
+    ids=[
+        "nothing",
+        "no baseline",
+        "no run",
+        "nothing to repeat",
+        "two forms",
+        "no placeholder",
+        "open quote",
+        "no program",
+        "no recording",
+    ],
 )
 def test_wrong_use_exits_with_2(invoke, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
@@ -127,6 +142,55 @@ def test_wrong_use_exits_with_2(invoke, tmp_path, monkeypatch, arguments, messag
 
     assert ended.code == 2
     assert message in " ".join(ended.err.split())
+    assert "Traceback" not in ended.err
+
+
+def test_what_cannot_be_written_exits_with_2_and_a_regression_stays_one(
+    invoke, forecasts, baseline, tmp_path
+):
+    taken = tmp_path / "file"
+    taken.write_text("")
+    reports = ("--junit", taken / "junit.xml")
+
+    holds = invoke("check", forecasts / "nothing", "--baseline", baseline, *reports)
+    grown = invoke("check", forecasts / "not-resharded", "--baseline", baseline, *reports)
+    update = invoke("check", forecasts / "nothing", "--baseline", taken / "b.json", "--update")
+
+    assert (holds.code, grown.code, update.code) == (2, 1, 2)
+    assert "the verdict cannot be written" in holds.err
+    assert "cannot be written" in update.err
+
+
+def test_a_run_without_memory_or_times_makes_no_baseline(invoke, runs_folder, tmp_path):
+    path = tmp_path / "empty.json"
+    ended = invoke("check", runs_folder / "steady", "--baseline", path, "--update")
+
+    assert (ended.code, path.exists()) == (2, False)
+    assert "No memory was recorded in a step after warm-up" in ended.err
+
+
+def test_runs_that_are_no_repeats_cannot_be_judged(invoke, forecasts, baseline):
+    runs = [forecasts / "nothing", forecasts / "renamed"]
+    ended = invoke("check", *runs, "--baseline", baseline)
+
+    assert ended.code == 2
+    assert "Expected repeats of one program" in " ".join(ended.out.split())
+
+
+def test_recorded_runs_are_kept_where_asked(invoke, forecasts, baseline, tmp_path):
+    copy = "import shutil, sys; shutil.copytree(sys.argv[1], sys.argv[2] + '/run')"
+    command = f'{sys.executable} -c "{copy}" {forecasts / "not-resharded"} {{runs}}'
+    given = ("--record", command, "--repeat", "2", "--baseline", baseline)
+
+    gone = invoke("check", *given)
+    kept = invoke("check", *given, "--out", tmp_path / "kept")
+    again = invoke("check", *given, "--out", tmp_path / "kept")
+
+    assert (gone.code, kept.code, again.code) == (1, 1, 2)
+    assert "--out DIR" in gone.err
+    assert "--out DIR" not in kept.err
+    assert (tmp_path / "kept" / "2" / "run" / "run.json").exists()
+    assert "Expected a new folder" in again.err
 
 
 def test_a_missing_baseline_says_how_to_make_one(invoke, forecasts, tmp_path):

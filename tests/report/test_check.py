@@ -1,0 +1,119 @@
+"""Does one verdict read alike in every form, whatever the names in it try?"""
+
+from dataclasses import replace
+from xml.etree import ElementTree
+
+from fsdp_inspect.checks.blame import Growth
+from fsdp_inspect.checks.judge import CheckResult, MetricCheck, Outcome
+from fsdp_inspect.digest.settings import SettingDifference
+from fsdp_inspect.report.check import (
+    describe_outcome,
+    render_annotations,
+    render_check,
+    render_junit,
+    render_markdown,
+)
+from tests.report.rendering import text_of
+
+MS = 1_000_000
+HOSTILE = "<b>|a|</b> `x` [y](http://evil.example) &lt; $z$ 100%\n::error::no\x1b[31m"
+
+MEMORY = CheckResult(
+    outcome=Outcome.REGRESSION,
+    exit_code=1,
+    name="Decoder",
+    run_ids=("before", "after"),
+    source="recorded",
+    method="storage_tracker",
+    metrics=(
+        MetricCheck(
+            "peak_allocated_bytes", Outcome.REGRESSION, 1024, 3072, 1024, "to the byte", ""
+        ),
+        MetricCheck("resting_bytes", Outcome.HOLDS, 512, 512, 512, "to the byte", ""),
+    ),
+    growth=(Growth("activation", ("layers.3",), 0, 2048),),
+    longer=(),
+    phase="backward",
+    unit="layers.4",
+    causes=("something keeps activations of layers.3",),
+    settings=(SettingDifference("config", "batch_size", "", (1, 2)),),
+    reasons=(),
+    improved=(),
+)
+TIMES = replace(
+    MEMORY,
+    metrics=(
+        MetricCheck(
+            "step_time_ns",
+            Outcome.REGRESSION,
+            100 * MS,
+            112 * MS,
+            None,
+            "within noise",
+            "changed by +12.0%",
+        ),
+    ),
+    growth=(),
+    longer=(
+        Growth("exposed_all_gather", (), 2 * MS, 13 * MS),
+        Growth("all_gather in backward", ("layers.3",), 1 * MS, 11 * MS),
+    ),
+    causes=("`layers.3` now reshard_after_forward=True: backward gathers it again (2.0 KiB)",),
+)
+
+
+def test_a_longer_step_is_told_by_its_part_and_by_the_wait_in_it() -> None:
+    sentence = describe_outcome(TIMES)
+
+    assert sentence == (
+        "Decoder: step_time_ns rose by 12.0 ms (+12.0%), from 100.0 ms to 112.0 ms. What takes "
+        "longer: exposed all-gather +11.0 ms (2.00 ms to 13.0 ms); all-gather in backward of "
+        "layers.3 +10.0 ms (1.00 ms to 11.0 ms)."
+    )
+    assert "layers.3" in text_of(render_check(TIMES)).partition("What takes longer in a step")[2]
+    assert "| all-gather in backward | layers.3 | 1.00 ms | 11.0 ms | +10.0 ms |" in (
+        render_markdown([TIMES])
+    )
+    assert "takes longer: all-gather in backward of layers.3" in render_junit([TIMES])
+
+
+def test_settings_that_differ_are_told_whether_it_holds_or_not() -> None:
+    holds = replace(MEMORY, outcome=Outcome.HOLDS, metrics=MEMORY.metrics[1:], growth=(), causes=())
+
+    for result in (MEMORY, holds):
+        assert "config.batch_size: 1 -> 2" in text_of(render_check(result))
+        assert "Differs: config.batch\\_size: 1 -\\> 2" in render_markdown([result])
+
+
+def test_names_command_nothing_in_markdown() -> None:
+    text = render_markdown([replace(MEMORY, name=HOSTILE, unit=HOSTILE)])
+
+    assert "<b>" not in text.replace("\\<b\\>", "")
+    assert "[y](http" not in text.replace("\\[y\\](http", "")
+    assert "http://" not in text
+    assert "&lt;" not in text.replace("\\&lt;", "")
+    assert not any(line.startswith("::") for line in text.splitlines())
+    assert all(line.count("|") - line.count("\\|") in (0, 6, 7) for line in text.splitlines())
+
+
+def test_names_command_nothing_in_annotations() -> None:
+    text = render_annotations([replace(MEMORY, name=HOSTILE)])
+
+    assert len(text.splitlines()) == 1
+    assert "100%25%0A::error::no" in text
+
+
+def test_junit_is_xml_with_the_names_as_they_are() -> None:
+    suite = ElementTree.fromstring(render_junit([replace(MEMORY, name=HOSTILE)]))[0]
+
+    assert suite.get("name") == HOSTILE.replace("\n", " ").replace("\x1b", " ")
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("2", "1", "0")
+
+
+def test_several_checks_in_one_job_keep_their_cases_apart() -> None:
+    cases = ElementTree.fromstring(render_junit([MEMORY, replace(MEMORY, name="Encoder")])).iter(
+        "testcase"
+    )
+
+    names = [(case.get("classname"), case.get("name")) for case in cases]
+    assert len(set(names)) == len(names) == 4
