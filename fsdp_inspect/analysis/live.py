@@ -34,6 +34,7 @@ STALL_STEPS = 10
 """A run is called stalled after so many typical steps without the end of one."""
 LEAST_STALL_NS = 20_000_000_000
 """But never before that: compilation and checkpoints make single steps long."""
+_ALLOCATOR_COUNTERS = ("num_alloc_retries", "num_ooms")
 _KEPT_STEPS = 2
 """Finished steps whose events are kept, since more of them may come."""
 
@@ -109,6 +110,9 @@ class LiveView:
     """Of the last `TYPICAL_STEPS`, memory steps left out: their rows of the run's summary."""
     methods: Mapping[str, str]
     """How the times of the newest step were obtained, by group of numbers."""
+    num_alloc_retries: int | None
+    """Since the first sample that was seen; None where no allocator is counted, as the next."""
+    num_ooms: int | None
 
     def is_stalled(self, now_ns: int) -> bool:
         """Whether far more time than a step takes has passed without the end of one.
@@ -137,6 +141,8 @@ class LiveRank:
         self._scalars: dict[int, tuple[int, float]] = {}
         self._last_event_ns: int | None = None
         self._recent = SummaryTable.empty()
+        self._counts: dict[str, tuple[int, int]] = {}
+        """First and last reading of each counter of the allocator."""
 
     def add(
         self,
@@ -175,6 +181,8 @@ class LiveRank:
             last_event_ns=self._last_event_ns,
             recent=self._recent,
             methods=name_methods(self._events),
+            num_alloc_retries=self._risen("num_alloc_retries"),
+            num_ooms=self._risen("num_ooms"),
         )
 
     def _add_events(self, events: EventTable) -> None:
@@ -206,7 +214,17 @@ class LiveRank:
             if allocated != MISSING_INT:
                 known = None if reserved == MISSING_INT else reserved
                 self._memory[step] = LiveMemory(step, allocated, known)
+        for counter in _ALLOCATOR_COUNTERS:
+            column = getattr(readings, counter)
+            counted = column[column != MISSING_INT]
+            if len(counted):
+                first = self._counts.get(counter, (int(counted[0]), 0))[0]
+                self._counts[counter] = (first, int(counted[-1]))
         _forget_oldest(self._memory)
+
+    def _risen(self, counter: str) -> int | None:
+        first, last = self._counts.get(counter, (None, None))
+        return None if first is None or last is None else last - first
 
 
 def _forget_oldest(kept: dict[int, LiveStep] | dict[int, LiveMemory]) -> None:

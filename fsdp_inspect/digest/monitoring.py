@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp_inspect.analysis.allocator import measure_allocator
 from fsdp_inspect.analysis.live import TYPICAL_STEPS
 from fsdp_inspect.analysis.memory import measure_memory
 from fsdp_inspect.analysis.provenance import measure_provenance
@@ -33,7 +34,12 @@ class MonitoredRank:
     allocated_bytes: int | None
     """Highest; None where memory was not counted."""
     reserved_bytes: int | None
-    """None on CPU."""
+    """None on CPU, like the next three."""
+    reserved_ratio: float | None
+    """Of the device's memory, 0 to 1."""
+    num_alloc_retries: int | None
+    """Since the first sample, as the next."""
+    num_ooms: int | None
     memory_method: str
     """Who counted it; empty where nobody did."""
     scalars: Mapping[str, float]
@@ -43,6 +49,13 @@ class MonitoredRank:
     gather_method: str
     unit_method: str
     """Of all collectives of units."""
+
+    @property
+    def data_ratio(self) -> float | None:
+        """Waiting for the next batch as a share of the step; None before the first timed step."""
+        if self.numbers is None or not self.numbers.step_time_ns:
+            return None
+        return self.numbers.data_ns / self.numbers.step_time_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +86,16 @@ def monitor_run(run: RunSource, ranks: Collection[int]) -> MonitoredRun:
         if record.rank not in ranks:
             continue
         member, held = members.get(record.rank), memory.get(record.rank)
+        use = measure_allocator(run, rank=record.rank)
         told.append(
             MonitoredRank(
                 rank=record.rank,
                 numbers=measure_rank_numbers(member, run.manifest.units) if member else None,
                 allocated_bytes=held.peak_allocated_bytes if held else None,
                 reserved_bytes=held.peak_reserved_bytes if held else None,
+                reserved_ratio=held.device_ratio if held else None,
+                num_alloc_retries=use.num_alloc_retries if use else None,
+                num_ooms=use.num_ooms if use else None,
                 memory_method=held.method if held else "",
                 scalars=_last_logged(run, record.rank, record.scalar_names),
                 **_name_methods(methods),
@@ -130,12 +147,18 @@ def _tell(live: LiveDigest, manifest: RunManifest) -> MonitoredRank:
     member = next(steps_by_rank(view.recent), None)
     recent = view.memory[-TYPICAL_STEPS:]
     reserved = [one.reserved_bytes for one in recent if one.reserved_bytes is not None]
+    highest = max(reserved, default=None)
+    own = next((one for one in live.ranks if one.rank == live.rank), None)
+    device = own.device_memory_bytes if own else None
     return MonitoredRank(
         rank=live.rank,
         numbers=measure_rank_numbers(member, manifest.units) if member else None,
         allocated_bytes=max((one.allocated_bytes for one in recent), default=None),
-        reserved_bytes=max(reserved, default=None),
-        memory_method=next((one.memory_from for one in live.ranks if one.rank == live.rank), ""),
+        reserved_bytes=highest,
+        reserved_ratio=highest / device if highest is not None and device else None,
+        num_alloc_retries=view.num_alloc_retries,
+        num_ooms=view.num_ooms,
+        memory_method=own.memory_from if own else "",
         scalars={scalar.name: scalar.value for scalar in view.scalars},
         **_name_methods(view.methods),
     )

@@ -7,7 +7,7 @@ slash is an underscore, and amounts are in base units, which the name ends in. A
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -19,6 +19,7 @@ CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _NS_PER_S = 1e9
 _GIB = float(2**30)
 _PCT = 0.01
+_SINCE = "As the allocator counts them, since the first sample of the recording."
 
 TORCHTITAN_LOGGED: Mapping[str, tuple[str, str, float]] = {
     "throughput(tps)": ("throughput_tps", "", 1.0),
@@ -35,7 +36,7 @@ TORCHTITAN_LOGGED: Mapping[str, tuple[str, str, float]] = {
     "memory/num_alloc_retries": ("memory_num_alloc_retries", "", 1.0),
     "memory/num_ooms": ("memory_num_ooms", "", 1.0),
 }
-"""What only the training loop knows: told under torchtitan's name where it was logged under it.
+"""What a training loop may log under torchtitan's name: told under it unless it was recorded.
 Logged name to name here, unit, and what one of it is in that unit."""
 
 
@@ -124,7 +125,20 @@ def _number(value: float) -> str:
 
 def find_families(run: MonitoredRun) -> list[Family]:
     """Every metric of a run; those that nobody measured have no samples."""
-    return [*_about(run), *_of_steps(run), *_of_memory(run), *_of_units(run), *_logged(run)]
+    found = [*_about(run), *_of_steps(run), *_of_ranks(run), *_of_units(run), *_logged(run)]
+    joined: dict[str, Family] = {}
+    for family in found:
+        joined[family.name] = _join(joined.get(family.name), family)
+    return list(joined.values())
+
+
+def _join(recorded: Family | None, logged: Family) -> Family:
+    """One metric that is recorded, and logged by the loop: of each rank what is recorded."""
+    if recorded is None:
+        return logged
+    ranks = {sample.labels["rank"] for sample in recorded.samples}
+    others = [sample for sample in logged.samples if sample.labels["rank"] not in ranks]
+    return replace(recorded, samples=(*recorded.samples, *others))
 
 
 def _about(run: MonitoredRun) -> Iterator[Family]:
@@ -181,21 +195,36 @@ def _of_steps(run: MonitoredRun) -> Iterator[Family]:
     )
 
 
-def _of_memory(run: MonitoredRun) -> Iterator[Family]:
-    amounts = (
-        ("fsdp_peak_allocated_bytes", "Highest bytes held by tensors.", "allocated_bytes"),
-        ("memory_max_reserved_bytes", "Highest bytes of the allocator.", "reserved_bytes"),
+def _of_ranks(run: MonitoredRun) -> Iterator[Family]:
+    """What a rank has one number of, beside its steps' times."""
+    over = f"median over {run.over}"
+    numbers = (
+        ("time_metrics_data_loading_ratio", f"Data loading / step, {over}.", "data_ratio", "ratio"),
+        ("fsdp_peak_allocated_bytes", "Highest bytes held by tensors.", "allocated_bytes", "bytes"),
+        ("memory_max_reserved_bytes", "Highest of the allocator.", "reserved_bytes", "bytes"),
+        (
+            "memory_max_reserved_ratio",
+            "The same / memory of the device.",
+            "reserved_ratio",
+            "ratio",
+        ),
+        ("memory_num_alloc_retries", _SINCE, "num_alloc_retries", ""),
+        ("memory_num_ooms", _SINCE, "num_ooms", ""),
     )
-    for name, help_, key in amounts:
+    for name, help_, key, unit in numbers:
+        is_of_steps = key == "data_ratio"
         yield Family(
             name,
             help_,
             tuple(
-                Sample(_labels(run, rank, rank.memory_method), getattr(rank, key))
+                Sample(
+                    _labels(run, rank, rank.step_method if is_of_steps else rank.memory_method),
+                    getattr(rank, key),
+                )
                 for rank in run.ranks
                 if getattr(rank, key) is not None
             ),
-            unit="bytes",
+            unit=unit,
         )
 
 

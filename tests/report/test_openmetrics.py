@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fsdp_inspect.digest.monitoring import monitor_run
 from fsdp_inspect.report.openmetrics import Family, Sample, find_families, render_openmetrics
+from fsdp_inspect.trace.codes import MemoryPoint
 from tests.builders import InMemoryRun, RunBuilder, add_steady_step, steady_run
 from tests.openmetrics import parse
 
@@ -83,3 +84,33 @@ def test_what_the_loop_logged_has_torchtitans_name_where_it_has_one() -> None:
     assert found["throughput_tps"].value(rank="0") == 7000
     assert found["fsdp_logged"].value(name="loss") == 2.5
     assert found["fsdp_logged"].value(name="odd\nname") == 1
+
+
+def test_what_the_allocator_counts_has_torchtitans_names_and_is_told_once() -> None:
+    builder = RunBuilder(world_size=2, device_type="cuda")
+    for number in (0, 1):
+        rank = builder.rank(number)
+        add_steady_step(rank, 0, start=0)
+        rank.record["scalar_names"] = ["memory/num_ooms", "memory/max_active(GiB)"]
+        rank.logged += [
+            {"step": 0, "name": name, "time_ns": 0, "value": 1.0 + name} for name in (0, 1)
+        ]
+    counted = builder.rank(0)
+    counted.record.update(memory_from="cuda_allocator", device_memory_bytes=4000)
+    for retries in (2, 5):
+        counted.memory(
+            MemoryPoint.STEP_END,
+            500,
+            reserved=1000,
+            peak_reserved=1000,
+            num_alloc_retries=retries,
+            num_ooms=0,
+        )
+    found = parse(render(builder.build()))
+
+    assert found["memory_num_alloc_retries"].value(rank="0", method="cuda_allocator") == 3
+    assert found["memory_max_reserved_ratio"].value(rank="0") == 0.25
+    assert found["memory_num_ooms"].value(rank="0", method="cuda_allocator") == 0
+    assert found["memory_num_ooms"].value(rank="1", method="logged") == 1
+    assert found["memory_max_active_bytes"].value(rank="1") == 2 * 2**30
+    assert found["time_metrics_data_loading_ratio"].value(rank="0", method="measured") == 0.05
