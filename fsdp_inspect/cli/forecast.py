@@ -79,6 +79,9 @@ def forecast(  # noqa: PLR0913 - one argument an option
             metavar="DIR",
         ),
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace earlier forecasts of the same name in --out.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Forecast the peak memory of rank 0 of N: by unit, phase and category, without a GPU.
@@ -95,12 +98,14 @@ def forecast(  # noqa: PLR0913 - one argument an option
     limit = _parse_amount("--fit", fit)
     measured, extra = _find_allowance(allowance, allowance_from)
     builder, settings = _find_model(model, preset, hf, config, set_ or [])
-    with _forecasting(builder, settings, gpus_per_node, device, out) as maker:
-        runs = [maker.forecast(size, {}) for size in sizes]
+    if force and out is None:
+        raise typer.BadParameter("--force replaces what is in --out. Give --out, or leave it out.")
+    with _forecasting(builder, settings, gpus_per_node, device, out, replaces=force) as maker:
+        runs = [maker.keep(size) for size in sizes]
         found: Fit | None = None
         if limit is not None:
             found = find_fit(
-                lambda size, changed: peak_of(maker.forecast(size, changed)) + (extra or 0),
+                lambda size, changed: peak_of(maker.try_out(size, changed)) + (extra or 0),
                 limit,
                 world_size=sizes[0],
                 accepted=maker.accepted,
@@ -119,18 +124,29 @@ def forecast(  # noqa: PLR0913 - one argument an option
 class _Maker:
     """Makes each forecast once, with a line about what is being made."""
 
-    def __init__(self, forecaster: "Forecaster", folder: Path, name: str) -> None:
+    def __init__(
+        self, forecaster: "Forecaster", name: str, *, out: Path, scratch: Path, replaces: bool
+    ) -> None:
         from rich.console import Console
 
         self._forecaster = forecaster
-        self._folder = folder
         self._name = name
+        self._out = out
+        self._scratch = scratch
+        self._replaces = replaces
         self._console = Console(stderr=True)
         self._made: dict[str, StoredRun] = {}
         self.accepted = forecaster.accepted_settings()
 
-    def forecast(self, world_size: int, changed: Mapping[str, Any]) -> "StoredRun":
-        """One forecast, from before if there is one."""
+    def keep(self, world_size: int) -> "StoredRun":
+        """A forecast that was asked for."""
+        return self._forecast(self._out, world_size, {})
+
+    def try_out(self, world_size: int, changed: Mapping[str, Any]) -> "StoredRun":
+        """One on the way to an answer, which nobody keeps."""
+        return self._forecast(self._scratch, world_size, changed)
+
+    def _forecast(self, folder: Path, world_size: int, changed: Mapping[str, Any]) -> "StoredRun":
         changes = [f"{name}={value}" for name, value in changed.items()]
         key = "-".join([f"{world_size}-ranks", *changes]).replace("=", "-")
         if key not in self._made:
@@ -139,25 +155,75 @@ class _Maker:
             if not self._console.is_terminal:
                 self._console.print(f"{what} ...", soft_wrap=True, markup=False)
             with self._console.status(what):
-                path = self._folder / f"{self._name}-{key}"
+                path = folder / f"{self._name}-{key}"
+                if self._replaces:
+                    _remove_forecast(path)
                 self._made[key] = self._forecaster.forecast(path, world_size, changed)
         return self._made[key]
 
 
+def _remove_forecast(path: Path) -> None:
+    """Remove an earlier forecast; what is none stays."""
+    import shutil
+
+    from fsdp_inspect.errors import StoreError
+    from fsdp_inspect.store.reader import open_run
+
+    if not path.exists():
+        return
+    if open_run(path).manifest.source != "predicted":
+        raise StoreError(
+            f"{str(path)!r} is no forecast. Expected one to replace. Name another --out."
+        )
+    shutil.rmtree(path)
+
+
 @contextmanager
 def _forecasting(
-    builder: str, settings: Mapping[str, Any], gpus_per_node: int, device: str, out: Path | None
+    builder: str,
+    settings: Mapping[str, Any],
+    gpus_per_node: int,
+    device: str,
+    out: Path | None,
+    *,
+    replaces: bool,
 ) -> Iterator[_Maker]:
     from fsdp_inspect.cli.forecaster import start_forecaster
 
-    name = settings.get("preset") or builder.partition(":")[2]
     with tempfile.TemporaryDirectory(prefix="fsdp-inspect-") as temporary:
-        folder = out or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+        scratch = Path(temporary)
+        if out is not None:
+            _make_folder(out)
         with start_forecaster(
             builder, settings, gpus_per_node=gpus_per_node, device_type=_parse_device(device)
         ) as forecaster:
-            yield _Maker(forecaster, folder, str(name))
+            yield _Maker(
+                forecaster,
+                _name_of(builder, settings),
+                out=out or scratch,
+                scratch=scratch,
+                replaces=replaces,
+            )
+
+
+def _make_folder(path: Path) -> None:
+    from fsdp_inspect.errors import StoreError
+
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(
+            f"{str(path)!r} cannot be made for the forecasts: {error.strerror or error}. Expected "
+            "a folder that this user may write to. Name another --out."
+        ) from error
+
+
+def _name_of(builder: str, settings: Mapping[str, Any]) -> str:
+    """What the forecasts are called: by the builder, or by what the trainer is to build."""
+    if builder != TRAINER:
+        return builder.partition(":")[2]
+    given = (settings.get(name) for name in ("preset", "hf", "config"))
+    return next((Path(str(one)).stem for one in given if one), "trainer")
 
 
 def _find_model(

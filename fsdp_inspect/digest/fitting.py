@@ -51,11 +51,13 @@ class Fit:
     """As asked for, on that many ranks."""
     fits: bool
     smallest_world_size: int | None
-    """Fewest of `WORLD_SIZES` that fit as asked for; None: not even the most do."""
+    """Fewest of `WORLD_SIZES` that fit as asked for; 0: not even the most do; None: not known."""
     largest_batch_size: int | None
-    """Sequences on a rank that fit on `world_size` ranks; None: not even one, or not to be set."""
+    """Sequences on a rank that fit on `world_size` ranks; 0: not even one; None: not known."""
     remedies: tuple[Remedy, ...]
     """Tried in order until one fitted; empty if it fits as asked for."""
+    unknown: tuple[str, ...]
+    """What could not be found out, one sentence each, with the reason and what to do."""
 
     @property
     def spare_bytes(self) -> int:
@@ -78,52 +80,115 @@ def find_fit(
         FsdpInspectError: What was asked for cannot be forecast.
     """
     asked = peak(world_size, {})
-    fits = asked <= limit_bytes
+    search = _Search(peak, limit_bytes, world_size, accepted, fits=asked <= limit_bytes)
     return Fit(
         limit_bytes=limit_bytes,
         world_size=world_size,
         peak_bytes=asked,
-        fits=fits,
-        smallest_world_size=_smallest_world_size(peak, limit_bytes, world_size, fits),
-        largest_batch_size=_largest_batch(peak, limit_bytes, world_size, accepted),
-        remedies=() if fits else _find_remedies(peak, limit_bytes, world_size, accepted),
+        fits=search.fits,
+        smallest_world_size=search.smallest_world_size(),
+        largest_batch_size=search.largest_batch(),
+        remedies=() if search.fits else search.remedies(),
+        unknown=tuple(search.unknown),
     )
 
 
-def _smallest_world_size(peak: Peak, limit: int, known: int, known_fits: bool) -> int | None:
-    """Memory falls as ranks are added: halve the range until the first that fits is known."""
-    candidates = [size for size in WORLD_SIZES if size < known or not known_fits]
-    candidates = [size for size in candidates if size > known or known_fits]
-    low, high = 0, len(candidates)
-    while low < high:
-        middle = (low + high) // 2
-        if peak(candidates[middle], {}) <= limit:
-            high = middle
-        else:
-            low = middle + 1
-    if low < len(candidates):
-        return candidates[low]
-    return known if known_fits else None
+class _Search:
+    """The three questions; what cannot be forecast leaves its question open, and the others not."""
 
+    def __init__(
+        self,
+        peak: Peak,
+        limit: int,
+        world_size: int,
+        accepted: Sequence[str] | None,
+        *,
+        fits: bool,
+    ) -> None:
+        self._peak = peak
+        self._limit = limit
+        self._world_size = world_size
+        self._accepted = accepted
+        self.fits = fits
+        self.unknown: list[str] = []
 
-def _largest_batch(
-    peak: Peak, limit: int, world_size: int, accepted: Sequence[str] | None
-) -> int | None:
-    """Between a batch that fits and one that does not, guess by the line through both."""
-    if not _can_set(accepted, {"batch_size": 1}):
-        return None
-    held: dict[int, int] = {n: peak(world_size, {"batch_size": n}) for n in (1, 2)}
-    if held[1] > limit:
-        return None
-    while True:
-        low = max(size for size in held if held[size] <= limit)
-        high = min((size for size in held if held[size] > limit), default=MOST_SEQUENCES + 1)
-        if high - low <= 1:
-            return low
-        guess = _line(held, limit)
-        # If the guess is known to fit, the next one is asked; never outside of what is open.
-        size = min(max(guess if guess > low else guess + 1, low + 1), high - 1)
-        held[size] = peak(world_size, {"batch_size": size})
+    def smallest_world_size(self) -> int | None:
+        """Memory falls as ranks are added: halve the range until the first that fits is known."""
+        known, fits = self._world_size, self.fits
+        candidates = [size for size in WORLD_SIZES if (size < known if fits else size > known)]
+        low, high = 0, len(candidates)
+        try:
+            while low < high:
+                middle = (low + high) // 2
+                if self._peak(candidates[middle], {}) <= self._limit:
+                    high = middle
+                else:
+                    low = middle + 1
+        except FsdpInspectError as error:
+            self.unknown.append(
+                f"The fewest ranks are not known: {candidates[middle]} cannot be forecast. {error}"
+            )
+            return None
+        if low < len(candidates):
+            return candidates[low]
+        return known if fits else 0
+
+    def largest_batch(self) -> int | None:
+        """Between a batch that fits and one that does not, guess by the line through both."""
+        if not self._can_set({"batch_size": 1}):
+            self.unknown.append(
+                "The largest batch is not known: the builder takes no batch_size. Expected that "
+                "keyword. Add it to the function."
+            )
+            return None
+        try:
+            return self._search_batch()
+        except FsdpInspectError as error:
+            self.unknown.append(f"The largest batch is not known. {error}")
+            return None
+
+    def _search_batch(self) -> int:
+        def peak_with(batch_size: int) -> int:
+            return self._peak(self._world_size, {"batch_size": batch_size})
+
+        held: dict[int, int] = {size: peak_with(size) for size in (1, 2)}
+        if held[1] > self._limit:
+            return 0
+        while True:
+            low = max(size for size in held if held[size] <= self._limit)
+            high = min(
+                (size for size in held if held[size] > self._limit), default=MOST_SEQUENCES + 1
+            )
+            if high - low <= 1:
+                return low
+            guess = _line(held, self._limit)
+            # If the guess is known to fit, the next one is asked; never outside of what is open.
+            size = min(max(guess if guess > low else guess + 1, low + 1), high - 1)
+            held[size] = peak_with(size)
+
+    def remedies(self) -> tuple[Remedy, ...]:
+        """From the cheapest to the dearest, until one fits."""
+        tried: list[Remedy] = []
+        for settings in filter(self._can_set, REMEDIES):
+            try:
+                found = self._peak(self._world_size, settings)
+            except FsdpInspectError as error:
+                tried.append(Remedy(settings, None, fits=False, problem=str(error)))
+                continue
+            tried.append(Remedy(settings, found, fits=found <= self._limit, problem=None))
+            if tried[-1].fits:
+                break
+        if not tried:
+            names = sorted({name for settings in REMEDIES for name in settings})
+            self.unknown.append(
+                "What would make it fit was not tried: the builder takes none of "
+                f"{', '.join(names)}. Expected at least one of these keywords. Add it to the "
+                "function."
+            )
+        return tuple(tried)
+
+    def _can_set(self, settings: Mapping[str, Any]) -> bool:
+        return self._accepted is None or all(name in self._accepted for name in settings)
 
 
 def _line(held: Mapping[int, int], limit: int) -> int:
@@ -131,25 +196,3 @@ def _line(held: Mapping[int, int], limit: int) -> int:
     first, second = sorted(held)[-2:]
     slope = (held[second] - held[first]) / (second - first)
     return MOST_SEQUENCES if slope <= 0 else int(first + (limit - held[first]) / slope)
-
-
-def _find_remedies(
-    peak: Peak, limit: int, world_size: int, accepted: Sequence[str] | None
-) -> tuple[Remedy, ...]:
-    tried: list[Remedy] = []
-    for settings in REMEDIES:
-        if not _can_set(accepted, settings):
-            continue
-        try:
-            found = peak(world_size, settings)
-        except FsdpInspectError as error:
-            tried.append(Remedy(settings, None, fits=False, problem=str(error)))
-            continue
-        tried.append(Remedy(settings, found, fits=found <= limit, problem=None))
-        if found <= limit:
-            break
-    return tuple(tried)
-
-
-def _can_set(accepted: Sequence[str] | None, settings: Mapping[str, Any]) -> bool:
-    return accepted is None or all(name in accepted for name in settings)

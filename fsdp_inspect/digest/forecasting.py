@@ -22,6 +22,8 @@ class ForecastRow:
     """What the step leaves."""
     phase: str
     """Where the peak is reached, as the next."""
+    phases: dict[str, int]
+    """The highest moment of each phase, in the order of the step."""
     fqn: str | None
     """The innermost unit; None: outside all units."""
     categories: tuple[CategoryBytes, ...]
@@ -102,6 +104,7 @@ def _row(run: RunSource) -> ForecastRow:
         peak_bytes=memory.peak_allocated_bytes,
         resting_bytes=memory.ranks[0].resting_bytes or 0,
         phase=peak.phase,
+        phases={moment.phase: moment.bytes for moment in memory.phases},
         fqn=peak.fqn,
         categories=peak.categories,
     )

@@ -58,7 +58,7 @@ def _headline(digest: ForecastDigest) -> str:
 
 def _place(row: ForecastRow) -> str:
     where = "" if row.fqn is None else f" of {format_unit(row.fqn)}"
-    return f"in {row.phase}{where}"
+    return f"{_in_phase(row.phase)}{where}"
 
 
 def _ranks(count: int) -> str:
@@ -71,18 +71,21 @@ def _describe_fit(fit: Fit) -> Iterable[str]:
         yield f"It fits into {limit} {on_ranks}, {format_bytes(fit.spare_bytes)} to spare."
     else:
         yield f"It does not fit into {limit} {on_ranks}: {format_bytes(-fit.spare_bytes)} too much."
-    if fit.smallest_world_size is None:
+    if fit.smallest_world_size == 0:
         yield "No number of ranks up to 4096 makes it fit: what one rank computes is too much."
-    else:
+    elif fit.smallest_world_size is not None:
         yield f"Fewest ranks (powers of two) that fit: {fit.smallest_world_size}."
-    if fit.largest_batch_size is not None:
+    if fit.largest_batch_size == 0:
+        yield f"Not even a batch of 1 on each rank fits {on_ranks}."
+    elif fit.largest_batch_size is not None:
         yield f"Largest batch that fits {on_ranks}: {fit.largest_batch_size} on each rank."
-    if not fit.fits:
+    if fit.remedies:
         found = next((remedy for remedy in fit.remedies if remedy.fits), None)
         if found is None:
             yield "None of the changes tried below makes it fit."
         else:
             yield f"It fits with {_settings(found.settings)}."
+    yield from fit.unknown
 
 
 def _settings(settings: Mapping[str, Any]) -> str:
@@ -98,8 +101,16 @@ def _sizes_table(digest: ForecastDigest) -> Table:
         table.add_row(name_category(category), *(format_bytes(row.get(category)) for row in held))
     peaks = [Text(format_bytes(row.peak_bytes), style="bold") for row in digest.rows]
     table.add_row(Text("= peak", style="bold"), *peaks)
+    phases = dict.fromkeys(phase for row in digest.rows for phase in row.phases)
+    for phase in phases:
+        highest = (format_bytes(row.phases.get(phase)) for row in digest.rows)
+        table.add_row(f"highest {_in_phase(phase)}", *highest)
     table.add_row("resting after the step", *(format_bytes(r.resting_bytes) for r in digest.rows))
     return table
+
+
+def _in_phase(phase: str) -> str:
+    return "outside of the passes" if phase == "outside" else f"in {phase}"
 
 
 def _remedies_table(fit: Fit) -> Table:

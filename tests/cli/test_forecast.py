@@ -1,6 +1,7 @@
 """Does `fsdp-inspect forecast` answer, and refuse in words?"""
 
 import json
+import shutil
 
 import pytest
 
@@ -110,3 +111,46 @@ def test_what_cannot_be_forecast_says_why(builder, invoke, arguments, message):
     assert ended.code == 1
     assert message in " ".join(ended.err.split())
     assert "Traceback" not in ended.err
+
+
+def test_only_what_was_asked_for_is_kept_and_replaced_when_told(builder, invoke, tmp_path):
+    out = tmp_path / "kept"
+    asked = ("forecast", builder, "--world-size", "4", "--fit", "1MiB", "--out", out)
+
+    assert invoke(*asked).code == 0
+    assert [path.name for path in out.iterdir()] == ["build-4-ranks"]
+    again = invoke(*asked)
+    assert again.code == 1
+    assert "is there already" in again.err
+    assert invoke(*asked, "--force").code == 0
+
+
+def test_force_replaces_nothing_that_is_no_forecast(builder, invoke, runs_folder, tmp_path):
+    out = tmp_path / "kept"
+    shutil.copytree(runs_folder / "steady", out / "build-8-ranks")
+
+    ended = invoke("forecast", builder, "--out", out, "--force")
+
+    assert ended.code == 1
+    assert "is no forecast" in ended.err
+    assert open_run(out / "build-8-ranks").manifest.run_id == "hand-made"
+
+
+def test_the_highest_of_each_phase_is_told(invoke):
+    ended = invoke("forecast", *SMALL, "--world-size", "4")
+
+    rows = [line.split() for line in ended.out.splitlines() if line.startswith("highest in")]
+    assert [row[2] for row in rows][:2] == ["forward", "backward"]
+
+
+def test_what_a_builder_does_not_take_is_said_and_the_rest_is_answered(builder, invoke, tmp_path):
+    fixed = BUILDER.replace(", batch_size=1):", "):").replace("batch_size, width", "1, width")
+    (tmp_path / "fixed.py").write_text(fixed)
+
+    ended = invoke("forecast", "fixed:build", "--fit", "10KiB")
+
+    words = " ".join(ended.out.split())
+    assert ended.code == 0, ended.err
+    assert "It does not fit into 10.0 KiB on 8 ranks" in words
+    assert "The largest batch is not known: the builder takes no batch_size" in words
+    assert "What would make it fit was not tried" in words

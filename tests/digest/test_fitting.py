@@ -30,9 +30,9 @@ def test_the_answers_are_the_extremes_that_fit(states, activation, fixed, limit)
     fit = find_fit(model, limit, world_size=8, accepted=["batch_size"])
 
     fitting = [size for size in WORLD_SIZES if model(size, {}) <= limit]
-    assert fit.smallest_world_size == min(fitting, default=None)
+    assert fit.smallest_world_size == min(fitting, default=0)
     batches = [n for n in range(1, MOST_SEQUENCES + 1) if model(8, {"batch_size": n}) <= limit]
-    assert fit.largest_batch_size == max(batches, default=None)
+    assert fit.largest_batch_size == max(batches, default=0)
     assert fit.fits == (model(8, {}) <= limit)
 
 
@@ -57,11 +57,29 @@ def test_remedies_are_tried_until_one_fits():
     assert fit.remedies[-1].peak_bytes == 20
 
 
-def test_what_cannot_be_set_is_not_tried():
+def test_what_cannot_be_set_is_not_tried_and_that_is_said():
     fit = find_fit(Model(80, 100), 50, world_size=8, accepted=[])
 
-    assert fit.remedies == ()
-    assert fit.largest_batch_size is None
+    assert (fit.remedies, fit.largest_batch_size) == ((), None)
+    batch, change = fit.unknown
+    assert batch.startswith("The largest batch is not known: the builder takes no batch_size.")
+    assert "none of batch_size, checkpointing, offload, reshard_after_forward, wrap" in change
+
+
+def test_a_number_of_ranks_that_cannot_be_forecast_leaves_only_that_question_open():
+    model = Model(states=800, activation=10)
+
+    def peak(world_size, settings):
+        if world_size != 8:
+            raise ForecastError("The mesh is 2x4.")
+        return model(world_size, settings)
+
+    fit = find_fit(peak, 1000, world_size=8, accepted=None)
+
+    assert (fit.fits, fit.largest_batch_size, fit.smallest_world_size) == (True, 90, None)
+    assert fit.unknown == (
+        "The fewest ranks are not known: 2 cannot be forecast. The mesh is 2x4.",
+    )
 
 
 def test_a_remedy_that_fails_says_why_and_the_others_are_tried():
