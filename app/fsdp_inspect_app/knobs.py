@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from fsdp_inspect.quantities import parse_bytes_per_s, parse_time_ns
-from fsdp_inspect.simulation.changes import Changes
+from fsdp_inspect.simulation.changes import Changes, CheckpointingMode
+from fsdp_inspect.simulation.network import NodeLink
 from fsdp_inspect.simulation.scenario import mesh_of
-from fsdp_inspect.trace.plan import AccumulationSync, FloatDtype, Plan
+from fsdp_inspect.trace.plan import AccumulationSync, Checkpointing, FloatDtype, Plan
 from fsdp_inspect.trace.run import RunManifest
 
 AS_RECORDED = "as recorded"
@@ -66,6 +67,11 @@ def knobs_of_units(plan: Plan) -> tuple[Knob, ...]:
             "Of every unit but the root: false keeps the parameters for backward, a number keeps "
             "a copy on each group of so many ranks.",
             ("true", "false", *_doubling(2, 64)), False, _read_reshard,
+        ),
+        Knob(
+            "checkpointing", "Activation checkpointing",
+            "Of every block: full forgets its activations, and backward repeats its forward.",
+            get_args(CheckpointingMode), False, str,
         ),
         Knob(
             "forward_prefetch", "Prefetch in forward", "Units gathered ahead in forward.",
@@ -139,6 +145,17 @@ KNOBS_OF_NETWORK = (
         ),
         True, parse_time_ns,
     ),
+    Knob(
+        "node_bandwidth", "Bus bandwidth in a node",
+        "Where a number of ranks keeps the parameters, backward gathers among them.",
+        tuple(f"{step * scale}GB/s" for scale in (1, 10, 100) for step in _SERIES),
+        True, parse_bytes_per_s,
+    ),
+    Knob(
+        "node_latency", "Latency in a node", "Of these gathers.",
+        ("0us", *(f"{step * scale}us" for scale in (1, 10, 100) for step in _SERIES)),
+        True, parse_time_ns,
+    ),
 )  # fmt: skip
 
 
@@ -155,10 +172,19 @@ def changes_of(chosen: Mapping[str, str], knobs: Sequence[Knob]) -> Changes:
 
 def network_of(chosen: Mapping[str, str]) -> tuple[float | None, float | None]:
     """Bandwidth in bytes/s and latency in ns that knobs ask for; None: the run's own."""
-    bandwidth, latency = (
-        knob.read(chosen[knob.name]) if knob.name in chosen else None for knob in KNOBS_OF_NETWORK
-    )
-    return bandwidth, latency
+    return _read_network(chosen, "bandwidth"), _read_network(chosen, "latency")
+
+
+def node_link_of(chosen: Mapping[str, str]) -> NodeLink | None:
+    """The link within a node that knobs ask for; None: as far as the run tells."""
+    link = NodeLink(_read_network(chosen, "node_bandwidth"), _read_network(chosen, "node_latency"))
+    return None if link == NodeLink() else link
+
+
+def _read_network(chosen: Mapping[str, str], name: str) -> float | None:
+    (knob,) = (knob for knob in KNOBS_OF_NETWORK if knob.name == name)
+    value: float | None = knob.read(chosen[name]) if name in chosen else None
+    return value
 
 
 def command_of(run: str, chosen: Mapping[str, str], knobs: Sequence[Knob]) -> str:
@@ -193,6 +219,7 @@ def recorded_values(plan: Plan, manifest: RunManifest) -> dict[str, str]:
     return {
         "wrap": f"{len(manifest.units)} units",
         "reshard_after_forward": _one_of([unit.reshard_after_forward for unit in inner]),
+        "checkpointing": _checkpointing(plan.checkpointing),
         "forward_prefetch": _depth(plan.forward_prefetch),
         "backward_prefetch": _depth(plan.backward_prefetch),
         "param_dtype": _one_of([unit.param_dtype for unit in manifest.units]),
@@ -205,6 +232,10 @@ def recorded_values(plan: Plan, manifest: RunManifest) -> dict[str, str]:
         "microbatches": str(plan.accumulation.microbatches),
         "accumulation_sync": plan.accumulation.sync,
     }
+
+
+def _checkpointing(checkpointing: Checkpointing) -> str:
+    return "full" if checkpointing.full else "selective" if checkpointing.selective else "none"
 
 
 def _depth(prefetch: int | Mapping[str, Sequence[str]]) -> str:

@@ -1,7 +1,7 @@
 """What do the knobs of What-if make of a step? The simulator on a run's work, measured once."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_inspect import StoredRun
 from fsdp_inspect.simulation.changes import apply_changes
@@ -10,7 +10,7 @@ from fsdp_inspect.simulation.scenario import resolve_plan, shapes_of
 from fsdp_inspect.simulation.simulate import Played, Simulation, replay, simulate_work
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunManifest
-from fsdp_inspect_app.knobs import KNOBS_OF_NETWORK, Knob, changes_of, network_of
+from fsdp_inspect_app.knobs import KNOBS_OF_NETWORK, Knob, changes_of, network_of, node_link_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,11 @@ def play(
     of_plan = [knob for knob in knobs if knob not in KNOBS_OF_NETWORK]
     plan = apply_changes(start, changes_of(chosen, of_plan), shapes_of(manifest))
     bandwidth, latency = network_of(chosen)
+    work, node = bench.work, node_link_of(chosen)
+    if node is not None:
+        work = replace(work, network=work.network.change_node(node))
     return simulate_work(
-        bench.work,
+        work,
         manifest,
         plan,
         replayed=bench.replayed,

@@ -134,17 +134,21 @@ class Bench:
         scenario = self._scenario(plan, network, pace)
         return replace(
             scenario.workload,
-            policies=policies_of(plan, [unit.fqn for unit in scenario.units]),
+            policies=policies_of(plan, [unit.fqn for unit in scenario.units], self._shard(plan)),
             max_reduce_buffers=max(u.reduce_scatter_max_input_buffers for u in plan.units),
             separate_reduce_group=any(u.separate_reduce_scatter_group for u in plan.units),
         )
+
+    def _shard(self, plan: Plan) -> int:
+        return mesh_of(plan, self._run.manifest).shard
 
     def _scenario(self, plan: Plan, network: Network, pace: str) -> Scenario:
         units = tuple(
             (unit.modules, unit.param_dtype, unit.reduce_dtype, _small_group(plan, unit.name))
             for unit in plan.units
         )
-        cut = (units, tuple(plan.mesh.items()), plan.world_size, str(plan.accumulation))
+        around = (str(plan.accumulation), str(plan.checkpointing))
+        cut = (units, tuple(plan.mesh.items()), plan.world_size, around)
         known = self._scenarios.get((pace, cut))
         if known is None:
             known = make_scenario(self.work, self._run.manifest, plan, network)

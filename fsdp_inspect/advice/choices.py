@@ -12,7 +12,7 @@ from typing import Literal
 from fsdp_inspect.advice.findings import OVERSIZED_RATIO
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.formatting import format_unit
-from fsdp_inspect.simulation.changes import resized, split_units, with_units, wrap
+from fsdp_inspect.simulation.changes import checkpoint, resized, split_units, with_units, wrap
 from fsdp_inspect.simulation.recorded import Execution, RecordedWork
 from fsdp_inspect.trace.plan import FloatDtype, Plan, UnitPlan, owned_parameters
 from fsdp_inspect.trace.statistics import median
@@ -29,8 +29,8 @@ class Choice:
 
     grouping: str | None = None
     """A key of `Space.groupings`."""
-    reshard: bool | None = None
-    """After forward, of every unit but the root."""
+    reshard: bool | int | None = None
+    """After forward, of every unit but the root; an int is the size of the group that keeps it."""
     num_kept: int | None = None
     """So many of the last of them stay unsharded after forward."""
     forward_prefetch: int | None = None
@@ -46,6 +46,8 @@ class Choice:
     accumulation_sync: Sync | None = None
     keep_between_microbatches: bool | None = None
     """Whether parameters stay unsharded after backward (`reshard_after_backward`)."""
+    checkpointing: Literal["full"] | None = None
+    """Of every block: backward repeats its forward."""
     param_dtype: FloatDtype | None = None
     reduce_dtype: FloatDtype | None = None
 
@@ -84,6 +86,8 @@ class Space:
     """Units that are an embedding and nothing else, and that backward gathers again."""
     find_risks: Callable[[Plan], list[str]]
     """Of a plan for this model, one sentence each."""
+    parameters: Mapping[str, Sequence[int]]
+    """Shape of each parameter, by name."""
 
     def can_prefetch(self, choice: Choice) -> bool:
         """Whether gathers can run beside compute under a choice."""
@@ -128,6 +132,8 @@ class Space:
                 values[name] = getattr(choice, name)
         if choice.replicas is not None:
             values |= resized(plan, None, choice.replicas)
+        if choice.checkpointing is not None:
+            values["checkpointing"] = checkpoint(plan, choice.checkpointing, self.parameters)
         if choice.accumulation_sync is not None:
             sync = {"sync": choice.accumulation_sync}
             values["accumulation"] = plan.accumulation.model_copy(update=sync)
@@ -173,17 +179,19 @@ def make_space(work: RecordedWork, plan: Plan) -> Space:
         and policy.reshard_after_forward
         and policy.unshard_in_backward
     )
-    return Space(plan, groupings, holds_host, rules, refused, embeddings, find_risks)
+    return Space(plan, groupings, holds_host, rules, refused, embeddings, find_risks, parameters)
 
 
-def _reshards(inner: Sequence[UnitPlan], choice: Choice) -> dict[str, bool]:
+def _reshards(inner: Sequence[UnitPlan], choice: Choice) -> dict[str, bool | int]:
     """`reshard_after_forward` of the inner units that a choice sets."""
-    reshards = {} if choice.reshard is None else {u.name: choice.reshard for u in inner}
+    reshards: dict[str, bool | int] = {}
+    if choice.reshard is not None:
+        reshards = {unit.name: choice.reshard for unit in inner}
     kept = inner[max(len(inner) - (choice.num_kept or 0), 0) :]
     return reshards | {unit.name: False for unit in kept}
 
 
-def _changed(unit: UnitPlan, choice: Choice, reshard: bool | None) -> UnitPlan:
+def _changed(unit: UnitPlan, choice: Choice, reshard: bool | int | None) -> UnitPlan:
     settings = {
         "reshard_after_forward": reshard,
         "reduce_scatter_max_input_buffers": choice.reduce_buffers,

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from fsdp_inspect.advice.advise import PlanAdvice, Wishes
 from fsdp_inspect.advice.slowdown import NOTHING_PAID, Paid
 from fsdp_inspect.advice.suggestions import Proposal, Suggestion
+from fsdp_inspect.simulation.network import NodeLink
 from fsdp_inspect.simulation.recorded import observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan
 from fsdp_inspect.simulation.simulate import Simulation, simulate
@@ -32,6 +33,8 @@ class Origin:
     """Beside those of the simulation."""
     bus_bytes_per_s: float | None = None
     latency_ns: float | None = None
+    node: NodeLink | None = None
+    """The link within a node that was asked for; None: as far as the run tells."""
     paid: Paid = NOTHING_PAID
     """What hiding communication costs compute, on top of the simulation (`advice.slowdown`)."""
 
@@ -98,6 +101,8 @@ def make_prediction(run: RunSource, simulation: Simulation, origin: Origin) -> P
         plan=simulation.plan.to_dict(),
         bus_bytes_per_s=origin.bus_bytes_per_s,
         latency_ns=origin.latency_ns,
+        node_bus_bytes_per_s=None if origin.node is None else origin.node.bus_bytes_per_s,
+        node_latency_ns=None if origin.node is None else origin.node.latency_ns,
         rank=simulation.rank,
         execution=simulation.execution,
         num_steps=simulation.num_steps,

@@ -15,6 +15,8 @@ from typing import Any
 
 from fsdp_inspect.advice.bench import AS_RECORDED, Bench, Score
 from fsdp_inspect.advice.choices import Choice, Sync
+from fsdp_inspect.errors import MissingDataError, PlanError
+from fsdp_inspect.simulation.parameters import smaller_group
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import FloatDtype
 
@@ -73,12 +75,14 @@ class Search:
         """Search, and choose."""
         for choices in (
             self._cuts,
+            self._smaller_groups,
             self._depths,
             self._queues,
             self._embeddings,
             self._loops,
             self._meshes,
             self._dtypes,
+            self._checkpointed,
             self._tails,
         ):
             for choice in list(choices()):
@@ -105,10 +109,26 @@ class Search:
             starts += [Choice(forward_prefetch=1), Choice(forward_prefetch=2, backward_prefetch=2)]
         else:
             starts += [Choice(async_gathers=True, forward_prefetch=1)]
-        for grouping, reshard, start in product(
-            (None, *space.groupings), (None, False, True), starts
-        ):
+        reshards = (None, False, True, *self._groups_in_a_node()[:1])
+        for grouping, reshard, start in product((None, *space.groupings), reshards, starts):
             yield replace(start, grouping=grouping, reshard=reshard)
+
+    def _smaller_groups(self) -> Iterator[Choice]:
+        """Fewer ranks that keep the parameters: more memory for shorter gathers."""
+        for choice, group in product(self._beam(), self._groups_in_a_node()[1:]):
+            yield replace(choice, reshard=group, num_kept=None)
+
+    def _groups_in_a_node(self) -> list[int]:
+        """Sizes of groups that lie in a node, the largest first, where all ranks do not.
+
+        With all ranks in one node a smaller group has no faster link than they have.
+        """
+        network, shard = self._bench.network, self._bench.mesh.shard
+        ranks = network.node.num_ranks
+        if ranks is None or ranks >= shard:
+            return []
+        sizes = [size for size in range(ranks, 1, -1) if ranks % size == shard % size == 0]
+        return [size for size in sizes if network.line_of_smaller(size, shard)[0] is not None]
 
     def _depths(self) -> Iterator[Choice]:
         depths = (None, *range(MAX_DEPTH + 1))
@@ -150,8 +170,18 @@ class Search:
         shard = self._bench.mesh.shard
         replicas = self._bench.mesh.replicate
         for choice, factor in product(self._beam(), (2, 4, 8)):
-            if shard % factor == 0 and shard > factor:
+            if (
+                shard % factor == 0
+                and shard > factor
+                and self._shards_over(choice, shard // factor)
+            ):
                 yield replace(choice, replicas=replicas * factor)
+
+    def _shards_over(self, choice: Choice, shard: int) -> bool:
+        """Whether so many ranks hold whole groups of those that keep parameters."""
+        units = self._bench.space.plan_of(choice).units
+        groups = [smaller_group(unit.reshard_after_forward) or 1 for unit in units]
+        return all(shard % group == 0 for group in groups)
 
     def _merge(self) -> None:
         """Merge neighbours of the fastest plan, the best pair first, while the step falls."""
@@ -173,6 +203,22 @@ class Search:
             dtypes: tuple[FloatDtype | None, ...] = (None, _DTYPE)
             for choice, gathers, reduces in product(self._beam(), dtypes, dtypes):
                 yield replace(choice, param_dtype=gathers, reduce_dtype=reduces)
+
+    def _checkpointed(self) -> Iterator[Choice]:
+        """Blocks whose forward backward repeats, where memory is short and the run tells it."""
+        recorded = self._bench.space.plan.checkpointing
+        if self._limit is None or recorded.full or recorded.selective:
+            return
+        for choice in self._beam():
+            repeating = replace(choice, checkpointing="full")
+            if self._tells_memory(repeating):
+                yield repeating
+
+    def _tells_memory(self, choice: Choice) -> bool:
+        try:
+            return self._bench.scenario(choice).memory_refusal is None
+        except (MissingDataError, PlanError):
+            return False
 
     def _tails(self) -> Iterator[Choice]:
         """Some of the last units unsharded: as many as fit, and a few steps for the front."""

@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from fsdp_inspect.simulation.network import NodeLink
     from fsdp_inspect.store.reader import StoredRun
 
 RunArgument = Annotated[
@@ -28,6 +29,19 @@ BandwidthOption = Annotated[
 LatencyOption = Annotated[
     str | None,
     typer.Option("--latency", help="Latency of another network: 20us.", metavar="TIME"),
+]
+
+NodeBandwidthOption = Annotated[
+    str | None,
+    typer.Option(
+        "--node-bandwidth",
+        help="Bus bandwidth within a node, where reshard_after_forward=N gathers: 350GB/s.",
+        metavar="RATE",
+    ),
+]
+NodeLatencyOption = Annotated[
+    str | None,
+    typer.Option("--node-latency", help="Latency within a node: 30us.", metavar="TIME"),
 ]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -72,6 +86,26 @@ def parse_bandwidth(text: str | None) -> float | None:
     from fsdp_inspect.quantities import parse_bytes_per_s
 
     return _parse("--bandwidth", text, parse_bytes_per_s, "50GB/s")
+
+
+def parse_node_link(bandwidth: str | None, latency: str | None) -> "NodeLink | None":
+    """The link that `NodeBandwidthOption` and `NodeLatencyOption` were given; None: neither.
+
+    Raises:
+        typer.BadParameter: One is no bandwidth, or no time.
+    """
+    from fsdp_inspect.quantities import parse_bytes_per_s
+    from fsdp_inspect.simulation.network import NodeLink
+
+    if bandwidth is None and latency is None:
+        return None
+    rate = _parse("--node-bandwidth", bandwidth, parse_bytes_per_s, "350GB/s")
+    if rate == 0:
+        raise typer.BadParameter(
+            f"{bandwidth!r} is no bandwidth. Expected one above 0, like 350GB/s.",
+            param_hint="--node-bandwidth",
+        )
+    return NodeLink(rate, parse_time("--node-latency", latency, "30us"))
 
 
 def parse_latency(text: str | None) -> float | None:

@@ -9,16 +9,20 @@ from fsdp_inspect.cli.arguments import (
     BandwidthOption,
     JsonOption,
     LatencyOption,
+    NodeBandwidthOption,
+    NodeLatencyOption,
     RunArgument,
     open_run_argument,
     parse_bandwidth,
     parse_latency,
+    parse_node_link,
     print_renderable,
     require_new_file,
     say_how_to_verify,
 )
 
 if TYPE_CHECKING:
+    from fsdp_inspect.simulation.changes import CheckpointingMode
     from fsdp_inspect.trace.plan import AccumulationSync, FloatDtype
 
 
@@ -41,7 +45,8 @@ def simulate(  # noqa: PLR0913 - one argument an option
     reshard_after_forward: Annotated[
         str | None,
         typer.Option(
-            help="Of every unit but the root: true, false, or the ranks that keep a copy.",
+            help="Of every unit but the root: true, false, or how many ranks keep a copy together "
+            "until backward gathers it among them.",
             metavar="true|false|N",
         ),
     ] = None,
@@ -80,8 +85,16 @@ def simulate(  # noqa: PLR0913 - one argument an option
             metavar="WHEN",
         ),
     ] = None,
+    checkpointing: Annotated[
+        str | None,
+        typer.Option(
+            help="Of every block: none, or full (backward repeats its forward).", metavar="MODE"
+        ),
+    ] = None,
     bandwidth: BandwidthOption = None,
     latency: LatencyOption = None,
+    node_bandwidth: NodeBandwidthOption = None,
+    node_latency: NodeLatencyOption = None,
     write_plan: Annotated[
         Path | None,
         typer.Option(help="Write the simulated plan, to run it.", metavar="FILE"),
@@ -113,6 +126,7 @@ def simulate(  # noqa: PLR0913 - one argument an option
     require_new_file("--write-plan", write_plan)
     require_new_file("--write-prediction", write_prediction)
     network = (parse_bandwidth(bandwidth), parse_latency(latency))
+    node = parse_node_link(node_bandwidth, node_latency)
     source = open_run_argument(run)
     start = observed_plan(source) if plan is None else Plan.load(plan)
     changes = Changes(
@@ -128,15 +142,20 @@ def simulate(  # noqa: PLR0913 - one argument an option
         replicas=replicas,
         microbatches=microbatches,
         accumulation_sync=_parse_sync(accumulation_sync),
+        checkpointing=_parse_checkpointing(checkpointing),
     )
     wanted = apply_changes(
         resolve_plan(start, source.manifest), changes, shapes_of(source.manifest)
     )
-    result = simulate_run(source, wanted, bus_bytes_per_s=network[0], latency_ns=network[1])
+    result = simulate_run(
+        source, wanted, bus_bytes_per_s=network[0], latency_ns=network[1], node=node
+    )
     if write_plan is not None:
         result.plan.dump(write_plan)
     if write_prediction is not None:
-        origin = Origin(made_by="simulate", bus_bytes_per_s=network[0], latency_ns=network[1])
+        origin = Origin(
+            made_by="simulate", bus_bytes_per_s=network[0], latency_ns=network[1], node=node
+        )
         store_prediction(make_prediction(source, result, origin), write_prediction)
         say_how_to_verify(write_prediction)
     if as_json:
@@ -180,6 +199,21 @@ def _parse_sync(text: str | None) -> "AccumulationSync | None":
         raise typer.BadParameter(
             f"{text!r} is no such moment. Expected one of {', '.join(legal)}.",
             param_hint="--accumulation-sync",
+        )
+    return legal[text]
+
+
+def _parse_checkpointing(text: str | None) -> "CheckpointingMode | None":
+    from fsdp_inspect.simulation.changes import CheckpointingMode
+
+    if text is None:
+        return None
+    legal: dict[str, CheckpointingMode] = {mode: mode for mode in get_args(CheckpointingMode)}
+    if text not in legal:
+        raise typer.BadParameter(
+            f"{text!r} is not played. Expected one of {', '.join(legal)}. What selective "
+            "checkpointing keeps a run does not tell: fsdp-inspect forecast does.",
+            param_hint="--checkpointing",
         )
     return legal[text]
 

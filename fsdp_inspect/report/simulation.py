@@ -73,6 +73,9 @@ def _reasons(simulation: Simulation) -> Iterable[str]:
 
 def _memory(simulation: Simulation) -> Iterable[str]:
     before, after = simulation.replayed.peak_bytes, simulation.predicted.peak_bytes
+    if simulation.memory_refusal is not None:
+        yield simulation.memory_refusal
+        return
     if before is None or after is None or simulation.memory_error is None:
         yield "Memory cannot be told: the run has no memory step (Recorder(..., memory_steps=[3]))."
         return

@@ -8,11 +8,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
+from typing import Literal
 
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.trace.plan import (
     ROOT,
     AccumulationSync,
+    Checkpointing,
     FloatDtype,
     Plan,
     UnitPlan,
@@ -20,6 +22,9 @@ from fsdp_inspect.trace.plan import (
 )
 
 _NUMBERED = re.compile(r"(.*)\.(\d+)")
+_BLOCK = re.compile(r"(.+?)\.\d+(?=\.|$)")
+"""The outermost numbered module of a name: `model.layers.3` of `model.layers.3.mlp`."""
+CheckpointingMode = Literal["none", "full"]
 WRAPS = "`root`, `block`, `every:N` with N from 1, or `split` (halves of blocks)"
 
 
@@ -41,6 +46,8 @@ class Changes:
     """Copies of the model that all-reduce their gradients (HSDP); 1: all ranks shard."""
     microbatches: int | None = None
     accumulation_sync: AccumulationSync | None = None
+    checkpointing: CheckpointingMode | None = None
+    """Of every block: `full` forgets its activations in forward and repeats it in backward."""
 
 
 _OF_INNER_UNITS = {"reshard_after_forward": "reshard_after_forward"}
@@ -78,6 +85,8 @@ def apply_changes(
     accumulation = {"microbatches": changes.microbatches, "sync": changes.accumulation_sync}
     if named := {name: value for name, value in accumulation.items() if value is not None}:
         fields["accumulation"] = {**plan.accumulation.model_dump(), **named}
+    if changes.checkpointing is not None:
+        fields["checkpointing"] = checkpoint(plan, changes.checkpointing, parameters or {})
     if fields:
         plan = Plan.from_dict({**plan.to_dict(), **fields})
     inner = [unit.name for unit in plan.units if not unit.is_root]
@@ -89,6 +98,31 @@ def apply_changes(
         }
         plan = plan.change(names, **settings) if settings else plan
     return plan
+
+
+def checkpoint(
+    plan: Plan, mode: CheckpointingMode, parameters: Mapping[str, Sequence[int]]
+) -> Checkpointing:
+    """Activation checkpointing of every block, or of nothing.
+
+    Args:
+        plan: Resolved.
+        mode: What to do.
+        parameters: Shape of each parameter, by name: tells blocks that are no units.
+
+    Raises:
+        PlanError: There are no numbered blocks.
+    """
+    if mode == "none":
+        return Checkpointing()
+    names = [*(module for unit in plan.units for module in unit.modules), *parameters]
+    blocks = dict.fromkeys(found[0] for name in names if (found := _BLOCK.match(name)))
+    if not blocks:
+        raise PlanError(
+            "The plan has no block to checkpoint: no module is numbered, as layers.0 is. Name the "
+            "modules in a plan file: [checkpointing] full = [...]."
+        )
+    return Checkpointing(full=tuple(blocks))
 
 
 def is_wrap(policy: str) -> bool:

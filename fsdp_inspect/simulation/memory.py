@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from fsdp_inspect.simulation.parameters import NO_SHARE, Share
+
 
 @dataclass(frozen=True, slots=True)
 class PieceMemory:
@@ -25,6 +27,8 @@ class PieceMemory:
     """The same of its backward, gradients included."""
     gradients: int = 0
     """Unsharded gradients that its backward leaves."""
+    output: int = 0
+    """What of `kept` is the unit's output, as far as its gradient tells; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,8 @@ class UnitMemory:
     """What a reduction leaves, in the parameters' own dtype."""
     resting: int
     """Sharded parameters and optimizer state."""
+    share: Share = NO_SHARE
+    """What a smaller group keeps of it between forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,8 @@ class Held(IntEnum):
     UNSHARDED_GRADIENT = 6
     REDUCE_SCATTER_BUFFER = 7
     SHARDED_GRADIENT = 8
+    SHARDED_PARAMETER = 9
+    """What smaller groups keep between forward and backward."""
 
     @property
     def label(self) -> str:
@@ -99,6 +107,7 @@ class MemoryLedger:
         self._held: int | None = None  # whose all-gather output waits for the next copy-out
         self._piece_gradients: dict[int, int] = {}
         self._sharded_gradients: dict[int, int] = {}
+        self._shares: set[int] = set()
 
     def begin(self) -> None:
         """A step begins: gradients are gone, parameters that stayed unsharded are still there."""
@@ -137,6 +146,24 @@ class MemoryLedger:
     def free_unsharded(self, unit: int) -> None:
         """Parameters are resharded."""
         self._free(Held.UNSHARDED_PARAMETER, self._work.units[unit].unsharded)
+
+    def keep_share(self, unit: int) -> None:
+        """A smaller group copies its share of the parameters, and the rest of them goes.
+
+        The copies of the step before are still there if no backward gathered them.
+        """
+        memory = self._work.units[unit]
+        self._rise(Held.SHARDED_PARAMETER, memory.share.rise, unit)
+        self.free_unsharded(unit)
+        if unit not in self._shares:
+            self._shares.add(unit)
+            self._add(Held.SHARDED_PARAMETER, memory.share.kept, unit)
+
+    def free_share(self, unit: int) -> None:
+        """A smaller group has gathered the parameters again: its share goes."""
+        if unit in self._shares:
+            self._shares.remove(unit)
+            self._free(Held.SHARDED_PARAMETER, self._work.units[unit].share.kept)
 
     def forward(self, piece: int, unit: int) -> None:
         """A piece runs forward."""

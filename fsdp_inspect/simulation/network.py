@@ -1,17 +1,20 @@
 """How long does a message take on the run's own network? One line a kind of collective.
 
 Lines come from the run (`trace.link_fit`: latency + bus bytes / bandwidth, fitted to its own
-collectives) or from what the user says of another network.
+collectives) or from what the user says of another network. All-gathers of a group that is smaller
+than the one that shards (an integer `reshard_after_forward`) have lines of their own: such a group
+is meant to lie within a node, where links are faster than between nodes.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from fsdp_inspect.trace.bandwidth import bus_factor
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.link_fit import LinkFit, fit_link
+from fsdp_inspect.trace.run import ProcessGroup
 from fsdp_inspect.trace.tables import EventTable
 
 KINDS = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
@@ -24,13 +27,54 @@ class Line:
     latency_ns: float
     bus_bytes_per_s: float
     fit: LinkFit | None = None
-    """What it rests on; None: as the user said."""
+    """What it rests on; None: as the user said, or as an emulated network has it."""
 
     def duration_ns(self, message_bytes: int, factor: float) -> int:
         """Of a message in a group whose bus factor is given; 0 where nothing travels."""
         if message_bytes <= 0 or factor <= 0:
             return 0
         return round(self.latency_ns + message_bytes * factor / self.bus_bytes_per_s * 1e9)
+
+    def shifted(self, *, quickly: bool) -> "Line":
+        """Moved by the typical distance of its collectives from it."""
+        if self.fit is None:
+            return self
+        residual = min(self.fit.residual_ratio, 0.9)
+        ratio = 1 - residual if quickly else 1 + residual
+        return replace(
+            self, latency_ns=self.latency_ns * ratio, bus_bytes_per_s=self.bus_bytes_per_s / ratio
+        )
+
+    def changed(self, bus_bytes_per_s: float | None, latency_ns: float | None) -> "Line":
+        """With another bandwidth, latency, or both; itself with neither."""
+        given = {"bus_bytes_per_s": bus_bytes_per_s, "latency_ns": latency_ns}
+        update = {name: value for name, value in given.items() if value is not None}
+        return replace(self, fit=None, **update) if update else self
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What is known about the ranks that share a node."""
+
+    num_ranks: int | None = None
+    """None: not known."""
+    line: Line | None = None
+    """All-gathers among them; None: not known."""
+    source: str = ""
+    """What a fitted line was fitted to, in words."""
+    is_changed: bool = False
+    """The line is what the user says: no measured duration of a smaller group holds."""
+
+
+UNKNOWN_NODE = Node()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLink:
+    """What the user says of the link within a node; None: as it was."""
+
+    bus_bytes_per_s: float | None = None
+    latency_ns: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,67 +84,131 @@ class Network:
     lines: dict[EventKind, Line]
     is_changed: bool = False
     """It, or who takes part, is not the run's own: no measured duration holds."""
+    smaller: Mapping[int, Line] = field(default_factory=dict)
+    """All-gathers of groups that are smaller than the one that shards, by their ranks."""
+    node: Node = UNKNOWN_NODE
 
     def duration_ns(self, kind: EventKind, message_bytes: int, num_ranks: int) -> int | None:
         """Duration of a collective; None where the run had none of that kind."""
         line = self.lines.get(kind)
         return line.duration_ns(message_bytes, bus_factor(kind, num_ranks)) if line else None
 
+    def line_of_smaller(self, num_ranks: int, shard: int) -> tuple[Line | None, str]:
+        """All-gathers of a group that is smaller than the one that shards.
+
+        Args:
+            num_ranks: Of the group; divides `shard`. Its ranks are neighbours.
+            shard: Ranks that shard.
+
+        Returns:
+            Its line, or None where it is not known, and what is taken for granted in it, one
+            sentence; empty: nothing.
+        """
+        if num_ranks in self.smaller:
+            return self.smaller[num_ranks], ""
+        taken = f"A group of {num_ranks} ranks is taken to be as fast as"
+        size = self.node.num_ranks
+        if size is not None and size < shard and size % num_ranks:
+            # No node holds it. Whole nodes are what the group that shards has.
+            line = self.lines.get(EventKind.ALL_GATHER) if num_ranks % size == 0 else None
+            return line, f"{taken} all ranks that shard: it spans whole nodes, too."
+        if self.node.line is not None:
+            is_given = self.node.line.fit is None
+            return self.node.line, "" if is_given else f"{taken} {self.node.source}."
+        larger = [measured for measured in self.smaller if measured % num_ranks == 0]
+        if not larger:
+            return None, ""
+        return self.smaller[min(larger)], f"{taken} the run's own groups of {min(larger)}."
+
     def shifted(self, *, quickly: bool) -> "Network":
         """Every line moved by the typical distance of its collectives from it."""
-        lines = {}
-        for kind, line in self.lines.items():
-            ratio = 1.0
-            if line.fit is not None:
-                residual = min(line.fit.residual_ratio, 0.9)
-                ratio = 1 - residual if quickly else 1 + residual
-            lines[kind] = replace(
-                line,
-                latency_ns=line.latency_ns * ratio,
-                bus_bytes_per_s=line.bus_bytes_per_s / ratio,
-            )
-        return replace(self, lines=lines)
+        line = self.node.line
+        return replace(
+            self,
+            lines={kind: each.shifted(quickly=quickly) for kind, each in self.lines.items()},
+            smaller={size: each.shifted(quickly=quickly) for size, each in self.smaller.items()},
+            node=replace(self.node, line=line and line.shifted(quickly=quickly)),
+        )
 
     def change(
         self, *, bus_bytes_per_s: float | None = None, latency_ns: float | None = None
     ) -> "Network":
         """The network with another bandwidth or latency for every kind; itself with neither.
 
-        Given both, kinds of which the run has none get a line, too.
+        Given both, kinds of which the run has none get a line, too. Smaller groups have the same
+        network, unless `change_node` said otherwise.
 
         Raises:
             ValueError: A bandwidth that is not above 0, or a latency below 0.
         """
-        if bus_bytes_per_s is not None and not bus_bytes_per_s > 0:
-            raise ValueError(f"The bandwidth is {bus_bytes_per_s} bytes/s. It must be above 0.")
-        if latency_ns is not None and not latency_ns >= 0:
-            raise ValueError(f"The latency is {latency_ns} ns. It must not be below 0.")
+        _check(bus_bytes_per_s, latency_ns)
         if bus_bytes_per_s is None and latency_ns is None:
             return self
+        lines = {
+            kind: each.changed(bus_bytes_per_s, latency_ns) for kind, each in self.lines.items()
+        }
+        line = self.node.line and self.node.line.changed(bus_bytes_per_s, latency_ns)
         if bus_bytes_per_s is not None and latency_ns is not None:
             line = Line(latency_ns, bus_bytes_per_s)
-            return Network(dict.fromkeys(KINDS, line), is_changed=True)
-        given = {"bus_bytes_per_s": bus_bytes_per_s, "latency_ns": latency_ns, "fit": None}
-        update = {name: value for name, value in given.items() if value is not None}
-        lines = {kind: replace(line, fit=None, **update) for kind, line in self.lines.items()}
-        return Network(lines, is_changed=True)
+            lines = dict.fromkeys(KINDS, line)
+        changed = replace(self, lines=lines, is_changed=True)
+        if self.node.is_changed:
+            return changed
+        node = replace(self.node, line=line, is_changed=True)
+        return replace(changed, smaller={}, node=node)
+
+    def change_node(self, link: NodeLink) -> "Network":
+        """The network with another bandwidth, latency or both for groups within a node.
+
+        Raises:
+            ValueError: As `change`; or a latency alone, where the bandwidth is not known.
+        """
+        _check(link.bus_bytes_per_s, link.latency_ns)
+        if link.bus_bytes_per_s is None and link.latency_ns is None:
+            return self
+        if link.bus_bytes_per_s is None and self.node.line is None:
+            raise ValueError(
+                f"The latency within a node is {link.latency_ns} ns, and its bandwidth is not "
+                "known. Expected both. Give the bandwidth within a node as well."
+            )
+        start = self.node.line or Line(0.0, link.bus_bytes_per_s or 0.0)
+        line = start.changed(link.bus_bytes_per_s, link.latency_ns)
+        return replace(self, smaller={}, node=replace(self.node, line=line, is_changed=True))
 
 
-def fit_network(events: EventTable, group_sizes: dict[int, int]) -> Network:
-    """The lines of FSDP's own collectives among the events.
+def _check(bus_bytes_per_s: float | None, latency_ns: float | None) -> None:
+    if bus_bytes_per_s is not None and not bus_bytes_per_s > 0:
+        raise ValueError(f"The bandwidth is {bus_bytes_per_s} bytes/s. It must be above 0.")
+    if latency_ns is not None and not latency_ns >= 0:
+        raise ValueError(f"The latency is {latency_ns} ns. It must not be below 0.")
+
+
+def fit_network(events: EventTable, groups: Iterable[ProcessGroup]) -> Network:
+    """The lines of FSDP's own collectives among the events; of nodes nothing is said.
 
     Args:
         events: Of one rank, timed steps.
-        group_sizes: Ranks of each process group, by index.
+        groups: The run's process groups.
     """
-    lines = {}
-    for kind in KINDS:
-        mask = (events.kind == kind) & (events.unit != NO_UNIT)
-        rows = events.where(mask & (events.phase != Phase.EVALUATION))
-        line = _fit(rows, kind, group_sizes)
-        if line is not None:
-            lines[kind] = line
-    return Network(lines)
+    described = list(groups)
+    sizes = {group.index: len(group.ranks) for group in described}
+    smaller = {group.index for group in described if group.role == "post_forward"}
+    of_smaller = np.isin(events.group, list(smaller))
+    rows = events.where((events.unit != NO_UNIT) & (events.phase != Phase.EVALUATION) & ~of_smaller)
+    found = {kind: _fit(rows.where(rows.kind == kind), kind, sizes) for kind in KINDS}
+    lines = {kind: line for kind, line in found.items() if line is not None}
+    return Network(lines, smaller=_fit_smaller(events.where(of_smaller), sizes))
+
+
+def _fit_smaller(events: EventTable, sizes: dict[int, int]) -> dict[int, Line]:
+    """One line a size of group: each unit has a group of its own."""
+    gathers = events.where(events.kind == EventKind.ALL_GATHER)
+    ranks = np.array([sizes[group] for group in gathers.group.tolist()], dtype=np.int64)
+    found = {
+        size: _fit(gathers.where(ranks == size), EventKind.ALL_GATHER, sizes)
+        for size in np.unique(ranks).tolist()
+    }
+    return {size: line for size, line in found.items() if line is not None}
 
 
 def _fit(rows: EventTable, kind: EventKind, group_sizes: dict[int, int]) -> Line | None:

@@ -3,17 +3,21 @@
 from collections.abc import Mapping, Sequence
 
 from fsdp_inspect.errors import PlanError
+from fsdp_inspect.simulation.parameters import smaller_group
 from fsdp_inspect.simulation.workload import Microbatch, UnitPolicy
 from fsdp_inspect.trace.messages import suggest
-from fsdp_inspect.trace.plan import Accumulation, Plan
+from fsdp_inspect.trace.plan import Accumulation, Plan, UnitPlan
 
 
-def policies_of(plan: Plan, unit_names: Sequence[str]) -> list[UnitPolicy]:
+def policies_of(
+    plan: Plan, unit_names: Sequence[str], shard: int | None = None
+) -> list[UnitPolicy]:
     """The policy of each unit.
 
     Args:
         plan: A resolved plan (names, no patterns).
         unit_names: The units with parameters, by index; the plan may have more.
+        shard: Ranks that shard; None: not known, so that no number of ranks means all of them.
 
     Raises:
         PlanError: The plan lacks a unit, or prefetches one that there is not.
@@ -22,25 +26,48 @@ def policies_of(plan: Plan, unit_names: Sequence[str]) -> list[UnitPolicy]:
     without = [unit.name for unit in plan.units if unit.name not in index]
     forward = plan.prefetch_lists("forward", without=without)
     backward = plan.prefetch_lists("backward", without=without)
-    return [_policy(plan, name, index, forward.get(name, ()), backward.get(name))
-            for name in unit_names]  # fmt: skip
+    return [
+        _policy(
+            plan.unit(name),
+            reshard_of(plan.unit(name), shard),
+            _indices(forward.get(name, ()), index),
+            None if (named := backward.get(name)) is None else _indices(named, index),
+        )
+        for name in unit_names
+    ]
+
+
+def reshard_of(unit: UnitPlan, shard: int | None = None) -> bool | int:
+    """What the unit does after forward as torch runs it; an int is the size of a smaller group.
+
+    Torch keeps the parameters whole for a group of one rank, and takes a group of all ranks for
+    True.
+
+    Args:
+        unit: Of a plan.
+        shard: Ranks that shard it; None: not known.
+    """
+    wanted = unit.reshard_after_forward
+    if wanted is None or isinstance(wanted, bool):
+        return not unit.is_root if wanted is None else wanted
+    if wanted == 1:
+        return False
+    return True if wanted == shard else wanted
 
 
 def _policy(
-    plan: Plan,
-    name: str,
-    index: Mapping[str, int],
-    forward: Sequence[str],
-    backward: Sequence[str] | None,
+    unit: UnitPlan,
+    reshard: bool | int,
+    forward: tuple[int, ...],
+    backward: tuple[int, ...] | None,
 ) -> UnitPolicy:
-    unit = plan.unit(name)
-    reshard = unit.reshard_after_forward
     return UnitPolicy(
-        reshard_after_forward=not unit.is_root if reshard is None else bool(reshard),
+        reshard_after_forward=bool(reshard),
+        smaller_group=smaller_group(reshard),
         reshard_after_backward=unit.reshard_after_backward,
         unshard_in_backward=unit.unshard_in_backward,
-        forward_prefetch=_indices(forward, index),
-        backward_prefetch=None if backward is None else _indices(backward, index),
+        forward_prefetch=forward,
+        backward_prefetch=backward,
         is_async=unit.unshard_async_op,
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from fsdp_inspect.simulation.parameters import smaller_group
 from fsdp_inspect.simulation.schedule import PlayedStep, Span
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
@@ -60,6 +61,9 @@ class _Writer:
         self._units = units
         self._clock = Stream.HOST if on_host else Stream.COMPUTE
         self._on_host = on_host
+        self._num_groups = 1 + max(
+            (max(unit.shard_group, unit.replicate_group) for unit in units), default=0
+        )
         self._sequences: dict[int, int] = {}
         self._collective = 0
 
@@ -89,7 +93,7 @@ class _Writer:
         """A collective, and the wait for it."""
         unit = self._units[span.unit]
         gathers = span.kind is EventKind.ALL_GATHER
-        group = unit.replicate_group if span.kind is EventKind.ALL_REDUCE else unit.shard_group
+        group = self._group(unit, span)
         sequence = self._sequences.get(group, 0)
         self._sequences[group] = sequence + 1
         self._collective += 1
@@ -115,6 +119,15 @@ class _Writer:
                 "issue_ns": span.need_ns,
                 "start_ns": span.need_ns,
             }
+
+    def _group(self, unit: Unit, span: Span) -> int:
+        """The communicator; a smaller group's is the unit's own, behind all that are known."""
+        if span.kind is EventKind.ALL_REDUCE:
+            return unit.replicate_group
+        is_smaller = smaller_group(unit.reshard_after_forward) is not None
+        if is_smaller and span.kind is EventKind.ALL_GATHER and span.phase is Phase.BACKWARD:
+            return self._num_groups + unit.index
+        return unit.shard_group
 
     def _index(self, span: Span) -> int:
         return self._units[span.issued_by].index if span.issued_by != NO_UNIT else NO_UNIT

@@ -21,6 +21,7 @@ from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.simulation.host_pace import HostPace, measure_host_pace
 from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
 from fsdp_inspect.simulation.network import Network, fit_network
+from fsdp_inspect.simulation.nodes import find_node
 from fsdp_inspect.simulation.policies import accumulation_of, policies_of
 from fsdp_inspect.simulation.recorded_memory import measure_memory_work
 from fsdp_inspect.simulation.schedule import PlayedStep, Schedule
@@ -224,9 +225,12 @@ class _Builder:
     def build(self) -> RecordedWork:
         plan = Plan.from_dict(self._run.manifest.plan)
         pieces, tape = self._pieces()
+        pieces = self._with_repeated_forwards(pieces)
         units = [self._unit_work(unit) for unit in self._units]
         samples = self._run.memory(self._rank)
-        memory = measure_memory_work(samples, self._units, pieces, tape)
+        shard_ranks = self._shard_ranks()
+        memory = measure_memory_work(samples, self._units, pieces, tape, len(shard_ranks))
+        network = fit_network(self._events, self._run.manifest.process_groups)
         workload = Workload(
             units=units,
             policies=policies_of(plan, [unit.fqn for unit in self._units]),
@@ -249,10 +253,16 @@ class _Builder:
             execution=self._execution,
             units=self._units,
             workload=workload,
-            network=fit_network(self._events, _group_sizes(self._run)),
+            network=replace(network, node=find_node(self._run, network, shard_ranks)),
             spread_ratio=_spread([reading.duration_ns for reading in self._readings]),
             peak_bytes=None if memory is None else memory[1],
         )
+
+    def _shard_ranks(self) -> Sequence[int]:
+        """The ranks that shard the units; one that is not known counts as one."""
+        groups = {unit.shard_group for unit in self._units}
+        known = (each for each in self._run.manifest.process_groups if each.index in groups)
+        return max((each.ranks for each in known), key=len, default=[self._rank])
 
     # --- stretches
 
@@ -309,6 +319,21 @@ class _Builder:
             tape.append((Op.RUN, len(pieces)))
             pieces.append(Piece(self._position[slot[1]], 0, backward[slot].pop()))
         return pieces, tuple(tape)
+
+    def _with_repeated_forwards(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """What activation checkpointing repeated, told from the rest of a unit's backward."""
+        again = self._events.where(self._events.kind == EventKind.RECOMPUTE)
+        passes = len(self._readings) * len(_microbatches(self._events))
+        told = list(pieces)
+        for position, unit in enumerate(self._units):
+            rows = again.where(again.unit == unit.index)
+            own = [at for at, piece in enumerate(told) if piece.unit == position]
+            if len(rows) and own:
+                at = max(own, key=lambda each: told[each].backward_ns)
+                total = told[at].backward_ns
+                spent = min(round(int((rows.end_ns - rows.start_ns).sum()) / passes), total)
+                told[at] = replace(told[at], backward_ns=total - spent, recompute_ns=spent)
+        return told
 
     def _launches(self, slot: tuple[str, int]) -> tuple[int, int]:
         """Host time of what follows a unit's entry, forward and backward."""
@@ -399,10 +424,6 @@ def _mean(values: Sequence[int] | NDArray[np.int64]) -> int:
 
 def _spread(durations: Sequence[int]) -> float:
     return (max(durations) - min(durations)) / 2 / max(float(np.mean(durations)), 1.0)
-
-
-def _group_sizes(run: RunSource) -> dict[int, int]:
-    return {group.index: len(group.ranks) for group in run.manifest.process_groups}
 
 
 def _execution(run: RunSource) -> Execution:

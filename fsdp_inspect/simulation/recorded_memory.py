@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
+from fsdp_inspect.simulation.parameters import share_of
 from fsdp_inspect.simulation.workload import Op, Piece, Tape
 from fsdp_inspect.trace.codes import MemoryPoint, Phase
 from fsdp_inspect.trace.run import Unit
@@ -17,7 +18,7 @@ from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
 
 
 def measure_memory_work(
-    samples: MemoryTable, units: Sequence[Unit], pieces: Sequence[Piece], tape: Tape
+    samples: MemoryTable, units: Sequence[Unit], pieces: Sequence[Piece], tape: Tape, shard: int
 ) -> tuple[MemoryWork, int] | None:
     """The memory of a workload, and the highest moment of the step that it comes from.
 
@@ -26,6 +27,7 @@ def measure_memory_work(
         units: By index in the workload.
         pieces: Of the workload; `unit` is that index.
         tape: Of the workload.
+        shard: Ranks that shard.
 
     Returns:
         None if no memory step has samples of every unit.
@@ -33,7 +35,7 @@ def measure_memory_work(
     by_category = samples.sharded_parameter != MISSING_INT
     for step in np.unique(samples.step[by_category]).tolist():
         of_step = samples.where((samples.step == step) & (samples.microbatch == 0))
-        reader = _Reader(of_step, units, tape)
+        reader = _Reader(of_step, units, tape, shard)
         if reader.is_whole:
             peaks = samples.where(samples.step == step)
             return reader.work(pieces), int(max(peaks.peak_allocated.max(), peaks.allocated.max()))
@@ -52,9 +54,10 @@ _OF_COMMUNICATION = (
 class _Reader:
     """Reads one memory step."""
 
-    def __init__(self, samples: MemoryTable, units: Sequence[Unit], tape: Tape) -> None:
+    def __init__(self, samples: MemoryTable, units: Sequence[Unit], tape: Tape, shard: int) -> None:
         self._samples = samples
         self._units = units
+        self._shard = shard
         self._leaves = _leaves(tape)
         self._rows = {
             (int(point), int(unit)): row
@@ -111,6 +114,7 @@ class _Reader:
             forward_rise=self._rise(start, end),
             backward_rise=self._rise(begin, done),
             gradients=gradients,
+            output=self._category("temporary", begin),
         )
 
     def _rise(self, start: int, end: int) -> int:
@@ -136,6 +140,7 @@ class _Reader:
             reduce_input=unit.reduce_bytes,
             sharded_gradients=round(unit.sharded_bytes * trained),
             resting=unit.sharded_bytes + round(unit.sharded_bytes * trained * self._state_ratio()),
+            share=share_of(unit, self._shard),
         )
 
     def _state_ratio(self) -> float:

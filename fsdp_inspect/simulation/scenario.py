@@ -17,13 +17,24 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-from scipy.optimize import nnls
-
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.network import Network
-from fsdp_inspect.simulation.policies import accumulation_of, microbatches_of, policies_of
+from fsdp_inspect.simulation.parameters import (
+    itemsize,
+    padded_numel,
+    parameters_of,
+    share_of,
+    smaller_group,
+)
+from fsdp_inspect.simulation.policies import (
+    accumulation_of,
+    microbatches_of,
+    policies_of,
+    reshard_of,
+)
+from fsdp_inspect.simulation.rates import Rates, copy_of_share
+from fsdp_inspect.simulation.recomputation import recompute
 from fsdp_inspect.simulation.recorded import RecordedWork
 from fsdp_inspect.simulation.workload import (
     Microbatch,
@@ -34,18 +45,16 @@ from fsdp_inspect.simulation.workload import (
     Workload,
     tape_of,
 )
+from fsdp_inspect.trace.bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.messages import quote_all
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 from fsdp_inspect.trace.run import RunManifest, Unit
 
-_ITEMSIZE = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
+_OWN_COMMUNICATORS = (
+    "Each unit gathers in backward on a communicator of its own: it does not queue behind "
+    "reductions, and neither slows the other."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +94,8 @@ class Scenario:
     workload: Workload
     assumptions: tuple[str, ...]
     """What was not measured, one sentence each."""
+    memory_refusal: str | None = None
+    """Why the workload has no memory, in words; None: it has, or the run tells none."""
 
 
 def mesh_of(plan: Plan, manifest: RunManifest) -> Mesh:
@@ -131,22 +142,41 @@ def make_scenario(
         network: The run's own lines, or others.
 
     Raises:
-        MissingDataError: The plan cuts units otherwise, and the run does not tell their parameters.
+        MissingDataError: The plan needs what the run does not tell: a link, a collective, what
+            checkpointing keeps.
         PlanError: The plan names what the model does not have, or leaves parameters out.
     """
     resolved = resolve_plan(plan, manifest)
     mesh = mesh_of(resolved, manifest)
+    _check_smaller_groups(resolved, mesh.shard)
     recorded = mesh_of(Plan.from_dict(manifest.plan), manifest)
     is_new = network.is_changed or mesh != recorded
     changed = replace(network, is_changed=is_new)
-    return _Regrouping(work, resolved, mesh, changed, recorded.shard).build()
+    repeated = recompute(work, Plan.from_dict(manifest.plan), resolved)
+    scenario = _Regrouping(repeated.work, resolved, mesh, changed, recorded.shard).build()
+    return replace(
+        scenario,
+        assumptions=(*repeated.assumptions, *scenario.assumptions),
+        memory_refusal=repeated.memory_refusal,
+    )
+
+
+def _check_smaller_groups(plan: Plan, shard: int) -> None:
+    for unit in plan.units:
+        group = smaller_group(unit.reshard_after_forward)
+        if group is not None and shard % group:
+            legal = [size for size in range(2, shard + 1) if shard % size == 0]
+            raise PlanError(
+                f"reshard_after_forward of unit {unit.name!r} is {group}, and {shard} ranks shard. "
+                f"Expected true, false or a divisor of {shard}: {quote_all(legal)}. Change it."
+            )
 
 
 def _module_names(manifest: RunManifest) -> list[str]:
     """Every module that a plan may name: the model, those of units, those that own parameters."""
     names = {"": None}
     for unit in manifest.units:
-        for parameter in _parameters(unit):
+        for parameter in parameters_of(unit):
             parts = parameter.split(".")
             names.update(dict.fromkeys(".".join(parts[:end]) for end in range(1, len(parts))))
     observed = (name for unit in manifest.plan.get("units", ()) for name in unit["modules"])
@@ -169,12 +199,12 @@ class _Regrouping:
         self._owners = self._assign()
         self._members: dict[str, dict[str, list[int]]] = defaultdict(dict)
         for unit in work.units:
-            for parameter, shape in _parameters(unit).items():
+            for parameter, shape in parameters_of(unit).items():
                 self._members[self._owners[parameter]][parameter] = shape
         self._names = [unit.name for unit in plan.units if unit.name in self._members]
-        self._rates = _Rates(work)
+        self._rates = Rates(work)
         self._lumps = {
-            name: unit for unit in work.units if not unit.parameters for name in _parameters(unit)
+            name: unit for unit in work.units if not unit.parameters for name in parameters_of(unit)
         }
 
     def build(self) -> Scenario:
@@ -189,7 +219,7 @@ class _Regrouping:
         workload = replace(
             base,
             units=works,
-            policies=policies_of(self._plan, self._names),
+            policies=policies_of(self._plan, self._names, self._mesh.shard),
             pieces=pieces,
             tape=tape,
             final_order=tuple(range(len(units))),
@@ -223,7 +253,7 @@ class _Regrouping:
         unit_of = {module: unit.name for unit in self._plan.units for module in unit.modules}
         owners = {}
         for unit in self._work.units:
-            for parameter in _parameters(unit):
+            for parameter in parameters_of(unit):
                 around = [module for module in unit_of if _is_inside(parameter, module)]
                 if not around:
                     raise PlanError(
@@ -254,12 +284,12 @@ class _Regrouping:
             num_trainable_parameters=round(numel * trained),
             num_tensors=before.num_tensors if before else len(members),
             parameters=members,
-            unsharded_bytes=padded * _itemsize(param_dtype),
+            unsharded_bytes=padded * itemsize(param_dtype),
             sharded_bytes=self._sharded_bytes(members, padded),
-            reduce_bytes=round(padded * trained) * _itemsize(reduce_dtype),
+            reduce_bytes=round(padded * trained) * itemsize(reduce_dtype),
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
-            reshard_after_forward=planned.reshard_after_forward,
+            reshard_after_forward=reshard_of(planned, self._mesh.shard),
             shard_group=source.shard_group,
             replicate_group=source.replicate_group,
             is_root=planned.is_root,
@@ -267,10 +297,10 @@ class _Regrouping:
 
     def _sharded_bytes(self, members: Mapping[str, Sequence[int]], padded: int) -> int:
         """One rank's share, in the parameters' own dtype: that of the units they came from."""
-        recorded = {name: unit for unit in self._work.units for name in _parameters(unit)}
+        recorded = {name: unit for unit in self._work.units for name in parameters_of(unit)}
         total = own = 0
         for unit in {recorded[name].index: recorded[name] for name in members}.values():
-            total += unit.unsharded_bytes // _itemsize(unit.param_dtype)
+            total += unit.unsharded_bytes // itemsize(unit.param_dtype)
             own += unit.sharded_bytes * self._recorded_shard
         return round(padded / self._mesh.shard * own / total) if total else 0
 
@@ -278,14 +308,14 @@ class _Regrouping:
         """Elements that a parameter puts into an all-gather's output."""
         lump = self._lumps.get(parameter)
         if lump is not None:
-            return lump.unsharded_bytes // _itemsize(lump.param_dtype)
-        return _padded_numel(shape, self._mesh.shard)
+            return lump.unsharded_bytes // itemsize(lump.param_dtype)
+        return padded_numel(shape, self._mesh.shard)
 
     def _trained_ratio(self, members: Mapping[str, Sequence[int]]) -> float:
         """The share of the parameters that are trained, by those of the units they came from."""
         total = trained = 0.0
         for unit in self._work.units:
-            own = sum(math.prod(members[name]) for name in _parameters(unit) if name in members)
+            own = sum(math.prod(members[name]) for name in parameters_of(unit) if name in members)
             total += own
             trained += own * unit.num_trainable_parameters / max(unit.num_parameters, 1)
         return trained / total if total else 1.0
@@ -294,7 +324,7 @@ class _Regrouping:
         """The recorded unit with exactly these parameters."""
         members = set(self._members[name])
         for unit in self._work.units:
-            if set(_parameters(unit)) == members:
+            if set(parameters_of(unit)) == members:
                 return unit
         return None
 
@@ -332,7 +362,7 @@ class _Regrouping:
     def _piece_memory(self, memory: PieceMemory, cut: _Cut, units: Sequence[Unit]) -> PieceMemory:
         """Gradients as wide as the unit's compute; the largest part rises as high as the whole."""
         old = self._work.units[self._work.workload.pieces[cut.piece].unit]
-        width = _itemsize(units[cut.unit].param_dtype) / _itemsize(old.param_dtype)
+        width = itemsize(units[cut.unit].param_dtype) / itemsize(old.param_dtype)
         return PieceMemory(
             kept=round(memory.kept * cut.share),
             forward_rise=round(memory.forward_rise * cut.share_of_largest),
@@ -351,6 +381,7 @@ class _Regrouping:
             reduce_input=unit.reduce_bytes,
             sharded_gradients=gradients,
             resting=round(sharded * states / parameters),
+            share=share_of(unit, self._mesh.shard),
         )
 
     def _root(self) -> int | None:
@@ -360,7 +391,7 @@ class _Regrouping:
     def _shares(self, unit: Unit) -> dict[str, float]:
         """How a recorded unit's compute divides among the plan's units, in order."""
         numels: dict[str, int] = defaultdict(int)
-        for parameter, shape in _parameters(unit).items():
+        for parameter, shape in parameters_of(unit).items():
             numels[self._owners[parameter]] += math.prod(shape)
         if len(numels) > 1:
             self._assumptions[
@@ -386,11 +417,11 @@ class _Regrouping:
             before.reduce_bytes,
         )
         if recorded is not None and has_same_messages and not self._network.is_changed:
-            return self._with_group_of_backward(unit, recorded)
+            return self._with_smaller_group(unit, recorded, before)
         own = recorded or self._rates.hooks(unit.num_tensors)
         if not has_same_messages:
             own = self._rates.copies(own, unit)
-        return self._with_group_of_backward(
+        return self._with_smaller_group(
             unit,
             replace(
                 own,
@@ -407,16 +438,40 @@ class _Regrouping:
             return None
         return self._work.workload.units[self._work.units.index(unit)]
 
-    def _with_group_of_backward(self, unit: Unit, work: UnitWork) -> UnitWork:
-        """An integer `reshard_after_forward` gathers in backward over a smaller group."""
-        reshard = unit.reshard_after_forward
-        if isinstance(reshard, bool) or reshard is None:
+    def _with_smaller_group(
+        self, unit: Unit, work: UnitWork, measured: Unit | None = None
+    ) -> UnitWork:
+        """An integer `reshard_after_forward` gathers in backward over a smaller group.
+
+        Args:
+            unit: Of the plan.
+            work: Of its gathers over all ranks that shard.
+            measured: The recorded unit, if the work was measured on it and still holds.
+        """
+        group = smaller_group(unit.reshard_after_forward)
+        is_as_before = measured is not None and group == smaller_group(
+            measured.reshard_after_forward
+        )
+        if is_as_before and not (group and self._network.node.is_changed):
             return work
-        duration = self._network.duration_ns(EventKind.ALL_GATHER, unit.unsharded_bytes, reshard)
-        self._assumptions[
-            "The smaller group that gathers in backward is as fast as the whole shard group."
-        ] = None
-        return replace(work, gather_backward_ns=duration)
+        if group is None:
+            return replace(work, gather_backward_ns=None)
+        copied = copy_of_share(work, group, self._mesh.shard)
+        return replace(
+            work,
+            gather_backward_ns=self._smaller_gather_ns(unit.unsharded_bytes, group),
+            copy_in_backward_ns=copied,
+            reshard_ns=copied,
+        )
+
+    def _smaller_gather_ns(self, message_bytes: int, group: int) -> int:
+        line, assumption = self._network.line_of_smaller(group, self._mesh.shard)
+        if line is None:
+            raise _unknown_link(group, self._network.node.num_ranks)
+        self._assumptions[_OWN_COMMUNICATORS] = None
+        if assumption:
+            self._assumptions[assumption] = None
+        return line.duration_ns(message_bytes, bus_factor(EventKind.ALL_GATHER, group))
 
     def _all_reduce(self, unit: Unit) -> int:
         if self._mesh.replicate < 2:
@@ -435,94 +490,22 @@ class _Regrouping:
         return duration
 
 
-class _Rates:
-    """What copies and hooks cost in the run: lines over the bytes and tensors of its units."""
-
-    def __init__(self, work: RecordedWork) -> None:
-        works = work.workload.units
-        gathered = [unit.unsharded_bytes for unit in work.units]
-        reduced = [unit.reduce_bytes for unit in work.units]
-        self._copy_in = _Line(gathered, [each.copy_in_ns for each in works], in_proportion=True)
-        self._copy_out = _Line(gathered, [each.copy_out_ns for each in works], in_proportion=True)
-        self._reduce_copy_in = _Line(
-            reduced, [each.reduce_copy_in_ns for each in works], in_proportion=True
-        )
-        # The first unit's hooks lie before the forward, where they are not told from the loop's.
-        first = next(index for op, index in work.workload.tape if op is Op.ENTER)
-        others = [at for at in range(len(works)) if at != first] or [first]
-        tensors = [unit.num_tensors or len(unit.parameters) for unit in work.units]
-        self._gather = _Line(
-            [tensors[at] for at in others], [works[at].gather_launch_ns for at in others]
-        )
-        self._backward = _Line(tensors, [each.gather_backward_launch_ns or 0 for each in works])
-        self._reduce = _Line(tensors, [each.reduce_launch_ns for each in works])
-
-    def copies(self, work: UnitWork, unit: Unit) -> UnitWork:
-        """The work with copies of a unit's messages."""
-        return replace(
-            work,
-            copy_in_ns=self._copy_in.at(unit.unsharded_bytes),
-            copy_out_ns=self._copy_out.at(unit.unsharded_bytes),
-            reduce_copy_in_ns=self._reduce_copy_in.at(unit.reduce_bytes),
-        )
-
-    def hooks(self, num_tensors: int) -> UnitWork:
-        """A unit of that many tensors with its hooks, and nothing else."""
-        return UnitWork(
-            gather_ns=0,
-            reduce_ns=0,
-            gather_launch_ns=self._gather.at(num_tensors),
-            gather_backward_launch_ns=self._backward.at(num_tensors),
-            reduce_launch_ns=self._reduce.at(num_tensors),
-        )
-
-
-class _Line:
-    """A constant and a slope, neither below 0, by least squares; units of size 0 do not count.
-
-    Units of one size alone do not tell the two apart: bytes are then taken to cost in proportion
-    (a device is bound by them), tensors to cost nothing beside the hook itself.
-    """
-
-    def __init__(
-        self, sizes: Sequence[int], durations: Sequence[int], *, in_proportion: bool = False
-    ) -> None:
-        pairs = [(size, ns) for size, ns in zip(sizes, durations, strict=True) if size]
-        is_one_size = len({size for size, _ in pairs}) == 1
-        columns = np.array([(1.0, size) for size, _ in pairs]).reshape(-1, 2)
-        scale = columns.max(axis=0, initial=1.0)
-        columns = columns / scale
-        if is_one_size:
-            columns[:, 0 if in_proportion else 1] = 0
-        found, _ = nnls(columns, np.array([float(ns) for _, ns in pairs]))
-        self._constant, self._slope = found / scale
-
-    def at(self, size: int) -> int:
-        """The duration for a size, ns; 0 for none."""
-        return round(float(self._constant + self._slope * size)) if size else 0
-
-
-def _parameters(unit: Unit) -> dict[str, list[int]]:
-    """Shapes by name; a unit whose parameters were not recorded is one lump."""
-    if unit.parameters:
-        return unit.parameters
-    anchor = unit.modules[0] if unit.modules else unit.fqn
-    return {f"{anchor}.*".removeprefix("."): [unit.num_parameters]}
-
-
-def _itemsize(dtype: str) -> int:
-    """Bytes of an element; 4 for a dtype that is not known."""
-    return _ITEMSIZE.get(dtype, 4)
+def _unknown_link(group: int, per_node: int | None) -> MissingDataError:
+    if per_node is None:
+        why = "the run does not tell which of its ranks share a node"
+    elif per_node % group:
+        why = f"such groups lie across the nodes of {per_node} ranks"
+    else:
+        why = f"its nodes hold {per_node} ranks, and it has no all-gather within one"
+    return MissingDataError(
+        f"With reshard_after_forward={group} backward gathers in groups of {group} ranks, and how "
+        f"fast these are is not known: {why}. Expected groups within a node, and their link. Give "
+        "both --node-bandwidth and --node-latency, or record a run with that setting."
+    )
 
 
 def _is_inside(parameter: str, module: str) -> bool:
     return module == "" or parameter.startswith(f"{module}.")
-
-
-def _padded_numel(shape: Sequence[int], ranks: int) -> int:
-    """Elements with the first dimension padded to a multiple of the ranks, as torch does."""
-    first, *rest = shape or [1]
-    return -(-first // ranks) * ranks * math.prod(rest)
 
 
 def _scaled(piece: Piece, unit: int, share: float) -> Piece:

@@ -6,9 +6,11 @@ virtual streams, so that a torch that schedules otherwise is noticed. The rules:
 
 - Forward of a unit: issue its all-gather unless it was prefetched; both gather streams wait for
   the copy-out of the unit before the previous one (two outputs alive); compute waits for the
-  all-gather; copy-out; explicit prefetches; compute; reshard.
+  all-gather; copy-out; explicit prefetches; compute; reshard. A smaller group copies its share
+  first, and the unit's next all-gather waits for that copy.
 - Backward of a unit: as forward, except that the gather streams wait for its own copy-out and the
-  unit before it in forward order is prefetched unless others are named; then compute; reshard;
+  unit before it in forward order is prefetched unless others are named (a smaller group gathers
+  on a communicator that each unit has for itself); then compute; reshard;
   compute waits until fewer than `max_reduce_buffers` reduce-scatters are in flight; copy-in;
   reduce-scatter; all-reduce.
 - Behind the backward: units whose inputs need no gradient reduce now; compute waits for every
@@ -102,6 +104,8 @@ class _UnitState:
     is_unsharded: bool = False
     reduced_ns: int | None = None
     """The end of its last reduction, until something waited for it."""
+    kept_ns: int | None = None
+    """When a smaller group had copied its share, until an all-gather waited for it."""
     forwards: list[int] = field(default_factory=list)
     """Positions in the order of the forward that have not had their backward."""
     is_done: bool = False
@@ -126,6 +130,7 @@ class Schedule:
         self._gather_link = Communicator()
         self._reduce_link = Communicator() if workload.separate_reduce_group else self._gather_link
         self._replica_link = Communicator()
+        self._smaller_links = [Communicator() for _ in workload.units]
         self._previous_copy_out_ns: int | None = None
         self._forward_order: list[int] = []
         self._in_flight: list[_Reduction] = []
@@ -195,7 +200,7 @@ class Schedule:
         state = self._units[unit]
         self._note_pass(EventKind.FORWARD, unit, state.ready_ns.pop())
         if self._work.policies[unit].reshard_after_forward:
-            self._reshard(unit)
+            self._reshard_after_forward(unit)
         state.forwards.append(len(self._forward_order))
         self._forward_order.append(unit)
 
@@ -282,20 +287,23 @@ class Schedule:
     # --- communication
 
     def _unshard(self, unit: int) -> None:
-        state, work = self._units[unit], self._work.units[unit]
+        state = self._units[unit]
         if state.gather is not None or state.is_unsharded:
             return
         machine, is_async = self._machine, self._work.policies[unit].is_async
+        if state.kept_ns is not None:
+            self._hold_gathers_until(state.kept_ns)
+            state.kept_ns = None
         self._memory.gather(unit)
         machine.launch(self._gather_launch(unit))
         copy_in, gather = self._gather_streams(is_async)
         issue_ns = machine.host_ns
-        copied = machine.run(copy_in, work.copy_in_ns)
+        copied = machine.run(copy_in, self._copy_in_duration(unit))
         self._note(EventKind.ALL_GATHER_COPY_IN, unit, issue_ns, copied)
         if gather is not copy_in:
             machine.wait(gather, copied[1])
         transfer = self._transfer(
-            gather, self._gather_link, self._gather_duration(unit), is_async=is_async
+            gather, self._link_of(unit), self._gather_duration(unit), is_async=is_async
         )
         state.gather = _Gather(transfer, self._hook_unit, self._phase, is_async)
 
@@ -322,6 +330,18 @@ class Schedule:
             return machine.compute, machine.compute
         return machine.copy_in, machine.gather
 
+    def _link_of(self, unit: int) -> Communicator:
+        """What carries the unit's all-gather."""
+        is_smaller = self._work.policies[unit].smaller_group is not None
+        in_backward = self._phase is Phase.BACKWARD
+        return self._smaller_links[unit] if is_smaller and in_backward else self._gather_link
+
+    def _copy_in_duration(self, unit: int) -> int:
+        work = self._work.units[unit]
+        if self._phase is Phase.BACKWARD and work.copy_in_backward_ns is not None:
+            return work.copy_in_backward_ns
+        return work.copy_in_ns
+
     def _gather_duration(self, unit: int) -> int:
         work = self._work.units[unit]
         if self._phase is Phase.BACKWARD and work.gather_backward_ns is not None:
@@ -333,6 +353,16 @@ class Schedule:
         if self._phase is Phase.BACKWARD and work.gather_backward_launch_ns is not None:
             return work.gather_backward_launch_ns
         return work.gather_launch_ns
+
+    def _reshard_after_forward(self, unit: int) -> None:
+        state, machine = self._units[unit], self._machine
+        if self._work.policies[unit].smaller_group is None or not state.is_unsharded:
+            self._reshard(unit)
+            return
+        self._memory.keep_share(unit)
+        machine.run(machine.compute, self._work.units[unit].reshard_ns)
+        state.kept_ns = machine.reached(machine.compute)
+        state.is_unsharded = False
 
     def _reshard(self, unit: int) -> None:
         if self._units[unit].is_unsharded:
@@ -350,6 +380,8 @@ class Schedule:
             self._previous_copy_out_ns = None
         self._note_gather(unit, gather, self._wait_for(gather.transfer))
         self._memory.copy_out(unit, keeps_output=in_forward and not gather.is_async)
+        if not in_forward:
+            self._memory.free_share(unit)
         copied = machine.run(machine.compute, self._work.units[unit].copy_out_ns)
         self._note(EventKind.ALL_GATHER_COPY_OUT, unit, machine.host_ns, copied)
         if in_forward and not gather.is_async:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.simulation.memory import Held
-from fsdp_inspect.simulation.network import Network
+from fsdp_inspect.simulation.network import Network, NodeLink
 from fsdp_inspect.simulation.prediction import predicted_events
 from fsdp_inspect.simulation.recorded import (
     Execution,
@@ -105,6 +105,8 @@ class Simulation:
     change: float
     """predicted / replayed - 1: both played, so that the replay's own error cancels."""
     assumptions: tuple[str, ...]
+    memory_refusal: str | None
+    """Why the prediction has no peak although the recorded plan has one; None: it has one."""
     plan: Plan
 
 
@@ -115,6 +117,7 @@ def simulate(
     rank: int | None = None,
     bus_bytes_per_s: float | None = None,
     latency_ns: float | None = None,
+    node: NodeLink | None = None,
 ) -> Simulation:
     """Play a plan on a recorded run's own work.
 
@@ -124,6 +127,7 @@ def simulate(
         rank: Whose work; default the median rank.
         bus_bytes_per_s: Of another network; None: the run's own.
         latency_ns: Of another network; None: the run's own.
+        node: The link within a node, for groups that gather there; None: as far as the run tells.
 
     Raises:
         MissingDataError: The run holds too little to simulate from.
@@ -131,6 +135,8 @@ def simulate(
         ValueError: An impossible network.
     """
     work = measure_work(run, rank=rank)
+    if node is not None:
+        work = replace(work, network=work.network.change_node(node))
     return simulate_work(
         work, run.manifest, plan, bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns
     )
@@ -176,6 +182,7 @@ def simulate_work(
         high_ns=high,
         change=predicted.step_time_ns / replayed.step_time_ns - 1,
         assumptions=(*scenario.assumptions, *_refusals(network)),
+        memory_refusal=scenario.memory_refusal,
         plan=scenario.plan,
     )
 

@@ -57,10 +57,14 @@ class UnitWork:
     """HSDP's all-reduce; 0: none."""
     copy_in_ns: int = 0
     """Shards into the all-gather's input."""
+    copy_in_backward_ns: int | None = None
+    """The same in backward, where a smaller group has larger shards; None: as in forward."""
     copy_out_ns: int = 0
     """The all-gather's output into the unsharded parameters, on the compute stream."""
     reduce_copy_in_ns: int = 0
     """Gradients into the reduce-scatter's input, on the compute stream."""
+    reshard_ns: int = 0
+    """What a smaller group keeps after forward, copied on the compute stream."""
     gather_launch_ns: int = 0
     """Host time around an all-gather: torch's hooks, issuing it."""
     gather_backward_launch_ns: int | None = None
@@ -78,6 +82,9 @@ class UnitPolicy:
 
     reshard_after_forward: bool = True
     """Its parameters are dropped after forward and gathered again in backward."""
+    smaller_group: int | None = None
+    """Ranks that keep them together until then, on a communicator of the unit's own (an integer
+    `reshard_after_forward`); None: all that shard it."""
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     forward_prefetch: tuple[int, ...] = ()

@@ -106,6 +106,9 @@ class Prediction(Record):
     bus_bytes_per_s: float | None = None
     """Of another network than the baseline's; None: its own."""
     latency_ns: float | None = None
+    node_bus_bytes_per_s: float | None = None
+    """The same of the link within a node, for groups that gather there."""
+    node_latency_ns: float | None = None
     rank: int
     execution: str
     """`stream`, `host` or `blocking_host`: how the baseline's device runs work."""

@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fsdp_inspect.simulation.workload import (
     Microbatch,
@@ -89,6 +90,7 @@ class OracleDevice(VirtualDevice):
         super().__post_init__()
         self.reduce_link_free_ns: int | None = None
         self.replica_link_free_ns = 0
+        self.smaller_links_free_ns: dict[str, int] = {}
 
     def launch(self, kind: str, unit: str, duration_ns: int, launch_ns: int) -> None:
         """Many kernels of one piece; see [Note: launching] in `simulation.machine`."""
@@ -107,6 +109,12 @@ class OracleDevice(VirtualDevice):
         self.reduce_link_free_ns = end
         self._note("reduce_scatter", unit, start, end)
 
+    def gather_in_smaller_group(self, unit: str, duration_ns: int) -> None:
+        """An all-gather of a smaller group, on the communicator that the unit has for it."""
+        start, end = self.current.run(duration_ns, self.smaller_links_free_ns.get(unit, 0))
+        self.smaller_links_free_ns[unit] = end
+        self._note("all_gather", unit, start, end)
+
     def all_reduce(self, unit: str, duration_ns: int) -> None:
         """HSDP's all-reduce, on the communicator of the replicas."""
         start, end = self.current.run(duration_ns, self.replica_link_free_ns)
@@ -115,16 +123,25 @@ class OracleDevice(VirtualDevice):
 
 
 class _Gather(DefaultAllGather):
-    def __init__(self, device: OracleDevice, unit: str, work: UnitWork) -> None:
-        self.device, self.unit, self.work = device, unit, work
+    def __init__(
+        self, device: OracleDevice, unit: str, work: UnitWork, group: FSDPParamGroup
+    ) -> None:
+        self.device, self.unit, self.work, self.group = device, unit, work, group
 
     def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.device.spend(self.work.gather_launch_ns)
-        self.device.run("all_gather_copy_in", self.unit, self.work.copy_in_ns)
+        copy_in_ns = self.work.copy_in_ns
+        if self.group.is_sharded_post_forward:
+            copy_in_ns = self.work.copy_in_backward_ns or 0
+        self.device.run("all_gather_copy_in", self.unit, copy_in_ns)
         return super().allocate(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.device.transfer("all_gather", self.unit, self.work.gather_ns)
+        if self.group.is_sharded_post_forward:
+            duration = self.work.gather_backward_ns or 0
+            self.device.gather_in_smaller_group(self.unit, duration)
+        else:
+            self.device.transfer("all_gather", self.unit, self.work.gather_ns)
         return super().__call__(*args, **kwargs)
 
 
@@ -205,10 +222,13 @@ def play_with_torch(case: Case, mesh: DeviceMesh, *, steps: int = 2) -> tuple[in
 def _shard(model: _Model, case: Case, device: OracleDevice, mesh: DeviceMesh) -> Any:
     modules: list[Any] = [model, *model.layers]
     for module, layer in [*zip(modules[1:], case.layers, strict=True), (model, case.head)]:
-        fully_shard(module, mesh=mesh, reshard_after_forward=layer.policy.reshard_after_forward)
+        reshard = layer.policy.smaller_group or layer.policy.reshard_after_forward
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
     for number, (module, layer) in enumerate(zip(modules, case.all, strict=True)):
         unit = f"layers.{number - 1}" if number else ""
-        module.set_custom_all_gather(_Gather(device, unit, layer.work))
+        (group,) = module._get_fsdp_state()._fsdp_param_groups
+        _time_copies_of_shares(device, unit, layer.work, group)
+        module.set_custom_all_gather(_Gather(device, unit, layer.work, group))
         module.set_custom_reduce_scatter(_Scatter(device, unit, layer.work))
         policy = layer.policy
         if mesh.ndim == 2:
@@ -223,6 +243,19 @@ def _shard(model: _Model, case: Case, device: OracleDevice, mesh: DeviceMesh) ->
         model.set_separate_reduce_scatter_group(recurse=True)
         device.reduce_link_free_ns = 0
     return model
+
+
+def _time_copies_of_shares(
+    device: OracleDevice, unit: str, work: UnitWork, group: FSDPParamGroup
+) -> None:
+    """What a smaller group keeps is copied on the compute stream."""
+    copy = group._to_sharded_post_forward
+
+    def timed() -> None:
+        copy()
+        device.run("reshard", unit, work.reshard_ns)
+
+    group._to_sharded_post_forward = timed
 
 
 def _all_reduce_hook(device: OracleDevice, unit: str, duration_ns: int) -> Any:

@@ -189,7 +189,8 @@ def test_a_network_is_learnt_from_messages_of_different_sizes():
     for number, size in enumerate((100_000, 1_000_000, 2_000_000)):
         start = number * 20 * MS
         rank.all_gather("layers.0", start, start + transfer_ns(size), bytes=size)
-    network = fit_network(builder.build().events(0), {0: RANKS})
+    run = builder.build()
+    network = fit_network(run.events(0), run.manifest.process_groups)
     predicted = network.duration_ns(EventKind.ALL_GATHER, 500_000, RANKS)
     assert predicted == pytest.approx(transfer_ns(500_000), rel=0.01)
 

@@ -51,7 +51,14 @@ def layers(draw: st.DrawFn, unit: int, num_layers: int, launch_ns: int) -> Layer
     depth = draw(st.sampled_from([0, 0, 1, 2, 3]))
     behind = draw(st.sampled_from([None, 1, 2, 3])) if unit else None
     named = None if behind is None else tuple(range(unit - 1, max(0, unit - behind - 1), -1))
+    group = draw(st.sampled_from([None, None, 2, 4]))
+    smaller = {
+        "gather_backward_ns": draw(durations(9_000)),
+        "copy_in_backward_ns": draw(durations(400)),
+        "reshard_ns": draw(durations(400)),
+    }
     work = UnitWork(
+        **(smaller if group else {}),
         gather_ns=draw(durations(9_000)),
         reduce_ns=draw(durations(9_000)),
         all_reduce_ns=draw(durations(4_000)) + US,
@@ -61,7 +68,8 @@ def layers(draw: st.DrawFn, unit: int, num_layers: int, launch_ns: int) -> Layer
         reduce_launch_ns=draw(durations(100)),
     )
     policy = UnitPolicy(
-        reshard_after_forward=draw(st.booleans()),
+        reshard_after_forward=group is not None or draw(st.booleans()),
+        smaller_group=group,
         forward_prefetch=tuple(range(unit + 1, min(num_layers, unit + depth) + 1)),
         backward_prefetch=named,
     )
@@ -92,6 +100,15 @@ def play(case: Case) -> PlayedStep:
     schedule = Schedule(workload_of(case), StreamMachine())
     schedule.play()
     return schedule.play()
+
+
+def of_two_at_most(case: Case) -> Case:
+    """Where four ranks shard, two are the only smaller group."""
+    layers = [
+        replace(each, policy=replace(each.policy, smaller_group=each.policy.smaller_group and 2))
+        for each in case.all
+    ]
+    return replace(case, head=layers[0], layers=layers[1:])
 
 
 def without_replicas(case: Case) -> Case:
@@ -148,6 +165,7 @@ def test_the_schedule_is_that_of_torch_on_streams(mesh: DeviceMesh, case: Case):
 @given(case=cases())
 @settings(max_examples=NUM_CASES // 2, deadline=None)
 def test_the_schedule_is_that_of_torch_with_replicas(hybrid_mesh: DeviceMesh, case: Case):
+    case = of_two_at_most(case)
     assert_same_schedule(replace(case, separate_reduce_group=False), hybrid_mesh)
 
 

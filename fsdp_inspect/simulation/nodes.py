@@ -1,0 +1,58 @@
+"""Which of a run's ranks share a node, and how fast is a group within one?
+
+Groups of neighbouring ranks gather in backward with an integer `reshard_after_forward`. A run that
+had none tells their link only if all ranks that shard share a node, or if its network is emulated.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+
+from fsdp_inspect.simulation.network import UNKNOWN_NODE, Line, Network, Node
+from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.run import RunManifest, RunSource
+
+
+def find_node(run: RunSource, network: Network, shard_ranks: Sequence[int]) -> Node:
+    """What the run tells of its nodes.
+
+    Args:
+        run: A recorded or emulated run.
+        network: Fitted to its collectives.
+        shard_ranks: The ranks of one group that shards.
+    """
+    size = _emulated_size(run.manifest) or _recorded_size(run)
+    if size is None:
+        return UNKNOWN_NODE
+    is_whole_group = len({rank // size for rank in shard_ranks}) < 2
+    line, source = _emulated_line(run.manifest), ""
+    if line is None and is_whole_group:
+        line = network.lines.get(EventKind.ALL_GATHER)
+        source = "all ranks that shard: they share a node"
+    within = [measured for measured in network.smaller if size % measured == 0]
+    if line is None and within:
+        line = network.smaller[max(within)]
+        source = f"the run's own groups of {max(within)}, in a node, too"
+    return Node(size, line, source)
+
+
+def _emulated_size(manifest: RunManifest) -> int | None:
+    size = manifest.emulation.get("gpus_per_node")
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def _emulated_line(manifest: RunManifest) -> Line | None:
+    """The emulated link within a node, which holds for any group there."""
+    link = manifest.emulation.get("intra")
+    return None if link is None else Line(link["latency_ns"], link["bandwidth_bytes_per_s"])
+
+
+def _recorded_size(run: RunSource) -> int | None:
+    """Ranks on each host, if all hosts are known and have as many neighbours each."""
+    hosts = {record.rank: record.host for record in run.ranks if record.host}
+    if set(hosts) != set(range(run.manifest.world_size)):
+        return None
+    runs = [(host, len(list(ranks))) for host, ranks in groupby(hosts[r] for r in sorted(hosts))]
+    sizes = {size for _, size in runs}
+    is_in_order = max(Counter(host for host, _ in runs).values()) == 1
+    return sizes.pop() if len(sizes) == 1 and is_in_order else None

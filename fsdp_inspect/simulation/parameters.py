@@ -1,0 +1,89 @@
+"""How many bytes do a unit's parameters take: whole, padded, and the share that a group keeps?
+
+With an integer `reshard_after_forward` torch (2.13) drops a unit's whole parameters after forward
+and keeps a share of them, split among that many ranks, until backward gathers them again. The
+share is a copy in the dtype of compute, beside the sharded parameters, not in their place. It is
+copied parameter by parameter, each one's whole being dropped behind its copy.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_inspect.trace.run import Unit
+
+_ITEMSIZE = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a smaller group keeps of a unit between forward and backward, bytes."""
+
+    kept: int = 0
+    rise: int = 0
+    """How far memory rises above its start while the copies are made."""
+
+
+NO_SHARE = Share()
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element; 4 for a dtype that is not known."""
+    return _ITEMSIZE.get(dtype, 4)
+
+
+def parameters_of(unit: Unit) -> dict[str, list[int]]:
+    """Shapes by name; a unit whose parameters were not recorded is one lump."""
+    if unit.parameters:
+        return unit.parameters
+    anchor = unit.modules[0] if unit.modules else unit.fqn
+    return {f"{anchor}.*".removeprefix("."): [unit.num_parameters]}
+
+
+def padded_numel(shape: Sequence[int], ranks: int) -> int:
+    """Elements with the first dimension padded to a multiple of the ranks, as torch does."""
+    first, *rest = shape or [1]
+    return -(-first // ranks) * ranks * math.prod(rest)
+
+
+def smaller_group(reshard_after_forward: bool | int | None) -> int | None:
+    """The ranks that keep a unit between forward and backward; None: all of them, or each whole.
+
+    Args:
+        reshard_after_forward: As it runs (`policies.reshard_of`), which a manifest has, too.
+    """
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return None
+    return reshard_after_forward
+
+
+def share_of(unit: Unit, shard: int) -> Share:
+    """What the unit's smaller group keeps; nothing where it has none.
+
+    Args:
+        unit: With its setting of `reshard_after_forward`.
+        shard: Ranks that shard it.
+    """
+    group = smaller_group(unit.reshard_after_forward)
+    if group is None:
+        return NO_SHARE
+    rise, level = 0, 0
+    for size in _whole_bytes(unit, shard):
+        level += size // group
+        rise = max(rise, level)
+        level -= size
+    return Share(unit.unsharded_bytes // group, rise)
+
+
+def _whole_bytes(unit: Unit, shard: int) -> list[int]:
+    """Of each parameter, padded; all at once where they were not recorded."""
+    width = itemsize(unit.param_dtype)
+    sizes = [padded_numel(shape, shard) * width for shape in unit.parameters.values()]
+    return sizes or [unit.unsharded_bytes]

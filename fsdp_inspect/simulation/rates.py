@@ -1,0 +1,87 @@
+"""What do copies and hooks cost in a run? Lines over the bytes and tensors of its units."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from scipy.optimize import nnls
+
+from fsdp_inspect.simulation.recorded import RecordedWork
+from fsdp_inspect.simulation.workload import Op, UnitWork
+from fsdp_inspect.trace.run import Unit
+
+
+def copy_of_share(work: UnitWork, group: int, shard: int) -> int:
+    """How long a copy takes of what a smaller group keeps of a unit on each rank, ns.
+
+    Copy-in copies what all ranks keep, copy-out copies all parameters; the share lies between.
+    """
+    weight = (1 / group - 1 / shard) / (1 - 1 / shard)
+    return round(work.copy_in_ns + weight * max(work.copy_out_ns - work.copy_in_ns, 0))
+
+
+class Rates:
+    """What copies and hooks cost in the run: lines over the bytes and tensors of its units."""
+
+    def __init__(self, work: RecordedWork) -> None:
+        works = work.workload.units
+        gathered = [unit.unsharded_bytes for unit in work.units]
+        reduced = [unit.reduce_bytes for unit in work.units]
+        self._copy_in = _Line(gathered, [each.copy_in_ns for each in works], in_proportion=True)
+        self._copy_out = _Line(gathered, [each.copy_out_ns for each in works], in_proportion=True)
+        self._reduce_copy_in = _Line(
+            reduced, [each.reduce_copy_in_ns for each in works], in_proportion=True
+        )
+        # The first unit's hooks lie before the forward, where they are not told from the loop's.
+        first = next(index for op, index in work.workload.tape if op is Op.ENTER)
+        others = [at for at in range(len(works)) if at != first] or [first]
+        tensors = [unit.num_tensors or len(unit.parameters) for unit in work.units]
+        self._gather = _Line(
+            [tensors[at] for at in others], [works[at].gather_launch_ns for at in others]
+        )
+        self._backward = _Line(tensors, [each.gather_backward_launch_ns or 0 for each in works])
+        self._reduce = _Line(tensors, [each.reduce_launch_ns for each in works])
+
+    def copies(self, work: UnitWork, unit: Unit) -> UnitWork:
+        """The work with copies of a unit's messages."""
+        return replace(
+            work,
+            copy_in_ns=self._copy_in.at(unit.unsharded_bytes),
+            copy_out_ns=self._copy_out.at(unit.unsharded_bytes),
+            reduce_copy_in_ns=self._reduce_copy_in.at(unit.reduce_bytes),
+        )
+
+    def hooks(self, num_tensors: int) -> UnitWork:
+        """A unit of that many tensors with its hooks, and nothing else."""
+        return UnitWork(
+            gather_ns=0,
+            reduce_ns=0,
+            gather_launch_ns=self._gather.at(num_tensors),
+            gather_backward_launch_ns=self._backward.at(num_tensors),
+            reduce_launch_ns=self._reduce.at(num_tensors),
+        )
+
+
+class _Line:
+    """A constant and a slope, neither below 0, by least squares; units of size 0 do not count.
+
+    Units of one size alone do not tell the two apart: bytes are then taken to cost in proportion
+    (a device is bound by them), tensors to cost nothing beside the hook itself.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], durations: Sequence[int], *, in_proportion: bool = False
+    ) -> None:
+        pairs = [(size, ns) for size, ns in zip(sizes, durations, strict=True) if size]
+        is_one_size = len({size for size, _ in pairs}) == 1
+        columns = np.array([(1.0, size) for size, _ in pairs]).reshape(-1, 2)
+        scale = columns.max(axis=0, initial=1.0)
+        columns = columns / scale
+        if is_one_size:
+            columns[:, 0 if in_proportion else 1] = 0
+        found, _ = nnls(columns, np.array([float(ns) for _, ns in pairs]))
+        self._constant, self._slope = found / scale
+
+    def at(self, size: int) -> int:
+        """The duration for a size, ns; 0 for none."""
+        return round(float(self._constant + self._slope * size)) if size else 0

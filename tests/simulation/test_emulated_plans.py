@@ -1,0 +1,101 @@
+"""Is the peak of another plan, predicted from one run, what that plan's own run measures?
+
+Runs of the trainer under emulation, whose memory is that of real ranks to the byte
+(`tests/distributed/test_emulated_memory.py`): two nodes of four ranks each. What a step allocates
+outside of all units, such as positions, the ledger takes to be there throughout.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_inspect import StoredRun, open_run
+from fsdp_inspect.simulation.changes import Changes, apply_changes
+from fsdp_inspect.simulation.recorded import measure_work, observed_plan
+from fsdp_inspect.simulation.scenario import resolve_plan, shapes_of
+from fsdp_inspect.simulation.simulate import simulate
+from instrumented_trainer.command_line import check_settings
+from instrumented_trainer.runtime import process_group, read_runtime
+from instrumented_trainer.trainer import prepare, train
+
+EMULATED = "world_size=8,gpus_per_node=4,bandwidth=10GB/s,inter_bandwidth=1GB/s"
+MODEL = {
+    "dim": 64,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_dim": 96,
+    "vocab_size": 256,
+    "seq_len": 32,
+    "batch_size": 2,
+    "data": argparse.__file__,
+    "steps": 5,
+    "record_warmup": 1,
+    "emulate": EMULATED,
+}
+OUTSIDE_OF_UNITS = 256
+"""Bytes of the positions: 32 integers."""
+IN_NODE: dict[str, Any] = {"reshard_after_forward": 4}
+IN_PAIRS: dict[str, Any] = {"reshard_after_forward": 2}
+FULL: dict[str, Any] = {"checkpointing": "full"}
+PLANS: dict[str, tuple[dict[str, Any], Changes]] = {
+    "in a node": (IN_NODE, Changes(**IN_NODE)),
+    "in pairs": (IN_PAIRS, Changes(**IN_PAIRS)),
+    "in pairs, by two": (IN_PAIRS | {"wrap": "every:2"}, Changes(**IN_PAIRS, wrap="every:2")),
+    "checkpointed": (FULL, Changes(**FULL)),
+    "checkpointed in a node": (FULL | IN_NODE, Changes(**FULL, **IN_NODE)),
+    "checkpointed by two": (FULL | {"wrap": "every:2"}, Changes(**FULL, wrap="every:2")),
+    "one unit": ({"wrap": "root"}, Changes(wrap="root")),
+}
+
+Recorded = Callable[..., StoredRun]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """The run of some settings, trained once each."""
+    runs: dict[str, StoredRun] = {}
+
+    def record(**settings: Any) -> StoredRun:
+        key = str(settings)
+        if key not in runs:
+            runs[key] = _train(tmp_path_factory.mktemp("runs"), settings)
+        return runs[key]
+
+    return record
+
+
+def _train(folder: Path, settings: dict[str, Any]) -> StoredRun:
+    texts = {name: str(value) for name, value in settings.items()}
+    config = check_settings({**MODEL, **texts, "runs_dir": str(folder)})
+    runtime = read_runtime(EMULATED)
+    with process_group(runtime):
+        result = train(prepare(config, runtime))
+    assert result.run_folder is not None
+    return open_run(result.run_folder)
+
+
+def predicted_peak(run: StoredRun, changes: Changes) -> int | None:
+    plan = resolve_plan(observed_plan(run), run.manifest)
+    wanted = apply_changes(plan, changes, shapes_of(run.manifest))
+    return simulate(run, wanted).predicted.peak_bytes
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_peak_of_another_plan_is_predicted(recorded: Recorded, name: str):
+    settings, changes = PLANS[name]
+    measured = measure_work(recorded(**settings)).peak_bytes
+    assert predicted_peak(recorded(), changes) == pytest.approx(measured, abs=OUTSIDE_OF_UNITS)
+
+
+def test_a_run_in_smaller_groups_predicts_the_peak_without_them(recorded: Recorded):
+    found = predicted_peak(recorded(**IN_NODE), Changes(reshard_after_forward=True))
+    measured = measure_work(recorded()).peak_bytes
+    assert found == pytest.approx(measured, abs=OUTSIDE_OF_UNITS)
+
+
+def test_a_run_with_checkpointing_does_not_tell_the_peak_without(recorded: Recorded):
+    assert predicted_peak(recorded(**FULL), Changes(checkpointing="none")) is None

@@ -1,0 +1,100 @@
+"""Whose ranks share a node, and how fast is a group there? As runs tell it, and as users do."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fsdp_inspect.simulation.network import Line, Network, NodeLink
+from fsdp_inspect.simulation.nodes import find_node
+from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.link_fit import fit_link
+from tests.builders import InMemoryRun, RunBuilder
+
+WHOLE = Line(50_000, 10e9)
+INSIDE = Line(20_000, 300e9)
+NETWORK = Network({EventKind.ALL_GATHER: WHOLE})
+EMULATED = {
+    "gpus_per_node": 4,
+    "intra": {"bandwidth_bytes_per_s": 300e9, "latency_ns": 20_000},
+    "inter": {"bandwidth_bytes_per_s": 2.5e9, "latency_ns": 50_000},
+}
+
+
+def run_on(hosts: list[str], **manifest: object) -> InMemoryRun:
+    builder = RunBuilder(world_size=len(hosts), **manifest)
+    for rank, host in enumerate(hosts):
+        member = builder.rank(rank)
+        member.record["host"] = host
+        member.step(0, 0, 1)
+    return builder.build()
+
+
+def network_of(run: InMemoryRun, network: Network = NETWORK) -> Network:
+    ranks = range(run.manifest.world_size)
+    return replace(network, node=find_node(run, network, ranks))
+
+
+def test_ranks_of_one_host_gather_as_fast_in_groups_as_all_together():
+    sizes = np.array([1000, 2000, 4000])
+    fitted = fit_link(sizes, sizes + 10, 1.0)
+    assert fitted is not None
+    line = Line(fitted.latency_ns, fitted.bus_bytes_per_s, fitted)
+    network = network_of(run_on(["a"] * 8), Network({EventKind.ALL_GATHER: line}))
+    found, assumption = network.line_of_smaller(4, 8)
+    assert found == line
+    assert assumption == (
+        "A group of 4 ranks is taken to be as fast as all ranks that shard: they share a node."
+    )
+
+
+def test_hosts_tell_how_many_ranks_share_a_node_and_not_their_link():
+    network = network_of(run_on(["a"] * 4 + ["b"] * 4))
+    assert network.node.num_ranks == 4
+    assert network.line_of_smaller(4, 8) == (None, "")
+
+
+def test_groups_across_whole_nodes_are_as_fast_as_all_ranks():
+    network = network_of(run_on([name for name in "abcd" for _ in range(2)]))
+    line, assumption = network.line_of_smaller(4, 8)
+    assert line == WHOLE
+    assert "spans whole nodes" in assumption
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [["a", "a", "b", "b", "b", "b"], ["a", "b", "a", "b"], ["a", "a", "", ""]],
+    ids=["uneven", "not neighbours", "not told"],
+)
+def test_ranks_that_are_spread_otherwise_tell_nothing(hosts: list[str]):
+    assert network_of(run_on(hosts)).node.num_ranks is None
+
+
+def test_an_emulated_network_says_how_fast_a_node_is():
+    run = run_on(["here"] * 8, source="emulated", emulation=EMULATED)
+    assert network_of(run).line_of_smaller(2, 8) == (INSIDE, "")
+
+
+def test_groups_that_a_run_had_are_known_and_their_parts_are_taken_to_be_alike():
+    network = Network({EventKind.ALL_GATHER: WHOLE}, smaller={4: INSIDE})
+    assert network.line_of_smaller(4, 8) == (INSIDE, "")
+    assert network.line_of_smaller(2, 8)[0] == INSIDE
+    assert network.line_of_smaller(8, 16)[0] is None
+
+
+def test_what_the_user_says_of_a_node_holds_beside_another_network():
+    given = NETWORK.change_node(NodeLink(300e9, 20_000)).change(bus_bytes_per_s=1e9, latency_ns=0)
+    assert given.line_of_smaller(4, 8) == (INSIDE, "")
+    assert given.lines[EventKind.ALL_GATHER] == Line(0, 1e9)
+
+
+def test_another_network_holds_in_nodes_too_unless_they_are_told_apart():
+    changed = NETWORK.change(bus_bytes_per_s=1e9, latency_ns=5)
+    assert changed.line_of_smaller(4, 8) == (Line(5, 1e9), "")
+
+
+def test_a_latency_alone_needs_a_bandwidth_that_is_known():
+    with pytest.raises(ValueError, match="Expected both"):
+        NETWORK.change_node(NodeLink(latency_ns=1.0))
+    known = NETWORK.change_node(NodeLink(300e9, 20_000)).change_node(NodeLink(latency_ns=1.0))
+    assert known.node.line == Line(1.0, 300e9)

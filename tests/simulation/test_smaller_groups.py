@@ -1,0 +1,190 @@
+"""What does an integer `reshard_after_forward` change? By arithmetic on a run of eight ranks."""
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp_inspect.errors import MissingDataError, PlanError
+from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
+from fsdp_inspect.simulation.network import Line, Network, Node, NodeLink
+from fsdp_inspect.simulation.prediction import predicted_events
+from fsdp_inspect.simulation.recorded import Execution, RecordedWork, play
+from fsdp_inspect.simulation.scenario import Scenario, make_scenario
+from fsdp_inspect.simulation.workload import Piece, UnitPolicy, UnitWork, Workload, tape_of
+from fsdp_inspect.trace.codes import EventKind, Phase
+from fsdp_inspect.trace.plan import Plan, UnitPlan
+from fsdp_inspect.trace.run import RunManifest, Unit
+from tests.builders import RunBuilder
+
+MS = 1_000_000
+RANKS = 8
+SIZE = 800_000
+"""Of a block, bytes: 200,000 parameters."""
+WHOLE = Line(MS, 0.1e9)
+INSIDE = Line(MS // 10, 1e9)
+NETWORK = Network(
+    {EventKind.ALL_GATHER: WHOLE, EventKind.REDUCE_SCATTER: WHOLE}, node=Node(4, INSIDE)
+)
+NUM_BLOCKS = 4
+
+
+def gather_ns(line: Line, ranks: int) -> int:
+    return round(line.latency_ns + SIZE * (ranks - 1) / ranks / line.bus_bytes_per_s * 1e9)
+
+
+def block(index: int, **changes: object) -> Unit:
+    name = f"layers.{index}"
+    return Unit(
+        **{
+            "index": index,
+            "fqn": name,
+            "modules": [name],
+            "num_parameters": SIZE // 4,
+            "num_trainable_parameters": SIZE // 4,
+            "num_tensors": 1,
+            "parameters": {f"{name}.weight": [800, 250]},
+            "unsharded_bytes": SIZE,
+            "sharded_bytes": SIZE // RANKS,
+            "reduce_bytes": SIZE,
+            "param_dtype": "float32",
+            "reduce_dtype": "float32",
+            "reshard_after_forward": True,
+            "shard_group": 0,
+            **changes,
+        }
+    )
+
+
+def plan(reshard: bool | int | None = True) -> Plan:
+    return Plan(
+        units=tuple(
+            UnitPlan(modules=(f"layers.{at}",), reshard_after_forward=reshard)
+            for at in range(NUM_BLOCKS)
+        ),
+        world_size=RANKS,
+        mesh={"shard": RANKS},
+    )
+
+
+def recorded(network: Network = NETWORK) -> tuple[RecordedWork, RunManifest]:
+    """Blocks of 10 ms forward and 20 ms backward whose copies take 1 ms in, and 8 ms out."""
+    own = UnitWork(
+        gather_ns=gather_ns(WHOLE, RANKS),
+        reduce_ns=gather_ns(WHOLE, RANKS),
+        copy_in_ns=MS,
+        copy_out_ns=8 * MS,
+    )
+    pieces = [Piece(at, 10 * MS, 20 * MS) for at in range(NUM_BLOCKS)]
+    unit = UnitMemory(SIZE, SIZE, SIZE // RANKS, SIZE // RANKS)
+    memory = MemoryWork([PieceMemory(gradients=SIZE)] * NUM_BLOCKS, [unit] * NUM_BLOCKS, rest=0)
+    workload = Workload(
+        [own] * NUM_BLOCKS, [UnitPolicy()] * NUM_BLOCKS, pieces, tape_of(pieces), memory=memory
+    )
+    units = tuple(block(at) for at in range(NUM_BLOCKS))
+    builder = RunBuilder([], world_size=RANKS, plan=plan().to_dict(), mesh={"shard": RANKS})
+    manifest = builder.build().manifest.model_copy(update={"units": list(units)})
+    return RecordedWork(0, (1,), 0, Execution.HOST, units, workload, network), manifest
+
+
+def scenario_of(wanted: Plan, network: Network = NETWORK) -> Scenario:
+    work, manifest = recorded(network)
+    return make_scenario(work, manifest, wanted, network)
+
+
+def test_backward_gathers_over_the_link_within_a_node():
+    units = scenario_of(plan(4)).workload.units
+    assert {unit.gather_ns for unit in units} == {gather_ns(WHOLE, RANKS)}
+    assert {unit.gather_backward_ns for unit in units} == {gather_ns(INSIDE, 4)}
+
+
+def test_copies_of_a_share_lie_between_those_of_a_shard_and_of_the_whole():
+    unit = scenario_of(plan(4)).workload.units[0]
+    # 1/4 of the parameters lies 1/7 of the way from 1/8 to all of them: 1 ms + 7 ms / 7.
+    assert (unit.copy_in_ns, unit.copy_in_backward_ns, unit.reshard_ns) == (MS, 2 * MS, 2 * MS)
+
+
+@pytest.mark.parametrize(("number", "same"), [(1, False), (RANKS, True)])
+def test_one_rank_keeps_all_and_all_ranks_keep_nothing_as_in_torch(number: int, same: bool):
+    assert scenario_of(plan(number)).workload == scenario_of(plan(same)).workload
+
+
+def test_groups_that_do_not_divide_the_ranks_are_refused_with_those_that_do():
+    without_mesh = plan().model_copy(update={"mesh": {}})
+    wanted = without_mesh.change(["layers.0"], reshard_after_forward=3)
+    with pytest.raises(PlanError, match="a divisor of 8: 2, 4, 8"):
+        scenario_of(wanted)
+
+
+@pytest.mark.parametrize(
+    ("node", "why"),
+    [
+        (Node(), "does not tell which of its ranks share a node"),
+        (Node(4), "its nodes hold 4 ranks, and it has no all-gather within one"),
+        (Node(6), "lie across the nodes of 6 ranks"),
+    ],
+)
+def test_a_link_that_is_not_known_is_refused_with_the_option_that_tells_it(node: Node, why: str):
+    with pytest.raises(MissingDataError, match=why) as caught:
+        scenario_of(plan(4), replace(NETWORK, node=node))
+    assert "--node-bandwidth" in str(caught.value)
+
+
+def test_the_link_that_the_user_gives_counts():
+    network = replace(NETWORK, node=Node()).change_node(NodeLink(2e9, 0.0))
+    unit = scenario_of(plan(4), network).workload.units[0]
+    assert unit.gather_backward_ns == gather_ns(Line(0.0, 2e9), 4)
+
+
+def test_what_was_measured_in_a_smaller_group_stays_until_the_plan_leaves_it():
+    work, manifest = recorded()
+    units = tuple(block(at, reshard_after_forward=4) for at in range(NUM_BLOCKS))
+    measured = [replace(own, gather_backward_ns=123) for own in work.workload.units]
+    workload = replace(work.workload, units=measured)
+    work = replace(work, units=units, workload=workload)
+    manifest = manifest.model_copy(update={"units": list(units), "plan": plan(4).to_dict()})
+    found = {
+        wanted: make_scenario(work, manifest, plan(wanted), NETWORK).workload.units[0]
+        for wanted in (4, 2, True)
+    }
+    assert found[4].gather_backward_ns == 123
+    assert found[2].gather_backward_ns == gather_ns(INSIDE, 2)
+    assert found[True].gather_backward_ns is None
+
+
+def test_each_unit_keeps_its_share_until_backward_gathered_it():
+    whole, quarter = (
+        play(scenario_of(wanted).workload, Execution.HOST).peak_amounts
+        for wanted in (plan(), plan(4))
+    )
+    assert sum(quarter) - sum(whole) <= NUM_BLOCKS * SIZE // 4
+    first = scenario_of(plan(4)).workload
+    assert first.memory is not None
+    assert first.memory.units[0].share.kept == SIZE // 4
+
+
+def test_smaller_groups_cost_their_shares_at_the_end_of_forward():
+    def peak(wanted: Plan) -> int:
+        workload = scenario_of(wanted).workload
+        assert workload.memory is not None
+        # Activations so large that the peak lies where the first backward begins.
+        pieces = [PieceMemory(kept=100 * SIZE)] * NUM_BLOCKS
+        return (
+            play(
+                replace(workload, memory=replace(workload.memory, pieces=pieces)), Execution.HOST
+            ).peak_bytes
+            or 0
+        )
+
+    # There the last unit is whole again, with its gather's output and its share still alive.
+    assert peak(plan(4)) - peak(plan()) == NUM_BLOCKS * SIZE // 4
+    assert peak(plan(2)) - peak(plan()) == NUM_BLOCKS * SIZE // 2
+
+
+def test_predicted_gathers_of_smaller_groups_are_on_communicators_of_their_own():
+    scenario = scenario_of(plan(4))
+    step = play(scenario.workload, Execution.HOST)
+    events = predicted_events([step], scenario.units, on_host=True)
+    gathers = events.where(events.kind == EventKind.ALL_GATHER)
+    in_backward = gathers.phase == Phase.BACKWARD
+    assert set(gathers.group[~in_backward].tolist()) == {0}
+    assert sorted(gathers.group[in_backward].tolist()) == [1, 2, 3, 4]
