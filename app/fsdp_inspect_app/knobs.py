@@ -127,7 +127,7 @@ KNOBS_OF_RANKS = (
 
 _SERIES = (1, 2, 5)
 
-KNOBS_OF_NETWORK = (
+KNOBS_OF_LINK = (
     Knob(
         "bandwidth", "Bus bandwidth", "Of every kind of collective.",
         (
@@ -145,6 +145,10 @@ KNOBS_OF_NETWORK = (
         ),
         True, parse_time_ns,
     ),
+)  # fmt: skip
+"""The network between all ranks."""
+
+KNOBS_OF_NODE = (
     Knob(
         "node_bandwidth", "Bus bandwidth in a node",
         "Where a number of ranks keeps the parameters, backward gathers among them.",
@@ -157,6 +161,9 @@ KNOBS_OF_NETWORK = (
         True, parse_time_ns,
     ),
 )  # fmt: skip
+"""The network within a node."""
+
+KNOBS_OF_NETWORK = (*KNOBS_OF_LINK, *KNOBS_OF_NODE)
 
 
 def changes_of(chosen: Mapping[str, str], knobs: Sequence[Knob]) -> Changes:

@@ -183,6 +183,7 @@ def test_what_was_recorded_is_said_beside_the_knobs(run, bench):
     assert recorded_values(bench.plan, run.manifest) == {
         "wrap": "8 units",
         "reshard_after_forward": "differs by unit",
+        "checkpointing": "none",
         "forward_prefetch": "0",
         "backward_prefetch": "0",
         "param_dtype": "float32",

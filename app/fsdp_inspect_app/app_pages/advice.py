@@ -38,7 +38,7 @@ from fsdp_inspect_app.charts.advice import draw_front
 from fsdp_inspect_app.charts.style import CONFIG
 from fsdp_inspect_app.frames.advice import frame_front, frame_outcomes
 from fsdp_inspect_app.knob_widgets import show_knob
-from fsdp_inspect_app.knobs import KNOBS_OF_NETWORK, network_of
+from fsdp_inspect_app.knobs import KNOBS_OF_LINK, network_of
 from fsdp_inspect_app.plan_links import pack_plan
 from fsdp_inspect_app.selection import entry_or_stop, follow, link, page_link
 from fsdp_inspect_app.wording import plain
@@ -106,7 +106,7 @@ def _ask(entry: RunEntry) -> Question | None:
             "Of the smallest plan: the recorded step unless given.",
         )
     network = {}
-    for column, knob in zip(columns[2:4], KNOBS_OF_NETWORK, strict=True):
+    for column, knob in zip(columns[2:4], KNOBS_OF_LINK, strict=True):
         with column:
             chosen = show_knob(knob)
             if chosen is not None:

@@ -9,7 +9,7 @@ from fsdp_inspect import StoredRun
 from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.exposed import Exposed, ExposedOwner
 from fsdp_inspect.analysis.memory import PeakMoment
-from fsdp_inspect.analysis.scalars import measure_scalars
+from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
 from fsdp_inspect.analysis.steps import StepTimes, measure_step_times
 from fsdp_inspect.digest.advising import find_findings
 from fsdp_inspect.digest.exposed import WaitDigest, digest_waits
@@ -71,8 +71,10 @@ _FEW_STEPS = 3
 def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
     """Verdict, key numbers, the step, who is waited for, what stands out, and the steps."""
     manifest, times = run.manifest, loading.result_of(entry, measure_step_times)
-    header, buttons = st.columns([5, 2])
-    with buttons.container(horizontal=True, horizontal_alignment="right"):
+    header, buttons = st.columns([2, 1])
+    with buttons.container(
+        horizontal=True, horizontal_alignment="right", vertical_alignment="center"
+    ):
         page_link("compare", "Compare", icon=":material/compare_arrows:")
         show_share_button("overview")
         show_export_button(run, digest, times)
@@ -92,11 +94,7 @@ def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
         _show_next_steps(digest)
     with right:
         _show_findings(entry, digest)
-    left, right = st.columns(2)
-    with left:
-        _show_scalars(entry, times)
-    with right:
-        _show_memory(digest, times)
+    _show_over_steps(entry, digest, times)
     _show_about(manifest, digest)
 
 
@@ -315,15 +313,29 @@ def _open_step(times: StepTimes, click: Click) -> None:
         switch_page("timeline", **{STEP_KEY: step, RANK_KEY: times.median_rank, UNIT_KEY: None})
 
 
-def _show_scalars(entry: RunEntry, times: StepTimes) -> None:
+def _show_over_steps(entry: RunEntry, digest: RunDigest, times: StepTimes) -> None:
+    """What the training loop logged, if anything, and memory."""
+    scalars: Sequence[ScalarSeries] = ()
+    problem = ""
     try:
         scalars = loading.result_of(entry, measure_scalars)
     except StoreError as error:
-        show_empty_card("Loss over steps", str(error), key="loss")
+        problem = str(error)
+    if not scalars and not problem:
+        _show_memory(digest, times)
         return
-    if not scalars:
-        show_empty_card("Loss over steps", "The training loop logged no number.", key="loss")
-        return
+    left, right = st.columns(2)
+    with left:
+        if problem:
+            show_empty_card("Loss over steps", problem, key="loss")
+        else:
+            _show_scalar(scalars, times)
+    with right:
+        _show_memory(digest, times)
+
+
+def _show_scalar(scalars: Sequence[ScalarSeries], times: StepTimes) -> None:
+    """The loss, or else the first number that was logged."""
     first = next((series for series in scalars if series.name == "loss"), scalars[0])
     show_chart_card(
         f"{first.name.capitalize()} over steps",

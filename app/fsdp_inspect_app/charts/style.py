@@ -12,8 +12,15 @@ import plotly.graph_objects as go
 from fsdp_inspect.formatting import find_spans
 from fsdp_inspect.report.palette import Look
 
-CONFIG = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
-"""How the charts behave in the browser."""
+CONFIG = {
+    "displaylogo": False,
+    "modeBarButtonsToRemove": [
+        *("select2d", "lasso2d", "autoScale2d"),
+        *("zoom2d", "pan2d", "zoomIn2d", "zoomOut2d"),
+    ],
+}
+"""How the charts behave in the browser: a drag zooms, a double click shows all again. The buttons
+that appear above a chart are few, so that they hide little of it."""
 
 NEUTRAL = "#76889A"
 
