@@ -1,0 +1,96 @@
+"""Does a click on a point of a chart lead to what the point stands for?"""
+
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from fsdp_inspect import open_run
+from fsdp_inspect.analysis.steps import measure_step_times
+
+pytestmark = pytest.mark.browser
+
+NUM_RANKS, NUM_STEPS = 2, 8
+"""Of the run `recorded`."""
+POINTS, BARS = ".scatterlayer .points path", ".barlayer .point path"
+
+
+def address_of(dashboard):
+    """The parameters of the address; what is shown then was not asked for by it."""
+    dashboard.settle()
+    dashboard.shown = None
+    return parse_qs(urlsplit(dashboard.page.url).query)
+
+
+def click_at(dashboard, key, across, down):
+    """Click a chart at shares of its width and height."""
+    plot = dashboard.page.locator(f".st-key-chart-{key} .nsewdrag").first
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    plot.click(position={"x": across * box["width"], "y": down * box["height"]})
+
+
+def click_mark(dashboard, key, marks, place):
+    """Click the middle of one of the marks of a chart, which lie below what takes the clicks."""
+    mark = dashboard.page.locator(f".st-key-chart-{key} {marks}").nth(place)
+    mark.scroll_into_view_if_needed()
+    box = mark.bounding_box()
+    dashboard.page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+
+
+def test_a_cell_of_the_map_opens_its_rank_and_step_and_the_next_cell_another(states_server, tab):
+    dashboard = tab(states_server)
+    dashboard.open("ranks", run="recorded")
+    for rank, step in ((1, 5), (0, 2)):
+        click_at(dashboard, "rank-grid", (step + 0.5) / NUM_STEPS, (rank + 0.5) / NUM_RANKS)
+        dashboard.page.wait_for_url(f"**rank={rank}**")
+        card = dashboard.page.locator(".st-key-card-rank-breakdown")
+        card.get_by_text(f"Step {step}: ").wait_for()
+        shown = address_of(dashboard)
+        assert (shown["rank"], shown["step"]) == ([str(rank)], [str(step)])
+        assert dashboard.headline().startswith(f"Rank {rank} (")
+        link = dashboard.page.get_by_role("link", name=f"Step {step} in the timeline")
+        named = parse_qs(urlsplit(link.get_attribute("href")).query)
+        assert (named["rank"], named["step"]) == ([str(rank)], [str(step)])
+
+
+def test_a_cell_of_a_thousand_ranks_opens_its_rank(states_server, tab):
+    dashboard = tab(states_server)
+    dashboard.open("ranks", run="many-ranks")
+    click_at(dashboard, "rank-grid", 0.5, 0.5)
+    dashboard.page.wait_for_url("**rank=**")
+    [rank] = address_of(dashboard)["rank"]
+    assert abs(int(rank) - 512) <= 2
+
+
+def test_a_step_of_the_trend_opens_in_the_timeline(states_server, states_folder, tab):
+    dashboard = tab(states_server)
+    dashboard.open("overview", run="recorded")
+    click_mark(dashboard, "step-times", POINTS, 5)
+    dashboard.page.wait_for_url("**/timeline?**")
+    shown = address_of(dashboard)
+    median_rank = measure_step_times(open_run(states_folder / "recorded")).median_rank
+    assert (shown["step"], shown["rank"]) == (["5"], [str(median_rank)])
+
+
+def test_a_bar_opens_its_unit(states_server, tab):
+    dashboard = tab(states_server)
+    dashboard.open("overview", run="recorded")
+    click_mark(dashboard, "owners", BARS, 0)
+    dashboard.page.wait_for_url("**/units?**")
+    assert address_of(dashboard)["unit"] == ["norm, lm_head"]
+    dashboard.open("units", run="recorded", bars="compute")
+    click_mark(dashboard, "units", BARS, 3)
+    dashboard.page.wait_for_url("**unit=layers.2**")
+    assert address_of(dashboard)["unit"] == ["layers.2"]
+
+
+def test_a_rank_and_a_step_of_memory_are_shown_when_they_are_clicked(states_server, tab):
+    dashboard = tab(states_server)
+    dashboard.open("memory", run="recorded", rank="0")
+    click_mark(dashboard, "memory-ranks", POINTS, -1)
+    dashboard.page.wait_for_url("**rank=1**")
+    assert address_of(dashboard)["rank"] == ["1"]
+    click_mark(dashboard, "memory-growth", POINTS, 4)
+    dashboard.page.wait_for_url("**step=4**")
+    shown = address_of(dashboard)
+    assert (shown["rank"], shown["step"]) == (["1"], ["4"])
