@@ -12,10 +12,11 @@ from fsdp_inspect.advice.search import WORTH_RATIO, Search, split_gain
 from fsdp_inspect.advice.slowdown import Slowdown
 from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion, say_changes
 from fsdp_inspect.errors import MissingDataError
-from fsdp_inspect.formatting import format_bytes, format_ns
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.simulation.recorded import Execution
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.repeats import PROCESS_NOISE_RATIO
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
 _SHARDING_FLAGS = frozenset(
@@ -287,6 +288,12 @@ def _notes(bench: Bench, limit: int | None) -> list[str]:
             "The run does not tell the parameters of its units, so no unit was split. "
             "Record it again with this version."
         )
+    if bench.work.spread_ratio >= PROCESS_NOISE_RATIO:
+        notes.append(
+            f"The recorded steps vary by {format_ratio(bench.work.spread_ratio)} to both sides of "
+            "their mean, even the middle half of them: the machine was busy, or steps are unequal. "
+            "Record again where it is quiet, before a small gain is believed."
+        )
     refused = bench.space.refused
     if refused:
         first = next(iter(refused))
@@ -383,11 +390,22 @@ def _verify(manifest: RunManifest, wishes: Wishes, *, take: int | None = None) -
     if "instrumented_trainer" not in manifest.command:
         again = "Record the script with these lines, as the first run was recorded; then:"
         return *write, again, hold
-    again = f"{shlex.join(manifest.command)} --plan {shlex.quote(wishes.plan_file)}"
+    again = f"{shlex.join(_renamed(manifest.command))} --plan {shlex.quote(wishes.plan_file)}"
     flags = [word for word in manifest.command if word.split("=")[0] in _SHARDING_FLAGS]
     if flags:
         again = f"{again}  # without {', '.join(flags)}: the plan says it"
     return *write, again, hold
+
+
+def _renamed(command: Sequence[str]) -> list[str]:
+    """A command of the trainer whose run has another name than the recorded one."""
+    words = list(command)
+    for at, word in enumerate(words):
+        if word.startswith("--name="):
+            words[at] = f"{word}-advised"
+        elif word == "--name" and at + 1 < len(words):
+            words[at + 1] = f"{words[at + 1]}-advised"
+    return words
 
 
 def _advise_command(wishes: Wishes) -> str:

@@ -60,8 +60,8 @@ class Suggestion:
     """Of a step, predicted, beyond the suggestions before it; negative: it costs."""
     saved_low_ns: int
     saved_high_ns: int
-    """With messages as fast or slow as the run's own lie about their lines, and the replay's error
-    of the recorded step to both sides."""
+    """With messages as fast or slow as the run's own lie about their lines; to both sides the
+    replay's error of the recorded step, and of what is saved the share by which its steps vary."""
     step_ns: int
     """With it, and all suggestions before it."""
     added_bytes: int | None
@@ -212,6 +212,8 @@ class Narrator:
         own = self._bench.score(before).step_ns - self._bench.score(after).step_ns
         pairs = zip(self._bench.range_ns(before), self._bench.range_ns(after), strict=True)
         saved = [own, *(first - second for first, second in pairs)]
+        # What is saved is made of stretches that vary as the steps do that they are the mean of.
+        margin += self._bench.work.spread_ratio * abs(own)
         return round(min(saved) - margin), round(max(saved) + margin)
 
     def _units(self, increment: Increment) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Which arguments do several subcommands share, and what do they stand for?"""
 
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -68,13 +69,22 @@ def open_run_argument(run: str) -> "StoredRun":
 
 
 def require_new_file(option: str, path: Path | None) -> None:
-    """Refuse to write over a file, before anything else is done.
+    """Refuse to write over a file, or where nothing can be written, before anything else is done.
 
     Raises:
-        typer.BadParameter: There is something at that place.
+        typer.BadParameter: There is something at that place, or no folder to write to.
     """
-    if path is not None and path.exists():
+    if path is None:
+        return
+    if path.exists():
         raise typer.BadParameter(f"{path} exists. Name a new file.", param_hint=option)
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        what = "is no folder" if not folder.is_dir() else "may not be written to"
+        raise typer.BadParameter(
+            f"{path} cannot be written: {folder} {what}. Name a file in a folder of yours.",
+            param_hint=option,
+        )
 
 
 def parse_bandwidth(text: str | None) -> float | None:

@@ -144,7 +144,7 @@ def _command(
 ) -> tuple[list[str], dict[str, str]]:
     """The training's words with placeholders, and what its environment has beside the user's."""
     from fsdp_inspect.cli.child import require_trainer, training_environment
-    from fsdp_inspect.cli.tuning_command import check_command, trainer_command
+    from fsdp_inspect.cli.tuning_command import complaint_about, trainer_command
 
     given = {f"--{name}": str(value) for name, value in options.items() if value is not None}
     if command:
@@ -154,7 +154,9 @@ def _command(
                 "the settings into the command.",
                 param_hint="COMMAND",
             )
-        check_command(command)
+        complaint = complaint_about(command)
+        if complaint is not None:
+            raise typer.BadParameter(complaint, param_hint="COMMAND")
         return command, {"PYTHONUNBUFFERED": "1"}
     require_trainer("Tuning without a command")
     words = [word for pair in given.items() for word in pair]

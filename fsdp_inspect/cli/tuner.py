@@ -183,9 +183,15 @@ class Tuner:
                 environment={**os.environ, **self._session.environment},
             )
         except ChildError as error:
+            reason = _reason_in(self._log(turn))
+            failure = reason or _say_code(error.code)
             if not self._session.tried:
-                raise
-            failure = _reason_in(self._log(turn)) or _say_code(error.code)
+                if reason is None:
+                    raise
+                raise FsdpInspectError(
+                    f"The baseline did not run to its end: {failure}. Expected a training that is "
+                    f"recorded to its end. Its output is in {self._log(turn)}."
+                ) from error
         new = [entry for entry in list_runs(self._folder) if entry.id not in before]
         if not new and failure is None:
             failure = "it ended well, but left no run in the folder of the session ({runs})"

@@ -83,18 +83,15 @@ def read_config(config: Path) -> dict[str, Any]:
         ) from error
 
 
-def check_command(command: Sequence[str]) -> None:
-    """Refuse a command of the user's that cannot be given a plan.
-
-    Raises:
-        FsdpInspectError: It names no `{plan}`.
-    """
-    if not any(PLAN in word for word in command):
-        raise FsdpInspectError(
-            f"The command {' '.join(command)!r} has no {PLAN} in it, so no plan would reach it. "
-            f"Expected the place of the plan file, and of the folder of runs. Write, for example: "
-            f"-- torchrun --nproc-per-node 8 train.py --plan {PLAN} --runs-dir {RUNS}"
-        )
+def complaint_about(command: Sequence[str]) -> str | None:
+    """Why a command of the user's cannot be given a plan; None: it can."""
+    if any(PLAN in word for word in command):
+        return None
+    return (
+        f"The command {' '.join(command)!r} has no {PLAN} in it, so no plan would reach it. "
+        f"Expected the place of the plan file, and of the folder of runs. Write, for example: "
+        f"-- torchrun --nproc-per-node 8 train.py --plan {PLAN} --runs-dir {RUNS}"
+    )
 
 
 def _without_plan(command: Sequence[str]) -> list[str]:

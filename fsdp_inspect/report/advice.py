@@ -12,13 +12,16 @@ from rich.text import Text
 
 from fsdp_inspect.advice.advise import Advice, PlanAdvice
 from fsdp_inspect.advice.evidence import Finding, TraceRow
-from fsdp_inspect.advice.rules import RULES, title_of
+from fsdp_inspect.advice.rules import RULES
 from fsdp_inspect.advice.suggestions import Proposal, Suggestion
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.report.layout import dim, new_table, section
 
 MOST_UNITS = 4
 MOST_POINTS = 12
+_RULES_ARE_READ = (
+    "What the rules in brackets say, and what sets each off: fsdp-inspect advise --rules"
+)
 
 
 def render_advice(advice: Advice) -> RenderableType:
@@ -47,7 +50,7 @@ def _parts(advice: Advice) -> Iterator[RenderableType]:
         yield from section("To run it", _indented([plan.snippet]))
         yield from section("To verify it", _indented(plan.verify))
     yield ""
-    yield from (dim(line) for line in (*_assumptions(plan), describe_plans(plan)))
+    yield from (dim(line) for line in (*_assumptions(plan), describe_plans(plan), _RULES_ARE_READ))
 
 
 def _finding(finding: Finding) -> RenderableType:
@@ -126,12 +129,10 @@ def _interval(what: Suggestion | Proposal) -> str:
     """`; +1.0 MiB to +3.0 MiB`, of what is added; of a whole plan that of its peak."""
     if isinstance(what, Suggestion):
         bounds = (what.added_low_bytes, what.added_high_bytes)
-        if None in bounds or bounds[0] == bounds[1]:
-            return ""
-        return f"; {_signed_bytes(bounds[0] or 0)} to {_signed_bytes(bounds[1] or 0)}"
-    if what.peak_low_bytes == what.peak_high_bytes:
-        return ""
-    return f"; {format_bytes(what.peak_low_bytes)} to {format_bytes(what.peak_high_bytes)}"
+        low, high = (_signed_bytes(bound or 0) for bound in bounds)
+    else:
+        low, high = format_bytes(what.peak_low_bytes), format_bytes(what.peak_high_bytes)
+    return f"; {low} to {high}" if low != high else ""
 
 
 def _signed_bytes(amount: int) -> str:
@@ -166,7 +167,7 @@ def describe_plans(plan: PlanAdvice) -> str:
 
 
 def _rule(rules: Iterable[str]) -> str:
-    named = "; ".join(f"{rule}: {title_of(rule)}" for rule in rules if rule)
+    named = ", ".join(rule for rule in rules if rule)
     return f" [{named}]" if named else ""
 
 

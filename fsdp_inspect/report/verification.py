@@ -153,7 +153,8 @@ def _provenance(verification: Verification) -> Iterator[str]:
         + (
             "Intervals: 95 %, of a rank test."
             if verification.is_tested
-            else "Too few for a test: 10 % of the step, or their own spread, is taken for noise."
+            else "Too few for a test: noise is the most of 10 % of the step, of what runs of one "
+            "plan differ by, and of what compute differs by."
         )
     )
     yield from (f"Assumed: {assumption}" for assumption in prediction.assumptions)
