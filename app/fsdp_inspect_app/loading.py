@@ -21,6 +21,7 @@ from fsdp_inspect import StoredRun, open_run
 from fsdp_inspect.digest.run import RunDigest, digest_run
 from fsdp_inspect.store.folder import RunEntry, list_runs
 from fsdp_inspect.store.growing import GrowingTables
+from fsdp_inspect.store.kept_tables import KeptTables
 from fsdp_inspect_app.boundary import files_of_run, is_inside
 from fsdp_inspect_app.timeline.track_set import TrackSet
 from fsdp_inspect_app.timeline.tracks import build_timeline
@@ -31,6 +32,8 @@ _LISTING_LIFE_S = 3
 _LIVE_LIFE_S = 10
 _STATE_LIFE_S = 1
 _LIVE_SUFFIX = ".arrows"
+_MOST_TIMELINE_BYTES = 512 << 20
+"""Of steps that were laid out; a step of a million events takes about 250 MB."""
 _SAMPLES = Path(__file__).resolve().parents[2] / "samples"
 
 
@@ -121,7 +124,17 @@ def result_on_digests(entries: Sequence[RunEntry], measure: Callable[..., T]) ->
 
 def timeline_of(entry: RunEntry, *, step: int, ranks: tuple[int, ...]) -> TrackSet:
     """One step of some ranks, ready to be drawn; raises as `open_entry`."""
-    return _timeline(str(entry.path), _state_of(entry.path), step, ranks)
+    asked = (str(entry.path), _state_of(entry.path), step, ranks)
+    tracks: TrackSet | None = _timelines().find(asked)
+    if tracks is None:
+        tracks = _timeline(*asked)
+        _timelines().keep(asked, tracks)
+    return tracks
+
+
+@st.cache_resource(max_entries=1, show_spinner=False)
+def _timelines() -> KeptTables:
+    return KeptTables(_MOST_TIMELINE_BYTES)
 
 
 def _name(measure: Callable[..., object]) -> str:
@@ -186,7 +199,7 @@ def _on_digests(
     return _measure(list(place_of), digest=digest)
 
 
-@st.cache_resource(max_entries=8, show_spinner="Laying out the step")
+@st.cache_resource(max_entries=1, show_spinner="Laying out the step")
 def _timeline(path: str, state: _State, step: int, ranks: tuple[int, ...]) -> TrackSet:
     run = _open(path, state)
     return TrackSet.of(build_timeline(run, step=step, ranks=ranks), run.manifest)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from scipy.optimize import nnls
 
 from fsdp_inspect.simulation.recorded import RecordedWork
 from fsdp_inspect.simulation.workload import Op, UnitWork
@@ -79,6 +78,8 @@ class _Line:
         columns = columns / scale
         if is_one_size:
             columns[:, 0 if in_proportion else 1] = 0
+        from scipy.optimize import nnls  # takes half a second to load
+
         found, _ = nnls(columns, np.array([float(ns) for _, ns in pairs]))
         self._constant, self._slope = found / scale
 

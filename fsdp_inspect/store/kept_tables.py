@@ -3,12 +3,19 @@
 import threading
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
-
-from fsdp_inspect.trace.tables import Table
+from typing import Any, Protocol
 
 MOST_BYTES = 128 << 20
 """Of one run; beyond it the tables that were asked for longest ago go."""
+
+
+class Sized(Protocol):
+    """A table, or anything else that knows its size."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        ...
 
 
 @dataclass
@@ -16,7 +23,7 @@ class KeptTables:
     """Tables by what was asked for; nobody changes them; several threads may ask at once."""
 
     most_bytes: int = MOST_BYTES
-    _tables: dict[Hashable, Table] = field(default_factory=dict)
+    _tables: dict[Hashable, Sized] = field(default_factory=dict)
     """The one that was asked for last comes last."""
     _num_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -31,7 +38,7 @@ class KeptTables:
                     return table
             return None
 
-    def keep(self, key: Hashable, table: Table) -> None:
+    def keep(self, key: Hashable, table: Sized) -> None:
         """Keep a table, unless it is too large by itself."""
         if table.num_bytes > self.most_bytes:
             return

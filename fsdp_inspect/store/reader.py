@@ -52,6 +52,7 @@ from fsdp_inspect.trace.tables import (
     MemoryTable,
     ScalarTable,
     SummaryTable,
+    is_any_of,
 )
 
 _MAX_NEARBY = 5
@@ -177,7 +178,7 @@ class StoredRun:
         if steps is not None:
             events = events.where(np.isin(events.step, list(steps)))
         if kinds is not None:
-            events = events.where(np.isin(events.kind, [int(kind) for kind in kinds]))
+            events = events.where(is_any_of(events.kind, kinds))
         return events
 
     def memory(self, rank: int) -> MemoryTable:

@@ -104,26 +104,33 @@ def fit_clock(bounds: Bounds, span: tuple[int, int]) -> ClockFit | None:
     first = int(min(span[0], bounds.at_high_ns.min(), bounds.at_low_ns.min()))
     last = int(max(span[1], bounds.at_high_ns.max(), bounds.at_low_ns.max()))
     anchor, base = (first + last) // 2, int(bounds.high_ns[0])
-    polygon = _box(bounds, anchor, base, last - first)
-    for at, limit, sign in (
-        (*_tightest(bounds.at_high_ns, bounds.high_ns, 1), 1.0),
-        (*_tightest(bounds.at_low_ns, bounds.low_ns, -1), -1.0),
-    ):
-        for time, value in zip((at - anchor).tolist(), (limit - base).tolist(), strict=True):
-            polygon = _clip(polygon, sign, sign * time, sign * value + _ROUNDING_NS)
-            if len(polygon) == 0:
-                return None
+    polygon = _clip_by_all(_box(bounds, base, last - first), _half_planes(bounds, anchor, base))
+    if len(polygon) == 0:
+        return None
     ends = np.array([first - anchor, last - anchor], dtype=np.float64)
     return _centre(polygon, ends, anchor, base)
 
 
-def _box(bounds: Bounds, anchor: int, base: int, span: int) -> _Float64:
+def _box(bounds: Bounds, base: int, span: int) -> _Float64:
     """A polygon around everything possible: (offset at the anchor, drift), shape (4, 2)."""
     reach = MAX_DRIFT * span + 10 * _ROUNDING_NS
     high = float(int(bounds.high_ns.max()) - base) + reach
     low = float(int(bounds.low_ns.min()) - base) - reach
     corners = ((low, -MAX_DRIFT), (high, -MAX_DRIFT), (high, MAX_DRIFT), (low, MAX_DRIFT))
     return np.array(corners if low <= high else [], dtype=np.float64).reshape(-1, 2)
+
+
+def _half_planes(bounds: Bounds, anchor: int, base: int) -> _Float64:
+    """Each bound as a, b and c of a * offset + b * drift <= c, shape (n, 3)."""
+    planes = []
+    for at, limit, sign in (
+        (*_tightest(bounds.at_high_ns, bounds.high_ns, 1), 1.0),
+        (*_tightest(bounds.at_low_ns, bounds.low_ns, -1), -1.0),
+    ):
+        times, values = (at - anchor).astype(np.float64), (limit - base).astype(np.float64)
+        constant = np.full(len(at), sign)
+        planes.append(np.stack([constant, sign * times, sign * values + _ROUNDING_NS], axis=1))
+    return np.concatenate(planes)
 
 
 def _tightest(at: _Int64, limit: _Int64, sign: int) -> tuple[_Int64, _Int64]:
@@ -133,6 +140,23 @@ def _tightest(at: _Int64, limit: _Int64, sign: int) -> tuple[_Int64, _Int64]:
     order = np.lexsort((sign * limit, bins))
     chosen = order[np.unique(bins[order], return_index=True)[1]]
     return at[chosen], limit[chosen]
+
+
+def _clip_by_all(polygon: _Float64, planes: _Float64) -> _Float64:
+    """The part of a convex polygon in all of the half planes.
+
+    The one that cuts off most comes next: few do, once those have.
+    """
+    left = np.ones(len(planes), dtype=bool)
+    while len(polygon):
+        excess = planes[:, :2] @ polygon.T - planes[:, 2:]
+        furthest = np.where(left, excess.max(axis=1), -np.inf)
+        place = int(np.argmax(furthest))
+        if furthest[place] <= 0:
+            return polygon
+        polygon = _clip(polygon, *planes[place].tolist())
+        left[place] = False
+    return polygon
 
 
 def _clip(polygon: _Float64, a: float, b: float, limit: float) -> _Float64:

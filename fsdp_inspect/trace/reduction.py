@@ -42,7 +42,7 @@ from fsdp_inspect.trace.codes import (
 )
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.statistics import median
-from fsdp_inspect.trace.tables import EventTable, SummaryTable
+from fsdp_inspect.trace.tables import EventTable, SummaryTable, is_any_of
 
 
 class StepPart(NamedCode):
@@ -172,7 +172,7 @@ def waited_since(events: EventTable) -> NDArray[np.int64]:
         Shape (len(events),), ns: `need_ns`; in a kernel trace the start, since there every
         uncovered moment of a collective is exposed. What is no collective: its end.
     """
-    waited = np.isin(events.kind, list(COLLECTIVES))
+    waited = is_any_of(events.kind, COLLECTIVES)
     if is_kernel_trace(events):
         return np.where(waited, events.start_ns, events.end_ns)
     return np.where(waited & (events.need_ns >= 0), events.need_ns, events.end_ns)
@@ -180,7 +180,7 @@ def waited_since(events: EventTable) -> NDArray[np.int64]:
 
 def running_communication(events: EventTable) -> Intervals:
     """The union of all collectives among the events, over all streams and groups."""
-    mask = np.isin(events.kind, list(COLLECTIVES))
+    mask = is_any_of(events.kind, COLLECTIVES)
     return Intervals.of(events.start_ns[mask], events.end_ns[mask])
 
 
@@ -235,15 +235,15 @@ def _exposed_candidates(events: EventTable, communication: Intervals) -> _Candid
 
 def _host_candidates(events: EventTable, quiet: Intervals) -> _Candidates:
     """Recorded runs; `quiet`: when no communication runs."""
-    kind, on_clock = events.kind, np.isin(events.stream, _ON_CLOCK)
-    waits = np.isin(kind, _WAITS) & (events.stream == Stream.COMPUTE)
+    kind, on_clock = events.kind, is_any_of(events.stream, _ON_CLOCK)
+    waits = is_any_of(kind, _WAITS) & (events.stream == Stream.COMPUTE)
     yield StepPart.HOST_BOUND, _spans(events, waits).intersect(quiet)
-    yield StepPart.FSDP_COPIES, _spans(events, np.isin(kind, list(COPIES)) & on_clock)
+    yield StepPart.FSDP_COPIES, _spans(events, is_any_of(kind, COPIES) & on_clock)
     yield StepPart.OPTIMIZER, _spans(events, kind == EventKind.OPTIMIZER)
     yield StepPart.DATA, _spans(events, kind == EventKind.DATA)
     forward = kind == EventKind.FORWARD
     again = (events.flags & EventFlag.RECOMPUTE) != 0
-    backward = np.isin(kind, (EventKind.BACKWARD, EventKind.RECOMPUTE)) | (forward & again)
+    backward = is_any_of(kind, (EventKind.BACKWARD, EventKind.RECOMPUTE)) | (forward & again)
     yield StepPart.BACKWARD, _spans(events, backward)
     yield StepPart.FORWARD, _spans(events, forward & ~again)
 
@@ -251,7 +251,7 @@ def _host_candidates(events: EventTable, quiet: Intervals) -> _Candidates:
 def _kernel_candidates(events: EventTable, quiet: Intervals) -> _Candidates:
     """Kernel traces; `quiet`: when no communication runs."""
     compute = events.kind == EventKind.COMPUTE
-    copies = np.isin(events.kind, list(COPIES))
+    copies = is_any_of(events.kind, COPIES)
     busy = _spans(events, compute | copies | (events.kind == EventKind.MEMORY_COPY))
     yield StepPart.HOST_BOUND, quiet.subtract(busy)
     yield StepPart.FSDP_COPIES, _spans(events, copies)
@@ -305,7 +305,7 @@ class _Row:
         has_between: bool,
         parts: Mapping[StepPart, Intervals],
     ) -> dict[str, int]:
-        collective = np.isin(events.kind, list(COLLECTIVES)) & (events.phase != Phase.EVALUATION)
+        collective = is_any_of(events.kind, COLLECTIVES) & (events.phase != Phase.EVALUATION)
         is_memory_step = np.any(events.flags & EventFlag.MEMORY_STEP)
         return self._blank(
             kind=EventKind.STEP,
@@ -351,7 +351,7 @@ def _group(events: EventTable, exposed: NDArray[np.int64]) -> dict[str, NDArray[
     firsts = np.flatnonzero(np.concatenate([[True], changes])) if len(members) else members
     counts = np.diff(np.append(firsts, len(members)))
     step, unit, phase, kind = (key[firsts] for key in keys)
-    travels = np.isin(kind, list(COLLECTIVES))
+    travels = is_any_of(kind, COLLECTIVES)
     return {
         "step": step,
         "unit": unit,

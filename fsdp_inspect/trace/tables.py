@@ -4,7 +4,7 @@ Every table is immutable by convention and cheap to filter: `table.where(mask)`.
 the recording rank's monotonic clock; `rank.json` maps them to wall time.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, Self
 
@@ -25,6 +25,20 @@ def positions_by_value(values: NDArray[np.integer]) -> Iterator[tuple[int, NDArr
     bounds = [*firsts.tolist(), len(order)]
     for place, value in enumerate(distinct.tolist()):
         yield value, order[bounds[place] : bounds[place + 1]]
+
+
+def is_any_of(codes: NDArray[np.int8], wanted: Collection[int]) -> NDArray[np.bool_]:
+    """Where a column of codes holds one of these: `np.isin` by a table, many times as quick.
+
+    Args:
+        codes: Shape (n,).
+        wanted: Any codes; those that the column cannot hold are in none of its rows.
+    """
+    limits = np.iinfo(np.int8)
+    table = np.zeros(256, dtype=bool)
+    table[[int(code) & 0xFF for code in wanted if limits.min <= code <= limits.max]] = True
+    found: NDArray[np.bool_] = table[np.ascontiguousarray(codes, dtype=np.int8).view(np.uint8)]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.reduction import exposing, running_communication, waited_since
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.steps import RankSteps
-from fsdp_inspect.trace.tables import EventTable, positions_by_value
+from fsdp_inspect.trace.tables import EventTable, is_any_of, positions_by_value
 
 _Int64 = NDArray[np.int64]
 
@@ -163,7 +163,7 @@ def split_waits(events: EventTable, *, last_arrival_ns: _Int64 | None = None) ->
     Returns:
         The waits of the collectives among the events, in their order.
     """
-    positions = np.flatnonzero(np.isin(events.kind, list(COLLECTIVES)))
+    positions = np.flatnonzero(is_any_of(events.kind, COLLECTIVES))
     arrivals = np.full(len(positions), -1, dtype=np.int64)
     if last_arrival_ns is not None:
         arrivals = last_arrival_ns
@@ -215,7 +215,7 @@ class _Step:
 
     @classmethod
     def of(cls, events: EventTable, last_arrival_ns: _Int64) -> "_Step":
-        is_collective = np.isin(events.kind, list(COLLECTIVES))
+        is_collective = is_any_of(events.kind, COLLECTIVES)
         collectives = events.where(is_collective)
         window = _spans(events, EventKind.STEP)
         in_step = window.subtract(_spans(events, EventKind.BETWEEN_STEPS))

@@ -7,6 +7,7 @@ look. Times are ns on the drawing's axis.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -76,18 +77,29 @@ class SpanIndex:
         self._start = np.asarray(start_ns, dtype=np.int64)
         self._end = np.asarray(end_ns, dtype=np.int64)
         self._check_order()
+        begins = np.flatnonzero(np.diff(self._lane, prepend=-1)).tolist()
         self._lanes = tuple(
-            (lane, *np.searchsorted(self._lane, [lane, lane + 1]).tolist())
-            for lane in np.unique(self._lane).tolist()
+            (int(self._lane[low]), low, high) for low, high in pairwise([*begins, len(self._lane)])
         )
         self._covered = {
-            (lane, int(look)): self._coverage(low, high, int(look))
+            (lane, look): self._coverage(low, high, look)
             for lane, low, high in self._lanes
-            for look in np.unique(self._look[low:high])
+            for look in np.flatnonzero(np.bincount(self._look[low:high])).tolist()
         }
 
     def __len__(self) -> int:
         return len(self._lane)
+
+    @property
+    def looks(self) -> set[int]:
+        """Of all spans."""
+        return {look for _, look in self._covered}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes, with a column for whatever each span is of."""
+        covered = sum(2 * one.starts.nbytes for one in self._covered.values())
+        return 5 * self._lane.nbytes + covered
 
     def query(
         self, view: View, *, max_spans: int = MAX_SPANS, max_rectangles: int = MAX_RECTANGLES

@@ -79,25 +79,30 @@ class MemoryCurve:
         return self.at(np.unique([first, *tops, last - 1]))
 
 
+def find_sampled_ranks(run: RunSource, step: int) -> set[int]:
+    """The ranks that read their memory in a step, by the run's summary."""
+    rows = memory_parts(run)
+    is_known = (rows.step == step) & (rows.kind == StepPart.PEAK_ALLOCATED)
+    return set(rows.rank[is_known].tolist())
+
+
 def read_curves(run: RunSource, step: int, ranks: Collection[int]) -> dict[int, MemoryCurve]:
     """The memory of one step, by rank; ranks without readings of it are absent.
 
     Times are on each rank's own clock. Samples are read only of ranks whose summary has some of
     that step.
     """
-    rows = memory_parts(run)
-    is_known = (rows.step == step) & (rows.kind == StepPart.PEAK_ALLOCATED)
-    sampled = set(rows.rank[is_known].tolist()) & set(ranks)
+    sampled = find_sampled_ranks(run, step) & set(ranks)
     curves = {}
     for record in run.ranks:
         if record.rank in sampled:
-            curve = _read_curve(run, record.rank, record.memory_from, step)
+            curve = read_curve(run, record.rank, record.memory_from, step)
             if curve is not None:
                 curves[record.rank] = curve
     return curves
 
 
-def _read_curve(run: RunSource, rank: int, memory_from: str, step: int) -> MemoryCurve | None:
+def read_curve(run: RunSource, rank: int, memory_from: str, step: int) -> MemoryCurve | None:
     """The readings of a step; None if they are damaged or there are none."""
     try:
         readings = samples_of(run.memory(rank), memory_from)

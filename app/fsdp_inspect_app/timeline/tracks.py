@@ -11,7 +11,9 @@ rank whose clock cannot be aligned begins at 0.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -44,11 +46,14 @@ from fsdp_inspect.trace.reduction import (
     split_step,
     waited_since,
 )
-from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.tables import EventTable
-from fsdp_inspect_app.timeline.memory import MemoryCurve, read_curves
+from fsdp_inspect.trace.run import RankRecord, RunSource
+from fsdp_inspect.trace.tables import EventTable, is_any_of
+from fsdp_inspect_app.timeline.memory import MemoryCurve, find_sampled_ranks, read_curve
 
 Mask = NDArray[np.bool_]
+
+_RANKS_AT_ONCE = 4
+"""Laid out in threads: decoding and sorting leave the interpreter to others."""
 
 _PHASE_OF_COMPUTE = {
     StepPart.FORWARD: Phase.FORWARD,
@@ -215,8 +220,16 @@ class StepTimeline:
     @property
     def timed_spans(self) -> Spans:
         """All but the marks, which last for no time."""
-        marks = [place for place, lane in enumerate(self.lanes) if lane.track is Track.ISSUE]
-        return self.spans.where(~np.isin(self.spans.lane, marks))
+        return self.spans.where(self._is_timed[self.spans.lane])
+
+    @property
+    def num_timed_spans(self) -> int:
+        """How many they are."""
+        return int(np.count_nonzero(self._is_timed[self.spans.lane]))
+
+    @property
+    def _is_timed(self) -> Mask:
+        return np.array([lane.track is not Track.ISSUE for lane in self.lanes], dtype=bool)
 
     @property
     def end_ns(self) -> int:
@@ -230,20 +243,16 @@ def build_timeline(run: RunSource, *, step: int, ranks: Collection[int]) -> Step
     Raises:
         IncompleteRunError: None of the ranks finished that step.
     """
-    recorded = {
-        record.rank: run.events(record.rank, steps=[step])
-        for record in run.ranks
-        if record.rank in ranks
-    }
-    finished = {rank: events for rank, events in sorted(recorded.items()) if _has_step(events)}
-    if not finished:
+    asked = sorted((one for one in run.ranks if one.rank in ranks), key=lambda one: one.rank)
+    lay_out = partial(_lay_out_recorded, run, step, find_sampled_ranks(run, step))
+    with ThreadPoolExecutor(_RANKS_AT_ONCE) as pool:
+        layouts = [layout for layout in pool.map(lay_out, asked) if layout is not None]
+    if not layouts:
         raise IncompleteRunError(
             f"No rank of {sorted(ranks)} finished step {step} of run {run.manifest.run_id!r}. "
             "A step is drawn once it has ended. Choose another step or other ranks."
         )
-    curves = read_curves(run, step, list(finished))
-    layouts = [_lay_out(rank, events, curves.get(rank)) for rank, events in finished.items()]
-    return _join(step, layouts, align_clocks(run, list(finished)))
+    return _join(step, layouts, align_clocks(run, [layout.window.rank for layout in layouts]))
 
 
 def draw_events(events: EventTable, *, rank: int, step: int | None = None) -> StepTimeline:
@@ -318,6 +327,19 @@ def _join(step: int, layouts: Sequence[_RankLayout], alignment: Alignment) -> St
     )
 
 
+def _lay_out_recorded(
+    run: RunSource, step: int, sampled: Collection[int], record: RankRecord
+) -> _RankLayout | None:
+    """The step of a rank, with its memory if it read that; None if it did not finish it."""
+    events = run.events(record.rank, steps=[step])
+    if not _has_step(events):
+        return None
+    memory = None
+    if record.rank in sampled:
+        memory = read_curve(run, record.rank, record.memory_from, step)
+    return _lay_out(record.rank, events, memory)
+
+
 def _lay_out(rank: int, events: EventTable, memory: MemoryCurve | None) -> _RankLayout:
     window = _step_window(rank, events)
     parts = split_step(events, window.start_ns, window.end_ns)
@@ -356,7 +378,7 @@ def _lay_out(rank: int, events: EventTable, memory: MemoryCurve | None) -> _Rank
 def _issue_marks(events: EventTable, window: RankWindow) -> Spans:
     """When the host issued each collective of the step: 1 ns long, moved apart where they meet."""
     issue = events.issue_ns
-    members = np.flatnonzero(np.isin(events.kind, list(COLLECTIVES)) & (issue >= window.start_ns))
+    members = np.flatnonzero(is_any_of(events.kind, COLLECTIVES) & (issue >= window.start_ns))
     members = members[np.argsort(issue[members], kind="stable")]
     order = np.arange(len(members))
     start = np.maximum.accumulate(issue[members] - order) + order if len(members) else order
@@ -396,18 +418,18 @@ def _claims(events: EventTable, part: StepPart) -> Mask:
 
 
 def _claim_mask(events: EventTable, part: StepPart) -> Any:
-    kind, on_clock = events.kind, np.isin(events.stream, (Stream.HOST, Stream.COMPUTE))
+    kind, on_clock = events.kind, is_any_of(events.stream, (Stream.HOST, Stream.COMPUTE))
     again = (events.flags & EventFlag.RECOMPUTE) != 0
     forward = kind == EventKind.FORWARD
     match part:
         case StepPart.FORWARD:
             return forward & ~again
         case StepPart.BACKWARD:
-            return np.isin(kind, (EventKind.BACKWARD, EventKind.RECOMPUTE)) | (forward & again)
+            return is_any_of(kind, (EventKind.BACKWARD, EventKind.RECOMPUTE)) | (forward & again)
         case StepPart.FSDP_COPIES:
-            return np.isin(kind, list(COPIES)) & on_clock
+            return is_any_of(kind, COPIES) & on_clock
         case StepPart.HOST_BOUND:
-            return np.isin(kind, _WAITS) & (events.stream == Stream.COMPUTE)
+            return is_any_of(kind, _WAITS) & (events.stream == Stream.COMPUTE)
         case StepPart.OPTIMIZER:
             return kind == EventKind.OPTIMIZER
         case StepPart.DATA:
@@ -420,11 +442,11 @@ def _claim_mask(events: EventTable, part: StepPart) -> Any:
 
 def _exposed_claims(events: EventTable, part: StepPart) -> Any:
     waited = waited_since(events) < events.end_ns
-    own = (events.unit != NO_UNIT) & np.isin(events.kind, list(EXPOSED_PARTS))
+    own = (events.unit != NO_UNIT) & is_any_of(events.kind, EXPOSED_PARTS)
     if part is StepPart.EXPOSED_OTHER:
         return waited & ~own
     kinds = [kind for kind, exposed_part in EXPOSED_PARTS.items() if exposed_part is part]
-    return waited & own & np.isin(events.kind, kinds)
+    return waited & own & is_any_of(events.kind, kinds)
 
 
 def _collective_tracks(events: EventTable) -> Iterator[tuple[Track, NDArray[np.int64]]]:
@@ -439,17 +461,17 @@ def _collective_tracks(events: EventTable) -> Iterator[tuple[Track, NDArray[np.i
 def _track_of(events: EventTable) -> NDArray[np.int64]:
     """The track of collectives on which each event lies; -1: on none."""
     track = np.full(len(events), -1)
-    track[np.isin(events.kind, list(COLLECTIVES))] = Track.OTHER_COLLECTIVE
+    track[is_any_of(events.kind, COLLECTIVES)] = Track.OTHER_COLLECTIVE
     for kind, own_track in _FSDP_TRACKS.items():
         track[(events.kind == kind) & (events.unit != NO_UNIT)] = own_track
-    off_clock = ~np.isin(events.stream, (Stream.HOST, Stream.COMPUTE))
+    off_clock = ~is_any_of(events.stream, (Stream.HOST, Stream.COMPUTE))
     for kind, own_track in _STREAM_COPIES.items():
         track[(events.kind == kind) & off_clock] = own_track
     return track
 
 
 def _collective_looks(kinds: NDArray[np.int8], track: Track) -> NDArray[np.int64]:
-    is_copy = np.isin(kinds, list(COPIES))
+    is_copy = is_any_of(kinds, COPIES)
     own, copy = _look_index(_TRACK_LOOKS[track]), _look_index(palette.COPIES)
     return np.where(is_copy, copy, own)
 
