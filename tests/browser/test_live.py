@@ -7,6 +7,7 @@ import pytest
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.trace.run import RunStatus
 from tests.browser.conftest import serve
+from tests.browser.test_every_page import check_every_page
 from tests.digest.test_live import append_steps, write_steps
 from tests.store.writing import make_manifest
 
@@ -39,6 +40,8 @@ def test_a_run_is_followed_until_a_rank_dies(live, tab, screenshots):
         append_steps(writer, range(3, 6), begun_ns=later_ns)
     headline.get_by_text("Step 5 took").wait_for()
     dashboard.screenshot(screenshots / "live-light-1280.png")
+    check_every_page(dashboard, "now")
+    dashboard.open("live", run="now")
     writers[1].update(pid=NO_PROCESS)
     writers[1].flush()
     headline.get_by_text("Rank 1 stopped without a word.").wait_for()
