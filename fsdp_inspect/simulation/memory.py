@@ -42,6 +42,8 @@ class UnitMemory:
     """What a reduction leaves, in the parameters' own dtype."""
     resting: int
     """Sharded parameters and optimizer state."""
+    last_gradient: int = 0
+    """Of its last parameter: torch (2.13) holds it until the reduction is issued."""
     share: Share = NO_SHARE
     """What a smaller group keeps of it between forward and backward."""
 
@@ -54,6 +56,8 @@ class MemoryWork:
     units: Sequence[UnitMemory]
     rest: int
     """What a step starts with besides the units' own: inputs, buffers, what is not attributed."""
+    copies_reduce_input: bool = False
+    """The backend works on a copy of a reduce-scatter's input, as gloo does."""
 
     @classmethod
     def unknown(cls, num_pieces: int, num_units: int) -> "MemoryWork":
@@ -184,9 +188,14 @@ class MemoryLedger:
         """Gradients go into a reduce-scatter's input, and its output is allocated."""
         memory = self._work.units[unit]
         self._add(Held.REDUCE_SCATTER_BUFFER, memory.reduce_input, unit)
-        for piece in pieces:
-            self._free(Held.UNSHARDED_GRADIENT, self._piece_gradients.pop(piece, 0))
+        gradients = sum(self._piece_gradients.pop(piece, 0) for piece in pieces)
+        last = min(memory.last_gradient, gradients)
+        copy = memory.reduce_input if self._work.copies_reduce_input else 0
+        self._free(Held.UNSHARDED_GRADIENT, gradients - last)
+        self._add(Held.TEMPORARY, copy, unit)
         self._rise(Held.SHARDED_GRADIENT, memory.sharded_gradients, unit)
+        self._free(Held.TEMPORARY, copy)
+        self._free(Held.UNSHARDED_GRADIENT, last)
         if unit not in self._sharded_gradients:
             self._sharded_gradients[unit] = memory.sharded_gradients
             self._add(Held.SHARDED_GRADIENT, memory.sharded_gradients, unit)

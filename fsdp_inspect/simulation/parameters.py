@@ -82,6 +82,14 @@ def share_of(unit: Unit, shard: int) -> Share:
     return Share(unit.unsharded_bytes // group, rise)
 
 
+def last_gradient_of(unit: Unit) -> int:
+    """Bytes of the gradient of the unit's last parameter; 0 where it is not known."""
+    if not unit.parameters or not unit.num_trainable_parameters:
+        return 0
+    *_, shape = unit.parameters.values()
+    return math.prod(shape) * itemsize(unit.param_dtype)
+
+
 def _whole_bytes(unit: Unit, shard: int) -> list[int]:
     """Of each parameter, padded; all at once where they were not recorded."""
     width = itemsize(unit.param_dtype)

@@ -231,6 +231,9 @@ class _Builder:
         shard_ranks = self._shard_ranks()
         memory = measure_memory_work(samples, self._units, pieces, tape, len(shard_ranks))
         network = fit_network(self._events, self._run.manifest.process_groups)
+        is_gloo = (
+            self._execution is Execution.BLOCKING_HOST and "gloo" in self._run.manifest.backend
+        )
         workload = Workload(
             units=units,
             policies=policies_of(plan, [unit.fqn for unit in self._units]),
@@ -244,7 +247,7 @@ class _Builder:
             host_ahead_ns=self._pace.ahead_ns,
             max_reduce_buffers=max(unit.reduce_scatter_max_input_buffers for unit in plan.units),
             separate_reduce_group=any(unit.separate_reduce_scatter_group for unit in plan.units),
-            memory=None if memory is None else memory[0],
+            memory=None if memory is None else replace(memory[0], copies_reduce_input=is_gloo),
         )
         return RecordedWork(
             rank=self._rank,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
-from fsdp_inspect.simulation.parameters import share_of
+from fsdp_inspect.simulation.parameters import last_gradient_of, share_of
 from fsdp_inspect.simulation.workload import Op, Piece, Tape
 from fsdp_inspect.trace.codes import MemoryPoint, Phase
 from fsdp_inspect.trace.run import Unit
@@ -140,6 +140,7 @@ class _Reader:
             reduce_input=unit.reduce_bytes,
             sharded_gradients=round(unit.sharded_bytes * trained),
             resting=unit.sharded_bytes + round(unit.sharded_bytes * trained * self._state_ratio()),
+            last_gradient=last_gradient_of(unit),
             share=share_of(unit, self._shard),
         )
 

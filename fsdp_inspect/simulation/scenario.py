@@ -22,6 +22,7 @@ from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.network import Network
 from fsdp_inspect.simulation.parameters import (
     itemsize,
+    last_gradient_of,
     padded_numel,
     parameters_of,
     share_of,
@@ -357,6 +358,7 @@ class _Regrouping:
             pieces=[self._piece_memory(before.pieces[cut.piece], cut, units) for cut in cuts],
             units=[self._unit_memory(unit, before) for unit in units],
             rest=before.rest,
+            copies_reduce_input=before.copies_reduce_input,
         )
 
     def _piece_memory(self, memory: PieceMemory, cut: _Cut, units: Sequence[Unit]) -> PieceMemory:
@@ -381,6 +383,7 @@ class _Regrouping:
             reduce_input=unit.reduce_bytes,
             sharded_gradients=gradients,
             resting=round(sharded * states / parameters),
+            last_gradient=last_gradient_of(unit),
             share=share_of(unit, self._mesh.shard),
         )
 

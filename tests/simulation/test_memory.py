@@ -130,3 +130,23 @@ def test_a_simulated_peak_says_what_fills_it():
     for played in (simulation.replayed, simulation.predicted):
         assert sum(played.peak_categories.values()) == played.peak_bytes
         assert played.peak_categories["activation"] > 0
+
+
+def wide_reductions(*, last_gradient: int = 0) -> Workload:
+    """Blocks whose reductions are ten times as wide as their parameters."""
+    plain = blocks(gradients=SIZE)
+    assert plain.memory is not None
+    units = [
+        replace(unit, reduce_input=10 * SIZE, last_gradient=last_gradient)
+        for unit in plain.memory.units
+    ]
+    return replace(plain, memory=replace(plain.memory, units=units, copies_reduce_input=True))
+
+
+def test_a_backend_that_copies_what_it_reduces_needs_room_for_the_copy():
+    # The input and its copy, the gather that was prefetched, five units' sharded gradients.
+    assert rise(wide_reductions()) == (10 + 10 + 1) * SIZE + 5 * SIZE // 4
+
+
+def test_the_last_parameters_gradient_is_there_until_the_reduction_is_issued():
+    assert rise(wide_reductions(last_gradient=100)) - rise(wide_reductions()) == 100
