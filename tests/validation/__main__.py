@@ -6,6 +6,7 @@ Parts, each by itself with `--parts`:
 - emulated: from one recorded baseline a shape, plans of a grid are predicted and then run under
   emulation, with compute of fixed length, so that the schedule's error is seen apart from the
   machine's;
+- remade: on two nodes, resharding to a group within a node, and checkpointing, on and off;
 - advised: the plan that `advise` ranks first, run, against the plans of the grid;
 - real: a few plans with real compute;
 - limited: plans on two real ranks over a network that is limited by the kernel.
@@ -34,9 +35,10 @@ from tests.validation.figures import RUN_PARTS, Results, all_figures, as_json
 from tests.validation.grid import REAL, draw, real_trials
 from tests.validation.limited import judge_limited
 from tests.validation.oracle import judge_played, judge_predicted
+from tests.validation.remade import judge_remade
 from tests.validation.tables import markdown, tables, verdict
 
-PARTS = ("oracle", "emulated", "advised", "real", "limited")
+PARTS = ("oracle", "emulated", "advised", "remade", "real", "limited")
 
 
 def main() -> int:
@@ -74,6 +76,9 @@ def _run(options: argparse.Namespace, folder: Path, say: Callable[[str], None]) 
         results.emulated = list(grid.values())
         if "advised" in parts:
             results.advised = judge_advice(bench, grid, folder)
+    if "remade" in parts:
+        say("resharding to a node, and checkpointing:")
+        results.remade = judge_remade(bench)
     if "real" in parts:
         say(f"{REAL}:")
         trials = draw(real_trials(), options.real)

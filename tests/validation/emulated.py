@@ -38,29 +38,37 @@ class EmulationBench:
         self._folder = folder
         self._steps = steps
         self._say = say
-        self._baselines: dict[str, StoredRun] = {}
+        self._baselines: dict[Trial, StoredRun] = {}
         self._number = 0
 
-    def judge(self, trial: Trial) -> Outcome:
-        """Predict a trial from its shape's baseline, then run both."""
-        baseline = self.baseline(trial.shape)
-        simulation = predict(baseline, self.plan_of(trial), network_of(trial))
-        beside = work_of(self.run(baseline_of(trial.shape)))
-        outcome = compare(trial.name, simulation, work_of(self.run(trial)), beside)
-        self._say(f"{trial.name}: {outcome.step_error:+.1%} (A/A {outcome.same_error:+.1%})")
+    def judge(self, trial: Trial, start: Trial | None = None) -> Outcome:
+        """Predict a trial from a baseline, its shape's unless told, then run both."""
+        start = start or baseline_of(trial.shape)
+        network = {} if trial.link == start.link else network_of(trial)
+        simulation = predict(self.baseline_at(start), self.plan_of(trial, start), network)
+        beside = work_of(self.run(start))
+        name = trial.name
+        if start.settings:
+            name += f", from {start.name.partition(': ')[2]}"
+        outcome = compare(name, simulation, work_of(self.run(trial)), beside)
+        self._say(f"{name}: {outcome.step_error:+.1%} (A/A {outcome.same_error:+.1%})")
         return outcome
 
     def baseline(self, shape: str) -> StoredRun:
         """The recorded run of a shape."""
-        if shape not in self._baselines:
-            self._baselines[shape] = only_run(self.run(baseline_of(shape)))
-        return self._baselines[shape]
+        return self.baseline_at(baseline_of(shape))
 
-    def plan_of(self, trial: Trial) -> Plan:
-        """The trial's plan, made of the baseline's."""
-        manifest = self.baseline(trial.shape).manifest
-        recorded = resolve_plan(observed_plan(self.baseline(trial.shape)), manifest)
-        return apply_changes(recorded, changes_of(trial), shapes_of(manifest))
+    def baseline_at(self, start: Trial) -> StoredRun:
+        """The recorded run of a trial that others start from."""
+        if start not in self._baselines:
+            self._baselines[start] = only_run(self.run(start))
+        return self._baselines[start]
+
+    def plan_of(self, trial: Trial, start: Trial | None = None) -> Plan:
+        """The trial's plan, made of a baseline's."""
+        baseline = self.baseline_at(start or baseline_of(trial.shape))
+        recorded = resolve_plan(observed_plan(baseline), baseline.manifest)
+        return apply_changes(recorded, changes_of(trial), shapes_of(baseline.manifest))
 
     def predicted_best(self, shape: str, link: str) -> Trial:
         """The plan of the whole grid that is predicted to be fastest on a link."""

@@ -40,6 +40,7 @@ class Results:
     predicted: list[OracleOutcome] = field(default_factory=list)
     emulated: list[Outcome] = field(default_factory=list)
     advised: list[AdvisedOutcome] = field(default_factory=list)
+    remade: list[Outcome] = field(default_factory=list)
     real: list[Outcome] = field(default_factory=list)
     limited: list[Outcome] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -52,6 +53,7 @@ ORACLE_PARTS = {
 }
 RUN_PARTS = {
     "emulated": "emulated network, fixed compute",
+    "remade": "emulated nodes, fixed compute",
     "real": "emulated network, real compute",
     "limited": "two ranks on a limited network",
 }
@@ -66,6 +68,7 @@ def all_figures(results: Results) -> list[Figure]:
             *(_oracle(name, getattr(results, part)) for part, name in ORACLE_PARTS.items()),
             _runs(RUN_PARTS["emulated"], results.emulated, noise=0.0),
             _advised(results),
+            _runs(RUN_PARTS["remade"], results.remade, noise=0.0),
             *(
                 _runs(RUN_PARTS[part], found, noise=_noise(found))
                 for part, found in (("real", results.real), ("limited", results.limited))
@@ -76,6 +79,11 @@ def all_figures(results: Results) -> list[Figure]:
 
 
 def _oracle(part: str, outcomes: Sequence[OracleOutcome]) -> Iterator[Figure]:
+    bound = [each for each in outcomes if each.is_host_bound]
+    if bound:
+        steps = Errors.of([each.step_error for each in bound])
+        yield Figure(part, f"{len(bound)} with a host slower than the device, worst", steps.worst)
+    outcomes = [each for each in outcomes if not each.is_host_bound]
     if not outcomes:
         return
     steps = Errors.of([each.step_error for each in outcomes])
@@ -92,11 +100,14 @@ def _runs(part: str, outcomes: Sequence[Outcome], *, noise: float) -> Iterator[F
         return
     steps = Errors.of([each.step_error for each in outcomes])
     same = Errors.of([each.same_error for each in outcomes])
+    change = Errors.of([each.change_error for each in outcomes])
     replay = Errors.of([each.replay_error for each in outcomes])
     memory = [each.memory_error for each in outcomes if each.memory_error is not None]
     yield Figure(part, "step time, median error", steps.median, MEDIAN_STEP + noise)
     yield Figure(part, "step time, 90th percentile", steps.high, HIGH_STEP + noise)
     yield Figure(part, "step time, worst error", steps.worst)
+    yield Figure(part, "change to the baseline beside it, median error", change.median)
+    yield Figure(part, "change to the baseline beside it, 90th percentile", change.high)
     yield Figure(part, "the same plan twice (A/A), median", same.median, MOST_NOISE)
     yield Figure(part, "recorded plan, worst error", replay.worst, REPLAY)
     if memory:

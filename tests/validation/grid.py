@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from fsdp_inspect.quantities import parse_bytes_per_s, parse_time_ns
-from fsdp_inspect.simulation.changes import Changes
+from fsdp_inspect.simulation.changes import Changes, CheckpointingMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,18 @@ class Link:
 
     bandwidth: str
     latency: str
+    between_nodes: tuple[str, str] | None = None
+    """Of one rank's network card, where the link is that within nodes of `NODE_SIZE` ranks."""
 
     @property
     def emulation(self) -> str:
         """As `--emulate` takes it."""
-        return f"world_size={WORLD_SIZE},bandwidth={self.bandwidth},latency={self.latency}"
+        text = f"world_size={WORLD_SIZE},bandwidth={self.bandwidth},latency={self.latency}"
+        if self.between_nodes is None:
+            return text
+        bandwidth, latency = self.between_nodes
+        nodes = f"gpus_per_node={NODE_SIZE},inter_bandwidth={bandwidth},inter_latency={latency}"
+        return f"{text},{nodes}"
 
     @property
     def network(self) -> dict[str, float]:
@@ -46,12 +53,16 @@ class Shape:
 
 
 WORLD_SIZE = 8
+NODE_SIZE = 4
 BASELINE_LINK = "medium"
 LINKS = {
     "slow": Link("100MB/s", "500us"),
     "medium": Link("300MB/s", "200us"),
     "fast": Link("2GB/s", "50us"),
 }
+TWO_NODES = "two nodes"
+NETWORKS = {**LINKS, TWO_NODES: Link("2GB/s", "50us", between_nodes=("75MB/s", "200us"))}
+"""Between two nodes all ranks together have what the medium link has."""
 SHAPES: Mapping[str, Shape] = {
     "even": Shape(
         "instrumented_trainer",
@@ -141,8 +152,20 @@ def changes_of(trial: Trial) -> Changes:
     return Changes(
         wrap=settings.get("wrap"),
         forward_prefetch=int(settings.get("forward-prefetch", "0")),
-        reshard_after_forward=False if "reshard-after-forward" in settings else None,
+        reshard_after_forward=_reshard(settings.get("reshard-after-forward")),
+        checkpointing=_checkpointing(settings.get("checkpointing")),
     )
+
+
+def _reshard(text: str | None) -> bool | int | None:
+    if text is None or text.isdecimal():
+        return None if text is None else int(text)
+    return text == "true"
+
+
+def _checkpointing(text: str | None) -> CheckpointingMode | None:
+    modes: dict[str | None, CheckpointingMode] = {"none": "none", "full": "full"}
+    return modes.get(text)
 
 
 def command_of(trial: Trial) -> list[str]:
@@ -151,7 +174,7 @@ def command_of(trial: Trial) -> list[str]:
     chosen = {**shape.options, **dict(trial.settings)}
     if chosen.get("wrap") == "split":
         chosen["wrap"] = SPLIT
-    chosen["emulate"] = LINKS[trial.link].emulation
+    chosen["emulate"] = NETWORKS[trial.link].emulation
     return ["-m", shape.module, *(f"--{name}={value}" for name, value in chosen.items())]
 
 

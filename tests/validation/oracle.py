@@ -53,6 +53,12 @@ class OracleOutcome:
     step_error: float
     exposed_errors: tuple[float, ...]
     """By unit: predicted less true exposed time, as a share of the true step."""
+    is_host_bound: bool = False
+    """Whether the host launches a unit's work more slowly than the device does it.
+
+    What the recorder's events on the stream then enclose is the launching: how long the work itself
+    takes cannot be told from the recording, and a plan under which the host runs ahead needs it.
+    """
 
 
 def judge_played(count: int, on_case: Callable[[], object]) -> list[OracleOutcome]:
@@ -114,6 +120,7 @@ def judge_predicted(count: int, on_case: Callable[[], object]) -> list[OracleOut
                         (unit.exposed_ns - truth.get(unit.fqn, 0)) / duration
                         for unit in predicted.units
                     ),
+                    is_host_bound=speed["host_ms"] > speed["forward_ms"],
                 )
             )
             on_case()
@@ -134,7 +141,8 @@ def _random_case(draw: random.Random, *, has_replicas: bool) -> Case:
     num_layers = draw.randint(1, 8)
     link, host_ns = draw.uniform(0.1, 6), draw.choice([0, 10 * US, 100 * US, 2 * MS])
     layers = [
-        _random_layer(draw, unit, num_layers, link, host_ns) for unit in range(num_layers + 1)
+        _random_layer(draw, unit, num_layers, link, host_ns, (2,) if has_replicas else (2, 4))
+        for unit in range(num_layers + 1)
     ]
     if not has_replicas:
         layers = [replace(each, work=replace(each.work, all_reduce_ns=0)) for each in layers]
@@ -151,12 +159,27 @@ def _random_case(draw: random.Random, *, has_replicas: bool) -> Case:
 
 
 def _random_layer(
-    draw: random.Random, unit: int, num_layers: int, link: float, host_ns: int
+    draw: random.Random,
+    unit: int,
+    num_layers: int,
+    link: float,
+    host_ns: int,
+    groups: tuple[int, ...],
 ) -> Layer:
-    """A unit whose messages last `link` times what it computes, give or take."""
+    """A unit whose messages last `link` times what it computes, give or take.
+
+    A quarter of them reshard to one of the smaller groups, whose link may be faster.
+    """
     compute = draw.randint(200 * US, 4 * MS)
     depth, behind = draw.choice([0, 0, 1, 2, 3]), draw.choice([None, 1, 2, 3]) if unit else None
+    group = draw.choice(groups) if draw.random() < 0.25 else None
+    smaller = {
+        "gather_backward_ns": round(compute * link * draw.uniform(0.1, 1)),
+        "copy_in_backward_ns": draw.randint(0, 400 * US),
+        "reshard_ns": draw.randint(0, 400 * US),
+    }
     work = UnitWork(
+        **(smaller if group else {}),
         gather_ns=round(compute * link * draw.uniform(0.5, 1.5)),
         reduce_ns=round(compute * link * draw.uniform(0.5, 1.5)),
         all_reduce_ns=round(compute * link * draw.uniform(0.1, 0.5)),
@@ -166,7 +189,8 @@ def _random_layer(
         reduce_launch_ns=draw.randint(0, 100 * US),
     )
     policy = UnitPolicy(
-        reshard_after_forward=draw.random() < 0.7,
+        reshard_after_forward=group is not None or draw.random() < 0.7,
+        smaller_group=group,
         forward_prefetch=tuple(range(unit + 1, min(num_layers, unit + depth) + 1)),
         backward_prefetch=None
         if behind is None

@@ -25,7 +25,7 @@ def tables(results: Results, figures: Sequence[Figure]) -> Iterator[Table]:
 
 def verdict(results: Results, figures: Sequence[Figure]) -> str:
     """One line."""
-    num_plans = len(results.emulated) + len(results.real) + len(results.limited)
+    num_plans = sum(len(getattr(results, part)) for part in RUN_PARTS)
     num_cases = len(results.played) + len(results.predicted)
     judged = [each for each in figures if each.wanted is not None]
     missed = [f"{each.part}: {each.name}" for each in judged if each.is_missed]
@@ -57,7 +57,8 @@ def _count(results: Results, part: str) -> str:
 
 
 def _plans(title: str, outcomes: Sequence[Outcome]) -> Table:
-    table = _table(title, "plan", "measured", "predicted", "error", "A/A", "peak", "error")
+    times = ("measured", "predicted", "error", "A/A", "error of change")
+    table = _table(title, "plan", *times, "peak", "error")
     for each in sorted(outcomes, key=lambda outcome: -abs(outcome.step_error)):
         table.add_row(
             each.name,
@@ -65,6 +66,7 @@ def _plans(title: str, outcomes: Sequence[Outcome]) -> Table:
             format_ns(each.predicted_ns),
             f"{each.step_error:+.1%}",
             f"{each.same_error:+.1%}",
+            f"{each.change_error:+.1%}",
             format_bytes(each.measured_peak),
             "" if each.memory_error is None else f"{each.memory_error:+.2%}",
         )

@@ -1,0 +1,44 @@
+"""Are plans predicted that change what ranks keep: a share in a node, or fewer activations?
+
+On two nodes of four ranks each: `reshard_after_forward` to a group within a node, on and off, and
+activation checkpointing, on and off. The link within a node is the one that the emulation says.
+"""
+
+from __future__ import annotations
+
+from tests.validation.emulated import EmulationBench
+from tests.validation.grid import SHAPES, TWO_NODES, Trial
+from tests.validation.outcomes import Outcome
+
+_IN_NODE, _IN_PAIRS = ("reshard-after-forward", "4"), ("reshard-after-forward", "2")
+_FULL = ("checkpointing", "full")
+FROM_PLAIN = (
+    (_IN_NODE,),
+    (_IN_PAIRS,),
+    (_IN_NODE, ("forward-prefetch", "2")),
+    (("wrap", "every:2"), _IN_NODE),
+    (_FULL,),
+    (_FULL, _IN_NODE),
+    (("wrap", "every:2"), _FULL),
+)
+"""What is changed in the recorded plan."""
+BACK = (
+    ((_IN_NODE,), (("reshard-after-forward", "true"),)),
+    ((_IN_NODE,), (_IN_PAIRS,)),
+    ((_FULL,), (("checkpointing", "none"),)),
+)
+"""Settings of the recorded run, and what is changed in it."""
+
+
+def pairs() -> list[tuple[Trial, Trial]]:
+    """The run that each prediction starts from, and the trial."""
+    return [
+        (Trial(shape, TWO_NODES, start), Trial(shape, TWO_NODES, settings))
+        for shape in SHAPES
+        for start, settings in [*(((), settings) for settings in FROM_PLAIN), *BACK]
+    ]
+
+
+def judge_remade(bench: EmulationBench) -> list[Outcome]:
+    """One after the other."""
+    return [bench.judge(trial, start) for start, trial in pairs()]
