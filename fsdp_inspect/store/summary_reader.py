@@ -20,7 +20,7 @@ from fsdp_inspect.store.summary_files import (
 )
 from fsdp_inspect.trace.rank_summary import WHOLE_STEP_KINDS, is_of_whole_step
 from fsdp_inspect.trace.steps import limit_summary, rows_of
-from fsdp_inspect.trace.tables import SummaryTable
+from fsdp_inspect.trace.tables import SummaryTable, positions_by_value
 
 _MAX_CACHED_RANKS = 16
 
@@ -116,10 +116,9 @@ class SummaryReader:
         with noting(self._found):
             summary = read_run_summary(self._files, kinds=[kind])
             if self._covered <= self._covered_by(summary.places):
-                mine, kinds = self._mine(summary.rows), {kind}
-                if summary.is_whole:
-                    kinds |= WHOLE_STEP_KINDS
-                self._run_rows |= {one: rows_of(mine, kinds=[one]) for one in kinds}
+                kinds = {kind, *WHOLE_STEP_KINDS} if summary.is_whole else {kind}
+                found = _split_by_kind(self._mine(summary.rows))
+                self._run_rows |= {one: found.get(one, SummaryTable.empty()) for one in kinds}
                 return
         self._run_rows.clear()
         self._covered = frozenset()
@@ -165,6 +164,10 @@ class SummaryReader:
         """Whether there are streams that the rank's summary does not know."""
         folder = folder_of((self._attempt, rank))
         return any(self._files.exists(f"{folder}/{file.live_name}") for file in (EVENTS, MEMORY))
+
+
+def _split_by_kind(rows: SummaryTable) -> dict[int, SummaryTable]:
+    return {kind: rows.where(positions) for kind, positions in positions_by_value(rows.kind)}
 
 
 def _in_order(parts: Sequence[SummaryTable]) -> SummaryTable:

@@ -5,7 +5,7 @@ the recording rank's monotonic clock; `rank.json` maps them to wall time.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import numpy as np
@@ -49,7 +49,7 @@ class Table:
     """Column name to numpy dtype, in the order of the file."""
 
     def __len__(self) -> int:
-        return len(getattr(self, fields(self)[0].name))
+        return len(getattr(self, next(iter(self.DTYPES))))
 
     @property
     def num_bytes(self) -> int:
