@@ -188,8 +188,17 @@ def _settle(findings: Sequence[Finding], plan: PlanAdvice | None) -> tuple[Findi
             finding = replace(finding, effect=_unclaimed(finding.effect, claimed_by))
         elif finding.effect.is_exposed:
             claimed_by = "what is named before"
-        settled.append(finding)
+        settled.append(_with_time(finding, plan))
     return tuple(settled)
+
+
+def _with_time(finding: Finding, plan: PlanAdvice | None) -> Finding:
+    """Where the time is told that mending it saves, if plans tell it."""
+    effect = finding.effect
+    if not effect.played_by:
+        return finding
+    time = f"told by {effect.played_by}." if plan is not None else "no plan can be played here."
+    return replace(finding, effect=replace(effect, sentence=f"{effect.sentence} Time: {time}"))
 
 
 def _unclaimed(effect: Effect, claimed_by: str) -> Effect:

@@ -112,6 +112,8 @@ class Effect:
     added_low_bytes: int | None = None
     """To the peak; below 0: it falls. None: no memory is predicted."""
     added_high_bytes: int | None = None
+    played_by: str = ""
+    """The plans that tell what time it saves, where any can be played; empty: none do."""
     is_exposed: bool = False
     """The time is exposed communication, which changes of the plan may claim: then it is not
     claimed here ([Note: no ms twice] in `advice.advise`)."""

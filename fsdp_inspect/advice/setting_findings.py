@@ -21,7 +21,8 @@ FROZEN_RATIO = 0.05
 """A model of which less than that is trained is mostly frozen (R29)."""
 _MOST_NAMED = 3
 _FROM_UNITS = "Told from the units of the run."
-_PLAYED = "None is claimed here: plans that do it are among those that were played."
+_PLANS = "plans that do it, which are among those that were played"
+_PLANS_IN_16_BITS = "the plans of --allow-dtypes"
 
 
 def find_costly_settings(evidence: Evidence) -> Iterator[Finding]:
@@ -46,7 +47,7 @@ def _one_unit(evidence: Evidence) -> Iterator[Finding]:
         "gathers.",
         f"It gathers {format_bytes(largest.unsharded_bytes)} at once.",
         ("Call fully_shard on every transformer block, and on the model last.",),
-        effect=Effect(sentence=_PLAYED),
+        effect=Effect(sentence="One gather becomes many smaller ones.", played_by=_PLANS),
         snippet=(
             "for block in model.layers:  # the blocks, however your model calls them\n"
             "    fully_shard(block, mesh=mesh)\n"
@@ -78,7 +79,8 @@ def _large_unit(evidence: Evidence) -> Iterator[Finding]:
             ("Call fully_shard on its parts, each with the norm that feeds it.",),
             effect=Effect(
                 sentence=f"The peak falls by {format_bytes(excess)} at most, and only if it is "
-                "reached while this unit is whole. Time: " + _PLAYED[0].lower() + _PLAYED[1:],
+                "reached while this unit is whole.",
+                played_by=_PLANS,
                 added_low_bytes=-excess,
                 added_high_bytes=0,
             ),
@@ -111,8 +113,8 @@ def _full_precision(evidence: Evidence) -> Iterator[Finding]:
             "fsdp-inspect advise --allow-dtypes says what that saves.",
         ),
         effect=Effect(
-            sentence=f"{format_bytes(gathered // 2)} less are gathered a pass. What that saves is "
-            "told by the plans, with --allow-dtypes."
+            sentence=f"{format_bytes(gathered // 2)} less are gathered a pass.",
+            played_by=_PLANS_IN_16_BITS,
         ),
         assumptions=("The model trains as well when it computes in 16 bits: see its loss.",),
         snippet=(
@@ -189,7 +191,10 @@ def _waste(evidence: Evidence) -> Iterator[Finding]:
             f"{sentence}.",
             _FROM_UNITS,
             _DO_ABOUT_WASTE.get(rule, ()),
-            effect=Effect(sentence=_EFFECT_OF_WASTE.get(rule, "None is predicted.")),
+            effect=Effect(
+                sentence=_EFFECT_OF_WASTE.get(rule, "None is predicted."),
+                played_by=_PLANS_IN_16_BITS if rule == "R14" else "",
+            ),
         )
 
 
@@ -204,7 +209,7 @@ _DO_ABOUT_WASTE = {
 }
 _EFFECT_OF_WASTE = {
     "": "Its shard, gradient and optimizer state are freed. Time: none, since it never ran.",
-    "R14": "Their messages are halved. What that saves is told by the plans, with --allow-dtypes.",
+    "R14": "Their messages are halved.",
     "R27": "One all-gather and one reduce-scatter of it fewer a pass. Time: none is predicted, "
     "since tied weights are not played as one unit.",
     "R30": "So much less is gathered and reduced. Time: none is predicted, since other sizes are "

@@ -319,10 +319,11 @@ def _after_optimizer(evidence: Evidence) -> Iterator[Finding]:
         rows=_rows_of_optimizer(wait),
         effect=Effect(
             sentence=f"Saves {format_ns(wait.gain_low_ns)} to {format_ns(wait.gain_high_ns)} a "
-            f"step (median {format_ns(wait.gain_ns)}): the all-gather then runs beside that work. "
-            "It is the one that no plan hides.",
+            f"step (median {format_ns(wait.gain_ns)}): it then runs beside that work, and the next "
+            "one with it where the host runs ahead.",
             saved_low_ns=wait.gain_low_ns,
             saved_high_ns=wait.gain_high_ns,
+            is_exposed=True,
         ),
         assumptions=("Nothing behind the optimizer changes parameters that are gathered.",),
         snippet=(

@@ -8,8 +8,9 @@ when the root's forward begins, since the optimizer might still be writing. Work
     from     the later of the optimizer's end and the all-gather's issue
     delay    what passes from there to the start of its copy-in, less other communication
 
-an event behind the optimizer lets the all-gather run beside that work: the step is shorter by the
-smaller of the delay and what the all-gather was waited for.
+an event behind the optimizer lets the all-gather run beside that work, and the next one too if the
+host has issued it by then (two outputs may be alive, the third waits for a copy-out). So the step
+is shorter by the smaller of the delay and what these two were waited for, at least by the first.
 
 Source: `FSDPState._root_pre_forward` and `FSDPModule.set_post_optim_event`, torch 2.13.
 """
@@ -53,11 +54,18 @@ class DelayedGather:
     delay_ns: int
     exposed_ns: int
     """How long it was waited for."""
+    next_exposed_ns: int
+    """How long the all-gather behind it was waited for."""
+
+    @property
+    def least_gain_ns(self) -> int:
+        """What the step loses to it at least."""
+        return min(self.delay_ns, self.exposed_ns)
 
     @property
     def gain_ns(self) -> int:
-        """What the step loses to it."""
-        return min(self.delay_ns, self.exposed_ns)
+        """What the step loses to it where the host runs ahead."""
+        return min(self.delay_ns, self.exposed_ns + self.next_exposed_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +76,9 @@ class OptimizerWait:
     delay_ns: int
     """Median over the steps."""
     gain_ns: int
-    """Median over the steps of the smaller of the delay and the wait for it."""
+    """Median over the steps."""
     gain_low_ns: int
-    """Tenth percentile over the steps."""
+    """Tenth percentile over the steps of the least gain."""
     gain_high_ns: int
     """Ninetieth percentile over the steps."""
     gathers: tuple[DelayedGather, ...]
@@ -99,12 +107,12 @@ def measure_optimizer_wait(run: RunSource, *, rank: int | None = None) -> Optimi
     gathers = [found for found in _find_gathers(events, fqns) if found is not None]
     if len(gathers) < MIN_STEPS:
         return None
-    gains = [each.gain_ns for each in gathers]
+    gains, least = ([each.gain_ns for each in gathers], [each.least_gain_ns for each in gathers])
     return OptimizerWait(
         rank=member.rank,
         delay_ns=median([each.delay_ns for each in gathers]) or 0,
         gain_ns=median(gains) or 0,
-        gain_low_ns=percentile(gains, 10) or 0,
+        gain_low_ns=percentile(least, 10) or 0,
         gain_high_ns=percentile(gains, 90) or 0,
         gathers=tuple(sorted(gathers, key=lambda each: -each.delay_ns)),
     )
@@ -126,15 +134,17 @@ def _find_gathers(events: EventTable, fqns: dict[int, str]) -> list[DelayedGathe
         last = int(np.flatnonzero(first == position)[-1])
         is_next = 0 <= gathers.step[position] - updates.step[last] <= 1
         if is_next:
-            gather = gathers.where(np.array([position]))
-            found.append(_follow(events, gather, int(updates.end_ns[last]), fqns))
+            first_two = gathers.where(np.arange(position, min(position + 2, len(gathers))))
+            found.append(_follow(events, first_two, int(updates.end_ns[last]), fqns))
     return found
 
 
 def _follow(
-    events: EventTable, gather: EventTable, optimizer_end: int, fqns: dict[int, str]
+    events: EventTable, first_two: EventTable, optimizer_end: int, fqns: dict[int, str]
 ) -> DelayedGather | None:
     """The all-gather behind an optimizer step; None where something else lies between them."""
+    gather, behind = first_two.where(np.array([0])), first_two.where(np.arange(1, len(first_two)))
+    behind = behind.where(behind.step == gather.step[0])
     step, unit = int(gather.step[0]), int(gather.unit[0])
     between = (events.start_ns >= optimizer_end) & (events.start_ns <= gather.start_ns[0])
     if np.any(between & (events.phase == Phase.EVALUATION)):
@@ -159,11 +169,14 @@ def _follow(
         optimizer_end_ns=optimizer_end - origin,
         delay_ns=max(begin - since, 0) - busy.duration_ns,
         exposed_ns=_waited_ns(gather),
+        next_exposed_ns=_waited_ns(behind),
     )
 
 
 def _waited_ns(gather: EventTable) -> int:
-    """From the start of the wait, but not before its own start, to its end."""
+    """From the start of the wait, but not before its own start, to its end; 0 for none."""
+    if len(gather) == 0:
+        return 0
     need, start, end = (
         int(column[0]) for column in (gather.need_ns, gather.start_ns, gather.end_ns)
     )

@@ -171,7 +171,7 @@ def test_any_pipeline_warns_of_the_plans_and_claims_no_time():
 
 # --- R33
 
-GATHER = DelayedGather(5, "", -300, 30, 90, -100, 130, 60)
+GATHER = DelayedGather(5, "", -300, 30, 90, -100, 130, 60, 0)
 WAIT = OptimizerWait(0, 130, 60, 50, 70, (GATHER,))
 
 

@@ -1,10 +1,19 @@
 """The first all-gather of a step, and the work that it waits for behind the optimizer."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_inspect.analysis.optimizer_wait import measure_optimizer_wait
+from fsdp_inspect.recording.session import Session
 from fsdp_inspect.trace.codes import EventKind, Phase, Stream
 from tests.builders import RunBuilder
+from tests.recording.test_cuda_path import Replay
+from tests.recording.virtual_device import MS
+from tests.simulation.test_recorded_streams import as_run, step_ns
 
 
 def run_of(*, delay: int, issue: int = -40, steps: int = 5, **manifest):
@@ -65,3 +74,54 @@ def test_communication_that_is_not_fsdps_is_no_work_behind_the_optimizer():
         rank.all_gather("layers.0", at, at + 50, issue_ns=at - 300, need=at)
         rank.optimizer(at + 850, at + 900)
     assert measure_optimizer_wait(builder.build()).delay_ns == 40
+
+
+# --- torch's own code on virtual streams
+
+
+@pytest.fixture(scope="module")
+def fake_process_group() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+class Averaged(Replay):
+    """Behind the optimizer (4 ms) the weights are averaged on the compute stream for 20 ms."""
+
+    num_steps = 6
+
+    def begin_step(self) -> None:
+        """The host runs ahead of the device."""
+
+    def finish_step(self, model: Any, session: Session) -> None:
+        begin = session.clock.mark()
+        self.device.run("optimizer", "", 4 * MS)
+        session.add(EventKind.OPTIMIZER, begin, session.clock.mark(), phase=Phase.OPTIMIZER)
+        self.update(model)
+        self.device.run("average", "", 20 * MS)
+
+    def update(self, model: Any) -> None:
+        """Right behind the optimizer."""
+
+
+class Announced(Averaged):
+    """The same, with the event that FSDP2 takes for the end of the optimizer."""
+
+    def update(self, model: Any) -> None:
+        model.set_post_optim_event(self.device.current.record_event())
+
+
+@pytest.mark.usefixtures("fake_process_group")
+@pytest.mark.parametrize("gather_ms", [6.0, 30.0])
+def test_an_event_behind_the_optimizer_saves_what_was_told(gather_ms: float):
+    speed = {"gather_ms": gather_ms, "scatter_ms": 2.0}
+    waiting = Averaged(**speed)
+    found = measure_optimizer_wait(as_run(waiting))
+    saved = step_ns(waiting) - step_ns(Announced(**speed))
+    assert found.delay_ns == pytest.approx(20 * MS, abs=MS)
+    # Two all-gathers run beside the average, where they find room there.
+    assert saved == pytest.approx(min(2 * gather_ms, 20) * MS, abs=MS)
+    assert found.gain_low_ns - MS <= saved <= found.gain_high_ns + MS
+    assert found.gain_ns == pytest.approx(saved, abs=MS)
+    assert measure_optimizer_wait(as_run(Announced(**speed))).delay_ns == pytest.approx(0, abs=MS)

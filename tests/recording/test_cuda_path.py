@@ -46,6 +46,15 @@ def fake_process_group() -> Iterator[None]:
 class Replay:
     """A few recorded steps of a virtual schedule: what ran, and what the recorder wrote."""
 
+    num_steps = 4
+
+    def begin_step(self) -> None:
+        """The host waits for the device, as a loop that prints its loss does."""
+        self.device.now_ns = max(self.device.now_ns, self.device.compute.free_ns)
+
+    def finish_step(self, model: Any, session: Session) -> None:
+        """What a training does behind its backward; here nothing."""
+
     def __init__(
         self,
         *,
@@ -88,10 +97,11 @@ class Replay:
         instruments = Instruments(session, handles, probe, None, lambda optimizer: None)
         instruments.attach()
         inputs = torch.randn(2, 16, requires_grad=True)
-        for _ in range(4):
-            device.now_ns = max(device.now_ns, device.compute.free_ns)
+        for _ in range(self.num_steps):
+            self.begin_step()
             device.log.clear()
             model(inputs).sum().backward()
+            self.finish_step(model, session)
             model.zero_grad()
             session.end_step()
             instruments.end_step()
