@@ -70,7 +70,8 @@ def _answer(sources: Sequence[ImportSource]) -> str:
         f"{'s' if count > 1 and not kind.value.startswith('folder') else ''}"
         for kind, count in counts.items()
     ]
-    return f"{', '.join(named)} can become {'a run' if len(sources) == 1 else 'runs'}."
+    listed = " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))
+    return f"{listed} can become {'a run' if len(sources) == 1 else 'runs'}."
 
 
 def _show_choice(sources: Sequence[ImportSource], jobs: ImportJobs) -> None:

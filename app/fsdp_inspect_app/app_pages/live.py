@@ -119,6 +119,10 @@ def _show_now(entry: RunEntry, run_id: str, recorded: Sequence[int]) -> None:
         live = _show_answer(entry, rank)
     if live is None:
         return
+    if live.state not in _GOING_ON and not live.view.steps:
+        st.caption("Its live streams are gone: the other pages show what it recorded\\.")
+        _show_ranks(live)
+        return
     _show_tiles(live)
     left, right = st.columns(2)
     with left:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
+import pandas as pd
 import streamlit as st
 
 from fsdp_inspect.analysis.memory import OwnerBytes, PeakMoment
@@ -21,6 +22,7 @@ from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
+    column_formats,
     show_card,
     show_chart_card,
     show_csv_button,
@@ -56,7 +58,7 @@ from fsdp_inspect_app.selection import (
     switch_page,
 )
 from fsdp_inspect_app.states import show_nothing
-from fsdp_inspect_app.wording import code, plain
+from fsdp_inspect_app.wording import plain
 
 _MOST_OWNERS = 16
 _TILES = (
@@ -155,6 +157,7 @@ def _show_tiles(digest: MemoryDigest) -> None:
             metric.label.capitalize(),
             format_metric(name, getattr(rank, name)),
             border=True,
+            height="stretch",
             help=plain(metric.definition),
         )
     sentences = [memory_wording.describe_filling(digest.memory.peak)]
@@ -227,23 +230,42 @@ def _show_peak(digest: MemoryDigest) -> None:
             f"{memory_wording.describe_counting(digest)}",
         )
         open_on_click("chart-memory-alive", partial(_open_owner, owners))
-        if owners[0].fqn is not None:
-            name = format_unit(owners[0].fqn)
-            page_link(
-                "units", f"The largest: {code(name)}", icon=":material/stacks:", **{UNIT_KEY: name}
-            )
     with right:
         _show_places(digest)
+    _show_owners(peak, frame)
+
+
+def _show_owners(peak: PeakMoment, frame: pd.DataFrame) -> None:
+    """Every owner, unit by category; a click on a unit opens it."""
     with show_card("What is alive at the peak, unit by category", key="memory-owners") as header:
         with header:
             show_csv_button(frame, key="memory-owners-rows")
-        show_table(frame, key="memory-owners-table")
+        state = st.dataframe(
+            frame,
+            hide_index=True,
+            column_config={
+                **column_formats(frame),
+                "unit": st.column_config.TextColumn(pinned=True, help="Click to open"),
+            },
+            key="memory-owners-table",
+            on_select="rerun",
+            selection_mode="single-cell",
+            alt="What each unit owns at the peak, one row a unit",
+        )
+    for row, column in state["selection"]["cells"]:
+        if column == "unit" and row < len(peak.owners):
+            _open_unit(peak.owners[row].fqn)
 
 
 def _open_owner(owners: Sequence[OwnerBytes], click: Click) -> None:
     """To the page of the unit whose bar was clicked."""
     row = click.row()
-    fqn = owners[row].fqn if row is not None and 0 <= row < len(owners) else None
+    if row is not None and 0 <= row < len(owners):
+        _open_unit(owners[row].fqn)
+
+
+def _open_unit(fqn: str | None) -> None:
+    """To the page of a unit, if it is one."""
     if fqn is not None:
         switch_page("units", **{UNIT_KEY: format_unit(fqn)})
 
@@ -261,13 +283,18 @@ def _show_owners_missing(peak: PeakMoment) -> None:
 def _show_over_steps(
     entry: RunEntry, digest: MemoryDigest, most_grown: MemoryGrowth | None
 ) -> None:
-    cards: list[Callable[[], None]] = [lambda: _show_growth(entry, digest, most_grown)]
+    cards: list[Callable[[], None]] = []
+    if len(digest.memory.over_steps) < 2:
+        _show_growth(entry, digest, most_grown)
+    else:
+        cards.append(lambda: _show_growth(entry, digest, most_grown))
     if len(digest.memory.ranks) > 1:
         cards.append(lambda: _show_ranks(digest))
     if digest.allocator is not None:
         cards.append(lambda: _show_allocator(digest))
     for first in range(0, len(cards), 2):
-        for column, show in zip(st.columns(2), cards[first : first + 2], strict=False):
+        row = cards[first : first + 2]
+        for column, show in zip(st.columns(len(row)), row, strict=True):
             with column:
                 show()
 

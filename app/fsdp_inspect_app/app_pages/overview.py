@@ -172,6 +172,7 @@ def _show_key_numbers(digest: RunDigest) -> None:
             delta_color="off",
             delta_arrow="off",
             border=True,
+            height="stretch",
             help=plain(define_metric(name, in_kernel_trace=digest.is_kernel_trace)),
         )
     medians = (
