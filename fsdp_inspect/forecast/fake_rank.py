@@ -21,15 +21,17 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.utils._foreach_utils as foreach_utils
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from fsdp_inspect.emulation.process import emulate
 from fsdp_inspect.emulation.specification import Link, Specification
 from fsdp_inspect.forecast.cuda_kernels import choose_cuda_kernels
+from fsdp_inspect.forecast.fake_values import ValuelessTensors
 from fsdp_inspect.sharding.attributes import replace_everywhere, set_attribute
 
 _FREE = Link(bandwidth_bytes_per_s=float("inf"), latency_ns=0)
@@ -38,7 +40,7 @@ _FREE = Link(bandwidth_bytes_per_s=float("inf"), latency_ns=0)
 @contextmanager
 def fake_rank(
     world_size: int, *, gpus_per_node: int, device_type: Literal["cuda", "cpu"]
-) -> Iterator[None]:
+) -> Iterator[ValuelessTensors]:
     """The block runs as rank 0 of `world_size` ranks, on fake CPU tensors.
 
     Args:
@@ -46,6 +48,9 @@ def fake_rank(
         gpus_per_node: Ranks on one node, as `LOCAL_WORLD_SIZE` says it.
         device_type: Whose kernels to choose where torch chooses by device: see `cuda_kernels`, and
             multi-tensor optimizers and gradient norms.
+
+    Yields:
+        The fake tensors' mode, which knows whether one was asked for its value.
 
     Raises:
         EmulationError: This process has a process group already, or is one of several ranks.
@@ -61,11 +66,16 @@ def fake_rank(
         undo.enter_context(warnings.catch_warnings())
         # Copies of modules ask for the address of their weights, to no purpose here.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        tensors = undo.enter_context(ValuelessTensors())
+        # The inside of a compiled region cannot be followed: it runs as it was written.
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
+        _let_tensors_be_swapped(undo, tensors)
+        _pin_nothing(undo)
         if device_type == "cuda":
+            _copy_from_host(undo)
             _prefer_foreach(undo)
             choose_cuda_kernels(undo)
-        yield
+        yield tensors
 
 
 def _make_meshes_real(undo: ExitStack) -> None:
@@ -96,6 +106,48 @@ def _keep_layouts_apart(undo: ExitStack) -> None:
     undo.callback(
         set_attribute(ShardingPropagator, "_propagate_tensor_meta_non_cached", _outside(propagate))
     )
+
+
+def _let_tensors_be_swapped(undo: ExitStack, tensors: ValuelessTensors) -> None:
+    """Let a module's parameters be moved (`to_empty`), also those that no unit manages.
+
+    Under a fake mode torch moves one by swapping it with another tensor, which it refuses if there
+    is a weak reference to it: the mode keeps one to each tensor that it has met on another device.
+    """
+    swap = torch.utils.swap_tensors
+
+    def forgotten_and_swapped(first: torch.Tensor, second: torch.Tensor) -> None:
+        tensors.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        swap(first, second)  # type: ignore[no-untyped-call]
+
+    replace_everywhere(undo, {swap: forgotten_and_swapped})
+
+
+def _pin_nothing(undo: ExitStack) -> None:
+    """Pinning changes no size, and fake tensors cannot be pinned."""
+
+    def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+        return tensor
+
+    def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
+        return True
+
+    undo.callback(set_attribute(torch.Tensor, "pin_memory", pin_memory))
+    undo.callback(set_attribute(torch.Tensor, "is_pinned", is_pinned))
+
+
+def _copy_from_host(undo: ExitStack) -> None:
+    """Have an offloaded shard copied to the device before it is gathered: here both are one."""
+    inputs = FSDPParam.all_gather_inputs
+    assert isinstance(inputs, property)
+    read = inputs.fget
+    assert read is not None
+
+    def copied(param: FSDPParam) -> list[torch.Tensor]:
+        tensors: list[torch.Tensor] = read(param)
+        return [tensor.clone() for tensor in tensors] if param.offload_to_cpu else tensors
+
+    undo.callback(set_attribute(FSDPParam, "all_gather_inputs", property(copied)))
 
 
 def _outside(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 
 from fsdp_inspect.errors import ForecastError, FsdpInspectError, StoreError
 from fsdp_inspect.forecast.fake_rank import fake_rank
+from fsdp_inspect.forecast.fake_values import ValuelessTensors, describe_place
 from fsdp_inspect.forecast.target import Builder, ForecastTarget, build_target
 from fsdp_inspect.forecast.tracked_step import TRACKED_STEP, TrackedStep, track_step
 from fsdp_inspect.recording.environment import describe_environment, read_clock_pair
@@ -34,7 +35,7 @@ from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
 
-_ASKS_FOR_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+_DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 DEFAULT_GPUS_PER_NODE = 8
 NOTES = (
     "Predicted on fake tensors: every storage of one step of rank 0, to the byte, and nothing "
@@ -75,13 +76,14 @@ def forecast_memory(
     """
     given, path = dict(settings or {}), Path(path)
     _check_free(path)
-    with fake_rank(world_size, gpus_per_node=gpus_per_node, device_type=device_type):
-        target, tracked = _follow(builder, given)
+    with fake_rank(world_size, gpus_per_node=gpus_per_node, device_type=device_type) as tensors:
+        target, tracked = _follow(builder, given, has_host=device_type != "cpu")
     config = {**given, **target.config}
     name = target.name or tracked.model.class_name
     manifest = _describe(
         path, tracked, name, config, world_size=world_size, device_type=device_type
     )
+    manifest.notes.extend(_say_what_was_asked(tensors))
     _write(path, manifest, tracked)
     return path
 
@@ -94,43 +96,42 @@ def _check_free(path: Path) -> None:
         )
 
 
-def _follow(builder: Builder, settings: Mapping[str, Any]) -> tuple[ForecastTarget, TrackedStep]:
+def _follow(
+    builder: Builder, settings: Mapping[str, Any], *, has_host: bool
+) -> tuple[ForecastTarget, TrackedStep]:
     try:
         target = build_target(builder, settings)
-        return target, track_step(target)
+        return target, track_step(target, has_host=has_host)
     except FsdpInspectError:
         raise
     except Exception as error:
         expected = (
-            "Expected a step that asks no tensor for its value (.item(), a branch on a tensor, a "
-            "shape that depends on values). Leave such lines out of the builder's step."
-            if isinstance(error, _ASKS_FOR_VALUES)
+            "Expected a step in which no shape depends on the values of a tensor. Leave such lines "
+            "out of the builder's step."
+            if isinstance(error, _DEPENDS_ON_VALUES)
             else "Expected a model that is built and a step that runs, as in training. Correct the "
             "builder; what fails only on fake tensors, leave out of its step."
         )
         raise ForecastError(
             f"The model could not be built or its step not run on fake tensors: {_say(error)} (at "
-            f"{_place(error)}). {expected}"
+            f"{describe_place(traceback.extract_tb(error.__traceback__))}). {expected}"
         ) from error
+
+
+def _say_what_was_asked(tensors: ValuelessTensors) -> Iterator[str]:
+    if tensors.num_asked:
+        times = "once" if tensors.num_asked == 1 else f"{tensors.num_asked} times"
+        yield (
+            f"A tensor was asked for its value {times} (first at {tensors.first_asked}), and "
+            "answered 0, since fake tensors have no values. If that decides a size, or what runs, "
+            "the forecast is of something else."
+        )
 
 
 def _say(error: BaseException) -> str:
     """An error and what it was raised from, which may be the reason that its own words lack."""
     said = f"{type(error).__name__}: {error}"
     return said if error.__cause__ is None else f"{said}, because of {_say(error.__cause__)}"
-
-
-def _place(error: Exception) -> str:
-    """The last line of the user's own code on the way to an error; of torch's, if there is none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _is_of_a_library(Path(frame.filename))]
-    last = (own or frames)[-1]
-    return f"{last.name}, {last.filename}:{last.lineno}"
-
-
-def _is_of_a_library(file: Path) -> bool:
-    ours, python = Path(__file__).parents[1], Path(traceback.__file__).parent
-    return "site-packages" in file.parts or file.is_relative_to(ours) or file.parent == python
 
 
 def _describe(
@@ -164,7 +165,7 @@ def _describe(
         warmup_steps=TRACKED_STEP,
         memory_steps=[TRACKED_STEP],
         versions={"python": described.versions["python"], "torch": torch.__version__},
-        notes=list(NOTES),
+        notes=[*NOTES, *tracked.notes],
     )
 
 

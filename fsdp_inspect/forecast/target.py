@@ -18,8 +18,10 @@ script does before its first step. It is named as `module:function`, or handed o
 
         return ForecastTarget(model=model, step=step, optimizer=optimizer)
 
-Its keywords are what can be varied: `batch_size` and `checkpointing` are asked for by name when a
-forecast is to fit into a memory.
+Its keywords are what can be varied. When a forecast is to fit into a memory these are asked for by
+name: `batch_size`; `checkpointing` ("none", "selective", "full"), `reshard_after_forward` ("true"),
+`wrap` ("block") and `offload` ("cpu"). Tensors have no values: one that is asked for its value
+answers 0, which the forecast says.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from fsdp_inspect.forecast.target import ForecastTarget
 from fsdp_inspect.recording.clocks import HostClock
 from fsdp_inspect.recording.instruments import Instruments
 from fsdp_inspect.recording.memory import MemoryProbe
-from fsdp_inspect.recording.memory_steps import MemorySteps
+from fsdp_inspect.recording.memory_steps import MemorySteps, is_compiled
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.units import (
     ProcessGroups,
@@ -29,10 +29,19 @@ from fsdp_inspect.recording.units import (
     mesh_of,
     register_groups,
 )
+from fsdp_inspect.sharding import torch_fsdp
 from fsdp_inspect.sharding.observe import observe_plan
 from fsdp_inspect.trace.codes import MemoryPoint, Source
 from fsdp_inspect.trace.run import ModelInfo, ProcessGroup, Unit
 
+_COMPILED = (
+    "Compiled modules run as eager code here: what the compiler fuses away, or computes again in "
+    "backward, is counted."
+)
+_OFFLOADED = (
+    "What is offloaded is the host's and not counted, from the moment that it is computed: the "
+    "reduced shard of a unit on its way there is left out."
+)
 TRACKED_STEP = 1
 """The step that is followed, from 0."""
 
@@ -46,12 +55,19 @@ class TrackedStep:
     process_groups: list[ProcessGroup]
     mesh: dict[str, int]
     plan: dict[str, Any]
+    notes: tuple[str, ...]
+    """What to know about the count, one sentence each."""
     rows: Sequence[tuple[int, ...]]
     """In the column order of `MemoryTable`."""
 
 
-def track_step(target: ForecastTarget) -> TrackedStep:
+def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
     """Run two steps of a target and follow every storage through the second.
+
+    Args:
+        target: What to run.
+        has_host: Whether the device is another one than the host, which then keeps what an offload
+            policy gives it.
 
     Raises:
         RecordingError: The model is not sharded with `fully_shard`.
@@ -64,7 +80,17 @@ def track_step(target: ForecastTarget) -> TrackedStep:
     session.explicit_steps = True
     rows: list[tuple[int, ...]] = []
     probe = MemoryProbe(session, rows.append, None)
-    memory_steps = MemorySteps(session, rows.append, target.model, handles, (TRACKED_STEP,))
+    offloaded = [
+        index for index, handle in enumerate(handles) if torch_fsdp.offloads_to_cpu(handle.group)
+    ]
+    memory_steps = MemorySteps(
+        session,
+        rows.append,
+        target.model,
+        handles,
+        (TRACKED_STEP,),
+        host_units=offloaded if has_host else (),
+    )
     memory_steps.plan(0)
 
     def optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
@@ -103,6 +129,14 @@ def track_step(target: ForecastTarget) -> TrackedStep:
         process_groups=groups.describe(),
         mesh=mesh_of(handles),
         plan=observe_plan(target.model).to_dict(),
+        notes=tuple(
+            note
+            for note, applies in {
+                _COMPILED: is_compiled(target.model),
+                _OFFLOADED: has_host and offloaded,
+            }.items()
+            if applies
+        ),
         rows=rows,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 import torch
@@ -27,12 +27,15 @@ class MemorySteps:
         model: nn.Module,
         handles: Sequence[GroupHandle],
         wanted: Sequence[int] | Literal["auto"],
+        *,
+        host_units: Collection[int] = (),
     ) -> None:
         self._session = session
         self._append = append
         self._model = model
         self._handles = handles
         self._wanted = wanted
+        self._host_units = host_units
         self._unit_of = {
             id(parameter): index
             for index, handle in enumerate(handles)
@@ -51,7 +54,7 @@ class MemorySteps:
         """Decide which steps it will be, now that the model is known."""
         if self._wanted != "auto":
             self.steps = sorted({int(step) for step in self._wanted})
-        elif _is_compiled(self._model):
+        elif is_compiled(self._model):
             self._session.problem(
                 "No memory step: inside torch.compile's regions storages are not seen. Ask for "
                 "one with memory_steps=[N] to get what lies outside of them."
@@ -70,8 +73,9 @@ class MemorySteps:
                 "when it began."
             )
             return
-        device = torch_fsdp.parameters_of(self._handles[0].group)[0].device.type
-        tracker = StorageTracker(session.position, device_type=device)
+        # Of the group, not of its parameters, which an offload policy keeps on the host.
+        device = self._handles[0].group.device.type
+        tracker = StorageTracker(session.position, device_type=device, host_units=self._host_units)
         self._register(tracker)
         tracker.__enter__()
         session.follow_storages(tracker)
@@ -134,7 +138,7 @@ def _other_modes() -> list[TorchDispatchMode]:
     return [mode for mode in modes if not isinstance(mode, FakeTensorMode)]
 
 
-def _is_compiled(model: nn.Module) -> bool:
+def is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile was applied to the model or to a module in it."""
     return any(
         getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

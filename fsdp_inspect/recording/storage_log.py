@@ -9,13 +9,22 @@ workspaces. Cut c is the moment after the first c events. Pure Python and numpy,
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Method, Phase
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
+
+_OFFLOADED = frozenset(
+    {
+        MemoryCategory.SHARDED_PARAMETER,
+        MemoryCategory.SHARDED_GRADIENT,
+        MemoryCategory.OPTIMIZER_STATE,
+    }
+)
+"""What an offload policy keeps on the host."""
 
 Ownership = Mapping[tuple[int, MemoryCategory], int]
 """Live bytes by owning unit (-1: none) and category; no entry with 0 bytes."""
@@ -155,8 +164,15 @@ class StorageLog:
         """The step has ended; later events are not part of it."""
         self._end = _Cut(len(self.events), moment)
 
-    def summarize(self) -> StepMemory:
-        """Add up the step between `begin` and `finish`."""
+    def summarize(self, *, host_units: Collection[int] = ()) -> StepMemory:
+        """Add up the step between `begin` and `finish`.
+
+        Args:
+            host_units: Units whose shards, gradients and optimizer state are kept on the host,
+                though the tensors do not say so: they are left out.
+        """
+        if host_units:
+            return self._of_device(host_units).summarize()
         assert self._start is not None, "begin() comes before summarize()"
         assert self._end is not None, "finish() comes before summarize()"
         totals = self._totals()
@@ -197,6 +213,33 @@ class StorageLog:
             else _default_category(lifetimes.get(index))
             for index, storage in enumerate(self.storages)
         ]
+
+    def _of_device(self, host_units: Collection[int]) -> "StorageLog":
+        """The same log as if what the host keeps had no size; every cut stays where it is.
+
+        Where all shards are on the host the optimizer computes there, too.
+        """
+        known = list(zip(self.storages, self.categories(), strict=True))
+        sharded = {
+            storage.owner_unit
+            for storage, category in known
+            if category is MemoryCategory.SHARDED_PARAMETER
+        }
+        on_host = {
+            index
+            for index, (storage, category) in enumerate(known)
+            if category in _OFFLOADED and storage.owner_unit in host_units
+        }
+        if sharded <= set(host_units):
+            born: dict[int, int] = {}
+            for event in self.events:
+                born.setdefault(event.storage, event.moment.phase)
+            on_host |= {index for index, phase in born.items() if phase == Phase.OPTIMIZER}
+        events = [
+            event._replace(num_bytes=0) if event.storage in on_host else event
+            for event in self.events
+        ]
+        return replace(self, events=events)
 
     def _totals(self) -> list[int]:
         """Live bytes at every cut, `len(events) + 1` numbers."""

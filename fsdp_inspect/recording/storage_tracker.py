@@ -22,7 +22,7 @@ then is one append to a list.
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Self
 from weakref import ref
 
@@ -68,16 +68,23 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         position: The innermost unit (-1: none) and the `Phase` at this moment; called at every
             allocation and release, from any thread, so it must be quick and touch no tensor.
         device_type: Count only storages there (`cpu`, `cuda`); None: everywhere but `meta`.
+        host_units: Units whose shards, gradients and optimizer state count as the host's, where
+            the tensors' devices cannot tell: on fake ranks.
     """
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, position: Callable[[], tuple[int, int]], *, device_type: str | None = None
+        self,
+        position: Callable[[], tuple[int, int]],
+        *,
+        device_type: str | None = None,
+        host_units: Collection[int] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._position = position
         self._device_type = device_type
+        self._host_units = host_units
         self._log = StorageLog()
         self._live: dict[int, _LiveStorage] = {}
         """By the address of torch's own storage object, which is unique among live ones."""
@@ -149,7 +156,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"A memory step is {'still running' if self._begun else 'not begun'}. Its result "
                 "exists after the `with tracker:` block. Ask for it there."
             )
-        return self._log.summarize()
+        return self._log.summarize(host_units=self._host_units)
 
     def rows(self, step: int) -> Iterator[tuple[int, ...]]:
         """The step as rows in the column order of `MemoryTable`; see `StepMemory.rows`."""

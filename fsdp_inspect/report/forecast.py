@@ -110,7 +110,7 @@ def _sizes_table(digest: ForecastDigest) -> Table:
 
 
 def _in_phase(phase: str) -> str:
-    return "outside of the passes" if phase == "outside" else f"in {phase}"
+    return "outside the passes" if phase == "outside" else f"in {phase}"
 
 
 def _remedies_table(fit: Fit) -> Table:

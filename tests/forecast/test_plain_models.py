@@ -1,0 +1,96 @@
+"""Does a forecast hold for what people train, to the byte, and say what it cannot know?"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_inspect import ForecastTarget, Recorder, forecast_memory, open_run
+from fsdp_inspect.analysis.memory import Memory, measure_memory
+from fsdp_inspect.emulation.process import emulate
+from fsdp_inspect.emulation.specification import Link, Specification
+from fsdp_inspect.errors import ForecastError
+from tests.forecast import plain_models
+
+WORLD_SIZE = 4
+FREE = Link(bandwidth_bytes_per_s=float("inf"), latency_ns=0)
+Build = Callable[[], ForecastTarget]
+
+
+def forecast(build: Build, path: Path, device_type: str = "cuda") -> Memory:
+    forecast_memory(build, path, world_size=WORLD_SIZE, device_type=device_type)
+    return measure_memory(open_run(path))
+
+
+def record(build: Build, path: Path) -> Memory:
+    """Two steps on real tensors, as rank 0 of ranks that do not exist."""
+    ranks = Specification(world_size=WORLD_SIZE, gpus_per_node=WORLD_SIZE, intra=FREE, inter=FREE)
+    quiet = {"print_verdict": False, "device_interval_s": 0.0}
+    with emulate(ranks):
+        dist.init_process_group()
+        made = build()
+        with Recorder(
+            made.model, optimizer=made.optimizer, path=path, warmup_steps=1, **quiet
+        ) as recorder:
+            for _ in range(2):
+                with recorder.step():
+                    made.step()
+        dist.destroy_process_group()
+    return measure_memory(open_run(path))
+
+
+@pytest.mark.parametrize("build", plain_models.ALIKE, ids=lambda build: build.__name__)
+def test_real_tensors_take_what_the_forecast_says(build: Build, tmp_path: Path) -> None:
+    predicted = forecast(build, tmp_path / "forecast", device_type="cpu")
+    recorded = record(build, tmp_path / "recorded")
+
+    assert predicted.peak_allocated_bytes == recorded.peak_allocated_bytes
+    assert predicted.peak.categories == recorded.peak.categories
+    assert predicted.ranks[0].resting_bytes == recorded.ranks[0].resting_bytes
+
+
+def test_a_value_that_nobody_knows_is_0_and_the_reader_learns_where_it_was_asked(
+    tmp_path: Path,
+) -> None:
+    forecast(plain_models.values_asked, tmp_path / "asked")
+
+    (note,) = (one for one in open_run(tmp_path / "asked").manifest.notes if "asked" in one)
+    assert "plain_models.py:" in note
+    assert "answered 0" in note
+
+
+def test_a_size_that_depends_on_values_is_refused_with_the_line(tmp_path: Path) -> None:
+    with pytest.raises(ForecastError, match=r"at step, .*plain_models\.py:\d+") as raised:
+        forecast(plain_models.sizes_by_value, tmp_path / "x")
+    assert "no shape depends on the values of a tensor" in str(raised.value)
+
+
+def test_compiled_modules_are_counted_as_eager_code_which_is_said(tmp_path: Path) -> None:
+    eager = forecast(plain_models.plain, tmp_path / "eager")
+    compiled = forecast(plain_models.compiled, tmp_path / "compiled")
+
+    assert compiled.peak_allocated_bytes == eager.peak_allocated_bytes
+    assert any("run as eager code" in note for note in open_run(tmp_path / "compiled").notes)
+    assert torch.compiler.is_compiling() is False
+
+
+def test_what_is_offloaded_is_not_the_devices_memory(tmp_path: Path) -> None:
+    kept = forecast(plain_models.plain, tmp_path / "kept")
+    offloaded = forecast(plain_models.offloaded, tmp_path / "offloaded")
+
+    on_host = ("sharded_parameter", "sharded_gradient", "optimizer_state")
+    before, after = (
+        {one.category: one.bytes for one in memory.peak.categories} for memory in (kept, offloaded)
+    )
+    assert after == {name: held for name, held in before.items() if name not in on_host}
+    assert offloaded.ranks[0].resting_bytes == before["buffer"] + before["input"]
+    assert any("offloaded" in note for note in open_run(tmp_path / "offloaded").notes)
+
+
+def test_on_a_cpu_offloading_moves_nothing(tmp_path: Path) -> None:
+    kept = forecast(plain_models.plain, tmp_path / "kept", "cpu")
+    offloaded = forecast(plain_models.offloaded, tmp_path / "offloaded", "cpu")
+
+    assert offloaded.peak_allocated_bytes == kept.peak_allocated_bytes
