@@ -1,7 +1,7 @@
 """What does each number mean? Every metric once: name, label, unit, formula, which way is better.
 
-The text reports, the dashboard and the table of docs/metrics.md take their words from here; the
-names are the keys of `--json` and the attributes of the result objects, so one name means one thing.
+The text reports, the dashboard and the table of docs/metrics.md take their words from here; names
+are the keys of `--json` and the attributes of the result objects, so one name means one thing.
 """
 
 from dataclasses import dataclass

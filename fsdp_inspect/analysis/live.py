@@ -275,9 +275,11 @@ _LEVELS = (
 )
 """Column, words, unit, and what one of the column is of it."""
 _COUNTERS = (
-    ("nvlink_tx_bytes", "NVLink, sent"),
-    ("nvlink_rx_bytes", "NVLink, received"),
+    ("nvlink_tx_bytes", "NVLink, sent", "bytes/s", 1.0),
+    ("nvlink_rx_bytes", "NVLink, received", "bytes/s", 1.0),
+    ("run_delay_ns", "training thread ready, without a core", "%", 1e-7),
 )
+"""Column, words, unit, and what one of the column in a second is of it."""
 
 
 def _series_of(devices: DeviceTable) -> tuple[DeviceSeries, ...]:
@@ -295,24 +297,19 @@ def _series_of(devices: DeviceTable) -> tuple[DeviceSeries, ...]:
                     name, label, unit, tuple(seconds[known].tolist()), tuple(values.tolist())
                 )
             )
-    for name, label in _COUNTERS:
+    for name, label, unit, factor in _COUNTERS:
         column = getattr(devices, name)
         known = column != MISSING_INT
         if np.count_nonzero(known) > 1:
-            series.append(_rate_of(name, label, seconds[known], column[known]))
+            times, rates = _rates_of(seconds[known], column[known] * factor)
+            series.append(DeviceSeries(name, label, unit, times, rates))
     return tuple(series)
 
 
-def _rate_of(
-    name: str, label: str, seconds: NDArray[np.float64], counter: NDArray[np.int64]
-) -> DeviceSeries:
-    """The rate between neighbouring samples; a counter that began anew gives none there."""
+def _rates_of(
+    seconds: NDArray[np.float64], counter: NDArray[np.float64]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Times and rates a second, between neighbours; a counter that began anew gives none there."""
     passed, grown = np.diff(seconds), np.diff(counter)
     sound = (passed > 0) & (grown >= 0)
-    return DeviceSeries(
-        name,
-        label,
-        "bytes/s",
-        tuple(seconds[1:][sound].tolist()),
-        tuple((grown[sound] / passed[sound]).tolist()),
-    )
+    return tuple(seconds[1:][sound].tolist()), tuple((grown[sound] / passed[sound]).tolist())

@@ -105,6 +105,9 @@ class Baseline(BaseModel):
     waits: _ByUnit = Field(default_factory=dict)
     """ns a step by unit, then collective and phase, that its collectives are waited for; with
     `parts`."""
+    run_delays: tuple[float, ...] = ()
+    """Of each run, the share of the time for which a training thread had no core; where times are
+    gated: other work on the machine is no change of the program."""
     phase: str | None = None
     """Where the peak was reached."""
     moments: dict[str, MomentRecord] = Field(default_factory=dict)
@@ -165,6 +168,7 @@ def make_baseline(reading: Reading, *, limits: dict[str, str] | None = None) -> 
         times=times,
         parts=reading.parts if times else {},
         waits=_nested(reading.waits) if times else {},
+        run_delays=tuple(sorted(reading.run_delays)) if times else (),
         phase=reading.phase,
         moments={
             name: MomentRecord(bytes=moment.bytes, unit=moment.unit, held=_nested(moment.held))

@@ -8,6 +8,7 @@ what gloo's threads hold of several real ranks, varies a little from run to run.
 
 import json
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -30,6 +31,12 @@ from fsdp_inspect.trace.repeats import (
 from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect.trace.statistics import median
 
+SIGNIFICANCE = 0.01
+"""What stops a merge is told more surely than what a comparison names: five runs against five must
+not overlap."""
+MOST_RUN_DELAY = 0.05
+"""Sides whose training threads were without a core for so different shares of the time are not
+compared: other programs had it."""
 EXACT_METHOD = "storage_tracker"
 DEFAULT_LIMITS = {
     "peak_allocated_bytes": Limit("+1%", beyond_ratio=0.01),
@@ -353,13 +360,45 @@ def _judge_time(
         return MetricCheck(name, Outcome.UNTOLD, before, after, allowed, text, reason)
     if limit is not None and limit.absolute is not None:
         outcome, reason = _judge_absolute(name, second, after, limit.absolute)
+        hindered = _hindrance(name, outcome, (), reading.run_delays)
     else:
         whole = median(tuple(baseline.times.get("step_time_ns", ()))) if baseline else None
         least = WORTH_NAMING_RATIO * (whole or before or 0)
-        judgement = judge_times(first, second, whole=whole)
+        judgement = judge_times(first, second, whole=whole, significance=SIGNIFICANCE)
         room = max(_room(allowed, before, after), least / before if before else 0.0)
         outcome, reason = _judge_change(name, judgement, room)
+        delays = baseline.run_delays if baseline else ()
+        hindered = _hindrance(name, outcome, delays, reading.run_delays)
+    if hindered:
+        outcome, reason = Outcome.UNTOLD, hindered
     return MetricCheck(name, outcome, before, after, allowed, text, reason)
+
+
+def _hindrance(
+    name: str, outcome: Outcome, before: Sequence[float], after: Sequence[float]
+) -> str | None:
+    """Why other work on the machine may have made an outcome; None: it has not.
+
+    Args:
+        name: Of the metric.
+        outcome: As the times alone say.
+        before: Run delays of the baseline's runs; empty: not known, or held against a constant.
+        after: Of the runs.
+    """
+    if not after or outcome is Outcome.UNTOLD:
+        return None
+    was, now = statistics.median(before or (0.0,)), statistics.median(after)
+    is_slower = outcome is Outcome.REGRESSION
+    if abs(now - was) <= MOST_RUN_DELAY or (now > was) is not is_slower:
+        return None
+    told = f"a training thread was ready and had no core for {now:.0%} of the time"
+    against = f" ({was:.0%} in the baseline's runs)" if before else ""
+    remedy = (
+        "Free the machine of other work, or give each rank cores of its own, and record again."
+        if is_slower
+        else "Write the baseline's times anew with --update, on a machine as free as this one."
+    )
+    return f"{name} cannot be judged: {told}{against}. {remedy}"
 
 
 def _room(allowed: int | None, before: int | None, after: int) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_inspect.analysis.memory import Memory, PeakMoment, measure_memory
+from fsdp_inspect.analysis.run_delay import measure_run_delay
 from fsdp_inspect.checks.limits import CATEGORY_METRICS, PHASES, TIME_METRICS
 from fsdp_inspect.digest.run import RunDigest, digest_run
 from fsdp_inspect.digest.settings import find_other_settings
@@ -59,6 +60,9 @@ class Reading:
     waits: Held = field(default_factory=dict)
     """ns a step, by unit and by collective and phase (`all_gather in backward`), for which its
     collectives are waited; medians over the runs."""
+    run_delays: tuple[float, ...] = ()
+    """Of each run with timed steps, the share of the time for which a training thread had no core;
+    empty where that is not known of each."""
     problems: tuple[str, ...] = ()
     """Why a run cannot be judged."""
 
@@ -93,6 +97,7 @@ def read_runs(runs: Sequence[RunSource]) -> Reading:
         moments=_moments_of(memory),
         parts=_parts_of(digests),
         waits=_waits_of(digests),
+        run_delays=_run_delays_of(runs, digests),
         problems=tuple(_problems(runs)),
     )
 
@@ -185,6 +190,13 @@ def _waits_of(digests: Sequence[RunDigest]) -> Held:
     ]
     keys = dict.fromkeys(key for waits in of_runs for key in waits)
     return {key: median([waits.get(key, 0) for waits in of_runs]) or 0 for key in keys}
+
+
+def _run_delays_of(runs: Sequence[RunSource], digests: Sequence[RunDigest]) -> tuple[float, ...]:
+    timed = [run for run, digest in zip(runs, digests, strict=True) if digest.step_time_ns]
+    found = [measure_run_delay(run) for run in timed]
+    delays = tuple(round(one.run_delay_ratio, 4) for one in found if one is not None)
+    return delays if len(delays) == len(timed) else ()
 
 
 # --- what forbids a judgement

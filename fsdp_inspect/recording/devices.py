@@ -1,6 +1,7 @@
 """What did the machine do while training ran? Samples from a background thread.
 
-Host: this process's memory and CPU time, the machine's memory. GPU: what NVML says about the
+Host: this process's memory and CPU time, how long the training thread waited for a core, the
+machine's memory. GPU: what NVML says about the
 device that this process computes on. Whatever cannot be read is -1 in the rows and one sentence in
 `DeviceSampler.problems`; nothing is ever raised into the training.
 """
@@ -10,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -48,15 +51,17 @@ class DeviceSampler:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._pid = -1
+        self._training_thread = -1
         self._probes: list[_Probe] = []
         self.problems: list[str] = []
         """What could not be sampled and why, one sentence each."""
 
     def start(self) -> None:
-        """Begin sampling; a second call does nothing."""
+        """Begin sampling, called by the thread that trains; a second call does nothing."""
         if self._thread is not None:
             return
         self._pid = os.getpid()
+        self._training_thread = threading.get_native_id()
         if self._cuda_index is not None:
             try:
                 self._identity = identify_gpu(self._cuda_index)
@@ -76,7 +81,7 @@ class DeviceSampler:
     def _run(self) -> None:
         nvml = None
         try:
-            self._probes = _open_host(self._note)
+            self._probes = _open_host(self._training_thread, self._note)
             if self._identity is not None:
                 nvml, probes = _open_gpu(self._identity, self._note)
                 self._probes += probes
@@ -171,8 +176,11 @@ class _Probe:
 # --- host
 
 
-def _open_host(note: Callable[[str], None]) -> list[_Probe]:
+def _open_host(training_thread: int, note: Callable[[str], None]) -> list[_Probe]:
     probes = [_Probe("This process's CPU time", _CpuShare())]
+    scheduled = Path(f"/proc/self/task/{training_thread}/schedstat")
+    if scheduled.exists():  # Linux with scheduler statistics
+        probes.append(_Probe("The wait for a core", partial(_read_run_delay, scheduled)))
     try:
         import psutil
     except ImportError:
@@ -199,6 +207,11 @@ def _open_host(note: Callable[[str], None]) -> list[_Probe]:
         _Probe("This process's memory", read_process_memory),
         _Probe("The host's memory", read_host_memory),
     ]
+
+
+def _read_run_delay(scheduled: Path) -> Mapping[str, int]:
+    """Of a thread's `schedstat`: time on a core, time ready without one (ns), slices (proc(5))."""
+    return {"run_delay_ns": int(scheduled.read_text().split()[1])}
 
 
 class _CpuShare:

@@ -88,7 +88,11 @@ def judge_exact(first: Sequence[int], second: Sequence[int]) -> Judgement:
 
 
 def judge_times(
-    first: Sequence[int], second: Sequence[int], *, whole: int | None = None
+    first: Sequence[int],
+    second: Sequence[int],
+    *,
+    whole: int | None = None,
+    significance: float = SIGNIFICANCE,
 ) -> Judgement:
     """Compare times, one number a run.
 
@@ -97,6 +101,7 @@ def judge_times(
         second: Medians of the runs of the other side.
         whole: What the time is a part of (the reference's step time): a change is worth naming
             from `WORTH_NAMING_RATIO` of that on. Default: of the time itself.
+        significance: Below this p-value of the rank test a difference is told.
     """
     before, after = median(first), median(second)
     if before is None or after is None:
@@ -104,7 +109,7 @@ def judge_times(
     least = WORTH_NAMING_RATIO * (before if whole is None else whole)
     if min(len(first), len(second)) < RUNS_FOR_A_TEST:
         return _judge_few(first, second, least)
-    return _judge_tested(first, second, before, least)
+    return _judge_tested(first, second, before, least, significance)
 
 
 def _judge_few(first: Sequence[int], second: Sequence[int], least: float) -> Judgement:
@@ -126,11 +131,15 @@ def _judge_few(first: Sequence[int], second: Sequence[int], least: float) -> Jud
 
 
 def _judge_tested(
-    first: Sequence[int], second: Sequence[int], before: int, least: float
+    first: Sequence[int],
+    second: Sequence[int],
+    before: int,
+    least: float,
+    significance: float,
 ) -> Judgement:
     p_value = rank_test(first, second)
     shift, low, high = estimate_shift(first, second)
-    if p_value < SIGNIFICANCE and abs(shift) >= least and shift != 0:
+    if p_value < significance and abs(shift) >= least and shift != 0:
         telling = Telling.DIFFERENT
     elif -least < low and high < least:
         telling = Telling.SAME

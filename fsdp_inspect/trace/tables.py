@@ -269,6 +269,7 @@ class DeviceTable(Table):
         "process_cpu_pct": np.int32,
         "host_memory_used": np.int64,
         "host_memory_total": np.int64,
+        "run_delay_ns": np.int64,
     }
 
     time_ns: NDArray[np.int64]
@@ -288,6 +289,9 @@ class DeviceTable(Table):
     """Percent of one core: 200 means two cores busy."""
     host_memory_used: NDArray[np.int64]
     host_memory_total: NDArray[np.int64]
+    run_delay_ns: NDArray[np.int64]
+    """Time for which the training thread was ready to run and had no core (Linux's scheduler); a
+    counter since the thread began: use differences."""
 
 
 @dataclass(frozen=True, slots=True)

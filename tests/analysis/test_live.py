@@ -94,12 +94,16 @@ def test_the_machine_is_told_in_units_and_counters_as_rates():
     live = LiveRank()
     times = [0, 1 * SECOND, 3 * SECOND]
     rows = device_rows(
-        time_ns=times, gpu_power_mw=[250_000, -1, 300_000], nvlink_tx_bytes=[100, 300, 50]
+        time_ns=times,
+        gpu_power_mw=[250_000, -1, 300_000],
+        nvlink_tx_bytes=[100, 300, 50],
+        run_delay_ns=[0, SECOND // 4, SECOND],
     )
     live.add(**{**NOTHING, "devices": rows})
-    power, sent = live.view().devices
+    power, sent, delay = live.view().devices
     assert (power.unit, power.seconds, power.values) == ("W", (-3.0, 0.0), (250.0, 300.0))
     assert (sent.unit, sent.seconds, sent.values) == ("bytes/s", (-2.0,), (200.0,))
+    assert (delay.unit, delay.values) == ("%", pytest.approx((25.0, 37.5)))
 
 
 def test_the_last_logged_numbers_have_their_names():

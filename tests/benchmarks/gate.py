@@ -123,6 +123,11 @@ def _exit_code(pool: Sequence[Reading], sides: Sides, *, is_of_times: bool) -> i
                 f"runs {list(sides[0])}: {describe_outcome(result)}",
                 file=sys.stderr,
             )
+    if result.exit_code == 2 and not is_of_times:
+        print(
+            f"  runs {list(sides[1])} over {list(sides[0])}: {describe_outcome(result)}",
+            file=sys.stderr,
+        )
     return result.exit_code
 
 
@@ -136,4 +141,5 @@ def _together(readings: Sequence[Reading]) -> Reading:
     highest = {
         name: max(reading.memory.get(name, 0) for reading in readings) for name in top.memory
     }
-    return replace(top, times=times, memory=highest)
+    delays = tuple(delay for reading in readings for delay in reading.run_delays)
+    return replace(top, times=times, memory=highest, run_delays=delays)

@@ -87,6 +87,39 @@ def test_times_hold_rise_or_cannot_be_told(reading, times, exit_code):
     assert check(after, make_baseline(before)).exit_code == exit_code
 
 
+@pytest.mark.parametrize(
+    ("times", "before", "after", "exit_code"),
+    [
+        ((1500, 1501, 1502, 1503, 1504), 0.01, 0.30, 2),
+        ((1500, 1501, 1502, 1503, 1504), 0.30, 0.01, 1),
+        ((1500, 1501, 1502, 1503, 1504), 0.30, 0.33, 1),
+        ((1000, 1001, 1002, 1003, 1004), 0.30, 0.01, 2),
+        ((1000, 1001, 1002, 1003, 1004), 0.01, 0.30, 0),
+    ],
+    ids=["slower, busier", "slower, freer", "slower, as busy", "alike, freer", "alike, busier"],
+)
+def test_what_other_work_on_the_machine_may_have_made_is_not_judged(
+    reading, times, before, after, exit_code
+):
+    before = dataclasses.replace(
+        reading, times={"step_time_ns": (1000, 1001, 1002, 1003, 1004)}, run_delays=(before,) * 5
+    )
+    after = dataclasses.replace(reading, times={"step_time_ns": times}, run_delays=(after,) * 5)
+
+    result = check(after, make_baseline(before))
+
+    assert result.exit_code == exit_code
+    if exit_code == 2:
+        assert "had no core for" in result.reasons[0]
+
+
+def test_five_runs_that_overlap_stop_no_merge(reading):
+    before = dataclasses.replace(reading, times={"step_time_ns": (100, 101, 102, 103, 150)})
+    after = dataclasses.replace(reading, times={"step_time_ns": (149, 151, 152, 153, 154)})
+
+    assert check(after, make_baseline(before)).exit_code == 2
+
+
 def test_waiting_where_nothing_was_waited_for_is_a_regression(reading):
     steps = (1000, 1001, 1002, 1003, 1004)
     before = {"step_time_ns": steps, "exposed_ns": (0, 0, 0, 0, 0)}

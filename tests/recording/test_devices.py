@@ -1,8 +1,10 @@
 import itertools
 import os
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -124,6 +126,30 @@ def test_process_and_host_are_sampled_on_a_machine_without_gpu():
     assert 0 < last["host_memory_used"] < last["host_memory_total"]
     assert gpu(last) == [-1] * len(gpu(last))
     assert sampler.problems == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="no scheduler statistics")
+def test_a_thread_that_shares_its_core_is_seen_waiting_for_it():
+    burn = "import os\nos.sched_setaffinity(0, {%d})\nprint(flush=True)\nwhile True: pass"
+    before, core = os.sched_getaffinity(0), min(os.sched_getaffinity(0))
+    other = subprocess.Popen([sys.executable, "-c", burn % core], stdout=subprocess.PIPE)
+    os.sched_setaffinity(0, {core})
+    try:
+        other.stdout.readline()
+        rows: list[tuple[int, ...]] = []
+        sampler = DeviceSampler(rows.append, 60)
+        sampler.start()
+        until = time.process_time() + 0.2
+        while time.process_time() < until:
+            pass
+        sampler.stop()
+    finally:
+        os.sched_setaffinity(0, before)
+        other.kill()
+        other.communicate()
+    samples = [dict(zip(DeviceTable.DTYPES, row, strict=True)) for row in rows]
+    passed, waited = (samples[-1][name] - samples[0][name] for name in ("time_ns", "run_delay_ns"))
+    assert waited > 0.2 * passed
 
 
 def test_rows_fit_the_device_table():

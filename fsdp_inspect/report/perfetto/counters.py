@@ -27,6 +27,7 @@ _DEVICE_NAMES = {
     "process_rss": "process RSS (bytes)",
     "process_cpu_pct": "process CPU (% of one core)",
     "host_memory_used": "host memory used (bytes)",
+    "run_delay_ns": "training thread ready without a core (ns since it began)",
 }
 """Every column of `DeviceTable` that changes with time."""
 

@@ -1,0 +1,51 @@
+"""Had the threads that train a core when they were ready to run?
+
+Other programs on the machine, too many data loader workers and too small a CPU quota show here, and
+nowhere else: on the host's clock a thread without a core looks like one that works slowly.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdp_inspect.errors import StoreError
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.tables import MISSING_INT
+
+
+@dataclass(frozen=True, slots=True)
+class RunDelay:
+    """The rank whose training thread waited most for a core."""
+
+    rank: int
+    run_delay_ratio: float
+    """Share of the recording in which it was ready to run and had none; measured by Linux's
+    scheduler."""
+
+
+def measure_run_delay(run: RunSource) -> RunDelay | None:
+    """How long the training threads waited for a core, from the first sample to the last.
+
+    Returns:
+        None where no rank's scheduler was sampled: imports, predictions, other systems.
+    """
+    ratios = {record.rank: _of(run, record.rank) for record in run.ranks}
+    known = {rank: ratio for rank, ratio in ratios.items() if ratio is not None}
+    if not known:
+        return None
+    rank = max(known, key=lambda rank: known[rank])
+    return RunDelay(rank, known[rank])
+
+
+def _of(run: RunSource, rank: int) -> float | None:
+    try:
+        samples = run.devices(rank)
+    except StoreError:
+        return None
+    known = np.flatnonzero(samples.run_delay_ns != MISSING_INT)
+    if len(known) < 2:
+        return None
+    first, last = known[0], known[-1]
+    passed = int(samples.time_ns[last] - samples.time_ns[first])
+    waited = int(samples.run_delay_ns[last] - samples.run_delay_ns[first])
+    return waited / passed if passed > 0 and waited >= 0 else None
