@@ -7,7 +7,11 @@ import streamlit as st
 from fsdp_inspect.advice.findings import Finding
 from fsdp_inspect.analysis.plan_check import PlanCheck
 from fsdp_inspect.analysis.verdict import Limit, Verdict
+from fsdp_inspect.digest.exposed import WaitDigest, digest_waits
+from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect_app import loading
 from fsdp_inspect_app.pages import find_page
 from fsdp_inspect_app.selection import page_link
 from fsdp_inspect_app.wording import plain
@@ -24,6 +28,14 @@ _PAGE_OF_LIMIT = {
     Limit.MEMORY_CREEP: "memory",
     Limit.STRAGGLER: "ranks",
 }
+
+
+def find_waits(entry: RunEntry) -> WaitDigest | None:
+    """Who is waited for, and why; None where events are damaged, which the digest's notes say."""
+    try:
+        return loading.result_of(entry, digest_waits)
+    except StoreError:
+        return None
 
 
 def page_of_limit(verdict: Verdict) -> str:

@@ -67,8 +67,13 @@ def _one_line(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text)
 
 
-def describe_units(digest: RunDigest) -> str:
-    """Which unit is waited for most, as Markdown."""
+def describe_units(digest: RunDigest, owners: Sequence[ExposedOwner] = ()) -> str:
+    """Which unit is waited for most, as Markdown.
+
+    Args:
+        digest: Of the run.
+        owners: Its waits, longest first, which tell why; none where they cannot be read.
+    """
     if digest.step_time_ns is None:
         return "No step counts yet, so what each unit costs cannot be told\\."
     top = max(digest.units, key=lambda unit: unit.exposed_ns, default=None)
@@ -76,7 +81,6 @@ def describe_units(digest: RunDigest) -> str:
         return "This model has no FSDP unit\\."
     if top.exposed_ns == 0:
         return plain(f"No unit's communication is waited for: all {len(digest.units)} hide it.")
-    owners = digest.exposed.owners if digest.exposed else ()
     why = describe_main_cause([owner for owner in owners if owner.fqn == top.fqn])
     return (
         plain(f"{format_ns(top.exposed_ns)} of every {format_ns(digest.step_time_ns.median)} step ")

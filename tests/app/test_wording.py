@@ -6,6 +6,7 @@ import pytest
 from fsdp_inspect_app import wording
 
 from fsdp_inspect.analysis.provenance import Provenance
+from fsdp_inspect.digest.exposed import digest_waits
 from fsdp_inspect.digest.run import digest_run
 from tests.app.synthetic import make_manifest, make_run
 
@@ -106,3 +107,10 @@ def test_the_unit_that_is_waited_for_most_is_named_with_its_time():
     sentence = wording.describe_units(digest)
     assert f"{top.exposed_ns / 1e6:.1f} ms" in unescaped(sentence)
     assert "`(root)`" in sentence
+
+
+def test_the_unit_that_is_waited_for_most_is_told_why():
+    run = make_run()
+    digest, owners = digest_run(run), digest_waits(run).exposed.owners
+    sentence = unescaped(wording.describe_units(digest, owners))
+    assert ", mostly for its reduce-scatter in backward (" in sentence

@@ -359,7 +359,9 @@ def _show_allocator(digest: MemoryDigest) -> None:
         for name in ("fragmentation_ratio", "num_alloc_retries", "num_ooms")
         if getattr(use, name) is not None
     ]
-    unseen = " NVML was not sampled." if use.device_used_bytes is None else ""
+    facts = [f"Rank {use.rank}, at its highest sample (step {use.step}), measured."]
+    facts += [f"{'; '.join(numbers)}."] if numbers else []
+    facts += ["NVML was not sampled."] if use.device_used_bytes is None else []
     device_bytes = digest.rank.device_bytes if digest.rank else None
     show_chart_card(
         "Allocated, reserved, and the device",
@@ -368,8 +370,7 @@ def _show_allocator(digest: MemoryDigest) -> None:
         key="memory-allocator",
         alt=f"{format_bytes(use.allocated_bytes)} allocated of {format_bytes(use.reserved_bytes)} "
         f"reserved; in use on the device {format_bytes(use.device_used_bytes)}",
-        note=f"Rank {use.rank}, at its highest sample (step {use.step}), measured. "
-        f"{'; '.join(numbers)}.{unseen}",
+        note=" ".join(facts),
     )
 
 

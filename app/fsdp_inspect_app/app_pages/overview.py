@@ -12,7 +12,7 @@ from fsdp_inspect.analysis.memory import PeakMoment
 from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
 from fsdp_inspect.analysis.steps import StepTimes, measure_step_times
 from fsdp_inspect.digest.advising import find_findings
-from fsdp_inspect.digest.exposed import WaitDigest, digest_waits
+from fsdp_inspect.digest.exposed import WaitDigest
 from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.errors import FsdpInspectError, StoreError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
@@ -40,7 +40,7 @@ from fsdp_inspect_app.charts.overview import (
 )
 from fsdp_inspect_app.charts.style import CONFIG
 from fsdp_inspect_app.clicks import Click, open_on_click
-from fsdp_inspect_app.evidence import page_of_limit, show_findings
+from fsdp_inspect_app.evidence import find_waits, page_of_limit, show_findings
 from fsdp_inspect_app.exports import show_export_button, show_share_button
 from fsdp_inspect_app.frames.overview import (
     frame_breakdown,
@@ -82,7 +82,7 @@ def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
         show_run_header(manifest, digest)
     _show_answer(digest)
     _show_key_numbers(digest)
-    waits = _find_waits(entry)
+    waits = find_waits(entry)
     _show_step(digest)
     left, right = st.columns(2)
     with left:
@@ -96,13 +96,6 @@ def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
         _show_findings(entry, digest)
     _show_over_steps(entry, digest, times)
     _show_about(manifest, digest)
-
-
-def _find_waits(entry: RunEntry) -> WaitDigest | None:
-    try:
-        return loading.result_of(entry, digest_waits)
-    except StoreError:
-        return None  # the digest's notes say so
 
 
 def _show_answer(digest: RunDigest) -> None:

@@ -22,6 +22,7 @@ from fsdp_inspect_app.cards import (
 from fsdp_inspect_app.charts.style import CONFIG
 from fsdp_inspect_app.charts.units import UNIT_MEASURES, draw_units
 from fsdp_inspect_app.clicks import Click, open_on_click
+from fsdp_inspect_app.evidence import find_waits
 from fsdp_inspect_app.frames.units import frame_units
 from fsdp_inspect_app.selection import UNIT_KEY, entry_or_stop, follow, link, switch_page
 from fsdp_inspect_app.unit_page import show_unit
@@ -45,8 +46,10 @@ def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None
     if unit is not None:
         show_unit(entry, manifest, digest, unit, answer)
         return
+    waits = find_waits(entry)
+    owners = waits.exposed.owners if waits is not None and waits.exposed is not None else ()
     with answer:
-        show_headline(wording.describe_units(digest))
+        show_headline(wording.describe_units(digest, owners))
     _show_bars(digest)
     _show_table(digest)
 

@@ -1,6 +1,7 @@
 """How does a run look that is being recorded? Result objects to figures; nothing is computed."""
 
 from collections.abc import Sequence
+from textwrap import wrap
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -18,7 +19,11 @@ from fsdp_inspect_app.frames.live import format_sample
 from fsdp_inspect_app.frames.values import ms
 
 _IN_ROW = 3
-_SMALL_HEIGHT = 130
+_SMALL_HEIGHT = 74
+_LINE, _AIR, _AXIS = 15, 8, 26
+"""Heights above and below a small chart: a line of its title, the air around it, its axis."""
+_TITLE_LETTERS = 22
+"""In a line of a title, so that titles do not meet in a narrow window."""
 
 
 def draw_live_steps(steps: Sequence[LiveStep]) -> go.Figure:
@@ -77,13 +82,18 @@ def draw_live_memory(memory: Sequence[LiveMemory]) -> go.Figure:
 def draw_devices(series: Sequence[DeviceSeries]) -> go.Figure:
     """A small chart for each number of the machine, its newest value in its title."""
     num_rows = -(-len(series) // _IN_ROW)
-    titles = [f"{one.label}: <b>{format_sample(one.values[-1], one.unit)}</b>" for one in series]
+    titles = [
+        [*wrap(one.label, _TITLE_LETTERS), f"<b>{format_sample(one.values[-1], one.unit)}</b>"]
+        for one in series
+    ]
+    title = _LINE * max(len(lines) for lines in titles) + _AIR
+    plots = num_rows * _SMALL_HEIGHT + (num_rows - 1) * (title + _AXIS)
     figure = make_subplots(
         rows=num_rows,
         cols=_IN_ROW,
-        subplot_titles=titles,
-        horizontal_spacing=0.04,
-        vertical_spacing=0.34 / num_rows,
+        subplot_titles=["<br>".join(lines) for lines in titles],
+        horizontal_spacing=0.07,
+        vertical_spacing=(title + _AXIS) / plots,
     )
     for place, one in enumerate(series):
         figure.add_scatter(
@@ -97,10 +107,11 @@ def draw_devices(series: Sequence[DeviceSeries]) -> go.Figure:
             col=place % _IN_ROW + 1,
         )
     figure.update_annotations(font_size=12)
-    figure.update_xaxes(ticksuffix=" s", showgrid=False, nticks=4)
+    figure.update_xaxes(ticksuffix=" s", showgrid=False, nticks=3)
     figure.update_yaxes(rangemode="tozero", showticklabels=False, nticks=3)
-    styled(figure, height=40 + _SMALL_HEIGHT * num_rows)
-    return _follows(figure.update_layout(showlegend=False))
+    styled(figure, height=title + plots + _AXIS)
+    figure.update_layout(showlegend=False, margin={"t": title, "b": _AXIS})
+    return _follows(figure)
 
 
 def _follows(figure: go.Figure) -> go.Figure:
