@@ -162,7 +162,7 @@ def verify(
         plan_differences=differences,
         caveats=(
             *find_caveats(prediction, runs, baselines),
-            *_about_compute(moved),
+            *_about_compute(moved, step),
             *_about_memory(prediction, peak),
         ),
         source=runs[0].manifest.source,
@@ -343,9 +343,11 @@ def _peak(
     )
 
 
-def _about_compute(moved: _Moved | None) -> tuple[str, ...]:
-    """Said where the machine was not the same."""
-    if moved is None or abs(moved.change) < PROCESS_NOISE_RATIO:
+def _about_compute(moved: _Moved | None, step: JudgedTime | None) -> tuple[str, ...]:
+    """Said where the machine was so different that the step is by more than noise."""
+    if moved is None or step is None:
+        return ()
+    if abs(moved.after_ns - moved.before_ns) < PROCESS_NOISE_RATIO * step.baseline_ns:
         return ()
     longer = "longer" if moved.change > 0 else "less"
     return (
