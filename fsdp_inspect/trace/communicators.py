@@ -16,6 +16,8 @@ from fsdp_inspect.trace.tables import EventTable
 NOTHING_AHEAD = -1
 """The position of the collective ahead where there is none."""
 _LONG_AGO = np.iinfo(np.int64).min // 4
+_GROUP_BITS = 16
+"""What the number of a process group takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +35,26 @@ class Queue:
     """From when on its own bytes can have travelled: its start, or the end of the one ahead."""
 
 
-def queue_up(collectives: EventTable) -> Queue:
+def queue_up(collectives: EventTable, *, apart: NDArray[np.integer] | None = None) -> Queue:
     """The queues of all communicators of one rank.
 
     Args:
         collectives: Collectives of one rank, in any order. One without a process group is alone on
             a communicator of its own. One that ended before the one issued before it did was not
             queued behind it: the backend runs several at a time.
+        apart: Shape (n,), not negative. Where two differ in it neither is ahead of the other, as
+            in steps that are looked at one by one.
     """
     nothing = np.full(len(collectives), NOTHING_AHEAD, dtype=np.int64)
     in_group = nothing.copy()
     on_stream = nothing.copy()
     order = np.lexsort((collectives.sequence, collectives.issue_ns))
     order = order[collectives.group[order] >= 0]
-    _link(in_group, order, collectives.group)
-    _link(on_stream, order, collectives.group.astype(np.int64) * 256 + collectives.stream)
+    communicator = collectives.group.astype(np.int64)
+    if apart is not None:
+        communicator = communicator + (apart.astype(np.int64) << _GROUP_BITS)
+    _link(in_group, order, communicator)
+    _link(on_stream, order, communicator * 256 + collectives.stream)
     ahead, ahead_end_ns = _ended_before(collectives, in_group)
     return Queue(
         ahead=ahead,

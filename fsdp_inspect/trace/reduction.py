@@ -25,7 +25,6 @@ who waited for whom. There the parts are:
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +40,7 @@ from fsdp_inspect.trace.codes import (
     Stream,
 )
 from fsdp_inspect.trace.intervals import Intervals
-from fsdp_inspect.trace.statistics import median
+from fsdp_inspect.trace.side_by_side import SideBySide, lay_side_by_side
 from fsdp_inspect.trace.tables import EventTable, SummaryTable, is_any_of
 
 
@@ -111,16 +110,13 @@ def reduce_rank(events: EventTable, *, rank: int, attempt: int = 0) -> SummaryTa
     Returns:
         Rows sorted by step. Steps without a STEP event (unfinished) have no rows.
     """
-    rows: list[dict[str, int]] = []
-    groups: list[dict[str, NDArray[np.int64]]] = []
-    for _, members in _finished_steps(events):
-        parts, exposed = _reduce_step(members)
-        rows.extend(parts)
-        groups.append(_group(members, exposed))
-    if not groups:
+    has_ended = np.isin(events.step, events.step[events.kind == EventKind.STEP])
+    reduced = [_reduce_steps(axis) for axis in lay_side_by_side(events.where(has_ended))]
+    if not reduced:
         return SummaryTable.empty()
+    whole, groups = zip(*reduced, strict=True)
     columns = {
-        name: np.concatenate([[row[name] for row in rows], *(group[name] for group in groups)])
+        name: np.concatenate([part[name] for part in (*whole, *groups)])
         for name in SummaryTable.DTYPES
         if name not in ("rank", "attempt")
     }
@@ -195,7 +191,11 @@ def split_step(events: EventTable, start_ns: int, end_ns: int) -> dict[StepPart,
     Returns:
         Every part of `PARTS_OF_STEP`, plus COMMUNICATION and BETWEEN_STEPS, which overlap them.
     """
-    window = Intervals.of([start_ns], [end_ns])
+    return _split(events, Intervals.of([start_ns], [end_ns]))
+
+
+def _split(events: EventTable, window: Intervals) -> dict[StepPart, Intervals]:
+    """As `split_step`, of one step or of several that lie side by side."""
     between = _spans(events, events.kind == EventKind.BETWEEN_STEPS).intersect(window)
     free = window.subtract(between)
     communication = running_communication(events)
@@ -265,82 +265,85 @@ def _spans(events: EventTable, mask: NDArray[np.bool_]) -> Intervals:
     return Intervals.of(events.start_ns[mask], events.end_ns[mask])
 
 
-def _finished_steps(events: EventTable) -> Iterator[tuple[int, EventTable]]:
-    is_ordered = bool(np.all(events.step[1:] >= events.step[:-1]))
-    ordered = events if is_ordered else events.where(np.argsort(events.step, kind="stable"))
-    steps, firsts = np.unique(ordered.step, return_index=True)
-    bounds = [*firsts.tolist(), len(ordered)]
-    for step, low, high in zip(steps.tolist(), bounds, bounds[1:], strict=False):
-        members = ordered.between(low, high)
-        if np.any(members.kind == EventKind.STEP):
-            yield step, members
+_Columns = dict[str, NDArray[np.int64]]
 
 
-def _reduce_step(events: EventTable) -> tuple[list[dict[str, int]], NDArray[np.int64]]:
-    """The rows of one finished step as a whole, and how long each of its events was exposed."""
-    window = events.where(events.kind == EventKind.STEP)
-    start_ns, end_ns = int(window.start_ns[0]), int(window.end_ns[0])
-    parts = split_step(events, start_ns, end_ns)
-    between = parts[StepPart.BETWEEN_STEPS]
-    in_step = Intervals.of([start_ns], [end_ns]).subtract(between)
+def _reduce_steps(axis: SideBySide) -> tuple[_Columns, _Columns]:
+    """The rows of finished steps as a whole, and those of their units, phases and kinds."""
+    events = axis.events
+    is_step = np.flatnonzero(events.kind == EventKind.STEP)
+    first_of_step = is_step[np.unique(axis.place[is_step], return_index=True)[1]]
+    window = Intervals.of(events.start_ns[first_of_step], events.end_ns[first_of_step])
+    parts = _split(events, window)
+    in_step = window.subtract(parts[StepPart.BETWEEN_STEPS])
     exposed = exposed_ns(events, running_communication(events).intersect(in_step))
-    row = _Row(int(window.step[0]))
-    return [
-        row.of_step(events, in_step.duration_ns, has_between=len(between) > 0, parts=parts),
-        *(row.of_part(part, spans) for part, spans in parts.items()),
-    ], exposed
+    rows = [_rows_of_steps(axis, in_step, parts)]
+    rows += [_rows_of_part(axis, part, spans) for part, spans in parts.items()]
+    whole = {name: np.stack([row[name] for row in rows], axis=1).reshape(-1) for name in rows[0]}
+    return whole, _group(events, exposed)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """Makes the rows of one step that stand for no single unit."""
-
-    step: int
-
-    def of_step(
-        self,
-        events: EventTable,
-        duration_ns: int,
-        *,
-        has_between: bool,
-        parts: Mapping[StepPart, Intervals],
-    ) -> dict[str, int]:
-        collective = is_any_of(events.kind, COLLECTIVES) & (events.phase != Phase.EVALUATION)
-        is_memory_step = np.any(events.flags & EventFlag.MEMORY_STEP)
-        return self._blank(
-            kind=EventKind.STEP,
-            flags=(StepFlag.HAS_BETWEEN if has_between else 0)
-            | (StepFlag.MEMORY_STEP if is_memory_step else 0),
-            count=int(np.count_nonzero(collective)),
-            bytes=int(np.maximum(events.bytes[collective], 0).sum()),
-            duration_ns=duration_ns,
-            median_ns=duration_ns,
-            exposed_ns=sum(parts[part].duration_ns for part in EXPOSED_PART_CODES),
-        )
-
-    def of_part(self, part: StepPart, spans: Intervals) -> dict[str, int]:
-        return self._blank(
-            kind=part,
-            count=len(spans),
-            duration_ns=spans.duration_ns,
-            median_ns=median(spans.ends - spans.starts) or 0,
-        )
-
-    def _blank(self, **values: int) -> dict[str, int]:
-        blank = {
-            "step": self.step,
-            "unit": NO_UNIT,
-            "phase": Phase.OUTSIDE,
-            "flags": 0,
-            "count": 1,
-            "bytes": 0,
-            "exposed_ns": 0,
-        }
-        return {**blank, **values}
+def _rows_of_steps(
+    axis: SideBySide, in_step: Intervals, parts: Mapping[StepPart, Intervals]
+) -> _Columns:
+    """One STEP row for each step."""
+    events, num_steps = axis.events, len(axis.steps)
+    has_between = _count(axis, parts[StepPart.BETWEEN_STEPS]) > 0
+    slowed = (events.flags & EventFlag.MEMORY_STEP) != 0
+    is_memory_step = np.logical_or.reduceat(slowed, axis.firsts)
+    collective = is_any_of(events.kind, COLLECTIVES) & (events.phase != Phase.EVALUATION)
+    message = np.where(collective, np.maximum(events.bytes, 0), 0)
+    duration = axis.duration_ns(in_step)
+    return _blank_rows(axis, EventKind.STEP) | {
+        "flags": StepFlag.HAS_BETWEEN * has_between | StepFlag.MEMORY_STEP * is_memory_step,
+        "count": np.bincount(axis.place[collective], minlength=num_steps),
+        "bytes": np.add.reduceat(message, axis.firsts),
+        "duration_ns": duration,
+        "median_ns": duration,
+        "exposed_ns": sum(
+            (axis.duration_ns(parts[part]) for part in EXPOSED_PART_CODES),
+            start=np.zeros(num_steps, dtype=np.int64),
+        ),
+    }
 
 
-def _group(events: EventTable, exposed: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-    """Sums over one step's events of each unit, phase and kind, as columns of the summary."""
+def _rows_of_part(axis: SideBySide, part: StepPart, spans: Intervals) -> _Columns:
+    """One row of a part for each step."""
+    counts, lengths = _count(axis, spans), spans.ends - spans.starts
+    ordered = lengths[np.lexsort((lengths, axis.place_of(spans.starts)))]
+    middle = np.cumsum(counts) - counts + np.maximum(counts - 1, 0) // 2
+    median_ns = np.zeros(len(counts), dtype=np.int64)
+    median_ns[counts > 0] = ordered[middle[counts > 0]]
+    return _blank_rows(axis, part) | {
+        "count": counts,
+        "duration_ns": axis.duration_ns(spans),
+        "median_ns": median_ns,
+    }
+
+
+def _count(axis: SideBySide, spans: Intervals) -> NDArray[np.int64]:
+    """How many of the intervals lie in each step."""
+    return np.bincount(axis.place_of(spans.starts), minlength=len(axis.steps))
+
+
+def _blank_rows(axis: SideBySide, kind: EventKind | StepPart) -> _Columns:
+    """Rows that stand for no single unit, one for each step."""
+    constant = {
+        "unit": NO_UNIT,
+        "phase": Phase.OUTSIDE,
+        "kind": kind,
+        "flags": 0,
+        "bytes": 0,
+        "exposed_ns": 0,
+    }
+    num_steps = len(axis.steps)
+    return {"step": axis.steps} | {
+        name: np.full(num_steps, int(value)) for name, value in constant.items()
+    }
+
+
+def _group(events: EventTable, exposed: NDArray[np.int64]) -> _Columns:
+    """Sums over the events of each step, unit, phase and kind, as columns of the summary."""
     members = np.flatnonzero(events.kind != EventKind.STEP)
     keys = [getattr(events, name)[members] for name in ("step", "unit", "phase", "kind")]
     durations = (events.end_ns - events.start_ns)[members]

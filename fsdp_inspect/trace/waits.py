@@ -32,7 +32,6 @@ Source: what all-gathers depend on: `FSDPParamGroup.wait_for_unshard`, torch 2.1
 all-gather streams wait for the copy-out before the last one, in backward for the last one.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,8 +51,9 @@ from fsdp_inspect.trace.communicators import Queue, queue_up
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.reduction import exposing, running_communication, waited_since
 from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.side_by_side import SideBySide, lay_side_by_side
 from fsdp_inspect.trace.steps import RankSteps
-from fsdp_inspect.trace.tables import EventTable, is_any_of, positions_by_value
+from fsdp_inspect.trace.tables import EventTable, is_any_of
 
 _Int64 = NDArray[np.int64]
 
@@ -163,23 +163,21 @@ def split_waits(events: EventTable, *, last_arrival_ns: _Int64 | None = None) ->
     Returns:
         The waits of the collectives among the events, in their order.
     """
-    positions = np.flatnonzero(is_any_of(events.kind, COLLECTIVES))
-    arrivals = np.full(len(positions), -1, dtype=np.int64)
-    if last_arrival_ns is not None:
-        arrivals = last_arrival_ns
-    waits = _blank(events.where(positions))
-    own_of = dict(positions_by_value(waits.collectives.step))
-    for step, members in positions_by_value(events.step):
-        own = own_of.get(step, np.empty(0, dtype=np.int64))
-        of_step = _Step.of(events.where(members), arrivals[own])
-        waits.begin_ns[own] = of_step.begin_ns
-        waits.by_cause_ns[own] = of_step.split(of_step.begin_ns)
-        waits.share_by_cause_ns[own] = of_step.split(of_step.share_begins())
-        ahead = of_step.queue.ahead
-        waits.ahead[own] = np.where(ahead < 0, -1, own[ahead] if len(own) else ahead)
-        waits.turn_ns[own] = of_step.queue.turn_ns
-        waits.step_start_ns[own] = of_step.start_ns
-        waits.is_floor[own] = of_step.is_floor
+    is_collective = is_any_of(events.kind, COLLECTIVES)
+    waits = _blank(events.where(np.flatnonzero(is_collective)))
+    number = np.cumsum(is_collective) - 1
+    for axis in lay_side_by_side(events):
+        own = number[axis.positions[is_any_of(axis.events.kind, COLLECTIVES)]]
+        arrivals = np.full(len(own), -1) if last_arrival_ns is None else last_arrival_ns[own]
+        steps = _Steps.of(axis, arrivals)
+        queue, shift = steps.queue, steps.shift_ns
+        waits.begin_ns[own] = steps.begin_ns - shift
+        waits.by_cause_ns[own] = steps.split(steps.begin_ns)
+        waits.share_by_cause_ns[own] = steps.split(steps.share_begins())
+        waits.ahead[own] = np.where(queue.ahead < 0, -1, own[queue.ahead])
+        waits.turn_ns[own] = queue.turn_ns - shift
+        waits.step_start_ns[own] = steps.start_ns - shift
+        waits.is_floor[own] = steps.is_floor
     waits.exposed_ns[:] = waits.by_cause_ns.sum(axis=1)
     return waits
 
@@ -200,11 +198,17 @@ def _blank(collectives: EventTable) -> Waits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """One step of one rank: its collectives, and what their waits are judged by."""
+class _Steps:
+    """Steps of one rank side by side: their n collectives, and what their waits are judged by.
 
-    start_ns: int
+    Times are on the axis.
+    """
+
     collectives: EventTable
+    shift_ns: _Int64
+    """What was added to the times of each."""
+    start_ns: _Int64
+    """When the step of each began."""
     begin_ns: _Int64
     last_arrival_ns: _Int64
     queue: Queue
@@ -214,20 +218,22 @@ class _Step:
     """When a wait is exposed."""
 
     @classmethod
-    def of(cls, events: EventTable, last_arrival_ns: _Int64) -> "_Step":
-        is_collective = is_any_of(events.kind, COLLECTIVES)
-        collectives = events.where(is_collective)
-        window = _spans(events, EventKind.STEP)
-        in_step = window.subtract(_spans(events, EventKind.BETWEEN_STEPS))
+    def of(cls, axis: SideBySide, last_arrival_ns: _Int64) -> "_Steps":
+        events = axis.events
+        rows = np.flatnonzero(is_any_of(events.kind, COLLECTIVES))
+        collectives, place = events.where(rows), axis.place[rows]
+        shift = axis.shift_ns[place]
+        in_step = _spans(events, EventKind.STEP).subtract(_spans(events, EventKind.BETWEEN_STEPS))
         communication = running_communication(events).intersect(in_step)
         return cls(
-            start_ns=int(window.starts[0]) if len(window) else int(events.start_ns.min()),
             collectives=collectives,
-            begin_ns=waited_since(events)[is_collective],
-            last_arrival_ns=last_arrival_ns,
-            queue=queue_up(collectives),
-            ready_ns=_find_ready(events, collectives),
-            is_floor=_find_floor(collectives),
+            shift_ns=shift,
+            start_ns=_find_starts(axis)[place],
+            begin_ns=waited_since(events)[rows],
+            last_arrival_ns=np.where(last_arrival_ns < 0, -1, last_arrival_ns + shift),
+            queue=queue_up(collectives, apart=place),
+            ready_ns=_find_ready(axis, collectives, place),
+            is_floor=_find_floor(collectives, place),
             exposing=exposing(events, communication),
         )
 
@@ -272,35 +278,52 @@ def _spans(events: EventTable, kind: EventKind) -> Intervals:
     return Intervals.of(events.start_ns[mask], events.end_ns[mask])
 
 
-def _find_ready(events: EventTable, collectives: EventTable) -> _Int64:
+def _find_starts(axis: SideBySide) -> _Int64:
+    """When each step began; one that did not finish, with the first of its events."""
+    events = axis.events
+    starts = np.minimum.reduceat(events.start_ns, axis.firsts)
+    lasting = (events.kind == EventKind.STEP) & (events.end_ns > events.start_ns)
+    ended = np.full(len(starts), np.iinfo(np.int64).max)
+    np.minimum.at(ended, axis.place[lasting], events.start_ns[lasting])
+    return np.where(ended == np.iinfo(np.int64).max, starts, ended)
+
+
+def _find_ready(axis: SideBySide, collectives: EventTable, place: _Int64) -> _Int64:
     """When each collective could have begun; the time of issue where that is not known."""
-    ready = collectives.issue_ns.copy()
+    events, ready = axis.events, collectives.issue_ns.copy()
     by_fsdp = collectives.unit != NO_UNIT
     is_gather = by_fsdp & (collectives.kind == EventKind.ALL_GATHER)
     gathers = np.flatnonzero(is_gather & (collectives.phase != Phase.OPTIMIZER))
     if len(gathers):
-        ready[gathers] = _parameters_ready(events, collectives.where(gathers))
+        ready[gathers] = _parameters_ready(axis, collectives.where(gathers), place[gathers])
     for kind, cause in _CAUSES_OF_REDUCTIONS:
         rows = np.flatnonzero(by_fsdp & (collectives.kind == kind))
         causes = events.where((events.kind == cause) & (events.unit != NO_UNIT))
-        ready[rows] = _last_of_unit(causes, collectives.where(rows))
+        own_begin = axis.begin_ns[place[rows]]
+        ready[rows] = _last_of_unit(causes, collectives.where(rows), own_begin)
     return ready
 
 
-def _parameters_ready(events: EventTable, gathers: EventTable) -> _Int64:
+def _parameters_ready(axis: SideBySide, gathers: EventTable, place: _Int64) -> _Int64:
     """When each all-gather had its input and a buffer: not before the step or the optimizer."""
-    begin = int(events.start_ns[events.kind == EventKind.STEP].min(initial=events.start_ns.max()))
+    events = axis.events
+    begins = np.maximum.reduceat(events.start_ns, axis.firsts)
+    is_step = events.kind == EventKind.STEP
+    np.minimum.at(begins, axis.place[is_step], events.start_ns[is_step])
+    begin, own_begin = begins[place], axis.begin_ns[place]
     updates = events.kind == EventKind.OPTIMIZER
     updates |= (events.kind == EventKind.COMPUTE) & (events.phase == Phase.OPTIMIZER)
-    updated = np.sort(events.end_ns[updates])
-    last = np.searchsorted(updated, gathers.start_ns, side="right")
-    updated_ns = np.concatenate([[begin], updated])[last]
-    freed = _buffers_freed(events, gathers, begin)
+    updated = np.concatenate([[-1], np.sort(events.end_ns[updates])])
+    last_update = updated[np.searchsorted(updated, gathers.start_ns, side="right") - 1]
+    updated_ns = np.where(last_update >= own_begin, last_update, begin)
+    freed = _buffers_freed(events, gathers, own_begin, begin)
     ready: _Int64 = np.maximum(np.maximum(freed, updated_ns), begin)
     return ready
 
 
-def _buffers_freed(events: EventTable, gathers: EventTable, default: int) -> _Int64:
+def _buffers_freed(
+    events: EventTable, gathers: EventTable, own_begin: _Int64, default: _Int64
+) -> _Int64:
     """When the copy-outs had run that torch makes the all-gather streams wait for."""
     on_stream = events.stream == Stream.COMPUTE
     copies = events.where((events.kind == EventKind.ALL_GATHER_COPY_OUT) & on_stream)
@@ -308,13 +331,13 @@ def _buffers_freed(events: EventTable, gathers: EventTable, default: int) -> _In
     is_deferred = (gathers.phase == Phase.FORWARD) & ((gathers.flags & EventFlag.ASYNC) == 0)
     issued = np.searchsorted(copies.issue_ns, gathers.issue_ns, side="left")
     last = issued - np.where(is_deferred, 2, 1)
-    freed = np.full(len(gathers), default, dtype=np.int64)
-    known = last >= 0
+    known = last >= np.searchsorted(copies.issue_ns, own_begin, side="left")
+    freed = default.copy()
     freed[known] = np.maximum.accumulate(copies.end_ns)[last[known]]
     return freed
 
 
-def _last_of_unit(causes: EventTable, reductions: EventTable) -> _Int64:
+def _last_of_unit(causes: EventTable, reductions: EventTable, own_begin: _Int64) -> _Int64:
     """When the last cause of the same unit before each reduction ended; its issue without one."""
     ends, starts = causes.end_ns, reductions.start_ns
     if len(causes) == 0 or len(reductions) == 0:
@@ -326,34 +349,33 @@ def _last_of_unit(causes: EventTable, reductions: EventTable) -> _Int64:
     wanted = reductions.unit.astype(np.int64) * span + (starts - first)
     place = np.searchsorted(keys[order], wanted, side="right") - 1
     found = order[np.maximum(place, 0)]
-    known = (place >= 0) & (causes.unit[found] == reductions.unit)
+    known = (place >= 0) & (causes.unit[found] == reductions.unit) & (ends[found] >= own_begin)
     return np.where(known, ends[found], reductions.issue_ns)
 
 
-def _find_floor(collectives: EventTable) -> NDArray[np.bool_]:
+def _find_floor(collectives: EventTable, place: _Int64) -> NDArray[np.bool_]:
     """Which collectives are the structural floor of their microbatch.
 
     A forward cannot begin before its first gather has ended, nor a step end before its last
     reduction has.
     """
     floor = np.zeros(len(collectives), dtype=bool)
-    for positions, is_first in _floor_candidates(collectives):
-        ends = collectives.end_ns[positions]
-        if len(positions):
-            floor[positions[np.argmin(ends) if is_first else _last_argmax(ends)]] = True
+    by_fsdp = collectives.unit != NO_UNIT
+    microbatch = (place.astype(np.int64) << 16) + collectives.microbatch
+    in_forward = by_fsdp & (collectives.phase == Phase.FORWARD)
+    gathers = np.flatnonzero(in_forward & (collectives.kind == EventKind.ALL_GATHER))
+    floor[_outermost(gathers, collectives.end_ns, microbatch, first=True)] = True
+    in_backward = by_fsdp & (collectives.phase == Phase.BACKWARD)
+    reductions = np.flatnonzero(in_backward & is_any_of(collectives.kind, _REDUCTIONS))
+    floor[_outermost(reductions, collectives.end_ns, microbatch, first=False)] = True
     return floor
 
 
-def _floor_candidates(collectives: EventTable) -> Iterator[tuple[_Int64, bool]]:
-    """The gathers of each microbatch's forward, then the reductions of its backward."""
-    by_fsdp = collectives.unit != NO_UNIT
-    for microbatch in np.unique(collectives.microbatch):
-        own = by_fsdp & (collectives.microbatch == microbatch)
-        in_forward = collectives.phase == Phase.FORWARD
-        yield np.flatnonzero(own & in_forward & (collectives.kind == EventKind.ALL_GATHER)), True
-        in_backward = collectives.phase == Phase.BACKWARD
-        yield np.flatnonzero(own & in_backward & np.isin(collectives.kind, _REDUCTIONS)), False
-
-
-def _last_argmax(values: _Int64) -> int:
-    return len(values) - 1 - int(np.argmax(values[::-1]))
+def _outermost(rows: _Int64, ends: _Int64, groups: _Int64, *, first: bool) -> _Int64:
+    """The row of each group that ends first, or last; of equal ones the first, or the last."""
+    ordered = rows[np.lexsort((ends[rows], groups[rows]))]
+    changes = groups[ordered[1:]] != groups[ordered[:-1]]
+    edge = np.ones(min(len(ordered), 1), dtype=bool)
+    is_outermost = [edge, changes] if first else [changes, edge]
+    outermost: _Int64 = ordered[np.concatenate(is_outermost)]
+    return outermost
