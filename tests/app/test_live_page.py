@@ -84,7 +84,7 @@ def test_steps_are_drawn_with_their_exposed_part_hatched(recorded):
 
 def test_every_number_of_the_machine_has_a_small_chart_with_its_newest_value():
     figure = draw_devices([POWER])
-    assert figure.layout.annotations[0].text == "GPU power: <b>300 W</b>"
+    assert figure.layout.annotations[0].text == "GPU power<br><b>300 W</b>"
     assert list(figure.data[0].y) == [250.0, 300.0]
     assert frame_devices([POWER])["value"].tolist() == [250.0, 300.0]
     assert frame_devices([]).empty

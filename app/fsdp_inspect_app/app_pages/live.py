@@ -62,7 +62,7 @@ def show_page(entry: RunEntry, run: StoredRun) -> None:
         _show_over(run)
         return
     every = _REFRESH_EVERY_S if is_recording and _wants_refresh() else None
-    st.fragment(_show_now, run_every=every)(entry, run.run_id, recorded)
+    st.fragment(_show_now, run_every=every)(entry, run, recorded)
 
 
 def _show_header(run: StoredRun) -> None:
@@ -91,30 +91,36 @@ def _show_links() -> None:
         page_link("memory", "Memory", icon=":material/memory:")
 
 
-def _pick_rank(run_id: str, recorded: Sequence[int]) -> int:
-    key = f"live rank of {run_id}"
+def _pick_rank(run: StoredRun, recorded: Sequence[int]) -> int:
+    """The rank that is followed; of a run that is recorded also whether the page refreshes."""
+    key = f"live rank of {run.run_id}"
     follow(RANK_KEY, key, {str(rank): rank for rank in recorded}, recorded[0])
     left, right = st.columns([1, 3], vertical_alignment="bottom")
     with left:
         chosen = st.selectbox("Rank", recorded, key=key)
-    with right:
-        before = st.session_state.setdefault(_REFRESH_KEY, True)
-        wanted = st.toggle(f"Refresh every {_REFRESH_EVERY_S} s", value=before, key="refresh")
     link(RANK_KEY, str(chosen))
+    if run.status is RunStatus.RUNNING:
+        with right:
+            _ask_refresh()
+    return chosen
+
+
+def _ask_refresh() -> None:
+    before = _wants_refresh()
+    wanted = st.toggle(f"Refresh every {_REFRESH_EVERY_S} s", value=before, key="refresh")
     st.session_state[_REFRESH_KEY] = wanted
     if wanted != before:
         st.rerun()
-    return chosen
 
 
 def _wants_refresh() -> bool:
     return bool(st.session_state.get(_REFRESH_KEY, True))
 
 
-def _show_now(entry: RunEntry, run_id: str, recorded: Sequence[int]) -> None:
+def _show_now(entry: RunEntry, run: StoredRun, recorded: Sequence[int]) -> None:
     """The answer, numbers, the last steps, memory, the machine, the ranks."""
     answer = st.container()
-    rank = _pick_rank(run_id, recorded)
+    rank = _pick_rank(run, recorded)
     with answer:
         live = _show_answer(entry, rank)
     if live is None:

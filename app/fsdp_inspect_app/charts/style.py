@@ -30,6 +30,8 @@ ROW_HEIGHT = 26
 
 PAIRED_HEIGHT = 290
 
+_WHOLE_UNITS = (" ms", " MiB", " GiB")
+"""Suffixes of ticks that go with no prefix of their own: 10,000 ms and not 10k ms."""
 _FEW_STEPS = 8
 """Fewer have a tick each: a tick between two steps would be of none."""
 
@@ -111,6 +113,9 @@ def over_steps(figure: go.Figure) -> go.Figure:
 
 def styled(figure: go.Figure, *, height: int) -> go.Figure:
     """Finish a chart: height, margins and a legend below where there is more than one thing."""
+    for axis in (*figure.select_xaxes(), *figure.select_yaxes()):
+        if axis.ticksuffix in _WHOLE_UNITS:
+            axis.update(exponentformat="none", separatethousands=True)
     figure.update_layout(
         height=height,
         margin={"l": 4, "r": 8, "t": 22 if figure.layout.annotations else 4, "b": 4},
