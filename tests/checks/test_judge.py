@@ -167,3 +167,22 @@ def test_times_of_another_machine_are_no_comparison(reading):
     assert "device cuda this processor" in result.reasons[0]
     memory_alone = dataclasses.replace(here, times={})
     assert check(there, make_baseline(memory_alone)).exit_code == 0
+
+
+def test_a_phase_in_which_nothing_was_allocated_has_no_peak_to_judge(reading):
+    before = dataclasses.replace(reading, memory={**reading.memory, "peak_optimizer_bytes": 9})
+    after = {name: held for name, held in reading.memory.items() if name != "peak_optimizer_bytes"}
+
+    result = check(dataclasses.replace(reading, memory=after), make_baseline(before))
+
+    assert result.exit_code == 0
+    assert "peak_optimizer_bytes" not in [one.name for one in result.metrics]
+
+
+def test_memory_that_was_not_recorded_at_all_cannot_be_judged(reading):
+    nothing = dataclasses.replace(reading, memory={}, moments={}, phase=None)
+
+    result = check(nothing, make_baseline(reading))
+
+    assert result.exit_code == 2
+    assert "did not record it in a step after warm-up" in result.reasons[0]
