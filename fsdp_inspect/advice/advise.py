@@ -13,6 +13,7 @@ from fsdp_inspect.advice.slowdown import Slowdown
 from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion, say_changes
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
+from fsdp_inspect.simulation.network import NodeLink
 from fsdp_inspect.simulation.recorded import Execution
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan
@@ -56,6 +57,8 @@ class Wishes:
     """Of another network that plans are for; None: the run's own."""
     latency_ns: float | None = None
     """The same."""
+    node: NodeLink | None = None
+    """The link within a node; None: as far as the run tells."""
     run_name: str = "RUN"
     """How commands name the run."""
     plan_file: str = "plan.toml"
@@ -154,6 +157,7 @@ def give_advice(
             bus_bytes_per_s=wishes.bus_bytes_per_s,
             latency_ns=wishes.latency_ns,
             slowdown=slowdown_of(evidence),
+            node=wishes.node,
         )
     except MissingDataError as error:
         answer = findings[0].sentence if findings else f"No plan can be advised: {error}"
@@ -205,10 +209,19 @@ def _unclaimed(effect: Effect, claimed_by: str) -> Effect:
     return replace(
         effect,
         sentence=f"No time is claimed on top: at most {format_ns(effect.saved_high_ns)} a step are "
-        f"exposed here, which {claimed_by} may save already.",
+        f"exposed here, which {claimed_by} may save already.{_say_added(effect)}",
         saved_low_ns=None,
         saved_high_ns=None,
     )
+
+
+def _say_added(effect: Effect) -> str:
+    """What mending it adds to the peak, as the end of a sentence's paragraph."""
+    low, high = effect.added_low_bytes, effect.added_high_bytes
+    if low is None or high is None or high <= 0:
+        return ""
+    span = format_bytes(high) if low == high else f"{format_bytes(low)} to {format_bytes(high)}"
+    return f" The peak rises by {span}."
 
 
 def _advise_plan(
@@ -323,6 +336,12 @@ def _limits_of_play(bench: Bench, wishes: Wishes, *, fits: bool) -> Iterator[str
             "Replicas (HSDP) were not tried: the run has no all-reduce to learn its time from. "
             "Record a run with a mesh of replicas, or give both --bandwidth and --latency."
         )
+    if bench.tells_no_node_link:
+        yield (
+            "Resharding to a node (R7) was not played: the run tells which ranks share a node, and "
+            "has no all-gather within one. Give --node-bandwidth and --node-latency, or record a "
+            "run with reshard_after_forward=N."
+        )
     if not fits and not any("checkpointing" in each.changed for each in bench.scores):
         repeated = sum(piece.forward_ns for piece in bench.work.workload.pieces)
         yield (
@@ -429,4 +448,11 @@ def _advise_command(wishes: Wishes) -> str:
         words += ["--bandwidth", f"{wishes.bus_bytes_per_s:.0f}B/s"]
     if wishes.latency_ns is not None:
         words += ["--latency", f"{wishes.latency_ns:.0f}ns"]
-    return shlex.join(words)
+    return shlex.join([*words, *_words_of_node(wishes.node or NodeLink())])
+
+
+def _words_of_node(node: NodeLink) -> Iterator[str]:
+    if node.bus_bytes_per_s is not None:
+        yield from ("--node-bandwidth", f"{node.bus_bytes_per_s:.0f}B/s")
+    if node.latency_ns is not None:
+        yield from ("--node-latency", f"{node.latency_ns:.0f}ns")

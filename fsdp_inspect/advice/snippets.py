@@ -5,7 +5,7 @@ A plan file does the same without these lines; a change that is not known here h
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -18,15 +18,24 @@ _WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _NUMBERED = re.compile(r"([\w.]+)\.(\d+)")
 
 
-def write_snippet(choice: Choice, before: Plan, after: Plan) -> str:
+def write_snippet(
+    choice: Choice, before: Plan, after: Plan, *, without: Collection[str] = ()
+) -> str:
     """The lines that take one plan to another; empty where no change of it has any.
 
     Args:
         choice: What is changed.
         before: The resolved plan without the change.
         after: The same with it.
+        without: Names of units that manage no parameters, which prefetch passes over.
     """
-    lines = [line for name in choice.changed for line in _lines(name, choice, before, after)]
+    lines: list[str] = []
+    for name in choice.changed:
+        if name in ("forward_prefetch", "backward_prefetch"):
+            direction = name.removesuffix("_prefetch")
+            lines += _prefetch(after, direction, getattr(choice, name), without)
+        else:
+            lines += _lines(name, choice, before, after)
     return "\n".join(lines)
 
 
@@ -36,8 +45,6 @@ def _lines(name: str, choice: Choice, before: Plan, after: Plan) -> Iterator[str
         yield from _calls(before, after)
     elif name == "num_kept":
         yield from _keep(before, after)
-    elif name in ("forward_prefetch", "backward_prefetch"):
-        yield from _prefetch(after, name.removesuffix("_prefetch"), value)
     elif name == "checkpointing":
         yield from _checkpoint(after)
     elif name == "replicas":
@@ -108,8 +115,9 @@ def _keep(before: Plan, after: Plan) -> Iterator[str]:
         yield "    model.get_submodule(name).set_reshard_after_forward(False, recurse=False)"
 
 
-def _prefetch(after: Plan, direction: str, depth: int) -> Iterator[str]:
+def _prefetch(after: Plan, direction: str, depth: int, without: Collection[str]) -> Iterator[str]:
     order = entry_order(after.units, "forward" if direction == "forward" else "backward")
+    order = [name for name in order if name not in without]
     first = {unit.name: unit.modules[0] for unit in after.units}
     yield f"names = {_listed([first[name] for name in order])}"
     yield "units = [model.get_submodule(name) for name in names]"

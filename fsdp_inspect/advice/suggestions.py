@@ -12,7 +12,7 @@ from fsdp_inspect.advice.slowdown import Paid
 from fsdp_inspect.advice.snippets import write_snippet
 from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
 from fsdp_inspect.trace.codes import EventKind, Phase
-from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.plan import Plan, owned_parameters
 from fsdp_inspect.trace.waits import Cause
 
 _MOST_ROWS = 3
@@ -143,6 +143,7 @@ class Narrator:
                 choice,
                 self._bench.space.plan_of(increment.before),
                 self._bench.space.plan_of(increment.after),
+                without=self._empty_units(increment.after),
             ),
         )
 
@@ -173,6 +174,12 @@ class Narrator:
             risks=tuple(self._risks(AS_RECORDED, choice)),
             plan=scenario.plan,
         )
+
+    def _empty_units(self, choice: Choice) -> list[str]:
+        """Units that manage no parameters, where the run tells its units' parameters."""
+        space = self._bench.space
+        owned = owned_parameters(space.plan_of(choice).units, space.parameters)
+        return [name for name, own in owned.items() if space.parameters and not own]
 
     def _memory_margin(self, peak_bytes: int | None) -> int:
         return round(abs(self._bench.memory_error or 0.0) * (peak_bytes or 0))

@@ -49,6 +49,12 @@ def test_prefetch_lists_the_units_in_the_order_of_the_pass():
     assert 'f"layers.{at}" for at in range(4, -1, -1)' in backward
 
 
+def test_prefetch_passes_over_units_without_parameters():
+    snippet = write_snippet(Choice(forward_prefetch=1), PLAN, PLAN, without=[""])
+    assert snippet.startswith("names = ['embedding', *(")
+    assert "''" not in snippet
+
+
 def test_kept_units_are_named():
     snippet = write_snippet(Choice(num_kept=2), PLAN, kept("layers.3", "layers.4"))
     assert "for name in ['layers.3', 'layers.4']:" in snippet
