@@ -37,7 +37,7 @@ def describe_outcome(result: CheckResult) -> str:
         lower = f" Lower than before: {', '.join(result.improved)}." if result.improved else ""
         return f"{result.name}: holds ({count} {'metric' if count == 1 else 'metrics'}).{lower}"
     worst = failed[0]
-    return f"{result.name}: {worst.name} rose {_rise(worst)}.{_where(result, worst)}"
+    return f"{result.name}: {worst.name} {_excess(worst)}.{_where(result, worst)}"
 
 
 def describe_baseline(baseline: Baseline, *, num_runs: int) -> str:
@@ -50,12 +50,13 @@ def describe_baseline(baseline: Baseline, *, num_runs: int) -> str:
     return f"{gated} are gated; times are not, which want {RUNS_FOR_A_TEST} runs ({runs})."
 
 
-def _rise(one: MetricCheck) -> str:
-    if one.before is None:
-        return f"to {_value(one, one.after)}, above its limit {one.limit}"
-    share = f" ({one.change / one.before:+.1%})" if one.before and one.change is not None else ""
+def _excess(one: MetricCheck) -> str:
+    """By how much it is too much: than before, or than its limit if it did not rise."""
+    if one.before is None or not one.change or one.change < 0:
+        return f"is {_value(one, one.after)}, above its limit {one.limit}"
+    share = f" ({one.change / one.before:+.1%})" if one.before else ""
     course = f"from {_value(one, one.before)} to {_value(one, one.after)}"
-    return f"by {_value(one, one.change)}{share}, {course}"
+    return f"rose by {_value(one, one.change)}{share}, {course}"
 
 
 def _where(result: CheckResult, worst: MetricCheck) -> str:
@@ -285,7 +286,7 @@ def _add_suite(root: ElementTree.Element, result: CheckResult) -> None:
 
 
 def _failure_text(result: CheckResult, one: MetricCheck) -> str:
-    lines = [f"{one.name} rose {_rise(one)}; allowed: {one.limit}."]
+    lines = [f"{one.name} {_excess(one)}; allowed: {one.limit}."]
     if one.name in TIME_METRICS:
         lines += [f"takes longer: {_describe_longer(longer)}" for longer in result.longer]
     else:

@@ -117,3 +117,11 @@ def test_several_checks_in_one_job_keep_their_cases_apart() -> None:
 
     names = [(case.get("classname"), case.get("name")) for case in cases]
     assert len(set(names)) == len(names) == 4
+
+
+def test_what_is_above_its_limit_and_did_not_rise_is_not_said_to_have_risen() -> None:
+    metric = replace(MEMORY.metrics[0], before=3072, allowed=2048, limit="2 KiB")
+
+    sentence = describe_outcome(replace(MEMORY, metrics=(metric,), growth=()))
+
+    assert sentence == "Decoder: peak_allocated_bytes is 3.00 KiB, above its limit 2 KiB."
