@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_inspect.advice.choices import Choice, Space, make_space
 from fsdp_inspect.advice.slowdown import NOTHING_PAID, Paid, Slowdown, hidden_ns
-from fsdp_inspect.simulation.network import Network
+from fsdp_inspect.simulation.network import Network, NodeLink
 from fsdp_inspect.simulation.policies import policies_of
 from fsdp_inspect.simulation.recorded import (
     RecordedWork,
@@ -56,6 +56,7 @@ class Bench:
         bus_bytes_per_s: float | None = None,
         latency_ns: float | None = None,
         slowdown: Slowdown | None = None,
+        node: NodeLink | None = None,
     ) -> None:
         """Read the run's work.
 
@@ -65,6 +66,7 @@ class Bench:
             bus_bytes_per_s: Of another network; None: the run's own.
             latency_ns: Of another network; None: the run's own.
             slowdown: Of compute beside communication; None: none.
+            node: The link within a node; None: as far as the run tells.
 
         Raises:
             MissingDataError: The run holds too little to simulate from.
@@ -73,9 +75,8 @@ class Bench:
         self._run = run
         self._on_play = on_play
         self.work: RecordedWork = measure_work(run)
-        self.network: Network = self.work.network.change(
-            bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns
-        )
+        own = self.work.network if node is None else self.work.network.change_node(node)
+        self.network: Network = own.change(bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns)
         plan = resolve_plan(observed_plan(run), run.manifest)
         self.mesh: Mesh = mesh_of(plan, run.manifest)
         self.space: Space = make_space(self.work, plan)
@@ -95,6 +96,14 @@ class Bench:
         if self.network.is_changed:
             self.recorded = self._play(AS_RECORDED, self.network)
         self.scores[AS_RECORDED] = self.recorded
+
+    @property
+    def tells_no_node_link(self) -> bool:
+        """Whether all ranks lie on nodes that are known, and how fast one is inside is not."""
+        ranks, shard = self.network.node.num_ranks, self.mesh.shard
+        if ranks is None or not 1 < ranks < shard or shard % ranks:
+            return False
+        return self.network.line_of_smaller(ranks, shard)[0] is None
 
     def score(self, choice: Choice) -> Score:
         """What a plan takes; played at most once."""

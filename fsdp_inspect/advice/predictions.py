@@ -60,12 +60,14 @@ def predict_advised(
         paid=target.paid,
         bus_bytes_per_s=wishes.bus_bytes_per_s,
         latency_ns=wishes.latency_ns,
+        node=wishes.node,
     )
     simulation = simulate(
         run,
         target.plan,
         bus_bytes_per_s=wishes.bus_bytes_per_s,
         latency_ns=wishes.latency_ns,
+        node=wishes.node,
     )
     return make_prediction(run, simulation, origin)
 

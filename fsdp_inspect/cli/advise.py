@@ -9,10 +9,13 @@ from fsdp_inspect.cli.arguments import (
     BandwidthOption,
     JsonOption,
     LatencyOption,
+    NodeBandwidthOption,
+    NodeLatencyOption,
     RunArgument,
     open_run_argument,
     parse_bandwidth,
     parse_latency,
+    parse_node_link,
     parse_time,
     print_renderable,
     require_new_file,
@@ -55,6 +58,8 @@ def advise(  # noqa: PLR0913 - one argument an option
     ] = False,
     bandwidth: BandwidthOption = None,
     latency: LatencyOption = None,
+    node_bandwidth: NodeBandwidthOption = None,
+    node_latency: NodeLatencyOption = None,
     write: Annotated[
         Path | None,
         typer.Option(
@@ -96,6 +101,7 @@ def advise(  # noqa: PLR0913 - one argument an option
         allow_dtypes=allow_dtypes,
         bus_bytes_per_s=parse_bandwidth(bandwidth),
         latency_ns=parse_latency(latency),
+        node=parse_node_link(node_bandwidth, node_latency),
         run_name=run,
         plan_file=str(write or "plan.toml"),
     )
