@@ -23,7 +23,7 @@ from fsdp_inspect.trace.steps import (
     sum_per_step,
     timed_rank,
 )
-from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.trace.tables import EventTable, SummaryTable, positions_by_value
 from fsdp_inspect.trace.waits import NEEDED_KINDS, Cause, Waits, read_waits, split_waits
 
 MOST_EVIDENCE = 10
@@ -246,15 +246,22 @@ def _causes_in_typical_step(
 
 def _floor_ns(waits: Waits, by_cause_ns: NDArray[np.int64], steps: NDArray[np.int32]) -> int:
     """The waits for the floor's collectives in that step, stragglers included."""
-    floor = _in_typical_step(waits, by_cause_ns, steps) & waits.is_floor
-    return int(by_cause_ns[floor][:, [Cause.FLOOR, Cause.STRAGGLER]].sum())
+    return _sum_floor(waits, by_cause_ns, _in_typical_step(waits, by_cause_ns, steps))
+
+
+def _sum_floor(waits: Waits, by_cause_ns: NDArray[np.int64], in_step: NDArray[np.bool_]) -> int:
+    floor = by_cause_ns[in_step & waits.is_floor]
+    return int(floor[:, [Cause.FLOOR, Cause.STRAGGLER]].sum())
 
 
 def _in_typical_step(
     waits: Waits, by_cause_ns: NDArray[np.int64], steps: NDArray[np.int32]
 ) -> NDArray[np.bool_]:
     typical = _typical_step(waits, by_cause_ns, steps)
-    return np.isin(waits.collectives.step, [] if typical is None else [typical])
+    if typical is None:
+        return np.zeros(len(waits.collectives), dtype=bool)
+    is_typical: NDArray[np.bool_] = waits.collectives.step == typical
+    return is_typical
 
 
 def _typical_step(
@@ -309,43 +316,44 @@ def _find_owners(
     fqns = {unit.index: unit.fqn for unit in manifest.units}
     step_time = median(member.step_time_ns) or 0
     rows = collective_rows(member.rows)
-    keys = zip(rows.unit.tolist(), rows.phase.tolist(), rows.kind.tolist(), strict=True)
+    waits_of, nobody = dict(positions_by_value(_owners(waits.collectives))), np.empty(0, np.int64)
     owners = []
-    for unit, phase, kind in sorted(set(keys)):
+    for owner, positions in positions_by_value(_owners(rows)):
+        own, owned = rows.where(positions), waits.where(waits_of.get(owner, nobody))
+        unit, phase, kind = int(own.unit[0]), Phase(int(own.phase[0])), EventKind(int(own.kind[0]))
         if only_unit is not None and unit != only_unit:
             continue
-        own = rows.where((rows.unit == unit) & (rows.phase == phase) & (rows.kind == kind))
-        owned = waits.where(_is_owned(waits.collectives, unit, phase, kind))
         exposed = member.median_per_step(own, "exposed_ns")
-        causes = _causes_in_typical_step(owned, owned.by_cause_ns, member.steps)
+        in_step = _in_typical_step(owned, owned.by_cause_ns, member.steps)
         owners.append(
             ExposedOwner(
                 unit=unit,
                 fqn=fqns.get(unit),
                 is_fsdp=_is_fsdp(manifest, unit),
-                kind=EventKind(kind).label,
-                phase=Phase(phase).label,
+                kind=kind.label,
+                phase=phase.label,
                 count_per_step=member.median_per_step(own, "count"),
                 duration_ns=member.median_per_step(own, "duration_ns"),
                 exposed_ns=exposed,
-                floor_ns=_floor_ns(owned, owned.by_cause_ns, member.steps),
+                floor_ns=_sum_floor(owned, owned.by_cause_ns, in_step),
                 step_ratio=exposed / step_time if step_time else 0.0,
-                causes_ns=causes,
+                causes_ns=_by_name(owned.by_cause_ns[in_step].sum(axis=0)),
                 cause_ratios=_ratios(owned.by_cause_ns),
             )
         )
     return tuple(sorted(owners, key=lambda owner: -owner.exposed_ns))
 
 
+def _owners(table: EventTable | SummaryTable) -> NDArray[np.int64]:
+    """One number for each row, equal for those of one unit, phase and kind, in that order."""
+    unit, phase, kind = (
+        column.astype(np.int64) for column in (table.unit, table.phase, table.kind)
+    )
+    return (unit << 32) + (phase << 16) + kind
+
+
 def _is_fsdp(manifest: RunManifest, unit: int) -> bool | None:
     return unit != NO_UNIT if manifest.knows_fsdp else None
-
-
-def _is_owned(events: EventTable, unit: int, phase: int, kind: int) -> NDArray[np.bool_]:
-    is_owned: NDArray[np.bool_] = (
-        (events.unit == unit) & (events.phase == phase) & (events.kind == kind)
-    )
-    return is_owned
 
 
 class _Evidence:
