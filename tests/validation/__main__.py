@@ -6,7 +6,8 @@ Parts, each by itself with `--parts`:
 - emulated: from one recorded baseline a shape, plans of a grid are predicted and then run under
   emulation, with compute of fixed length, so that the schedule's error is seen apart from the
   machine's;
-- remade: on two nodes, resharding to a group within a node, and checkpointing, on and off;
+- remade: on two nodes, resharding to a group within a node, and checkpointing, on and off, on
+  virtual time;
 - advised: the plan that `advise` ranks first, run, against the plans of the grid;
 - real: a few plans with real compute;
 - limited: plans on two real ranks over a network that is limited by the kernel.
@@ -78,7 +79,7 @@ def _run(options: argparse.Namespace, folder: Path, say: Callable[[str], None]) 
             results.advised = judge_advice(bench, grid, folder)
     if "remade" in parts:
         say("resharding to a node, and checkpointing:")
-        results.remade = judge_remade(bench)
+        results.remade = judge_remade(folder / "remade", say)
     if "real" in parts:
         say(f"{REAL}:")
         trials = draw(real_trials(), options.real)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fsdp_inspect import StoredRun
 from fsdp_inspect.simulation.changes import apply_changes
-from fsdp_inspect.simulation.recorded import observed_plan
+from fsdp_inspect.simulation.recorded import measure_work, observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan, shapes_of
 from fsdp_inspect.trace.plan import Plan
 from tests.validation.grid import (
@@ -34,8 +34,25 @@ from tests.validation.outcomes import Outcome, compare, only_run, predict, work_
 class EmulationBench:
     """Runs the trainer under emulation, and keeps the baselines."""
 
-    def __init__(self, folder: Path, steps: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        say: Callable[[str], None],
+        *,
+        on_virtual_time: bool = False,
+    ) -> None:
+        """Nothing has run yet.
+
+        Args:
+            folder: Where runs go.
+            steps: Of each run.
+            say: Called with a line about each trial.
+            on_virtual_time: On a clock without noise (`virtual_time`): a plan that ran twice took
+                the same, so that it runs once.
+        """
         self._folder = folder
+        self._on_virtual_time = on_virtual_time
         self._steps = steps
         self._say = say
         self._baselines: dict[Trial, StoredRun] = {}
@@ -46,7 +63,9 @@ class EmulationBench:
         start = start or baseline_of(trial.shape)
         network = {} if trial.link == start.link else network_of(trial)
         simulation = predict(self.baseline_at(start), self.plan_of(trial, start), network)
-        beside = work_of(self.run(start))
+        beside = measure_work(self.baseline_at(start))
+        if not self._on_virtual_time:
+            beside = work_of(self.run(start))
         name = trial.name
         if start.settings:
             name += f", from {start.name.partition(': ')[2]}"
@@ -92,7 +111,9 @@ class EmulationBench:
         """
         self._number += 1
         folder = self._folder / f"{self._number:03d}"
-        command = [sys.executable, *command_of(trial), f"--steps={self._steps}"]
+        how, *words = command_of(trial)
+        clock = ["tests.validation.virtual_time"] if self._on_virtual_time else []
+        command = [sys.executable, how, *clock, *words, f"--steps={self._steps}"]
         command += [f"--runs-dir={folder}", *([f"--plan={plan_file}"] if plan_file else [])]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

@@ -53,7 +53,7 @@ ORACLE_PARTS = {
 }
 RUN_PARTS = {
     "emulated": "emulated network, fixed compute",
-    "remade": "emulated nodes, fixed compute",
+    "remade": "emulated nodes, virtual time",
     "real": "emulated network, real compute",
     "limited": "two ranks on a limited network",
 }

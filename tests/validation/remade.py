@@ -1,10 +1,14 @@
 """Are plans predicted that change what ranks keep: a share in a node, or fewer activations?
 
 On two nodes of four ranks each: `reshard_after_forward` to a group within a node, on and off, and
-activation checkpointing, on and off. The link within a node is the one that the emulation says.
+activation checkpointing, on and off. The link within a node is the one that the emulation says. It
+all runs on virtual time (`virtual_time`), so that an error is the schedule's.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
 
 from tests.validation.emulated import EmulationBench
 from tests.validation.grid import SHAPES, TWO_NODES, Trial
@@ -39,6 +43,11 @@ def pairs() -> list[tuple[Trial, Trial]]:
     ]
 
 
-def judge_remade(bench: EmulationBench) -> list[Outcome]:
+STEPS = 6
+"""Of a run: three to warm up, one for memory."""
+
+
+def judge_remade(folder: Path, say: Callable[[str], None]) -> list[Outcome]:
     """One after the other."""
+    bench = EmulationBench(folder, STEPS, say, on_virtual_time=True)
     return [bench.judge(trial, start) for start, trial in pairs()]
