@@ -352,30 +352,44 @@ class Attachment:
     # --- the end
 
     def finish(self, error: BaseException | None, *, show: bool) -> None:
-        """Take the hooks away, write what is left, close the files, say what limited the run."""
-        session = self.session
+        """Take the hooks away, write what is left, close the files, say what limited the run.
+
+        Raises:
+            Exception: A bug of ours; hooks are gone and files are closed all the same.
+        """
+        status = RunStatus.COMPLETE if error is None or _is_clean_exit(error) else RunStatus.FAILED
         failure = None if error is None else self._describe_failure(error)
-        self._memory_steps.abandon()
+        try:
+            self._stop()
+            self._write_manifest()
+            self._report_problems()
+            self._describe_rank()
+        finally:
+            self._writer.close(status, failure if status == RunStatus.FAILED else None)
+            self._release()
+        if self._rank == 0 and status == RunStatus.COMPLETE:
+            self._conclude(show=show and self._options.print_verdict)
+
+    def _stop(self) -> None:
+        session = self.session
         was_active, session.active = session.active, False
-        self._instruments.detach()
+        try:
+            self._memory_steps.abandon()
+        finally:
+            self._instruments.detach()
         if self._sampler is not None:
             self._sampler.stop()
             session.problems.extend(self._sampler.problems)
         if was_active:
             self._settle()
-        status = RunStatus.COMPLETE if error is None or _is_clean_exit(error) else RunStatus.FAILED
-        self._write_manifest()
-        self._report_problems()
+
+    def _describe_rank(self) -> None:
         self._writer.update(
-            num_steps=session.step,
+            num_steps=self.session.step,
             scalar_names=self._scalars.names,
             clock_end=read_clock_pair(),
-            clock_uncertainty_ns=session.clock.uncertainty_ns,
+            clock_uncertainty_ns=self.session.clock.uncertainty_ns,
         )
-        self._writer.close(status, failure if status == RunStatus.FAILED else None)
-        self._release()
-        if self._rank == 0 and status == RunStatus.COMPLETE:
-            self._conclude(show=show and self._options.print_verdict)
 
     def _release(self) -> None:
         """Keep nothing of the model alive."""

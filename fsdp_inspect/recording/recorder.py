@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import sys
 import weakref
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from fsdp_inspect.recording.attachment import Attachment, Options
+from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.trace.codes import EventKind, Phase
 
 DEFAULT_WARMUP_STEPS = 2
@@ -186,7 +188,14 @@ class Recorder:
             return  # a forked child leaves the recording to its parent
         self._closed = True
         atexit.unregister(self._atexit)
-        self._attachment.finish(error, show=show)
+        try:
+            self._attachment.finish(error, show=show)
+        except Exception as failure:  # a bug of ours: the training is over, or goes on, without it
+            logging.getLogger("fsdp_inspect").debug("not finished", exc_info=failure)
+            warn(
+                f"the recording below {str(self._attachment.folder.path)!r} could not be finished: "
+                f"{failure!r}. What was flushed is kept; fsdp-inspect compact makes a run of it."
+            )
 
 
 def _check_arguments(warmup_steps: int, device_interval_s: float, flush_interval_s: float) -> None:
