@@ -19,9 +19,8 @@ from fsdp_inspect_app.wording import plain
 _PAGE_OF_RULE = {
     "R32": "ranks",
     "R21": "memory",
-    "R19": "timeline",
-    "R20": "timeline",
-    **dict.fromkeys(("R1", "R14", "R26", "R27", "R30"), "units"),
+    **dict.fromkeys(("R7", "R12", "R19", "R20", "R31", "R33"), "timeline"),
+    **dict.fromkeys(("R1", "R14", "R23", "R26", "R27", "R30"), "units"),
 }
 _PAGE_OF_LIMIT = {
     Limit.MEMORY: "memory",

@@ -118,8 +118,11 @@ def _middle(errors: Sequence[float | None]) -> float | None:
 
 def _say(tally: Tally, by_change: Sequence[TallyOfChange]) -> str:
     parts = [f"{tally.num_held} of {tally.num_verified} verified predictions held here"]
+    if not tally.num_verified:
+        parts = ["Whether a prediction held here could not be told yet"]
     if tally.num_untold:
-        parts.append(f"{tally.num_untold} more cannot be told from process noise")
+        more = " more" if tally.num_verified else ""
+        parts.append(f"{tally.num_untold}{more} cannot be told from process noise")
     if tally.num_failed:
         parts.append(f"{tally.num_failed} did not run to their end")
     if tally.median_step_error is not None:

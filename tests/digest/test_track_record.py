@@ -63,3 +63,14 @@ def test_predictions_of_one_kind_are_tallied_apart(change, said):
 
 def test_what_could_not_be_read_is_said():
     assert measure_track_record(Ledger(notes=("A line.",))).notes == ("A line.",)
+
+
+def test_where_none_could_be_told_no_share_of_none_is_said():
+    assert measure_track_record(ledger(None)).sentence == (
+        "Whether a prediction held here could not be told yet."
+    )
+    untold = measure_track_record(ledger(Ruling.CANNOT_BE_TOLD, errors=(0.25,)))
+    assert untold.sentence == (
+        "Whether a prediction held here could not be told yet; 1 cannot be told from process "
+        "noise; median error 25.0 % of the step."
+    )
