@@ -1,0 +1,110 @@
+"""Does the search find what ranks should keep: a share within a node, or fewer activations?"""
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp_inspect.advice.bench import Bench
+from fsdp_inspect.advice.choices import Choice
+from fsdp_inspect.advice.search import Found, Search
+from fsdp_inspect.simulation.memory import PieceMemory
+from fsdp_inspect.simulation.network import Line, Network, Node, NodeLink
+from fsdp_inspect.trace.codes import EventKind
+from tests.builders import RunBuilder
+from tests.simulation.test_smaller_groups import INSIDE, MS, RANKS, SIZE, recorded
+
+SLOW = Line(MS, 0.03e9)
+BETWEEN_NODES = Network(
+    {EventKind.ALL_GATHER: SLOW, EventKind.REDUCE_SCATTER: SLOW}, node=Node(4, INSIDE)
+)
+
+
+def bench_on(
+    monkeypatch: pytest.MonkeyPatch,
+    network: Network = BETWEEN_NODES,
+    *,
+    kept: int = 0,
+    node: NodeLink | None = None,
+) -> Bench:
+    """Of a run whose gathers take 24 ms each, where blocks keep so many bytes for backward."""
+    work, manifest = recorded(network)
+    duration = network.duration_ns(EventKind.ALL_GATHER, SIZE, RANKS) or 0
+    units = [replace(own, gather_ns=duration, reduce_ns=duration) for own in work.workload.units]
+    memory = work.workload.memory
+    assert memory is not None
+    pieces = [replace(each, kept=kept, output=kept // 10) for each in memory.pieces]
+    workload = replace(work.workload, units=units, memory=replace(memory, pieces=pieces))
+    slow = replace(work, workload=workload)
+    slow = replace(slow, step_time_ns=slow.play().duration_ns)
+    monkeypatch.setattr("fsdp_inspect.advice.bench.measure_work", lambda run: slow)
+    run = replace(RunBuilder([], world_size=RANKS).build(), manifest=manifest)
+    return Bench(run, node=node)
+
+
+def search(bench: Bench, limit: int | None) -> Found:
+    return Search(bench, limit, allow_dtypes=False).run()
+
+
+def test_a_slow_network_between_nodes_gives_a_share_within_each_node(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("tests.simulation.test_smaller_groups.NUM_BLOCKS", 16)
+    bench = bench_on(monkeypatch)
+    whole, shared = (bench.score(Choice(reshard=value)).peak_bytes for value in (False, 4))
+    assert whole is not None
+    assert shared is not None
+    assert whole > shared
+    found = search(bench, shared)
+    assert found.fits
+    assert found.fastest.reshard == 4
+    assert bench.score(found.fastest).step_ns < 0.8 * bench.recorded.step_ns
+
+
+def test_smaller_groups_are_not_played_where_all_ranks_share_a_node(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    bench = bench_on(monkeypatch, replace(BETWEEN_NODES, node=Node(RANKS, INSIDE)))
+    search(bench, None)
+    assert {choice.reshard for choice in bench.scores} == {None, True, False}
+
+
+def test_a_node_whose_link_is_not_known_is_played_once_the_user_says_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    unknown = replace(BETWEEN_NODES, node=Node(4))
+    bench = bench_on(monkeypatch, unknown)
+    assert bench.tells_no_node_link
+    search(bench, None)
+    assert all(choice.reshard in (None, True, False) for choice in bench.scores)
+    told = bench_on(monkeypatch, unknown, node=NodeLink(1e9, 0.0))
+    assert not told.tells_no_node_link
+    search(told, None)
+    assert 4 in {choice.reshard for choice in told.scores}
+
+
+def test_activations_that_do_not_fit_are_forgotten(monkeypatch: pytest.MonkeyPatch):
+    bench = bench_on(monkeypatch, kept=20 * SIZE)
+    limit = bench.score(Choice(checkpointing="full")).peak_bytes
+    assert limit is not None
+    found = search(bench, limit)
+    assert found.fits
+    assert found.fastest.checkpointing == "full"
+
+
+def test_without_a_limit_nothing_is_checkpointed(monkeypatch: pytest.MonkeyPatch):
+    bench = bench_on(monkeypatch, kept=20 * SIZE)
+    search(bench, None)
+    assert all(choice.checkpointing is None for choice in bench.scores)
+
+
+def test_activations_whose_part_a_run_does_not_tell_are_not_guessed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    bench = bench_on(monkeypatch, kept=20 * SIZE)
+    memory = bench.work.workload.memory
+    assert memory is not None
+    pieces = [PieceMemory(kept=each.kept, gradients=each.gradients) for each in memory.pieces]
+    workload = replace(bench.work.workload, memory=replace(memory, pieces=pieces))
+    bench.work = replace(bench.work, workload=workload)
+    assert not search(bench, 10 * SIZE).fits
+    assert all(choice.checkpointing is None for choice in bench.scores)
