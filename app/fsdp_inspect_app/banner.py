@@ -1,5 +1,6 @@
 """What run is this, and is it whole? The lines at the top of every page about one run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,23 +54,41 @@ _ADVICE: dict[RunStatus, _Advice] = {
 }
 
 
-def show_run_header(manifest: RunManifest, digest: RunDigest, *, refreshes: bool = True) -> None:
+def show_run_header(
+    manifest: RunManifest,
+    digest: RunDigest,
+    *,
+    refreshes: bool = True,
+    beside: Callable[[], None] | None = None,
+) -> None:
     """Name, state and set-up of the run, what is missing or odd about it, and what to do then.
 
     Args:
         manifest: Of the run.
         digest: Of the run.
         refreshes: Whether the page of a run that is still recorded is made anew as it grows.
+        beside: Shows what stands at the right of the name.
     """
     status = RunStatus(digest.status)
+    if beside is None:
+        _show_name(manifest, digest, status)
+    else:
+        left, right = st.columns([2, 1])
+        with left:
+            _show_name(manifest, digest, status)
+        with right:
+            beside()
+    _show_state(status, digest)
+    if refreshes and status is RunStatus.RUNNING:
+        _refresh_as_it_grows()
+
+
+def _show_name(manifest: RunManifest, digest: RunDigest, status: RunStatus) -> None:
     with st.container(horizontal=True, vertical_alignment="center", gap="small", key="run-header"):
         st.markdown(f"**{plain(digest.run_id)}**", width="content")
         st.badge(status.value, color=_COLOURS.get(status, "orange"))
         facts = [wording.describe_run(digest), wording.describe_plan(manifest)]
         st.caption(plain(" · ".join(fact for fact in facts if fact)), width="content")
-    _show_state(status, digest)
-    if refreshes and status is RunStatus.RUNNING:
-        _refresh_as_it_grows()
 
 
 def _show_state(status: RunStatus, digest: RunDigest) -> None:

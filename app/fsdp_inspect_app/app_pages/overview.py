@@ -71,15 +71,7 @@ _FEW_STEPS = 3
 def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
     """Verdict, key numbers, the step, who is waited for, what stands out, and the steps."""
     manifest, times = run.manifest, loading.result_of(entry, measure_step_times)
-    header, buttons = st.columns([2, 1])
-    with buttons.container(
-        horizontal=True, horizontal_alignment="right", vertical_alignment="center"
-    ):
-        page_link("compare", "Compare", icon=":material/compare_arrows:")
-        show_share_button("overview")
-        show_export_button(run, digest, times)
-    with header:
-        show_run_header(manifest, digest)
+    show_run_header(manifest, digest, beside=partial(_show_buttons, run, digest, times))
     _show_answer(digest)
     _show_key_numbers(digest)
     waits = find_waits(entry)
@@ -96,6 +88,14 @@ def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
         _show_findings(entry, digest)
     _show_over_steps(entry, digest, times)
     _show_about(manifest, digest)
+
+
+def _show_buttons(run: StoredRun, digest: RunDigest, times: StepTimes) -> None:
+    """What can be done with the run as a whole."""
+    with st.container(horizontal=True, horizontal_alignment="right", vertical_alignment="center"):
+        page_link("compare", "Compare", icon=":material/compare_arrows:")
+        show_share_button("overview")
+        show_export_button(run, digest, times)
 
 
 def _show_answer(digest: RunDigest) -> None:

@@ -11,6 +11,7 @@ from fsdp_inspect_app.frames.ranks import unit_of_grid
 _ROW_PX = 22
 _LEAST_HEIGHT, _MOST_HEIGHT = 220, 620
 _FEW = 24
+_ROOM_FOR_BUTTONS = 36
 _MARK = {"color": "#D55E00", "width": 2}
 
 
@@ -48,7 +49,8 @@ def draw_grid(grid: RankGrid, *, rank: int | None, step: int | None = None) -> g
         title="rank", autorange="reversed", showgrid=False, zeroline=False, **_ticks(grid.ranks)
     )
     height = min(max(110 + _ROW_PX * len(grid.ranks), _LEAST_HEIGHT), _MOST_HEIGHT)
-    return styled(figure, height=height)
+    figure = styled(figure, height=height)
+    return figure.update_layout(margin_t=_ROOM_FOR_BUTTONS)  # which would hide the last cells
 
 
 def _is_even(numbers: tuple[int, ...]) -> bool:
