@@ -27,6 +27,7 @@ Source: RULES R32; TraceLens' start skew and communication latency (minimum over
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +43,14 @@ from fsdp_inspect.trace.rank_work import MAX_CHANCE, RankWork, steps_to_tell
 from fsdp_inspect.trace.reduction import EXPOSED_PART_CODES, PARTS_OF_STEP, StepPart
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.sampling import common_steps, consecutive, sample_ranks, spread
-from fsdp_inspect.trace.statistics import median, percentile
-from fsdp_inspect.trace.steps import RankSteps, timed_ranks, timed_summary
+from fsdp_inspect.trace.statistics import median, medians, percentile
+from fsdp_inspect.trace.steps import (
+    RankSteps,
+    rows_of,
+    split_by_rank,
+    timed_ranks,
+    timed_summary,
+)
 from fsdp_inspect.trace.tables import SummaryTable
 
 _Int64 = NDArray[np.int64]
@@ -203,26 +210,40 @@ def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Rank
 def _own_parts(run: RunSource, members: Sequence[RankSteps]) -> NDArray[np.float64]:
     """Median over steps of each of `_OWN_PARTS`, shape (ranks, parts)."""
     rows = timed_summary(run, kinds=_OWN_PARTS)
-    medians = np.zeros((len(members), len(_OWN_PARTS)))
-    for position, member in enumerate(members):
-        low, high = np.searchsorted(rows.rank, [member.rank, member.rank + 1])
-        own = rows.between(int(low), int(high))
-        for column, part in enumerate(_OWN_PARTS):
-            durations = own.duration_ns[own.kind == part]
-            missing = max(len(member.steps) - len(durations), 0)
-            medians[position, column] = median([*durations.tolist(), *([0] * missing)]) or 0
-    return medians
+    ranks = [member.rank for member in members]
+    typical = np.zeros((len(members), len(_OWN_PARTS)))
+    for column, part in enumerate(_OWN_PARTS):
+        own = rows_of(rows, kinds=[part])
+        lows, highs = (np.searchsorted(own.rank, ranks, side=side) for side in ("left", "right"))
+        durations = [
+            _filled(own.duration_ns[low:high], len(member.steps))
+            for member, low, high in zip(members, lows.tolist(), highs.tolist(), strict=True)
+        ]
+        typical[:, column] = medians(durations)
+    return typical
+
+
+def _filled(durations: NDArray[np.int64], num_steps: int) -> NDArray[np.int64]:
+    """One value a step: 0 for those without the part."""
+    missing = max(num_steps - len(durations), 0)
+    return np.concatenate([durations, np.zeros(missing, dtype=np.int64)])
 
 
 def _rank_rows(
     run: RunSource, members: Sequence[RankSteps], arrivals: Arrivals
 ) -> tuple[RankRow, ...]:
     hosts = {record.rank: record.host for record in run.ranks}
-    peaks = run.summary(kinds=[StepPart.PEAK_ALLOCATED])
+    peaks = split_by_rank(run.summary(kinds=[StepPart.PEAK_ALLOCATED]))
     busiest = _busiest_ratios(members)
     lateness = Lateness(arrivals)
     return tuple(
-        _rank_row(member, hosts.get(member.rank, ""), busiest[member.rank], peaks, lateness)
+        _rank_row(
+            member,
+            hosts.get(member.rank, ""),
+            busiest[member.rank],
+            peaks.get(member.rank, SummaryTable.empty()),
+            lateness,
+        )
         for member in members
     )
 
@@ -232,7 +253,6 @@ def _rank_row(
 ) -> RankRow:
     communication = median(member.communication_ns) or 0
     exposed = median(member.exposed_ns) or 0
-    own_peaks = peaks.bytes[peaks.rank == member.rank]
     return RankRow(
         rank=member.rank,
         host=host,
@@ -242,7 +262,7 @@ def _rank_row(
         overlap_ratio=1 - exposed / communication if communication else 1.0,
         own_work_ns=median(member.step_time_ns - member.exposed_ns) or 0,
         busiest_ratio=busiest,
-        peak_allocated_bytes=int(own_peaks.max()) if len(own_peaks) else None,
+        peak_allocated_bytes=int(peaks.bytes.max()) if len(peaks) else None,
         last_ratio=lateness.last_ratio(member.rank),
         lateness_ns=lateness.typical_ns(member.rank),
         shortest_ratio=lateness.shortest_ratio(member.rank),
@@ -251,17 +271,20 @@ def _rank_row(
 
 def _busiest_ratios(members: Sequence[RankSteps]) -> dict[int, float]:
     """By rank, the share of its steps in which no other rank worked longer."""
-    longest: dict[int, int] = {}
-    for member in members:
-        work = (member.step_time_ns - member.exposed_ns).tolist()
-        for step, own in zip(member.steps.tolist(), work, strict=True):
-            longest[step] = max(longest.get(step, own), own)
-    ratios = {}
-    for member in members:
-        work = (member.step_time_ns - member.exposed_ns).tolist()
-        own = zip(member.steps.tolist(), work, strict=True)
-        ratios[member.rank] = sum(longest[step] == value for step, value in own) / len(work)
-    return ratios
+    if not members:
+        return {}
+    work = np.concatenate([member.step_time_ns - member.exposed_ns for member in members])
+    steps, place = np.unique(
+        np.concatenate([member.steps for member in members]), return_inverse=True
+    )
+    longest = np.full(len(steps), np.iinfo(np.int64).min)
+    np.maximum.at(longest, place, work)
+    bounds = np.cumsum([0, *(len(member.steps) for member in members)]).tolist()
+    is_longest = work == longest[place]
+    return {
+        member.rank: int(np.count_nonzero(is_longest[low:high])) / (high - low)
+        for member, (low, high) in zip(members, pairwise(bounds), strict=True)
+    }
 
 
 def _skewed_ratio(aligned: Arrivals) -> float | None:
