@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import streamlit as st
 
-from fsdp_inspect.advice.advise import Advice, Wishes
+from fsdp_inspect.advice.advise import Advice
+from fsdp_inspect.advice.wishes import Wishes
 from fsdp_inspect.digest.advising import advise_run
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect_app import loading

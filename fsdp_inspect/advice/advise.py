@@ -1,68 +1,25 @@
 """What should be changed about a run, in which order, and what does each change bring?"""
 
-import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.advice.bench import AS_RECORDED, Bench
+from fsdp_inspect.advice.change_words import say_changes
 from fsdp_inspect.advice.choices import Choice
-from fsdp_inspect.advice.evidence import Effect, Evidence, Finding
+from fsdp_inspect.advice.claims import settle_claims
+from fsdp_inspect.advice.evidence import Evidence, Finding
 from fsdp_inspect.advice.findings import find_first_things
 from fsdp_inspect.advice.search import WORTH_RATIO, Search, split_gain
 from fsdp_inspect.advice.slowdown import Slowdown
-from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion, say_changes
+from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion
+from fsdp_inspect.advice.wishes import Wishes, how_to_apply, how_to_verify
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
-from fsdp_inspect.simulation.network import NodeLink
 from fsdp_inspect.simulation.recorded import Execution
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.repeats import PROCESS_NOISE_RATIO
-from fsdp_inspect.trace.run import RunManifest, RunSource
-
-_SHARDING_FLAGS = frozenset(
-    f"--{name}"
-    for name in (
-        "plan",
-        "wrap",
-        "mesh",
-        "reshard-after-forward",
-        "no-reshard-after-backward",
-        "forward-prefetch",
-        "backward-prefetch",
-        "unshard-async-op",
-        "reduce-scatter-buffers",
-        "separate-reduce-scatter-group",
-        "param-dtype",
-        "reduce-dtype",
-        "offload",
-        "checkpointing",
-    )
-)
-"""The trainer's flags that a plan says already."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """What the advice is for."""
-
-    memory_limit: int | None = None
-    """Bytes that the predicted peak must not exceed; None: the device's memory, and no limit on
-    CPU."""
-    time_limit_ns: int | None = None
-    """The longest step of the smallest plan; None: the recorded one."""
-    allow_dtypes: bool = False
-    """Whether messages may become bfloat16."""
-    bus_bytes_per_s: float | None = None
-    """Of another network that plans are for; None: the run's own."""
-    latency_ns: float | None = None
-    """The same."""
-    node: NodeLink | None = None
-    """The link within a node; None: as far as the run tells."""
-    run_name: str = "RUN"
-    """How commands name the run."""
-    plan_file: str = "plan.toml"
-    """How commands name the written plan."""
+from fsdp_inspect.trace.run import RunSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,67 +118,27 @@ def give_advice(
         )
     except MissingDataError as error:
         answer = findings[0].sentence if findings else f"No plan can be advised: {error}"
-        return Advice(run.manifest.run_id, answer, _settle(findings, None), None, str(error))
+        return Advice(
+            run.manifest.run_id,
+            answer,
+            settle_claims(findings, can_play=False, has_changes=False),
+            None,
+            str(error),
+        )
     limit = evidence.device_bytes if wishes.memory_limit is None else wishes.memory_limit
     search = Search(
         bench, limit, allow_dtypes=wishes.allow_dtypes, time_limit_ns=wishes.time_limit_ns
     )
     plan = _advise_plan(bench, evidence, search, wishes, limit)
     answer = _answer(plan, findings)
-    return Advice(run.manifest.run_id, answer, _settle(findings, plan), plan, None)
+    settled = settle_claims(findings, can_play=True, has_changes=bool(plan.suggestions))
+    return Advice(run.manifest.run_id, answer, settled, plan, None)
 
 
 def slowdown_of(evidence: Evidence) -> Slowdown:
     """What communication costs the compute beside it, as far as the run tells."""
     is_emulated = evidence.manifest.source == "emulated"
     return Slowdown.of(evidence.contention, is_emulated=is_emulated)
-
-
-def _settle(findings: Sequence[Finding], plan: PlanAdvice | None) -> tuple[Finding, ...]:
-    """Findings that claim no time which something before them claims.
-
-    [Note: no ms twice] Exposed time is one sum: a change of the plan that hides it, a straggler
-    that is mended and a faster link may all shorten the same wait. So the changes of the plan claim
-    it, where there are any; else the first finding that could give it back. The others keep their
-    numbers as costs and claim no gain.
-    """
-    settled: list[Finding] = []
-    claimed_by = "the changes of the plan" if plan and plan.suggestions else ""
-    for finding in findings:
-        if finding.effect.is_exposed and claimed_by:
-            finding = replace(finding, effect=_unclaimed(finding.effect, claimed_by))
-        elif finding.effect.is_exposed:
-            claimed_by = "what is named before"
-        settled.append(_with_time(finding, plan))
-    return tuple(settled)
-
-
-def _with_time(finding: Finding, plan: PlanAdvice | None) -> Finding:
-    """Where the time is told that mending it saves, if plans tell it."""
-    effect = finding.effect
-    if not effect.played_by:
-        return finding
-    time = f"told by {effect.played_by}." if plan is not None else "no plan can be played here."
-    return replace(finding, effect=replace(effect, sentence=f"{effect.sentence} Time: {time}"))
-
-
-def _unclaimed(effect: Effect, claimed_by: str) -> Effect:
-    return replace(
-        effect,
-        sentence=f"No time is claimed on top: at most {format_ns(effect.saved_high_ns)} a step are "
-        f"exposed here, which {claimed_by} may save already.{_say_added(effect)}",
-        saved_low_ns=None,
-        saved_high_ns=None,
-    )
-
-
-def _say_added(effect: Effect) -> str:
-    """What mending it adds to the peak, as the end of a sentence's paragraph."""
-    low, high = effect.added_low_bytes, effect.added_high_bytes
-    if low is None or high is None or high <= 0:
-        return ""
-    span = format_bytes(high) if low == high else f"{format_bytes(low)} to {format_bytes(high)}"
-    return f" The peak rises by {span}."
 
 
 def _advise_plan(
@@ -248,7 +165,7 @@ def _advise_plan(
         suggestions=tuple(
             replace(
                 narrator.suggestion(each),
-                verify=_verify(evidence.manifest, wishes, take=place),
+                verify=how_to_verify(evidence.manifest, wishes, take=place),
             )
             for place, each in enumerate(increments, 1)
         ),
@@ -256,8 +173,8 @@ def _advise_plan(
         smallest=_smallest(bench, narrator, found.smallest, target),
         front=tuple(_point(bench, choice) for choice in found.front),
         notes=(*_notes(bench, limit), *_limits_of_play(bench, wishes, fits=found.fits)),
-        snippet=_snippet(wishes.plan_file),
-        verify=_verify(evidence.manifest, wishes),
+        snippet=how_to_apply(wishes.plan_file),
+        verify=how_to_verify(evidence.manifest, wishes),
     )
 
 
@@ -388,71 +305,3 @@ def _say_gain(plan: PlanAdvice) -> str:
         f"{fastest.what}: {format_ns(fastest.step_ns)} a step predicted instead of "
         f"{format_ns(plan.replayed_step_ns)} ({100 * ratio:.1f} % less)."
     )
-
-
-def _snippet(plan_file: str) -> str:
-    return (
-        "import fsdp_inspect\n"
-        f"plan = fsdp_inspect.Plan.load({plan_file!r})\n"
-        "fsdp_inspect.apply_plan(model, plan, mesh)  # no fully_shard calls of your own"
-    )
-
-
-def _verify(manifest: RunManifest, wishes: Wishes, *, take: int | None = None) -> tuple[str, ...]:
-    """How to record the new plan, and to compare.
-
-    Args:
-        manifest: Of the recorded run.
-        wishes: What the advice is for.
-        take: Only the first so many changes: how to write their plan comes first then.
-    """
-    write: tuple[str, ...] = ()
-    if take is not None:
-        file = shlex.quote(wishes.plan_file)
-        write = (f"{_advise_command(wishes)} --take {take} --write {file}",)
-    prediction = wishes.plan_file.removesuffix(".toml") + ".prediction.json"
-    hold = (
-        f"fsdp-inspect verify {shlex.quote(prediction)} NEW_RUN "
-        f"--baseline {shlex.quote(wishes.run_name)}"
-    )
-    if "instrumented_trainer" not in manifest.command:
-        again = "Record the script with these lines, as the first run was recorded; then:"
-        return *write, again, hold
-    again = f"{shlex.join(_renamed(manifest.command))} --plan {shlex.quote(wishes.plan_file)}"
-    flags = [word for word in manifest.command if word.split("=")[0] in _SHARDING_FLAGS]
-    if flags:
-        again = f"{again}  # without {', '.join(flags)}: the plan says it"
-    return *write, again, hold
-
-
-def _renamed(command: Sequence[str]) -> list[str]:
-    """A command of the trainer whose run has another name than the recorded one."""
-    words = list(command)
-    for at, word in enumerate(words):
-        if word.startswith("--name="):
-            words[at] = f"{word}-advised"
-        elif word == "--name" and at + 1 < len(words):
-            words[at + 1] = f"{words[at + 1]}-advised"
-    return words
-
-
-def _advise_command(wishes: Wishes) -> str:
-    """The command that gives this advice again."""
-    words = ["fsdp-inspect", "advise", wishes.run_name]
-    if wishes.memory_limit is not None:
-        words += ["--memory-limit", str(wishes.memory_limit)]
-    if wishes.time_limit_ns is not None:
-        words += ["--time-limit", f"{wishes.time_limit_ns}ns"]
-    words += ["--allow-dtypes"] if wishes.allow_dtypes else []
-    if wishes.bus_bytes_per_s is not None:
-        words += ["--bandwidth", f"{wishes.bus_bytes_per_s:.0f}B/s"]
-    if wishes.latency_ns is not None:
-        words += ["--latency", f"{wishes.latency_ns:.0f}ns"]
-    return shlex.join([*words, *_words_of_node(wishes.node or NodeLink())])
-
-
-def _words_of_node(node: NodeLink) -> Iterator[str]:
-    if node.bus_bytes_per_s is not None:
-        yield from ("--node-bandwidth", f"{node.bus_bytes_per_s:.0f}B/s")
-    if node.latency_ns is not None:
-        yield from ("--node-latency", f"{node.latency_ns:.0f}ns")

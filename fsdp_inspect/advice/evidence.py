@@ -116,7 +116,7 @@ class Effect:
     """The plans that tell what time it saves, where any can be played; empty: none do."""
     is_exposed: bool = False
     """The time is exposed communication, which changes of the plan may claim: then it is not
-    claimed here ([Note: no ms twice] in `advice.advise`)."""
+    claimed here ([Note: no ms twice] in `advice.claims`)."""
 
 
 @dataclass(frozen=True, slots=True)

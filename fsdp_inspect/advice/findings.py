@@ -4,7 +4,7 @@ Nothing is measured here: what the analyses found is turned into findings, the l
 first, then what the run's own traffic shows (`advice.trace_findings`), then what its settings cost
 (`advice.setting_findings`). What a finding names as a cost is the analysis' own number; what it
 says of the effect of mending it are bounds, never claimed twice ([Note: no ms twice] in
-`advice.advise`).
+`advice.claims`).
 """
 
 from collections.abc import Iterator

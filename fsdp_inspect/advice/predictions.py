@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from fsdp_inspect.advice.advise import PlanAdvice, Wishes
+from fsdp_inspect.advice.advise import PlanAdvice
 from fsdp_inspect.advice.slowdown import NOTHING_PAID, Paid
 from fsdp_inspect.advice.suggestions import Proposal, Suggestion
+from fsdp_inspect.advice.wishes import Wishes
 from fsdp_inspect.simulation.network import NodeLink
 from fsdp_inspect.simulation.recorded import observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan

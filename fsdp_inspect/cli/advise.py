@@ -24,7 +24,8 @@ from fsdp_inspect.cli.arguments import (
 from fsdp_inspect.cli.playing import playing
 
 if TYPE_CHECKING:
-    from fsdp_inspect.advice.advise import Advice, Wishes
+    from fsdp_inspect.advice.advise import Advice
+    from fsdp_inspect.advice.wishes import Wishes
     from fsdp_inspect.digest.track_record import TrackRecord
     from fsdp_inspect.store.reader import StoredRun
 
@@ -90,7 +91,7 @@ def advise(  # noqa: PLR0913 - one argument an option
 
     Example: `fsdp-inspect advise runs/demo --memory-limit 80GiB --write plan.toml`
     """
-    from fsdp_inspect.advice.advise import Wishes
+    from fsdp_inspect.advice.wishes import Wishes
     from fsdp_inspect.digest.advising import advise_run
     from fsdp_inspect.report.json import render_run_json, to_plain
     from fsdp_inspect.store.predictions import prediction_file_of

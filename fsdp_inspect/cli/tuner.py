@@ -132,8 +132,8 @@ class Tuner:
 
     def _choose_plans(self) -> None:
         """Play plans on the baseline, and write the best down with what is predicted of them."""
-        from fsdp_inspect.advice.advise import Wishes
         from fsdp_inspect.advice.predictions import Origin, make_prediction
+        from fsdp_inspect.advice.wishes import Wishes
         from fsdp_inspect.digest.advising import find_plans_to_run
         from fsdp_inspect.simulation.simulate import simulate
 

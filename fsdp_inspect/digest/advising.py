@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fsdp_inspect.advice.advise import Advice, Wishes, give_advice, slowdown_of
+from fsdp_inspect.advice.advise import Advice, give_advice, slowdown_of
 from fsdp_inspect.advice.bench import Bench
 from fsdp_inspect.advice.candidates import find_candidates
 from fsdp_inspect.advice.evidence import Evidence, Finding
 from fsdp_inspect.advice.findings import find_first_things
 from fsdp_inspect.advice.search import Search
 from fsdp_inspect.advice.suggestions import Proposal
+from fsdp_inspect.advice.wishes import Wishes
 from fsdp_inspect.analysis.allocator import measure_allocator
 from fsdp_inspect.analysis.contention import Contention, measure_contention
 from fsdp_inspect.analysis.gathers_in_flight import measure_gathers_in_flight

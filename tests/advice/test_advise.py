@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_inspect import open_run
-from fsdp_inspect.advice.advise import Advice, PlanAdvice, Wishes
+from fsdp_inspect.advice.advise import Advice, PlanAdvice
 from fsdp_inspect.advice.bench import Bench
 from fsdp_inspect.advice.choices import Choice
+from fsdp_inspect.advice.wishes import Wishes
 from fsdp_inspect.digest.advising import advise_run
 from fsdp_inspect.simulation.policies import policies_of
 from fsdp_inspect.simulation.prediction import predicted_events

@@ -12,7 +12,7 @@ PLACES = {
         "advice/findings.py", "advice/setting_findings.py", "advice/trace_findings.py",
         "trace/unit_waste.py",
     ),
-    "change": ("advice/choices.py", "advice/suggestions.py"),
+    "change": ("advice/choices.py", "advice/change_words.py"),
     "check": ("analysis/plan_check.py", "trace/unit_waste.py"),
 }  # fmt: skip
 """The files that bring up rules of each kind."""

@@ -9,8 +9,8 @@ from fsdp_inspect_app.frames.advice import frame_front
 from fsdp_inspect_app.plan_links import pack_plan, unpack_plan
 
 from fsdp_inspect import open_run
-from fsdp_inspect.advice.advise import Wishes
 from fsdp_inspect.advice.predictions import now, predict_advised
+from fsdp_inspect.advice.wishes import Wishes
 from fsdp_inspect.digest.advising import advise_run
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.formatting import format_ns

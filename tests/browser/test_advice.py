@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdp_inspect.advice.advise import Wishes
+from fsdp_inspect.advice.wishes import Wishes
 from fsdp_inspect.digest.advising import advise_run
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.store.folder import list_runs

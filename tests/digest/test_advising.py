@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fsdp_inspect import open_run
-from fsdp_inspect.advice.advise import Wishes
+from fsdp_inspect.advice.wishes import Wishes
 from fsdp_inspect.digest.advising import advise_run, find_findings
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.trace.codes import EventKind, Phase, Stream

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_inspect.advice.advise import Wishes
+from fsdp_inspect.advice.wishes import Wishes
 from fsdp_inspect.digest.advising import advise_run
 from tests.validation.emulated import EmulationBench, network_of
 from tests.validation.grid import LINKS, SHAPES, Trial, baseline_of

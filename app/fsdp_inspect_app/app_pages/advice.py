@@ -7,11 +7,12 @@ from typing import Any, TypeVar
 
 import streamlit as st
 
-from fsdp_inspect.advice.advise import Advice, ParetoPoint, PlanAdvice, Wishes
+from fsdp_inspect.advice.advise import Advice, ParetoPoint, PlanAdvice
 from fsdp_inspect.advice.evidence import Finding
 from fsdp_inspect.advice.predictions import predict_advised
 from fsdp_inspect.advice.rules import title_of
 from fsdp_inspect.advice.suggestions import Proposal, Suggestion
+from fsdp_inspect.advice.wishes import Wishes
 from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.digest.track_record import measure_track_record
 from fsdp_inspect.errors import PredictionError
