@@ -76,13 +76,13 @@ class Search:
         for choices in (
             self._cuts,
             self._smaller_groups,
+            self._checkpointed,
             self._depths,
             self._queues,
             self._embeddings,
             self._loops,
             self._meshes,
             self._dtypes,
-            self._checkpointed,
             self._tails,
         ):
             for choice in list(choices()):
@@ -205,11 +205,16 @@ class Search:
                 yield replace(choice, param_dtype=gathers, reduce_dtype=reduces)
 
     def _checkpointed(self) -> Iterator[Choice]:
-        """Blocks whose forward backward repeats, where memory is short and the run tells it."""
+        """Blocks whose forward backward repeats, where memory is limited and the run tells it.
+
+        Where nothing fits so far, every cut is tried with it: the rest of the search starts there.
+        """
         recorded = self._bench.space.plan.checkpointing
         if self._limit is None or recorded.full or recorded.selective:
             return
-        for choice in self._beam():
+        scores = self._bench.scores
+        fits = any(self.fits(score) for score in scores.values())
+        for choice in self._beam() if fits else list(scores):
             repeating = replace(choice, checkpointing="full")
             if self._tells_memory(repeating):
                 yield repeating

@@ -84,11 +84,12 @@ def test_a_node_whose_link_is_not_known_is_played_once_the_user_says_it(
 
 def test_activations_that_do_not_fit_are_forgotten(monkeypatch: pytest.MonkeyPatch):
     bench = bench_on(monkeypatch, kept=20 * SIZE)
-    limit = bench.score(Choice(checkpointing="full")).peak_bytes
-    assert limit is not None
-    found = search(bench, limit)
+    alone = bench.score(Choice(checkpointing="full"))
+    assert alone.peak_bytes is not None
+    found = search(bench, alone.peak_bytes + SIZE)
     assert found.fits
     assert found.fastest.checkpointing == "full"
+    assert bench.score(found.fastest).step_ns < alone.step_ns  # with what else gains
 
 
 def test_without_a_limit_nothing_is_checkpointed(monkeypatch: pytest.MonkeyPatch):
