@@ -18,6 +18,8 @@ from fsdp_inspect.trace.steps import RankSteps, sum_per_step, timed_rank
 from fsdp_inspect.trace.tables import EventTable
 from fsdp_inspect.trace.waits import Waits, read_waits
 
+_SENDS = EventKind.POINT_TO_POINT
+
 
 @dataclass(frozen=True, slots=True)
 class RepeatedUnit:
@@ -62,11 +64,11 @@ def measure_pipeline(run: RunSource, *, rank: int | None = None) -> Pipeline | N
         IncompleteRunError: The run holds nothing of that rank.
     """
     member = timed_rank(run, rank)
-    if member is None:
+    if member is None or not len(run.summary(ranks=[member.rank], kinds=[_SENDS])):
         return None
-    kinds = (EventKind.POINT_TO_POINT, EventKind.FORWARD)
+    kinds = (_SENDS, EventKind.FORWARD)
     events = run.events(member.rank, steps=member.steps.tolist(), kinds=kinds)
-    transfers = events.where(events.kind == EventKind.POINT_TO_POINT)
+    transfers = events.where(events.kind == _SENDS)
     if len(transfers) == 0:
         return None
     waits = read_waits(run, member)

@@ -85,11 +85,12 @@ def find_findings(run: RunSource, *, digest: RunDigest | None = None) -> tuple[F
         run: A run.
         digest: Of the run, where it is known already.
     """
-    return find_first_things(_evidence(run, digest or digest_run(run)))
+    return find_first_things(_evidence(run, digest or digest_run(run), for_plans=False))
 
 
-def _evidence(run: RunSource, digest: RunDigest) -> Evidence:
+def _evidence(run: RunSource, digest: RunDigest, *, for_plans: bool = True) -> Evidence:
     """The digest's answers, and what only advice asks for; damaged files leave questions open."""
+    is_device = run.manifest.device_type != "cpu"
     exposed, peak_rank = digest.exposed_in_step, digest.memory.peak_rank
     peak, damage = digest.memory.peak, list[str]()
     return Evidence(
@@ -106,7 +107,7 @@ def _evidence(run: RunSource, digest: RunDigest) -> Evidence:
         peak_unit=peak.fqn if peak is not None else None,
         activation_bytes=_held(peak, MemoryCategory.ACTIVATION),
         waits=exposed.evidence if exposed else (),
-        contention=_contention(run, damage),
+        contention=_contention(run, damage) if for_plans or is_device else None,
         links=ask(find_node_links, run, damage),
         in_flight=ask(measure_gathers_in_flight, run, damage) if run.manifest.is_fsdp1 else None,
         pipeline=ask(measure_pipeline, run, damage),
