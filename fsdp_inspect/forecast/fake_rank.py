@@ -32,6 +32,7 @@ from fsdp_inspect.emulation.process import emulate
 from fsdp_inspect.emulation.specification import Link, Specification
 from fsdp_inspect.forecast.cuda_kernels import choose_cuda_kernels
 from fsdp_inspect.forecast.fake_values import ValuelessTensors
+from fsdp_inspect.forecast.one_device import host_for, use_one_device
 from fsdp_inspect.sharding.attributes import replace_everywhere, set_attribute
 
 _FREE = Link(bandwidth_bytes_per_s=float("inf"), latency_ns=0)
@@ -69,6 +70,7 @@ def fake_rank(
         tensors = undo.enter_context(ValuelessTensors())
         # The inside of a compiled region cannot be followed: it runs as it was written.
         undo.enter_context(torch.compiler.set_stance("force_eager"))
+        use_one_device(undo)
         _let_tensors_be_swapped(undo, tensors)
         _pin_nothing(undo)
         if device_type == "cuda":
@@ -88,7 +90,9 @@ def _make_meshes_real(undo: ExitStack) -> None:
             ranks = kwargs.get("_rank_map")
             if isinstance(ranks, FakeTensor):  # init_device_mesh: 0, 1, ..., N - 1
                 kwargs["_rank_map"] = torch.arange(ranks.numel(), dtype=ranks.dtype)
-            initialise(mesh, *args, **kwargs)
+            if "device_type" in kwargs:
+                kwargs["device_type"] = host_for(kwargs["device_type"])
+            initialise(mesh, *map(host_for, args), **kwargs)
 
     undo.callback(set_attribute(DeviceMesh, "__init__", init))
     remap = _MeshLayout.remap_to_tensor

@@ -4,7 +4,7 @@ A forecast runs a *builder*: a function that is called on fake ranks and does wh
 script does before its first step. It is named as `module:function`, or handed over as it is:
 
     def build(batch_size: int = 4) -> ForecastTarget:
-        model = Transformer(...)                       # as the script builds it, on any device
+        model = Transformer(...)           # as the script builds it; "cuda" is as good as "cpu"
         for block in model.layers:
             fully_shard(block)
         fully_shard(model)

@@ -250,3 +250,21 @@ def sizes_by_value() -> ForecastTarget:
         train(model, optimizer, tokens.flatten()[tokens.flatten().nonzero()])
 
     return target(shard(Model()), step)
+
+
+def written_for_cuda() -> ForecastTarget:
+    """What stands in a script that never runs anywhere else."""
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_rank())
+    device = torch.device("cuda", torch.cuda.current_device())
+    with torch.device("cuda"):
+        model = Model()
+    shard(model.to(device).cuda(), mesh=init_device_mesh("cuda", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(BATCH, TOKENS, dtype=torch.int64, device=device)
+
+    def step() -> None:
+        train(model, optimizer, tokens.to(0))
+        torch.cuda.synchronize()
+
+    return ForecastTarget(model=model, step=step, optimizer=optimizer)

@@ -94,3 +94,15 @@ def test_on_a_cpu_offloading_moves_nothing(tmp_path: Path) -> None:
     offloaded = forecast(plain_models.offloaded, tmp_path / "offloaded", "cpu")
 
     assert offloaded.peak_allocated_bytes == kept.peak_allocated_bytes
+
+
+def test_code_that_says_cuda_is_forecast_like_code_that_does_not(tmp_path: Path) -> None:
+    before = torch.cuda.set_device, torch.autocast.__init__, dist.init_process_group
+
+    plain = forecast(plain_models.plain, tmp_path / "plain")
+    cuda = forecast(plain_models.written_for_cuda, tmp_path / "cuda")
+
+    assert cuda.peak_allocated_bytes == plain.peak_allocated_bytes
+    assert cuda.peak.categories == plain.peak.categories
+    assert before == (torch.cuda.set_device, torch.autocast.__init__, dist.init_process_group)
+    assert torch.device("cuda", 0).index == 0
