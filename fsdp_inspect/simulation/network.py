@@ -108,13 +108,14 @@ class Network:
             return self.smaller[num_ranks], ""
         taken = f"A group of {num_ranks} ranks is taken to be as fast as"
         size = self.node.num_ranks
-        if size is not None and size < shard and size % num_ranks:
+        is_given = self.node.line is not None and self.node.is_changed
+        if size is not None and size < shard and size % num_ranks and not is_given:
             # No node holds it. Whole nodes are what the group that shards has.
             line = self.lines.get(EventKind.ALL_GATHER) if num_ranks % size == 0 else None
-            return line, f"{taken} all ranks that shard: it spans whole nodes, too."
+            return line, f"{taken} all ranks that shard: both span whole nodes of {size} ranks."
         if self.node.line is not None:
-            is_given = self.node.line.fit is None
-            return self.node.line, "" if is_given else f"{taken} {self.node.source}."
+            is_exact = self.node.line.fit is None
+            return self.node.line, "" if is_exact else f"{taken} {self.node.source}."
         larger = [measured for measured in self.smaller if measured % num_ranks == 0]
         if not larger:
             return None, ""

@@ -65,6 +65,9 @@ def test_a_plan_is_not_written_over_a_file(invoke, tmp_path):
         (("--latency", "3"), "20us"),
         (("--reshard-after-forward", "maybe"), "true, false"),
         (("--param-dtype", "bf16"), "bfloat16"),
+        (("--checkpointing", "selective"), "none, full"),
+        (("--node-bandwidth", "0GB/s"), "above 0"),
+        (("--node-latency", "soon"), "30us"),
     ],
 )
 def test_a_value_that_is_none_is_refused_with_what_is_expected(invoke, options, expected):
@@ -83,3 +86,21 @@ def test_a_run_without_a_plan_is_refused(invoke, runs_folder):
     ended = invoke("simulate", runs_folder / "steady")
     assert ended.code == 1
     assert "no observed plan" in ended.err
+
+
+def test_checkpointing_costs_time_and_saves_memory(invoke):
+    result = json.loads(invoke("simulate", SAMPLE, "--checkpointing", "full", "--json").out)
+    assert result["change"] > 0.05
+    assert result["predicted"]["peak_bytes"] < 0.6 * result["replayed"]["peak_bytes"]
+    assert result["memory_refusal"] is None
+    assert len(result["plan"]["checkpointing"]["full"]) == 6
+
+
+def test_groups_whose_link_the_run_does_not_tell_need_it_to_be_given(invoke):
+    options = ("--world-size", "6", "--reshard-after-forward", "3")
+    refused = invoke("simulate", SAMPLE, *options)
+    assert refused.code == 1
+    assert "--node-bandwidth and --node-latency" in refused.err
+    link = ("--node-bandwidth", "100GB/s", "--node-latency", "10us", "--json")
+    result = json.loads(invoke("simulate", SAMPLE, *options, *link).out)
+    assert result["plan"]["units"][1]["reshard_after_forward"] == 3

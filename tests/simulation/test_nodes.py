@@ -58,7 +58,7 @@ def test_groups_across_whole_nodes_are_as_fast_as_all_ranks():
     network = network_of(run_on([name for name in "abcd" for _ in range(2)]))
     line, assumption = network.line_of_smaller(4, 8)
     assert line == WHOLE
-    assert "spans whole nodes" in assumption
+    assert "whole nodes of 2 ranks" in assumption
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,12 @@ def test_what_the_user_says_of_a_node_holds_beside_another_network():
     given = NETWORK.change_node(NodeLink(300e9, 20_000)).change(bus_bytes_per_s=1e9, latency_ns=0)
     assert given.line_of_smaller(4, 8) == (INSIDE, "")
     assert given.lines[EventKind.ALL_GATHER] == Line(0, 1e9)
+
+
+def test_a_link_that_is_given_holds_for_groups_across_the_nodes_of_the_run_too():
+    network = network_of(run_on(["a"] * 2 + ["b"] * 2 + ["c"] * 2))
+    assert network.line_of_smaller(3, 6)[0] is None
+    assert network.change_node(NodeLink(300e9, 20_000)).line_of_smaller(3, 6) == (INSIDE, "")
 
 
 def test_another_network_holds_in_nodes_too_unless_they_are_told_apart():
