@@ -36,7 +36,11 @@ def paint_innermost(starts: Int64Array, ends: Int64Array, within: Intervals) -> 
         ends: Shape (n,), ns.
         within: Pieces outside of this set are cut away.
     """
-    edges = np.sort(np.concatenate([starts, ends, within.starts, within.ends]))
+    if len(starts) == 0 or len(within) == 0:
+        nothing = np.empty(0, dtype=np.int64)
+        return Painted(nothing, nothing, nothing)
+    # Rows that are in order by themselves: a stable sort only merges them.
+    edges = np.sort(np.concatenate([starts, ends, within.starts, within.ends]), kind="stable")
     edges = edges[np.diff(edges, prepend=edges[:1] - 1) > 0]
     if len(edges) < 2:
         return _merge(edges[:0], edges[:0], np.empty(0, dtype=np.int64))
