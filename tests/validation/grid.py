@@ -61,8 +61,8 @@ LINKS = {
     "fast": Link("2GB/s", "50us"),
 }
 TWO_NODES = "two nodes"
-NETWORKS = {**LINKS, TWO_NODES: Link("2GB/s", "50us", between_nodes=("75MB/s", "200us"))}
-"""Between two nodes all ranks together have what the medium link has."""
+NETWORKS = {**LINKS, TWO_NODES: Link("2GB/s", "50us", between_nodes=("7.5MB/s", "200us"))}
+"""Between two nodes all ranks together have 30 MB/s: backward cannot hide what it gathers there."""
 SHAPES: Mapping[str, Shape] = {
     "even": Shape(
         "instrumented_trainer",
