@@ -129,6 +129,11 @@ class LiveStream:
         """Size of the file."""
         return self._offset
 
+    @property
+    def num_pending_rows(self) -> int:
+        """Rows that the disk has not taken yet."""
+        return sum(rows for _, rows in self._pending)
+
     def add(self, rows: Sequence[Row]) -> int:
         """Encode rows for the next write.
 
@@ -176,7 +181,7 @@ class LiveStream:
         Raises:
             OSError: The disk refuses the closing batch; the file is closed all the same.
         """
-        lost = sum(rows for _, rows in self._pending)
+        lost = self.num_pending_rows
         self._pending.clear()
         self._pending_bytes = 0
         if self._fd is None:

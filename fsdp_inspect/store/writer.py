@@ -248,8 +248,9 @@ class RankWriter:
         self._flush_safely()
         status, failure, compact = self._ending or (RunStatus.COMPLETE, None, False)
         for name, stream in self._streams.items():
+            self._count_dropped(name, stream.num_pending_rows)  # a full disk refuses the end, too
             try:
-                self._count_dropped(name, stream.finish())
+                stream.finish()
             except Exception as error:  # nothing may reach the training
                 self._report(name, error)
         self._change_record({"status": status, "failure": failure})

@@ -317,3 +317,22 @@ def test_interpreter_exit_without_close_keeps_every_row(
 def test_recording_does_not_import_pandas(run_folder: Path) -> None:
     script = "writer.events.extend(event_rows(5)); writer.close()\nprint('pandas' in sys.modules)"
     assert run_child(script, run_folder).stdout == "False\n"
+
+
+def test_rows_are_counted_as_dropped_when_the_disk_refuses_even_the_end(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = RankWriter(run_folder, make_record(world_size=1))
+    writer.events.extend(event_rows(num_steps=1))
+    writer.flush()
+
+    def refuse(stream: LiveStream, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LiveStream, "_write_at_end", refuse)
+    writer.events.extend(event_rows(num_steps=3)[4:])
+    writer.close(compact=False)
+    assert writer.record.dropped == {"events": 8}
+    run = open_run(run_folder)
+    assert len(run.events(0)) == 4
+    assert any("dropped 8 rows of events" in note for note in run.notes)
