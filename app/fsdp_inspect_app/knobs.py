@@ -252,7 +252,7 @@ def _depth(prefetch: int | Mapping[str, Sequence[str]]) -> str:
 def _one_of(values: Sequence[object]) -> str:
     """The value of all units, as plan files write it."""
     if len({repr(value) for value in values}) != 1:
-        return "differs by unit"
+        return "by unit"
     value = values[0]
     if value is None:
         return "torch's own"

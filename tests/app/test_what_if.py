@@ -182,7 +182,7 @@ def test_every_option_is_legal_for_the_command(bench, knobs):
 def test_what_was_recorded_is_said_beside_the_knobs(run, bench):
     assert recorded_values(bench.plan, run.manifest) == {
         "wrap": "8 units",
-        "reshard_after_forward": "differs by unit",
+        "reshard_after_forward": "by unit",
         "checkpointing": "none",
         "forward_prefetch": "0",
         "backward_prefetch": "0",

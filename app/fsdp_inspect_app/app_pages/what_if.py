@@ -87,7 +87,7 @@ def _show_bench(entry: RunEntry, run: StoredRun, digest: RunDigest, bench: Bench
     """Everything that moves with the knobs; turning one runs only this part of the page again."""
     answer = st.container()
     start, problem = _linked_plan(run.manifest)
-    left, right = st.columns([1, 2], gap="medium")
+    left, right = st.columns([2, 5], gap="medium")
     with left:
         chosen, knobs = _show_knobs(bench, run.manifest, is_linked=start is not None)
     try:
@@ -220,6 +220,7 @@ def _show_numbers(simulation: Simulation) -> None:
             delta_color="off",
             delta_arrow="off",
             border=True,
+            height="stretch",
             help=plain(words),
         )
 
