@@ -93,9 +93,14 @@ def _checkpoint(after: Plan) -> Iterator[str]:
 
 
 def _calls(before: Plan, after: Plan) -> Iterator[str]:
-    """`fully_shard` of the units that are new, inner ones first."""
-    known = {unit.modules for unit in before.units}
+    """`fully_shard` of the units that are new, inner ones first, or the calls to leave out."""
+    known, kept = ({unit.modules for unit in plan.units} for plan in (before, after))
     new = [unit for unit in after.units if unit.modules not in known]
+    if not new:
+        gone = [name for unit in before.units if unit.modules not in kept for name in unit.modules]
+        yield "# leave out your calls for these; their parameters join the unit around them"
+        yield f"names = {_listed(gone)}"
+        return
     calls = [f"fully_shard({_modules(unit)}, mesh=mesh)" for unit in _root_last(new)]
     yield "# in place of your calls for the same modules"
     yield from calls[:MOST_CALLS]

@@ -13,7 +13,8 @@ from rich.text import Text
 from fsdp_inspect.digest.tuning import TunedPlan, Tuning
 from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio
 from fsdp_inspect.report.layout import dim, new_table, section
-from fsdp_inspect.report.verification import RULINGS, format_change
+from fsdp_inspect.report.verification import RULINGS
+from fsdp_inspect.report.wording import format_change, format_error
 from fsdp_inspect.trace.prediction import Ruling
 from fsdp_inspect.trace.repeats import RUNS_FOR_A_TEST
 
@@ -50,9 +51,9 @@ def _table(plans: Sequence[TunedPlan]) -> Table:
             f"{format_ns(estimate)} ({format_change(plan.prediction.change)})",
             format_ns(step.measured if step else None),
             format_change(plan.verification.measured_change if plan.verification else None),
-            format_change(plan.verification.step_error if plan.verification else None),
+            format_error(plan.verification.step_error if plan.verification else None),
             format_bytes(peak.measured if peak else None),
-            format_change(peak.error if peak else None),
+            format_error(peak.error if peak else None),
             RULINGS[plan.ruling] if plan.ruling else "not run",
         )
     return table

@@ -16,6 +16,7 @@ from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import dim, new_table, section, unit_name
 from fsdp_inspect.report.values import format_method, format_metric
+from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.trace.prediction import Estimate, Ruling
 
 MOST_UNITS = 8
@@ -56,11 +57,6 @@ def render_track_record(record: TrackRecord) -> Iterator[RenderableType]:
         yield Text(f"caution: {note}", style="yellow")
 
 
-def format_change(change: float | None) -> str:
-    """A change as a percentage with its sign: `-4.1 %`."""
-    return MISSING if change is None else f"{100 * change:+.1f} %"
-
-
 def _line(text: str) -> RenderableType:
     return Padding(Text(text), (0, 0, 0, 2))
 
@@ -89,7 +85,7 @@ def _quantities(quantities: Sequence[Quantity]) -> Table:
             format_metric(each.name, each.baseline),
             _predicted(each.name, each.predicted),
             _measured(each),
-            format_change(each.error),
+            format_error(each.error),
             Text(RULINGS[each.ruling] if each.ruling else "", style="dim"),
         )
         interval = _interval(each.name, each.predicted)
@@ -143,7 +139,7 @@ def _provenance(verification: Verification) -> Iterator[str]:
     yield (
         f"Predicted by `{prediction.made_by}` on {prediction.created[:16].replace('T', ' ')} UTC "
         f"from {prediction.num_steps} steps of run {prediction.run_id}, whose own plan plays with "
-        f"an error of {format_change(prediction.replay_error)}."
+        f"an error of {format_error(prediction.replay_error)}."
     )
     yield (
         f"Measured ({verification.source}): medians of {_processes(num_runs)} of the plan and "

@@ -100,7 +100,17 @@ def format_change(change: float | None) -> str:
     """A relative change with its sign: `-22.7 %`; `=` where there is none."""
     if change is None:
         return MISSING
-    return "=" if change == 0 else f"{change:+.1%}".replace("%", " %")
+    return "=" if change == 0 else _signed(change)
+
+
+def format_error(error: float | None) -> str:
+    """A relative error with its sign: `+0.2 %`; none at all is `0.0 %`."""
+    return MISSING if error is None else _signed(error)
+
+
+def _signed(ratio: float) -> str:
+    text = f"{100 * ratio:+.1f} %"
+    return text[1:] if text[1:] == "0.0 %" else text
 
 
 def describe_judgement(judgement: Judgement) -> str:

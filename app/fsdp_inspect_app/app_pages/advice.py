@@ -19,7 +19,7 @@ from fsdp_inspect.errors import PredictionError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.quantities import parse_bytes, parse_time_ns
 from fsdp_inspect.report.advice import describe_plans, describe_row
-from fsdp_inspect.report.wording import format_change
+from fsdp_inspect.report.wording import format_change, format_error
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect.store.ledger import find_ledger, read_ledger
 from fsdp_inspect.trace.plan import Plan
@@ -247,7 +247,7 @@ def _show_numbers(plan: PlanAdvice) -> None:
         ),
         (
             "Replay error",
-            format_change(plan.replay_error),
+            format_error(plan.replay_error),
             f"{plan.num_plans} plans played",
         ),
     )

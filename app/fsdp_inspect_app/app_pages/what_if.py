@@ -13,7 +13,7 @@ from fsdp_inspect.errors import FsdpInspectError, MissingDataError, PlanError
 from fsdp_inspect.formatting import format_bytes, format_bytes_per_s, format_ns
 from fsdp_inspect.report.simulation import answer_simulation, describe_simulation
 from fsdp_inspect.report.values import format_kind
-from fsdp_inspect.report.wording import format_change
+from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.simulation.recorded import RecordedWork
 from fsdp_inspect.simulation.scenario import resolve_plan
 from fsdp_inspect.simulation.simulate import Simulation
@@ -182,7 +182,7 @@ def _describe_network(work: RecordedWork) -> str:
 
 def _show_numbers(simulation: Simulation) -> None:
     before, after = simulation.replayed, simulation.predicted
-    memory_error = format_change(simulation.memory_error)
+    memory_error = format_error(simulation.memory_error)
     numbers = (
         (
             "Step",
@@ -205,7 +205,7 @@ def _show_numbers(simulation: Simulation) -> None:
         ),
         (
             "Replay error",
-            format_change(simulation.replay_error),
+            format_error(simulation.replay_error),
             f"peak {memory_error}",
             f"The recorded plan plays in {format_ns(before.step_time_ns)} against "
             f"{format_ns(simulation.recorded_step_ns)} measured.",
@@ -260,7 +260,7 @@ def _show_peaks(simulation: Simulation) -> None:
         alt=f"Two bars: the recorded plan's peak of {format_bytes(before.peak_bytes)} and the "
         f"predicted one of {format_bytes(after.peak_bytes)}, split by what fills them",
         note=f"Predicted by a ledger of what the step allocates and frees; the recorded plan's own "
-        f"peak plays with an error of {format_change(simulation.memory_error)}.",
+        f"peak plays with an error of {format_error(simulation.memory_error)}.",
     )
 
 
