@@ -3,17 +3,18 @@
 Parts, each by itself with `--parts`:
 
 - oracle: the schedule of streams against torch's own FSDP2 code on virtual time, free of noise;
-- emulated: from one recorded baseline a shape, plans of a grid are predicted and then run under
-  emulation, with compute of fixed length, so that the schedule's error is seen apart from the
-  machine's;
+- virtual: from one recorded baseline a shape, plans of a grid are predicted and then run under
+  emulation on virtual time, where only the fixed compute and the network take any;
+- emulated: the same on the machine's clock, where what the host does takes its time as well;
 - remade: on two nodes, resharding to a group within a node, and checkpointing, on and off, on
   virtual time;
-- advised: the plan that `advise` ranks first, run, against the plans of the grid;
+- advised: the plan that `advise` ranks first, run on virtual time, against the best of the grid;
 - real: a few plans with real compute;
 - limited: plans on two real ranks over a network that is limited by the kernel.
 
-A run of the recorded plan stands before each plan: how far it is from the baseline is the
-machine's own error (A/A). Prints tables and a verdict; exits with 1 where a figure is missed.
+On the machine's clock a run of the recorded plan stands before each plan: how far it is from the
+baseline is the machine's own error (A/A). Prints tables and a verdict; exits with 1 where a figure
+is missed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rich.console import Console
 
 from tests.distributed.limited_network import why_not
 from tests.validation.advised import judge_advice
-from tests.validation.emulated import EmulationBench, judge_all, judge_grid
+from tests.validation.emulated import VIRTUAL_STEPS, EmulationBench, judge_all, judge_grid
 from tests.validation.figures import RUN_PARTS, Results, all_figures, as_json
 from tests.validation.grid import REAL, draw, real_trials
 from tests.validation.limited import judge_limited
@@ -39,7 +40,7 @@ from tests.validation.oracle import judge_played, judge_predicted
 from tests.validation.remade import judge_remade
 from tests.validation.tables import markdown, tables, verdict
 
-PARTS = ("oracle", "emulated", "advised", "remade", "real", "limited")
+PARTS = ("oracle", "virtual", "emulated", "advised", "remade", "real", "limited")
 
 
 def main() -> int:
@@ -72,18 +73,23 @@ def _run(options: argparse.Namespace, folder: Path, say: Callable[[str], None]) 
         recorded = judge_predicted(options.cases // 4, _counting(say, "predicted, then torch"))
         results.predicted = recorded
     bench = EmulationBench(folder / "emulated", options.steps, say)
-    if "emulated" in parts or "advised" in parts:
-        grid = judge_grid(bench, options.trials)
-        results.emulated = list(grid.values())
-        if "advised" in parts:
-            results.advised = judge_advice(bench, grid, folder)
+    if "virtual" in parts:
+        say("on virtual time:")
+        timeless = EmulationBench(folder / "virtual", VIRTUAL_STEPS, say, on_virtual_time=True)
+        results.virtual = judge_grid(timeless, options.trials)
+    if "emulated" in parts:
+        say("on this machine's time:")
+        results.emulated = judge_grid(bench, options.trials)
+    if "advised" in parts:
+        say("what is advised:")
+        results.advised = judge_advice(folder / "advised", say)
     if "remade" in parts:
         say("resharding to a node, and checkpointing:")
         results.remade = judge_remade(folder / "remade", say)
     if "real" in parts:
         say(f"{REAL}:")
         trials = draw(real_trials(), options.real)
-        results.real = list(judge_all(bench, trials).values())
+        results.real = judge_all(bench, trials)
     if "limited" in parts:
         _limited(results, folder / "limited", say)
     return results
@@ -129,7 +135,7 @@ def _parse() -> argparse.Namespace:
         "--parts",
         type=lambda text: text.split(","),
         default=PARTS,
-        help=f"some of {','.join(PARTS)} (default all; advised needs emulated)",
+        help=f"some of {','.join(PARTS)} (default all)",
     )
     parser.add_argument("--json", type=Path, help="also write all outcomes here")
     parser.add_argument("--markdown", type=Path, help="also write the figures here, as a table")

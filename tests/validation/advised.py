@@ -1,16 +1,20 @@
-"""Is the plan that `advise` ranks first the one to run? Held against the plans of the grid."""
+"""Is the plan that `advise` ranks first the one to run? Held against the plans of the grid.
+
+On virtual time, where the simulator's best of the grid is the best that runs (`virtual` part), so
+that two plans of each place are run: the advised one, and the best of all that the grid has there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_inspect.advice.wishes import Wishes
 from fsdp_inspect.digest.advising import advise_run
-from tests.validation.emulated import EmulationBench, network_of
-from tests.validation.grid import LINKS, SHAPES, Trial, baseline_of
-from tests.validation.outcomes import Outcome, compare, predict, work_of
+from tests.validation.emulated import VIRTUAL_STEPS, EmulationBench, network_of
+from tests.validation.grid import LINKS, SHAPES, Trial
+from tests.validation.outcomes import Outcome, compare, measure_work, predict, work_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,41 +24,40 @@ class AdvisedOutcome:
     outcome: Outcome
     what: str
     best: str
-    """The fastest plan of the grid that ran there; the recorded one among them."""
+    """The plan of the grid that is predicted to be fastest there."""
     behind_best: float
-    """Measured / that plan's measured - 1, each against the baseline that ran beside it."""
+    """Measured / that plan's measured - 1."""
     behind_baseline: float
-    """The same, to the recorded plan on that link."""
+    """Measured / the recorded plan's measured step on that link - 1."""
 
 
-def judge_advice(
-    bench: EmulationBench, grid: Mapping[Trial, Outcome], folder: Path
-) -> list[AdvisedOutcome]:
+def judge_advice(folder: Path, say: Callable[[str], None]) -> list[AdvisedOutcome]:
     """For each link and shape: advise from the one baseline, run the plan, compare."""
-    return [_judge(bench, grid, folder, shape, link) for shape in SHAPES for link in LINKS]
+    bench = EmulationBench(folder, VIRTUAL_STEPS, say, on_virtual_time=True)
+    outcomes = []
+    for place in (Trial(shape, link) for shape in SHAPES for link in LINKS):
+        outcomes.append(_judge(bench, folder, place))
+        say(f"{place.name}: {outcomes[-1].behind_best:+.1%} to the best, {outcomes[-1].what}")
+    return outcomes
 
 
-def _judge(
-    bench: EmulationBench, grid: Mapping[Trial, Outcome], folder: Path, shape: str, link: str
-) -> AdvisedOutcome:
-    place, baseline = Trial(shape, link), bench.baseline(shape)
-    network = network_of(place)
+def _judge(bench: EmulationBench, folder: Path, place: Trial) -> AdvisedOutcome:
+    baseline, network = bench.baseline(place.shape), network_of(place)
     advice = advise_run(baseline, Wishes(**network))
     assert advice.plan is not None, advice.refusal
-    plan_file = folder / f"{shape}-{link}.toml"
-    advice.plan.fastest.plan.dump(plan_file)
-    beside = work_of(bench.run(baseline_of(shape)))
-    actual = work_of(bench.run(place, plan_file))
-    simulation = predict(baseline, advice.plan.fastest.plan, network)
-    outcome = compare(f"{place.name}: advised", simulation, actual, beside)
-    measured = {trial.name: each.level_ns for trial, each in grid.items()
-                if (trial.shape, trial.link) == (shape, link)}  # fmt: skip
-    measured.setdefault(place.name, simulation.recorded_step_ns)
-    best = min(measured, key=lambda name: measured[name])
+    advised = advice.plan.fastest
+    plan_file = folder / f"{place.shape}-{place.link}.toml"
+    advised.plan.dump(plan_file)
+    best = bench.predicted_best(place.shape, place.link)
+    recorded, fastest, actual = (
+        work_of(run) for run in (bench.run(place), bench.run(best), bench.run(place, plan_file))
+    )
+    simulation = predict(baseline, advised.plan, network)
+    lowest_ns = min(recorded.step_time_ns, fastest.step_time_ns)
     return AdvisedOutcome(
-        outcome=outcome,
-        what=advice.plan.fastest.what,
-        best=best.partition(": ")[2],
-        behind_best=outcome.level_ns / measured[best] - 1,
-        behind_baseline=outcome.level_ns / measured[place.name] - 1,
+        outcome=compare(f"{place.name}: advised", simulation, actual, measure_work(baseline)),
+        what=advised.what,
+        best=best.name.partition(": ")[2],
+        behind_best=actual.step_time_ns / lowest_ns - 1,
+        behind_baseline=actual.step_time_ns / recorded.step_time_ns - 1,
     )

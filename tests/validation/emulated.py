@@ -30,6 +30,9 @@ from tests.validation.grid import (
 )
 from tests.validation.outcomes import Outcome, compare, only_run, predict, work_of
 
+VIRTUAL_STEPS = 6
+"""Of a run on virtual time, where steps are alike: three to warm up, one for memory."""
+
 
 class EmulationBench:
     """Runs the trainer under emulation, and keeps the baselines."""
@@ -127,7 +130,7 @@ def network_of(trial: Trial) -> dict[str, float]:
     return {} if trial.link == BASELINE_LINK else LINKS[trial.link].network
 
 
-def judge_grid(bench: EmulationBench, num_trials: int) -> dict[Trial, Outcome]:
+def judge_grid(bench: EmulationBench, num_trials: int) -> list[Outcome]:
     """Each link's baseline plan and predicted best, and others drawn from the grid."""
     places = [(shape, link) for shape in SHAPES for link in LINKS]
     chosen = [Trial(shape, link) for shape, link in places if link != BASELINE_LINK]
@@ -137,6 +140,6 @@ def judge_grid(bench: EmulationBench, num_trials: int) -> dict[Trial, Outcome]:
     return judge_all(bench, chosen[:num_trials])
 
 
-def judge_all(bench: EmulationBench, trials: Sequence[Trial]) -> dict[Trial, Outcome]:
+def judge_all(bench: EmulationBench, trials: Sequence[Trial]) -> list[Outcome]:
     """One after the other."""
-    return {trial: bench.judge(trial) for trial in trials}
+    return [bench.judge(trial) for trial in trials]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.validation.emulated import EmulationBench
+from tests.validation.emulated import VIRTUAL_STEPS, EmulationBench
 from tests.validation.grid import SHAPES, TWO_NODES, Trial
 from tests.validation.outcomes import Outcome
 
@@ -43,11 +43,7 @@ def pairs() -> list[tuple[Trial, Trial]]:
     ]
 
 
-STEPS = 6
-"""Of a run: three to warm up, one for memory."""
-
-
 def judge_remade(folder: Path, say: Callable[[str], None]) -> list[Outcome]:
     """One after the other."""
-    bench = EmulationBench(folder, STEPS, say, on_virtual_time=True)
+    bench = EmulationBench(folder, VIRTUAL_STEPS, say, on_virtual_time=True)
     return [bench.judge(trial, start) for start, trial in pairs()]
