@@ -165,6 +165,7 @@ def _microbatches(events: EventTable) -> tuple[Microbatch, ...]:
         set(mine.microbatch[mine.kind == kind].tolist())
         for kind in (EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
     )
+    all_reduced = all_reduced or reduced  # without replicas: where it reduces, with them it would
     return tuple(
         Microbatch(reduces=number in reduced, all_reduces=number in all_reduced)
         for number in range(count)

@@ -16,7 +16,15 @@ from fsdp_inspect.simulation.recorded import (
     play,
 )
 from fsdp_inspect.simulation.scenario import Mesh, Scenario, make_scenario, mesh_of
-from fsdp_inspect.simulation.workload import Op, Piece, UnitPolicy, UnitWork, Workload, tape_of
+from fsdp_inspect.simulation.workload import (
+    Microbatch,
+    Op,
+    Piece,
+    UnitPolicy,
+    UnitWork,
+    Workload,
+    tape_of,
+)
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 from fsdp_inspect.trace.run import RunManifest, Unit
@@ -159,6 +167,12 @@ def test_half_the_bytes_take_half_the_bandwidth_term():
 def test_more_ranks_pad_the_first_dimension():
     plan = block_plan().model_copy(update={"world_size": 512, "mesh": {"shard": 512}})
     assert scenario_of(plan).units[0].unsharded_bytes == (512 * 250 + 1024 * 250) * 4
+
+
+def test_a_run_without_replicas_would_all_reduce_where_it_reduces():
+    (plain,) = (path for path in SAMPLES if path.parent.name == "tiny-2-ranks")
+    work = measure_work(open_run(plain))
+    assert work.workload.microbatches == (Microbatch(reduces=True, all_reduces=True),)
 
 
 def test_replicas_need_a_run_that_all_reduces():
