@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_inspect.errors import ConfigError, PlanError
+from fsdp_inspect.trace.codes import ITEMSIZE
 from fsdp_inspect.trace.messages import suggest
 from fsdp_inspect.trace.plan import ROOT, Accumulation, Checkpointing, Plan, UnitPlan
 from instrumented_trainer.config import TrainerConfig, legal_values
@@ -34,7 +35,6 @@ _DECIDED_BY_PLAN = (
     "microbatches",
     "accumulation_sync",
 )
-_BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 _UNITS_OF_SIZE = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6}
 
 Group = tuple[str, ...]
@@ -58,7 +58,7 @@ def make_plan(config: TrainerConfig, parts: ModelParts, machine: Machine) -> Pla
     if config.plan is not None:
         return _load_plan(config, parts, machine)
     compute = compute_dtype(config, machine)
-    groups = [*_make_groups(config.wrap, parts, _BYTES_OF[compute]), (ROOT,)]
+    groups = [*_make_groups(config.wrap, parts, ITEMSIZE[compute]), (ROOT,)]
     settings = _unit_settings(config, compute, machine)
     units = [UnitPlan.model_validate({"modules": group, **settings}) for group in groups]
     mesh = parse_mesh(config.mesh, machine.world_size)

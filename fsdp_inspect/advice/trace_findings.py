@@ -26,6 +26,7 @@ from fsdp_inspect.formatting import (
     format_ratio,
     format_unit,
 )
+from fsdp_inspect.simulation.parameters import share_of
 from fsdp_inspect.trace.bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import Unit
@@ -173,9 +174,8 @@ def _say_links(links: NodeLinks) -> str:
 def _effect_in_node(evidence: Evidence, links: NodeLinks, units: list[Unit]) -> Effect:
     """The waits of backward, less what the gathers take inside a node, up to all of them."""
     exposed, size = evidence.backward_gathers_ns, links.ranks_per_node
-    ranks = links.num_nodes * size
     gathered = sum(unit.unsharded_bytes for unit in units)
-    added = round(gathered * (1 / size - 1 / ranks))
+    added = sum(_kept_in_node(unit, links) for unit in units)
     memory = f"The peak rises by {format_bytes(added)}: a share of 1/{size} stays of every unit."
     if links.within_bytes_per_s is None:
         return Effect(
@@ -199,6 +199,12 @@ def _effect_in_node(evidence: Evidence, links: NodeLinks, units: list[Unit]) -> 
         added_high_bytes=added,
         is_exposed=True,
     )
+
+
+def _kept_in_node(unit: Unit, links: NodeLinks) -> int:
+    """Bytes of the unit that a rank keeps from forward to backward, beside its own shard."""
+    in_node = unit.model_copy(update={"reshard_after_forward": links.ranks_per_node})
+    return share_of(in_node, links.num_nodes * links.ranks_per_node).kept
 
 
 # --- R12

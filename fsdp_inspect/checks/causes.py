@@ -5,13 +5,13 @@ really did with `fully_shard`. Only what can have done it is named: a unit that 
 is no reason for memory, and one that keeps more is none for time.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 
 from fsdp_inspect.checks.blame import Growth, name_units
 from fsdp_inspect.digest.comparability import decides_shape
 from fsdp_inspect.digest.settings import compare_settings
 from fsdp_inspect.formatting import format_bytes, format_unit
+from fsdp_inspect.trace.codes import ITEMSIZE
 from fsdp_inspect.trace.run import RunManifest, Unit
 
 _PLAN_OF_THE_WHOLE = ("forward_prefetch", "backward_prefetch", "checkpointing", "accumulation")
@@ -30,7 +30,6 @@ _BY_CATEGORY = {
     "another dtype",
     "input": "the batch is larger, or an earlier one is still referenced",
 }
-_BITS = re.compile(r"\d+")
 
 
 def find_causes(
@@ -145,15 +144,10 @@ def _dtypes(was: dict[str, Unit], shared: Sequence[Unit], *, of_time: bool) -> I
         changed: dict[tuple[str, str], list[str]] = {}
         for unit in shared:
             old, new = getattr(was[unit.fqn], name), getattr(unit, name)
-            if old != new and (of_time or _bits(new) >= _bits(old)):
+            if old != new and (of_time or ITEMSIZE.get(new, 0) >= ITEMSIZE.get(old, 0)):
                 changed.setdefault((old, new), []).append(format_unit(unit.fqn))
         for (old, new), units in changed.items():
             yield f"`{name_units(units)}` now {name}={new} instead of {old}: {what} in {new}"
-
-
-def _bits(dtype: str) -> int:
-    found = _BITS.search(dtype)
-    return int(found.group()) if found else 0
 
 
 def _whole_plan(before: RunManifest, after: RunManifest) -> Iterator[str]:

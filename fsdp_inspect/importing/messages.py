@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from fsdp_inspect.importing.message_fields import NOTHING, Message
-from fsdp_inspect.trace.codes import DTYPES, EventKind
+from fsdp_inspect.trace.codes import DTYPES, ITEMSIZE, EventKind
 
 _KINDS = (
     ("allgather", EventKind.ALL_GATHER),
@@ -46,16 +46,6 @@ _DTYPES = {
 }
 """As torch names them in traces (ScalarType names and C++ types), in lower case."""
 
-_BYTES_OF = {
-    "float64": 8,
-    "int64": 8,
-    "complex64": 8,
-    "float32": 4,
-    "int32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int16": 2,
-}
 _UNKNOWN_DTYPE = 0
 _NO_DESCRIPTION = frozenset({"", "undefined", "default_pg"})
 
@@ -93,7 +83,7 @@ def bytes_of(message: Message, kind: EventKind) -> int:
     code = dtype_code(message.dtype)
     if code == _UNKNOWN_DTYPE:
         return NOTHING
-    size = _BYTES_OF.get(DTYPES[code], 1)
+    size = ITEMSIZE[DTYPES[code]]
     if message.elements is not None:
         return message.elements * size
     largest = max(message.input_elements, default=0)

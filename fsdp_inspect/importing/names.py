@@ -7,14 +7,14 @@ import numpy as np
 
 from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.importing.messages import GroupKey, GroupNames
-from fsdp_inspect.trace.codes import DTYPES, NO_UNIT, EventKind, Phase
+from fsdp_inspect.trace.codes import DTYPES, ITEMSIZE, NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.run import ProcessGroup, Unit
 from fsdp_inspect.trace.tables import EventTable
 
 MAX_UNITS = 30_000
 MAX_GROUPS = 30_000
 
-_BYTES_OF_UNKNOWN = 1
+_ITEMSIZE_OF_UNKNOWN = 1
 
 
 @dataclass
@@ -123,7 +123,7 @@ def _describe(fqn: str, index: int, events: EventTable, names: RunNames, origin:
     size = names.size_of(group)
     reduce_group = own.where(own.kind == EventKind.ALL_REDUCE).group
     param_dtype, reduce_dtype = _dtype(gathers), _dtype(reductions)
-    count = gathered // _bytes_of(param_dtype) or reduced // _bytes_of(reduce_dtype)
+    count = gathered // _itemsize(param_dtype) or reduced // _itemsize(reduce_dtype)
     plain = fqn.partition(" [pg=")[0]
     return Unit(
         index=index,
@@ -154,11 +154,8 @@ def _dtype(events: EventTable) -> str:
     return DTYPES[int(events.dtype[0])] if len(events) else DTYPES[0]
 
 
-def _bytes_of(dtype: str) -> int:
-    try:
-        return int(np.dtype(dtype).itemsize)
-    except TypeError:
-        return 2 if dtype == "bfloat16" else _BYTES_OF_UNKNOWN
+def _itemsize(dtype: str) -> int:
+    return ITEMSIZE.get(dtype, _ITEMSIZE_OF_UNKNOWN)
 
 
 def _reshards(gathers: EventTable, reductions: EventTable) -> bool | None:

@@ -10,16 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fsdp_inspect.trace.codes import ITEMSIZE
 from fsdp_inspect.trace.run import Unit
-
-_ITEMSIZE = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +28,7 @@ NO_SHARE = Share()
 
 def itemsize(dtype: str) -> int:
     """Bytes of an element; 4 for a dtype that is not known."""
-    return _ITEMSIZE.get(dtype, 4)
+    return ITEMSIZE.get(dtype, 4)
 
 
 def parameters_of(unit: Unit) -> dict[str, list[int]]:

@@ -220,5 +220,24 @@ DTYPES = (
 )
 """Names of the `dtype` column's codes, by position."""
 
+ITEMSIZE = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float64": 8,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "bool": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "complex64": 8,
+}
+"""Bytes of an element, by the name of its dtype; "unknown" has none."""
+
 NO_UNIT = -1
 """The `unit` of an event that belongs to no FSDP unit."""

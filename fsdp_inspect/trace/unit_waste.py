@@ -7,19 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fsdp_inspect.formatting import format_bytes, format_ratio
+from fsdp_inspect.trace.codes import ITEMSIZE
 from fsdp_inspect.trace.run import RunManifest, Unit
 
 PADDING_RATIO = 0.01
 """Padding below this share of a unit's gathers is not worth naming (R30)."""
 
-_BYTES_OF = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
 _HALF = ("bfloat16", "float16")
 
 
@@ -49,7 +42,7 @@ def padding_bytes(unit: Unit) -> int:
 
     0 where the sizes are not known.
     """
-    size = _BYTES_OF.get(unit.param_dtype)
+    size = ITEMSIZE.get(unit.param_dtype)
     if size is None or not unit.unsharded_bytes or not unit.num_parameters:
         return 0
     return max(unit.unsharded_bytes - size * unit.num_parameters, 0)
