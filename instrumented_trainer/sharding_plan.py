@@ -14,27 +14,18 @@ from typing import Any
 from fsdp_inspect.errors import ConfigError, PlanError
 from fsdp_inspect.trace.codes import ITEMSIZE
 from fsdp_inspect.trace.messages import suggest
-from fsdp_inspect.trace.plan import ROOT, Accumulation, Checkpointing, Plan, UnitPlan
+from fsdp_inspect.trace.plan import (
+    DECIDED_BY_PLAN,
+    ROOT,
+    Accumulation,
+    Checkpointing,
+    Plan,
+    UnitPlan,
+)
 from instrumented_trainer.config import TrainerConfig, legal_values
 from instrumented_trainer.parts import ModelParts
 
-_DECIDED_BY_PLAN = (
-    "wrap",
-    "reshard_after_forward",
-    "forward_prefetch",
-    "backward_prefetch",
-    "param_dtype",
-    "reduce_dtype",
-    "mesh",
-    "offload",
-    "reshard_after_backward",
-    "unshard_async_op",
-    "reduce_scatter_buffers",
-    "separate_reduce_scatter_group",
-    "checkpointing",
-    "microbatches",
-    "accumulation_sync",
-)
+_INSTEAD_OF_PLAN = tuple(name for name in DECIDED_BY_PLAN if name != "plan")
 _UNITS_OF_SIZE = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6}
 
 Group = tuple[str, ...]
@@ -117,7 +108,7 @@ def _meshes_of(world_size: int) -> str:
 def _load_plan(config: TrainerConfig, parts: ModelParts, machine: Machine) -> Plan:
     assert config.plan is not None
     fields = type(config).model_fields
-    both = [name for name in _DECIDED_BY_PLAN if getattr(config, name) != fields[name].default]
+    both = [name for name in _INSTEAD_OF_PLAN if getattr(config, name) != fields[name].default]
     if both:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in both)
         raise ConfigError(

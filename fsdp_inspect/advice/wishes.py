@@ -5,28 +5,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdp_inspect.simulation.network import NodeLink
+from fsdp_inspect.trace.plan import DECIDED_BY_PLAN
 from fsdp_inspect.trace.run import RunManifest
 
 _SHARDING_FLAGS = frozenset(
-    f"--{name}"
-    for name in (
-        "plan",
-        "wrap",
-        "mesh",
-        "reshard-after-forward",
-        "no-reshard-after-backward",
-        "forward-prefetch",
-        "backward-prefetch",
-        "unshard-async-op",
-        "reduce-scatter-buffers",
-        "separate-reduce-scatter-group",
-        "param-dtype",
-        "reduce-dtype",
-        "offload",
-        "checkpointing",
-    )
+    f"--{no}{name.replace('_', '-')}" for name in DECIDED_BY_PLAN for no in ("", "no-")
 )
-"""The trainer's flags that a plan says already."""
+"""The trainer's flags that a plan says already, and that it refuses beside one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

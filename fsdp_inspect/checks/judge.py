@@ -20,6 +20,7 @@ from fsdp_inspect.checks.causes import find_causes
 from fsdp_inspect.checks.limits import MEMORY_METRICS, PHASES, TIME_METRICS, Limit
 from fsdp_inspect.checks.reading import RESTING, Reading
 from fsdp_inspect.digest.settings import SettingDifference, compare_settings
+from fsdp_inspect.trace.plan import DECIDED_BY_PLAN
 from fsdp_inspect.trace.repeats import (
     PROCESS_NOISE_RATIO,
     RUNS_FOR_A_TEST,
@@ -51,24 +52,8 @@ runs of one program were up to 4.2 % apart."""
 ALWAYS = tuple(name for name in MEMORY_METRICS if name != "step_adds_bytes")
 """Metrics of memory that are gated wherever the baseline has them; what a step adds rises, too,
 where what rests falls."""
-DECLARED = (
-    "plan",
-    "wrap",
-    "reshard_after_forward",
-    "forward_prefetch",
-    "backward_prefetch",
-    "param_dtype",
-    "reduce_dtype",
-    "offload",
-    "reshard_after_backward",
-    "unshard_async_op",
-    "reduce_scatter_buffers",
-    "separate_reduce_scatter_group",
-    "microbatches",
-    "accumulation_sync",
-    "checkpointing",
-)
-"""Settings of a run's configuration that declare its plan."""
+DECLARED = tuple(name for name in DECIDED_BY_PLAN if name != "mesh")
+"""Settings of a run's configuration that declare its plan; the mesh is compared as it ran."""
 
 
 class Outcome(StrEnum):

@@ -14,8 +14,8 @@ from typing import Any
 import tomli_w
 
 from fsdp_inspect.cli.child import TRAINER, torchrun_words
-from fsdp_inspect.digest.comparability import DECIDED_BY_PLAN
 from fsdp_inspect.errors import FsdpInspectError
+from fsdp_inspect.trace.plan import DECIDED_BY_PLAN
 
 PLAN, RUNS, NAME, CONFIG = "{plan}", "{runs}", "{name}", "{config}"
 _CONFIG_FILE, _CONFIG_UNDER_PLAN = "config.toml", "config-under-plan.toml"

@@ -7,30 +7,10 @@ said beside it.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.plan import DECIDED_BY_PLAN, Plan
 from fsdp_inspect.trace.plan_differences import PlanDifference, find_plan_differences
 from fsdp_inspect.trace.prediction import Circumstances, Prediction
 from fsdp_inspect.trace.run import RunManifest, RunSource, RunStatus
-
-DECIDED_BY_PLAN = (
-    "plan",
-    "wrap",
-    "reshard_after_forward",
-    "forward_prefetch",
-    "backward_prefetch",
-    "param_dtype",
-    "reduce_dtype",
-    "mesh",
-    "offload",
-    "reshard_after_backward",
-    "unshard_async_op",
-    "reduce_scatter_buffers",
-    "separate_reduce_scatter_group",
-    "checkpointing",
-    "microbatches",
-    "accumulation_sync",
-)
-"""The trainer's settings that a plan says: their values mean nothing under one."""
 
 _WORDS_OF_SHAPE = ("batch", "seq", "length", "compile", "dim", "layers", "heads", "vocab")
 """What names a setting of a script that decides how much is computed."""

@@ -388,6 +388,26 @@ class Plan(PlanRecord):
 SETTINGS = tuple(name for name in UnitPlan.model_fields if name != "modules")
 """What can be set for a unit."""
 
+DECIDED_BY_PLAN = (
+    "plan",
+    "wrap",
+    "reshard_after_forward",
+    "forward_prefetch",
+    "backward_prefetch",
+    "param_dtype",
+    "reduce_dtype",
+    "mesh",
+    "offload",
+    "reshard_after_backward",
+    "unshard_async_op",
+    "reduce_scatter_buffers",
+    "separate_reduce_scatter_group",
+    "checkpointing",
+    "microbatches",
+    "accumulation_sync",
+)
+"""The trainer's settings that a plan says: their values mean nothing under one."""
+
 _LEGAL_KEYS = {
     "": tuple(Plan.model_fields),
     "units": tuple(UnitPlan.model_fields),

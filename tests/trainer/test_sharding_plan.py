@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from fsdp_inspect.errors import ConfigError, FsdpInspectError, PlanError
-from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.plan import DECIDED_BY_PLAN, Plan
 from instrumented_trainer.command_line import check_settings
+from instrumented_trainer.config import TrainerConfig
 from instrumented_trainer.model import PRESETS, Decoder, ModelShape
 from instrumented_trainer.parts import ModelParts, find_parts
 from instrumented_trainer.sharding_plan import Machine, make_plan, parse_mesh
@@ -167,12 +168,20 @@ def test_the_other_settings_reach_the_plan():
         ({"offload": "cpu_pinned"}, "there is no GPU to pin memory for"),
         ({"plan": "absent.toml"}, "No plan can be read from 'absent.toml'"),
         ({"plan": "x.toml", "mesh": "2x2"}, "--mesh and --plan both say how to shard"),
+        (
+            {"plan": "x.toml", "microbatches": 4, "accumulation_sync": "last"},
+            "--microbatches, --accumulation-sync and --plan both say how to shard",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, complaint):
     with pytest.raises(FsdpInspectError) as refused:
         plan_of(**settings)
     assert complaint in str(refused.value)
+
+
+def test_what_a_plan_decides_are_settings_of_the_trainer():
+    assert set(DECIDED_BY_PLAN) <= set(TrainerConfig.model_fields)
 
 
 def test_pinned_offload_is_for_machines_with_a_gpu():
