@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fsdp_inspect.advice.choices import Choice, Space, make_space
 from fsdp_inspect.advice.slowdown import NOTHING_PAID, Paid, Slowdown, hidden_ns
 from fsdp_inspect.simulation.network import Network, NodeLink
+from fsdp_inspect.simulation.parameters import smaller_group
 from fsdp_inspect.simulation.policies import policies_of
 from fsdp_inspect.simulation.recorded import (
     RecordedWork,
@@ -153,7 +154,12 @@ class Bench:
 
     def _scenario(self, plan: Plan, network: Network, pace: str) -> Scenario:
         units = tuple(
-            (unit.modules, unit.param_dtype, unit.reduce_dtype, _small_group(plan, unit.name))
+            (
+                unit.modules,
+                unit.param_dtype,
+                unit.reduce_dtype,
+                smaller_group(unit.reshard_after_forward),
+            )
             for unit in plan.units
         )
         around = (str(plan.accumulation), str(plan.checkpointing))
@@ -163,9 +169,3 @@ class Bench:
             known = make_scenario(self.work, self._run.manifest, plan, network)
             self._scenarios[pace, cut] = known
         return known
-
-
-def _small_group(plan: Plan, name: str) -> int | None:
-    """The size of the group that a unit gathers in during backward, where it has its own."""
-    reshard = plan.unit(name).reshard_after_forward
-    return None if isinstance(reshard, bool) else reshard
