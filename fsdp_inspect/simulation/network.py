@@ -155,8 +155,11 @@ class Network:
         changed = replace(self, lines=lines, is_changed=True)
         if self.node.is_changed:
             return changed
+        smaller = {
+            size: each.changed(bus_bytes_per_s, latency_ns) for size, each in self.smaller.items()
+        }
         node = replace(self.node, line=line, is_changed=True)
-        return replace(changed, smaller={}, node=node)
+        return replace(changed, smaller=smaller, node=node)
 
     def change_node(self, link: NodeLink) -> "Network":
         """The network with another bandwidth, latency or both for groups within a node.

@@ -420,7 +420,7 @@ class _Regrouping:
             before.reduce_bytes,
         )
         if recorded is not None and has_same_messages and not self._network.is_changed:
-            return self._with_smaller_group(unit, recorded, before)
+            return self._with_smaller_group(unit, recorded, before, is_measured=True)
         own = recorded or self._rates.hooks(unit.num_tensors)
         if not has_same_messages:
             own = self._rates.copies(own, unit)
@@ -434,6 +434,8 @@ class _Regrouping:
                 all_reduce_ns=self._all_reduce(unit),
                 is_trainable=unit.reduce_bytes > 0,
             ),
+            before,
+            is_measured=False,
         )
 
     def _recorded_work(self, unit: Unit | None) -> UnitWork | None:
@@ -442,29 +444,29 @@ class _Regrouping:
         return self._work.workload.units[self._work.units.index(unit)]
 
     def _with_smaller_group(
-        self, unit: Unit, work: UnitWork, measured: Unit | None = None
+        self, unit: Unit, work: UnitWork, before: Unit | None, *, is_measured: bool
     ) -> UnitWork:
         """An integer `reshard_after_forward` gathers in backward over a smaller group.
 
         Args:
             unit: Of the plan.
             work: Of its gathers over all ranks that shard.
-            measured: The recorded unit, if the work was measured on it and still holds.
+            before: The recorded unit with its parameters; None: they were in others.
+            is_measured: The work was measured on it, and still holds.
         """
         group = smaller_group(unit.reshard_after_forward)
-        is_as_before = measured is not None and group == smaller_group(
-            measured.reshard_after_forward
-        )
-        if is_as_before and not (group and self._network.node.is_changed):
+        is_as_before = before is not None and group == smaller_group(before.reshard_after_forward)
+        if is_as_before and is_measured and not (group and self._network.node.is_changed):
             return work
         if group is None:
             return replace(work, gather_backward_ns=None)
+        gather_ns = self._smaller_gather_ns(unit.unsharded_bytes, group)
+        if is_as_before:
+            # Its share is copied in the recorded compute, its copies-in are means of both passes.
+            return replace(work, gather_backward_ns=gather_ns)
         copied = copy_of_share(work, group, self._mesh.shard)
         return replace(
-            work,
-            gather_backward_ns=self._smaller_gather_ns(unit.unsharded_bytes, group),
-            copy_in_backward_ns=copied,
-            reshard_ns=copied,
+            work, gather_backward_ns=gather_ns, copy_in_backward_ns=copied, reshard_ns=copied
         )
 
     def _smaller_gather_ns(self, message_bytes: int, group: int) -> int:

@@ -99,6 +99,22 @@ def test_another_network_holds_in_nodes_too_unless_they_are_told_apart():
     assert changed.line_of_smaller(4, 8) == (Line(5, 1e9), "")
 
 
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        pytest.param({"latency_ns": 5.0}, Line(5.0, 300e9), id="latency"),
+        pytest.param({"bus_bytes_per_s": 1e9}, Line(20_000, 1e9), id="bandwidth"),
+        pytest.param({"latency_ns": 5.0, "bus_bytes_per_s": 1e9}, Line(5.0, 1e9), id="both"),
+    ],
+)
+def test_another_network_leaves_of_groups_that_a_run_had_what_it_does_not_name(
+    change: dict[str, float], line: Line
+):
+    network = Network({EventKind.ALL_GATHER: WHOLE}, smaller={4: INSIDE}).change(**change)
+    assert network.line_of_smaller(4, 8) == (line, "")
+    assert network.line_of_smaller(2, 8)[0] == line
+
+
 def test_a_latency_alone_needs_a_bandwidth_that_is_known():
     with pytest.raises(ValueError, match="Expected both"):
         NETWORK.change_node(NodeLink(latency_ns=1.0))

@@ -86,6 +86,15 @@ def recorded(network: Network = NETWORK) -> tuple[RecordedWork, RunManifest]:
     return RecordedWork(0, (1,), 0, Execution.HOST, units, workload, network), manifest
 
 
+def recorded_in_groups(network: Network = NETWORK) -> tuple[RecordedWork, RunManifest]:
+    """The same with all-gathers of backward over four ranks, which took 123 ns each."""
+    work, manifest = recorded(network)
+    units = tuple(block(at, reshard_after_forward=4) for at in range(NUM_BLOCKS))
+    measured = [replace(own, gather_backward_ns=123) for own in work.workload.units]
+    work = replace(work, units=units, workload=replace(work.workload, units=measured))
+    return work, manifest.model_copy(update={"units": list(units), "plan": plan(4).to_dict()})
+
+
 def scenario_of(wanted: Plan, network: Network = NETWORK) -> Scenario:
     work, manifest = recorded(network)
     return make_scenario(work, manifest, wanted, network)
@@ -136,12 +145,7 @@ def test_the_link_that_the_user_gives_counts():
 
 
 def test_what_was_measured_in_a_smaller_group_stays_until_the_plan_leaves_it():
-    work, manifest = recorded()
-    units = tuple(block(at, reshard_after_forward=4) for at in range(NUM_BLOCKS))
-    measured = [replace(own, gather_backward_ns=123) for own in work.workload.units]
-    workload = replace(work.workload, units=measured)
-    work = replace(work, units=units, workload=workload)
-    manifest = manifest.model_copy(update={"units": list(units), "plan": plan(4).to_dict()})
+    work, manifest = recorded_in_groups()
     found = {
         wanted: make_scenario(work, manifest, plan(wanted), NETWORK).workload.units[0]
         for wanted in (4, 2, True)
@@ -149,6 +153,27 @@ def test_what_was_measured_in_a_smaller_group_stays_until_the_plan_leaves_it():
     assert found[4].gather_backward_ns == 123
     assert found[2].gather_backward_ns == gather_ns(INSIDE, 2)
     assert found[True].gather_backward_ns is None
+
+
+def test_measured_groups_are_known_on_a_network_of_which_only_the_latency_is_another():
+    work, manifest = recorded_in_groups(replace(NETWORK, smaller={4: INSIDE}, node=Node()))
+    network = work.network.change(latency_ns=0)
+    unit = make_scenario(work, manifest, plan(4), network).workload.units[0]
+    assert unit.gather_backward_ns == gather_ns(Line(0, INSIDE.bus_bytes_per_s), 4)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        pytest.param(NETWORK.change(bus_bytes_per_s=2e9, latency_ns=0), id="another network"),
+        pytest.param(NETWORK.change_node(NodeLink(2e9, 0.0)), id="another link in nodes"),
+    ],
+)
+def test_copies_of_a_group_that_ran_are_in_its_compute_and_do_not_count_again(network: Network):
+    work, manifest = recorded_in_groups()
+    unit = make_scenario(work, manifest, plan(4), network).workload.units[0]
+    assert unit.gather_backward_ns == gather_ns(Line(0.0, 2e9), 4)
+    assert (unit.copy_in_ns, unit.copy_in_backward_ns, unit.reshard_ns) == (MS, None, 0)
 
 
 def test_each_unit_keeps_its_share_until_backward_gathered_it():
