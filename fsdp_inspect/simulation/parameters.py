@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_inspect.trace.codes import ITEMSIZE
+from fsdp_inspect.trace.plan import ROOT
 from fsdp_inspect.trace.run import Unit
 
 
@@ -37,6 +38,11 @@ def parameters_of(unit: Unit) -> dict[str, list[int]]:
         return unit.parameters
     anchor = unit.modules[0] if unit.modules else unit.fqn
     return {f"{anchor}.*".removeprefix("."): [unit.num_parameters]}
+
+
+def is_inside(name: str, module: str) -> bool:
+    """Whether a parameter or module lies in a module; everything lies in the model itself."""
+    return module == ROOT or name.startswith(f"{module}.")
 
 
 def padded_numel(shape: Sequence[int], ranks: int) -> int:

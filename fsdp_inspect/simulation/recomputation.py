@@ -13,13 +13,13 @@ is checkpointed would keep without is told by nothing that is recorded.
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_inspect.errors import MissingDataError
+from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory
-from fsdp_inspect.simulation.parameters import parameters_of
+from fsdp_inspect.simulation.parameters import is_inside, parameters_of
 from fsdp_inspect.simulation.recorded import RecordedWork
 from fsdp_inspect.simulation.workload import Op, Piece, Workload
-from fsdp_inspect.trace.plan import Checkpointing, Plan, owned_parameters
+from fsdp_inspect.trace.plan import ROOT, Checkpointing, Plan, owned_parameters
 from fsdp_inspect.trace.run import Unit
 
 _REPEATED = (
@@ -53,6 +53,7 @@ def recompute(work: RecordedWork, recorded: Plan, wanted: Plan) -> Recomputation
 
     Raises:
         MissingDataError: What is checkpointed otherwise is no whole unit, or is so selectively.
+        PlanError: The other plan newly checkpoints the model itself.
     """
     before, after = recorded.checkpointing, wanted.checkpointing
     if set(before.selective) != set(after.selective):
@@ -90,10 +91,16 @@ def _check_whole(module: str, work: RecordedWork, wanted: Plan, changed: Collect
 
     Raises:
         MissingDataError: It is not.
+        PlanError: The plan names the model itself, as `apply_plan` refuses it.
     """
+    if module == ROOT and module in wanted.checkpointing.full:
+        raise PlanError(
+            "The plan checkpoints the model itself. Expected parts of it, whose parent can hold "
+            "torch's wrapper. Name its blocks instead, such as 'layers.*'."
+        )
     names = [name for unit in work.units for name in parameters_of(unit)]
-    planned = owned_parameters(wanted.units, [name for name in names if _is_in(name, module)])
-    inside = [unit for unit in work.units if any(_is_in(p, module) for p in parameters_of(unit))]
+    planned = owned_parameters(wanted.units, [name for name in names if is_inside(name, module)])
+    inside = [unit for unit in work.units if any(is_inside(p, module) for p in parameters_of(unit))]
     if sum(bool(owned) for owned in planned.values()) > 1 or len(inside) > 1:
         raise MissingDataError(
             f"The plan checkpoints {module!r} otherwise, in which several units gather: their "
@@ -119,11 +126,7 @@ def _covered(units: Sequence[Unit], modules: Collection[str]) -> set[int]:
 
 
 def _is_around(module: str, others: Collection[str]) -> bool:
-    return any(module == other or _is_in(module, other) for other in others)
-
-
-def _is_in(name: str, module: str) -> bool:
-    return name.startswith(f"{module}.")
+    return any(module == other or is_inside(module, other) for other in others)
 
 
 # --- time

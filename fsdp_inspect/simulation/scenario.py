@@ -21,6 +21,7 @@ from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.network import Network
 from fsdp_inspect.simulation.parameters import (
+    is_inside,
     itemsize,
     last_gradient_of,
     padded_numel,
@@ -255,7 +256,7 @@ class _Regrouping:
         owners = {}
         for unit in self._work.units:
             for parameter in parameters_of(unit):
-                around = [module for module in unit_of if _is_inside(parameter, module)]
+                around = [module for module in unit_of if is_inside(parameter, module)]
                 if not around:
                     raise PlanError(
                         f"The plan leaves the parameter {parameter!r} in no unit, so every rank "
@@ -507,10 +508,6 @@ def _unknown_link(group: int, per_node: int | None) -> MissingDataError:
         f"fast these are is not known: {why}. Expected groups within a node, and their link. Give "
         "both --node-bandwidth and --node-latency, or record a run with that setting."
     )
-
-
-def _is_inside(parameter: str, module: str) -> bool:
-    return module == "" or parameter.startswith(f"{module}.")
 
 
 def _scaled(piece: Piece, unit: int, share: float) -> Piece:

@@ -2,7 +2,13 @@
 
 import pytest
 
-from fsdp_inspect.simulation.parameters import NO_SHARE, Share, padded_numel, share_of
+from fsdp_inspect.simulation.parameters import (
+    NO_SHARE,
+    Share,
+    is_inside,
+    padded_numel,
+    share_of,
+)
 from fsdp_inspect.trace.run import Unit
 
 RANKS = 8
@@ -24,6 +30,12 @@ def unit(reshard: bool | int | None, **parameters: list[int]) -> Unit:
         reduce_dtype="float32",
         reshard_after_forward=reshard,
     )
+
+
+def test_everything_lies_in_the_model_and_nothing_in_a_module_of_a_longer_name():
+    assert is_inside("layers.1.w", "")
+    assert is_inside("layers.1.w", "layers.1")
+    assert not is_inside("layers.10.w", "layers.1")
 
 
 def test_a_group_of_four_keeps_a_quarter_in_the_dtype_of_compute():

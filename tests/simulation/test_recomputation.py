@@ -128,6 +128,17 @@ def test_a_block_of_several_units_is_refused():
         make_scenario(work, manifest, wanted, NETWORK)
 
 
+def test_the_model_itself_is_refused_as_where_a_plan_is_applied():
+    work, manifest = run()
+    with pytest.raises(PlanError, match="checkpoints the model itself"):
+        make_scenario(work, manifest, checkpointed(""), NETWORK)
+
+
+def test_a_model_that_ran_checkpointed_as_a_whole_is_more_than_a_unit():
+    with pytest.raises(MissingDataError, match="several units gather"):
+        recompute(run()[0], checkpointed(""), block_plan())
+
+
 def test_selective_checkpointing_is_refused_with_the_command_that_tells_it():
     work, manifest = run()
     wanted = block_plan().model_copy(
