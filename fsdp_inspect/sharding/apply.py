@@ -20,7 +20,13 @@ from torch.distributed.fsdp import (
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.sharding import torch_fsdp
 from fsdp_inspect.sharding.checkpointing import apply_checkpointing
-from fsdp_inspect.trace.plan import Plan, UnitPlan, entry_order, owned_parameters
+from fsdp_inspect.trace.plan import (
+    Plan,
+    UnitPlan,
+    check_reshard_sizes,
+    entry_order,
+    owned_parameters,
+)
 
 
 def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh | None = None) -> Plan:
@@ -104,18 +110,8 @@ def _checked_mesh(plan: Plan, mesh: DeviceMesh | None) -> DeviceMesh:
             f"The mesh has the shape {tuple(mesh.shape)}, the plan's is {sizes}. Pass a mesh of "
             "the plan's shape, or change the plan."
         )
-    _check_reshard_sizes(plan, mesh.size(mesh.ndim - 1))
+    check_reshard_sizes(plan, mesh.size(mesh.ndim - 1))
     return mesh
-
-
-def _check_reshard_sizes(plan: Plan, shard_size: int) -> None:
-    for unit in plan.units:
-        size = unit.reshard_after_forward
-        if type(size) is int and shard_size % size:
-            raise PlanError(
-                f"reshard_after_forward of unit {unit.name!r} is {size}, and {shard_size} ranks "
-                f"shard. Expected true, false or a divisor of {shard_size}. Change the plan."
-            )
 
 
 def _device_type() -> str:

@@ -49,8 +49,7 @@ from fsdp_inspect.simulation.workload import (
 )
 from fsdp_inspect.trace.bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind
-from fsdp_inspect.trace.messages import quote_all
-from fsdp_inspect.trace.plan import Plan, UnitPlan
+from fsdp_inspect.trace.plan import Plan, UnitPlan, check_reshard_sizes
 from fsdp_inspect.trace.run import RunManifest, Unit
 
 _OWN_COMMUNICATORS = (
@@ -150,7 +149,7 @@ def make_scenario(
     """
     resolved = resolve_plan(plan, manifest)
     mesh = mesh_of(resolved, manifest)
-    _check_smaller_groups(resolved, mesh.shard)
+    check_reshard_sizes(resolved, mesh.shard)
     recorded = mesh_of(Plan.from_dict(manifest.plan), manifest)
     is_new = network.is_changed or mesh != recorded
     changed = replace(network, is_changed=is_new)
@@ -161,17 +160,6 @@ def make_scenario(
         assumptions=(*repeated.assumptions, *scenario.assumptions),
         memory_refusal=repeated.memory_refusal,
     )
-
-
-def _check_smaller_groups(plan: Plan, shard: int) -> None:
-    for unit in plan.units:
-        group = smaller_group(unit.reshard_after_forward)
-        if group is not None and shard % group:
-            legal = [size for size in range(2, shard + 1) if shard % size == 0]
-            raise PlanError(
-                f"reshard_after_forward of unit {unit.name!r} is {group}, and {shard} ranks shard. "
-                f"Expected true, false or a divisor of {shard}: {quote_all(legal)}. Change it."
-            )
 
 
 def _module_names(manifest: RunManifest) -> list[str]:

@@ -416,6 +416,23 @@ _LEGAL_KEYS = {
 }
 
 
+def check_reshard_sizes(plan: Plan, shard: int) -> None:
+    """See to it that the groups that keep a whole copy divide the ranks that shard.
+
+    A plan checks that itself where its mesh tells these ranks.
+
+    Raises:
+        PlanError: One does not.
+    """
+    for unit in plan.units:
+        size = unit.reshard_after_forward
+        if type(size) is int and shard % size:
+            raise PlanError(
+                f"reshard_after_forward of unit {unit.name!r} is {size}, and {shard} ranks shard. "
+                f"Expected true, false or a divisor of {shard}: {_divisors(shard)}. Change it."
+            )
+
+
 def entry_order(units: Sequence[UnitPlan], direction: Literal["forward", "backward"]) -> list[str]:
     """The names of the units in the order in which a pass enters them.
 

@@ -9,6 +9,7 @@ from fsdp_inspect.trace.plan import (
     Checkpointing,
     Plan,
     UnitPlan,
+    check_reshard_sizes,
     entry_order,
     lists_of_depth,
     owned_parameters,
@@ -183,6 +184,13 @@ def test_a_merged_unit_whose_first_input_needs_no_gradient_is_a_risk():
 def test_what_cannot_be_a_plan_is_refused(fields, complaint):
     with pytest.raises(PlanError, match=complaint):
         Plan.from_dict(fields)
+
+
+def test_groups_that_keep_a_copy_divide_the_ranks_that_shard_where_the_plan_does_not_tell_them():
+    plan = Plan(units=units("a", reshard_after_forward=3))
+    check_reshard_sizes(plan, 6)
+    with pytest.raises(PlanError, match=r"is 3, and 8 ranks shard.* a divisor of 8: 2, 4, 8"):
+        check_reshard_sizes(plan, 8)
 
 
 def test_a_missing_plan_file_is_named(tmp_path):
