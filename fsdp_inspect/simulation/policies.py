@@ -28,12 +28,12 @@ def policies_of(
     backward = plan.prefetch_lists("backward", without=without)
     return [
         _policy(
-            plan.unit(name),
-            reshard_of(plan.unit(name), shard),
-            _indices(forward.get(name, ()), index),
-            None if (named := backward.get(name)) is None else _indices(named, index),
+            unit,
+            reshard_of(unit, shard),
+            _indices(forward.get(unit.name, ()), index),
+            None if (named := backward.get(unit.name)) is None else _indices(named, index),
         )
-        for name in unit_names
+        for unit in map(plan.unit, unit_names)
     ]
 
 

@@ -16,6 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
@@ -150,10 +151,11 @@ def make_scenario(
     resolved = resolve_plan(plan, manifest)
     mesh = mesh_of(resolved, manifest)
     check_reshard_sizes(resolved, mesh.shard)
-    recorded = mesh_of(Plan.from_dict(manifest.plan), manifest)
+    ran = Plan.from_dict(manifest.plan)
+    recorded = mesh_of(ran, manifest)
     is_new = network.is_changed or mesh != recorded
     changed = replace(network, is_changed=is_new)
-    repeated = recompute(work, Plan.from_dict(manifest.plan), resolved)
+    repeated = recompute(work, ran, resolved)
     scenario = _Regrouping(repeated.work, resolved, mesh, changed, recorded.shard).build()
     return replace(
         scenario,
@@ -192,10 +194,14 @@ class _Regrouping:
             for parameter, shape in parameters_of(unit).items():
                 self._members[self._owners[parameter]][parameter] = shape
         self._names = [unit.name for unit in plan.units if unit.name in self._members]
-        self._rates = Rates(work)
         self._lumps = {
             name: unit for unit in work.units if not unit.parameters for name in parameters_of(unit)
         }
+
+    @cached_property
+    def _rates(self) -> Rates:
+        """Fitted only where a unit is cut otherwise, or its messages changed."""
+        return Rates(self._work)
 
     def build(self) -> Scenario:
         units = [self._unit(index, name) for index, name in enumerate(self._names)]

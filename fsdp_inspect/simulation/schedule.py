@@ -287,7 +287,7 @@ class Schedule:
     # --- communication
 
     def _unshard(self, unit: int) -> None:
-        state = self._units[unit]
+        state, work = self._units[unit], self._work.units[unit]
         if state.gather is not None or state.is_unsharded:
             return
         machine, is_async = self._machine, self._work.policies[unit].is_async
@@ -295,16 +295,15 @@ class Schedule:
             self._hold_gathers_until(state.kept_ns)
             state.kept_ns = None
         self._memory.gather(unit)
-        machine.launch(self._gather_launch(unit))
+        machine.launch(self._of_phase(work.gather_launch_ns, work.gather_backward_launch_ns))
         copy_in, gather = self._gather_streams(is_async)
         issue_ns = machine.host_ns
-        copied = machine.run(copy_in, self._copy_in_duration(unit))
+        copied = machine.run(copy_in, self._of_phase(work.copy_in_ns, work.copy_in_backward_ns))
         self._note(EventKind.ALL_GATHER_COPY_IN, unit, issue_ns, copied)
         if gather is not copy_in:
             machine.wait(gather, copied[1])
-        transfer = self._transfer(
-            gather, self._link_of(unit), self._gather_duration(unit), is_async=is_async
-        )
+        duration_ns = self._of_phase(work.gather_ns, work.gather_backward_ns)
+        transfer = self._transfer(gather, self._link_of(unit), duration_ns, is_async=is_async)
         state.gather = _Gather(transfer, self._hook_unit, self._phase, is_async)
 
     def _transfer(
@@ -336,23 +335,11 @@ class Schedule:
         in_backward = self._phase is Phase.BACKWARD
         return self._smaller_links[unit] if is_smaller and in_backward else self._gather_link
 
-    def _copy_in_duration(self, unit: int) -> int:
-        work = self._work.units[unit]
-        if self._phase is Phase.BACKWARD and work.copy_in_backward_ns is not None:
-            return work.copy_in_backward_ns
-        return work.copy_in_ns
-
-    def _gather_duration(self, unit: int) -> int:
-        work = self._work.units[unit]
-        if self._phase is Phase.BACKWARD and work.gather_backward_ns is not None:
-            return work.gather_backward_ns
-        return work.gather_ns
-
-    def _gather_launch(self, unit: int) -> int:
-        work = self._work.units[unit]
-        if self._phase is Phase.BACKWARD and work.gather_backward_launch_ns is not None:
-            return work.gather_backward_launch_ns
-        return work.gather_launch_ns
+    def _of_phase(self, forward_ns: int, backward_ns: int | None) -> int:
+        """The duration that holds in the phase that runs; None: backward is as forward."""
+        if self._phase is Phase.BACKWARD and backward_ns is not None:
+            return backward_ns
+        return forward_ns
 
     def _reshard_after_forward(self, unit: int) -> None:
         state, machine = self._units[unit], self._machine
