@@ -12,7 +12,14 @@ from typing import Literal
 from fsdp_inspect.advice.findings import OVERSIZED_RATIO
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.formatting import format_unit
-from fsdp_inspect.simulation.changes import checkpoint, resized, split_units, with_units, wrap
+from fsdp_inspect.simulation.changes import (
+    BLOCK,
+    checkpoint,
+    resized,
+    split_units,
+    with_units,
+    wrap,
+)
 from fsdp_inspect.simulation.recorded import Execution, RecordedWork
 from fsdp_inspect.trace.plan import FloatDtype, Plan, UnitPlan, owned_parameters
 from fsdp_inspect.trace.statistics import median
@@ -20,7 +27,6 @@ from fsdp_inspect.trace.statistics import median
 Sync = Literal["every", "last", "all_reduce_last"]
 GROUP_SIZES = (1, 2, 3, 4, 6, 8)
 """Blocks a unit."""
-_BLOCK = re.compile(r"(.+?)\.\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +263,7 @@ def _unwrapped(
     if root is None:
         return
     names = owned_parameters(plan.units, parameters)[root.name]
-    blocks = list(dict.fromkeys(m.group(0) for name in names if (m := _BLOCK.match(name))))
+    blocks = list(dict.fromkeys(m.group(0) for name in names if (m := BLOCK.match(name))))
     if len(blocks) < 2:
         return
     new = tuple(root.model_copy(update={"modules": (name,)}) for name in blocks)

@@ -22,8 +22,8 @@ from fsdp_inspect.trace.plan import (
 )
 
 _NUMBERED = re.compile(r"(.*)\.(\d+)")
-_BLOCK = re.compile(r"(.+?)\.\d+(?=\.|$)")
-"""The outermost numbered module of a name: `model.layers.3` of `model.layers.3.mlp`."""
+BLOCK = re.compile(r"(.+?)\.\d+(?=\.)")
+"""The outermost numbered module around a parameter: `layers.3` of `layers.3.mlp.weight`."""
 CheckpointingMode = Literal["none", "full"]
 WRAPS = "`root`, `block`, `every:N` with N from 1, or `split` (halves of blocks)"
 
@@ -115,8 +115,9 @@ def checkpoint(
     """
     if mode == "none":
         return Checkpointing()
-    names = [*(module for unit in plan.units for module in unit.modules), *parameters]
-    blocks = dict.fromkeys(found[0] for name in names if (found := _BLOCK.match(name)))
+    around = (f"{module}." for unit in plan.units for module in unit.modules)
+    names = [*around, *parameters]
+    blocks = dict.fromkeys(found[0] for name in names if (found := BLOCK.match(name)))
     if not blocks:
         raise PlanError(
             "The plan has no block to checkpoint: no module is numbered, as layers.0 is. Name the "

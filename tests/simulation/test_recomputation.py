@@ -156,6 +156,13 @@ def test_every_block_is_named_whatever_the_units_are():
     assert apply_changes(changed, Changes(checkpointing="none")).checkpointing == Checkpointing()
 
 
+def test_a_numbered_parameter_is_no_block():
+    shapes = {"scales.0": [1], "layers.0.scales.0": [1]}
+    plan = Plan(units=(UnitPlan(modules=("",)),))
+    changed = apply_changes(plan, Changes(checkpointing="full"), shapes)
+    assert changed.checkpointing.full == ("layers.0",)
+
+
 def test_a_model_without_numbered_blocks_is_refused():
     with pytest.raises(PlanError, match="no block to checkpoint"):
         apply_changes(Plan(units=(UnitPlan(modules=("",)),)), Changes(checkpointing="full"))
