@@ -22,7 +22,7 @@ class NodeLinks:
 
     num_nodes: int
     ranks_per_node: int
-    """Of the group, the same on every node."""
+    """Of the group, the same on every node, and neighbours in it."""
     across_bytes_per_s: float
     """Bus bandwidth of its all-gathers, measured."""
     within_bytes_per_s: float | None

@@ -147,7 +147,6 @@ def _across_nodes(evidence: Evidence) -> Iterator[Finding]:
         rows=_gather_rows(evidence, "backward"),
         effect=_effect_in_node(evidence, links, units),
         assumptions=(
-            f"Ranks are numbered node by node, so that the {size} of a group share one.",
             "A message inside a node takes as long as its bytes: its latency is not known.",
         ),
         snippet=f"fully_shard(block, mesh=mesh, reshard_after_forward={size})  # in each call",

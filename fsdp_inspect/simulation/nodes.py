@@ -4,12 +4,11 @@ Groups of neighbouring ranks gather in backward with an integer `reshard_after_f
 had none tells their link only if all ranks that shard share a node, or if its network is emulated.
 """
 
-from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
 
 from fsdp_inspect.simulation.network import UNKNOWN_NODE, Line, Network, Node
 from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.nodes import emulated_ranks_per_node, hosts_of, ranks_per_node
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
 
@@ -21,7 +20,7 @@ def find_node(run: RunSource, network: Network, shard_ranks: Sequence[int]) -> N
         network: Fitted to its collectives.
         shard_ranks: The ranks of one group that shards.
     """
-    size = _emulated_size(run.manifest) or _recorded_size(run)
+    size = emulated_ranks_per_node(run.manifest) or _recorded_size(run)
     if size is None:
         return UNKNOWN_NODE
     is_whole_group = len({rank // size for rank in shard_ranks}) < 2
@@ -36,11 +35,6 @@ def find_node(run: RunSource, network: Network, shard_ranks: Sequence[int]) -> N
     return Node(size, line, source)
 
 
-def _emulated_size(manifest: RunManifest) -> int | None:
-    size = manifest.emulation.get("gpus_per_node")
-    return size if isinstance(size, int) and size > 0 else None
-
-
 def _emulated_line(manifest: RunManifest) -> Line | None:
     """The emulated link within a node, which holds for any group there."""
     link = manifest.emulation.get("intra")
@@ -49,10 +43,5 @@ def _emulated_line(manifest: RunManifest) -> Line | None:
 
 def _recorded_size(run: RunSource) -> int | None:
     """Ranks on each host, if all hosts are known and have as many neighbours each."""
-    hosts = {record.rank: record.host for record in run.ranks if record.host}
-    if set(hosts) != set(range(run.manifest.world_size)):
-        return None
-    runs = [(host, len(list(ranks))) for host, ranks in groupby(hosts[r] for r in sorted(hosts))]
-    sizes = {size for _, size in runs}
-    is_in_order = max(Counter(host for host, _ in runs).values()) == 1
-    return sizes.pop() if len(sizes) == 1 and is_in_order else None
+    hosts = hosts_of(run)
+    return ranks_per_node(hosts.get(rank) for rank in range(run.manifest.world_size))

@@ -43,8 +43,18 @@ def test_an_emulated_node_has_the_link_that_was_asked_for():
     assert (links.num_nodes, links.within_bytes_per_s) == (2, 400e9)
 
 
+def test_an_emulated_link_is_known_and_not_measured():
+    emulation = {"gpus_per_node": 2, "intra": {"bandwidth_bytes_per_s": 400e9, "latency_ns": 0}}
+    links = find_node_links(run_of(source="emulated", emulation=emulation))
+    assert (links.within_bytes_per_s, links.within_from) == (400e9, "the emulation's own link")
+
+
 def test_nothing_is_said_of_one_node_of_uneven_ones_and_of_unknown_ones():
     assert find_node_links(run_of(hosts=("a", "a", "a", "a"))) is None
     assert find_node_links(run_of(hosts=("a", "a", "a", "b"))) is None
     assert find_node_links(run_of(hosts=("a", "b", "c", "d"))) is None
     assert find_node_links(run_of(hosts=("a", "a", "b"))) is None
+
+
+def test_nothing_is_said_of_nodes_whose_ranks_are_no_neighbours():
+    assert find_node_links(run_of(hosts=("a", "b", "a", "b"))) is None

@@ -1,0 +1,37 @@
+"""Which of a run's ranks share a node? What they recorded as their host, or what is emulated."""
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from fsdp_inspect.trace.run import RunManifest, RunSource
+
+
+def emulated_ranks_per_node(manifest: RunManifest) -> int | None:
+    """Ranks on each emulated node, of which the last may hold fewer; None: nothing is emulated."""
+    size = manifest.emulation.get("gpus_per_node")
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def hosts_of(run: RunSource) -> dict[int, str]:
+    """The node of each rank that is known, by rank."""
+    size = emulated_ranks_per_node(run.manifest)
+    if size is not None:
+        return {rank: f"node {rank // size}" for rank in range(run.manifest.world_size)}
+    return {record.rank: record.host for record in run.ranks if record.host}
+
+
+def ranks_per_node(hosts: Iterable[str | None]) -> int | None:
+    """How many neighbours share each node.
+
+    Args:
+        hosts: The node of each rank, in the order in which ranks form groups; None: not known.
+
+    Returns:
+        None where a node is not known, where nodes differ in size, or where one comes again behind
+        another, so that neighbours lie on several.
+    """
+    runs = [(host, len(list(ranks))) for host, ranks in groupby(hosts)]
+    names = {host for host, _ in runs}
+    sizes = {size for _, size in runs}
+    is_known = None not in names and len(names) == len(runs)
+    return sizes.pop() if is_known and len(sizes) == 1 else None
