@@ -1,7 +1,7 @@
 """What do the knobs of What-if make of a step? The simulator on a run's work, measured once."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fsdp_inspect import StoredRun
 from fsdp_inspect.simulation.changes import apply_changes
@@ -57,14 +57,12 @@ def play(
     of_plan = [knob for knob in knobs if knob not in KNOBS_OF_NETWORK]
     plan = apply_changes(start, changes_of(chosen, of_plan), shapes_of(manifest))
     bandwidth, latency = network_of(chosen)
-    work, node = bench.work, node_link_of(chosen)
-    if node is not None:
-        work = replace(work, network=work.network.change_node(node))
     return simulate_work(
-        work,
+        bench.work,
         manifest,
         plan,
         replayed=bench.replayed,
         bus_bytes_per_s=bandwidth,
         latency_ns=latency,
+        node=node_link_of(chosen),
     )

@@ -134,15 +134,17 @@ def simulate(
         PlanError: The plan does not fit the model.
         ValueError: An impossible network.
     """
-    work = measure_work(run, rank=rank)
-    if node is not None:
-        work = replace(work, network=work.network.change_node(node))
     return simulate_work(
-        work, run.manifest, plan, bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns
+        measure_work(run, rank=rank),
+        run.manifest,
+        plan,
+        bus_bytes_per_s=bus_bytes_per_s,
+        latency_ns=latency_ns,
+        node=node,
     )
 
 
-def simulate_work(
+def simulate_work(  # noqa: PLR0913 - what `simulate` takes, and what is known already
     work: RecordedWork,
     manifest: RunManifest,
     plan: Plan,
@@ -150,6 +152,7 @@ def simulate_work(
     replayed: Played | None = None,
     bus_bytes_per_s: float | None = None,
     latency_ns: float | None = None,
+    node: NodeLink | None = None,
 ) -> Simulation:
     """As `simulate`, on work that is measured already: for playing many plans of one run.
 
@@ -158,10 +161,12 @@ def simulate_work(
         manifest: The run's.
         plan: The plan to play, with patterns or without.
         replayed: What `replay` says of the work, where it is known already.
-        bus_bytes_per_s: As of `simulate`, as is the next.
+        bus_bytes_per_s: As of `simulate`, as are the next two.
         latency_ns: See above.
+        node: See above.
     """
-    network = work.network.change(bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns)
+    own = work.network if node is None else work.network.change_node(node)
+    network = own.change(bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns)
     scenario = make_scenario(work, manifest, plan, network)
     replayed = replayed or replay(work)
     predicted = _play(scenario.workload, work.execution, scenario.units)

@@ -10,6 +10,7 @@ from fsdp_inspect.simulation.network import Line, Network, Node, NodeLink
 from fsdp_inspect.simulation.prediction import predicted_events
 from fsdp_inspect.simulation.recorded import Execution, RecordedWork, play
 from fsdp_inspect.simulation.scenario import Scenario, make_scenario
+from fsdp_inspect.simulation.simulate import simulate_work
 from fsdp_inspect.simulation.workload import Piece, UnitPolicy, UnitWork, Workload, tape_of
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.plan import Plan, UnitPlan
@@ -174,6 +175,19 @@ def test_copies_of_a_group_that_ran_are_in_its_compute_and_do_not_count_again(ne
     unit = make_scenario(work, manifest, plan(4), network).workload.units[0]
     assert unit.gather_backward_ns == gather_ns(Line(0.0, 2e9), 4)
     assert (unit.copy_in_ns, unit.copy_in_backward_ns, unit.reshard_ns) == (MS, None, 0)
+
+
+def test_what_is_said_of_a_node_holds_beside_what_is_said_of_the_network():
+    work, manifest = recorded()
+    link = NodeLink(2e9, 0.0)
+    beside, before = (
+        simulate_work(
+            replace(work, network=network), manifest, plan(4), latency_ns=0.0, node=node
+        ).predicted.step_time_ns
+        for network, node in ((NETWORK, link), (NETWORK.change_node(link), None))
+    )
+    alone = simulate_work(work, manifest, plan(4), latency_ns=0.0).predicted.step_time_ns
+    assert beside == before < alone
 
 
 def test_each_unit_keeps_its_share_until_backward_gathered_it():
