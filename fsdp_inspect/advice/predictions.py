@@ -57,7 +57,9 @@ def predict_advised(
         made_by="advise",
         what=target.what if take is None else ", ".join(each.what for each in taken),
         rules=[rule for each in taken for rule in each.rules],
-        assumptions=[line for each in (target, *taken) for line in each.assumptions],
+        assumptions=target.assumptions
+        if take is None
+        else [line for each in taken for line in each.assumptions],
         paid=target.paid,
         bus_bytes_per_s=wishes.bus_bytes_per_s,
         latency_ns=wishes.latency_ns,
@@ -113,6 +115,7 @@ def make_prediction(run: RunSource, simulation: Simulation, origin: Origin) -> P
         replayed_step_ns=replayed.step_time_ns,
         replay_error=simulation.replay_error,
         step_time_ns=step,
+        paid_ns=origin.paid.value_ns,
         replayed_exposed_ns=replayed.exposed_ns,
         exposed_ns=_exposed(predicted.exposed_ns, step),
         units=[UnitExposure(fqn=unit.fqn, exposed_ns=unit.exposed_ns) for unit in predicted.units],

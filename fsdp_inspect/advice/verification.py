@@ -5,7 +5,8 @@ and times are judged as changes against the baseline's runs: what the machine do
 
 [Note: compute stays] A plan moves waiting, not compute, and a busy machine moves compute: its own
 processes are slowed, an emulated link or another rank is not, so the change of the step that a plan
-brings is another one there. What compute differs by between the sides is noise of the machine.
+brings is another one there. What compute differs by between the sides is noise of the machine,
+but for what the plan is predicted to pay for hiding communication (`advice.slowdown`).
 
 With `RUNS_FOR_A_TEST` processes or more on both sides the change has a 95 % interval. The
 prediction did not hold if that lies wholly outside of its own interval, `WORTH_NAMING_RATIO` of the

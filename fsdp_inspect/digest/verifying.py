@@ -99,8 +99,9 @@ class Verification:
     is_tested: bool
     """Enough processes on both sides for a test."""
     compute_change: float | None
-    """Of forward and backward, against the baseline's runs, which no plan changes: what the machine
-    did. None: no run of the baseline, or a plan that does change what is computed."""
+    """Of forward and backward, against the baseline's runs, less what hiding communication was
+    predicted to cost: what the machine did. None: no run of the baseline, or a plan that does
+    change what is computed."""
     quantities: tuple[Quantity, ...]
     units: tuple[VerifiedUnit, ...]
     """Those that are waited for most, first."""
@@ -239,10 +240,17 @@ class _Moved:
 
     before_ns: int
     after_ns: int
+    paid_ns: int
+    """Part of `after_ns`: what the plan was predicted to add."""
+
+    @property
+    def shift_ns(self) -> int:
+        """What the machine did."""
+        return self.after_ns - self.paid_ns - self.before_ns
 
     @property
     def change(self) -> float:
-        return self.after_ns / self.before_ns - 1
+        return self.shift_ns / self.before_ns
 
 
 def _moved_compute(
@@ -253,7 +261,10 @@ def _moved_compute(
     after = median([each.compute_ns for each in runs if each.compute_ns])
     if not before or not after or _CHANGING_COMPUTE.intersection(prediction.changes):
         return None
-    return _Moved(before, after)
+    steps = [each.step_ns for each in baselines if each.step_ns]
+    step_ns = median(steps) or prediction.recorded_step_ns
+    paid_ns = round(prediction.paid_ns * step_ns / prediction.replayed_step_ns)
+    return _Moved(before, after, paid_ns)
 
 
 def _judge_times(
@@ -273,7 +284,7 @@ def _judge_times(
         return None, None
     step_ns = median(steps) or prediction.recorded_step_ns
     scale = step_ns / prediction.replayed_step_ns
-    moved_ns = moved.after_ns - moved.before_ns if moved else 0
+    moved_ns = moved.shift_ns if moved else 0
     return (
         judge_time(
             prediction.step_time_ns,
@@ -347,13 +358,18 @@ def _about_compute(moved: _Moved | None, step: JudgedTime | None) -> tuple[str, 
     """Said where the machine was so different that the step is by more than noise."""
     if moved is None or step is None:
         return ()
-    if abs(moved.after_ns - moved.before_ns) < PROCESS_NOISE_RATIO * step.baseline_ns:
+    if abs(moved.shift_ns) < PROCESS_NOISE_RATIO * step.baseline_ns:
         return ()
     longer = "longer" if moved.change > 0 else "less"
+    numbers = f"{format_ns(moved.before_ns)} before, {format_ns(moved.after_ns)} after"
+    reason = "no plan changes it"
+    if moved.paid_ns:
+        numbers = f"{numbers}, {format_ns(moved.paid_ns)} of it by what the plan hides"
+        reason = "no plan changes it otherwise"
     return (
         f"Compute took {format_ratio(abs(moved.change))} {longer} than in the baseline "
-        f"({format_ns(moved.before_ns)} before, {format_ns(moved.after_ns)} after), though no plan "
-        "changes it: the machine was busier in one of them. Repeat both in turn.",
+        f"({numbers}), though {reason}: the machine was busier in one of them. Repeat both in "
+        "turn.",
     )
 
 

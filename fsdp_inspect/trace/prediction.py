@@ -121,6 +121,9 @@ class Prediction(Record):
     replay_error: float
     """replayed / recorded - 1."""
     step_time_ns: Estimate
+    paid_ns: int = 0
+    """Part of it: compute that the plan adds by hiding more communication (RULES R24); below 0: it
+    hides less."""
     replayed_exposed_ns: NonNegativeInt
     exposed_ns: Estimate
     """The interval is as wide as the step's: compute stays, waiting does not."""

@@ -1,4 +1,4 @@
-"""Do the commands that advice prints run as they stand?"""
+"""Which commands does advice print, and which of their flags does it say to leave out?"""
 
 import pytest
 

@@ -62,3 +62,20 @@ def test_a_plan_that_changes_compute_has_no_such_excuse():
 def test_waits_that_do_not_fall_are_a_wrong_prediction():
     wrong = verified(run_of("after", compute=70, waiting=30))
     assert (wrong.ruling, wrong.compute_change) == (Ruling.DID_NOT_HOLD, 0.0)
+
+
+def test_compute_that_the_plan_was_predicted_to_add_is_no_busier_machine():
+    wrong = verified(run_of("after", compute=84, waiting=10), paid_ns=14 * MS)
+    assert (wrong.ruling, wrong.compute_change) == (Ruling.DID_NOT_HOLD, 0.0)  # off by 12 ms
+    assert len(wrong.caveats) == 1
+
+
+def test_what_the_plan_adds_is_scaled_to_the_measured_baseline_and_named():
+    busy = verified(
+        run_of("after", compute=91, waiting=10), paid_ns=14 * MS, replayed_step_ns=200 * MS
+    )
+    assert busy.compute_change == pytest.approx(0.2)
+    assert busy.caveats[0].startswith(
+        "Compute took 20.0 % longer than in the baseline (70.0 ms before, 91.0 ms after, 7.00 ms "
+        "of it by what the plan hides), though no plan changes it otherwise"
+    )
