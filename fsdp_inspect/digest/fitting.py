@@ -151,9 +151,10 @@ class _Search:
         def peak_with(batch_size: int) -> int:
             return self._peak(self._world_size, {"batch_size": batch_size})
 
-        held: dict[int, int] = {size: peak_with(size) for size in (1, 2)}
+        held: dict[int, int] = {1: peak_with(1)}
         if held[1] > self._limit:
             return 0
+        held[2] = peak_with(2)
         while True:
             low = max(size for size in held if held[size] <= self._limit)
             high = min(

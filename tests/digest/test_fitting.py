@@ -45,6 +45,20 @@ def test_few_forecasts_find_the_largest_batch():
     assert sum("batch_size" in settings for _, settings in model.asked) <= 5
 
 
+def test_a_batch_that_cannot_be_forecast_is_not_asked_for_where_a_smaller_one_does_not_fit():
+    model = Model(states=800, activation=10)
+
+    def peak(world_size, settings):
+        if settings.get("batch_size", 1) > 1:
+            raise ForecastError("The batch is one sequence.")
+        return model(world_size, settings)
+
+    fit = find_fit(peak, 50, world_size=8, accepted=["batch_size"])
+
+    assert fit.largest_batch_size == 0
+    assert not any(line.startswith("The largest batch") for line in fit.unknown)
+
+
 def test_remedies_are_tried_until_one_fits():
     model = Model(states=80, activation=100, saved_by_checkpointing=0.9)
 
