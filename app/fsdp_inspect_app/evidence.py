@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import streamlit as st
 
-from fsdp_inspect.advice.findings import Finding
+from fsdp_inspect.advice.evidence import Finding
 from fsdp_inspect.analysis.plan_check import PlanCheck
 from fsdp_inspect.analysis.verdict import Limit, Verdict
 from fsdp_inspect.digest.exposed import WaitDigest, digest_waits

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from fsdp_inspect.advice.bench import AS_RECORDED, Bench
 from fsdp_inspect.advice.choices import Choice
-from fsdp_inspect.advice.findings import Evidence
+from fsdp_inspect.advice.evidence import Evidence
 from fsdp_inspect.advice.search import WORTH_RATIO, Search, split_gain
 from fsdp_inspect.advice.suggestions import Narrator, Proposal
 

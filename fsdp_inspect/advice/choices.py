@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from fsdp_inspect.advice.findings import OVERSIZED_RATIO
+from fsdp_inspect.advice.setting_findings import OVERSIZED_RATIO
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.simulation.changes import (

@@ -1,6 +1,6 @@
 """What is advice made of? What the analyses say, the rows it rests on, and what comes of it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fsdp_inspect.analysis.allocator import AllocatorUse
@@ -14,6 +14,9 @@ from fsdp_inspect.analysis.verdict import Verdict
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.trace.repeats import WORTH_NAMING_RATIO
 from fsdp_inspect.trace.run import RunManifest
+
+MOST_ROWS = 3
+"""Events that stand for all of their kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,38 @@ class NodeLinks:
     """Bus bandwidth inside a node; None: nothing that ran there tells."""
     within_from: str
     """What tells it, in words; empty if nothing does."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One event of the trace that advice rests on; times count from the start of its step."""
+
+    step: int
+    microbatch: int
+    fqn: str | None
+    """None: of no unit."""
+    kind: str
+    phase: str
+    start_ns: int
+    end_ns: int
+    exposed_ns: int
+    what: str
+    """What it shows, in words."""
+
+
+def _row_of(wait: ExposedWait) -> TraceRow:
+    cause = wait.cause.replace("_", " ")
+    return TraceRow(
+        step=wait.step,
+        microbatch=wait.microbatch,
+        fqn=wait.fqn,
+        kind=wait.kind,
+        phase=wait.phase,
+        start_ns=wait.start_ns,
+        end_ns=wait.end_ns,
+        exposed_ns=wait.exposed_ns,
+        what=f"exposed {format_ns(wait.exposed_ns)}, most of it {cause}",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,38 +101,10 @@ class Evidence:
             self.step_time_ns or 0
         )
 
-
-@dataclass(frozen=True, slots=True)
-class TraceRow:
-    """One event of the trace that advice rests on; times count from the start of its step."""
-
-    step: int
-    microbatch: int
-    fqn: str | None
-    """None: of no unit."""
-    kind: str
-    phase: str
-    start_ns: int
-    end_ns: int
-    exposed_ns: int
-    what: str
-    """What it shows, in words."""
-
-
-def row_of_wait(wait: ExposedWait) -> TraceRow:
-    """An exposed wait as a row of evidence."""
-    cause = wait.cause.replace("_", " ")
-    return TraceRow(
-        step=wait.step,
-        microbatch=wait.microbatch,
-        fqn=wait.fqn,
-        kind=wait.kind,
-        phase=wait.phase,
-        start_ns=wait.start_ns,
-        end_ns=wait.end_ns,
-        exposed_ns=wait.exposed_ns,
-        what=f"exposed {format_ns(wait.exposed_ns)}, most of it {cause}",
-    )
+    def rows(self, is_meant: Callable[[ExposedWait], bool]) -> tuple[TraceRow, ...]:
+        """The longest waits of a kind, longest first."""
+        meant = [wait for wait in self.waits if is_meant(wait)]
+        return tuple(_row_of(wait) for wait in meant[:MOST_ROWS])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

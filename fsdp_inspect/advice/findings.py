@@ -10,15 +10,13 @@ says of the effect of mending it are bounds, never claimed twice ([Note: no ms t
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fsdp_inspect.advice.evidence import Effect, Evidence, Finding, TraceRow, row_of_wait
-from fsdp_inspect.advice.setting_findings import OVERSIZED_RATIO, find_costly_settings
+from fsdp_inspect.advice.evidence import Effect, Evidence, Finding, TraceRow
+from fsdp_inspect.advice.setting_findings import find_costly_settings
 from fsdp_inspect.advice.trace_findings import find_in_trace
 from fsdp_inspect.analysis.verdict import STRAGGLER_RATIO, Limit
 from fsdp_inspect.analysis.verdict.limits import HOST_RATIO, INPUT_RATIO
 from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.trace.waits import Cause
-
-__all__ = ["OVERSIZED_RATIO", "Evidence", "Finding", "find_first_things"]
 
 _RULES = {Limit.STRAGGLER: "R32", Limit.HOST: "R19", Limit.MEMORY: "R21"}
 _BEFORE_COMMUNICATION = (
@@ -35,7 +33,6 @@ _COSTS = {
     Limit.INPUT: "data_ns",
 }
 """What each limit costs a step, as the verdict names it."""
-_MOST_ROWS = 3
 
 
 def find_first_things(evidence: Evidence) -> tuple[Finding, ...]:
@@ -80,8 +77,7 @@ _VERIFY = {
 def _rows(evidence: Evidence, limit: Limit) -> tuple[TraceRow, ...]:
     if limit is not Limit.STRAGGLER:
         return ()
-    late = [wait for wait in evidence.waits if wait.causes_ns.get(Cause.STRAGGLER.label)]
-    return tuple(row_of_wait(wait) for wait in late[:_MOST_ROWS])
+    return evidence.rows(lambda wait: bool(wait.causes_ns.get(Cause.STRAGGLER.label)))
 
 
 def _effect(evidence: Evidence, limit: Limit) -> Effect:

@@ -5,7 +5,7 @@ Told from the manifest, the plan check and the allocator's counters.
 
 from collections.abc import Iterator
 
-from fsdp_inspect.advice.evidence import Effect, Evidence, Finding, TraceRow, row_of_wait
+from fsdp_inspect.advice.evidence import Effect, Evidence, Finding
 from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.analysis.verdict.facts import DOMINANT_UNIT_RATIO
 from fsdp_inspect.analysis.verdict.words import FRAGMENTED_RATIO
@@ -146,7 +146,7 @@ def _frozen(evidence: Evidence) -> Iterator[Finding]:
             "fully_shard, or keep them unsharded (reshard_after_forward=False and "
             "set_reshard_after_backward(False)).",
         ),
-        rows=_rows_of(evidence, "all_gather"),
+        rows=evidence.rows(lambda wait: wait.kind == "all_gather"),
         effect=Effect(
             sentence=f"Saves between nothing and {format_ns(waited)} a step, all that is waited "
             f"for all-gathers; a rank then holds {format_bytes(max(gathered - sharded, 0))} more.",
@@ -162,11 +162,6 @@ def _frozen(evidence: Evidence) -> Iterator[Finding]:
             "    module.set_reshard_after_backward(False)"
         ),
     )
-
-
-def _rows_of(evidence: Evidence, kind: str) -> tuple[TraceRow, ...]:
-    waits = [wait for wait in evidence.waits if wait.kind == kind]
-    return tuple(row_of_wait(wait) for wait in waits[:_MOST_NAMED])
 
 
 def _waste(evidence: Evidence) -> Iterator[Finding]:
@@ -241,7 +236,7 @@ def _connections(evidence: Evidence) -> Iterator[Finding]:
         f"Reduce-scatter is exposed for {format_ns(waited)} a step.",
         ("Unset it for FSDP2 (it is meant for tensor parallelism), and record again.",),
         {"exposed_reduce_scatter_ns": waited},
-        rows=_rows_of(evidence, "reduce_scatter"),
+        rows=evidence.rows(lambda wait: wait.kind == "reduce_scatter"),
         effect=Effect(
             sentence=f"Saves between nothing and {format_ns(waited)} a step: all that is waited "
             "for reduce-scatter.",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fsdp_inspect.advice.bench import AS_RECORDED, Bench
 from fsdp_inspect.advice.change_words import rule_of, say_changes
 from fsdp_inspect.advice.choices import Choice
-from fsdp_inspect.advice.evidence import Evidence, TraceRow, row_of_wait
+from fsdp_inspect.advice.evidence import Evidence, TraceRow
 from fsdp_inspect.advice.search import Increment
 from fsdp_inspect.advice.slowdown import Paid
 from fsdp_inspect.advice.snippets import write_snippet
@@ -15,7 +15,6 @@ from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.plan import Plan, owned_parameters
 from fsdp_inspect.trace.waits import Cause
 
-_MOST_ROWS = 3
 _GATHERS = (EventKind.ALL_GATHER.label, Phase.FORWARD.label)
 _GATHERS_AGAIN = (EventKind.ALL_GATHER.label, Phase.BACKWARD.label)
 _SCATTERS = (EventKind.REDUCE_SCATTER.label, Phase.BACKWARD.label)
@@ -127,7 +126,7 @@ class Narrator:
             what=say_changes(choice),
             units=self._units(increment),
             evidence=tuple(self._why(choice)),
-            rows=tuple(self._rows(choice)),
+            rows=self._rows(choice),
             saved_ns=before.step_ns - after.step_ns,
             saved_low_ns=low,
             saved_high_ns=high,
@@ -208,11 +207,10 @@ class Narrator:
             f"{format_ns(abs(paid[1] - paid[0]))} of the step, which is in the numbers."
         )
 
-    def _rows(self, choice: Choice) -> Iterator[TraceRow]:
+    def _rows(self, choice: Choice) -> tuple[TraceRow, ...]:
         """The longest waits of the kinds and phases that the changes are against."""
         wanted = {pair for name in choice.changed for pair in _AGAINST.get(name, _ANYTHING)}
-        found = [each for each in self._evidence.waits if (each.kind, each.phase) in wanted]
-        yield from (row_of_wait(wait) for wait in found[:_MOST_ROWS])
+        return self._evidence.rows(lambda wait: (wait.kind, wait.phase) in wanted)
 
     def _saved_range(self, before: Choice, after: Choice) -> tuple[int, int]:
         """Fast messages against fast ones, slow against slow ones."""

@@ -8,12 +8,12 @@ work behind the optimizer). Each effect is a bound from the trace, not a simulat
 from collections.abc import Iterator
 
 from fsdp_inspect.advice.evidence import (
+    MOST_ROWS,
     Effect,
     Evidence,
     Finding,
     NodeLinks,
     TraceRow,
-    row_of_wait,
 )
 from fsdp_inspect.analysis.contention import Contention
 from fsdp_inspect.analysis.gathers_in_flight import GathersInFlight
@@ -37,7 +37,6 @@ INFLIGHT_LIMIT = 2
 """All-gathers that FSDP1's limiter lets be under way at once (R12)."""
 SLOWDOWN = 1.05
 """Compute beside communication that is slowed by less is not worth other buffers (R23)."""
-_MOST_ROWS = 3
 
 
 def find_in_trace(evidence: Evidence) -> Iterator[Finding]:
@@ -355,10 +354,9 @@ def _rows_of_optimizer(wait: OptimizerWait) -> tuple[TraceRow, ...]:
             exposed_ns=gather.exposed_ns,
             what=f"began {format_ns(gather.delay_ns)} late, behind other work",
         )
-        for gather in wait.gathers[:_MOST_ROWS]
+        for gather in wait.gathers[:MOST_ROWS]
     )
 
 
 def _gather_rows(evidence: Evidence, phase: str) -> tuple[TraceRow, ...]:
-    waits = [wait for wait in evidence.waits if wait.kind == "all_gather" and wait.phase == phase]
-    return tuple(row_of_wait(wait) for wait in waits[:_MOST_ROWS])
+    return evidence.rows(lambda wait: wait.kind == "all_gather" and wait.phase == phase)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_inspect.advice.findings import Finding
+from fsdp_inspect.advice.evidence import Finding
 from fsdp_inspect.advice.predictions import now
 from fsdp_inspect.analysis.steps import measure_step_times
 from fsdp_inspect.digest.verifying import Verification, verify

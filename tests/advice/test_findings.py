@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_inspect.advice.findings import Evidence, Finding, find_first_things
+from fsdp_inspect.advice.evidence import Evidence, Finding
+from fsdp_inspect.advice.findings import find_first_things
 from fsdp_inspect.analysis.allocator import AllocatorUse
 from fsdp_inspect.analysis.plan_check import check_plan
 from fsdp_inspect.analysis.verdict import StepFacts, Straggler, give_verdict

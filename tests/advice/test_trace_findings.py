@@ -57,6 +57,15 @@ def only(findings: list[Finding]) -> Finding:
     return finding
 
 
+def test_the_longest_waits_that_are_meant_stand_for_all_of_them():
+    kinds = ("all_gather", "reduce_scatter", "all_gather", "all_gather", "all_gather")
+    waits = [wait(kind, "backward", 500 - at) for at, kind in enumerate(kinds)]
+    (finding,) = found(
+        links=LINKS, backward_gathers_ns=60_000, step_time_ns=10**6, waits=tuple(waits)
+    )
+    assert [row.exposed_ns for row in finding.rows] == [500, 498, 497]
+
+
 def test_a_run_without_any_of_it_is_quiet():
     assert found() == []
 
