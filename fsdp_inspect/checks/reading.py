@@ -8,10 +8,13 @@ workspaces, the allocator grows, the optimizer makes its state).
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
+from fsdp_inspect.analysis.exposed import Exposed, measure_exposed
 from fsdp_inspect.analysis.memory import Memory, PeakMoment, measure_memory
+from fsdp_inspect.analysis.overlap import RankOverlap, measure_overlap
 from fsdp_inspect.analysis.run_delay import measure_run_delay
 from fsdp_inspect.checks.limits import CATEGORY_METRICS, PHASES, TIME_METRICS
-from fsdp_inspect.digest.run import RunDigest, digest_run
+from fsdp_inspect.digest.asking import ask
 from fsdp_inspect.digest.settings import find_other_settings
 from fsdp_inspect.formatting import format_owner, format_unit
 from fsdp_inspect.trace.messages import quote_all
@@ -77,7 +80,7 @@ def read_runs(runs: Sequence[RunSource]) -> Reading:
     Args:
         runs: At least one.
     """
-    digests = [digest_run(run) for run in runs]
+    timings = [_measure_times(run) for run in runs]
     memories = [measure_memory(run, with_warmup=False) for run in runs]
     top = max(range(len(runs)), key=lambda place: memories[place].peak_allocated_bytes or 0)
     memory = memories[top]
@@ -91,13 +94,13 @@ def read_runs(runs: Sequence[RunSource]) -> Reading:
         method=next((row.method for row in memory.ranks if row.method), ""),
         memory=amounts,
         times={
-            metric: times for metric in TIME_METRICS if (times := tuple(_times_of(metric, digests)))
+            metric: times for metric in TIME_METRICS if (times := tuple(_times_of(metric, timings)))
         },
         phase=memory.peak.phase if memory.peak else None,
         moments=_moments_of(memory),
-        parts=_parts_of(digests),
-        waits=_waits_of(digests),
-        run_delays=_run_delays_of(runs, digests),
+        parts=_parts_of(timings),
+        waits=_waits_of(timings),
+        run_delays=_run_delays_of(runs, timings),
         problems=tuple(_problems(runs)),
     )
 
@@ -158,15 +161,31 @@ def _name(fqn: str | None) -> str:
 # --- times
 
 
-def _times_of(metric: str, digests: Sequence[RunDigest]) -> list[int]:
-    if metric == "step_time_ns":
-        return [digest.step_time_ns.median for digest in digests if digest.step_time_ns]
-    timed = [digest for digest in digests if digest.step_time_ns]
-    return [digest.exposed_ns for digest in timed if digest.exposed_ns is not None]
+@dataclass(frozen=True, slots=True)
+class _Timing:
+    """How long one run took; None without a timed step."""
+
+    middle: RankOverlap | None
+    """Of the median rank."""
+    breakdown: StepBreakdown | None
+    exposed: Exposed | None
+    """None as well where the files that tell are damaged."""
 
 
-def _parts_of(digests: Sequence[RunDigest]) -> dict[str, int]:
-    steps = [digest.breakdown for digest in digests if digest.breakdown is not None]
+def _measure_times(run: RunSource) -> _Timing:
+    return _Timing(
+        middle=measure_overlap(run).run,
+        breakdown=measure_breakdown(run).headline,
+        exposed=ask(measure_exposed, run, []),
+    )
+
+
+def _times_of(metric: str, timings: Sequence[_Timing]) -> list[int]:
+    return [getattr(timing.middle, metric) for timing in timings if timing.middle is not None]
+
+
+def _parts_of(timings: Sequence[_Timing]) -> dict[str, int]:
+    steps = [timing.breakdown for timing in timings if timing.breakdown is not None]
     names = dict.fromkeys(part.name for step in steps for part in step.parts)
     return {
         name: median(
@@ -177,23 +196,23 @@ def _parts_of(digests: Sequence[RunDigest]) -> dict[str, int]:
     }
 
 
-def _waits_of(digests: Sequence[RunDigest]) -> Held:
+def _waits_of(timings: Sequence[_Timing]) -> Held:
     of_runs = [
         {
             (format_owner(owner.fqn, owner.is_fsdp), f"{owner.kind} in {owner.phase}"): (
                 owner.exposed_ns
             )
-            for owner in digest.exposed.owners
+            for owner in timing.exposed.owners
         }
-        for digest in digests
-        if digest.exposed is not None
+        for timing in timings
+        if timing.exposed is not None
     ]
     keys = dict.fromkeys(key for waits in of_runs for key in waits)
     return {key: median([waits.get(key, 0) for waits in of_runs]) or 0 for key in keys}
 
 
-def _run_delays_of(runs: Sequence[RunSource], digests: Sequence[RunDigest]) -> tuple[float, ...]:
-    timed = [run for run, digest in zip(runs, digests, strict=True) if digest.step_time_ns]
+def _run_delays_of(runs: Sequence[RunSource], timings: Sequence[_Timing]) -> tuple[float, ...]:
+    timed = [run for run, timing in zip(runs, timings, strict=True) if timing.middle is not None]
     found = [measure_run_delay(run) for run in timed]
     delays = tuple(round(one.run_delay_ratio, 4) for one in found if one is not None)
     return delays if len(delays) == len(timed) else ()
