@@ -370,29 +370,17 @@ class _Gate:
         pytest.fail(reason, pytrace=False)
 
     def _update(self, reading: Reading, path: Path) -> None:
-        from fsdp_inspect.checks.baseline import (
-            make_baseline,
-            read_baseline,
-            render_baseline,
-            why_no_baseline,
-        )
+        from fsdp_inspect.checks.baseline import why_no_baseline, write_baseline
         from fsdp_inspect.errors import CheckError
-        from fsdp_inspect.store.records import replace_file
 
         problem = why_no_baseline(reading)
         if problem is not None:
             pytest.fail(problem, pytrace=False)
         try:
-            limits = read_baseline(path).limits if path.exists() else {}
+            _, verb = write_baseline(reading, path, dry=not _is_first_rank())
         except CheckError as error:
             reason = str(error).partition(" Expected")[0]
             pytest.fail(f"{reason} Remove the file, and update again.", pytrace=False)
-        content = render_baseline(make_baseline(reading, limits=limits)).encode()
-        before = path.read_bytes() if path.exists() else None
-        if content != before and _is_first_rank():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, content)
-        verb = "wrote" if before is None else "rewrote" if content != before else "unchanged"
         self._item.user_properties.append((_PROPERTY, f"{verb} {self._shown(path)}"))
 
     def _shown(self, path: Path) -> str:

@@ -24,6 +24,7 @@ from fsdp_inspect.checks.folding import fold, in_words_and_numbers, unfold
 from fsdp_inspect.checks.limits import Limit, parse_limits
 from fsdp_inspect.checks.reading import Held, Moment, Reading
 from fsdp_inspect.errors import CheckError
+from fsdp_inspect.store.records import replace_file
 from fsdp_inspect.trace.messages import describe_validation_error
 from fsdp_inspect.trace.repeats import RUNS_FOR_A_TEST
 from fsdp_inspect.trace.run import RunManifest
@@ -241,6 +242,32 @@ def _on_one_line(found: re.Match[str]) -> str:
     opening, inside, closing = found.groups()
     line = opening + re.sub(r"\s*\n\s*", " ", inside) + closing
     return line if opening == "[" or len(line) <= _LONGEST_TABLE else found.group()
+
+
+def write_baseline(reading: Reading, path: Path, *, dry: bool = False) -> tuple[Baseline, str]:
+    """Keep what a reading amounts to; limits that the file has stay.
+
+    Args:
+        reading: One that can be a baseline (`why_no_baseline`).
+        path: Of the file; its folders are made.
+        dry: Only tell what would become of it.
+
+    Returns:
+        The baseline, and what became of the file: `wrote`, `rewrote` or `unchanged`.
+
+    Raises:
+        CheckError: The file is there, and is no baseline.
+        OSError: It cannot be written.
+    """
+    limits = read_baseline(path).limits if path.exists() else {}
+    before = path.read_bytes() if path.exists() else None
+    baseline = make_baseline(reading, limits=limits)
+    content = render_baseline(baseline).encode()
+    if content != before and not dry:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)
+    verb = "wrote" if before is None else "rewrote" if content != before else "unchanged"
+    return baseline, verb
 
 
 def read_baseline(path: Path) -> Baseline:

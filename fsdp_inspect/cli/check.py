@@ -206,24 +206,15 @@ def _record(command: Sequence[str], repeat: int, folder: Path, *, keeps: bool) -
 
 
 def _write_baseline(reading: "Reading", path: Path) -> None:
-    from fsdp_inspect.checks.baseline import (
-        make_baseline,
-        read_baseline,
-        render_baseline,
-        why_no_baseline,
-    )
+    from fsdp_inspect.checks.baseline import why_no_baseline, write_baseline
     from fsdp_inspect.errors import CheckError
     from fsdp_inspect.report.check import describe_baseline
-    from fsdp_inspect.store.records import replace_file
 
     problem = why_no_baseline(reading)
     if problem is not None:
         raise CheckError(problem)
-    limits = read_baseline(path).limits if path.exists() else {}
-    baseline = make_baseline(reading, limits=limits)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, render_baseline(baseline).encode())
+        baseline, _ = write_baseline(reading, path)
     except OSError as error:
         raise CheckError(
             f"The baseline {str(path)!r} cannot be written: {error.strerror or error}. Expected a "

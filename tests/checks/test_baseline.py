@@ -1,5 +1,6 @@
 """Is a baseline file stable, short, and read back as it was?"""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_inspect import forecast_memory, open_run
-from fsdp_inspect.checks.baseline import Baseline, make_baseline, read_baseline, render_baseline
+from fsdp_inspect.checks.baseline import (
+    Baseline,
+    make_baseline,
+    read_baseline,
+    render_baseline,
+    write_baseline,
+)
 from fsdp_inspect.checks.folding import fold, unfold
 from fsdp_inspect.checks.judge import check
 from fsdp_inspect.checks.reading import Reading, read_runs
@@ -49,6 +56,23 @@ def test_a_file_is_read_back_as_it_was_written(reading: Reading, tmp_path: Path)
     assert [unit.fqn for unit in written.manifest.units] == [
         unit.fqn for unit in reading.manifest.units
     ]
+
+
+def test_writing_says_what_became_of_the_file_and_keeps_its_limits(
+    reading: Reading, tmp_path: Path
+) -> None:
+    path = tmp_path / "new" / "baseline.json"
+    limits = {"peak_allocated_bytes": "+2%"}
+
+    assert write_baseline(reading, path, dry=True)[1] == "wrote"
+    assert not path.exists()
+    assert write_baseline(reading, path) == (read_baseline(path), "wrote")
+    assert write_baseline(reading, path)[1] == "unchanged"
+    path.write_text(render_baseline(make_baseline(reading, limits=limits)))
+    grown = dataclasses.replace(reading, memory={**reading.memory, "peak_allocated_bytes": 1})
+    assert write_baseline(grown, path)[1] == "rewrote"
+    assert read_baseline(path).limits == limits
+    assert read_baseline(path).memory["peak_allocated_bytes"] == 1
 
 
 def test_the_file_names_no_build_of_torch_no_machine_and_no_folder(reading: Reading) -> None:
