@@ -23,8 +23,17 @@ from fsdp_inspect.trace.tables import EventTable, SummaryTable
 
 MOST_BYTES = 256 << 20
 """Of rows that are kept; beyond it the streams that were read longest ago are read anew."""
-_MOST_REDUCED = 16
-"""Ranks whose reduced steps are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduced:
+    """The steps of a rank as they were reduced last."""
+
+    beginning: int
+    """Which beginning of the stream the events were of."""
+    num_events: dict[int, int]
+    """By step."""
+    rows: SummaryTable
 
 
 @dataclass(slots=True)
@@ -36,17 +45,14 @@ class _Grown(Generic[TableT]):
     """Rows in the order of the table's file; None before the first reading."""
     beginning: int = 0
     """Which beginning of the stream the rows are of, as the tail counts them."""
+    reduced: _Reduced | None = None
+    """Of a stream of events: its steps."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Reduced:
-    """The steps of a rank as they were reduced last."""
-
-    stream: tuple[int, int]
-    """Which file the events came from."""
-    num_events: dict[int, int]
-    """By step."""
-    rows: SummaryTable
+    @property
+    def num_bytes(self) -> int:
+        """Memory that its rows take."""
+        recorded = 0 if self.contents is None else self.contents.table.num_bytes
+        return recorded + (0 if self.reduced is None else self.reduced.rows.num_bytes)
 
 
 @dataclass
@@ -56,8 +62,8 @@ class GrowingTables:
     most_bytes: int = MOST_BYTES
     _grown: dict[str, _Grown[Any]] = field(default_factory=dict)
     """By path; the one that was asked for last comes last."""
-    _reduced: dict[str, _Reduced] = field(default_factory=dict)
-    """By path of the events; likewise."""
+    _num_bytes: int = 0
+    """Of all that are kept."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, path: Path, file: TableFile[TableT]) -> StreamContents[TableT] | None:
@@ -75,16 +81,13 @@ class GrowingTables:
         """
         name = str(path)
         with self._lock:
-            grown = self._grown.pop(name, None) or _Grown(
-                StreamTail(path, file, first_look_bytes=None)
-            )
+            grown = self._drop(name) or _Grown(StreamTail(path, file, first_look_bytes=None))
             try:
                 contents = _follow(grown, file)
             except StoreError:
                 contents = None
             if contents is not None:
-                self._grown[name] = grown
-                self._forget_oldest()
+                self._keep(name, grown)
             return contents
 
     def reduce(
@@ -101,32 +104,33 @@ class GrowingTables:
         name = str(path)
         with self._lock:
             grown = self._grown.get(name)
-            stream = None if grown is None else grown.tail.identity
-            before = self._reduced.pop(name, None)
-        if stream is None:
+            before, beginning = (grown.reduced, grown.beginning) if grown else (None, 0)
+        if grown is None:
             return reduce_rank(events, rank=rank, attempt=attempt)
-        if before is not None and before.stream != stream:
+        if before is not None and before.beginning != beginning:
             before = None
         steps, counts = np.unique(events.step, return_counts=True)
         num_events = dict(zip(steps.tolist(), counts.tolist(), strict=True))
         rows = _reduce_new(before, num_events, events, rank, attempt)
         with self._lock:
-            self._reduced[name] = _Reduced(stream, num_events, rows)
-            if len(self._reduced) > _MOST_REDUCED:
-                del self._reduced[next(iter(self._reduced))]
+            if self._grown.get(name) is grown:  # else it was given up meanwhile
+                self._drop(name)
+                grown.reduced = _Reduced(beginning, num_events, rows)
+                self._keep(name, grown)
         return rows
 
-    def _forget_oldest(self) -> None:
-        sizes = {
-            name: grown.contents.table.num_bytes if grown.contents else 0
-            for name, grown in self._grown.items()
-        }
-        total = sum(sizes.values())
-        for name in list(sizes)[:-1]:
-            if total <= self.most_bytes:
-                return
-            del self._grown[name]
-            total -= sizes[name]
+    def _keep(self, name: str, grown: _Grown[Any]) -> None:
+        """Keep a stream, whatever its size; the oldest others go where all are too large."""
+        self._grown[name] = grown
+        self._num_bytes += grown.num_bytes
+        while self._num_bytes > self.most_bytes and len(self._grown) > 1:
+            self._drop(next(iter(self._grown)))
+
+    def _drop(self, name: str) -> _Grown[Any] | None:
+        grown = self._grown.pop(name, None)
+        if grown is not None:
+            self._num_bytes -= grown.num_bytes
+        return grown
 
 
 def _follow(grown: _Grown[TableT], file: TableFile[TableT]) -> StreamContents[TableT] | None:

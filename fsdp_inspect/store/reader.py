@@ -90,7 +90,7 @@ def open_run(
         )
     chosen = attempt if attempt is not None else max(attempts, default=0)
     if encoded is None:
-        return _open_without_manifest(files, attempts, chosen)
+        return _open_without_manifest(files, attempts, chosen, growing or GrowingTables())
     manifest = decode_record(encoded, RunManifest, _label(files, MANIFEST_FILE))
     return StoredRun(files, manifest, attempts=attempts, attempt=chosen, growing=growing)
 
@@ -358,14 +358,16 @@ def _read_record(files: RunFiles, folder: str, encoded: bytes) -> RankRecord:
     return record
 
 
-def _open_without_manifest(files: RunFiles, attempts: Sequence[int], attempt: int) -> StoredRun:
+def _open_without_manifest(
+    files: RunFiles, attempts: Sequence[int], attempt: int, growing: GrowingTables
+) -> StoredRun:
     """A part of a run: some ranks, without the manifest that rank 0 wrote elsewhere."""
     records = _read_records(files, attempt, _list_ranks(files, attempt), {})
     known = [record for record in records.values() if record is not None]
     if not known:
         raise NotARunError(_describe_no_run(files.label))
     manifest = describe_run(files.label.rstrip("/").rsplit("/", 1)[-1], known)
-    nameless = StoredRun(files, manifest, attempts=attempts, attempt=attempt)
+    nameless = StoredRun(files, manifest, attempts=attempts, attempt=attempt, growing=growing)
     summaries = (nameless.summary(ranks=[record.rank]) for record in known)
     units = describe_units(next(filter(len, summaries), SummaryTable.empty()))
     return StoredRun(
@@ -374,6 +376,7 @@ def _open_without_manifest(files: RunFiles, attempts: Sequence[int], attempt: in
         attempts=attempts,
         attempt=attempt,
         notes=[NO_MANIFEST_NOTE],
+        growing=growing,
     )
 
 

@@ -12,7 +12,7 @@ from fsdp_inspect.store.compaction import compact_rank
 from fsdp_inspect.store.folder import create_run, rank_folder
 from fsdp_inspect.store.growing import GrowingTables
 from fsdp_inspect.store.reader import StoredRun, open_run
-from fsdp_inspect.store.schema import EVENTS
+from fsdp_inspect.store.schema import EVENTS, MANIFEST_FILE, rank_name
 from fsdp_inspect.store.streams import LiveStream, RowEncoder
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.run import RunStatus
@@ -81,18 +81,27 @@ def test_a_run_that_grew_reads_as_if_it_was_opened_for_the_first_time(
 EVENT_OF_A_STEP = int(event_row(EVENTS_PER_STEP - 1)[list(EventTable.DTYPES).index("kind")])
 
 
-def test_bytes_that_were_read_are_not_read_again(
-    run: Path, writer: RankWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    growing, stream = GrowingTables(), rank_folder(run, 0, 0) / EVENTS.live_name
-    open_run(run, growing=growing).events(0)
-    before, decoded, original = stream.stat().st_size, [], tail.read_stream
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of all that is decoded from streams, in order."""
+    sizes: list[int] = []
+    original = tail.read_stream
 
     def counting(raw: bytes, *arguments: object, **named: object) -> object:
-        decoded.append(len(raw))
+        sizes.append(len(raw))
         return original(raw, *arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(tail, "read_stream", counting)
+    return sizes
+
+
+def test_bytes_that_were_read_are_not_read_again(
+    run: Path, writer: RankWriter, decoded: list[int]
+) -> None:
+    growing, stream = GrowingTables(), rank_folder(run, 0, 0) / EVENTS.live_name
+    open_run(run, growing=growing).events(0)
+    before = stream.stat().st_size
+    decoded.clear()
     open_run(run, growing=growing).events(0)
     assert decoded == []
     add_steps(writer, 3, 4)
@@ -101,16 +110,36 @@ def test_bytes_that_were_read_are_not_read_again(
     assert decoded == [header + stream.stat().st_size - before]
 
 
-def test_only_steps_with_new_rows_are_reduced_again(
-    run: Path, writer: RankWriter, monkeypatch: pytest.MonkeyPatch
+def test_a_run_without_a_manifest_is_not_read_again_either(
+    run: Path, writer: RankWriter, decoded: list[int]
 ) -> None:
-    growing, reduced, original = GrowingTables(), [], module.reduce_rank
+    growing = GrowingTables()
+    (run / MANIFEST_FILE).unlink()
+    first = open_run(run, growing=growing)
+    first.summary()
+    num_streams = len(decoded)
+    assert_same_rows(open_run(run, growing=growing).summary(), first.summary())
+    assert (num_streams, len(decoded)) == (2, 2)
+
+
+@pytest.fixture
+def reduced(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The steps of each reduction, in order."""
+    steps: list[list[int]] = []
+    original = module.reduce_rank
 
     def counting(events: EventTable, **named: int) -> object:
-        reduced.append(sorted(set(events.step.tolist())))
+        steps.append(sorted(set(events.step.tolist())))
         return original(events, **named)
 
     monkeypatch.setattr(module, "reduce_rank", counting)
+    return steps
+
+
+def test_only_steps_with_new_rows_are_reduced_again(
+    run: Path, writer: RankWriter, reduced: list[list[int]]
+) -> None:
+    growing = GrowingTables()
     open_run(run, growing=growing).summary()
     open_run(run, growing=growing).summary()
     add_steps(writer, 3, 5)
@@ -119,7 +148,49 @@ def test_only_steps_with_new_rows_are_reduced_again(
     writer.flush()
     open_run(run, growing=growing).summary()
     assert reduced == [[0, 1, 2], [3, 4], [1]]
-    monkeypatch.undo()
+    assert_reads_like_a_first_opening(run, growing)
+
+
+def test_the_steps_of_many_ranks_are_kept(run: Path, reduced: list[list[int]]) -> None:
+    growing, num_ranks = GrowingTables(), 20
+    for rank in range(num_ranks):
+        write_rank(run, rank, num_steps=2).close(RunStatus.COMPLETE, compact=False)
+    open_run(run, growing=growing).summary()
+    assert reduced == [[0, 1]] * num_ranks
+    again = open_run(run, growing=growing).summary()
+    assert len(reduced) == num_ranks
+    assert_same_rows(again, open_run(run).summary())
+
+
+def test_what_is_kept_of_the_streams_that_were_read_last_fits_the_bound(
+    tmp_path: Path, run: Path
+) -> None:
+    one = GrowingTables()
+    write_rank(run, 0).close(RunStatus.COMPLETE, compact=False)
+    open_run(run, growing=one).summary()
+    assert one._num_bytes == sum(grown.num_bytes for grown in one._grown.values()) > 0
+    growing = GrowingTables(most_bytes=3 * one._num_bytes)
+    for rank in range(1, 6):
+        write_rank(run, rank).close(RunStatus.COMPLETE, compact=False)
+    for _ in range(2):
+        open_run(run, growing=growing).summary()
+        assert growing._num_bytes == sum(grown.num_bytes for grown in growing._grown.values())
+        assert growing._num_bytes <= growing.most_bytes
+        assert [Path(name).parent.name for name in growing._grown] == [
+            rank_name(rank) for rank in (3, 3, 4, 4, 5, 5)
+        ]
+
+
+def test_steps_are_reduced_again_when_their_stream_was_cut_and_written_anew(
+    run: Path, writer: RankWriter
+) -> None:
+    growing, stream = GrowingTables(), rank_folder(run, 0, 0) / EVENTS.live_name
+    add_steps(writer, 3, 4)
+    writer.close(RunStatus.COMPLETE, compact=False)
+    open_run(run, growing=growing).summary()
+    encoder = RowEncoder(EVENTS)
+    rows = [event_row(number, bytes=800) for number in range(4 * EVENTS_PER_STEP)]
+    stream.write_bytes(encoder.header + encoder.encode(encoder.pack(rows)[0], 0))
     assert_reads_like_a_first_opening(run, growing)
 
 
