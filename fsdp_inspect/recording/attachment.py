@@ -358,9 +358,13 @@ class Attachment:
             Exception: A bug of ours; hooks are gone and files are closed all the same.
         """
         status = RunStatus.COMPLETE if error is None or _is_clean_exit(error) else RunStatus.FAILED
-        failure = None if error is None else self._describe_failure(error)
+        failure: str | None = None
         try:
-            self._stop()
+            try:
+                if error is not None:
+                    failure = self._describe_failure(error)  # while what fills memory is known
+            finally:
+                self._stop()
             self._write_manifest()
             self._report_problems()
             self._describe_rank()

@@ -154,21 +154,35 @@ def test_a_bug_of_the_recorder_stops_the_recording_and_not_the_training(
     assert any("planted" in note for note in open_run(tmp_path / "run").notes)
 
 
-@pytest.mark.parametrize("place", ["_settle", "_write_manifest", "_release"])
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        pytest.param("_settle", None, id="settling"),
+        pytest.param("_write_manifest", None, id="manifest"),
+        pytest.param("_release", None, id="release"),
+        pytest.param("_describe_failure", KeyError("training"), id="failure"),
+    ],
+)
 def test_a_bug_at_the_end_costs_the_rest_of_the_recording_and_leaves_no_hook(
-    fake_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    fake_ranks: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    error: Exception | None,
 ) -> None:
     def num_hooks() -> int:
         return sum(len(each._forward_hooks | each._forward_pre_hooks) for each in model.modules())
 
     model = sharded_model()
     before = num_hooks()
-    told = pytest.warns(RuntimeWarning, match="could not be finished: ZeroDivisionError")
-    with told, quiet(model, tmp_path / "run") as recorder:
-        train(model, recorder)
-        monkeypatch.setattr(recorder._attachment, place, lambda: 1 / 0)
+    recorder = quiet(model, tmp_path / "run")
+    train(model, recorder)
+    monkeypatch.setattr(recorder._attachment, place, lambda *_: 1 / 0)
+    with pytest.warns(RuntimeWarning, match="could not be finished: ZeroDivisionError"):
+        recorder.close(error)
     assert num_hooks() == before
     assert open_run(tmp_path / "run").events(0).step.max() >= 0
+    assert open_run(tmp_path / "run").status is not RunStatus.RUNNING
 
 
 def test_where_warnings_are_errors_its_failure_still_does_not_reach_the_training(
