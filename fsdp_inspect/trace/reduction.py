@@ -276,7 +276,7 @@ def _reduce_steps(axis: SideBySide) -> tuple[_Columns, _Columns]:
     window = Intervals.of(events.start_ns[first_of_step], events.end_ns[first_of_step])
     parts = _split(events, window)
     in_step = window.subtract(parts[StepPart.BETWEEN_STEPS])
-    exposed = exposed_ns(events, running_communication(events).intersect(in_step))
+    exposed = exposed_ns(events, parts[StepPart.COMMUNICATION])
     rows = [_rows_of_steps(axis, in_step, parts)]
     rows += [_rows_of_part(axis, part, spans) for part, spans in parts.items()]
     whole = {name: np.stack([row[name] for row in rows], axis=1).reshape(-1) for name in rows[0]}
@@ -288,7 +288,7 @@ def _rows_of_steps(
 ) -> _Columns:
     """One STEP row for each step."""
     events, num_steps = axis.events, len(axis.steps)
-    has_between = _count(axis, parts[StepPart.BETWEEN_STEPS]) > 0
+    has_between = axis.duration_ns(parts[StepPart.BETWEEN_STEPS]) > 0
     slowed = (events.flags & EventFlag.MEMORY_STEP) != 0
     is_memory_step = np.logical_or.reduceat(slowed, axis.firsts)
     collective = is_any_of(events.kind, COLLECTIVES) & (events.phase != Phase.EVALUATION)
@@ -309,8 +309,9 @@ def _rows_of_steps(
 
 def _rows_of_part(axis: SideBySide, part: StepPart, spans: Intervals) -> _Columns:
     """One row of a part for each step."""
-    counts, lengths = _count(axis, spans), spans.ends - spans.starts
-    ordered = lengths[np.lexsort((lengths, axis.place_of(spans.starts)))]
+    place, lengths = axis.place_of(spans.starts), spans.ends - spans.starts
+    counts = np.bincount(place, minlength=len(axis.steps))
+    ordered = lengths[np.lexsort((lengths, place))]
     middle = np.cumsum(counts) - counts + np.maximum(counts - 1, 0) // 2
     median_ns = np.zeros(len(counts), dtype=np.int64)
     median_ns[counts > 0] = ordered[middle[counts > 0]]
@@ -319,11 +320,6 @@ def _rows_of_part(axis: SideBySide, part: StepPart, spans: Intervals) -> _Column
         "duration_ns": axis.duration_ns(spans),
         "median_ns": median_ns,
     }
-
-
-def _count(axis: SideBySide, spans: Intervals) -> NDArray[np.int64]:
-    """How many of the intervals lie in each step."""
-    return np.bincount(axis.place_of(spans.starts), minlength=len(axis.steps))
 
 
 def _blank_rows(axis: SideBySide, kind: EventKind | StepPart) -> _Columns:

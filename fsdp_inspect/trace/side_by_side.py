@@ -67,27 +67,29 @@ def lay_side_by_side(events: EventTable) -> Iterator[SideBySide]:
         events: In any order.
     """
     order = np.argsort(events.step, kind="stable")
-    ordered = events.where(order)
-    if len(ordered) == 0:
+    if len(order) == 0:
         return
-    firsts = np.flatnonzero(np.concatenate([[True], np.diff(ordered.step) != 0]))
-    sizes = np.diff(np.append(firsts, len(ordered)))
-    lows, highs = _reaches(ordered, firsts)
-    has_kernels = np.logical_or.reduceat(ordered.kind == EventKind.COMPUTE, firsts)
+    firsts = np.flatnonzero(np.concatenate([[True], np.diff(events.step[order]) != 0]))
+    sizes = np.diff(np.append(firsts, len(order)))
+    lows, highs = _reaches(events, order, firsts)
+    has_kernels = np.logical_or.reduceat(events.kind[order] == EventKind.COMPUTE, firsts)
     for is_chosen in (~has_kernels, has_kernels):
         for chosen in _batches(np.flatnonzero(is_chosen), sizes, highs - lows):
             rows = np.repeat(firsts[chosen] - _starts(sizes[chosen]), sizes[chosen])
             rows += np.arange(len(rows))
-            yield _lay(ordered.where(rows), order[rows], sizes[chosen], lows[chosen], highs[chosen])
+            own = order[rows]
+            yield _lay(events.where(own), own, sizes[chosen], lows[chosen], highs[chosen])
 
 
-def _reaches(ordered: EventTable, firsts: _Int64) -> tuple[_Int64, _Int64]:
-    """The first and the last time of each step."""
-    need = np.where(ordered.need_ns >= 0, ordered.need_ns, ordered.start_ns)
-    times = (ordered.start_ns, ordered.end_ns, ordered.issue_ns, need)
-    lows = np.min([np.minimum.reduceat(column, firsts) for column in times], axis=0)
-    highs = np.max([np.maximum.reduceat(column, firsts) for column in times], axis=0)
-    return lows, highs
+def _reaches(events: EventTable, order: _Int64, firsts: _Int64) -> tuple[_Int64, _Int64]:
+    """The first and the last time of each step, whose events lie together in that order."""
+    need = np.where(events.need_ns >= 0, events.need_ns, events.start_ns)
+    lows, highs = [], []
+    for column in (events.start_ns, events.end_ns, events.issue_ns, need):
+        times = column[order]
+        lows.append(np.minimum.reduceat(times, firsts))
+        highs.append(np.maximum.reduceat(times, firsts))
+    return np.min(lows, axis=0), np.max(highs, axis=0)
 
 
 def _batches(steps: _Int64, sizes: _Int64, spans_ns: _Int64) -> Iterator[_Int64]:

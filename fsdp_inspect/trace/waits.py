@@ -225,14 +225,15 @@ class _Steps:
         shift = axis.shift_ns[place]
         in_step = _spans(events, EventKind.STEP).subtract(_spans(events, EventKind.BETWEEN_STEPS))
         communication = running_communication(events).intersect(in_step)
+        start = _find_starts(axis)[place]
         return cls(
             collectives=collectives,
             shift_ns=shift,
-            start_ns=_find_starts(axis)[place],
+            start_ns=start,
             begin_ns=waited_since(events)[rows],
             last_arrival_ns=np.where(last_arrival_ns < 0, -1, last_arrival_ns + shift),
             queue=queue_up(collectives, apart=place),
-            ready_ns=_find_ready(axis, collectives, place),
+            ready_ns=_find_ready(axis, collectives, place, start),
             is_floor=_find_floor(collectives, place),
             exposing=exposing(events, communication),
         )
@@ -288,36 +289,35 @@ def _find_starts(axis: SideBySide) -> _Int64:
     return np.where(ended == np.iinfo(np.int64).max, starts, ended)
 
 
-def _find_ready(axis: SideBySide, collectives: EventTable, place: _Int64) -> _Int64:
+def _find_ready(axis: SideBySide, collectives: EventTable, place: _Int64, start: _Int64) -> _Int64:
     """When each collective could have begun; the time of issue where that is not known."""
     events, ready = axis.events, collectives.issue_ns.copy()
+    own_begin = axis.begin_ns[place]
     by_fsdp = collectives.unit != NO_UNIT
     is_gather = by_fsdp & (collectives.kind == EventKind.ALL_GATHER)
     gathers = np.flatnonzero(is_gather & (collectives.phase != Phase.OPTIMIZER))
     if len(gathers):
-        ready[gathers] = _parameters_ready(axis, collectives.where(gathers), place[gathers])
+        ready[gathers] = _parameters_ready(
+            events, collectives.where(gathers), own_begin[gathers], start[gathers]
+        )
     for kind, cause in _CAUSES_OF_REDUCTIONS:
         rows = np.flatnonzero(by_fsdp & (collectives.kind == kind))
         causes = events.where((events.kind == cause) & (events.unit != NO_UNIT))
-        own_begin = axis.begin_ns[place[rows]]
-        ready[rows] = _last_of_unit(causes, collectives.where(rows), own_begin)
+        ready[rows] = _last_of_unit(causes, collectives.where(rows), own_begin[rows])
     return ready
 
 
-def _parameters_ready(axis: SideBySide, gathers: EventTable, place: _Int64) -> _Int64:
+def _parameters_ready(
+    events: EventTable, gathers: EventTable, own_begin: _Int64, start: _Int64
+) -> _Int64:
     """When each all-gather had its input and a buffer: not before the step or the optimizer."""
-    events = axis.events
-    begins = np.maximum.reduceat(events.start_ns, axis.firsts)
-    is_step = events.kind == EventKind.STEP
-    np.minimum.at(begins, axis.place[is_step], events.start_ns[is_step])
-    begin, own_begin = begins[place], axis.begin_ns[place]
     updates = events.kind == EventKind.OPTIMIZER
     updates |= (events.kind == EventKind.COMPUTE) & (events.phase == Phase.OPTIMIZER)
     updated = np.concatenate([[-1], np.sort(events.end_ns[updates])])
     last_update = updated[np.searchsorted(updated, gathers.start_ns, side="right") - 1]
-    updated_ns = np.where(last_update >= own_begin, last_update, begin)
-    freed = _buffers_freed(events, gathers, own_begin, begin)
-    ready: _Int64 = np.maximum(np.maximum(freed, updated_ns), begin)
+    updated_ns = np.where(last_update >= own_begin, last_update, start)
+    freed = _buffers_freed(events, gathers, own_begin, start)
+    ready: _Int64 = np.maximum(np.maximum(freed, updated_ns), start)
     return ready
 
 
