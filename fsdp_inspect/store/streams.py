@@ -172,20 +172,16 @@ class LiveStream:
             self._pending_bytes -= len(message)
             self._rows_on_disk += rows
 
-    def finish(self) -> int:
+    def finish(self) -> None:
         """Write the closing batch and close. Rows that are still pending are lost.
-
-        Returns:
-            How many rows were lost.
 
         Raises:
             OSError: The disk refuses the closing batch; the file is closed all the same.
         """
-        lost = self.num_pending_rows
         self._pending.clear()
         self._pending_bytes = 0
         if self._fd is None:
-            return lost
+            return
         try:
             if self._offset:
                 nothing, _ = self._encoder.pack([])
@@ -194,7 +190,6 @@ class LiveStream:
         finally:
             os.close(self._fd)
             self._fd = None
-        return lost
 
     def forget_deleted_file(self) -> int:
         """If the file was deleted or replaced, close it, so that the next write begins a new one.
