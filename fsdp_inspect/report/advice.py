@@ -16,6 +16,7 @@ from fsdp_inspect.advice.rules import RULES
 from fsdp_inspect.advice.suggestions import Proposal, Suggestion
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.report.layout import dim, new_table, section
+from fsdp_inspect.report.wording import format_change, format_error
 
 MOST_UNITS = 4
 MOST_POINTS = 12
@@ -66,15 +67,10 @@ def _finding(finding: Finding) -> RenderableType:
 
 
 def _suggestion(number: int, suggestion: Suggestion, plan: PlanAdvice) -> RenderableType:
-    ratio = format_ratio(abs(suggestion.saved_ns) / plan.replayed_step_ns)
-    low, high = format_ns(suggestion.saved_low_ns), format_ns(suggestion.saved_high_ns)
-    verb = "saves" if suggestion.saved_ns >= 0 else "costs"
-    if suggestion.saved_ns < 0:
-        low, high = format_ns(-suggestion.saved_high_ns), format_ns(-suggestion.saved_low_ns)
     lines = [
         f"{number}. {suggestion.what}{_rule(suggestion.rules)}",
-        f"   {verb} {format_ns(abs(suggestion.saved_ns))} a step ({ratio}; {low} to {high}): "
-        f"{format_ns(suggestion.step_ns)}; peak {_memory(suggestion)}",
+        f"   {describe_saving(suggestion, plan)}: {format_ns(suggestion.step_ns)}; "
+        f"peak {describe_memory(suggestion)}",
         f"   Units: {_units(suggestion.units)}",
     ]
     lines += [f"   Evidence: {line}" for line in suggestion.evidence]
@@ -86,13 +82,7 @@ def _suggestion(number: int, suggestion: Suggestion, plan: PlanAdvice) -> Render
 
 
 def _alternative(proposal: Proposal, plan: PlanAdvice) -> RenderableType:
-    change = -proposal.saved_ns / plan.replayed_step_ns
-    lines = [
-        f"{proposal.what}",
-        f"   peak {_memory(proposal)}; {format_ns(proposal.step_ns)} a step "
-        f"({100 * change:+.1f} %; {format_ns(proposal.step_low_ns)} to "
-        f"{format_ns(proposal.step_high_ns)})",
-    ]
+    lines = [f"{proposal.what}", f"   {describe_alternative(proposal, plan)}"]
     lines += [f"   Assumed: {line}" for line in proposal.assumptions]
     lines += [f"   Risk: {line}" for line in proposal.risks]
     return _indented(lines)
@@ -117,7 +107,28 @@ def render_rules() -> RenderableType:
     return Group(*parts)
 
 
-def _memory(what: Suggestion | Proposal) -> str:
+def describe_saving(suggestion: Suggestion, plan: PlanAdvice) -> str:
+    """`saves 4.1 ms a step (3.2 %; 2.0 ms to 5.0 ms)`, or what it costs."""
+    saved, low, high = suggestion.saved_ns, suggestion.saved_low_ns, suggestion.saved_high_ns
+    verb = "saves"
+    if saved < 0:
+        verb, saved, low, high = "costs", -saved, -high, -low
+    ratio = format_ratio(saved / plan.replayed_step_ns)
+    return f"{verb} {format_ns(saved)} a step ({ratio}; {format_ns(low)} to {format_ns(high)})"
+
+
+def describe_alternative(proposal: Proposal, plan: PlanAdvice) -> str:
+    """What a plan for less memory takes, of memory and of a step."""
+    change = format_change(-proposal.saved_ns / plan.replayed_step_ns)
+    interval = f"{format_ns(proposal.step_low_ns)} to {format_ns(proposal.step_high_ns)}"
+    return (
+        f"peak {describe_memory(proposal)}; {format_ns(proposal.step_ns)} a step "
+        f"({change}; {interval})"
+    )
+
+
+def describe_memory(what: Suggestion | Proposal) -> str:
+    """The peak and what it gains: `28.4 MiB (+2.0 MiB; +1.0 MiB to +3.0 MiB)`."""
     if what.peak_bytes is None or what.added_bytes is None:
         return "not known"
     if not what.added_bytes:
@@ -161,7 +172,7 @@ def describe_plans(plan: PlanAdvice) -> str:
         f"Predicted: {plan.num_plans} plans played on {plan.num_steps} recorded steps of rank "
         f"{plan.rank}{network}. The recorded plan was measured to take "
         f"{format_ns(plan.recorded_step_ns)} a step; played on its own network it is "
-        f"{100 * plan.replay_error:+.1f} % off, which is part of every interval. "
+        f"{format_error(plan.replay_error)} off, which is part of every interval. "
         "Of plans within the noise of the fastest the simplest is advised."
     )
 

@@ -15,6 +15,7 @@ from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.causes import format_cause
 from fsdp_inspect.report.layout import new_table
 from fsdp_inspect.report.values import format_metric
+from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.simulation.simulate import Simulation
 
 MOST_UNITS = 40
@@ -64,7 +65,7 @@ def _reasons(simulation: Simulation) -> Iterable[str]:
     yield (
         f"The recorded plan itself plays in {format_ns(before.step_time_ns)} against "
         f"{format_ns(simulation.recorded_step_ns)} measured: an error of "
-        f"{100 * simulation.replay_error:+.1f} %."
+        f"{format_error(simulation.replay_error)}."
     )
     yield from _memory(simulation)
     for assumption in simulation.assumptions:
@@ -73,17 +74,22 @@ def _reasons(simulation: Simulation) -> Iterable[str]:
 
 def _memory(simulation: Simulation) -> Iterable[str]:
     before, after = simulation.replayed.peak_bytes, simulation.predicted.peak_bytes
-    if simulation.memory_refusal is not None:
-        yield simulation.memory_refusal
-        return
     if before is None or after is None or simulation.memory_error is None:
-        yield "Memory cannot be told: the run has no memory step (Recorder(..., memory_steps=[3]))."
+        yield why_no_memory(simulation)
         return
     unit = simulation.predicted.peak_unit
     place = f", at {format_unit(unit)}" if unit is not None else ""
     yield (
         f"Peak allocated {format_bytes(before)} -> {format_bytes(after)}{place}; the recorded "
-        f"plan's own peak plays with an error of {100 * simulation.memory_error:+.1f} %."
+        f"plan's own peak plays with an error of {format_error(simulation.memory_error)}."
+    )
+
+
+def why_no_memory(simulation: Simulation) -> str:
+    """Of a simulation that predicts no peak."""
+    return simulation.memory_refusal or (
+        "Memory cannot be told: the run has no memory step that tells categories "
+        "(Recorder(..., memory_steps=[3]))."
     )
 
 

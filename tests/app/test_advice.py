@@ -14,6 +14,7 @@ from fsdp_inspect.advice.wishes import Wishes
 from fsdp_inspect.digest.advising import advise_run
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.formatting import format_ns
+from fsdp_inspect.report.advice import describe_alternative, describe_memory, describe_saving
 from fsdp_inspect.store.ledger import LEDGER_FILE, append_entries
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.prediction import Outcome, Ruling
@@ -54,10 +55,33 @@ def test_every_change_says_what_why_and_by_how_much(advised, advice):
     assert advice.plan.suggestions
     for suggestion in advice.plan.suggestions:
         assert suggestion.what in text
-        assert f"{format_ns(abs(suggestion.saved_ns))} a step" in text
-        assert format_ns(suggestion.saved_low_ns) in text
+        assert f"Predicted: {describe_saving(suggestion, advice.plan)}, " in text
+        assert f"peak {describe_memory(suggestion)}." in text
         for line in (*suggestion.evidence, *suggestion.risks):
             assert line in text
+
+
+def test_a_change_that_costs_time_says_between_what(open_app, advice, monkeypatch):
+    costly = dataclasses.replace(
+        advice.plan.suggestions[0],
+        saved_ns=-4_000_000,
+        saved_low_ns=-5_000_000,
+        saved_high_ns=-3_000_000,
+    )
+    plan = dataclasses.replace(advice.plan, suggestions=(costly,))
+    changed = dataclasses.replace(advice, plan=plan)
+    monkeypatch.setattr("fsdp_inspect_app.advising.advice_of", lambda *_: changed)
+    text = read(open_app(SAMPLES, "advice", run=RUN))
+    assert "Predicted: costs 4.00 ms a step (" in text
+    assert f"; 3.00 ms to 5.00 ms), {format_ns(costly.step_ns)} with it; peak" in text
+
+
+def test_an_alternative_for_less_memory_says_between_what(open_app, advice, monkeypatch):
+    smallest = dataclasses.replace(advice.plan.fastest, what="Wrap less at once")
+    plan = dataclasses.replace(advice.plan, smallest=smallest)
+    changed = dataclasses.replace(advice, plan=plan)
+    monkeypatch.setattr("fsdp_inspect_app.advising.advice_of", lambda *_: changed)
+    assert describe_alternative(smallest, plan) in read(open_app(SAMPLES, "advice", run=RUN))
 
 
 def test_the_plan_its_snippet_and_how_to_verify_it_are_there(advised, advice):

@@ -16,10 +16,16 @@ from fsdp_inspect.advice.wishes import Wishes
 from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.digest.track_record import measure_track_record
 from fsdp_inspect.errors import PredictionError
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
+from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
 from fsdp_inspect.quantities import parse_bytes, parse_time_ns
-from fsdp_inspect.report.advice import describe_plans, describe_row
-from fsdp_inspect.report.wording import format_change, format_error
+from fsdp_inspect.report.advice import (
+    describe_alternative,
+    describe_memory,
+    describe_plans,
+    describe_row,
+    describe_saving,
+)
+from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect.store.ledger import find_ledger, read_ledger
 from fsdp_inspect.trace.plan import Plan
@@ -262,20 +268,15 @@ def _show_suggestion(
     question: Question,
     manifest: RunManifest,
 ) -> None:
-    ratio = format_ratio(abs(suggestion.saved_ns) / plan.replayed_step_ns)
-    verb = "saves" if suggestion.saved_ns >= 0 else "costs"
-    low, high = format_ns(suggestion.saved_low_ns), format_ns(suggestion.saved_high_ns)
+    step = format_ns(suggestion.step_ns)
+    step = f"down to {step}" if suggestion.saved_ns >= 0 else f"{step} with it"
     with show_card(f"{place}. {suggestion.what}", key=f"change-{place}") as header:
         with header:
             st.markdown(" ".join(_badge(rule) for rule in suggestion.rules if rule))
         st.markdown(
             plain(
-                f"Predicted: {verb} {format_ns(abs(suggestion.saved_ns))} a step ({ratio}; "
-                f"{low} to {high}), down to {format_ns(suggestion.step_ns)}; peak "
-                f"{_memory(suggestion)}."
-                if suggestion.saved_ns >= 0
-                else f"Predicted: {verb} {format_ns(abs(suggestion.saved_ns))} a step ({ratio}), "
-                f"{format_ns(suggestion.step_ns)} with it; peak {_memory(suggestion)}."
+                f"Predicted: {describe_saving(suggestion, plan)}, {step}; "
+                f"peak {describe_memory(suggestion)}."
             )
         )
         lines = [f"- **Why**: {plain(line)}" for line in suggestion.evidence]
@@ -292,15 +293,6 @@ def _show_suggestion(
 def _badge(rule: str) -> str:
     title = title_of(rule)
     return f":gray-badge[{rule}: {plain(title)}]" if title else f":gray-badge[{rule}]"
-
-
-def _memory(what: Suggestion | Proposal) -> str:
-    if what.peak_bytes is None or what.added_bytes is None:
-        return "not known"
-    if not what.added_bytes:
-        return f"{format_bytes(what.peak_bytes)} as before"
-    sign = "+" if what.added_bytes > 0 else "-"
-    return f"{format_bytes(what.peak_bytes)} ({sign}{format_bytes(abs(what.added_bytes))})"
 
 
 def _offer_plan(plan: Plan, question: Question, *, key: str, label: str) -> None:
@@ -354,15 +346,10 @@ def _show_how_to_run(entry: RunEntry, plan: PlanAdvice, question: Question) -> N
 
 
 def _show_alternative(proposal: Proposal, plan: PlanAdvice, question: Question) -> None:
-    change = format_change(-proposal.saved_ns / plan.replayed_step_ns)
     with show_card("Instead, for less memory", key="smallest"):
         st.markdown(f"**{plain(proposal.what)}**")
         st.markdown(
-            plain(
-                f"Peak {_memory(proposal)}; {format_ns(proposal.step_ns)} a step ({change}; "
-                f"{format_ns(proposal.step_low_ns)} to {format_ns(proposal.step_high_ns)}). An "
-                "alternative, not on top."
-            )
+            plain(f"Predicted: {describe_alternative(proposal, plan)}. An alternative, not on top.")
         )
         lines = [f"- **Assumed**: {plain(line)}" for line in proposal.assumptions]
         lines += [f"- **Risk**: {plain(line)}" for line in proposal.risks]

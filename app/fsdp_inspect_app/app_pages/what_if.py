@@ -11,7 +11,11 @@ from fsdp_inspect.advice.predictions import Origin, make_prediction
 from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.errors import FsdpInspectError, MissingDataError, PlanError
 from fsdp_inspect.formatting import format_bytes, format_bytes_per_s, format_ns
-from fsdp_inspect.report.simulation import answer_simulation, describe_simulation
+from fsdp_inspect.report.simulation import (
+    answer_simulation,
+    describe_simulation,
+    why_no_memory,
+)
 from fsdp_inspect.report.values import format_kind
 from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.simulation.recorded import RecordedWork
@@ -242,13 +246,7 @@ def _show_steps(simulation: Simulation) -> None:
 def _show_peaks(simulation: Simulation) -> None:
     before, after = simulation.replayed, simulation.predicted
     if before.peak_bytes is None or after.peak_bytes is None:
-        show_empty_card(
-            "Memory at the peak",
-            simulation.memory_refusal
-            or "Memory cannot be told: the run has no memory step that tells categories "
-            "(Recorder(..., memory_steps=[3])).",
-            key="peaks",
-        )
+        show_empty_card("Memory at the peak", why_no_memory(simulation), key="peaks")
         return
     show_chart_card(
         "Memory at the peak",

@@ -1,0 +1,47 @@
+"""Does a simulated step read the same in a terminal as on its page?"""
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp_inspect.report.simulation import render_simulation, why_no_memory
+from fsdp_inspect.simulation.recorded import Execution, observed_plan
+from fsdp_inspect.simulation.simulate import Simulation, simulate
+from tests.builders import MIB
+from tests.report.rendering import text_of
+from tests.simulation.test_recorded import as_run, simple
+
+
+@pytest.fixture(scope="module")
+def simulation() -> Simulation:
+    """Of a run without a memory step."""
+    run = as_run(simple(3), Execution.HOST)
+    return simulate(run, observed_plan(run))
+
+
+def test_an_error_that_rounds_to_nothing_has_no_sign(simulation: Simulation) -> None:
+    close = replace(
+        simulation,
+        replay_error=-0.00001,
+        memory_error=0.00001,
+        replayed=replace(simulation.replayed, peak_bytes=MIB),
+        predicted=replace(simulation.predicted, peak_bytes=MIB),
+    )
+    shown = text_of(render_simulation(close), width=400)
+    assert "measured: an error of 0.0 %." in shown
+    assert "own peak plays with an error of 0.0 %." in shown
+
+
+def test_without_a_memory_step_it_is_said_what_to_record(simulation: Simulation) -> None:
+    why = why_no_memory(simulation)
+    assert why == (
+        "Memory cannot be told: the run has no memory step that tells categories "
+        "(Recorder(..., memory_steps=[3]))."
+    )
+    assert why in text_of(render_simulation(simulation), width=400)
+
+
+def test_a_plan_whose_memory_is_refused_says_why(simulation: Simulation) -> None:
+    refused = replace(simulation, memory_refusal="Memory cannot be told: it is checkpointed.")
+    assert why_no_memory(refused) == refused.memory_refusal
+    assert refused.memory_refusal in text_of(render_simulation(refused), width=400)
