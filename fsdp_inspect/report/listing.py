@@ -9,6 +9,7 @@ from rich.text import Text
 
 from fsdp_inspect.digest.listing import ListedRun
 from fsdp_inspect.formatting import MISSING, format_count
+from fsdp_inspect.report.wording import name_backend
 
 
 def render_listing(runs: Sequence[ListedRun], directory: Path) -> RenderableType:
@@ -38,7 +39,7 @@ def _cells(run: ListedRun) -> Iterable[Text]:
     yield Text(run.status or "unreadable", style="" if run.status == "complete" else "yellow")
     yield Text(ranks)
     yield Text(_shown(run.num_steps))
-    yield Text(run.backend or MISSING)
+    yield Text(name_backend(run.backend) or MISSING)
     yield Text(format_count(run.num_parameters))
 
 

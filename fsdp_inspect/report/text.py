@@ -22,6 +22,7 @@ from fsdp_inspect.formatting import MISSING, format_bytes, format_count, format_
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import dim, new_table, owner_name, section, unit_name
 from fsdp_inspect.report.values import format_kind, format_method, format_metric
+from fsdp_inspect.report.wording import name_backend
 
 MOST_EXPOSED = 5
 """How many owners of exposed communication a summary names."""
@@ -80,7 +81,7 @@ def _headline(digest: RunDigest) -> RenderableType:
     ranks = f"{digest.world_size} {'rank' if digest.world_size == 1 else 'ranks'}"
     if digest.num_ranks != digest.world_size:
         ranks += f" ({digest.num_ranks} recorded)"
-    facts = [ranks, digest.backend, where, model if identity.model else ""]
+    facts = [ranks, name_backend(digest.backend), where, model if identity.model else ""]
     return Group(title, Text(" · ".join(fact for fact in facts if fact)))
 
 

@@ -46,13 +46,18 @@ def _describe_reshard(manifest: RunManifest) -> str:
 def describe_run(digest: RunDigest) -> str:
     """What ran where: `2 ranks · gloo · cpu · Decoder, 1.24M parameters`."""
     identity = digest.identity
-    backend = "emulated" if digest.backend == _NO_NETWORK else digest.backend
     ranks = f"{digest.world_size} {'rank' if digest.world_size == 1 else 'ranks'}"
     model = identity.model
     if model and identity.num_parameters:
         model += f", {format_count(identity.num_parameters)} parameters"
-    facts = [ranks, backend, identity.device_name or identity.device_type, model]
+    device = identity.device_name or identity.device_type
+    facts = [ranks, name_backend(digest.backend), device, model]
     return " · ".join(fact for fact in facts if fact)
+
+
+def name_backend(backend: str | None) -> str:
+    """What moves the bytes: `nccl`, `emulated`; empty where it is not known."""
+    return "emulated" if backend == _NO_NETWORK else backend or ""
 
 
 def describe_provenance(provenance: Provenance | None, *groups: str) -> str:

@@ -29,5 +29,13 @@ def test_missing_ranks_show_in_the_listing(tmp_path):
     assert "1 of 4" in text_of(render_listing(list_recorded_runs(tmp_path), tmp_path))
 
 
+def test_an_emulated_run_is_listed_as_one(tmp_path):
+    builder = RunBuilder(world_size=1, backend="fake")
+    builder.rank(0).step(0, 0, 10)
+    write_run(builder.build(), tmp_path / "emulated-run")
+    row = text_of(render_listing(list_recorded_runs(tmp_path), tmp_path)).splitlines()[1]
+    assert row.split()[-2] == "emulated"
+
+
 def test_an_empty_folder_says_how_to_record():
     assert text_of(render_listing((), Path("runs"))).startswith("No runs in runs. Record one with")

@@ -194,3 +194,10 @@ def test_units_of_an_import_show_no_time_that_its_trace_does_not_tell():
     compute = text_of(render_units(measure_units(builder.build()))).split("per step\n")[1]
     assert "0 ns" not in compute
     assert compute.splitlines()[1].split()[-5:-1] == ["–"] * 4
+
+
+def test_the_backend_of_an_emulated_run_is_called_so():
+    builder = RunBuilder(backend="fake")
+    builder.rank(0).step(0, 0, 10)
+    headline = text_of(render_summary(digest_run(builder.build()))).splitlines()[1]
+    assert headline.split(" · ")[1] == "emulated"

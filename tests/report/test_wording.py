@@ -1,7 +1,7 @@
 import pytest
 
 from fsdp_inspect.formatting import MISSING
-from fsdp_inspect.report.wording import format_change, format_error
+from fsdp_inspect.report.wording import format_change, format_error, name_backend
 
 
 @pytest.mark.parametrize(
@@ -17,3 +17,10 @@ from fsdp_inspect.report.wording import format_change, format_error
 )
 def test_changes_and_errors_have_a_sign_and_nothing_has_none(ratio, change, error):
     assert (format_change(ratio), format_error(ratio)) == (change, error)
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"), [("nccl", "nccl"), ("fake", "emulated"), ("", ""), (None, "")]
+)
+def test_torchs_fake_backend_is_called_emulated(backend, name):
+    assert name_backend(backend) == name
