@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from fsdp_inspect_app.timeline.memory import MemoryCurve, read_curves
+from fsdp_inspect_app.timeline.memory import MemoryCurve, find_sampled_ranks, read_curve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,9 +24,17 @@ def curve_of(highest):
     )
 
 
+def curves_of(run, step):
+    sampled = find_sampled_ranks(run, step)
+    return [read_curve(run, record, step, sampled) for record in run.ranks]
+
+
 def test_the_readings_of_a_step_are_found_by_rank():
-    curves = read_curves(make_run(), 3, [0, 1])
-    assert sorted(curves) == [0, 1]
+    run = make_run()
+    assert find_sampled_ranks(run, 3) == {0, 1}
+    curves = curves_of(run, 3)
+    assert len(curves) == 2
+    assert None not in curves
     assert curves[0].allocated.tolist() == [5 * GIB, 12 * GIB, 9 * GIB, 5 * GIB]
     assert (curves[0].peak, curves[0].top_bytes) == (1, 14 * GIB)
 
@@ -40,20 +48,27 @@ def test_a_peak_between_two_readings_belongs_to_the_later_one(monkeypatch):
         return memory
 
     monkeypatch.setattr(type(run), "memory", with_peak)
-    curve = read_curves(run, 3, [0])[0]
+    curve = curves_of(run, 3)[0]
     assert curve.highest.tolist() == [5 * GIB, 12 * GIB, 13 * GIB, 5 * GIB]
     assert curve.peak == 2
 
 
-@pytest.mark.parametrize(("step", "ranks"), [(99, [0]), (3, []), (3, [7])])
-def test_without_readings_there_is_no_curve(step, ranks):
-    assert read_curves(make_run(), step, ranks) == {}
+@pytest.mark.parametrize(("step", "sampled"), [(99, [0]), (3, []), (3, [7])])
+def test_without_readings_there_is_no_curve(step, sampled):
+    run = make_run()
+    assert read_curve(run, run.ranks[0], step, sampled) is None
+
+
+def test_of_a_rank_that_did_not_read_its_memory_nothing_is_opened(monkeypatch):
+    run = make_run()
+    monkeypatch.setattr(type(run), "memory", lambda *_: pytest.fail("its samples were opened"))
+    assert read_curve(run, run.ranks[0], 3, [1]) is None
 
 
 def test_a_run_without_memory_has_no_curve(monkeypatch):
     run = make_run()
     monkeypatch.setattr(type(run), "memory", lambda *_: MemoryTable.empty())
-    assert read_curves(run, 3, [0]) == {}
+    assert curves_of(run, 3) == [None, None]
 
 
 def test_a_window_shows_its_readings_and_one_on_either_side():

@@ -15,7 +15,7 @@ from fsdp_inspect.errors import StoreError
 from fsdp_inspect.trace.memory_reduction import highest_allocated, samples_of
 from fsdp_inspect.trace.rank_memory import memory_parts
 from fsdp_inspect.trace.reduction import StepPart
-from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.run import RankRecord, RunSource
 from fsdp_inspect.trace.tables import MISSING_INT
 
 
@@ -86,30 +86,25 @@ def find_sampled_ranks(run: RunSource, step: int) -> set[int]:
     return set(rows.rank[is_known].tolist())
 
 
-def read_curves(run: RunSource, step: int, ranks: Collection[int]) -> dict[int, MemoryCurve]:
-    """The memory of one step, by rank; ranks without readings of it are absent.
+def read_curve(
+    run: RunSource, record: RankRecord, step: int, sampled: Collection[int]
+) -> MemoryCurve | None:
+    """The readings of a step, on the rank's own clock; None if they are damaged or there are none.
 
-    Times are on each rank's own clock. Samples are read only of ranks whose summary has some of
-    that step.
+    Args:
+        run: The run.
+        record: The rank.
+        step: The step.
+        sampled: The ranks that read their memory in it (`find_sampled_ranks`); no other is read.
     """
-    sampled = find_sampled_ranks(run, step) & set(ranks)
-    curves = {}
-    for record in run.ranks:
-        if record.rank in sampled:
-            curve = read_curve(run, record.rank, record.memory_from, step)
-            if curve is not None:
-                curves[record.rank] = curve
-    return curves
-
-
-def read_curve(run: RunSource, rank: int, memory_from: str, step: int) -> MemoryCurve | None:
-    """The readings of a step; None if they are damaged or there are none."""
+    if record.rank not in sampled:
+        return None
     try:
-        readings = samples_of(run.memory(rank), memory_from)
+        readings = samples_of(run.memory(record.rank), record.memory_from)
     except StoreError:
         return None
     readings = readings.where(np.argsort(readings.time_ns, kind="stable"))
-    highest = np.maximum(highest_allocated(readings, memory_from), readings.allocated)
+    highest = np.maximum(highest_allocated(readings, record.memory_from), readings.allocated)
     chosen = np.flatnonzero((readings.step == step) & (readings.allocated != MISSING_INT))
     if len(chosen) == 0:
         return None

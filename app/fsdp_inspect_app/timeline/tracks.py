@@ -334,10 +334,7 @@ def _lay_out_recorded(
     events = run.events(record.rank, steps=[step])
     if not _has_step(events):
         return None
-    memory = None
-    if record.rank in sampled:
-        memory = read_curve(run, record.rank, record.memory_from, step)
-    return _lay_out(record.rank, events, memory)
+    return _lay_out(record.rank, events, read_curve(run, record, step, sampled))
 
 
 def _lay_out(rank: int, events: EventTable, memory: MemoryCurve | None) -> _RankLayout:
