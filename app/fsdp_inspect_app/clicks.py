@@ -4,12 +4,14 @@ A click is an event: it is told once, in the run of the script that it causes. W
 table, a picker or a link must lead, too, for those who have no pointer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import streamlit as st
+
+T = TypeVar("T")
 
 _MOST_DIGITS = 19
 
@@ -37,6 +39,11 @@ class Click:
     def row(self) -> int | None:
         """The whole number at which it is on the y axis; None if that is none."""
         return _whole(self.y)
+
+    def pick(self, rows: Sequence[T]) -> T | None:
+        """What the row stands for that it is on; None if it is on none of them."""
+        row = self.row()
+        return rows[row] if row is not None and 0 <= row < len(rows) else None
 
 
 def open_on_click(chart: str, on_click: Callable[[Click], None]) -> None:

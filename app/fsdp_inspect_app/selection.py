@@ -22,6 +22,7 @@ from urllib.parse import urlencode
 import streamlit as st
 
 from fsdp_inspect.errors import FsdpInspectError
+from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.pages import find_page
@@ -161,6 +162,12 @@ def page_link(page: str, label: str, *, icon: str | None = None, **selection: Va
 def switch_page(page: str, **selection: Value) -> None:
     """Go to another page now; as `page_link`."""
     st.switch_page(find_page(page).path, query_params=_selected(selection))
+
+
+def open_unit(fqn: str | None) -> None:
+    """Go to the page of a unit now; None is no unit, and leads nowhere."""
+    if fqn is not None:
+        switch_page("units", **{UNIT_KEY: format_unit(fqn)})
 
 
 def page_address(page: str, **selection: Value) -> str:

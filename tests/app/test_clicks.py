@@ -4,6 +4,13 @@ import pytest
 from fsdp_inspect_app.clicks import Click, read_click
 
 
+@pytest.mark.parametrize(
+    ("row", "expected"), [(0, "a"), (1, "b"), (2, None), (-1, None), ("x", None)]
+)
+def test_a_click_picks_what_its_row_stands_for(row, expected):
+    assert Click(0, row, 0).pick(["a", "b"]) == expected
+
+
 def test_a_click_names_the_point_and_its_trace():
     assert read_click({"x": 7, "y": 2, "curve": 0}) == Click(7, 2, 0)
 

@@ -6,14 +6,14 @@ from functools import partial
 import pandas as pd
 import streamlit as st
 
-from fsdp_inspect.analysis.memory import OwnerBytes, PeakMoment
+from fsdp_inspect.analysis.memory import PeakMoment
 from fsdp_inspect.analysis.memory_growth import MemoryGrowth
 from fsdp_inspect.analysis.memory_step import StepMemory, measure_step_memory
 from fsdp_inspect.analysis.steps import measure_step_times
 from fsdp_inspect.digest.memory import MemoryDigest, digest_memory
 from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.formatting import format_bytes, format_unit
+from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import memory_wording
 from fsdp_inspect.report.values import format_metric
@@ -50,10 +50,10 @@ from fsdp_inspect_app.frames.memory import (
 from fsdp_inspect_app.selection import (
     RANK_KEY,
     STEP_KEY,
-    UNIT_KEY,
     entry_or_stop,
     follow,
     link,
+    open_unit,
     page_link,
     switch_page,
 )
@@ -229,7 +229,8 @@ def _show_peak(digest: MemoryDigest) -> None:
             f"{len(owners)} of {len(peak.owners)}. Click a bar for its unit. "
             f"{memory_wording.describe_counting(digest)}",
         )
-        open_on_click("chart-memory-alive", partial(_open_owner, owners))
+        fqns = [owner.fqn for owner in owners]
+        open_on_click("chart-memory-alive", lambda click: open_unit(click.pick(fqns)))
     with right:
         _show_places(digest)
     _show_owners(peak, frame)
@@ -254,20 +255,7 @@ def _show_owners(peak: PeakMoment, frame: pd.DataFrame) -> None:
         )
     for row, column in state["selection"]["cells"]:
         if column == "unit" and row < len(peak.owners):
-            _open_unit(peak.owners[row].fqn)
-
-
-def _open_owner(owners: Sequence[OwnerBytes], click: Click) -> None:
-    """To the page of the unit whose bar was clicked."""
-    row = click.row()
-    if row is not None and 0 <= row < len(owners):
-        _open_unit(owners[row].fqn)
-
-
-def _open_unit(fqn: str | None) -> None:
-    """To the page of a unit, if it is one."""
-    if fqn is not None:
-        switch_page("units", **{UNIT_KEY: format_unit(fqn)})
+            open_unit(peak.owners[row].fqn)
 
 
 def _show_owners_missing(peak: PeakMoment) -> None:

@@ -58,6 +58,7 @@ from fsdp_inspect_app.selection import (
     UNIT_KEY,
     Value,
     entry_or_stop,
+    open_unit,
     page_link,
     switch_page,
 )
@@ -245,7 +246,8 @@ def _show_owners(waits: WaitDigest | None, digest: RunDigest) -> None:
             alt=f"Bars of exposed time by unit; longest is {name_owner(top)} in {top.phase} "
             f"with {format_ns(top.exposed_ns)}",
         )
-        open_on_click("chart-owners", partial(_open_owner, exposed.owners))
+        fqns = [owner.fqn for owner in exposed.owners]
+        open_on_click("chart-owners", lambda click: open_unit(click.pick(fqns)))
         for owner in exposed.owners[:_TOP_UNITS]:
             _show_owner(owner)
         st.caption(
@@ -256,14 +258,6 @@ def _show_owners(waits: WaitDigest | None, digest: RunDigest) -> None:
                 + wording.describe_provenance(digest.provenance, "all_gather", "reduce_scatter")
             )
         )
-
-
-def _open_owner(owners: Sequence[ExposedOwner], click: Click) -> None:
-    """To the page of the unit whose bar was clicked."""
-    row = click.row()
-    fqn = owners[row].fqn if row is not None and 0 <= row < len(owners) else None
-    if fqn is not None:
-        switch_page("units", **{UNIT_KEY: format_unit(fqn)})
 
 
 def _show_owner(owner: ExposedOwner) -> None:

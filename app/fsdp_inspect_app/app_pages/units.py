@@ -1,7 +1,6 @@
 """What does each FSDP unit cost, and which one is waited for?"""
 
 from collections.abc import Sequence
-from functools import partial
 
 import streamlit as st
 
@@ -21,10 +20,10 @@ from fsdp_inspect_app.cards import (
 )
 from fsdp_inspect_app.charts.style import CONFIG
 from fsdp_inspect_app.charts.units import UNIT_MEASURES, draw_units
-from fsdp_inspect_app.clicks import Click, open_on_click
+from fsdp_inspect_app.clicks import open_on_click
 from fsdp_inspect_app.evidence import find_waits
 from fsdp_inspect_app.frames.units import frame_units
-from fsdp_inspect_app.selection import UNIT_KEY, entry_or_stop, follow, link, switch_page
+from fsdp_inspect_app.selection import UNIT_KEY, entry_or_stop, follow, link, open_unit
 from fsdp_inspect_app.unit_page import show_unit
 from fsdp_inspect_app.wording import plain
 
@@ -82,15 +81,9 @@ def _show_bars(digest: RunDigest) -> None:
                 alt=f"{UNIT_MEASURES[measure]}: one bar for each of {len(digest.units)} units, "
                 "in order of execution; the table below holds the numbers",
             )
-            open_on_click("chart-units", partial(_open_unit, digest.units))
+            fqns = [unit.fqn for unit in digest.units]
+            open_on_click("chart-units", lambda click: open_unit(click.pick(fqns)))
         st.caption(plain(f"{_describe_numbers(digest)} Click a bar for its unit."))
-
-
-def _open_unit(units: Sequence[UnitCost], click: Click) -> None:
-    """To the page of the unit whose bar was clicked."""
-    row = click.row()
-    if row is not None and 0 <= row < len(units):
-        switch_page("units", **{UNIT_KEY: format_unit(units[row].fqn)})
 
 
 def _describe_numbers(digest: RunDigest) -> str:
@@ -128,8 +121,8 @@ def _show_table(digest: RunDigest) -> None:
             )
         )
     for row, column in state["selection"]["cells"]:
-        if column == _UNIT_COLUMN and row < len(frame):
-            switch_page("units", **{UNIT_KEY: str(frame[_UNIT_COLUMN][row])})
+        if column == _UNIT_COLUMN and row < len(digest.units):
+            open_unit(digest.units[row].fqn)
 
 
 entry = entry_or_stop()
