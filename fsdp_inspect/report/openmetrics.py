@@ -199,28 +199,43 @@ def _of_ranks(run: MonitoredRun) -> Iterator[Family]:
     """What a rank has one number of, beside its steps' times."""
     over = f"median over {run.over}"
     numbers = (
-        ("time_metrics_data_loading_ratio", f"Data loading / step, {over}.", "data_ratio", "ratio"),
-        ("fsdp_peak_allocated_bytes", "Highest bytes held by tensors.", "allocated_bytes", "bytes"),
-        ("memory_max_reserved_bytes", "Highest of the allocator.", "reserved_bytes", "bytes"),
+        (
+            "time_metrics_data_loading_ratio",
+            f"Data loading / step, {over}.",
+            "data_ratio",
+            "ratio",
+            "step_method",
+        ),
+        (
+            "fsdp_peak_allocated_bytes",
+            "Highest bytes held by tensors.",
+            "allocated_bytes",
+            "bytes",
+            "memory_method",
+        ),
+        (
+            "memory_max_reserved_bytes",
+            "Highest bytes of the allocator.",
+            "reserved_bytes",
+            "bytes",
+            "memory_method",
+        ),
         (
             "memory_max_reserved_ratio",
-            "The same / memory of the device.",
+            "Highest bytes of the allocator / memory of the device.",
             "reserved_ratio",
             "ratio",
+            "memory_method",
         ),
-        ("memory_num_alloc_retries", _SINCE, "num_alloc_retries", ""),
-        ("memory_num_ooms", _SINCE, "num_ooms", ""),
+        ("memory_num_alloc_retries", _SINCE, "num_alloc_retries", "", "memory_method"),
+        ("memory_num_ooms", _SINCE, "num_ooms", "", "memory_method"),
     )
-    for name, help_, key, unit in numbers:
-        is_of_steps = key == "data_ratio"
+    for name, help_, key, unit, method in numbers:
         yield Family(
             name,
             help_,
             tuple(
-                Sample(
-                    _labels(run, rank, rank.step_method if is_of_steps else rank.memory_method),
-                    getattr(rank, key),
-                )
+                Sample(_labels(run, rank, getattr(rank, method)), getattr(rank, key))
                 for rank in run.ranks
                 if getattr(rank, key) is not None
             ),

@@ -106,8 +106,15 @@ def test_what_the_allocator_counts_has_torchtitans_names_and_is_told_once() -> N
             num_alloc_retries=retries,
             num_ooms=0,
         )
-    found = parse(render(builder.build()))
+    printed = render(builder.build())
+    found = parse(printed)
 
+    for name, words in (
+        ("bytes", "Highest bytes of the allocator."),
+        ("ratio", "Highest bytes of the allocator / memory of the device."),
+    ):
+        assert f"# HELP memory_max_reserved_{name} {words}\n" in printed
+    assert found["memory_max_reserved_bytes"].value(rank="0", method="cuda_allocator") == 1000
     assert found["memory_num_alloc_retries"].value(rank="0", method="cuda_allocator") == 3
     assert found["memory_max_reserved_ratio"].value(rank="0") == 0.25
     assert found["memory_num_ooms"].value(rank="0", method="cuda_allocator") == 0
