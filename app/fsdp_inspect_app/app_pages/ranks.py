@@ -221,11 +221,11 @@ def _show_rank(
     with show_card(f"Rank {rank}", key="one-rank"):
         if row is not None:
             _show_tiles(row)
-        step = _pick_step(entry, rank)
+        median = _median_step(entry, rank)
+        step = _pick_step(entry, rank, median)
         _show_links(rank, step)
     if step is not None:
-        is_median = step == _median_step(entry, rank)
-        _show_rank_step(entry, digest, rank, step, verdict if is_median else None)
+        _show_rank_step(entry, digest, rank, step, verdict if step == median else None)
     _show_rank_steps(grid, rank)
     return step
 
@@ -235,9 +235,8 @@ def _median_step(entry: RunEntry, rank: int) -> int | None:
     return next((one.median_step for one in times.ranks if one.rank == rank), None)
 
 
-def _pick_step(entry: RunEntry, rank: int) -> int | None:
+def _pick_step(entry: RunEntry, rank: int, median: int | None) -> int | None:
     """One of the rank's finished steps; the median one unless another is chosen."""
-    median = _median_step(entry, rank)
     times = loading.result_of(entry, measure_rank_grid, metric="step_time_ns")
     own = times.of_rank(rank)
     steps = (
