@@ -9,7 +9,7 @@ import streamlit as st
 
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.access import require_login
-from fsdp_inspect_app.pages import SECTIONS
+from fsdp_inspect_app.pages import FIRST, SECTIONS, PageFile, find_page
 from fsdp_inspect_app.selection import RUN_KEY, follow_run, forget_lost_run, link, lost_run
 from fsdp_inspect_app.wording import code
 
@@ -37,21 +37,34 @@ def pick_run() -> None:
         )
 
 
+def make_page(file: PageFile) -> st.Page:
+    """One page of the navigation."""
+    return st.Page(
+        file.path,
+        title=file.title,
+        icon=file.icon,
+        url_path=file.address,
+        default=file.name == FIRST,
+    )
+
+
+def open_first() -> None:
+    """The first page by its name: Streamlit serves it at the server's own address alone."""
+    asked = {name: st.query_params.get_all(name) for name in st.query_params}
+    st.switch_page(find_page(FIRST).path, query_params=asked)
+
+
 st.set_page_config(
     page_title="FSDP Inspect", layout="wide", page_icon=_ICON, initial_sidebar_state=_SIDEBAR_PX
 )
 st.logo(str(_HERE / "logo.svg"), size="large", icon_image=_ICON)
 st.html(_HERE / "page.css")
-page = st.navigation(
-    {
-        section: [
-            st.Page(page.path, title=page.title, icon=page.icon, url_path=page.name)
-            for page in pages
-            if page.exists
-        ]
-        for section, pages in SECTIONS.items()
-    }
-)
+menu = {
+    section: [make_page(file) for file in files if file.exists]
+    for section, files in SECTIONS.items()
+}
+menu[""].append(st.Page(open_first, title=FIRST, url_path=FIRST, visibility="hidden"))
+page = st.navigation(menu)
 require_login()
 pick_run()
 page.run()

@@ -46,6 +46,17 @@ def test_every_run_is_listed_with_its_status(states_server, tab):
     }
 
 
+def test_the_list_of_runs_is_found_by_its_name_with_all_that_was_asked(states_server, tab):
+    dashboard = tab(states_server)
+    dashboard.open("runs", search="imported", pin="imported")
+    assert "Page not found" not in dashboard.page.locator("body").inner_text()
+    assert urlsplit(dashboard.page.url).path == "/"
+    asked = address_of(dashboard)
+    assert (asked["search"], asked["pin"]) == (["imported"], ["imported"])
+    assert [cells[0] for cells in listed(dashboard)] == ["imported"]
+    assert dashboard.page.get_by_test_id("stSidebarNav").get_by_text("runs").count() == 1
+
+
 def test_a_search_is_kept_in_the_address_and_found_by_a_colleague(states_server, tab, browser):
     dashboard = tab(states_server)
     dashboard.open("")
