@@ -26,7 +26,6 @@ from fsdp_inspect.trace.codes import (
     NO_UNIT,
     EventFlag,
     EventKind,
-    MemoryCategory,
     MemoryPoint,
     Method,
     Phase,
@@ -238,19 +237,13 @@ class RankBuilder:
     ) -> None:
         """A sample; `columns` are those of `MemoryTable`, categories included."""
         blank = {
+            **dict.fromkeys(MemoryTable.DTYPES, MISSING_INT),
             "step": self._step,
             "microbatch": 0,
             "phase": Phase.OUTSIDE,
             "method": Method.MEASURED,
             "time_ns": len(self.samples),
-            "reserved": MISSING_INT,
-            "active": MISSING_INT,
             "peak_allocated": allocated,
-            "peak_reserved": MISSING_INT,
-            "inactive_split": MISSING_INT,
-            "num_alloc_retries": MISSING_INT,
-            "num_ooms": MISSING_INT,
-            **{category.label: MISSING_INT for category in MemoryCategory},
         }
         index = NO_UNIT if unit is None else self._units[unit]
         row = {"point": point, "unit": index, "allocated": allocated}

@@ -92,9 +92,11 @@ class MemoryProbe:
                     session.phase,
                     point,
                     unit,
+                    MISSING_INT,  # parameter
                     Method.MEASURED,
                     session.clock.host_now(),
                     *self._counters.read(),
+                    MISSING_INT,  # peak_compute
                     *_NO_CATEGORIES,
                 )
             )
@@ -122,11 +124,12 @@ class MemoryProbe:
         """A unit's parameters were made full."""
         if self._session.tracker is None:
             return
-        for param in group.fsdp_params:
+        for place, param in enumerate(group.fsdp_params):
             self._name(param.all_gather_outputs, MemoryCategory.UNSHARDED_PARAMETER, unit)
             full = getattr(param, "_unsharded_param", None)
             if full is not None:
                 self._name((full,), MemoryCategory.UNSHARDED_PARAMETER, unit)
+                self._session.tracker.follow_uses(full, place)
 
     def unsharded_gradients(self, group: FSDPParamGroup, unit: int) -> None:
         """A unit's backward is done; its full gradients are about to be reduced."""
@@ -148,6 +151,7 @@ class MemoryProbe:
         for param in group.fsdp_params:
             if param.sharded_param.grad is not None:
                 self._name((param.sharded_param.grad,), MemoryCategory.SHARDED_GRADIENT, unit)
+        self._session.tracker.mark(MemoryPoint.AFTER_REDUCE, self._session.microbatch)
 
     def _name(self, tensors: Iterable[torch.Tensor], category: MemoryCategory, unit: int) -> None:
         tracker = self._session.tracker

@@ -8,13 +8,20 @@ Conventions: sizes are the storages' own bytes, without an allocator's rounding,
 workspaces. Cut c is the moment after the first c events. Pure Python and numpy, no torch.
 """
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
-from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Method, Phase
+from fsdp_inspect.trace.codes import (
+    OF_COMMUNICATION,
+    MemoryCategory,
+    MemoryPoint,
+    Method,
+    Phase,
+)
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
 
 _OFFLOADED = frozenset(
@@ -100,6 +107,35 @@ class MemoryMark:
     instant: MemoryInstant
     peak_bytes: int
     """The most that was alive since the previous mark (or the step's begin), ends included."""
+    peak_compute_bytes: int
+    """The same without `codes.OF_COMMUNICATION`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterUse:
+    """What was alive when a pass of a unit first used one of its parameters."""
+
+    unit: int
+    parameter: int
+    """Its place among the unit's parameters."""
+    microbatch: int
+    instant: MemoryInstant
+    peak_bytes: int
+    """The most that was alive from then until the next use in the pass, or the next mark."""
+    peak_compute_bytes: int
+    """The same without `codes.OF_COMMUNICATION`."""
+
+
+@dataclass(slots=True)
+class UnitPass:
+    """A forward or backward of a unit, and when it first used each parameter."""
+
+    unit: int
+    microbatch: int
+    uses: dict[int, "_Cut"] = field(default_factory=dict)
+    """By the parameter's place."""
+    end: int | None = None
+    """The cut at which it ended; None: it did not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +153,10 @@ class StepMemory:
     marks: tuple[MemoryMark, ...]
     phases: tuple[MemoryInstant, ...]
     """The highest moment of each phase that the step was in, in the order of their first."""
+    uses: tuple[ParameterUse, ...] = ()
 
     def rows(self, step: int) -> Iterator[tuple[int, ...]]:
-        """The step as rows of `MemoryTable`: its marks, the peak, and the moments by owning unit.
+        """The step as rows of `MemoryTable`: marks, peak, moments by owning unit, parameters' uses.
 
         The moments are the peak, the peak of each phase, and the end.
 
@@ -132,6 +169,7 @@ class StepMemory:
                 {"step": step, "microbatch": mark.microbatch, "point": mark.point},
                 mark.instant.moment,
                 mark.peak_bytes,
+                mark.peak_compute_bytes,
             )
         where = {"step": step, "microbatch": self.peak_microbatch}
         yield from _whole(self.peak, {**where, "point": MemoryPoint.PEAK})
@@ -140,6 +178,15 @@ class StepMemory:
             yield from _whole(instant, {"step": step, "point": MemoryPoint.PHASE_PEAK})
             yield from _by_owner(instant, {"step": step, "point": MemoryPoint.PHASE_PEAK_BY_OWNER})
         yield from _by_owner(self.end, {"step": step, "point": MemoryPoint.END_BY_OWNER})
+        for use in self.uses:
+            where = {"point": MemoryPoint.PARAMETER_USE, "parameter": use.parameter}
+            yield _row(
+                use.instant.by_category,
+                {**where, "step": step, "microbatch": use.microbatch},
+                use.instant.moment._replace(unit=use.unit),
+                use.peak_bytes,
+                use.peak_compute_bytes,
+            )
 
 
 @dataclass(slots=True)
@@ -149,6 +196,7 @@ class StorageLog:
     storages: list[TrackedStorage] = field(default_factory=list)
     events: list[StorageEvent] = field(default_factory=list)
     _marks: list["_MarkAt"] = field(default_factory=list)
+    _passes: list[UnitPass] = field(default_factory=list)
     _start: "_Cut | None" = None
     _end: "_Cut | None" = None
 
@@ -159,6 +207,19 @@ class StorageLog:
     def mark(self, point: MemoryPoint, microbatch: int, moment: Moment) -> None:
         """Remember this moment."""
         self._marks.append(_MarkAt(point, microbatch, _Cut(len(self.events), moment)))
+
+    def begin_pass(self, unit: int, microbatch: int) -> UnitPass:
+        """A unit's forward or backward begins; `use` and `end_pass` say how it goes on."""
+        self._passes.append(UnitPass(unit, microbatch))
+        return self._passes[-1]
+
+    def use(self, unit_pass: UnitPass, parameter: int, moment: Moment) -> None:
+        """The pass uses a parameter for the first time."""
+        unit_pass.uses[parameter] = _Cut(len(self.events), moment)
+
+    def end_pass(self, unit_pass: UnitPass) -> None:
+        """The pass is over."""
+        unit_pass.end = len(self.events)
 
     def finish(self, moment: Moment) -> None:
         """The step has ended; later events are not part of it."""
@@ -175,11 +236,14 @@ class StorageLog:
             return self._of_device(host_units).summarize()
         assert self._start is not None, "begin() comes before summarize()"
         assert self._end is not None, "finish() comes before summarize()"
-        totals = self._totals()
+        categories = self.categories()
+        of_compute = [category not in OF_COMMUNICATION for category in categories]
+        totals, of_compute_totals = self._totals(), self._totals(of_compute)
         peak = self._peak(totals, self._start, self._end)
         phases = self._phase_peaks(totals, self._start, self._end)
         cuts = [self._start, peak, self._end, *phases, *(mark.cut for mark in self._marks)]
-        owned = self._owned_at({cut.position for cut in cuts})
+        used = [cut for each in self._passes for cut in each.uses.values()]
+        owned = self._owned_at({cut.position for cut in (*cuts, *used)}, categories)
         start, at_peak, end, *others = (
             MemoryInstant(cut.moment, owned[cut.position]) for cut in cuts
         )
@@ -191,12 +255,14 @@ class StorageLog:
                 mark.microbatch,
                 instant,
                 peak_bytes=max(totals[since : mark.cut.position + 1]),
+                peak_compute_bytes=max(of_compute_totals[since : mark.cut.position + 1]),
             )
             for mark, instant, since in zip(self._marks, at_marks, opened, strict=False)
         )
         before = [mark.microbatch for mark in self._marks if mark.cut.position < peak.position]
         microbatch = before[-1] if before else 0
-        return StepMemory(start, at_peak, microbatch, end, marks, tuple(at_phases))
+        uses = tuple(self._uses(totals, of_compute_totals, owned))
+        return StepMemory(start, at_peak, microbatch, end, marks, tuple(at_phases), uses)
 
     def categories(self) -> list[MemoryCategory]:
         """The category of each storage: what it was classified as, or decided by its lifetime.
@@ -241,14 +307,37 @@ class StorageLog:
         ]
         return replace(self, events=events)
 
-    def _totals(self) -> list[int]:
-        """Live bytes at every cut, `len(events) + 1` numbers."""
+    def _totals(self, counts: Sequence[bool] | None = None) -> list[int]:
+        """Live bytes at every cut, `len(events) + 1` numbers.
+
+        Args:
+            counts: By storage, whether it is added; None: all are.
+        """
         sizes = [0] * len(self.storages)
         changes = []
         for event in self.events:
-            changes.append(event.num_bytes - sizes[event.storage])
+            is_added = counts is None or counts[event.storage]
+            changes.append(event.num_bytes - sizes[event.storage] if is_added else 0)
             sizes[event.storage] = event.num_bytes
         return list(accumulate(changes, initial=0))
+
+    def _uses(
+        self, totals: list[int], of_compute: list[int], owned: Mapping[int, Ownership]
+    ) -> Iterator[ParameterUse]:
+        """The parameters' uses in the passes that ended."""
+        samples = [mark.cut.position for mark in self._marks]
+        for unit_pass in self._passes:
+            if unit_pass.end is None:
+                continue
+            until = [*(cut.position for cut in unit_pass.uses.values()), unit_pass.end]
+            for (parameter, cut), following in zip(unit_pass.uses.items(), until[1:], strict=True):
+                sample = bisect_right(samples, cut.position)
+                end = min([following, *samples[sample : sample + 1]])
+                instant = MemoryInstant(cut.moment, owned[cut.position])
+                highest = (max(each[cut.position : end + 1]) for each in (totals, of_compute))
+                yield ParameterUse(
+                    unit_pass.unit, parameter, unit_pass.microbatch, instant, *highest
+                )
 
     def _peak(self, totals: list[int], start: "_Cut", end: "_Cut") -> "_Cut":
         """The first cut of the step with the highest total."""
@@ -266,9 +355,10 @@ class StorageLog:
                 highest[phase] = position
         return [_Cut(position, self.events[position - 1].moment) for position in highest.values()]
 
-    def _owned_at(self, positions: set[int]) -> dict[int, Ownership]:
+    def _owned_at(
+        self, positions: set[int], categories: Sequence[MemoryCategory]
+    ) -> dict[int, Ownership]:
         """What was owned by whom at each of the given cuts."""
-        categories = self.categories()
         keys = [
             (storage.owner_unit, category)
             for storage, category in zip(self.storages, categories, strict=True)
@@ -359,6 +449,7 @@ def _row(
     where: Mapping[str, int],
     moment: Moment,
     peak_bytes: int,
+    peak_compute_bytes: int = MISSING_INT,
 ) -> tuple[int, ...]:
     """One row in the column order of `MemoryTable`; columns that nothing sets read -1."""
     values = {
@@ -369,6 +460,7 @@ def _row(
         "time_ns": moment.time_ns,
         "allocated": sum(categories.values()),
         "peak_allocated": peak_bytes,
+        "peak_compute": peak_compute_bytes,
         **{
             category.label: categories.get(category, 0)
             for category in MemoryCategory

@@ -44,6 +44,7 @@ from fsdp_inspect.recording.storage_log import (
     StorageEvent,
     StorageLog,
     TrackedStorage,
+    UnitPass,
 )
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint
 
@@ -52,6 +53,9 @@ TensorLike = torch.Tensor | torch.UntypedStorage
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types known to be no wrappers, to ask less in the frequent case."""
+
+_BEGIN_OF_PASS = (MemoryPoint.FORWARD_START, MemoryPoint.BACKWARD_START)
+_END_OF_PASS = (MemoryPoint.FORWARD_END, MemoryPoint.BACKWARD_END)
 
 _is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
 
@@ -90,6 +94,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """By the address of torch's own storage object, which is unique among live ones."""
         self._meeting = threading.RLock()
         self._on_death = _death_of(self)
+        self._passes: dict[int, UnitPass] = {}
+        """The units' passes that are under way, by unit."""
         self._patches = Patches()
         self._fake_mode = active_fake_mode()
         self._begun = False
@@ -137,8 +143,25 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, point: MemoryPoint, microbatch: int = 0) -> None:
         """Keep what is alive at this moment as a sample of its own."""
-        if self._begun and not self._ended:
-            self._log.mark(point, microbatch, self._now())
+        if not self._begun or self._ended:
+            return
+        moment = self._now()
+        self._log.mark(point, microbatch, moment)
+        if point in _BEGIN_OF_PASS:
+            self._passes[moment.unit] = self._log.begin_pass(moment.unit, microbatch)
+        elif point in _END_OF_PASS and (ended := self._passes.pop(moment.unit, None)) is not None:
+            self._log.end_pass(ended)
+
+    def follow_uses(self, tensor: torch.Tensor, parameter: int) -> None:
+        """Note when a pass of its unit first uses this full parameter, of known category.
+
+        Args:
+            tensor: The full parameter.
+            parameter: Its place among the unit's parameters.
+        """
+        for _, storage in _storages_in(tensor):
+            if (live := self._live.get(storage._cdata)) is not None:
+                live.parameter = parameter
 
     def result(self) -> StepMemory:
         """What the step did to memory.
@@ -212,6 +235,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._meet(tensor, storage, _category_of_argument(func, tensor))
             elif live.num_bytes != storage.nbytes():
                 self._note_size(live, storage)
+            elif live.parameter is not None and not getattr(func, "is_view", False):
+                self._note_use(live, live.parameter)
         for tensor, storage in _storages_in(result):
             if storage._cdata not in self._live:
                 self._meet(tensor, storage)
@@ -233,6 +258,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             live = _LiveStorage(storage, self._on_death)
             live.key, live.index = storage._cdata, len(self._log.storages)
             live.num_bytes = storage.nbytes()
+            live.parameter = None
             self._log.storages.append(TrackedStorage(moment.unit, category))
             self._live[live.key] = live
             self._log.events.append(StorageEvent(live.index, live.num_bytes, moment))
@@ -252,6 +278,17 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_size(self, live: "_LiveStorage", storage: torch.UntypedStorage) -> None:
         live.num_bytes = storage.nbytes()
         self._log.events.append(StorageEvent(live.index, live.num_bytes, self._now()))
+
+    def _note_use(self, live: "_LiveStorage", parameter: int) -> None:
+        """The first in a pass counts; what checkpointing repeats is not a pass's own.
+
+        Views compute nothing, and checkpointing makes some that look like the pass's own.
+        """
+        unit_pass = self._passes.get(self._log.storages[live.index].owner_unit)
+        if unit_pass is not None and parameter not in unit_pass.uses:
+            moment = self._now()
+            if not moment.recompute:
+                self._log.use(unit_pass, parameter, moment)
 
     def _note_resize(self, storage: torch.UntypedStorage) -> None:
         live = self._live.get(storage._cdata)
@@ -307,11 +344,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _LiveStorage(ref[torch.UntypedStorage]):
     """A weak reference to a live storage, with what we know about it."""
 
-    __slots__ = ("index", "key", "num_bytes")
+    __slots__ = ("index", "key", "num_bytes", "parameter")
 
     key: int
     index: int
     num_bytes: int
+    parameter: int | None
+    """Of a full parameter: its place among the unit's."""
 
 
 def _death_of(tracker: StorageTracker) -> Callable[[ref[torch.UntypedStorage]], None]:

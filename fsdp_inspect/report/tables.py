@@ -232,11 +232,15 @@ _MEMORY_WORDS: Mapping[str, _Labels] = {
     "method": _Labels.of(Method),
 }
 _MEMORY_NAMES = {
-    name: f"{name}_bytes"
-    for name in (
-        *("allocated", "reserved", "active", "peak_allocated", "peak_reserved", "inactive_split"),
-        *(category.label for category in MemoryCategory),
-    )
+    "parameter": "parameter_index",
+    **{
+        name: f"{name}_bytes"
+        for name in (
+            *("allocated", "reserved", "active", "peak_allocated", "peak_reserved"),
+            *("inactive_split", "peak_compute"),
+            *(category.label for category in MemoryCategory),
+        )
+    },
 }
 _DEVICE_NAMES = {
     name: f"{name}_bytes"

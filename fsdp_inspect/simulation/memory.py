@@ -5,7 +5,8 @@ as it plays, whatever runs when. Units: their unsharded parameters, all-gather o
 and reduce-scatter buffers follow from the plan, by FSDP2's rules (2.13): in forward an all-gather's
 output lives until the next unit's copy-out, in backward until its own; a reduce-scatter's input
 until compute waits for it. Pieces: what a forward keeps for backward, and how far memory rises
-above its start while a piece runs, are those of the recorded memory step.
+above its start while a piece runs, are those of the recorded memory step. So is the loss: what it
+leaves goes with the first backward.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from fsdp_inspect.simulation.parameters import NO_SHARE, Share
+from fsdp_inspect.simulation.parts import Course
+from fsdp_inspect.trace.codes import NO_UNIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,15 @@ class PieceMemory:
     """Unsharded gradients that its backward leaves."""
     output: int = 0
     """What of `kept` is the unit's output, as far as its gradient tells; 0: not known."""
+    forward: Course | None = None
+    """How memory goes in its forward; None: not known, or not its own any more."""
+    backward: Course | None = None
+
+    @property
+    def used(self) -> frozenset[str]:
+        """The parameters that it is known to use; empty: not known, or none."""
+        courses = [course for course in (self.forward, self.backward) if course is not None]
+        return frozenset(use.parameter for course in courses for use in course.uses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +70,8 @@ class MemoryWork:
     """What a step starts with besides the units' own: inputs, buffers, what is not attributed."""
     copies_reduce_input: bool = False
     """The backend works on a copy of a reduce-scatter's input, as gloo does."""
+    loss: PieceMemory = PieceMemory()
+    """What runs between forward and backward: as a forward."""
 
     @classmethod
     def unknown(cls, num_pieces: int, num_units: int) -> "MemoryWork":
@@ -104,20 +118,21 @@ class MemoryLedger:
         self._amounts[Held.RESTING] = work.resting - work.rest
         self._amounts[Held.REST] = work.rest
         self.peak = self.allocated
-        self.peak_unit = -1
-        """The unit that ran or gathered at the highest moment."""
+        self.peak_unit = NO_UNIT
+        """The unit that ran or gathered at the highest moment; -1: none did, as in the loss."""
         self.peak_amounts = tuple(self._amounts)
         """What was held then, by `Held`; adds up to `peak`."""
         self._held: int | None = None  # whose all-gather output waits for the next copy-out
         self._piece_gradients: dict[int, int] = {}
         self._sharded_gradients: dict[int, int] = {}
         self._shares: set[int] = set()
+        self._of_loss = 0
 
     def begin(self) -> None:
         """A step begins: gradients are gone, parameters that stayed unsharded are still there."""
         self._free(Held.SHARDED_GRADIENT, sum(self._sharded_gradients.values()))
         self._sharded_gradients.clear()
-        self.peak, self.peak_unit = self.allocated, -1
+        self.peak, self.peak_unit = self.allocated, NO_UNIT
         self.peak_amounts = tuple(self._amounts)
 
     def gather(self, unit: int) -> None:
@@ -175,6 +190,12 @@ class MemoryLedger:
         self._rise(Held.TEMPORARY, memory.forward_rise, unit)
         self._add(Held.ACTIVATION, memory.kept, unit)
 
+    def loss(self) -> None:
+        """The loss is computed, and its own backward."""
+        self._rise(Held.TEMPORARY, self._work.loss.forward_rise, NO_UNIT)
+        self._of_loss = self._work.loss.kept
+        self._add(Held.ACTIVATION, self._of_loss, NO_UNIT)
+
     def backward(self, piece: int, unit: int) -> None:
         """A piece runs backward: its activations go; its gradients come, or are added to."""
         memory = self._work.pieces[piece]
@@ -182,6 +203,9 @@ class MemoryLedger:
         new = 0 if piece in self._piece_gradients else memory.gradients
         self._piece_gradients[piece] = memory.gradients
         self._free(Held.ACTIVATION, memory.kept)
+        if memory.backward_rise:
+            self._free(Held.ACTIVATION, self._of_loss)
+            self._of_loss = 0
         self._add(Held.UNSHARDED_GRADIENT, new, unit)
 
     def reduce(self, unit: int, pieces: Sequence[int]) -> None:

@@ -217,5 +217,7 @@ def _forgotten(piece: PieceMemory) -> PieceMemory:
     return replace(
         piece,
         kept=piece.output,
+        forward=None,
+        backward=None,
         backward_rise=max(piece.forward_rise, saved + piece.backward_rise),
     )

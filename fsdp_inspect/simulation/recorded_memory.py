@@ -1,18 +1,26 @@
 """What memory did the recorded step's units and pieces hold? From the samples of a memory step.
 
 Only a memory step tells categories, so the work's memory comes from one of those (the first with
-samples of every unit's forward and backward); its times count for nothing. A unit that encloses
-others is known by its gradients alone.
+samples of every unit's forward and backward); its times count for nothing. A piece's memory is what
+changed between the boundaries of units before and behind it, without what communication holds.
+
+[Note: older runs]
+Runs recorded before the columns `parameter` and `peak_compute` tell neither what rises between two
+units nor which part of a unit does: there a unit that encloses others is known by its gradients
+alone, and the loss holds nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.parameters import last_gradient_of, share_of
+from fsdp_inspect.simulation.parts import Course, ParameterUse
 from fsdp_inspect.simulation.workload import Op, Piece, Tape
-from fsdp_inspect.trace.codes import MemoryPoint, Phase
+from fsdp_inspect.trace.codes import OF_COMMUNICATION, MemoryCategory, MemoryPoint, Phase
 from fsdp_inspect.trace.run import Unit
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
 
@@ -42,13 +50,13 @@ def measure_memory_work(
     return None
 
 
-_OF_COMMUNICATION = (
-    "unsharded_parameter",
-    "all_gather_buffer",
-    "reduce_scatter_buffer",
-    "sharded_gradient",
-)
-"""What the ledger counts by FSDP2's rules."""
+class _Stretch(NamedTuple):
+    """Pieces that run between two boundaries of units."""
+
+    pieces: Sequence[int]
+    begin: int
+    """The sample at the first boundary."""
+    end: int
 
 
 class _Reader:
@@ -57,6 +65,7 @@ class _Reader:
     def __init__(self, samples: MemoryTable, units: Sequence[Unit], tape: Tape, shard: int) -> None:
         self._samples = samples
         self._units = units
+        self._tape = tape
         self._shard = shard
         self._leaves = _leaves(tape)
         self._rows = {
@@ -64,6 +73,7 @@ class _Reader:
             for row, (point, unit) in enumerate(zip(samples.point, samples.unit, strict=True))
             if samples.phase[row] in (Phase.FORWARD, Phase.BACKWARD)
         }
+        self._tells_gaps = bool(np.any(samples.peak_compute != MISSING_INT))
 
     @property
     def is_whole(self) -> bool:
@@ -83,55 +93,137 @@ class _Reader:
     def work(self, pieces: Sequence[Piece]) -> MemoryWork:
         """The memory of all pieces and units."""
         of_units = [self._unit(unit) for unit in self._units]
-        return MemoryWork(pieces=self._pieces(pieces), units=of_units, rest=self._rest(of_units))
+        return MemoryWork(
+            pieces=self._pieces(pieces),
+            units=of_units,
+            rest=self._rest(of_units),
+            loss=self._loss(),
+        )
+
+    # --- pieces
 
     def _pieces(self, pieces: Sequence[Piece]) -> list[PieceMemory]:
-        """A leaf's memory goes to its longest piece; an enclosing unit's gradients to its last."""
+        """Of pieces in one stretch the longest has its memory."""
         memory = [PieceMemory()] * len(pieces)
-        for unit in range(len(self._units)):
-            own = [at for at, piece in enumerate(pieces) if piece.unit == unit]
-            if not own:
+        for stretch in self._known(self._forward(), pieces):
+            at = _longest(stretch, pieces)
+            memory[at] = replace(
+                memory[at],
+                kept=self._compute(stretch.end) - self._compute(stretch.begin),
+                forward_rise=self._rise(stretch),
+                forward=self._course(stretch, pieces[at]),
+            )
+        for stretch in self._known(self._backward(), pieces):
+            at = _longest(stretch, pieces)
+            memory[at] = replace(
+                memory[at],
+                backward_rise=self._rise(stretch),
+                backward=self._course(stretch, pieces[at]),
+                gradients=self._grown(MemoryCategory.UNSHARDED_GRADIENT, stretch),
+                output=self._category(MemoryCategory.TEMPORARY, stretch.begin),
+            )
+        return memory if self._tells_gaps else self._with_late_gradients(memory, pieces)
+
+    def _known(self, stretches: Iterable[_Stretch], pieces: Sequence[Piece]) -> Iterator[_Stretch]:
+        """Those of units without others inside, if the run tells no more."""
+        for stretch in stretches:
+            if self._tells_gaps or pieces[stretch.pieces[0]].unit in self._leaves:
+                yield stretch
+
+    def _with_late_gradients(
+        self, memory: Sequence[PieceMemory], pieces: Sequence[Piece]
+    ) -> list[PieceMemory]:
+        """Gradients of an enclosing unit come with its first piece, the last one of backward."""
+        first = {piece.unit: at for at, piece in reversed([*enumerate(pieces)])}
+        late = {at: self._units[unit] for unit, at in first.items() if unit not in self._leaves}
+        return [
+            replace(each, gradients=_gradient_bytes(late[at])) if at in late else each
+            for at, each in enumerate(memory)
+        ]
+
+    def _forward(self) -> Iterator[_Stretch]:
+        begin: int | None = None
+        pieces: list[int] = []
+        for op, index in self._tape:
+            if op is Op.RUN:
+                pieces.append(index)
                 continue
-            if unit in self._leaves:
-                longest = max(own, key=lambda at: pieces[at].forward_ns + pieces[at].backward_ns)
-                memory[longest] = self._leaf(self._units[unit])
-            else:
-                memory[own[0]] = PieceMemory(gradients=_gradient_bytes(self._units[unit]))
-        return memory
+            enters = op is Op.ENTER
+            end = self._row(MemoryPoint.FORWARD_START if enters else MemoryPoint.FORWARD_END, index)
+            yield from _stretch(pieces, begin, end)
+            begin, pieces = end, []
 
-    def _leaf(self, unit: Unit) -> PieceMemory:
-        start, end = (
-            self._row(point, unit) for point in (MemoryPoint.FORWARD_START, MemoryPoint.FORWARD_END)
-        )
-        begin, done = (
-            self._row(point, unit)
-            for point in (MemoryPoint.BACKWARD_START, MemoryPoint.BACKWARD_END)
-        )
-        gradients = self._category("unsharded_gradient", done)
-        gradients -= self._category("unsharded_gradient", begin)
+    def _backward(self) -> Iterator[_Stretch]:
+        begin: int | None = None
+        pieces: list[int] = []
+        for op, index in reversed(self._tape):
+            if op is Op.RUN:
+                pieces.append(index)
+                continue
+            leaves = op is Op.LEAVE
+            end = self._row(
+                MemoryPoint.BACKWARD_START if leaves else MemoryPoint.BACKWARD_END, index
+            )
+            yield from _stretch(pieces, begin, end)
+            begin, pieces = end if leaves else self._reduced(end), []
+
+    def _reduced(self, end: int | None) -> int | None:
+        """Where a unit's gradients were handed over, behind the end of its backward."""
+        if end is None:
+            return None
+        later = np.flatnonzero(self._samples.point[end:] == MemoryPoint.AFTER_REDUCE)
+        return end + int(later[0]) if len(later) else end
+
+    def _loss(self) -> PieceMemory:
+        """What rises and comes between the last forward of a unit and the first backward."""
+        samples = self._samples
+        ends = np.flatnonzero(samples.point == MemoryPoint.FORWARD_END)
+        begins = np.flatnonzero(samples.point == MemoryPoint.BACKWARD_START)
+        if not self._tells_gaps or not len(ends) or not len(begins) or ends[-1] > begins[0]:
+            return PieceMemory()
+        stretch = _Stretch((), int(ends[-1]), int(begins[0]))
         return PieceMemory(
-            kept=self._compute(end) - self._compute(start),
-            forward_rise=self._rise(start, end),
-            backward_rise=self._rise(begin, done),
-            gradients=gradients,
-            output=self._category("temporary", begin),
+            kept=self._compute(stretch.end) - self._compute(stretch.begin),
+            forward_rise=self._rise(stretch),
         )
 
-    def _rise(self, start: int, end: int) -> int:
-        """The highest moment between two samples above the first, without communication.
+    def _rise(self, stretch: _Stretch) -> int:
+        """The highest moment of a stretch above its begin.
 
-        Prefetched all-gathers are issued right behind the first sample: the compute that follows
-        rises from there.
+        Where communication is not known to be left out of it, it is what communication holds at
+        the end: prefetched all-gathers are issued right behind the begin.
         """
-        high = max(int(self._samples.peak_allocated[end]), int(self._samples.allocated[end]))
-        return max(high - self._communication(end) - self._compute(start), 0)
+        samples, end = self._samples, stretch.end
+        high = int(samples.peak_compute[stretch.begin + 1 : end + 1].max())
+        if high == MISSING_INT:
+            high = max(int(samples.peak_allocated[end]), int(samples.allocated[end]))
+            high -= self._communication(end)
+        return max(high - self._compute(stretch.begin), 0)
 
-    def _compute(self, row: int) -> int:
-        """Allocated, less what communication holds."""
-        return int(self._samples.allocated[row]) - self._communication(row)
+    def _course(self, stretch: _Stretch, piece: Piece) -> Course | None:
+        """The uses of the unit's parameters in the stretch; None where there are none."""
+        samples, unit = self._samples, self._units[piece.unit]
+        names = [*unit.parameters]
+        own = (samples.point == MemoryPoint.PARAMETER_USE) & (samples.unit == unit.index)
+        begin_ns, end_ns = samples.time_ns[[stretch.begin, stretch.end]].tolist()
+        rows = np.flatnonzero(own & (samples.time_ns >= begin_ns) & (samples.time_ns < end_ns))
+        if not len(rows) or samples.parameter[rows].max() >= len(names):
+            return None
+        base = self._compute(stretch.begin)
+        return Course(
+            uses=tuple(
+                ParameterUse(
+                    names[samples.parameter[row]],
+                    level=self._compute(row) - base,
+                    high=int(samples.peak_compute[row]) - base,
+                )
+                for row in rows.tolist()
+            ),
+            end=self._compute(stretch.end) - base,
+            high=self._rise(stretch),
+        )
 
-    def _communication(self, row: int) -> int:
-        return sum(self._category(name, row) for name in _OF_COMMUNICATION)
+    # --- units
 
     def _unit(self, unit: Unit) -> UnitMemory:
         trained = unit.num_trainable_parameters / max(unit.num_parameters, 1)
@@ -150,17 +242,40 @@ class _Reader:
             unit.sharded_bytes * unit.num_trainable_parameters / max(unit.num_parameters, 1)
             for unit in self._units
         )
-        return self._category("optimizer_state", 0) / sharded if sharded else 0.0
+        states = self._category(MemoryCategory.OPTIMIZER_STATE, 0)
+        return states / sharded if sharded else 0.0
 
     def _rest(self, units: Sequence[UnitMemory]) -> int:
         """At the first sample, what is neither at rest in a unit nor communication."""
         return self._compute(0) - sum(unit.resting for unit in units)
 
-    def _category(self, name: str, row: int) -> int:
-        return max(int(getattr(self._samples, name)[row]), 0)
+    # --- samples
 
-    def _row(self, point: MemoryPoint, unit: Unit) -> int:
-        return self._rows[int(point), unit.index]
+    def _compute(self, row: int) -> int:
+        """Allocated, less what communication holds."""
+        return int(self._samples.allocated[row]) - self._communication(row)
+
+    def _communication(self, row: int) -> int:
+        return sum(self._category(category, row) for category in OF_COMMUNICATION)
+
+    def _grown(self, category: MemoryCategory, stretch: _Stretch) -> int:
+        return self._category(category, stretch.end) - self._category(category, stretch.begin)
+
+    def _category(self, category: MemoryCategory, row: int) -> int:
+        return max(int(getattr(self._samples, category.label)[row]), 0)
+
+    def _row(self, point: MemoryPoint, unit: int) -> int | None:
+        return self._rows.get((int(point), self._units[unit].index))
+
+
+def _stretch(pieces: Sequence[int], begin: int | None, end: int | None) -> Iterator[_Stretch]:
+    """If there are pieces and both boundaries have samples."""
+    if pieces and begin is not None and end is not None and begin < end:
+        yield _Stretch(tuple(pieces), begin, end)
+
+
+def _longest(stretch: _Stretch, pieces: Sequence[Piece]) -> int:
+    return max(stretch.pieces, key=lambda at: pieces[at].forward_ns + pieces[at].backward_ns)
 
 
 def _leaves(tape: Tape) -> set[int]:

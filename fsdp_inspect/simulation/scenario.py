@@ -14,9 +14,10 @@ leaves as it was keeps its own measured communication. What changes is derived:
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
@@ -30,6 +31,7 @@ from fsdp_inspect.simulation.parameters import (
     share_of,
     smaller_group,
 )
+from fsdp_inspect.simulation.parts import change_of, rise_of
 from fsdp_inspect.simulation.policies import (
     accumulation_of,
     microbatches_of,
@@ -329,13 +331,23 @@ class _Regrouping:
     def _cuts(self) -> Iterator[_Cut]:
         """The recorded pieces in order, each cut among the plan's units with its parameters."""
         position = {name: index for index, name in enumerate(self._names)}
-        for op, index in self._work.workload.tape:
-            if op is Op.RUN:
-                piece = self._work.workload.pieces[index]
-                shares = self._shares(self._work.units[piece.unit])
-                largest = max(shares.values())
-                for name, share in shares.items():
-                    yield _Cut(index, position[name], share, share / largest)
+        run = [index for op, index in self._work.workload.tape if op is Op.RUN]
+        for index, shares in zip(run, self._shares_of(run), strict=True):
+            largest = max(shares.values())
+            for name, share in shares.items():
+                yield _Cut(index, position[name], share, share / largest)
+
+    def _shares_of(self, pieces: Sequence[int]) -> list[dict[str, float]]:
+        """How each piece divides among the plan's units, in order.
+
+        A piece that uses no parameters goes with what follows it, as code between units does.
+        """
+        shares = [self._shares(piece) for piece in pieces]
+        for here, there in (*pairwise(reversed(range(len(shares)))), *pairwise(range(len(shares)))):
+            if shares[here] and not shares[there]:
+                nearest = [*shares[here]][0 if there < here else -1]
+                shares[there] = {nearest: 1.0}
+        return shares
 
     def _pieces(self, cuts: Sequence[_Cut]) -> tuple[list[Piece], Tape]:
         recorded = self._work.workload.pieces
@@ -354,17 +366,31 @@ class _Regrouping:
             units=[self._unit_memory(unit, before) for unit in units],
             rest=before.rest,
             copies_reduce_input=before.copies_reduce_input,
+            loss=before.loss,
         )
 
     def _piece_memory(self, memory: PieceMemory, cut: _Cut, units: Sequence[Unit]) -> PieceMemory:
-        """Gradients as wide as the unit's compute; the largest part rises as high as the whole."""
+        """Gradients as wide as the unit's compute.
+
+        Where the run does not tell when which parameter was used, the largest part rises as high
+        as the whole.
+        """
         old = self._work.units[self._work.workload.pieces[cut.piece].unit]
         width = itemsize(units[cut.unit].param_dtype) / itemsize(old.param_dtype)
+        gradients = round(memory.gradients * cut.share * width)
+        if cut.share == 1:
+            return replace(memory, gradients=gradients)
+        forward, backward = memory.forward, memory.backward
+        own = self._members[self._names[cut.unit]]
         return PieceMemory(
-            kept=round(memory.kept * cut.share),
-            forward_rise=round(memory.forward_rise * cut.share_of_largest),
-            backward_rise=round(memory.backward_rise * cut.share_of_largest),
-            gradients=round(memory.gradients * cut.share * width),
+            kept=round(memory.kept * cut.share) if forward is None else change_of(forward, own),
+            forward_rise=round(memory.forward_rise * cut.share_of_largest)
+            if forward is None
+            else rise_of(forward, own),
+            backward_rise=round(memory.backward_rise * cut.share_of_largest)
+            if backward is None
+            else rise_of(backward, own, unused=gradients),
+            gradients=gradients,
         )
 
     def _unit_memory(self, unit: Unit, before: MemoryWork) -> UnitMemory:
@@ -386,17 +412,35 @@ class _Regrouping:
         roots = [i for i, name in enumerate(self._names) if self._plan.unit(name).is_root]
         return roots[0] if roots else None
 
-    def _shares(self, unit: Unit) -> dict[str, float]:
-        """How a recorded unit's compute divides among the plan's units, in order."""
+    def _shares(self, piece: int) -> dict[str, float]:
+        """How a piece divides among the plan's units, in order; empty: it uses no parameters."""
+        unit = self._work.workload.pieces[piece].unit
+        parameters = parameters_of(self._work.units[unit])
+        used = self._used(piece) if self._tells_uses(unit) else set(parameters)
         numels: dict[str, int] = defaultdict(int)
-        for parameter, shape in parameters_of(unit).items():
-            numels[self._owners[parameter]] += math.prod(shape)
+        for parameter, shape in parameters.items():
+            if parameter in used:
+                numels[self._owners[parameter]] += math.prod(shape)
         if len(numels) > 1:
             self._assumptions[
                 "Compute of a unit that is split is divided by the share of its parameters."
             ] = None
         total = sum(numels.values())
         return {name: numel / total for name, numel in numels.items()}
+
+    def _used(self, piece: int) -> Set[str]:
+        """The parameters that the recorded piece used, as far as a memory step told."""
+        memory = self._work.workload.memory
+        return memory.pieces[piece].used if memory is not None else set()
+
+    def _tells_uses(self, unit: int) -> bool:
+        """Whether the run tells where a unit that is cut uses the parameters of each part."""
+        parts = {self._owners[name] for name in parameters_of(self._work.units[unit])}
+        if len(parts) < 2:
+            return False
+        pieces = self._work.workload.pieces
+        own = [self._used(at) for at, piece in enumerate(pieces) if piece.unit == unit]
+        return {self._owners[name] for used in own for name in used} == parts
 
     def _ending_late(self, tape: Tape) -> set[int]:
         """The units that are entered before any compute, if such a unit ended late in the run."""

@@ -154,6 +154,7 @@ class Schedule:
             if number == 0 and work.host_ahead_ns is not None:
                 machine.hold_back(work.host_ahead_ns)
             self._forward()
+            self._memory.loss()
             machine.run(machine.compute, work.after_forward_ns)
             self._phase = Phase.BACKWARD
             self._backward(microbatch)

@@ -172,6 +172,10 @@ class MemoryPoint(NamedCode):
     """The same moment by owning unit, as PEAK_BY_OWNER."""
     END_BY_OWNER = 13
     """What rests after a memory step, one row for each owning unit."""
+    PARAMETER_USE = 14
+    """A pass of a unit uses one of its parameters for the first time; `parameter` says which."""
+    AFTER_REDUCE = 15
+    """Memory steps: a unit's gradients were handed over; `unit` is the one around it."""
 
 
 DETAILS = (
@@ -179,6 +183,7 @@ DETAILS = (
     MemoryPoint.PHASE_PEAK,
     MemoryPoint.PHASE_PEAK_BY_OWNER,
     MemoryPoint.END_BY_OWNER,
+    MemoryPoint.PARAMETER_USE,
 )
 """Rows that say more about a moment of a memory step; no readings of their own."""
 
@@ -198,6 +203,15 @@ class MemoryCategory(NamedCode):
     INPUT = 9
     TEMPORARY = 10
     OUTSIDE_ALLOCATOR = 11
+
+
+OF_COMMUNICATION = (
+    MemoryCategory.UNSHARDED_PARAMETER,
+    MemoryCategory.ALL_GATHER_BUFFER,
+    MemoryCategory.REDUCE_SCATTER_BUFFER,
+    MemoryCategory.SHARDED_GRADIENT,
+)
+"""What FSDP holds by its own rules, whatever a model computes."""
 
 
 DTYPES = (

@@ -188,6 +188,7 @@ class MemoryTable(Table):
         "phase": np.int8,
         "point": np.int8,
         "unit": np.int16,
+        "parameter": np.int16,
         "method": np.int8,
         "time_ns": np.int64,
         "allocated": np.int64,
@@ -198,6 +199,7 @@ class MemoryTable(Table):
         "inactive_split": np.int64,
         "num_alloc_retries": np.int32,
         "num_ooms": np.int32,
+        "peak_compute": np.int64,
         "sharded_parameter": np.int64,
         "unsharded_parameter": np.int64,
         "sharded_gradient": np.int64,
@@ -220,6 +222,8 @@ class MemoryTable(Table):
     """A `MemoryPoint`."""
     unit: NDArray[np.int16]
     """Position: the innermost unit on the host's stack (PEAK_BY_OWNER: the owner); -1: none."""
+    parameter: NDArray[np.int16]
+    """PARAMETER_USE: which of the unit's parameters, by its place in `Unit.parameters`."""
     method: NDArray[np.int8]
     """`Method.MEASURED`: allocator counters or the storage tracker, by the rank's `memory_from`."""
     time_ns: NDArray[np.int64]
@@ -229,7 +233,8 @@ class MemoryTable(Table):
     active: NDArray[np.int64]
     peak_allocated: NDArray[np.int64]
     """Highest `allocated` since the previous sample (storage tracker), or since the user's own
-    last reset (CUDA counters, which the recorder never resets)."""
+    last reset (CUDA counters, which the recorder never resets). PARAMETER_USE: until the next use
+    in the same pass, or the next sample."""
     peak_reserved: NDArray[np.int64]
     inactive_split: NDArray[np.int64]
     """Free blocks in segments that are also in use, which the allocator cannot give back."""
@@ -237,6 +242,9 @@ class MemoryTable(Table):
     """Since the process began: how often the allocator emptied its cache and tried again."""
     num_ooms: NDArray[np.int32]
     """Since the process began: requests that failed in the end."""
+    peak_compute: NDArray[np.int64]
+    """The most of `allocated` less `codes.OF_COMMUNICATION`, over the same time as
+    `peak_allocated`; from the storage tracker."""
     sharded_parameter: NDArray[np.int64]
     unsharded_parameter: NDArray[np.int64]
     sharded_gradient: NDArray[np.int64]

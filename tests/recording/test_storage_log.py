@@ -296,3 +296,48 @@ def test_highest_peak_between_marks_is_the_peak_of_the_step(script):
     summary = step.log.summarize()
     assert max(mark.peak_bytes for mark in summary.marks) == max(totals)
     assert all(mark.instant.total_bytes <= mark.peak_bytes for mark in summary.marks)
+
+
+def test_a_pass_tells_what_was_alive_at_each_first_use_and_how_high_it_rose_before_the_next():
+    step = LogBuilder()
+    step.begin()
+    step.phase, step.unit = Phase.FORWARD, 3
+    gathered = step.alloc(1000, MemoryCategory.UNSHARDED_PARAMETER)
+    step.mark(MemoryPoint.FORWARD_START)
+    forward = step.log.begin_pass(3, microbatch=1)
+    kept = step.alloc(10)
+    step.log.use(forward, 0, step.now())
+    step.free(step.alloc(70))
+    step.log.use(forward, 2, step.now())
+    step.free(step.alloc(40))
+    step.mark(MemoryPoint.FORWARD_END)
+    step.alloc(500)
+    step.log.end_pass(forward)
+    step.free(gathered)
+    step.phase = Phase.BACKWARD
+    step.free(kept)
+    step.finish()
+    memory = step.log.summarize()
+    assert [(use.unit, use.parameter, use.microbatch) for use in memory.uses] == [
+        (3, 0, 1),
+        (3, 2, 1),
+    ]
+    assert [use.instant.total_bytes for use in memory.uses] == [1010, 1010]
+    assert [use.peak_bytes for use in memory.uses] == [1080, 1050]
+    assert [use.peak_compute_bytes for use in memory.uses] == [80, 50]
+    assert [mark.peak_compute_bytes for mark in memory.marks] == [0, 80]
+    rows = [dict(zip(MemoryTable.DTYPES, row, strict=True)) for row in memory.rows(step=7)]
+    used = [row for row in rows if row["point"] == MemoryPoint.PARAMETER_USE]
+    assert [(row["unit"], row["parameter"], row["peak_compute"]) for row in used] == [
+        (3, 0, 80),
+        (3, 2, 50),
+    ]
+    assert {row["parameter"] for row in rows if row not in used} == {-1}
+
+
+def test_a_pass_that_did_not_end_tells_no_uses():
+    step = LogBuilder()
+    step.begin()
+    step.log.use(step.log.begin_pass(0, microbatch=0), 0, step.now())
+    step.finish()
+    assert step.log.summarize().uses == ()

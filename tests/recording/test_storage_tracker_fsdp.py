@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from fsdp_inspect import Recorder, open_run
 from fsdp_inspect.recording.storage_log import StepMemory
 from fsdp_inspect.recording.storage_tracker import StorageTracker
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Phase
@@ -336,3 +337,43 @@ def test_memory_of_rank_0_with_gloo_is_that_of_a_fake_group(torchrun, tmp_path):
     real = json.loads(out.read_text())
     assert real["end"] == memory.end.total_bytes
     assert memory.peak.total_bytes <= real["peak"] <= 1.1 * memory.peak.total_bytes
+
+
+# --- the uses of parameters
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_each_pass_tells_the_order_in_which_it_uses_its_parameters(
+    tmp_path: Path, *, checkpointed: bool
+):
+    """Under torch 2.13 a linear's bias has no use in backward; what checkpointing repeats is none.
+
+    Parameters of one operation come in no order of meaning.
+    """
+    training = Training(checkpointed=checkpointed)
+    recorder = Recorder(
+        training.model, path=tmp_path / "run", memory_steps=(1,), print_verdict=False,
+        device_interval_s=0,
+    )  # fmt: skip
+    with recorder:
+        for _ in range(2):
+            with recorder.step():
+                training.step()
+    run = open_run(tmp_path / "run")
+    (unit,) = (each for each in run.manifest.units if each.fqn == "layers.1")
+    names = [name.removeprefix("layers.1.") for name in unit.parameters]
+    samples = run.memory(0)
+    uses = samples.where(
+        (samples.point == MemoryPoint.PARAMETER_USE) & (samples.unit == unit.index)
+    )
+    order = {
+        phase: [names[place] for place in uses.parameter[uses.phase == phase].tolist()]
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    }
+    assert order == {
+        Phase.FORWARD: [
+            "norm.bias", "norm.weight", "up.weight", "up.bias", "down.weight", "down.bias",
+        ],
+        Phase.BACKWARD: ["down.weight", "up.weight", "norm.bias", "norm.weight"],
+    }  # fmt: skip
+    assert (uses.peak_compute <= uses.peak_allocated).all()

@@ -102,7 +102,7 @@ def test_what_was_not_measured_is_missing_and_amounts_say_bytes(tmp_path):
     )
     amounts = set(row) - {
         *("rank", "step", "microbatch", "phase", "point", "unit_fqn", "method", "time_ns"),
-        *("num_alloc_retries", "num_ooms"),
+        *("parameter_index", "num_alloc_retries", "num_ooms"),
     }
     assert all(name.endswith("_bytes") for name in amounts), amounts
 

@@ -20,6 +20,7 @@ from fsdp_inspect.simulation.simulate import simulate
 from instrumented_trainer.command_line import check_settings
 from instrumented_trainer.runtime import process_group, read_runtime
 from instrumented_trainer.trainer import prepare, train
+from tests.validation.grid import SPLIT
 
 EMULATED = "world_size=8,gpus_per_node=4,bandwidth=10GB/s,inter_bandwidth=1GB/s"
 MODEL = {
@@ -49,7 +50,18 @@ PLANS: dict[str, tuple[dict[str, Any], Changes]] = {
     "checkpointed in a node": (FULL | IN_NODE, Changes(**FULL, **IN_NODE)),
     "checkpointed by two": (FULL | {"wrap": "every:2"}, Changes(**FULL, wrap="every:2")),
     "one unit": ({"wrap": "root"}, Changes(wrap="root")),
+    "split": ({"wrap": SPLIT}, Changes(wrap="split")),
+    "kept whole": ({"reshard_after_forward": "false"}, Changes(reshard_after_forward=False)),
 }
+WRAPS = {
+    "with the rest in the root": "layers.*",
+    "block": "block",
+    "by two": "every:2",
+    "split": SPLIT,
+    "one unit": "root",
+}
+LARGE_VOCABULARY = {"vocab_size": 2048, "seq_len": 128}
+"""With it memory is at its peak in the loss, outside of all units."""
 
 Recorded = Callable[..., StoredRun]
 
@@ -89,6 +101,25 @@ def test_the_peak_of_another_plan_is_predicted(recorded: Recorded, name: str):
     settings, changes = PLANS[name]
     measured = measure_work(recorded(**settings)).peak_bytes
     assert predicted_peak(recorded(), changes) == pytest.approx(measured, abs=OUTSIDE_OF_UNITS)
+
+
+@pytest.mark.parametrize("planned", WRAPS)
+@pytest.mark.parametrize("ran", WRAPS)
+def test_the_loss_and_the_code_between_units_hold_memory_too(
+    recorded: Recorded, ran: str, planned: str
+):
+    run = recorded(**LARGE_VOCABULARY, wrap=WRAPS[ran])
+    other = recorded(**LARGE_VOCABULARY, wrap=WRAPS[planned])
+    found = simulate(run, observed_plan(other)).predicted.peak_bytes
+    assert found == pytest.approx(measure_work(other).peak_bytes, abs=OUTSIDE_OF_UNITS)
+
+
+@pytest.mark.parametrize("planned", WRAPS)
+def test_one_unit_tells_what_its_parts_hold(recorded: Recorded, planned: str):
+    """What a norm does before it uses its weight counts to the part before, hence not exactly."""
+    found = simulate(recorded(wrap="root"), observed_plan(recorded(wrap=WRAPS[planned])))
+    measured = measure_work(recorded(wrap=WRAPS[planned])).peak_bytes
+    assert found.predicted.peak_bytes == pytest.approx(measured, rel=0.005)
 
 
 def test_a_run_in_smaller_groups_predicts_the_peak_without_them(recorded: Recorded):
