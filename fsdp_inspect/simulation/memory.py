@@ -35,12 +35,8 @@ class PieceMemory:
     forward: Course | None = None
     """How memory goes in its forward; None: not known, or not its own any more."""
     backward: Course | None = None
-
-    @property
-    def used(self) -> frozenset[str]:
-        """The parameters that it is known to use; empty: not known, or none."""
-        courses = [course for course in (self.forward, self.backward) if course is not None]
-        return frozenset(use.parameter for course in courses for use in course.uses)
+    used: frozenset[str] = frozenset()
+    """The parameters that it is known to use; empty: not known, or none."""
 
 
 @dataclass(frozen=True, slots=True)

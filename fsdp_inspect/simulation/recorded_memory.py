@@ -122,6 +122,7 @@ class _Reader:
                 gradients=self._grown(MemoryCategory.UNSHARDED_GRADIENT, stretch),
                 output=self._category(MemoryCategory.TEMPORARY, stretch.begin),
             )
+        memory = [replace(each, used=_used(each)) for each in memory]
         return memory if self._tells_gaps else self._with_late_gradients(memory, pieces)
 
     def _known(self, stretches: Iterable[_Stretch], pieces: Sequence[Piece]) -> Iterator[_Stretch]:
@@ -272,6 +273,11 @@ def _stretch(pieces: Sequence[int], begin: int | None, end: int | None) -> Itera
     """If there are pieces and both boundaries have samples."""
     if pieces and begin is not None and end is not None and begin < end:
         yield _Stretch(tuple(pieces), begin, end)
+
+
+def _used(piece: PieceMemory) -> frozenset[str]:
+    courses = [course for course in (piece.forward, piece.backward) if course is not None]
+    return frozenset(use.parameter for course in courses for use in course.uses)
 
 
 def _longest(stretch: _Stretch, pieces: Sequence[Piece]) -> int:

@@ -195,6 +195,9 @@ class _Regrouping:
         for unit in work.units:
             for parameter, shape in parameters_of(unit).items():
                 self._members[self._owners[parameter]][parameter] = shape
+        self._pieces_of: dict[int, list[int]] = defaultdict(list)
+        for at, piece in enumerate(work.workload.pieces):
+            self._pieces_of[piece.unit].append(at)
         self._names = [unit.name for unit in plan.units if unit.name in self._members]
         self._lumps = {
             name: unit for unit in work.units if not unit.parameters for name in parameters_of(unit)
@@ -340,13 +343,16 @@ class _Regrouping:
     def _shares_of(self, pieces: Sequence[int]) -> list[dict[str, float]]:
         """How each piece divides among the plan's units, in order.
 
-        A piece that uses no parameters goes with what follows it, as code between units does.
+        A piece that uses no parameters goes with what follows it, as code between units does, or
+        else with what is before it.
         """
         shares = [self._shares(piece) for piece in pieces]
-        for here, there in (*pairwise(reversed(range(len(shares)))), *pairwise(range(len(shares)))):
-            if shares[here] and not shares[there]:
-                nearest = [*shares[here]][0 if there < here else -1]
-                shares[there] = {nearest: 1.0}
+        for after, at in pairwise(reversed(range(len(shares)))):
+            if not shares[at] and shares[after]:
+                shares[at] = {next(iter(shares[after])): 1.0}
+        for before, at in pairwise(range(len(shares))):
+            if not shares[at]:
+                shares[at] = {next(reversed(shares[before])): 1.0}
         return shares
 
     def _pieces(self, cuts: Sequence[_Cut]) -> tuple[list[Piece], Tape]:
@@ -380,18 +386,17 @@ class _Regrouping:
         gradients = round(memory.gradients * cut.share * width)
         if cut.share == 1:
             return replace(memory, gradients=gradients)
-        forward, backward = memory.forward, memory.backward
         own = self._members[self._names[cut.unit]]
-        return PieceMemory(
-            kept=round(memory.kept * cut.share) if forward is None else change_of(forward, own),
-            forward_rise=round(memory.forward_rise * cut.share_of_largest)
-            if forward is None
-            else rise_of(forward, own),
-            backward_rise=round(memory.backward_rise * cut.share_of_largest)
-            if backward is None
-            else rise_of(backward, own, unused=gradients),
-            gradients=gradients,
+        kept, forward_rise, backward_rise = (
+            memory.kept * cut.share,
+            memory.forward_rise * cut.share_of_largest,
+            memory.backward_rise * cut.share_of_largest,
         )
+        if memory.forward is not None:
+            kept, forward_rise = change_of(memory.forward, own), rise_of(memory.forward, own)
+        if memory.backward is not None:
+            backward_rise = rise_of(memory.backward, own, unused=gradients)
+        return PieceMemory(round(kept), round(forward_rise), round(backward_rise), gradients)
 
     def _unit_memory(self, unit: Unit, before: MemoryWork) -> UnitMemory:
         trained = unit.num_trainable_parameters / max(unit.num_parameters, 1)
@@ -431,16 +436,15 @@ class _Regrouping:
     def _used(self, piece: int) -> Set[str]:
         """The parameters that the recorded piece used, as far as a memory step told."""
         memory = self._work.workload.memory
-        return memory.pieces[piece].used if memory is not None else set()
+        return memory.pieces[piece].used if memory is not None else frozenset()
 
     def _tells_uses(self, unit: int) -> bool:
         """Whether the run tells where a unit that is cut uses the parameters of each part."""
         parts = {self._owners[name] for name in parameters_of(self._work.units[unit])}
         if len(parts) < 2:
             return False
-        pieces = self._work.workload.pieces
-        own = [self._used(at) for at, piece in enumerate(pieces) if piece.unit == unit]
-        return {self._owners[name] for used in own for name in used} == parts
+        used = (name for piece in self._pieces_of[unit] for name in self._used(piece))
+        return {self._owners[name] for name in used} == parts
 
     def _ending_late(self, tape: Tape) -> set[int]:
         """The units that are entered before any compute, if such a unit ended late in the run."""

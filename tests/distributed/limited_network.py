@@ -20,6 +20,8 @@ _PORT = 29400  # inside the namespaces nobody else listens
 _BURST = "32kb"
 """What an idle link may send at once: little beside a message, or small messages cost nothing."""
 _QUEUE = "200ms"
+_KEEPS_ITS_WINDOW = "net.ipv4.tcp_slow_start_after_idle=0"
+"""Or a message behind a pause of computing starts slowly, as on no network made for training."""
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 
@@ -103,6 +105,7 @@ def limited_network(rate_mbit: int) -> Iterator[LimitedNetwork]:
             for name in ("lo", interface):
                 _ip("-n", namespace, "link", "set", name, "up")
             _limit(namespace, interface, rate_mbit)
+            _ip("netns", "exec", namespace, "sysctl", "-w", _KEEPS_ITS_WINDOW)
         yield network
 
 

@@ -57,6 +57,19 @@ def rise(workload: Workload, *, steps: int = 2) -> int:
     return played[-1].peak_bytes - workload.memory.resting
 
 
+def test_the_loss_rises_above_all_activations_and_what_it_leaves_goes_with_the_first_backward():
+    plain = blocks(kept=10, backward_rise=10 * SIZE)
+    assert plain.memory is not None
+    loss = PieceMemory(kept=50, forward_rise=50_000)
+    high = replace(plain, memory=replace(plain.memory, loss=loss))
+    assert rise(high) == NUM_BLOCKS * 10 + 50_000
+    low = replace(plain, memory=replace(plain.memory, loss=replace(loss, forward_rise=50)))
+    schedule = Schedule(low, HostMachine(is_blocking=False))
+    played = [schedule.play() for _ in range(3)]
+    assert played[1].peak_bytes == played[2].peak_bytes  # nothing is left over
+    assert rise(low) == rise(plain) + 50  # the first backward is the highest moment
+
+
 def test_two_gather_outputs_and_one_unsharded_copy_are_alive_in_forward():
     assert rise(blocks()) == 3 * SIZE
 
