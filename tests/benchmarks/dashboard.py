@@ -2,8 +2,9 @@
 
 Measured in Chromium against the real server on this machine: every page on a recorded sample, the
 pages of one run on a made-up run of 1,024 ranks, and the timeline of one step with very many
-intervals. Warm: the server has shown the page before. Cold: the server was just started. Static
-files are in the browser's cache, both times.
+intervals. Warm: the server has shown the page before. Cold: the server was just started. From the
+list: it has shown the list of runs and nothing of this one. Static files are in the browser's cache
+each time.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class _Place:
     warm: list[Visit | None] = field(default_factory=list)
     """None for a visit that did not come to rest."""
     cold: list[Visit | None] = field(default_factory=list)
+    opened: list[Visit | None] = field(default_factory=list)
+    """Where nothing but the list of runs was shown before."""
     zooms: list[Zoom] = field(default_factory=list)
     """One for each warm visit."""
 
@@ -107,6 +110,11 @@ def measure_dashboard(folder: Path, scale: Scale = FULL) -> list[Figure]:
             with serve(runs, port, log) as address:
                 _visit(context, address, place, into=place.cold)
                 loads.append(os.getloadavg()[0])
+            if place.is_crowded:
+                with serve(runs, port, log) as address:
+                    _visit(context, address, _LIST, into=[])
+                    _visit(context, address, place, into=place.opened)
+                    loads.append(os.getloadavg()[0])
     return [*(figure for place in places for figure in _figures(place)), _load_figure(loads)]
 
 
@@ -151,6 +159,9 @@ def _address(page: PageFile, runs: tuple[str, str]) -> str:
     return f"{page.address}?{urlencode({'run': runs[0]})}"
 
 
+_LIST = _Place("Runs, before a run is opened", "")
+
+
 def _visit(
     context: BrowserContext, address: str, place: _Place, *, into: list[Visit | None]
 ) -> None:
@@ -175,6 +186,9 @@ def _figures(place: _Place) -> Iterator[Figure]:
     if place.cold:
         name = f"{place.name}, first visit"
         yield _visits_figure(name, place.cold, "", "The server was just started.")
+    if place.opened:
+        name = f"{place.name}, from the list"
+        yield _visits_figure(name, place.opened, aim, "The server had shown the list of runs only.")
     if place.zooms:
         yield _zoom_figure(place)
 

@@ -8,6 +8,7 @@ Parts, each by itself with `--parts`:
 - emulated: the same on the machine's clock, where what the host does takes its time as well;
 - remade: on two nodes, resharding to a group within a node, and checkpointing, on and off, on
   virtual time;
+- rewrapped: each wrap from a run with each other one, on virtual time;
 - advised: the plan that `advise` ranks first, run on virtual time, against the best of the grid;
 - real: a few plans with real compute;
 - limited: plans on two real ranks over a network that is limited by the kernel.
@@ -38,9 +39,10 @@ from tests.validation.grid import REAL, draw, real_trials
 from tests.validation.limited import judge_limited
 from tests.validation.oracle import judge_played, judge_predicted
 from tests.validation.remade import judge_remade
+from tests.validation.rewrapped import judge_rewrapped
 from tests.validation.tables import markdown, tables, verdict
 
-PARTS = ("oracle", "virtual", "emulated", "advised", "remade", "real", "limited")
+PARTS = ("oracle", "virtual", "emulated", "advised", "remade", "rewrapped", "real", "limited")
 
 
 def main() -> int:
@@ -86,6 +88,9 @@ def _run(options: argparse.Namespace, folder: Path, say: Callable[[str], None]) 
     if "remade" in parts:
         say("resharding to a node, and checkpointing:")
         results.remade = judge_remade(folder / "remade", say)
+    if "rewrapped" in parts:
+        say("each wrap from each other one:")
+        results.rewrapped = judge_rewrapped(folder / "rewrapped", say)
     if "real" in parts:
         say(f"{REAL}:")
         trials = draw(real_trials(), options.real)

@@ -42,6 +42,7 @@ class Results:
     emulated: list[Outcome] = field(default_factory=list)
     advised: list[AdvisedOutcome] = field(default_factory=list)
     remade: list[Outcome] = field(default_factory=list)
+    rewrapped: list[Outcome] = field(default_factory=list)
     real: list[Outcome] = field(default_factory=list)
     limited: list[Outcome] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -56,6 +57,7 @@ RUN_PARTS = {
     "virtual": "emulated network, fixed compute, virtual time",
     "emulated": "emulated network, fixed compute",
     "remade": "emulated nodes, virtual time",
+    "rewrapped": "each wrap from each other one, virtual time",
     "real": "emulated network, real compute",
     "limited": "two ranks on a limited network",
 }
@@ -71,7 +73,10 @@ def all_figures(results: Results) -> list[Figure]:
             _runs(RUN_PARTS["virtual"], results.virtual, noise=0.0),
             _runs(RUN_PARTS["emulated"], results.emulated, noise=0.0),
             _advised(results.advised),
-            _runs(RUN_PARTS["remade"], results.remade, noise=0.0),
+            *(
+                _runs(RUN_PARTS[part], found, noise=0.0)
+                for part, found in (("remade", results.remade), ("rewrapped", results.rewrapped))
+            ),
             *(
                 _runs(RUN_PARTS[part], found, noise=_noise(found))
                 for part, found in (("real", results.real), ("limited", results.limited))
@@ -115,7 +120,9 @@ def _runs(part: str, outcomes: Sequence[Outcome], *, noise: float) -> Iterator[F
         yield Figure(part, "the same plan twice (A/A), median", same.median, MOST_NOISE)
     yield Figure(part, "recorded plan, worst error", replay.worst, REPLAY)
     if memory:
-        yield Figure(part, "peak memory, median error", Errors.of(memory).median, MEDIAN_MEMORY)
+        errors = Errors.of(memory)
+        yield Figure(part, "peak memory, median error", errors.median, MEDIAN_MEMORY)
+        yield Figure(part, "peak memory, worst error", errors.worst)
 
 
 def _noise(outcomes: Sequence[Outcome]) -> float:

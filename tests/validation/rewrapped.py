@@ -1,0 +1,39 @@
+"""Are other units predicted whatever the recorded ones were? Each wrap from each, on virtual time.
+
+A model may have been recorded as one unit, with the rest in the root, in blocks or in halves of
+them: what the units of the plan then take and hold is told by when a memory step saw each parameter
+used. The vocabulary is large, so that with few activations the peak lies in the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+from fsdp_inspect.simulation.recorded import measure_work, observed_plan
+from tests.validation.emulated import VIRTUAL_STEPS, EmulationBench
+from tests.validation.grid import BASELINE_LINK, SHAPES, Trial
+from tests.validation.outcomes import Outcome, compare, predict
+
+WRAPS = ("root", "layers.*", "block", "every:2", "split")
+"""`layers.*` leaves the embedding and the output to the root."""
+_VOCABULARY = ("vocab-size", "2048")
+
+
+def judge_rewrapped(folder: Path, say: Callable[[str], None]) -> list[Outcome]:
+    """Every wrap runs once a shape; each is predicted from each."""
+    bench = EmulationBench(folder, VIRTUAL_STEPS, say, on_virtual_time=True)
+    outcomes = []
+    for shape, ran, planned in product(SHAPES, WRAPS, WRAPS):
+        start, wanted = (
+            bench.baseline_at(Trial(shape, BASELINE_LINK, (("wrap", wrap), _VOCABULARY)))
+            for wrap in (ran, planned)
+        )
+        simulation = predict(start, observed_plan(wanted), {})
+        recorded, actual = measure_work(start), measure_work(wanted)
+        name = f"{shape}: {planned}, from {ran}"
+        outcome = compare(name, simulation, actual, recorded)
+        say(f"{name}: {outcome.step_error:+.1%}")
+        outcomes.append(outcome)
+    return outcomes
