@@ -69,6 +69,12 @@ def format_ratio(value: float | None) -> str:
     return MISSING if value is None else f"{100 * value:.1f} %"
 
 
+def format_signed(ratio: float) -> str:
+    """A relative change with its sign: `+14.9 %`; what rounds to nothing has none: `0.0 %`."""
+    text = f"{100 * ratio:+.1f} %"
+    return text[1:] if text[1:] == "0.0 %" else text
+
+
 def find_spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
     """Runs of neighbouring numbers as the first and last of each, ascending."""
     spans: list[tuple[int, int]] = []

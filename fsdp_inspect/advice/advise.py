@@ -14,7 +14,7 @@ from fsdp_inspect.advice.slowdown import Slowdown
 from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion
 from fsdp_inspect.advice.wishes import Wishes, how_to_apply, how_to_verify
 from fsdp_inspect.errors import MissingDataError
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_signed
 from fsdp_inspect.simulation.recorded import Execution
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan
@@ -299,7 +299,7 @@ def _say_gain(plan: PlanAdvice) -> str:
             f"{fastest.what}: the recorded plan peaks at {format_bytes(peak)} and does not fit "
             f"into {format_bytes(limit)}; this one peaks at {format_bytes(fastest.peak_bytes)} and "
             f"takes {format_ns(fastest.step_ns)} a step "
-            f"({-100 * ratio:+.1f} %)."
+            f"({format_signed(-ratio)})."
         )
     return (
         f"{fastest.what}: {format_ns(fastest.step_ns)} a step predicted instead of "

@@ -19,7 +19,7 @@ from fsdp_inspect.cli.child import ChildError, run_child
 from fsdp_inspect.cli.playing import playing
 from fsdp_inspect.cli.tuning_command import fill
 from fsdp_inspect.errors import FsdpInspectError, NotARunError
-from fsdp_inspect.formatting import show_controls
+from fsdp_inspect.formatting import format_signed, show_controls
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.ledger import append_entries
 from fsdp_inspect.store.predictions import prediction_file_of, read_prediction, write_prediction
@@ -155,7 +155,7 @@ class Tuner:
             proposal.plan.dump(plan_file(self._folder, number))
             write_prediction(prediction, self._prediction_file(number))
             predictions.append(prediction)
-            change = f"{100 * prediction.change:+.1f} %"
+            change = format_signed(prediction.change)
             _say(f"Plan {number}: {proposal.what}: {change} a step predicted.")
         if predictions:
             append_entries(self._ledger, predictions)

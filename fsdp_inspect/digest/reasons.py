@@ -18,7 +18,7 @@ from fsdp_inspect.digest.tables import (
     UnitComparison,
     find_movements,
 )
-from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
+from fsdp_inspect.formatting import format_bytes, format_ns, format_signed, format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.trace.repeats import (
     PROCESS_NOISE_RATIO,
@@ -84,7 +84,7 @@ def summarise(conclusions: Sequence[Conclusion], step_time: MetricComparison) ->
         return conclusions[0].sentence
     said: dict[str, list[str]] = {}
     for conclusion, judged in zip(conclusions, step_time.judgements, strict=True):
-        change = "" if judged.change is None else f" ({_signed(judged.change)})"
+        change = "" if judged.change is None else f" ({format_signed(judged.change)})"
         said.setdefault(_standing(judged), []).append(f"{conclusion.label}{change}")
     listed = "; ".join(f"{words} {', '.join(said[words])}" for words in _STANDINGS if words in said)
     return f"Against A, with {format_ns(step_time.values[0])} a step: {listed}."
@@ -138,13 +138,13 @@ def _say_step_time(
     times = f"{format_ns(before)} -> {format_ns(after)} a step"
     if judged.telling is Telling.SAME:
         return (
-            f"{label} takes as long as {first}: {_signed(judged.change)} ({_interval(judged)}), "
-            f"{times}."
+            f"{label} takes as long as {first}: {format_signed(judged.change)} "
+            f"({_interval(judged)}), {times}."
         )
     if judged.telling is Telling.UNKNOWN:
         return (
-            f"{label} cannot be told from {first} in step time: {_signed(judged.change)}, {times}"
-            f". {_say_why_unknown(evidence, judged, other)}"
+            f"{label} cannot be told from {first} in step time: {format_signed(judged.change)}, "
+            f"{times}. {_say_why_unknown(evidence, judged, other)}"
         )
     direction = "slower" if judged.change > 0 else "faster"
     amount = f"{label} is {abs(judged.change):.1%} {direction} than {first}".replace("%", " %")
@@ -181,11 +181,7 @@ def _say_missing_runs(evidence: Evidence, judged: Judgement, other: int) -> str:
 
 
 def _interval(judged: Judgement) -> str:
-    return f"{_signed(judged.low or 0.0)} to {_signed(judged.high or 0.0)}"
-
-
-def _signed(change: float) -> str:
-    return f"{change:+.1%}".replace("%", " %")
+    return f"{format_signed(judged.low or 0.0)} to {format_signed(judged.high or 0.0)}"
 
 
 # --- what the change is made of

@@ -22,7 +22,7 @@ from fsdp_inspect.analysis.provenance import measure_provenance
 from fsdp_inspect.analysis.units import measure_units
 from fsdp_inspect.digest.comparability import differences_of, find_caveats, find_obstacles
 from fsdp_inspect.errors import IncompleteRunError, MissingDataError
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_signed
 from fsdp_inspect.simulation.recorded import measure_work
 from fsdp_inspect.trace.plan_differences import PlanDifference
 from fsdp_inspect.trace.prediction import Estimate, Outcome, Prediction, Ruling
@@ -431,7 +431,7 @@ def _answer(
         return f"Cannot be judged: {obstacles[0] if obstacles else 'no step was timed.'}"
     shift = step.shift_ns / step.baseline_ns
     numbers = (
-        f"predicted {_percent(prediction.change)} a step, measured {_percent(shift)} "
+        f"predicted {format_signed(prediction.change)} a step, measured {format_signed(shift)} "
         f"({format_ns(step.measured_ns)} against {format_ns(step.baseline_ns)} of the baseline)"
     )
     peak = quantities[-1]
@@ -454,7 +454,3 @@ def _say_noise(ruling: Ruling, step: JudgedTime) -> str:
     if ruling is Ruling.CANNOT_BE_TOLD:
         return f" Fewer than {RUNS_FOR_A_TEST} processes on a side tell nothing below {noise}."
     return f" Fewer than {RUNS_FOR_A_TEST} processes on a side: to within {noise}."
-
-
-def _percent(change: float) -> str:
-    return f"{100 * change:+.1f} %"

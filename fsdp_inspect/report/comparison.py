@@ -16,7 +16,14 @@ from fsdp_inspect.digest.comparison import Comparison, Side
 from fsdp_inspect.digest.reasons import Conclusion
 from fsdp_inspect.digest.settings import SettingDifference
 from fsdp_inspect.digest.tables import MetricComparison, PartComparison, UnitComparison
-from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio, format_unit
+from fsdp_inspect.formatting import (
+    MISSING,
+    format_bytes,
+    format_ns,
+    format_ratio,
+    format_signed,
+    format_unit,
+)
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.causes import format_cause
 from fsdp_inspect.report.layout import dim, new_table, section
@@ -141,18 +148,14 @@ def _metrics(comparison: Comparison, labels: Sequence[str], other: int) -> Table
 def _change(metric: MetricComparison, judged: Judgement, other: int) -> str:
     if metric.values[other] is not None and metric.values[other] == metric.values[0]:
         return "="
-    return MISSING if judged.change is None else _percent(judged.change)
+    return MISSING if judged.change is None else format_signed(judged.change)
 
 
 def _telling(judged: Judgement) -> str:
     if judged.low is not None and judged.high is not None:
-        interval = f"{_percent(judged.low)} to {_percent(judged.high)}"
+        interval = f"{format_signed(judged.low)} to {format_signed(judged.high)}"
         return f"{interval}  {_TELLINGS[judged.telling]}".rstrip()
     return _TELLINGS[judged.telling]
-
-
-def _percent(change: float) -> str:
-    return f"{change:+.1%}".replace("%", " %")
 
 
 def _parts_table(

@@ -9,7 +9,7 @@ from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.memory import Memory
 from fsdp_inspect.analysis.provenance import Provenance
 from fsdp_inspect.digest.run import RunDigest
-from fsdp_inspect.formatting import MISSING, format_count, format_ns
+from fsdp_inspect.formatting import MISSING, format_count, format_ns, format_signed
 from fsdp_inspect.report.values import format_kind, format_method
 from fsdp_inspect.trace.repeats import Judgement, Telling
 from fsdp_inspect.trace.run import RunManifest
@@ -105,17 +105,12 @@ def format_change(change: float | None) -> str:
     """A relative change with its sign: `-22.7 %`; `=` where there is none."""
     if change is None:
         return MISSING
-    return "=" if change == 0 else _signed(change)
+    return "=" if change == 0 else format_signed(change)
 
 
 def format_error(error: float | None) -> str:
     """A relative error with its sign: `+0.2 %`; none at all is `0.0 %`."""
-    return MISSING if error is None else _signed(error)
-
-
-def _signed(ratio: float) -> str:
-    text = f"{100 * ratio:+.1f} %"
-    return text[1:] if text[1:] == "0.0 %" else text
+    return MISSING if error is None else format_signed(error)
 
 
 def describe_judgement(judgement: Judgement) -> str:

@@ -216,14 +216,23 @@ def _fit_smaller(events: EventTable, sizes: dict[int, int]) -> dict[int, Line]:
 
 
 def _fit(rows: EventTable, kind: EventKind, group_sizes: dict[int, int]) -> Line | None:
-    """One line for all groups of the kind: bus bytes make their messages comparable."""
+    """One line for all groups of the kind: bus bytes make their messages comparable.
+
+    The fit goes through typical durations, and a step adds up all of them, the long ones too: the
+    line is scaled so that it keeps their sum.
+    """
     factors = np.array(_factors(rows.group.tolist(), kind, group_sizes))
     if not len(rows) or not factors.max(initial=0.0) > 0:
         return None
     moves = (factors > 0) & (rows.bytes > 0)
     bus_bytes = np.round(rows.bytes[moves] * factors[moves]).astype(np.int64)
-    fit = fit_link(bus_bytes, (rows.end_ns - rows.start_ns)[moves], 1.0)
-    return None if fit is None else Line(fit.latency_ns, fit.bus_bytes_per_s, fit)
+    durations = (rows.end_ns - rows.start_ns)[moves]
+    fit = fit_link(bus_bytes, durations, 1.0)
+    if fit is None:
+        return None
+    sum_ns = fit.latency_ns * len(bus_bytes) + bus_bytes.sum() / fit.bus_bytes_per_s * 1e9
+    ratio = float(durations.sum() / sum_ns)
+    return Line(fit.latency_ns * ratio, fit.bus_bytes_per_s / ratio, fit)
 
 
 def _factors(groups: Iterable[int], kind: EventKind, group_sizes: dict[int, int]) -> list[float]:

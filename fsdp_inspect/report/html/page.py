@@ -129,7 +129,7 @@ def _environment() -> Environment:
         "width": _width,
         "label": lambda name: find_metric(name).label,
         "definition": _define,
-        "change": lambda ratio: f"{ratio:+.1%}".replace("%", " %").replace("-", "−"),
+        "change": lambda ratio: formatting.format_signed(ratio).replace("-", "−"),
         "setting": _setting,
     }
     environment.globals |= {
