@@ -3,6 +3,7 @@
 Told from the manifest, the plan check and the allocator's counters.
 """
 
+import math
 from collections.abc import Iterator
 
 from fsdp_inspect.advice.evidence import Effect, Evidence, Finding
@@ -10,6 +11,7 @@ from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.analysis.verdict.facts import DOMINANT_UNIT_RATIO
 from fsdp_inspect.analysis.verdict.words import FRAGMENTED_RATIO
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
+from fsdp_inspect.trace.codes import ITEMSIZE
 from fsdp_inspect.trace.repeats import WORTH_NAMING_RATIO
 from fsdp_inspect.trace.run import Unit
 from fsdp_inspect.trace.statistics import median
@@ -65,6 +67,8 @@ def _large_unit(evidence: Evidence) -> Iterator[Finding]:
         is_dominant = unit.num_parameters > DOMINANT_UNIT_RATIO * total
         if is_dominant or not typical or unit.unsharded_bytes <= OVERSIZED_RATIO * typical:
             continue
+        if _largest_tensor_bytes(unit) > OVERSIZED_RATIO * typical:
+            continue  # no part of it would be smaller: torch gathers a tensor whole
         excess = unit.unsharded_bytes - typical
         if evidence.peak_bytes and excess < WORTH_NAMING_RATIO * evidence.peak_bytes:
             continue
@@ -85,6 +89,12 @@ def _large_unit(evidence: Evidence) -> Iterator[Finding]:
                 added_high_bytes=0,
             ),
         )
+
+
+def _largest_tensor_bytes(unit: Unit) -> int:
+    """0 where the parameters are not known."""
+    sizes = (math.prod(shape) for shape in unit.parameters.values())
+    return max(sizes, default=0) * ITEMSIZE.get(unit.param_dtype, 0)
 
 
 def _place_of_peak(evidence: Evidence, unit: Unit) -> str:

@@ -37,6 +37,8 @@ _AGAINST: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 """The waits that a change of each setting is against, by kind and phase; others: all of them."""
 
+_ROUNDING_BYTES = 1024
+"""Each unit's memory is a whole number of bytes."""
 _NO_MEMORY = (
     "The run has no memory step, so its memory cannot be told: see that it fits before a long run."
 )
@@ -333,7 +335,10 @@ def _assume_dtypes(choice: Choice) -> Iterator[str]:
 
 
 def _difference(after: int | None, before: int | None) -> int | None:
-    return None if after is None or before is None else after - before
+    """Bytes; what rounding may have added up to is none."""
+    if after is None or before is None:
+        return None
+    return after - before if abs(after - before) > _ROUNDING_BYTES else 0
 
 
 def _plus(value: int | None, more: int) -> int | None:

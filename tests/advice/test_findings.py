@@ -124,6 +124,15 @@ def test_a_unit_of_several_times_the_median_is_named_with_what_it_gathers_at_onc
     assert "times as much as the median unit" in large.sentence
 
 
+@pytest.mark.parametrize(("num_tensors", "expected"), [(8, True), (1, False)])
+def test_a_large_unit_that_is_one_large_tensor_cannot_be_split(num_tensors: int, *, expected: bool):
+    weight = {f"head.{at}": [2_000_000 // num_tensors] for at in range(num_tensors)}
+    small = {"num_parameters": 200_000, "unsharded_bytes": 800_000, "param_dtype": "float32"}
+    units = {name: small for name in UNITS if name != "layers.1"}
+    units["layers.1"] = {**small, "unsharded_bytes": 8_000_000, "parameters": weight}
+    assert ("R3" in rules(findings(units=units))) == expected
+
+
 @pytest.mark.parametrize(("device", "expected"), [("cuda", 1), ("cpu", 0)])
 def test_gathers_in_full_precision_are_named_on_a_device(device: str, expected: int):
     found = findings(device_type=device)
