@@ -20,6 +20,8 @@ class ParameterUse:
     """Alive at that moment."""
     high: int
     """The most that was alive from then until the next use, or the pass's end."""
+    time_ns: int = 0
+    """Of the memory step, whose operations take longer than those of other steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Course:
     """Level at the pass's end."""
     high: int
     """The most in the whole pass."""
+    end_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,8 @@ class Stretch:
     start: int
     end: int
     high: int
+    duration_ns: int
+    """From its first use on: communication that is waited for comes before."""
 
 
 def change_of(course: Course, own: Collection[str]) -> int:
@@ -60,17 +65,27 @@ def rise_of(course: Course, own: Collection[str], *, unused: int = 0) -> int:
     return max(rises, default=unused)
 
 
+def time_share_of(course: Course, own: Collection[str]) -> float | None:
+    """The share of a part in the time that a pass took; None where it took none."""
+    total = course.end_ns - course.uses[0].time_ns if course.uses else 0
+    if total <= 0:
+        return None
+    return sum(stretch.duration_ns for stretch in _stretches(course, own)) / total
+
+
 def _stretches(course: Course, own: Collection[str]) -> Iterator[Stretch]:
     """The moments of the part that has some of the parameters."""
     uses = course.uses
     levels = [0, *(use.level for use in uses[1:]), course.end]
+    times = [*(use.time_ns for use in uses), course.end_ns]
     highs = _highs(course)
     places = range(len(uses))
     for is_own, several in groupby(places, key=lambda place: uses[place].parameter in own):
         run: Sequence[int] = list(several)
         if is_own:
             start, end = levels[run[0]], levels[run[-1] + 1]
-            yield Stretch(start, end, max(start, end, *(highs[place] for place in run)))
+            high = max(start, end, *(highs[place] for place in run))
+            yield Stretch(start, end, high, times[run[-1] + 1] - times[run[0]])
 
 
 def _highs(course: Course) -> list[int]:

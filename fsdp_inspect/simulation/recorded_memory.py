@@ -217,11 +217,13 @@ class _Reader:
                     names[samples.parameter[row]],
                     level=self._compute(row) - base,
                     high=int(samples.peak_compute[row]) - base,
+                    time_ns=int(samples.time_ns[row]),
                 )
                 for row in rows.tolist()
             ),
             end=self._compute(stretch.end) - base,
             high=self._rise(stretch),
+            end_ns=end_ns,
         )
 
     # --- units

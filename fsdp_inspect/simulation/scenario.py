@@ -8,8 +8,9 @@ leaves as it was keeps its own measured communication. What changes is derived:
 - copies: a line over bytes, fitted to the run's units: each copy has a launch, too;
 - hooks: a line over the number of tensors, fitted likewise, since torch's hooks run a piece of
   Python for each;
-- compute of a unit that is split: by the share of its parameters (matrix products take time in
-  proportion to their weights). This one is an assumption; the scenario names it.
+- compute of a unit that is split: by how long its parts took in the memory step where the host
+  computes, else by the share of its parameters (matrix products take time in proportion to their
+  weights). Either is an assumption; the scenario names it.
 """
 
 import math
@@ -31,7 +32,7 @@ from fsdp_inspect.simulation.parameters import (
     share_of,
     smaller_group,
 )
-from fsdp_inspect.simulation.parts import change_of, rise_of
+from fsdp_inspect.simulation.parts import change_of, rise_of, time_share_of
 from fsdp_inspect.simulation.policies import (
     accumulation_of,
     microbatches_of,
@@ -40,7 +41,7 @@ from fsdp_inspect.simulation.policies import (
 )
 from fsdp_inspect.simulation.rates import Rates, copy_of_share
 from fsdp_inspect.simulation.recomputation import recompute
-from fsdp_inspect.simulation.recorded import RecordedWork
+from fsdp_inspect.simulation.recorded import Execution, RecordedWork
 from fsdp_inspect.simulation.workload import (
     Microbatch,
     Op,
@@ -55,6 +56,12 @@ from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan, UnitPlan, check_reshard_sizes
 from fsdp_inspect.trace.run import RunManifest, Unit
 
+_DIVIDED_BY_TIME = (
+    "Compute of a unit that is split is divided by how long its parts took in the memory step."
+)
+_DIVIDED_BY_PARAMETERS = (
+    "Compute of a unit that is split is divided by the share of its parameters."
+)
 _OWN_COMMUNICATORS = (
     "Each unit gathers in backward on a communicator of its own: it does not queue behind "
     "reductions, and neither slows the other."
@@ -357,8 +364,31 @@ class _Regrouping:
 
     def _pieces(self, cuts: Sequence[_Cut]) -> tuple[list[Piece], Tape]:
         recorded = self._work.workload.pieces
-        pieces = [_scaled(recorded[cut.piece], cut.unit, cut.share) for cut in cuts]
+        pieces = [
+            _scaled(recorded[cut.piece], cut.unit, *self._shares_of_time(cut)) for cut in cuts
+        ]
         return pieces, tape_of(pieces, self._root())
+
+    def _shares_of_time(self, cut: _Cut) -> tuple[float, float]:
+        """A cut's shares of its piece's forward and backward.
+
+        Where the host computes they are those of the memory step; where a device does, its times
+        are not in there.
+        """
+        memory = self._work.workload.memory
+        if cut.share == 1:
+            return 1.0, 1.0
+        if memory is not None and self._work.execution is not Execution.STREAM:
+            own, piece = self._members[self._names[cut.unit]], memory.pieces[cut.piece]
+            shares = [
+                None if course is None else time_share_of(course, own)
+                for course in (piece.forward, piece.backward)
+            ]
+            if shares[0] is not None and shares[1] is not None:
+                self._assumptions[_DIVIDED_BY_TIME] = None
+                return shares[0], shares[1]
+        self._assumptions[_DIVIDED_BY_PARAMETERS] = None
+        return cut.share, cut.share
 
     # --- memory
 
@@ -426,10 +456,6 @@ class _Regrouping:
         for parameter, shape in parameters.items():
             if parameter in used:
                 numels[self._owners[parameter]] += math.prod(shape)
-        if len(numels) > 1:
-            self._assumptions[
-                "Compute of a unit that is split is divided by the share of its parameters."
-            ] = None
         total = sum(numels.values())
         return {name: numel / total for name, numel in numels.items()}
 
@@ -552,19 +578,13 @@ def _unknown_link(group: int, per_node: int | None) -> MissingDataError:
     )
 
 
-def _scaled(piece: Piece, unit: int, share: float) -> Piece:
-    if share == 1:
-        return replace(piece, unit=unit)
+def _scaled(piece: Piece, unit: int, forward: float, backward: float) -> Piece:
+    """A share of the forward and one of the backward, as a unit's own."""
     return Piece(
         unit,
-        *(
-            round(duration * share)
-            for duration in (
-                piece.forward_ns,
-                piece.backward_ns,
-                piece.recompute_ns,
-                piece.forward_launch_ns,
-                piece.backward_launch_ns,
-            )
-        ),
+        forward_ns=round(piece.forward_ns * forward),
+        backward_ns=round(piece.backward_ns * backward),
+        recompute_ns=round(piece.recompute_ns * forward),
+        forward_launch_ns=round(piece.forward_launch_ns * forward),
+        backward_launch_ns=round(piece.backward_launch_ns * backward),
     )

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_inspect.simulation.parts import Course, ParameterUse, change_of, rise_of
+from fsdp_inspect.simulation.parts import Course, ParameterUse, change_of, rise_of, time_share_of
 
 ATTENTION, FEED_FORWARD = ("norm1", "wqkv", "wo"), ("norm2", "w1", "w2")
 FORWARD = Course(
@@ -31,6 +31,22 @@ def test_what_comes_before_the_first_use_belongs_to_the_part_that_it_leads_to():
     assert change_of(backward, FEED_FORWARD) == -10
     assert rise_of(backward, FEED_FORWARD) == 90
     assert rise_of(backward, ATTENTION) == 45
+
+
+def test_the_time_of_a_part_counts_from_the_first_use_of_all():
+    course = Course(
+        (
+            ParameterUse("norm1", 0, 0, time_ns=400),
+            ParameterUse("wo", 0, 0, time_ns=500),
+            ParameterUse("w1", 0, 0, time_ns=1000),
+        ),
+        end=0,
+        high=0,
+        end_ns=1400,
+    )
+    assert time_share_of(course, ATTENTION) == 0.6
+    assert time_share_of(course, FEED_FORWARD) == 0.4
+    assert time_share_of(FORWARD, ATTENTION) is None
 
 
 def test_a_part_that_a_pass_never_uses_holds_nothing():
