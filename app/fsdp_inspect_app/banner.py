@@ -6,7 +6,7 @@ from typing import Literal
 
 import streamlit as st
 
-from fsdp_inspect.digest.run import RunDigest
+from fsdp_inspect.digest.outline import Heading
 from fsdp_inspect.trace.run import RunManifest, RunStatus
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.selection import chosen_entry, page_link
@@ -56,7 +56,7 @@ _ADVICE: dict[RunStatus, _Advice] = {
 
 def show_run_header(
     manifest: RunManifest,
-    digest: RunDigest,
+    heading: Heading,
     *,
     refreshes: bool = True,
     beside: Callable[[], None] | None = None,
@@ -65,35 +65,35 @@ def show_run_header(
 
     Args:
         manifest: Of the run.
-        digest: Of the run.
+        heading: Of the run: its digest, or its outline.
         refreshes: Whether the page of a run that is still recorded is made anew as it grows.
         beside: Shows what stands at the right of the name.
     """
-    status = RunStatus(digest.status)
+    status = RunStatus(heading.status)
     if beside is None:
-        _show_name(manifest, digest, status)
+        _show_name(manifest, heading, status)
     else:
         left, right = st.columns([2, 1])
         with left:
-            _show_name(manifest, digest, status)
+            _show_name(manifest, heading, status)
         with right:
             beside()
-    _show_state(status, digest)
+    _show_state(status, heading)
     if refreshes and status is RunStatus.RUNNING:
         _refresh_as_it_grows()
 
 
-def _show_name(manifest: RunManifest, digest: RunDigest, status: RunStatus) -> None:
+def _show_name(manifest: RunManifest, heading: Heading, status: RunStatus) -> None:
     with st.container(horizontal=True, vertical_alignment="center", gap="small", key="run-header"):
-        st.markdown(f"**{plain(digest.run_id)}**", width="content")
+        st.markdown(f"**{plain(heading.run_id)}**", width="content")
         st.badge(status.value, color=_COLOURS.get(status, "orange"))
-        facts = [wording.describe_run(digest), wording.describe_plan(manifest)]
+        facts = [wording.describe_run(heading), wording.describe_plan(manifest)]
         st.caption(plain(" · ".join(fact for fact in facts if fact)), width="content")
 
 
-def _show_state(status: RunStatus, digest: RunDigest) -> None:
+def _show_state(status: RunStatus, heading: Heading) -> None:
     advice = _ADVICE.get(status)
-    lines = [*digest.notes, *([advice.sentence] if advice else [])]
+    lines = [*heading.notes, *([advice.sentence] if advice else [])]
     if not lines:
         return
     text = "\n".join(f"- {plain(line)}" for line in lines) if len(lines) > 1 else plain(lines[0])

@@ -197,13 +197,17 @@ def chosen_entry() -> RunEntry | None:
     return next((entry for entry in loading.list_entries() if entry.id == chosen), None)
 
 
-def entry_or_stop() -> RunEntry:
-    """The chosen run, readable; without one the page says why and ends."""
+def entry_or_stop(ask: Callable[[RunEntry], object] | None = None) -> RunEntry:
+    """The chosen run, readable; without one the page says why and ends.
+
+    Args:
+        ask: What the page rests on; None: the run's digest.
+    """
     entry = chosen_entry()
     if entry is None:
         show_no_runs()
         st.stop()
-    answer_or_stop(entry, loading.digest_entry)
+    answer_or_stop(entry, ask or loading.digest_entry)
     return entry
 
 

@@ -22,30 +22,12 @@ from fsdp_inspect.analysis.units import UnitCost, measure_units
 from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
 from fsdp_inspect.digest.arrivals import find_arrivals
 from fsdp_inspect.digest.asking import ask
+from fsdp_inspect.digest.identity import RunIdentity, identify
 from fsdp_inspect.digest.judging import Answers, judge
 from fsdp_inspect.digest.suspicion import find_straggler
 from fsdp_inspect.trace.codes import COLLECTIVES
-from fsdp_inspect.trace.run import RunManifest, RunSource
+from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.statistics import Distribution
-
-
-@dataclass(frozen=True, slots=True)
-class RunIdentity:
-    """What ran, where."""
-
-    name: str
-    created: str
-    """ISO 8601, UTC."""
-    command: tuple[str, ...]
-    model: str
-    num_parameters: int
-    device_type: str
-    device_name: str
-    mesh: dict[str, int]
-    versions: dict[str, str]
-    environment: dict[str, str]
-    git_commit: str | None
-    tags: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +137,7 @@ def digest_run(run: RunSource) -> RunDigest:
         status=run.status.value,
         notes=tuple(dict.fromkeys([*run.notes, *damage, *memory.unreadable])),
         is_kernel_trace=manifest.is_kernel_trace,
-        identity=_identify(manifest),
+        identity=identify(manifest),
         world_size=manifest.world_size,
         num_ranks=len(run.ranks),
         backend=manifest.backend,
@@ -200,23 +182,6 @@ def _measure_allocator(run: RunSource, memory: Memory) -> AllocatorUse | None:
     if memory.peak_rank is None or memory.peak_reserved_bytes is None:
         return None
     return measure_allocator(run, rank=memory.peak_rank)
-
-
-def _identify(manifest: RunManifest) -> RunIdentity:
-    return RunIdentity(
-        name=manifest.name,
-        created=manifest.created,
-        command=tuple(manifest.command),
-        model=manifest.model.class_name,
-        num_parameters=manifest.model.num_parameters,
-        device_type=manifest.device_type,
-        device_name=manifest.device_name,
-        mesh=manifest.mesh,
-        versions=manifest.versions,
-        environment=manifest.environment,
-        git_commit=manifest.git_commit,
-        tags=tuple(manifest.tags),
-    )
 
 
 def _find_loss(run: RunSource) -> Loss | None:

@@ -8,7 +8,7 @@ from collections import Counter
 from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.memory import Memory
 from fsdp_inspect.analysis.provenance import Provenance
-from fsdp_inspect.digest.run import RunDigest
+from fsdp_inspect.digest.outline import Heading
 from fsdp_inspect.formatting import MISSING, format_count, format_ns, format_signed
 from fsdp_inspect.report.values import format_kind, format_method
 from fsdp_inspect.trace.repeats import Judgement, Telling
@@ -43,15 +43,15 @@ def _describe_reshard(manifest: RunManifest) -> str:
     return "".join(words.get(one, f"reshard to groups of {one} ranks") for one in counts)
 
 
-def describe_run(digest: RunDigest) -> str:
+def describe_run(heading: Heading) -> str:
     """What ran where: `2 ranks · gloo · cpu · Decoder, 1.24M parameters`."""
-    identity = digest.identity
-    ranks = f"{digest.world_size} {'rank' if digest.world_size == 1 else 'ranks'}"
+    identity = heading.identity
+    ranks = f"{heading.world_size} {'rank' if heading.world_size == 1 else 'ranks'}"
     model = identity.model
     if model and identity.num_parameters:
         model += f", {format_count(identity.num_parameters)} parameters"
     device = identity.device_name or identity.device_type
-    facts = [ranks, name_backend(digest.backend), device, model]
+    facts = [ranks, name_backend(heading.backend), device, model]
     return " · ".join(fact for fact in facts if fact)
 
 

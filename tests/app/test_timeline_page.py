@@ -1,6 +1,7 @@
 """Which step does the timeline show where only some kept their events, and what of the others?"""
 
 import pytest
+from fsdp_inspect_app import loading
 from fsdp_inspect_app.timeline.steps import find_drawable_steps, find_sampled_steps
 
 from fsdp_inspect import open_run
@@ -32,6 +33,16 @@ def test_steps_that_kept_their_events_are_told_from_those_that_did_not(thinned):
     assert find_drawable_steps(open_run(thinned / "some"), rank=0) == (0, 5, 7)
     assert find_drawable_steps(open_run(thinned / "none"), rank=0) == ()
     assert find_sampled_steps(open_run(thinned / "some")) == tuple(range(8))
+
+
+def test_a_step_is_drawn_without_a_digest_of_the_run(thinned, monkeypatch):
+    def refuse(entry: object) -> None:
+        raise AssertionError("The page needs the run's outline, not its waits.")
+
+    monkeypatch.setattr(loading, "digest_entry", refuse)
+    app = start_app(thinned, "timeline", run="some", step="5")
+    assert not app.exception
+    assert app.query_params["step"] in ("5", ["5"])
 
 
 def test_only_steps_with_events_can_be_chosen_and_the_others_are_counted(thinned):

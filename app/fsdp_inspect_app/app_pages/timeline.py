@@ -9,8 +9,9 @@ import streamlit as st
 from fsdp_inspect import StoredRun
 from fsdp_inspect.analysis.bandwidth import measure_bandwidth
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
+from fsdp_inspect.analysis.memory import Memory, measure_memory
 from fsdp_inspect.analysis.steps import measure_step_times
-from fsdp_inspect.digest.run import RunDigest
+from fsdp_inspect.digest.outline import RunOutline, outline_run
 from fsdp_inspect.digest.step_waits import EventFacts, describe_event, digest_step_waits
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_ns, format_unit
@@ -60,17 +61,17 @@ _HEADINGS = {
 """Above the lanes, by the run's source."""
 
 
-def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
+def show_page(entry: RunEntry, run: StoredRun, outline: RunOutline) -> None:
     """Controls, the answer for the chosen step, the canvas, and its table."""
-    show_run_header(run.manifest, digest)
+    show_run_header(run.manifest, outline)
     recorded = [record.rank for record in run.ranks]
     selection = loading.result_of(entry, measure_step_times).selection
-    drawable = _drawable_steps(entry, recorded, digest)
+    drawable = _drawable_steps(entry, recorded, outline)
     if not drawable:
-        _show_no_steps(selection, digest)
+        _show_no_steps(selection, loading.result_of(entry, measure_memory))
         return
     answer = st.container()
-    step, ranks = _show_controls(digest, selection, drawable, recorded)
+    step, ranks = _show_controls(outline, selection, drawable, recorded)
     try:
         tracks = loading.timeline_of(entry, step=step, ranks=ranks)
     except FsdpInspectError as error:
@@ -78,7 +79,7 @@ def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
         return
     tracks = replace(tracks, title=_HEADINGS.get(run.manifest.source, ""))
     drawn = tuple(window.rank for window in tracks.timeline.windows)
-    rank = digest.median_rank if digest.median_rank in drawn else drawn[0]
+    rank = outline.median_rank if outline.median_rank in drawn else drawn[0]
     with answer:
         breakdown = loading.result_of(entry, measure_step_breakdown, rank=rank, step=step)
         show_headline(plain(wording.describe_step(breakdown)))
@@ -89,14 +90,16 @@ def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
         explain=partial(_explain, entry, tracks, rank),
         is_linked=True,
     )
-    words = [*_describe_origin(tracks, digest), *_describe_memory(entry, tracks)]
+    words = [*_describe_origin(tracks, outline), *_describe_memory(entry, tracks)]
     st.caption(plain(" ".join([*words, *_describe_clocks(tracks)])))
     _show_spans(tracks)
 
 
-def _drawable_steps(entry: RunEntry, recorded: Sequence[int], digest: RunDigest) -> tuple[int, ...]:
+def _drawable_steps(
+    entry: RunEntry, recorded: Sequence[int], outline: RunOutline
+) -> tuple[int, ...]:
     """The steps with events, by the rank that stands for the run, else by any other of a few."""
-    median = [digest.median_rank] if digest.median_rank in recorded else []
+    median = [outline.median_rank] if outline.median_rank in recorded else []
     for rank in [*median, *recorded[:_RANKS_AT_FIRST]]:
         steps = loading.result_of(entry, find_drawable_steps, rank=rank)
         if steps:
@@ -104,7 +107,7 @@ def _drawable_steps(entry: RunEntry, recorded: Sequence[int], digest: RunDigest)
     return ()
 
 
-def _show_no_steps(selection: StepSelection, digest: RunDigest) -> None:
+def _show_no_steps(selection: StepSelection, memory: Memory) -> None:
     """There is nothing to draw: why, and what there is instead."""
     if selection.finished:
         show_nothing(
@@ -112,7 +115,7 @@ def _show_no_steps(selection: StepSelection, digest: RunDigest) -> None:
             f"{len(selection.finished)} steps are known by their summary: Overview, Units and "
             "Ranks show them. Copy the ranks' folders beside run.json to see their events.",
         )
-    elif digest.memory.peak_allocated_bytes is not None:
+    elif memory.peak_allocated_bytes is not None:
         show_nothing(
             "This run holds memory and no events, so there is no step to draw.",
             "It was imported from a memory snapshot. The page Memory shows it; a trace of "
@@ -132,15 +135,15 @@ def _show_no_steps(selection: StepSelection, digest: RunDigest) -> None:
 
 
 def _show_controls(
-    digest: RunDigest,
+    outline: RunOutline,
     selection: StepSelection,
     drawable: Sequence[int],
     recorded: Sequence[int],
 ) -> tuple[int, tuple[int, ...]]:
     """The step and the ranks."""
     with st.container(horizontal=True, vertical_alignment="bottom", gap="small"):
-        step = _pick_step(digest, selection, drawable)
-        ranks = _pick_ranks(digest, recorded)
+        step = _pick_step(outline, selection, drawable)
+        ranks = _pick_ranks(outline, recorded)
     left_out = len(selection.finished) - len(drawable)
     if left_out > 0:
         st.caption(
@@ -150,9 +153,9 @@ def _show_controls(
     return step, ranks
 
 
-def _pick_step(digest: RunDigest, selection: StepSelection, drawable: Sequence[int]) -> int:
-    key = f"step of {digest.run_id}"
-    typical = digest.breakdown.step if digest.breakdown else drawable[-1]
+def _pick_step(outline: RunOutline, selection: StepSelection, drawable: Sequence[int]) -> int:
+    key = f"step of {outline.run_id}"
+    typical = outline.breakdown.step if outline.breakdown else drawable[-1]
     nearest = min(drawable, key=lambda step: abs(step - typical))
     follow(STEP_KEY, key, {str(step): step for step in drawable}, nearest)
     if st.session_state[key] not in drawable:
@@ -197,12 +200,12 @@ def _name_step(step: int, *, typical: int, selection: StepSelection) -> str:
     return f"{step} (median)" if step == typical else str(step)
 
 
-def _pick_ranks(digest: RunDigest, recorded: Sequence[int]) -> tuple[int, ...]:
-    median = digest.median_rank
+def _pick_ranks(outline: RunOutline, recorded: Sequence[int]) -> tuple[int, ...]:
+    median = outline.median_rank
     first = list(recorded[:_RANKS_AT_FIRST])
     if median is not None and median in recorded and median not in first:
         first = [median, *first[:-1]]
-    key = f"ranks of {digest.run_id}"
+    key = f"ranks of {outline.run_id}"
     follow_all(RANK_KEY, key, {str(rank): rank for rank in recorded}, first)
     st.session_state[key] = [rank for rank in st.session_state[key] if rank in recorded][
         :_MOST_RANKS
@@ -303,10 +306,10 @@ def _facts(entry: RunEntry, tracks: TrackSet, place: Place) -> EventFacts:
     )
 
 
-def _describe_origin(tracks: TrackSet, digest: RunDigest) -> list[str]:
+def _describe_origin(tracks: TrackSet, outline: RunOutline) -> list[str]:
     """How the times were obtained."""
     provenance = wording.describe_provenance(
-        digest.provenance, "forward", "backward", "all_gather", "reduce_scatter"
+        outline.provenance, "forward", "backward", "all_gather", "reduce_scatter"
     )
     if tracks.manifest.source != "imported":
         return [provenance]
@@ -371,5 +374,10 @@ def _show_spans(tracks: TrackSet) -> None:
         )
 
 
-entry = entry_or_stop()
-show_page(entry, loading.open_entry(entry), loading.digest_entry(entry))
+def _outline(entry: RunEntry) -> RunOutline:
+    """Instead of the digest, whose waits this page does not show: they take as long as the rest."""
+    return loading.result_of(entry, outline_run)
+
+
+entry = entry_or_stop(_outline)
+show_page(entry, loading.open_entry(entry), _outline(entry))
