@@ -352,6 +352,16 @@ STEADY_EXPOSED_NS = 250
 STEADY_FLOOR_NS = 150
 
 
+def run_on(hosts: Sequence[str], **manifest: Any) -> InMemoryRun:
+    """One step of a rank on each host, in the order of ranks."""
+    builder = RunBuilder(world_size=len(hosts), **manifest)
+    for rank, host in enumerate(hosts):
+        member = builder.rank(rank)
+        member.record["host"] = host
+        member.step(0, 0, 1)
+    return builder.build()
+
+
 def add_steady_step(rank: RankBuilder, number: int, *, start: int, **step: bool) -> None:
     """One step of 1000 ns over the units layers.0 and layers.1.
 

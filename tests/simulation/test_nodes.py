@@ -9,7 +9,7 @@ from fsdp_inspect.simulation.network import Line, Network, NodeLink
 from fsdp_inspect.simulation.nodes import find_node
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.link_fit import fit_link
-from tests.builders import InMemoryRun, RunBuilder
+from tests.builders import InMemoryRun, run_on
 
 WHOLE = Line(50_000, 10e9)
 INSIDE = Line(20_000, 300e9)
@@ -19,15 +19,6 @@ EMULATED = {
     "intra": {"bandwidth_bytes_per_s": 300e9, "latency_ns": 20_000},
     "inter": {"bandwidth_bytes_per_s": 2.5e9, "latency_ns": 50_000},
 }
-
-
-def run_on(hosts: list[str], **manifest: object) -> InMemoryRun:
-    builder = RunBuilder(world_size=len(hosts), **manifest)
-    for rank, host in enumerate(hosts):
-        member = builder.rank(rank)
-        member.record["host"] = host
-        member.step(0, 0, 1)
-    return builder.build()
 
 
 def network_of(run: InMemoryRun, network: Network = NETWORK) -> Network:

@@ -3,16 +3,7 @@
 import pytest
 
 from fsdp_inspect.trace.nodes import hosts_of, ranks_per_node
-from tests.builders import RunBuilder
-
-
-def run_on(hosts: list[str], **manifest: object):
-    builder = RunBuilder(world_size=len(hosts), **manifest)
-    for rank, host in enumerate(hosts):
-        member = builder.rank(rank)
-        member.record["host"] = host
-        member.step(0, 0, 1)
-    return builder.build()
+from tests.builders import run_on
 
 
 def test_a_rank_is_where_it_recorded_its_host():
