@@ -22,6 +22,7 @@ from fsdp_inspect.digest.run import RunDigest, digest_run
 from fsdp_inspect.store.folder import RunEntry, list_runs
 from fsdp_inspect.store.growing import GrowingTables
 from fsdp_inspect.store.kept_tables import KeptTables
+from fsdp_inspect.store.reuse import Reuse
 from fsdp_inspect_app.boundary import files_of_run, is_inside
 from fsdp_inspect_app.timeline.track_set import TrackSet
 from fsdp_inspect_app.timeline.tracks import build_timeline
@@ -32,8 +33,10 @@ _LISTING_LIFE_S = 3
 _LIVE_LIFE_S = 10
 _STATE_LIFE_S = 1
 _LIVE_SUFFIX = ".arrows"
+_MOST_TABLE_BYTES = 512 << 20
+"""Of tables that were decoded, over all runs."""
 _MOST_TIMELINE_BYTES = 512 << 20
-"""Of steps that were laid out; a step of a million events takes about 250 MB."""
+"""Of steps that were laid out, with their events; a step of a million takes about 150 MB."""
 _SAMPLES = Path(__file__).resolve().parents[2] / "samples"
 
 
@@ -141,6 +144,11 @@ def _name(measure: Callable[..., object]) -> str:
     return f"{measure.__module__}.{measure.__qualname__}"
 
 
+@st.cache_resource(max_entries=1, show_spinner=False)
+def _tables() -> KeptTables:
+    return KeptTables(_MOST_TABLE_BYTES)
+
+
 @dataclass
 class _Opening:
     """A run as it was opened last, and what its live streams have held so far."""
@@ -156,7 +164,7 @@ def _open(path: str, state: _State) -> StoredRun:
     opening = _opening(path)
     with opening.lock:
         if opening.run is None or opening.state != state:
-            opening.run = open_run(path, growing=opening.growing)
+            opening.run = open_run(path, reuse=Reuse(opening.growing, _tables()))
             opening.state = state
         return opening.run
 
@@ -202,7 +210,7 @@ def _on_digests(
 @st.cache_resource(max_entries=1, show_spinner="Laying out the step")
 def _timeline(path: str, state: _State, step: int, ranks: tuple[int, ...]) -> TrackSet:
     run = _open(path, state)
-    return TrackSet.of(build_timeline(run, step=step, ranks=ranks), run.manifest)
+    return TrackSet(build_timeline(run, step=step, ranks=ranks), run.manifest)
 
 
 def contents_of(entry: RunEntry) -> tuple[int, int]:

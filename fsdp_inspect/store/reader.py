@@ -14,8 +14,6 @@ from fsdp_inspect.errors import IncompleteRunError, NotARunError
 from fsdp_inspect.formatting import format_numbers
 from fsdp_inspect.store.files import LocalFiles, RunFiles, open_files
 from fsdp_inspect.store.folder import list_runs
-from fsdp_inspect.store.growing import GrowingTables
-from fsdp_inspect.store.kept_tables import KeptTables
 from fsdp_inspect.store.liveness import is_alive, last_sign_unix_ns
 from fsdp_inspect.store.notes import (
     note_ends,
@@ -26,6 +24,7 @@ from fsdp_inspect.store.notes import (
 )
 from fsdp_inspect.store.rank_tables import read_table
 from fsdp_inspect.store.records import decode_record
+from fsdp_inspect.store.reuse import Reuse
 from fsdp_inspect.store.salvage import NOTE as NO_MANIFEST_NOTE
 from fsdp_inspect.store.salvage import describe_run, describe_units
 from fsdp_inspect.store.schema import (
@@ -59,15 +58,15 @@ _MAX_NEARBY = 5
 
 
 def open_run(
-    path: str | Path, *, attempt: int | None = None, growing: GrowingTables | None = None
+    path: str | Path, *, attempt: int | None = None, reuse: Reuse | None = None
 ) -> "StoredRun":
     """Open a recorded run.
 
     Args:
         path: The run folder, or its URL (any that fsspec can open).
         attempt: Which start of the job; the last one unless given.
-        growing: Of earlier openings of the same run, that of a run that is still being written
-            only what is new is read; for those who open it again and again.
+        reuse: What it shares with other openings, of this run or of others; for those who open
+            runs again and again.
 
     Returns:
         The run, whatever its state; `status` and `notes` say what is missing.
@@ -90,9 +89,9 @@ def open_run(
         )
     chosen = attempt if attempt is not None else max(attempts, default=0)
     if encoded is None:
-        return _open_without_manifest(files, attempts, chosen, growing or GrowingTables())
+        return _open_without_manifest(files, attempts, chosen, reuse or Reuse())
     manifest = decode_record(encoded, RunManifest, _label(files, MANIFEST_FILE))
-    return StoredRun(files, manifest, attempts=attempts, attempt=chosen, growing=growing)
+    return StoredRun(files, manifest, attempts=attempts, attempt=chosen, reuse=reuse)
 
 
 class StoredRun:
@@ -106,13 +105,12 @@ class StoredRun:
         attempts: Sequence[int],
         attempt: int,
         notes: Sequence[str] = (),
-        growing: GrowingTables | None = None,
+        reuse: Reuse | None = None,
     ) -> None:
         self._files = files
         self._manifest = manifest
         self._found: dict[str, None] = dict.fromkeys(notes)
-        self._kept = KeptTables()
-        self._growing = GrowingTables() if growing is None else growing
+        self._reuse = reuse or Reuse()
         self.attempts = tuple(attempts)
         """The starts of the job that left anything, ascending."""
         self.attempt = attempt
@@ -226,7 +224,7 @@ class StoredRun:
             memory = self.memory(rank)
         events = self.events(rank)
         stream = Path(self.path, self._folder(rank), EVENTS.live_name)
-        reduced = self._growing.reduce(stream, events, rank=rank, attempt=self.attempt)
+        reduced = self._reuse.growing.reduce(stream, events, rank=rank, attempt=self.attempt)
         counted_by = record.memory_from if record else ""
         return join_memory(reduced, memory, memory_from=counted_by, rank=rank, attempt=self.attempt)
 
@@ -240,12 +238,13 @@ class StoredRun:
         if growing is not None:
             return growing
         state = self._state_of(rank, file)
-        whole, part = (state, None), (state, None if steps is None else frozenset(steps))
-        table: TableT | None = self._kept.find(whole, part)
+        asked = self.path, state
+        whole, part = (*asked, None), (*asked, None if steps is None else frozenset(steps))
+        table: TableT | None = self._reuse.kept.find(whole, part)
         if table is None:
             table, is_whole = self._decode(rank, file, steps)
             if any(changed for _, changed in state):
-                self._kept.keep(whole if is_whole else part, table)
+                self._reuse.kept.keep(whole if is_whole else part, table)
         return table
 
     def _state_of(self, rank: int, file: TableFile[TableT]) -> tuple[tuple[str, int | None], ...]:
@@ -273,7 +272,7 @@ class StoredRun:
         folder = self._folder(rank)
         if self._files.exists(f"{folder}/{file.compacted_name}"):
             return None
-        stream = self._growing.read(self._files.path / folder / file.live_name, file)
+        stream = self._reuse.growing.read(self._files.path / folder / file.live_name, file)
         if stream is None:
             return None
         self._note_stream(rank, file, stream)
@@ -359,7 +358,7 @@ def _read_record(files: RunFiles, folder: str, encoded: bytes) -> RankRecord:
 
 
 def _open_without_manifest(
-    files: RunFiles, attempts: Sequence[int], attempt: int, growing: GrowingTables
+    files: RunFiles, attempts: Sequence[int], attempt: int, reuse: Reuse
 ) -> StoredRun:
     """A part of a run: some ranks, without the manifest that rank 0 wrote elsewhere."""
     records = _read_records(files, attempt, _list_ranks(files, attempt), {})
@@ -367,7 +366,7 @@ def _open_without_manifest(
     if not known:
         raise NotARunError(_describe_no_run(files.label))
     manifest = describe_run(files.label.rstrip("/").rsplit("/", 1)[-1], known)
-    nameless = StoredRun(files, manifest, attempts=attempts, attempt=attempt, growing=growing)
+    nameless = StoredRun(files, manifest, attempts=attempts, attempt=attempt, reuse=reuse)
     summaries = (nameless.summary(ranks=[record.rank]) for record in known)
     units = describe_units(next(filter(len, summaries), SummaryTable.empty()))
     return StoredRun(
@@ -376,7 +375,7 @@ def _open_without_manifest(
         attempts=attempts,
         attempt=attempt,
         notes=[NO_MANIFEST_NOTE],
-        growing=growing,
+        reuse=reuse,
     )
 
 

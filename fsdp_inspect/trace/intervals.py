@@ -42,13 +42,17 @@ class Intervals:
                 f"{len(end_array)}."
             )
         keep = end_array > start_array
-        start_array, end_array = start_array[keep], end_array[keep]
+        if not keep.all():
+            start_array, end_array = start_array[keep], end_array[keep]
         if len(start_array) == 0:
             return cls(start_array, end_array)
-        order = np.argsort(start_array, kind="stable")
-        start_array, end_array = start_array[order], end_array[order]
+        if not np.all(start_array[1:] >= start_array[:-1]):
+            order = np.argsort(start_array, kind="stable")
+            start_array, end_array = start_array[order], end_array[order]
         reach = np.maximum.accumulate(end_array)
         opens = np.concatenate([[True], start_array[1:] > reach[:-1]])
+        if opens.all():
+            return cls(start_array, reach)
         first = np.flatnonzero(opens)
         last = np.concatenate([first[1:] - 1, [len(start_array) - 1]])
         return cls(start_array[first], reach[last])
@@ -114,6 +118,33 @@ class Intervals:
         lows = np.asarray(starts, dtype=np.int64)
         highs = np.maximum(np.asarray(ends, dtype=np.int64), lows)
         return self._covered_before(highs) - self._covered_before(lows)
+
+    def covered_between(self, edges: ArrayLike) -> Int64Array:
+        """How many ns are covered between each two neighbouring edges.
+
+        Args:
+            edges: Shape (e,), ascending, ns; e > 0.
+
+        Returns:
+            Shape (e - 1,), int64, ns.
+        """
+        return np.diff(self._covered_before(np.asarray(edges, dtype=np.int64)))
+
+    def holds(self, times: ArrayLike) -> NDArray[np.bool_]:
+        """Whether each time lies in the set.
+
+        Args:
+            times: Shape (t,), ns.
+
+        Returns:
+            Shape (t,).
+        """
+        wanted = np.asarray(times, dtype=np.int64)
+        if len(self) == 0:
+            return np.zeros(wanted.shape, dtype=bool)
+        index = np.searchsorted(self.starts, wanted, side="right") - 1
+        inside: NDArray[np.bool_] = (index >= 0) & (wanted < self.ends[index])
+        return inside
 
     def _covered_before(self, times: Int64Array) -> Int64Array:
         """Covered ns up to each time, counted from the first interval."""

@@ -44,9 +44,10 @@ def paint_innermost(starts: Int64Array, ends: Int64Array, within: Intervals) -> 
     edges = edges[np.diff(edges, prepend=edges[:1] - 1) > 0]
     if len(edges) < 2:
         return _merge(edges[:0], edges[:0], np.empty(0, dtype=np.int64))
-    seen = within.covered_ns(edges[:-1], edges[1:]) > 0
-    owner = np.where(seen, _owners(starts, ends, edges[:-1]), _NOBODY)
-    return _merge(edges[:-1], edges[1:], owner)
+    # Its own edges are among them, so that each piece lies inside of it or outside.
+    seen = np.flatnonzero(within.holds(edges[:-1]))
+    begins = edges[seen]
+    return _merge(begins, edges[seen + 1], _owners(starts, ends, begins))
 
 
 def stack_rows(starts: Int64Array, ends: Int64Array) -> NDArray[np.int64]:

@@ -142,7 +142,12 @@ def exposed_ns(events: EventTable, communication: Intervals) -> NDArray[np.int64
     Returns:
         Shape (len(events),), ns; 0 for collectives that nobody waited for.
     """
-    return exposing(events, communication).covered_ns(waited_since(events), events.end_ns)
+    since, exposed = waited_since(events), np.zeros(len(events), dtype=np.int64)
+    waited = np.flatnonzero(since < events.end_ns)
+    exposed[waited] = exposing(events, communication).covered_ns(
+        since[waited], events.end_ns[waited]
+    )
+    return exposed
 
 
 def exposing(events: EventTable, communication: Intervals) -> Intervals:

@@ -23,7 +23,7 @@ def run():
 
 @pytest.fixture(scope="module")
 def member(run):
-    return TrackSet.of(build_timeline(run, step=3, ranks=[0, 1]), run.manifest)
+    return TrackSet(build_timeline(run, step=3, ranks=[0, 1]), run.manifest)
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,10 @@ def packed(tracks):
     return unpack(encode_tracks(tracks, Asked()))
 
 
+def num_spans(timeline):
+    return sum(len(drawn.layout.index) for drawn in timeline.ranks)
+
+
 def test_a_packed_step_names_lanes_units_and_ranks(packed, member, tracks):
     header, columns = packed
     own = ["host issue", "compute stream", "all-gather", "reduce-scatter", "memory"]
@@ -43,7 +47,7 @@ def test_a_packed_step_names_lanes_units_and_ranks(packed, member, tracks):
     assert [block["rank"] for block in header["blocks"]] == [0, 1]
     assert header["units"][0] == "(root)"
     assert header["key"] == tracks.key
-    assert len(columns["start"]) == len(member.timeline.spans)
+    assert len(columns["start"]) == num_spans(member.timeline)
 
 
 def test_a_packed_collective_carries_bytes_bandwidth_and_exposure(packed, run):
@@ -60,9 +64,10 @@ def test_a_packed_collective_carries_bytes_bandwidth_and_exposure(packed, run):
 
 def test_times_of_an_event_are_relative_to_the_piece_that_shows_it(packed, member):
     _, columns = packed
-    events, shift = member.timeline.events, member.timeline.event_shift_ns
     issue = columns["start"] + columns["issue"]
-    expected = (events.issue_ns + shift)[columns["event"]]
+    drawn = member.timeline.ranks
+    expected = np.concatenate([one.events.issue_ns + one.shift_ns for one in drawn])
+    expected = expected[columns["event"]]
     np.testing.assert_allclose(issue, expected, atol=64)
 
 
@@ -79,7 +84,7 @@ def test_a_window_in_a_step_is_sent_with_a_margin(tracks, member):
     header, columns = unpack(encode_tracks(tracks, Asked(view=view)))
     assert header["data_start_ns"] == view.start_ns - 250_000
     assert header["data_end_ns"] == view.end_ns + 250_000
-    assert 0 < len(columns["start"]) < len(member.timeline.spans)
+    assert 0 < len(columns["start"]) < num_spans(member.timeline)
 
 
 def test_a_view_is_never_a_megabyte(packed, tracks, monkeypatch):
@@ -99,12 +104,12 @@ def test_a_view_is_never_a_megabyte(packed, tracks, monkeypatch):
 def test_the_picture_is_described_in_words(tracks, member):
     words = describe_tracks(tracks)
     assert words.startswith("Timeline of step 3 on ranks 0, 1: ")
-    assert f"{len(member.timeline.timed_spans)} spans in 10 lanes" in words
+    assert f"{member.timeline.num_timed_spans} spans in 10 lanes" in words
 
 
 def test_several_steps_lie_one_above_the_other_from_their_starts(run, member):
     predicted = draw_events(run.events(1, steps=[4]), rank=1)
-    below = TrackSet.of(predicted, run.manifest, title="predicted")
+    below = TrackSet(predicted, run.manifest, title="predicted")
     above = dataclasses.replace(member, title="recorded")
     both = Tracks((above, below))
     header, columns = unpack(encode_tracks(both, Asked()))
@@ -115,17 +120,16 @@ def test_several_steps_lie_one_above_the_other_from_their_starts(run, member):
     ]
     assert [block["start_ns"] for block in header["blocks"]][::2] == [0, 0]
     assert len(header["units"]) == 20
-    assert len(columns["start"]) == len(member.timeline.spans) + len(predicted.spans)
+    assert len(columns["start"]) == num_spans(member.timeline) + num_spans(predicted)
     in_last = columns["lane"] >= header["blocks"][2]["first_lane"]
     assert columns["unit"][in_last].max() == 19
-    assert columns["event"][in_last].min() >= len(member.timeline.events)
+    assert columns["event"][in_last].min() >= member.timeline.num_events
     assert both.place(both.number(Place(1, 5))) == Place(1, 5)
 
 
 def test_when_one_of_several_steps_is_too_large_all_are_sent_as_density(run, member, monkeypatch):
-    monkeypatch.setitem(lod.SpanIndex.query.__kwdefaults__, "max_spans", 10)
     monkeypatch.setattr("fsdp_inspect_app.timeline.payload.MAX_SPANS", 250)
-    small = TrackSet.of(draw_events(run.events(1, steps=[4]), rank=1), run.manifest)
+    small = TrackSet(draw_events(run.events(1, steps=[4]), rank=1), run.manifest)
     header, columns = unpack(encode_tracks(Tracks((member, small)), Asked()))
     assert not header["is_exact"]
     assert "event" not in columns
@@ -153,20 +157,21 @@ def test_a_search_goes_forwards_and_backwards_and_around(tracks, member):
     assert tracks.find("layers.3", after=second.place, direction=-1) == first
     last = tracks.find("layers.3", after=first.place, direction=-1)
     assert last.number == last.total
-    events = member.timeline.events
+    events = member.timeline.ranks[0].events
     starts = [events.start_ns[found.place.event] for found in (first, second, last)]
     assert starts == sorted(starts)
 
 
 def test_a_search_stays_on_the_rank_of_the_selection(tracks, member):
-    after = Place(0, member.first_event(1))
+    after = Place(0, member.timeline.find_rank(1).first_event)
     found = tracks.find("layers.3", after=after, direction=1)
-    assert member.timeline.event_rank[found.place.event] == 1
+    assert member.timeline.rank_of(found.place.event).rank == 1
 
 
 def test_search_and_jump_are_answered_with_the_place_in_time(tracks, member):
-    gathers = member.timeline.events.kind == EventKind.ALL_GATHER
-    place = Place(0, int(np.flatnonzero(gathers)[3]))
+    drawn = member.timeline.find_rank(1)
+    own = int(np.flatnonzero(drawn.events.kind == EventKind.ALL_GATHER)[3])
+    place = Place(0, drawn.first_event + own)
     asked = Asked(query="layers.3", serial=7)
     header, _ = unpack(encode_tracks(tracks, asked, jump=Jump(2, place)))
     found = header["found"]
@@ -174,12 +179,11 @@ def test_search_and_jump_are_answered_with_the_place_in_time(tracks, member):
     assert found["end_ns"] > found["start_ns"]
     assert header["jump"]["serial"] == 2
     assert header["jump"]["event"] == place.event
-    shift = member.timeline.event_shift_ns[place.event]
-    assert header["jump"]["start_ns"] == member.timeline.events.start_ns[place.event] + shift
+    assert header["jump"]["start_ns"] == drawn.events.start_ns[own] + drawn.shift_ns
 
 
 def test_an_event_has_a_name_for_the_address(member):
-    event = member.first_event(1) + 5
+    event = member.timeline.find_rank(1).first_event + 5
     assert member.name_of_event(event) == "1-5"
     assert member.find_event("1-5") == Place(0, event)
     for name in ("", "1", "1-", "7-0", "1-999999", "-1-5", "1-5;", "١-٥"):

@@ -47,7 +47,9 @@ def test_a_unit_shows_only_the_collectives_that_it_has(digest):
 def test_spans_as_a_table_have_one_row_a_span_and_mark_what_does_not_travel(run):
     timeline = build_timeline(run, step=3, ranks=[0, 1])
     frame = frame_spans(timeline, run.manifest)
-    assert len(frame) == len(timeline.timed_spans) < len(timeline.spans)
+    assert len(frame) == timeline.num_timed_spans
+    assert len(frame) < sum(len(drawn.layout.index) for drawn in timeline.ranks)
+    assert frame["rank"].unique().tolist() == [0, 1]
     forward = frame[frame["what"] == "forward"]
     assert forward["message (MiB)"].isna().all()
     gathers = frame[(frame["what"] == "all-gather") & (frame["unit"] == "layers.3")]
@@ -55,6 +57,7 @@ def test_spans_as_a_table_have_one_row_a_span_and_mark_what_does_not_travel(run)
     assert (gathers["issued (ms)"] <= gathers["start (ms)"]).all()
     assert set(frame["obtained"]) == {"measured"}
     assert len(frame_spans(timeline, run.manifest, most=3)) == 3
+    assert len(frame_spans(timeline, run.manifest, most=len(frame) - 2)) == len(frame) - 2
 
 
 def test_csv_keeps_full_precision():

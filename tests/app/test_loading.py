@@ -46,12 +46,13 @@ def test_a_run_whose_files_changed_is_read_again(tmp_path):
     assert loading.digest_entry(entry).num_steps == 6
 
 
-def test_a_step_is_laid_out_with_the_index_of_its_spans(tmp_path):
+def test_a_step_is_laid_out_with_the_indices_of_its_spans(tmp_path):
     write_run(tmp_path / "run", make_run(num_steps=4))
     [entry] = list_runs(tmp_path)
     tracks = loading.timeline_of(entry, step=3, ranks=(0, 1))
     assert tracks.timeline.step == 3
-    assert len(tracks.index) == len(tracks.timeline.spans)
+    assert [drawn.rank for drawn in tracks.timeline.ranks] == [0, 1]
+    assert all(len(drawn.layout.index) for drawn in tracks.timeline.ranks)
 
 
 def test_a_run_is_digested_once_whatever_is_asked(tmp_path, monkeypatch):

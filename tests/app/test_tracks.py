@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from fsdp_inspect_app.timeline.tracks import LOOKS, Track, build_timeline, draw_events
+from fsdp_inspect_app.timeline.rank_layout import LOOKS, Track
+from fsdp_inspect_app.timeline.tracks import build_timeline, draw_events
 
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.errors import IncompleteRunError
@@ -23,14 +24,13 @@ def timeline(run):
     return build_timeline(run, step=3, ranks=[0, 1])
 
 
-def durations(timeline, lane, look):
-    own = (timeline.spans.lane == lane) & (timeline.spans.look == LOOKS.index(look))
-    return int((timeline.spans.end_ns - timeline.spans.start_ns)[own].sum())
-
-
-def clock_lane(timeline, rank):
-    lanes = [(lane.rank, lane.track) for lane in timeline.lanes]
-    return lanes.index((rank, Track.CLOCK))
+def spans_of(timeline, rank, track, look=None):
+    """What is drawn of a rank on a track."""
+    layout = timeline.find_rank(rank).layout
+    lanes = [lane for lane, one in enumerate(layout.lanes) if one.track is track]
+    spans = layout.index.spans
+    own = np.isin(spans.lane, lanes)
+    return spans.where(own if look is None else own & (spans.look == LOOKS.index(look)))
 
 
 def test_each_rank_has_issues_clock_collectives_and_memory_in_that_order(timeline):
@@ -48,33 +48,44 @@ def test_each_rank_has_issues_clock_collectives_and_memory_in_that_order(timelin
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_clock_lane_adds_up_to_the_breakdown_of_the_step(run, timeline, rank):
     breakdown = measure_step_breakdown(run, rank=rank, step=3)
-    lane = clock_lane(timeline, rank)
     for part in StepPart:
         if part in palette.PART_LOOKS and part < StepPart.OTHER:
-            drawn = durations(timeline, lane, palette.PART_LOOKS[part])
-            assert drawn == breakdown.duration_ns(part), part.label
+            drawn = spans_of(timeline, rank, Track.CLOCK, palette.PART_LOOKS[part])
+            assert (drawn.end_ns - drawn.start_ns).sum() == breakdown.duration_ns(part), part.label
 
 
 def test_the_root_is_seen_only_where_no_nested_unit_runs(timeline):
-    clock = timeline.spans.lane == clock_lane(timeline, 0)
-    forward = clock & (timeline.spans.look == LOOKS.index(palette.FORWARD))
-    units = timeline.events.unit[timeline.spans.event[forward]]
+    forward = spans_of(timeline, 0, Track.CLOCK, palette.FORWARD)
+    units = timeline.find_rank(0).events.unit[forward.event]
     assert set(units.tolist()) == set(range(10))
-    spans = (timeline.spans.end_ns - timeline.spans.start_ns)[forward]
-    assert spans[units == 0].sum() < spans[units == 1].sum()
+    seen_ns = forward.end_ns - forward.start_ns
+    assert seen_ns[units == 0].sum() < seen_ns[units == 1].sum()
 
 
 def test_the_axis_begins_with_the_earliest_rank_and_ends_with_the_latest(timeline):
     assert min(window.start_ns for window in timeline.windows) == 0
     assert timeline.end_ns == max(window.end_ns for window in timeline.windows)
-    assert timeline.spans.start_ns.min() >= 0
-    assert timeline.spans.end_ns.max() <= timeline.end_ns
+    for drawn in timeline.ranks:
+        spans = drawn.layout.index.spans
+        assert spans.start_ns.min() + drawn.shift_ns >= 0
+        assert spans.end_ns.max() + drawn.shift_ns <= timeline.end_ns
+
+
+def test_lanes_and_events_are_numbered_through_over_the_ranks(timeline):
+    first, second = timeline.ranks
+    assert (second.first_lane, second.first_event) == (len(first.layout.lanes), len(first.events))
+    assert timeline.num_events == len(first.events) + len(second.events)
+    for drawn in timeline.ranks:
+        for own in (0, len(drawn.events) - 1):
+            assert timeline.rank_of(drawn.first_event + own) is drawn
+    assert timeline.find_rank(7) is None
 
 
 def test_exposed_time_of_the_events_adds_up_to_that_of_the_summary(run, timeline):
-    gathers = (timeline.events.kind == EventKind.ALL_GATHER) & (timeline.event_rank == 0)
+    layout = timeline.find_rank(0).layout
+    gathers = layout.events.kind == EventKind.ALL_GATHER
     breakdown = measure_step_breakdown(run, rank=0, step=3)
-    assert timeline.exposed_ns[gathers].sum() == breakdown.duration_ns(StepPart.EXPOSED_ALL_GATHER)
+    assert layout.exposed_ns[gathers].sum() == breakdown.duration_ns(StepPart.EXPOSED_ALL_GATHER)
 
 
 def test_collectives_that_overlap_in_a_lane_are_stacked(run):
@@ -87,30 +98,27 @@ def test_collectives_that_overlap_in_a_lane_are_stacked(run):
 
 
 def test_every_collective_has_a_mark_where_the_host_issued_it(timeline):
-    marks = timeline.spans.lane == 0
-    events = timeline.spans.event[marks]
-    assert len(events) == 19 + 10
-    issue_ns = timeline.events.issue_ns[events] + timeline.event_shift_ns[events]
-    moved_ns = timeline.spans.start_ns[marks] - issue_ns
+    marks = spans_of(timeline, 0, Track.ISSUE)
+    assert len(marks) == 19 + 10
+    moved_ns = marks.start_ns - timeline.find_rank(0).events.issue_ns[marks.event]
     assert set(moved_ns.tolist()) == {0, 1}
-    gather = LOOKS.index(palette.ALL_GATHER)
-    assert (timeline.spans.look[marks] == gather).sum() == 19
+    assert (marks.look == LOOKS.index(palette.ALL_GATHER)).sum() == 19
 
 
 def test_collectives_issued_at_one_moment_are_marked_side_by_side(run):
     events = run.events(0, steps=[3])
     gathers = np.flatnonzero(events.kind == EventKind.ALL_GATHER)
     events.issue_ns[gathers[:3]] = events.issue_ns[gathers[2]]
-    spans = draw_events(events, rank=0).spans
-    assert np.diff(spans.start_ns[spans.lane == 0]).min() == 1
+    marks = spans_of(draw_events(events, rank=0), 0, Track.ISSUE)
+    assert np.diff(marks.start_ns).min() == 1
 
 
 def test_a_step_is_drawn_from_its_events_alone(run, timeline):
     drawn = draw_events(run.events(0), rank=0, step=3)
-    own = timeline.event_rank == 0
+    [alone], recorded = drawn.ranks, timeline.find_rank(0)
     assert drawn.step == 3
     assert drawn.refusals == {}
-    np.testing.assert_array_equal(drawn.exposed_ns, timeline.exposed_ns[own])
+    np.testing.assert_array_equal(alone.layout.exposed_ns, recorded.layout.exposed_ns)
     assert draw_events(run.events(0), rank=0).step == 5
 
 

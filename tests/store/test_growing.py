@@ -12,6 +12,7 @@ from fsdp_inspect.store.compaction import compact_rank
 from fsdp_inspect.store.folder import create_run, rank_folder
 from fsdp_inspect.store.growing import GrowingTables
 from fsdp_inspect.store.reader import StoredRun, open_run
+from fsdp_inspect.store.reuse import Reuse
 from fsdp_inspect.store.schema import EVENTS, MANIFEST_FILE, rank_name
 from fsdp_inspect.store.streams import LiveStream, RowEncoder
 from fsdp_inspect.store.writer import RankWriter
@@ -28,6 +29,10 @@ from tests.store.writing import (
     table_of,
     write_rank,
 )
+
+
+def reopen(run: Path, growing: GrowingTables) -> StoredRun:
+    return open_run(run, reuse=Reuse(growing=growing))
 
 
 @pytest.fixture
@@ -53,7 +58,7 @@ def add_steps(writer: RankWriter, first: int, last: int) -> None:
 
 
 def assert_reads_like_a_first_opening(run: Path, growing: GrowingTables) -> StoredRun:
-    again, first = open_run(run, growing=growing), open_run(run)
+    again, first = reopen(run, growing), open_run(run)
     for rank in (record.rank for record in first.ranks):
         assert_same_rows(again.events(rank), first.events(rank))
         assert_same_rows(again.memory(rank), first.memory(rank))
@@ -99,13 +104,13 @@ def test_bytes_that_were_read_are_not_read_again(
     run: Path, writer: RankWriter, decoded: list[int]
 ) -> None:
     growing, stream = GrowingTables(), rank_folder(run, 0, 0) / EVENTS.live_name
-    open_run(run, growing=growing).events(0)
+    reopen(run, growing).events(0)
     before = stream.stat().st_size
     decoded.clear()
-    open_run(run, growing=growing).events(0)
+    reopen(run, growing).events(0)
     assert decoded == []
     add_steps(writer, 3, 4)
-    assert len(open_run(run, growing=growing).events(0)) == 4 * EVENTS_PER_STEP
+    assert len(reopen(run, growing).events(0)) == 4 * EVENTS_PER_STEP
     header = len(RowEncoder(EVENTS).header)
     assert decoded == [header + stream.stat().st_size - before]
 
@@ -115,10 +120,10 @@ def test_a_run_without_a_manifest_is_not_read_again_either(
 ) -> None:
     growing = GrowingTables()
     (run / MANIFEST_FILE).unlink()
-    first = open_run(run, growing=growing)
+    first = reopen(run, growing)
     first.summary()
     num_streams = len(decoded)
-    assert_same_rows(open_run(run, growing=growing).summary(), first.summary())
+    assert_same_rows(reopen(run, growing).summary(), first.summary())
     assert (num_streams, len(decoded)) == (2, 2)
 
 
@@ -140,13 +145,13 @@ def test_only_steps_with_new_rows_are_reduced_again(
     run: Path, writer: RankWriter, reduced: list[list[int]]
 ) -> None:
     growing = GrowingTables()
-    open_run(run, growing=growing).summary()
-    open_run(run, growing=growing).summary()
+    reopen(run, growing).summary()
+    reopen(run, growing).summary()
     add_steps(writer, 3, 5)
-    open_run(run, growing=growing).summary()
+    reopen(run, growing).summary()
     writer.events.append(event_row(1 * EVENTS_PER_STEP))  # a late row of step 1
     writer.flush()
-    open_run(run, growing=growing).summary()
+    reopen(run, growing).summary()
     assert reduced == [[0, 1, 2], [3, 4], [1]]
     assert_reads_like_a_first_opening(run, growing)
 
@@ -155,9 +160,9 @@ def test_the_steps_of_many_ranks_are_kept(run: Path, reduced: list[list[int]]) -
     growing, num_ranks = GrowingTables(), 20
     for rank in range(num_ranks):
         write_rank(run, rank, num_steps=2).close(RunStatus.COMPLETE, compact=False)
-    open_run(run, growing=growing).summary()
+    reopen(run, growing).summary()
     assert reduced == [[0, 1]] * num_ranks
-    again = open_run(run, growing=growing).summary()
+    again = reopen(run, growing).summary()
     assert len(reduced) == num_ranks
     assert_same_rows(again, open_run(run).summary())
 
@@ -167,13 +172,13 @@ def test_what_is_kept_of_the_streams_that_were_read_last_fits_the_bound(
 ) -> None:
     one = GrowingTables()
     write_rank(run, 0).close(RunStatus.COMPLETE, compact=False)
-    open_run(run, growing=one).summary()
+    reopen(run, one).summary()
     assert one._num_bytes == sum(grown.num_bytes for grown in one._grown.values()) > 0
     growing = GrowingTables(most_bytes=3 * one._num_bytes)
     for rank in range(1, 6):
         write_rank(run, rank).close(RunStatus.COMPLETE, compact=False)
     for _ in range(2):
-        open_run(run, growing=growing).summary()
+        reopen(run, growing).summary()
         assert growing._num_bytes == sum(grown.num_bytes for grown in growing._grown.values())
         assert growing._num_bytes <= growing.most_bytes
         assert [Path(name).parent.name for name in growing._grown] == [
@@ -187,7 +192,7 @@ def test_steps_are_reduced_again_when_their_stream_was_cut_and_written_anew(
     growing, stream = GrowingTables(), rank_folder(run, 0, 0) / EVENTS.live_name
     add_steps(writer, 3, 4)
     writer.close(RunStatus.COMPLETE, compact=False)
-    open_run(run, growing=growing).summary()
+    reopen(run, growing).summary()
     encoder = RowEncoder(EVENTS)
     rows = [event_row(number, bytes=800) for number in range(4 * EVENTS_PER_STEP)]
     stream.write_bytes(encoder.header + encoder.encode(encoder.pack(rows)[0], 0))
@@ -196,7 +201,7 @@ def test_steps_are_reduced_again_when_their_stream_was_cut_and_written_anew(
 
 def test_a_stream_that_began_anew_is_read_from_its_beginning(run: Path, writer: RankWriter) -> None:
     growing, stream = GrowingTables(), rank_folder(run, 0, 0) / EVENTS.live_name
-    open_run(run, growing=growing).summary()
+    reopen(run, growing).summary()
     stream.rename(stream.with_suffix(".moved"))  # so that its number is not given out again
     replaced = LiveStream(stream, EVENTS)
     rows = [event_row(number, bytes=800) for number in range(3 * EVENTS_PER_STEP)]
@@ -209,7 +214,7 @@ def test_a_stream_that_began_anew_is_read_from_its_beginning(run: Path, writer: 
 
 def test_a_closed_and_compacted_run_is_read_from_its_files(run: Path, writer: RankWriter) -> None:
     growing = GrowingTables()
-    open_run(run, growing=growing).summary()
+    reopen(run, growing).summary()
     writer.close(RunStatus.COMPLETE, compact=False)
     assert_reads_like_a_first_opening(run, growing)
     compact_rank(run, 0, 0)
@@ -230,7 +235,7 @@ def test_a_torn_tail_is_told_of_until_the_rest_of_it_is_there(
 
 def test_damage_is_named_as_at_a_first_opening(run: Path, writer: RankWriter) -> None:
     growing, stream = GrowingTables(), rank_folder(run, 0, 0) / EVENTS.live_name
-    open_run(run, growing=growing).events(0)
+    reopen(run, growing).events(0)
     before = stream.stat().st_size
     add_steps(writer, 3, 40)
     raw = bytearray(stream.read_bytes())
@@ -239,7 +244,7 @@ def test_damage_is_named_as_at_a_first_opening(run: Path, writer: RankWriter) ->
     with pytest.raises(CorruptFileError) as first:
         open_run(run).events(0)
     with pytest.raises(CorruptFileError) as again:
-        open_run(run, growing=growing).events(0)
+        reopen(run, growing).events(0)
     assert str(again.value) == str(first.value)
 
 

@@ -8,6 +8,7 @@ import pytest
 from fsdp_inspect.store import reader
 from fsdp_inspect.store.kept_tables import KeptTables
 from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.store.reuse import Reuse
 from fsdp_inspect.store.schema import EVENTS, ROW_GROUP_ROWS
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.tables import EventTable
@@ -96,3 +97,17 @@ def test_a_rank_without_the_table_is_asked_again(tmp_path: Path, decoded: list[s
     run = open_run(write_run(tmp_path, ranks=[0]))
     assert len(run.devices(0)) == len(run.devices(0)) == 0
     assert decoded == ["rank-00000/device"] * 2
+
+
+def test_runs_share_a_place_and_each_gets_its_own_rows(tmp_path: Path, decoded: list[str]) -> None:
+    shared = Reuse()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    short = open_run(write_run(tmp_path / "a", ranks=[0], num_steps=1), reuse=shared)
+    long = open_run(write_run(tmp_path / "b", ranks=[0], num_steps=2), reuse=shared)
+    for _ in range(2):
+        assert len(short.events(0)) == EVENTS_PER_STEP
+        assert len(long.events(0)) == 2 * EVENTS_PER_STEP
+    assert decoded == ["rank-00000/events"] * 2
+    again = open_run(tmp_path / "b", reuse=shared)
+    assert again.events(0) is long.events(0)

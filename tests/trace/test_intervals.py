@@ -1,5 +1,9 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fsdp_inspect.trace.intervals import Intervals
 
@@ -65,7 +69,30 @@ def test_covered_time_of_each_query_is_counted_on_its_own():
 
 def test_the_empty_set_covers_nothing():
     assert Intervals.empty().covered_ns([0], [100]).tolist() == [0]
+    assert Intervals.empty().covered_between([0, 100]).tolist() == [0]
+    assert Intervals.empty().holds([0, 100]).tolist() == [False, False]
     assert Intervals.empty().duration_ns == 0
+
+
+any_spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
+
+
+@given(given_spans=any_spans)
+def test_a_set_holds_the_instants_of_its_members(given_spans):
+    held = [any(low <= now < high for low, high in given_spans) for now in range(-1, 32)]
+    assert spans(*given_spans).holds(range(-1, 32)).tolist() == held
+
+
+@given(given_spans=any_spans, edges=st.lists(st.integers(-2, 32), min_size=1).map(sorted))
+def test_what_lies_between_edges_is_counted_from_each_to_the_next(given_spans, edges):
+    covered = spans(*given_spans)
+    expected = [int(covered.covered_ns([low], [high])[0]) for low, high in pairwise(edges)]
+    assert covered.covered_between(edges).tolist() == expected
+
+
+@given(given_spans=any_spans)
+def test_the_order_in_which_intervals_are_given_does_not_matter(given_spans):
+    assert pairs(spans(*given_spans)) == pairs(spans(*sorted(given_spans)))
 
 
 def test_times_of_a_wall_clock_stay_exact():

@@ -78,7 +78,7 @@ def show_page(entry: RunEntry, run: StoredRun, outline: RunOutline) -> None:
         answer.error(plain(str(error)))
         return
     tracks = replace(tracks, title=_HEADINGS.get(run.manifest.source, ""))
-    drawn = tuple(window.rank for window in tracks.timeline.windows)
+    drawn = tuple(one.rank for one in tracks.timeline.ranks)
     rank = outline.median_rank if outline.median_rank in drawn else drawn[0]
     with answer:
         breakdown = loading.result_of(entry, measure_step_breakdown, rank=rank, step=step)
@@ -223,7 +223,7 @@ def _pick_ranks(outline: RunOutline, recorded: Sequence[int]) -> tuple[int, ...]
 
 def _opening(tracks: TrackSet) -> Asked:
     """What the address says of the drawing, as far as it makes sense."""
-    ranks = [window.rank for window in tracks.timeline.windows]
+    ranks = [one.rank for one in tracks.timeline.ranks]
     tops = linked_all(TOP_KEY, {str(rank) for rank in ranks})
     return Asked(
         view=parse_view(st.query_params.get(WINDOW_KEY, ""), tracks.timeline.end_ns),
@@ -247,13 +247,13 @@ def _show_longest_waits(entry: RunEntry, tracks: TrackSet, rank: int) -> None:
     """A button for each of the longest waits of a rank, which leads to it."""
     step = tracks.timeline.step
     waits = loading.result_of(entry, digest_step_waits, rank=rank, step=step)
-    longest = waits.longest()
-    if not longest:
+    longest, drawn = waits.longest(), tracks.timeline.find_rank(rank)
+    if not longest or drawn is None:
         return
     with st.container(horizontal=True, vertical_alignment="center", gap="xsmall", key="waits"):
         st.markdown(plain(f"Longest waits of rank {rank}:"), width="content")
         for event in longest:
-            place = Place(0, tracks.first_event(rank) + event)
+            place = Place(0, drawn.first_event + event)
             facts = _facts(entry, tracks, place)
             st.button(
                 tell_wait(facts),
@@ -283,7 +283,7 @@ def _show_selection(entry: RunEntry, tracks: TrackSet, selected: Place | None) -
             st.caption(plain(_KEYS))
             return
         facts = _facts(entry, tracks, selected)
-        rank = int(tracks.timeline.event_rank[selected.event])
+        rank = tracks.timeline.rank_of(selected.event).rank
         st.markdown(tell_event(facts))
         with st.container(horizontal=True, vertical_alignment="center", gap="small"):
             st.caption(plain(f"Rank {rank} · {tell_origin(facts)}"), width="content")
@@ -295,14 +295,13 @@ def _show_selection(entry: RunEntry, tracks: TrackSet, selected: Place | None) -
 
 
 def _facts(entry: RunEntry, tracks: TrackSet, place: Place) -> EventFacts:
-    rank = int(tracks.timeline.event_rank[place.event])
-    waits = loading.result_of(entry, digest_step_waits, rank=rank, step=tracks.timeline.step)
+    drawn, step = tracks.timeline.rank_of(place.event), tracks.timeline.step
     return describe_event(
         tracks.manifest,
-        tracks.events_of(rank),
-        place.event - tracks.first_event(rank),
-        waits=waits,
-        bandwidth=loading.result_of(entry, measure_bandwidth, rank=rank),
+        drawn.events,
+        place.event - drawn.first_event,
+        waits=loading.result_of(entry, digest_step_waits, rank=drawn.rank, step=step),
+        bandwidth=loading.result_of(entry, measure_bandwidth, rank=drawn.rank),
     )
 
 
@@ -322,7 +321,7 @@ def _describe_origin(tracks: TrackSet, outline: RunOutline) -> list[str]:
 
 def _describe_memory(entry: RunEntry, tracks: TrackSet) -> list[str]:
     """When the memory was read; without any in this step, where there is some."""
-    if tracks.timeline.memory:
+    if tracks.timeline.has_memory:
         on_cpu = tracks.manifest.device_type == "cpu"
         return (
             []
@@ -341,7 +340,7 @@ def _describe_memory(entry: RunEntry, tracks: TrackSet) -> list[str]:
 def _describe_clocks(tracks: TrackSet) -> list[str]:
     """How the times of different ranks compare."""
     timeline = tracks.timeline
-    if len(timeline.windows) < 2:
+    if len(timeline.ranks) < 2:
         return []
     if timeline.refusals:
         ranks = ", ".join(map(str, timeline.refusals))
@@ -359,7 +358,7 @@ def _describe_clocks(tracks: TrackSet) -> list[str]:
 @st.fragment
 def _show_spans(tracks: TrackSet) -> None:
     """The table for those who cannot see the canvas; made and sent only once it is opened."""
-    total = tracks.num_timed_spans
+    total = tracks.timeline.num_timed_spans
     panel = st.expander(f"The same as a table: {total} spans", key="spans-panel", on_change="rerun")
     if not panel.open:
         return

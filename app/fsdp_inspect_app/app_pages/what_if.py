@@ -277,7 +277,7 @@ def _show_timelines(
     if after.events is not None:
         drawn = draw_events(after.events, rank=simulation.rank)
         named = manifest.model_copy(update={"units": list(after.event_units)})
-        tracks.append(TrackSet.of(drawn, named, title="This plan, predicted"))
+        tracks.append(TrackSet(drawn, named, title="This plan, predicted"))
     with show_card("The recorded step and the predicted one", key="timelines"):
         show_timeline(tracks, key="timelines")
         st.caption("Both begin at 0, and zoom together\\. Hatched: standing still\\.")

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.trace.bandwidth import bus_bytes_per_s
@@ -10,42 +9,43 @@ from fsdp_inspect.trace.codes import COLLECTIVES, Method, Phase, Source
 from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect_app.frames.values import BYTES_PER_GB, BYTES_PER_MIB, NS_PER_MS
 from fsdp_inspect_app.timeline.payload import lane_label, method_words
-from fsdp_inspect_app.timeline.tracks import LOOKS, StepTimeline
+from fsdp_inspect_app.timeline.rank_layout import LOOKS
+from fsdp_inspect_app.timeline.spans import Spans
+from fsdp_inspect_app.timeline.tracks import DrawnRank, StepTimeline
 
 
 def frame_spans(
     timeline: StepTimeline, manifest: RunManifest, *, most: int | None = None
 ) -> pd.DataFrame:
     """What a timeline draws, lane by lane; the first `most` spans, or all."""
-    spans = timeline.timed_spans.where(slice(most))
-    lanes = [lane_label(lane, manifest) for lane in timeline.lanes]
-    drawn = pd.DataFrame(
-        {
-            "lane": [lanes[lane] for lane in spans.lane.tolist()],
-            "what": [LOOKS[look].label for look in spans.look.tolist()],
-            "start (ms)": spans.start_ns / NS_PER_MS,
-            "duration (ms)": (spans.end_ns - spans.start_ns) / NS_PER_MS,
-        }
-    )
-    return pd.concat([drawn, _frame_events(timeline, manifest, spans.event)], axis="columns")
+    left = timeline.num_timed_spans if most is None else most
+    frames = []
+    for drawn in timeline.ranks:
+        spans = drawn.layout.timed_spans.where(slice(left))
+        frames.append(_frame_rank(drawn, spans, manifest))
+        left -= len(spans)
+    return pd.concat(frames, ignore_index=True)
 
 
-def _frame_events(
-    timeline: StepTimeline, manifest: RunManifest, chosen: NDArray[np.int64]
-) -> pd.DataFrame:
-    """What is known about the chosen events beside their times."""
-    events = timeline.events.where(chosen)
+def _frame_rank(drawn: DrawnRank, spans: Spans, manifest: RunManifest) -> pd.DataFrame:
+    """Some spans of a rank, and what is known about their events."""
+    labels = [lane_label(lane, manifest) for lane in drawn.layout.lanes]
+    events, shift = drawn.events.where(spans.event), drawn.shift_ns
     units = {unit.index: format_unit(unit.fqn) for unit in manifest.units}
     travels = np.isin(events.kind, list(COLLECTIVES))
-    shift = timeline.event_shift_ns[chosen]
+    exposed_ns = drawn.layout.exposed_ns[spans.event]
     rates = bus_bytes_per_s(events, manifest.process_groups)
     return pd.DataFrame(
         {
-            "rank": timeline.event_rank[chosen],
+            "lane": [labels[lane] for lane in spans.lane.tolist()],
+            "what": [LOOKS[look].label for look in spans.look.tolist()],
+            "start (ms)": (spans.start_ns + shift) / NS_PER_MS,
+            "duration (ms)": (spans.end_ns - spans.start_ns) / NS_PER_MS,
+            "rank": drawn.rank,
             "unit": [units.get(unit, "") for unit in events.unit.tolist()],
             "issued (ms)": np.where(travels, events.issue_ns + shift, np.nan) / NS_PER_MS,
             "phase": [Phase(phase).label for phase in events.phase.tolist()],
-            "exposed (ms)": np.where(travels, timeline.exposed_ns[chosen] / NS_PER_MS, np.nan),
+            "exposed (ms)": np.where(travels, exposed_ns / NS_PER_MS, np.nan),
             "message (MiB)": np.where(events.bytes >= 0, events.bytes / BYTES_PER_MIB, np.nan),
             "bus bandwidth (GB/s)": rates / BYTES_PER_GB,
             "source": [Source(source).label for source in events.source.tolist()],

@@ -96,9 +96,9 @@ def _read_selected(asked: object, tracks: Tracks) -> Place | None:
 
 def _read_pinned(asked: object, tracks: Tracks) -> tuple[tuple[int, int], ...]:
     blocks = [
-        (position, window.rank)
+        (position, drawn.rank)
         for position, member in enumerate(tracks.members)
-        for window in member.timeline.windows
+        for drawn in member.timeline.ranks
     ]
     if not isinstance(asked, list):
         return ()

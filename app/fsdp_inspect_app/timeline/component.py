@@ -12,7 +12,7 @@ Several steps lie one above the other, from their starts, on one axis, and zoom 
 
 A prediction is drawn from its events:
 
-    predicted = TrackSet.of(draw_events(simulation.predicted.events, rank=0), manifest)
+    predicted = TrackSet(draw_events(simulation.predicted.events, rank=0), manifest)
 
 `show_timeline` is a fragment: zooming and selecting run only it again, and `explain`, which a page
 may give to show something about the selection above the canvas.

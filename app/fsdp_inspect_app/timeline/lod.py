@@ -2,17 +2,19 @@
 
 Exact at every zoom, with nothing computed beforehand but a sort: the time that a lane's spans of
 one look cover in each pixel column comes from `Intervals.covered_ns`, O(W log n) for each lane and
-look. Times are ns on the drawing's axis.
+look. Each rank's spans lie on its own clock and are indexed by themselves; a drawing moves what it
+takes of them onto its axis.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect_app.timeline.spans import Spans
 
 Int64Array = NDArray[np.int64]
 
@@ -47,11 +49,13 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """Rectangles to draw, sorted by lane and start; arrays of shape (n,)."""
+    """Rectangles to draw of one index, sorted by lane and start; arrays of shape (n,)."""
 
-    lane: Int64Array
-    look: Int64Array
+    lane: NDArray[np.int32]
+    """As the index counts them."""
+    look: NDArray[np.int8]
     start_ns: Int64Array
+    """On the axis of the view, as are the ends."""
     end_ns: Int64Array
     shade: NDArray[np.uint8]
     """`FULL` for a span; else which part of the rectangle is busy, 1 to 255."""
@@ -62,119 +66,143 @@ class Drawing:
 
 
 class SpanIndex:
-    """Answers `query` for any window; immutable once built, so that sessions can share it."""
+    """The spans of one rank, ready for any window; immutable, so that sessions can share it."""
 
-    def __init__(
-        self, *, lane: ArrayLike, look: ArrayLike, start_ns: ArrayLike, end_ns: ArrayLike
-    ) -> None:
-        """Index spans that are sorted by lane and start and disjoint within a lane.
+    def __init__(self, spans: Spans) -> None:
+        """Index spans.
 
         Raises:
-            ValueError: They are not.
+            ValueError: They are not sorted by lane and start, or overlap within a lane.
         """
-        self._lane = np.asarray(lane, dtype=np.int64)
-        self._look = np.asarray(look, dtype=np.int64)
-        self._start = np.asarray(start_ns, dtype=np.int64)
-        self._end = np.asarray(end_ns, dtype=np.int64)
+        self.spans = spans
         self._check_order()
-        begins = np.flatnonzero(np.diff(self._lane, prepend=-1)).tolist()
-        self._lanes = tuple(
-            (int(self._lane[low]), low, high) for low, high in pairwise([*begins, len(self._lane)])
+        begins = np.flatnonzero(np.diff(spans.lane, prepend=-1)).tolist()
+        self.lanes = tuple(
+            (int(spans.lane[low]), low, high) for low, high in pairwise([*begins, len(spans)])
         )
-        self._covered = {
+        """Each lane that has spans, with the range of their positions."""
+        self.covered = {
             (lane, look): self._coverage(low, high, look)
-            for lane, low, high in self._lanes
-            for look in np.flatnonzero(np.bincount(self._look[low:high])).tolist()
+            for lane, low, high in self.lanes
+            for look in np.flatnonzero(np.bincount(spans.look[low:high])).tolist()
         }
+        """By lane and look: when its spans run."""
 
     def __len__(self) -> int:
-        return len(self._lane)
+        return len(self.spans)
 
     @property
     def looks(self) -> set[int]:
         """Of all spans."""
-        return {look for _, look in self._covered}
+        return {look for _, look in self.covered}
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes, with a column for whatever each span is of."""
-        covered = sum(2 * one.starts.nbytes for one in self._covered.values())
-        return 5 * self._lane.nbytes + covered
+        """Memory that it takes."""
+        return self.spans.num_bytes + sum(2 * one.starts.nbytes for one in self.covered.values())
 
-    def query(
-        self, view: View, *, max_spans: int = MAX_SPANS, max_rectangles: int = MAX_RECTANGLES
-    ) -> Drawing:
-        """What to draw for a window: its spans, or their density when there are too many."""
-        if view.end_ns <= view.start_ns or view.width_px < 1:
-            raise ValueError(
-                f"A view must have a positive length and width, got {view.start_ns} to "
-                f"{view.end_ns} ns on {view.width_px} px. Ask for at least 1 ns on 1 px."
-            )
-        visible = [self._visible(low, high, view) for _, low, high in self._lanes]
-        if sum(high - low for low, high in visible) <= max_spans:
-            members = np.concatenate(
-                [np.arange(low, high) for low, high in visible] or [np.empty(0, dtype=np.int64)]
-            )
-            return self._spans(members)
-        return self._density(view, max_rectangles)
+    def visible(self, start_ns: int, end_ns: int) -> list[tuple[int, int]]:
+        """By lane: the range of its spans that meet a window on the rank's clock."""
+        return [self._visible_of_lane(low, high, start_ns, end_ns) for _, low, high in self.lanes]
 
-    def _visible(self, low: int, high: int, view: View) -> tuple[int, int]:
-        """The range of one lane's spans that meet the view."""
-        first = low + int(np.searchsorted(self._end[low:high], view.start_ns, side="right"))
-        last = low + int(np.searchsorted(self._start[low:high], view.end_ns, side="left"))
+    def _visible_of_lane(self, low: int, high: int, start_ns: int, end_ns: int) -> tuple[int, int]:
+        first = low + int(np.searchsorted(self.spans.end_ns[low:high], start_ns, side="right"))
+        last = low + int(np.searchsorted(self.spans.start_ns[low:high], end_ns, side="left"))
         return first, max(first, last)
 
-    def _spans(self, members: Int64Array) -> Drawing:
-        return Drawing(
-            lane=self._lane[members],
-            look=self._look[members],
-            start_ns=self._start[members],
-            end_ns=self._end[members],
-            shade=np.full(len(members), FULL, dtype=np.uint8),
-            span=members,
-            is_exact=True,
-        )
-
-    def _density(self, view: View, max_rectangles: int) -> Drawing:
-        num_columns = min(view.width_px, max(max_rectangles // max(len(self._covered), 1), 1))
-        edges = np.linspace(view.start_ns, view.end_ns, num_columns + 1).astype(np.int64)
-        columns = [
-            (lane, look, *_shade_columns(covered, edges))
-            for (lane, look), covered in self._covered.items()
-        ]
-        counts = [len(starts) for _, _, starts, _, _ in columns]
-        lanes = np.repeat([lane for lane, *_ in columns], counts)
-        starts = np.concatenate([column[2] for column in columns])
-        order = np.lexsort((starts, lanes))
-        return Drawing(
-            lane=lanes[order],
-            look=np.repeat([look for _, look, *_ in columns], counts)[order],
-            start_ns=starts[order],
-            end_ns=np.concatenate([column[3] for column in columns])[order],
-            shade=np.concatenate([column[4] for column in columns])[order],
-            span=np.full(len(order), -1, dtype=np.int64),
-            is_exact=False,
-        )
-
     def _coverage(self, low: int, high: int, look: int) -> Intervals:
-        members = self._look[low:high] == look
-        return Intervals.of(self._start[low:high][members], self._end[low:high][members])
+        starts, ends = self.spans.start_ns[low:high], self.spans.end_ns[low:high]
+        members = self.spans.look[low:high] == look
+        if members.all():
+            return Intervals.of(starts, ends)
+        return Intervals.of(starts[members], ends[members])
 
     def _check_order(self) -> None:
-        for position in self._disorder():
+        lane, start, end = self.spans.lane, self.spans.start_ns, self.spans.end_ns
+        is_wrong = (start[1:] < end[:-1]) & (lane[1:] == lane[:-1]) | (lane[1:] < lane[:-1])
+        for position in np.flatnonzero(is_wrong).tolist():
             raise ValueError(
-                f"Span {position + 1} ({self._start[position + 1]} to {self._end[position + 1]} ns "
-                f"in lane {self._lane[position + 1]}) begins before span {position} of the same "
-                "lane has ended, or before it in order. Spans must be sorted by lane and start "
-                "and disjoint within a lane: paint or stack them first."
+                f"Span {position + 1} ({start[position + 1]} to {end[position + 1]} ns in lane "
+                f"{lane[position + 1]}) begins before span {position} of the same lane has ended, "
+                "or before it in order. Spans must be sorted by lane and start and disjoint "
+                "within a lane: paint or stack them first."
             )
 
-    def _disorder(self) -> Iterator[int]:
-        same_lane = self._lane[1:] == self._lane[:-1]
-        wrong = (self._lane[1:] < self._lane[:-1]) | (
-            same_lane & (self._start[1:] < self._end[:-1])
+
+@dataclass(frozen=True, slots=True)
+class OnAxis:
+    """The spans of a rank among others'."""
+
+    index: SpanIndex
+    shift_ns: int = 0
+    """What to add to its times to be on the axis of the drawing."""
+
+
+def draw(
+    members: Sequence[OnAxis],
+    view: View,
+    *,
+    max_spans: int = MAX_SPANS,
+    max_rectangles: int = MAX_RECTANGLES,
+) -> list[Drawing]:
+    """What to draw for a window: the spans, or their density when there are too many of them all.
+
+    Returns:
+        One drawing for each member; either all hold spans, or all hold pixel columns.
+
+    Raises:
+        ValueError: The window is empty.
+    """
+    if view.end_ns <= view.start_ns or view.width_px < 1:
+        raise ValueError(
+            f"A view must have a positive length and width, got {view.start_ns} to "
+            f"{view.end_ns} ns on {view.width_px} px. Ask for at least 1 ns on 1 px."
         )
-        yield from np.flatnonzero(wrong).tolist()
+    visible = [
+        member.index.visible(view.start_ns - member.shift_ns, view.end_ns - member.shift_ns)
+        for member in members
+    ]
+    if sum(high - low for ranges in visible for low, high in ranges) <= max_spans:
+        return [_draw_spans(*one) for one in zip(members, visible, strict=True)]
+    num_covered = sum(len(member.index.covered) for member in members)
+    num_columns = min(view.width_px, max(max_rectangles // num_covered, 1))
+    edges = np.linspace(view.start_ns, view.end_ns, num_columns + 1).astype(np.int64)
+    return [_draw_density(member, edges) for member in members]
+
+
+def _draw_spans(member: OnAxis, visible: Sequence[tuple[int, int]]) -> Drawing:
+    nothing = np.empty(0, dtype=np.int64)
+    chosen = np.concatenate([nothing, *(np.arange(low, high) for low, high in visible)])
+    spans = member.index.spans.where(chosen)
+    return Drawing(
+        lane=spans.lane,
+        look=spans.look,
+        start_ns=spans.start_ns + member.shift_ns,
+        end_ns=spans.end_ns + member.shift_ns,
+        shade=np.full(len(chosen), FULL, dtype=np.uint8),
+        span=chosen,
+        is_exact=True,
+    )
+
+
+def _draw_density(member: OnAxis, edges: Int64Array) -> Drawing:
+    covered = member.index.covered
+    if not covered:
+        return replace(_draw_spans(member, []), is_exact=False)
+    columns = [_shade_columns(one, edges - member.shift_ns) for one in covered.values()]
+    counts = [len(starts) for starts, _, _ in columns]
+    lanes = np.repeat(np.array([lane for lane, _ in covered], dtype=np.int32), counts)
+    starts, ends, shades = (np.concatenate(column) for column in zip(*columns, strict=True))
+    order = np.lexsort((starts, lanes))
+    return Drawing(
+        lane=lanes[order],
+        look=np.repeat(np.array([look for _, look in covered], dtype=np.int8), counts)[order],
+        start_ns=starts[order] + member.shift_ns,
+        end_ns=ends[order] + member.shift_ns,
+        shade=shades[order],
+        span=np.full(len(order), -1, dtype=np.int64),
+        is_exact=False,
+    )
 
 
 def _shade_columns(
@@ -182,7 +210,7 @@ def _shade_columns(
 ) -> tuple[Int64Array, Int64Array, NDArray[np.uint8]]:
     """Runs of equally busy pixel columns: starts, ends, shades; idle columns are left out."""
     lengths = np.diff(edges)
-    busy = covered.covered_ns(edges[:-1], edges[1:])
+    busy = covered.covered_between(edges)
     level = np.ceil(busy * NUM_SHADES / np.maximum(lengths, 1)).astype(np.int64)
     drawn = np.flatnonzero((level > 0) & (lengths > 0))
     opens = np.ones(len(drawn), dtype=bool)

@@ -11,11 +11,12 @@ from fsdp_inspect.trace.bandwidth import bus_bytes_per_s
 from fsdp_inspect.trace.codes import NO_UNIT, Method, Phase, Source
 from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect_app.timeline.asked import Asked, Jump
-from fsdp_inspect_app.timeline.lod import MAX_RECTANGLES, MAX_SPANS, Drawing, View
+from fsdp_inspect_app.timeline.lod import MAX_RECTANGLES, MAX_SPANS, Drawing, OnAxis, View, draw
 from fsdp_inspect_app.timeline.memory import MemoryCurve
 from fsdp_inspect_app.timeline.packing import pack
+from fsdp_inspect_app.timeline.rank_layout import LOOKS, Lane, Track
 from fsdp_inspect_app.timeline.track_set import Place, Tracks, TrackSet
-from fsdp_inspect_app.timeline.tracks import LOOKS, Lane, Track
+from fsdp_inspect_app.timeline.tracks import DrawnRank
 
 MAX_READINGS = 8_000
 """Readings of memory that are sent, over all ranks."""
@@ -47,10 +48,10 @@ def lane_label(lane: Lane, manifest: RunManifest) -> str:
 def describe_step(member: TrackSet) -> str:
     """A step's picture in words, for those who cannot see it."""
     timeline = member.timeline
-    ranks = ", ".join(str(window.rank) for window in timeline.windows)
+    ranks = ", ".join(str(one.rank) for one in timeline.ranks)
     return (
         f"Timeline of step {timeline.step} on ranks {ranks}: {format_ns(timeline.end_ns)}, "
-        f"{member.num_timed_spans} spans in {len(timeline.lanes)} lanes."
+        f"{timeline.num_timed_spans} spans in {len(timeline.lanes)} lanes."
     )
 
 
@@ -79,7 +80,8 @@ def encode_tracks(
     """
     end_ns = max(tracks.end_ns, 1)
     sent = (asked.view or View(0, end_ns, _FIRST_WIDTH_PX)).widened(end_ns)
-    drawings = _query(tracks, sent)
+    shown = [OnAxis(drawn.layout.index, drawn.shift_ns) for _, drawn in _shown_ranks(tracks)]
+    drawings = draw(shown, sent, max_spans=MAX_SPANS, max_rectangles=MAX_RECTANGLES)
     curves = _thin_curves(tracks, sent)
     header = {
         "key": tracks.key,
@@ -112,46 +114,37 @@ def encode_tracks(
     return pack(header, _columns(tracks, drawings) | _memory_columns(tracks, curves))
 
 
-def _query(tracks: Tracks, view: View) -> list[Drawing]:
-    """What each set shows; either all of them send spans, or all send pixel columns."""
-    share = len(tracks.members)
-    drawings = [
-        member.index.query(
-            view, max_spans=MAX_SPANS // share, max_rectangles=MAX_RECTANGLES // share
-        )
-        for member in tracks.members
-    ]
-    if all(drawing.is_exact for drawing in drawings):
-        return drawings
+_Shown = tuple[int, DrawnRank]
+"""The position of a set, and one of its ranks."""
+
+
+def _shown_ranks(tracks: Tracks) -> list[_Shown]:
+    """Every rank of every set, from the top."""
     return [
-        member.index.query(view, max_spans=0, max_rectangles=MAX_RECTANGLES // share)
-        for member in tracks.members
+        (position, drawn)
+        for position, member in enumerate(tracks.members)
+        for drawn in member.timeline.ranks
     ]
 
 
 def _describe_blocks(tracks: Tracks) -> list[dict[str, Any]]:
     """Each rank of each set: where its lanes, its step and its events lie."""
     blocks = []
-    first_lane = 0
-    for position, member in enumerate(tracks.members):
-        ranks = [lane.rank for lane in member.timeline.lanes]
-        for window in member.timeline.windows:
-            first = ranks.index(window.rank)
-            last = len(ranks) - 1 - ranks[::-1].index(window.rank)
-            own = np.searchsorted(member.timeline.event_rank, window.rank)
-            blocks.append(
-                {
-                    "title": member.title,
-                    "rank": window.rank,
-                    "start_ns": window.start_ns,
-                    "end_ns": window.end_ns,
-                    "first_lane": first_lane + first,
-                    "last_lane": first_lane + last,
-                    "first_event": tracks.first_event[position] + int(own),
-                    "is_apart": window.rank in member.timeline.refusals,
-                }
-            )
-        first_lane += len(member.timeline.lanes)
+    for position, drawn in _shown_ranks(tracks):
+        member, window = tracks.members[position], drawn.window
+        first_lane = tracks.first_lane[position] + drawn.first_lane
+        blocks.append(
+            {
+                "title": member.title,
+                "rank": drawn.rank,
+                "start_ns": window.start_ns,
+                "end_ns": window.end_ns,
+                "first_lane": first_lane,
+                "last_lane": first_lane + len(drawn.layout.lanes) - 1,
+                "first_event": tracks.first_event[position] + drawn.first_event,
+                "is_apart": drawn.rank in member.timeline.refusals,
+            }
+        )
     return blocks
 
 
@@ -168,16 +161,12 @@ def _describe_lanes(tracks: Tracks) -> list[dict[str, Any]]:
 
 
 def _legend(tracks: Tracks) -> list[int]:
-    return sorted({look for member in tracks.members for look in member.looks})
+    return sorted({look for member in tracks.members for look in member.timeline.looks})
 
 
 def _describe_opening(tracks: Tracks, asked: Asked) -> dict[str, Any]:
     """What the browser begins with; later it knows better."""
-    blocks = [
-        (position, window.rank)
-        for position, member in enumerate(tracks.members)
-        for window in member.timeline.windows
-    ]
+    blocks = [(position, drawn.rank) for position, drawn in _shown_ranks(tracks)]
     view = asked.view
     return {
         "view": None if view is None else [view.start_ns, view.end_ns],
@@ -206,50 +195,50 @@ def _describe_jump(tracks: Tracks, jump: Jump | None) -> dict[str, Any] | None:
 
 
 def _locate(tracks: Tracks, place: Place) -> dict[str, Any]:
-    timeline, event = tracks.members[place.member].timeline, place.event
-    shift = int(timeline.event_shift_ns[event])
+    drawn = tracks.members[place.member].timeline.rank_of(place.event)
+    event = place.event - drawn.first_event
     return {
         "event": tracks.number(place),
-        "start_ns": int(timeline.events.start_ns[event]) + shift,
-        "end_ns": int(timeline.events.end_ns[event]) + shift,
+        "start_ns": int(drawn.events.start_ns[event]) + drawn.shift_ns,
+        "end_ns": int(drawn.events.end_ns[event]) + drawn.shift_ns,
     }
 
 
 def _columns(tracks: Tracks, drawings: Sequence[Drawing]) -> _Columns:
-    lanes = np.cumsum([0, *(len(member.timeline.lanes) for member in tracks.members)]).tolist()
     parts = []
-    for position, drawing in enumerate(drawings):
+    for (position, drawn), drawing in zip(_shown_ranks(tracks), drawings, strict=True):
+        first_lane = tracks.first_lane[position] + drawn.first_lane
         part: _Columns = {
             "start": drawing.start_ns.astype("f8"),
             "duration": (drawing.end_ns - drawing.start_ns).astype("f4"),
-            "lane": (drawing.lane + lanes[position]).astype("u2"),
+            "lane": (drawing.lane + first_lane).astype("u2"),
             "look": drawing.look.astype("u1"),
             "shade": drawing.shade,
         }
         if drawing.is_exact:
-            part |= _detail_columns(tracks, position, drawing)
+            part |= _detail_columns(tracks, position, drawn, drawing)
         parts.append(part)
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _detail_columns(tracks: Tracks, position: int, drawing: Drawing) -> _Columns:
+def _detail_columns(tracks: Tracks, position: int, drawn: DrawnRank, drawing: Drawing) -> _Columns:
     """What tooltips say; times of the event relative to the start of its span."""
-    member = tracks.members[position]
-    timeline, first_unit = member.timeline, tracks.first_unit[position]
-    chosen = timeline.spans.event[drawing.span]
-    events = timeline.events.where(chosen)
-    begin = drawing.start_ns - timeline.event_shift_ns[chosen]
-    rates = bus_bytes_per_s(events, member.manifest.process_groups)
-    places = _unit_places(member.manifest, first_unit)
+    manifest, layout = tracks.members[position].manifest, drawn.layout
+    chosen = layout.index.spans.event[drawing.span]
+    events = layout.events.where(chosen)
+    begin = drawing.start_ns - drawn.shift_ns
+    rates = bus_bytes_per_s(events, manifest.process_groups)
+    places = _unit_places(manifest, tracks.first_unit[position])
+    first_event = tracks.first_event[position] + drawn.first_event
     return {
-        "event": (chosen + tracks.first_event[position]).astype("i4"),
+        "event": (chosen + first_event).astype("i4"),
         "unit": places[events.unit],
         "issued_by": places[events.issued_by],
         "phase": events.phase.astype("u1"),
         "provenance": (events.source.astype("i2") * len(Method) + events.method).astype("u1"),
         "bytes": events.bytes.astype("f4"),
         "bus_bytes_per_s": np.where(np.isnan(rates), -1.0, rates).astype("f4"),
-        "exposed": timeline.exposed_ns[chosen].astype("f4"),
+        "exposed": layout.exposed_ns[chosen].astype("f4"),
         "event_start": (events.start_ns - begin).astype("f4"),
         "event_end": (events.end_ns - begin).astype("f4"),
         "issue": (events.issue_ns - begin).astype("f4"),
@@ -271,15 +260,18 @@ _LanedCurve = tuple[int, MemoryCurve, MemoryCurve, int]
 
 
 def _thin_curves(tracks: Tracks, view: View) -> list[_LanedCurve]:
-    num_curves = sum(len(member.timeline.memory) for member in tracks.members)
-    most = MAX_READINGS // max(num_curves, 1)
+    """The curves on the axis of the drawing."""
+    sampled = [
+        (position, drawn, drawn.layout.memory.moved(drawn.shift_ns))
+        for position, drawn in _shown_ranks(tracks)
+        if drawn.layout.memory is not None
+    ]
+    most = MAX_READINGS // max(len(sampled), 1)
     curves = []
-    first_lane = 0
-    for position, member in enumerate(tracks.members):
-        for lane, curve in sorted(member.timeline.memory.items()):
-            thinned = curve.thinned(view.start_ns, view.end_ns, most)
-            curves.append((first_lane + lane, curve, thinned, position))
-        first_lane += len(member.timeline.lanes)
+    for position, drawn, curve in sampled:
+        last_lane = drawn.first_lane + len(drawn.layout.lanes) - 1
+        thinned = curve.thinned(view.start_ns, view.end_ns, most)
+        curves.append((tracks.first_lane[position] + last_lane, curve, thinned, position))
     return curves
 
 

@@ -14,48 +14,31 @@ from numpy.typing import NDArray
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.trace.codes import COPIES
 from fsdp_inspect.trace.run import RunManifest
-from fsdp_inspect.trace.tables import EventTable
-from fsdp_inspect_app.timeline.lod import SpanIndex
-from fsdp_inspect_app.timeline.tracks import StepTimeline
+from fsdp_inspect.trace.tables import is_any_of
+from fsdp_inspect_app.timeline.tracks import DrawnRank, StepTimeline
 
 _EVENT_NAME = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 
 
 @dataclass(frozen=True, slots=True)
 class TrackSet:
-    """One step of one run, ready to be drawn; make it with `TrackSet.of` and keep it cached."""
+    """One step of one run, ready to be drawn; keep it cached."""
 
     timeline: StepTimeline
     manifest: RunManifest
     """For the names of units and groups."""
-    index: SpanIndex
-    looks: tuple[int, ...]
-    """Positions in `LOOKS` of what it holds, ascending."""
-    num_timed_spans: int
-    """Of all its spans but the marks."""
     title: str = ""
     """Written above its lanes; needed where a drawing has several sets."""
 
-    @classmethod
-    def of(cls, timeline: StepTimeline, manifest: RunManifest, *, title: str = "") -> "TrackSet":
-        """Index the spans of a step."""
-        spans = timeline.spans
-        index = SpanIndex(
-            lane=spans.lane, look=spans.look, start_ns=spans.start_ns, end_ns=spans.end_ns
-        )
-        looks = tuple(sorted(index.looks))
-        return cls(timeline, manifest, index, looks, timeline.num_timed_spans, title)
-
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes, nearly all of which its events and spans take."""
-        own_columns = 3 * self.timeline.event_rank.nbytes
-        return self.timeline.events.num_bytes + own_columns + self.index.num_bytes
+        """Memory that it takes."""
+        return self.timeline.num_bytes
 
     @property
     def key(self) -> str:
         """Identity of what is drawn."""
-        ranks = ",".join(str(window.rank) for window in self.timeline.windows)
+        ranks = ",".join(str(one.rank) for one in self.timeline.ranks)
         return f"{self.manifest.run_id}/{self.timeline.step}/{ranks}/{self.title}"
 
     @property
@@ -63,28 +46,20 @@ class TrackSet:
         """In the order of the manifest's units."""
         return [format_unit(unit.fqn) for unit in self.manifest.units]
 
-    def first_event(self, rank: int) -> int:
-        """Position of a drawn rank's first event; its events follow each other."""
-        return int(np.flatnonzero(self.timeline.event_rank == rank)[0])
-
-    def events_of(self, rank: int) -> EventTable:
-        """All events of a drawn rank in the step, as the run has them."""
-        own = np.flatnonzero(self.timeline.event_rank == rank)
-        return self.timeline.events.between(int(own[0]), int(own[-1]) + 1)
-
     def name_of_event(self, event: int) -> str:
         """How an address names an event: its rank, and its number among the rank's events."""
-        rank = int(self.timeline.event_rank[event])
-        return f"{rank}-{event - self.first_event(rank)}"
+        drawn = self.timeline.rank_of(event)
+        return f"{drawn.rank}-{event - drawn.first_event}"
 
     def find_event(self, name: str) -> "Place | None":
         """The event of such a name; None if nothing drawn has it."""
         match = _EVENT_NAME.fullmatch(name)
         if match is None:
             return None
-        rank, number = int(match[1]), int(match[2])
-        own = np.flatnonzero(self.timeline.event_rank == rank)
-        return Place(0, int(own[0]) + number) if number < len(own) else None
+        drawn, number = self.timeline.find_rank(int(match[1])), int(match[2])
+        if drawn is None or number >= len(drawn.events):
+            return None
+        return Place(0, drawn.first_event + number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +90,17 @@ class Tracks:
     members: Sequence[TrackSet]
     first_event: tuple[int, ...] = field(init=False)
     """By set: how many events are numbered before its own; then the number of all."""
+    first_lane: tuple[int, ...] = field(init=False)
+    """By set: how many lanes lie above its own."""
     first_unit: tuple[int, ...] = field(init=False)
     """By set: how many units are numbered before its own."""
 
     def __post_init__(self) -> None:
-        events = [len(member.timeline.events) for member in self.members]
+        events = [member.timeline.num_events for member in self.members]
+        lanes = [len(member.timeline.lanes) for member in self.members]
         units = [len(member.manifest.units) for member in self.members]
         object.__setattr__(self, "first_event", tuple(np.cumsum([0, *events]).tolist()))
+        object.__setattr__(self, "first_lane", tuple(np.cumsum([0, *lanes]).tolist()))
         object.__setattr__(self, "first_unit", tuple(np.cumsum([0, *units]).tolist()))
 
     @property
@@ -167,23 +146,23 @@ class Tracks:
 
     def _find_in(self, member: int, query: str, after: Place | None, direction: int) -> Found:
         tracks = self.members[member]
-        timeline = tracks.timeline
-        rank = timeline.event_rank[0 if after is None else after.event]
-        matches = _matching_events(tracks, query, int(rank))
+        drawn = tracks.timeline.rank_of(0 if after is None else after.event)
+        matches = _matching_events(tracks, query, drawn)
         if len(matches) == 0:
             return Found(None, 0, 0)
         chosen = 0
         if after is not None:
-            starts = timeline.events.start_ns[matches]
-            begin = timeline.events.start_ns[after.event]
-            exact = np.flatnonzero(matches == after.event)
+            own = after.event - drawn.first_event
+            exact = np.flatnonzero(matches == own)
             if len(exact):
                 chosen = int(exact[0]) + direction
             else:
-                later = int(np.searchsorted(starts, begin))
+                starts = drawn.events.start_ns
+                later = int(np.searchsorted(starts[matches], starts[own]))
                 chosen = later - 1 if direction < 0 else later
         chosen %= len(matches)
-        return Found(Place(member, int(matches[chosen])), chosen + 1, len(matches))
+        place = Place(member, drawn.first_event + int(matches[chosen]))
+        return Found(place, chosen + 1, len(matches))
 
 
 def matching_units(names: Sequence[str], query: str) -> list[int]:
@@ -196,16 +175,15 @@ def matching_units(names: Sequence[str], query: str) -> list[int]:
     return [index for index, name in enumerate(lowered) if wanted in name]
 
 
-def _matching_events(tracks: TrackSet, query: str, rank: int) -> NDArray[np.int64]:
-    """The drawn events of the named units on a rank, by start; copies aside."""
-    timeline = tracks.timeline
+def _matching_events(tracks: TrackSet, query: str, drawn: DrawnRank) -> NDArray[np.int64]:
+    """The drawn events of the named units on a rank, as it counts them, by start; copies aside."""
     indices = [
         tracks.manifest.units[position].index
         for position in matching_units(tracks.unit_names, query)
     ]
-    is_drawn = np.zeros(len(timeline.events), dtype=bool)
-    is_drawn[timeline.spans.event] = True
-    wanted = is_drawn & (timeline.event_rank == rank) & np.isin(timeline.events.unit, indices)
-    wanted &= ~np.isin(timeline.events.kind, list(COPIES))
+    events = drawn.events
+    is_drawn = np.zeros(len(events), dtype=bool)
+    is_drawn[drawn.layout.index.spans.event] = True
+    wanted = is_drawn & np.isin(events.unit, indices) & ~is_any_of(events.kind, COPIES)
     matches = np.flatnonzero(wanted)
-    return matches[np.argsort(timeline.events.start_ns[matches], kind="stable")]
+    return matches[np.argsort(events.start_ns[matches], kind="stable")]

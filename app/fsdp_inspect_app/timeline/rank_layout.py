@@ -1,0 +1,363 @@
+"""What is drawn of one rank in one step? Its lanes, and the spans on them.
+
+A rank's lanes, from the top: marks where the host issued collectives; its clock, the compute
+stream (CPU: the main thread), split exactly as `trace.reduction.split_step` splits the step, so
+that what is hatched on it adds up to the step's exposed communication; the collectives, each from
+its real start to its real end, in rows where they overlap; and the memory of the step, where it
+was sampled.
+
+Times are ns on the rank's own clock.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.report import palette
+from fsdp_inspect.report.palette import Look
+from fsdp_inspect.trace.codes import (
+    COLLECTIVES,
+    COPIES,
+    NO_UNIT,
+    EventFlag,
+    EventKind,
+    NamedCode,
+    Phase,
+    Stream,
+)
+from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.painting import paint_innermost, stack_rows
+from fsdp_inspect.trace.reduction import (
+    EXPOSED_PART_CODES,
+    EXPOSED_PARTS,
+    StepPart,
+    exposed_ns,
+    is_kernel_trace,
+    split_step,
+    waited_since,
+)
+from fsdp_inspect.trace.tables import EventTable, is_any_of
+from fsdp_inspect_app.timeline.lod import SpanIndex
+from fsdp_inspect_app.timeline.memory import MemoryCurve
+from fsdp_inspect_app.timeline.spans import Spans
+
+Mask = NDArray[np.bool_]
+
+_PHASE_OF_COMPUTE = {
+    StepPart.FORWARD: Phase.FORWARD,
+    StepPart.BACKWARD: Phase.BACKWARD,
+    StepPart.OPTIMIZER: Phase.OPTIMIZER,
+}
+"""Kernel traces: the phase whose kernels are drawn as a part."""
+
+
+class Track(NamedCode):
+    """A lane of a rank, from top to bottom."""
+
+    ISSUE = 0
+    """Marks: when the host issued a collective."""
+    CLOCK = 1
+    ALL_GATHER = 2
+    REDUCE_SCATTER = 3
+    ALL_REDUCE = 4
+    OTHER_COLLECTIVE = 5
+    MEMORY = 6
+    """A curve instead of spans."""
+
+
+LOOKS: tuple[Look, ...] = (
+    palette.FORWARD,
+    palette.BACKWARD,
+    palette.OPTIMIZER,
+    palette.DATA,
+    palette.COPIES,
+    palette.EXPOSED_ALL_GATHER,
+    palette.EXPOSED_REDUCE_SCATTER,
+    palette.EXPOSED_ALL_REDUCE,
+    palette.EXPOSED_OTHER,
+    palette.HOST_BOUND,
+    palette.BETWEEN_STEPS,
+    palette.ALL_GATHER,
+    palette.REDUCE_SCATTER,
+    palette.ALL_REDUCE,
+    palette.OTHER_COLLECTIVE,
+)
+"""How spans look; `Spans.look` is a position in it."""
+
+_TRACK_LOOKS = {
+    Track.ALL_GATHER: palette.ALL_GATHER,
+    Track.REDUCE_SCATTER: palette.REDUCE_SCATTER,
+    Track.ALL_REDUCE: palette.ALL_REDUCE,
+    Track.OTHER_COLLECTIVE: palette.OTHER_COLLECTIVE,
+}
+_TRACK_LOOK_INDEX = np.array(
+    [LOOKS.index(_TRACK_LOOKS[track]) if track in _TRACK_LOOKS else -1 for track in Track],
+    dtype=np.int8,
+)
+"""By `Track`: position of its look in `LOOKS`; -1: it has none of its own."""
+_FSDP_TRACKS = {
+    EventKind.ALL_GATHER: Track.ALL_GATHER,
+    EventKind.REDUCE_SCATTER: Track.REDUCE_SCATTER,
+    EventKind.ALL_REDUCE: Track.ALL_REDUCE,
+}
+_STREAM_COPIES = {
+    EventKind.ALL_GATHER_COPY_IN: Track.ALL_GATHER,
+    EventKind.ALL_GATHER_COPY_OUT: Track.ALL_GATHER,
+    EventKind.REDUCE_SCATTER_COPY_IN: Track.REDUCE_SCATTER,
+}
+_WAITS = (
+    EventKind.ALL_GATHER_WAIT,
+    EventKind.REDUCE_SCATTER_WAIT,
+    EventKind.ALL_REDUCE_WAIT,
+    EventKind.OTHER_WAIT,
+)
+_NO_SPANS = Spans(
+    lane=np.empty(0, dtype=np.int32),
+    look=np.empty(0, dtype=np.int8),
+    start_ns=np.empty(0, dtype=np.int64),
+    end_ns=np.empty(0, dtype=np.int64),
+    event=np.empty(0, dtype=np.int32),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One row of the drawing."""
+
+    rank: int
+    track: Track
+    row: int
+    """0, or more where collectives of one track overlap in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankWindow:
+    """The step of one rank."""
+
+    rank: int
+    start_ns: int
+    end_ns: int
+
+    def moved(self, shift_ns: int) -> "RankWindow":
+        """The same window on another clock."""
+        return RankWindow(self.rank, self.start_ns + shift_ns, self.end_ns + shift_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """What is drawn of one rank; its lanes and events are counted from its first."""
+
+    window: RankWindow
+    lanes: tuple[Lane, ...]
+    index: SpanIndex
+    events: EventTable
+    """All of the step."""
+    exposed_ns: NDArray[np.int64]
+    """Exposed time of each event, shape (len(events),)."""
+    memory: MemoryCurve | None
+    """Of the last lane; None: it has no such lane."""
+
+    @property
+    def rank(self) -> int:
+        """Which one."""
+        return self.window.rank
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        return self.events.num_bytes + self.exposed_ns.nbytes + self.index.num_bytes
+
+    @property
+    def timed_spans(self) -> Spans:
+        """All but the marks, which last for no time."""
+        return self.index.spans.where(slice(self._num_marks, None))
+
+    @property
+    def num_timed_spans(self) -> int:
+        """How many they are."""
+        return len(self.index) - self._num_marks
+
+    @property
+    def _num_marks(self) -> int:
+        """Marks lie on the first lane."""
+        lane, _, high = self.index.lanes[0] if self.index.lanes else (-1, 0, 0)
+        return high if lane == 0 and self.lanes[0].track is Track.ISSUE else 0
+
+
+def lay_out_rank(rank: int, events: EventTable, memory: MemoryCurve | None) -> RankLayout:
+    """Lay out a step of one rank.
+
+    Args:
+        rank: Which one.
+        events: Of that step, by start, with its STEP event.
+        memory: Of that step, if it was sampled.
+    """
+    window = _step_window(rank, events)
+    parts = split_step(events, window.start_ns, window.end_ns)
+    track_of = _track_of(events)
+    lanes: list[Lane] = []
+    spans: list[Spans] = []
+    marks = _issue_marks(events, window, track_of)
+    if len(marks):
+        lanes.append(Lane(rank, Track.ISSUE, 0))
+        spans.append(marks)
+    spans.append(_clock_spans(events, parts, lane=len(lanes)))
+    lanes.append(Lane(rank, Track.CLOCK, 0))
+    for track, members in _collective_tracks(track_of):
+        rows = stack_rows(events.start_ns[members], events.end_ns[members])
+        spans.append(_collective_spans(events, track, members, len(lanes) + rows))
+        lanes += [Lane(rank, track, row) for row in range(int(rows.max()) + 1)]
+    if memory is not None:
+        lanes.append(Lane(rank, Track.MEMORY, 0))
+    return RankLayout(
+        window=window,
+        lanes=tuple(lanes),
+        index=SpanIndex(Spans.concat(spans)),
+        events=events,
+        exposed_ns=exposed_ns(events, parts[StepPart.COMMUNICATION]),
+        memory=memory,
+    )
+
+
+def _issue_marks(events: EventTable, window: RankWindow, track_of: NDArray[np.int8]) -> Spans:
+    """When the host issued each collective of the step: 1 ns long, moved apart where they meet."""
+    issue = events.issue_ns
+    members = np.flatnonzero(is_any_of(events.kind, COLLECTIVES) & (issue >= window.start_ns))
+    members = members[np.argsort(issue[members], kind="stable")]
+    order = np.arange(len(members))
+    start = np.maximum.accumulate(issue[members] - order) + order if len(members) else order
+    return Spans(
+        lane=np.zeros(len(members), dtype=np.int32),
+        look=_TRACK_LOOK_INDEX[track_of[members]],
+        start_ns=start,
+        end_ns=start + 1,
+        event=members.astype(np.int32),
+    )
+
+
+def _clock_spans(events: EventTable, parts: Mapping[StepPart, Intervals], *, lane: int) -> Spans:
+    claims = _Claims(events)
+    named = [part for part in palette.PART_LOOKS if part is not StepPart.OTHER]
+    painted = [_part_spans(claims, part, parts[part], lane) for part in named if len(parts[part])]
+    return Spans.concat([_NO_SPANS, *painted]).by_start()
+
+
+def _part_spans(claims: "_Claims", part: StepPart, within: Intervals, lane: int) -> Spans:
+    events, claimed = claims.events, np.flatnonzero(claims.of(part))
+    starts = claims.waited_since if part in EXPOSED_PART_CODES else events.start_ns
+    painted = paint_innermost(starts[claimed], events.end_ns[claimed], within)
+    return Spans(
+        lane=np.full(len(painted.span), lane, dtype=np.int32),
+        look=np.full(len(painted.span), _look_index(palette.PART_LOOKS[part]), dtype=np.int8),
+        start_ns=painted.starts,
+        end_ns=painted.ends,
+        event=claimed[painted.span].astype(np.int32),
+    )
+
+
+class _Claims:
+    """The events that can be the reason for a part of the step (see `trace.reduction`)."""
+
+    def __init__(self, events: EventTable) -> None:
+        self.events = events
+        self.waited_since = waited_since(events)
+        self._is_kernel_trace = is_kernel_trace(events)
+
+    def of(self, part: StepPart) -> Mask:
+        """Shape (n,), by event."""
+        kind = self.events.kind
+        if self._is_kernel_trace and part in _PHASE_OF_COMPUTE:
+            phase = _PHASE_OF_COMPUTE[part]
+            return np.asarray((kind == EventKind.COMPUTE) & (self.events.phase == phase))
+        return np.asarray(self._of_host(part), dtype=bool)
+
+    def _of_host(self, part: StepPart) -> Any:
+        events, kind = self.events, self.events.kind
+        match part:
+            case StepPart.FORWARD:
+                return (kind == EventKind.FORWARD) & ~self._again
+            case StepPart.BACKWARD:
+                backward = is_any_of(kind, (EventKind.BACKWARD, EventKind.RECOMPUTE))
+                return backward | ((kind == EventKind.FORWARD) & self._again)
+            case StepPart.FSDP_COPIES:
+                on_clock = is_any_of(events.stream, (Stream.HOST, Stream.COMPUTE))
+                return is_any_of(kind, COPIES) & on_clock
+            case StepPart.HOST_BOUND:
+                return is_any_of(kind, _WAITS) & (events.stream == Stream.COMPUTE)
+            case StepPart.OPTIMIZER:
+                return kind == EventKind.OPTIMIZER
+            case StepPart.DATA:
+                return kind == EventKind.DATA
+            case StepPart.BETWEEN_STEPS:
+                return kind == EventKind.BETWEEN_STEPS
+            case _:
+                return self._of_exposed(part)
+
+    @property
+    def _again(self) -> Any:
+        return (self.events.flags & EventFlag.RECOMPUTE) != 0
+
+    def _of_exposed(self, part: StepPart) -> Any:
+        events = self.events
+        waited = self.waited_since < events.end_ns
+        own = (events.unit != NO_UNIT) & is_any_of(events.kind, EXPOSED_PARTS)
+        if part is StepPart.EXPOSED_OTHER:
+            return waited & ~own
+        kinds = [kind for kind, exposed_part in EXPOSED_PARTS.items() if exposed_part is part]
+        return waited & own & is_any_of(events.kind, kinds)
+
+
+def _collective_tracks(
+    track_of: NDArray[np.int8],
+) -> Iterator[tuple[Track, NDArray[np.int64]]]:
+    """The tracks that have something on them, each with the positions of its events."""
+    for candidate in _TRACK_LOOKS:
+        members = np.flatnonzero(track_of == candidate)
+        if len(members):
+            yield candidate, members
+
+
+def _collective_spans(
+    events: EventTable, track: Track, members: NDArray[np.int64], lanes: NDArray[np.int64]
+) -> Spans:
+    """The collectives of a track, each on its lane."""
+    spans = Spans(
+        lane=lanes.astype(np.int32),
+        look=_collective_looks(events.kind[members], track),
+        start_ns=events.start_ns[members],
+        end_ns=events.end_ns[members],
+        event=members.astype(np.int32),
+    )
+    if lanes.max() == lanes.min():
+        return spans.by_start()
+    return spans.where(np.lexsort((spans.start_ns, spans.lane)))
+
+
+def _track_of(events: EventTable) -> NDArray[np.int8]:
+    """The track of collectives on which each event lies; -1: on none."""
+    track = np.full(len(events), -1, dtype=np.int8)
+    track[is_any_of(events.kind, COLLECTIVES)] = Track.OTHER_COLLECTIVE
+    of_unit = events.unit != NO_UNIT
+    for kind, own_track in _FSDP_TRACKS.items():
+        track[(events.kind == kind) & of_unit] = own_track
+    off_clock = ~is_any_of(events.stream, (Stream.HOST, Stream.COMPUTE))
+    for kind, own_track in _STREAM_COPIES.items():
+        track[(events.kind == kind) & off_clock] = own_track
+    return track
+
+
+def _collective_looks(kinds: NDArray[np.int8], track: Track) -> NDArray[np.int8]:
+    own, copy = _look_index(_TRACK_LOOKS[track]), _look_index(palette.COPIES)
+    return np.where(is_any_of(kinds, COPIES), np.int8(copy), np.int8(own))
+
+
+def _look_index(look: Look) -> int:
+    return LOOKS.index(look)
+
+
+def _step_window(rank: int, events: EventTable) -> RankWindow:
+    step = np.flatnonzero(events.kind == EventKind.STEP)[0]
+    return RankWindow(rank, int(events.start_ns[step]), int(events.end_ns[step]))
