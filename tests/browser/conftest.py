@@ -32,10 +32,21 @@ CHROMIUM_ARGUMENTS = (
 )
 
 Scheme = Literal["light", "dark"]
-_IS_SETTLED = """() => document.querySelector('.stApp').dataset.testScriptState === 'notRunning'
-  && !document.querySelector('[data-testid="stSkeleton"]')
-  && [...document.querySelectorAll('.stPlotlyChart')].every((chart) =>
-    chart.querySelector('.main-svg'))"""
+_STILL_MS = 300
+"""Nothing may be added to the page or taken out of it for so long before it counts as settled: a
+chart that is drawn again takes its marks with it."""
+_IS_SETTLED = f"""() => {{
+  if (window.changedAt === undefined) {{
+    window.changedAt = performance.now();
+    new MutationObserver(() => {{ window.changedAt = performance.now(); }})
+      .observe(document.body, {{ childList: true, subtree: true }});
+  }}
+  return performance.now() - window.changedAt > {_STILL_MS}
+    && document.querySelector('.stApp')?.dataset.testScriptState === 'notRunning'
+    && !document.querySelector('[data-testid="stSkeleton"]')
+    && [...document.querySelectorAll('.stPlotlyChart')].every((chart) =>
+      chart.querySelector('.main-svg'));
+}}"""
 
 
 @pytest.fixture(scope="session")
@@ -130,10 +141,9 @@ class Dashboard:
         self.shown = (name, query, self.page.url)
 
     def settle(self) -> None:
-        """Wait until the script has run and everything is drawn."""
+        """Wait until the script has run, everything is drawn and nothing moves any more."""
         self.page.locator(".st-key-headline").wait_for()
         self.page.wait_for_function(_IS_SETTLED)
-        self.page.wait_for_timeout(300)
 
     def headline(self) -> str:
         return self.page.locator(".st-key-headline").inner_text()

@@ -11,6 +11,12 @@ pytestmark = pytest.mark.browser
 
 NUM_RANKS, NUM_STEPS = 2, 8
 """Of the run `recorded`."""
+_BRING_INTO_VIEW = """(mark) => {
+  mark.scrollIntoView({ block: "center" });
+  const box = mark.getBoundingClientRect();
+  return [box.x + box.width / 2, box.y + box.height / 2];
+}"""
+"""At once: a chart may be drawn again, with other marks, whenever its page is run again."""
 POINTS, BARS = ".scatterlayer .points path", ".barlayer .point path"
 
 
@@ -32,9 +38,8 @@ def click_at(dashboard, key, across, down):
 def click_mark(dashboard, key, marks, place):
     """Click the middle of one of the marks of a chart, which lie below what takes the clicks."""
     mark = dashboard.page.locator(f".st-key-chart-{key} {marks}").nth(place)
-    mark.scroll_into_view_if_needed()
-    box = mark.bounding_box()
-    dashboard.page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    middle = mark.evaluate(_BRING_INTO_VIEW)
+    dashboard.page.mouse.click(*middle)
 
 
 def test_a_cell_of_the_map_opens_its_rank_and_step_and_the_next_cell_another(states_server, tab):
