@@ -33,16 +33,18 @@ CHROMIUM_ARGUMENTS = (
 
 Scheme = Literal["light", "dark"]
 _STILL_MS = 300
-"""Nothing may be added to the page or taken out of it for so long before it counts as settled: a
-chart that is drawn again takes its marks with it."""
+"""No script may run for so long, and nothing be added to the page or taken out of it, before it
+counts as settled: a click may run two scripts, with a pause between them, and a chart that is drawn
+again takes its marks with it."""
 _IS_SETTLED = f"""() => {{
   if (window.changedAt === undefined) {{
     window.changedAt = performance.now();
     new MutationObserver(() => {{ window.changedAt = performance.now(); }})
       .observe(document.body, {{ childList: true, subtree: true }});
   }}
+  if (document.querySelector('.stApp')?.dataset.testScriptState !== 'notRunning')
+    window.changedAt = performance.now();
   return performance.now() - window.changedAt > {_STILL_MS}
-    && document.querySelector('.stApp')?.dataset.testScriptState === 'notRunning'
     && !document.querySelector('[data-testid="stSkeleton"]')
     && [...document.querySelectorAll('.stPlotlyChart')].every((chart) =>
       chart.querySelector('.main-svg'));
