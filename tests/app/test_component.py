@@ -79,6 +79,17 @@ def test_memory_is_sent_with_its_peak_and_where_it_was(packed):
     assert columns["memory_allocated"][:4].tolist() == [5 << 30, 12 << 30, 9 << 30, 5 << 30]
 
 
+def test_a_step_of_which_nothing_else_is_known_is_an_empty_lane(run, member):
+    events = run.events(0, steps=[3])
+    empty = TrackSet(draw_events(events.where(events.kind == EventKind.STEP), rank=0), run.manifest)
+    assert "0 spans in 1 lanes" in describe_tracks(Tracks((empty,)))
+    header, columns = unpack(encode_tracks(Tracks((empty,)), Asked()))
+    assert header["is_exact"]
+    assert len(columns["start"]) == 0
+    below = unpack(encode_tracks(Tracks((member, empty)), Asked()))[1]
+    assert len(below["start"]) == num_spans(member.timeline)
+
+
 def test_a_window_in_a_step_is_sent_with_a_margin(tracks, member):
     view = View(tracks.end_ns // 2, tracks.end_ns // 2 + 1_000_000, 800)
     header, columns = unpack(encode_tracks(tracks, Asked(view=view)))

@@ -182,9 +182,11 @@ class RankLayout:
 
     @property
     def _num_marks(self) -> int:
-        """Marks lie on the first lane."""
-        lane, _, high = self.index.lanes[0] if self.index.lanes else (-1, 0, 0)
-        return high if lane == 0 and self.lanes[0].track is Track.ISSUE else 0
+        """They come first, on the first lane."""
+        if self.lanes[0].track is not Track.ISSUE:
+            return 0
+        _, _, num_marks = self.index.lanes[0]
+        return num_marks
 
 
 def lay_out_rank(rank: int, events: EventTable, memory: MemoryCurve | None) -> RankLayout:
