@@ -63,8 +63,9 @@ def note_ends(records: Sequence[RankRecord], last_signs: Mapping[int, int]) -> l
 
 
 def note_losses(records: Sequence[RankRecord]) -> list[str]:
-    """What the writers say that they could not write, and why."""
-    notes = []
+    """What the writers say that they could not write, and why; the same of several ranks once."""
+    notes: list[str] = []
+    reporting: dict[str, list[int]] = {}
     for record in records:
         dropped = ", ".join(
             f"{rows} {'row' if rows == 1 else 'rows'} of {table}"
@@ -73,7 +74,13 @@ def note_losses(records: Sequence[RankRecord]) -> list[str]:
         )
         if dropped:
             notes.append(f"Rank {record.rank} dropped {dropped}.")
-        notes.extend(f"Rank {record.rank} reports: {problem}." for problem in record.problems)
+        for problem in dict.fromkeys(record.problems):
+            reporting.setdefault(problem, []).append(record.rank)
+    notes += [
+        f"{_capital(describe_ranks(ranks))} {'reports' if len(ranks) == 1 else 'report'}: "
+        f"{problem.rstrip('.')}."
+        for problem, ranks in reporting.items()
+    ]
     if len(notes) > _MAX_PROBLEMS:
         hidden = len(notes) - _MAX_PROBLEMS
         return [*notes[:_MAX_PROBLEMS], f"{hidden} more such reports are in the rank.json files."]

@@ -295,6 +295,16 @@ def test_what_a_writer_dropped_is_noted(tmp_path: Path) -> None:
     ]
 
 
+def test_what_several_ranks_report_alike_is_noted_once(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    for rank, own in ((0, []), (1, ["devices: gone"])):
+        rewrite_record(tmp_path, rank, problems=["No memory step: the model is compiled.", *own])
+    assert list(open_run(tmp_path).notes) == [
+        "Ranks 0-1 report: No memory step: the model is compiled.",
+        "Rank 1 reports: devices: gone.",
+    ]
+
+
 def test_torn_tail_of_a_crashed_rank_is_noted_when_read(tmp_path: Path) -> None:
     write_run(tmp_path, compact=False)
     rewrite_record(tmp_path, 1, status=RunStatus.RUNNING, pid=DEAD_PID)
