@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fsdp_inspect.emulation.process import emulate
 from fsdp_inspect.emulation.specification import Specification, parse_specification
 from fsdp_inspect.errors import ConfigError
+from fsdp_inspect.sharding import torch_fsdp
 from instrumented_trainer.sharding_plan import Machine
 
 
@@ -97,6 +98,7 @@ def process_group(runtime: Runtime) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        torch_fsdp.release_process_groups()
 
 
 @contextmanager

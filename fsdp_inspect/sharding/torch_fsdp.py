@@ -9,6 +9,7 @@ what communicates together, FSDP Inspect's unit. A state has one group as a rule
 its parameters went to nested calls, several when its parameters live on several meshes.
 """
 
+import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DDPMeshInfo,
@@ -346,6 +348,21 @@ def separate_reduce_scatter_groups(modules: Iterable[nn.Module]) -> None:
         assert state is not None
         for group in groups_of(state):
             group._set_separate_reduce_scatter_group(True, communicators)
+
+
+def release_process_groups() -> None:
+    """Let go of every process group that a device mesh still holds; they are destroyed already.
+
+    torch 2.13 keeps the mesh of a sharded model in DTensor's caches, hence its groups too, beyond
+    `destroy_process_group`, model and optimizer. A gloo group that lives so long ends the process
+    with SIGABRT now and then: its threads drop the tensors of the last collective while the
+    interpreter shuts down (pytorch issue 190489). Without its last holder a group waits for its
+    threads, and ends them. Models that still exist, for example in the frames of an error, keep
+    theirs.
+    """
+    for mesh in [held for held in gc.get_objects() if type(held) is DeviceMesh]:
+        getattr(mesh, "_pg_registry", {}).clear()
+    gc.collect()
 
 
 def _group_suffix(group: FSDPParamGroup, num_groups: int) -> str:

@@ -1,6 +1,8 @@
 """The trainer as users start it: `torchrun -m instrumented_trainer`."""
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +46,37 @@ def test_a_risky_plan_is_warned_of_once(torchrun: Any):
     wrap = ("--wrap", "tok_embeddings, layers.0; layers.1")
     done = torchrun("-m", "instrumented_trainer", *SHORT, *wrap, "--no-record")
     assert done.stderr.count("whose input needs no gradient") == 1
+
+
+def test_no_thread_of_the_process_group_outlives_it(tmp_path: Path):
+    """With torch 2.13 one that does may abort the process while the interpreter ends."""
+    script = tmp_path / "watched_trainer.py"
+    script.write_text(_WATCHED_TRAINER)
+    command = [sys.executable, script, *SHORT, "--no-record"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    before, after = (line for line in done.stdout.splitlines() if line.startswith("gloo: "))
+    assert (before, after) == ("gloo: True", "gloo: False")
+
+
+_WATCHED_TRAINER = """
+import atexit
+from pathlib import Path
+
+from instrumented_trainer import runtime
+from instrumented_trainer.__main__ import main
+
+
+def say_whether_gloo_runs():
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    print("gloo:", "pt_gloo_runloop" in names, flush=True)
+
+
+def destroy(destroy=runtime.dist.destroy_process_group):
+    say_whether_gloo_runs()
+    destroy()
+
+
+runtime.dist.destroy_process_group = destroy
+atexit.register(say_whether_gloo_runs)
+raise SystemExit(main())
+"""
