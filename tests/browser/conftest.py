@@ -132,6 +132,14 @@ class Dashboard:
         self.page.emulate_media(color_scheme=scheme)
         self.appearance, self.shown = (width, scheme), None
 
+    def widen(self, width: int) -> None:
+        """Make the window that wide, or narrow, around what is shown."""
+        assert self.appearance is not None
+        if width != self.appearance[0]:
+            self.page.set_viewport_size({"width": width, "height": 900})
+            self.appearance = width, self.appearance[1]
+            self.settle()
+
     def open(self, name: str, **parameters: str) -> None:
         """Go to a page by its address and wait until it has answered; one that is shown
         is not loaded again."""

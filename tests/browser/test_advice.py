@@ -84,14 +84,3 @@ def test_a_memory_limit_changes_the_advice(server, tab, entry):
     )
     assert "limit=1MiB" in dashboard.page.url
     dashboard.shown = None
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1920, "dark"), (800, "light")])
-def test_it_fits_the_window_and_is_pictured(server, tab, entry, screenshots, width, scheme):
-    dashboard = tab(server, width=width, scheme=scheme)
-    dashboard.open("advice", run=entry.id)
-    main = dashboard.page.get_by_test_id("stMain")
-    assert main.evaluate("main => main.scrollWidth <= main.clientWidth")
-    picture = screenshots / f"advice-{scheme}-{width}.png"
-    dashboard.screenshot(picture)
-    assert picture.stat().st_size > 20_000

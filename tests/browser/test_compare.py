@@ -81,14 +81,3 @@ def test_the_comparison_is_saved_as_one_html_file(server, tab, entries, comparis
     page = download.value.path().read_text()
     assert "2 sides compared" in page
     assert "<script" not in page
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1920, "dark"), (800, "light")])
-def test_it_fits_the_window_and_is_pictured(server, tab, entries, screenshots, width, scheme):
-    dashboard = tab(server, width=width, scheme=scheme)
-    open_comparison(dashboard, entries)
-    main = dashboard.page.get_by_test_id("stMain")
-    assert main.evaluate("main => main.scrollWidth <= main.clientWidth")
-    picture = screenshots / f"compare-{scheme}-{width}.png"
-    dashboard.screenshot(picture)
-    assert picture.stat().st_size > 20_000

@@ -45,16 +45,3 @@ def test_a_link_opens_rank_and_step_in_another_browser(odd_server, browser, tab)
     page.goto(address)
     page.get_by_text("Through step 4 of rank 1").wait_for()
     context.close()
-
-
-@pytest.mark.parametrize(
-    ("width", "scheme"), [(1280, "light"), (1920, "dark"), (800, "light")], ids=str
-)
-def test_memory_fits_the_window_and_is_pictured(
-    server, tab, recorded_runs, screenshots, width, scheme
-):
-    dashboard = tab(server, width=width, scheme=scheme)
-    dashboard.open("memory", run=min(entry.id for entry in list_runs(recorded_runs)))
-    main = dashboard.page.get_by_test_id("stMain")
-    assert main.evaluate("main => main.scrollWidth <= main.clientWidth")
-    dashboard.screenshot(screenshots / f"memory-{scheme}-{width}.png")

@@ -101,15 +101,3 @@ def test_the_shared_address_opens_the_same_page_for_a_colleague(states_server, t
     answer.wait_for()
     assert answer.inner_text() == headline
     colleague.context.close()
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1920, "dark"), (800, "light")])
-def test_pages_fit_the_window(states_server, tab, screenshots, width, scheme):
-    dashboard = tab(states_server, width=width, scheme=scheme)
-    for page, unit in (("", {}), ("overview", {}), ("units", {"unit": "layers.3"})):
-        dashboard.open(page, run="recorded", **unit)
-        main = dashboard.page.get_by_test_id("stMain")
-        assert main.evaluate("main => main.scrollWidth <= main.clientWidth")
-        name = f"{page or 'runs'}{'-one' if unit else ''}-{width}.png"
-        dashboard.screenshot(screenshots / name)
-        assert (screenshots / name).stat().st_size > 10_000

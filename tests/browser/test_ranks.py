@@ -44,14 +44,3 @@ def test_the_map_shows_what_is_chosen(server, tab, ranks):
     dashboard.page.get_by_text("Late by rank and step").wait_for()
     dashboard.shown = None
     assert "measure=skew" in dashboard.page.url
-
-
-@pytest.mark.parametrize(
-    ("width", "scheme"), [(1280, "light"), (1920, "dark"), (800, "light")], ids=str
-)
-def test_ranks_fits_the_window_and_is_pictured(server, tab, ranks, screenshots, width, scheme):
-    dashboard = tab(server, width=width, scheme=scheme)
-    dashboard.open("ranks", run=SAMPLE)
-    main = dashboard.page.get_by_test_id("stMain")
-    assert main.evaluate("main => main.scrollWidth <= main.clientWidth")
-    dashboard.screenshot(screenshots / f"ranks-{scheme}-{width}.png")

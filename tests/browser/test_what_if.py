@@ -82,14 +82,3 @@ def test_the_plan_that_is_saved_is_the_one_that_is_shown(server, tab, entry):
         dashboard.page.get_by_role("button", name="plan.toml").click()
     text = download.value.path().read_text()
     assert '"layers.0", "layers.1", "layers.2"' in text
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1920, "dark"), (800, "light")])
-def test_it_fits_the_window_and_is_pictured(server, tab, entry, screenshots, width, scheme):
-    dashboard = tab(server, width=width, scheme=scheme)
-    dashboard.open("what_if", run=entry.id, wrap="every:2", bandwidth="1GB/s")
-    main = dashboard.page.get_by_test_id("stMain")
-    assert main.evaluate("main => main.scrollWidth <= main.clientWidth")
-    picture = screenshots / f"what-if-{scheme}-{width}.png"
-    dashboard.screenshot(picture)
-    assert picture.stat().st_size > 20_000

@@ -1,0 +1,60 @@
+"""Does every page fit a common window, a large and a small one, light and dark? Its pictures.
+
+The pictures go where the environment says (`FSDP_INSPECT_SCREENSHOTS`), to be looked at.
+"""
+
+import pytest
+from fsdp_inspect_app.pages import SECTIONS
+
+from fsdp_inspect.store.folder import list_runs
+
+pytestmark = pytest.mark.browser
+
+PAGES = [page for section in SECTIONS.values() for page in section]
+SCHEMES = (("light", (1280, 800)), ("dark", (1920,)))
+"""How wide the window is in which a page opens, and becomes then."""
+ONE_UNIT = {"unit": "layers.3"}
+
+
+@pytest.fixture(scope="module")
+def parameters(recorded_runs):
+    """What the address of each page asks for, by page."""
+    ids = sorted(entry.id for entry in list_runs(recorded_runs))
+    before, after = ids[0], ids[-1]
+    several = next((run for run in ids if run.startswith("hsdp")), after)
+    asked = {page.name: {"run": after} for page in PAGES}
+    return asked | {
+        "runs": {},
+        "imports": {},
+        "compare": {"baseline": before, "with": after},
+        "ranks": {"run": several},
+        "what_if": {"run": after, "wrap": "every:2", "bandwidth": "1GB/s"},
+    }
+
+
+def check(dashboard, widths, screenshots, name, scheme):
+    for width in widths:
+        dashboard.widen(width)
+        main = dashboard.page.get_by_test_id("stMain")
+        assert main.evaluate("main => main.scrollWidth <= main.clientWidth"), width
+        assert dashboard.page.get_by_test_id("stException").count() == 0
+    picture = screenshots / f"{name}-{scheme}-{widths[0]}.png"
+    dashboard.widen(widths[0])
+    dashboard.screenshot(picture)
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("scheme", "widths"), SCHEMES, ids=["light", "dark"])
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_it_fits_the_window(server, tab, parameters, screenshots, page, scheme, widths):
+    dashboard = tab(server, width=widths[0], scheme=scheme)
+    dashboard.open(page.address, **parameters[page.name])
+    check(dashboard, widths, screenshots, page.name, scheme)
+
+
+@pytest.mark.parametrize(("scheme", "widths"), SCHEMES, ids=["light", "dark"])
+def test_the_page_of_a_unit_fits_the_window(server, tab, parameters, screenshots, scheme, widths):
+    dashboard = tab(server, width=widths[0], scheme=scheme)
+    dashboard.open("units", **parameters["units"], **ONE_UNIT)
+    assert dashboard.headline().startswith(ONE_UNIT["unit"])
+    check(dashboard, widths, screenshots, "units-one", scheme)
