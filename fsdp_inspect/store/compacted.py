@@ -151,7 +151,8 @@ def read_compacted(
             f"{_remedy(file)}"
         ) from error
     table = build_table(file, batches, name)
-    pa.default_memory_pool().release_unused()
+    if len(batches) > 1:  # else what is left is little, and the next read takes it again
+        pa.default_memory_pool().release_unused()
     return CompactedContents(
         table,
         covered_rows=footer["covered_rows"],

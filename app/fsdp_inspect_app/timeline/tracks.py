@@ -5,6 +5,7 @@ drawn; a rank whose clock cannot be aligned begins at 0. Nothing of a rank is co
 others: lanes and events are numbered through over the ranks, and each is found by its number.
 """
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from fsdp_inspect.trace.tables import EventTable
 from fsdp_inspect_app.timeline.memory import find_sampled_ranks, read_curve
 from fsdp_inspect_app.timeline.rank_layout import Lane, RankLayout, RankWindow, lay_out_rank
 
-_RANKS_AT_ONCE = 4
+_RANKS_AT_ONCE = min(4, os.cpu_count() or 1)
 """Laid out in threads: decoding and sorting leave the interpreter to others."""
 
 
