@@ -110,7 +110,7 @@ def measure_dashboard(folder: Path, scale: Scale = FULL) -> list[Figure]:
             with serve(runs, port, log) as address:
                 _visit(context, address, place, into=place.cold)
                 loads.append(os.getloadavg()[0])
-            if place.is_crowded:
+            for _ in range(scale.rounds if place.is_crowded else 0):
                 with serve(runs, port, log) as address:
                     _visit(context, address, _LIST, into=[])
                     _visit(context, address, place, into=place.opened)
