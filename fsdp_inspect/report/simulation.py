@@ -133,5 +133,6 @@ def describe_simulation(simulation: Simulation) -> str:
         f"Predicted from {simulation.num_steps} recorded steps of rank {simulation.rank}, played "
         f"on {_EXECUTIONS[simulation.execution]}. Recorded plan: played too, so that the replay's "
         "own error cancels in the difference. Interval: that error, how far the run's own "
-        "collectives lie from the fitted line, and how far its steps differ."
+        "collectives lie from the fitted line, and how far its steps differ; not how far one "
+        "process differs from the next."
     )

@@ -9,7 +9,8 @@ Parts, each by itself with `--parts`:
 - remade: on two nodes, resharding to a group within a node, and checkpointing, on and off, on
   virtual time;
 - rewrapped: each wrap from a run with each other one, on virtual time;
-- advised: the plan that `advise` ranks first, run on virtual time, against the best of the grid;
+- advised: the plan that `advise` ranks first, run on virtual time and on the machine's clock,
+  against the best of the grid;
 - real: a few plans with real compute;
 - limited: plans on two real ranks over a network that is limited by the kernel.
 
@@ -75,16 +76,18 @@ def _run(options: argparse.Namespace, folder: Path, say: Callable[[str], None]) 
         recorded = judge_predicted(options.cases // 4, _counting(say, "predicted, then torch"))
         results.predicted = recorded
     bench = EmulationBench(folder / "emulated", options.steps, say)
+    timeless = EmulationBench(folder / "virtual", VIRTUAL_STEPS, say, on_virtual_time=True)
     if "virtual" in parts:
         say("on virtual time:")
-        timeless = EmulationBench(folder / "virtual", VIRTUAL_STEPS, say, on_virtual_time=True)
         results.virtual = judge_grid(timeless, options.trials)
     if "emulated" in parts:
         say("on this machine's time:")
         results.emulated = judge_grid(bench, options.trials)
     if "advised" in parts:
-        say("what is advised:")
-        results.advised = judge_advice(folder / "advised", say)
+        say("what is advised, on virtual time:")
+        results.advised = judge_advice(timeless, folder / "advised", say)
+        say("what is advised, on this machine's time:")
+        results.advised_in_time = judge_advice(bench, folder / "advised_in_time", say)
     if "remade" in parts:
         say("resharding to a node, and checkpointing:")
         results.remade = judge_remade(folder / "remade", say)

@@ -1,7 +1,8 @@
 """Is the plan that `advise` ranks first the one to run? Held against the plans of the grid.
 
-On virtual time, where the simulator's best of the grid is the best that runs (`virtual` part), so
-that two plans of each place are run: the advised one, and the best of all that the grid has there.
+On virtual time the simulator's best of the grid is the best that runs (`virtual` part), so that
+two plans of each place are run: the advised one, and the best of all that the grid has there. The
+same two run on the machine's clock, where the noise between processes is in the result.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from fsdp_inspect.advice.wishes import Wishes
 from fsdp_inspect.digest.advising import advise_run
-from tests.validation.emulated import VIRTUAL_STEPS, EmulationBench, network_of
+from tests.validation.emulated import EmulationBench, network_of
 from tests.validation.grid import LINKS, SHAPES, Trial
 from tests.validation.outcomes import Outcome, compare, measure_work, predict, work_of
 
@@ -31,9 +32,17 @@ class AdvisedOutcome:
     """Measured / the recorded plan's measured step on that link - 1."""
 
 
-def judge_advice(folder: Path, say: Callable[[str], None]) -> list[AdvisedOutcome]:
-    """For each link and shape: advise from the one baseline, run the plan, compare."""
-    bench = EmulationBench(folder, VIRTUAL_STEPS, say, on_virtual_time=True)
+def judge_advice(
+    bench: EmulationBench, folder: Path, say: Callable[[str], None]
+) -> list[AdvisedOutcome]:
+    """For each link and shape: advise from the one baseline, run the plan, compare.
+
+    Args:
+        bench: Runs the plans, and has the baselines.
+        folder: Where the advised plans are written; made if missing.
+        say: Called with a line about each.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     outcomes = []
     for place in (Trial(shape, link) for shape in SHAPES for link in LINKS):
         outcomes.append(_judge(bench, folder, place))

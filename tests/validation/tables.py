@@ -8,7 +8,7 @@ from rich.table import Table
 
 from fsdp_inspect.formatting import format_bytes, format_ns
 from tests.validation.advised import AdvisedOutcome
-from tests.validation.figures import RUN_PARTS, Figure, Results
+from tests.validation.figures import ADVISED_PARTS, RUN_PARTS, Figure, Results
 from tests.validation.outcomes import Outcome
 
 
@@ -18,8 +18,10 @@ def tables(results: Results, figures: Sequence[Figure]) -> Iterator[Table]:
         outcomes = getattr(results, part)
         if outcomes:
             yield _plans(name, outcomes)
-    if results.advised:
-        yield _advised(results.advised)
+    for part, name in ADVISED_PARTS.items():
+        advised = getattr(results, part)
+        if advised:
+            yield _advised(name, advised)
     yield _figures(figures, results)
 
 
@@ -49,11 +51,12 @@ def _count(results: Results, part: str) -> str:
     for name, label in RUN_PARTS.items():
         if label == part:
             return f"{len(getattr(results, name))} plans"
+    for name, label in ADVISED_PARTS.items():
+        if label == part:
+            return f"{len(getattr(results, name))} links and shapes"
     if "played" in part:
         return f"{len(results.played)} cases"
-    if "recording" in part:
-        return f"{len(results.predicted)} cases"
-    return f"{len(results.advised)} links and shapes"
+    return f"{len(results.predicted)} cases"
 
 
 def _plans(title: str, outcomes: Sequence[Outcome]) -> Table:
@@ -75,8 +78,8 @@ def _plans(title: str, outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-def _advised(outcomes: Sequence[AdvisedOutcome]) -> Table:
-    table = _table("the plan that advise ranks first", "advised", "measured", "predicted",
+def _advised(title: str, outcomes: Sequence[AdvisedOutcome]) -> Table:
+    table = _table(title, "advised", "measured", "predicted",
                    "to recorded", "to best", "best of the grid")  # fmt: skip
     for each in outcomes:
         table.add_row(
