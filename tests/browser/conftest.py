@@ -111,6 +111,12 @@ def _wait_until_healthy(address: str, server: subprocess.Popen[bytes], log: Path
     pytest.fail(f"the dashboard did not come up:\n{log.read_text()[-3000:]}", pytrace=False)
 
 
+def fits_the_window(page: Page) -> bool:
+    """Whether nothing of the page in view has to be scrolled to from side to side."""
+    main = page.get_by_test_id("stMain")
+    return bool(main.evaluate("main => main.scrollWidth <= main.clientWidth"))
+
+
 class Dashboard:
     """The dashboard in one browser tab, and what the browser complained about."""
 

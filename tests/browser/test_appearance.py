@@ -7,6 +7,7 @@ import pytest
 from fsdp_inspect_app.pages import SECTIONS
 
 from fsdp_inspect.store.folder import list_runs
+from tests.browser.conftest import fits_the_window
 
 pytestmark = pytest.mark.browser
 
@@ -35,8 +36,7 @@ def parameters(recorded_runs):
 def check(dashboard, widths, screenshots, name, scheme):
     for width in widths:
         dashboard.widen(width)
-        main = dashboard.page.get_by_test_id("stMain")
-        assert main.evaluate("main => main.scrollWidth <= main.clientWidth"), width
+        assert fits_the_window(dashboard.page), width
         assert dashboard.page.get_by_test_id("stException").count() == 0
     picture = screenshots / f"{name}-{scheme}-{widths[0]}.png"
     dashboard.widen(widths[0])

@@ -3,6 +3,8 @@
 import pytest
 from fsdp_inspect_app.pages import SECTIONS
 
+from tests.browser.conftest import fits_the_window
+
 pytestmark = pytest.mark.browser
 
 PAGES = [page.name for page in SECTIONS["This run"]]
@@ -14,8 +16,7 @@ def check_every_page(dashboard, run):
         dashboard.open(name, run=run)
         assert dashboard.headline().strip(), name
         assert dashboard.page.get_by_test_id("stException").count() == 0, name
-        main = dashboard.page.get_by_test_id("stMain")
-        assert main.evaluate("main => main.scrollWidth <= main.clientWidth"), name
+        assert fits_the_window(dashboard.page), name
 
 
 @pytest.mark.parametrize("run", ["recorded", "imported", "crashed", "many-ranks"])

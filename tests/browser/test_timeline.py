@@ -19,7 +19,7 @@ from fsdp_inspect.store.schema import RANK_FILE
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.tables import EventTable
 from tests.app.synthetic import UNIT_FQNS, make_manifest, make_run, write_run
-from tests.browser.conftest import _IS_SETTLED, serve
+from tests.browser.conftest import _IS_SETTLED, fits_the_window, serve
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 from tests.importing.snapshots import FakeAllocator, train
 
@@ -409,8 +409,7 @@ def test_a_run_of_memory_alone_says_what_to_do(address, tab):
 @pytest.mark.parametrize(("width", "scheme"), [(800, "light"), (1280, "dark")])
 def test_it_fits_the_window_with_a_wait_selected(open_timeline, screenshots, width, scheme):
     timeline = open_timeline(step="3", width=width, scheme=scheme)
-    main = timeline.page.get_by_test_id("stMain")
-    assert main.evaluate("main => main.scrollWidth <= main.clientWidth")
+    assert fits_the_window(timeline.page)
     timeline.page.locator(".st-key-waits button").first.click()
     timeline.details()
     timeline.page.mouse.move(1, 1)

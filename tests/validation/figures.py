@@ -76,8 +76,8 @@ def all_figures(results: Results) -> list[Figure]:
             *(_oracle(name, getattr(results, part)) for part, name in ORACLE_PARTS.items()),
             _runs(RUN_PARTS["virtual"], results.virtual, noise=0.0),
             _runs(RUN_PARTS["emulated"], results.emulated, noise=0.0),
-            _advised("advised", results.advised, noise=BEHIND_RECORDED),
-            _advised("advised_in_time", results.advised_in_time, noise=MOST_NOISE),
+            _advised(ADVISED_PARTS["advised"], results.advised, noise=BEHIND_RECORDED),
+            _advised(ADVISED_PARTS["advised_in_time"], results.advised_in_time, noise=MOST_NOISE),
             *(
                 _runs(RUN_PARTS[part], found, noise=0.0)
                 for part, found in (("remade", results.remade), ("rewrapped", results.rewrapped))
@@ -142,7 +142,7 @@ def _advised(part: str, outcomes: Sequence[AdvisedOutcome], *, noise: float) -> 
         ("best of the grid", max(each.behind_best for each in outcomes), BEHIND_BEST),
         ("recorded plan", max(each.behind_baseline for each in outcomes), noise),
     ):
-        yield Figure(ADVISED_PARTS[part], f"behind the {name}, worst", found, wanted)
+        yield Figure(part, f"behind the {name}, worst", found, wanted)
 
 
 def as_json(results: Results, figures: Sequence[Figure]) -> Mapping[str, object]:
