@@ -6,16 +6,26 @@ import sys
 from fsdp_inspect_app import serving
 
 
-def test_everything_that_is_loaded_ahead_exists():
+def printed_after_loading(expression):
     code = (
-        "import sys; from fsdp_inspect_app.serving import load_ahead as a; a(); print(*sys.modules)"
+        "import gc, sys; from fsdp_inspect_app.serving import load_ahead; load_ahead(); "
+        f"print({expression})"
     )
-    loaded = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    ).stdout.split()
+    ).stdout
+
+
+def test_everything_that_is_loaded_ahead_exists():
+    loaded = printed_after_loading("*sys.modules").split()
     assert set(serving._NEEDED) <= set(loaded)
     assert "torch" not in loaded
     assert "fsdp_inspect_app.timeline.component" not in loaded  # registers itself with a server
+
+
+def test_what_is_loaded_is_not_searched_for_garbage_after_every_script():
+    searched, kept = printed_after_loading("len(gc.get_objects()), gc.get_freeze_count()").split()
+    assert int(searched) < int(kept) / 50
 
 
 def test_what_cannot_be_loaded_is_left_to_the_pages(monkeypatch):

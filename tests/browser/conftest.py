@@ -35,12 +35,14 @@ Scheme = Literal["light", "dark"]
 _STILL_MS = 300
 """No script may run for so long, and nothing be added to the page or taken out of it, before it
 counts as settled: a click may run two scripts, with a pause between them, and a chart that is drawn
-again takes its marks with it."""
+again takes its marks with it. When a script began and ended is observed: while the browser is busy,
+nobody asks."""
 _IS_SETTLED = f"""() => {{
   if (window.changedAt === undefined) {{
     window.changedAt = performance.now();
     new MutationObserver(() => {{ window.changedAt = performance.now(); }})
-      .observe(document.body, {{ childList: true, subtree: true }});
+      .observe(document.body, {{ childList: true, subtree: true,
+        attributeFilter: ['data-test-script-state'] }});
   }}
   if (document.querySelector('.stApp')?.dataset.testScriptState !== 'notRunning')
     window.changedAt = performance.now();

@@ -11,12 +11,15 @@ pytestmark = pytest.mark.browser
 
 NUM_RANKS, NUM_STEPS = 2, 8
 """Of the run `recorded`."""
-_BRING_INTO_VIEW = """(mark) => {
+_BRING_INTO_VIEW = """([marks, place]) => {
+  const mark = [...document.querySelectorAll(marks)].at(place);
+  if (!mark) return null;
   mark.scrollIntoView({ block: "center" });
   const box = mark.getBoundingClientRect();
   return [box.x + box.width / 2, box.y + box.height / 2];
 }"""
-"""At once: a chart may be drawn again, with other marks, whenever its page is run again."""
+"""At once: a chart may be drawn again, with other marks, whenever its page is run again, and a mark
+that was taken out is nowhere."""
 POINTS, BARS = ".scatterlayer .points path", ".barlayer .point path"
 
 
@@ -37,9 +40,9 @@ def click_at(dashboard, key, across, down):
 
 def click_mark(dashboard, key, marks, place):
     """Click the middle of one of the marks of a chart, which lie below what takes the clicks."""
-    mark = dashboard.page.locator(f".st-key-chart-{key} {marks}").nth(place)
-    middle = mark.evaluate(_BRING_INTO_VIEW)
-    dashboard.page.mouse.click(*middle)
+    named = f".st-key-chart-{key} {marks}"
+    middle = dashboard.page.wait_for_function(_BRING_INTO_VIEW, arg=[named, place])
+    dashboard.page.mouse.click(*middle.json_value())
 
 
 def test_a_cell_of_the_map_opens_its_rank_and_step_and_the_next_cell_another(states_server, tab):
