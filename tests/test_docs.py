@@ -31,6 +31,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from fsdp_inspect.sharding.torch_fsdp import release_process_groups
+
 
 class Reader(torch.nn.Module):
     """A model as the examples assume it."""
@@ -62,6 +64,7 @@ dist.init_process_group("gloo")
 for block in BLOCKS:
     exec(block, at_hand(shard="apply_plan(" not in block))
 dist.destroy_process_group()
+release_process_groups()
 '''
 
 

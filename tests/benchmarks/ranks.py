@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_inspect.sharding.torch_fsdp import release_process_groups
 from instrumented_trainer.runtime import Runtime
 
 NUM_RANKS = 2
@@ -73,6 +74,7 @@ def on_each_rank(measure: Callable[[Runtime, Path, dict[str, Any]], dict[str, An
     _answer_of(folder, rank).write_text(json.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()
+    release_process_groups()
 
 
 def _device_of(options: Mapping[str, Any]) -> torch.device:

@@ -1,4 +1,4 @@
-"""A training script that knows nothing of FSDP Inspect; run with and without the launcher.
+"""A training script that knows nothing of a recorder; run with and without the launcher.
 
     torchrun --nproc-per-node 2 [-m fsdp_inspect.record] launched_script.py [--fail-on-rank 1]
 
@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
+
+from fsdp_inspect.sharding.torch_fsdp import release_process_groups
 
 
 class Block(nn.Module):
@@ -93,3 +95,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    release_process_groups()  # no part of training: torch may end the process with SIGABRT

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_inspect import Recorder
+from fsdp_inspect.sharding.torch_fsdp import release_process_groups
 
 STEPS = 4
 NUM_BYTES = 4_000_000
@@ -64,3 +65,4 @@ def train(folder: Path, *, prefetch: bool) -> None:
 
 if __name__ == "__main__":
     main()
+    release_process_groups()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from fsdp_inspect import Recorder
+from fsdp_inspect.sharding.torch_fsdp import release_process_groups
 from instrumented_trainer.runtime import Runtime
 from tests.benchmarks.workload import Workload
 
@@ -71,3 +72,4 @@ def _watch(workload: Workload, folder: Path, rank: int) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    release_process_groups()

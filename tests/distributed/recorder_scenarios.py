@@ -476,3 +476,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    torch_fsdp.release_process_groups()

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_inspect import Recorder
+from fsdp_inspect.sharding.torch_fsdp import release_process_groups
 
 NUM_BLOCKS = 4
 SLEEP_S = 0.05
@@ -53,3 +54,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    release_process_groups()

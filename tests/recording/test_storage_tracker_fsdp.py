@@ -308,6 +308,7 @@ def test_after_a_forward_without_resharding_every_unit_is_still_whole():
 GLOO_SCRIPT = """
 import json, sys
 import torch.distributed as dist
+from fsdp_inspect.sharding.torch_fsdp import release_process_groups
 from tests.recording.test_storage_tracker_fsdp import Training
 
 dist.init_process_group("gloo")
@@ -318,6 +319,8 @@ if dist.get_rank() == 0:
     with open(sys.argv[1], "w") as file:
         json.dump({"peak": memory.peak.total_bytes, "end": memory.end.total_bytes}, file)
 dist.destroy_process_group()
+del training, memory
+release_process_groups()
 """
 
 

@@ -25,6 +25,7 @@ from torch import nn
 from fsdp_inspect import Recorder
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.integrations.accelerate import accelerate_recorder
+from fsdp_inspect.sharding.torch_fsdp import release_process_groups
 
 OPTIONS: dict[str, Any] = {"device_interval_s": 0, "print_verdict": False}
 
@@ -105,3 +106,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    release_process_groups()

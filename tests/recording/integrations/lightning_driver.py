@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_inspect.recording.integrations.lightning import FsdpInspectCallback
+from fsdp_inspect.sharding.torch_fsdp import release_process_groups
 
 OPTIONS: dict[str, Any] = {"device_interval_s": 0, "print_verdict": False}
 
@@ -105,3 +106,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    release_process_groups()
