@@ -6,9 +6,11 @@ import pytest
 
 from fsdp_inspect import open_run
 from fsdp_inspect.analysis.steps import measure_step_times
+from fsdp_inspect.store.folder import list_runs
 
 pytestmark = pytest.mark.browser
 
+SAMPLE = "hsdp-4-ranks/run"
 NUM_RANKS, NUM_STEPS = 2, 8
 """Of the run `recorded`."""
 _BRING_INTO_VIEW = """([marks, place]) => {
@@ -43,6 +45,33 @@ def click_mark(dashboard, key, marks, place):
     named = f".st-key-chart-{key} {marks}"
     middle = dashboard.page.wait_for_function(_BRING_INTO_VIEW, arg=[named, place])
     dashboard.page.mouse.click(*middle.json_value())
+
+
+@pytest.mark.parametrize(
+    ("page", "card", "across", "opened"),
+    [
+        ("", "[data-testid=stMain]", 70, "overview"),
+        ("memory", ".st-key-card-memory-owners", 60, "units"),
+        ("units", ".st-key-card-units-table", 60, "units?**unit="),
+    ],
+)
+def test_a_row_of_a_table_opens_what_it_stands_for_and_one_can_come_back(
+    server, recorded_runs, tab, page, card, across, opened
+):
+    if not any(entry.id == SAMPLE for entry in list_runs(recorded_runs)):
+        pytest.skip("this checkout has no samples")
+    dashboard = tab(server)
+    dashboard.open(page, run=SAMPLE)
+    before, dashboard.shown = dashboard.headline(), None
+    table = dashboard.page.locator(card).get_by_test_id("stDataFrame").first
+    table.click(position={"x": across, "y": 52})
+    dashboard.page.wait_for_url(f"**/{opened}**")
+    dashboard.settle()
+    assert dashboard.headline() != before
+    dashboard.page.go_back()
+    dashboard.page.wait_for_url(f"**/{page}?**")
+    dashboard.settle()
+    assert dashboard.headline() == before
 
 
 def test_a_cell_of_the_map_opens_its_rank_and_step_and_the_next_cell_another(states_server, tab):

@@ -1,5 +1,7 @@
 """Does a stranger with a browser see who is late, and get to one rank with a click?"""
 
+import re
+
 import pytest
 
 from fsdp_inspect import open_run
@@ -26,15 +28,33 @@ def test_ranks_answers_first_and_draws_the_map(server, tab, ranks):
     assert dashboard.page.locator(".st-key-card-rank-grid .heatmaplayer image").count() == 1
 
 
-def test_a_click_on_a_row_opens_the_rank(server, tab, ranks):
+def choose_row(dashboard, rank):
+    table = dashboard.page.locator(".st-key-card-all-ranks").get_by_test_id("stDataFrame")
+    table.click(position={"x": 16, "y": 52 + rank * 35})
+
+
+def headline_of(dashboard, address):
+    dashboard.page.wait_for_url(address)
+    dashboard.settle()
+    return dashboard.headline()
+
+
+def test_a_row_opens_its_rank_and_leaves_the_picker_to_choose_another(server, tab, ranks):
     dashboard = tab(server)
     dashboard.open("ranks", run=SAMPLE)
-    table = dashboard.page.locator(".st-key-card-all-ranks").get_by_test_id("stDataFrame")
-    table.click(position={"x": 16, "y": 52 + 2 * 35})
-    dashboard.page.wait_for_url("**rank=2**")
-    dashboard.settle()
     dashboard.shown = None
-    assert dashboard.headline() == describe_rank(ranks.ranks[2])
+    choose_row(dashboard, 2)
+    assert headline_of(dashboard, "**rank=2**") == describe_rank(ranks.ranks[2])
+    picker = dashboard.page.get_by_role("combobox", name="Rank in detail")
+    picker.click()
+    picker.press_sequentially("3")
+    picker.press("Enter")
+    assert headline_of(dashboard, "**rank=3**") == describe_rank(ranks.ranks[3])
+    choose_row(dashboard, 1)
+    assert headline_of(dashboard, "**rank=1**") == describe_rank(ranks.ranks[1])
+    choose_row(dashboard, 1)
+    without = re.compile(r"^(?!.*rank=)")
+    assert headline_of(dashboard, without) == describe_answer(ranks)[0]
 
 
 def test_the_map_shows_what_is_chosen(server, tab, ranks):

@@ -59,6 +59,7 @@ _MEASURES = {
     "skew": "lateness_ns",
 }
 _MEASURE_KEY = "measure"
+_TABLE_KEY = "ranks-table"
 _MOST_REFUSALS = 4
 _PICKER_PX = 210
 _TILES = ("step_time_ns", "own_work_ns", "exposed_ns", "lateness_ns", "peak_allocated_bytes")
@@ -84,7 +85,7 @@ def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None
     if rank is not None:
         step = _show_rank(entry, digest, grid, rank, row)
     _show_grid(grid, digest, rank, step)
-    _show_all(ranks)
+    _show_all(ranks, digest.run_id, rank)
 
 
 def _show_answer(ranks: Ranks, rank: int | None, row: RankRow | None) -> None:
@@ -130,12 +131,17 @@ def _pick_measure() -> str:
 
 
 def _pick_rank(run_id: str, known: Sequence[int]) -> int | None:
-    key = f"rank of {run_id}"
+    key = _picker_of(run_id)
     legal: dict[str, int | None] = {str(rank): rank for rank in known}
     follow(RANK_KEY, key, legal, None)
     chosen = st.selectbox("Rank in detail", known, placeholder="all ranks", key=key, index=None)
     link(RANK_KEY, None if chosen is None else str(chosen))
     return chosen
+
+
+def _picker_of(run_id: str) -> str:
+    """The key of the picker of the rank in detail."""
+    return f"rank of {run_id}"
 
 
 def _show_grid(grid: RankGrid, digest: RunDigest, rank: int | None, step: int | None) -> None:
@@ -328,14 +334,17 @@ def _show_rank_step(
     )
 
 
-def _show_all(ranks: Ranks) -> None:
+def _show_all(ranks: Ranks, run_id: str, shown: int | None) -> None:
+    """All ranks; a row that is chosen opens its rank."""
     if not ranks.ranks:
         return
     frame = frame_ranks(ranks.ranks)
+    numbers = [row.rank for row in ranks.ranks]
+    chosen = [numbers.index(shown)] if shown in numbers else []
     with show_card(f"Ranks, sortable: {len(ranks.ranks)}", key="all-ranks") as header:
         with header:
             show_csv_button(frame, key="ranks")
-        state = st.dataframe(
+        st.dataframe(
             frame,
             hide_index=True,
             column_config={
@@ -345,19 +354,25 @@ def _show_all(ranks: Ranks) -> None:
                 "works longest": st.column_config.NumberColumn(format="percent"),
             },
             placeholder=MISSING,
-            on_select="rerun",
+            # A callback, for it tells of a choice once: its row stays chosen in every later run.
+            on_select=partial(_open_row, numbers, run_id),
             selection_mode="single-row",
-            key="ranks-table",
+            selection_default={"selection": {"rows": chosen}},
+            key=_TABLE_KEY,
             alt="The ranks, one row each",
         )
         st.caption(
             plain(f"{ranks_wording.describe_comparing(ranks)} Choose a row to open the rank.")
         )
-    rows = state["selection"]["rows"]
-    if rows and rows[0] < len(frame):
-        switch_page("ranks", rank=int(frame["rank"][rows[0]]), step=None)
     if ranks.skews:
         _show_skews(ranks)
+
+
+def _open_row(numbers: Sequence[int], run_id: str) -> None:
+    """The rank of the row that was chosen becomes the one in detail; none, if it was let go."""
+    rows = st.session_state[_TABLE_KEY]["selection"]["rows"]
+    st.session_state[_picker_of(run_id)] = numbers[rows[0]] if rows else None
+    link(STEP_KEY, None)
 
 
 def _show_skews(ranks: Ranks) -> None:
