@@ -36,7 +36,7 @@ def show_chart_card(
     """
     with show_card(title, key=key) as header:
         with header:
-            show_table_button(frame, key=key)
+            show_table_button(frame, key=key, alt=title)
         st.plotly_chart(figure, key=f"chart-{key}", config=CONFIG, alt=alt)
         st.caption(plain(note))
 
@@ -60,21 +60,28 @@ def show_card(title: str, *, key: str) -> Iterator[DeltaGenerator]:
         yield header
 
 
-def show_table_button(frame: pd.DataFrame, *, key: str) -> None:
-    """A button that opens the table behind a chart, with its CSV."""
+def show_table_button(frame: pd.DataFrame, *, key: str, alt: str) -> None:
+    """A button that opens the table behind a chart, with its CSV; as `show_table`."""
     with st.popover("Table", type="tertiary", icon=":material/table:", key=f"table-{key}"):
-        show_table(frame, key=f"rows-{key}")
+        show_table(frame, key=f"rows-{key}", alt=alt)
         show_csv_button(frame, key=key)
 
 
-def show_table(frame: pd.DataFrame, *, key: str) -> None:
-    """A table whose numbers show as many digits as their unit deserves."""
+def show_table(frame: pd.DataFrame, *, key: str, alt: str) -> None:
+    """A table whose numbers show as many digits as their unit deserves.
+
+    Args:
+        frame: Its rows.
+        key: Unique on the page.
+        alt: What it lists; by that name a screen reader calls it and each of its buttons.
+    """
     st.dataframe(
         frame,
         hide_index=True,
         column_config=column_formats(frame),
         placeholder=MISSING,
         key=key,
+        alt=alt,
     )
 
 

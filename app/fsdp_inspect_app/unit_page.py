@@ -138,8 +138,10 @@ def _show_waits(unit: UnitCost, waits: WaitDigest | None, digest: RunDigest) -> 
     with show_card("Waits and their causes, per step", key="unit-waits") as header:
         with header:
             show_csv_button(frame, key="unit-waits")
-        show_table(frame, key="unit-causes")
-        show_table(frame_collectives(unit), key="unit-collectives")
+        show_table(frame, key="unit-causes", alt="Its waits by cause")
+        show_table(
+            frame_collectives(unit), key="unit-collectives", alt="Its collectives, one row a kind"
+        )
         _show_longest_wait(exposed, unit)
         arrivals = waits.arrivals.sentence if waits is not None and waits.arrivals else ""
         provenance = wording.describe_provenance(
@@ -226,7 +228,7 @@ def _show_prefetch(waits: WaitDigest | None) -> None:
     with show_card("Was it gathered early enough?", key="unit-prefetch") as header:
         with header:
             show_csv_button(frame, key="unit-prefetch")
-        show_table(frame, key="unit-prefetches")
+        show_table(frame, key="unit-prefetches", alt="Its all-gathers, one row a phase")
         st.caption(
             plain(
                 "Lead: from the issue of the all-gather to the moment at which its parameters "
@@ -273,7 +275,7 @@ def _show_owned(unit: UnitCost, digest: RunDigest) -> None:
         )
         return
     with show_card("What it owns at the peak", key="unit-owned"):
-        show_table(frame, key="unit-owned-rows")
+        show_table(frame, key="unit-owned-rows", alt="What it owns at the peak")
         st.caption(
             plain(
                 f"At the highest moment of step {peak.step} on rank {peak.rank}, measured by the "
@@ -294,4 +296,4 @@ def _show_parameters(record: Unit) -> None:
     with show_card(f"Its parameters: {len(frame)}", key="unit-parameters") as header:
         with header:
             show_csv_button(frame, key="unit-parameters")
-        show_table(frame, key="unit-parameter-rows")
+        show_table(frame, key="unit-parameter-rows", alt="Its parameters, one row each")

@@ -360,7 +360,7 @@ def _show_alternative(proposal: Proposal, plan: PlanAdvice, question: Question) 
 def _show_front(plan: PlanAdvice, question: Question) -> None:
     with show_card("Step time against peak memory, of all plans played", key="front") as header:
         with header:
-            show_table_button(frame_front(plan), key="front")
+            show_table_button(frame_front(plan), key="front", alt="Plans that no other beats")
         if plan.replayed_peak_bytes is None:
             st.caption("Memory is not known, so there is nothing to weigh against the step time\\.")
         else:
@@ -427,7 +427,7 @@ def _show_outcomes(entry: RunEntry, run_id: str) -> None:
         with header:
             show_csv_button(frame, key="outcomes")
         st.markdown(plain(record.sentence))
-        show_table(frame, key="outcomes")
+        show_table(frame, key="outcomes", alt="Predictions and outcomes, one row a plan")
         for note in record.notes:
             st.caption(plain(note))
 

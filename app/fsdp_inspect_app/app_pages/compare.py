@@ -232,14 +232,16 @@ def _show_settings(comparison: Comparison, manifests: Sequence[RunManifest]) -> 
             frame = frame_settings(comparison.settings, labels)
             with header:
                 show_csv_button(frame, key="settings")
-            show_table(frame, key="settings")
+            show_table(frame, key="settings", alt="Settings that differ, one row each")
         else:
             st.markdown("Nothing: their recorded settings are the same\\.")
         shared = find_shared_settings(manifests)
         with st.popover(
             f"The same on all sides: {len(shared)} settings", type="tertiary", key="shared"
         ):
-            show_table(frame_shared(shared), key="shared-settings")
+            show_table(
+                frame_shared(shared), key="shared-settings", alt="Settings that are the same"
+            )
 
 
 # --- what they cost
@@ -251,10 +253,10 @@ def _show_metrics(comparison: Comparison) -> None:
     with show_card("What they cost", key="metrics") as header:
         with header:
             show_csv_button(frame, key="metrics")
-        show_table(frame, key="metrics")
+        show_table(frame, key="metrics", alt="What they cost, one row a metric")
         st.caption(plain(_describe_noise()))
         with st.popover("Runs of each side", type="tertiary", key="repeats"):
-            show_table(frame_sides(comparison), key="sides")
+            show_table(frame_sides(comparison), key="sides", alt="The runs of each side")
 
 
 def _describe_noise() -> str:
@@ -346,7 +348,9 @@ def _show_part_changes(comparison: Comparison, other: int) -> None:
     if comparison.causes:
         with st.container(horizontal=True, vertical_alignment="center"):
             st.caption("Why they wait, cause by cause", width="content")
-            show_table_button(frame_causes(comparison.causes, labels), key="causes")
+            show_table_button(
+                frame_causes(comparison.causes, labels), key="causes", alt="Waits by cause"
+            )
 
 
 def _show_memory(comparison: Comparison, other: int) -> None:

@@ -239,7 +239,7 @@ def _show_ranks(live: LiveDigest) -> None:
     with show_card(f"Ranks: {len(live.ranks)}", key="live-ranks") as header:
         with header:
             show_csv_button(frame, key="live-ranks")
-        show_table(frame, key="live-ranks-table")
+        show_table(frame, key="live-ranks-table", alt="The ranks, one row each")
 
 
 chosen = chosen_entry()

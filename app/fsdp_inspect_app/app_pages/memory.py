@@ -371,7 +371,7 @@ def _show_places(digest: MemoryDigest) -> None:
     with show_card(title, key="memory-places") as header:
         with header:
             show_csv_button(frame, key="memory-places-rows")
-        show_table(frame, key="memory-places-table")
+        show_table(frame, key="memory-places-table", alt=title)
         st.caption(
             "Place: the innermost unit on the host's stack; over all steps\\. It need not own "
             "what is alive then\\."

@@ -199,7 +199,9 @@ def _show_step(digest: RunDigest) -> None:
     with show_card(f"One step: {format_ns(breakdown.step_time_ns)}", key="breakdown") as header:
         with header:
             show_table_button(
-                frame_breakdown(breakdown, in_kernel_trace=digest.is_kernel_trace), key="breakdown"
+                frame_breakdown(breakdown, in_kernel_trace=digest.is_kernel_trace),
+                key="breakdown",
+                alt="The parts of the step",
             )
         st.plotly_chart(
             draw_breakdown(breakdown),
@@ -238,7 +240,7 @@ def _show_owners(waits: WaitDigest | None, digest: RunDigest) -> None:
     top = exposed.owners[0]
     with show_card("Waited for most", key="owners") as header:
         with header:
-            show_table_button(frame_owners(exposed.owners), key="owners")
+            show_table_button(frame_owners(exposed.owners), key="owners", alt="Waits by unit")
         st.plotly_chart(
             draw_owners(exposed.owners, most=_MOST_OWNERS),
             key="chart-owners",
@@ -383,7 +385,9 @@ def _show_about(manifest: RunManifest, digest: RunDigest) -> None:
         st.code(
             " ".join(manifest.command) or "(no command recorded)", language=None, wrap_lines=True
         )
-        st.dataframe(frame_about(manifest, digest), hide_index=True)
+        st.dataframe(
+            frame_about(manifest, digest), hide_index=True, alt="What is known about this run"
+        )
 
 
 entry = entry_or_stop()

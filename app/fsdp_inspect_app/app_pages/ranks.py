@@ -211,7 +211,7 @@ def _show_grid_table(grid: RankGrid) -> None:
         return
     with panel:
         frame = frame_grid(grid)
-        show_table(frame, key="rank-grid-rows")
+        show_table(frame, key="rank-grid-rows", alt=title)
         show_csv_button(frame, key=f"ranks-{grid.metric}")
 
 
@@ -380,7 +380,7 @@ def _show_skews(ranks: Ranks) -> None:
     with show_card("How far apart ranks arrive, and the transfer alone", key="skews") as header:
         with header:
             show_csv_button(skews, key="skews")
-        show_table(skews, key="skews-table")
+        show_table(skews, key="skews-table", alt="Skew and transfer, one row a sort of collective")
         st.caption(
             plain(
                 f"Skew: {find_metric('skew_ns').definition}. Medians over the sampled collectives."

@@ -366,7 +366,7 @@ def _show_spans(tracks: TrackSet) -> None:
         if total > _MOST_ROWS:
             st.caption(f"The first {_MOST_ROWS} of {total} spans, lane by lane; the CSV has all\\.")
         shown = frame_spans(tracks.timeline, tracks.manifest, most=_MOST_ROWS)
-        show_table(shown, key="spans")
+        show_table(shown, key="spans", alt="The spans, lane by lane")
         show_csv_button(
             partial(frame_spans, tracks.timeline, tracks.manifest),
             key=f"timeline-step-{tracks.timeline.step}",

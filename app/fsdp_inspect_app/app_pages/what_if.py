@@ -288,7 +288,7 @@ def _show_units(simulation: Simulation) -> None:
     with show_card("Units of this plan, predicted", key="units") as header:
         with header:
             show_csv_button(frame, key="units")
-        show_table(frame, key="units")
+        show_table(frame, key="units", alt="Units of this plan, one row each")
 
 
 def _show_keep(
