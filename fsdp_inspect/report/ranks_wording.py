@@ -133,7 +133,7 @@ def describe_comparing(ranks: Ranks) -> str:
         lines.append(
             f"Collectives: of {len(ranks.sampled_ranks)} of {len(ranks.ranks)} ranks in "
             f"{len(ranks.sampled_steps)} timed steps, matched by process group and number. "
-            f"transfer: {find_metric('pure_transfer_ns').definition}."
+            f"Transfer: {find_metric('pure_transfer_ns').definition}."
         )
     if ranks.clock_uncertainty_ns is not None:
         error = ranks.clock_uncertainty_ns
