@@ -371,7 +371,8 @@ def _show_all(ranks: Ranks, run_id: str, shown: int | None) -> None:
 def _open_row(numbers: Sequence[int], run_id: str) -> None:
     """The rank of the row that was chosen becomes the one in detail; none, if it was let go."""
     rows = st.session_state[_TABLE_KEY]["selection"]["rows"]
-    st.session_state[_picker_of(run_id)] = numbers[rows[0]] if rows else None
+    is_known = bool(rows) and rows[0] < len(numbers)
+    st.session_state[_picker_of(run_id)] = numbers[rows[0]] if is_known else None
     link(STEP_KEY, None)
 
 
