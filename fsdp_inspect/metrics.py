@@ -455,9 +455,9 @@ _ALL = (
         "cost of the straggler",
         _NS,
         "decrease of the typical step without the straggler's systematic extra work: the "
-        "smallest of its median excess work, the replayed step - the same with its work like "
-        "the middle one of the other ranks, and all ranks like the straggler - all ranks like "
-        "the middle one",
+        "smallest of (1) its median excess work, (2) the replayed step - the replayed step in "
+        "which it works like the middle one of the other ranks, (3) the replayed step in which "
+        "all ranks work like it - the one in which all work like that middle rank",
     ),
     Metric("cost_ratio", "cost of the straggler, share", _RATIO, "cost / median step"),
     Metric(
