@@ -141,7 +141,14 @@ class _Transfers:
 
     def fit(self, factor: float) -> LinkFit | None:
         """Latency + bandwidth of collectives of one kind and group."""
-        return fit_link(self.collectives.bytes, self.duration_ns, factor)
+        return fit_link(self.collectives.bytes[self.usable], self.duration_ns[self.usable], factor)
+
+    @property
+    def usable(self) -> NDArray[np.bool_]:
+        """Which have bytes and a duration. That of an inferred one is an upper bound only."""
+        known: NDArray[np.bool_] = (self.collectives.bytes > 0) & (self.duration_ns > 0)
+        known &= self.collectives.method != Method.INFERRED
+        return known
 
     def _where(self, mask: NDArray[np.bool_]) -> "_Transfers":
         return _Transfers(
@@ -163,7 +170,7 @@ def _measure_kind(
     kind = EventKind(int(events.kind[0]))
     size = len(group.ranks) if group else None
     factor = bus_factor(kind, size or 0) or None
-    usable = (events.bytes > 0) & (own.duration_ns > 0)
+    usable = own.usable
     message, duration = events.bytes[usable], own.duration_ns[usable]
     rates = message / duration * 1e9
     overall = float(message.sum() / duration.sum() * 1e9) if len(message) else None
