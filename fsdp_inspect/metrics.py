@@ -212,7 +212,7 @@ _ALL = (
         "messages of all collectives of one step, full and padded, added up",
     ),
     Metric("collectives_per_step", "collectives", _COUNT, "collectives of one step"),
-    Metric("median_ns", "duration", _NS, "median duration of one collective"),
+    Metric("duration_ns", "duration", _NS, "mean duration of one collective in the typical step"),
     Metric(
         "bus_bytes_per_s",
         "bus bandwidth",

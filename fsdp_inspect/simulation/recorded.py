@@ -172,7 +172,7 @@ def _observed_accumulation(run: RunSource) -> Accumulation:
     member = timed_rank(run)
     if member is None:
         return Accumulation()
-    return accumulation_of(_microbatches(run.events(member.rank, steps=[member.median_step])))
+    return accumulation_of(_microbatches(run.events(member.rank, steps=[member.closest_step])))
 
 
 def _microbatches(events: EventTable) -> tuple[Microbatch, ...]:
@@ -191,8 +191,8 @@ def _microbatches(events: EventTable) -> tuple[Microbatch, ...]:
 
 
 def _readings(run: RunSource, member: RankSteps) -> Iterator[StepReading]:
-    """The steps nearest to the median, cut at their boundaries."""
-    distance = np.abs(member.step_time_ns - (median(member.step_time_ns) or 0))
+    """The steps nearest to the typical step time, cut at their boundaries."""
+    distance = np.abs(member.step_time_ns - member.typical_mean(member.step_time_ns))
     nearest = np.sort(member.steps[np.argsort(distance, kind="stable")[:MAX_STEPS]])
     events = run.events(member.rank, steps=nearest.tolist())
     for step in nearest.tolist():
