@@ -58,10 +58,16 @@ BETWEEN_RANKS = (
 class Collectives:
     """The collectives of a process, each on the link of its group."""
 
-    def __init__(self, network: Network, waits: UnitWaits) -> None:
+    def __init__(
+        self,
+        network: Network,
+        waits: UnitWaits,
+        spinning_device: Callable[[torch.device], SpinningDevice],
+    ) -> None:
         self._network = network
         self._waits = waits
-        self._wires: dict[str, Wire] = {}
+        self._spinning_device = spinning_device
+        self._wires: dict[torch.device, Wire] = {}
         self._depth = 0
         """Above 0 inside a collective: those it makes of its own are part of it."""
         self._unwaited: dict[int, Callable[[], object]] = {}
@@ -183,13 +189,13 @@ class Collectives:
     # --- devices
 
     def _wire(self, device: torch.device) -> Wire:
-        wire = self._wires.get(device.type)
+        wire = self._wires.get(device)
         if wire is None:
             if device.type == "cuda":
-                wire = CudaWire(self._network, SpinningDevice())
+                wire = CudaWire(self._network, self._spinning_device(device))
             else:
                 wire = HostWire(self._network)
-            self._wires[device.type] = wire
+            self._wires[device] = wire
         return wire
 
 

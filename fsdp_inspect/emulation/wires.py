@@ -1,4 +1,4 @@
-"""How does a transfer that nobody sends take its time? Sleeping on CPU, a spinning kernel on CUDA.
+"""Let emulated transfers take their time: the host sleeps on CPU, a kernel spins on CUDA.
 
 A *wire* puts a collective on its link in one of three ways, by who waits for it:
 
@@ -10,12 +10,14 @@ A *wire* puts a collective on its link in one of three ways, by who waits for it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from fsdp_inspect.emulation.network import Network, Transfer
+from fsdp_inspect.emulation.spinning import CudaSpinBackend, make_spin
 from fsdp_inspect.trace.codes import EventKind
 
 
@@ -163,46 +165,26 @@ class StreamWork(dist.Work):
 
 
 class SpinningDevice:
-    """A CUDA device whose streams can be kept busy for a time.
+    """A CUDA device whose streams can be kept busy for a time."""
 
-    [Note: Spinning for a time] `torch.cuda._sleep` counts cycles of the multiprocessor's clock,
-    which varies; it is calibrated once, after a warm-up, against events. On a GPU that throttles
-    later, transfers last longer than the model says by as much as the clock is slower.
-    """
+    def __init__(self, device: torch.device, note: Callable[[str], None]) -> None:
+        """Prepare to spin on a device.
 
-    _WARM_UP_CYCLES = 200_000_000
-    _CALIBRATION_CYCLES = 20_000_000
-
-    def __init__(self) -> None:
-        self._cycles_per_ns = self._calibrate()
+        Args:
+            device: The CUDA device.
+            note: Takes one sentence when the GPU's timer cannot be used.
+        """
+        self._device = device
+        self._spin = make_spin(CudaSpinBackend(device), note)
 
     def current_stream(self) -> Any:
         """The stream that the host issues to."""
-        return torch.cuda.current_stream()
+        return torch.cuda.current_stream(self._device)
 
     def new_stream(self) -> Any:
         """A stream of its own."""
-        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def spin(self, duration_ns: int, stream: Any) -> None:
         """Keep a stream busy."""
-        with torch.cuda.stream(stream):
-            _spin_cycles(round(duration_ns * self._cycles_per_ns))
-
-    def _calibrate(self) -> float:
-        """Cycles per ns, the median of five measurements."""
-        _spin_cycles(self._WARM_UP_CYCLES)
-        rates = []
-        for _ in range(5):
-            start = torch.Event("cuda", enable_timing=True)
-            end = torch.Event("cuda", enable_timing=True)
-            start.record()
-            _spin_cycles(self._CALIBRATION_CYCLES)
-            end.record()
-            end.synchronize()
-            rates.append(self._CALIBRATION_CYCLES / (start.elapsed_time(end) * 1e6))
-        return float(sorted(rates)[2])
-
-
-def _spin_cycles(cycles: int) -> None:
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+        self._spin(duration_ns, stream)
