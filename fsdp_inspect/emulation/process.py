@@ -38,7 +38,8 @@ class Emulation:
         self.waits = UnitWaits(network)
         self._collectives = Collectives(network, self.waits, self.spinning_device)
         self._spinning: dict[torch.device, SpinningDevice] = {}
-        self._notes: list[str] = []
+        self.notes: list[str] = []
+        """What limits the emulation, one sentence each."""
         self._take_note: Callable[[str], None] | None = None
 
     def attach(self) -> None:
@@ -63,16 +64,16 @@ class Emulation:
 
     def note(self, sentence: str) -> None:
         """Say what limits the emulation; a recording puts it into its run folder."""
-        if sentence in self._notes:
+        if sentence in self.notes:
             return
-        self._notes.append(sentence)
+        self.notes.append(sentence)
         if self._take_note is not None:
             self._take_note(sentence)
 
     def send_notes(self, take: Callable[[str], None]) -> None:
         """Send every note, earlier and later ones, to the recording that is attached now."""
         self._take_note = take
-        for sentence in self._notes:
+        for sentence in self.notes:
             take(sentence)
 
     def describe(self) -> dict[str, Any]:
