@@ -125,7 +125,7 @@ class _OnItsWay:
     """Behind the copies."""
 
     def is_ready(self) -> bool:
-        return bool(self.arrived.query())
+        return bool(self.arrived.query())  # type: ignore[no-untyped-call]
 
     def get(self) -> StepNumbers:
         self.arrived.synchronize()

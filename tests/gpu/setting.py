@@ -124,7 +124,7 @@ def expect_healthy(recorder: Recorder) -> None:
     Raises:
         RuntimeError: It stopped or had a problem.
     """
-    # Emulated transfers that count cycles are recorded as well as any; `costs` says how long they last.
+    # Transfers that are timed in cycles are recorded as well as any; see `costs` for their time.
     lost = [problem for problem in recorder.problems if not problem.startswith(CYCLES_NOTE)]
     if lost or not recorder.is_recording:
         raise RuntimeError(f"The recorder did not record all of it: {lost}")
