@@ -217,7 +217,7 @@ _ALL = (
         "sum of the full padded messages of all collectives of one step",
     ),
     Metric("collectives_per_step", "collectives", _COUNT, "number of collectives in one step"),
-    Metric("median_ns", "duration", _NS, "median duration of one collective"),
+    Metric("duration_ns", "duration", _NS, "mean duration of one collective in the typical step"),
     Metric(
         "bus_bytes_per_s",
         "bus bandwidth",

@@ -32,6 +32,7 @@ from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable
 from tests.benchmarks.figures import Figure
 from tests.benchmarks.profiler_trace import TraceEvent, export_trace, named, read_trace
+from tests.gpu.copies import copy_rows
 from tests.gpu.outcome import Row, shown, spread, unavailable
 from tests.gpu.setting import (
     NEEDS_CUDA,
@@ -95,6 +96,10 @@ def measure(setting: Setting) -> Iterator[Row]:
         return
     steps = range(WARMUP_STEPS, WARMUP_STEPS + _num_steps(setting))
     yield from compare(setting, run, steps, trace, host[0])
+    events = run.events(0, steps=list(steps))
+    collectives, spins = events.where(np.isin(events.kind, list(COLLECTIVES))), spin_kernels(trace)
+    if len(collectives) == len(spins) > 0:
+        yield from copy_rows(setting, events, trace, match(collectives, spins).offset_ns)
 
 
 def compare(
