@@ -2,6 +2,7 @@
 #
 # PYTHON names the interpreter that .venv is made from:  make PYTHON=python3.12 test
 # ARGS is passed on to pytest:                           make test ARGS="tests/store -x"
+# WORKERS is the number of parallel test processes:      make test WORKERS=0 ARGS=--pdb
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,6 +10,8 @@ BIN := $(VENV)/bin
 # Made last: a set-up that was interrupted lacks it, and starts afresh.
 READY := $(VENV)/.complete
 PYTEST := $(BIN)/python -m pytest
+WORKERS ?= logical
+PARALLEL := -n $(WORKERS) --maxprocesses 4 --dist loadgroup --no-loadscope-reorder --durations 10
 # `make app` opens your own runs where there are some, and the samples where there are none.
 RUNS ?= $(wildcard runs)
 
@@ -27,8 +30,16 @@ app: $(READY) ## Open the dashboard on RUNS (default: runs/, or the samples)
 	$(BIN)/fsdp-inspect app $(RUNS)
 
 .PHONY: test
-test: $(READY) ## Run every test but the benchmarks (GPU tests are skipped without a GPU)
-	$(PYTEST) $(ARGS)
+test: $(READY) ## Run the tests that guard a change (GPU tests are skipped without a GPU)
+	$(PYTEST) $(PARALLEL) $(ARGS)
+
+.PHONY: test-all
+test-all: $(READY) ## Run all tests but the benchmarks: also the exhaustive ones, as CI does
+	$(PYTEST) $(PARALLEL) --exhaustive $(ARGS)
+
+.PHONY: coverage
+coverage: $(READY) ## Measure line and branch coverage of all tests; takes twice as long as test-all
+	$(PYTEST) $(PARALLEL) --exhaustive --cov --cov-report term $(ARGS)
 
 .PHONY: check
 check: $(READY) ## Check format, lint, types and the direction of imports

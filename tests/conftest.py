@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import forked_ranks
 from tests.scheduling import Scheduling
 
 # Before anything imports torch, and inherited by every process that a test starts: two ranks on
@@ -136,13 +137,48 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
             (logs / "stdout").read_text(),
             (logs / "stderr").read_text(),
         )
-        if not ended:
-            pytest.fail(f"still running after {timeout_s} s: {_describe(done)}", pytrace=False)
-        if check and done.returncode != 0:
-            pytest.fail(f"exit code {done.returncode}: {_describe(done)}", pytrace=False)
-        return done
+        return _judged(done, ended=ended, timeout_s=timeout_s, check=check)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
+    """As `torchrun`, without its agent: ranks start at once, forked from a process with torch.
+
+    For a script that is only to run on some ranks. What a test says about `torchrun` or about a
+    fresh interpreter needs the fixture `torchrun`.
+    """
+
+    def run(
+        *arguments: str | Path,
+        num_ranks: int = 2,
+        timeout_s: float = 120,
+        check: bool = True,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        done, ended = forked_ranks.run_ranks(
+            tuple(map(str, arguments)),
+            num_ranks=num_ranks,
+            timeout_s=timeout_s,
+            cwd=cwd or tmp_path_factory.mktemp("cwd"),
+            logs=tmp_path_factory.mktemp("ranks"),
+            environment=environment or {},
+        )
+        return _judged(done, ended=ended, timeout_s=timeout_s, check=check)
+
+    return run
+
+
+def _judged(
+    done: subprocess.CompletedProcess[str], *, ended: bool, timeout_s: float, check: bool
+) -> subprocess.CompletedProcess[str]:
+    if not ended:
+        pytest.fail(f"still running after {timeout_s} s: {_describe(done)}", pytrace=False)
+    if check and done.returncode != 0:
+        pytest.fail(f"exit code {done.returncode}: {_describe(done)}", pytrace=False)
+    return done
 
 
 def _torchrun_command(python: Path | str, num_ranks: int) -> list[str]:
