@@ -20,9 +20,9 @@ DRIVER = Path(__file__).with_name("straggler_driver.py")
 
 
 @pytest.fixture(scope="module")
-def run(torchrun: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
+def run(run_ranks: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
     folder = tmp_path_factory.mktemp("straggler")
-    torchrun(str(DRIVER), str(folder), num_ranks=2)
+    run_ranks(str(DRIVER), str(folder), num_ranks=2)
     parts = [folder / "node-0" / "run", folder / "node-1" / "run"]
     return open_run(merge_runs(parts, folder / "merged").path)
 
