@@ -22,7 +22,7 @@ from fsdp_inspect.importing.snapshot_pickle import (
     read_plain_pickle,
     starts_like_pickle,
 )
-from fsdp_inspect.importing.snapshot_positions import Activity, follow, unit_names
+from fsdp_inspect.importing.snapshot_positions import FsdpActivity, follow_annotations, unit_names
 from fsdp_inspect.importing.snapshot_rows import RankSnapshot, find_failed_request, memory_rows
 from fsdp_inspect.importing.snapshot_sqlite import (
     MAGIC,
@@ -174,7 +174,7 @@ def _place(contents: SnapshotContents, name: str) -> RankSnapshot:
             "and _dump_snapshot after it, in the same process."
         )
     device = max(devices, key=lambda one: (one.reserved_bytes, len(one.trace)))
-    return RankSnapshot.of(device, follow(contents.annotations))
+    return RankSnapshot.of(device, follow_annotations(contents.annotations))
 
 
 # --- what is said about it
@@ -303,9 +303,9 @@ def _units(ranks: Sequence[RankSnapshot]) -> list[Unit]:
             modules=fqn.split(", "),
             num_parameters=0,
             num_trainable_parameters=0,
-            unsharded_bytes=_largest(ranks, fqn, Activity.ALL_GATHER),
+            unsharded_bytes=_largest(ranks, fqn, FsdpActivity.ALL_GATHER),
             sharded_bytes=0,
-            reduce_bytes=_largest(ranks, fqn, Activity.REDUCE),
+            reduce_bytes=_largest(ranks, fqn, FsdpActivity.REDUCE),
             param_dtype="unknown",
             reduce_dtype="unknown",
             reshard_after_forward=None,
@@ -317,7 +317,7 @@ def _units(ranks: Sequence[RankSnapshot]) -> list[Unit]:
     ]
 
 
-def _largest(ranks: Sequence[RankSnapshot], fqn: str, activity: Activity) -> int:
+def _largest(ranks: Sequence[RankSnapshot], fqn: str, activity: FsdpActivity) -> int:
     return max(
         (
             rank.allocated_in(rank.positions.units.index(fqn), activity)

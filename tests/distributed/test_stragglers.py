@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_inspect.analysis.ranks import measure_ranks
+from fsdp_inspect.analysis.clocks.alignment import align_clocks
+from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.store.merging import merge_runs
 from fsdp_inspect.store.reader import StoredRun, open_run
-from fsdp_inspect.trace.alignment import align_clocks
 from tests.conftest import Torchrun
 from tests.distributed.straggler_driver import NUM_BLOCKS, SLEEP_S
 

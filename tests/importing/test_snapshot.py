@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.cuda import _memory_viz
 
-from fsdp_inspect.analysis.memory import measure_memory
+from fsdp_inspect.analysis.memory.peak import measure_memory
 from fsdp_inspect.errors import CorruptFileError, NotARunError, StoreError
 from fsdp_inspect.importing.snapshot import import_snapshot, looks_like_snapshot
 from fsdp_inspect.store.reader import open_run

@@ -119,7 +119,7 @@ def test_padded_shards_cover_the_original_sizes():
     (group,) = torch_fsdp.find_groups(model)
     assert torch_fsdp.original_sizes(group.group) == [torch.Size([5, 8])]
     assert torch_fsdp.padded_shard_numels(group.group) == [16]
-    assert torch_fsdp.parameters_of(group.group) == [model.weight]
+    assert torch_fsdp.sharded_parameters_of(group.group) == [model.weight]
 
 
 def test_a_setting_reaches_its_own_call_and_none_inside(decoder):

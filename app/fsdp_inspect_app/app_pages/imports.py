@@ -9,11 +9,11 @@ from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.cards import show_card, show_headline
+from fsdp_inspect_app.empty_states import show_nothing
 from fsdp_inspect_app.frames.imports import frame_sources
 from fsdp_inspect_app.import_jobs import ImportJobs, JobState, JobView
-from fsdp_inspect_app.importable import ImportSource, find_source, list_sources
+from fsdp_inspect_app.import_sources import ImportSource, find_source, list_sources
 from fsdp_inspect_app.selection import follow, link, page_link
-from fsdp_inspect_app.states import show_nothing
 from fsdp_inspect_app.wording import code, plain
 
 _SOURCE_KEY = "source"
