@@ -20,7 +20,7 @@ MAX_DEPTH = 4
 MAX_LISTED = 500
 _MAX_FOLDERS = 2000
 _TRACE_SUFFIXES = (".json", ".json.gz")
-_SNAPSHOT_SUFFIXES = (".pickle", ".pkl", ".sqlite", ".db")
+_SNAPSHOT_SUFFIXES = (".pickle", ".pkl")
 
 
 class SourceKind(StrEnum):

@@ -33,7 +33,7 @@ def show_page() -> None:
         show_nothing(
             "There is nothing to import in this folder.",
             f"Looked in {loading.runs_folder()} and four folders down for profiler traces (.json, "
-            ".json.gz) and memory snapshots (.pickle, .sqlite). Copy them there; a folder with one "
+            ".json.gz) and memory snapshots (.pickle). Copy them there; a folder with one "
             "trace for each rank becomes one run.",
             remedy=_HOW,
         )
