@@ -62,19 +62,6 @@ class LinkFit:
         typical = self.predict_ns(message_bytes)
         return message_bytes * self.bus_factor / typical * 1e9 if typical else None
 
-    def predict_interval_ns(self, message_bytes: float) -> tuple[float, float]:
-        """Where the durations of 8 in 10 messages of that size lie.
-
-        By the spread of the run's own collectives around the fit: it knows nothing of messages
-        beyond the sizes that ran (`is_within`).
-        """
-        typical = self.predict_ns(message_bytes)
-        return typical * self.low_ratio, typical * self.high_ratio
-
-    def is_within(self, message_bytes: float) -> bool:
-        """Whether messages of that size ran: between the smallest and the largest."""
-        return self.smallest_bytes <= message_bytes <= self.largest_bytes
-
 
 def fit_link(
     message_bytes: NDArray[np.int64], duration_ns: NDArray[np.int64], bus_factor: float

@@ -22,7 +22,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DDPMeshInfo,
     FSDPMeshInfo,
-    HSDPMeshInfo,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -218,11 +217,6 @@ def mesh_sizes(group: FSDPParamGroup) -> dict[str, int]:
     if isinstance(info, FSDPMeshInfo):
         sizes["shard"] = int(info.shard_mesh_size)
     return sizes
-
-
-def is_hsdp(group: FSDPParamGroup) -> bool:
-    """Whether a group's gradients are all-reduced over replicas after being reduce-scattered."""
-    return isinstance(group.mesh_info, HSDPMeshInfo)
 
 
 def offloads_to_cpu(group: FSDPParamGroup) -> bool:

@@ -96,7 +96,6 @@ def test_the_process_groups_of_a_unit_are_told_apart_by_their_work(decoder):
     assert group.post_forward_group is None
     torch_fsdp.separate_reduce_scatter_groups([decoder])
     assert group.reduce_scatter_group is not group.shard_group
-    assert torch_fsdp.is_hsdp(group.group)
 
 
 def test_a_smaller_group_after_forward_has_its_own_process_group(decoder):
