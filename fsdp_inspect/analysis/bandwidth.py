@@ -17,7 +17,7 @@ from fsdp_inspect.analysis.step_selection import RankSteps, sum_per_step, timed_
 from fsdp_inspect.analysis.wait_causes import Waits, read_waits
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.bus_bandwidth import bus_factor
-from fsdp_inspect.trace.codes import EventKind, Method, Phase
+from fsdp_inspect.trace.codes import EventFlag, EventKind, Method, Phase
 from fsdp_inspect.trace.run import ProcessGroup, RunSource
 from fsdp_inspect.trace.tables import EventTable
 
@@ -145,9 +145,9 @@ class _Transfers:
 
     @property
     def usable(self) -> NDArray[np.bool_]:
-        """Which have bytes and a duration. That of an inferred one is an upper bound only."""
+        """Which have bytes and a duration. Some have an upper bound of it only."""
         known: NDArray[np.bool_] = (self.collectives.bytes > 0) & (self.duration_ns > 0)
-        known &= self.collectives.method != Method.INFERRED
+        known &= (self.collectives.flags & EventFlag.LATEST_END) == 0
         return known
 
     def _where(self, mask: NDArray[np.bool_]) -> "_Transfers":

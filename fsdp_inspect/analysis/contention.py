@@ -29,6 +29,7 @@ from fsdp_inspect.trace.codes import (
     COPIES,
     NO_UNIT,
     WAIT_OF,
+    EventFlag,
     EventKind,
     Method,
     Phase,
@@ -118,7 +119,9 @@ def measure_contention(
     if member is None:
         return None
     events = run.events(member.rank, steps=member.steps.tolist(), kinds=sorted(_NEEDED))
-    uncertain = np.isin(events.kind, list(COLLECTIVES)) & (events.method == Method.INFERRED)
+    uncertain = np.isin(events.kind, list(COLLECTIVES)) & (
+        (events.flags & EventFlag.LATEST_END) != 0
+    )
     if uncertain.any():
         return Contention(
             rank=member.rank,

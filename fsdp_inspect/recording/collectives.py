@@ -33,7 +33,7 @@ _HOST_STREAM = Stream.HOST
 _WAIT_OF = {int(kind): int(wait) for kind, wait in WAIT_OF.items()}
 _OTHER_WAIT = int(EventKind.OTHER_WAIT)
 _ASYNC, _UNUSED = int(EventFlag.ASYNC), int(EventFlag.UNUSED)
-_MEMORY_STEP = int(EventFlag.MEMORY_STEP)
+_LATEST_END, _MEMORY_STEP = int(EventFlag.LATEST_END), int(EventFlag.MEMORY_STEP)
 
 
 class Communication:
@@ -176,8 +176,8 @@ class TimedWork(dist.Work):
     On CPU the end of the collective is the completion of its future. On CUDA nothing marks the
     end: the collective runs on a stream of its process group. The end of the wait stands in for
     it, which is exact where the compute stream waited and too late where the collective was
-    hidden. Such a collective is marked inferred: its duration is an upper bound, and nothing that
-    measures the network uses it.
+    hidden. Such a collective is inferred and flagged `LATEST_END`: its duration is an upper bound,
+    and nothing that measures the network uses it.
     """
 
     def __init__(self, inner: dist.Work, session: Session, communication: Communication) -> None:
@@ -205,6 +205,7 @@ class TimedWork(dist.Work):
         if communication.end is None:
             communication.end = after
             communication.method = _INFERRED
+            communication.flags |= _LATEST_END
         return result
 
     def __getattribute__(self, name: str) -> Any:

@@ -283,6 +283,7 @@ class DistCalls:
                     if communication.transfer is None:
                         communication.end = session.clock.mark()
                         communication.method = Method.INFERRED
+                        communication.flags |= EventFlag.LATEST_END
                     communication.needed(before)
                     communication.write(session)
                 except Exception as error:

@@ -145,6 +145,8 @@ class EventFlag(IntFlag):
     """A forward with gradients switched off."""
     MEMORY_STEP = 32
     """Recorded in a step under the storage tracker: times are not representative."""
+    LATEST_END = 64
+    """The end is an upper bound: the moment at which the collective was found to have ended."""
 
 
 class MemoryPoint(NamedCode):

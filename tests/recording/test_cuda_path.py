@@ -179,6 +179,7 @@ def test_an_asynchronous_gather_is_inferred_and_lasts_no_shorter_than_it_did(
     gathers = events.where(events.kind == EventKind.ALL_GATHER)
     assert set(gathers.method.tolist()) == {Method.INFERRED}
     assert np.all(gathers.flags & EventFlag.ASYNC)
+    assert np.all(gathers.flags & EventFlag.LATEST_END)
     for unit in asynchronous.units:
         recorded = asynchronous.recorded(EventKind.ALL_GATHER, unit)
         for (start, end), (begin, finish) in zip(
