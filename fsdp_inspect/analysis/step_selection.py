@@ -21,6 +21,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.errors import IncompleteRunError
 from fsdp_inspect.formatting import format_numbers
 from fsdp_inspect.statistics import middle_half
@@ -59,6 +60,10 @@ class StepSelection:
 
 def select_steps(run: RunSource) -> StepSelection:
     """Sort the finished steps into timed, warm-up and memory steps; warm-up wins over memory."""
+    return remember(run, "step selection", partial(_select_steps, run))
+
+
+def _select_steps(run: RunSource) -> StepSelection:
     rows = run.summary(kinds=[EventKind.STEP])
     finished = [int(step) for step in np.unique(rows.step)]
     first = finished[0] if finished else 0
@@ -242,6 +247,10 @@ def timed_ranks(run: RunSource) -> TimedRanks:
     A rank whose own files are missing (the run's summary may still know it) stands for the run
     only if there is no other.
     """
+    return remember(run, "timed ranks", partial(_timed_ranks, run))
+
+
+def _timed_ranks(run: RunSource) -> TimedRanks:
     timed = select_steps(run).timed
     steps = _of_steps(run.summary(kinds=[EventKind.STEP]), timed)
     communication = _of_steps(run.summary(kinds=[StepPart.COMMUNICATION]), timed)

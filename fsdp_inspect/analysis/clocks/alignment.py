@@ -29,6 +29,7 @@ from fsdp_inspect.analysis.collectives.synchronisation import (
     SynchronisationReader,
     Synchronisations,
 )
+from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
@@ -125,6 +126,13 @@ def align_clocks(
         Every one of the ranks, aligned or refused. Each is certain to within its uncertainty if
         clocks drift evenly.
     """
+    key = ("alignment", *(None if each is None else tuple(sorted(each)) for each in (ranks, steps)))
+    return remember(run, key, lambda: _align_clocks(run, ranks, steps))
+
+
+def _align_clocks(
+    run: RunSource, ranks: Collection[int] | None, steps: Collection[int] | None
+) -> Alignment:
     records = {record.rank: record for record in run.ranks}
     asked = sorted(records if ranks is None else set(ranks) & set(records))
     if not asked:

@@ -1,0 +1,97 @@
+"""Share what several analyses derive from one run, so that it is derived once.
+
+`RunContext` is a run like any other (`RunSource`) that also remembers derived values: the step
+selection, the timed ranks with the median rank, and the clock alignment. An analysis takes a run
+and calls `remember`; with a plain run the value is computed at each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any, TypeVar
+
+from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource, RunStatus
+from fsdp_inspect.trace.tables import (
+    DeviceTable,
+    EventTable,
+    MemoryTable,
+    ScalarTable,
+    SummaryTable,
+)
+
+T = TypeVar("T")
+
+
+class RunContext:
+    """A run with the values that its analyses share.
+
+    The values are those of the moment at which they were first needed. For a run that is still
+    being recorded, open it again to see more.
+    """
+
+    def __init__(self, source: RunSource) -> None:
+        self.source = source
+        self._values: dict[Hashable, Any] = {}
+
+    def remember(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """The value of a key, computed at the first call."""
+        if key not in self._values:
+            self._values[key] = compute()
+        value: T = self._values[key]
+        return value
+
+    @property
+    def manifest(self) -> RunManifest:
+        """See `RunSource`, as for everything below."""
+        return self.source.manifest
+
+    @property
+    def status(self) -> RunStatus:
+        """See `RunSource`."""
+        return self.source.status
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """See `RunSource`."""
+        return self.source.notes
+
+    @property
+    def ranks(self) -> Sequence[RankRecord]:
+        """See `RunSource`."""
+        return self.source.ranks
+
+    def events(
+        self,
+        rank: int,
+        *,
+        steps: Collection[int] | None = None,
+        kinds: Collection[int] | None = None,
+    ) -> EventTable:
+        """See `RunSource`."""
+        return self.source.events(rank, steps=steps, kinds=kinds)
+
+    def memory(self, rank: int) -> MemoryTable:
+        """See `RunSource`."""
+        return self.source.memory(rank)
+
+    def devices(self, rank: int) -> DeviceTable:
+        """See `RunSource`."""
+        return self.source.devices(rank)
+
+    def scalars(self, rank: int) -> ScalarTable:
+        """See `RunSource`."""
+        return self.source.scalars(rank)
+
+    def summary(
+        self,
+        *,
+        ranks: Collection[int] | None = None,
+        kinds: Collection[int] | None = None,
+    ) -> SummaryTable:
+        """See `RunSource`."""
+        return self.source.summary(ranks=ranks, kinds=kinds)
+
+
+def remember(run: RunSource, key: Hashable, compute: Callable[[], T]) -> T:
+    """The value that a context remembers under the key; computed now for any other run."""
+    return run.remember(key, compute) if isinstance(run, RunContext) else compute()
