@@ -61,7 +61,8 @@ def format_count(value: float | None) -> str:
     for size, suffix in _COUNT_STEPS:
         if abs(value) >= size:
             return f"{_three_digits(value / size)}{suffix}"
-    return f"{value:.0f}"
+    is_whole = abs(value - round(value)) < 0.005
+    return f"{value:.0f}" if is_whole else f"{value:.2g}" if abs(value) < 10 else f"{value:.1f}"
 
 
 def format_ratio(value: float | None) -> str:

@@ -108,7 +108,7 @@ def _describe_waits(unit: UnitCost, waits: WaitDigest | None, digest: RunDigest)
         return f"How long {name} is waited for cannot be read\\."
     if waits.exposed is None or digest.step_time_ns is None:
         return f"No step counts yet, so what {name} costs cannot be told\\."
-    step = format_ns(digest.step_time_ns.median)
+    step = format_ns(digest.step_time_ns.typical)
     if unit.exposed_ns == 0:
         return f"{name} " + plain(f"is never waited for in a step of {step}.")
     why = wording.describe_main_cause(waits.exposed.owners)

@@ -83,7 +83,9 @@ def describe_units(digest: RunDigest, owners: Sequence[ExposedOwner] = ()) -> st
         return plain(f"No unit's communication is waited for: all {len(digest.units)} hide it.")
     why = describe_main_cause([owner for owner in owners if owner.fqn == top.fqn])
     return (
-        plain(f"{format_ns(top.exposed_ns)} of every {format_ns(digest.step_time_ns.median)} step ")
+        plain(
+            f"{format_ns(top.exposed_ns)} of every {format_ns(digest.step_time_ns.typical)} step "
+        )
         + f"are spent waiting for {code(format_unit(top.fqn))}"
         + plain(f"{why}. No other of the {len(digest.units)} units takes more.")
     )
@@ -95,10 +97,11 @@ def describe_main_cause(owners: Sequence[ExposedOwner]) -> str:
     Args:
         owners: The waits for it, longest first.
     """
-    if not owners or not owners[0].cause_ratios:
+    if not owners or not owners[0].causes_ns:
         return ""
     top = owners[0]
-    cause, ratio = next(iter(top.cause_ratios.items()))
+    cause, duration = next(iter(top.causes_ns.items()))
+    ratio = duration / top.exposed_ns
     return (
         f", mostly for its {format_kind(top.kind)} in {top.phase} "
         f"({format_ratio(ratio)} {format_cause(cause)})"

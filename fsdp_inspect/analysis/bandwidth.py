@@ -17,7 +17,7 @@ from fsdp_inspect.trace.codes import EventKind, Method, Phase
 from fsdp_inspect.trace.link_fit import LinkFit, fit_link
 from fsdp_inspect.trace.run import ProcessGroup, RunSource
 from fsdp_inspect.trace.statistics import median
-from fsdp_inspect.trace.steps import sum_per_step, timed_rank
+from fsdp_inspect.trace.steps import RankSteps, sum_per_step, timed_rank
 from fsdp_inspect.trace.tables import EventTable
 from fsdp_inspect.trace.waits import Waits, read_waits
 
@@ -36,7 +36,7 @@ class KindBandwidth:
     num_events: int
     num_sizes: int
     bytes_per_step: int
-    """Messages of one step added up, median over the steps."""
+    """Messages of the typical step added up."""
     transfer_ns: int | None
     """Median transfer of one collective."""
     transfer_from: str
@@ -97,7 +97,7 @@ def measure_bandwidth(
         _measure_kind(
             own.of_kind(kind, group),
             groups.get(group),
-            member.steps,
+            member,
             fitted=transfers.of_kind(kind, group),
         )
         for kind, group in own.kinds()
@@ -141,7 +141,14 @@ class _Transfers:
 
     def fit(self, factor: float) -> LinkFit | None:
         """Latency + bandwidth of collectives of one kind and group."""
-        return fit_link(self.collectives.bytes, self.duration_ns, factor)
+        return fit_link(self.collectives.bytes[self.usable], self.duration_ns[self.usable], factor)
+
+    @property
+    def usable(self) -> NDArray[np.bool_]:
+        """Which have bytes and a duration. That of an inferred one is an upper bound only."""
+        known: NDArray[np.bool_] = (self.collectives.bytes > 0) & (self.duration_ns > 0)
+        known &= self.collectives.method != Method.INFERRED
+        return known
 
     def _where(self, mask: NDArray[np.bool_]) -> "_Transfers":
         return _Transfers(
@@ -157,13 +164,13 @@ class _Transfers:
 
 
 def _measure_kind(
-    own: _Transfers, group: ProcessGroup | None, steps: NDArray[np.int32], *, fitted: _Transfers
+    own: _Transfers, group: ProcessGroup | None, member: RankSteps, *, fitted: _Transfers
 ) -> KindBandwidth:
     events = own.collectives
     kind = EventKind(int(events.kind[0]))
     size = len(group.ranks) if group else None
     factor = bus_factor(kind, size or 0) or None
-    usable = (events.bytes > 0) & (own.duration_ns > 0)
+    usable = own.usable
     message, duration = events.bytes[usable], own.duration_ns[usable]
     rates = message / duration * 1e9
     overall = float(message.sum() / duration.sum() * 1e9) if len(message) else None
@@ -174,7 +181,9 @@ def _measure_kind(
         group_size=size,
         num_events=len(events),
         num_sizes=len(np.unique(message)),
-        bytes_per_step=median(sum_per_step(events.step, np.maximum(events.bytes, 0), steps)) or 0,
+        bytes_per_step=member.typical(
+            sum_per_step(events.step, np.maximum(events.bytes, 0), member.steps)
+        ),
         transfer_ns=median(duration),
         transfer_from=own.source,
         method=", ".join(Method(method).label for method in np.unique(events.method).tolist()),

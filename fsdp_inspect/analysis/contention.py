@@ -118,6 +118,19 @@ def measure_contention(
     if member is None:
         return None
     events = run.events(member.rank, steps=member.steps.tolist(), kinds=sorted(_NEEDED))
+    uncertain = np.isin(events.kind, list(COLLECTIVES)) & (events.method == Method.INFERRED)
+    if uncertain.any():
+        return Contention(
+            rank=member.rank,
+            num_steps=len(member.steps),
+            slowdown=None,
+            low=None,
+            high=None,
+            is_clear=False,
+            reason="The ends of asynchronous collectives were not measured, so it is not known "
+            "which compute ran beside communication.",
+            units=(),
+        )
     passes = _Passes.of(events)
     units = sorted(run.manifest.units, key=_execution_order)
     asked = [one for one in units if unit is None or one.index == unit]

@@ -1,28 +1,24 @@
-"""Which unit's communication makes the rank wait, for how long, and why?
+"""Measure whose communication makes a rank wait, for how long, and why.
 
 Exposure is attributed to the collective that is waited for, hence to the unit that owns it. Two
 collectives that are waited for at once are both charged, so the owners may add up to more than
 the step's exposed time: the step's number is the union, theirs never is. The causes of a wait are
-those of `trace.waits`. Every exposed time here is the value of a real step (its median over the
-timed steps is one of the values), and its causes are those of that step: they add up to it.
+those of `trace.waits`. Every time is that of the rank's typical step ([Note: the typical step] in
+`trace.steps`), so causes add up to the exposed time and kinds to that of the breakdown.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.breakdown import split_typical_step
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.reduction import EXPOSED_PART_CODES
 from fsdp_inspect.trace.run import RunManifest, RunSource
-from fsdp_inspect.trace.statistics import median
-from fsdp_inspect.trace.steps import (
-    RankSteps,
-    collective_rows,
-    rows_of,
-    sum_per_step,
-    timed_rank,
-)
+from fsdp_inspect.trace.statistics import apportion
+from fsdp_inspect.trace.steps import RankSteps, collective_rows, rows_of, timed_rank
 from fsdp_inspect.trace.tables import EventTable, SummaryTable, positions_by_value
 from fsdp_inspect.trace.waits import NEEDED_KINDS, Cause, Waits, read_waits, split_waits
 
@@ -32,7 +28,7 @@ MOST_EVIDENCE = 10
 
 @dataclass(frozen=True, slots=True)
 class ExposedOwner:
-    """One unit's collectives of one kind in one phase; medians over the timed steps."""
+    """One unit's collectives of one kind in one phase, in the typical step."""
 
     unit: int
     """Index into the manifest's units; -1: of none."""
@@ -44,7 +40,7 @@ class ExposedOwner:
     """`all_gather`, `reduce_scatter`, ..."""
     phase: str
     """`forward`, `backward`, ...: where in the step it was issued."""
-    count_per_step: int
+    count_per_step: float
     duration_ns: int
     """Time in flight per step, exposed or not."""
     exposed_ns: int
@@ -55,25 +51,21 @@ class ExposedOwner:
     """Exposed time as a share of the step, 0 to 1."""
     causes_ns: dict[str, int]
     """By `Cause`, those above 0, largest first; they add up to `exposed_ns`."""
-    cause_ratios: dict[str, float]
-    """Each cause's share of its exposed time in all timed steps, largest first; adds up to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExposedPass:
-    """The collectives of one kind in one phase, of all units; medians over the timed steps."""
+    """The collectives of one kind in one phase, of all units, in the typical step."""
 
     kind: str
     phase: str
     num_units: int
     """Units that own some; 0: none of them belongs to a unit."""
-    count_per_step: int
+    count_per_step: float
     exposed_ns: int
     """Per step; what is waited for at once is charged to each."""
     causes_ns: dict[str, int]
     """By `Cause`, those above 0, largest first; they add up to `exposed_ns`."""
-    cause_ratios: dict[str, float]
-    """Each cause's share of their exposed time in all timed steps, largest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +116,11 @@ class ExposedWait:
 
 @dataclass(frozen=True, slots=True)
 class Exposed:
-    """Exposed communication of one rank; medians over its timed steps."""
+    """Exposed communication of one rank in its typical step."""
 
     rank: int
+    num_steps: int
+    """The typical steps that every time is the mean over."""
     step_time_ns: int
     communication_ns: int
     exposed_ns: int
@@ -140,12 +134,8 @@ class Exposed:
     by_kind_ns: dict[str, int]
     """By collective: `all_gather`, `reduce_scatter`, `all_reduce`, `other`."""
     causes_ns: dict[str, int]
-    """By `Cause`, those above 0, largest first; of `causes_step`, a step with that exposed time,
-    which they add up to. Empty where the rank's events are missing."""
-    causes_step: int | None
-    """The first step with the median exposed time; None where there is no such step."""
-    cause_ratios: dict[str, float]
-    """Each cause's share of the exposed time in all timed steps, largest first; adds up to 1."""
+    """By `Cause`, those above 0, largest first; they add up to `exposed_ns`. Empty where the
+    rank's events are missing."""
     passes: tuple[ExposedPass, ...]
     """Every kind of collective in every phase, most exposed first."""
     owners: tuple[ExposedOwner, ...]
@@ -186,91 +176,89 @@ def measure_exposed(
     if step is not None:
         member = member.only(step)
     waits = read_waits(run, member, last_arrival_ns=last_arrival_ns)
-    exposed, step_time = median(member.exposed_ns) or 0, median(member.step_time_ns) or 0
-    causes = _causes_in_typical_step(waits, waits.share_by_cause_ns, member.steps)
+    split = split_typical_step(member)
+    exposed, step_time = split.exposed_ns, split.step_time_ns
+    in_typical = np.isin(waits.collectives.step, member.typical_steps)
+    typical = _TypicalWaits(waits.where(in_typical), len(member.typical_steps))
     return Exposed(
         rank=member.rank,
+        num_steps=len(member.typical_steps),
         step_time_ns=step_time,
-        communication_ns=median(member.communication_ns) or 0,
+        communication_ns=split.communication_ns,
         exposed_ns=exposed,
         step_ratio=exposed / step_time if step_time else 0.0,
-        floor_ns=_floor_ns(waits, waits.share_by_cause_ns, member.steps),
+        floor_ns=typical.floor_ns(typical.waits.share_by_cause_ns),
         backward_gathers_ns=_backward_gathers(member),
         by_kind_ns={
-            part.label.removeprefix("exposed_"): member.median_per_step(
-                rows_of(member.rows, kinds=[part]), "duration_ns"
-            )
+            part.label.removeprefix("exposed_"): split.duration_ns(part)
             for part in sorted(EXPOSED_PART_CODES)
         },
-        causes_ns=causes,
-        causes_step=_typical_step(waits, waits.share_by_cause_ns, member.steps),
-        cause_ratios=_ratios(waits.share_by_cause_ns),
-        passes=_find_passes(member, waits, unit),
-        owners=_find_owners(run.manifest, member, waits, unit),
+        causes_ns=typical.causes_ns(typical.waits.share_by_cause_ns, exposed),
+        passes=_find_passes(typical, unit),
+        owners=_find_owners(run.manifest, member, typical, unit),
         evidence=_Evidence(run.manifest, waits).collect(unit),
     )
 
 
 def measure_causes(
-    run: RunSource, *, rank: int, step: int, last_arrival_ns: NDArray[np.int64] | None = None
+    run: RunSource,
+    *,
+    rank: int,
+    steps: Sequence[int],
+    exposed_ns: int,
+    last_arrival_ns: NDArray[np.int64] | None = None,
 ) -> dict[str, int]:
-    """The causes of the exposed time of one step of a rank, be it timed or not.
+    """The causes of the exposed time of some steps of a rank, timed or not, per step.
 
     Args:
         run: A recorded run.
         rank: Of which rank.
-        step: A step that it finished.
-        last_arrival_ns: As for `measure_exposed`, for the collectives of that step.
+        steps: Steps that it finished, at least one.
+        exposed_ns: Their mean exposed time.
+        last_arrival_ns: As for `measure_exposed`, for the collectives of these steps.
 
     Returns:
-        ns by `Cause`, those above 0, largest first; they add up to the step's exposed time.
+        ns by `Cause`, those above 0, largest first; they add up to `exposed_ns`.
     """
-    events = run.events(rank, steps=[step], kinds=sorted(NEEDED_KINDS))
-    waits = split_waits(events, last_arrival_ns=last_arrival_ns)
-    return _by_name(waits.share_by_cause_ns.sum(axis=0))
+    events = run.events(rank, steps=list(steps), kinds=sorted(NEEDED_KINDS))
+    typical = _TypicalWaits(split_waits(events, last_arrival_ns=last_arrival_ns), len(steps))
+    return typical.causes_ns(typical.waits.share_by_cause_ns, exposed_ns)
 
 
 def _backward_gathers(member: RankSteps) -> int:
     rows = rows_of(member.rows, kinds=[EventKind.ALL_GATHER])
     rows = rows.where((rows.phase == Phase.BACKWARD) & (rows.unit != NO_UNIT))
-    return member.median_per_step(rows, "exposed_ns")
+    return member.typical_per_step(rows, "exposed_ns")
 
 
-def _causes_in_typical_step(
-    waits: Waits, by_cause_ns: NDArray[np.int64], steps: NDArray[np.int32]
-) -> dict[str, int]:
-    """The causes in the first step whose sum is the median over the steps."""
-    in_step = _in_typical_step(waits, by_cause_ns, steps)
-    return _by_name(by_cause_ns[in_step].sum(axis=0))
+@dataclass(frozen=True, slots=True)
+class _TypicalWaits:
+    """The waits of the typical steps, and means over these steps."""
 
+    waits: Waits
+    num_steps: int
 
-def _floor_ns(waits: Waits, by_cause_ns: NDArray[np.int64], steps: NDArray[np.int32]) -> int:
-    """The waits for the floor's collectives in that step, stragglers included."""
-    return _sum_floor(waits, by_cause_ns, _in_typical_step(waits, by_cause_ns, steps))
+    def where(self, mask: NDArray[np.generic]) -> "_TypicalWaits":
+        return _TypicalWaits(self.waits.where(mask), self.num_steps)
 
+    def causes_ns(self, by_cause_ns: NDArray[np.int64], exposed_ns: int | None) -> dict[str, int]:
+        """The causes per step, those above 0, largest first.
 
-def _sum_floor(waits: Waits, by_cause_ns: NDArray[np.int64], in_step: NDArray[np.bool_]) -> int:
-    floor = by_cause_ns[in_step & waits.is_floor]
-    return int(floor[:, [Cause.FLOOR, Cause.STRAGGLER]].sum())
+        Args:
+            by_cause_ns: Shape (n, len(Cause)), of these waits.
+            exposed_ns: What they add up to; None, or a number that the events do not bear out
+                (some are missing): their own sum.
+        """
+        means = by_cause_ns.sum(axis=0) / max(self.num_steps, 1)
+        total = float(means.sum())
+        if exposed_ns is None or abs(total - exposed_ns) > 1:
+            exposed_ns = round(total)
+        return _by_name(apportion(means, exposed_ns))
 
-
-def _in_typical_step(
-    waits: Waits, by_cause_ns: NDArray[np.int64], steps: NDArray[np.int32]
-) -> NDArray[np.bool_]:
-    typical = _typical_step(waits, by_cause_ns, steps)
-    if typical is None:
-        return np.zeros(len(waits.collectives), dtype=bool)
-    is_typical: NDArray[np.bool_] = waits.collectives.step == typical
-    return is_typical
-
-
-def _typical_step(
-    waits: Waits, by_cause_ns: NDArray[np.int64], steps: NDArray[np.int32]
-) -> int | None:
-    """The first step whose sum is the median over the steps."""
-    per_step = sum_per_step(waits.collectives.step, by_cause_ns.sum(axis=1), steps)
-    typical = steps[np.flatnonzero(per_step == median(per_step))[:1]]
-    return int(typical[0]) if len(typical) else None
+    def floor_ns(self, by_cause_ns: NDArray[np.int64]) -> int:
+        """The waits per step for the floor's collectives, waits for stragglers included."""
+        floor = by_cause_ns[self.waits.is_floor][:, [Cause.FLOOR, Cause.STRAGGLER]]
+        return round(float(floor.sum() / max(self.num_steps, 1)))
 
 
 def _by_name(by_cause_ns: NDArray[np.int64]) -> dict[str, int]:
@@ -279,52 +267,43 @@ def _by_name(by_cause_ns: NDArray[np.int64]) -> dict[str, int]:
     return {cause.label: int(by_cause_ns[cause]) for cause in causes if by_cause_ns[cause]}
 
 
-def _ratios(by_cause_ns: NDArray[np.int64]) -> dict[str, float]:
-    """Each cause's share of all, those above 0, largest first."""
-    totals = _by_name(by_cause_ns.sum(axis=0))
-    return {cause: total / sum(totals.values()) for cause, total in totals.items()}
-
-
-def _find_passes(member: RankSteps, waits: Waits, only_unit: int | None) -> tuple[ExposedPass, ...]:
-    collectives, passes = waits.collectives, []
+def _find_passes(typical: _TypicalWaits, only_unit: int | None) -> tuple[ExposedPass, ...]:
+    collectives, passes = typical.waits.collectives, []
     trained = collectives.phase != Phase.EVALUATION
     if only_unit is not None:
         trained &= collectives.unit == only_unit
     keys = zip(collectives.phase[trained].tolist(), collectives.kind[trained].tolist(), strict=True)
     for phase, kind in sorted(set(keys)):
-        own = waits.where(trained & (collectives.phase == phase) & (collectives.kind == kind))
-        step, units = own.collectives.step, own.collectives.unit
-        causes = _causes_in_typical_step(own, own.by_cause_ns, member.steps)
-        counts = sum_per_step(step, np.ones(len(step), dtype=np.int64), member.steps)
+        own = typical.where(trained & (collectives.phase == phase) & (collectives.kind == kind))
+        units = own.waits.collectives.unit
+        causes = own.causes_ns(own.waits.by_cause_ns, None)
         passes.append(
             ExposedPass(
                 kind=EventKind(kind).label,
                 phase=Phase(phase).label,
                 num_units=len(np.unique(units[units != NO_UNIT])),
-                count_per_step=median(counts) or 0,
+                count_per_step=len(units) / typical.num_steps,
                 exposed_ns=sum(causes.values()),
                 causes_ns=causes,
-                cause_ratios=_ratios(own.by_cause_ns),
             )
         )
     return tuple(sorted(passes, key=lambda one: -one.exposed_ns))
 
 
 def _find_owners(
-    manifest: RunManifest, member: RankSteps, waits: Waits, only_unit: int | None
+    manifest: RunManifest, member: RankSteps, typical: _TypicalWaits, only_unit: int | None
 ) -> tuple[ExposedOwner, ...]:
     fqns = {unit.index: unit.fqn for unit in manifest.units}
-    step_time = median(member.step_time_ns) or 0
+    step_time = member.typical(member.step_time_ns)
     rows = collective_rows(member.rows)
-    waits_of, nobody = dict(positions_by_value(_owners(waits.collectives))), np.empty(0, np.int64)
-    owners = []
+    waits_of = dict(positions_by_value(_owners(typical.waits.collectives)))
+    nobody, owners = np.empty(0, np.int64), []
     for owner, positions in positions_by_value(_owners(rows)):
-        own, owned = rows.where(positions), waits.where(waits_of.get(owner, nobody))
+        own, owned = rows.where(positions), typical.where(waits_of.get(owner, nobody))
         unit, phase, kind = int(own.unit[0]), Phase(int(own.phase[0])), EventKind(int(own.kind[0]))
         if only_unit is not None and unit != only_unit:
             continue
-        exposed = member.median_per_step(own, "exposed_ns")
-        in_step = _in_typical_step(owned, owned.by_cause_ns, member.steps)
+        exposed = member.typical_per_step(own, "exposed_ns")
         owners.append(
             ExposedOwner(
                 unit=unit,
@@ -332,13 +311,12 @@ def _find_owners(
                 is_fsdp=_is_fsdp(manifest, unit),
                 kind=kind.label,
                 phase=phase.label,
-                count_per_step=member.median_per_step(own, "count"),
-                duration_ns=member.median_per_step(own, "duration_ns"),
+                count_per_step=member.typical_mean_per_step(own, "count"),
+                duration_ns=member.typical_per_step(own, "duration_ns"),
                 exposed_ns=exposed,
-                floor_ns=_sum_floor(owned, owned.by_cause_ns, in_step),
+                floor_ns=owned.floor_ns(owned.waits.by_cause_ns),
                 step_ratio=exposed / step_time if step_time else 0.0,
-                causes_ns=_by_name(owned.by_cause_ns[in_step].sum(axis=0)),
-                cause_ratios=_ratios(owned.by_cause_ns),
+                causes_ns=owned.causes_ns(owned.waits.by_cause_ns, exposed),
             )
         )
     return tuple(sorted(owners, key=lambda owner: -owner.exposed_ns))

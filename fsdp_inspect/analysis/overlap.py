@@ -1,16 +1,15 @@
-"""How much communication hides behind compute, on each rank?"""
+"""Measure how much communication hides behind compute, on each rank."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.statistics import median
 from fsdp_inspect.trace.steps import RankSteps, timed_ranks
 
 
 @dataclass(frozen=True, slots=True)
 class RankOverlap:
-    """Communication of one rank; medians over its timed steps."""
+    """Communication of one rank in its typical step."""
 
     rank: int
     host: str
@@ -24,7 +23,7 @@ class RankOverlap:
     """1 - exposed / communication, 0 to 1; 1.0 when nothing is communicated."""
     communication_bytes: int | None
     """Messages of one step, full and padded, added up; None where the sizes of some are unknown."""
-    collectives_per_step: int
+    collectives_per_step: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +54,16 @@ def measure_overlap(run: RunSource) -> Overlap:
 
 
 def _measure_rank(member: RankSteps, hosts: Mapping[int, str], *, is_sized: bool) -> RankOverlap:
-    communication = median(member.communication_ns) or 0
-    exposed = median(member.exposed_ns) or 0
+    communication = member.typical(member.communication_ns)
+    exposed = member.typical(member.exposed_ns)
     return RankOverlap(
         rank=member.rank,
         host=hosts.get(member.rank, ""),
         num_steps=len(member.steps),
-        step_time_ns=median(member.step_time_ns) or 0,
+        step_time_ns=member.typical(member.step_time_ns),
         communication_ns=communication,
         exposed_ns=exposed,
         overlap_ratio=1 - exposed / communication if communication else 1.0,
-        communication_bytes=(median(member.communication_bytes) or 0) if is_sized else None,
-        collectives_per_step=median(member.num_collectives) or 0,
+        communication_bytes=member.typical(member.communication_bytes) if is_sized else None,
+        collectives_per_step=member.typical_mean(member.num_collectives),
     )

@@ -36,13 +36,13 @@ class Pipeline:
     """A run whose ranks send to each other; medians over the timed steps of one rank."""
 
     rank: int
-    transfers_per_step: int
+    transfers_per_step: float
     """Sends and receives."""
     forwards_per_step: int
     """Of a unit; the median over units. 0: the source does not tell."""
     units: tuple[RepeatedUnit, ...]
     """Those that every one of several forwards gathers again."""
-    repeated_gathers_per_step: int
+    repeated_gathers_per_step: float
     """All-gathers of these units beyond the first of each in a step."""
     repeated_ns: int
     """How long they are under way, per step."""
@@ -78,10 +78,10 @@ def measure_pipeline(run: RunSource, *, rank: int | None = None) -> Pipeline | N
     surplus = waits.where(_beyond_first(waits.collectives, [unit for unit, _ in repeated]))
     return Pipeline(
         rank=member.rank,
-        transfers_per_step=median(_count(transfers, member)) or 0,
+        transfers_per_step=member.typical_mean(_count(transfers, member)),
         forwards_per_step=median(list(counts.values())) or 0,
         units=tuple(row for _, row in repeated),
-        repeated_gathers_per_step=median(_count(surplus.collectives, member)) or 0,
+        repeated_gathers_per_step=member.typical_mean(_count(surplus.collectives, member)),
         repeated_ns=_typical(surplus, surplus.collectives.end_ns - surplus.turn_ns, member),
         repeated_exposed_ns=_typical(surplus, surplus.share_by_cause_ns.sum(axis=1), member),
     )
@@ -139,4 +139,4 @@ def _beyond_first(collectives: EventTable, units: list[int]) -> NDArray[np.bool_
 
 
 def _typical(waits: Waits, durations_ns: NDArray[np.int64], member: RankSteps) -> int:
-    return median(sum_per_step(waits.collectives.step, durations_ns, member.steps)) or 0
+    return member.typical(sum_per_step(waits.collectives.step, durations_ns, member.steps))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Method, Phase
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.statistics import median
-from fsdp_inspect.trace.steps import sum_per_step, timed_rank
+from fsdp_inspect.trace.steps import RankSteps, sum_per_step, timed_rank
 from fsdp_inspect.trace.tables import positions_by_value
 from fsdp_inspect.trace.waits import Cause, Waits, read_waits
 
@@ -131,7 +131,7 @@ def measure_prefetch(
         num_by_issue=gathers.count(),
         hidden_ratio=gathers.hidden_ratio,
         unused_bytes=gathers.unused_bytes,
-        units=tuple(_measure_unit(gathers.of_owner(*key), fqns, member.steps) for key in keys),
+        units=tuple(_measure_unit(gathers.of_owner(*key), fqns, member) for key in keys),
         swapped=swapped,
     )
 
@@ -206,7 +206,7 @@ class _Gathers:
         return int(message[self.issues == Issue.UNUSED].sum())
 
 
-def _measure_unit(own: _Gathers, fqns: dict[int, str], steps: NDArray[np.int32]) -> UnitPrefetch:
+def _measure_unit(own: _Gathers, fqns: dict[int, str], member: RankSteps) -> UnitPrefetch:
     gathers = own.waits.collectives
     unit = int(gathers.unit[0])
     issuers = Counter(fqns.get(other) for other in gathers.issued_by.tolist() if other != unit)
@@ -221,7 +221,7 @@ def _measure_unit(own: _Gathers, fqns: dict[int, str], steps: NDArray[np.int32])
         lead_ns=median((gathers.need_ns - gathers.issue_ns)[needed]),
         duration_ns=median(own.duration_ns) or 0,
         hidden_ratio=own.hidden_ratio,
-        exposed_ns=median(sum_per_step(gathers.step, own.waits.exposed_ns, steps)) or 0,
+        exposed_ns=member.typical(sum_per_step(gathers.step, own.waits.exposed_ns, member.steps)),
         unused_bytes=own.unused_bytes,
     )
 

@@ -1,6 +1,6 @@
-"""How were the numbers of this run obtained?
+"""Find how the numbers of a run were obtained.
 
-The methods are read from the events of the median step of the median rank; a kind whose events
+The methods are read from the events of one typical step of the median rank; a kind whose events
 were obtained in several ways names them all. In a kernel trace forward, backward and optimizer are
 the compute kernels of that phase: the kernels are measured, their phase is inferred.
 """
@@ -39,7 +39,7 @@ def measure_provenance(run: RunSource) -> Provenance:
     memory = next((record.memory_from for record in run.ranks if record.memory_from), None)
     if chosen is None:
         return Provenance((run.manifest.source,), {}, memory, blocks_host=False)
-    events = run.events(chosen.rank, steps=[chosen.median_step])
+    events = run.events(chosen.rank, steps=[chosen.closest_step])
     by_fsdp = (events.unit != NO_UNIT) & np.isin(events.kind, _SHARDING_KINDS)
     sharding = set(events.method[by_fsdp].tolist())
     return Provenance(

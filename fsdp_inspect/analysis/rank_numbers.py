@@ -1,6 +1,7 @@
-"""What does a step of one rank cost, in the few numbers that a monitor wants, by unit?
+"""Measure the few numbers of a rank that a monitor shows, by unit.
 
-Medians over the given steps; of a finished run the timed ones, of a live one the last.
+They are those of the typical step among the given ones: of a finished run the timed steps, of a
+live one the last ones.
 """
 
 from collections import Counter
@@ -11,7 +12,6 @@ from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase
 from fsdp_inspect.trace.reduction import StepPart
 from fsdp_inspect.trace.run import Unit
-from fsdp_inspect.trace.statistics import median
 from fsdp_inspect.trace.steps import RankSteps, rows_of
 
 
@@ -33,7 +33,7 @@ class RankNumbers:
 
     last_step: int
     num_steps: int
-    """Over which the medians are."""
+    """Steps that were given."""
     step_time_ns: int
     exposed_ns: int
     communication_ns: int
@@ -43,7 +43,7 @@ class RankNumbers:
 
 
 def measure_rank_numbers(member: RankSteps, units: Sequence[Unit]) -> RankNumbers:
-    """The medians of a rank.
+    """The numbers of a rank's typical step.
 
     Args:
         member: Its steps, at least one.
@@ -57,17 +57,17 @@ def measure_rank_numbers(member: RankSteps, units: Sequence[Unit]) -> RankNumber
     return RankNumbers(
         last_step=int(member.steps[-1]),
         num_steps=len(member.steps),
-        step_time_ns=median(member.step_time_ns) or 0,
-        exposed_ns=median(member.exposed_ns) or 0,
-        communication_ns=median(member.communication_ns) or 0,
-        data_ns=member.median_per_step(data, "duration_ns"),
+        step_time_ns=member.typical(member.step_time_ns),
+        exposed_ns=member.typical(member.exposed_ns),
+        communication_ns=member.typical(member.communication_ns),
+        data_ns=member.typical_per_step(data, "duration_ns"),
         units=tuple(
             UnitNumbers(
                 name=_name(unit, is_alone=times[unit.fqn] == 1),
-                exposed_ns=member.median_per_step(
+                exposed_ns=member.typical_per_step(
                     collectives.where(collectives.unit == unit.index), "exposed_ns"
                 ),
-                all_gather_ns=member.median_per_step(
+                all_gather_ns=member.typical_per_step(
                     gathers.where(gathers.unit == unit.index), "duration_ns"
                 ),
             )

@@ -43,11 +43,12 @@ from fsdp_inspect.trace.rank_work import MAX_CHANCE, RankWork, steps_to_tell
 from fsdp_inspect.trace.reduction import EXPOSED_PART_CODES, PARTS_OF_STEP, StepPart
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.sampling import common_steps, consecutive, sample_ranks, spread
-from fsdp_inspect.trace.statistics import median, medians, percentile
+from fsdp_inspect.trace.statistics import median, percentile
 from fsdp_inspect.trace.steps import (
     RankSteps,
     rows_of,
     split_by_rank,
+    sum_per_step,
     timed_ranks,
     timed_summary,
 )
@@ -183,7 +184,7 @@ def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Rank
     parts = _own_parts(run, members)
     rows = _rank_rows(run, members, arrivals)
     pricing = RankPricing(run, sample, replayed, alignment)
-    step_time = median(timed.median.step_time_ns) if timed.median else None
+    step_time = timed.median.typical(timed.median.step_time_ns) if timed.median else None
     evidence = _Evidence(
         rows,
         RankWork(members),
@@ -208,25 +209,19 @@ def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Rank
 
 
 def _own_parts(run: RunSource, members: Sequence[RankSteps]) -> NDArray[np.float64]:
-    """Median over steps of each of `_OWN_PARTS`, shape (ranks, parts)."""
+    """Each of `_OWN_PARTS` in the typical step of each rank, shape (ranks, parts)."""
     rows = timed_summary(run, kinds=_OWN_PARTS)
     ranks = [member.rank for member in members]
     typical = np.zeros((len(members), len(_OWN_PARTS)))
     for column, part in enumerate(_OWN_PARTS):
         own = rows_of(rows, kinds=[part])
         lows, highs = (np.searchsorted(own.rank, ranks, side=side) for side in ("left", "right"))
-        durations = [
-            _filled(own.duration_ns[low:high], len(member.steps))
-            for member, low, high in zip(members, lows.tolist(), highs.tolist(), strict=True)
-        ]
-        typical[:, column] = medians(durations)
+        for place, (member, low, high) in enumerate(
+            zip(members, lows.tolist(), highs.tolist(), strict=True)
+        ):
+            durations = sum_per_step(own.step[low:high], own.duration_ns[low:high], member.steps)
+            typical[place, column] = member.typical_mean(durations)
     return typical
-
-
-def _filled(durations: NDArray[np.int64], num_steps: int) -> NDArray[np.int64]:
-    """One value a step: 0 for those without the part."""
-    missing = max(num_steps - len(durations), 0)
-    return np.concatenate([durations, np.zeros(missing, dtype=np.int64)])
 
 
 def _rank_rows(
@@ -251,16 +246,16 @@ def _rank_rows(
 def _rank_row(
     member: RankSteps, host: str, busiest: float, peaks: SummaryTable, lateness: Lateness
 ) -> RankRow:
-    communication = median(member.communication_ns) or 0
-    exposed = median(member.exposed_ns) or 0
+    communication = member.typical(member.communication_ns)
+    exposed, step_time = member.typical(member.exposed_ns), member.typical(member.step_time_ns)
     return RankRow(
         rank=member.rank,
         host=host,
-        step_time_ns=median(member.step_time_ns) or 0,
+        step_time_ns=step_time,
         communication_ns=communication,
         exposed_ns=exposed,
         overlap_ratio=1 - exposed / communication if communication else 1.0,
-        own_work_ns=median(member.step_time_ns - member.exposed_ns) or 0,
+        own_work_ns=step_time - exposed,
         busiest_ratio=busiest,
         peak_allocated_bytes=int(peaks.bytes.max()) if len(peaks) else None,
         last_ratio=lateness.last_ratio(member.rank),

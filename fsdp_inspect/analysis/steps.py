@@ -1,4 +1,4 @@
-"""How long does a step take, and how steady is it?"""
+"""Measure step time: the typical step, and its spread over the timed steps."""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -21,8 +21,8 @@ class RankStepTime:
 
     rank: int
     step_time_ns: Distribution
-    median_step: int
-    """The step that took the median time; the earliest of equals."""
+    closest_step: int
+    """The step whose time is closest to the typical one; the earliest of equals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class StepTimes:
     selection: StepSelection
     median_rank: int | None
     """The rank that stands for the run ([Note: the median rank] in `trace.steps`)."""
-    median_step: int | None
-    """Its median step; None without a timed step."""
+    closest_step: int | None
+    """Its step that is closest to the typical one; None without a timed step."""
     step_time_ns: Distribution | None
     """Step time of the median rank; None without a timed step."""
     ranks: tuple[RankStepTime, ...]
@@ -59,7 +59,7 @@ def measure_step_times(run: RunSource) -> StepTimes:
     selection = select_steps(run)
     timed = timed_ranks(run)
     ranks = tuple(
-        RankStepTime(member.rank, distribution, member.median_step)
+        RankStepTime(member.rank, distribution, member.closest_step)
         for member in timed.members
         if (distribution := Distribution.of(member.step_time_ns)) is not None
     )
@@ -67,7 +67,7 @@ def measure_step_times(run: RunSource) -> StepTimes:
     return StepTimes(
         selection=selection,
         median_rank=chosen.rank if chosen else None,
-        median_step=chosen.median_step if chosen else None,
+        closest_step=chosen.closest_step if chosen else None,
         step_time_ns=Distribution.of(chosen.step_time_ns) if chosen else None,
         ranks=ranks,
         over_steps=_over_steps(run, selection, chosen.rank if chosen else None),

@@ -116,7 +116,7 @@ def measure_unit_history(
     waits = read_waits(run, member)
     is_own = waits.collectives.unit == unit
     own = waits.where(is_own & (waits.collectives.phase != Phase.EVALUATION))
-    step = member.median_step
+    step = member.closest_step
     events = run.events(member.rank, steps=[step], kinds=[int(kind) for kind in _HOLDING])
     span = events.where(events.kind == EventKind.STEP)
     begin, end = int(span.start_ns[0]), int(span.end_ns[0])

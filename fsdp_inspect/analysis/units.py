@@ -1,19 +1,19 @@
-"""What does each FSDP unit cost: its collectives, copies, forward and backward?
+"""Measure what each FSDP unit costs: its collectives, copies, forward and backward.
 
-All times are medians over the timed steps of one rank, per step unless said otherwise.
+All numbers are those of the typical step of one rank ([Note: the typical step] in `trace.steps`),
+per step unless said otherwise.
 Bus bandwidth is that of nccl-tests (`trace.bandwidth`).
 """
 
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fsdp_inspect.trace.bandwidth import bus_factor
 from fsdp_inspect.trace.codes import COPIES, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 from fsdp_inspect.trace.statistics import median
-from fsdp_inspect.trace.steps import rows_of, sum_per_step, timed_rank
+from fsdp_inspect.trace.steps import rows_of, timed_rank
 from fsdp_inspect.trace.tables import EventTable, SummaryTable
 
 _COLLECTIVES_OF_A_UNIT = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
@@ -23,14 +23,15 @@ _COLLECTIVES_OF_A_UNIT = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventK
 class UnitCollective:
     """One unit's collectives of one kind."""
 
-    count_per_step: int
-    """0 when the unit has none: a group of one rank, or frozen parameters."""
+    count_per_step: float
+    """Mean over the typical steps; 0 when the unit has none: a group of one rank, or frozen
+    parameters."""
     bytes: int | None
     """Full padded message of one collective: all-gather output, reduce-scatter input."""
     group_size: int | None
     """Ranks that take part; None without a group."""
-    median_ns: int | None
-    """Duration of one collective."""
+    duration_ns: int | None
+    """Mean duration of one collective."""
     exposed_ns: int
     """Per step: how long the rank waits for them."""
     bus_bytes_per_s: float | None
@@ -62,7 +63,7 @@ class UnitCost:
     """HSDP; count 0 elsewhere."""
     exposed_ns: int
     """Of all its collectives, per step."""
-    prefetched_per_step: int
+    prefetched_per_step: float
     """All-gathers issued before their own unit asked for them."""
     copies_ns: int | None
     """FSDP's copies between parameters and communication buffers; None, like the next two, where
@@ -105,9 +106,10 @@ def measure_units(run: RunSource, *, rank: int | None = None) -> UnitCosts:
     if member is None:
         rows, gathers, steps = SummaryTable.empty(), EventTable.empty(), np.empty(0, np.int32)
     else:
-        rows, steps = member.rows, member.steps
+        steps = member.typical_steps
+        rows = member.rows.where(np.isin(member.rows.step, steps))
         gathers = run.events(member.rank, steps=steps.tolist(), kinds=[EventKind.ALL_GATHER])
-    trained = _UnitRows(rows.where(rows.phase != Phase.EVALUATION), steps)
+    trained = _UnitRows(rows.where(rows.phase != Phase.EVALUATION), len(steps))
     prefetched = gathers.where((gathers.flags & EventFlag.PREFETCHED) != 0)
     units = [
         _measure_unit(
@@ -120,30 +122,34 @@ def measure_units(run: RunSource, *, rank: int | None = None) -> UnitCosts:
         source=run.manifest.source,
         notes=tuple(run.notes),
         rank=None if member is None else member.rank,
-        num_steps=len(steps),
+        num_steps=0 if member is None else len(member.steps),
         units=tuple(sorted(units, key=_execution_order)),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _UnitRows:
-    """Summary rows of one rank, and the steps that they are medians over."""
+    """Summary rows of one rank's typical steps, and how many steps these are."""
 
     rows: SummaryTable
-    steps: NDArray[np.int32]
+    num_steps: int
 
     def of_unit(self, unit: int) -> "_UnitRows":
-        return _UnitRows(self.rows.where(self.rows.unit == unit), self.steps)
+        return _UnitRows(self.rows.where(self.rows.unit == unit), self.num_steps)
 
     def of_kind(self, *kinds: EventKind, phase: Phase | None = None) -> "_UnitRows":
         chosen = rows_of(self.rows, kinds=kinds)
         if phase is not None:
             chosen = chosen.where(chosen.phase == phase)
-        return _UnitRows(chosen, self.steps)
+        return _UnitRows(chosen, self.num_steps)
+
+    def mean_per_step(self, column: str) -> float:
+        """Mean over the steps of the column's sum in each step."""
+        return float(getattr(self.rows, column).sum() / max(self.num_steps, 1))
 
     def per_step(self, column: str) -> int:
-        """Median over the steps of the column's sum in each step."""
-        return median(sum_per_step(self.rows.step, getattr(self.rows, column), self.steps)) or 0
+        """The same, rounded."""
+        return round(self.mean_per_step(column))
 
 
 def _of_unit(events: EventTable, unit: int) -> EventTable:
@@ -160,7 +166,6 @@ def _measure_unit(
     sizes = {group.index: len(group.ranks) for group in manifest.process_groups}
     shard, replicate = sizes.get(unit.shard_group), sizes.get(unit.replicate_group)
     gathers = own.of_kind(EventKind.ALL_GATHER)
-    prefetched_counts = sum_per_step(prefetched.step, np.ones(len(prefetched), int), own.steps)
     recompute_ns = own.of_kind(EventKind.RECOMPUTE).per_step("duration_ns") + own.of_kind(
         EventKind.FORWARD, phase=Phase.BACKWARD
     ).per_step("duration_ns")
@@ -189,7 +194,7 @@ def _measure_unit(
             bus_factor(EventKind.ALL_REDUCE, replicate or 0),
         ),
         exposed_ns=own.of_kind(*_COLLECTIVES_OF_A_UNIT).per_step("exposed_ns"),
-        prefetched_per_step=median(prefetched_counts) or 0,
+        prefetched_per_step=len(prefetched) / max(own.num_steps, 1),
         copies_ns=_told(own.of_kind(*sorted(COPIES)), manifest),
         forward_ns=_told(own.of_kind(EventKind.FORWARD, phase=Phase.FORWARD), manifest),
         backward_ns=_told(own.of_kind(EventKind.BACKWARD), manifest),
@@ -213,15 +218,16 @@ def _measure_collective(own: _UnitRows, group_size: int | None, factor: float) -
     """Sum up one kind of collective; `factor` turns message bytes into bus bytes."""
     # A message of 0 bytes is one whose size was not recorded.
     message = median(own.rows.bytes // np.maximum(own.rows.count, 1)) or None
-    duration = median(own.rows.median_ns)
+    count = int(own.rows.count.sum())
+    duration = round(float(own.rows.duration_ns.sum() / count)) if count else None
     bandwidth = None
     if message and duration and factor > 0:
         bandwidth = message * factor / duration * 1e9
     return UnitCollective(
-        count_per_step=own.per_step("count"),
+        count_per_step=own.mean_per_step("count"),
         bytes=message,
         group_size=group_size,
-        median_ns=duration,
+        duration_ns=duration,
         exposed_ns=own.per_step("exposed_ns"),
         bus_bytes_per_s=bandwidth,
     )
@@ -237,8 +243,8 @@ def _gather_factor(gathers: _UnitRows, unit: Unit, shard: int | None) -> float:
     in_shard_group = bus_factor(EventKind.ALL_GATHER, shard or 0)
     if reshard is None or isinstance(reshard, bool):
         return in_shard_group
-    in_backward = gathers.of_kind(EventKind.ALL_GATHER, phase=Phase.BACKWARD).per_step("count")
-    total = gathers.per_step("count")
+    in_backward = gathers.of_kind(EventKind.ALL_GATHER, phase=Phase.BACKWARD).mean_per_step("count")
+    total = gathers.mean_per_step("count")
     in_forward = total - in_backward
     if total == 0:
         return in_shard_group

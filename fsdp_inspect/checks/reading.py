@@ -59,7 +59,7 @@ class Reading:
     moments: dict[str, Moment] = field(default_factory=dict)
     """By phase, and `RESTING`; of the run with the highest peak."""
     parts: dict[str, int] = field(default_factory=dict)
-    """ns of the parts of a step; medians of the runs' median steps."""
+    """ns of the parts of a step; medians over the runs' typical steps."""
     waits: Held = field(default_factory=dict)
     """ns a step, by unit and by collective and phase (`all_gather in backward`), for which its
     collectives are waited; medians over the runs."""

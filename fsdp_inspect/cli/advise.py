@@ -93,7 +93,8 @@ def advise(  # noqa: PLR0913 - one argument an option
     """
     from fsdp_inspect.advice.wishes import Wishes
     from fsdp_inspect.digest.advising import advise_run
-    from fsdp_inspect.report.json import render_run_json, to_plain
+    from fsdp_inspect.report.json import render_run_json
+    from fsdp_inspect.results import to_plain
     from fsdp_inspect.store.predictions import prediction_file_of
 
     wishes = Wishes(

@@ -216,8 +216,9 @@ def _run(folder: Path, session: "TuningSession", write: Path | None, *, as_json:
 
 
 def _show(tuner: "Tuner", folder: Path, write: Path | None, *, as_json: bool) -> None:
-    from fsdp_inspect.report.json import render_json, to_plain
+    from fsdp_inspect.report.json import render_json
     from fsdp_inspect.report.tuning import render_tuning
+    from fsdp_inspect.results import to_plain
 
     tuning = tuner.result()
     best = _write_best(tuning, write or folder / _BEST_PLAN)

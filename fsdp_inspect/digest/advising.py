@@ -91,7 +91,7 @@ def find_findings(run: RunSource, *, digest: RunDigest | None = None) -> tuple[F
 def _evidence(run: RunSource, digest: RunDigest, *, for_plans: bool = True) -> Evidence:
     """The digest's answers, and what only advice asks for; damaged files leave questions open."""
     is_device = run.manifest.device_type != "cpu"
-    exposed, peak_rank = digest.exposed_in_step, digest.memory.peak_rank
+    exposed, peak_rank = digest.exposed, digest.memory.peak_rank
     peak, damage = digest.memory.peak, list[str]()
     return Evidence(
         manifest=run.manifest,
@@ -102,7 +102,7 @@ def _evidence(run: RunSource, digest: RunDigest, *, for_plans: bool = True) -> E
         exposed_by_kind_ns=exposed.by_kind_ns if exposed else {},
         backward_gathers_ns=exposed.backward_gathers_ns if exposed else 0,
         device_bytes=digest.memory.device_bytes,
-        step_time_ns=digest.step_time_ns.median if digest.step_time_ns else None,
+        step_time_ns=digest.step_time_ns.typical if digest.step_time_ns else None,
         peak_bytes=digest.peak_allocated_bytes,
         peak_unit=peak.fqn if peak is not None else None,
         activation_bytes=_held(peak, MemoryCategory.ACTIVATION),

@@ -1,4 +1,4 @@
-"""Where does one step go, and why does it wait, beside the median step of every rank?"""
+"""Combine the breakdown of a step with the causes of its waits and with every rank's step."""
 
 from dataclasses import dataclass
 
@@ -17,16 +17,16 @@ from fsdp_inspect.trace.steps import select_steps, timed_rank
 
 @dataclass(frozen=True, slots=True)
 class BreakdownDigest:
-    """One step, split by part and its waits by cause, and the median step of each rank."""
+    """A step, split by part and its waits by cause, and the typical step of each rank."""
 
     run_id: str
     source: str
     """`recorded`, `emulated`, `imported` or `predicted`."""
     shown: StepBreakdown | None
-    """The step that was asked for, by default the median step of the median rank; None where no
+    """The step that was asked for, by default the typical step of the median rank; None where no
     step is timed."""
-    is_median_step: bool
-    """Whether it is the median step of its rank."""
+    is_typical: bool
+    """Whether it is the typical step of its rank, not one step that was asked for."""
     largest: PartTime | None
     """The largest part of the shown step."""
     exposed_ratio: float | None
@@ -38,7 +38,7 @@ class BreakdownDigest:
     left_out: str
     """Which steps count and which do not, in words."""
     ranks: tuple[StepBreakdown, ...]
-    """The median step of each rank, by rank."""
+    """The typical step of each rank, by rank."""
 
 
 def digest_breakdown(
@@ -49,7 +49,7 @@ def digest_breakdown(
     Args:
         run: A recorded run.
         rank: Default the median rank.
-        step: Any finished step; default the median step of the rank.
+        step: Any finished step; default the typical step of the rank.
 
     Raises:
         IncompleteRunError: The run holds nothing of that rank, or it did not finish that step.
@@ -66,12 +66,12 @@ def digest_breakdown(
     causes: dict[str, int] = {}
     arrivals = None
     if shown is not None:
-        causes, arrivals = _find_causes(run, shown.rank, shown.step)
+        causes, arrivals = find_causes(run, shown)
     return BreakdownDigest(
         run_id=run.manifest.run_id,
         source=run.manifest.source,
         shown=shown,
-        is_median_step=shown is not None and shown == typical,
+        is_typical=shown is not None and step is None,
         largest=max(shown.parts, key=lambda part: part.duration_ns) if shown else None,
         exposed_ratio=shown.exposed_ns / max(shown.step_time_ns, 1) if shown else None,
         causes_ns=causes,
@@ -81,8 +81,20 @@ def digest_breakdown(
     )
 
 
-def _find_causes(run: RunSource, rank: int, step: int) -> tuple[dict[str, int], ArrivalsKnown]:
-    collectives = run.events(rank, steps=[step], kinds=sorted(COLLECTIVES))
-    arrivals, last_arrival_ns = find_arrivals(run, rank, collectives)
-    causes = measure_causes(run, rank=rank, step=step, last_arrival_ns=last_arrival_ns)
+def find_causes(run: RunSource, shown: StepBreakdown) -> tuple[dict[str, int], ArrivalsKnown]:
+    """The causes of the exposed time of a breakdown, and how far stragglers are known.
+
+    Returns:
+        ns by cause, those above 0, largest first; they add up to `shown.exposed_ns`.
+    """
+    steps = list(shown.steps)
+    collectives = run.events(shown.rank, steps=steps, kinds=sorted(COLLECTIVES))
+    arrivals, last_arrival_ns = find_arrivals(run, shown.rank, collectives)
+    causes = measure_causes(
+        run,
+        rank=shown.rank,
+        steps=steps,
+        exposed_ns=shown.exposed_ns,
+        last_arrival_ns=last_arrival_ns,
+    )
     return causes, arrivals

@@ -71,7 +71,7 @@ def summarise_run(run: RunSource) -> RunSummary:
         status=run.status.value,
         source=run.manifest.source,
         num_steps=len(times.selection.finished),
-        step_time_ns=times.step_time_ns.median if times.step_time_ns else None,
+        step_time_ns=times.step_time_ns.typical if times.step_time_ns else None,
         exposed_ns=middle.exposed_ns if middle else None,
         overlap_ratio=middle.overlap_ratio if middle else None,
         peak_allocated_bytes=highest_peak_bytes(run),

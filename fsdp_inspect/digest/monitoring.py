@@ -65,7 +65,7 @@ class MonitoredRun:
     manifest: RunManifest
     state: LiveState
     over: str
-    """Which steps the medians are over, in words."""
+    """Which steps the typical step is taken from, in words."""
     ranks: tuple[MonitoredRank, ...]
 
 
@@ -76,7 +76,7 @@ def choose_ranks(run: RunSource, asked: Collection[int] | None) -> tuple[int, ..
 
 
 def monitor_run(run: RunSource, ranks: Collection[int]) -> MonitoredRun:
-    """The numbers of a whole run: medians over its timed steps."""
+    """The numbers of a whole run: its typical step."""
     members = {member.rank: member for member in timed_ranks(run).members}
     memory = {row.rank: row for row in measure_memory(run).ranks}
     provenance = measure_provenance(run)
@@ -130,7 +130,7 @@ class Monitor:
         self._feeds = {rank: LiveFeed(path, attempt, rank) for rank in ranks}
 
     def look(self, run: StoredRun) -> MonitoredRun:
-        """The numbers now: medians over the last steps.
+        """The numbers now: the typical step of the last ones.
 
         Raises:
             StoreError: A stream is damaged.

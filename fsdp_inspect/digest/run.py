@@ -1,12 +1,14 @@
-"""What is there to say about a run, all in one object?
+"""Compose the answers of every analysis about a run in one object.
 
 The analyses answer one question each and do not know each other; this puts their answers side by
 side, for `fsdp-inspect summary`, the dashboard's Overview and the end of a recording. The fields
-are the keys of `summary --json`, with the units in their names. Times are medians over the timed
-steps of the median rank unless a field says otherwise ([Note: the median rank] in `trace.steps`).
+are the keys of `summary --json`, with the units in their names. Times are those of the typical
+step of the median rank unless a field says otherwise ([Note: the typical step] in `trace.steps`).
 """
 
 from dataclasses import dataclass
+
+import numpy as np
 
 from fsdp_inspect.analysis.allocator import AllocatorUse, measure_allocator
 from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
@@ -25,9 +27,10 @@ from fsdp_inspect.digest.asking import ask
 from fsdp_inspect.digest.identity import RunIdentity, identify
 from fsdp_inspect.digest.judging import Answers, judge
 from fsdp_inspect.digest.suspicion import find_straggler
-from fsdp_inspect.trace.codes import COLLECTIVES
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.statistics import Distribution
+from fsdp_inspect.trace.steps import timed_rank
+from fsdp_inspect.trace.waits import timed_collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +83,16 @@ class RunDigest:
     """The part of exposed_ns that no setting can hide."""
     communication_bytes: int | None
     """Messages of one step, full and padded, added up."""
-    collectives_per_step: int | None
+    collectives_per_step: float | None
     peak_allocated_bytes: int | None
     """Highest of all ranks; None if memory was not recorded."""
     peak_reserved_bytes: int | None
     """Highest of all ranks; None on CPU, where nothing is reserved."""
     breakdown: StepBreakdown | None
-    """The median step of the median rank: a real step, its parts add up."""
+    """The typical step of the median rank; its parts add up to it."""
     exposed: Exposed | None
-    """Over all timed steps. Other ranks are not looked at: waits for stragglers are in the rest."""
-    exposed_in_step: Exposed | None
-    """Of the step of `breakdown` alone, stragglers told apart: what the verdict, advice and
-    comparisons rest on; its causes add up to the exposed parts of `breakdown`."""
+    """The waits of the same step by owner and cause, waits for stragglers told apart; the causes
+    add up to the exposed parts of `breakdown`."""
     memory: Memory
     loss: Loss | None
     units: tuple[UnitCost, ...]
@@ -111,8 +112,7 @@ def digest_run(run: RunSource) -> RunDigest:
     damage: list[str] = []
     times, overlap = measure_step_times(run), measure_overlap(run)
     breakdown, memory = measure_breakdown(run), measure_memory(run)
-    exposed = ask(measure_exposed, run, damage)
-    in_step = ask(lambda one: _waits_in(one, breakdown.headline), run, damage)
+    exposed = ask(_measure_waits, run, damage)
     units = ask(measure_units, run, damage)
     provenance = ask(measure_provenance, run, damage)
     loss = ask(_find_loss, run, damage)
@@ -123,7 +123,7 @@ def digest_run(run: RunSource) -> RunDigest:
             hosts={record.rank: record.host for record in run.ranks},
             breakdown=breakdown,
             memory=memory,
-            exposed=in_step,
+            exposed=exposed,
             allocator=_measure_allocator(run, memory),
             growth=ask(measure_memory_growth, run, damage),
             plan_check=plan_check,
@@ -157,7 +157,6 @@ def digest_run(run: RunSource) -> RunDigest:
         peak_reserved_bytes=memory.peak_reserved_bytes,
         breakdown=breakdown.headline,
         exposed=exposed,
-        exposed_in_step=in_step,
         memory=memory,
         loss=loss,
         units=units.units if units else (),
@@ -168,13 +167,16 @@ def digest_run(run: RunSource) -> RunDigest:
     )
 
 
-def _waits_in(run: RunSource, step: StepBreakdown | None) -> Exposed | None:
-    """The waits of the step that the verdict is about, that its numbers are of one step."""
-    if step is None:
+def _measure_waits(run: RunSource) -> Exposed | None:
+    """The waits of the median rank, those for stragglers told apart in its typical steps."""
+    member = timed_rank(run)
+    if member is None:
         return None
-    collectives = run.events(step.rank, steps=[step.step], kinds=sorted(COLLECTIVES))
-    _, arrivals = find_arrivals(run, step.rank, collectives)
-    return measure_exposed(run, rank=step.rank, step=step.step, last_arrival_ns=arrivals)
+    collectives = timed_collectives(run, member)
+    known = np.isin(collectives.step, member.typical_steps)
+    last_arrival_ns = np.full(len(collectives), -1, dtype=np.int64)
+    _, last_arrival_ns[known] = find_arrivals(run, member.rank, collectives.where(known))
+    return measure_exposed(run, last_arrival_ns=last_arrival_ns)
 
 
 def _measure_allocator(run: RunSource, memory: Memory) -> AllocatorUse | None:

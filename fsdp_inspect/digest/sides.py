@@ -18,9 +18,9 @@ class DigestedRun:
 
     @property
     def step_time_ns(self) -> int | None:
-        """Median over its timed steps; None without one."""
+        """Its typical step; None without a timed step."""
         times = self.digest.step_time_ns
-        return times.median if times else None
+        return times.typical if times else None
 
 
 @dataclass(frozen=True, slots=True)

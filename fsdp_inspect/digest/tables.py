@@ -163,7 +163,7 @@ def compare_causes(sides: Sequence[DigestedSide]) -> tuple[PartComparison, ...]:
 
 
 def _causes(digest: RunDigest) -> dict[str, int] | None:
-    exposed = digest.exposed_in_step
+    exposed = digest.exposed
     if exposed is None or (exposed.exposed_ns and not exposed.causes_ns):
         return None
     return exposed.causes_ns
@@ -250,7 +250,7 @@ def _add_up(collectives: Sequence[UnitCollective]) -> UnitCollective:
         count_per_step=sum(collective.count_per_step for collective in collectives),
         bytes=None,
         group_size=sizes.pop() if len(sizes) == 1 else None,
-        median_ns=None,
+        duration_ns=None,
         exposed_ns=sum(collective.exposed_ns for collective in collectives),
         bus_bytes_per_s=None,
     )
@@ -320,9 +320,9 @@ class UnitMeasure(StrEnum):
             case UnitMeasure.EXPOSED:
                 return side.exposed_ns
             case UnitMeasure.ALL_GATHER:
-                return side.all_gather.median_ns
+                return side.all_gather.duration_ns
             case UnitMeasure.REDUCE_SCATTER:
-                return side.reduce_scatter.median_ns
+                return side.reduce_scatter.duration_ns
             case UnitMeasure.FORWARD:
                 return side.forward_ns
             case UnitMeasure.BACKWARD:

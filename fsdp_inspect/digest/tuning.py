@@ -147,7 +147,7 @@ def _failed(trial: Trial, baselines: Sequence[RunSource]) -> Outcome:
 
 def _step_of(run: RunSource) -> int | None:
     times = measure_step_times(run).step_time_ns
-    return times.median if times else None
+    return times.typical if times else None
 
 
 def _fastest(plans: Sequence[TunedPlan], memory_limit: int | None) -> TunedPlan | None:

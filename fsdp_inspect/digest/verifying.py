@@ -196,7 +196,7 @@ class _Measured:
     step_ns: int | None
     exposed_ns: int | None
     compute_ns: int | None
-    """Forward and backward of the median step."""
+    """Forward and backward of the typical step."""
     peak_bytes: int | None
     methods: Mapping[str, str]
     memory: str

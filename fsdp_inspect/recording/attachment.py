@@ -1,4 +1,4 @@
-"""What is a recorder made of once it is attached? The parts, their start and their end."""
+"""Build the parts of an attached recorder, and start and end them together."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from fsdp_inspect.recording.environment import (
     read_clock_pair,
 )
 from fsdp_inspect.recording.failure import (
+    MemoryHistory,
     describe_failure,
     describe_memory,
     is_out_of_memory,
@@ -62,6 +63,11 @@ PLAN_FILE = "plan.toml"
 """How the model was sharded, in the run folder: the trainer's `--plan` and `apply_plan` read it."""
 
 _OTHER_RANKS_TIMEOUT_S = 15.0
+_SETTLE_S = 10.0
+"""How long the end of a recording waits for work that is still on the device."""
+_SETTLE_AFTER_ERROR_S = 1.0
+"""The same when an exception ends the training: its traceback comes first. After a desync, or the
+death of another rank, a collective may never complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +120,9 @@ class Attachment:
         )
         self._reported_problems = 0
         self._is_finished = False
-        self._scalars = ScalarLog(self.session.clock, self._writer.scalars.append)
+        self._scalars = ScalarLog(
+            self.session.clock, self._writer.scalars.append, self.session.problem
+        )
         self._counters = CudaAllocator(self._device) if self._device.type == "cuda" else None
         self._memory = MemoryProbe(self.session, self._writer.memory.append, self._counters)
         self._memory_steps = MemorySteps(
@@ -122,8 +130,9 @@ class Attachment:
         )
         self._memory_steps.plan(options.warmup_steps)
         self._sampler = self._start_sampler()
+        self._history = MemoryHistory()
         if options.memory_snapshot and self._device.type == "cuda":
-            torch.cuda.memory._record_memory_history()
+            self._history.start()
         self._instruments = Instruments(
             self.session, self._handles, self._memory, optimizer, self._optimizer_stepped
         )
@@ -275,6 +284,7 @@ class Attachment:
         self._memory.sample(MemoryPoint.STEP_END)
         self._memory_steps.end()
         session.end_step()
+        self._memory.begin_step()
         self._instruments.end_step()
         self._scalars.drain()
         if session.step == 1:
@@ -364,7 +374,7 @@ class Attachment:
                 if error is not None:
                     failure = self._describe_failure(error)  # while what fills memory is known
             finally:
-                self._stop()
+                self._stop(_SETTLE_AFTER_ERROR_S if error is not None else _SETTLE_S)
             self._write_manifest()
             self._report_problems()
             self._describe_rank()
@@ -374,7 +384,7 @@ class Attachment:
         if self._rank == 0 and status == RunStatus.COMPLETE:
             self._conclude(show=show and self._options.print_verdict)
 
-    def _stop(self) -> None:
+    def _stop(self, timeout_s: float) -> None:
         session = self.session
         was_active, session.active = session.active, False
         try:
@@ -384,8 +394,9 @@ class Attachment:
         if self._sampler is not None:
             self._sampler.stop()
             session.problems.extend(self._sampler.problems)
+        self._history.stop()
         if was_active:
-            self._settle()
+            self._settle(timeout_s)
 
     def _describe_rank(self) -> None:
         self._writer.update(
@@ -403,11 +414,14 @@ class Attachment:
         self._handles = []
         del self._instruments, self._memory_steps
 
-    def _settle(self) -> None:
+    def _settle(self, timeout_s: float) -> None:
         try:
-            lost = self.session.journal.settle()
+            lost = self.session.journal.settle(timeout_s)
             if lost:
-                self.session.problem(f"{lost} events never got their times and are left out.")
+                self.session.problem(
+                    f"{lost} events had not completed {timeout_s:.0f} s after the end and are "
+                    "left out."
+                )
             self._scalars.drain()
         except Exception as error:  # the device may be gone with the training
             self.session.problem(f"The last events could not be read: {error!r}.")

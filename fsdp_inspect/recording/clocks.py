@@ -1,32 +1,39 @@
-"""When did it happen? Marks on the host clock (CPU) or on device streams (CUDA).
+"""Take marks on the host clock (CPU) or on device streams (CUDA) and read them as times.
 
-A clock hands out *marks*: a mark is taken now, cheaply, and read later as nanoseconds on the
-host's monotonic clock (`time.perf_counter_ns`). On CPU a mark is the time itself. On CUDA a mark
-is an event recorded on a stream; it is read a step or more later, when the event has completed,
-and nothing here ever synchronises after attach.
+A mark is taken now, cheaply, and read later as nanoseconds on the host's monotonic clock
+(`time.perf_counter_ns`). On CPU a mark is the time itself. On CUDA a mark is an event recorded on
+a stream. The recorder reads it a step or more later, when the event has completed. Nothing here
+synchronises after attach.
 
 [Note: Device time on the host clock]
 The reference is not an event on the compute stream, which would run late by as much as the host
-is ahead, but one on an own, otherwise idle stream: one at attach (synchronised once), one more at
+is ahead, but one on an otherwise idle stream: one at attach (synchronised once), and one more at
 each step (`CudaClock.advance`). Each such *anchor* bounds the offset between the two clocks from
-below, since an event cannot run before the host has recorded it:
+both sides. An event cannot run before the host records it, and it has run when a query says so:
 
-    offset >= host time before record - device time of the anchor
+    host time before record - device time  <=  offset  <=  host time after the query - device time
 
-The tightest bound of the last `_ENVELOPE` anchors is used, so that the drift of the two clocks
-(some parts per million) is followed. A mark is read against the anchor before it, which keeps the
-elapsed time short: `elapsed_time` is a float32 of milliseconds, 60 ns fine at one second but 8 µs
-at 100 s.
+The clock keeps the best bound of each side. A bound loosens with time by `_DRIFT_RATIO`, the
+largest difference in rate between the two clocks that is allowed for. The lower bound is the
+estimate, because an idle stream runs an event within microseconds. The distance between the
+bounds is the uncertainty that holds now. It grows where the idle stream shares its hardware queue
+with a busy one (`CUDA_DEVICE_MAX_CONNECTIONS=1`) and each anchor runs late.
+
+A mark is read against the anchor before it, which keeps the elapsed time short: `elapsed_time` is
+a float32 of milliseconds, exact to 60 ns at one second but to 8 µs at 100 s.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-_ENVELOPE = 64
+_DRIFT_RATIO = 20e-6
+"""Largest difference in rate between the clocks of host and device. Quartz oscillators are
+specified to tens of parts per million."""
+_PAUSE_S = 0.0005
+"""Time between two looks at events that have not completed, at the end of a recording."""
 
 
 class Clock(Protocol):
@@ -61,13 +68,17 @@ class Clock(Protocol):
         """Note the end of a step: the clock re-anchors itself."""
         ...
 
-    def settle(self) -> None:
-        """Wait for everything that was marked; only at the end of a recording."""
+    def release(self, mark: Any) -> None:
+        """Drop a mark that nobody will read."""
+        ...
+
+    def pause(self) -> None:
+        """Let the device go on for a moment; only at the end of a recording."""
         ...
 
     @property
     def uncertainty_ns(self) -> int:
-        """How far a read time may lie from the host clock."""
+        """How far a time that is read now may lie from the host clock."""
         ...
 
 
@@ -98,8 +109,12 @@ class HostClock:
     def advance(self) -> None:
         """Nothing to anchor."""
 
-    def settle(self) -> None:
-        """Nothing is pending."""
+    def release(self, mark: int) -> None:
+        """A number needs no release."""
+
+    def pause(self) -> None:
+        """Sleep for half a millisecond."""
+        time.sleep(_PAUSE_S)
 
 
 class EventBackend(Protocol):
@@ -135,6 +150,10 @@ class EventBackend(Protocol):
 
     def host_ns(self) -> int:
         """The host's monotonic clock."""
+        ...
+
+    def pause(self, seconds: float) -> None:
+        """Hold the host while the device goes on."""
         ...
 
 
@@ -179,11 +198,15 @@ class TorchCudaBackend:
         """`time.perf_counter_ns`."""
         return time.perf_counter_ns()
 
+    def pause(self, seconds: float) -> None:
+        """`time.sleep`."""
+        time.sleep(seconds)
+
 
 class _Anchor:
-    """An event on the idle stream, and what it says about the two clocks."""
+    """An event on the idle stream that ties device time to host time."""
 
-    __slots__ = ("device_ns", "event", "host_ns", "previous")
+    __slots__ = ("device_ns", "event", "host_ns", "is_followed", "num_marks", "previous")
 
     def __init__(self, event: Any, host_ns: int, previous: _Anchor | None) -> None:
         self.event = event
@@ -192,6 +215,10 @@ class _Anchor:
         self.previous = previous
         self.device_ns: int | None = None
         """Device time since the first anchor, once known."""
+        self.num_marks = 0
+        """Marks that have yet to be read against it."""
+        self.is_followed = False
+        """Whether the device time of the next anchor is known, which is read against this one."""
 
 
 class CudaMark:
@@ -204,6 +231,7 @@ class CudaMark:
         self.host_ns = host_ns
         self.anchor: _Anchor | None = anchor
         self.read_ns: int | None = None
+        anchor.num_marks += 1
 
 
 class CudaClock:
@@ -216,20 +244,25 @@ class CudaClock:
         self._backend = backend
         self._pool: list[Any] = []
         self._idle_stream = backend.new_stream()
-        self._offsets: deque[tuple[int, int]] = deque(maxlen=_ENVELOPE)
         first = _Anchor(backend.new_event(), backend.host_ns(), None)
         backend.record(first.event, self._idle_stream)
         backend.synchronize(first.event)
-        self._attach_ns = backend.host_ns() - first.host_ns
         first.device_ns = 0
         self._anchor = first
-        self._offsets.append((first.host_ns, 0))
+        self._unseen: _Anchor | None = None
+        """The newest anchor while no query has found it complete."""
+        self._lower_ns, self._lower_at_ns = first.host_ns, first.host_ns
+        """The lower bound of the offset, and the host time at which it held."""
+        self._upper_ns = self._upper_at_ns = backend.host_ns()
+        """The upper bound, likewise."""
 
     def mark(self, stream: Any = None) -> CudaMark:
         """Record a pooled event on the stream; None: the current one."""
         backend = self._backend
-        event = self._pool.pop() if self._pool else backend.new_event()
+        event = self._new_event()
         backend.record(event, backend.current_stream() if stream is None else stream)
+        if self._unseen is not None:
+            self._look_for_anchor()
         return CudaMark(event, backend.host_ns(), self._anchor)
 
     def current_stream(self) -> Any:
@@ -252,10 +285,19 @@ class CudaClock:
             assert anchor is not None
             device_ns = self._device_ns(anchor)
             device_ns += round(self._backend.elapsed_ms(anchor.event, mark.event) * 1e6)
-            mark.read_ns = device_ns + self._offset_ns()
-            self._pool.append(mark.event)
-            mark.event = mark.anchor = None
+            mark.read_ns = device_ns + self._lower_ns
+            self.release(mark)
         return mark.read_ns
+
+    def release(self, mark: CudaMark) -> None:
+        """Give the event of a mark back to the pool; does nothing the second time."""
+        anchor, event = mark.anchor, mark.event
+        mark.event = mark.anchor = None
+        if anchor is None:
+            return
+        self._pool.append(event)
+        anchor.num_marks -= 1
+        self._recycle(anchor)
 
     def host_now(self) -> int:
         """The host's clock, without touching a stream."""
@@ -263,22 +305,45 @@ class CudaClock:
 
     def advance(self) -> None:
         """Record the next anchor on the idle stream; the one before becomes readable."""
-        anchor = _Anchor(self._backend.new_event(), self._backend.host_ns(), self._anchor)
+        anchor = _Anchor(self._new_event(), self._backend.host_ns(), self._anchor)
         self._backend.record(anchor.event, self._idle_stream)
-        self._anchor = anchor
+        self._anchor = self._unseen = anchor
 
-    def settle(self) -> None:
-        """Wait for the device to have passed everything that was marked."""
-        mark = self.mark()
-        self._backend.synchronize(mark.event)
+    def pause(self) -> None:
+        """Hold the host for half a millisecond."""
+        self._backend.pause(_PAUSE_S)
 
     @property
     def uncertainty_ns(self) -> int:
-        """Round trip of the first anchor: up to drift, the offset cannot be off by more."""
-        return self._attach_ns
+        """The distance between the two bounds of the offset, as it is now."""
+        now = self._backend.host_ns()
+        loosened = (now - self._lower_at_ns) + (now - self._upper_at_ns)
+        width = self._upper_ns - self._lower_ns + round(loosened * _DRIFT_RATIO)
+        return max(width, 0)
 
-    def _offset_ns(self) -> int:
-        return max(host_ns - device_ns for host_ns, device_ns in self._offsets)
+    def _new_event(self) -> Any:
+        # One call that either takes an event or raises: other threads use the pool, too.
+        try:
+            return self._pool.pop()
+        except IndexError:
+            return self._backend.new_event()
+
+    def _look_for_anchor(self) -> None:
+        """Bound the offset from above once the newest anchor is found complete."""
+        anchor = self._unseen
+        if anchor is None or not self._backend.query(anchor.event):
+            return
+        now = self._backend.host_ns()
+        self._unseen = None
+        bound = now - self._device_ns(anchor)
+        loosened = self._upper_ns + round((now - self._upper_at_ns) * _DRIFT_RATIO)
+        self._upper_ns, self._upper_at_ns = min(bound, loosened), now
+
+    def _tighten_lower(self, anchor: _Anchor, device_ns: int) -> None:
+        """Use an anchor's bound unless an earlier one is better even after the drift."""
+        bound = anchor.host_ns - device_ns
+        loosened = self._lower_ns - round((anchor.host_ns - self._lower_at_ns) * _DRIFT_RATIO)
+        self._lower_ns, self._lower_at_ns = max(bound, loosened), anchor.host_ns
 
     def _device_ns(self, anchor: _Anchor) -> int:
         """Device time of an anchor since the first one; anchors before it get theirs on the way."""
@@ -288,12 +353,21 @@ class CudaClock:
             assert anchor.previous is not None
             anchor = anchor.previous
         for later in reversed(unknown):
-            assert later.previous is not None
-            assert later.previous.device_ns is not None
-            elapsed = self._backend.elapsed_ms(later.previous.event, later.event)
-            later.device_ns = later.previous.device_ns + round(elapsed * 1e6)
+            earlier = later.previous
+            assert earlier is not None
+            assert earlier.device_ns is not None
+            elapsed = self._backend.elapsed_ms(earlier.event, later.event)
+            later.device_ns = earlier.device_ns + round(elapsed * 1e6)
             later.previous = None
-            self._offsets.append((later.host_ns, later.device_ns))
+            earlier.is_followed = True
+            self._recycle(earlier)
+            self._tighten_lower(later, later.device_ns)
             anchor = later
         assert anchor.device_ns is not None
         return anchor.device_ns
+
+    def _recycle(self, anchor: _Anchor) -> None:
+        """Give an anchor's event back to the pool once nothing will be read against it."""
+        if anchor.is_followed and anchor.num_marks == 0 and anchor.event is not None:
+            self._pool.append(anchor.event)
+            anchor.event = None

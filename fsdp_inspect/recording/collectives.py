@@ -61,6 +61,7 @@ class Communication:
         "transfer",
         "unit",
         "wait",
+        "was_written",
     )
 
     def __init__(self, session: Session, kind: int, unit: int, stream: int) -> None:
@@ -86,6 +87,7 @@ class Communication:
         """Its course on an emulated link, in host time; None on a real network and on CUDA."""
         self.wait: tuple[Any, Any] | None = None
         """When the compute stream stood still for it: from, to."""
+        self.was_written = False
 
     def begin(
         self, session: Session, message: torch.Tensor, group: dist.ProcessGroup, start: Any
@@ -129,6 +131,7 @@ class Communication:
 
     def write(self, session: Session) -> None:
         """Add its row, and the row of the wait for it if there was one."""
+        self.was_written = True
         session.journal.add(
             (
                 self.step,
@@ -169,7 +172,14 @@ class Communication:
 
 
 class TimedWork(dist.Work):
-    """The handle of an asynchronous collective, which notes when the host waited for it."""
+    """The handle of an asynchronous collective, which notes when the host waited for it.
+
+    On CPU the end of the collective is the completion of its future. On CUDA nothing marks the
+    end: the collective runs on a stream of its process group. The end of the wait stands in for
+    it, which is exact where the compute stream waited and too late where the collective was
+    hidden. Such a collective is marked inferred: its duration is an upper bound, and nothing that
+    measures the network uses it.
+    """
 
     def __init__(self, inner: dist.Work, session: Session, communication: Communication) -> None:
         super().__init__()
@@ -195,6 +205,7 @@ class TimedWork(dist.Work):
         communication.need_from(before, after)
         if communication.end is None:
             communication.end = after
+            communication.method = _INFERRED
         return result
 
     def __getattribute__(self, name: str) -> Any:
@@ -300,7 +311,14 @@ def _like(inner: Any, methods: dict[str, Any]) -> Any:
 
 
 def close_unwaited(session: Session, communication: Communication) -> None:
-    """Write a collective that nobody waited for."""
-    if communication.end is not None:
-        communication.flags |= _UNUSED
-        communication.write(session)
+    """Write a collective whose result no unit used, unless it was written before."""
+    if communication.was_written:
+        return
+    if communication.end is None:
+        session.problem(
+            "An asynchronous all-gather was never waited for: its end is unknown and it is left "
+            "out."
+        )
+        return
+    communication.flags |= _UNUSED
+    communication.write(session)

@@ -1,15 +1,19 @@
-"""Which collectives run beside FSDP's own? Timed wraps around `torch.distributed`'s functions.
+"""Time the collectives that FSDP does not issue, by wrapping `torch.distributed`'s functions.
 
 Gradient clipping, loss reduction, HSDP's all-reduce and tensor parallelism call either the
 functions of `torch.distributed` or the functional collectives that DTensor uses. Both are wrapped
 while a recorder is attached; a script that took a function into its own namespace before that
 (`from torch.distributed import all_reduce`) is not seen.
+
+Inside torch's `_coalescing_manager` a call only queues its tensors. The manager issues all of them
+as one collective when its block ends, and that collective is what is recorded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,11 +43,14 @@ from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Method, Phas
 class DistCalls:
     """Times the collectives that do not go through an FSDP unit's communication objects."""
 
-    def __init__(self, session: Session, reductions: Reductions) -> None:
+    def __init__(self, session: Session, reductions_of: Callable[[int], Reductions]) -> None:
+        """`reductions_of` gives the reductions that torch waits for together with a unit's."""
         self._session = session
-        self._reductions = reductions
+        self._reductions_of = reductions_of
         self._unwaited: dict[int, Communication] = {}
         """Functional collectives on their way, by the address of their result."""
+        self._coalesced: list[tuple[EventKind, list[torch.Tensor], Any]] | None = None
+        """Kind, tensors and group of the calls that the open coalescing manager has queued."""
 
     def attach(self, patches: Patches) -> None:
         """Wrap every function that this torch has."""
@@ -61,6 +68,10 @@ class DistCalls:
         patches.set_attribute(
             functional, "wait_tensor", self._wrap_wait_tensor(functional.wait_tensor)
         )
+        manager = getattr(c10d, "_coalescing_manager", None)
+        if manager is not None:
+            patches.set_attribute(dist, "_coalescing_manager", self._wrap_manager(manager))
+            patches.set_attribute(c10d, "_coalescing_manager", self._wrap_manager(manager))
 
     def end_step(self) -> None:
         """Forget functional collectives of earlier steps: nobody will wait for them now."""
@@ -116,9 +127,11 @@ class DistCalls:
                 return original(*args, **kwargs)
             communication = None
             try:
-                communication = self._begin(
-                    kind, pick(argument, args, kwargs), pick("group", args, kwargs)
-                )
+                message, group = pick(argument, args, kwargs), pick("group", args, kwargs)
+                if self._coalesced is None:
+                    communication = self._begin(kind, message, group)
+                else:
+                    self._coalesced.append((kind, tensors_of(message), group))
             except Exception as error:
                 self._session.fail(error)
             result = run_inside_collective(
@@ -133,6 +146,46 @@ class DistCalls:
 
         return recorded
 
+    def _wrap_manager(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        @contextlib.contextmanager
+        def recorded(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            if self._is_passing() or self._coalesced is not None:
+                with original(*args, **kwargs) as manager:
+                    yield manager
+                return
+            self._coalesced, communication = [], None
+            try:
+                with original(*args, **kwargs) as manager:
+                    yield manager
+                    communication = self._guarded(self._begin_coalesced)
+                if communication is not None:
+                    end = functools.partial(self._coalesced_issued, communication, manager)
+                    self._guarded(end)
+            finally:
+                self._coalesced = None
+
+        return recorded
+
+    def _begin_coalesced(self) -> Communication | None:
+        """Note the issue of what the manager has queued; None when it has queued nothing."""
+        queued = self._coalesced or []
+        if not queued:
+            return None
+        kind, _, group = queued[0]
+        return self._begin(kind, [tensor for _, tensors, _ in queued for tensor in tensors], group)
+
+    def _coalesced_issued(self, communication: Communication, manager: Any) -> None:
+        self._issued(communication, manager.works[-1] if manager.works else None)
+
+    def _guarded(self, action: Callable[[], Any]) -> Any:
+        """Run something of ours; what it raises ends the recording only."""
+        try:
+            return action() if self._session.active else None
+        except Exception as error:
+            self._session.fail(error)
+            return None
+
     def _issued(self, communication: Communication, result: Any) -> None:
         session = self._session
         transfer = session.take_transfer()
@@ -146,7 +199,7 @@ class DistCalls:
         if session.on_host:
             communication.block_host()
         elif communication.unit != NO_UNIT:
-            self._reductions.all_reduces.append(communication)
+            self._reductions_of(communication.unit).all_reduces.append(communication)
             return
         else:  # the calling stream itself waits for the collective
             communication.need_from(communication.start, communication.end)
@@ -158,7 +211,7 @@ class DistCalls:
         """Its course is known at once, and who waits for it: FSDP later, or the caller here."""
         communication.follow(transfer)
         if communication.unit != NO_UNIT:
-            self._reductions.all_reduces.append(communication)
+            self._reductions_of(communication.unit).all_reduces.append(communication)
             return
         if isinstance(result, dist.Work):
             communication.flags |= EventFlag.ASYNC

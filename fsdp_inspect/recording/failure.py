@@ -1,4 +1,4 @@
-"""Where did the training stand when it failed, and what was filling memory?"""
+"""Describe where the training stood when it failed and what was filling memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,41 @@ from fsdp_inspect.trace.codes import Phase
 from fsdp_inspect.trace.run import Unit
 
 SNAPSHOT_FILE = "memory_snapshot.pickle"
+MAX_HISTORY_ENTRIES = 50_000
+"""Allocations and frees of which a snapshot keeps the history: at a few KB each, some 100 MB."""
 _SNAPSHOT_PROTOCOL = 4  # what torch's memory_viz page reads
+
+
+class MemoryHistory:
+    """CUDA's record of allocations, which gives a memory snapshot its stacks.
+
+    torch's own defaults keep Python and C++ stacks of every allocation without a limit, and an
+    entry takes several KB of host memory. This keeps the Python stacks of the last ones.
+    """
+
+    def __init__(self) -> None:
+        self._is_ours = False
+
+    def start(self) -> None:
+        """Begin; does nothing where the training script records a history of its own."""
+        if is_history_enabled():
+            return
+        torch.cuda.memory._record_memory_history(
+            "all", context="alloc", stacks="python", max_entries=MAX_HISTORY_ENTRIES
+        )
+        self._is_ours = True
+
+    def stop(self) -> None:
+        """End what `start` began; a second call does nothing."""
+        if self._is_ours:
+            self._is_ours = False
+            torch.cuda.memory._record_memory_history(None)
+
+
+def is_history_enabled() -> bool:
+    """Whether CUDA records a history of allocations now; False where torch does not say."""
+    ask = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    return bool(ask()) if ask is not None else False
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Which hooks make up a recording? All of them together, put on and taken off as one."""
+"""Put all hooks of a recording on, and take them off, as one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fsdp_inspect.recording.dist_calls import DistCalls
+from fsdp_inspect.recording.graph_capture import pause_during_capture
 from fsdp_inspect.recording.loop_hooks import LoopHooks
 from fsdp_inspect.recording.memory import MemoryProbe
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
-from fsdp_inspect.recording.unit_hooks import Reductions, UnitHooks
+from fsdp_inspect.recording.unit_hooks import ReductionsByContext, UnitHooks
 from fsdp_inspect.sharding.torch_fsdp import GroupHandle
 
 
@@ -26,14 +27,14 @@ class Instruments:
         optimizer: torch.optim.Optimizer | None,
         on_optimizer_step: Callable[[torch.optim.Optimizer], None],
     ) -> None:
-        reductions = Reductions()
+        reductions = ReductionsByContext()
         self._session = session
         self._patches = Patches()
         self._units = [
             UnitHooks(session, handle, index, reductions, memory)
             for index, handle in enumerate(handles)
         ]
-        self._dist_calls = DistCalls(session, reductions)
+        self._dist_calls = DistCalls(session, lambda unit: self._units[unit].reductions)
         self._loop = LoopHooks(session, optimizer, on_optimizer_step)
 
     def attach(self) -> list[str]:
@@ -45,6 +46,7 @@ class Instruments:
         recorded_by = [hooks.attach(self._patches) for hooks in self._units]
         self._dist_calls.attach(self._patches)
         self._loop.attach(self._patches)
+        pause_during_capture(self._session, self._patches)
         return recorded_by
 
     def end_step(self) -> None:
@@ -55,6 +57,8 @@ class Instruments:
         self._dist_calls.end_step()
 
     def detach(self) -> None:
-        """Take all hooks off."""
+        """Take all hooks off, and write what they still hold."""
+        for hooks in self._units:
+            hooks.close()
         self._patches.undo()
         self._session.process_groups.forget()

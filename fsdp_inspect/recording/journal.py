@@ -1,4 +1,4 @@
-"""Which events are known well enough to be written? Rows wait here until their times can be read.
+"""Hold event rows back until their times can be read.
 
 A row's `start`, `end` and `need` are marks (see `clocks`). On CPU most are plain integers and the
 row is written at once; on CUDA, and for asynchronous collectives, the row waits until a later
@@ -25,14 +25,22 @@ class Completion:
 
 
 class LaterOf:
-    """The later of two marks: a wait ends when the wait began or when the collective ended."""
+    """The later of two marks: a wait ends when the wait began or when the collective ended.
 
-    __slots__ = ("first", "host_ns", "second")
+    Under HSDP each wait begins where the one before it ended, so these objects form chains as long
+    as the model has units. A resolved one keeps its time and lets go of its marks.
+    """
+
+    __slots__ = ("blocked_in", "first", "host_ns", "ns", "second")
 
     def __init__(self, first: Any, second: Any) -> None:
         self.first = first
         self.second = second
         self.host_ns = host_ns_of(first)
+        self.ns: int | None = None
+        """The time, once both marks were read."""
+        self.blocked_in = -1
+        """The last drain that found one of its marks not ready."""
 
 
 def later_of(first: Any, second: Any) -> Any:
@@ -60,6 +68,7 @@ class Journal:
         self._clock = clock
         self._append = append
         self._pending: deque[Row] = deque()
+        self._num_drains = 0
 
     def add(self, row: Row) -> None:
         """Write the row if its times are plain integers, else keep it for `drain`."""
@@ -70,6 +79,7 @@ class Journal:
 
     def drain(self) -> None:
         """Write all rows that are ready; never waits."""
+        self._num_drains += 1
         for _ in range(len(self._pending)):
             row = self._pending.popleft()
             if all(self._is_ready(mark) for mark in (row[_END], row[_START], row[_NEED])):
@@ -77,15 +87,21 @@ class Journal:
             else:
                 self._pending.append(row)
 
-    def settle(self) -> int:
-        """Wait for the device once, then write everything that can be; the rest is lost.
+    def settle(self, timeout_s: float) -> int:
+        """Wait until every row can be written, on whichever stream its marks are.
+
+        Args:
+            timeout_s: How long to wait. A collective whose peer died never completes.
 
         Returns:
-            How many rows never got their times (a collective that did not complete).
+            How many rows never got their times; they are lost.
         """
-        if self._pending:
-            self._clock.settle()
+        clock = self._clock
+        deadline_ns = clock.host_now() + round(timeout_s * 1e9)
         self.drain()
+        while self._pending and clock.host_now() < deadline_ns:
+            clock.pause()
+            self.drain()
         lost = len(self._pending)
         self._pending.clear()
         return lost
@@ -97,18 +113,41 @@ class Journal:
     def _is_ready(self, mark: Any) -> bool:
         if type(mark) is int:
             return True
+        if isinstance(mark, LaterOf):
+            return self._resolve(mark)
         if isinstance(mark, Completion):
             return mark.ns is not None
-        if isinstance(mark, LaterOf):
-            return self._is_ready(mark.first) and self._is_ready(mark.second)
         return self._clock.ready(mark)
+
+    def _resolve(self, mark: LaterOf) -> bool:
+        """Read a chain from its oldest mark on, as far as it is ready.
+
+        A loop, because a chain may be longer than Python's stack. A mark that was found not ready
+        is not asked again in the same drain, so a drain looks at each mark once.
+        """
+        chain = []
+        current: Any = mark
+        while type(current) is LaterOf and current.ns is None:
+            if current.blocked_in == self._num_drains:
+                break
+            chain.append(current)
+            current = current.first
+        for link in reversed(chain):
+            first = link.first
+            known = first.ns is not None if type(first) is LaterOf else self._is_ready(first)
+            if not (known and self._is_ready(link.second)):
+                for blocked in chain:
+                    if blocked.ns is None:
+                        blocked.blocked_in = self._num_drains
+                break
+            link.ns = max(self._read(link.first), self._read(link.second))
+            link.first = link.second = None
+        return mark.ns is not None
 
     def _read(self, mark: Any) -> int:
         if type(mark) is int:
             return mark
-        if isinstance(mark, Completion):
+        if isinstance(mark, (Completion, LaterOf)):
             assert mark.ns is not None
             return mark.ns
-        if isinstance(mark, LaterOf):
-            return max(self._read(mark.first), self._read(mark.second))
         return self._clock.read(mark)

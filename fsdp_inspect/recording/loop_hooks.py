@@ -1,4 +1,4 @@
-"""Where do forward, backward, optimizer and data begin and end? Hooks around the training loop.
+"""Mark where forward, backward, optimizer and data begin and end in the training loop.
 
 None of them needs the script's cooperation: autograd's entry point, the optimizer's own hooks,
 the DataLoader's iterator and the recomputation of checkpointing are wrapped while attached.
@@ -7,6 +7,7 @@ the DataLoader's iterator and the recomputation of checkpointing are wrapped whi
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -137,7 +138,8 @@ class LoopHooks:
         session = self._session
 
         def following(iterator: Any) -> Any:
-            if not session.active:
+            # A thread that loads ahead makes nobody wait: only the training thread counts.
+            if not session.active or threading.get_ident() != session.training_thread:
                 return original(iterator)
             start = session.clock.mark()
             try:

@@ -1,8 +1,12 @@
-"""What is in memory at a unit's boundary? Allocator counters, and names for tracked storages.
+"""Read allocator counters at unit boundaries, and name storages for the storage tracker.
 
-On CUDA the allocator's counters are read at the boundaries of every step, in host order, without
-ever resetting the user's own peaks. In a memory step, on every device, the storage tracker is told
-what each storage is.
+On CUDA the counters are read in host order, and the user's own peaks are never reset. torch 2.13
+has one way to read them, which builds a dictionary of some 200 entries and costs the host tens of
+microseconds. So the boundaries of units are sampled in some steps only: the first ones, every
+tenth, and each step after one in which the peak rose. All steps are sampled after the optimizer
+and at their end, where the peak counter also shows what happened between the samples.
+
+In a memory step, on every device, the storage tracker is told what each storage is.
 """
 
 from __future__ import annotations
@@ -26,9 +30,15 @@ _NO_CATEGORIES = (MISSING_INT,) * len(_CATEGORY_COLUMNS)
 assert tuple(MemoryTable.DTYPES)[-len(_CATEGORY_COLUMNS) :] == _CATEGORY_COLUMNS
 
 
+_FIRST_DETAILED_STEPS = 4
+"""Steps from the start of the recording whose unit boundaries are sampled."""
+_DETAILED_EVERY = 10
+"""After them, one step in so many is."""
+
 AllocatorReading = tuple[int, int, int, int, int, int, int, int]
 """In the column order of `MemoryTable`, in bytes: allocated, reserved, active, peak allocated, peak
 reserved, inactive split; then two counts: allocation retries, failed requests."""
+_PEAK_ALLOCATED = 3
 
 
 class AllocatorCounters(Protocol):
@@ -76,15 +86,31 @@ class MemoryProbe:
         self._session = session
         self._append = append
         self._counters = counters
-        session.has_memory_counters = session.watches_memory = counters is not None
+        session.samples_boundaries = counters is not None
+        session.watch_memory()
         self._inputs_step = -1
+        self._highest_bytes = 0
+        self._peak_rose = False
+        """Whether the step that runs now has raised the highest peak so far."""
+
+    def begin_step(self) -> None:
+        """Decide whether the unit boundaries of the step that begins now are sampled."""
+        if self._counters is None:
+            return
+        session = self._session
+        is_regular = session.step < _FIRST_DETAILED_STEPS or session.step % _DETAILED_EVERY == 0
+        session.samples_boundaries = is_regular or self._peak_rose
+        session.watch_memory()
+        self._peak_rose = False
 
     def sample(self, point: MemoryPoint, unit: int = NO_UNIT) -> None:
         """Note what is allocated at this boundary."""
         session = self._session
         if session.tracker is not None:
             session.tracker.mark(point, session.microbatch)
-        elif self._counters is not None:
+            return
+        reading = self._read()
+        if reading is not None:
             self._append(
                 (
                     session.step,
@@ -95,11 +121,32 @@ class MemoryProbe:
                     MISSING_INT,  # parameter
                     Method.MEASURED,
                     session.clock.host_now(),
-                    *self._counters.read(),
+                    *reading,
                     MISSING_INT,  # peak_compute
                     *_NO_CATEGORIES,
                 )
             )
+
+    def _read(self) -> AllocatorReading | None:
+        """The counters; None without an allocator that counts, which is said once."""
+        if self._counters is None:
+            return None
+        try:
+            reading = self._counters.read()
+        except Exception as error:
+            self._counters = None
+            self._session.samples_boundaries = False
+            self._session.watch_memory()
+            self._session.problem(
+                f"Memory is not sampled: the allocator of this device gives no statistics "
+                f"({str(error).splitlines()[0]}). Expected torch's CUDA caching allocator. Run "
+                "without the pluggable allocator to see memory, or rely on the memory steps."
+            )
+            return None
+        peak = reading[_PEAK_ALLOCATED]
+        if peak > self._highest_bytes:
+            self._highest_bytes, self._peak_rose = peak, True
+        return reading
 
     # --- names for the storages of a memory step
 

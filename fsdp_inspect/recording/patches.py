@@ -1,4 +1,4 @@
-"""How is the model left as it was? Every change the recorder makes, with its undoing."""
+"""Make changes to objects that are not ours, each with its undoing."""
 
 import contextlib
 import logging

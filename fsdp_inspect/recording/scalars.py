@@ -1,19 +1,35 @@
-"""What did the training loop log? Numbers by step, read without making the device wait."""
+"""Write the numbers that the training loop logs, without making the device wait."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp_inspect.recording.clocks import Clock
 
 
 class ScalarLog:
-    """Writes logged numbers; those that live on a device are copied now and read later."""
+    """Writes logged numbers; those that live on a device are copied now and read later.
 
-    def __init__(self, clock: Clock, append: Callable[[tuple[float, ...]], None]) -> None:
+    Args:
+        clock: Marks the copies.
+        append: Takes a row of `ScalarTable`.
+        problem: Takes one sentence about a number that cannot be read. Only that number is
+            skipped.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        append: Callable[[tuple[float, ...]], None],
+        problem: Callable[[str], None],
+    ) -> None:
         self._clock = clock
         self._append = append
+        self._problem = problem
         self._codes: dict[str, int] = {}
         self._pending: list[tuple[int, int, int, torch.Tensor, Any]] = []
 
@@ -31,12 +47,13 @@ class ScalarLog:
         known = len(self._codes)
         now = self._clock.host_now()
         for name, value in values.items():
-            code = self._codes.setdefault(name, len(self._codes))
-            value = value.detach() if isinstance(value, torch.Tensor) else value
-            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                self._copy_later(step, code, now, value)
-            else:
-                self._append((step, code, now, float(value)))
+            try:
+                self._note(step, name, now, value)
+            except Exception as error:
+                self._problem(
+                    f"The logged value {name!r} cannot be read and is skipped: {error} "
+                    "Expected a number or a tensor with one element."
+                )
         return len(self._codes) > known
 
     def drain(self) -> None:
@@ -45,12 +62,47 @@ class ScalarLog:
         for item in self._pending:
             step, code, now, copy, mark = item
             if self._clock.ready(mark):
+                self._clock.release(mark)
                 self._append((step, code, now, float(copy)))
             else:
                 waiting.append(item)
         self._pending = waiting
 
+    def _note(self, step: int, name: str, now: int, value: float | torch.Tensor) -> None:
+        if not isinstance(value, torch.Tensor):
+            self._append((step, self._code(name), now, float(value)))
+            return
+        value = _local_value(value.detach())
+        if value.numel() != 1:
+            raise ValueError(f"it has the shape {tuple(value.shape)}.")
+        if value.device.type == "cpu":
+            self._append((step, self._code(name), now, float(value)))
+        else:
+            self._copy_later(step, self._code(name), now, value)
+
+    def _code(self, name: str) -> int:
+        return self._codes.setdefault(name, len(self._codes))
+
     def _copy_later(self, step: int, code: int, now: int, value: torch.Tensor) -> None:
         copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         copy.copy_(value, non_blocking=True)
         self._pending.append((step, code, now, copy, self._clock.mark()))
+
+
+def _local_value(value: torch.Tensor) -> torch.Tensor:
+    """This rank's copy of a value that every rank holds in full.
+
+    A sharded or partial DTensor would need a collective. The recorder issues none, because a
+    script may log on one rank only, and that rank would then wait for the others forever.
+
+    Raises:
+        ValueError: The value is not replicated.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    if not all(placement.is_replicate() for placement in value.placements):
+        raise ValueError(
+            f"it is a DTensor with placements {value.placements}, which is not complete on any "
+            "rank. Log its full_tensor() instead, called on all ranks."
+        )
+    return value.to_local()

@@ -1,4 +1,4 @@
-"""What is the training loop doing at this moment? The state that every hook reads and writes.
+"""Keep the position in the training that every hook reads and writes.
 
 The session knows the step, the microbatch, the phase and the unit whose code is running, and
 turns marks into rows. It holds no reference to the model.
@@ -7,6 +7,7 @@ turns marks into rows. It holds no reference to the model.
 from __future__ import annotations
 
 import logging
+import threading
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -57,23 +58,25 @@ class Session:
         self.emulation = emulation
         """What stands in place of the network; None: there is one."""
         self.active = True
-        """False after detach, or after a bug of ours: hooks then only call through."""
+        """False after detach, after a bug of ours, and while paused: hooks then only call
+        through."""
+        self._is_paused = False
+        self.training_thread = threading.get_ident()
+        """The thread that ran the last forward of a unit, at first the one that attached."""
         self.problems: list[str] = []
-        self.step = 0
-        self.microbatch = 0
+        self.step = self.microbatch = 0
         self.phase: Phase = Phase.OUTSIDE
-        self.in_step = False
-        """Inside `recorder.step()`; without it, steps end at the optimizer's step."""
-        self.explicit_steps = False
-        self.in_backward = False
+        self.in_step = self.explicit_steps = self.in_backward = False
+        """Inside `recorder.step()`; whether it is used at all (without it, steps end at the
+        optimizer's step); inside a backward."""
         self.hook_unit = NO_UNIT
         """The unit whose FSDP hook is on the host's stack; -1: none."""
         self.open_units: list[int] = []
         """Units whose forward or backward is open, outermost first."""
         self.tracker: StorageTracker | None = None
         """Set during a memory step; see `follow_storages`."""
-        self.has_memory_counters = False
-        """Whether the device's allocator counts what is allocated."""
+        self.samples_boundaries = False
+        """Whether the allocator's counters are read at the unit boundaries of this step."""
         self.watches_memory = False
         """Whether there is anything to note about memory at a boundary of this step."""
         self.collective_depth = 0
@@ -146,7 +149,11 @@ class Session:
     def follow_storages(self, tracker: StorageTracker | None) -> None:
         """Begin a memory step, or with None end it."""
         self.tracker = tracker
-        self.watches_memory = tracker is not None or self.has_memory_counters
+        self.watch_memory()
+
+    def watch_memory(self) -> None:
+        """Settle `watches_memory` after a change of `tracker` or `samples_boundaries`."""
+        self.watches_memory = self.tracker is not None or self.samples_boundaries
 
     # --- rows
 
@@ -229,6 +236,7 @@ class Session:
 
     def enter_forward(self, mark: Any, *, grad_enabled: bool) -> Phase:
         """A unit's forward begins: training, or an evaluation pass outside a step."""
+        self.training_thread = threading.get_ident()
         self.open_step()
         in_step = self.in_step if self.explicit_steps else grad_enabled
         if not grad_enabled and not in_step:
@@ -280,6 +288,19 @@ class Session:
             begin, end = self._evaluation
             self._evaluation = None
             self.add(EventKind.BETWEEN_STEPS, begin, end, phase=Phase.EVALUATION)
+
+    # --- pauses
+
+    def pause(self, reason: str) -> None:
+        """Record nothing until `resume`; the reason goes into the run."""
+        if self.active:
+            self.active, self._is_paused = False, True
+            self.problem(reason)
+
+    def resume(self) -> None:
+        """Go on after `pause`; does nothing when recording has ended."""
+        if self._is_paused:
+            self.active, self._is_paused = True, False
 
     # --- our own failures
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,8 @@ from fsdp_inspect.trace.codes import (
 )
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
+
     from fsdp_inspect.recording.memory import MemoryProbe
     from fsdp_inspect.recording.session import Session
     from fsdp_inspect.sharding.torch_fsdp import GroupHandle
@@ -91,12 +94,28 @@ WRAPPED_METHODS = (
 
 
 class Reductions:
-    """Gradient reductions on their way, shared by the units of one FSDP root (device streams)."""
+    """Gradient reductions on their way, shared by the units of one `comm_ctx` (device streams)."""
 
     def __init__(self) -> None:
         self.reduce_scatters: deque[Communication] = deque()
         """In order of issue, as torch's `comm_ctx.reduce_scatter_states`."""
         self.all_reduces: deque[Communication] = deque()
+
+
+class ReductionsByContext:
+    """The reductions of each of torch's communication contexts.
+
+    torch gives each FSDP root a `FSDPCommContext` of its own, and the units of one root wait for
+    the reductions of that context only. A model without `fully_shard(model)` has as many roots as
+    units. `share_comm_ctx` joins several.
+    """
+
+    def __init__(self) -> None:
+        self._of_context: WeakKeyDictionary[FSDPCommContext, Reductions] = WeakKeyDictionary()
+
+    def of(self, context: FSDPCommContext) -> Reductions:
+        """The reductions of a context, none at first."""
+        return self._of_context.setdefault(context, Reductions())
 
 
 class UnitHooks:
@@ -107,7 +126,7 @@ class UnitHooks:
         session: Session,
         handle: GroupHandle,
         index: int,
-        reductions: Reductions,
+        reductions: ReductionsByContext,
         memory: MemoryProbe,
     ) -> None:
         self.index = index
@@ -115,11 +134,19 @@ class UnitHooks:
         self._clock = session.clock
         self._handle = handle
         self._group = handle.group
-        self._reductions = reductions
+        self._all_reductions = reductions
+        self._context: FSDPCommContext | None = None
+        self._own_reductions = Reductions()
+        """Of the context above; torch settles a unit's context at the first forward."""
         self._memory = memory
         self._gather: Communication | None = None
         """An all-gather that was issued and not yet waited for."""
-        self._copy_in_start: Any = None
+        self._copy_in: tuple[Any, Any] | None = None
+        """Start of the copy into the all-gather's input, and the stream it runs on."""
+        self._reduces_at_once = False
+        """Whether torch waits for this backward's reduction right after issuing it."""
+        self._reduce_copied: Any = None
+        """End of the copy into the reduce-scatter input of this backward."""
         self._reduce_copy_in: tuple[Any, Any] | None = None
         """Start of the copy into the reduce-scatter input, and the stream it runs on."""
         self._forwards: list[tuple[Any, Phase, int]] = []
@@ -189,16 +216,19 @@ class UnitHooks:
         group = self._group
         if group._all_gather_result is not None or group.is_unsharded:
             return
+        if self._copy_in is not None:  # no all-gather followed: a group of one rank
+            self._clock.release(self._copy_in[0])
         if self._session.on_host:
-            self._copy_in_start = self._clock.mark()
+            self._copy_in = (self._clock.mark(), None)
         else:
-            self._copy_in_start = self._clock.mark(self._copy_in_stream(async_op))
+            stream = self._copy_in_stream(async_op)
+            self._copy_in = (self._clock.mark(stream), stream)
 
     def _copy_in_stream(self, async_op: bool) -> Any:
         """The stream on which torch will copy the shards into the all-gather's input."""
         context = self._group.comm_ctx
         if not hasattr(context, "all_gather_copy_in_stream"):
-            return None
+            return self._clock.current_stream()
         return context.get_all_gather_streams(async_op, self._group._training_state)[0]
 
     def gather_allocated(self, buffer: torch.Tensor) -> None:
@@ -249,8 +279,9 @@ class UnitHooks:
         communication.begin(session, output, group, start)
         if transfer is not None:
             communication.follow(transfer)
-        if self._copy_in_start is not None:
-            self._add_copy_in(communication)
+        if self._copy_in is not None:
+            self._add_copy_in(communication, *self._copy_in)
+            self._copy_in = None
         self._gather = communication
         if end is None:
             return TimedWork(work, session, communication)
@@ -262,27 +293,27 @@ class UnitHooks:
             communication.write(session)
         return work
 
-    def _add_copy_in(self, gather: Communication) -> None:
+    def _add_copy_in(self, gather: Communication, start: Any, stream: Any) -> None:
         """Write the copy of the shards into the input of an all-gather that was just issued."""
         session, copied = self._session, gather.start
         if gather.transfer is not None:
             copied = gather.issue_ns  # the link may be free only later
-        if not session.on_host and hasattr(self._group.comm_ctx, "all_gather_copy_in_stream"):
-            copied = self._clock.mark(self._group.comm_ctx.all_gather_copy_in_stream)
+        elif stream is not None and stream != self._clock.current_stream():
+            # The all-gather's stream waited for this one, and nothing came behind the copy.
+            copied = self._clock.mark(stream)
         session.add(
             _ALL_GATHER_COPY_IN,
-            self._copy_in_start,
+            start,
             copied,
             unit=self.index,
             issued_by=gather.issued_by,
             stream=_HOST_STREAM if session.on_host else _COPY_IN_STREAM,
             collective=gather.identity,
         )
-        self._copy_in_start = None
 
     def _drop_unused_gather(self) -> None:
-        """An earlier all-gather that nobody waited for is written before the next one."""
-        if self._gather is not None and self._gather.need == -1:
+        """An earlier all-gather that no unit used is written before the next one."""
+        if self._gather is not None:
             close_unwaited(self._session, self._gather)
         self._gather = None
 
@@ -404,17 +435,22 @@ class UnitHooks:
         session.close_unit(self.index)
         self._outer_hooks.append(session.hook_unit)
         session.hook_unit = self.index
-        self._reduce_copy_in = None
+        self._reduce_copy_in = self._reduce_copied = None
+        # torch 2.13, `post_backward`: a group of several modules of which only some ran.
+        is_partial = len(self._group.modules) > 1
+        self._reduces_at_once = is_partial and self._group._training_state is _TORCH_FORWARD
         return end
 
     def _after_post_backward(self, end: Any, result: None) -> None:
         session = self._session
         if session.watches_memory:
             self._memory.sharded_gradients(self._group, self.index)
-        waiting = self._reductions.reduce_scatters
+        waiting = self.reductions.reduce_scatters
         if waiting:
             kept = num_reduce_scatters_in_flight(self._group)
             self._wait_for_reductions(end, len(waiting) - kept)
+        if self._reduces_at_once and self._reduce_copied is not None:
+            self._wait_for_all_reductions(self._reduce_copied)
         session.hook_unit = self._outer_hooks.pop() if self._outer_hooks else NO_UNIT
 
     # --- reduce-scatter
@@ -430,10 +466,12 @@ class UnitHooks:
                 self._reduce_copy_in = (self._clock.mark(), stream)
             else:
                 start, stream = self._reduce_copy_in
+                end = self._clock.mark() if stream is None else self._clock.mark(stream)
+                self._reduce_copied = end
                 session.add(
                     _REDUCE_SCATTER_COPY_IN,
                     start,
-                    self._clock.mark() if stream is None else self._clock.mark(stream),
+                    end,
                     unit=self.index,
                     phase=_BACKWARD_PHASE,
                 )
@@ -471,27 +509,37 @@ class UnitHooks:
             communication.block_host()
             communication.write(session)
         else:
-            self._reductions.reduce_scatters.append(communication)
+            self.reductions.reduce_scatters.append(communication)
 
     def _wait_for_reductions(self, begin: Any, count: int) -> None:
         """The compute stream waited, from `begin`, for the oldest `count` reduce-scatters."""
         for _ in range(count):
-            oldest = self._reductions.reduce_scatters.popleft()
+            oldest = self.reductions.reduce_scatters.popleft()
             begin = oldest.needed(begin)
             oldest.write(self._session)
 
+    @property
+    def reductions(self) -> Reductions:
+        """The reductions that torch waits for together with this unit's."""
+        context = self._group.comm_ctx
+        if context is not self._context:
+            self._context, self._own_reductions = context, self._all_reductions.of(context)
+        return self._own_reductions
+
     def _before_finalize(self) -> None:
         """The compute stream waits for all reductions that are left."""
-        reductions = self._reductions
-        if not (reductions.reduce_scatters or reductions.all_reduces):
-            return
+        if self.reductions.reduce_scatters or self.reductions.all_reduces:
+            self._wait_for_all_reductions(self._clock.mark())
+
+    def _wait_for_all_reductions(self, begin: Any) -> None:
+        """The compute stream waited, from `begin`, for every reduction of this unit's root."""
+        reductions = self.reductions
         left = sorted(
             (*reductions.reduce_scatters, *reductions.all_reduces),
             key=lambda communication: communication.identity,
         )
         reductions.reduce_scatters.clear()
         reductions.all_reduces.clear()
-        begin: Any = self._clock.mark()
         for communication in left:
             begin = communication.needed(begin)
             communication.write(self._session)
@@ -499,9 +547,16 @@ class UnitHooks:
     # --- the end of a step
 
     def end_step(self) -> None:
-        """Write an all-gather of an earlier step that nobody waited for; close what is open."""
-        if self._gather is not None and self._gather.step < self._session.step:
+        """Write an all-gather that no unit used in a whole step; close what is open.
+
+        One that was issued in the step that just ended may belong to the next forward.
+        """
+        if self._gather is not None and self._gather.step < self._session.step - 1:
             self._drop_unused_gather()
         self._forwards.clear()
         self._outer_hooks.clear()
         self._backward_start = None
+
+    def close(self) -> None:
+        """At the end of the recording: write an all-gather that no unit used."""
+        self._drop_unused_gather()

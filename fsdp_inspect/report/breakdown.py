@@ -39,7 +39,7 @@ def render_breakdown(digest: BreakdownDigest) -> RenderableType:
 
 
 def _headline(digest: BreakdownDigest, shown: StepBreakdown) -> str:
-    step = "The median step" if digest.is_median_step else f"Step {shown.step}"
+    step = "The typical step" if digest.is_typical else f"Step {shown.closest_step}"
     waits = "waits for no communication"
     if shown.exposed_ns:
         waited = format_metric("exposed_ns", shown.exposed_ns)
@@ -56,8 +56,9 @@ def _headline(digest: BreakdownDigest, shown: StepBreakdown) -> str:
 
 
 def _title(digest: BreakdownDigest, shown: StepBreakdown) -> str:
-    which = "its median step; " if digest.is_median_step else ""
-    return f"Where step {shown.step} of rank {shown.rank} goes ({which}the parts add up)"
+    if digest.is_typical:
+        return f"Typical step of rank {shown.rank} (mean over {len(shown.steps)} steps)"
+    return f"Step {shown.closest_step} of rank {shown.rank}"
 
 
 def _parts_table(shown: StepBreakdown) -> Table:
@@ -94,14 +95,14 @@ def _ranks(ranks: Sequence[StepBreakdown]) -> Iterator[RenderableType]:
     if len(ranks) < 2:
         return
     shown = f", the first {MOST_RANKS} of {len(ranks)}" if len(ranks) > MOST_RANKS else ""
-    table = new_table("rank", "step", "step time", "exposed", *_OF_RANKS)
+    table = new_table("rank", "steps", "step time", "exposed", *_OF_RANKS)
     for row in ranks[:MOST_RANKS]:
         durations = {part.name: part.duration_ns for part in row.parts}
         table.add_row(
             str(row.rank),
-            str(row.step),
+            str(len(row.steps)),
             format_metric("step_time_ns", row.step_time_ns),
             format_metric("exposed_ns", row.exposed_ns),
             *(format_metric(f"{name}_ns", durations[name]) for name in _OF_RANKS),
         )
-    yield from section(f"The median step of each rank{shown} (all parts: --rank, --json)", table)
+    yield from section(f"The typical step of each rank{shown} (all parts: --rank, --json)", table)

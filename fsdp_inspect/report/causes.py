@@ -29,13 +29,12 @@ def phrase_cause(cause: str) -> str:
     return _PHRASES[cause]
 
 
-def causes_table(
-    causes_ns: Mapping[str, int], cause_ratios: Mapping[str, float] | None = None
-) -> Table:
-    """Causes of exposed time, with their share over all steps, and what each one means."""
-    table = new_table("cause", "exposed", *(["all steps"] if cause_ratios else []), "<")
-    for cause in {**causes_ns, **(cause_ratios or {})}:
-        shares = [format_ratio(cause_ratios.get(cause, 0.0))] if cause_ratios else []
+def causes_table(causes_ns: Mapping[str, int]) -> Table:
+    """Causes of exposed time, each with its share of it and its meaning."""
+    table = new_table("cause", "exposed", "share", "<")
+    total = sum(causes_ns.values())
+    for cause, duration in causes_ns.items():
         meaning = Text(find_metric(f"{cause}_ns").definition, style="dim")
-        table.add_row(format_cause(cause), format_ns(causes_ns.get(cause, 0)), *shares, meaning)
+        share = format_ratio(duration / total)
+        table.add_row(format_cause(cause), format_ns(duration), share, meaning)
     return table

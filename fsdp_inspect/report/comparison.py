@@ -19,6 +19,7 @@ from fsdp_inspect.digest.tables import MetricComparison, PartComparison, UnitCom
 from fsdp_inspect.formatting import (
     MISSING,
     format_bytes,
+    format_count,
     format_ns,
     format_ratio,
     format_signed,
@@ -231,7 +232,7 @@ def _units(rows: Sequence[UnitComparison], labels: Sequence[str], other: int) ->
 
 
 def _times(collective: UnitCollective) -> Iterator[str]:
-    for name in ("median_ns", "exposed_ns", "bus_bytes_per_s"):
+    for name in ("duration_ns", "exposed_ns", "bus_bytes_per_s"):
         yield format_metric(name, getattr(collective, name))
 
 
@@ -258,7 +259,7 @@ def _messages_table(rows: Sequence[tuple[str, str, str, str]], labels: Sequence[
 
 def _message(collective: UnitCollective) -> str:
     size = f" x {format_bytes(collective.bytes)}" if collective.bytes else ""
-    return f"{collective.count_per_step}{size}"
+    return f"{format_count(collective.count_per_step)}{size}"
 
 
 def _names(fqns: Sequence[str]) -> str:

@@ -61,13 +61,14 @@ def _headline(digest: WaitDigest, exposed: Exposed) -> str:
         return _unit_headline(digest.unit, exposed)
     step = format_metric("step_time_ns", exposed.step_time_ns)
     if not exposed.exposed_ns:
-        return f"Rank {exposed.rank} waits for no communication in its median {step} step."
+        return f"Rank {exposed.rank} waits for no communication in its typical step of {step}."
     waited = (
         f"Rank {exposed.rank} waits {format_metric('exposed_ns', exposed.exposed_ns)} a step for "
-        f"communication ({format_ratio(exposed.step_ratio)} of {step}; medians)"
+        f"communication ({format_ratio(exposed.step_ratio)} of {step})"
     )
-    for cause, ratio in list(exposed.cause_ratios.items())[:1]:
-        waited += f", {format_ratio(ratio)} of it {_phrase(cause, digest)}"
+    for cause, duration in list(exposed.causes_ns.items())[:1]:
+        ratio = format_ratio(duration / exposed.exposed_ns)
+        waited += f", {ratio} of it {_phrase(cause, digest)}"
     top = exposed.owners[0]
     longest = format_metric("exposed_ns", top.exposed_ns)
     return f"{waited}. The longest wait, {longest}, is for {_whose(top)}."
@@ -85,13 +86,17 @@ def _unit_headline(unit: str, exposed: Exposed) -> str:
     name = format_unit(unit)
     waited = [
         f"{format_metric('exposed_ns', owner.exposed_ns)} for the {format_kind(owner.kind)} in "
-        f"{owner.phase} ({phrase_cause(next(iter(owner.cause_ratios)))})"
+        f"{owner.phase} ({_main_cause(owner)})"
         for owner in exposed.owners
         if owner.exposed_ns
     ]
     if not waited:
-        return f"Rank {exposed.rank} does not wait for communication of {name} in its median step."
+        return f"Rank {exposed.rank} does not wait for communication of {name} in its typical step."
     return f"In each step rank {exposed.rank} waits for {name}: {', '.join(waited)}."
+
+
+def _main_cause(owner: ExposedOwner) -> str:
+    return phrase_cause(next(iter(owner.causes_ns))) if owner.causes_ns else "cause unknown"
 
 
 def _whose(owner: ExposedOwner) -> str:
@@ -102,18 +107,14 @@ def _whose(owner: ExposedOwner) -> str:
 
 
 def _causes(exposed: Exposed) -> Iterator[RenderableType]:
-    if exposed.cause_ratios:
-        title = (
-            f"Why (exposed: in step {exposed.causes_step}, whose exposed time is the median; share "
-            "over all timed steps)"
-        )
-        yield from section(title, causes_table(exposed.causes_ns, exposed.cause_ratios))
+    if exposed.causes_ns:
+        yield from section("Causes in the typical step", causes_table(exposed.causes_ns))
 
 
 def _passes(digest: WaitDigest, exposed: Exposed) -> Iterator[RenderableType]:
     if digest.unit is not None or not exposed.exposed_ns:
         return
-    headers = ("collective", "phase", "n", "units", "exposed", "<why, over all steps")
+    headers = ("collective", "phase", "n", "units", "exposed", "<why")
     table = new_table(*headers, names=2)
     for row in exposed.passes:
         if row.exposed_ns:
@@ -123,9 +124,9 @@ def _passes(digest: WaitDigest, exposed: Exposed) -> Iterator[RenderableType]:
                 format_metric("count_per_step", row.count_per_step),
                 str(row.num_units),
                 format_metric("exposed_ns", row.exposed_ns),
-                _why(row.cause_ratios),
+                _why(row.causes_ns),
             )
-    yield from section(f"By collective, per step of rank {exposed.rank} (medians)", table)
+    yield from section(f"By collective, typical step of rank {exposed.rank}", table)
 
 
 def _owners(digest: WaitDigest, exposed: Exposed) -> Iterator[RenderableType]:
@@ -134,7 +135,7 @@ def _owners(digest: WaitDigest, exposed: Exposed) -> Iterator[RenderableType]:
         return
     limit = len(shown) if digest.unit is not None else MOST_OWNERS
     rest = f", the first {limit} of {len(shown)}" if len(shown) > limit else ""
-    headers = ("unit", "collective", "phase", "n", "exposed", "<why, over all steps")
+    headers = ("unit", "collective", "phase", "n", "exposed", "<why")
     table = new_table(*headers, names=3)
     for owner in shown[:limit]:
         table.add_row(
@@ -143,14 +144,16 @@ def _owners(digest: WaitDigest, exposed: Exposed) -> Iterator[RenderableType]:
             owner.phase,
             format_metric("count_per_step", owner.count_per_step),
             format_metric("exposed_ns", owner.exposed_ns),
-            _why(owner.cause_ratios),
+            _why(owner.causes_ns),
         )
-    title = f"By unit, per step of rank {exposed.rank} (medians{rest})"
+    title = f"By unit, typical step of rank {exposed.rank}{rest}"
     yield from section(title, table)
 
 
-def _why(cause_ratios: dict[str, float]) -> str:
-    return ", ".join(f"{format_cause(cause)} {ratio:.0%}" for cause, ratio in cause_ratios.items())
+def _why(causes_ns: dict[str, int]) -> str:
+    total = sum(causes_ns.values())
+    shares = ((cause, duration / total) for cause, duration in causes_ns.items())
+    return ", ".join(f"{format_cause(cause)} {share:.0%}" for cause, share in shares)
 
 
 def _evidence(digest: WaitDigest, exposed: Exposed) -> Iterator[RenderableType]:
@@ -203,7 +206,7 @@ def _prefetch(prefetch: Prefetch | None, unit: str | None) -> Iterator[Renderabl
             row.phase,
             _issued(row),
             format_metric("lead_ns", row.lead_ns),
-            format_metric("median_ns", row.duration_ns),
+            format_metric("duration_ns", row.duration_ns),
             format_metric("hidden_ratio", row.hidden_ratio),
         )
     yield from section(title, table)

@@ -197,7 +197,7 @@ def _of_steps(run: MonitoredRun) -> Iterator[Family]:
 
 def _of_ranks(run: MonitoredRun) -> Iterator[Family]:
     """What a rank has one number of, beside its steps' times."""
-    over = f"median over {run.over}"
+    over = f"typical step of {run.over}"
     numbers = (
         (
             "time_metrics_data_loading_ratio",
@@ -251,7 +251,7 @@ def _of_units(run: MonitoredRun) -> Iterator[Family]:
     for name, help_, key in costs:
         yield Family(
             name,
-            f"{help_} Per step, median over {run.over}.",
+            f"{help_} In the typical step of {run.over}.",
             tuple(
                 Sample(
                     {"unit": unit.name, **_labels(run, rank, _method(rank, key))},

@@ -137,10 +137,7 @@ def _plan_check(check: PlanCheck) -> RenderableType:
 
 
 def _breakdown_title(breakdown: StepBreakdown) -> str:
-    return (
-        f"Where step {breakdown.step} of rank {breakdown.rank} goes "
-        "(its median step; the parts add up)"
-    )
+    return f"Typical step of rank {breakdown.rank} (mean over {len(breakdown.steps)} steps)"
 
 
 def _breakdown_table(breakdown: StepBreakdown) -> Table:
@@ -171,7 +168,7 @@ def _bar(ratio: float, block: str) -> str:
 def _medians_title(digest: RunDigest) -> str:
     if digest.num_timed_steps == 1:
         return f"The one timed step of rank {digest.median_rank}"
-    return f"Over {digest.num_timed_steps} timed steps of rank {digest.median_rank} (medians)"
+    return f"Typical step of {digest.num_timed_steps} timed steps of rank {digest.median_rank}"
 
 
 def _medians_table(digest: RunDigest) -> Table:
@@ -184,7 +181,7 @@ def _medians_table(digest: RunDigest) -> Table:
         spread = f"p10 {low}, p90 {high}"
     table.add_row(
         find_metric("step_time_ns").label,
-        format_metric("step_time_ns", times.median if times else None),
+        format_metric("step_time_ns", times.typical if times else None),
         spread,
     )
     for name in ("communication_ns", "exposed_ns", "floor_ns", "overlap_ratio"):
@@ -304,7 +301,7 @@ def _collectives_table(units: Sequence[UnitCost]) -> Table:
 
 
 def _collective_cells(collective: UnitCollective) -> Iterable[str]:
-    for name in ("count_per_step", "bytes", "median_ns", "exposed_ns", "bus_bytes_per_s"):
+    for name in ("count_per_step", "bytes", "duration_ns", "exposed_ns", "bus_bytes_per_s"):
         yield format_metric(name, getattr(collective, name))
 
 

@@ -88,17 +88,12 @@ def describe_methods(methods: str) -> str:
 
 
 def describe_step(breakdown: StepBreakdown) -> str:
-    """How long one step took and how long it waited."""
+    """How long one step took and how much of it was exposed."""
     total = format_ns(breakdown.step_time_ns)
+    place = f"Step {breakdown.closest_step}, rank {breakdown.rank}"
     if breakdown.exposed_ns == 0:
-        return (
-            f"Step {breakdown.step} took {total} on rank {breakdown.rank} and never waited for "
-            "communication."
-        )
-    return (
-        f"{format_ns(breakdown.exposed_ns)} of the {total} of step {breakdown.step} go to waiting "
-        f"for communication on rank {breakdown.rank}: the hatched spans."
-    )
+        return f"{place}: {total}, no exposed communication."
+    return f"{place}: {format_ns(breakdown.exposed_ns)} of {total} exposed."
 
 
 def format_change(change: float | None) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from fsdp_inspect.trace.bandwidth import bus_factor
-from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
+from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Method, Phase
 from fsdp_inspect.trace.link_fit import LinkFit, fit_link
 from fsdp_inspect.trace.run import ProcessGroup
 from fsdp_inspect.trace.tables import EventTable
@@ -224,7 +224,8 @@ def _fit(rows: EventTable, kind: EventKind, group_sizes: dict[int, int]) -> Line
     factors = np.array(_factors(rows.group.tolist(), kind, group_sizes))
     if not len(rows) or not factors.max(initial=0.0) > 0:
         return None
-    moves = (factors > 0) & (rows.bytes > 0)
+    # The duration of an inferred collective is an upper bound: it may have ended long before.
+    moves = (factors > 0) & (rows.bytes > 0) & (rows.method != Method.INFERRED)
     bus_bytes = np.round(rows.bytes[moves] * factors[moves]).astype(np.int64)
     durations = (rows.end_ns - rows.start_ns)[moves]
     fit = fit_link(bus_bytes, durations, 1.0)

@@ -27,7 +27,7 @@ from fsdp_inspect.simulation.recorded_memory import measure_memory_work
 from fsdp_inspect.simulation.schedule import PlayedStep, Schedule
 from fsdp_inspect.simulation.step_reading import Part, StepReading, Stretch, read_step
 from fsdp_inspect.simulation.workload import Microbatch, Op, Piece, UnitWork, Workload
-from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase
+from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Method, Phase
 from fsdp_inspect.trace.communicators import queue_up
 from fsdp_inspect.trace.plan import Accumulation, Plan
 from fsdp_inspect.trace.run import RunSource, Unit
@@ -100,7 +100,8 @@ def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
 
     Raises:
         IncompleteRunError: The run holds nothing of that rank.
-        MissingDataError: No timed step with the forward and backward of units, or no plan.
+        MissingDataError: No timed step with the forward and backward of units, no plan, or
+            collectives of units whose durations are upper bounds only.
     """
     member = timed_rank(run, rank)
     readings = _alike(_readings(run, member)) if member is not None else []
@@ -113,7 +114,24 @@ def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
     observed_plan(run)
     steps = tuple(reading.step for reading in readings)
     events = with_own_turns(run.events(member.rank, steps=steps))
+    _expect_measured_collectives(run, events)
     return _Builder(run, readings, events, member.rank).build()
+
+
+def _expect_measured_collectives(run: RunSource, events: EventTable) -> None:
+    """See to it that the durations of FSDP's collectives are known.
+
+    Raises:
+        MissingDataError: Some are upper bounds: asynchronous all-gathers on CUDA.
+    """
+    of_units = np.isin(events.kind, list(COLLECTIVES)) & (events.unit >= 0)
+    if np.any(of_units & (events.method == Method.INFERRED)):
+        raise MissingDataError(
+            f"Run {run.manifest.run_id!r} cannot be simulated: it issued all-gathers "
+            "asynchronously on CUDA (unshard_async_op), and of these only an upper bound of the "
+            "duration is recorded. Expected measured durations. Record a run without "
+            "unshard_async_op to simulate plans."
+        )
 
 
 def with_own_turns(events: EventTable) -> EventTable:
@@ -154,7 +172,7 @@ def _observed_accumulation(run: RunSource) -> Accumulation:
     member = timed_rank(run)
     if member is None:
         return Accumulation()
-    return accumulation_of(_microbatches(run.events(member.rank, steps=[member.median_step])))
+    return accumulation_of(_microbatches(run.events(member.rank, steps=[member.closest_step])))
 
 
 def _microbatches(events: EventTable) -> tuple[Microbatch, ...]:
@@ -173,8 +191,8 @@ def _microbatches(events: EventTable) -> tuple[Microbatch, ...]:
 
 
 def _readings(run: RunSource, member: RankSteps) -> Iterator[StepReading]:
-    """The steps nearest to the median, cut at their boundaries."""
-    distance = np.abs(member.step_time_ns - (median(member.step_time_ns) or 0))
+    """The steps nearest to the typical step time, cut at their boundaries."""
+    distance = np.abs(member.step_time_ns - member.typical_mean(member.step_time_ns))
     nearest = np.sort(member.steps[np.argsort(distance, kind="stable")[:MAX_STEPS]])
     events = run.events(member.rank, steps=nearest.tolist())
     for step in nearest.tolist():

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.codes import EventKind, Method
 from fsdp_inspect.trace.run import ProcessGroup
 from fsdp_inspect.trace.tables import EventTable
 
@@ -40,14 +40,15 @@ def bus_bytes_per_s(events: EventTable, groups: Sequence[ProcessGroup]) -> NDArr
         groups: The manifest's process groups.
 
     Returns:
-        Shape (len(events),), bytes per second; NaN where nothing travels: not a ring collective,
-        an unknown group, a group of one rank, an unknown message or no duration.
+        Shape (len(events),), bytes per second; NaN where nothing travels (not a ring collective,
+        an unknown group, a group of one rank, an unknown message, no duration), and where only an
+        upper bound of the duration is known (`Method.INFERRED`).
     """
     sizes = {group.index: len(group.ranks) for group in groups}
     group_size = np.array([sizes.get(group, 0) for group in events.group.tolist()], dtype=np.int64)
     duration = events.end_ns - events.start_ns
     moves = np.isin(events.kind, _RING_KINDS) & (group_size > 1) & (duration > 0)
-    moves &= events.bytes >= 0
+    moves &= (events.bytes >= 0) & (events.method != Method.INFERRED)
     factor = np.where(events.kind == EventKind.ALL_REDUCE, 2.0, 1.0)
     rates = np.full(len(events), np.nan)
     size = group_size[moves]

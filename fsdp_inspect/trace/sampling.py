@@ -5,7 +5,6 @@ from itertools import groupby
 
 import numpy as np
 
-from fsdp_inspect.trace.statistics import median
 from fsdp_inspect.trace.steps import RankSteps
 
 
@@ -18,7 +17,7 @@ def sample_ranks(members: Sequence[RankSteps], most: int) -> list[int]:
     if len(ranks) <= most:
         return ranks
     by_communication = sorted(
-        members, key=lambda member: (median(member.communication_ns) or 0, member.rank)
+        members, key=lambda member: (member.typical(member.communication_ns), member.rank)
     )
     least = [member.rank for member in by_communication[: most // 3]]
     rest = [rank for rank in ranks if rank not in least]

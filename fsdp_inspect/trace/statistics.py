@@ -1,9 +1,12 @@
-"""What is typical of these values? Order statistics that are always one of the values.
+"""Compute the mean over the middle half, percentiles, and whole parts that add up.
 
-A median between two steps belongs to no step, and then the parts of "the median step" cannot be
-looked up. So the q-th percentile of n values is the smallest value that at least q percent of
-them do not exceed (the inverse of the empirical distribution): an integer, exact, and observed.
-For an even count the median is the lower of the two middle values.
+A scalar over steps is the mean over the middle half of the steps by step time (the typical step,
+DESIGN section 4). A mean keeps sums: the parts of a step still add up to it. The middle half keeps
+a few slow steps from moving it.
+
+Percentiles are always one of the values: the q-th percentile of n values is the smallest value
+that at least q percent of them do not exceed (the inverse of the empirical distribution). For an
+even count the median is the lower of the two middle values.
 """
 
 from collections.abc import Sequence
@@ -43,10 +46,48 @@ def medians(rows: Sequence[NDArray[np.integer]]) -> NDArray[np.int64]:
     return np.array([median(row) or 0 for row in rows], dtype=np.int64)
 
 
+def middle_half(values: Integers) -> NDArray[np.bool_]:
+    """Which of n values are in the middle half: all but the n // 4 lowest and n // 4 highest.
+
+    Of equal values the earlier ones count as lower. Fewer than four values are all in it.
+
+    Returns:
+        Shape (n,).
+    """
+    count = len(values)
+    left_out = count // 4
+    order = np.argsort(np.asarray(values), kind="stable")
+    chosen = np.zeros(count, dtype=bool)
+    chosen[order[left_out : count - left_out]] = True
+    return chosen
+
+
+def apportion(shares: NDArray[np.floating], total: int) -> NDArray[np.int64]:
+    """Round shares to integers that add up to a total (the method of largest remainders).
+
+    Args:
+        shares: Shape (n,), none below 0; their sum is within 1 of `total`.
+        total: What the integers add up to.
+
+    Returns:
+        Shape (n,); each is the share rounded down or up. Zeros where there are no shares.
+    """
+    whole: NDArray[np.int64] = np.floor(shares).astype(np.int64)
+    missing = total - int(whole.sum())
+    if missing > 0:
+        largest = np.argsort(-(shares - whole), kind="stable")
+        whole[largest[:missing]] += 1
+    elif missing < 0 and len(whole):
+        whole[np.argmax(whole)] += missing
+    return whole
+
+
 @dataclass(frozen=True, slots=True)
 class Distribution:
     """How one quantity spreads over the timed steps of one rank."""
 
+    typical: int
+    """The mean over the typical steps (those in the middle half by step time)."""
     median: int
     p10: int
     p90: int
@@ -59,7 +100,15 @@ class Distribution:
             return None
         ordered = _sorted(values)
         middle, low, high = (_at_percent(ordered, percent) for percent in (50, 10, 90))
-        return cls(median=middle, p10=low, p90=high, num_steps=len(values))
+        left_out = len(ordered) // 4
+        inner = ordered[left_out : len(ordered) - left_out]
+        return cls(
+            typical=round(float(inner.mean())),
+            median=middle,
+            p10=low,
+            p90=high,
+            num_steps=len(values),
+        )
 
 
 def _sorted(values: Integers) -> NDArray[np.int64]:

@@ -1,13 +1,16 @@
-"""Which steps count, and which rank and step stand for the run?
+"""Select the steps that count, and the rank and steps that stand for the run.
 
-Timed steps are the finished ones after warm-up that were not memory steps. Every scalar over
-steps is a median over the timed steps of one rank.
+Timed steps are the finished ones after warm-up that were not memory steps.
+
+[Note: the typical step] Every scalar over steps is the mean over the typical steps of one rank:
+the middle half of its timed steps by step time. One set of steps serves all quantities, so parts
+add up to their total, on every page and in every command.
 
 [Note: the median rank] Collectives tie the ranks together, so all of them take the same time for
 a step; what differs is how long each one waits. The rank that stands for the run is therefore the
-one whose exposed communication is the median over ranks (of two, the lower), not the one whose
-step time is: by step time a single straggler, which waits for nobody, could be picked by noise.
-Ties go by step time, then communication, then rank.
+one whose typical exposed communication is the median over ranks (of two, the lower), not the one
+whose step time is: by step time a single straggler, which waits for nobody, could be picked by
+noise. Ties go by step time, then communication, then rank.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,7 +26,7 @@ from fsdp_inspect.formatting import format_numbers
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase
 from fsdp_inspect.trace.reduction import StepFlag, StepPart
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.statistics import median, medians
+from fsdp_inspect.trace.statistics import middle_half
 from fsdp_inspect.trace.tables import SummaryTable
 
 _FEW_KINDS = 4
@@ -151,32 +154,58 @@ class RankSteps:
 
     def only(self, step: int) -> "RankSteps":
         """The same rank with one of its steps."""
-        chosen = self.steps == step
+        return self._where(self.steps == step)
+
+    def _where(self, chosen: NDArray[np.bool_]) -> "RankSteps":
+        steps = self.steps[chosen]
         return RankSteps(
             rank=self.rank,
-            steps=self.steps[chosen],
+            steps=steps,
             step_time_ns=self.step_time_ns[chosen],
             exposed_ns=self.exposed_ns[chosen],
             communication_ns=self.communication_ns[chosen],
             communication_bytes=self.communication_bytes[chosen],
             num_collectives=self.num_collectives[chosen],
-            read_rows=lambda: self.rows.where(self.rows.step == step),
+            read_rows=lambda: self.rows.where(np.isin(self.rows.step, steps)),
         )
 
-    def median_per_step(self, rows: SummaryTable, column: str) -> int:
-        """Median over the rank's steps of a column's sum in each step.
+    @cached_property
+    def is_typical(self) -> NDArray[np.bool_]:
+        """Which steps are in the middle half by step time. See [Note: the typical step]."""
+        return middle_half(self.step_time_ns)
+
+    @cached_property
+    def typical_steps(self) -> NDArray[np.int32]:
+        """The steps in the middle half, ascending; empty only without any step."""
+        return self.steps[self.is_typical]
+
+    def typical(self, values: NDArray[np.integer]) -> int:
+        """The mean over the typical steps of values of shape (S,); 0 without any step."""
+        return round(self.typical_mean(values))
+
+    def typical_mean(self, values: NDArray[np.integer]) -> float:
+        """As `typical`, not rounded: for counts, of which a step may have none."""
+        chosen = values[self.is_typical]
+        return float(chosen.mean()) if len(chosen) else 0.0
+
+    def typical_per_step(self, rows: SummaryTable, column: str) -> int:
+        """Mean over the typical steps of a column's sum in each step.
 
         Args:
             rows: Some of the rank's rows; a step without any counts 0.
             column: A column of `SummaryTable` that can be added up.
         """
-        return median(sum_per_step(rows.step, getattr(rows, column), self.steps)) or 0
+        return round(self.typical_mean_per_step(rows, column))
+
+    def typical_mean_per_step(self, rows: SummaryTable, column: str) -> float:
+        """As `typical_per_step`, not rounded: for counts."""
+        return self.typical_mean(sum_per_step(rows.step, getattr(rows, column), self.steps))
 
     @property
-    def median_step(self) -> int:
-        """The step with the median step time, the earliest of equals."""
-        middle = median(self.step_time_ns)
-        return int(self.steps[np.flatnonzero(self.step_time_ns == middle)[0]])
+    def closest_step(self) -> int:
+        """The step whose time is closest to the typical one, the earliest of equals: to look at."""
+        distance = np.abs(self.step_time_ns - self.typical_mean(self.step_time_ns))
+        return int(self.steps[np.argmin(distance)])
 
 
 def steps_by_rank(rows: SummaryTable) -> Iterator[RankSteps]:
@@ -283,12 +312,14 @@ def _middle(members: Sequence[RankSteps]) -> RankSteps | None:
     if not members:
         return None
     by_rank = {member.rank: member for member in members}
-    standings = zip(
-        medians([member.exposed_ns for member in members]).tolist(),
-        medians([member.step_time_ns for member in members]).tolist(),
-        medians([member.communication_ns for member in members]).tolist(),
-        by_rank,
-        strict=True,
+    standings = (
+        (
+            member.typical(member.exposed_ns),
+            member.typical(member.step_time_ns),
+            member.typical(member.communication_ns),
+            member.rank,
+        )
+        for member in members
     )
     *_, rank = sorted(standings)[(len(members) - 1) // 2]
     return by_rank[rank]

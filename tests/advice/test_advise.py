@@ -36,7 +36,7 @@ from fsdp_inspect.simulation.workload import (
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 from fsdp_inspect.trace.run import RunSource
 from tests.builders import MIB, InMemoryRun, RunBuilder
-from tests.recording.test_cuda_path import Replay
+from tests.recording.virtual_training import Replay
 from tests.simulation.test_recorded import MS, US, as_run, names_of, workloads
 from tests.simulation.test_recorded_streams import as_run as as_stream_run
 from tests.simulation.test_recorded_streams import step_ns

@@ -11,8 +11,8 @@ from fsdp_inspect.analysis.optimizer_wait import measure_optimizer_wait
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.trace.codes import EventKind, Phase, Stream
 from tests.builders import RunBuilder
-from tests.recording.test_cuda_path import Replay
 from tests.recording.virtual_device import MS
+from tests.recording.virtual_training import Replay
 from tests.simulation.test_recorded_streams import as_run, step_ns
 
 

@@ -9,7 +9,7 @@ from fsdp_inspect.digest.breakdown import digest_breakdown
 from fsdp_inspect.digest.run import digest_run
 from fsdp_inspect.errors import CorruptFileError
 from fsdp_inspect.formatting import format_ns, format_ratio
-from fsdp_inspect.report.json import to_plain
+from fsdp_inspect.results import to_plain
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind, Method, Phase, Stream
 from fsdp_inspect.trace.run import RunStatus

@@ -11,7 +11,7 @@ from fsdp_inspect.analysis.exposed import measure_exposed
 from fsdp_inspect.analysis.overlap import measure_overlap
 from fsdp_inspect.analysis.steps import measure_step_times
 from fsdp_inspect.digest.run import digest_run
-from fsdp_inspect.report.json import to_plain
+from fsdp_inspect.results import to_plain
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase, Stream
 from fsdp_inspect.trace.tables import EventTable
 from tests.builders import RunBuilder

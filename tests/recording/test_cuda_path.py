@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_inspect.recording.clocks import CudaClock
-from fsdp_inspect.recording.instruments import Instruments
-from fsdp_inspect.recording.memory import MemoryProbe
 from fsdp_inspect.recording.session import Session
-from fsdp_inspect.recording.units import ProcessGroups, find_recordable_groups
-from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.simulation.network import fit_network
+from fsdp_inspect.trace.bandwidth import bus_bytes_per_s
+from fsdp_inspect.trace.codes import EventFlag, EventKind, Method
 from fsdp_inspect.trace.reduction import StepPart, reduce_rank
-from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.trace.run import ProcessGroup
 
-from .virtual_device import (
-    MS,
-    TimedGather,
-    TimedModel,
-    TimedScatter,
-    VirtualDevice,
-    fsdp_on,
-)
+from .virtual_device import MS, VirtualDevice
+from .virtual_training import WORLD_SIZE, Replay, shard_without_root
 
-WORLD_SIZE = 4
 COMPUTE = ("forward", "backward")
 
 
@@ -41,91 +30,6 @@ def fake_process_group() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
     yield
     dist.destroy_process_group()
-
-
-class Replay:
-    """A few recorded steps of a virtual schedule: what ran, and what the recorder wrote."""
-
-    num_steps = 4
-
-    def begin_step(self) -> None:
-        """The host waits for the device, as a loop that prints its loss does."""
-        self.device.now_ns = max(self.device.now_ns, self.device.compute.free_ns)
-
-    def finish_step(self, model: Any, session: Session) -> None:
-        """What a training does behind its backward; here nothing."""
-
-    def __init__(
-        self,
-        *,
-        gather_ms: float,
-        scatter_ms: float,
-        forward_ms: float = 4,
-        host_ms: float = 0.1,
-        prepare: Callable[[Any], object] | None = None,
-    ) -> None:
-        """`prepare` changes the sharded model before it trains."""
-        self.device = VirtualDevice()
-        self._prepare = prepare
-        with fsdp_on(self.device):
-            self._train(gather_ms, scatter_ms, forward_ms, host_ms)
-
-    def _train(
-        self, gather_ms: float, scatter_ms: float, forward_ms: float, host_ms: float
-    ) -> None:
-        device = self.device
-        mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-        model = TimedModel(
-            device, blocks=4, forward_ns=int(forward_ms * MS), host_ns=int(host_ms * MS)
-        )
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        if self._prepare is not None:
-            self._prepare(model)
-        handles = find_recordable_groups(model)
-        self.units = [handle.name for handle in handles]
-        for handle in handles:
-            module = handle.modules[0]
-            module.set_custom_all_gather(TimedGather(device, handle.name, int(gather_ms * MS)))
-            module.set_custom_reduce_scatter(
-                TimedScatter(device, handle.name, int(scatter_ms * MS))
-            )
-        rows: list[tuple[int, ...]] = []
-        session = Session(CudaClock(device), rows.append, ProcessGroups())
-        probe = MemoryProbe(session, lambda row: None, None)
-        instruments = Instruments(session, handles, probe, None, lambda optimizer: None)
-        instruments.attach()
-        inputs = torch.randn(2, 16, requires_grad=True)
-        for _ in range(self.num_steps):
-            self.begin_step()
-            device.log.clear()
-            model(inputs).sum().backward()
-            self.finish_step(model, session)
-            model.zero_grad()
-            session.end_step()
-            instruments.end_step()
-        instruments.detach()
-        assert session.journal.settle() == 0
-        assert session.active, session.problems
-        self.events = EventTable.from_columns(
-            dict(zip(EventTable.DTYPES, np.array(rows, dtype=np.int64).T, strict=True))
-        )
-
-    def recorded(self, kind: EventKind, unit: str) -> list[tuple[int, int]]:
-        """Start and end of a unit's events of a kind in the last step, in order."""
-        events = self.events
-        mask = (events.kind == kind) & (events.unit == self.units.index(unit))
-        mask &= events.step == events.step.max()
-        chosen = events.where(mask)
-        order = np.argsort(chosen.start_ns)
-        return list(
-            zip(chosen.start_ns[order].tolist(), chosen.end_ns[order].tolist(), strict=True)
-        )
-
-    def happened(self, kind: str, unit: str) -> list[tuple[int, int]]:
-        """What really ran in the last step."""
-        return [(start, end) for k, u, start, end in self.device.log if (k, u) == (kind, unit)]
 
 
 @pytest.fixture(scope="module")
@@ -231,28 +135,102 @@ def test_host_bound_waits_are_not_called_exposed() -> None:
     assert step.exposed_ns[0] < 0.4 * step.duration_ns[0]
 
 
-def test_the_clock_finds_the_offset_of_the_device() -> None:
-    device = VirtualDevice(clock_offset_ns=123_456_789_000)
-    clock = CudaClock(device)
-    device.spend(3 * MS)
-    device.run("forward", "x", 5 * MS)
-    mark = clock.mark()
-    assert not clock.ready(mark)
-    device.spend(6 * MS)
-    assert clock.ready(mark)
-    assert clock.read(mark) == pytest.approx(8 * MS, abs=100)
+def _waited_ns(replay: Replay, kind: EventKind) -> int:
+    events = replay.events
+    waits = events.where((events.kind == kind) & (events.step == events.step.max()))
+    return int((waits.end_ns - waits.start_ns).sum())
 
 
-def test_the_clock_follows_anchors_over_a_long_run() -> None:
-    device = VirtualDevice()
-    clock = CudaClock(device)
-    for _ in range(200):
-        device.spend(1000 * MS)
-        clock.advance()
-    device.run("forward", "x", 2 * MS)
-    mark = clock.mark()
-    device.spend(3 * MS)
-    assert clock.read(mark) == pytest.approx(200_002 * MS, abs=1000)
+def test_units_that_are_roots_wait_for_their_own_reductions_only() -> None:
+    # torch keeps one communication context a root: a block never waits for another block's
+    # reduction. Everything that is left is waited for when the backward has ended.
+    replay = Replay(gather_ms=1, scatter_ms=12, shard=shard_without_root)
+    ends = {k: max(e for kind, _, _, e in replay.device.log if kind == k)
+            for k in ("backward", "reduce_scatter")}  # fmt: skip
+    waited = _waited_ns(replay, EventKind.REDUCE_SCATTER_WAIT)
+    assert waited == pytest.approx(ends["reduce_scatter"] - ends["backward"], abs=0.2 * MS)
+    assert waited > 20 * MS
+
+
+def _make_asynchronous(model: Any) -> None:
+    model._set_unshard_async_op(True)
+    blocks = list(model.layers)
+    for block, following in itertools.pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
+
+
+@pytest.mark.parametrize("prepare", [None, _make_asynchronous], ids=["implicit", "async"])
+def test_copies_into_a_gather_have_the_length_they_had_on_their_stream(prepare: Any) -> None:
+    replay = Replay(gather_ms=3, scatter_ms=1, copy_ms=2, prepare=prepare)
+    for unit in replay.units:
+        for start, end in replay.recorded(EventKind.ALL_GATHER_COPY_IN, unit):
+            assert end - start == pytest.approx(2 * MS, abs=200), unit
+
+
+@pytest.fixture(scope="module")
+def asynchronous() -> Replay:
+    return Replay(gather_ms=1, scatter_ms=1, forward_ms=6, prepare=_make_asynchronous)
+
+
+def test_an_asynchronous_gather_is_inferred_and_lasts_no_shorter_than_it_did(
+    asynchronous: Replay,
+) -> None:
+    events = asynchronous.events
+    gathers = events.where(events.kind == EventKind.ALL_GATHER)
+    assert set(gathers.method.tolist()) == {Method.INFERRED}
+    assert np.all(gathers.flags & EventFlag.ASYNC)
+    for unit in asynchronous.units:
+        recorded = asynchronous.recorded(EventKind.ALL_GATHER, unit)
+        for (start, end), (begin, finish) in zip(
+            recorded, asynchronous.happened("all_gather", unit), strict=True
+        ):
+            assert start <= begin + 200
+            assert end >= finish - 200
+    # A hidden one seems to last until it is needed: six times its true 1 ms.
+    [hidden] = asynchronous.recorded(EventKind.ALL_GATHER, "layers.2")[:1]
+    assert hidden[1] - hidden[0] > 4 * MS
+
+
+def test_nothing_calibrates_on_the_duration_of_an_asynchronous_gather(
+    asynchronous: Replay,
+) -> None:
+    groups = [ProcessGroup(index=0, name="0", ranks=list(range(WORLD_SIZE)), role="shard")]
+    events = asynchronous.events
+    rates = bus_bytes_per_s(events, groups)
+    assert np.isnan(rates[events.kind == EventKind.ALL_GATHER]).all()
+    assert np.isfinite(rates[events.kind == EventKind.REDUCE_SCATTER]).any()
+    lines = fit_network(events.where(events.step == events.step.max()), groups).lines
+    assert set(lines) == {EventKind.REDUCE_SCATTER}
+
+
+def test_the_wait_for_an_asynchronous_gather_is_exact(asynchronous: Replay) -> None:
+    replay = Replay(gather_ms=9, scatter_ms=1, forward_ms=4, prepare=_make_asynchronous)
+    summary = reduce_rank(replay.events, rank=0)
+    last = summary.where((summary.step == summary.step.max()) & (summary.kind == EventKind.STEP))
+    first = replay.happened("all_gather", "")[0][0]
+    head = replay.happened("forward", "layers.0")[0][0] - first
+    tail = max(e for kind, _, _, e in replay.device.log if kind == "reduce_scatter") - max(
+        e for kind, _, _, e in replay.device.log if kind == "backward"
+    )
+    assert last.exposed_ns[0] == pytest.approx(_idle_ns(replay) + head + tail, rel=0.02)
+
+
+class PrefetchingReplay(Replay):
+    """Prefetches a block for the next step at the end of each step."""
+
+    def finish_step(self, model: Any, session: Session) -> None:
+        [group] = model.layers[1]._get_fsdp_state()._fsdp_param_groups
+        group._prefetch_unshard(group, "forward")
+
+
+def test_only_the_prefetch_behind_the_last_step_is_unused() -> None:
+    replay = PrefetchingReplay(gather_ms=1, scatter_ms=1)
+    events = replay.events
+    unused = events.where((events.flags & EventFlag.UNUSED) != 0)
+    assert unused.unit.tolist() == [replay.units.index("layers.1")]
+    assert unused.step.tolist() == [replay.num_steps - 1]
+    last_gather = replay.happened("all_gather", "layers.1")[-1]
+    assert unused.end_ns[0] == pytest.approx(last_gather[1], abs=200)
 
 
 def test_events_go_back_to_the_pool() -> None:

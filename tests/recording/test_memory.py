@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_inspect.recording.memory import CudaAllocator, MemoryProbe
+from fsdp_inspect.recording.clocks import HostClock
+from fsdp_inspect.recording.memory import AllocatorReading, CudaAllocator, MemoryProbe
+from fsdp_inspect.recording.session import Session
+from fsdp_inspect.recording.units import ProcessGroups
 from fsdp_inspect.trace.codes import MemoryPoint, Phase
 from fsdp_inspect.trace.tables import MemoryTable
 
@@ -31,6 +34,7 @@ def test_counters_land_in_their_columns(monkeypatch: pytest.MonkeyPatch) -> None
         microbatch=1,
         phase=Phase.BACKWARD,
         tracker=None,
+        watch_memory=lambda: None,
         clock=SimpleNamespace(host_now=lambda: 99),
     )
     probe = MemoryProbe(session, rows.append, CudaAllocator(torch.device("cuda", 0)))
@@ -42,3 +46,62 @@ def test_counters_land_in_their_columns(monkeypatch: pytest.MonkeyPatch) -> None
     assert (named["reserved"], named["peak_reserved"], named["active"]) == (40, 45, 12)
     assert (named["inactive_split"], named["num_alloc_retries"], named["num_ooms"]) == (7, 3, 1)
     assert named["activation"] == -1
+
+
+class Counters:
+    """An allocator whose peak is what the test sets."""
+
+    def __init__(self) -> None:
+        self.peak = 100
+        self.num_reads = 0
+
+    def read(self) -> AllocatorReading:
+        self.num_reads += 1
+        return (50, 80, 60, self.peak, 90, 0, 0, 0)
+
+
+def sampled_steps(counters: Counters, peaks: dict[int, int], count: int) -> list[int]:
+    """The steps whose unit boundaries are sampled, when the peak rises as given."""
+    session = Session(HostClock(), lambda row: None, ProcessGroups())
+    probe = MemoryProbe(session, lambda row: None, counters)
+    detailed = []
+    for step in range(count):
+        session.step = step
+        if step:
+            probe.begin_step()
+        if session.watches_memory:
+            detailed.append(step)
+        counters.peak = peaks.get(step, counters.peak)
+        probe.sample(MemoryPoint.STEP_END)
+    return detailed
+
+
+def test_boundaries_are_sampled_at_first_and_then_every_tenth_step() -> None:
+    assert sampled_steps(Counters(), {}, 35) == [0, 1, 2, 3, 10, 20, 30]
+
+
+def test_boundaries_are_sampled_in_the_step_after_one_that_raised_the_peak() -> None:
+    assert sampled_steps(Counters(), {14: 200, 15: 300, 22: 250}, 30) == [
+        *(0, 1, 2, 3, 10, 15, 16, 20)
+    ]
+
+
+class UncountedAllocator:
+    """As a pluggable allocator: torch raises when asked for its statistics."""
+
+    def read(self) -> AllocatorReading:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats.")
+
+
+def test_an_allocator_without_statistics_ends_the_sampling_only() -> None:
+    rows: list[tuple[int, ...]] = []
+    session = Session(HostClock(), lambda row: None, ProcessGroups())
+    probe = MemoryProbe(session, rows.append, UncountedAllocator())
+    for _ in range(3):
+        probe.sample(MemoryPoint.STEP_END)
+    assert session.active
+    assert not session.watches_memory
+    assert not rows
+    [problem] = session.problems
+    assert problem.startswith("Memory is not sampled: the allocator of this device gives no")
+    assert "getDeviceStats" in problem

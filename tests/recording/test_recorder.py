@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -384,3 +385,17 @@ def test_torch_keeps_the_names_that_the_recorder_attaches_to() -> None:
     assert all(callable(getattr(FSDPParamGroup, name)) for name in unit_hooks.WRAPPED_METHODS)
     assert hasattr(torch.utils.checkpoint, "_recomputation_hook")
     assert callable(torch.utils.data.dataloader._BaseDataLoaderIter.__next__)
+
+
+@pytest.mark.parametrize(("fails", "timeout_s"), [(False, 10.0), (True, 1.0)])
+def test_the_end_waits_for_the_device_and_only_briefly_behind_an_error(
+    fake_ranks: None, tmp_path: Path, fails: bool, timeout_s: float
+) -> None:
+    recorder = quiet(sharded_model(), tmp_path / "run")
+    journal = recorder._attachment.session.journal  # type: ignore[union-attr]
+    settled: list[float] = []
+    journal.settle = lambda timeout: settled.append(timeout) or 0  # type: ignore[assignment]
+    with contextlib.suppress(ValueError), recorder:
+        if fails:
+            raise ValueError("the training's own error")
+    assert settled == [timeout_s]

@@ -11,8 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.waits import Cause, Waits, split_waits
 
-from .test_cuda_path import WORLD_SIZE, Replay
 from .virtual_device import MS
+from .virtual_training import WORLD_SIZE, Replay
 
 
 @pytest.fixture(scope="module", autouse=True)

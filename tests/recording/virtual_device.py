@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_collectives,
@@ -151,30 +152,65 @@ class VirtualDevice:
     def host_ns(self) -> int:
         return self.now_ns - self.clock_offset_ns
 
+    def pause(self, seconds: float) -> None:
+        self.spend(round(seconds * 1e9))
+
 
 @contextlib.contextmanager
-def fsdp_on(device: VirtualDevice) -> Iterator[None]:
-    """Let torch's FSDP2 take its streams and events from the virtual device."""
+def fsdp_on(device: VirtualDevice, *, copy_ns: int = 0) -> Iterator[None]:
+    """Let torch's FSDP2 take its streams and events from the virtual device.
+
+    The copies of the shards into an all-gather take `copy_ns` on the stream that torch chose.
+    """
     modules: list[Any] = [_fsdp_collectives, _fsdp_param_group, _fsdp_state]
     saved = [module._get_device_handle for module in modules]
     for module in modules:
         module._get_device_handle = lambda *args, **kwargs: device
+    copy = _fsdp_collectives._get_param_all_gather_inputs
+
+    def timed_copy(params: Any) -> Any:
+        device.run("copy_in", "", copy_ns)
+        return copy(params)
+
+    _fsdp_collectives._get_param_all_gather_inputs = timed_copy
     try:
         yield
     finally:
+        _fsdp_collectives._get_param_all_gather_inputs = copy
         for module, handle in zip(modules, saved, strict=True):
             module._get_device_handle = handle
+
+
+class VirtualWork(dist.Work):
+    """An asynchronous collective on a stream of its process group, as NCCL's."""
+
+    def __init__(self, device: VirtualDevice, end: VirtualEvent) -> None:
+        super().__init__()
+        self._device, self._end = device, end
+
+    def wait(self, *args: Any) -> bool:
+        self._device.current.wait_event(self._end)
+        return True
 
 
 class TimedGather(DefaultAllGather):
     """An all-gather that takes a known time on the link."""
 
     def __init__(self, device: VirtualDevice, unit: str, duration_ns: int) -> None:
+        self._device = device
         self._run = lambda: device.transfer("all_gather", unit, duration_ns)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._run()
-        return super().__call__(*args, **kwargs)
+    def __call__(self, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        device = self._device
+        if not async_op:
+            self._run()
+            return super().__call__(*args, async_op=False, **kwargs)
+        issuing, nccl = device.current, VirtualStream(device)
+        nccl.wait_stream(issuing)
+        with device.stream(nccl):
+            self._run()
+        super().__call__(*args, async_op=True, **kwargs)
+        return VirtualWork(device, nccl.record_event())
 
 
 class TimedScatter(DefaultReduceScatter):

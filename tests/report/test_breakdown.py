@@ -23,14 +23,15 @@ other                    60.0 ns   6.0 %  ██
 
 Why it waits (the causes add up to the exposed parts)
 cause        exposed
-floor       150.0 ns  the part of exposed that no setting hides: the first
-                      gather of each forward and the last reduction of each
-                      backward, which have no compute beside them
-bandwidth    60.0 ns  the rest of exposed: more bytes than the compute beside
-                      them hides
-late issue   40.0 ns  exposed that an earlier issue had saved: min(exposed,
-                      issue - earliest); earliest: its stream's dependencies
-                      and the collective ahead on its communicator are done
+floor       150.0 ns  exposed time of the first all-gather of each forward and
+                      the last reduction of each backward; no compute runs
+                      next to them, so no setting hides it
+bandwidth    60.0 ns  the rest of the exposed time: the transfer takes longer
+                      than the compute that could hide it
+late issue   40.0 ns  exposed time that an earlier issue would have saved:
+                      min(exposed, issue - earliest); earliest: the
+                      dependencies of its stream and the previous collective
+                      on its communicator have ended
 
 The median step of each rank (all parts: --rank, --json)
 rank  step  step time   exposed   forward  backward  optimizer     data

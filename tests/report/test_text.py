@@ -82,7 +82,7 @@ layers.1     100  100.0 ns  160.0 ns          –  10.0 ns           1
 Medians over 3 timed steps of rank 0. n: per step. duration: of one collective;
 exposed: of all of them in a step. forward and backward hold nested units. bus
 bandwidth: message x (N-1)/N / duration for all-gather and reduce-scatter,
-2(N-1)/N for all-reduce, N ranks in the group (nccl-tests); none for N = 1."""
+2(N-1)/N for all-reduce, N ranks in the group (nccl-tests); missing for N = 1."""
 
 
 def summary_of(run):

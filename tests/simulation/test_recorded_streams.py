@@ -13,13 +13,15 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fsdp_inspect.analysis.contention import measure_contention
+from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.simulation.changes import Changes, apply_changes
 from fsdp_inspect.simulation.recorded import Execution, measure_work
 from fsdp_inspect.simulation.simulate import simulate
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 from tests.builders import InMemoryRun, RunBuilder
-from tests.recording.test_cuda_path import Replay
+from tests.recording.virtual_training import Replay
 
 SPEEDS = {
     "well hidden": {"gather_ms": 1, "scatter_ms": 1},
@@ -89,3 +91,23 @@ def test_another_plan_takes_what_torch_takes_with_it(
     truth = step_ns(Replay(**settings, prepare=prepare))
     predicted = simulate(run, apply_changes(Plan.from_dict(run.manifest.plan), changes))
     assert predicted.predicted.step_time_ns == pytest.approx(truth, rel=0.01)
+
+
+def issue_asynchronously(model: Any) -> None:
+    model._set_unshard_async_op(True)
+    prefetch_two(model)
+
+
+def test_a_run_with_asynchronous_gathers_is_not_simulated_from_upper_bounds() -> None:
+    run = as_run(Replay(gather_ms=1, scatter_ms=1, prepare=issue_asynchronously))
+    with pytest.raises(MissingDataError, match=r"cannot be simulated.*without unshard_async_op"):
+        simulate(run, Plan.from_dict(run.manifest.plan))
+
+
+def test_contention_is_not_told_from_upper_bounds() -> None:
+    run = as_run(Replay(gather_ms=1, scatter_ms=1, prepare=issue_asynchronously))
+    contention = measure_contention(run)
+    assert contention is not None
+    assert contention.slowdown is None
+    assert contention.reason is not None
+    assert contention.reason.startswith("The ends of asynchronous collectives were not measured")

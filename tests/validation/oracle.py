@@ -31,9 +31,9 @@ from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.reduction import reduce_rank
 from fsdp_inspect.trace.steps import collective_rows
-from tests.recording import test_cuda_path
-from tests.recording.test_cuda_path import Replay
+from tests.recording import virtual_training
 from tests.recording.virtual_device import VirtualDevice
+from tests.recording.virtual_training import Replay
 from tests.simulation.oracle import Case, Layer, play_with_torch
 from tests.simulation.test_recorded_streams import as_run, step_ns
 from tests.simulation.test_schedule import play, spans_of
@@ -235,7 +235,7 @@ class _LaunchingDevice(VirtualDevice):
 def _replay(speed: dict[str, float], changes: Changes | None = None) -> Replay:
     """Torch's code, recorded, with the changes."""
     prepare = None if changes is None else partial(_prepare, changes=changes)
-    with patch.object(test_cuda_path, "VirtualDevice", _LaunchingDevice):
+    with patch.object(virtual_training, "VirtualDevice", _LaunchingDevice):
         return Replay(**speed, prepare=prepare)
 
 

@@ -432,23 +432,25 @@ def _pick_measure() -> UnitMeasure:
 def _show_timelines(
     contents: ComparisonContents, other: int, by_run: Mapping[str, RunEntry]
 ) -> None:
-    """The median steps of the baseline and of another side, from their starts on one axis."""
+    """The typical steps of the baseline and of another side, from their starts on one axis."""
     places = [
         (contents.comparison.sides[place], contents.digests[place].breakdown)
         for place in (0, other)
     ]
-    title = "Their median steps, one above the other"
+    title = "Their typical steps, one above the other"
     tracks = []
     for side, step in places:
         if step is None:
             show_empty_card(title, f"{side.label} has no step that counts.", key="timelines")
             return
         try:
-            drawn = loading.timeline_of(by_run[side.median_run], step=step.step, ranks=(step.rank,))
+            drawn = loading.timeline_of(
+                by_run[side.median_run], step=step.closest_step, ranks=(step.rank,)
+            )
         except FsdpInspectError as error:
             show_empty_card(title, str(error), key="timelines")
             return
-        name = f"{side.label}: {by_run[side.median_run].id}, step {step.step}"
+        name = f"{side.label}: {by_run[side.median_run].id}, step {step.closest_step}"
         tracks.append(replace(drawn, title=name))
     with show_card(title, key="timelines") as header:
         with header:
@@ -458,7 +460,7 @@ def _show_timelines(
                     f"{side.label} alone",
                     icon=":material/view_timeline:",
                     run=by_run[side.median_run].id,
-                    step=step.step if step else None,
+                    step=step.closest_step if step else None,
                     unit=None,
                 )
         show_timeline(tracks, key="timelines")

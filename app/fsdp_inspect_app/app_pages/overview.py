@@ -116,7 +116,7 @@ def _evidence_of(page: str, step: StepBreakdown, digest: RunDigest) -> dict[str,
     if page == "ranks":
         rank = digest.verdict.numbers["straggler_rank"]
         return {RANK_KEY: None if rank is None else int(rank), STEP_KEY: None}
-    shown: dict[str, Value] = {STEP_KEY: step.step, RANK_KEY: step.rank}
+    shown: dict[str, Value] = {STEP_KEY: step.closest_step, RANK_KEY: step.rank}
     owner = next(iter(digest.exposed.owners), None) if digest.exposed else None
     if owner is not None and owner.fqn is not None:
         shown[UNIT_KEY] = format_unit(owner.fqn)
@@ -144,7 +144,7 @@ def _show_key_numbers(digest: RunDigest) -> None:
     floor = f"of it floor {format_ns(digest.floor_ns)}" if digest.floor_ns is not None else None
     communication = f"of {format_ns(digest.communication_ns)}"
     numbers = [
-        ("step_time_ns", format_ns(times.median if times else None), spread),
+        ("step_time_ns", format_ns(times.typical if times else None), spread),
         ("exposed_ns", format_ns(digest.exposed_ns), floor),
         ("overlap_ratio", format_ratio(digest.overlap_ratio), communication),
         ("peak_allocated_bytes", format_bytes(digest.peak_allocated_bytes), _memory_detail(digest)),
@@ -170,8 +170,7 @@ def _show_key_numbers(digest: RunDigest) -> None:
             help=plain(define_metric(name, in_kernel_trace=digest.is_kernel_trace)),
         )
     medians = (
-        f"Medians of rank {digest.median_rank} over its timed steps, p10 to p90 below the step "
-        "time. "
+        f"Typical step of rank {digest.median_rank}; below the step time its p10 to p90. "
         if times
         else ""
     )
@@ -196,7 +195,7 @@ def _show_step(digest: RunDigest) -> None:
         for part in breakdown.parts
         if part.duration_ns
     )
-    with show_card(f"One step: {format_ns(breakdown.step_time_ns)}", key="breakdown") as header:
+    with show_card(f"Typical step: {format_ns(breakdown.step_time_ns)}", key="breakdown") as header:
         with header:
             show_table_button(
                 frame_breakdown(breakdown, in_kernel_trace=digest.is_kernel_trace),
@@ -209,13 +208,12 @@ def _show_step(digest: RunDigest) -> None:
             config=CONFIG,
             alt=f"One bar of {format_ns(breakdown.step_time_ns)}, made of {parts}",
         )
-        in_step = digest.exposed_in_step
-        if in_step is not None and in_step.causes_ns:
-            st.markdown(_describe_causes(in_step))
+        if digest.exposed is not None and digest.exposed.causes_ns:
+            st.markdown(_describe_causes(digest.exposed))
         st.caption(
             plain(
-                f"Step {breakdown.step} of rank {breakdown.rank}, its median step: a real one, so "
-                "the parts add up. Hatched: standing still for communication. "
+                f"Typical step of rank {breakdown.rank}: the mean over "
+                f"{len(breakdown.steps)} steps. The parts add up. Hatching marks exposed waits. "
                 + wording.describe_provenance(
                     digest.provenance, "step", "forward", "backward", "all_gather", "reduce_scatter"
                 )
@@ -254,9 +252,9 @@ def _show_owners(waits: WaitDigest | None, digest: RunDigest) -> None:
             _show_owner(owner)
         st.caption(
             plain(
-                f"Exposed per step of rank {exposed.rank}, medians. Two waits at once count for "
-                "both, so bars may add up to more than the step's exposed time. Click a bar for "
-                "its unit. "
+                f"Exposed time in the typical step of rank {exposed.rank}. Two waits at once "
+                "count for both units, so bars may add up to more than the step's exposed time. "
+                "Click a bar for its unit. "
                 + wording.describe_provenance(digest.provenance, "all_gather", "reduce_scatter")
             )
         )
@@ -267,7 +265,7 @@ def _show_owner(owner: ExposedOwner) -> None:
     if owner.exposed_ns == 0:
         return
     facts = [format_ns(owner.exposed_ns), f"{format_kind(owner.kind)} in {owner.phase}"]
-    facts += [f"mostly {format_cause(cause)}" for cause in list(owner.cause_ratios)[:1]]
+    facts += [f"mostly {format_cause(cause)}" for cause in list(owner.causes_ns)[:1]]
     sentence = plain(" " + " · ".join(facts))
     if owner.fqn is None:
         st.markdown(plain(name_owner(owner)) + sentence)

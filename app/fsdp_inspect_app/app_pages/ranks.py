@@ -227,7 +227,7 @@ def _show_rank(
     with show_card(f"Rank {rank}", key="one-rank"):
         if row is not None:
             _show_tiles(row)
-        median = _median_step(entry, rank)
+        median = _closest_step(entry, rank)
         step = _pick_step(entry, rank, median)
         _show_links(rank, step)
     if step is not None:
@@ -236,9 +236,9 @@ def _show_rank(
     return step
 
 
-def _median_step(entry: RunEntry, rank: int) -> int | None:
+def _closest_step(entry: RunEntry, rank: int) -> int | None:
     times = loading.result_of(entry, measure_step_times)
-    return next((one.median_step for one in times.ranks if one.rank == rank), None)
+    return next((one.closest_step for one in times.ranks if one.rank == rank), None)
 
 
 def _pick_step(entry: RunEntry, rank: int, median: int | None) -> int | None:

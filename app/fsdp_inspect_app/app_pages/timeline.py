@@ -155,7 +155,7 @@ def _show_controls(
 
 def _pick_step(outline: RunOutline, selection: StepSelection, drawable: Sequence[int]) -> int:
     key = f"step of {outline.run_id}"
-    typical = outline.breakdown.step if outline.breakdown else drawable[-1]
+    typical = outline.breakdown.closest_step if outline.breakdown else drawable[-1]
     nearest = min(drawable, key=lambda step: abs(step - typical))
     follow(STEP_KEY, key, {str(step): step for step in drawable}, nearest)
     if st.session_state[key] not in drawable:

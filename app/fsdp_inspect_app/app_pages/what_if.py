@@ -267,7 +267,7 @@ def _show_timelines(
 ) -> None:
     tracks = []
     if digest.breakdown is not None:
-        step, rank = digest.breakdown.step, simulation.rank
+        step, rank = digest.breakdown.closest_step, simulation.rank
         try:
             recorded = loading.timeline_of(entry, step=step, ranks=(rank,))
             tracks.append(replace(recorded, title=f"Recorded, step {step}"))

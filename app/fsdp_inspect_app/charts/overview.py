@@ -142,9 +142,9 @@ def _memory_label(times: StepTimes) -> str:
 def _draw_spread(figure: go.Figure, spread: Distribution) -> None:
     figure.add_hrect(y0=ms(spread.p10), y1=ms(spread.p90), fillcolor=SHADE, line_width=0)
     figure.add_hline(
-        y=ms(spread.median),
+        y=ms(spread.typical),
         line={"color": NEUTRAL, "width": 1, "dash": "dot"},
-        annotation={"text": f"median {format_ns(spread.median)}", "font": {"size": 11}},
+        annotation={"text": f"typical {format_ns(spread.typical)}", "font": {"size": 11}},
         annotation_position="top right",
     )
 

@@ -85,9 +85,9 @@ def _unit_bars(
             )
         case "collective duration":
             return (
-                (palette.ALL_GATHER, [ms(unit.all_gather.median_ns) for unit in units]),
-                (palette.REDUCE_SCATTER, [ms(unit.reduce_scatter.median_ns) for unit in units]),
-                (palette.ALL_REDUCE, [ms(unit.all_reduce.median_ns) for unit in units]),
+                (palette.ALL_GATHER, [ms(unit.all_gather.duration_ns) for unit in units]),
+                (palette.REDUCE_SCATTER, [ms(unit.reduce_scatter.duration_ns) for unit in units]),
+                (palette.ALL_REDUCE, [ms(unit.all_reduce.duration_ns) for unit in units]),
             )
         case "parameters":
             return ((palette.OTHER, [unit.num_parameters for unit in units]),)

@@ -193,6 +193,6 @@ def _side_columns(label: str, side: UnitSide | None) -> dict[str, Any]:
 
 def _collective_columns(name: str, collective: UnitCollective) -> dict[str, Any]:
     return {
-        f"{name} (ms)": ms(collective.median_ns),
+        f"{name} (ms)": ms(collective.duration_ns),
         f"{name} per step": collective.count_per_step,
     }

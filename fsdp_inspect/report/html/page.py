@@ -241,7 +241,7 @@ def _draw_step_times(times: StepTimes) -> LineChart | None:
         # Warm-up may leave at the top: its height would flatten the steps that count.
         top=_ROOM_FOR_WARMUP * max(timed) if timed else None,
         bands=_bands(times),
-        level=spread.median if spread else None,
+        level=spread.typical if spread else None,
     )
 
 

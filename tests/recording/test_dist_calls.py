@@ -1,0 +1,98 @@
+"""Collectives of the training script, issued one by one or through the coalescing manager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_inspect.recording.clocks import HostClock
+from fsdp_inspect.recording.dist_calls import DistCalls
+from fsdp_inspect.recording.patches import Patches
+from fsdp_inspect.recording.session import Session
+from fsdp_inspect.recording.unit_hooks import Reductions
+from fsdp_inspect.recording.units import ProcessGroups
+from fsdp_inspect.trace.codes import EventFlag, EventKind, Method
+from fsdp_inspect.trace.tables import EventTable
+
+
+@pytest.fixture(autouse=True)
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Recorded:
+    """The rows of the collectives that run in the block."""
+
+    def __enter__(self) -> Recorded:
+        self._rows: list[tuple[int, ...]] = []
+        self.session = Session(HostClock(), self._rows.append, ProcessGroups())
+        self._patches = Patches()
+        DistCalls(self.session, lambda unit: Reductions()).attach(self._patches)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patches.undo()
+        assert self.session.journal.settle(5.0) == 0
+
+    def collectives(self) -> list[dict[str, int]]:
+        named = [dict(zip(EventTable.DTYPES, row, strict=True)) for row in self._rows]
+        return [row for row in named if row["kind"] != EventKind.OTHER_WAIT and row["bytes"] >= 0]
+
+
+def manager(**options: Any) -> Any:
+    # Looked up at the call, as torch's own callers do.
+    return dist.distributed_c10d._coalescing_manager(**options)
+
+
+def test_a_coalesced_collective_is_one_row_with_all_bytes() -> None:
+    tensors = [torch.ones(size) for size in (10, 20, 30)]
+    with Recorded() as recorded, manager():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    [row] = recorded.collectives()
+    assert (row["kind"], row["bytes"]) == (EventKind.ALL_REDUCE, 60 * 4)
+    assert row["method"] == Method.HOST_BLOCKING
+    assert row["end_ns"] > row["start_ns"]
+    assert row["sequence"] == 0
+
+
+def test_an_asynchronous_coalesced_collective_ends_with_its_work() -> None:
+    with Recorded() as recorded:
+        with manager(async_ops=True) as work:
+            dist.all_reduce(torch.ones(8))
+            dist.all_reduce(torch.ones(8))
+        work.wait()
+    [row] = recorded.collectives()
+    assert row["bytes"] == 64
+    assert row["flags"] & EventFlag.ASYNC
+
+
+def test_a_call_after_the_manager_is_a_row_of_its_own() -> None:
+    with Recorded() as recorded:
+        with manager():
+            dist.all_reduce(torch.ones(4))
+        dist.all_reduce(torch.ones(2))
+    assert [row["bytes"] for row in recorded.collectives()] == [16, 8]
+
+
+def test_an_empty_manager_records_nothing() -> None:
+    with Recorded() as recorded, manager():
+        pass
+    assert recorded.collectives() == []
+
+
+def test_what_is_raised_in_the_block_goes_through_and_recording_goes_on() -> None:
+    with Recorded() as recorded:
+        with pytest.raises(KeyError, match="mine"), manager():
+            raise KeyError("mine")
+        dist.distributed_c10d._world.pg_coalesce_state.clear()  # torch leaves its queue behind
+        dist.all_reduce(torch.ones(2))
+    assert [row["bytes"] for row in recorded.collectives()] == [8]
+    assert recorded.session.active

@@ -1,0 +1,109 @@
+"""Numbers that the training loop logs: tensors, DTensors, values that cannot be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_inspect.recording.clocks import CudaClock, HostClock
+from fsdp_inspect.recording.scalars import ScalarLog, _local_value
+
+from .virtual_device import MS, VirtualDevice
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+class Logged:
+    """A log on a clock, and what came out of it."""
+
+    def __init__(self, clock: Any) -> None:
+        self.rows: list[tuple[float, ...]] = []
+        self.problems: list[str] = []
+        self.log = ScalarLog(clock, self.rows.append, self.problems.append)
+
+    def values(self) -> dict[str, float]:
+        return {self.log.names[int(code)]: value for _, code, _, value in self.rows}
+
+
+def test_the_norm_of_clipped_gradients_is_logged() -> None:
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    model(torch.ones(1, 4)).sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert isinstance(norm, DTensor)
+    logged = Logged(HostClock())
+    logged.log.log(0, {"grad_norm": norm})
+    assert logged.values() == {"grad_norm": pytest.approx(float(norm.to_local()))}
+    assert not logged.problems
+
+
+def test_a_dtensor_on_a_device_is_copied_as_a_plain_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A CUDA device is imitated: `copy_` from a DTensor into a plain tensor raises in torch 2.13.
+    mesh = init_device_mesh("cpu", (2,))
+    value = DTensor.from_local(torch.tensor(3.0), mesh, [Replicate()], run_check=False)
+    with pytest.raises(AssertionError):
+        torch.empty(()).copy_(value)
+    device = VirtualDevice()
+    logged = Logged(CudaClock(device))
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)
+    )
+    logged.log._copy_later(0, logged.log._code("norm"), 0, _local_value(value))
+    device.spend(MS)
+    logged.log.drain()
+    assert logged.values() == {"norm": 3.0}
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Partial()], ids=["sharded", "partial"])
+def test_an_incomplete_dtensor_is_skipped_without_a_collective(placement: Any) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    value = DTensor.from_local(torch.ones(1), mesh, [placement], run_check=False)
+    logged = Logged(HostClock())
+    logged.log.log(0, {"loss": 1.5, "norm": value, "rate": 0.1})
+    assert logged.values() == {"loss": 1.5, "rate": 0.1}
+    [problem] = logged.problems
+    assert "'norm'" in problem
+    assert "full_tensor()" in problem
+
+
+def test_a_value_of_several_elements_is_skipped_and_named() -> None:
+    logged = Logged(HostClock())
+    logged.log.log(0, {"losses": torch.ones(3), "loss": torch.tensor(2.0)})
+    assert logged.values() == {"loss": 2.0}
+    assert logged.problems == [
+        "The logged value 'losses' cannot be read and is skipped: it has the shape (3,). "
+        "Expected a number or a tensor with one element."
+    ]
+
+
+def test_the_event_behind_a_copy_goes_back_to_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = VirtualDevice()
+    clock = CudaClock(device)
+    logged = Logged(clock)
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)
+    )
+    for step in range(5):
+        logged.log._copy_later(step, logged.log._code("loss"), 0, torch.tensor(float(step)))
+        device.spend(MS)
+        logged.log.drain()
+    assert len(clock._pool) == 1
+    assert [row[3] for row in logged.rows] == [0.0, 1.0, 2.0, 3.0, 4.0]
