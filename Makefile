@@ -1,7 +1,8 @@
 # Set-up, demo and checks. `make` alone lists the targets.
 #
-# PYTHON is the interpreter that creates .venv:  make PYTHON=python3.12 test
-# ARGS is passed to pytest:                      make test ARGS="tests/store -x"
+# PYTHON is the interpreter that creates .venv:        make PYTHON=python3.12 test
+# ARGS is passed to pytest:                            make test ARGS="tests/store -x"
+# WORKERS is the number of parallel test processes:    make test WORKERS=0 ARGS=--pdb
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,6 +10,8 @@ BIN := $(VENV)/bin
 # Created last: an interrupted set-up lacks this file and starts again.
 READY := $(VENV)/.complete
 PYTEST := $(BIN)/python -m pytest
+WORKERS ?= logical
+PARALLEL := -n $(WORKERS) --maxprocesses 4 --dist loadgroup --no-loadscope-reorder --durations 10
 # `make app` opens runs/ if it exists, otherwise the samples.
 RUNS ?= $(wildcard runs)
 
@@ -27,8 +30,16 @@ app: $(READY) ## Open the dashboard on RUNS (default: runs/, or the samples)
 	$(BIN)/fsdp-inspect app $(RUNS)
 
 .PHONY: test
-test: $(READY) ## Run all tests except benchmarks (without a GPU, GPU tests are skipped)
-	$(PYTEST) $(ARGS)
+test: $(READY) ## Run the tests that guard a change (without a GPU, GPU tests are skipped)
+	$(PYTEST) $(PARALLEL) $(ARGS)
+
+.PHONY: test-all
+test-all: $(READY) ## Run all tests except benchmarks, the exhaustive ones too, as CI does
+	$(PYTEST) $(PARALLEL) --exhaustive $(ARGS)
+
+.PHONY: coverage
+coverage: $(READY) ## Measure line and branch coverage of all tests; takes twice as long as test-all
+	$(PYTEST) $(PARALLEL) --exhaustive --cov --cov-report term $(ARGS)
 
 .PHONY: check
 check: $(READY) ## Check format, lint, types and import directions

@@ -146,9 +146,9 @@ def test_trainer_options_in_the_guides_exist() -> None:
 
 def test_make_targets_in_the_documents_exist() -> None:
     text = "\n".join((ROOT / name).read_text() for name in DOCUMENTS)
-    named = set(re.findall(r"(?:^|`|&& )make ([a-z]+)", text, flags=re.MULTILINE))
+    named = set(re.findall(r"(?:^|`|&& )make ([a-z-]+)", text, flags=re.MULTILINE))
 
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
 
     assert {"demo", "test", "check"} <= named <= set(targets)
 
@@ -163,12 +163,12 @@ def test_shell_blocks_in_the_guides_are_shell() -> None:
 
 
 @pytest.mark.distributed
-def test_python_blocks_in_the_guides_run(tmp_path: Path, torchrun: Torchrun) -> None:
+def test_python_blocks_in_the_guides_run(tmp_path: Path, run_ranks: Torchrun) -> None:
     blocks = code_blocks("python")
     script = tmp_path / "reader.py"
     script.write_text(f"BLOCKS = {blocks!r}\n{READER}")
 
-    torchrun(script, cwd=tmp_path)
+    run_ranks(script, cwd=tmp_path)
 
     assert any("Recorder(" in block for block in blocks)
     recorded = list(tmp_path.rglob("run.json"))

@@ -19,9 +19,9 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves
 
-from fsdp_inspect.emulation.network import Network, Transfer
+from fsdp_inspect.emulation.network import EmulatedNetwork, Transfer
 from fsdp_inspect.emulation.unit_waits import UnitWaits
-from fsdp_inspect.emulation.wires import CudaWire, HostWire, Message, SpinningDevice, Wire
+from fsdp_inspect.emulation.wires import CudaWire, EmulatedMessage, HostWire, SpinningDevice, Wire
 from fsdp_inspect.errors import EmulationError
 from fsdp_inspect.sharding.attributes import set_attribute
 from fsdp_inspect.sharding.torch_collectives import (
@@ -61,7 +61,7 @@ class Collectives:
 
     def __init__(
         self,
-        network: Network,
+        network: EmulatedNetwork,
         waits: UnitWaits,
         spinning_device: Callable[[torch.device], SpinningDevice],
     ) -> None:
@@ -118,14 +118,14 @@ class Collectives:
             wire = self._wire(_device_of(tensors))
             with wire.copying():
                 result = free(*args, **kwargs)
-            message = Message(kind, bytes_of(tensors), group)
+            message = EmulatedMessage(kind, bytes_of(tensors), group)
             if isinstance(result, dist.Work):
                 message.tensors = tensors_of(tree_leaves((args, kwargs)))
             return self._carry(message, wire, result)
 
         return emulated
 
-    def _carry(self, message: Message, wire: Wire, work: Any) -> Any:
+    def _carry(self, message: EmulatedMessage, wire: Wire, work: Any) -> Any:
         """Put it on the link; returns what the function is to return."""
         waits = self._waits
         if isinstance(work, dist.Work):
@@ -171,7 +171,7 @@ class Collectives:
             if not isinstance(group, dist.ProcessGroup) or not torch.is_tensor(result):
                 return result
             sent = result if kind == EventKind.ALL_GATHER else (args[0] if args else result)
-            message = Message(kind, bytes_of(tensors_of(sent)), group)
+            message = EmulatedMessage(kind, bytes_of(tensors_of(sent)), group)
             work, self.last_transfer = self._wire(result.device).handle(message, None)
             self._unwaited[address_of(result)] = work.wait
             return result

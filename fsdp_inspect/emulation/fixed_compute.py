@@ -47,7 +47,7 @@ class FixedCompute:
         No part may lie inside another one.
         """
         for module in parts.values():
-            Part(self, module, sum(parameter.numel() for parameter in module.parameters()))
+            ModuleHooks(self, module, sum(parameter.numel() for parameter in module.parameters()))
 
     def now_ns(self) -> int:
         """The host's time less what FSDP and recomputation have taken of it."""
@@ -76,7 +76,7 @@ class FixedCompute:
         self.last(begin_ns, self._times.backward.of(num_parameters))
 
 
-class Part:
+class ModuleHooks:
     """The hooks on one module.
 
     FSDP's pre-forward hook runs before ours and its post-forward hook after ours. In backward a

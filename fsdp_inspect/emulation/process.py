@@ -14,7 +14,7 @@ import torch.distributed.device_mesh as device_mesh
 import torch.distributed.distributed_c10d as c10d
 
 from fsdp_inspect.emulation.collectives import Collectives
-from fsdp_inspect.emulation.network import Network, Transfer
+from fsdp_inspect.emulation.network import EmulatedNetwork, Transfer
 from fsdp_inspect.emulation.specification import Specification
 from fsdp_inspect.emulation.unit_waits import UnitWaits
 from fsdp_inspect.emulation.wires import SpinningDevice
@@ -34,7 +34,7 @@ class Emulation:
         """What is taken back when the emulation ends."""
         self.settings: dict[str, Any] = {}
         """What else a reader of the recording must know, such as fixed computing times."""
-        network = Network(specification)
+        network = EmulatedNetwork(specification)
         self.waits = UnitWaits(network)
         self._collectives = Collectives(network, self.waits, self.spinning_device)
         self._spinning: dict[torch.device, SpinningDevice] = {}

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp_inspect.emulation.network import Network, Transfer
+from fsdp_inspect.emulation.network import EmulatedNetwork, Transfer
 from fsdp_inspect.emulation.spinning import CudaSpinBackend, make_spin
 from fsdp_inspect.trace.codes import EventKind
 
@@ -29,20 +29,20 @@ class Wire(Protocol):
         """Around the fake process group's collective, which is carried next: it copies values."""
         ...
 
-    def occupy(self, message: Message) -> Transfer | None:
+    def occupy(self, message: EmulatedMessage) -> Transfer | None:
         """The caller waits; returns the transfer where its times are known on the host."""
         ...
 
-    def defer(self, message: Message, *, not_before_ns: int = 0) -> Transfer | None:
+    def defer(self, message: EmulatedMessage, *, not_before_ns: int = 0) -> Transfer | None:
         """FSDP waits for it when it is needed."""
         ...
 
-    def handle(self, message: Message, inner: Any) -> tuple[dist.Work, Transfer | None]:
+    def handle(self, message: EmulatedMessage, inner: Any) -> tuple[dist.Work, Transfer | None]:
         """A handle to wait with; `inner` is that of torch's fake process group."""
         ...
 
 
-class Message:
+class EmulatedMessage:
     """A collective to be carried."""
 
     __slots__ = ("group", "kind", "num_bytes", "ranks", "tensors")
@@ -59,20 +59,20 @@ class Message:
 class HostWire:
     """CPU: the thread that needs a transfer sleeps until it has ended."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: EmulatedNetwork) -> None:
         self._network = network
 
     def copying(self) -> AbstractContextManager[None]:
         """The copies take the thread's time before the transfer begins."""
         return nullcontext()
 
-    def occupy(self, message: Message) -> Transfer:
+    def occupy(self, message: EmulatedMessage) -> Transfer:
         """Issue it, and sleep."""
         transfer = self.defer(message)
         self._network.wait(transfer)
         return transfer
 
-    def defer(self, message: Message, *, not_before_ns: int = 0) -> Transfer:
+    def defer(self, message: EmulatedMessage, *, not_before_ns: int = 0) -> Transfer:
         """Issue it."""
         return self._network.issue(
             message.kind,
@@ -82,7 +82,7 @@ class HostWire:
             not_before_ns=not_before_ns,
         )
 
-    def handle(self, message: Message, inner: Any) -> tuple[dist.Work, Transfer]:
+    def handle(self, message: EmulatedMessage, inner: Any) -> tuple[dist.Work, Transfer]:
         """Issue it; the work's `wait` sleeps."""
         transfer = self.defer(message)
         return HostWork(inner, self._network, transfer), transfer
@@ -91,7 +91,7 @@ class HostWire:
 class HostWork(dist.Work):
     """A collective on its way, on CPU."""
 
-    def __init__(self, inner: Any, network: Network, transfer: Transfer) -> None:
+    def __init__(self, inner: Any, network: EmulatedNetwork, transfer: Transfer) -> None:
         super().__init__()
         self._inner = inner
         self._network = network
@@ -123,7 +123,7 @@ class CudaWire:
     recorder measures with events on the stream, as it does with NCCL.
     """
 
-    def __init__(self, network: Network, device: Any) -> None:
+    def __init__(self, network: EmulatedNetwork, device: Any) -> None:
         self._network = network
         self._device = device
         self._last: dict[str, Any] = {}
@@ -144,15 +144,15 @@ class CudaWire:
             yield
         self._copied = copies.record_event()
 
-    def occupy(self, message: Message) -> None:
+    def occupy(self, message: EmulatedMessage) -> None:
         """Spin on the current stream."""
         self._spin(message, self._device.current_stream())
 
-    def defer(self, message: Message, *, not_before_ns: int = 0) -> None:
+    def defer(self, message: EmulatedMessage, *, not_before_ns: int = 0) -> None:
         """Spin on the current stream: FSDP's events order what depends on it."""
         self._spin(message, self._device.current_stream())
 
-    def handle(self, message: Message, inner: Any) -> tuple[dist.Work, None]:
+    def handle(self, message: EmulatedMessage, inner: Any) -> tuple[dist.Work, None]:
         """Spin on a stream of the communicator's own, as NCCL runs an asynchronous collective."""
         side = self._side.get(message.group)
         if side is None:
@@ -160,7 +160,7 @@ class CudaWire:
         side.wait_stream(self._device.current_stream())
         return StreamWork(inner, self._device, self._spin(message, side), message.tensors), None
 
-    def _spin(self, message: Message, stream: Any) -> Any:
+    def _spin(self, message: EmulatedMessage, stream: Any) -> Any:
         last = self._last.get(message.group)
         if last is not None:
             stream.wait_event(last)

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_inspect.emulation.network import Network
+from fsdp_inspect.emulation.network import EmulatedNetwork
 from fsdp_inspect.emulation.process import emulate
 from fsdp_inspect.emulation.specification import parse_specification
-from fsdp_inspect.emulation.wires import CudaWire, Message
+from fsdp_inspect.emulation.wires import CudaWire, EmulatedMessage
 from fsdp_inspect.trace.codes import EventKind
 
 
@@ -75,18 +75,18 @@ def device() -> LoggedDevice:
 @pytest.fixture
 def wire(device: LoggedDevice) -> CudaWire:
     return CudaWire(
-        Network(parse_specification("world_size=2,bandwidth=1GB/s,latency=1us")), device
+        EmulatedNetwork(parse_specification("world_size=2,bandwidth=1GB/s,latency=1us")), device
     )
 
 
-def message(monkeypatch: pytest.MonkeyPatch, group: str = "shard") -> Message:
+def message(monkeypatch: pytest.MonkeyPatch, group: str = "shard") -> EmulatedMessage:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
 
     class Group:
         group_name = group
 
     named: Any = Group()
-    return Message(EventKind.ALL_GATHER, 2_000, named)
+    return EmulatedMessage(EventKind.ALL_GATHER, 2_000, named)
 
 
 def test_a_transfer_keeps_the_stream_of_its_collective_busy(
@@ -168,7 +168,7 @@ def test_a_collective_of_torch_is_carried_with_its_copies(
 ):
     with emulate(parse_specification("world_size=2,bandwidth=1GB/s,latency=1us")) as emulation:
         dist.init_process_group()
-        wire = CudaWire(Network(emulation.specification), device)
+        wire = CudaWire(EmulatedNetwork(emulation.specification), device)
         monkeypatch.setattr(emulation._collectives, "_wire", lambda _: wire)
         output = torch.zeros(500)
         work = dist.all_gather_single(output, torch.ones(250), async_op=True)

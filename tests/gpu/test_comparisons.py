@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect.analysis.memory import Memory, measure_memory
+from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
 from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Phase
 from fsdp_inspect.trace.tables import EventTable
 from tests.benchmarks.profiler_trace import TraceEvent

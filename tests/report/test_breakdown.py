@@ -1,9 +1,9 @@
 import pytest
 
-from fsdp_inspect.digest.breakdown import digest_breakdown
+from fsdp_inspect.analysis.breakdown_causes import measure_breakdown_causes
 from fsdp_inspect.report.breakdown import MOST_RANKS, render_breakdown
 from tests.builders import RunBuilder, steady_run
-from tests.report.rendering import text_of
+from tests.report.terminal_text import text_of
 
 SHOWN = """\
 The median step of rank 0 takes 1.00 µs and waits 250.0 ns (25.0 %) for
@@ -43,7 +43,7 @@ Recorded run hand-made. 3 of 4 finished steps are timed; left out: step 0
 
 
 def shown(run, **asked):
-    return text_of(render_breakdown(digest_breakdown(run, **asked)))
+    return text_of(render_breakdown(measure_breakdown_causes(run, **asked)))
 
 
 def test_a_breakdown_reads_so():
