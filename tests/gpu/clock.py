@@ -41,7 +41,7 @@ def measure(setting: Setting) -> Iterator[Row]:
     """One row: how far recorded ends of steps lie outside of their bounds."""
     os.environ[CONNECTIONS] = "1"  # read when CUDA starts, which it has not yet in this process
     bounds: Bounds = {}
-    num_steps, every = (20, 5) if setting.quick else (_STEPS, _CHECKED_EVERY)
+    num_steps, every = (8, 4) if setting.quick else (_STEPS, _CHECKED_EVERY)
     with (
         emulated_training(setting, ONE_NODE, **_SMALL) as workload,
         make_recorder(workload, setting.scratch / "run") as recorder,

@@ -92,7 +92,8 @@ def test_without_a_gpu_every_step_says_why_and_nothing_fails(
 
 @pytest.mark.distributed
 def test_every_step_runs_on_a_cpu_in_little(tmp_path: Path) -> None:
-    assert script.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    options = ["--device", "cpu", "--quick", "--limit-s", "900"]
+    assert script.main([*options, "--out", str(tmp_path)]) == 0
     content = json.loads((tmp_path / "figures.json").read_text())
     verdicts = Counter(figure["verdict"] for figure in content["figures"])
     reasons = {f["how"] for f in content["figures"] if f["verdict"] == "not available"}
