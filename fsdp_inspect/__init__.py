@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from fsdp_inspect.forecast.forecast import forecast_memory
     from fsdp_inspect.forecast.target import ForecastTarget
     from fsdp_inspect.recording.recorder import Recorder
+    from fsdp_inspect.run import Run, open_run
     from fsdp_inspect.sharding.apply import apply_plan
     from fsdp_inspect.sharding.observe import observe_plan
-    from fsdp_inspect.store.reader import StoredRun, open_run
     from fsdp_inspect.trace.plan import Plan
 
 __all__ = [
     "ForecastTarget",
     "Plan",
     "Recorder",
-    "StoredRun",
+    "Run",
     "__version__",
     "apply_plan",
     "forecast_memory",
@@ -40,11 +40,11 @@ _HOMES = {
     "ForecastTarget": "fsdp_inspect.forecast.target",
     "Plan": "fsdp_inspect.trace.plan",
     "Recorder": "fsdp_inspect.recording.recorder",
-    "StoredRun": "fsdp_inspect.store.reader",
+    "Run": "fsdp_inspect.run",
     "apply_plan": "fsdp_inspect.sharding.apply",
     "forecast_memory": "fsdp_inspect.forecast.forecast",
     "observe_plan": "fsdp_inspect.sharding.observe",
-    "open_run": "fsdp_inspect.store.reader",
+    "open_run": "fsdp_inspect.run",
 }
 
 

@@ -77,6 +77,7 @@ _ALL = (
         "backward; no compute runs next to them, so no setting hides it",
         Better.NEITHER,
     ),
+    Metric("step_ratio", "share of the step", _RATIO, "time / step time"),
     Metric(
         "serialized_ns",
         "serialized",
@@ -395,6 +396,13 @@ _ALL = (
         "own work",
         _NS,
         "step time - exposed communication: the time that a rank does not wait for others",
+    ),
+    Metric(
+        "busiest_ratio",
+        "busiest",
+        _RATIO,
+        "fraction of the steps in which no other rank has more own work",
+        Better.NEITHER,
     ),
     Metric(
         "skew_ns",

@@ -12,9 +12,10 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from fsdp_inspect import forecast_memory, open_run
+from fsdp_inspect import forecast_memory
 from fsdp_inspect.checks.baseline import make_baseline, render_baseline
 from fsdp_inspect.checks.measurements import read_runs
+from fsdp_inspect.store.reader import open_run
 from tests.checks.changed_models import build
 
 ROOT = Path(__file__).parents[1]

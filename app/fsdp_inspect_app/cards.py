@@ -10,7 +10,7 @@ from streamlit.delta_generator import DeltaGenerator
 from streamlit.elements.lib.column_types import ColumnConfig
 
 from fsdp_inspect.formatting import MISSING
-from fsdp_inspect_app.charts.style import CONFIG
+from fsdp_inspect.report.figure_style import CONFIG
 from fsdp_inspect_app.frames.values import to_csv
 from fsdp_inspect_app.wording import plain
 

@@ -2,11 +2,11 @@
 
 import streamlit as st
 
-from fsdp_inspect import StoredRun
 from fsdp_inspect.analysis.step_times import StepTimes
 from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.report.html import read_contents, render_run
 from fsdp_inspect.report.json import render_run_json
+from fsdp_inspect.store.reader import StoredRun
 from fsdp_inspect_app.frames.overview import frame_steps
 from fsdp_inspect_app.frames.units import frame_units
 from fsdp_inspect_app.frames.values import to_csv

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import streamlit as st
 
-from fsdp_inspect import StoredRun
 from fsdp_inspect.analysis.live.feed import LiveFeed, LiveStatus
 from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect.store.reader import StoredRun
 from fsdp_inspect_app import loading
 
 _MOST_FEEDS = 16

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 import streamlit as st
 
-from fsdp_inspect import StoredRun, open_run
 from fsdp_inspect.analysis.summary import Summary, measure_summary
 from fsdp_inspect.store.folder import RunEntry, list_runs
 from fsdp_inspect.store.live_tables import LiveTables
+from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.store.reader_cache import ReaderCache
 from fsdp_inspect.store.table_cache import TableCache
 from fsdp_inspect_app.boundary import files_of_run, is_in_folder

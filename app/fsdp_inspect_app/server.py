@@ -14,7 +14,7 @@ _NEEDED = (
     "fsdp_inspect_app.loading",
     "fsdp_inspect_app.frames.timeline",
     "fsdp_inspect_app.summaries",
-    "fsdp_inspect_app.charts.overview",
+    "fsdp_inspect.report.figures",
     "fsdp_inspect.analysis.rank_waits",
     "fsdp_inspect.advice.run_advice",
     "fsdp_inspect.report.html",

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_inspect import StoredRun
 from fsdp_inspect.simulation.changes import apply_changes
 from fsdp_inspect.simulation.recorded import RecordedWork, measure_work, observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan, shapes_of
 from fsdp_inspect.simulation.simulate import Played, Simulation, replay, simulate_work
+from fsdp_inspect.store.reader import StoredRun
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect_app.knobs import KNOBS_OF_NETWORK, Knob, changes_of, network_of, node_link_of

@@ -4,7 +4,6 @@ Names come from whoever recorded the run. Markdown and chart labels must show th
 `plain` and `code` for Markdown, `label` for plotly. Numbers are only formatted here.
 """
 
-import html
 import re
 from collections.abc import Sequence
 
@@ -12,6 +11,7 @@ from fsdp_inspect.analysis.exposed import ExposedOwner
 from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.formatting import format_ns, format_ratio, format_unit
 from fsdp_inspect.report.causes import format_cause
+from fsdp_inspect.report.figure_style import plain_label as label
 from fsdp_inspect.report.values import format_kind
 from fsdp_inspect.report.wording import (
     describe_memory_method,
@@ -56,11 +56,6 @@ def code(text: str) -> str:
     longest = max((len(run) for run in _BACKTICKS.findall(line)), default=0)
     fence = "`" * (longest + 1)
     return f"{fence} {line} {fence}" if longest or not line.strip() else f"{fence}{line}{fence}"
-
-
-def label(text: str) -> str:
-    """A name in a plotly figure, which reads a subset of HTML."""
-    return html.escape(_one_line(text), quote=False)
 
 
 def _one_line(text: str) -> str:

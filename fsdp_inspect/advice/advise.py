@@ -16,6 +16,7 @@ from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion
 from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_signed
+from fsdp_inspect.results import Result
 from fsdp_inspect.simulation.recorded import Execution
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan
@@ -73,7 +74,7 @@ class PlanAdvice:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class Advice(Result):
     """What to do about a run."""
 
     run_id: str
@@ -89,6 +90,11 @@ class Advice:
     def chosen(self) -> Plan | None:
         """The plan to run next; the recorded one where nothing is worth changing."""
         return self.plan.fastest.plan if self.plan is not None else None
+
+    @property
+    def best(self) -> Proposal | None:
+        """The fastest plan with its predicted effect; None: the run cannot be simulated."""
+        return self.plan.fastest if self.plan is not None else None
 
 
 def give_advice(

@@ -1,6 +1,8 @@
 """Combine the breakdown of a step with the causes of its waits and with every rank's step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fsdp_inspect.analysis.breakdown import (
     PartTime,
@@ -11,12 +13,14 @@ from fsdp_inspect.analysis.breakdown import (
 from fsdp_inspect.analysis.exposed import measure_causes
 from fsdp_inspect.analysis.last_arrivals import ArrivalsKnown, find_last_arrivals
 from fsdp_inspect.analysis.step_selection import select_steps, timed_rank
+from fsdp_inspect.columns import TableSpec, metric_column, text_column
+from fsdp_inspect.results import TableResult
 from fsdp_inspect.trace.codes import COLLECTIVES
 from fsdp_inspect.trace.run import RunSource
 
 
 @dataclass(frozen=True, slots=True)
-class BreakdownCauses:
+class BreakdownCauses(TableResult):
     """A step, split by part and its waits by cause, and the typical step of each rank."""
 
     run_id: str
@@ -39,6 +43,19 @@ class BreakdownCauses:
     """Which steps count and which do not, in words."""
     ranks: tuple[StepBreakdown, ...]
     """The typical step of each rank, by rank."""
+
+    TABLE: ClassVar[TableSpec] = TableSpec(
+        "Parts of the step",
+        (
+            text_column("part", "A part of the step's time.", lambda part: part.name),
+            metric_column("duration_ns", metric="step_time_ns", label="time"),
+            metric_column("ratio", metric="step_ratio", label="share of the step"),
+        ),
+    )
+
+    def rows(self) -> Sequence[PartTime]:
+        """The parts of the step, in order; they add up to it."""
+        return self.shown.parts if self.shown else ()
 
 
 def measure_breakdown_causes(

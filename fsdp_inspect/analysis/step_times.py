@@ -1,7 +1,9 @@
 """Measure step time: the typical step, and its spread over the timed steps."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import ClassVar
 
 from fsdp_inspect.analysis.step_selection import (
     StepSelection,
@@ -9,6 +11,8 @@ from fsdp_inspect.analysis.step_selection import (
     steps_by_rank,
     timed_ranks,
 )
+from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column
+from fsdp_inspect.results import TableResult
 from fsdp_inspect.statistics import Distribution
 from fsdp_inspect.trace.codes import EventKind, StepPart
 from fsdp_inspect.trace.run import RunSource
@@ -37,7 +41,7 @@ class StepPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class StepTimes(TableResult):
     """Step time of the run and of each rank."""
 
     selection: StepSelection
@@ -51,6 +55,25 @@ class StepTimes:
     """By rank; ranks without a timed step are absent."""
     over_steps: tuple[StepPoint, ...]
     """Every finished step of the median rank, timed or not, by step."""
+
+    TABLE: ClassVar[TableSpec] = TableSpec(
+        "Steps of the median rank",
+        (
+            number_column("step", "The step."),
+            metric_column("step_time_ns"),
+            metric_column("communication_ns"),
+            metric_column("exposed_ns"),
+            text_column(
+                "is_timed",
+                "False for warm-up and memory steps, which no time is taken from.",
+                label="timed",
+            ),
+        ),
+    )
+
+    def rows(self) -> Sequence[StepPoint]:
+        """Every finished step, by step."""
+        return self.over_steps
 
 
 def measure_step_times(run: RunSource) -> StepTimes:

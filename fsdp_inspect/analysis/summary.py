@@ -30,6 +30,7 @@ from fsdp_inspect.analysis.units import UnitCost, measure_units
 from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
 from fsdp_inspect.analysis.verdict.run_facts import Answers, judge
 from fsdp_inspect.analysis.wait_causes import timed_collectives
+from fsdp_inspect.results import Result
 from fsdp_inspect.statistics import Distribution
 from fsdp_inspect.trace.run import RunSource
 
@@ -53,7 +54,7 @@ class StepsLeftOut:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(Result):
     """A run in numbers; the fields are the keys of `summary --json`."""
 
     run_id: str

@@ -5,11 +5,16 @@ All numbers are those of the typical step of one rank ([Note: the typical step] 
 Bus bandwidth is that of nccl-tests (`trace.bus_bandwidth`).
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
 from fsdp_inspect.analysis.step_selection import timed_rank
+from fsdp_inspect.columns import Column, TableSpec, metric_column, text_column
+from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.results import TableResult
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import COPIES, EventFlag, EventKind, Phase
@@ -76,8 +81,31 @@ class UnitCost:
     """Forward work repeated in backward by activation checkpointing; inside `backward_ns`."""
 
 
+def _collective_columns(kind: str) -> tuple[Column, ...]:
+    """The columns of one kind of collective: `all_gather_exposed_ns` and so on."""
+    words = kind.replace("_", "-")
+
+    def read(name: str) -> Callable[[UnitCost], Any]:
+        def value(unit: UnitCost) -> Any:
+            collective: UnitCollective = getattr(unit, kind)
+            return getattr(collective, name) if collective.count_per_step else None
+
+        return value
+
+    return tuple(
+        metric_column(f"{kind}_{name}", read(name), metric=name, label=f"{words}: {label}")
+        for name, label in (
+            ("exposed_ns", "exposed"),
+            ("duration_ns", "duration"),
+            ("count_per_step", "per step"),
+            ("bytes", "message"),
+            ("bus_bytes_per_s", "bus"),
+        )
+    )
+
+
 @dataclass(frozen=True, slots=True)
-class UnitCosts:
+class UnitCosts(TableResult):
     """All units of the model, as one rank saw them."""
 
     run_id: str
@@ -90,6 +118,34 @@ class UnitCosts:
     num_steps: int
     units: tuple[UnitCost, ...]
     """In order of execution, those that never ran last."""
+
+    TABLE: ClassVar[TableSpec] = TableSpec(
+        "Units in the typical step",
+        (
+            text_column("unit", "The unit's name.", lambda unit: format_unit(unit.fqn)),
+            metric_column("exposed_ns", label="exposed"),
+            metric_column("forward_ns"),
+            metric_column("backward_ns"),
+            metric_column("recompute_ns"),
+            metric_column("copies_ns"),
+            *_collective_columns("all_gather"),
+            *_collective_columns("reduce_scatter"),
+            *_collective_columns("all_reduce"),
+            metric_column("prefetched_per_step"),
+            metric_column("num_parameters"),
+            metric_column("unsharded_bytes"),
+            text_column(
+                "reshard_after_forward",
+                "The setting: True, False, or the number of ranks that keep a copy.",
+                lambda unit: str(unit.reshard_after_forward),
+            ),
+            text_column("module_class", "The class of its first module.", label="class"),
+        ),
+    )
+
+    def rows(self) -> Sequence[UnitCost]:
+        """The units in order of execution, those that never ran last."""
+        return self.units
 
 
 def measure_units(run: RunSource, *, rank: int | None = None) -> UnitCosts:

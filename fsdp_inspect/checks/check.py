@@ -28,6 +28,7 @@ from fsdp_inspect.comparison.noise import (
     judge_times,
 )
 from fsdp_inspect.comparison.settings import SettingDifference, compare_settings
+from fsdp_inspect.results import Result
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.plan import DECIDED_BY_PLAN
 from fsdp_inspect.trace.run import RunManifest
@@ -91,7 +92,7 @@ class MetricCheck:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckResult:
+class CheckResult(Result):
     """The verdict on a run."""
 
     outcome: CheckOutcome

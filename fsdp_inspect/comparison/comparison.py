@@ -27,6 +27,7 @@ from fsdp_inspect.comparison.settings import (
     find_comparison_caveats,
 )
 from fsdp_inspect.comparison.sides import MeasuredSide, form_sides
+from fsdp_inspect.results import Result
 from fsdp_inspect.trace.run import RunSource
 
 
@@ -60,7 +61,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Result):
     """Runs beside each other; rows have one value for each side, in the order of `sides`."""
 
     answer: str

@@ -30,6 +30,7 @@ from fsdp_inspect.predictions.judgement import (
     judge_together,
 )
 from fsdp_inspect.predictions.records import Estimate, Outcome, Prediction, Ruling
+from fsdp_inspect.results import Result
 from fsdp_inspect.simulation.recorded import measure_work
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import StepPart
@@ -72,7 +73,7 @@ class VerifiedUnit:
 
 
 @dataclass(frozen=True, slots=True)
-class Verification:
+class Verification(Result):
     """A prediction beside what then happened."""
 
     prediction: Prediction

@@ -6,6 +6,7 @@ not run.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from fsdp_inspect.analysis.step_selection import collective_rows
 from fsdp_inspect.analysis.wait_causes import Cause, Waits, split_waits
 from fsdp_inspect.reduction.step_parts import reduce_rank
+from fsdp_inspect.results import Result, to_plain
 from fsdp_inspect.simulation.memory import Held
 from fsdp_inspect.simulation.network import Network, NodeLink
 from fsdp_inspect.simulation.prediction import predicted_events
@@ -80,7 +82,7 @@ class Played:
 
 
 @dataclass(frozen=True, slots=True)
-class Simulation:
+class Simulation(Result):
     """A plan's predicted step beside the recorded one."""
 
     run_id: str
@@ -110,6 +112,22 @@ class Simulation:
     memory_refusal: str | None
     """Why the prediction has no peak although the recorded plan has one; None: it has one."""
     plan: Plan
+
+    @property
+    def step_time_ns(self) -> int:
+        """The predicted step time."""
+        return self.predicted.step_time_ns
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The predicted peak allocated; None: see `memory_refusal`."""
+        return self.predicted.peak_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attributes without the events of the simulated step."""
+        plain = to_plain(without_events(self))
+        assert isinstance(plain, dict)
+        return plain
 
 
 def simulate_plan(

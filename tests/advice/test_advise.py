@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_inspect import open_run
 from fsdp_inspect.advice.advise import Advice, PlanAdvice
 from fsdp_inspect.advice.plan_scores import PlanScorer
 from fsdp_inspect.advice.plan_space import Choice
@@ -33,6 +32,7 @@ from fsdp_inspect.simulation.workload import (
     Workload,
     tape_of,
 )
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 from fsdp_inspect.trace.run import RunSource
 from tests.builders import MIB, InMemoryRun, RunBuilder

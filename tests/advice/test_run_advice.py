@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from fsdp_inspect import open_run
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run, find_findings
 from fsdp_inspect.importing.kineto import import_traces
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind, Phase, Stream
 from fsdp_inspect.trace.run import RunSource
 from tests.builders import RunBuilder

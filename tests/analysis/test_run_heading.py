@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.run_heading import RunHeading, measure_run_heading
 from fsdp_inspect.analysis.summary import measure_summary
+from fsdp_inspect.store.reader import open_run
 from tests.builders import RunBuilder
 
 SAMPLES = sorted((Path(__file__).parents[2] / "samples").glob("*/run"))

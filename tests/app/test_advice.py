@@ -8,7 +8,6 @@ from fsdp_inspect_app.charts.advice import ADVISED, draw_front
 from fsdp_inspect_app.frames.advice import frame_front
 from fsdp_inspect_app.plan_links import pack_plan, unpack_plan
 
-from fsdp_inspect import open_run
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run
 from fsdp_inspect.errors import PlanError
@@ -17,6 +16,7 @@ from fsdp_inspect.predictions.creation import now, predict_advised
 from fsdp_inspect.predictions.ledger import LEDGER_FILE, append_entries
 from fsdp_inspect.predictions.records import Outcome, Ruling
 from fsdp_inspect.report.advice import describe_alternative, describe_plan_peak, describe_saving
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.version import __version__
 from tests.app.conftest import start_app

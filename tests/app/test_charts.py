@@ -3,21 +3,7 @@
 import dataclasses
 
 import pytest
-from fsdp_inspect_app.charts.overview import (
-    draw_breakdown,
-    draw_memory,
-    draw_owners,
-    draw_peak,
-    draw_scalar,
-    draw_step_times,
-)
-from fsdp_inspect_app.charts.units import (
-    UNIT_MEASURES,
-    draw_collectives,
-    draw_holds,
-    draw_spreads,
-    draw_units,
-)
+from fsdp_inspect_app.charts.units import draw_collectives, draw_holds, draw_spreads
 
 from fsdp_inspect.analysis.memory.peak import CategoryBytes, PeakMoment
 from fsdp_inspect.analysis.rank_waits import measure_rank_waits
@@ -26,6 +12,16 @@ from fsdp_inspect.analysis.step_times import measure_step_times
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.analysis.unit_history import measure_unit_history
 from fsdp_inspect.report import palette
+from fsdp_inspect.report.figures import (
+    UNIT_MEASURES,
+    draw_breakdown,
+    draw_memory,
+    draw_owners,
+    draw_peak,
+    draw_scalar,
+    draw_step_times,
+    draw_units,
+)
 from tests.app.synthetic import make_run
 
 FIXED = {

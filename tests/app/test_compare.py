@@ -8,10 +8,10 @@ from fsdp_inspect_app.charts.compare import LESS, MORE, draw_memory_changes
 from fsdp_inspect_app.charts.stacks import draw_steps
 from fsdp_inspect_app.frames.compare import frame_metrics, frame_settings, frame_unit_changes
 
-from fsdp_inspect import open_run
 from fsdp_inspect.comparison.comparison import compare_runs
 from fsdp_inspect.comparison.differences import UnitMeasure, find_unit_changes
 from fsdp_inspect.report.html import read_comparison, render_comparison_page
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind
 from tests.app.conftest import HOSTILE_UNIT, start_app
 from tests.app.synthetic import UNIT_FQNS, make_manifest, make_run, write_run

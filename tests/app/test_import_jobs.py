@@ -8,8 +8,8 @@ import pytest
 from fsdp_inspect_app.import_jobs import IMPORTED, ImportJobs, JobState
 from fsdp_inspect_app.import_sources import find_source
 
-from fsdp_inspect import open_run
 from fsdp_inspect.errors import StoreError
+from fsdp_inspect.store.reader import open_run
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 
 

@@ -1,14 +1,15 @@
 """Does the Memory page say what fills memory, in the library's own words and numbers?"""
 
 import pytest
-from fsdp_inspect_app.charts.memory import draw_alive, draw_step_memory
+from fsdp_inspect_app.charts.memory import draw_step_memory
 from fsdp_inspect_app.frames.memory import frame_alive, frame_step_memory
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.memory.overview import measure_memory_overview
 from fsdp_inspect.analysis.memory.step import measure_step_memory
 from fsdp_inspect.importing.snapshot import import_snapshot
 from fsdp_inspect.report import memory_wording, palette
+from fsdp_inspect.report.figures import draw_alive
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint
 from tests.app.conftest import HOSTILE_UNIT
 from tests.app.test_pages import SAMPLES, read

@@ -7,9 +7,9 @@ from urllib.parse import parse_qs
 
 import pytest
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
+from fsdp_inspect.store.reader import open_run
 from tests.app.conftest import HOSTILE_NAME, HOSTILE_UNIT
 from tests.app.synthetic import make_run, write_run
 

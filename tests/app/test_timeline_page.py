@@ -4,10 +4,10 @@ import pytest
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.timeline.steps import find_drawable_steps, find_sampled_steps
 
-from fsdp_inspect import open_run
 from fsdp_inspect.store.compacted import write_compacted
 from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.folder import rank_folder
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.schema import EVENTS
 from tests.app.conftest import start_app
 from tests.app.synthetic import make_run, write_run

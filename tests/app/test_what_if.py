@@ -20,13 +20,14 @@ from fsdp_inspect_app.played_memory_looks import HELD_LOOKS
 from fsdp_inspect_app.what_if_simulation import prepare, simulate_knobs
 from typer.testing import CliRunner
 
-from fsdp_inspect import Plan, open_run
+from fsdp_inspect import Plan
 from fsdp_inspect.cli.application import build_application
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.report.simulation import answer_simulation
 from fsdp_inspect.simulation.changes import wrap
 from fsdp_inspect.simulation.memory import Held
+from fsdp_inspect.store.reader import open_run
 from tests.app.test_pages import SAMPLES, read
 
 RUN = "tiny-2-ranks/run"

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_inspect import Recorder, open_run
+from fsdp_inspect import Recorder
 from fsdp_inspect.formatting import format_bytes, format_ns
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.tables import EventTable
 from instrumented_trainer.runtime import Runtime

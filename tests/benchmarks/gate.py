@@ -18,13 +18,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fsdp_inspect import open_run
 from fsdp_inspect.checks.baseline import make_baseline
 from fsdp_inspect.checks.check import CheckOutcome, check_run
 from fsdp_inspect.checks.measurements import GateMeasurements, read_runs
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.report.check import describe_outcome
 from fsdp_inspect.store.folder import list_runs
+from fsdp_inspect.store.reader import open_run
 from tests.benchmarks.figures import Figure
 from tests.benchmarks.ranks import NUM_RANKS
 

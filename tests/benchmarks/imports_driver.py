@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy.ma  # noqa: F401 - by numpy itself, at the first np.unique: an import of a package
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.overlap import measure_overlap
 from fsdp_inspect.importing.kineto import import_traces
+from fsdp_inspect.store.reader import open_run
 
 
 def main(what: str, *paths: str) -> None:

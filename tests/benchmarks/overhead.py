@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_inspect import Recorder, open_run
+from fsdp_inspect import Recorder
 from fsdp_inspect.recording.devices import DeviceSampler
+from fsdp_inspect.store.reader import open_run
 from instrumented_trainer.runtime import Runtime
 from instrumented_trainer.trainer import TrainingLoop
 from tests.benchmarks.figures import Figure, overhead_figure, times_figure

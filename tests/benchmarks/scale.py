@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_inspect import open_run
 from fsdp_inspect.formatting import format_bytes, format_ns
+from fsdp_inspect.store.reader import open_run
 from tests.benchmarks.figures import Figure
 from tests.benchmarks.large_run import Shape, write_large_run, write_part
 from tests.benchmarks.pairs import quantile

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_inspect import Recorder, open_run
+from fsdp_inspect import Recorder
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.folder import rank_folder
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.schema import EVENTS
 from instrumented_trainer.runtime import Runtime
 from tests.benchmarks.figures import Figure

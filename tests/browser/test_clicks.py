@@ -4,9 +4,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.step_times import measure_step_times
 from fsdp_inspect.store.folder import list_runs
+from fsdp_inspect.store.reader import open_run
 
 pytestmark = pytest.mark.browser
 

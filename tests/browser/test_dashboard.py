@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.store.folder import list_runs
+from fsdp_inspect.store.reader import open_run
 
 pytestmark = pytest.mark.browser
 

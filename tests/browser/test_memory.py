@@ -2,10 +2,10 @@
 
 import pytest
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.memory.overview import measure_memory_overview
 from fsdp_inspect.report.memory_wording import describe_memory
 from fsdp_inspect.store.folder import list_runs
+from fsdp_inspect.store.reader import open_run
 from tests.app.synthetic import make_run, write_run
 from tests.browser.conftest import serve
 

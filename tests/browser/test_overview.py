@@ -5,10 +5,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.store.folder import list_runs
+from fsdp_inspect.store.reader import open_run
 
 pytestmark = pytest.mark.browser
 

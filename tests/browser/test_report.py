@@ -2,7 +2,6 @@
 
 import pytest
 
-from fsdp_inspect import open_run
 from fsdp_inspect.report.html import (
     read_comparison,
     read_contents,
@@ -10,6 +9,7 @@ from fsdp_inspect.report.html import (
     render_run,
 )
 from fsdp_inspect.store.folder import list_runs
+from fsdp_inspect.store.reader import open_run
 from tests.builders import RunBuilder, steady_run
 
 pytestmark = pytest.mark.browser

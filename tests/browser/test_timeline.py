@@ -7,13 +7,13 @@ from urllib.parse import parse_qs, urlparse
 import pytest
 from playwright.sync_api import expect
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.step_waits import describe_event, measure_step_waits
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.importing.snapshot import import_snapshot
 from fsdp_inspect.store.folder import rank_folder
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.records import encode_record, replace_file
 from fsdp_inspect.store.schema import RANK_FILE
 from fsdp_inspect.trace.codes import EventKind

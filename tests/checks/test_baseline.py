@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_inspect import forecast_memory, open_run
+from fsdp_inspect import forecast_memory
 from fsdp_inspect.checks.baseline import (
     Baseline,
     make_baseline,
@@ -20,6 +20,7 @@ from fsdp_inspect.checks.check import check_run
 from fsdp_inspect.checks.measurements import GateMeasurements, read_runs
 from fsdp_inspect.checks.unit_rows import fold, unfold
 from fsdp_inspect.errors import CheckError
+from fsdp_inspect.store.reader import open_run
 from tests.checks.changed_models import build
 
 ROWS = st.lists(st.tuples(st.text(), st.dictionaries(st.text(), st.integers())))

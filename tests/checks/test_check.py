@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from fsdp_inspect import forecast_memory, open_run
+from fsdp_inspect import forecast_memory
 from fsdp_inspect.checks.baseline import make_baseline
 from fsdp_inspect.checks.check import CheckOutcome, check_run
 from fsdp_inspect.checks.measurements import GateMeasurements, read_runs
+from fsdp_inspect.store.reader import open_run
 from tests.checks.changed_models import build
 
 

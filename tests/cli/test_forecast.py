@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from fsdp_inspect import open_run
+from fsdp_inspect.store.reader import open_run
 
 SMALL = ("--preset", "tiny", "--set", "num_layers=2")
 BUILDER = """

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fsdp_inspect import open_run
 from fsdp_inspect.cli.application import build_application
 from fsdp_inspect.errors import CorruptFileError
+from fsdp_inspect.store.reader import open_run
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 from tests.importing.snapshots import FakeAllocator, train
 

@@ -24,8 +24,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fsdp_inspect import Recorder, open_run
+from fsdp_inspect import Recorder
 from fsdp_inspect.sharding.torch_fsdp import fsdp_modules
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.tables import MemoryTable
 from instrumented_trainer.command_line import check_settings
 from instrumented_trainer.optimization import make_optimizer

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdp_inspect import open_run
 from fsdp_inspect.store.compaction import compact_run
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import RunStatus
 from tests.distributed.crash_driver import FLUSH_INTERVAL_S, NUM_RANKS

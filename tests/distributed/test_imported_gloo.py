@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from fsdp_inspect import open_run
 from fsdp_inspect.importing.kineto import import_traces
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase, StepPart
 from tests.benchmarks.ranks import ROOT
 from tests.distributed.profiled_trainer import CASES, PROFILED_STEPS, WARMUP_STEPS

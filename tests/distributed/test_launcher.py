@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect import StoredRun, open_run
 from fsdp_inspect.store.compaction import compact_run
+from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import RunStatus
 from tests.conftest import Torchrun

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdp_inspect import open_run
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind
 from tests.distributed.limited_driver import NUM_BYTES
 from tests.distributed.limited_network import limited_network, why_not

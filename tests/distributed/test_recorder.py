@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_inspect import StoredRun, open_run
 from fsdp_inspect.analysis.plan_check.check import check_plan
+from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
     NO_UNIT,

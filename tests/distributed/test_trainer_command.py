@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_inspect import open_run
+from fsdp_inspect.store.reader import open_run
 
 pytestmark = pytest.mark.distributed
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_inspect import Plan, open_run
+from fsdp_inspect import Plan
+from fsdp_inspect.store.reader import open_run
 from tests.distributed.trainer_driver import ON_2_RANKS, ON_4_RANKS
 
 pytestmark = pytest.mark.distributed

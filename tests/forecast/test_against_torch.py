@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_inspect import ForecastTarget, forecast_memory, open_run
+from fsdp_inspect import ForecastTarget, forecast_memory
 from fsdp_inspect.analysis.memory.peak import measure_memory
+from fsdp_inspect.store.reader import open_run
 
 WORLD_SIZE, WIDTH, BATCH = 8, 256, 16
 

@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from fsdp_inspect import forecast_memory, open_run
+from fsdp_inspect import forecast_memory
+from fsdp_inspect.store.reader import open_run
 
 ROOT = Path(__file__).parents[2]
 

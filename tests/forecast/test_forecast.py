@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.memory.peak import measure_memory
 from fsdp_inspect.errors import ForecastError, RecordingError, StoreError
 from fsdp_inspect.forecast.forecast import forecast_memory
 from fsdp_inspect.forecast.target import ForecastTarget
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import MemoryPoint
 from fsdp_inspect.trace.tables import MemoryTable
 from instrumented_trainer.forecasting import build

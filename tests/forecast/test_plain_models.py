@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_inspect import ForecastTarget, Recorder, forecast_memory, open_run
+from fsdp_inspect import ForecastTarget, Recorder, forecast_memory
 from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
 from fsdp_inspect.emulation.process import emulate
 from fsdp_inspect.emulation.specification import Link, Specification
 from fsdp_inspect.errors import ForecastError
+from fsdp_inspect.store.reader import open_run
 from tests.forecast import plain_models
 
 WORLD_SIZE = 4

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterator
 
-from fsdp_inspect import open_run
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind
 from tests.benchmarks.figures import Figure
 from tests.gpu.outcome import Row

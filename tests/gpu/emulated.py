@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.exposed import measure_exposed
 from fsdp_inspect.analysis.memory.peak import measure_memory
 from fsdp_inspect.analysis.step_times import measure_step_times
@@ -21,7 +20,7 @@ from fsdp_inspect.simulation.changes import Changes, apply_changes
 from fsdp_inspect.simulation.recorded import observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan
 from fsdp_inspect.simulation.simulate import Simulation, simulate_plan
-from fsdp_inspect.store.reader import StoredRun
+from fsdp_inspect.store.reader import StoredRun, open_run
 from tests.benchmarks.figures import Figure
 from tests.gpu.outcome import Row, shown, unavailable
 from tests.gpu.setting import (

@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_inspect import Recorder, open_run
+from fsdp_inspect import Recorder
 from fsdp_inspect.emulation.process import emulate
 from fsdp_inspect.emulation.specification import parse_specification
 from fsdp_inspect.recording.failure import SNAPSHOT_FILE
-from fsdp_inspect.store.reader import StoredRun
+from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, MemoryPoint
 from fsdp_inspect.trace.run import RunStatus
 from instrumented_trainer.runtime import Runtime, process_group

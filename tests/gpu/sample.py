@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdp_inspect import open_run
 from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunStatus
 from tests.benchmarks.figures import Figure
 from tests.gpu.outcome import Row

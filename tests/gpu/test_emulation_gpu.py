@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_inspect import Recorder, open_run
+from fsdp_inspect import Recorder
 from fsdp_inspect.emulation.process import emulate
 from fsdp_inspect.emulation.specification import parse_specification
 from fsdp_inspect.emulation.wires import SpinningDevice
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind
 
 pytestmark = pytest.mark.gpu

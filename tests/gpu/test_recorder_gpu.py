@@ -25,7 +25,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_inspect import Recorder, open_run
+from fsdp_inspect import Recorder
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, MemoryPoint, Method
 from fsdp_inspect.trace.tables import EventTable
 

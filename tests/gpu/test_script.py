@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_inspect import open_run
+from fsdp_inspect.store.reader import open_run
 from tests.benchmarks.figures import Figure
 from tests.benchmarks.machine import describe_machine
 from tests.gpu import __main__ as script

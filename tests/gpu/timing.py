@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.collectives.queues import queue_up
 from fsdp_inspect.analysis.step_times import measure_step_times
 from fsdp_inspect.formatting import format_ns
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.run import RunSource

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_inspect import open_run
 from fsdp_inspect.formatting import format_ns
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind, Phase
 from instrumented_trainer.runtime import Runtime
 from tests.benchmarks.accuracy import Pair, match_in_order

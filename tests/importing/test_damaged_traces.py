@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.errors import FsdpInspectError, ImportingError
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.importing.trace_file import ImportLimits
+from fsdp_inspect.store.reader import open_run
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 
 

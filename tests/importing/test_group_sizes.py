@@ -1,8 +1,8 @@
 """How many ranks communicate: told by the trace, inferred and said so, or not known."""
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.bandwidth import measure_bandwidth
 from fsdp_inspect.importing.kineto import import_traces
+from fsdp_inspect.store.reader import open_run
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 
 GROUP_WORDS = (

@@ -6,10 +6,10 @@ tests are skipped.
 
 import pytest
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.overlap import measure_overlap
 from fsdp_inspect.importing.kineto import import_traces
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.intervals import Intervals
 from tests.benchmarks.hta_environment import ask_hta, find_hta

@@ -2,9 +2,9 @@
 
 import pytest
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.importing.kineto import import_traces
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase, Source
 from fsdp_inspect.trace.run import RunStatus
 from tests.importing.kineto_traces import (

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.errors import ImportingError, StoreError
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.results import to_plain
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind
 from tests.builders import steady_run
 from tests.importing.kineto_traces import (

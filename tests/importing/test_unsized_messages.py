@@ -2,13 +2,13 @@
 
 import pytest
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.overlap import measure_overlap
 from fsdp_inspect.analysis.plan_check.check import check_plan
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.analysis.units import measure_units
 from fsdp_inspect.comparison.comparison import compare_runs
 from fsdp_inspect.importing.kineto import import_traces
+from fsdp_inspect.store.reader import open_run
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 
 _SIZES = ("In msg nelems", "Out msg nelems", "dtype")

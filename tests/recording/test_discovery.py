@@ -16,8 +16,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.modules import module as torch_module
 
-from fsdp_inspect import Recorder, open_run
+from fsdp_inspect import Recorder
 from fsdp_inspect.recording.discovery import NO_GRADIENTS, NOT_SHARDED, RECORDS_ITSELF, Discovery
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunStatus
 
 

@@ -15,10 +15,11 @@ import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_inspect import Recorder, open_run
+from fsdp_inspect import Recorder
 from fsdp_inspect.recording import folders
 from fsdp_inspect.recording.folders import RecordingFolder, agree_on_folder, default_path
 from fsdp_inspect.store.folder import read_manifest
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunManifest, RunStatus
 
 

@@ -15,12 +15,13 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_inspect import Recorder, open_run
+from fsdp_inspect import Recorder
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording import unit_hooks
 from fsdp_inspect.recording.failure import describe_allocated
 from fsdp_inspect.recording.memory import AllocatorReading
 from fsdp_inspect.recording.units import ProcessGroups, describe_units, find_recordable_groups
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind, Source
 from fsdp_inspect.trace.run import RunStatus
 

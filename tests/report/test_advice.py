@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect import open_run
 from fsdp_inspect.advice.advise import PlanAdvice
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run
@@ -16,6 +15,7 @@ from fsdp_inspect.report.advice import (
     describe_plans,
     describe_saving,
 )
+from fsdp_inspect.store.reader import open_run
 from tests.builders import MIB
 
 SAMPLE = Path(__file__).parents[2] / "samples" / "tiny-2-ranks" / "run"

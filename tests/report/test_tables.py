@@ -4,10 +4,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.report.selection import select
 from fsdp_inspect.report.tables import TableFormat, write_tables
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventFlag, MemoryPoint
 from tests.builders import RunBuilder, add_steady_step, steady_run
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdp_inspect import open_run
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.analysis.memory.peak import measure_memory
 from fsdp_inspect.store.reader import StoredRun
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint

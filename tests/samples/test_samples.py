@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_inspect import open_run
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunStatus
 
 SAMPLES = Path(__file__).parents[2] / "samples"

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from fsdp_inspect import StoredRun, open_run
 from fsdp_inspect.simulation.changes import Changes, apply_changes
 from fsdp_inspect.simulation.recorded import measure_work, observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan, shapes_of
 from fsdp_inspect.simulation.simulate import simulate_plan
+from fsdp_inspect.store.reader import StoredRun, open_run
 from instrumented_trainer.command_line import check_settings
 from instrumented_trainer.runtime import process_group, read_runtime
 from instrumented_trainer.trainer import prepare, train

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect import open_run
 from fsdp_inspect.simulation.machine import HostMachine
 from fsdp_inspect.simulation.memory import Held, MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.recorded import measure_work
@@ -19,6 +18,7 @@ from fsdp_inspect.simulation.workload import (
     Workload,
     tape_of,
 )
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.plan import Plan
 
 SAMPLES = sorted((Path(__file__).parents[2] / "samples").glob("*/run"))

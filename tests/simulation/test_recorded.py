@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.step_selection import timed_rank
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.simulation.prediction import predicted_events
@@ -22,6 +21,7 @@ from fsdp_inspect.simulation.workload import (
     Workload,
     tape_of,
 )
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind, Source
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 from tests.builders import InMemoryRun, RunBuilder

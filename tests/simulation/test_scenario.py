@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect import open_run
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.simulation.network import CostLine, Network, fit_network
 from fsdp_inspect.simulation.recorded import (
@@ -25,6 +24,7 @@ from fsdp_inspect.simulation.workload import (
     Workload,
     tape_of,
 )
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 from fsdp_inspect.trace.run import RunManifest, Unit

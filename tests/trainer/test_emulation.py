@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect import open_run
 from fsdp_inspect.errors import ConfigError
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind, Phase
 from instrumented_trainer.__main__ import main
 from instrumented_trainer.command_line import check_settings

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fsdp_inspect import StoredRun
 from fsdp_inspect.simulation.changes import apply_changes
 from fsdp_inspect.simulation.recorded import measure_work, observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan, shapes_of
+from fsdp_inspect.store.reader import StoredRun
 from fsdp_inspect.trace.plan import Plan
 from tests.validation.grid import (
     BASELINE_LINK,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdp_inspect import StoredRun, open_run
 from fsdp_inspect.simulation.recorded import RecordedWork, measure_work
 from fsdp_inspect.simulation.simulate import Simulation, simulate_plan
 from fsdp_inspect.store.folder import list_runs
+from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.trace.plan import Plan
 
 

@@ -26,6 +26,7 @@ from fsdp_inspect.report.advice import (
     describe_row,
     describe_saving,
 )
+from fsdp_inspect.report.figure_style import CONFIG
 from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect.trace.plan import Plan
@@ -42,7 +43,6 @@ from fsdp_inspect_app.cards import (
     show_table_button,
 )
 from fsdp_inspect_app.charts.advice import draw_front
-from fsdp_inspect_app.charts.style import CONFIG
 from fsdp_inspect_app.frames.advice import frame_front, frame_outcomes
 from fsdp_inspect_app.knob_widgets import show_knob
 from fsdp_inspect_app.knobs import KNOBS_OF_LINK, network_of

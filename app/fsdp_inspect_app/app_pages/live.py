@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import streamlit as st
 
-from fsdp_inspect import StoredRun
 from fsdp_inspect.analysis.live.feed import LiveState, LiveStatus
 from fsdp_inspect.analysis.live.view import DeviceSeries
 from fsdp_inspect.errors import StoreError
@@ -12,6 +11,7 @@ from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_rat
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.live_wording import advise_live, describe_live, describe_pace
 from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect.store.reader import StoredRun
 from fsdp_inspect.trace.run import RunStatus
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.cards import (

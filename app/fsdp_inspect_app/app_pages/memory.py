@@ -16,6 +16,7 @@ from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import memory_wording
+from fsdp_inspect.report.figures import draw_alive
 from fsdp_inspect.report.values import format_metric
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect.trace.run import RunManifest
@@ -31,7 +32,6 @@ from fsdp_inspect_app.cards import (
     show_table,
 )
 from fsdp_inspect_app.charts.memory import (
-    draw_alive,
     draw_allocator,
     draw_growth,
     draw_rank_memory,

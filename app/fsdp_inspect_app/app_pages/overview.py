@@ -5,7 +5,6 @@ from functools import partial
 
 import streamlit as st
 
-from fsdp_inspect import StoredRun
 from fsdp_inspect.advice.run_advice import find_findings
 from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.exposed import Exposed, ExposedOwner
@@ -18,8 +17,18 @@ from fsdp_inspect.errors import FsdpInspectError, StoreError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.metrics import define_metric, find_metric
 from fsdp_inspect.report.causes import format_cause
+from fsdp_inspect.report.figure_style import CONFIG
+from fsdp_inspect.report.figures import (
+    draw_breakdown,
+    draw_memory,
+    draw_owners,
+    draw_peak,
+    draw_scalar,
+    draw_step_times,
+)
 from fsdp_inspect.report.values import format_kind
 from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect.store.reader import StoredRun
 from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
@@ -30,15 +39,6 @@ from fsdp_inspect_app.cards import (
     show_headline,
     show_table_button,
 )
-from fsdp_inspect_app.charts.overview import (
-    draw_breakdown,
-    draw_memory,
-    draw_owners,
-    draw_peak,
-    draw_scalar,
-    draw_step_times,
-)
-from fsdp_inspect_app.charts.style import CONFIG
 from fsdp_inspect_app.clicks import Click, open_on_click
 from fsdp_inspect_app.exports import show_export_button, show_share_button
 from fsdp_inspect_app.finding_list import find_waits, page_of_limit, show_findings

@@ -15,6 +15,8 @@ from fsdp_inspect.analysis.verdict import RankVerdict
 from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import ranks_wording
+from fsdp_inspect.report.figure_style import CONFIG
+from fsdp_inspect.report.figures import draw_breakdown
 from fsdp_inspect.report.values import format_metric
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect.trace.run import RunManifest
@@ -28,9 +30,7 @@ from fsdp_inspect_app.cards import (
     show_headline,
     show_table,
 )
-from fsdp_inspect_app.charts.overview import draw_breakdown
 from fsdp_inspect_app.charts.ranks import draw_grid, draw_rank_steps
-from fsdp_inspect_app.charts.style import CONFIG
 from fsdp_inspect_app.clicks import Click, open_on_click
 from fsdp_inspect_app.frames.overview import frame_breakdown
 from fsdp_inspect_app.frames.ranks import (

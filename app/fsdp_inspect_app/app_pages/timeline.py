@@ -6,7 +6,6 @@ from functools import partial
 
 import streamlit as st
 
-from fsdp_inspect import StoredRun
 from fsdp_inspect.analysis.bandwidth import measure_bandwidth
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
@@ -17,6 +16,7 @@ from fsdp_inspect.analysis.step_waits import EventFacts, describe_event, measure
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_ns, format_unit
 from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect.store.reader import StoredRun
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import show_csv_button, show_headline, show_table

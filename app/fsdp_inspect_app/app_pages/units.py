@@ -8,6 +8,8 @@ from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.analysis.units import UnitCost
 from fsdp_inspect.formatting import MISSING, format_unit
 from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.report.figure_style import CONFIG
+from fsdp_inspect.report.figures import UNIT_MEASURES, draw_units
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect_app import loading, wording
@@ -18,8 +20,6 @@ from fsdp_inspect_app.cards import (
     show_csv_button,
     show_headline,
 )
-from fsdp_inspect_app.charts.style import CONFIG
-from fsdp_inspect_app.charts.units import UNIT_MEASURES, draw_units
 from fsdp_inspect_app.clicks import open_on_click
 from fsdp_inspect_app.finding_list import find_waits
 from fsdp_inspect_app.frames.units import frame_units

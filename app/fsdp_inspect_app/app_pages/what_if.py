@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import streamlit as st
 
-from fsdp_inspect import StoredRun
 from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.errors import FsdpInspectError, MissingDataError, PlanError
 from fsdp_inspect.formatting import format_bytes, format_bytes_per_s, format_ns
@@ -22,6 +21,7 @@ from fsdp_inspect.simulation.recorded import RecordedWork
 from fsdp_inspect.simulation.scenario import resolve_plan
 from fsdp_inspect.simulation.simulate import Simulation
 from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect.store.reader import StoredRun
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect_app import loading

@@ -4,8 +4,8 @@ import plotly.graph_objects as go
 
 from fsdp_inspect.advice.advise import PlanAdvice
 from fsdp_inspect.formatting import format_bytes, format_ns
+from fsdp_inspect.report.figure_style import NEUTRAL, memory_unit, styled
 from fsdp_inspect_app import wording
-from fsdp_inspect_app.charts.style import NEUTRAL, memory_unit, styled
 from fsdp_inspect_app.frames.values import ms
 
 RECORDED, PLANS, ADVISED = "#56B4E9", "#009E73", "#D55E00"

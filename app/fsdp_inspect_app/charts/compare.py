@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import plotly.graph_objects as go
 
 from fsdp_inspect.formatting import format_bytes, format_ns
+from fsdp_inspect.report.figure_style import ROW_HEIGHT, fill, memory_unit, name_rows, styled
 from fsdp_inspect.report.palette import Look
 from fsdp_inspect_app import wording
-from fsdp_inspect_app.charts.style import ROW_HEIGHT, fill, memory_unit, name_rows, styled
 from fsdp_inspect_app.frames.values import NS_PER_MS
 
 LESS = Look("less", "#0072B2", "#FFFFFF")

@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from fsdp_inspect.analysis.live.view import DeviceSeries, LiveMemory, LiveStep
-from fsdp_inspect_app.charts.style import (
+from fsdp_inspect.report.figure_style import (
     NEUTRAL,
     line_mode,
     memory_unit,

@@ -5,15 +5,13 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse
-from fsdp_inspect.analysis.memory.peak import MemoryOfStep, PeakMoment, RankMemory
+from fsdp_inspect.analysis.memory.peak import MemoryOfStep, RankMemory
 from fsdp_inspect.analysis.memory.step import PlaceSpan, StepMemory
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.report import palette
-from fsdp_inspect_app import wording
-from fsdp_inspect_app.charts.style import (
+from fsdp_inspect.report.figure_style import (
     NEUTRAL,
     PAIRED_HEIGHT,
-    ROW_HEIGHT,
     SHADE,
     line_mode,
     memory_unit,
@@ -22,6 +20,7 @@ from fsdp_inspect_app.charts.style import (
     shade_steps,
     styled,
 )
+from fsdp_inspect_app import wording
 from fsdp_inspect_app.frames.memory import name_place
 from fsdp_inspect_app.frames.values import ms
 
@@ -175,33 +174,6 @@ def _name_peak(figure: go.Figure, memory: StepMemory, size: int) -> None:
         font={"size": 12},
     )
     figure.update_layout(yaxis_range=[0, 1.3 * highest / size])
-
-
-def draw_alive(peak: PeakMoment, *, most: int) -> go.Figure:
-    """What is alive at the peak: a bar for each owning unit, its parts by category."""
-    owners = peak.owners[:most]
-    size, suffix = memory_unit([owner.bytes for owner in owners])
-    names = [wording.label(name_place(owner.fqn)) for owner in owners]
-    by_owner = [{one.category: one.bytes for one in owner.categories} for owner in owners]
-    figure = go.Figure()
-    for category in peak.categories:
-        held = [amounts.get(category.category, 0) for amounts in by_owner]
-        if not any(held):
-            continue
-        look = palette.MEMORY_LOOKS[category.category]
-        figure.add_bar(
-            x=[one / size for one in held],
-            y=list(range(len(owners))),
-            customdata=names,
-            orientation="h",
-            name=look.label,
-            marker={"color": look.colour, "line": {"width": 0}},
-            hovertemplate=f"%{{customdata}}: %{{x:,.2f}} {suffix} {look.label}<extra></extra>",
-        )
-    figure.update_layout(barmode="stack")
-    name_rows(figure, names)
-    figure.update_xaxes(ticksuffix=f" {suffix}", rangemode="tozero", nticks=6)
-    return styled(figure, height=max(PAIRED_HEIGHT, 130 + ROW_HEIGHT * len(owners)))
 
 
 def draw_growth(steps: Sequence[MemoryOfStep], warmup: Sequence[int]) -> go.Figure:

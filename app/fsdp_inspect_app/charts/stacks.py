@@ -6,9 +6,9 @@ import plotly.graph_objects as go
 
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.report import palette
+from fsdp_inspect.report.figure_style import fill, memory_unit, name_rows, styled
 from fsdp_inspect.report.palette import Look
 from fsdp_inspect_app import wording
-from fsdp_inspect_app.charts.style import fill, memory_unit, name_rows, styled
 from fsdp_inspect_app.frames.values import NS_PER_MS
 from fsdp_inspect_app.played_memory_looks import HELD_LOOKS
 

@@ -4,16 +4,27 @@ For `fsdp-inspect memory` and the dashboard's Memory page; the fields are the ke
 `memory --json`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse, measure_allocator
 from fsdp_inspect.analysis.memory.growth import MemoryGrowth, measure_memory_growth
-from fsdp_inspect.analysis.memory.peak import Memory, RankMemory, measure_memory
+from fsdp_inspect.analysis.memory.peak import Memory, OwnerBytes, RankMemory, measure_memory
+from fsdp_inspect.columns import TableSpec, metric_column, text_column
+from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.results import TableResult
+from fsdp_inspect.trace.codes import MemoryCategory
 from fsdp_inspect.trace.run import RunSource
 
 
+def _bytes_of_category(category: str, owner: OwnerBytes) -> int | None:
+    return next((each.bytes for each in owner.categories if each.category == category), None)
+
+
 @dataclass(frozen=True, slots=True)
-class MemoryOverview:
+class MemoryOverview(TableResult):
     """The memory of a run, with one of its ranks in detail."""
 
     run_id: str
@@ -33,6 +44,31 @@ class MemoryOverview:
     """Of that rank if one was asked for, else of the rank whose memory rose most."""
     failed_unit: str | None
     """Where the request that failed was made; None outside all units, or without one."""
+
+    TABLE: ClassVar[TableSpec] = TableSpec(
+        "Memory at the peak by owner",
+        (
+            text_column(
+                "unit",
+                "The owner of the storages.",
+                lambda owner: "(no unit)" if owner.fqn is None else format_unit(owner.fqn),
+            ),
+            metric_column("bytes", metric="peak_allocated_bytes", label="at the peak"),
+            *(
+                metric_column(
+                    f"{category.label}_bytes",
+                    partial(_bytes_of_category, category.label),
+                    metric="peak_allocated_bytes",
+                    label=category.label.replace("_", " "),
+                )
+                for category in MemoryCategory
+            ),
+        ),
+    )
+
+    def rows(self) -> Sequence[OwnerBytes]:
+        """The owners at the highest moment of the memory step, largest first."""
+        return self.memory.peak.owners if self.memory.peak else ()
 
 
 def measure_memory_overview(run: RunSource, *, rank: int | None = None) -> MemoryOverview:

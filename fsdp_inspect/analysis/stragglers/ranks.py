@@ -29,6 +29,7 @@ Source: RULES R32; TraceLens' start skew and communication latency (minimum over
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +52,9 @@ from fsdp_inspect.analysis.stragglers.sampling import (
     sample_ranks,
     spread,
 )
+from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column
 from fsdp_inspect.formatting import format_ratio
+from fsdp_inspect.results import TableResult
 from fsdp_inspect.statistics import median, percentile
 from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, EventKind, Phase, StepPart
@@ -140,7 +143,7 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class Ranks(TableResult):
     """What can be told about the ranks of a run against each other."""
 
     ranks: tuple[RankRow, ...]
@@ -167,6 +170,28 @@ class Ranks:
     def imbalance_ns(self) -> int | None:
         """What all lateness together costs per step."""
         return None if self.replay is None else self.replay.replayed_ns - self.replay.balanced_ns
+
+    TABLE: ClassVar[TableSpec] = TableSpec(
+        "Ranks in their typical step",
+        (
+            number_column("rank", "The rank."),
+            text_column("host", "The machine that it ran on."),
+            metric_column("step_time_ns"),
+            metric_column("communication_ns"),
+            metric_column("exposed_ns"),
+            metric_column("overlap_ratio"),
+            metric_column("own_work_ns"),
+            metric_column("busiest_ratio"),
+            metric_column("lateness_ns"),
+            metric_column("last_ratio"),
+            metric_column("shortest_ratio"),
+            metric_column("peak_allocated_bytes"),
+        ),
+    )
+
+    def rows(self) -> Sequence[RankRow]:
+        """The ranks, by rank."""
+        return self.ranks
 
 
 def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Ranks:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.plan_check.check import check_plan
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase
 from fsdp_inspect.trace.run import ModelInfo
 from tests.builders import MESSAGE_BYTES, RunBuilder

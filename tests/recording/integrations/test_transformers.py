@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect import StoredRun, open_run
+from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.run import RunStatus
 from tests.conftest import Torchrun

@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect import open_run
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.report.html import (
     read_comparison,
@@ -12,6 +11,7 @@ from fsdp_inspect.report.html import (
     render_run,
 )
 from fsdp_inspect.report.html.page import MOST_OWNERS
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import MemoryPoint
 from fsdp_inspect.trace.run import RunStatus
 from tests.builders import MIB, RunBuilder, add_steady_step, steady_run

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.exposed import measure_exposed
 from fsdp_inspect.errors import ExportError, IncompleteRunError, MissingDataError
 from fsdp_inspect.report.perfetto import write_perfetto
 from fsdp_inspect.report.selection import select
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Stream
 from tests.builders import RunBuilder, add_steady_step, steady_run
 from tests.report.perfetto.trace_reader import read_trace

@@ -1,10 +1,11 @@
-"""How does every chart look? Colours, sizes and axes that the figures share.
+"""Share colours, sizes and axes among all figures.
 
-Text, grid and background are left to Streamlit's theme, so that a figure is right in light and in
-dark; fills come from `palette`. Lines that stand for no kind of time are a neutral grey, and what
-is exposed is hatched.
+Text, grid and background are left to the page's theme, so a figure is readable in light and in
+dark. Fills come from `palette`. Lines that stand for no kind of time are a neutral grey, and
+exposed time is hatched.
 """
 
+import html
 from collections.abc import Sequence
 
 import plotly.graph_objects as go
@@ -34,6 +35,20 @@ _WHOLE_UNITS = (" ms", " MiB", " GiB")
 """Suffixes of ticks that go with no prefix of their own: 10,000 ms and not 10k ms."""
 _FEW_STEPS = 8
 """Fewer have a tick each: a tick between two steps would be of none."""
+
+
+NS_PER_MS = 1e6
+
+
+def ms(value_ns: float | None) -> float | None:
+    """Nanoseconds as milliseconds; a missing value stays missing."""
+    return None if value_ns is None else value_ns / NS_PER_MS
+
+
+def plain_label(text: str) -> str:
+    """A name in a figure: plotly reads a subset of HTML in labels."""
+    one_line = "".join(character if character.isprintable() else " " for character in text)
+    return html.escape(one_line, quote=False)
 
 
 def fill(look: Look) -> dict[str, object]:

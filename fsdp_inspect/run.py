@@ -1,0 +1,405 @@
+"""Open a run and get every answer about it as a result object.
+
+`Run` is what the commands, the dashboard, the reports and notebooks use. Its methods call the
+analyses, the simulator and the advisor, and return results: numbers as attributes, and the ways
+out of `fsdp_inspect.results` (`to_dict`, `to_pandas`, `to_arrow`, `plot`).
+
+    import fsdp_inspect as fi
+
+    run = fi.open_run("runs/llama-1b")
+    run.summary().verdict.sentence
+    run.exposed(unit="layers.3").to_pandas()
+
+Times are integers in nanoseconds and end in `_ns`, sizes are bytes and end in `_bytes`, ratios are
+between 0 and 1. Times are those of the typical step unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fsdp_inspect.analysis.context import RunContext
+from fsdp_inspect.analysis.step_selection import StepSelection, select_steps, timed_ranks
+from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource, RunStatus
+
+if TYPE_CHECKING:
+    from fsdp_inspect.advice.advise import Advice
+    from fsdp_inspect.analysis.breakdown_causes import BreakdownCauses
+    from fsdp_inspect.analysis.memory.overview import MemoryOverview
+    from fsdp_inspect.analysis.rank_waits import RankWaits
+    from fsdp_inspect.analysis.scalars import ScalarSeries
+    from fsdp_inspect.analysis.step_times import StepTimes
+    from fsdp_inspect.analysis.stragglers.ranks import Ranks
+    from fsdp_inspect.analysis.summary import Summary
+    from fsdp_inspect.analysis.unit_history import UnitHistory
+    from fsdp_inspect.analysis.units import UnitCosts
+    from fsdp_inspect.checks.check import CheckResult
+    from fsdp_inspect.comparison.comparison import Comparison
+    from fsdp_inspect.predictions.records import Prediction
+    from fsdp_inspect.predictions.verification import Verification
+    from fsdp_inspect.simulation.simulate import Simulation
+    from fsdp_inspect.trace.plan import Plan
+
+T = TypeVar("T")
+
+
+class Run:
+    """One recorded, emulated or imported run.
+
+    Answers are computed when asked for and kept, so asking twice costs nothing. A run that is
+    still being recorded shows what was there when it was opened; open it again to see more.
+    """
+
+    def __init__(self, source: RunSource) -> None:
+        """Use `open_run` for a folder; any `RunSource` works."""
+        self._context = RunContext(source)
+
+    def __repr__(self) -> str:
+        num_ranks = len(self.ranks_recorded)
+        return f"<Run {self.id!r}: {self.status.value}, {num_ranks} of {self.world_size} ranks>"
+
+    # --- what the run is
+
+    @property
+    def source(self) -> RunContext:
+        """The tables behind the answers: a `RunSource` that all analyses share."""
+        return self._context
+
+    @property
+    def id(self) -> str:
+        """The name of the run folder."""
+        return self.manifest.run_id
+
+    @property
+    def manifest(self) -> RunManifest:
+        """Configuration, model, units, mesh, versions and environment of the run."""
+        return self._context.manifest
+
+    @property
+    def status(self) -> RunStatus:
+        """How the run ended, or that it is still running."""
+        return self._context.status
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What is missing or unusual, one sentence each; empty for a complete run."""
+        return self._context.notes
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that trained."""
+        return self.manifest.world_size
+
+    @property
+    def ranks_recorded(self) -> Sequence[RankRecord]:
+        """The ranks whose files are here, by rank."""
+        return self._context.ranks
+
+    # --- the shared context
+
+    @cached_property
+    def steps(self) -> StepSelection:
+        """The finished steps, and which of them are timed, warm-up or memory steps."""
+        return select_steps(self._context)
+
+    @cached_property
+    def median_rank(self) -> int | None:
+        """The rank that times come from by default; None without a timed step."""
+        median = timed_ranks(self._context).median
+        return None if median is None else median.rank
+
+    @cached_property
+    def unit_names(self) -> tuple[str, ...]:
+        """The names of the FSDP units by index; the root is `(root)`."""
+        from fsdp_inspect.formatting import format_unit
+
+        return tuple(format_unit(unit.fqn) for unit in self.manifest.units)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan that the recorder observed on the model.
+
+        Raises:
+            MissingDataError: The run has none, as imported traces.
+        """
+        from fsdp_inspect.simulation.recorded import observed_plan
+
+        return observed_plan(self._context)
+
+    # --- questions about the run
+
+    def summary(self) -> Summary:
+        """What limits the step, where its time goes, what fills memory, and what to try next."""
+        from fsdp_inspect.analysis.summary import measure_summary
+
+        return self._ask("summary", lambda: measure_summary(self._context))
+
+    def breakdown(self, *, rank: int | None = None, step: int | None = None) -> BreakdownCauses:
+        """The parts of a step, which add up to it, and the causes of its exposed waits.
+
+        Args:
+            rank: Default the median rank.
+            step: One finished step, timed or not; default the typical step.
+
+        Raises:
+            IncompleteRunError: The run holds nothing of that rank, or it did not finish the step.
+        """
+        from fsdp_inspect.analysis.breakdown_causes import measure_breakdown_causes
+
+        return self._ask(
+            ("breakdown", rank, step),
+            lambda: measure_breakdown_causes(self._context, rank=rank, step=step),
+        )
+
+    def exposed(self, *, unit: str | None = None, rank: int | None = None) -> RankWaits:
+        """The exposed communication by unit, collective, phase and cause, with evidence.
+
+        Args:
+            unit: Name of a unit to limit the answer to; `(root)` is the root.
+            rank: Default the median rank.
+
+        Raises:
+            IncompleteRunError: The run holds nothing of that rank.
+            MissingDataError: The run has no unit of that name.
+        """
+        from fsdp_inspect.analysis.rank_waits import measure_rank_waits
+
+        return self._ask(
+            ("exposed", unit, rank),
+            lambda: measure_rank_waits(self._context, rank=rank, unit=unit),
+        )
+
+    def units(self, *, rank: int | None = None) -> UnitCosts:
+        """What each FSDP unit costs in the typical step: collectives, copies, compute.
+
+        Args:
+            rank: Default the median rank.
+
+        Raises:
+            IncompleteRunError: The run holds nothing of that rank.
+        """
+        from fsdp_inspect.analysis.units import measure_units
+
+        return self._ask(("units", rank), lambda: measure_units(self._context, rank=rank))
+
+    def unit_history(self, unit: str, *, rank: int | None = None) -> UnitHistory | None:
+        """Every collective of one unit over the timed steps; None without a timed step.
+
+        Args:
+            unit: Name of the unit; `(root)` is the root.
+            rank: Default the median rank.
+
+        Raises:
+            IncompleteRunError: The run holds nothing of that rank.
+            MissingDataError: The run has no unit of that name.
+        """
+        from fsdp_inspect.analysis.unit_history import measure_unit_history
+        from fsdp_inspect.analysis.unit_names import find_unit
+
+        index = find_unit(self.manifest, unit).index
+        return self._ask(
+            ("unit history", index, rank),
+            lambda: measure_unit_history(self._context, unit=index, rank=rank),
+        )
+
+    def memory(self, *, rank: int | None = None) -> MemoryOverview:
+        """The peak by unit, phase and category, the limit of the device, and growth.
+
+        Args:
+            rank: Default the rank with the highest peak.
+
+        Raises:
+            IncompleteRunError: The run holds nothing of that rank.
+        """
+        from fsdp_inspect.analysis.memory.overview import measure_memory_overview
+
+        return self._ask(
+            ("memory", rank), lambda: measure_memory_overview(self._context, rank=rank)
+        )
+
+    def ranks(self) -> Ranks:
+        """Each rank's times and lateness, and the straggler with its cost, if there is one."""
+        from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
+
+        return self._ask("ranks", lambda: measure_ranks(self._context))
+
+    def step_times(self) -> StepTimes:
+        """The step time over all finished steps of the median rank, and its spread."""
+        from fsdp_inspect.analysis.step_times import measure_step_times
+
+        return self._ask("step times", lambda: measure_step_times(self._context))
+
+    def scalars(self) -> Mapping[str, ScalarSeries]:
+        """The numbers that the training loop logged, by name; empty if it logged none."""
+        from fsdp_inspect.analysis.scalars import measure_scalars
+
+        return self._ask(
+            "scalars", lambda: {series.name: series for series in measure_scalars(self._context)}
+        )
+
+    # --- other runs, other plans
+
+    def compare(self, *others: Run | Sequence[Run]) -> Comparison:
+        """What differs from other runs: settings first, then time judged against noise, memory.
+
+        Args:
+            others: Runs, or lists of runs that repeat one another. This run is the reference.
+
+        Raises:
+            ValueError: No other run is given.
+        """
+        from fsdp_inspect.comparison.comparison import compare_runs
+
+        if not others:
+            raise ValueError(
+                "compare() got no run. Expected at least one other run to compare with."
+            )
+        sides = [each.source if isinstance(each, Run) else [run.source for run in each]
+                 for each in others]  # fmt: skip
+        return compare_runs(self._context, *sides)
+
+    def simulate(
+        self,
+        plan: Plan | None = None,
+        *,
+        bandwidth: float | None = None,
+        latency_ns: float | None = None,
+        rank: int | None = None,
+        **changes: Any,
+    ) -> Simulation:
+        """Predict the step time and the peak memory under another plan or on another network.
+
+        Args:
+            plan: The plan to simulate; default the recorded one.
+            bandwidth: Bus bandwidth of the network in bytes per second; default the run's own.
+            latency_ns: Latency of the network; default the run's own.
+            rank: Whose work to simulate; default the median rank.
+            changes: Changes of the plan by name, such as `wrap="every:2"`, `forward_prefetch=2`,
+                `reshard_after_forward=False` or `world_size=16`: the fields of
+                `simulation.changes.Changes`.
+
+        Raises:
+            MissingDataError: The run holds too little to simulate from; says what is missing.
+            PlanError: The plan does not fit the model.
+            TypeError: There is no such change.
+            ValueError: An impossible network.
+        """
+        from fsdp_inspect.simulation.changes import Changes, apply_changes
+        from fsdp_inspect.simulation.scenario import resolve_plan, shapes_of
+        from fsdp_inspect.simulation.simulate import simulate_plan
+
+        start = resolve_plan(self.plan if plan is None else plan, self.manifest)
+        wanted = apply_changes(start, Changes(**changes), shapes_of(self.manifest))
+        return simulate_plan(
+            self._context, wanted, rank=rank, bus_bytes_per_s=bandwidth, latency_ns=latency_ns
+        )
+
+    def advise(
+        self,
+        memory_limit: int | str | None = None,
+        *,
+        on_progress: Callable[[int], object] = lambda _: None,
+        **request: Any,
+    ) -> Advice:
+        """What to change, in order: first problems that no plan can fix, then plans by gain.
+
+        Args:
+            memory_limit: The peak must not exceed it: bytes, or text such as `"80GiB"`; default
+                the memory of the device.
+            on_progress: Called with the number of plans simulated so far.
+            request: Further wishes by name: the fields of `advice.request.AdviceRequest`.
+
+        Raises:
+            TypeError: There is no such field.
+            ValueError: The memory limit cannot be read.
+        """
+        from fsdp_inspect.advice.request import AdviceRequest
+        from fsdp_inspect.advice.run_advice import advise_run
+        from fsdp_inspect.quantities import parse_bytes
+
+        limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
+        if limit is None and memory_limit is not None:
+            raise ValueError(
+                f"Invalid memory limit: {memory_limit!r}. Expected an amount such as '80GiB'."
+            )
+        wanted = AdviceRequest(memory_limit=limit, **{"run_name": self.id, **request})
+        return advise_run(self._context, wanted, digest=self.summary(), on_play=on_progress)
+
+    def verify(
+        self, prediction: Prediction | str | Path, *, baseline: Sequence[Run] = ()
+    ) -> Verification:
+        """Compare this run, which ran a predicted plan, with the prediction.
+
+        Args:
+            prediction: A prediction, or the file that `simulate` or `advise` wrote.
+            baseline: Runs of the plan before, recorded next to this one.
+
+        Raises:
+            PredictionError: The file is no prediction, or it was made for another model.
+        """
+        from fsdp_inspect.predictions.files import read_prediction
+        from fsdp_inspect.predictions.verification import verify_prediction
+
+        given = (
+            read_prediction(Path(prediction)) if isinstance(prediction, (str, Path)) else prediction
+        )
+        return verify_prediction(given, [self._context], [run.source for run in baseline])
+
+    def check(
+        self, baseline: str | Path | None = None, *, budget: str | Path | None = None
+    ) -> CheckResult:
+        """Check the run against a baseline file, a budget file, or both, as the CI gate does.
+
+        Raises:
+            CheckError: A file is missing or invalid.
+        """
+        from fsdp_inspect.checks.baseline import read_baseline
+        from fsdp_inspect.checks.check import check_run
+        from fsdp_inspect.checks.limits import read_budget
+        from fsdp_inspect.checks.measurements import read_runs
+
+        return check_run(
+            read_runs([self._context]),
+            None if baseline is None else read_baseline(Path(baseline)),
+            None if budget is None else read_budget(Path(budget)),
+        )
+
+    # --- reports
+
+    def report(self) -> str:
+        """The run as one HTML page that needs no other file."""
+        from fsdp_inspect.report import html
+
+        return html.render_run(html.read_contents(self._context))
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        verdict = self.summary().verdict
+        table = self.breakdown()._repr_html_()
+        return f"<p><b>{escape(verdict.sentence)}</b></p><p>{escape(verdict.why)}</p>{table}"
+
+    def _ask(self, key: Hashable, compute: Callable[[], T]) -> T:
+        return self._context.remember(("run", key), compute)
+
+
+def open_run(path: str | Path, *, attempt: int | None = None) -> Run:
+    """Open a recorded run.
+
+    Args:
+        path: The run folder, or its URL (any that fsspec can open).
+        attempt: Which start of the job; default the last one.
+
+    Returns:
+        The run, whatever its state; `status` and `notes` say what is missing.
+
+    Raises:
+        NotARunError: There is no run.
+        SchemaVersionError: A newer version of FSDP Inspect wrote it.
+    """
+    from fsdp_inspect.store.reader import open_run as open_stored
+
+    return Run(open_stored(path, attempt=attempt))
