@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.comparison.comparison import Comparison
     from fsdp_inspect.predictions.records import Prediction
     from fsdp_inspect.predictions.verification import Verification
+    from fsdp_inspect.simulation.network import NodeLink
     from fsdp_inspect.simulation.simulate import Simulation
     from fsdp_inspect.trace.plan import Plan
 
@@ -267,6 +268,7 @@ class Run:
         *,
         bandwidth: float | None = None,
         latency_ns: float | None = None,
+        node: NodeLink | None = None,
         rank: int | None = None,
         **changes: Any,
     ) -> Simulation:
@@ -276,6 +278,7 @@ class Run:
             plan: The plan to simulate; default the recorded one.
             bandwidth: Bus bandwidth of the network in bytes per second; default the run's own.
             latency_ns: Latency of the network; default the run's own.
+            node: The link within a node; default as far as the run shows it.
             rank: Whose work to simulate; default the median rank.
             changes: Changes of the plan by name, such as `wrap="every:2"`, `forward_prefetch=2`,
                 `reshard_after_forward=False` or `world_size=16`: the fields of
@@ -294,7 +297,12 @@ class Run:
         start = resolve_plan(self.plan if plan is None else plan, self.manifest)
         wanted = apply_changes(start, Changes(**changes), shapes_of(self.manifest))
         return simulate_plan(
-            self._context, wanted, rank=rank, bus_bytes_per_s=bandwidth, latency_ns=latency_ns
+            self._context,
+            wanted,
+            rank=rank,
+            bus_bytes_per_s=bandwidth,
+            latency_ns=latency_ns,
+            node=node,
         )
 
     def advise(

@@ -12,7 +12,7 @@ from fsdp_inspect.cli.arguments import (
     NodeBandwidthOption,
     NodeLatencyOption,
     RunArgument,
-    open_run_argument,
+    open_stored_argument,
     parse_bandwidth,
     parse_latency,
     parse_node_link,
@@ -114,7 +114,7 @@ def advise(  # noqa: PLR0913 - one argument an option
         )
     for file in (write, write and prediction_file_of(write)):
         require_new_file("--write", file)
-    source = open_run_argument(run)
+    source = open_stored_argument(run)
     with show_progress() as on_play:
         advice = advise_run(source, wishes, on_play=on_play)
     if write is not None:

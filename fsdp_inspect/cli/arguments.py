@@ -12,6 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from fsdp_inspect.run import Run
     from fsdp_inspect.simulation.network import NodeLink
     from fsdp_inspect.store.reader import StoredRun
 
@@ -48,8 +49,20 @@ NodeLatencyOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
-def open_run_argument(run: str) -> "StoredRun":
+def open_run_argument(run: str) -> "Run":
     """Open what a user gave as RUN.
+
+    Raises:
+        NotARunError: There is no run, or more than one; the message names those nearby.
+        StoreError: The run cannot be read.
+    """
+    from fsdp_inspect.run import Run
+
+    return Run(open_stored_argument(run))
+
+
+def open_stored_argument(run: str) -> "StoredRun":
+    """As `open_run_argument`, for commands that need the files of the run.
 
     Raises:
         NotARunError: There is no run, or more than one; the message names those nearby.

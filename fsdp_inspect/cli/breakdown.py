@@ -22,13 +22,12 @@ def breakdown(
 
     Example: `fsdp-inspect breakdown runs/demo --rank 1 --step 12`
     """
-    from fsdp_inspect.analysis.breakdown_causes import measure_breakdown_causes
     from fsdp_inspect.report.json import render_run_json
 
     opened = open_run_argument(run)
-    digest = measure_breakdown_causes(opened, rank=rank, step=step)
+    digest = opened.breakdown(rank=rank, step=step)
     if as_json:
-        print(render_run_json(opened, digest))
+        print(render_run_json(opened.source, digest))
         return
     from fsdp_inspect.report.breakdown import render_breakdown
 

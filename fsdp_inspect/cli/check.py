@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdp_inspect.cli.arguments import JsonOption, open_run_argument, print_renderable
+from fsdp_inspect.cli.arguments import JsonOption, open_stored_argument, print_renderable
 from fsdp_inspect.formatting import show_controls
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _open_all(given: Sequence[str]) -> "list[StoredRun]":
         if len(inside) > 1:
             opened += [open_run(entry.path) for entry in inside]
         else:
-            opened.append(open_run_argument(one))
+            opened.append(open_stored_argument(one))
     return opened
 
 

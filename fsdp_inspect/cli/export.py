@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdp_inspect.cli.arguments import JsonOption, RunArgument, open_run_argument, print_renderable
+from fsdp_inspect.cli.arguments import (
+    JsonOption,
+    RunArgument,
+    open_stored_argument,
+    print_renderable,
+)
 
 if TYPE_CHECKING:
     from fsdp_inspect.report.openmetrics import MetricsExport
@@ -84,7 +89,7 @@ def export(  # noqa: PLR0913 (every option is a parameter)
     from fsdp_inspect.report.json import render_run_json
     from fsdp_inspect.report.selection import select
 
-    opened = open_run_argument(run)
+    opened = open_stored_argument(run)
     selection = select(
         opened,
         ranks=parse_numbers(ranks, option="--ranks"),

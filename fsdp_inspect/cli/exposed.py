@@ -25,13 +25,12 @@ def exposed(
 
     Example: `fsdp-inspect exposed runs/demo --unit layers.1`
     """
-    from fsdp_inspect.analysis.rank_waits import measure_rank_waits
     from fsdp_inspect.report.json import render_run_json
 
     opened = open_run_argument(run)
-    digest = measure_rank_waits(opened, rank=rank, unit=unit)
+    digest = opened.exposed(unit=unit, rank=rank)
     if as_json:
-        print(render_run_json(opened, digest))
+        print(render_run_json(opened.source, digest))
         return
     from fsdp_inspect.report.exposed import render_waits
 

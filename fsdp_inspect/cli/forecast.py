@@ -299,7 +299,7 @@ def _find_allowance(
             param_hint="--allowance",
         )
     from fsdp_inspect.analysis.capacity.device_overhead import measure_device_overhead
-    from fsdp_inspect.cli.arguments import open_run_argument
+    from fsdp_inspect.cli.arguments import open_stored_argument
 
-    measured = measure_device_overhead(open_run_argument(str(run)))
+    measured = measure_device_overhead(open_stored_argument(str(run)))
     return measured, measured.bytes

@@ -23,13 +23,12 @@ def memory(
 
     Example: `fsdp-inspect memory runs/demo --rank 1`
     """
-    from fsdp_inspect.analysis.memory.overview import measure_memory_overview
     from fsdp_inspect.report.json import render_run_json
 
     opened = open_run_argument(run)
-    digest = measure_memory_overview(opened, rank=rank)
+    digest = opened.memory(rank=rank)
     if as_json:
-        print(render_run_json(opened, digest))
+        print(render_run_json(opened.source, digest))
         return
     from fsdp_inspect.report.memory import render_memory
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdp_inspect.cli.arguments import RunArgument, open_run_argument
+from fsdp_inspect.cli.arguments import RunArgument, open_stored_argument
 from fsdp_inspect.cli.export import parse_numbers
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def metrics(
     from fsdp_inspect.report.selection import select
 
     asked = parse_numbers(ranks, option="--ranks")
-    opened = open_run_argument(run)
+    opened = open_stored_argument(run)
     if opened.ranks:
         select(opened, ranks=asked, steps=None)
     source = _Source(run, asked)
@@ -80,7 +80,7 @@ class _Source:
         with self._lock:
             if self._over is not None:
                 return self._over
-            run = open_run_argument(self._argument)
+            run = open_stored_argument(self._argument)
             text = render_openmetrics(find_families(self._look(run)))
             if run.status is not RunStatus.RUNNING:
                 self._over = text

@@ -22,15 +22,14 @@ def ranks(
     Example: `fsdp-inspect ranks runs/demo`
     """
     from fsdp_inspect.analysis.step_selection import timed_rank
-    from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
     from fsdp_inspect.report.json import render_run_json
 
     opened = open_run_argument(run)
     if rank is not None:
-        timed_rank(opened, rank)  # refuses a rank that the run does not hold
-    measured = measure_ranks(opened)
+        timed_rank(opened.source, rank)  # refuses a rank that the run does not hold
+    measured = opened.ranks()
     if as_json:
-        print(render_run_json(opened, measured))
+        print(render_run_json(opened.source, measured))
         return
     from fsdp_inspect.report.ranks import render_ranks
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fsdp_inspect.cli.arguments import JsonOption, open_run_argument
+from fsdp_inspect.cli.arguments import JsonOption, open_stored_argument
 
 
 def report(
@@ -58,7 +58,7 @@ def _report_run(runs: list[str], out: Path) -> tuple[str, str]:
     from fsdp_inspect.report import html
     from fsdp_inspect.report.json import render_run_json
 
-    opened = open_run_argument(runs[0])
+    opened = open_stored_argument(runs[0])
     page = html.render_run(html.read_contents(opened))
     written = html.describe_page(page, out, [opened.manifest.run_id])
     return page, render_run_json(opened, written)

@@ -116,20 +116,18 @@ def simulate(  # noqa: PLR0913 - one argument an option
     from fsdp_inspect.predictions.creation import Origin, make_prediction
     from fsdp_inspect.predictions.files import write_prediction as store_prediction
     from fsdp_inspect.report.json import render_run_json
-    from fsdp_inspect.simulation.changes import Changes, apply_changes
-    from fsdp_inspect.simulation.recorded import observed_plan
-    from fsdp_inspect.simulation.scenario import resolve_plan, shapes_of
-    from fsdp_inspect.simulation.simulate import simulate_plan as simulate_run
-    from fsdp_inspect.simulation.simulate import without_events
     from fsdp_inspect.trace.plan import Plan
 
     require_new_file("--write-plan", write_plan)
     require_new_file("--write-prediction", write_prediction)
     network = (parse_bandwidth(bandwidth), parse_latency(latency))
     node = parse_node_link(node_bandwidth, node_latency)
-    source = open_run_argument(run)
-    start = observed_plan(source) if plan is None else Plan.load(plan)
-    changes = Changes(
+    opened = open_run_argument(run)
+    result = opened.simulate(
+        None if plan is None else Plan.load(plan),
+        bandwidth=network[0],
+        latency_ns=network[1],
+        node=node,
         wrap=_check_wrap(wrap),
         forward_prefetch=forward_prefetch,
         backward_prefetch=backward_prefetch,
@@ -144,22 +142,16 @@ def simulate(  # noqa: PLR0913 - one argument an option
         accumulation_sync=_parse_sync(accumulation_sync),
         checkpointing=_parse_checkpointing(checkpointing),
     )
-    wanted = apply_changes(
-        resolve_plan(start, source.manifest), changes, shapes_of(source.manifest)
-    )
-    result = simulate_run(
-        source, wanted, bus_bytes_per_s=network[0], latency_ns=network[1], node=node
-    )
     if write_plan is not None:
         result.plan.dump(write_plan)
     if write_prediction is not None:
         origin = Origin(
             made_by="simulate", bus_bytes_per_s=network[0], latency_ns=network[1], node=node
         )
-        store_prediction(make_prediction(source, result, origin), write_prediction)
+        store_prediction(make_prediction(opened.source, result, origin), write_prediction)
         say_how_to_verify(write_prediction)
     if as_json:
-        print(render_run_json(source, without_events(result)))
+        print(render_run_json(opened.source, result))
         return
     from fsdp_inspect.report.simulation import render_simulation
 

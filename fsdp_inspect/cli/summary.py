@@ -21,13 +21,12 @@ def summary(
 
     Example: `fsdp-inspect summary runs/demo --json`
     """
-    from fsdp_inspect.analysis.summary import measure_summary
     from fsdp_inspect.report.json import render_run_json
 
     opened = open_run_argument(run)
-    digest = measure_summary(opened)
+    digest = opened.summary()
     if as_json:
-        print(render_run_json(opened, digest.verdict if verdict else digest))
+        print(render_run_json(opened.source, digest.verdict if verdict else digest))
         return
     from fsdp_inspect.report.text import render_summary, render_verdict
 

@@ -18,13 +18,12 @@ def units(
 
     Example: `fsdp-inspect units runs/demo --rank 1`
     """
-    from fsdp_inspect.analysis.units import measure_units
     from fsdp_inspect.report.json import render_run_json
 
     opened = open_run_argument(run)
-    costs = measure_units(opened, rank=rank)
+    costs = opened.units(rank=rank)
     if as_json:
-        print(render_run_json(opened, costs))
+        print(render_run_json(opened.source, costs))
         return
     from fsdp_inspect.report.text import render_units
 

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from fsdp_inspect.results import to_plain
+from fsdp_inspect.results import Result, to_plain
 from fsdp_inspect.trace.run import RunSource
 
 
@@ -13,7 +13,7 @@ def render_json(result: object) -> str:
     A value that JSON does not know (a loss of NaN or infinity) is null, so that every parser reads
     the output.
     """
-    return _dump(to_plain(result))
+    return _dump(_plain(result))
 
 
 def render_run_json(run: RunSource, result: object) -> str:
@@ -28,7 +28,11 @@ def render_run_json(run: RunSource, result: object) -> str:
         "source": run.manifest.source,
         "notes": list(run.notes),
     }
-    return _dump({**head, **to_plain(result)})
+    return _dump({**head, **_plain(result)})
+
+
+def _plain(result: object) -> Any:
+    return result.to_dict() if isinstance(result, Result) else to_plain(result)
 
 
 def _dump(plain: Any) -> str:
