@@ -294,8 +294,9 @@ class Run:
         from fsdp_inspect.simulation.scenario import resolve_plan, shapes_of
         from fsdp_inspect.simulation.simulate import simulate_plan
 
+        asked = Changes(**changes)
         start = resolve_plan(self.plan if plan is None else plan, self.manifest)
-        wanted = apply_changes(start, Changes(**changes), shapes_of(self.manifest))
+        wanted = apply_changes(start, asked, shapes_of(self.manifest))
         return simulate_plan(
             self._context,
             wanted,
