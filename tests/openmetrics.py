@@ -1,29 +1,18 @@
-"""Reads OpenMetrics 1.0 text strictly, and refuses what the specification does not allow.
+"""Read OpenMetrics 1.0 text with the parser of prometheus_client, which refuses illegal text."""
 
-Written from the grammar of the specification, for the kinds of metrics that we write: gauges, info
-and state sets.
-"""
+from dataclasses import dataclass
 
-import re
-from dataclasses import dataclass, field
-
-_NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
-_DESCRIPTOR = re.compile(rf"# (TYPE|UNIT|HELP) ({_NAME}) (.+)")
-_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\\\|\\"|\\n)*)"(,|$)')
-_SAMPLE = re.compile(rf"({_NAME})\{{(.*)\}} (\S+)")
-_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?([eE][+-]?\d+)?|Inf)|NaN")
-_SUFFIXES = {"gauge": "", "info": "_info", "stateset": ""}
-_ESCAPES = {"\\\\": "\\", '\\"': '"', "\\n": "\n"}
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 
 @dataclass
 class ParsedFamily:
     """A metric as it was read."""
 
-    type: str = "unknown"
-    unit: str = ""
-    help: str = ""
-    samples: list[tuple[dict[str, str], float]] = field(default_factory=list)
+    type: str
+    unit: str
+    help: str
+    samples: list[tuple[dict[str, str], float]]
 
     def value(self, **labels: str) -> float:
         """The only number with these labels."""
@@ -33,53 +22,17 @@ class ParsedFamily:
 
 
 def parse(text: str) -> dict[str, ParsedFamily]:
-    """The metrics of a text, by name; fails the test where it is not legal."""
-    assert text.endswith("\n# EOF\n") or text == "# EOF\n"
-    families: dict[str, ParsedFamily] = {}
-    current = ""
-    for line in text.removesuffix("# EOF\n").split("\n")[:-1]:
-        described = _DESCRIPTOR.fullmatch(line)
-        if described:
-            current = _describe(families, current, *described.groups())
-        else:
-            _add_sample(families[current], current, line)
-    for name, family in families.items():
-        assert not family.unit or name.endswith(f"_{family.unit}"), name
-        keys = [tuple(sorted(labels.items())) for labels, _ in family.samples]
-        assert len(keys) == len(set(keys)), f"{name} has a number twice"
-    return families
+    """The metrics of a text, by name.
 
-
-def _describe(
-    families: dict[str, ParsedFamily], current: str, keyword: str, name: str, text: str
-) -> str:
-    if name != current:
-        assert name not in families, f"{name} is interleaved with others"
-        families[name] = ParsedFamily()
-    family = families[name]
-    assert not family.samples, f"{keyword} of {name} comes after its numbers"
-    setattr(family, keyword.lower(), _unescape(text))
-    return name
-
-
-def _add_sample(family: ParsedFamily, name: str, line: str) -> None:
-    found = _SAMPLE.fullmatch(line)
-    assert found, line
-    assert found[1] == name + _SUFFIXES[family.type], line
-    assert _NUMBER.fullmatch(found[3]), line
-    value = float(found[3].replace("Inf", "inf"))
-    labels, place = {}, 0
-    while place < len(found[2]):
-        label = _LABEL.match(found[2], place)
-        assert label, line
-        assert label[1] not in labels, line
-        labels[label[1]], place = _unescape(label[2]), label.end()
-    if family.type == "stateset":
-        assert name in labels, line
-    if family.type in ("stateset", "info"):
-        assert value in ((0, 1) if family.type == "stateset" else (1,))
-    family.samples.append((labels, value))
-
-
-def _unescape(text: str) -> str:
-    return re.sub(r'\\[\\"n]', lambda found: _ESCAPES[found[0]], text)
+    Raises:
+        ValueError: The text is not legal.
+    """
+    return {
+        family.name: ParsedFamily(
+            family.type,
+            family.unit,
+            family.documentation,
+            [(dict(sample.labels), sample.value) for sample in family.samples],
+        )
+        for family in text_string_to_metric_families(text)
+    }

@@ -143,7 +143,7 @@ def _export_metrics(
 
     if selection.steps is not None:
         raise typer.BadParameter(
-            "metrics are medians over all timed steps. Leave it out for --format openmetrics.",
+            "metrics describe the typical step. Leave it out for --format openmetrics.",
             param_hint="--steps",
         )
     with whole_file(out, replaces=replaces) as place:

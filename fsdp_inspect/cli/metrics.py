@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from fsdp_inspect.store.reader import StoredRun
 
 DEFAULT_PORT = 9464
+REQUEST_TIMEOUT_S = 10.0
+"""A connection that sends nothing for so long is closed, and its thread ends."""
 _PATH = "/metrics"
 _EXPOSURE = (
     "Listening on {host}: whoever reaches port {port} of this machine reads the names and times of "
@@ -37,10 +39,10 @@ def metrics(
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print the numbers and end.")] = False,
 ) -> None:
-    """Serve a run's numbers as OpenMetrics, for Prometheus and its like, until Ctrl-C.
+    """Serve the numbers of a run as OpenMetrics, for Prometheus, until Ctrl-C.
 
-    Of a run that is being recorded each request reads only what is new, and the numbers are medians
-    over its last 20 steps; of one that is over they are those of the whole run. Step time, data
+    For a live run, each request reads only new data, and the numbers are the typical step of the
+    last 20 steps. For a finished run, they are the typical step of the whole run. Step time, data
     loading and memory have torchtitan's names, the others begin with fsdp_: see docs/gate.md.
 
     Example: `fsdp-inspect metrics runs/demo --port 9464`
@@ -138,6 +140,7 @@ def _handler(render: Callable[[], str], *, is_local: bool) -> type[BaseHTTPReque
     from fsdp_inspect.report.openmetrics import CONTENT_TYPE
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = REQUEST_TIMEOUT_S
         server_version = "fsdp-inspect"
         sys_version = ""
 

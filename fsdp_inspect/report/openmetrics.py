@@ -1,20 +1,22 @@
-"""How do a monitor's numbers read as OpenMetrics 1.0 text?
+"""Write the numbers of a run as OpenMetrics 1.0 text.
 
 Names are torchtitan's where it has the number (`torchtitan/components/metrics.py`), made legal: a
 slash is an underscore, and amounts are in base units, which the name ends in. All others begin with
 `fsdp_`. Names of units and of logged numbers are labels, escaped.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from prometheus_client.core import Metric
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
+
 from fsdp_inspect.analysis.live.feed import LiveState
 from fsdp_inspect.analysis.live.monitor import MonitoredRank, MonitoredRun
 
-CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _NS_PER_S = 1e9
 _GIB = float(2**30)
@@ -79,8 +81,34 @@ class MetricsExport:
 
 def render_openmetrics(families: Iterable[Family]) -> str:
     """The text, with its end mark; metrics without a number are left out."""
-    lines = [line for family in families if family.samples for line in _lines(family)]
-    return "\n".join([*lines, "# EOF"]) + "\n"
+    metrics = [_as_metric(family) for family in families if family.samples]
+    text: bytes = generate_latest(_Collected(metrics))  # type: ignore[no-untyped-call]
+    return text.decode()
+
+
+@dataclass(frozen=True, slots=True)
+class _Collected:
+    """A registry of metrics that are known already."""
+
+    metrics: list[Metric]
+
+    def collect(self) -> list[Metric]:
+        """What `generate_latest` writes."""
+        return self.metrics
+
+
+def _as_metric(family: Family) -> Metric:
+    metric = Metric(family.name, _encodable(family.help), family.type.value, family.unit)
+    name = f"{family.name}_info" if family.type is FamilyType.INFO else family.name
+    for sample in family.samples:
+        labels = {label: _encodable(value) for label, value in sample.labels.items()}
+        metric.add_sample(name, labels, sample.value)
+    return metric
+
+
+def _encodable(text: str) -> str:
+    """A name from a trace may hold half a surrogate pair, which UTF-8 cannot encode."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def write_openmetrics(run: MonitoredRun, path: Path, *, place: Path) -> MetricsExport:
@@ -94,30 +122,6 @@ def write_openmetrics(run: MonitoredRun, path: Path, *, place: Path) -> MetricsE
     families = [family for family in find_families(run) if family.samples]
     place.write_text(render_openmetrics(families), encoding="utf-8")
     return MetricsExport(path, len(families), sum(len(one.samples) for one in families))
-
-
-def _lines(family: Family) -> Iterator[str]:
-    yield f"# TYPE {family.name} {family.type.value}"
-    if family.unit:
-        yield f"# UNIT {family.name} {family.unit}"
-    yield f"# HELP {family.name} {_escape(family.help)}"
-    suffix = "_info" if family.type is FamilyType.INFO else ""
-    for sample in family.samples:
-        labels = ",".join(f'{name}="{_escape(value)}"' for name, value in sample.labels.items())
-        yield f"{family.name}{suffix}{{{labels}}} {_number(sample.value)}"
-
-
-def _escape(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
-    return escaped.encode("utf-8", "replace").decode()
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(float(value))
 
 
 # --- what a run says
@@ -161,7 +165,7 @@ def _about(run: MonitoredRun) -> Iterator[Family]:
 
 
 def _of_steps(run: MonitoredRun) -> Iterator[Family]:
-    over = f"Median over {run.over}"
+    over = f"Typical step of {run.over}"
     told = [(rank, rank.numbers) for rank in run.ranks if rank.numbers is not None]
 
     def seconds(name: str, help_: str, key: str) -> Family:

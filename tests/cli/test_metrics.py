@@ -6,11 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 
+from fsdp_inspect.cli import metrics
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.trace.run import RunStatus
 from tests.analysis.live.test_feed import append_steps, write_steps
@@ -62,7 +65,7 @@ def test_steps_cannot_be_chosen_for_metrics(invoke, runs_folder, tmp_path):
     ended = invoke("export", runs_folder / "four", *given)
 
     assert (ended.code, out.exists()) == (2, False)
-    assert "medians over all timed steps" in " ".join(ended.err.split())
+    assert "metrics describe the typical step" in " ".join(ended.err.split())
 
 
 @pytest.fixture
@@ -150,3 +153,28 @@ def test_an_address_that_others_reach_says_what_that_exposes(invoke, runs_folder
     assert "nothing is encrypted" in ended.err
     assert "http://127.0.0.1:1234/metrics" in ended.out
     assert invoke("metrics", runs_folder / "four", "--port", "1234").err == ""
+
+
+def test_requests_that_are_never_finished_are_closed(monkeypatch):
+    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 0.3)
+    before = threading.active_count()
+    handler = metrics._handler(lambda: "# EOF\n", is_local=True)
+    with metrics.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with ExitStack() as opened:
+            connections = [
+                opened.enter_context(socket.create_connection(server.server_address))
+                for _ in range(50)
+            ]
+            for connection in connections:
+                connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n")
+            for connection in connections:
+                connection.settimeout(20)
+                assert connection.recv(1) == b""  # the server has closed it
+        address = f"127.0.0.1:{server.server_address[1]}"
+        assert status(address, "/metrics", host="localhost") == 200
+        server.shutdown()
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() <= before

@@ -27,7 +27,7 @@ def test_a_label_is_read_as_it_was_written(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(math.nan, "NaN"), (math.inf, "+Inf"), (-math.inf, "-Inf"), (3, "3"), (0.25, "0.25")],
+    [(math.nan, "NaN"), (math.inf, "+Inf"), (-math.inf, "-Inf"), (3, "3.0"), (0.25, "0.25")],
 )
 def test_numbers_are_spelled_as_the_format_wants_them(value: float, text: str) -> None:
     printed = render_openmetrics([Family("fsdp_it", "Help.", (Sample({"rank": "0"}, value),))])
