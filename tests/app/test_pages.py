@@ -66,7 +66,7 @@ def test_runs_lists_every_run_with_its_status(open_app, runs_folder):
 def test_runs_shows_the_numbers_of_the_digest(shown, runs_folder):
     digest = digest_run(open_run(runs_folder / "whole"))
     frame = shown("runs", "whole").dataframe[0].value.set_index("run")
-    assert frame.loc["whole", "step time (ms)"] == digest.step_time_ns.median / 1e6
+    assert frame.loc["whole", "step time (ms)"] == digest.step_time_ns.typical / 1e6
     assert frame.loc["whole", "exposed (ms)"] == digest.exposed_ns / 1e6
     assert frame.loc["whole", "overlap"] == digest.overlap_ratio
 
@@ -110,7 +110,7 @@ def test_overview_says_the_verdict_first_and_then_the_digests_numbers(shown, run
     assert digest.verdict.sentence in read(app)
     assert digest.verdict.why in read(app)
     assert [metric.value for metric in app.metric] == [
-        format_ns(digest.step_time_ns.median),
+        format_ns(digest.step_time_ns.typical),
         format_ns(digest.exposed_ns),
         format_ratio(digest.overlap_ratio),
         format_bytes(digest.peak_allocated_bytes),
@@ -253,7 +253,7 @@ def test_units_bars_show_what_is_chosen(open_app, runs_folder, measure):
 def test_overview_names_the_causes_of_the_step_that_its_bar_shows(shown, runs_folder):
     digest = digest_run(open_run(runs_folder / "whole"))
     text = read(shown("overview", "whole"))
-    for cause, duration in digest.exposed_in_step.causes_ns.items():
+    for cause, duration in digest.exposed.causes_ns.items():
         assert f"{cause.replace('_', ' ')} **{format_ns(duration)}**" in text
 
 
@@ -264,7 +264,7 @@ def test_overview_leads_to_the_timeline_at_the_unit_that_is_waited_for_most(show
     assert links["Show me"].page == "timeline"
     assert shown_me == {
         "run": ["whole"],
-        "step": [str(digest.breakdown.step)],
+        "step": [str(digest.breakdown.closest_step)],
         "rank": [str(digest.breakdown.rank)],
         "unit": ["norm, lm_head"],
     }

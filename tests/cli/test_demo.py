@@ -55,7 +55,7 @@ def test_kept_parameters_are_not_gathered_again_in_backward(digests):
 def test_the_numbers_of_a_real_run_hold_together(digests):
     for digest in digests:
         parts = [part.duration_ns for part in digest.breakdown.parts]
-        assert sum(parts) == digest.breakdown.step_time_ns == digest.step_time_ns.median
+        assert sum(parts) == digest.breakdown.step_time_ns == digest.step_time_ns.typical
         assert 0 < digest.exposed_ns <= digest.communication_ns
         assert digest.peak_allocated_bytes > 0
         assert digest.provenance.blocks_host == (digest.backend == "gloo")
