@@ -1,15 +1,18 @@
 # Set-up, demo and checks. `make` alone lists the targets.
 #
-# PYTHON names the interpreter that .venv is made from:  make PYTHON=python3.12 test
-# ARGS is passed on to pytest:                           make test ARGS="tests/store -x"
+# PYTHON is the interpreter that creates .venv:        make PYTHON=python3.12 test
+# ARGS is passed to pytest:                            make test ARGS="tests/store -x"
+# WORKERS is the number of parallel test processes:    make test WORKERS=0 ARGS=--pdb
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Made last: a set-up that was interrupted lacks it, and starts afresh.
+# Created last: an interrupted set-up lacks this file and starts again.
 READY := $(VENV)/.complete
 PYTEST := $(BIN)/python -m pytest
-# `make app` opens your own runs where there are some, and the samples where there are none.
+WORKERS ?= logical
+PARALLEL := -n $(WORKERS) --maxprocesses 4 --dist loadgroup --no-loadscope-reorder --durations 10
+# `make app` opens runs/ if it exists, otherwise the samples.
 RUNS ?= $(wildcard runs)
 
 .DEFAULT_GOAL := help
@@ -27,43 +30,55 @@ app: $(READY) ## Open the dashboard on RUNS (default: runs/, or the samples)
 	$(BIN)/fsdp-inspect app $(RUNS)
 
 .PHONY: test
-test: $(READY) ## Run every test but the benchmarks (GPU tests are skipped without a GPU)
-	$(PYTEST) $(ARGS)
+test: $(READY) ## Run the tests that guard a change (without a GPU, GPU tests are skipped)
+	$(PYTEST) $(PARALLEL) $(ARGS)
+
+.PHONY: test-all
+test-all: $(READY) ## Run all tests except benchmarks, the exhaustive ones too, as CI does
+	$(PYTEST) $(PARALLEL) --exhaustive $(ARGS)
+
+.PHONY: coverage
+coverage: $(READY) ## Measure line and branch coverage of all tests; takes twice as long as test-all
+	$(PYTEST) $(PARALLEL) --exhaustive --cov --cov-report term $(ARGS)
 
 .PHONY: check
-check: $(READY) ## Check format, lint, types and the direction of imports
+check: $(READY) ## Check format, lint, types and import directions
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports --no-logo --no-cache
 
 .PHONY: gate
-gate: $(READY) ## Hold forecasts and a run against .ci/baselines (UPDATE=1: write them anew)
+gate: $(READY) ## Compare forecasts and a run with .ci/baselines (UPDATE=1: rewrite the baselines)
 	.ci/gate $(if $(UPDATE),--update)
 
 .PHONY: bench
-bench: $(READY) ## Measure the published figures; takes minutes and wants an idle machine
+bench: $(READY) ## Measure the published figures (takes minutes; needs an idle machine)
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
 .PHONY: validate
-validate: $(READY) ## Hold the simulator's predictions against runs under emulation; wants an idle machine
+validate: $(READY) ## Compare predictions with runs under emulation (needs an idle machine)
 	$(BIN)/python -m tests.validation $(ARGS)
 
 .PHONY: gpu
-gpu: $(READY) ## Run and measure what needs a CUDA device (OUT=DIR: keep the table and a sample)
+gpu: $(READY) ## Test and measure on a CUDA device (OUT=DIR: keep the table and a sample)
 	$(PYTEST) -m gpu $(ARGS); tests=$$?; \
 		$(BIN)/python -m tests.gpu $(if $(OUT),--out $(OUT)) && exit $$tests
 
+.PHONY: docs
+docs: $(READY) ## Build the documentation site into build/site (a dead link fails the build)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 .PHONY: samples
-samples: $(READY) ## Record the CPU samples anew; wants an idle machine
+samples: $(READY) ## Record the CPU samples again (needs an idle machine)
 	samples/record.sh
 
 .PHONY: screenshots
-screenshots: $(READY) ## Picture every page of the dashboard for the README, in Chromium
+screenshots: $(READY) ## Take the README's pictures of every dashboard page, in Chromium
 	$(BIN)/python -m tests.browser.gallery .github/images
 
 .PHONY: constraints
-constraints: ## Pin the newest versions that pyproject.toml allows; torch stays as it is pinned
+constraints: ## Pin the newest versions that pyproject.toml allows, except torch
 	$(PYTHON) -m venv --clear build/constraints
 	build/constraints/bin/python -m pip install "$$(grep '^torch==' constraints.txt)" -e '.[dev]'
 	{ sed '/^[^#]/d' constraints.txt; build/constraints/bin/python -m pip freeze --all \
@@ -72,11 +87,11 @@ constraints: ## Pin the newest versions that pyproject.toml allows; torch stays 
 	rm -rf build/constraints
 
 .PHONY: clean
-clean: ## Remove .venv, build products and caches; recorded runs stay
+clean: ## Remove .venv, build products and caches, but not recorded runs
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A finished .venv is brought up to date in place; anything else is made from nothing.
+# A complete .venv is updated in place. An incomplete one is created again.
 $(READY): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "'$(PYTHON)' is missing or older than Python 3.11, which FSDP Inspect needs:" \

@@ -1,7 +1,7 @@
-"""What does each number mean? Every metric once: name, label, unit, formula, which way is better.
+"""Define every metric once: name, label, unit, formula, and the direction of an improvement.
 
-The text reports, the dashboard and the table of docs/metrics.md take their words from here; names
-are the keys of `--json` and the attributes of the result objects, so one name means one thing.
+The text reports, the dashboard and the table of docs/metrics.md use these definitions. The names
+are the keys of `--json` and the attributes of the result objects, so a name has one meaning.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class MetricUnit(StrEnum):
-    """What a metric is counted in; text chooses the prefix."""
+    """The unit of measure of a metric. Text output chooses the prefix."""
 
     NS = "ns"
     BYTES = "bytes"
@@ -20,12 +20,12 @@ class MetricUnit(StrEnum):
 
 
 class Better(StrEnum):
-    """Which way a change is an improvement."""
+    """The direction of a change that is an improvement."""
 
     LOWER = "lower"
     HIGHER = "higher"
     NEITHER = "neither"
-    """Neither: it describes, or trades against something else."""
+    """The metric is descriptive, or it trades against another metric."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,81 +51,85 @@ _ALL = (
         "step_time_ns",
         "step time",
         _NS,
-        "from the end of the previous step to the end of this one; evaluation and checkpoints "
-        "between them left out",
+        "from the end of the previous step to the end of this one, without evaluation and "
+        "checkpoints between them",
     ),
     Metric(
         "communication_ns",
         "communication",
         _NS,
-        "union of all running collectives of a rank over all streams: two at once count once",
+        "union of all running collectives of a rank over all streams: two at the same time "
+        "count once",
         Better.NEITHER,
     ),
     Metric(
         "exposed_ns",
         "exposed communication",
         _NS,
-        "from the moment the compute stream (CPU: the main thread) begins to wait for a collective "
-        "to that collective's end, where communication of the rank runs",
+        "from the moment the compute stream (CPU: the main thread) begins to wait for a "
+        "collective to the collective's end, as long as communication of the rank runs",
     ),
     Metric(
         "floor_ns",
         "exposed, floor",
         _NS,
-        "the part of exposed that no setting hides: the first gather of each forward and the last "
-        "reduction of each backward, which have no compute beside them",
+        "exposed time of the first all-gather of each forward and the last reduction of each "
+        "backward; no compute runs next to them, so no setting hides it",
         Better.NEITHER,
     ),
     Metric(
         "serialized_ns",
         "serialized",
         _NS,
-        "exposed while queued behind another collective on the same communicator, or since it had "
-        "queued behind one of another stream",
+        "exposed time while the collective is queued behind another one on the same "
+        "communicator, or later because it was queued behind one of another stream",
     ),
     Metric(
         "straggler_ns",
         "straggler",
         _NS,
-        "exposed before the last rank arrived, where clocks can be aligned",
+        "exposed time before the last rank arrives, where clocks can be aligned",
     ),
     Metric(
         "blocking_ns",
         "blocking",
         _NS,
-        "exposed in collectives that block the host, gloo's default: a property of the backend",
+        "exposed time of collectives that block the host, as gloo does by default: a property "
+        "of the backend",
     ),
     Metric(
         "late_issue_ns",
         "late issue",
         _NS,
-        "exposed that an earlier issue had saved: min(exposed, issue - earliest); earliest: its "
-        "stream's dependencies and the collective ahead on its communicator are done",
+        "exposed time that an earlier issue would have saved: min(exposed, issue - earliest); "
+        "earliest: the dependencies of its stream and the previous collective on its "
+        "communicator have ended",
     ),
     Metric(
         "bandwidth_ns",
         "bandwidth",
         _NS,
-        "the rest of exposed: more bytes than the compute beside them hides",
+        "the rest of the exposed time: the transfer takes longer than the compute that could "
+        "hide it",
     ),
     Metric(
         "overlap_ratio",
         "overlap",
         _RATIO,
-        "1 - exposed / communication; 100 % when nothing is communicated",
+        "1 - exposed / communication; 100% without communication",
         Better.HIGHER,
     ),
     Metric(
         "forward_ns",
         "forward",
         _NS,
-        "forward of the units, less the copies and waits inside it",
+        "forward of the units, without the copies and waits inside it",
     ),
     Metric(
         "backward_ns",
         "backward",
         _NS,
-        "backward of the units, recomputation included, less the copies and waits inside it",
+        "backward of the units, with recomputation, without the copies and waits inside it",
     ),
     Metric(
         "recompute_ns",
@@ -167,14 +171,14 @@ _ALL = (
         "exposed_other_ns",
         "exposed, other",
         _NS,
-        "waiting for a collective that FSDP did not issue: clipping, loss reduction, tensor "
-        "parallel",
+        "waiting for a collective that FSDP did not issue: gradient clipping, loss reduction, "
+        "tensor parallel",
     ),
     Metric(
         "host_bound_ns",
         "host-bound",
         _NS,
-        "the compute stream waits for a collective that has not begun",
+        "the compute stream waits for a collective that has not started",
     ),
     Metric("optimizer_ns", "optimizer", _NS, "the optimizer's step"),
     Metric("data_ns", "data", _NS, "waiting for the next batch"),
@@ -182,13 +186,13 @@ _ALL = (
         "other_ns",
         "other",
         _NS,
-        "what is left of the step: loss, clipping, logging, zeroing gradients",
+        "the rest of the step: loss, gradient clipping, logging, zeroing gradients",
     ),
     Metric(
         "between_ns",
         "between steps",
         _NS,
-        "evaluation and checkpoints before the step; not in its time",
+        "evaluation and checkpoints before the step; not part of its time",
         Better.NEITHER,
     ),
     Metric(
@@ -202,84 +206,85 @@ _ALL = (
         "bytes",
         "message",
         _BYTES,
-        "full padded message of one collective: all-gather output, reduce-scatter input",
+        "full padded message of one collective: the output of an all-gather, the input of a "
+        "reduce-scatter",
         Better.NEITHER,
     ),
     Metric(
         "communication_bytes",
         "communicated",
         _BYTES,
-        "messages of all collectives of one step, full and padded, added up",
+        "sum of the full padded messages of all collectives of one step",
     ),
-    Metric("collectives_per_step", "collectives", _COUNT, "collectives of one step"),
+    Metric("collectives_per_step", "collectives", _COUNT, "number of collectives in one step"),
     Metric("duration_ns", "duration", _NS, "mean duration of one collective in the typical step"),
     Metric(
         "bus_bytes_per_s",
         "bus bandwidth",
         MetricUnit.BYTES_PER_S,
-        "message x (N-1)/N / duration for all-gather and reduce-scatter, 2(N-1)/N for all-reduce, "
-        "N ranks in the group (nccl-tests); none for N = 1",
+        "message x (N-1)/N / duration for all-gather and reduce-scatter, 2(N-1)/N for "
+        "all-reduce, N ranks in the group (nccl-tests); missing for N = 1",
         Better.HIGHER,
     ),
     Metric(
         "prefetched_per_step",
         "prefetched",
         _COUNT,
-        "all-gathers issued before their own unit asked for them",
+        "all-gathers issued before their own unit needs them",
         Better.HIGHER,
     ),
     Metric(
         "lead_ns",
         "lead",
         _NS,
-        "median time from the issue of an all-gather to the moment it was needed",
+        "median time from the issue of an all-gather to its need",
         Better.HIGHER,
     ),
     Metric(
         "hidden_ratio",
         "hidden",
         _RATIO,
-        "share of the time all-gathers were in flight beside which the rank did not wait",
+        "fraction of the time in flight of all-gathers during which the rank did not wait",
         Better.HIGHER,
     ),
     Metric(
         "unused_bytes",
         "never used",
         _BYTES,
-        "messages of all-gathers that nobody waited for, over all timed steps",
+        "messages of all-gathers that nothing waited for, over all timed steps",
     ),
     Metric(
         "transfer_ns",
         "transfer",
         _NS,
-        "median time in which a collective's own bytes can have travelled: the shortest over the "
-        "ranks, else from its turn on its communicator to its end",
+        "median time in which a collective's own bytes can travel: the shortest over the ranks, "
+        "otherwise from its turn on its communicator to its end",
     ),
     Metric(
         "latency_ns",
         "latency",
         _NS,
-        "of a message without bytes: the constant of latency + bytes / bandwidth, fitted to the "
-        "run's own collectives",
+        "duration of a message without bytes: the constant of latency + bytes / bandwidth, "
+        "fitted to the run's own collectives",
     ),
     Metric(
         "compute_ns",
         "own compute",
         _NS,
-        "a unit's forward or backward less nested units, copies and waits",
+        "a unit's forward or backward without nested units, copies and waits",
     ),
     Metric(
         "beside_ratio",
         "beside communication",
         _RATIO,
-        "share of a unit's own compute beside which communication ran",
+        "fraction of a unit's own compute during which communication ran",
         Better.NEITHER,
     ),
     Metric(
         "slowdown",
         "slowdown",
         MetricUnit.NUMBER,
-        "time of compute beside communication / time of the same work alone; 1 is none",
+        "time of compute during communication / time of the same work alone; 1 means no slowdown",
     ),
     Metric(
         "num_parameters",
@@ -292,21 +297,21 @@ _ALL = (
         "unsharded_bytes",
         "unsharded",
         _BYTES,
-        "what unsharding allocates: the padded all-gather output in the parameter dtype",
+        "memory that unsharding allocates: the padded all-gather output in the parameter dtype",
         Better.NEITHER,
     ),
     Metric(
         "peak_allocated_bytes",
         "peak allocated",
         _BYTES,
-        "highest bytes held by tensors, of the rank with the highest: the CUDA allocator's own "
-        "count, on CPU the storage tracker's in memory steps",
+        "highest bytes held by tensors, on the rank with the highest; counted by the CUDA "
+        "allocator, on CPU by the storage tracker in memory steps",
     ),
     Metric(
         "peak_reserved_bytes",
         "peak reserved",
         _BYTES,
-        "highest bytes that the CUDA allocator took from the device; none on CPU",
+        "highest bytes that the CUDA allocator took from the device; missing on CPU",
     ),
     Metric(
         "resting_bytes",
@@ -330,27 +335,27 @@ _ALL = (
         "headroom_bytes",
         "headroom",
         _BYTES,
-        "memory of the device - peak reserved: what the allocator never took",
+        "memory of the device - peak reserved: memory that the allocator never took",
         Better.HIGHER,
     ),
     Metric(
         "fragmentation_ratio",
         "fragmentation",
         _RATIO,
-        "(reserved - active) / reserved at the sample with the most allocated: idle in the "
-        "allocator's cache",
+        "(reserved - active) / reserved at the sample with the most allocated: unused memory in "
+        "the allocator's cache",
     ),
     Metric(
         "inactive_split_bytes",
         "not releasable",
         _BYTES,
-        "free blocks in segments that are also in use, which the allocator cannot give back",
+        "free blocks in segments that are also in use; the allocator cannot return them",
     ),
     Metric(
         "device_used_bytes",
         "device in use",
         _BYTES,
-        "the most that NVML saw in use on the whole device, by every process",
+        "highest memory in use on the whole device, by all processes, as NVML reports it",
     ),
     Metric(
         "outside_allocator_bytes",
@@ -362,120 +367,124 @@ _ALL = (
         "num_alloc_retries",
         "allocation retries",
         _COUNT,
-        "how often the allocator emptied its cache and tried again between its first and last "
+        "times that the allocator emptied its cache and tried again, between its first and last "
         "sample",
     ),
     Metric(
         "num_ooms",
         "failed requests",
         _COUNT,
-        "requests for memory that failed in the end, between the first and the last sample",
+        "allocations that failed after the retry, between the first and the last sample",
     ),
     Metric(
         "growth_bytes_per_step",
         "growth per step",
         _BYTES,
-        "median slope (Theil-Sen) of what is allocated at the end of a step, after warm-up; none "
-        "unless Mann-Kendall sees a trend (p < 0.01)",
+        "median slope (Theil-Sen) of the allocated memory at the end of a step, after warm-up; "
+        "missing unless Mann-Kendall finds a trend (p < 0.01)",
     ),
     Metric(
         "steps_until_full",
         "steps until full",
         _COUNT,
-        "(memory of the device - peak of the last step) / growth per step: at the latest",
+        "(memory of the device - peak of the last step) / growth per step: an upper bound",
         Better.HIGHER,
     ),
     Metric(
         "own_work_ns",
         "own work",
         _NS,
-        "step time - exposed communication: what a rank does while it waits for no other",
+        "step time - exposed communication: the time that a rank does not wait for others",
     ),
     Metric(
         "skew_ns",
         "skew",
         _NS,
-        "from the arrival of the first rank at a collective to that of the last, on aligned clocks",
+        "from the arrival of the first rank at a collective to the arrival of the last, on "
+        "aligned clocks",
     ),
     Metric(
         "pure_transfer_ns",
         "pure transfer",
         _NS,
-        "the shortest duration of a collective over its ranks: what it takes once all are there",
+        "the shortest duration of a collective over its ranks: its duration once all ranks have "
+        "arrived",
     ),
     Metric(
         "skewed_ratio",
         "skewed",
         _RATIO,
-        "share of the collectives whose skew is longer than their transfer",
+        "fraction of the collectives whose skew is longer than their transfer",
     ),
     Metric(
         "last_ratio",
         "last",
         _RATIO,
-        "share of the collectives at which the rank arrived last",
+        "fraction of the collectives at which the rank arrives last",
         Better.NEITHER,
     ),
     Metric(
         "lateness_ns",
         "late",
         _NS,
-        "from the arrival of the first rank at a collective to that of this rank (median)",
+        "median time from the arrival of the first rank at a collective to the arrival of this "
+        "rank",
     ),
     Metric(
         "shortest_ratio",
         "waits least",
         _RATIO,
-        "share of the collectives that are shortest on this rank; needs no aligned clocks",
+        "fraction of the collectives that are shortest on this rank; needs no aligned clocks",
         Better.NEITHER,
     ),
     Metric(
         "late_ns",
         "late, the straggler",
         _NS,
-        "where the straggler is last: from the arrival of the rank in the middle of the others to "
-        "its own (median)",
+        "median time from the arrival of the middle one of the other ranks to the arrival of "
+        "the straggler, where the straggler is last",
     ),
     Metric(
         "meanwhile_ns",
         "meanwhile",
         _NS,
-        "how much longer a part of the straggler's own work takes than on the rank in the middle",
+        "excess duration of a part of the straggler's own work over the rank in the middle",
     ),
     Metric(
         "cost_ns",
         "cost of the straggler",
         _NS,
-        "what the typical step would be shorter without what the straggler regularly works longer: "
-        "the least of its median excess work, the replayed step - the same with its work like that "
-        "of the rank in the middle of the others, and all ranks like it - all like that one",
+        "decrease of the typical step without the straggler's systematic extra work: the "
+        "smallest of (1) its median excess work, (2) the replayed step - the replayed step in "
+        "which it works like the middle one of the other ranks, (3) the replayed step in which "
+        "all ranks work like it - the one in which all work like that middle rank",
     ),
     Metric("cost_ratio", "cost of the straggler, share", _RATIO, "cost / median step"),
     Metric(
         "imbalance_ns",
         "imbalance",
         _NS,
-        "step replayed on all ranks - the same with every rank working like the one in the middle",
+        "step replayed on all ranks - the same with the work of the middle rank on every rank",
     ),
     Metric(
         "error_ratio",
         "self-check of the replay",
         _RATIO,
-        "|replayed - recorded| / recorded, of the steps that the replay was read from; not the "
-        "error of a prediction",
+        "absolute difference between replayed and recorded step / recorded step, for the steps "
+        "that the replay was read from; not the error of a prediction",
     ),
-    Metric("loss", "loss", MetricUnit.NUMBER, "as the training loop logged it"),
+    Metric("loss", "loss", MetricUnit.NUMBER, "as logged by the training loop"),
 )
 
 METRICS = {metric.name: metric for metric in _ALL}
-"""Every metric by name, in the order in which a reader meets them."""
+"""All metrics by name, in the order of the table in docs/metrics.md."""
 
 
 def find_metric(name: str) -> Metric:
-    """The metric of that name.
+    """Return the metric with this name.
 
     Raises:
-        KeyError: There is none: a report shows a number that is not defined here.
+        KeyError: No metric has this name, so a report shows a number that is not defined here.
     """
     if name not in METRICS:
         raise KeyError(f"no metric {name!r} in fsdp_inspect.metrics; define it there first")
@@ -484,7 +493,7 @@ def find_metric(name: str) -> Metric:
 
 _ALONE = "runs while no compute kernel of its rank does"
 _IN_KERNEL_TRACES = {
-    "exposed_ns": f"communication that {_ALONE}; who waits for it is not told",
+    "exposed_ns": f"communication that {_ALONE}; the trace does not show waits",
     "exposed_all_gather_ns": f"an all-gather {_ALONE}",
     "exposed_reduce_scatter_ns": f"a reduce-scatter {_ALONE}",
     "exposed_all_reduce_ns": f"an all-reduce {_ALONE}",
@@ -495,14 +504,14 @@ _IN_KERNEL_TRACES = {
     "optimizer_ns": "compute kernels of the optimizer",
     "other_ns": "compute kernels of unknown phase; the device's other copies",
 }
-"""What is defined otherwise where it is known when kernels ran, and not who waited for whom."""
+"""Definitions for kernel traces, which record when kernels ran but seldom who waited for whom."""
 
 
 def define_metric(name: str, *, in_kernel_trace: bool = False) -> str:
-    """What a metric means, for a recorded run or for one imported from a profiler's trace.
+    """Return the definition of a metric, for a recorded run or an imported kernel trace.
 
     Raises:
-        KeyError: No metric has that name.
+        KeyError: No metric has this name.
     """
     definition = find_metric(name).definition
     return _IN_KERNEL_TRACES.get(name, definition) if in_kernel_trace else definition

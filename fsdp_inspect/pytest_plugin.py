@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from fsdp_inspect.checks.judge import CheckResult
-    from fsdp_inspect.checks.limits import Limit
-    from fsdp_inspect.checks.reading import Reading
+    from fsdp_inspect.checks.check import CheckResult
+    from fsdp_inspect.checks.limits import GateLimit
+    from fsdp_inspect.checks.measurements import GateMeasurements
     from fsdp_inspect.forecast.target import Builder
     from fsdp_inspect.recording.recorder import Recorder
     from fsdp_inspect.store.reader import StoredRun
@@ -271,8 +271,8 @@ def _check_keyword(name: str, value: object, *, forecasts: bool) -> None:
         raise ValueError(f"{name} is {value!r}. Expected a number of ranks, 1 or more. Correct it.")
 
 
-def _parse(limit: object) -> Limit:
-    from fsdp_inspect.checks.limits import parse_limit
+def _parse(limit: object) -> GateLimit:
+    from fsdp_inspect.checks.limits import parse_gate_limit
     from fsdp_inspect.errors import CheckError
 
     if not isinstance(limit, str):
@@ -280,7 +280,7 @@ def _parse(limit: object) -> Limit:
             f"the limit is {limit!r}. Expected a text like '38 GiB' or '+2%'. Quote it."
         )
     try:
-        return parse_limit(_PEAK, limit)
+        return parse_gate_limit(_PEAK, limit)
     except CheckError as error:
         raise ValueError(str(error)) from error
 
@@ -305,8 +305,8 @@ class _Gate:
 
     def judge(self, run: StoredRun) -> None:
         """Fail, or skip, unless the run's memory holds; or write its baseline."""
-        from fsdp_inspect.checks.judge import check
-        from fsdp_inspect.checks.reading import read_runs
+        from fsdp_inspect.checks.check import check_run
+        from fsdp_inspect.checks.measurements import read_runs
 
         path = self._item.path.parent / FOLDER / f"{self._next_name()}.json"
         self.num_judged += 1
@@ -314,7 +314,7 @@ class _Gate:
         reading = replace(read_runs([run]), times={})
         limit = None if self.marked.limit is None else _parse(self.marked.limit)
         if limit is not None and limit.absolute is not None:
-            self._tell(run, check(reading, None, {_PEAK: limit}))
+            self._tell(run, check_run(reading, None, {_PEAK: limit}))
         elif self._updates:
             self._update(reading, path)
         else:
@@ -332,9 +332,11 @@ class _Gate:
                 "the same. Leave world_size out, or start the tests on as many ranks."
             )
 
-    def _check_against(self, path: Path, reading: Reading, limit: Limit | None) -> CheckResult:
+    def _check_against(
+        self, path: Path, reading: GateMeasurements, limit: GateLimit | None
+    ) -> CheckResult:
         from fsdp_inspect.checks.baseline import read_baseline
-        from fsdp_inspect.checks.judge import ALWAYS, check
+        from fsdp_inspect.checks.check import ALWAYS, check_run
         from fsdp_inspect.errors import CheckError
 
         if not path.exists():
@@ -347,18 +349,18 @@ class _Gate:
             baseline = read_baseline(path)
             names = ALWAYS if limit is None else [n for n in ALWAYS if n in baseline.memory]
             limits = {} if limit is None else dict.fromkeys(names, limit)
-            return check(reading, baseline, limits)
+            return check_run(reading, baseline, limits)
         except CheckError as error:
             pytest.fail(_in_words_of_pytest(str(error)), pytrace=False)
 
     def _tell(self, run: StoredRun, result: CheckResult) -> None:
-        from fsdp_inspect.checks.judge import Outcome
+        from fsdp_inspect.checks.check import CheckOutcome
         from fsdp_inspect.report.check import render_check
 
-        if result.outcome is Outcome.HOLDS:
+        if result.outcome is CheckOutcome.HOLDS:
             return
         text = _in_words_of_pytest(_print(render_check(result)))
-        if result.outcome is Outcome.UNTOLD:
+        if result.outcome is CheckOutcome.UNTOLD:
             self._leave(text)
         composition = "" if result.growth else f"\n\n{_describe(run)}"
         pytest.fail(f"{text}{composition}\n\nIt is kept in {run.path}", pytrace=False)
@@ -369,7 +371,7 @@ class _Gate:
             pytest.skip(reason)
         pytest.fail(reason, pytrace=False)
 
-    def _update(self, reading: Reading, path: Path) -> None:
+    def _update(self, reading: GateMeasurements, path: Path) -> None:
         from fsdp_inspect.checks.baseline import why_no_baseline, write_baseline
         from fsdp_inspect.errors import CheckError
 
@@ -426,10 +428,10 @@ def _print(renderable: Any) -> str:
 
 def _describe(run: StoredRun) -> str:
     """What fills memory at the peak."""
-    from fsdp_inspect.digest.memory import digest_memory
+    from fsdp_inspect.analysis.memory.overview import measure_memory_overview
     from fsdp_inspect.report.memory import render_memory
 
-    return _print(render_memory(digest_memory(run)))
+    return _print(render_memory(measure_memory_overview(run)))
 
 
 # --- several ranks, where the tests were started on several

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import tomli_w
 from pydantic import ValidationError
 
+from fsdp_inspect.error_text import describe_validation_error, quote_all, suggest
 from fsdp_inspect.errors import ConfigError
-from fsdp_inspect.trace.messages import describe_validation_error, quote_all, suggest
 from instrumented_trainer.config import (
     Section,
     TrainerConfig,

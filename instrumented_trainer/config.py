@@ -125,7 +125,10 @@ class TrainerConfig(BaseModel):
     )
     eval_batches: PositiveInt = _setting(Section.TRAINING, 4, "Batches of an evaluation, per rank.")
     log_every: PositiveInt = _setting(
-        Section.TRAINING, 1, "Reduce and show the loss after every so many steps."
+        Section.TRAINING,
+        1,
+        "Reduce and show the loss after every so many steps. A GPU never waits for it: the line "
+        "of a step comes when the step is done there, one or a few steps later.",
     )
     seed: NonNegativeInt = _setting(
         Section.TRAINING, 0, "Of the initial weights and of the order of the data."

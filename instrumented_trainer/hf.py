@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_inspect.error_text import suggest
 from fsdp_inspect.errors import ConfigError
-from fsdp_inspect.trace.messages import suggest
 
 
 def make_config(name: str, changes: dict[str, Any]) -> Any:

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_inspect.error_text import suggest
 from fsdp_inspect.errors import ConfigError, PlanError
 from fsdp_inspect.trace.codes import ITEMSIZE
-from fsdp_inspect.trace.messages import suggest
 from fsdp_inspect.trace.plan import (
     DECIDED_BY_PLAN,
     ROOT,

@@ -1,11 +1,11 @@
-"""How does a run go? Settings to a sharded model, steps, evaluation, checkpoints, a recording.
+"""Run a training: settings to a sharded model, steps, evaluation, checkpoints, a recording.
 
 `prepare` does all that can fail because of a setting, before any process group exists. `train`
 runs the steps, each inside `recorder.step()`.
 """
 
 import os
-import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -53,6 +53,7 @@ from instrumented_trainer.parallelize import (
 )
 from instrumented_trainer.parts import find_parts
 from instrumented_trainer.progress import Reporter, StepReport, make_reporter, read_memory
+from instrumented_trainer.readings import Reading, make_reader
 from instrumented_trainer.runtime import Runtime
 from instrumented_trainer.sharding_plan import make_plan
 
@@ -151,6 +152,7 @@ def train(prepared: PreparedRun) -> TrainingResult:
         try:
             for step in range(first_step, config.steps):
                 loop.run_step(step)
+            loop.report_all()
         finally:
             reporter.close()
         if fixed is not None:
@@ -159,8 +161,24 @@ def train(prepared: PreparedRun) -> TrainingResult:
     return loop.result
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PendingReport:
+    """A step whose numbers are on their way to the host."""
+
+    step: int
+    learning_rate: float
+    has_norm: bool
+    memory_bytes: int
+    memory_kind: str
+    reading: Reading
+
+
 class TrainingLoop:
-    """The steps of one run."""
+    """The steps of one run.
+
+    On CUDA no step waits for the device, so a step is reported a little later, under its own
+    number: see [Note: Reading without waiting].
+    """
 
     def __init__(
         self,
@@ -181,10 +199,12 @@ class TrainingLoop:
         self._optimizer = optimizer
         self._recorder = recorder
         self._reporter = reporter
+        self._reader = make_reader(self._runtime.device)
+        self._pending: deque[_PendingReport] = deque()
 
     def run_step(self, step: int) -> None:
         """A training step (from 0), then what is due after it."""
-        started = time.perf_counter_ns()
+        start = self._reader.start()
         done = step + 1
         is_logged = done % self._config.log_every == 0 or done == self._config.steps
         with self._recorder.step():
@@ -193,14 +213,20 @@ class TrainingLoop:
         if is_logged:
             if self._has_loss:
                 self._recorder.log(loss=loss, learning_rate=rate)
-            self._report(done, loss, rate, norm, started)
+            self._read_later(done, loss, rate, norm, start)
+        self._report_ready()
         if _is_due(done, self._config.eval_every):
             with self._recorder.between_steps("evaluation"):
                 self._evaluate(done)
         if _is_due(done, self._config.checkpoint_every):
             with self._recorder.between_steps("checkpoint"):
                 path = save_checkpoint(self._model, self._optimizer, self._config, done)
-                self._reporter.say(f"saved {path}")
+                self._say(f"saved {path}")
+
+    def report_all(self) -> None:
+        """Report every step that is not yet reported; waits for the device."""
+        while self._pending:
+            self._report(self._pending.popleft())
 
     def train_step(self, step: int) -> tuple[torch.Tensor, float, torch.Tensor | None]:
         """Forward, backward and the optimizer's step; nothing of it is logged.
@@ -257,31 +283,55 @@ class TrainingLoop:
         self._model.train()
         loss = float(_mean_over_ranks(total / self._config.eval_batches))
         if not self._has_loss:
-            self._reporter.say(f"evaluation after step {done}: done")
+            self._say(f"evaluation after step {done}: done")
             return
         self.result.evaluation_losses[done] = loss
         self._recorder.log(evaluation_loss=loss)
-        self._reporter.say(f"evaluation after step {done}: loss {loss:.4f}")
+        self._say(f"evaluation after step {done}: loss {loss:.4f}")
 
-    def _report(
-        self, done: int, loss: torch.Tensor, rate: float, norm: torch.Tensor | None, started: int
+    def _read_later(
+        self, done: int, loss: torch.Tensor, rate: float, norm: torch.Tensor | None, start: Any
     ) -> None:
-        if self._has_loss:
-            self.result.losses[done] = float(loss)
+        numbers = [loss, *([] if norm is None else [norm])] if self._has_loss else []
         memory_bytes, memory_kind = read_memory(self._runtime.device)
-        self._reporter.step(
-            StepReport(
+        self._pending.append(
+            _PendingReport(
                 step=done,
-                num_steps=self._config.steps,
-                loss=float(loss) if self._has_loss else None,
                 learning_rate=rate,
-                gradient_norm=float(norm) if norm is not None and self._has_loss else None,
-                step_time_ns=time.perf_counter_ns() - started,
-                num_tokens=self._tokens_per_step,
+                has_norm=len(numbers) > 1,
                 memory_bytes=memory_bytes,
                 memory_kind=memory_kind,
+                reading=self._reader.finish(start, numbers),
             )
         )
+
+    def _report_ready(self) -> None:
+        while self._pending and self._pending[0].reading.is_ready():
+            self._report(self._pending.popleft())
+
+    def _report(self, pending: _PendingReport) -> None:
+        numbers = pending.reading.get()
+        loss = numbers.values[0] if self._has_loss else None
+        if loss is not None:
+            self.result.losses[pending.step] = loss
+        self._reporter.step(
+            StepReport(
+                step=pending.step,
+                num_steps=self._config.steps,
+                loss=loss,
+                learning_rate=pending.learning_rate,
+                gradient_norm=numbers.values[1] if pending.has_norm else None,
+                step_time_ns=numbers.step_time_ns,
+                num_tokens=self._tokens_per_step,
+                memory_bytes=pending.memory_bytes,
+                memory_kind=pending.memory_kind,
+            )
+        )
+
+    def _say(self, text: str) -> None:
+        """Say something behind the reports of the steps before it; the device is done with them."""
+        self.report_all()
+        self._reporter.say(text)
 
     @property
     def _tokens_per_step(self) -> int:

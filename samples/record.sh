@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Record the CPU samples again, with the trainer of this checkout. Wants an idle machine.
+# Record the CPU samples again with the trainer of this checkout. Run it on an idle machine.
 #
-#   samples/record.sh            all of them
-#   samples/record.sh NAME...    only these
+#   samples/record.sh            record all samples
+#   samples/record.sh NAME...    record only these
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 samples=$PWD
 bin=$PWD/../.venv/bin
 export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
 
-# Keys of `summary --json` that a reader of the sample must find again.
+# The keys of `summary --json` that the tests compare with `expected.json`.
 keys='["run_id", "world_size", "backend", "num_steps", "num_timed_steps", "step_time_ns",
 "communication_ns", "exposed_ns", "overlap_ratio", "peak_allocated_bytes", "peak_reserved_bytes"]'
 

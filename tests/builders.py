@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_inspect.reduction.rank_rows import summarise_rank
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.codes import (
@@ -32,7 +33,6 @@ from fsdp_inspect.trace.codes import (
     Source,
     Stream,
 )
-from fsdp_inspect.trace.rank_summary import summarise_rank
 from fsdp_inspect.trace.run import (
     ClockPair,
     ModelInfo,
@@ -42,7 +42,6 @@ from fsdp_inspect.trace.run import (
     RunStatus,
     Unit,
 )
-from fsdp_inspect.trace.steps import limit_summary
 from fsdp_inspect.trace.tables import (
     MISSING_INT,
     DeviceTable,
@@ -51,6 +50,7 @@ from fsdp_inspect.trace.tables import (
     ScalarTable,
     SummaryTable,
     Table,
+    limit_summary,
 )
 
 MIB = 1 << 20

@@ -1,7 +1,8 @@
-"""What can every test rely on? One thread a process, loopback only, and a torchrun that ends.
+"""Set up what all tests share: one thread per process, loopback only, and `torchrun`.
 
-Benchmarks are left out unless asked for with `-m benchmark`; tests marked `gpu` are skipped with a
-reason where there is no CUDA device; tests that need Chromium ask for the `chromium` fixture.
+Benchmarks run only with `-m benchmark`. Tests marked `slow` run only with `--exhaustive`, with
+`-m slow`, or when they are named (`tests/file.py::test`). Tests marked `gpu` are skipped with a
+reason where there is no CUDA device. Tests that need Chromium ask for the `chromium` fixture.
 """
 
 import os
@@ -15,6 +16,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests import forked_ranks
+from tests.scheduling import Scheduling
 
 # Before anything imports torch, and inherited by every process that a test starts: two ranks on
 # two cores must not fight over threads, and gloo must not depend on the machine's host name.
@@ -30,13 +34,27 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 REQUIRE_BROWSER = "FSDP_INSPECT_REQUIRE_BROWSER"
+EXHAUSTIVE = "--exhaustive"
 
 Torchrun = Callable[..., subprocess.CompletedProcess[str]]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "run the tests marked slow, too: those that check many cases of one kind"
+    parser.addoption(EXHAUSTIVE, action="store_true", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Scheduling(config), "fsdp-inspect-scheduling")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "benchmark" not in config.option.markexpr:
         _deselect(config, items, "benchmark")
+    is_named = any("::" in argument for argument in config.args)
+    if not (config.getoption(EXHAUSTIVE) or "slow" in config.option.markexpr or is_named):
+        _deselect(config, items, "slow")
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _has_cuda():
         for item in gpu_items:
@@ -119,13 +137,48 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
             (logs / "stdout").read_text(),
             (logs / "stderr").read_text(),
         )
-        if not ended:
-            pytest.fail(f"still running after {timeout_s} s: {_describe(done)}", pytrace=False)
-        if check and done.returncode != 0:
-            pytest.fail(f"exit code {done.returncode}: {_describe(done)}", pytrace=False)
-        return done
+        return _judged(done, ended=ended, timeout_s=timeout_s, check=check)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
+    """As `torchrun`, without its agent: ranks start at once, forked from a process with torch.
+
+    For a script that is only to run on some ranks. What a test says about `torchrun` or about a
+    fresh interpreter needs the fixture `torchrun`.
+    """
+
+    def run(
+        *arguments: str | Path,
+        num_ranks: int = 2,
+        timeout_s: float = 120,
+        check: bool = True,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        done, ended = forked_ranks.run_ranks(
+            tuple(map(str, arguments)),
+            num_ranks=num_ranks,
+            timeout_s=timeout_s,
+            cwd=cwd or tmp_path_factory.mktemp("cwd"),
+            logs=tmp_path_factory.mktemp("ranks"),
+            environment=environment or {},
+        )
+        return _judged(done, ended=ended, timeout_s=timeout_s, check=check)
+
+    return run
+
+
+def _judged(
+    done: subprocess.CompletedProcess[str], *, ended: bool, timeout_s: float, check: bool
+) -> subprocess.CompletedProcess[str]:
+    if not ended:
+        pytest.fail(f"still running after {timeout_s} s: {_describe(done)}", pytrace=False)
+    if check and done.returncode != 0:
+        pytest.fail(f"exit code {done.returncode}: {_describe(done)}", pytrace=False)
+    return done
 
 
 def _torchrun_command(python: Path | str, num_ranks: int) -> list[str]:

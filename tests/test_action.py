@@ -14,12 +14,12 @@ import yaml
 
 from fsdp_inspect import forecast_memory, open_run
 from fsdp_inspect.checks.baseline import make_baseline, render_baseline
-from fsdp_inspect.checks.reading import read_runs
-from tests.checks.planted import build
+from fsdp_inspect.checks.measurements import read_runs
+from tests.checks.changed_models import build
 
 ROOT = Path(__file__).parents[1]
 ACTION = ROOT / ".github" / "actions" / "fsdp-check"
-PLANTED = ROOT / "tests" / "checks" / "planted.py"
+PLANTED = ROOT / "tests" / "checks" / "changed_models.py"
 
 
 @dataclass

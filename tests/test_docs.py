@@ -1,8 +1,8 @@
-"""Do the README and docs/ tell the truth: do commands exist, code run, links lead somewhere?
+"""The README and docs/ are correct: commands exist, code runs, links lead to files.
 
-Code blocks marked `python` are run as they stand, on two ranks, in a folder of their own. They find
-what a reader would have at hand: `model` (sharded, returns an object with `.loss`), `optimizer`,
-`loader` and `mesh`. Blocks marked `console` or `bash` hold commands.
+Code blocks marked `python` run unchanged, on two ranks, in a folder of their own. The variables
+`model` (sharded, returns an object with `.loss`), `optimizer`, `loader` and `mesh` are defined.
+Blocks marked `console` or `bash` contain commands.
 """
 
 import re
@@ -12,15 +12,26 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.main import get_group
 
+from fsdp_inspect import __version__
 from fsdp_inspect.cli.application import build_application
 from fsdp_inspect.metrics import METRICS
 from tests.conftest import Torchrun
 
 ROOT = Path(__file__).parents[1]
 GUIDES = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
-DOCUMENTS = (*GUIDES, "CHANGELOG.md", ".github/CONTRIBUTING.md")
+DOCUMENTS = (
+    *GUIDES,
+    "CHANGELOG.md",
+    ".github/CONTRIBUTING.md",
+    ".github/SECURITY.md",
+    "tests/gpu/README.md",
+    *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "samples").glob("**/README.md")),
+)
+PAGES_WITHOUT_ENTRY = {"api.md"}
+"""docs/site_pages.py adds their entries in the navigation."""
 COMMANDS = get_group(build_application()).commands
 
 READER = '''
@@ -135,9 +146,9 @@ def test_trainer_options_in_the_guides_exist() -> None:
 
 def test_make_targets_in_the_documents_exist() -> None:
     text = "\n".join((ROOT / name).read_text() for name in DOCUMENTS)
-    named = set(re.findall(r"(?:^|`|&& )make ([a-z]+)", text, flags=re.MULTILINE))
+    named = set(re.findall(r"(?:^|`|&& )make ([a-z-]+)", text, flags=re.MULTILINE))
 
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
 
     assert {"demo", "test", "check"} <= named <= set(targets)
 
@@ -152,12 +163,12 @@ def test_shell_blocks_in_the_guides_are_shell() -> None:
 
 
 @pytest.mark.distributed
-def test_python_blocks_in_the_guides_run(tmp_path: Path, torchrun: Torchrun) -> None:
+def test_python_blocks_in_the_guides_run(tmp_path: Path, run_ranks: Torchrun) -> None:
     blocks = code_blocks("python")
     script = tmp_path / "reader.py"
     script.write_text(f"BLOCKS = {blocks!r}\n{READER}")
 
-    torchrun(script, cwd=tmp_path)
+    run_ranks(script, cwd=tmp_path)
 
     assert any("Recorder(" in block for block in blocks)
     recorded = list(tmp_path.rglob("run.json"))
@@ -189,3 +200,54 @@ def test_metric_table_of_the_docs_is_that_of_the_code() -> None:
 
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert table in page, f"the table of docs/metrics.md should be:\n\n{table}"
+
+
+def test_glossary_defines_each_term_once() -> None:
+    terms = [name for name, _ in glossary_rows()]
+
+    assert len(terms) > 100
+    assert sorted(name for name in set(terms) if terms.count(name) > 1) == []
+
+
+def test_glossary_does_not_use_a_rejected_word_as_a_term() -> None:
+    rejected = {word for _, words in glossary_rows() for word in words}
+
+    assert len(rejected) > 20
+    assert {name for name, _ in glossary_rows()} & rejected == set()
+
+
+def glossary_rows() -> list[tuple[str, list[str]]]:
+    """The terms of the glossary, each with the words that are not used for it."""
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    rows = re.findall(r"^\| (?!term )([^|]+) \| [^|]+ \|([^|]*)\|$", page, flags=re.MULTILINE)
+    rejected = [[word.strip() for word in words.split(",") if word.strip()] for _, words in rows]
+    return [
+        (name.strip(), words)
+        for (names, _), words in zip(rows, rejected, strict=True)
+        for name in names.split(",")
+    ]
+
+
+def test_every_page_of_the_docs_is_in_the_navigation_of_the_site() -> None:
+    navigation = str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - PAGES_WITHOUT_ENTRY
+
+    assert [page for page in sorted(pages) if f"'{page}'" not in navigation] == []
+
+
+def test_citation_names_the_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+
+    assert citation["version"] == __version__
+    assert citation["license"] == "Apache-2.0"
+
+
+@pytest.mark.parametrize("name", ["bug_report", "wrong_number", "feature_request"])
+def test_issue_template_has_what_the_platform_requires(name: str) -> None:
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml").read_text())
+
+    assert form["name"]
+    assert form["description"]
+    identifiers = [field["id"] for field in form["body"]]
+    assert len(identifiers) == len(set(identifiers))
+    assert all(field["attributes"]["label"] for field in form["body"])

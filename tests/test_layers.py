@@ -88,9 +88,9 @@ def test_every_import_goes_down_the_layers() -> None:
         ),
         pytest.param(
             "fsdp_inspect/analysis",
-            "import fsdp_inspect.analysis.overlap",
-            "Analyses do not import each other; shared code goes down to trace",
-            id="an analysis imports another",
+            "import fsdp_inspect.store.reader",
+            "Analyses take a run: only lists of runs and live runs open a folder",
+            id="an analysis opens run folders",
         ),
     ],
 )
@@ -104,3 +104,14 @@ def test_an_import_against_the_rules_is_caught_and_named(
     assert checked.returncode == 1, checked.stdout + checked.stderr
     assert f"{contract} BROKEN" in checked.stdout
     assert ".violation -> " in checked.stdout
+
+
+def test_a_cycle_between_packages_is_caught_and_named(copy_of_the_code: Path) -> None:
+    package = copy_of_the_code / "fsdp_inspect" / "analysis" / "verdict"  # the summary imports it
+    (package / "violation.py").write_text("import fsdp_inspect.analysis.summary\n")
+
+    checked = lint_imports(copy_of_the_code)
+
+    assert checked.returncode == 1, checked.stdout + checked.stderr
+    assert "No import cycles, between modules or between packages BROKEN" in checked.stdout
+    assert ".verdict -> .summary (1 import)" in checked.stdout

@@ -1,7 +1,7 @@
 import pytest
 
 from fsdp_inspect.metrics import METRICS, Better, MetricUnit, find_metric
-from fsdp_inspect.trace.reduction import PARTS_OF_STEP
+from fsdp_inspect.trace.codes import PARTS_OF_STEP
 
 SUFFIXES = {
     MetricUnit.NS: "_ns",

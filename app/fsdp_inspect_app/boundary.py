@@ -16,7 +16,7 @@ _DEPTH = 2
 """Folders below a run that hold its files: attempts, and ranks in them."""
 
 
-def is_inside(path: Path, folder: Path) -> bool:
+def is_in_folder(path: Path, folder: Path) -> bool:
     """Whether a path, all links followed, lies in the folder (links to which count as it)."""
     if _is_plainly_inside(path, folder):
         return True
@@ -64,7 +64,7 @@ def _files_in(path: str, folder: Path, depth: int) -> Iterator["os.DirEntry[str]
     except OSError:
         return
     for entry in entries:
-        if entry.is_symlink() and not is_inside(Path(entry.path), folder):
+        if entry.is_symlink() and not is_in_folder(Path(entry.path), folder):
             raise StoreError(
                 f"{entry.path!r} is a link to a place outside the folder of runs. The dashboard "
                 f"reads files in {str(folder)!r} only. Copy what it leads to, or start the "

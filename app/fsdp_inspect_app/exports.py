@@ -3,8 +3,8 @@
 import streamlit as st
 
 from fsdp_inspect import StoredRun
-from fsdp_inspect.analysis.steps import StepTimes
-from fsdp_inspect.digest.run import RunDigest
+from fsdp_inspect.analysis.step_times import StepTimes
+from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.report.html import read_contents, render_run
 from fsdp_inspect.report.json import render_run_json
 from fsdp_inspect_app.frames.overview import frame_steps
@@ -21,7 +21,7 @@ def show_share_button(page: str) -> None:
         st.code(f"{base}/{page_address(page)}", language=None, wrap_lines=True)
 
 
-def show_export_button(run: StoredRun, digest: RunDigest, times: StepTimes) -> None:
+def show_export_button(run: StoredRun, digest: Summary, times: StepTimes) -> None:
     """The run as files; each is made when it is clicked."""
     name = "".join(
         letter if letter.isalnum() or letter in "-_" else "_" for letter in digest.run_id

@@ -13,8 +13,8 @@ from typing import Any
 
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect_app import import_worker
-from fsdp_inspect_app.boundary import is_inside
-from fsdp_inspect_app.importable import ImportSource
+from fsdp_inspect_app.boundary import is_in_folder
+from fsdp_inspect_app.import_sources import ImportSource
 
 IMPORTED = "imported"
 """The folder below the folder of runs in which imports end up."""
@@ -108,7 +108,7 @@ class ImportJobs:
     def _refuse_links_out(self, source: ImportSource) -> None:
         target = self._folder / IMPORTED
         for path in (source.path, *([target] if target.is_symlink() else [])):
-            if not is_inside(path, self._folder):
+            if not is_in_folder(path, self._folder):
                 raise StoreError(
                     f"{str(path)!r} leads out of the folder of runs. Expected something in "
                     f"{str(self._folder)!r}. Copy it there, or use fsdp-inspect import."

@@ -33,7 +33,7 @@ def server_command(
         proxy_name: The host name under which a proxy in front of it is reached.
     """
     return [
-        *(sys.executable, "-m", "fsdp_inspect_app.serving", "run", str(_SCRIPT)),
+        *(sys.executable, "-m", "fsdp_inspect_app.server", "run", str(_SCRIPT)),
         *server_flags(host=host, port=port, proxy_name=proxy_name),
         *(() if runs_folder is None else ("--", str(runs_folder.absolute()))),
     ]

@@ -3,7 +3,7 @@
 A run is cached under its files' newest change and total size, so that a run that grew is read
 again. One that is still being written (it has live streams) is also looked at again after a few
 seconds, since a process that died changes no file. All caches are bounded and hold immutable
-results, shared by all sessions. Of a run that grew only what is new is read (`GrowingTables`), and
+results, shared by all sessions. Of a run that grew only what is new is read (`LiveTables`), and
 whatever a page asks, the run is digested once.
 """
 
@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 import streamlit as st
 
 from fsdp_inspect import StoredRun, open_run
-from fsdp_inspect.digest.run import RunDigest, digest_run
+from fsdp_inspect.analysis.summary import Summary, measure_summary
 from fsdp_inspect.store.folder import RunEntry, list_runs
-from fsdp_inspect.store.growing import GrowingTables
-from fsdp_inspect.store.kept_tables import KeptTables
-from fsdp_inspect.store.reuse import Reuse
-from fsdp_inspect_app.boundary import files_of_run, is_inside
+from fsdp_inspect.store.live_tables import LiveTables
+from fsdp_inspect.store.reader_cache import ReaderCache
+from fsdp_inspect.store.table_cache import TableCache
+from fsdp_inspect_app.boundary import files_of_run, is_in_folder
 from fsdp_inspect_app.timeline.track_set import TrackSet
 from fsdp_inspect_app.timeline.tracks import build_timeline
 
@@ -73,7 +73,7 @@ def list_foreign() -> list[str]:
 @st.cache_resource(ttl=_LISTING_LIFE_S, max_entries=4, show_spinner="Looking for runs")
 def _list_entries(folder: str) -> tuple[list[RunEntry], list[str]]:
     entries = list_runs(Path(folder))
-    inside = [entry for entry in entries if is_inside(entry.path, Path(folder))]
+    inside = [entry for entry in entries if is_in_folder(entry.path, Path(folder))]
     known = {entry.id for entry in inside}
     return inside, [entry.id for entry in entries if entry.id not in known]
 
@@ -87,7 +87,7 @@ def open_entry(entry: RunEntry) -> StoredRun:
     return _open(str(entry.path), _state_of(entry.path))
 
 
-def digest_entry(entry: RunEntry) -> RunDigest:
+def summary_of_entry(entry: RunEntry) -> Summary:
     """All analyses of a run side by side; raises as `open_entry`."""
     return _digest(str(entry.path), _state_of(entry.path))
 
@@ -102,7 +102,7 @@ def result_of(entry: RunEntry, measure: Callable[..., T], **arguments: Hashable)
     return result
 
 
-def result_on_digest(entry: RunEntry, measure: Callable[..., T]) -> T:
+def result_on_summary(entry: RunEntry, measure: Callable[..., T]) -> T:
     """As `result_of`, of an analysis that builds on the run's digest.
 
     Args:
@@ -113,8 +113,8 @@ def result_on_digest(entry: RunEntry, measure: Callable[..., T]) -> T:
     return result
 
 
-def result_on_digests(entries: Sequence[RunEntry], measure: Callable[..., T]) -> T:
-    """As `result_on_digest`, of several runs at once.
+def result_on_summaries(entries: Sequence[RunEntry], measure: Callable[..., T]) -> T:
+    """As `result_on_summary`, of several runs at once.
 
     Args:
         entries: The runs.
@@ -136,8 +136,8 @@ def timeline_of(entry: RunEntry, *, step: int, ranks: tuple[int, ...]) -> TrackS
 
 
 @st.cache_resource(max_entries=1, show_spinner=False)
-def _timelines() -> KeptTables:
-    return KeptTables(_MOST_TIMELINE_BYTES)
+def _timelines() -> TableCache:
+    return TableCache(_MOST_TIMELINE_BYTES)
 
 
 def _name(measure: Callable[..., object]) -> str:
@@ -145,15 +145,15 @@ def _name(measure: Callable[..., object]) -> str:
 
 
 @st.cache_resource(max_entries=1, show_spinner=False)
-def _tables() -> KeptTables:
-    return KeptTables(_MOST_TABLE_BYTES)
+def _tables() -> TableCache:
+    return TableCache(_MOST_TABLE_BYTES)
 
 
 @dataclass
 class _Opening:
     """A run as it was opened last, and what its live streams have held so far."""
 
-    growing: GrowingTables = field(default_factory=GrowingTables)
+    growing: LiveTables = field(default_factory=LiveTables)
     state: _State | None = None
     run: StoredRun | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -164,7 +164,7 @@ def _open(path: str, state: _State) -> StoredRun:
     opening = _opening(path)
     with opening.lock:
         if opening.run is None or opening.state != state:
-            opening.run = open_run(path, reuse=Reuse(opening.growing, _tables()))
+            opening.run = open_run(path, reuse=ReaderCache(opening.growing, _tables()))
             opening.state = state
         return opening.run
 
@@ -175,8 +175,8 @@ def _opening(path: str) -> _Opening:
 
 
 @st.cache_resource(max_entries=512, show_spinner="Reading the run")
-def _digest(path: str, state: _State) -> RunDigest:
-    return digest_run(_open(path, state))
+def _digest(path: str, state: _State) -> Summary:
+    return measure_summary(_open(path, state))
 
 
 @st.cache_resource(max_entries=512, show_spinner="Reading the run")
@@ -201,7 +201,7 @@ def _on_digests(
 ) -> Any:
     place_of = {_open(*place): place for place in places}
 
-    def digest(run: StoredRun) -> RunDigest:
+    def digest(run: StoredRun) -> Summary:
         return _digest(*place_of[run])
 
     return _measure(list(place_of), digest=digest)

@@ -25,8 +25,8 @@ from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect_app import loading
+from fsdp_inspect_app.empty_states import show_no_runs, show_unreadable
 from fsdp_inspect_app.pages import find_page
-from fsdp_inspect_app.states import show_no_runs, show_unreadable
 
 T = TypeVar("T")
 
@@ -207,7 +207,7 @@ def entry_or_stop(ask: Callable[[RunEntry], object] | None = None) -> RunEntry:
     if entry is None:
         show_no_runs()
         st.stop()
-    answer_or_stop(entry, ask or loading.digest_entry)
+    answer_or_stop(entry, ask or loading.summary_of_entry)
     return entry
 
 

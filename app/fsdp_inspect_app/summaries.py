@@ -17,7 +17,7 @@ from pathlib import Path
 import streamlit as st
 from pydantic import TypeAdapter, ValidationError
 
-from fsdp_inspect.digest.listing import RunSummary, summarise_run
+from fsdp_inspect.analysis.run_list import RunKeyNumbers, measure_key_numbers
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect.store.reader import StoredRun, open_run
@@ -31,7 +31,7 @@ from fsdp_inspect.store.schema import (
 from fsdp_inspect.trace.run import SCHEMA_VERSION, RunStatus
 from fsdp_inspect.version import __version__
 from fsdp_inspect_app.boundary import refuse_links_out
-from fsdp_inspect_app.kept_findings import Finding, KeptFindings, findings_file
+from fsdp_inspect_app.findings_cache import CachedFinding, FindingsCache, findings_file
 from fsdp_inspect_app.wording import describe_plan
 
 LOOK_AGAIN_S = 5.0
@@ -48,7 +48,7 @@ _ROW_VERSION = 1
 class RunRow:
     """What the list of runs shows of one: its summary, and what its manifest says in short."""
 
-    summary: RunSummary
+    summary: RunKeyNumbers
     name: str
     model: str
     """Its class."""
@@ -64,7 +64,7 @@ class RunRow:
         """The row of a run; raises as its analyses do."""
         manifest = run.manifest
         return cls(
-            summary=summarise_run(run),
+            summary=measure_key_numbers(run),
             name=manifest.name,
             model=manifest.model.class_name,
             num_parameters=manifest.model.num_parameters,
@@ -80,7 +80,7 @@ def _row_adapter() -> TypeAdapter[RunRow]:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class KnownRuns:
     """What is known about the runs of a folder at one moment."""
 
     rows: dict[str, RunRow]
@@ -94,7 +94,7 @@ class Found:
 class Summaries:
     """The summaries of one folder's runs, shared by all sessions."""
 
-    def __init__(self, folder: Path, kept: KeptFindings | None = None) -> None:
+    def __init__(self, folder: Path, kept: FindingsCache | None = None) -> None:
         """Read nothing yet.
 
         Args:
@@ -103,7 +103,7 @@ class Summaries:
         """
         self._folder = folder
         self._kept = kept
-        self._earlier: dict[str, Finding] | None = None
+        self._earlier: dict[str, CachedFinding] | None = None
         """By id, what is kept; None before it was looked up."""
         self._known: dict[str, tuple[str, RunRow | str]] = {}
         """By id: the state of the files, and what they say, or why nothing."""
@@ -112,7 +112,7 @@ class Summaries:
         self._idle.set()
         self._looked_at = float("-inf")
 
-    def find(self, entries: Sequence[RunEntry], *, patience_s: float) -> Found:
+    def find(self, entries: Sequence[RunEntry], *, patience_s: float) -> KnownRuns:
         """What is known about these runs; what is not yet is looked for meanwhile.
 
         Args:
@@ -122,7 +122,7 @@ class Summaries:
         self._look(entries)
         self._idle.wait(patience_s)
         known = {entry.id: self._known[entry.id][1] for entry in entries if entry.id in self._known}
-        return Found(
+        return KnownRuns(
             rows={run: found for run, found in known.items() if not isinstance(found, str)},
             problems={run: found for run, found in known.items() if isinstance(found, str)},
             is_complete=len(known) == len(entries),
@@ -138,7 +138,7 @@ class Summaries:
                 threading.Thread(target=self._read, args=(tuple(entries),), daemon=True).start()
 
     def _read(self, entries: Sequence[RunEntry]) -> None:
-        new: dict[str, Finding] = {}
+        new: dict[str, CachedFinding] = {}
         try:
             if self._earlier is None:
                 self._earlier = self._kept.load() if self._kept else {}
@@ -151,7 +151,7 @@ class Summaries:
             self._looked_at = time.monotonic()
             self._idle.set()
 
-    def _read_one(self, entry: RunEntry) -> dict[str, Finding]:
+    def _read_one(self, entry: RunEntry) -> dict[str, CachedFinding]:
         """Find out about a run, unless that is known; what of it is worth keeping, by id."""
         state, before = "", self._known.get(entry.id)
         try:
@@ -170,7 +170,7 @@ class Summaries:
             return {}
         if not is_final or row.summary.status == RunStatus.RUNNING:
             return {}
-        return {entry.id: Finding(state, _row_adapter().dump_json(row).decode())}
+        return {entry.id: CachedFinding(state, _row_adapter().dump_json(row).decode())}
 
     def _recall(self, run: str, state: str) -> RunRow | None:
         """What an earlier dashboard found out, if the run's files have stayed as they were."""
@@ -182,7 +182,7 @@ class Summaries:
         except ValidationError:
             return None
 
-    def _keep(self, new: dict[str, Finding]) -> None:
+    def _keep(self, new: dict[str, CachedFinding]) -> None:
         if self._kept and new:
             self._kept.keep(new)
         new.clear()
@@ -230,9 +230,9 @@ def summaries_of(folder: str) -> Summaries:
     return Summaries(Path(folder), _kept_for(Path(folder)))
 
 
-def _kept_for(folder: Path) -> KeptFindings | None:
+def _kept_for(folder: Path) -> FindingsCache | None:
     file = findings_file()
     if file is None:
         return None
     version = f"{__version__} {SCHEMA_VERSION} {REDUCTION_VERSION} {_ROW_VERSION}"
-    return KeptFindings(file, version, folder.resolve())
+    return FindingsCache(file, version, folder.resolve())

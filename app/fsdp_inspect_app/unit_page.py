@@ -7,10 +7,11 @@ from streamlit.delta_generator import DeltaGenerator
 
 from fsdp_inspect.analysis.bandwidth import Bandwidth
 from fsdp_inspect.analysis.exposed import Exposed
+from fsdp_inspect.analysis.link_fit import LinkFit
+from fsdp_inspect.analysis.rank_waits import RankWaits, measure_rank_waits
+from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.analysis.unit_history import UnitHistory, measure_unit_history
 from fsdp_inspect.analysis.units import UnitCost
-from fsdp_inspect.digest.exposed import WaitDigest, digest_waits
-from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import (
     format_bytes,
@@ -22,7 +23,6 @@ from fsdp_inspect.formatting import (
 from fsdp_inspect.report.causes import format_cause
 from fsdp_inspect.report.values import format_kind
 from fsdp_inspect.store.folder import RunEntry
-from fsdp_inspect.trace.link_fit import LinkFit
 from fsdp_inspect.trace.run import RunManifest, Unit
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.cards import (
@@ -52,7 +52,7 @@ from fsdp_inspect_app.wording import code, plain
 def show_unit(
     entry: RunEntry,
     manifest: RunManifest,
-    digest: RunDigest,
+    digest: Summary,
     unit: UnitCost,
     answer: DeltaGenerator,
 ) -> None:
@@ -68,10 +68,10 @@ def show_unit(
     name = format_unit(unit.fqn)
     record = next(one for one in manifest.units if one.index == unit.index)
     _show_neighbours(digest.units, unit)
-    waits: WaitDigest | None = None
+    waits: RankWaits | None = None
     history: UnitHistory | None = None
     try:
-        waits = loading.result_of(entry, digest_waits, unit=name)
+        waits = loading.result_of(entry, measure_rank_waits, unit=name)
         history = loading.result_of(entry, measure_unit_history, unit=unit.index)
     except StoreError as error:
         st.warning(plain(str(error)), icon=":material/warning:")
@@ -101,7 +101,7 @@ def _show_neighbours(units: Sequence[UnitCost], unit: UnitCost) -> None:
         st.caption(f"{position + 1} of {len(units)} in order of execution", width="content")
 
 
-def _describe_waits(unit: UnitCost, waits: WaitDigest | None, digest: RunDigest) -> str:
+def _describe_waits(unit: UnitCost, waits: RankWaits | None, digest: Summary) -> str:
     """The unit's answer: how long it is waited for, and why."""
     name = code(format_unit(unit.fqn))
     if waits is None:
@@ -129,7 +129,7 @@ def _describe_unit(unit: UnitCost) -> str:
     return " ".join(facts)
 
 
-def _show_waits(unit: UnitCost, waits: WaitDigest | None, digest: RunDigest) -> None:
+def _show_waits(unit: UnitCost, waits: RankWaits | None, digest: Summary) -> None:
     exposed = waits.exposed if waits is not None else None
     if exposed is None or not exposed.owners:
         show_empty_card("Waits and their causes", "It has no timed collective.", key="unit-waits")
@@ -177,7 +177,7 @@ def _fits_of(history: UnitHistory, bandwidth: Bandwidth | None) -> dict[str, Lin
     return {name: fit for name, fit in found.items() if fit is not None}
 
 
-def _show_collectives(history: UnitHistory, fits: Mapping[str, LinkFit], digest: RunDigest) -> None:
+def _show_collectives(history: UnitHistory, fits: Mapping[str, LinkFit], digest: Summary) -> None:
     provenance = wording.describe_provenance(
         digest.provenance, "all_gather", "reduce_scatter", "all_reduce"
     )
@@ -219,7 +219,7 @@ def _describe_rates(history: UnitHistory, fits: Mapping[str, LinkFit]) -> str:
     return f"Bus bandwidth, medians: {'; '.join(rates)}. " if rates else ""
 
 
-def _show_prefetch(waits: WaitDigest | None) -> None:
+def _show_prefetch(waits: RankWaits | None) -> None:
     prefetches = waits.prefetch.units if waits is not None and waits.prefetch else ()
     if not prefetches:
         show_empty_card("Prefetch", "It has no all-gather in a timed step.", key="unit-prefetch")
@@ -239,7 +239,7 @@ def _show_prefetch(waits: WaitDigest | None) -> None:
         )
 
 
-def _show_memory(unit: UnitCost, history: UnitHistory | None, digest: RunDigest) -> None:
+def _show_memory(unit: UnitCost, history: UnitHistory | None, digest: Summary) -> None:
     left, right = st.columns([3, 2])
     with left:
         if history is None or not history.holds:
@@ -261,7 +261,7 @@ def _show_memory(unit: UnitCost, history: UnitHistory | None, digest: RunDigest)
         _show_owned(unit, digest)
 
 
-def _show_owned(unit: UnitCost, digest: RunDigest) -> None:
+def _show_owned(unit: UnitCost, digest: Summary) -> None:
     peak = digest.memory.peak
     frame = None if peak is None else frame_owned(peak, unit.index)
     if peak is None or frame is None or frame.empty:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from fsdp_inspect.analysis.exposed import ExposedOwner
-from fsdp_inspect.digest.run import RunDigest
+from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.formatting import format_ns, format_ratio, format_unit
 from fsdp_inspect.report.causes import format_cause
 from fsdp_inspect.report.values import format_kind
@@ -25,6 +25,7 @@ from fsdp_inspect.report.wording import (
 
 __all__ = [
     "code",
+    "describe_longest_wait",
     "describe_main_cause",
     "describe_memory_method",
     "describe_methods",
@@ -32,7 +33,6 @@ __all__ = [
     "describe_provenance",
     "describe_run",
     "describe_step",
-    "describe_units",
     "label",
     "name_category",
     "plain",
@@ -67,7 +67,7 @@ def _one_line(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text)
 
 
-def describe_units(digest: RunDigest, owners: Sequence[ExposedOwner] = ()) -> str:
+def describe_longest_wait(digest: Summary, owners: Sequence[ExposedOwner] = ()) -> str:
     """Which unit is waited for most, as Markdown.
 
     Args:

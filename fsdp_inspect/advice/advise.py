@@ -3,22 +3,22 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from fsdp_inspect.advice.bench import AS_RECORDED, Bench
 from fsdp_inspect.advice.change_words import say_changes
-from fsdp_inspect.advice.choices import Choice
-from fsdp_inspect.advice.claims import settle_claims
 from fsdp_inspect.advice.evidence import Evidence, Finding
 from fsdp_inspect.advice.findings import find_first_things
+from fsdp_inspect.advice.gain_attribution import attribute_gains
+from fsdp_inspect.advice.plan_scores import AS_RECORDED, PlanScorer
+from fsdp_inspect.advice.plan_space import Choice
+from fsdp_inspect.advice.request import AdviceRequest, how_to_apply, how_to_verify
 from fsdp_inspect.advice.search import WORTH_RATIO, Search, split_gain
 from fsdp_inspect.advice.slowdown import Slowdown
 from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion
-from fsdp_inspect.advice.wishes import Wishes, how_to_apply, how_to_verify
+from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_signed
 from fsdp_inspect.simulation.recorded import Execution
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan
-from fsdp_inspect.trace.repeats import PROCESS_NOISE_RATIO
 from fsdp_inspect.trace.run import RunSource
 
 
@@ -94,7 +94,7 @@ class Advice:
 def give_advice(
     run: RunSource,
     evidence: Evidence,
-    wishes: Wishes,
+    wishes: AdviceRequest,
     *,
     on_play: Callable[[int], object] = lambda _: None,
 ) -> Advice:
@@ -108,7 +108,7 @@ def give_advice(
     """
     findings = find_first_things(evidence)
     try:
-        bench = Bench(
+        bench = PlanScorer(
             run,
             on_play,
             bus_bytes_per_s=wishes.bus_bytes_per_s,
@@ -121,7 +121,7 @@ def give_advice(
         return Advice(
             run.manifest.run_id,
             answer,
-            settle_claims(findings, can_play=False, has_changes=False),
+            attribute_gains(findings, can_play=False, has_changes=False),
             None,
             str(error),
         )
@@ -131,7 +131,7 @@ def give_advice(
     )
     plan = _advise_plan(bench, evidence, search, wishes, limit)
     answer = _answer(plan, findings)
-    settled = settle_claims(findings, can_play=True, has_changes=bool(plan.suggestions))
+    settled = attribute_gains(findings, can_play=True, has_changes=bool(plan.suggestions))
     return Advice(run.manifest.run_id, answer, settled, plan, None)
 
 
@@ -142,7 +142,7 @@ def slowdown_of(evidence: Evidence) -> Slowdown:
 
 
 def _advise_plan(
-    bench: Bench, evidence: Evidence, search: Search, wishes: Wishes, limit: int | None
+    bench: PlanScorer, evidence: Evidence, search: Search, wishes: AdviceRequest, limit: int | None
 ) -> PlanAdvice:
     found = search.run()
     narrator = Narrator(bench, evidence)
@@ -178,20 +178,22 @@ def _advise_plan(
     )
 
 
-def _exceeds_error(bench: Bench, choice: Choice) -> bool:
+def _exceeds_error(bench: PlanScorer, choice: Choice) -> bool:
     """Whether a plan gains more than the replay of the recorded one is off."""
     saved = bench.recorded.step_ns - bench.score(choice).step_ns
     return saved > abs(bench.replay_error) * bench.recorded.step_ns
 
 
-def _smallest(bench: Bench, narrator: Narrator, choice: Choice, target: Choice) -> Proposal | None:
+def _smallest(
+    bench: PlanScorer, narrator: Narrator, choice: Choice, target: Choice
+) -> Proposal | None:
     peak, recorded = bench.score(choice).peak_bytes, bench.recorded.peak_bytes
     if peak is None or recorded is None or choice == target:
         return None
     return narrator.proposal(choice) if recorded - peak >= WORTH_RATIO * recorded else None
 
 
-def _point(bench: Bench, choice: Choice) -> ParetoPoint:
+def _point(bench: PlanScorer, choice: Choice) -> ParetoPoint:
     score = bench.score(choice)
     return ParetoPoint(
         what=say_changes(choice),
@@ -202,7 +204,7 @@ def _point(bench: Bench, choice: Choice) -> ParetoPoint:
     )
 
 
-def _notes(bench: Bench, limit: int | None) -> list[str]:
+def _notes(bench: PlanScorer, limit: int | None) -> list[str]:
     notes = []
     if bench.network.is_changed:
         notes.append(
@@ -240,7 +242,7 @@ def _notes(bench: Bench, limit: int | None) -> list[str]:
     return notes
 
 
-def _limits_of_play(bench: Bench, wishes: Wishes, *, fits: bool) -> Iterator[str]:
+def _limits_of_play(bench: PlanScorer, wishes: AdviceRequest, *, fits: bool) -> Iterator[str]:
     """What was not played, since it was not asked for, or one recorded run does not tell it."""
     if not wishes.allow_dtypes and _sends_float32(bench):
         yield "Messages in float32 stay so: --allow-dtypes plays bfloat16, too (R13, R14)."
@@ -268,7 +270,7 @@ def _limits_of_play(bench: Bench, wishes: Wishes, *, fits: bool) -> Iterator[str
         )
 
 
-def _sends_float32(bench: Bench) -> bool:
+def _sends_float32(bench: PlanScorer) -> bool:
     dtypes = {dtype for unit in bench.work.units for dtype in (unit.param_dtype, unit.reduce_dtype)}
     return "float32" in dtypes
 

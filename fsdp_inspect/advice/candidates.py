@@ -6,9 +6,9 @@ chosen one does, and something besides that gains nothing, is left out.
 
 from collections.abc import Iterator
 
-from fsdp_inspect.advice.bench import AS_RECORDED, Bench
-from fsdp_inspect.advice.choices import Choice
 from fsdp_inspect.advice.evidence import Evidence
+from fsdp_inspect.advice.plan_scores import AS_RECORDED, PlanScorer
+from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.advice.search import WORTH_RATIO, Search, split_gain
 from fsdp_inspect.advice.suggestions import Narrator, Proposal
 
@@ -17,7 +17,7 @@ PRICE_OF_A_CHANGE = 3
 
 
 def find_candidates(
-    bench: Bench, evidence: Evidence, search: Search, count: int
+    bench: PlanScorer, evidence: Evidence, search: Search, count: int
 ) -> tuple[Proposal, ...]:
     """The plans to run, best first; none where nothing is worth a change.
 
@@ -40,7 +40,7 @@ def find_candidates(
     return tuple(narrator.proposal(choice) for choice in chosen)
 
 
-def _best_of_each_kind(bench: Bench, noise_ns: float) -> Iterator[Choice]:
+def _best_of_each_kind(bench: PlanScorer, noise_ns: float) -> Iterator[Choice]:
     """Fastest first, where every change has to earn `PRICE_OF_A_CHANGE` of the noise."""
     scores = bench.scores
     price = PRICE_OF_A_CHANGE * noise_ns
@@ -53,7 +53,9 @@ def _best_of_each_kind(bench: Bench, noise_ns: float) -> Iterator[Choice]:
             yield choice
 
 
-def _is_worth_a_run(bench: Bench, search: Search, choice: Choice, chosen: list[Choice]) -> bool:
+def _is_worth_a_run(
+    bench: PlanScorer, search: Search, choice: Choice, chosen: list[Choice]
+) -> bool:
     score, recorded = bench.score(choice), bench.recorded
     if choice == AS_RECORDED or not search.fits(score):
         return False

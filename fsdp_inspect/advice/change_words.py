@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from fsdp_inspect.advice.choices import Choice
+from fsdp_inspect.advice.plan_space import Choice
 
 
 def rule_of(choice: Choice, name: str, rules: Mapping[str, str]) -> str:

@@ -3,16 +3,16 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from fsdp_inspect.analysis.allocator import AllocatorUse
 from fsdp_inspect.analysis.contention import Contention
 from fsdp_inspect.analysis.exposed import ExposedWait
 from fsdp_inspect.analysis.gathers_in_flight import GathersInFlight
+from fsdp_inspect.analysis.memory.allocator import AllocatorUse
 from fsdp_inspect.analysis.optimizer_wait import OptimizerWait
 from fsdp_inspect.analysis.pipeline import Pipeline
-from fsdp_inspect.analysis.plan_check import PlanCheck
+from fsdp_inspect.analysis.plan_check.check import PlanCheck
 from fsdp_inspect.analysis.verdict import Verdict
+from fsdp_inspect.comparison.noise import WORTH_NAMING_RATIO
 from fsdp_inspect.formatting import format_ns
-from fsdp_inspect.trace.repeats import WORTH_NAMING_RATIO
 from fsdp_inspect.trace.run import RunManifest
 
 MOST_ROWS = 3
@@ -123,7 +123,7 @@ class Effect:
     """The plans that tell what time it saves, where any can be played; empty: none do."""
     is_exposed: bool = False
     """The time is exposed communication, which changes of the plan may claim: then it is not
-    claimed here ([Note: no ms twice] in `advice.claims`)."""
+    claimed here ([Note: no ms twice] in `advice.gain_attribution`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ Nothing is measured here: what the analyses found is turned into findings, the l
 first, then what the run's own traffic shows (`advice.trace_findings`), then what its settings cost
 (`advice.setting_findings`). What a finding names as a cost is the analysis' own number; what it
 says of the effect of mending it are bounds, never claimed twice ([Note: no ms twice] in
-`advice.claims`).
+`advice.gain_attribution`).
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from fsdp_inspect.advice.setting_findings import find_costly_settings
 from fsdp_inspect.advice.trace_findings import find_in_trace
 from fsdp_inspect.analysis.verdict import STRAGGLER_RATIO, Limit
 from fsdp_inspect.analysis.verdict.limits import HOST_RATIO, INPUT_RATIO
+from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_ns, format_ratio
-from fsdp_inspect.trace.waits import Cause
 
 _RULES = {Limit.STRAGGLER: "R32", Limit.HOST: "R19", Limit.MEMORY: "R21"}
 _BEFORE_COMMUNICATION = (

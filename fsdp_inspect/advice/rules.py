@@ -3,8 +3,8 @@
 Rules are what is publicly known about tuning FSDP, numbered R1 to R34. A rule comes up as
 
 - `finding`: before any plan; told from settings or from the trace (`advice.findings`);
-- `change`: a change of the plan, played on the recorded run (`advice.choices`, `advice.search`);
-- `check`: a run that does not do what its plan says (`analysis.plan_check`);
+- `change`: a change of the plan, played on the recorded run (`advice.plan_space`, `advice.search`);
+- `check`: a run that does not do what its plan says (`analysis.plan_check.check`);
 - `always`: part of how everything is measured, never said by itself.
 
 `unseen` is what would set the rule off, too, but is in no run that is recorded or imported here.
@@ -209,7 +209,7 @@ RULES: Mapping[str, Rule] = {
     "R34": Rule(
         "leave warm-up out",
         ("always",),
-        "The first steps count in no median (`trace.steps`).",
+        "The first steps count in no median (`analysis.step_selection`).",
     ),
 }
 

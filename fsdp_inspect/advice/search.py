@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any
 
-from fsdp_inspect.advice.bench import AS_RECORDED, Bench, Score
-from fsdp_inspect.advice.choices import Choice, Sync
+from fsdp_inspect.advice.plan_scores import AS_RECORDED, PlanScorer, Score
+from fsdp_inspect.advice.plan_space import Choice, Sync
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.simulation.parameters import smaller_group
 from fsdp_inspect.trace.codes import EventKind
@@ -32,7 +32,7 @@ _DTYPE: FloatDtype = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The outcome of a search."""
 
     fastest: Choice
@@ -51,7 +51,7 @@ class Search:
 
     def __init__(
         self,
-        bench: Bench,
+        bench: PlanScorer,
         memory_limit: int | None,
         *,
         allow_dtypes: bool,
@@ -71,7 +71,7 @@ class Search:
         self._allow_dtypes = allow_dtypes
         self._longest_ns = bench.recorded.step_ns if time_limit_ns is None else time_limit_ns
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Search, and choose."""
         for choices in (
             self._cuts,
@@ -89,7 +89,7 @@ class Search:
                 self._bench.score(choice)
         self._merge()
         fastest = self._fastest()
-        return Found(
+        return SearchResult(
             fastest=fastest,
             smallest=self._smallest(),
             front=tuple(self._front()),
@@ -330,7 +330,7 @@ class Increment:
 
 
 def split_gain(
-    bench: Bench, choice: Choice, fits: Callable[[Score], bool]
+    bench: PlanScorer, choice: Choice, fits: Callable[[Score], bool]
 ) -> tuple[Increment, ...]:
     """A plan's gain, change by change, the largest first: no ms is counted twice.
 

@@ -7,15 +7,15 @@ import math
 from collections.abc import Iterator
 
 from fsdp_inspect.advice.evidence import Effect, Evidence, Finding
+from fsdp_inspect.analysis.plan_check.unit_waste import padding_bytes
 from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.analysis.verdict.facts import DOMINANT_UNIT_RATIO
 from fsdp_inspect.analysis.verdict.words import FRAGMENTED_RATIO
+from fsdp_inspect.comparison.noise import WORTH_NAMING_RATIO
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
+from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import ITEMSIZE
-from fsdp_inspect.trace.repeats import WORTH_NAMING_RATIO
 from fsdp_inspect.trace.run import Unit
-from fsdp_inspect.trace.statistics import median
-from fsdp_inspect.trace.unit_waste import padding_bytes
 
 OVERSIZED_RATIO = 2.0
 """A unit with more than so many times the median unit's bytes is worth splitting (R3)."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from fsdp_inspect.advice.choices import Choice
+from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.trace.plan import Plan, UnitPlan, entry_order
 
 MOST_CALLS = 4

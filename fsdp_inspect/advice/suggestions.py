@@ -3,17 +3,17 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from fsdp_inspect.advice.bench import AS_RECORDED, Bench
 from fsdp_inspect.advice.change_words import rule_of, say_changes
-from fsdp_inspect.advice.choices import Choice
 from fsdp_inspect.advice.evidence import Evidence, TraceRow
+from fsdp_inspect.advice.plan_scores import AS_RECORDED, PlanScorer
+from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.advice.search import Increment
 from fsdp_inspect.advice.slowdown import Paid
 from fsdp_inspect.advice.snippets import write_snippet
+from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.plan import Plan, owned_parameters
-from fsdp_inspect.trace.waits import Cause
 
 _GATHERS = (EventKind.ALL_GATHER.label, Phase.FORWARD.label)
 _GATHERS_AGAIN = (EventKind.ALL_GATHER.label, Phase.BACKWARD.label)
@@ -110,7 +110,7 @@ class Proposal:
 class Narrator:
     """Puts choices into words and numbers."""
 
-    def __init__(self, bench: Bench, evidence: Evidence) -> None:
+    def __init__(self, bench: PlanScorer, evidence: Evidence) -> None:
         """Plays what has not been played when it is asked for."""
         self._bench = bench
         self._evidence = evidence

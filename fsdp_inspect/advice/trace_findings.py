@@ -27,7 +27,7 @@ from fsdp_inspect.formatting import (
     format_unit,
 )
 from fsdp_inspect.simulation.parameters import share_of
-from fsdp_inspect.trace.bandwidth import bus_factor
+from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import Unit
 

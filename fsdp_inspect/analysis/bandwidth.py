@@ -2,9 +2,9 @@
 
 A transfer is the part of a collective in which its own bytes travel: what is known of the other
 ranks (the minimum over ranks of the same collective, which waits for nobody) where it is given,
-else from its turn on its communicator (`trace.communicators`) to its end. The latter holds the
-wait for ranks that arrive later; on a backend that blocks the host also queueing and wake-up.
-Bus and algorithm bandwidth are those of nccl-tests (`trace.bandwidth`).
+else from its turn on its communicator (`analysis.collectives.queues`) to its end. The latter holds
+the wait for ranks that arrive later; on a backend that blocks the host also queueing and wake-up.
+Bus and algorithm bandwidth are those of nccl-tests (`trace.bus_bandwidth`).
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.trace.bandwidth import bus_factor
+from fsdp_inspect.analysis.link_fit import LinkFit, fit_link
+from fsdp_inspect.analysis.step_selection import RankSteps, sum_per_step, timed_rank
+from fsdp_inspect.analysis.wait_causes import Waits, read_waits
+from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind, Method, Phase
-from fsdp_inspect.trace.link_fit import LinkFit, fit_link
 from fsdp_inspect.trace.run import ProcessGroup, RunSource
-from fsdp_inspect.trace.statistics import median
-from fsdp_inspect.trace.steps import RankSteps, sum_per_step, timed_rank
 from fsdp_inspect.trace.tables import EventTable
-from fsdp_inspect.trace.waits import Waits, read_waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ def measure_bandwidth(
         rank: Default the median rank.
         unit: Index of a unit, to limit the collectives to; the latency + bandwidth fit is always
             that of all collectives of the kind and group.
-        transfer_ns: For each of the rank's `trace.waits.timed_collectives`, in that order, how
-            long its bytes travelled by what all ranks say; -1 unknown.
+        transfer_ns: For each of the rank's `analysis.wait_causes.timed_collectives`, in that order,
+            how long its bytes travelled by what all ranks say; -1 unknown.
 
     Returns:
         None if the rank has no timed step.

@@ -1,8 +1,8 @@
 """Split the time of a step into parts that add up to it.
 
 All parts lie on one clock of one rank, the compute stream (CPU: the main thread), and are split by
-`trace.reduction`. The breakdown of a run is that of its typical step ([Note: the typical step] in
-`trace.steps`), rounded to nanoseconds so that the parts still add up.
+`reduction.step_parts`. The breakdown of a run is that of its typical step ([Note: the typical step]
+in `analysis.step_selection`), rounded to nanoseconds so that the parts still add up.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.step_selection import RankSteps, split_by_rank, timed_ranks
 from fsdp_inspect.errors import IncompleteRunError
-from fsdp_inspect.trace.codes import EventKind
-from fsdp_inspect.trace.reduction import EXPOSED_PART_CODES, PARTS_OF_STEP, StepPart
+from fsdp_inspect.statistics import apportion
+from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, EventKind, StepPart
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.statistics import apportion
-from fsdp_inspect.trace.steps import RankSteps, rows_of, split_by_rank, timed_ranks
-from fsdp_inspect.trace.tables import SummaryTable
+from fsdp_inspect.trace.tables import SummaryTable, rows_of
 
 _KINDS = (EventKind.STEP, *PARTS_OF_STEP, StepPart.COMMUNICATION, StepPart.BETWEEN_STEPS)
 """The rows of a step that a breakdown is made of."""

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.step_selection import timed_rank
+from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
     COPIES,
@@ -34,8 +36,6 @@ from fsdp_inspect.trace.codes import (
 )
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.run import RunSource, Unit
-from fsdp_inspect.trace.statistics import median
-from fsdp_inspect.trace.steps import timed_rank
 from fsdp_inspect.trace.tables import EventTable, positions_by_value
 
 ALONE_RATIO = 0.1

@@ -3,8 +3,9 @@
 Exposure is attributed to the collective that is waited for, hence to the unit that owns it. Two
 collectives that are waited for at once are both charged, so the owners may add up to more than
 the step's exposed time: the step's number is the union, theirs never is. The causes of a wait are
-those of `trace.waits`. Every time is that of the rank's typical step ([Note: the typical step] in
-`trace.steps`), so causes add up to the exposed time and kinds to that of the breakdown.
+those of `analysis.wait_causes`. Every time is that of the rank's typical step ([Note: the typical
+step] in `analysis.step_selection`), so causes add up to the exposed time and kinds to that of the
+breakdown.
 """
 
 from collections.abc import Sequence
@@ -14,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.breakdown import split_typical_step
-from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
-from fsdp_inspect.trace.reduction import EXPOSED_PART_CODES
+from fsdp_inspect.analysis.step_selection import RankSteps, collective_rows, timed_rank
+from fsdp_inspect.analysis.wait_causes import NEEDED_KINDS, Cause, Waits, read_waits, split_waits
+from fsdp_inspect.statistics import apportion
+from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.run import RunManifest, RunSource
-from fsdp_inspect.trace.statistics import apportion
-from fsdp_inspect.trace.steps import RankSteps, collective_rows, rows_of, timed_rank
-from fsdp_inspect.trace.tables import EventTable, SummaryTable, positions_by_value
-from fsdp_inspect.trace.waits import NEEDED_KINDS, Cause, Waits, read_waits, split_waits
+from fsdp_inspect.trace.tables import EventTable, SummaryTable, positions_by_value, rows_of
 
 MOST_EVIDENCE = 10
 """How many waits are named as evidence."""
@@ -160,9 +160,9 @@ def measure_exposed(
         rank: Default the median rank.
         step: One of its timed steps, to ask about that step alone; default all of them.
         unit: Index of a unit, to limit passes, owners and evidence to; the rank's numbers stay.
-        last_arrival_ns: For each of the rank's `trace.waits.timed_collectives`, in that order,
-            when the last rank arrived, on this rank's clock; -1 unknown; those of `step` only
-            where one is given. Without it no wait is called a straggler's.
+        last_arrival_ns: For each of the rank's `analysis.wait_causes.timed_collectives`, in that
+            order, when the last rank arrived, on this rank's clock; -1 unknown; those of `step`
+            only where one is given. Without it no wait is called a straggler's.
 
     Returns:
         None if the rank has no timed step.

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fsdp_inspect.analysis.step_selection import timed_rank
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.steps import timed_rank
 
 
 @dataclass(frozen=True, slots=True)

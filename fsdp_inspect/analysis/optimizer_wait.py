@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fsdp_inspect.analysis.step_selection import timed_rank
+from fsdp_inspect.statistics import median, percentile
 from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.statistics import median, percentile
-from fsdp_inspect.trace.steps import timed_rank
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable
 
 MIN_STEPS = 3

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fsdp_inspect.analysis.step_selection import RankSteps, timed_ranks
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.steps import RankSteps, timed_ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.step_selection import RankSteps, sum_per_step, timed_rank
+from fsdp_inspect.analysis.wait_causes import Waits, read_waits
+from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.statistics import median
-from fsdp_inspect.trace.steps import RankSteps, sum_per_step, timed_rank
 from fsdp_inspect.trace.tables import EventTable
-from fsdp_inspect.trace.waits import Waits, read_waits
 
 _SENDS = EventKind.POINT_TO_POINT
 

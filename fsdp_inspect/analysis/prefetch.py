@@ -15,12 +15,12 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.step_selection import RankSteps, sum_per_step, timed_rank
+from fsdp_inspect.analysis.wait_causes import Cause, Waits, read_waits
+from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Method, Phase
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.statistics import median
-from fsdp_inspect.trace.steps import RankSteps, sum_per_step, timed_rank
 from fsdp_inspect.trace.tables import positions_by_value
-from fsdp_inspect.trace.waits import Cause, Waits, read_waits
 
 MISSED_RATIO = 0.1
 """A gather of its own unit whose lead is less than this share of its flight was missed."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fsdp_inspect.analysis.methods import labels_of, name_methods
+from fsdp_inspect.analysis.step_selection import timed_rank
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Method, Source
-from fsdp_inspect.trace.obtained import labels_of, name_methods
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.steps import timed_rank
 
 _SHARDING_KINDS = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER)
 

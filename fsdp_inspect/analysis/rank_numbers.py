@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fsdp_inspect.analysis.step_selection import RankSteps
 from fsdp_inspect.formatting import format_unit
-from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase
-from fsdp_inspect.trace.reduction import StepPart
+from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase, StepPart
 from fsdp_inspect.trace.run import Unit
-from fsdp_inspect.trace.steps import RankSteps, rows_of
+from fsdp_inspect.trace.tables import rows_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp_inspect.trace.bandwidth import bus_bytes_per_s
+from fsdp_inspect.analysis.step_selection import timed_rank
+from fsdp_inspect.analysis.wait_causes import Waits, read_waits
+from fsdp_inspect.statistics import Distribution, median
+from fsdp_inspect.trace.bus_bandwidth import bus_bytes_per_s
 from fsdp_inspect.trace.codes import EventKind, Method, Phase
 from fsdp_inspect.trace.run import RunSource, Unit
-from fsdp_inspect.trace.statistics import Distribution, median
-from fsdp_inspect.trace.steps import timed_rank
 from fsdp_inspect.trace.tables import EventTable
-from fsdp_inspect.trace.waits import Waits, read_waits
 
 _PASSES = (EventKind.FORWARD, EventKind.BACKWARD)
 _HOLDING = (

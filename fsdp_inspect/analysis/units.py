@@ -1,20 +1,20 @@
 """Measure what each FSDP unit costs: its collectives, copies, forward and backward.
 
-All numbers are those of the typical step of one rank ([Note: the typical step] in `trace.steps`),
-per step unless said otherwise.
-Bus bandwidth is that of nccl-tests (`trace.bandwidth`).
+All numbers are those of the typical step of one rank ([Note: the typical step] in
+`analysis.step_selection`), per step unless said otherwise.
+Bus bandwidth is that of nccl-tests (`trace.bus_bandwidth`).
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp_inspect.trace.bandwidth import bus_factor
+from fsdp_inspect.analysis.step_selection import timed_rank
+from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import COPIES, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
-from fsdp_inspect.trace.statistics import median
-from fsdp_inspect.trace.steps import rows_of, timed_rank
-from fsdp_inspect.trace.tables import EventTable, SummaryTable
+from fsdp_inspect.trace.tables import EventTable, SummaryTable, rows_of
 
 _COLLECTIVES_OF_A_UNIT = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
 

@@ -20,13 +20,13 @@ from pydantic import (
     field_validator,
 )
 
-from fsdp_inspect.checks.folding import fold, in_words_and_numbers, unfold
-from fsdp_inspect.checks.limits import Limit, parse_limits
-from fsdp_inspect.checks.reading import Held, Moment, Reading
+from fsdp_inspect.checks.limits import GateLimit, parse_limits
+from fsdp_inspect.checks.measurements import GateMeasurements, Held, MemoryMoment
+from fsdp_inspect.checks.unit_rows import fold, in_words_and_numbers, unfold
+from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
+from fsdp_inspect.error_text import describe_validation_error
 from fsdp_inspect.errors import CheckError
 from fsdp_inspect.store.records import replace_file
-from fsdp_inspect.trace.messages import describe_validation_error
-from fsdp_inspect.trace.repeats import RUNS_FOR_A_TEST
 from fsdp_inspect.trace.run import RunManifest
 
 _KEPT = {
@@ -82,9 +82,9 @@ class MomentRecord(BaseModel):
     """Bytes by unit, then category."""
 
     @property
-    def moment(self) -> Moment:
+    def moment(self) -> MemoryMoment:
         """As a reading has it."""
-        return Moment(self.bytes, self.unit, _flat(self.held))
+        return MemoryMoment(self.bytes, self.unit, _flat(self.held))
 
 
 class Baseline(BaseModel):
@@ -143,7 +143,7 @@ class Baseline(BaseModel):
         """`waits` as a reading has them."""
         return _flat(self.waits)
 
-    def parsed_limits(self) -> dict[str, Limit]:
+    def parsed_limits(self) -> dict[str, GateLimit]:
         """Its limits, by metric.
 
         Raises:
@@ -152,7 +152,7 @@ class Baseline(BaseModel):
         return parse_limits(self.limits)
 
 
-def make_baseline(reading: Reading, *, limits: dict[str, str] | None = None) -> Baseline:
+def make_baseline(reading: GateMeasurements, *, limits: dict[str, str] | None = None) -> Baseline:
     """The baseline that a reading amounts to.
 
     Times go in from `RUNS_FOR_A_TEST` repeats on: fewer prove nothing later.
@@ -179,7 +179,7 @@ def make_baseline(reading: Reading, *, limits: dict[str, str] | None = None) -> 
     )
 
 
-def why_no_baseline(reading: Reading) -> str | None:
+def why_no_baseline(reading: GateMeasurements) -> str | None:
     """Why a reading can be no baseline; None: it can."""
     if reading.problems:
         return reading.problems[0]
@@ -244,7 +244,9 @@ def _on_one_line(found: re.Match[str]) -> str:
     return line if opening == "[" or len(line) <= _LONGEST_TABLE else found.group()
 
 
-def write_baseline(reading: Reading, path: Path, *, dry: bool = False) -> tuple[Baseline, str]:
+def write_baseline(
+    reading: GateMeasurements, path: Path, *, dry: bool = False
+) -> tuple[Baseline, str]:
     """Keep what a reading amounts to; limits that the file has stay.
 
     Args:

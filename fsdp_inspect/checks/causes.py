@@ -7,10 +7,10 @@ is no reason for memory, and one that keeps more is none for time.
 
 from collections.abc import Iterator, Sequence
 
-from fsdp_inspect.checks.blame import Growth, name_units
-from fsdp_inspect.digest.comparability import decides_shape
-from fsdp_inspect.digest.settings import compare_settings
+from fsdp_inspect.checks.increases import Increase, abbreviate_units
+from fsdp_inspect.comparison.settings import compare_settings
 from fsdp_inspect.formatting import format_bytes, format_unit
+from fsdp_inspect.predictions.comparability import decides_shape
 from fsdp_inspect.trace.codes import ITEMSIZE
 from fsdp_inspect.trace.run import RunManifest, Unit
 
@@ -35,7 +35,7 @@ _BY_CATEGORY = {
 def find_causes(
     before: RunManifest,
     after: RunManifest,
-    growth: Sequence[Growth],
+    growth: Sequence[Increase],
     *,
     of_memory: bool,
     of_time: bool,
@@ -75,7 +75,7 @@ def _regrouped(before: Sequence[Unit], after: Sequence[Unit]) -> Iterator[str]:
         for old in before
         if unit.fqn == old.fqn and unit.num_parameters > old.num_parameters
     ]
-    names = name_units([format_unit(unit.fqn) for unit in gone])
+    names = abbreviate_units([format_unit(unit.fqn) for unit in gone])
     for unit, old in larger:
         yield (
             f"`{names}` {'is no unit' if len(gone) == 1 else 'are no units'} any more; "
@@ -85,13 +85,13 @@ def _regrouped(before: Sequence[Unit], after: Sequence[Unit]) -> Iterator[str]:
         )
     if not larger:
         new = [format_unit(unit.fqn) for unit in after if unit.fqn not in known]
-        yield f"the units are others: `{names}` became `{name_units(new) or 'none'}`"
+        yield f"the units are others: `{names}` became `{abbreviate_units(new) or 'none'}`"
 
 
 def _kept_longer(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[str]:
     """Units that keep more between forward and backward than they did."""
     for now, units in _resharding(was, shared, keeps_more=True).items():
-        names = name_units([format_unit(unit.fqn) for unit in units])
+        names = abbreviate_units([format_unit(unit.fqn) for unit in units])
         number, noun = len(units), "block" if len(units) == 1 else "blocks"
         if now is False:
             held = format_bytes(sum(unit.unsharded_bytes for unit in units))
@@ -109,7 +109,7 @@ def _kept_longer(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[str]:
 def _gathered_again(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[str]:
     """Units that backward has to gather more of than it did."""
     for now, units in _resharding(was, shared, keeps_more=False).items():
-        names = name_units([format_unit(unit.fqn) for unit in units])
+        names = abbreviate_units([format_unit(unit.fqn) for unit in units])
         held = format_bytes(sum(unit.unsharded_bytes for unit in units))
         yield (
             f"`{names}` now reshard_after_forward={now}: backward gathers "
@@ -147,7 +147,7 @@ def _dtypes(was: dict[str, Unit], shared: Sequence[Unit], *, of_time: bool) -> I
             if old != new and (of_time or ITEMSIZE.get(new, 0) >= ITEMSIZE.get(old, 0)):
                 changed.setdefault((old, new), []).append(format_unit(unit.fqn))
         for (old, new), units in changed.items():
-            yield f"`{name_units(units)}` now {name}={new} instead of {old}: {what} in {new}"
+            yield f"`{abbreviate_units(units)}` now {name}={new} instead of {old}: {what} in {new}"
 
 
 def _whole_plan(before: RunManifest, after: RunManifest) -> Iterator[str]:
@@ -173,7 +173,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _from_numbers(growth: Sequence[Growth]) -> Iterator[str]:
+def _from_numbers(growth: Sequence[Increase]) -> Iterator[str]:
     for one in growth[:2]:
         words = _BY_CATEGORY.get(one.category)
         if words is not None:

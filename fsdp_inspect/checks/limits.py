@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp_inspect.error_text import suggest
 from fsdp_inspect.errors import CheckError
 from fsdp_inspect.quantities import parse_bytes, parse_time_ns
 from fsdp_inspect.trace.codes import MemoryCategory
-from fsdp_inspect.trace.messages import suggest
 
 PHASES = ("forward", "backward", "optimizer")
 """Whose peaks are gated each: what grows below the peak of the step is seen, too."""
@@ -36,7 +36,7 @@ METRICS = (*MEMORY_METRICS, *TIME_METRICS, *CATEGORY_METRICS)
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class GateLimit:
     """What a metric may be at most."""
 
     text: str
@@ -57,7 +57,7 @@ class Limit:
         return baseline + (self.beyond or 0) + round(baseline * (self.beyond_ratio or 0.0))
 
 
-def parse_limit(metric: str, text: str) -> Limit:
+def parse_gate_limit(metric: str, text: str) -> GateLimit:
     """Read a limit.
 
     Raises:
@@ -72,7 +72,7 @@ def parse_limit(metric: str, text: str) -> Limit:
     if stripped.startswith("+") and stripped.endswith("%"):
         ratio = _number(stripped[1:-1])
         if ratio is not None:
-            return Limit(text, beyond_ratio=ratio / 100)
+            return GateLimit(text, beyond_ratio=ratio / 100)
     amount = _parse_amount(metric, stripped.removeprefix("+"))
     if amount is None:
         example = "420 ms" if metric in TIME_METRICS else "38 GiB"
@@ -81,11 +81,11 @@ def parse_limit(metric: str, text: str) -> Limit:
             f"'+2%' or '+{example}'. Correct it."
         )
     if stripped.startswith("+"):
-        return Limit(text, beyond=amount)
-    return Limit(text, absolute=amount)
+        return GateLimit(text, beyond=amount)
+    return GateLimit(text, absolute=amount)
 
 
-def read_budget(path: Path) -> dict[str, Limit]:
+def read_budget(path: Path) -> dict[str, GateLimit]:
     """The limits of a budget file, by metric.
 
     Raises:
@@ -108,9 +108,9 @@ def read_budget(path: Path) -> dict[str, Limit]:
     return parse_limits({name: str(value) for name, value in _flat(limits).items()})
 
 
-def parse_limits(texts: Mapping[str, str]) -> dict[str, Limit]:
-    """Several limits, by metric; raises as `parse_limit`."""
-    return {metric: parse_limit(metric, text) for metric, text in texts.items()}
+def parse_limits(texts: Mapping[str, str]) -> dict[str, GateLimit]:
+    """Several limits, by metric; raises as `parse_gate_limit`."""
+    return {metric: parse_gate_limit(metric, text) for metric, text in texts.items()}
 
 
 def _flat(limits: Mapping[str, object], prefix: str = "") -> dict[str, object]:

@@ -21,12 +21,12 @@ from fsdp_inspect.cli.arguments import (
     require_new_file,
     say_how_to_verify,
 )
-from fsdp_inspect.cli.playing import playing
+from fsdp_inspect.cli.progress import show_progress
 
 if TYPE_CHECKING:
     from fsdp_inspect.advice.advise import Advice
-    from fsdp_inspect.advice.wishes import Wishes
-    from fsdp_inspect.digest.track_record import TrackRecord
+    from fsdp_inspect.advice.request import AdviceRequest
+    from fsdp_inspect.predictions.track_record import TrackRecord
     from fsdp_inspect.store.reader import StoredRun
 
 
@@ -91,13 +91,14 @@ def advise(  # noqa: PLR0913 - one argument an option
 
     Example: `fsdp-inspect advise runs/demo --memory-limit 80GiB --write plan.toml`
     """
-    from fsdp_inspect.advice.wishes import Wishes
-    from fsdp_inspect.digest.advising import advise_run
-    from fsdp_inspect.report.json import render_run_json, to_plain
-    from fsdp_inspect.store.predictions import prediction_file_of
+    from fsdp_inspect.advice.request import AdviceRequest
+    from fsdp_inspect.advice.run_advice import advise_run
+    from fsdp_inspect.predictions.files import prediction_file_of
+    from fsdp_inspect.report.json import render_run_json
+    from fsdp_inspect.results import to_plain
 
-    wishes = Wishes(
-        memory_limit=parse_limit(memory_limit),
+    wishes = AdviceRequest(
+        memory_limit=parse_memory_limit(memory_limit),
         time_limit_ns=_parse_time_limit(time_limit),
         allow_dtypes=allow_dtypes,
         bus_bytes_per_s=parse_bandwidth(bandwidth),
@@ -114,7 +115,7 @@ def advise(  # noqa: PLR0913 - one argument an option
     for file in (write, write and prediction_file_of(write)):
         require_new_file("--write", file)
     source = open_run_argument(run)
-    with playing() as on_play:
+    with show_progress() as on_play:
         advice = advise_run(source, wishes, on_play=on_play)
     if write is not None:
         _write(source, advice, wishes, write, take)
@@ -130,7 +131,7 @@ def advise(  # noqa: PLR0913 - one argument an option
     print_renderable(Group(render_advice(advice), *render_track_record(record)))
 
 
-def parse_limit(text: str | None) -> int | None:
+def parse_memory_limit(text: str | None) -> int | None:
     """Bytes of `--memory-limit`; None: it was not given.
 
     Raises:
@@ -160,11 +161,11 @@ def _parse_time_limit(text: str | None) -> int | None:
 
 
 def _write(
-    run: "StoredRun", advice: "Advice", wishes: "Wishes", path: Path, take: int | None
+    run: "StoredRun", advice: "Advice", wishes: "AdviceRequest", path: Path, take: int | None
 ) -> None:
     """The plan, and beside it what is predicted of it."""
-    from fsdp_inspect.advice.predictions import predict_advised
-    from fsdp_inspect.store.predictions import prediction_file_of, write_prediction
+    from fsdp_inspect.predictions.creation import predict_advised
+    from fsdp_inspect.predictions.files import prediction_file_of, write_prediction
 
     if advice.plan is None:
         raise typer.BadParameter(
@@ -185,12 +186,12 @@ def _write(
 
 def _earlier(run: "StoredRun", advice: "Advice") -> "TrackRecord":
     """How predictions came out that are kept with this run."""
-    from fsdp_inspect.advice.predictions import changed_settings
-    from fsdp_inspect.digest.track_record import measure_track_record
+    from fsdp_inspect.predictions.creation import changed_settings
+    from fsdp_inspect.predictions.ledger import find_ledger, read_ledger
+    from fsdp_inspect.predictions.records import Ledger
+    from fsdp_inspect.predictions.track_record import measure_track_record
     from fsdp_inspect.simulation.recorded import observed_plan
     from fsdp_inspect.simulation.scenario import resolve_plan
-    from fsdp_inspect.store.ledger import find_ledger, read_ledger
-    from fsdp_inspect.trace.prediction import Ledger
 
     ledger = Ledger() if "://" in run.path else read_ledger(find_ledger(Path(run.path)))
     if advice.plan is None:

@@ -22,11 +22,11 @@ def breakdown(
 
     Example: `fsdp-inspect breakdown runs/demo --rank 1 --step 12`
     """
-    from fsdp_inspect.digest.breakdown import digest_breakdown
+    from fsdp_inspect.analysis.breakdown_causes import measure_breakdown_causes
     from fsdp_inspect.report.json import render_run_json
 
     opened = open_run_argument(run)
-    digest = digest_breakdown(opened, rank=rank, step=step)
+    digest = measure_breakdown_causes(opened, rank=rank, step=step)
     if as_json:
         print(render_run_json(opened, digest))
         return

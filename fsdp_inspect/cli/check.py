@@ -14,8 +14,8 @@ from fsdp_inspect.cli.arguments import JsonOption, open_run_argument, print_rend
 from fsdp_inspect.formatting import show_controls
 
 if TYPE_CHECKING:
-    from fsdp_inspect.checks.judge import CheckResult
-    from fsdp_inspect.checks.reading import Reading
+    from fsdp_inspect.checks.check import CheckResult
+    from fsdp_inspect.checks.measurements import GateMeasurements
     from fsdp_inspect.store.reader import StoredRun
 
 _UNJUDGED = 2
@@ -137,8 +137,8 @@ def _split(record: str) -> list[str]:
 
 def _read(
     given: Sequence[str], command: Sequence[str] | None, repeat: int, out: Path | None
-) -> "Reading":
-    from fsdp_inspect.checks.reading import read_runs
+) -> "GateMeasurements":
+    from fsdp_inspect.checks.measurements import read_runs
 
     if command is None:
         return read_runs(_open_all(given))
@@ -205,7 +205,7 @@ def _record(command: Sequence[str], repeat: int, folder: Path, *, keeps: bool) -
     return found
 
 
-def _write_baseline(reading: "Reading", path: Path) -> None:
+def _write_baseline(reading: "GateMeasurements", path: Path) -> None:
     from fsdp_inspect.checks.baseline import why_no_baseline, write_baseline
     from fsdp_inspect.errors import CheckError
     from fsdp_inspect.report.check import describe_baseline
@@ -226,9 +226,11 @@ def _write_baseline(reading: "Reading", path: Path) -> None:
     )
 
 
-def _judge(reading: "Reading", baseline: Path | None, budget: Path | None) -> "CheckResult":
+def _judge(
+    reading: "GateMeasurements", baseline: Path | None, budget: Path | None
+) -> "CheckResult":
     from fsdp_inspect.checks.baseline import read_baseline
-    from fsdp_inspect.checks.judge import check as judge
+    from fsdp_inspect.checks.check import check_run as judge
     from fsdp_inspect.checks.limits import read_budget
 
     return judge(

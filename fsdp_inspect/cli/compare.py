@@ -30,7 +30,7 @@ def compare(sides: SidesArgument, as_json: JsonOption = False) -> None:
 
     Example: `fsdp-inspect compare runs/before runs/after`
     """
-    from fsdp_inspect.digest.comparison import compare_runs
+    from fsdp_inspect.comparison.comparison import compare_runs
     from fsdp_inspect.report.json import render_json
 
     comparison = compare_runs(*open_sides(sides))
@@ -85,7 +85,7 @@ def open_side(given: str) -> "StoredRun | list[StoredRun]":
 
 def _refuse_mixture(given: str, names: list[str], runs: "list[StoredRun]") -> None:
     """A folder is a side of repeats only if its runs have the same settings."""
-    from fsdp_inspect.digest.settings import are_repeats, compare_settings
+    from fsdp_inspect.comparison.settings import are_repeats, compare_settings
     from fsdp_inspect.errors import FsdpInspectError
 
     for name, run in zip(names[1:], runs[1:], strict=True):

@@ -51,9 +51,9 @@ def demo(
 
     Example: `fsdp-inspect demo --no-serve`
     """
+    from fsdp_inspect.analysis.summary import measure_summary
     from fsdp_inspect.cli.child import require_trainer
-    from fsdp_inspect.digest.comparison import compare_runs
-    from fsdp_inspect.digest.run import digest_run
+    from fsdp_inspect.comparison.comparison import compare_runs
     from fsdp_inspect.report.comparison import render_comparison
     from fsdp_inspect.report.text import render_summary
 
@@ -61,7 +61,7 @@ def demo(
     environment = _environment()
     recorded = [_record(run, runs_dir, steps, environment) for run in _RUNS]
     for run in recorded:
-        print_renderable(render_summary(digest_run(run)))
+        print_renderable(render_summary(measure_summary(run)))
         print()
     print_renderable(render_comparison(compare_runs(*recorded)))
     print(f"\nOpen one again: fsdp-inspect summary {recorded[0].path}", flush=True)

@@ -132,7 +132,7 @@ def _export_trace(
 def _export_metrics(
     run: "StoredRun", selection: "Selection", out: Path, *, replaces: bool
 ) -> "MetricsExport":
-    from fsdp_inspect.digest.monitoring import monitor_run
+    from fsdp_inspect.analysis.live.monitor import monitor_run
     from fsdp_inspect.report.openmetrics import write_openmetrics
     from fsdp_inspect.report.output import whole_file
 

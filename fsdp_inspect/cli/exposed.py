@@ -25,11 +25,11 @@ def exposed(
 
     Example: `fsdp-inspect exposed runs/demo --unit layers.1`
     """
-    from fsdp_inspect.digest.exposed import digest_waits
+    from fsdp_inspect.analysis.rank_waits import measure_rank_waits
     from fsdp_inspect.report.json import render_run_json
 
     opened = open_run_argument(run)
-    digest = digest_waits(opened, rank=rank, unit=unit)
+    digest = measure_rank_waits(opened, rank=rank, unit=unit)
     if as_json:
         print(render_run_json(opened, digest))
         return

@@ -12,9 +12,9 @@ import typer
 from fsdp_inspect.cli.arguments import JsonOption, print_renderable
 
 if TYPE_CHECKING:
+    from fsdp_inspect.analysis.capacity.device_overhead import DeviceOverhead
+    from fsdp_inspect.analysis.capacity.fit import Fit
     from fsdp_inspect.cli.forecaster import Forecaster
-    from fsdp_inspect.digest.allowance import Allowance
-    from fsdp_inspect.digest.fitting import Fit
     from fsdp_inspect.store.reader import StoredRun
 
 TRAINER = "instrumented_trainer.forecasting:build"
@@ -91,8 +91,8 @@ def forecast(  # noqa: PLR0913 - one argument an option
 
     Example: `fsdp-inspect forecast --preset llama-8b --world-size 8,64,512 --fit 80GiB`
     """
-    from fsdp_inspect.digest.fitting import find_fit
-    from fsdp_inspect.digest.forecasting import digest_forecasts, peak_of
+    from fsdp_inspect.analysis.capacity.fit import find_fit
+    from fsdp_inspect.analysis.capacity.forecasts import collect_forecasts, peak_of
 
     sizes = _parse_sizes(world_size)
     limit = _parse_amount("--fit", fit)
@@ -110,7 +110,7 @@ def forecast(  # noqa: PLR0913 - one argument an option
                 world_size=sizes[0],
                 accepted=maker.accepted,
             )
-        digest = digest_forecasts(runs, allowance_bytes=extra, allowance=measured, fit=found)
+        digest = collect_forecasts(runs, allowance_bytes=extra, allowance=measured, fit=found)
     if as_json:
         from fsdp_inspect.report.json import render_json
 
@@ -288,7 +288,9 @@ def _parse_device(text: str) -> Literal["cuda", "cpu"]:
     raise typer.BadParameter(f"{text!r} is neither cuda nor cpu.", param_hint="--device")
 
 
-def _find_allowance(given: str | None, run: Path | None) -> tuple["Allowance | None", int | None]:
+def _find_allowance(
+    given: str | None, run: Path | None
+) -> tuple["DeviceOverhead | None", int | None]:
     if run is None:
         return None, _parse_amount("--allowance", given)
     if given is not None:
@@ -296,8 +298,8 @@ def _find_allowance(given: str | None, run: Path | None) -> tuple["Allowance | N
             "An allowance is given and one is to be measured. Choose one of them.",
             param_hint="--allowance",
         )
+    from fsdp_inspect.analysis.capacity.device_overhead import measure_device_overhead
     from fsdp_inspect.cli.arguments import open_run_argument
-    from fsdp_inspect.digest.allowance import measure_allowance
 
-    measured = measure_allowance(open_run_argument(str(run)))
+    measured = measure_device_overhead(open_run_argument(str(run)))
     return measured, measured.bytes

@@ -23,11 +23,11 @@ def memory(
 
     Example: `fsdp-inspect memory runs/demo --rank 1`
     """
-    from fsdp_inspect.digest.memory import digest_memory
+    from fsdp_inspect.analysis.memory.overview import measure_memory_overview
     from fsdp_inspect.report.json import render_run_json
 
     opened = open_run_argument(run)
-    digest = digest_memory(opened, rank=rank)
+    digest = measure_memory_overview(opened, rank=rank)
     if as_json:
         print(render_run_json(opened, digest))
         return

@@ -11,7 +11,7 @@ from fsdp_inspect.cli.arguments import RunArgument, open_run_argument
 from fsdp_inspect.cli.export import parse_numbers
 
 if TYPE_CHECKING:
-    from fsdp_inspect.digest.monitoring import Monitor, MonitoredRun
+    from fsdp_inspect.analysis.live.monitor import Monitor, MonitoredRun
     from fsdp_inspect.store.reader import StoredRun
 
 DEFAULT_PORT = 9464
@@ -45,7 +45,7 @@ def metrics(
 
     Example: `fsdp-inspect metrics runs/demo --port 9464`
     """
-    from fsdp_inspect.digest.monitoring import choose_ranks
+    from fsdp_inspect.analysis.live.monitor import choose_ranks
     from fsdp_inspect.report.selection import select
 
     asked = parse_numbers(ranks, option="--ranks")
@@ -89,7 +89,7 @@ class _Source:
     def _look(self, run: "StoredRun") -> "MonitoredRun":
         from pathlib import Path
 
-        from fsdp_inspect.digest.monitoring import Monitor, choose_ranks, monitor_run
+        from fsdp_inspect.analysis.live.monitor import Monitor, choose_ranks, monitor_run
         from fsdp_inspect.trace.run import RunStatus
 
         ranks = choose_ranks(run, self._asked)

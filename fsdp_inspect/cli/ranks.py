@@ -21,9 +21,9 @@ def ranks(
 
     Example: `fsdp-inspect ranks runs/demo`
     """
-    from fsdp_inspect.analysis.ranks import measure_ranks
+    from fsdp_inspect.analysis.step_selection import timed_rank
+    from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
     from fsdp_inspect.report.json import render_run_json
-    from fsdp_inspect.trace.steps import timed_rank
 
     opened = open_run_argument(run)
     if rank is not None:

@@ -71,6 +71,6 @@ def _report_sides(runs: list[str], out: Path) -> tuple[str, str]:
     from fsdp_inspect.report.json import render_json
 
     compared = html.read_comparison(open_sides(runs))
-    page = html.render_comparison(compared)
+    page = html.render_comparison_page(compared)
     shown = [digest.run_id for digest in compared.digests]
     return page, render_json(html.describe_page(page, out, shown))

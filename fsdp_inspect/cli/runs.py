@@ -18,7 +18,7 @@ def runs(
 
     Example: `fsdp-inspect runs runs/`
     """
-    from fsdp_inspect.digest.listing import list_recorded_runs
+    from fsdp_inspect.analysis.run_list import list_recorded_runs
     from fsdp_inspect.errors import NotARunError
     from fsdp_inspect.report.json import render_json
     from fsdp_inspect.report.listing import render_listing

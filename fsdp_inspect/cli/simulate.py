@@ -113,14 +113,14 @@ def simulate(  # noqa: PLR0913 - one argument an option
 
     Example: `fsdp-inspect simulate runs/demo --wrap every:2 --forward-prefetch 1`
     """
-    from fsdp_inspect.advice.predictions import Origin, make_prediction
+    from fsdp_inspect.predictions.creation import Origin, make_prediction
+    from fsdp_inspect.predictions.files import write_prediction as store_prediction
     from fsdp_inspect.report.json import render_run_json
     from fsdp_inspect.simulation.changes import Changes, apply_changes
     from fsdp_inspect.simulation.recorded import observed_plan
     from fsdp_inspect.simulation.scenario import resolve_plan, shapes_of
-    from fsdp_inspect.simulation.simulate import simulate as simulate_run
+    from fsdp_inspect.simulation.simulate import simulate_plan as simulate_run
     from fsdp_inspect.simulation.simulate import without_events
-    from fsdp_inspect.store.predictions import write_prediction as store_prediction
     from fsdp_inspect.trace.plan import Plan
 
     require_new_file("--write-plan", write_plan)

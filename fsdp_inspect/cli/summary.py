@@ -21,11 +21,11 @@ def summary(
 
     Example: `fsdp-inspect summary runs/demo --json`
     """
-    from fsdp_inspect.digest.run import digest_run
+    from fsdp_inspect.analysis.summary import measure_summary
     from fsdp_inspect.report.json import render_run_json
 
     opened = open_run_argument(run)
-    digest = digest_run(opened)
+    digest = measure_summary(opened)
     if as_json:
         print(render_run_json(opened, digest.verdict if verdict else digest))
         return

@@ -11,8 +11,8 @@ from fsdp_inspect.cli.arguments import JsonOption, print_renderable, require_new
 
 if TYPE_CHECKING:
     from fsdp_inspect.cli.tuner import Tuner
-    from fsdp_inspect.digest.tuning import Tuning
-    from fsdp_inspect.store.tuning import TuningSession
+    from fsdp_inspect.predictions.tuning import Tuning
+    from fsdp_inspect.predictions.tuning_session import TuningSession
 
 _BUDGET, _REPEATS = 3, 1
 _BEST_PLAN = "best-plan.toml"
@@ -130,7 +130,7 @@ def _refuse_with_resume(given: dict[str, object]) -> None:
 
 
 def _resumed(folder: Path, repeats: int | None) -> "TuningSession":
-    from fsdp_inspect.store.tuning import read_session
+    from fsdp_inspect.predictions.tuning_session import read_session
 
     session = read_session(folder)
     return session if repeats is None else session.model_copy(update={"repeats": repeats})
@@ -172,15 +172,15 @@ def _new_session(
     memory_limit: str | None,
     allow_dtypes: bool,
 ) -> "TuningSession":
-    from fsdp_inspect.cli.advise import parse_limit
-    from fsdp_inspect.store.tuning import TuningSession
+    from fsdp_inspect.cli.advise import parse_memory_limit
+    from fsdp_inspect.predictions.tuning_session import TuningSession
 
     return TuningSession(
         command=words,
         environment=environment,
         budget=budget or _BUDGET,
         repeats=repeats or _REPEATS,
-        memory_limit=parse_limit(memory_limit),
+        memory_limit=parse_memory_limit(memory_limit),
         allow_dtypes=allow_dtypes,
     )
 
@@ -188,7 +188,7 @@ def _new_session(
 def _begin(folder: Path, session: "TuningSession", config: Path | None) -> None:
     from fsdp_inspect.cli.tuning_command import write_configs
     from fsdp_inspect.errors import StoreError
-    from fsdp_inspect.store.tuning import write_session
+    from fsdp_inspect.predictions.tuning_session import write_session
 
     if folder.exists():
         raise StoreError(
@@ -203,7 +203,7 @@ def _begin(folder: Path, session: "TuningSession", config: Path | None) -> None:
 def _run(folder: Path, session: "TuningSession", write: Path | None, *, as_json: bool) -> None:
     """Do what is left, and show what is known, also after Ctrl-C."""
     from fsdp_inspect.cli.tuner import Tuner, how_to_resume
-    from fsdp_inspect.store.ledger import LEDGER_FILE
+    from fsdp_inspect.predictions.ledger import LEDGER_FILE
 
     tuner = Tuner(folder, session, folder.absolute().parent / LEDGER_FILE)
     try:
@@ -216,8 +216,9 @@ def _run(folder: Path, session: "TuningSession", write: Path | None, *, as_json:
 
 
 def _show(tuner: "Tuner", folder: Path, write: Path | None, *, as_json: bool) -> None:
-    from fsdp_inspect.report.json import render_json, to_plain
+    from fsdp_inspect.report.json import render_json
     from fsdp_inspect.report.tuning import render_tuning
+    from fsdp_inspect.results import to_plain
 
     tuning = tuner.result()
     best = _write_best(tuning, write or folder / _BEST_PLAN)
@@ -241,7 +242,7 @@ def _next_steps(tuning: "Tuning", folder: Path, best: Path | None) -> list[str]:
     import shlex
 
     from fsdp_inspect.cli.tuner import how_to_resume
-    from fsdp_inspect.trace.repeats import RUNS_FOR_A_TEST
+    from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 
     steps = []
     if best is not None:

@@ -16,19 +16,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_inspect.cli.child import ChildError, run_child
-from fsdp_inspect.cli.playing import playing
-from fsdp_inspect.cli.tuning_command import fill
+from fsdp_inspect.cli.progress import show_progress
+from fsdp_inspect.cli.tuning_command import fill_placeholders
 from fsdp_inspect.errors import FsdpInspectError, NotARunError
 from fsdp_inspect.formatting import format_signed, show_controls
+from fsdp_inspect.predictions.files import prediction_file_of, read_prediction, write_prediction
+from fsdp_inspect.predictions.ledger import append_entries
+from fsdp_inspect.predictions.tuning_session import (
+    BASELINE,
+    TriedRun,
+    TuningSession,
+    plan_file,
+    write_session,
+)
 from fsdp_inspect.store.folder import list_runs
-from fsdp_inspect.store.ledger import append_entries
-from fsdp_inspect.store.predictions import prediction_file_of, read_prediction, write_prediction
 from fsdp_inspect.store.reader import StoredRun, open_run
-from fsdp_inspect.store.tuning import BASELINE, TriedRun, TuningSession, plan_file, write_session
 from fsdp_inspect.trace.run import RunStatus
 
 if TYPE_CHECKING:
-    from fsdp_inspect.digest.tuning import Tuning
+    from fsdp_inspect.predictions.tuning import Tuning
 
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory", re.IGNORECASE)
 _ERROR = re.compile(r"\b\w+(Error|Exception): \S|\binstrumented_trainer[^:]*: \S|\berror: \S")
@@ -82,8 +88,8 @@ class Tuner:
 
     def result(self) -> "Tuning":
         """What is known by now; outcomes are kept in the ledger."""
-        from fsdp_inspect.digest.advising import find_findings
-        from fsdp_inspect.digest.tuning import Trial, measure_tuning
+        from fsdp_inspect.advice.run_advice import find_findings
+        from fsdp_inspect.predictions.tuning import Trial, measure_tuning
 
         baselines = self._baselines()
         trials = [
@@ -132,16 +138,16 @@ class Tuner:
 
     def _choose_plans(self) -> None:
         """Play plans on the baseline, and write the best down with what is predicted of them."""
-        from fsdp_inspect.advice.predictions import Origin, make_prediction
-        from fsdp_inspect.advice.wishes import Wishes
-        from fsdp_inspect.digest.advising import find_plans_to_run
-        from fsdp_inspect.simulation.simulate import simulate
+        from fsdp_inspect.advice.request import AdviceRequest
+        from fsdp_inspect.advice.run_advice import find_plans_to_run
+        from fsdp_inspect.predictions.creation import Origin, make_prediction
+        from fsdp_inspect.simulation.simulate import simulate_plan
 
         run = self._baselines()[0]
-        wishes = Wishes(
+        wishes = AdviceRequest(
             memory_limit=self._session.memory_limit, allow_dtypes=self._session.allow_dtypes
         )
-        with playing() as on_play:
+        with show_progress() as on_play:
             chosen = find_plans_to_run(run, wishes, self._session.budget, on_play=on_play)
         predictions = []
         for number, proposal in enumerate(chosen.proposals, 1):
@@ -151,7 +157,7 @@ class Tuner:
                 assumptions=proposal.assumptions,
                 paid=proposal.paid,
             )
-            prediction = make_prediction(run, simulate(run, proposal.plan), origin)
+            prediction = make_prediction(run, simulate_plan(run, proposal.plan), origin)
             proposal.plan.dump(plan_file(self._folder, number))
             write_prediction(prediction, self._prediction_file(number))
             predictions.append(prediction)
@@ -172,7 +178,7 @@ class Tuner:
         started, failure = time.monotonic(), None
         try:
             run_child(
-                fill(
+                fill_placeholders(
                     self._session.command,
                     folder=self._folder,
                     name=self._name(turn),

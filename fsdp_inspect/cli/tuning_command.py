@@ -22,7 +22,9 @@ _CONFIG_FILE, _CONFIG_UNDER_PLAN = "config.toml", "config-under-plan.toml"
 _EMULATE = "emulate"
 
 
-def fill(command: Sequence[str], *, folder: Path, name: str, plan: Path | None) -> list[str]:
+def fill_placeholders(
+    command: Sequence[str], *, folder: Path, name: str, plan: Path | None
+) -> list[str]:
     """A command with its placeholders filled in.
 
     Args:

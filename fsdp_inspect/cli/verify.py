@@ -10,9 +10,9 @@ import typer
 from fsdp_inspect.cli.arguments import JsonOption, print_renderable
 
 if TYPE_CHECKING:
-    from fsdp_inspect.digest.verifying import Verification
+    from fsdp_inspect.predictions.records import Prediction
+    from fsdp_inspect.predictions.verification import Verification
     from fsdp_inspect.store.reader import StoredRun
-    from fsdp_inspect.trace.prediction import Prediction
 
 DID_NOT_HOLD = 1
 CANNOT_BE_JUDGED = 2
@@ -66,7 +66,7 @@ def verify(
     """
     from fsdp_inspect.errors import FsdpInspectError
     from fsdp_inspect.formatting import show_controls
-    from fsdp_inspect.trace.prediction import Ruling
+    from fsdp_inspect.predictions.records import Ruling
 
     try:
         ruling = _verify(prediction, runs, baseline or [], ledger, as_json=as_json).ruling
@@ -82,10 +82,10 @@ def verify(
 def _verify(
     prediction: Path, given: list[str], baseline: list[str], ledger: Path | None, *, as_json: bool
 ) -> "Verification":
-    from fsdp_inspect.digest.verifying import verify as verify_runs
+    from fsdp_inspect.predictions.files import read_prediction
+    from fsdp_inspect.predictions.verification import verify_prediction as verify_runs
     from fsdp_inspect.report.json import render_json
     from fsdp_inspect.report.verification import render_verification
-    from fsdp_inspect.store.predictions import read_prediction
 
     predicted = read_prediction(prediction)
     runs = _open_all(given)
@@ -132,8 +132,8 @@ def _find_baseline(prediction: "Prediction", run: "StoredRun") -> "list[StoredRu
 def _keep(verification: "Verification", ledger: Path | None, beside: "StoredRun") -> str:
     """Write the outcome down; says where, or why not."""
     from fsdp_inspect.errors import PredictionError
-    from fsdp_inspect.store.ledger import append_entries, find_ledger, read_ledger
-    from fsdp_inspect.trace.prediction import Ruling
+    from fsdp_inspect.predictions.ledger import append_entries, find_ledger, read_ledger
+    from fsdp_inspect.predictions.records import Ruling
 
     if verification.ruling is Ruling.NOT_COMPARABLE:
         return "Nothing is kept in the ledger."

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
+from torch.utils._pytree import tree_leaves
 
-from fsdp_inspect.emulation.network import Network, Transfer
+from fsdp_inspect.emulation.network import EmulatedNetwork, Transfer
 from fsdp_inspect.emulation.unit_waits import UnitWaits
-from fsdp_inspect.emulation.wires import CudaWire, HostWire, Message, SpinningDevice, Wire
+from fsdp_inspect.emulation.wires import CudaWire, EmulatedMessage, HostWire, SpinningDevice, Wire
 from fsdp_inspect.errors import EmulationError
 from fsdp_inspect.sharding.attributes import set_attribute
 from fsdp_inspect.sharding.torch_collectives import (
@@ -58,10 +59,16 @@ BETWEEN_RANKS = (
 class Collectives:
     """The collectives of a process, each on the link of its group."""
 
-    def __init__(self, network: Network, waits: UnitWaits) -> None:
+    def __init__(
+        self,
+        network: EmulatedNetwork,
+        waits: UnitWaits,
+        spinning_device: Callable[[torch.device], SpinningDevice],
+    ) -> None:
         self._network = network
         self._waits = waits
-        self._wires: dict[str, Wire] = {}
+        self._spinning_device = spinning_device
+        self._wires: dict[torch.device, Wire] = {}
         self._depth = 0
         """Above 0 inside a collective: those it makes of its own are part of it."""
         self._unwaited: dict[int, Callable[[], object]] = {}
@@ -104,19 +111,23 @@ class Collectives:
 
         @functools.wraps(original)
         def emulated(*args: Any, **kwargs: Any) -> Any:
-            result = free(*args, **kwargs)
             group = pick("group", args, kwargs) or dist.group.WORLD
             if self._depth > 0 or not isinstance(group, dist.ProcessGroup):
-                return result
+                return free(*args, **kwargs)
             tensors = tensors_of(pick(argument, args, kwargs))
-            message = Message(kind, bytes_of(tensors), group)
-            return self._carry(message, _device_of(tensors), result)
+            wire = self._wire(_device_of(tensors))
+            with wire.copying():
+                result = free(*args, **kwargs)
+            message = EmulatedMessage(kind, bytes_of(tensors), group)
+            if isinstance(result, dist.Work):
+                message.tensors = tensors_of(tree_leaves((args, kwargs)))
+            return self._carry(message, wire, result)
 
         return emulated
 
-    def _carry(self, message: Message, device: torch.device, work: Any) -> Any:
+    def _carry(self, message: EmulatedMessage, wire: Wire, work: Any) -> Any:
         """Put it on the link; returns what the function is to return."""
-        wire, waits = self._wire(device), self._waits
+        waits = self._waits
         if isinstance(work, dist.Work):
             handle, self.last_transfer = wire.handle(message, work)
             return handle
@@ -160,7 +171,7 @@ class Collectives:
             if not isinstance(group, dist.ProcessGroup) or not torch.is_tensor(result):
                 return result
             sent = result if kind == EventKind.ALL_GATHER else (args[0] if args else result)
-            message = Message(kind, bytes_of(tensors_of(sent)), group)
+            message = EmulatedMessage(kind, bytes_of(tensors_of(sent)), group)
             work, self.last_transfer = self._wire(result.device).handle(message, None)
             self._unwaited[address_of(result)] = work.wait
             return result
@@ -183,13 +194,13 @@ class Collectives:
     # --- devices
 
     def _wire(self, device: torch.device) -> Wire:
-        wire = self._wires.get(device.type)
+        wire = self._wires.get(device)
         if wire is None:
             if device.type == "cuda":
-                wire = CudaWire(self._network, SpinningDevice())
+                wire = CudaWire(self._network, self._spinning_device(device))
             else:
                 wire = HostWire(self._network)
-            self._wires[device.type] = wire
+            self._wires[device] = wire
         return wire
 
 

@@ -23,7 +23,6 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from fsdp_inspect.emulation.fixed_times import FixedTimes
 from fsdp_inspect.emulation.network import sleep_until
 from fsdp_inspect.emulation.process import Emulation
-from fsdp_inspect.emulation.wires import SpinningDevice
 
 
 class FixedCompute:
@@ -36,7 +35,7 @@ class FixedCompute:
         """How many of them lasted longer than decreed; unknown (0) on CUDA."""
         self._times = times
         self._waits = emulation.waits
-        self._spin = _spinner() if device.type == "cuda" else None
+        self._spin = _spinner(emulation, device) if device.type == "cuda" else None
         self._recompute_ns = 0
         # Checkpointing would leave a repeated forward before our hook behind it.
         emulation.undo.enter_context(set_checkpoint_early_stop(False))
@@ -48,7 +47,7 @@ class FixedCompute:
         No part may lie inside another one.
         """
         for module in parts.values():
-            Part(self, module, sum(parameter.numel() for parameter in module.parameters()))
+            ModuleHooks(self, module, sum(parameter.numel() for parameter in module.parameters()))
 
     def now_ns(self) -> int:
         """The host's time less what FSDP and recomputation have taken of it."""
@@ -77,7 +76,7 @@ class FixedCompute:
         self.last(begin_ns, self._times.backward.of(num_parameters))
 
 
-class Part:
+class ModuleHooks:
     """The hooks on one module.
 
     FSDP's pre-forward hook runs before ours and its post-forward hook after ours. In backward a
@@ -129,6 +128,6 @@ def _first_with_gradient(values: Any) -> torch.Tensor | None:
     return None
 
 
-def _spinner() -> Callable[[int], None]:
-    device = SpinningDevice()
-    return lambda duration_ns: device.spin(duration_ns, device.current_stream())
+def _spinner(emulation: Emulation, device: torch.device) -> Callable[[int], None]:
+    spinning = emulation.spinning_device(device)
+    return lambda duration_ns: spinning.spin(duration_ns, spinning.current_stream())

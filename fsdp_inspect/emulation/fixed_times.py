@@ -3,9 +3,9 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fsdp_inspect.error_text import suggest
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.quantities import parse_time_ns
-from fsdp_inspect.trace.messages import suggest
 
 LEGAL = "forward=2ms,backward=4ms for each part, or by its parameters: forward=3ns/param"
 _KEYS = ("forward", "backward")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fsdp_inspect.emulation.specification import Specification
-from fsdp_inspect.trace.bandwidth import bus_factor
+from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind
 
 _SPIN_NS = 150_000
@@ -34,7 +34,7 @@ class Transfer:
     """When something first waited for it; -1: nothing has."""
 
 
-class Network:
+class EmulatedNetwork:
     """The links of all process groups that rank 0 is in."""
 
     def __init__(

@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.device_mesh as device_mesh
 import torch.distributed.distributed_c10d as c10d
 
 from fsdp_inspect.emulation.collectives import Collectives
-from fsdp_inspect.emulation.network import Network, Transfer
+from fsdp_inspect.emulation.network import EmulatedNetwork, Transfer
 from fsdp_inspect.emulation.specification import Specification
 from fsdp_inspect.emulation.unit_waits import UnitWaits
+from fsdp_inspect.emulation.wires import SpinningDevice
 from fsdp_inspect.errors import EmulationError
 from fsdp_inspect.sharding.attributes import set_attribute
 from fsdp_inspect.sharding.torch_collectives import ArgumentPicker
@@ -32,9 +34,13 @@ class Emulation:
         """What is taken back when the emulation ends."""
         self.settings: dict[str, Any] = {}
         """What else a reader of the recording must know, such as fixed computing times."""
-        network = Network(specification)
+        network = EmulatedNetwork(specification)
         self.waits = UnitWaits(network)
-        self._collectives = Collectives(network, self.waits)
+        self._collectives = Collectives(network, self.waits, self.spinning_device)
+        self._spinning: dict[torch.device, SpinningDevice] = {}
+        self.notes: list[str] = []
+        """What limits the emulation, one sentence each."""
+        self._take_note: Callable[[str], None] | None = None
 
     def attach(self) -> None:
         """Replace what torch has, until the emulation ends."""
@@ -48,6 +54,27 @@ class Emulation:
         """
         transfer, self._collectives.last_transfer = self._collectives.last_transfer, None
         return transfer
+
+    def spinning_device(self, device: torch.device) -> SpinningDevice:
+        """Keeps streams of a CUDA device busy; made at the first call for the device."""
+        spinning = self._spinning.get(device)
+        if spinning is None:
+            spinning = self._spinning[device] = SpinningDevice(device, self.note)
+        return spinning
+
+    def note(self, sentence: str) -> None:
+        """Say what limits the emulation; a recording puts it into its run folder."""
+        if sentence in self.notes:
+            return
+        self.notes.append(sentence)
+        if self._take_note is not None:
+            self._take_note(sentence)
+
+    def send_notes(self, take: Callable[[str], None]) -> None:
+        """Send every note, earlier and later ones, to the recording that is attached now."""
+        self._take_note = take
+        for sentence in self.notes:
+            take(sentence)
 
     def describe(self) -> dict[str, Any]:
         """As `run.json` keeps it."""

@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from fsdp_inspect.emulation.network import Network, Transfer
+from fsdp_inspect.emulation.network import EmulatedNetwork, Transfer
 from fsdp_inspect.sharding.attributes import set_attribute
 from fsdp_inspect.sharding.torch_fsdp import num_reduce_scatters_in_flight
 
@@ -35,7 +35,7 @@ from fsdp_inspect.sharding.torch_fsdp import num_reduce_scatters_in_flight
 class UnitWaits:
     """What every unit has issued and not yet waited for."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: EmulatedNetwork) -> None:
         self._network = network
         self._gathers: WeakKeyDictionary[FSDPParamGroup, Transfer] = WeakKeyDictionary()
         self._last_reductions: WeakKeyDictionary[FSDPParamGroup, Transfer] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""How does a transfer that nobody sends take its time? Sleeping on CPU, a spinning kernel on CUDA.
+"""Let emulated transfers take their time: the host sleeps on CPU, a kernel spins on CUDA.
 
 A *wire* puts a collective on its link in one of three ways, by who waits for it:
 
@@ -10,39 +10,48 @@ A *wire* puts a collective on its link in one of three ways, by who waits for it
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from fsdp_inspect.emulation.network import Network, Transfer
+from fsdp_inspect.emulation.network import EmulatedNetwork, Transfer
+from fsdp_inspect.emulation.spinning import CudaSpinBackend, make_spin
 from fsdp_inspect.trace.codes import EventKind
 
 
 class Wire(Protocol):
     """What carries collectives of one kind of device."""
 
-    def occupy(self, message: Message) -> Transfer | None:
+    def copying(self) -> AbstractContextManager[None]:
+        """Around the fake process group's collective, which is carried next: it copies values."""
+        ...
+
+    def occupy(self, message: EmulatedMessage) -> Transfer | None:
         """The caller waits; returns the transfer where its times are known on the host."""
         ...
 
-    def defer(self, message: Message, *, not_before_ns: int = 0) -> Transfer | None:
+    def defer(self, message: EmulatedMessage, *, not_before_ns: int = 0) -> Transfer | None:
         """FSDP waits for it when it is needed."""
         ...
 
-    def handle(self, message: Message, inner: Any) -> tuple[dist.Work, Transfer | None]:
+    def handle(self, message: EmulatedMessage, inner: Any) -> tuple[dist.Work, Transfer | None]:
         """A handle to wait with; `inner` is that of torch's fake process group."""
         ...
 
 
-class Message:
+class EmulatedMessage:
     """A collective to be carried."""
 
-    __slots__ = ("group", "kind", "num_bytes", "ranks")
+    __slots__ = ("group", "kind", "num_bytes", "ranks", "tensors")
 
     def __init__(self, kind: EventKind, num_bytes: int, group: dist.ProcessGroup) -> None:
         self.kind = kind
         self.num_bytes = num_bytes
+        self.tensors: Sequence[torch.Tensor] = ()
+        """All that an asynchronous collective reads and writes."""
         self.group = group.group_name
         self.ranks = dist.get_process_group_ranks(group)
 
@@ -50,16 +59,20 @@ class Message:
 class HostWire:
     """CPU: the thread that needs a transfer sleeps until it has ended."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: EmulatedNetwork) -> None:
         self._network = network
 
-    def occupy(self, message: Message) -> Transfer:
+    def copying(self) -> AbstractContextManager[None]:
+        """The copies take the thread's time before the transfer begins."""
+        return nullcontext()
+
+    def occupy(self, message: EmulatedMessage) -> Transfer:
         """Issue it, and sleep."""
         transfer = self.defer(message)
         self._network.wait(transfer)
         return transfer
 
-    def defer(self, message: Message, *, not_before_ns: int = 0) -> Transfer:
+    def defer(self, message: EmulatedMessage, *, not_before_ns: int = 0) -> Transfer:
         """Issue it."""
         return self._network.issue(
             message.kind,
@@ -69,7 +82,7 @@ class HostWire:
             not_before_ns=not_before_ns,
         )
 
-    def handle(self, message: Message, inner: Any) -> tuple[dist.Work, Transfer]:
+    def handle(self, message: EmulatedMessage, inner: Any) -> tuple[dist.Work, Transfer]:
         """Issue it; the work's `wait` sleeps."""
         transfer = self.defer(message)
         return HostWork(inner, self._network, transfer), transfer
@@ -78,7 +91,7 @@ class HostWire:
 class HostWork(dist.Work):
     """A collective on its way, on CPU."""
 
-    def __init__(self, inner: Any, network: Network, transfer: Transfer) -> None:
+    def __init__(self, inner: Any, network: EmulatedNetwork, transfer: Transfer) -> None:
         super().__init__()
         self._inner = inner
         self._network = network
@@ -101,40 +114,61 @@ class HostWork(dist.Work):
 class CudaWire:
     """CUDA: a kernel spins for the transfer's time, one at a time for each communicator.
 
+    The fake process group fills outputs with copies, in a gather one for each rank. They run on a
+    stream of their own beside the spin. Before it they would make every transfer longer, by a third
+    for 8 ranks on NVLink. The transfer ends when both have ended.
+
     The current stream is the one that FSDP (or the script) issues the collective on; what waits
     for that stream, or for an event on it, waits for the transfer. No host time is known: the
     recorder measures with events on the stream, as it does with NCCL.
     """
 
-    def __init__(self, network: Network, device: Any) -> None:
+    def __init__(self, network: EmulatedNetwork, device: Any) -> None:
         self._network = network
         self._device = device
         self._last: dict[str, Any] = {}
         """The end of the last transfer of each communicator, as an event."""
         self._side: dict[str, Any] = {}
+        self._copy_stream: Any = None
+        self._copied: Any = None
+        """The end of the copies of the next transfer, as an event; None: there are none."""
 
-    def occupy(self, message: Message) -> None:
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Copies run beside the transfer. They must not allocate what outlives them."""
+        if self._copy_stream is None:
+            self._copy_stream = self._device.new_stream(high_priority=True)
+        copies = self._copy_stream
+        copies.wait_stream(self._device.current_stream())
+        with self._device.use(copies):
+            yield
+        self._copied = copies.record_event()
+
+    def occupy(self, message: EmulatedMessage) -> None:
         """Spin on the current stream."""
         self._spin(message, self._device.current_stream())
 
-    def defer(self, message: Message, *, not_before_ns: int = 0) -> None:
+    def defer(self, message: EmulatedMessage, *, not_before_ns: int = 0) -> None:
         """Spin on the current stream: FSDP's events order what depends on it."""
         self._spin(message, self._device.current_stream())
 
-    def handle(self, message: Message, inner: Any) -> tuple[dist.Work, None]:
+    def handle(self, message: EmulatedMessage, inner: Any) -> tuple[dist.Work, None]:
         """Spin on a stream of the communicator's own, as NCCL runs an asynchronous collective."""
         side = self._side.get(message.group)
         if side is None:
             side = self._side[message.group] = self._device.new_stream()
         side.wait_stream(self._device.current_stream())
-        return StreamWork(inner, self._device, self._spin(message, side)), None
+        return StreamWork(inner, self._device, self._spin(message, side), message.tensors), None
 
-    def _spin(self, message: Message, stream: Any) -> Any:
+    def _spin(self, message: EmulatedMessage, stream: Any) -> Any:
         last = self._last.get(message.group)
         if last is not None:
             stream.wait_event(last)
         duration = self._network.duration_ns(message.kind, message.num_bytes, message.ranks)
         self._device.spin(duration, stream)
+        if self._copied is not None:
+            stream.wait_event(self._copied)
+            self._copied = None
         ended = self._last[message.group] = stream.record_event()
         return ended
 
@@ -142,15 +176,20 @@ class CudaWire:
 class StreamWork(dist.Work):
     """A collective on its way, on CUDA: `wait` holds the current stream, never the host."""
 
-    def __init__(self, inner: Any, device: Any, ended: Any) -> None:
+    def __init__(
+        self, inner: Any, device: Any, ended: Any, tensors: Sequence[torch.Tensor]
+    ) -> None:
         super().__init__()
         self._inner = inner
         self._device = device
         self._ended = ended
+        # As with NCCL: their memory must not be used again before `wait`.
+        self._tensors = tensors
 
     def wait(self, timeout: Any = None) -> bool:
         """What is put on the current stream from now on runs behind it."""
         self._device.current_stream().wait_event(self._ended)
+        self._tensors = ()
         return True
 
     def is_completed(self) -> bool:
@@ -163,46 +202,31 @@ class StreamWork(dist.Work):
 
 
 class SpinningDevice:
-    """A CUDA device whose streams can be kept busy for a time.
+    """A CUDA device whose streams can be kept busy for a time."""
 
-    [Note: Spinning for a time] `torch.cuda._sleep` counts cycles of the multiprocessor's clock,
-    which varies; it is calibrated once, after a warm-up, against events. On a GPU that throttles
-    later, transfers last longer than the model says by as much as the clock is slower.
-    """
+    def __init__(self, device: torch.device, note: Callable[[str], None]) -> None:
+        """Prepare to spin on a device.
 
-    _WARM_UP_CYCLES = 200_000_000
-    _CALIBRATION_CYCLES = 20_000_000
-
-    def __init__(self) -> None:
-        self._cycles_per_ns = self._calibrate()
+        Args:
+            device: The CUDA device.
+            note: Takes one sentence when the GPU's timer cannot be used.
+        """
+        self._device = device
+        self._spin = make_spin(CudaSpinBackend(device), note)
 
     def current_stream(self) -> Any:
         """The stream that the host issues to."""
-        return torch.cuda.current_stream()
+        return torch.cuda.current_stream(self._device)
 
-    def new_stream(self) -> Any:
+    def new_stream(self, *, high_priority: bool = False) -> Any:
         """A stream of its own."""
-        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        priority = -1 if high_priority else 0
+        return torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        """The host issues to a stream inside the block."""
+        return torch.cuda.stream(stream)
 
     def spin(self, duration_ns: int, stream: Any) -> None:
         """Keep a stream busy."""
-        with torch.cuda.stream(stream):
-            _spin_cycles(round(duration_ns * self._cycles_per_ns))
-
-    def _calibrate(self) -> float:
-        """Cycles per ns, the median of five measurements."""
-        _spin_cycles(self._WARM_UP_CYCLES)
-        rates = []
-        for _ in range(5):
-            start = torch.Event("cuda", enable_timing=True)
-            end = torch.Event("cuda", enable_timing=True)
-            start.record()
-            _spin_cycles(self._CALIBRATION_CYCLES)
-            end.record()
-            end.synchronize()
-            rates.append(self._CALIBRATION_CYCLES / (start.elapsed_time(end) * 1e6))
-        return float(sorted(rates)[2])
-
-
-def _spin_cycles(cycles: int) -> None:
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+        self._spin(duration_ns, stream)

@@ -37,7 +37,7 @@ class ValuelessTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             if func is not _ASKING:
                 raise
         self.num_asked += 1
-        self.first_asked = self.first_asked or describe_place(traceback.extract_stack())
+        self.first_asked = self.first_asked or describe_user_line(traceback.extract_stack())
         return _zero(args[0].dtype)
 
 
@@ -48,7 +48,7 @@ def _zero(dtype: torch.dtype) -> complex:
     return 0j if dtype.is_complex else 0.0 if dtype.is_floating_point else 0
 
 
-def describe_place(frames: traceback.StackSummary) -> str:
+def describe_user_line(frames: traceback.StackSummary) -> str:
     """The last line of the user's own code among these; of a library, if there is none."""
     own = [frame for frame in frames if not _is_of_a_library(Path(frame.filename))]
     last = (own or frames)[-1]

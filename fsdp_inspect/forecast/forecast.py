@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 
 from fsdp_inspect.errors import ForecastError, FsdpInspectError, StoreError
 from fsdp_inspect.forecast.fake_rank import fake_rank
-from fsdp_inspect.forecast.fake_values import ValuelessTensors, describe_place
+from fsdp_inspect.forecast.fake_values import ValuelessTensors, describe_user_line
 from fsdp_inspect.forecast.target import Builder, ForecastTarget, build_target
 from fsdp_inspect.forecast.tracked_step import TRACKED_STEP, TrackedStep, track_step
 from fsdp_inspect.recording.environment import describe_environment, read_clock_pair
@@ -114,7 +114,7 @@ def _follow(
         )
         raise ForecastError(
             f"The model could not be built or its step not run on fake tensors: {_say(error)} (at "
-            f"{describe_place(traceback.extract_tb(error.__traceback__))}). {expected}"
+            f"{describe_user_line(traceback.extract_tb(error.__traceback__))}). {expected}"
         ) from error
 
 

@@ -35,8 +35,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_inspect.error_text import suggest
 from fsdp_inspect.errors import ForecastError
-from fsdp_inspect.trace.messages import suggest
 
 Builder = Callable[..., "ForecastTarget"]
 

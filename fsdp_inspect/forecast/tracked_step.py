@@ -26,7 +26,7 @@ from fsdp_inspect.recording.units import (
     describe_model,
     describe_units,
     find_recordable_groups,
-    mesh_of,
+    model_mesh_of,
     register_groups,
 )
 from fsdp_inspect.sharding import torch_fsdp
@@ -127,7 +127,7 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
         model=describe_model(target.model, handles),
         units=units,
         process_groups=groups.describe(),
-        mesh=mesh_of(handles),
+        mesh=model_mesh_of(handles),
         plan=observe_plan(target.model).to_dict(),
         notes=tuple(
             note

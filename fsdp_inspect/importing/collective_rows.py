@@ -62,7 +62,7 @@ def find_implied_owners(comms: Communications, implied: ImpliedUnits) -> Owners:
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class TraceWaits:
     """When each collective ran, and was waited for; arrays of shape (n,), ns."""
 
     need_ns: Int64Array
@@ -73,10 +73,10 @@ class Waits:
     method: NDArray[np.int8]
 
 
-def collective_rows(
+def make_collective_rows(
     comms: Communications,
     owners: Owners,
-    waits: Waits,
+    waits: TraceWaits,
     phases: PhaseRanges,
     names: RunNames,
     units: tuple[str, ...],

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.importing.host_ranges import NOWHERE, HostRanges
 from fsdp_inspect.importing.kineto_events import Category, EventColumns, KinetoTrace
-from fsdp_inspect.importing.message_fields import NOTHING, Message
+from fsdp_inspect.importing.message_fields import NOTHING, CollectiveMessage
 from fsdp_inspect.importing.messages import (
     GroupKey,
     GroupNames,
-    bytes_of,
-    dtype_code,
+    dtype_code_of_name,
     is_communication_kernel,
     kind_of,
+    message_bytes_of,
 )
 from fsdp_inspect.trace.codes import EventKind
 
@@ -122,7 +122,7 @@ def describe_kernels(
     messages, kinds = [], []
     for position, kernel in enumerate(chosen.tolist()):
         operator, beside = around[position]
-        message = own.get(kernel) or beside or Message()
+        message = own.get(kernel) or beside or CollectiveMessage()
         name = trace.names[kernels.name[position]]
         kinds.append(_kind((message.collective, operator, name)))
         messages.append(message)
@@ -139,12 +139,12 @@ def _kind(names: tuple[str | None, ...]) -> EventKind:
 
 def _messages_around(
     trace: KinetoTrace, kernels: EventColumns, issues: Issues
-) -> list[tuple[str | None, Message | None]]:
+) -> list[tuple[str | None, CollectiveMessage | None]]:
     """The operator in which each kernel was issued, and what its arguments say.
 
     `record_param_comms` tells most; the `c10d::` operator around it knows the tensors.
     """
-    around: list[tuple[str | None, Message | None]] = [(None, None)] * len(kernels)
+    around: list[tuple[str | None, CollectiveMessage | None]] = [(None, None)] * len(kernels)
     for category, prefixes in (
         (Category.ANNOTATION, _OPERATOR_PREFIXES),
         (Category.OPERATOR, _OPERATOR_PREFIXES),
@@ -164,14 +164,16 @@ def _messages_around(
     return around
 
 
-def _richer(new: Message | None, known: Message | None) -> Message | None:
+def _richer(
+    new: CollectiveMessage | None, known: CollectiveMessage | None
+) -> CollectiveMessage | None:
     """The one that tells the full message, in case of doubt the newer one."""
     if new is None or (known is not None and _tells(known) > _tells(new)):
         return known
     return new
 
 
-def _tells(message: Message) -> int:
+def _tells(message: CollectiveMessage) -> int:
     """How much a message says about its size."""
     if message.elements is not None:
         return 3
@@ -194,8 +196,8 @@ def find_gloo(trace: KinetoTrace, groups: GroupNames) -> Communications:
         work = works.take(kind, int(operators.start_ns[position]))
         if work is None:
             continue
-        own = trace.messages[Category.OPERATOR].get(int(places[position]), Message())
-        has_size = bytes_of(own, kind) != NOTHING
+        own = trace.messages[Category.OPERATOR].get(int(places[position]), CollectiveMessage())
+        has_size = message_bytes_of(own, kind) != NOTHING
         messages.append(own if has_size else works.message_of(work))
         kinds.append(kind)
         ran.append(work)
@@ -230,14 +232,14 @@ class _GlooWorks:
             waiting.pop()  # issued before the trace began
         return waiting.pop() if waiting else None
 
-    def message_of(self, annotation: int) -> Message:
+    def message_of(self, annotation: int) -> CollectiveMessage:
         """What it says about its tensors: those that one rank gives."""
-        return self._messages.get(annotation, Message())
+        return self._messages.get(annotation, CollectiveMessage())
 
 
 def _ordered(
     kinds: list[EventKind],
-    messages: list[Message],
+    messages: list[CollectiveMessage],
     groups: GroupNames,
     issues: Issues,
     start_ns: Int64Array,
@@ -270,19 +272,19 @@ class _Described:
     group: GroupKey | None
 
 
-def _describe(message: Message, kind: EventKind, groups: GroupNames) -> _Described:
+def _describe(message: CollectiveMessage, kind: EventKind, groups: GroupNames) -> _Described:
     key = groups.key_of(message)
     return _Described(
-        bytes=bytes_of(_with_group_size(message, key), kind),
-        dtype=dtype_code(message.dtype),
+        bytes=message_bytes_of(_with_group_size(message, key), kind),
+        dtype=dtype_code_of_name(message.dtype),
         group=key,
     )
 
 
-def _with_group_size(message: Message, key: GroupKey | None) -> Message:
+def _with_group_size(message: CollectiveMessage, key: GroupKey | None) -> CollectiveMessage:
     if message.group_size is not None or key is None:
         return message
-    return Message(
+    return CollectiveMessage(
         collective=message.collective,
         elements=message.elements,
         dtype=message.dtype,

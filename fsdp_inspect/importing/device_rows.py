@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.importing.collective_rows import Owners, Waits, collective_rows
+from fsdp_inspect.importing.collective_rows import Owners, TraceWaits, make_collective_rows
 from fsdp_inspect.importing.communications import (
     Communications,
     Issues,
@@ -86,13 +86,13 @@ class DeviceRows:
         """
         windows = self._windows()
         comms = self.work.comms
-        waits = Waits(
+        waits = TraceWaits(
             need_ns=self._needs(owners),
             start_ns=comms.start_ns,
             end_ns=comms.end_ns,
             method=np.full(len(comms), Method.MEASURED, dtype=np.int8),
         )
-        collectives = collective_rows(comms, owners, waits, self.phases, self.names, units)
+        collectives = make_collective_rows(comms, owners, waits, self.phases, self.names, units)
         parts = [
             self._in_steps(collectives, comms.issue_ns),
             *self._compute(windows),
@@ -116,7 +116,7 @@ class DeviceRows:
         return StepWindows.on_device(self.marks.of_issue(issued), starts, ends)
 
     def _steps(self, windows: StepWindows) -> EventTable:
-        """The steps, and an empty kernel in each: the mark of kernel traces (`trace.reduction`)."""
+        """Steps, each with an empty kernel: the mark of kernel traces (`reduction.step_parts`)."""
         low, high = windows.bounds_ns[:-1], windows.bounds_ns[1:]
         step = self._numbers(np.arange(len(windows)))
         return EventTable.concat(

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.trace.intervals import Intervals
-from fsdp_inspect.trace.painting import paint_innermost
+from fsdp_inspect.trace.nested_spans import paint_innermost
 
 Int64Array = NDArray[np.int64]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.importing.collective_rows import Owners, Waits, collective_rows
+from fsdp_inspect.importing.collective_rows import Owners, TraceWaits, make_collective_rows
 from fsdp_inspect.importing.communications import Communications, gloo_threads
 from fsdp_inspect.importing.event_rows import make_rows
 from fsdp_inspect.importing.fsdp_ranges import Activity
@@ -89,7 +89,7 @@ class HostRows:
             owners: Of each collective.
             units: What the positions in `owners` name.
         """
-        collectives = collective_rows(
+        collectives = make_collective_rows(
             self.comms, owners, self._waits(owners), self.phases, self.names, units
         )
         parts = [
@@ -121,7 +121,7 @@ class HostRows:
         return make_rows(EventKind.STEP, low, high, step=step, stream=Stream.HOST)
 
     def _empty_kernels(self) -> EventTable:
-        """The mark of a kernel trace in each step (`trace.reduction`)."""
+        """The mark of a kernel trace in each step (`reduction.step_parts`)."""
         low, _ = self._bounds()
         step = np.array(self.marks.number, dtype=np.int64)
         return make_rows(EventKind.COMPUTE, low, low, step=step, stream=Stream.HOST)
@@ -188,7 +188,7 @@ class HostRows:
 
     # --- waits
 
-    def _waits(self, owners: Owners) -> Waits:
+    def _waits(self, owners: Owners) -> TraceWaits:
         """A synchronous collective is waited for from its call; an asynchronous one from the copy.
 
         It is synchronous if the range around its call ends after it did, or, outside of all ranges,
@@ -204,7 +204,7 @@ class HostRows:
         blocks = blocks_in_range | ((around == NOWHERE) & self._is_idle_meanwhile())
         need = np.where(blocks, comms.issue_ns, self._copy_out_starts(owners))
         method = np.where(blocks, Method.HOST_BLOCKING, Method.MEASURED)
-        return Waits(
+        return TraceWaits(
             need_ns=need,
             start_ns=np.where(blocks, comms.issue_ns, comms.start_ns),
             end_ns=np.maximum(end_ns, comms.end_ns),

@@ -17,7 +17,7 @@ import numpy as np
 from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.importing.kineto_events import read_trace
 from fsdp_inspect.importing.memory import return_freed_memory
-from fsdp_inspect.importing.names import RunNames, describe_units, find_roles
+from fsdp_inspect.importing.names import RunNames, describe_trace_units, find_roles
 from fsdp_inspect.importing.rank_trace import RankTrace, read_rank
 from fsdp_inspect.importing.trace_file import ImportLimits
 from fsdp_inspect.store.finished import FinishedRun, write_finished_run
@@ -180,7 +180,7 @@ class _Merged:
         is_unsized = (collectives.bytes < 0) & (collectives.kind != EventKind.BARRIER)
         self._counts["ungrouped"] += int(np.count_nonzero(collectives.group < 0))
         self._counts["unsized"] += int(np.count_nonzero(is_unsized))
-        self._units = describe_units(
+        self._units = describe_trace_units(
             self._names, collectives, origin=trace.unit_origin, known=self._units
         )
         self._roles = {**find_roles(collectives), **self._roles}

@@ -28,8 +28,8 @@ from fsdp_inspect.importing.json_events import EventReader
 from fsdp_inspect.importing.memory import return_freed_memory
 from fsdp_inspect.importing.message_fields import (
     NOTHING,
-    Arguments,
-    Message,
+    CollectiveMessage,
+    EventArguments,
     MessageReader,
     read_whole,
 )
@@ -90,7 +90,7 @@ class _Event(msgspec.Struct, gc=False):
     dur: float = float("nan")
     pid: Any = None
     tid: Any = None
-    args: Arguments | None = None
+    args: EventArguments | None = None
 
 
 class _ExactEvent(msgspec.Struct, gc=False):
@@ -103,7 +103,7 @@ class _ExactEvent(msgspec.Struct, gc=False):
     dur: Decimal = Decimal("nan")
     pid: Any = None
     tid: Any = None
-    args: Arguments | None = None
+    args: EventArguments | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class KinetoTrace:
     name: str
     """The file's name."""
     events: dict[Category, EventColumns]
-    messages: dict[Category, dict[int, Message]]
+    messages: dict[Category, dict[int, CollectiveMessage]]
     """What the arguments say about communication, by position in the category's events."""
     names: tuple[str, ...]
     beside: dict[str, Any]
@@ -244,7 +244,7 @@ class _Columns:
     """Grows stretch by stretch."""
 
     names: _Numbers[str] = field(default_factory=_Numbers)
-    messages: dict[Category, dict[int, Message]] = field(
+    messages: dict[Category, dict[int, CollectiveMessage]] = field(
         default_factory=lambda: {category: {} for category in Category}
     )
     num_events: int = 0
@@ -285,7 +285,7 @@ class _Columns:
         if not (self._counts[Category.KERNEL] and self._counts[Category.LAUNCH]):
             return
         tells = np.array([name.startswith(_TELLING_OPERATORS) for name in self.names], dtype=bool)
-        old, new = self.messages[Category.OPERATOR], dict[int, Message]()
+        old, new = self.messages[Category.OPERATOR], dict[int, CollectiveMessage]()
         first = count = 0
         parts = self._parts[Category.OPERATOR]
         for place, part in enumerate(parts):
@@ -335,7 +335,7 @@ class _Columns:
             self._counts[category] += len(mine)
 
     def _find_messages(
-        self, codes: NDArray[np.int8], names: Int32Array, arguments: list[Arguments]
+        self, codes: NDArray[np.int8], names: Int32Array, arguments: list[EventArguments]
     ) -> NDArray[np.bool_]:
         """What says something of communication: kernels that carry it, host events by name."""
         carries = np.array([one.collective is not None for one in arguments], dtype=bool)
@@ -361,7 +361,7 @@ _NO_EVENTS = EventColumns(
 )
 
 
-_NO_ARGUMENTS = Arguments()
+_NO_ARGUMENTS = EventArguments()
 
 
 def _number_threads(events: list[Any], known: _Numbers[Any]) -> Int32Array:

@@ -28,7 +28,7 @@ _SAID = attrgetter(
 )
 
 
-class Arguments(msgspec.Struct, gc=False):
+class EventArguments(msgspec.Struct, gc=False):
     """Of an event; anything may be missing or of another type."""
 
     correlation: Any = NOTHING
@@ -46,7 +46,7 @@ class Arguments(msgspec.Struct, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class CollectiveMessage:
     """What an event's arguments say about one communication; None where they say nothing."""
 
     collective: str | None = None
@@ -67,9 +67,9 @@ class MessageReader:
     """Reads messages; equal ones, of which a trace has many, are read once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], Message] = {}
+        self._known: dict[tuple[Any, ...], CollectiveMessage] = {}
 
-    def read(self, arguments: Arguments) -> Message:
+    def read(self, arguments: EventArguments) -> CollectiveMessage:
         """What an event's arguments say about a communication."""
         key = (*_SAID(arguments), bytes(arguments.dims), bytes(arguments.types))
         try:
@@ -83,12 +83,12 @@ class MessageReader:
         return known
 
 
-def read_message(arguments: Arguments) -> Message:
+def read_message(arguments: EventArguments) -> CollectiveMessage:
     """What an event's arguments say about a communication."""
     sizes = [read_whole(one) for one in (arguments.in_elements, arguments.out_elements)]
     known = [size for size in sizes if size is not None]
     dims, types = _decode_raw(arguments.dims), _decode_raw(arguments.types)
-    return Message(
+    return CollectiveMessage(
         collective=_text(arguments.collective),
         elements=max(known) if known else None,
         dtype=_text(arguments.dtype) or _first_dtype(types),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from fsdp_inspect.importing.message_fields import NOTHING, Message
+from fsdp_inspect.importing.message_fields import NOTHING, CollectiveMessage
 from fsdp_inspect.trace.codes import DTYPES, ITEMSIZE, EventKind
 
 _KINDS = (
@@ -66,21 +66,21 @@ def kind_of(name: str) -> EventKind:
 
 
 @lru_cache(maxsize=256)
-def dtype_code(name: str | None) -> int:
+def dtype_code_of_name(name: str | None) -> int:
     """Position in `codes.DTYPES`; 0 if unknown."""
     plain = (name or "").lower().removeprefix("c10::")
     known = _DTYPES.get(plain, plain)
     return DTYPES.index(known) if known in DTYPES else _UNKNOWN_DTYPE
 
 
-def bytes_of(message: Message, kind: EventKind) -> int:
+def message_bytes_of(message: CollectiveMessage, kind: EventKind) -> int:
     """The full message; -1 if the trace does not say.
 
     Metadata tells input and output, of which the larger is the full message. Of operators without
     metadata the inputs are known: their largest; of an all-gather that lists only what one rank
     gives, that times the size of the group.
     """
-    code = dtype_code(message.dtype)
+    code = dtype_code_of_name(message.dtype)
     if code == _UNKNOWN_DTYPE:
         return NOTHING
     size = ITEMSIZE[DTYPES[code]]
@@ -129,7 +129,7 @@ class GroupNames:
             groups.only = next(iter(groups.described.values()))[0]
         return groups
 
-    def key_of(self, message: Message) -> GroupKey | None:
+    def key_of(self, message: CollectiveMessage) -> GroupKey | None:
         """The group that a message names; the only one of the process if it names none."""
         if message.group_name is None:
             return self.only

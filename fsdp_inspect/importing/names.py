@@ -91,7 +91,7 @@ def find_roles(events: EventTable) -> dict[int, str]:
     return roles
 
 
-def describe_units(
+def describe_trace_units(
     names: RunNames, events: EventTable, *, origin: str, known: Iterable[Unit] = ()
 ) -> list[Unit]:
     """What a trace tells about the units, from the collectives of one rank.

@@ -22,13 +22,8 @@ from fsdp_inspect.importing.snapshot_pickle import (
     read_plain_pickle,
     starts_like_pickle,
 )
-from fsdp_inspect.importing.snapshot_positions import Activity, follow, unit_names
+from fsdp_inspect.importing.snapshot_positions import FsdpActivity, follow_annotations, unit_names
 from fsdp_inspect.importing.snapshot_rows import RankSnapshot, find_failed_request, memory_rows
-from fsdp_inspect.importing.snapshot_sqlite import (
-    MAGIC,
-    has_snapshot_tables,
-    read_sqlite_snapshot,
-)
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.run import (
@@ -78,10 +73,10 @@ def looks_like_snapshot(path: Path) -> bool:
         return False
     try:
         with path.open("rb") as file:
-            head = file.read(len(MAGIC))
+            head = file.read(2)
     except OSError:
         return False
-    return starts_like_pickle(head) or (head == MAGIC and has_snapshot_tables(path))
+    return starts_like_pickle(head)
 
 
 def import_snapshot(
@@ -90,7 +85,7 @@ def import_snapshot(
     """Turn a memory snapshot, or a folder of one for each rank, into a run folder.
 
     Args:
-        path: A pickle of protocol 2 to 5, an SQLite file, or a folder that holds only such files.
+        path: A pickle of protocol 2 to 5, or a folder that holds only such files.
         out: The run folder to make; must not exist, or be empty.
         name: Shown for the run; default the name of the file, of several that of `out`.
         max_memory_bytes: What the values of one pickle may take in memory.
@@ -149,14 +144,11 @@ def _by_rank(files: Sequence[Path]) -> list[Path]:
 
 def _read(path: Path, max_memory_bytes: int) -> SnapshotContents:
     with path.open("rb") as file:
-        head = file.read(len(MAGIC))
-        if not head:
+        if not file.read(1):
             raise CorruptFileError(
                 f"{path.name} is empty. Expected a memory snapshot. Dump it again with "
                 "torch.cuda.memory._dump_snapshot; a full disk leaves empty files."
             )
-        if head == MAGIC:
-            return parse_snapshot(read_sqlite_snapshot(path), path.name)
         with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
             value = read_plain_pickle(data, path.name, max_memory_bytes=max_memory_bytes)
     return parse_snapshot(value, path.name)
@@ -174,7 +166,7 @@ def _place(contents: SnapshotContents, name: str) -> RankSnapshot:
             "and _dump_snapshot after it, in the same process."
         )
     device = max(devices, key=lambda one: (one.reserved_bytes, len(one.trace)))
-    return RankSnapshot.of(device, follow(contents.annotations))
+    return RankSnapshot.of(device, follow_annotations(contents.annotations))
 
 
 # --- what is said about it
@@ -303,9 +295,9 @@ def _units(ranks: Sequence[RankSnapshot]) -> list[Unit]:
             modules=fqn.split(", "),
             num_parameters=0,
             num_trainable_parameters=0,
-            unsharded_bytes=_largest(ranks, fqn, Activity.ALL_GATHER),
+            unsharded_bytes=_largest(ranks, fqn, FsdpActivity.ALL_GATHER),
             sharded_bytes=0,
-            reduce_bytes=_largest(ranks, fqn, Activity.REDUCE),
+            reduce_bytes=_largest(ranks, fqn, FsdpActivity.REDUCE),
             param_dtype="unknown",
             reduce_dtype="unknown",
             reshard_after_forward=None,
@@ -317,7 +309,7 @@ def _units(ranks: Sequence[RankSnapshot]) -> list[Unit]:
     ]
 
 
-def _largest(ranks: Sequence[RankSnapshot], fqn: str, activity: Activity) -> int:
+def _largest(ranks: Sequence[RankSnapshot], fqn: str, activity: FsdpActivity) -> int:
     return max(
         (
             rank.allocated_in(rank.positions.units.index(fqn), activity)

@@ -43,7 +43,7 @@ _OF_A_UNIT = frozenset(
 _UNIT_DONE = {"post_forward": Phase.FORWARD, "post_backward_reshard": Phase.BACKWARD}
 
 
-class Activity(NamedCode):
+class FsdpActivity(NamedCode):
     """What FSDP did at a moment."""
 
     NONE = 0
@@ -58,9 +58,9 @@ class Activity(NamedCode):
 
 
 _ACTIVITIES = {
-    "all_gather": Activity.ALL_GATHER,
-    "all_gather_copy_out": Activity.COPY_OUT,
-    "post_backward_reduce": Activity.REDUCE,
+    "all_gather": FsdpActivity.ALL_GATHER,
+    "all_gather_copy_out": FsdpActivity.COPY_OUT,
+    "post_backward_reduce": FsdpActivity.REDUCE,
 }
 
 
@@ -78,7 +78,7 @@ class Positions:
     unit: NDArray[np.int64]
     """Index into `units`; -1: none."""
     activity: NDArray[np.int64]
-    """An `Activity`."""
+    """An `FsdpActivity`."""
     step_ends_us: tuple[int, ...]
     """When each step ended, by step from 0; empty without optimizer or profiler ranges."""
     has_backward: bool
@@ -92,7 +92,7 @@ class Positions:
         return np.searchsorted(self.time_us, time_us, side="right") - 1
 
 
-def follow(annotations: Sequence[Annotation]) -> Positions:
+def follow_annotations(annotations: Sequence[Annotation]) -> Positions:
     """Walk through the annotations, in order of time."""
     walk = _Walk()
     for annotation in annotations:
@@ -116,14 +116,14 @@ class _Walk:
     units: dict[str, int] = field(default_factory=dict)
     step: int = 0
     phase: Phase = Phase.OUTSIDE
-    ranges: list[tuple[str, int, Activity]] = field(default_factory=list)
+    ranges: list[tuple[str, int, FsdpActivity]] = field(default_factory=list)
     """FSDP's own ranges that are open: their name, unit and activity; innermost last."""
     running: list[tuple[int, Phase]] = field(default_factory=list)
     """Units whose forward or backward runs; innermost last."""
     step_ends_us: list[int] = field(default_factory=list)
     profiler_steps: bool = False
     rows: list[tuple[int, int, int, int, int]] = field(
-        default_factory=lambda: [(-2, 0, Phase.OUTSIDE, NO_UNIT, Activity.NONE)]
+        default_factory=lambda: [(-2, 0, Phase.OUTSIDE, NO_UNIT, FsdpActivity.NONE)]
     )
 
     def pass_by(self, annotation: Annotation) -> None:
@@ -139,13 +139,13 @@ class _Walk:
         unit, activity = self._position()
         self.rows.append((annotation.time_us, self.step, self.phase, unit, activity))
 
-    def _position(self) -> tuple[int, Activity]:
+    def _position(self) -> tuple[int, FsdpActivity]:
         for _, unit, activity in reversed(self.ranges):
             if unit != NO_UNIT:
                 return unit, activity
         if self.running and self.phase in (Phase.FORWARD, Phase.BACKWARD):
-            return self.running[-1][0], Activity.COMPUTE
-        return NO_UNIT, Activity.OTHER if self.ranges else Activity.NONE
+            return self.running[-1][0], FsdpActivity.COMPUTE
+        return NO_UNIT, FsdpActivity.OTHER if self.ranges else FsdpActivity.NONE
 
     def _fsdp(self, name: str, is_start: bool) -> None:
         found = _FSDP_RANGE.fullmatch(_GROUP_SUFFIX.sub("", name))
@@ -163,7 +163,7 @@ class _Walk:
             self.phase = Phase.BACKWARD
         elif kind in ("pre_forward", "root_pre_forward") and self.phase != Phase.BACKWARD:
             self.phase = Phase.FORWARD
-        self.ranges.append((name, unit, _ACTIVITIES.get(kind, Activity.OTHER)))
+        self.ranges.append((name, unit, _ACTIVITIES.get(kind, FsdpActivity.OTHER)))
         del self.ranges[:-_MAX_OPEN]
 
     def _end(self, name: str, kind: str, unit: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.importing.snapshot_contents import Action, DeviceMemory
-from fsdp_inspect.importing.snapshot_positions import Activity, Positions
+from fsdp_inspect.importing.snapshot_positions import FsdpActivity, Positions
 from fsdp_inspect.importing.snapshot_timeline import Alive, Timeline, find_alive, follow_trace
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory, MemoryPoint, Method, Phase
 from fsdp_inspect.trace.run import FailedRequest
@@ -52,7 +52,7 @@ class RankSnapshot:
         """How many requests for memory failed, as far as the trace goes back."""
         return int(np.count_nonzero(self.device.trace.action == Action.OOM))
 
-    def allocated_in(self, unit: int, activity: Activity) -> int:
+    def allocated_in(self, unit: int, activity: FsdpActivity) -> int:
         """The largest allocation that a unit made in one of FSDP's own activities, bytes."""
         if self.timeline is None:
             return 0

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.importing.snapshot_contents import Action, BlockState, DeviceMemory
 from fsdp_inspect.importing.snapshot_labels import FROM_MODULE, FROM_OPTIMIZER, UNLABELLED
-from fsdp_inspect.importing.snapshot_positions import Activity, Positions
+from fsdp_inspect.importing.snapshot_positions import FsdpActivity, Positions
 from fsdp_inspect.trace.codes import MemoryCategory, Phase
 
 Int64Array = NDArray[np.int64]
@@ -218,8 +218,8 @@ def _categorise(
     reduces = np.where(
         outlives_pass, MemoryCategory.SHARDED_GRADIENT, MemoryCategory.REDUCE_SCATTER_BUFFER
     )
-    computes = activity == Activity.COMPUTE
-    reduced = same_unit & (positions.activity[death] == Activity.REDUCE)
+    computes = activity == FsdpActivity.COMPUTE
+    reduced = same_unit & (positions.activity[death] == FsdpActivity.REDUCE)
     category = np.full(len(label), UNLABELLED, dtype=np.int64)
     # Later lines win over earlier ones.
     for mask, value in (
@@ -233,9 +233,9 @@ def _categorise(
         (computes & (phase == Phase.BACKWARD), MemoryCategory.TEMPORARY),
         (computes & (phase == Phase.BACKWARD) & reduced, MemoryCategory.UNSHARDED_GRADIENT),
         (computes & (phase == Phase.FORWARD), _stays(same_pass, MemoryCategory.ACTIVATION)),
-        (activity == Activity.ALL_GATHER, MemoryCategory.ALL_GATHER_BUFFER),
-        (activity == Activity.COPY_OUT, MemoryCategory.UNSHARDED_PARAMETER),
-        (activity == Activity.REDUCE, reduces),
+        (activity == FsdpActivity.ALL_GATHER, MemoryCategory.ALL_GATHER_BUFFER),
+        (activity == FsdpActivity.COPY_OUT, MemoryCategory.UNSHARDED_PARAMETER),
+        (activity == FsdpActivity.REDUCE, reduces),
     ):
         category = np.where(mask, value, category)
     return np.where((label >= 0) & (label < FROM_OPTIMIZER), label, category)

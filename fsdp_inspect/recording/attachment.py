@@ -27,8 +27,8 @@ from fsdp_inspect.recording.environment import (
 )
 from fsdp_inspect.recording.failure import (
     MemoryHistory,
+    describe_allocated,
     describe_failure,
-    describe_memory,
     is_out_of_memory,
     keep_snapshot,
 )
@@ -46,7 +46,7 @@ from fsdp_inspect.recording.units import (
     find_recordable_groups,
     mark_recorded,
     mark_released,
-    mesh_of,
+    model_mesh_of,
     refuse_recorded_groups,
     register_groups,
 )
@@ -161,7 +161,7 @@ class Attachment:
             units=describe_units(self._handles, self._process_groups),
             process_groups=self._process_groups.describe(),
             world_size=dist.get_world_size(),
-            mesh=mesh_of(self._handles),
+            mesh=model_mesh_of(self._handles),
             backend=backend,
             device_type=self._device.type,
             device_name=described.device_name,
@@ -434,7 +434,7 @@ class Attachment:
         try:
             if self._counters is not None:
                 sentences.append(
-                    describe_memory(
+                    describe_allocated(
                         self._handles,
                         self._manifest.units,
                         self._memory_steps.optimizers,

@@ -8,7 +8,7 @@ torch's own isinstance checks, and setters called later, go on working.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from fsdp_inspect.trace.codes import (
 if TYPE_CHECKING:
     from fsdp_inspect.emulation.network import Transfer
     from fsdp_inspect.recording.session import Session
-    from fsdp_inspect.recording.unit_hooks import UnitHooks
 
 # Looked up once, for the hot path: see `unit_hooks`.
 _MEASURED, _INFERRED, _HOST_BLOCKING = Method.MEASURED, Method.INFERRED, Method.HOST_BLOCKING
@@ -219,7 +218,30 @@ _OWN_OF_TIMED_WORK = frozenset(
 )
 
 
-def recorded_all_gather(inner: Any, hooks: UnitHooks) -> Any:
+class CollectiveHooks(Protocol):
+    """What one unit records of its collectives; `UnitHooks` does."""
+
+    def all_gather(
+        self, collective: Callable[[], Any], output: torch.Tensor, group: dist.ProcessGroup
+    ) -> Any:
+        """Run the unit's all-gather and note its course; returns what the original returned."""
+
+    def gather_allocated(self, buffer: torch.Tensor) -> None:
+        """The all-gather's output buffer was allocated."""
+
+    def reduce_scatter(
+        self, collective: Callable[[], Any], message: torch.Tensor, group: dist.ProcessGroup
+    ) -> Any:
+        """Run the unit's reduce-scatter and note its course."""
+
+    def before_reduce_allocation(self) -> None:
+        """The reduce-scatter's input, then its output, is about to be allocated."""
+
+    def reduce_allocated(self, buffer: torch.Tensor) -> None:
+        """A buffer of the reduce-scatter was allocated."""
+
+
+def recorded_all_gather(inner: Any, hooks: CollectiveHooks) -> Any:
     """An all-gather object like `inner` whose calls are timed by `hooks`."""
     base = type(inner)
 
@@ -249,7 +271,7 @@ def recorded_all_gather(inner: Any, hooks: UnitHooks) -> Any:
     return _like(inner, {"__call__": call, "allocate": allocate})
 
 
-def recorded_reduce_scatter(inner: Any, hooks: UnitHooks) -> Any:
+def recorded_reduce_scatter(inner: Any, hooks: CollectiveHooks) -> Any:
     """A reduce-scatter object like `inner` whose calls are timed by `hooks`."""
     base = type(inner)
 

@@ -1,9 +1,20 @@
-"""What did the machine do while training ran? Samples from a background thread.
+"""Sample the machine from a background thread while training runs.
 
 Host: this process's memory and CPU time, how long the training thread waited for a core, the
-machine's memory. GPU: what NVML says about the
-device that this process computes on. Whatever cannot be read is -1 in the rows and one sentence in
-`DeviceSampler.problems`; nothing is ever raised into the training.
+machine's memory. GPU: what NVML says about the device that this process computes on. Whatever
+cannot be read is -1 in the rows and one sentence in `DeviceSampler.problems`; nothing is ever
+raised into the training.
+
+[Note: MIG]
+A process that computes on a MIG instance sees it as a GPU of its own. NVML knows the instance by
+its UUID (`MIG-...`, as CUDA_VISIBLE_DEVICES has it) and reports its memory. NVML has no
+utilisation, power, clock, NVLink or PCIe readings of an instance, and those of the GPU would count
+other instances too, so they stay missing. CUDA gives a process one instance only.
+
+`properties.uuid` of torch is `cudaDeviceProp.uuid`, which may be the UUID of the GPU or that of the
+instance: the CUDA documentation promises the latter only for `cuDeviceGetUuid_v2`. Both are tried.
+Where all that is found is a GPU in MIG mode, its only instance is taken. If there are several, none
+is sampled.
 """
 
 import os
@@ -109,8 +120,8 @@ class DeviceSampler:
 class GpuIdentity:
     """Which GPU torch's index means, in terms that hold whatever CUDA_VISIBLE_DEVICES hides."""
 
-    uuid: str | None
-    """`GPU-` and the UUID."""
+    uuids: tuple[str, ...]
+    """With the prefix `GPU-` or `MIG-`, in the order in which NVML is asked for them."""
     pci_bus_id: str | None
     """`domain:bus:device.function`, hexadecimal."""
     nvml_index: int
@@ -127,8 +138,11 @@ def identify_gpu(cuda_index: int) -> GpuIdentity:
 
     properties = torch.cuda.get_device_properties(cuda_index)
     uuid = getattr(properties, "uuid", None)
+    visible = _visible_devices()
+    named = [visible[cuda_index]] if cuda_index < len(visible) else []
+    instances = [entry for entry in named if entry.startswith("MIG-")]
     return GpuIdentity(
-        uuid=f"GPU-{uuid}" if uuid else None,
+        uuids=(*instances, *([f"MIG-{uuid}", f"GPU-{uuid}"] if uuid else [])),
         pci_bus_id=_pci_bus_id(properties),
         nvml_index=_visible_index(cuda_index),
     )
@@ -143,8 +157,12 @@ def _pci_bus_id(properties: Any) -> str | None:
         return None
 
 
+def _visible_devices() -> list[str]:
+    return [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+
+
 def _visible_index(cuda_index: int) -> int:
-    visible = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    visible = _visible_devices()
     if cuda_index < len(visible) and visible[cuda_index].isdigit():
         return int(visible[cuda_index])
     return cuda_index
@@ -257,16 +275,78 @@ def _open_gpu(
     except Exception as error:
         note(f"The GPU is not sampled: NVML does not know {identity} ({error}).")
         return pynvml, []
-    return pynvml, _gpu_probes(pynvml, handle)
+    try:
+        instance = _mig_instance(pynvml, handle)
+    except _UnknownInstanceError as error:
+        note(str(error))
+        return pynvml, []
+    if instance is None:
+        return pynvml, _gpu_probes(pynvml, handle)
+    note(
+        f"The GPU is the MIG instance {_uuid_of(pynvml, instance)}: its memory is sampled. Its "
+        "utilisation, power, clock, NVLink and PCIe traffic are missing, since NVML does not "
+        "report them for an instance."
+    )
+    return pynvml, [_memory_probe(pynvml, instance)]
+
+
+class _UnknownInstanceError(Exception):
+    """The GPU is in MIG mode, and nothing says which of its instances is meant."""
+
+
+def _mig_instance(nvml: Any, handle: Any) -> Any:
+    """The MIG instance that a handle stands for; None: it is a whole GPU.
+
+    Raises:
+        _UnknownInstanceError: It is a GPU in MIG mode with several instances, or none.
+    """
+    if _is_true(nvml, lambda: nvml.nvmlDeviceIsMigDeviceHandle(handle)):
+        return handle
+    if not _is_true(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)[0]):
+        return None
+    instances = _instances_of(nvml, handle)
+    if len(instances) == 1:
+        return instances[0]
+    raise _UnknownInstanceError(
+        f"The GPU is not sampled: it is in MIG mode with {len(instances)} instances, and which of "
+        "them is in use is unknown. Set CUDA_VISIBLE_DEVICES to the full UUID of the instance "
+        "(MIG-..., as `nvidia-smi -L` shows it)."
+    )
+
+
+def _instances_of(nvml: Any, handle: Any) -> list[Any]:
+    instances = []
+    for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            instances.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place))
+        except nvml.NVMLError:  # places may be empty
+            continue
+    return instances
+
+
+def _is_true(nvml: Any, ask: Callable[[], Any]) -> bool:
+    """NVML's answer to yes or no; no where the GPU or the driver does not know MIG."""
+    try:
+        answer = ask()
+    except nvml.NVMLError:
+        return False
+    return bool(getattr(answer, "value", answer))
+
+
+def _uuid_of(nvml: Any, handle: Any) -> str:
+    try:
+        return str(nvml.nvmlDeviceGetUUID(handle))
+    except nvml.NVMLError as error:
+        return f"of unknown UUID ({error})"
 
 
 def _find_gpu(nvml: Any, identity: GpuIdentity) -> Any:
     """NVML's handle, by the first of UUID, PCI address and index that NVML knows."""
-    if identity.uuid is not None:
+    for uuid in identity.uuids:
         try:
-            return nvml.nvmlDeviceGetHandleByUUID(identity.uuid)
+            return nvml.nvmlDeviceGetHandleByUUID(uuid)
         except nvml.NVMLError:
-            pass
+            continue
     if identity.pci_bus_id is not None:
         try:
             return nvml.nvmlDeviceGetHandleByPciBusId(identity.pci_bus_id)
@@ -296,24 +376,18 @@ def _gpu_probes(nvml: Any, handle: Any) -> list[_Probe]:
         received = nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES)
         return {"pcie_tx_bytes_per_s": 1000 * sent, "pcie_rx_bytes_per_s": 1000 * received}
 
-    def one(column: str, read: Callable[[], int]) -> Reading:
-        return lambda: {column: int(read())}
-
     return [
         _Probe(
             "The GPU's utilisation",
-            one("gpu_utilisation_pct", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+            _one("gpu_utilisation_pct", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
         ),
+        _memory_probe(nvml, handle),
         _Probe(
-            "The GPU's memory",
-            one("gpu_memory_used", lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
-        ),
-        _Probe(
-            "The GPU's power", one("gpu_power_mw", lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+            "The GPU's power", _one("gpu_power_mw", lambda: nvml.nvmlDeviceGetPowerUsage(handle))
         ),
         _Probe(
             "The GPU's clock",
-            one(
+            _one(
                 "gpu_sm_clock_mhz",
                 lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
             ),
@@ -321,6 +395,17 @@ def _gpu_probes(nvml: Any, handle: Any) -> list[_Probe]:
         _Probe("NVLink traffic", read_nvlink),
         _Probe("PCIe traffic", read_pcie),
     ]
+
+
+def _memory_probe(nvml: Any, handle: Any) -> _Probe:
+    return _Probe(
+        "The GPU's memory",
+        _one("gpu_memory_used", lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
+    )
+
+
+def _one(column: str, read: Callable[[], int]) -> Reading:
+    return lambda: {column: int(read())}
 
 
 def _close_gpu(nvml: Any) -> None:

@@ -26,7 +26,7 @@ from torch.nn.modules.module import (
 )
 
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.recording.imports import call_after_import
+from fsdp_inspect.recording.import_hook import call_after_import
 from fsdp_inspect.recording.patches import Patches
 
 if TYPE_CHECKING:

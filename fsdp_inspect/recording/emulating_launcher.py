@@ -19,7 +19,7 @@ from fsdp_inspect.emulation.presets import PRESETS
 from fsdp_inspect.emulation.specification import Specification, parse_specification
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.recording.launcher import (
-    Arguments,
+    LauncherArguments,
     RankParser,
     add_options,
     launch_script,
@@ -60,7 +60,7 @@ class EmulationArguments(NamedTuple):
     """The command line, checked."""
 
     specification: Specification
-    recording: Arguments
+    recording: LauncherArguments
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: The command line; None: this process's.
     """
-    given = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    given = parse_emulation_arguments(sys.argv[1:] if arguments is None else arguments)
     from fsdp_inspect.emulation.process import emulate
 
     try:
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         emulation.__exit__(None, None, None)
 
 
-def parse_arguments(arguments: Sequence[str]) -> EmulationArguments:
+def parse_emulation_arguments(arguments: Sequence[str]) -> EmulationArguments:
     """Read the launcher's own options; everything from the script's name on is the script's.
 
     Args:

@@ -70,7 +70,7 @@ def describe_failure(error: BaseException, session: Session, units: Sequence[Uni
     return f"{type(error).__name__} at step {session.step}, {place}: {error}"
 
 
-def describe_memory(
+def describe_allocated(
     handles: Sequence[GroupHandle],
     units: Sequence[Unit],
     optimizers: Sequence[torch.optim.Optimizer],
@@ -86,7 +86,7 @@ def describe_memory(
     unsharded = [
         unit for handle, unit in zip(handles, units, strict=True) if handle.group.is_unsharded
     ]
-    parameters = [p for handle in handles for p in torch_fsdp.parameters_of(handle.group)]
+    parameters = [p for handle in handles for p in torch_fsdp.sharded_parameters_of(handle.group)]
     known = {
         f"unsharded parameters of {len(unsharded)} of {len(units)} units": sum(
             unit.unsharded_bytes for unit in unsharded

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from fsdp_inspect.recording.imports import call_after_import
+from fsdp_inspect.recording.import_hook import call_after_import
 from fsdp_inspect.recording.script import Target, run_as_main, trim_traceback
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ To name the loss, the steps or the model, use fsdp_inspect.Recorder in the scrip
 """
 
 
-class Arguments(NamedTuple):
+class LauncherArguments(NamedTuple):
     """The launcher's command line, checked."""
 
     target: Target
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     launch_script(parse_arguments(sys.argv[1:] if arguments is None else arguments))
 
 
-def launch_script(given: Arguments) -> None:
+def launch_script(given: LauncherArguments) -> None:
     """Run a script under a recorder; ends as the script ends.
 
     Args:
@@ -97,7 +97,7 @@ def launch_script(given: Arguments) -> None:
 class Launch:
     """One script with the recording of what it trains."""
 
-    def __init__(self, given: Arguments) -> None:
+    def __init__(self, given: LauncherArguments) -> None:
         self._given = given
         self._pid = os.getpid()
         self._directory = Path.cwd()  # the script may go elsewhere
@@ -173,7 +173,7 @@ class RankParser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
 
-def parse_arguments(arguments: Sequence[str]) -> Arguments:
+def parse_arguments(arguments: Sequence[str]) -> LauncherArguments:
     """Read the launcher's own options; everything from the script's name on is the script's.
 
     Args:
@@ -195,7 +195,7 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
     return read_arguments(parser, parser.parse_args(arguments))
 
 
-def read_arguments(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Arguments:
+def read_arguments(parser: argparse.ArgumentParser, given: argparse.Namespace) -> LauncherArguments:
     """What the options of `add_options` were given, checked.
 
     Raises:
@@ -206,7 +206,7 @@ def read_arguments(parser: argparse.ArgumentParser, given: argparse.Namespace) -
             f"no script at {given.target!r}. Expected a Python file, seen from "
             f"{str(Path.cwd())!r}, or -m with the name of a module."
         )
-    return Arguments(
+    return LauncherArguments(
         target=Target(given.target, tuple(given.arguments), given.is_module),
         out=given.out,
         name=given.name,

@@ -39,7 +39,7 @@ class MemorySteps:
         self._unit_of = {
             id(parameter): index
             for index, handle in enumerate(handles)
-            for parameter in torch_fsdp.parameters_of(handle.group)
+            for parameter in torch_fsdp.sharded_parameters_of(handle.group)
         }
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self.steps: list[int] = []
@@ -111,7 +111,7 @@ class MemorySteps:
     def _register(self, tracker: StorageTracker) -> None:
         """Name what exists before the step."""
         for index, handle in enumerate(self._handles):
-            for parameter in torch_fsdp.parameters_of(handle.group):
+            for parameter in torch_fsdp.sharded_parameters_of(handle.group):
                 tracker.register_known(MemoryCategory.SHARDED_PARAMETER, [parameter], index)
                 if parameter.grad is not None:
                     tracker.register_known(MemoryCategory.SHARDED_GRADIENT, [parameter.grad], index)

@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
+from fsdp_inspect.emulation.process import active_emulation
 from fsdp_inspect.recording.attachment import Attachment, Options
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.trace.codes import EventKind, Phase
@@ -98,6 +99,10 @@ class Recorder:
             print_verdict=print_verdict,
         )
         self._attachment = Attachment(model, optimizer, options)
+        emulation = active_emulation()
+        if emulation is not None:
+            # Not `self.note`: the emulation must not keep a recorder alive that was never closed.
+            emulation.send_notes(self._attachment.session.problem)
         self._atexit = _close_at_exit(self)
 
     def __enter__(self) -> Self:

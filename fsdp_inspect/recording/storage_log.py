@@ -139,7 +139,7 @@ class UnitPass:
 
 
 @dataclass(frozen=True, slots=True)
-class StepMemory:
+class TrackedStepMemory:
     """The memory of one step, in bytes of live storages."""
 
     start: MemoryInstant
@@ -225,7 +225,7 @@ class StorageLog:
         """The step has ended; later events are not part of it."""
         self._end = _Cut(len(self.events), moment)
 
-    def summarize(self, *, host_units: Collection[int] = ()) -> StepMemory:
+    def summarize(self, *, host_units: Collection[int] = ()) -> TrackedStepMemory:
         """Add up the step between `begin` and `finish`.
 
         Args:
@@ -262,7 +262,7 @@ class StorageLog:
         before = [mark.microbatch for mark in self._marks if mark.cut.position < peak.position]
         microbatch = before[-1] if before else 0
         uses = tuple(self._uses(totals, of_compute_totals, owned))
-        return StepMemory(start, at_peak, microbatch, end, marks, tuple(at_phases), uses)
+        return TrackedStepMemory(start, at_peak, microbatch, end, marks, tuple(at_phases), uses)
 
     def categories(self) -> list[MemoryCategory]:
         """The category of each storage: what it was classified as, or decided by its lifetime.

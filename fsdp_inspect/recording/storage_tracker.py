@@ -40,9 +40,9 @@ from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.storage_log import (
     Moment,
-    StepMemory,
     StorageEvent,
     StorageLog,
+    TrackedStepMemory,
     TrackedStorage,
     UnitPass,
 )
@@ -163,7 +163,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (live := self._live.get(storage._cdata)) is not None:
                 live.parameter = parameter
 
-    def result(self) -> StepMemory:
+    def result(self) -> TrackedStepMemory:
         """What the step did to memory.
 
         Raises:

@@ -151,7 +151,7 @@ def describe_model(model: nn.Module, groups: Sequence[GroupHandle]) -> ModelInfo
     }
     for handle in groups:
         for parameter, size in zip(
-            torch_fsdp.parameters_of(handle.group),
+            torch_fsdp.sharded_parameters_of(handle.group),
             torch_fsdp.original_sizes(handle.group),
             strict=True,
         ):
@@ -183,7 +183,7 @@ def _describe_unit(
     handle: GroupHandle, index: int, name: str, process_groups: ProcessGroups
 ) -> Unit:
     group = handle.group
-    parameters = torch_fsdp.parameters_of(group)
+    parameters = torch_fsdp.sharded_parameters_of(group)
     numels = [size.numel() for size in torch_fsdp.original_sizes(group)]
     trained = [parameter.requires_grad for parameter in parameters]
     trained_numels = [numel for numel, wanted in zip(numels, trained, strict=True) if wanted]
@@ -224,7 +224,7 @@ def register_groups(handles: Sequence[GroupHandle], process_groups: ProcessGroup
         _group_index(process_groups, handle.post_forward_group, "post_forward")
 
 
-def mesh_of(handles: Sequence[GroupHandle]) -> dict[str, int]:
+def model_mesh_of(handles: Sequence[GroupHandle]) -> dict[str, int]:
     """Dimension names and sizes of the first unit's mesh, outermost first."""
     mesh = handles[0].group.mesh_info.mesh
     names = mesh.mesh_dim_names or tuple(f"dim{place}" for place in range(mesh.ndim))

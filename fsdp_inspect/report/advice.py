@@ -70,7 +70,7 @@ def _suggestion(number: int, suggestion: Suggestion, plan: PlanAdvice) -> Render
     lines = [
         f"{number}. {suggestion.what}{_rule(suggestion.rules)}",
         f"   {describe_saving(suggestion, plan)}: {format_ns(suggestion.step_ns)}; "
-        f"peak {describe_memory(suggestion)}",
+        f"peak {describe_plan_peak(suggestion)}",
         f"   Units: {_units(suggestion.units)}",
     ]
     lines += [f"   Evidence: {line}" for line in suggestion.evidence]
@@ -122,12 +122,12 @@ def describe_alternative(proposal: Proposal, plan: PlanAdvice) -> str:
     change = format_change(-proposal.saved_ns / plan.replayed_step_ns)
     interval = f"{format_ns(proposal.step_low_ns)} to {format_ns(proposal.step_high_ns)}"
     return (
-        f"peak {describe_memory(proposal)}; {format_ns(proposal.step_ns)} a step "
+        f"peak {describe_plan_peak(proposal)}; {format_ns(proposal.step_ns)} a step "
         f"({change}; {interval})"
     )
 
 
-def describe_memory(what: Suggestion | Proposal) -> str:
+def describe_plan_peak(what: Suggestion | Proposal) -> str:
     """The peak and what it gains: `28.4 MiB (+2.0 MiB; +1.0 MiB to +3.0 MiB)`."""
     if what.peak_bytes is None or what.added_bytes is None:
         return "not known"

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown
-from fsdp_inspect.digest.breakdown import BreakdownDigest
+from fsdp_inspect.analysis.breakdown_causes import BreakdownCauses
 from fsdp_inspect.formatting import format_ratio
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.causes import causes_table
@@ -20,7 +20,7 @@ _OF_RANKS = ("forward", "backward", "optimizer", "data")
 """The parts that fit beside step time and exposed in the table of ranks."""
 
 
-def render_breakdown(digest: BreakdownDigest) -> RenderableType:
+def render_breakdown(digest: BreakdownCauses) -> RenderableType:
     """Where a step goes: in a sentence, as parts that add up, by cause, and for every rank."""
     shown = digest.shown
     if shown is None:
@@ -38,7 +38,7 @@ def render_breakdown(digest: BreakdownDigest) -> RenderableType:
     )
 
 
-def _headline(digest: BreakdownDigest, shown: StepBreakdown) -> str:
+def _headline(digest: BreakdownCauses, shown: StepBreakdown) -> str:
     step = "The typical step" if digest.is_typical else f"Step {shown.closest_step}"
     waits = "waits for no communication"
     if shown.exposed_ns:
@@ -55,7 +55,7 @@ def _headline(digest: BreakdownDigest, shown: StepBreakdown) -> str:
     return f"{sentence}; its largest part is {label}, {longest}."
 
 
-def _title(digest: BreakdownDigest, shown: StepBreakdown) -> str:
+def _title(digest: BreakdownCauses, shown: StepBreakdown) -> str:
     if digest.is_typical:
         return f"Typical step of rank {shown.rank} (mean over {len(shown.steps)} steps)"
     return f"Step {shown.closest_step} of rank {shown.rank}"
@@ -80,13 +80,13 @@ def _parts_table(shown: StepBreakdown) -> Table:
     return table
 
 
-def _causes(digest: BreakdownDigest) -> Iterator[RenderableType]:
+def _causes(digest: BreakdownCauses) -> Iterator[RenderableType]:
     if digest.causes_ns:
         title = "Why it waits (the causes add up to the exposed parts)"
         yield from section(title, causes_table(digest.causes_ns))
 
 
-def _footer(digest: BreakdownDigest) -> str:
+def _footer(digest: BreakdownCauses) -> str:
     sentence = f"{digest.source.capitalize()} run {digest.run_id}. {digest.left_out}"
     return f"{sentence} {digest.arrivals.sentence}" if digest.arrivals else sentence
 

@@ -12,26 +12,30 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_inspect.checks.baseline import Baseline
-from fsdp_inspect.checks.blame import Growth
-from fsdp_inspect.checks.judge import CheckResult, MetricCheck, Outcome
+from fsdp_inspect.checks.check import CheckOutcome, CheckResult, MetricCheck
+from fsdp_inspect.checks.increases import Increase
 from fsdp_inspect.checks.limits import TIME_METRICS
-from fsdp_inspect.checks.reading import RESTING
-from fsdp_inspect.digest.settings import SettingDifference
+from fsdp_inspect.checks.measurements import RESTING
+from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
+from fsdp_inspect.comparison.settings import SettingDifference
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.report.layout import dim, new_table, section
 from fsdp_inspect.report.values import format_method
 from fsdp_inspect.report.wording import name_category
-from fsdp_inspect.trace.repeats import RUNS_FOR_A_TEST
 
-_STYLES = {Outcome.HOLDS: "green", Outcome.REGRESSION: "red", Outcome.UNTOLD: "yellow"}
+_STYLES = {
+    CheckOutcome.HOLDS: "green",
+    CheckOutcome.REGRESSION: "red",
+    CheckOutcome.UNTOLD: "yellow",
+}
 _MOST_SETTINGS = 12
 
 
 def describe_outcome(result: CheckResult) -> str:
     """The verdict in one sentence, the worst metric with its numbers."""
-    if result.outcome is Outcome.UNTOLD:
+    if result.outcome is CheckOutcome.UNTOLD:
         return f"{result.name}: cannot be judged. {result.reasons[0]}"
-    failed = [one for one in result.metrics if one.outcome is Outcome.REGRESSION]
+    failed = [one for one in result.metrics if one.outcome is CheckOutcome.REGRESSION]
     if not failed:
         count = len(result.metrics)
         lower = f" Lower than before: {', '.join(result.improved)}." if result.improved else ""
@@ -68,13 +72,13 @@ def _where(result: CheckResult, worst: MetricCheck) -> str:
     return f" What grew{_place(result)}: {_describe_growth(result.growth[0])}."
 
 
-def _most_told(longer: Sequence[Growth]) -> list[Growth]:
+def _most_told(longer: Sequence[Increase]) -> list[Increase]:
     """The part of the step that grew most, and the wait that did."""
     parts = [one for one in longer if not one.units][:1]
     return parts + [one for one in longer if one.units][:1]
 
 
-def _describe_longer(one: Growth) -> str:
+def _describe_longer(one: Increase) -> str:
     where = f" of {one.where}" if one.units else ""
     return (
         f"{name_category(one.category)}{where} +{format_ns(one.increase)} "
@@ -88,7 +92,7 @@ def _place(result: CheckResult) -> str:
     return f" at the peak of {result.phase}, reached in {result.unit}"
 
 
-def _describe_growth(one: Growth) -> str:
+def _describe_growth(one: Increase) -> str:
     return (
         f"{name_category(one.category)} of {one.where} +{format_bytes(one.increase)} "
         f"({format_bytes(one.before)} to {format_bytes(one.after)})"
@@ -125,7 +129,7 @@ def render_check(result: CheckResult) -> RenderableType:
 
 def _parts(result: CheckResult) -> Iterable[RenderableType]:
     yield Text(describe_outcome(result), style=f"bold {_STYLES[result.outcome]}")
-    for reason in result.reasons[1:] if result.outcome is Outcome.UNTOLD else result.reasons:
+    for reason in result.reasons[1:] if result.outcome is CheckOutcome.UNTOLD else result.reasons:
         yield Text(f"  {reason}", style="yellow")
     for cause in result.causes:
         yield Text(f"  likely cause: {cause}")
@@ -159,7 +163,7 @@ def _metrics_table(result: CheckResult) -> Table:
     return table
 
 
-def _growth_table(growth: Iterable[Growth], write: Callable[[float | None], str]) -> Table:
+def _growth_table(growth: Iterable[Increase], write: Callable[[float | None], str]) -> Table:
     table = new_table("what", "units", "before", "after", "change", names=2)
     for one in growth:
         table.add_row(
@@ -197,7 +201,7 @@ def _markdown_lines(result: CheckResult) -> Iterable[str]:
     yield from _growth_lines("takes longer in a step", result.longer, format_ns)
     yield from (f"- Likely cause: {_escape(cause)}" for cause in result.causes)
     yield from (f"- Differs: {_escape(line)}" for line in describe_settings(result.settings))
-    if result.outcome is not Outcome.HOLDS:
+    if result.outcome is not CheckOutcome.HOLDS:
         yield from (f"- {_escape(reason)}" for reason in result.reasons)
     yield ""
     yield f"<sub>{_escape(_provenance(result))}</sub>"
@@ -205,7 +209,7 @@ def _markdown_lines(result: CheckResult) -> Iterable[str]:
 
 
 def _growth_lines(
-    what: str, growth: Sequence[Growth], write: Callable[[float | None], str]
+    what: str, growth: Sequence[Increase], write: Callable[[float | None], str]
 ) -> Iterable[str]:
     if not growth:
         return
@@ -234,9 +238,9 @@ def render_annotations(results: Iterable[CheckResult]) -> str:
     """Workflow commands: an error for each regression, a warning for what cannot be judged."""
     lines = []
     for result in results:
-        if result.outcome is Outcome.HOLDS:
+        if result.outcome is CheckOutcome.HOLDS:
             continue
-        level = "error" if result.outcome is Outcome.REGRESSION else "warning"
+        level = "error" if result.outcome is CheckOutcome.REGRESSION else "warning"
         message = " ".join([describe_outcome(result), *(f"Likely: {c}." for c in result.causes)])
         lines.append(f"::{level} title=FSDP Inspect::{_encode(message)}")
     return "".join(f"{line}\n" for line in lines)
@@ -260,8 +264,8 @@ def render_junit(results: Iterable[CheckResult]) -> str:
 
 
 def _add_suite(root: ElementTree.Element, result: CheckResult) -> None:
-    failures = sum(one.outcome is Outcome.REGRESSION for one in result.metrics)
-    untold = sum(one.outcome is Outcome.UNTOLD for one in result.metrics)
+    failures = sum(one.outcome is CheckOutcome.REGRESSION for one in result.metrics)
+    untold = sum(one.outcome is CheckOutcome.UNTOLD for one in result.metrics)
     is_unjudged = not result.metrics
     name = _printable(result.name)
     suite = ElementTree.SubElement(
@@ -279,9 +283,9 @@ def _add_suite(root: ElementTree.Element, result: CheckResult) -> None:
         _add_problem(case, "error", " ".join(result.reasons))
     for one in result.metrics:
         case = ElementTree.SubElement(suite, "testcase", of_check, name=one.name)
-        if one.outcome is Outcome.REGRESSION:
+        if one.outcome is CheckOutcome.REGRESSION:
             _add_problem(case, "failure", _failure_text(result, one))
-        elif one.outcome is Outcome.UNTOLD:
+        elif one.outcome is CheckOutcome.UNTOLD:
             _add_problem(case, "error", one.reason)
 
 

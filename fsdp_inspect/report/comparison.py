@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_inspect.analysis.units import UnitCollective
-from fsdp_inspect.digest.comparison import Comparison, Side
-from fsdp_inspect.digest.reasons import Conclusion
-from fsdp_inspect.digest.settings import SettingDifference
-from fsdp_inspect.digest.tables import MetricComparison, PartComparison, UnitComparison
+from fsdp_inspect.comparison.comparison import Comparison, Side
+from fsdp_inspect.comparison.conclusions import Conclusion
+from fsdp_inspect.comparison.differences import MetricComparison, PartComparison, UnitComparison
+from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST, Judgement, Telling
+from fsdp_inspect.comparison.settings import SettingDifference
 from fsdp_inspect.formatting import (
     MISSING,
     format_bytes,
@@ -29,7 +30,6 @@ from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.causes import format_cause
 from fsdp_inspect.report.layout import dim, new_table, section
 from fsdp_inspect.report.values import format_kind, format_metric
-from fsdp_inspect.trace.repeats import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST, Judgement, Telling
 
 MOST_UNITS = 5
 """How many units a table names, those whose exposed time changed most."""

@@ -10,7 +10,7 @@ from fsdp_inspect.analysis.bandwidth import Bandwidth, KindBandwidth
 from fsdp_inspect.analysis.contention import Contention
 from fsdp_inspect.analysis.exposed import Exposed, ExposedOwner, ExposedWait
 from fsdp_inspect.analysis.prefetch import Prefetch, UnitPrefetch
-from fsdp_inspect.digest.exposed import WaitDigest
+from fsdp_inspect.analysis.rank_waits import RankWaits
 from fsdp_inspect.formatting import (
     MISSING,
     format_bytes_per_s,
@@ -34,7 +34,7 @@ _TRANSFERS = {
 }
 
 
-def render_waits(digest: WaitDigest) -> RenderableType:
+def render_waits(digest: RankWaits) -> RenderableType:
     """Whose communication a rank waits for and why, prefetch, bandwidth, contention, evidence."""
     exposed = digest.exposed
     if exposed is None:
@@ -56,7 +56,7 @@ def render_waits(digest: WaitDigest) -> RenderableType:
     )
 
 
-def _headline(digest: WaitDigest, exposed: Exposed) -> str:
+def _headline(digest: RankWaits, exposed: Exposed) -> str:
     if digest.unit is not None:
         return _unit_headline(digest.unit, exposed)
     step = format_metric("step_time_ns", exposed.step_time_ns)
@@ -74,7 +74,7 @@ def _headline(digest: WaitDigest, exposed: Exposed) -> str:
     return f"{waited}. The longest wait, {longest}, is for {_whose(top)}."
 
 
-def _phrase(cause: str, digest: WaitDigest) -> str:
+def _phrase(cause: str, digest: RankWaits) -> str:
     """A cause in the headline; without other ranks bandwidth cannot be told from stragglers."""
     is_alone = digest.arrivals is None or digest.arrivals.num_ranks < 2
     if cause == "bandwidth" and is_alone:
@@ -111,7 +111,7 @@ def _causes(exposed: Exposed) -> Iterator[RenderableType]:
         yield from section("Causes in the typical step", causes_table(exposed.causes_ns))
 
 
-def _passes(digest: WaitDigest, exposed: Exposed) -> Iterator[RenderableType]:
+def _passes(digest: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
     if digest.unit is not None or not exposed.exposed_ns:
         return
     headers = ("collective", "phase", "n", "units", "exposed", "<why")
@@ -129,7 +129,7 @@ def _passes(digest: WaitDigest, exposed: Exposed) -> Iterator[RenderableType]:
     yield from section(f"By collective, typical step of rank {exposed.rank}", table)
 
 
-def _owners(digest: WaitDigest, exposed: Exposed) -> Iterator[RenderableType]:
+def _owners(digest: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
     shown = [owner for owner in exposed.owners if owner.exposed_ns or digest.unit is not None]
     if not shown:
         return
@@ -156,7 +156,7 @@ def _why(causes_ns: dict[str, int]) -> str:
     return ", ".join(f"{format_cause(cause)} {share:.0%}" for cause, share in shares)
 
 
-def _evidence(digest: WaitDigest, exposed: Exposed) -> Iterator[RenderableType]:
+def _evidence(digest: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
     if not exposed.evidence:
         return
     which = "The longest waits" if digest.unit is not None else "The longest wait of each"
@@ -290,7 +290,7 @@ def _contention_table(contention: Contention) -> Table:
     return table
 
 
-def _footer(digest: WaitDigest, exposed: Exposed) -> Sequence[RenderableType]:
+def _footer(digest: RankWaits, exposed: Exposed) -> Sequence[RenderableType]:
     methods = dict.fromkeys(
         f"{format_kind(row.kind)} {format_method(row.method)}"
         for row in (digest.bandwidth.kinds if digest.bandwidth else ())

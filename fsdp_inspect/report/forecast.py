@@ -7,8 +7,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_inspect.digest.fitting import Fit
-from fsdp_inspect.digest.forecasting import ForecastDigest, ForecastRow
+from fsdp_inspect.analysis.capacity.fit import Fit
+from fsdp_inspect.analysis.capacity.forecasts import ForecastRow, ForecastTable
 from fsdp_inspect.formatting import format_bytes, format_count, format_unit
 from fsdp_inspect.report.layout import dim, new_table, section
 from fsdp_inspect.report.wording import name_category
@@ -16,12 +16,12 @@ from fsdp_inspect.report.wording import name_category
 MOST_OWNERS = 8
 
 
-def render_forecast(digest: ForecastDigest) -> RenderableType:
+def render_forecast(digest: ForecastTable) -> RenderableType:
     """All that a forecast has to say."""
     return Group(*_parts(digest))
 
 
-def _parts(digest: ForecastDigest) -> Iterable[RenderableType]:
+def _parts(digest: ForecastTable) -> Iterable[RenderableType]:
     yield Text(_headline(digest), style="bold")
     if digest.fit is not None:
         for sentence in _describe_fit(digest.fit):
@@ -47,7 +47,7 @@ def _parts(digest: ForecastDigest) -> Iterable[RenderableType]:
     yield dim(_provenance(digest))
 
 
-def _headline(digest: ForecastDigest) -> str:
+def _headline(digest: ForecastTable) -> str:
     first = digest.rows[0]
     return (
         f"{digest.name} ({format_count(digest.num_parameters)} parameters) on "
@@ -92,7 +92,7 @@ def _settings(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
-def _sizes_table(digest: ForecastDigest) -> Table:
+def _sizes_table(digest: ForecastTable) -> Table:
     """Categories down, world sizes across: both grow without the table growing too wide."""
     held = [{one.category: one.bytes for one in row.categories} for row in digest.rows]
     categories = list(dict.fromkeys(category for row in held for category in row))
@@ -121,7 +121,7 @@ def _remedies_table(fit: Fit) -> Table:
     return table
 
 
-def _provenance(digest: ForecastDigest) -> str:
+def _provenance(digest: ForecastTable) -> str:
     if digest.allowance is not None:
         measured = digest.allowance
         outside = (

@@ -1,14 +1,9 @@
-"""How does a result read for programs? The result object's own fields as JSON, nothing renamed."""
+"""Write result objects as JSON: their own fields, nothing renamed."""
 
 import json
-import math
-from dataclasses import fields, is_dataclass
-from enum import Enum
-from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
+from fsdp_inspect.results import to_plain
 from fsdp_inspect.trace.run import RunSource
 
 
@@ -38,22 +33,3 @@ def render_run_json(run: RunSource, result: object) -> str:
 
 def _dump(plain: Any) -> str:
     return json.dumps(plain, indent=2, allow_nan=False)
-
-
-def to_plain(value: object) -> Any:
-    """A result as dictionaries, lists, text and numbers, with None for what JSON cannot say."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, BaseModel):
-        return to_plain(value.model_dump(mode="json"))
-    if isinstance(value, dict):
-        return {str(to_plain(key)): to_plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_plain(item) for item in value]
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

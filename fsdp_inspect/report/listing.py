@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_inspect.digest.listing import ListedRun
+from fsdp_inspect.analysis.run_list import ListedRun
 from fsdp_inspect.formatting import MISSING, format_count
 from fsdp_inspect.report.wording import name_backend
 

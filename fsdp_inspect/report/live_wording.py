@@ -3,13 +3,13 @@
 The text is plain: whoever shows it escapes it for the place where it is shown.
 """
 
-from fsdp_inspect.analysis.live import TYPICAL_STEPS
-from fsdp_inspect.digest.live import LiveDigest, LiveState
+from fsdp_inspect.analysis.live.feed import LiveState, LiveStatus
+from fsdp_inspect.analysis.live.view import TYPICAL_STEPS
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.store.notes import describe_ranks
 
 
-def describe_live(live: LiveDigest) -> str:
+def describe_live(live: LiveStatus) -> str:
     """How the run goes, in a line."""
     match live.state:
         case LiveState.STARTING:
@@ -31,7 +31,7 @@ def describe_live(live: LiveDigest) -> str:
             return f"The run is not being recorded any more: it is over. {_after(live)}".rstrip()
 
 
-def advise_live(live: LiveDigest) -> str:
+def advise_live(live: LiveStatus) -> str:
     """What its state means, and where to look; empty where all is well."""
     match live.state:
         case LiveState.STALLED:
@@ -54,7 +54,7 @@ def advise_live(live: LiveDigest) -> str:
             return ""
 
 
-def describe_pace(live: LiveDigest) -> str:
+def describe_pace(live: LiveStatus) -> str:
     """What a step typically takes, and how that was obtained."""
     if live.view.typical_step_ns is None:
         return "No step has ended yet."
@@ -64,13 +64,13 @@ def describe_pace(live: LiveDigest) -> str:
     )
 
 
-def _begun(live: LiveDigest) -> str:
+def _begun(live: LiveStatus) -> str:
     if not live.ranks:
         return "The run has begun, no rank has written anything"
     return f"The run has begun: {describe_ranks([one.rank for one in live.ranks])} of it recorded"
 
 
-def _last_step(live: LiveDigest) -> str:
+def _last_step(live: LiveStatus) -> str:
     last = live.view.steps[-1]
     return (
         f"Step {last.step} took {format_ns(last.step_time_ns)} and waited "
@@ -79,12 +79,12 @@ def _last_step(live: LiveDigest) -> str:
     )
 
 
-def _culprits(live: LiveDigest) -> str:
+def _culprits(live: LiveStatus) -> str:
     words = describe_ranks(live.culprits)
     return words[:1].upper() + words[1:]
 
 
-def _after(live: LiveDigest) -> str:
+def _after(live: LiveStatus) -> str:
     if not live.view.steps:
         return ""
     return f"The last step was {live.view.steps[-1].step}."

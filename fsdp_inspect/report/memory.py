@@ -10,9 +10,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_inspect.analysis.allocator import AllocatorUse
-from fsdp_inspect.analysis.memory import Memory, PeakMoment, RankMemory
-from fsdp_inspect.digest.memory import MemoryDigest
+from fsdp_inspect.analysis.memory.allocator import AllocatorUse
+from fsdp_inspect.analysis.memory.overview import MemoryOverview
+from fsdp_inspect.analysis.memory.peak import Memory, PeakMoment, RankMemory
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import new_table, section, unit_name
@@ -35,7 +35,7 @@ MOST_PLACES = 10
 MOST_RANKS = 16
 
 
-def render_memory(digest: MemoryDigest) -> RenderableType:
+def render_memory(digest: MemoryOverview) -> RenderableType:
     """What fills memory at the peak, how close it is to the limit, whether it grows."""
     return Group(
         *_answer(digest),
@@ -49,7 +49,7 @@ def render_memory(digest: MemoryDigest) -> RenderableType:
 # --- in words
 
 
-def _answer(digest: MemoryDigest) -> Iterable[RenderableType]:
+def _answer(digest: MemoryOverview) -> Iterable[RenderableType]:
     if digest.memory.failed_request is not None:
         yield Text(describe_failed_request(digest, digest.memory.failed_request), style="bold")
     if digest.rank is None or digest.rank.peak_allocated_bytes is None:
@@ -69,7 +69,7 @@ def _answer(digest: MemoryDigest) -> Iterable[RenderableType]:
 # --- tables
 
 
-def _sections(digest: MemoryDigest) -> Iterable[RenderableType]:
+def _sections(digest: MemoryOverview) -> Iterable[RenderableType]:
     memory = digest.memory
     if memory.peak is not None:
         yield from section(_peak_title(memory.peak), _peak_table(memory.peak))

@@ -3,9 +3,9 @@
 The text is plain: whoever shows it escapes it for the place where it is shown.
 """
 
-from fsdp_inspect.analysis.memory import Memory, PeakMoment, RankMemory
-from fsdp_inspect.analysis.memory_growth import MIN_STEPS, MemoryGrowth
-from fsdp_inspect.digest.memory import MemoryDigest
+from fsdp_inspect.analysis.memory.growth import MIN_STEPS, MemoryGrowth
+from fsdp_inspect.analysis.memory.overview import MemoryOverview
+from fsdp_inspect.analysis.memory.peak import Memory, PeakMoment, RankMemory
 from fsdp_inspect.formatting import format_bytes, format_ratio, format_unit
 from fsdp_inspect.report.values import format_method, format_metric
 from fsdp_inspect.report.wording import name_category
@@ -21,12 +21,12 @@ _NOTHING_IMPORTED = (
 )
 
 
-def describe_nothing(digest: MemoryDigest) -> str:
+def describe_nothing(digest: MemoryOverview) -> str:
     """Why there is no memory to show, and how to record it."""
     return _NOTHING_IMPORTED if digest.source == "imported" else _NOTHING
 
 
-def describe_memory(digest: MemoryDigest) -> str:
+def describe_memory(digest: MemoryOverview) -> str:
     """The whole answer in a line or two: the peak, where, what fills most of it, what is left."""
     if digest.rank is None or digest.rank.peak_allocated_bytes is None:
         return describe_nothing(digest)
@@ -42,7 +42,7 @@ def describe_memory(digest: MemoryDigest) -> str:
     return " ".join(lines)
 
 
-def describe_peak(digest: MemoryDigest, rank: RankMemory) -> str:
+def describe_peak(digest: MemoryOverview, rank: RankMemory) -> str:
     """The number, and where it was reached."""
     amount = format_bytes(rank.peak_allocated_bytes)
     of_rank = f" on rank {rank.rank}" if digest.num_ranks > 1 else ""
@@ -82,7 +82,7 @@ def describe_filling(peak: PeakMoment | None) -> str:
     return f"Filled by {', '.join(parts[:4])}.{owned}"
 
 
-def describe_limit(digest: MemoryDigest, rank: RankMemory) -> str:
+def describe_limit(digest: MemoryOverview, rank: RankMemory) -> str:
     """How near the allocator came to what the device has."""
     if digest.source == "predicted":
         return "What CUDA's allocator would reserve beyond that is not predicted."
@@ -132,7 +132,7 @@ def describe_spread(memory: Memory) -> str:
     )
 
 
-def describe_failed_request(digest: MemoryDigest, failed: FailedRequest) -> str:
+def describe_failed_request(digest: MemoryOverview, failed: FailedRequest) -> str:
     """What was asked for and could not be had."""
     held = ""
     if failed.allocated_bytes is not None:
@@ -147,7 +147,7 @@ def describe_failed_request(digest: MemoryDigest, failed: FailedRequest) -> str:
     )
 
 
-def describe_counting(digest: MemoryDigest) -> str:
+def describe_counting(digest: MemoryOverview) -> str:
     """How the amounts were obtained."""
     if digest.rank is None or digest.rank.peak_allocated_bytes is None:
         return f"{digest.source.capitalize()} run."

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from fsdp_inspect.digest.live import LiveState
-from fsdp_inspect.digest.monitoring import MonitoredRank, MonitoredRun
+from fsdp_inspect.analysis.live.feed import LiveState
+from fsdp_inspect.analysis.live.monitor import MonitoredRank, MonitoredRun
 
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 

@@ -7,7 +7,7 @@ reads without colour. `ink` is the colour of text on the fill.
 
 from dataclasses import dataclass
 
-from fsdp_inspect.trace.reduction import StepPart
+from fsdp_inspect.trace.codes import StepPart
 
 _BLACK, _WHITE = "#111418", "#FFFFFF"
 

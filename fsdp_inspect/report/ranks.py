@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_inspect.analysis.ranks import CollectiveSkew, RankRow, Ranks
+from fsdp_inspect.analysis.stragglers.ranks import CollectiveSkew, RankRow, Ranks
 from fsdp_inspect.formatting import MISSING
 from fsdp_inspect.report.ranks_wording import describe_answer, describe_comparing
 from fsdp_inspect.report.values import format_kind, format_metric

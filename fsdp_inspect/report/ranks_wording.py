@@ -5,11 +5,11 @@ The text is plain: whoever shows it escapes it for the place where it is shown.
 
 from collections.abc import Sequence
 
-from fsdp_inspect.analysis.ranks import LEAST_COST_RATIO, RankRow, Ranks, Straggler
+from fsdp_inspect.analysis.stragglers.rank_pricing import StepReplay
+from fsdp_inspect.analysis.stragglers.ranks import LEAST_COST_RATIO, RankRow, Ranks, Straggler
 from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.values import format_metric
-from fsdp_inspect.trace.rank_pricing import StepReplay
 
 
 def describe_answer(ranks: Ranks) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ import pyarrow.csv
 import pyarrow.parquet
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.step_selection import select_steps
 from fsdp_inspect.analysis.units import measure_units
 from fsdp_inspect.formatting import format_unit, show_controls
 from fsdp_inspect.report.selection import Selection, event_blocks
@@ -35,11 +36,10 @@ from fsdp_inspect.trace.codes import (
     NamedCode,
     Phase,
     Source,
+    StepPart,
     Stream,
 )
-from fsdp_inspect.trace.reduction import StepPart
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource
-from fsdp_inspect.trace.steps import select_steps
 from fsdp_inspect.trace.tables import MISSING_INT, Table
 
 Progress = Callable[[int, int], None]

@@ -12,12 +12,12 @@ from rich.text import Text
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.exposed import ExposedOwner
-from fsdp_inspect.analysis.memory import CategoryBytes, Memory
+from fsdp_inspect.analysis.memory.peak import CategoryBytes, Memory
 from fsdp_inspect.analysis.overlap import RankOverlap
-from fsdp_inspect.analysis.plan_check import PlanCheck
+from fsdp_inspect.analysis.plan_check.check import PlanCheck
+from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.analysis.units import UnitCollective, UnitCost, UnitCosts
 from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
-from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.formatting import MISSING, format_bytes, format_count, format_ratio, format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import dim, new_table, owner_name, section, unit_name
@@ -37,7 +37,7 @@ MOST_NAMED = 3
 _BAR_WIDTH = 32
 
 
-def render_summary(digest: RunDigest) -> RenderableType:
+def render_summary(digest: Summary) -> RenderableType:
     """A whole run: verdict, breakdown, medians, exposed units, memory, ranks, provenance."""
     return Group(
         _headline(digest),
@@ -72,7 +72,7 @@ def render_units(costs: UnitCosts) -> RenderableType:
     )
 
 
-def _headline(digest: RunDigest) -> RenderableType:
+def _headline(digest: Summary) -> RenderableType:
     identity = digest.identity
     where = identity.device_name or identity.device_type
     model = f"{identity.model}, {format_count(identity.num_parameters or None)} parameters"
@@ -96,7 +96,7 @@ def _notes(notes: Sequence[str]) -> Iterable[RenderableType]:
         yield Text(f"note: {note}", style="yellow")
 
 
-def _sections(digest: RunDigest) -> Iterable[RenderableType]:
+def _sections(digest: Summary) -> Iterable[RenderableType]:
     if digest.breakdown is not None:
         yield from section(_breakdown_title(digest.breakdown), _breakdown_table(digest.breakdown))
     if digest.step_time_ns is not None:
@@ -165,13 +165,13 @@ def _bar(ratio: float, block: str) -> str:
     return block * round(ratio * _BAR_WIDTH) or "▏"
 
 
-def _medians_title(digest: RunDigest) -> str:
+def _medians_title(digest: Summary) -> str:
     if digest.num_timed_steps == 1:
         return f"The one timed step of rank {digest.median_rank}"
     return f"Typical step of {digest.num_timed_steps} timed steps of rank {digest.median_rank}"
 
 
-def _medians_table(digest: RunDigest) -> Table:
+def _medians_table(digest: Summary) -> Table:
     table = new_table("", "", "")
     table.columns[2].justify = "left"
     times = digest.step_time_ns
@@ -197,7 +197,7 @@ def _medians_table(digest: RunDigest) -> Table:
     return table
 
 
-def _of_device(digest: RunDigest, name: str) -> str:
+def _of_device(digest: Summary, name: str) -> str:
     memory = digest.memory
     if name != "peak_reserved_bytes":
         return ""
@@ -267,7 +267,7 @@ def _ranks_table(ranks: Sequence[RankOverlap]) -> Table:
     return table
 
 
-def _provenance(digest: RunDigest) -> Text:
+def _provenance(digest: Summary) -> Text:
     obtained = digest.provenance
     if obtained is None:
         return dim(digest.left_out.sentence)

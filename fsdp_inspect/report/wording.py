@@ -6,12 +6,12 @@ The text is plain: whoever shows it escapes it for the place where it is shown.
 from collections import Counter
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown
-from fsdp_inspect.analysis.memory import Memory
+from fsdp_inspect.analysis.memory.peak import Memory
 from fsdp_inspect.analysis.provenance import Provenance
-from fsdp_inspect.digest.outline import Heading
+from fsdp_inspect.analysis.run_heading import Heading
+from fsdp_inspect.comparison.noise import Judgement, Telling
 from fsdp_inspect.formatting import MISSING, format_count, format_ns, format_signed
 from fsdp_inspect.report.values import format_kind, format_method
-from fsdp_inspect.trace.repeats import Judgement, Telling
 from fsdp_inspect.trace.run import RunManifest
 
 _NO_NETWORK = "fake"

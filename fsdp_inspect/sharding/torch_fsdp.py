@@ -22,7 +22,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DDPMeshInfo,
     FSDPMeshInfo,
-    HSDPMeshInfo,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -220,11 +219,6 @@ def mesh_sizes(group: FSDPParamGroup) -> dict[str, int]:
     return sizes
 
 
-def is_hsdp(group: FSDPParamGroup) -> bool:
-    """Whether a group's gradients are all-reduced over replicas after being reduce-scattered."""
-    return isinstance(group.mesh_info, HSDPMeshInfo)
-
-
 def offloads_to_cpu(group: FSDPParamGroup) -> bool:
     """Whether a group's sharded parameters, gradients and optimizer state live on the host."""
     return isinstance(group.offload_policy, CPUOffloadPolicy)
@@ -242,18 +236,18 @@ def prefetched_states(state: FSDPState, *, forward: bool) -> tuple[FSDPState, ..
     return tuple(states)
 
 
-def parameters_of(group: FSDPParamGroup) -> list[nn.Parameter]:
+def sharded_parameters_of(group: FSDPParamGroup) -> list[nn.Parameter]:
     """The sharded parameters (DTensors) of a group, in the order in which they are gathered."""
     return [param.sharded_param for param in group.fsdp_params]
 
 
 def original_sizes(group: FSDPParamGroup) -> list[torch.Size]:
-    """The full shapes of a group's parameters, in the same order as `parameters_of`."""
+    """The full shapes of a group's parameters, in the same order as `sharded_parameters_of`."""
     return [param._orig_size for param in group.fsdp_params]
 
 
 def parameter_shapes(handle: GroupHandle) -> dict[str, list[int]]:
-    """The full shape of each of a unit's parameters by its fqn, in the order of `parameters_of`.
+    """The full shape of each parameter of a unit by fqn, in the order of `sharded_parameters_of`.
 
     A parameter that stands at several places (tied weights) has the name of its first one.
     """

@@ -13,7 +13,7 @@ Collectives of one communicator run one at a time, in the order of issue.
 from abc import ABC, abstractmethod
 
 
-class Stream:
+class VirtualStream:
     """A queue of work; `free_ns` is when all of it has run."""
 
     __slots__ = ("free_ns",)
@@ -34,11 +34,11 @@ class Communicator:
 class Machine(ABC):
     """What the schedule needs of a rank."""
 
-    compute: Stream
-    copy_in: Stream
-    gather: Stream
-    reduce: Stream
-    all_reduce: Stream
+    compute: VirtualStream
+    copy_in: VirtualStream
+    gather: VirtualStream
+    reduce: VirtualStream
+    all_reduce: VirtualStream
 
     @property
     @abstractmethod
@@ -50,7 +50,7 @@ class Machine(ABC):
         """The host is busy issuing."""
 
     @abstractmethod
-    def run(self, stream: Stream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
+    def run(self, stream: VirtualStream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
         """Put work on a stream, whose issuing takes the host a time; returns its start and end."""
 
     @abstractmethod
@@ -63,7 +63,7 @@ class Machine(ABC):
 
     def transfer(
         self,
-        stream: Stream,
+        stream: VirtualStream,
         communicator: Communicator,
         duration_ns: int,
         *,
@@ -81,12 +81,12 @@ class Machine(ABC):
             stream.free_ns = end
         return start, end
 
-    def wait(self, stream: Stream, event_ns: int) -> None:
+    def wait(self, stream: VirtualStream, event_ns: int) -> None:
         """Nothing put on the stream from now on runs before the event."""
         if event_ns > stream.free_ns:
             stream.free_ns = event_ns
 
-    def reached(self, stream: Stream) -> int:
+    def reached(self, stream: VirtualStream) -> int:
         """When the stream has run everything that is on it: an event recorded now."""
         return max(stream.free_ns, self.host_ns)
 
@@ -96,8 +96,8 @@ class StreamMachine(Machine):
 
     def __init__(self) -> None:
         self._host_ns = 0
-        self.compute, self.copy_in, self.gather = Stream(), Stream(), Stream()
-        self.reduce, self.all_reduce = Stream(), Stream()
+        self.compute, self.copy_in, self.gather = VirtualStream(), VirtualStream(), VirtualStream()
+        self.reduce, self.all_reduce = VirtualStream(), VirtualStream()
 
     @property
     def host_ns(self) -> int:
@@ -112,7 +112,7 @@ class StreamMachine(Machine):
         """The host waits until it is no further ahead of the compute stream than that."""
         self._host_ns = max(self._host_ns, self.compute.free_ns - ahead_ns)
 
-    def run(self, stream: Stream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
+    def run(self, stream: VirtualStream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
         """Work starts once its first kernel is issued, and cannot end before its last one is.
 
         [Note: launching] A piece is many kernels, issued one by one while the first ones run. It
@@ -134,7 +134,7 @@ class HostMachine(Machine):
             is_blocking: The backend's collectives hold the thread until they end (gloo); else
                 they run beside it until somebody needs them (an emulated link).
         """
-        self._thread = Stream()
+        self._thread = VirtualStream()
         self._is_blocking = is_blocking
         self.compute = self.copy_in = self.gather = self.reduce = self.all_reduce = self._thread
 
@@ -150,7 +150,7 @@ class HostMachine(Machine):
     def hold_back(self, ahead_ns: int) -> None:
         """The thread is never ahead of itself."""
 
-    def run(self, stream: Stream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
+    def run(self, stream: VirtualStream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
         """Work happens now; issuing it is part of it."""
         start = stream.free_ns
         stream.free_ns = start + duration_ns

@@ -1,6 +1,6 @@
 """How long does a message take on the run's own network? One line a kind of collective.
 
-Lines come from the run (`trace.link_fit`: latency + bus bytes / bandwidth, fitted to its own
+Lines come from the run (`analysis.link_fit`: latency + bus bytes / bandwidth, fitted to its own
 collectives) or from what the user says of another network. All-gathers of a group that is smaller
 than the one that shards (an integer `reshard_after_forward`) have lines of their own: such a group
 is meant to lie within a node, where links are faster than between nodes.
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fsdp_inspect.trace.bandwidth import bus_factor
+from fsdp_inspect.analysis.link_fit import LinkFit, fit_link
+from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Method, Phase
-from fsdp_inspect.trace.link_fit import LinkFit, fit_link
 from fsdp_inspect.trace.run import ProcessGroup
 from fsdp_inspect.trace.tables import EventTable
 
@@ -21,7 +21,7 @@ KINDS = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CostLine:
     """Duration of one kind of collective: latency + bus bytes / bandwidth."""
 
     latency_ns: float
@@ -35,7 +35,7 @@ class Line:
             return 0
         return round(self.latency_ns + message_bytes * factor / self.bus_bytes_per_s * 1e9)
 
-    def shifted(self, *, quickly: bool) -> "Line":
+    def shifted(self, *, quickly: bool) -> "CostLine":
         """Moved by the typical distance of its collectives from it."""
         if self.fit is None:
             return self
@@ -45,7 +45,7 @@ class Line:
             self, latency_ns=self.latency_ns * ratio, bus_bytes_per_s=self.bus_bytes_per_s / ratio
         )
 
-    def changed(self, bus_bytes_per_s: float | None, latency_ns: float | None) -> "Line":
+    def changed(self, bus_bytes_per_s: float | None, latency_ns: float | None) -> "CostLine":
         """With another bandwidth, latency, or both; itself with neither."""
         given = {"bus_bytes_per_s": bus_bytes_per_s, "latency_ns": latency_ns}
         update = {name: value for name, value in given.items() if value is not None}
@@ -58,7 +58,7 @@ class Node:
 
     num_ranks: int | None = None
     """None: not known."""
-    line: Line | None = None
+    line: CostLine | None = None
     """All-gathers among them; None: not known."""
     source: str = ""
     """What a fitted line was fitted to, in words."""
@@ -81,10 +81,10 @@ class NodeLink:
 class Network:
     """The lines of a run's collectives."""
 
-    lines: dict[EventKind, Line]
+    lines: dict[EventKind, CostLine]
     is_changed: bool = False
     """It, or who takes part, is not the run's own: no measured duration holds."""
-    smaller: Mapping[int, Line] = field(default_factory=dict)
+    smaller: Mapping[int, CostLine] = field(default_factory=dict)
     """All-gathers of groups that are smaller than the one that shards, by their ranks."""
     node: Node = UNKNOWN_NODE
 
@@ -93,7 +93,7 @@ class Network:
         line = self.lines.get(kind)
         return line.duration_ns(message_bytes, bus_factor(kind, num_ranks)) if line else None
 
-    def line_of_smaller(self, num_ranks: int, shard: int) -> tuple[Line | None, str]:
+    def line_of_smaller(self, num_ranks: int, shard: int) -> tuple[CostLine | None, str]:
         """All-gathers of a group that is smaller than the one that shards.
 
         Args:
@@ -150,7 +150,7 @@ class Network:
         }
         line = self.node.line and self.node.line.changed(bus_bytes_per_s, latency_ns)
         if bus_bytes_per_s is not None and latency_ns is not None:
-            line = Line(latency_ns, bus_bytes_per_s)
+            line = CostLine(latency_ns, bus_bytes_per_s)
             lines = dict.fromkeys(KINDS, line)
         changed = replace(self, lines=lines, is_changed=True)
         if self.node.is_changed:
@@ -175,7 +175,7 @@ class Network:
                 f"The latency within a node is {link.latency_ns} ns, and its bandwidth is not "
                 "known. Expected both. Give the bandwidth within a node as well."
             )
-        start = self.node.line or Line(0.0, link.bus_bytes_per_s or 0.0)
+        start = self.node.line or CostLine(0.0, link.bus_bytes_per_s or 0.0)
         line = start.changed(link.bus_bytes_per_s, link.latency_ns)
         return replace(self, smaller={}, node=replace(self.node, line=line, is_changed=True))
 
@@ -204,7 +204,7 @@ def fit_network(events: EventTable, groups: Iterable[ProcessGroup]) -> Network:
     return Network(lines, smaller=_fit_smaller(events.where(of_smaller), sizes))
 
 
-def _fit_smaller(events: EventTable, sizes: dict[int, int]) -> dict[int, Line]:
+def _fit_smaller(events: EventTable, sizes: dict[int, int]) -> dict[int, CostLine]:
     """One line a size of group: each unit has a group of its own."""
     gathers = events.where(events.kind == EventKind.ALL_GATHER)
     ranks = np.array([sizes[group] for group in gathers.group.tolist()], dtype=np.int64)
@@ -215,7 +215,7 @@ def _fit_smaller(events: EventTable, sizes: dict[int, int]) -> dict[int, Line]:
     return {size: line for size, line in found.items() if line is not None}
 
 
-def _fit(rows: EventTable, kind: EventKind, group_sizes: dict[int, int]) -> Line | None:
+def _fit(rows: EventTable, kind: EventKind, group_sizes: dict[int, int]) -> CostLine | None:
     """One line for all groups of the kind: bus bytes make their messages comparable.
 
     The fit goes through typical durations, and a step adds up all of them, the long ones too: the
@@ -233,7 +233,7 @@ def _fit(rows: EventTable, kind: EventKind, group_sizes: dict[int, int]) -> Line
         return None
     sum_ns = fit.latency_ns * len(bus_bytes) + bus_bytes.sum() / fit.bus_bytes_per_s * 1e9
     ratio = float(durations.sum() / sum_ns)
-    return Line(fit.latency_ns * ratio, fit.bus_bytes_per_s / ratio, fit)
+    return CostLine(fit.latency_ns * ratio, fit.bus_bytes_per_s / ratio, fit)
 
 
 def _factors(groups: Iterable[int], kind: EventKind, group_sizes: dict[int, int]) -> list[float]:

@@ -6,7 +6,7 @@ had none tells their link only if all ranks that shard share a node, or if its n
 
 from collections.abc import Sequence
 
-from fsdp_inspect.simulation.network import UNKNOWN_NODE, Line, Network, Node
+from fsdp_inspect.simulation.network import UNKNOWN_NODE, CostLine, Network, Node
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.nodes import emulated_ranks_per_node, hosts_of, ranks_per_node
 from fsdp_inspect.trace.run import RunManifest, RunSource
@@ -35,10 +35,10 @@ def find_node(run: RunSource, network: Network, shard_ranks: Sequence[int]) -> N
     return Node(size, line, source)
 
 
-def _emulated_line(manifest: RunManifest) -> Line | None:
+def _emulated_line(manifest: RunManifest) -> CostLine | None:
     """The emulated link within a node, which holds for any group there."""
     link = manifest.emulation.get("intra")
-    return None if link is None else Line(link["latency_ns"], link["bandwidth_bytes_per_s"])
+    return None if link is None else CostLine(link["latency_ns"], link["bandwidth_bytes_per_s"])
 
 
 def _recorded_size(run: RunSource) -> int | None:

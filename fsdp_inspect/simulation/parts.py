@@ -12,7 +12,7 @@ from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterUse:
+class FirstUse:
     """A pass of a unit first uses a parameter; bytes above the pass's start, no communication."""
 
     parameter: str
@@ -28,7 +28,7 @@ class ParameterUse:
 class Course:
     """How memory goes up and down in a pass of a unit."""
 
-    uses: tuple[ParameterUse, ...]
+    uses: tuple[FirstUse, ...]
     """In order."""
     end: int
     """Level at the pass's end."""
@@ -38,7 +38,7 @@ class Course:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class PartMoments:
     """The moments of a part that follow on each other; bytes above the pass's start."""
 
     start: int
@@ -73,7 +73,7 @@ def time_share_of(course: Course, own: Collection[str]) -> float | None:
     return sum(stretch.duration_ns for stretch in _stretches(course, own)) / total
 
 
-def _stretches(course: Course, own: Collection[str]) -> Iterator[Stretch]:
+def _stretches(course: Course, own: Collection[str]) -> Iterator[PartMoments]:
     """The moments of the part that has some of the parameters."""
     uses = course.uses
     levels = [0, *(use.level for use in uses[1:]), course.end]
@@ -85,7 +85,7 @@ def _stretches(course: Course, own: Collection[str]) -> Iterator[Stretch]:
         if is_own:
             start, end = levels[run[0]], levels[run[-1] + 1]
             high = max(start, end, *(highs[place] for place in run))
-            yield Stretch(start, end, high, times[run[-1] + 1] - times[run[0]])
+            yield PartMoments(start, end, high, times[run[-1] + 1] - times[run[0]])
 
 
 def _highs(course: Course) -> list[int]:

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
+from fsdp_inspect.error_text import suggest
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.simulation.parameters import smaller_group
 from fsdp_inspect.simulation.workload import Microbatch, UnitPolicy
-from fsdp_inspect.trace.messages import suggest
 from fsdp_inspect.trace.plan import Accumulation, Plan, UnitPlan
 
 

@@ -18,6 +18,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.collectives.queues import queue_up
+from fsdp_inspect.analysis.step_selection import RankSteps, timed_rank
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.simulation.host_pace import HostPace, measure_host_pace
 from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
@@ -26,21 +28,19 @@ from fsdp_inspect.simulation.nodes import find_node
 from fsdp_inspect.simulation.policies import accumulation_of, policies_of
 from fsdp_inspect.simulation.recorded_memory import measure_memory_work
 from fsdp_inspect.simulation.schedule import PlayedStep, Schedule
-from fsdp_inspect.simulation.step_reading import Part, StepReading, Stretch, read_step
+from fsdp_inspect.simulation.step_pieces import ClockPart, ClockStretch, StepReading, read_step
 from fsdp_inspect.simulation.workload import Microbatch, Op, Piece, UnitWork, Workload
+from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Method, Phase
-from fsdp_inspect.trace.communicators import queue_up
 from fsdp_inspect.trace.plan import Accumulation, Plan
 from fsdp_inspect.trace.run import RunSource, Unit
-from fsdp_inspect.trace.statistics import median
-from fsdp_inspect.trace.steps import RankSteps, timed_rank
 from fsdp_inspect.trace.tables import EventTable
 
 MAX_STEPS = 64
 """Steps that means are taken over; more add nothing but time."""
 
 
-_ENTRY_OF = {Part.GATHER: Part.ENTRY, Part.GATHER_BACKWARD: Part.ENTRY_BACKWARD}
+_ENTRY_OF = {ClockPart.GATHER: ClockPart.ENTRY, ClockPart.GATHER_BACKWARD: ClockPart.ENTRY_BACKWARD}
 
 
 class Execution(StrEnum):
@@ -138,8 +138,8 @@ def _expect_measured_collectives(run: RunSource, events: EventTable) -> None:
 def with_own_turns(events: EventTable) -> EventTable:
     """The events with each collective starting when its turn on its communicator came.
 
-    A collective that queues behind one of another stream seems to run (`trace.communicators`);
-    the schedule has a queue of its own.
+    A collective that queues behind one of another stream seems to run
+    (`analysis.collectives.queues`); the schedule has a queue of its own.
     """
     collectives = np.flatnonzero(np.isin(events.kind, list(COLLECTIVES)))
     turns = queue_up(events.where(collectives)).turn_ns
@@ -260,9 +260,9 @@ class _Builder:
             tape=tape,
             microbatches=_microbatches(self._events),
             final_order=tuple(self._deferred()),
-            before_forward_ns=self._mean_of(Part.BEFORE_FORWARD),
-            after_forward_ns=self._mean_of(Part.AFTER_FORWARD),
-            after_backward_ns=self._mean_of(Part.AFTER_BACKWARD),
+            before_forward_ns=self._mean_of(ClockPart.BEFORE_FORWARD),
+            after_forward_ns=self._mean_of(ClockPart.AFTER_FORWARD),
+            after_backward_ns=self._mean_of(ClockPart.AFTER_BACKWARD),
             host_ahead_ns=self._pace.ahead_ns,
             max_reduce_buffers=max(unit.reduce_scatter_max_input_buffers for unit in plan.units),
             separate_reduce_group=any(unit.separate_reduce_scatter_group for unit in plan.units),
@@ -288,10 +288,10 @@ class _Builder:
 
     # --- stretches
 
-    def _mean_of(self, part: Part) -> int:
+    def _mean_of(self, part: ClockPart) -> int:
         return _mean([ns for stretch, ns in self._stretches if stretch.part is part])
 
-    def _find_hooks(self, part: Part, gather: Part) -> dict[int, int]:
+    def _find_hooks(self, part: ClockPart, gather: ClockPart) -> dict[int, int]:
         """Time of each gathered unit in stretches of one part; the median where it has none.
 
         Inside a unit with parameters a stretch holds that unit's compute too, so no more than the
@@ -308,7 +308,7 @@ class _Builder:
         hooks = {unit.index: means.get(unit.index, typical) for unit in self._units}
         return {unit: min(ns, typical) if unit in enclosed else ns for unit, ns in hooks.items()}
 
-    def _beyond_hooks(self, stretch: Stretch, ns: int) -> int:
+    def _beyond_hooks(self, stretch: ClockStretch, ns: int) -> int:
         """What of a stretch before a unit is compute."""
         for gather, entry in _ENTRY_OF.items():
             if stretch.part is entry and (gather, stretch.unit) not in self._gathered:
@@ -321,11 +321,13 @@ class _Builder:
         pieces: list[Piece] = []
         tape: list[tuple[Op, int]] = []
         slot, compute = ("start", -1), 0
-        for stretch, ns in self._of_one_microbatch(Part.GATHER, Part.ENTRY, Part.FORWARD):
-            compute += ns if stretch.part is Part.FORWARD else self._beyond_hooks(stretch, ns)
-            if stretch.part is Part.GATHER:
+        for stretch, ns in self._of_one_microbatch(
+            ClockPart.GATHER, ClockPart.ENTRY, ClockPart.FORWARD
+        ):
+            compute += ns if stretch.part is ClockPart.FORWARD else self._beyond_hooks(stretch, ns)
+            if stretch.part is ClockPart.GATHER:
                 continue
-            enters = stretch.part is Part.ENTRY
+            enters = stretch.part is ClockPart.ENTRY
             # Outside of all units: the code between two units goes with the one entered.
             owner = stretch.enclosing if enters and stretch.enclosing >= 0 else stretch.unit
             back = backward[slot].pop() if backward[slot] else 0
@@ -371,21 +373,21 @@ class _Builder:
         up to the end of its backward is that of what followed its entry.
         """
         slots: dict[tuple[str, int], list[int]] = defaultdict(list)
-        parts = (Part.GATHER_BACKWARD, Part.ENTRY_BACKWARD, Part.BACKWARD)
+        parts = (ClockPart.GATHER_BACKWARD, ClockPart.ENTRY_BACKWARD, ClockPart.BACKWARD)
         compute = 0
         for stretch, ns in self._of_one_microbatch(*parts):
-            if stretch.part is Part.BACKWARD:
+            if stretch.part is ClockPart.BACKWARD:
                 slots["first", stretch.unit].append(ns)
                 continue
             compute += self._beyond_hooks(stretch, ns)
-            if stretch.part is Part.ENTRY_BACKWARD:
+            if stretch.part is ClockPart.ENTRY_BACKWARD:
                 slots["after", stretch.unit].append(compute)
                 compute = 0
         return slots
 
-    def _of_one_microbatch(self, *parts: Part) -> Iterator[tuple[Stretch, int]]:
+    def _of_one_microbatch(self, *parts: ClockPart) -> Iterator[tuple[ClockStretch, int]]:
         """The stretches of the first microbatch, each with its mean over all of them."""
-        passes: dict[int, list[tuple[Stretch, int]]] = defaultdict(list)
+        passes: dict[int, list[tuple[ClockStretch, int]]] = defaultdict(list)
         for stretch, ns in self._stretches:
             if stretch.part in parts:
                 passes[stretch.microbatch].append((stretch, ns))
@@ -407,7 +409,7 @@ class _Builder:
         gather = _mean_duration(forward, EventKind.ALL_GATHER)
         gather_backward = _mean_duration(backward, EventKind.ALL_GATHER)
         reduces = [ns for stretch, ns in self._stretches
-                   if stretch.part is Part.REDUCE and stretch.unit == unit.index]  # fmt: skip
+                   if stretch.part is ClockPart.REDUCE and stretch.unit == unit.index]  # fmt: skip
         first = gather if gather is not None else gather_backward or 0
         return UnitWork(
             gather_ns=first,
@@ -417,14 +419,14 @@ class _Builder:
             copy_in_ns=_mean_duration(events, EventKind.ALL_GATHER_COPY_IN) or 0,
             copy_out_ns=_mean_duration(events, EventKind.ALL_GATHER_COPY_OUT) or 0,
             reduce_copy_in_ns=_mean_duration(events, EventKind.REDUCE_SCATTER_COPY_IN) or 0,
-            gather_launch_ns=self._hook(unit.index, Part.GATHER),
-            gather_backward_launch_ns=self._hook(unit.index, Part.GATHER_BACKWARD),
+            gather_launch_ns=self._hook(unit.index, ClockPart.GATHER),
+            gather_backward_launch_ns=self._hook(unit.index, ClockPart.GATHER_BACKWARD),
             reduce_launch_ns=0 if self._execution is Execution.STREAM else _mean(reduces),
             is_trainable=unit.num_trainable_parameters > 0,
             ends_with_backward=self._ends_late(unit.index),
         )
 
-    def _hook(self, unit: int, gather: Part) -> int:
+    def _hook(self, unit: int, gather: ClockPart) -> int:
         if self._execution is Execution.STREAM:
             return 0  # the host's time is that of the pieces
         return self._hooks[gather][unit] + self._hooks[_ENTRY_OF[gather]][unit]

@@ -18,7 +18,7 @@ import numpy as np
 
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.parameters import last_gradient_of, share_of
-from fsdp_inspect.simulation.parts import Course, ParameterUse
+from fsdp_inspect.simulation.parts import Course, FirstUse
 from fsdp_inspect.simulation.workload import Op, Piece, Tape
 from fsdp_inspect.trace.codes import OF_COMMUNICATION, MemoryCategory, MemoryPoint, Phase
 from fsdp_inspect.trace.run import Unit
@@ -213,7 +213,7 @@ class _Reader:
         base = self._compute(stretch.begin)
         return Course(
             uses=tuple(
-                ParameterUse(
+                FirstUse(
                     names[samples.parameter[row]],
                     level=self._compute(row) - base,
                     high=int(samples.peak_compute[row]) - base,

@@ -51,7 +51,7 @@ from fsdp_inspect.simulation.workload import (
     Workload,
     tape_of,
 )
-from fsdp_inspect.trace.bandwidth import bus_factor
+from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan, UnitPlan, check_reshard_sizes
 from fsdp_inspect.trace.run import RunManifest, Unit

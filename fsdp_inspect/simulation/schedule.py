@@ -20,7 +20,7 @@ virtual streams, so that a torch that schedules otherwise is noticed. The rules:
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fsdp_inspect.simulation.machine import Communicator, Machine, Stream
+from fsdp_inspect.simulation.machine import Communicator, Machine, VirtualStream
 from fsdp_inspect.simulation.memory import MemoryLedger, MemoryWork
 from fsdp_inspect.simulation.workload import Microbatch, Op, Workload
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
@@ -309,7 +309,7 @@ class Schedule:
 
     def _transfer(
         self,
-        stream: Stream,
+        stream: VirtualStream,
         link: Communicator,
         duration_ns: int,
         *,
@@ -324,7 +324,7 @@ class Schedule:
         holds = stream is machine.compute and stream.free_ns >= end
         return _Transfer(issue_ns, start, end, issue_ns if holds else None)
 
-    def _gather_streams(self, is_async: bool) -> tuple[Stream, Stream]:
+    def _gather_streams(self, is_async: bool) -> tuple[VirtualStream, VirtualStream]:
         machine = self._machine
         if is_async:
             return machine.compute, machine.compute

@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.step_selection import collective_rows
+from fsdp_inspect.analysis.wait_causes import Cause, Waits, split_waits
+from fsdp_inspect.reduction.step_parts import reduce_rank
 from fsdp_inspect.simulation.memory import Held
 from fsdp_inspect.simulation.network import Network, NodeLink
 from fsdp_inspect.simulation.prediction import predicted_events
@@ -21,18 +24,17 @@ from fsdp_inspect.simulation.recorded import (
 )
 from fsdp_inspect.simulation.scenario import Scenario, make_scenario
 from fsdp_inspect.simulation.workload import Workload
-from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Method
-from fsdp_inspect.trace.plan import Plan
-from fsdp_inspect.trace.reduction import (
+from fsdp_inspect.trace.codes import (
+    COLLECTIVES,
     EXPOSED_PART_CODES,
     PARTS_OF_STEP,
+    EventKind,
+    Method,
     StepPart,
-    reduce_rank,
 )
+from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
-from fsdp_inspect.trace.steps import collective_rows, rows_of
-from fsdp_inspect.trace.tables import EventTable, SummaryTable
-from fsdp_inspect.trace.waits import Cause, Waits, split_waits
+from fsdp_inspect.trace.tables import EventTable, SummaryTable, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ class Simulation:
     plan: Plan
 
 
-def simulate(
+def simulate_plan(
     run: RunSource,
     plan: Plan,
     *,

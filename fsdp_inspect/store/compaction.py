@@ -14,6 +14,7 @@ from typing import Any
 
 from fsdp_inspect.errors import NotARunError, StoreError
 from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.reduction.rank_rows import WHOLE_STEP_KINDS, is_of_whole_step, summarise_rank
 from fsdp_inspect.store.compacted import read_footer, write_compacted
 from fsdp_inspect.store.files import LocalFiles, RunFiles
 from fsdp_inspect.store.folder import rank_folder
@@ -42,7 +43,6 @@ from fsdp_inspect.store.summary_files import (
     write_rank_summary,
     write_run_summary_file,
 )
-from fsdp_inspect.trace.rank_summary import WHOLE_STEP_KINDS, is_of_whole_step, summarise_rank
 from fsdp_inspect.trace.run import RankRecord, RunStatus
 from fsdp_inspect.trace.tables import SummaryTable
 

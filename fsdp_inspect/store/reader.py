@@ -12,9 +12,12 @@ import numpy as np
 
 from fsdp_inspect.errors import IncompleteRunError, NotARunError
 from fsdp_inspect.formatting import format_numbers
+from fsdp_inspect.reduction.rank_rows import join_memory
 from fsdp_inspect.store.files import LocalFiles, RunFiles, open_files
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.liveness import is_alive, last_sign_unix_ns
+from fsdp_inspect.store.missing_manifest import NOTE as NO_MANIFEST_NOTE
+from fsdp_inspect.store.missing_manifest import manifest_from_ranks, units_from_summary
 from fsdp_inspect.store.notes import (
     note_ends,
     note_losses,
@@ -23,10 +26,8 @@ from fsdp_inspect.store.notes import (
     noting,
 )
 from fsdp_inspect.store.rank_tables import read_table
+from fsdp_inspect.store.reader_cache import ReaderCache
 from fsdp_inspect.store.records import decode_record
-from fsdp_inspect.store.reuse import Reuse
-from fsdp_inspect.store.salvage import NOTE as NO_MANIFEST_NOTE
-from fsdp_inspect.store.salvage import describe_run, describe_units
 from fsdp_inspect.store.schema import (
     DEVICE,
     EVENTS,
@@ -43,7 +44,6 @@ from fsdp_inspect.store.schema import (
 )
 from fsdp_inspect.store.streams import StreamContents
 from fsdp_inspect.store.summary_reader import SummaryReader
-from fsdp_inspect.trace.rank_summary import join_memory
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
 from fsdp_inspect.trace.tables import (
     DeviceTable,
@@ -58,7 +58,7 @@ _MAX_NEARBY = 5
 
 
 def open_run(
-    path: str | Path, *, attempt: int | None = None, reuse: Reuse | None = None
+    path: str | Path, *, attempt: int | None = None, reuse: ReaderCache | None = None
 ) -> "StoredRun":
     """Open a recorded run.
 
@@ -89,7 +89,7 @@ def open_run(
         )
     chosen = attempt if attempt is not None else max(attempts, default=0)
     if encoded is None:
-        return _open_without_manifest(files, attempts, chosen, reuse or Reuse())
+        return _open_without_manifest(files, attempts, chosen, reuse or ReaderCache())
     manifest = decode_record(encoded, RunManifest, _label(files, MANIFEST_FILE))
     return StoredRun(files, manifest, attempts=attempts, attempt=chosen, reuse=reuse)
 
@@ -105,12 +105,12 @@ class StoredRun:
         attempts: Sequence[int],
         attempt: int,
         notes: Sequence[str] = (),
-        reuse: Reuse | None = None,
+        reuse: ReaderCache | None = None,
     ) -> None:
         self._files = files
         self._manifest = manifest
         self._found: dict[str, None] = dict.fromkeys(notes)
-        self._reuse = reuse or Reuse()
+        self._reuse = reuse or ReaderCache()
         self.attempts = tuple(attempts)
         """The starts of the job that left anything, ascending."""
         self.attempt = attempt
@@ -199,7 +199,7 @@ class StoredRun:
     ) -> SummaryTable:
         """The run in small, by rank and step; of some ranks and kinds only, where given.
 
-        Rows of whole steps (`trace.rank_summary.WHOLE_STEP_KINDS`) of all ranks lie in one file;
+        Rows of whole steps (`reduction.rank_rows.WHOLE_STEP_KINDS`) of all ranks lie in one file;
         rows of units are read rank by rank, so ask for all ranks only if you need them all. What
         has no current file is computed from the tables. A rank whose files are damaged has no
         rows, and a note says so.
@@ -358,17 +358,17 @@ def _read_record(files: RunFiles, folder: str, encoded: bytes) -> RankRecord:
 
 
 def _open_without_manifest(
-    files: RunFiles, attempts: Sequence[int], attempt: int, reuse: Reuse
+    files: RunFiles, attempts: Sequence[int], attempt: int, reuse: ReaderCache
 ) -> StoredRun:
     """A part of a run: some ranks, without the manifest that rank 0 wrote elsewhere."""
     records = _read_records(files, attempt, _list_ranks(files, attempt), {})
     known = [record for record in records.values() if record is not None]
     if not known:
         raise NotARunError(_describe_no_run(files.label))
-    manifest = describe_run(files.label.rstrip("/").rsplit("/", 1)[-1], known)
+    manifest = manifest_from_ranks(files.label.rstrip("/").rsplit("/", 1)[-1], known)
     nameless = StoredRun(files, manifest, attempts=attempts, attempt=attempt, reuse=reuse)
     summaries = (nameless.summary(ranks=[record.rank]) for record in known)
-    units = describe_units(next(filter(len, summaries), SummaryTable.empty()))
+    units = units_from_summary(next(filter(len, summaries), SummaryTable.empty()))
     return StoredRun(
         files,
         manifest.model_copy(update={"units": units}),

@@ -34,7 +34,7 @@ the file is taken as it is (so drop it when you edit by hand). Both files are re
 **Tables.** All columns are non-null little-endian integers, two's complement (`scalars.value` is an
 IEEE 754 double); their names, order and widths are `DTYPES` of the classes in `trace.tables`, which
 also say what each column means; codes are in `trace.codes` and, for the summary's `kind` from 100
-on, in `trace.reduction.StepPart`. -1 means "not measured" or "none". Times are nanoseconds on the
+on, in `trace.codes.StepPart`. -1 means "not measured" or "none". Times are nanoseconds on the
 recording rank's monotonic clock; `rank.json` holds pairs of that clock and the wall clock. Amounts
 are bytes.
 
@@ -124,7 +124,7 @@ COMPACTED_SUFFIX = ".parquet"
 
 ROW_GROUP_ROWS = 65_536
 REDUCTION_VERSION = 2
-"""Raised when `trace.rank_summary.summarise_rank` gives other rows for the same recording.
+"""Raised when `reduction.rank_rows.summarise_rank` gives other rows for the same recording.
 
 1: sums of events. 2: memory of each step; the number of collectives on STEP rows."""
 

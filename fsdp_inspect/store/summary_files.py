@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_inspect.reduction.rank_rows import is_of_whole_step
 from fsdp_inspect.store.compacted import read_footer, write_compacted
 from fsdp_inspect.store.files import RunFiles
 from fsdp_inspect.store.rank_tables import read_compacted_table
@@ -23,7 +24,6 @@ from fsdp_inspect.store.schema import (
     attempt_name,
     rank_name,
 )
-from fsdp_inspect.trace.rank_summary import is_of_whole_step
 from fsdp_inspect.trace.tables import SummaryTable
 
 Place = tuple[int, int]
@@ -31,7 +31,7 @@ Place = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class RunSummary:
+class SummaryFile:
     """What the run's own summary holds."""
 
     rows: SummaryTable
@@ -108,7 +108,7 @@ def read_rank_summary(
     return contents.table.where(np.argsort(contents.table.step, kind="stable"))
 
 
-def read_run_summary(files: RunFiles, *, kinds: Collection[int] | None = None) -> RunSummary:
+def read_run_summary(files: RunFiles, *, kinds: Collection[int] | None = None) -> SummaryFile:
     """The run's own summary; row groups without any of the kinds are not decoded.
 
     Raises:
@@ -117,10 +117,10 @@ def read_run_summary(files: RunFiles, *, kinds: Collection[int] | None = None) -
     """
     contents = read_compacted_table(files, "", SUMMARY, kinds=kinds)
     if contents is None:
-        return RunSummary(SummaryTable.empty(), frozenset(), is_whole=True)
+        return SummaryFile(SummaryTable.empty(), frozenset(), is_whole=True)
     places = _listed(contents.details)
     rows = contents.table if places else SummaryTable.empty()
-    return RunSummary(rows, places, is_whole=contents.is_whole)
+    return SummaryFile(rows, places, is_whole=contents.is_whole)
 
 
 def has_rank_summary(files: RunFiles, place: Place) -> bool:

@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from fsdp_inspect.reduction.rank_rows import WHOLE_STEP_KINDS, is_of_whole_step
 from fsdp_inspect.store.files import RunFiles
 from fsdp_inspect.store.notes import noting
 from fsdp_inspect.store.schema import EVENTS, MEMORY
@@ -18,9 +19,7 @@ from fsdp_inspect.store.summary_files import (
     read_rank_summary,
     read_run_summary,
 )
-from fsdp_inspect.trace.rank_summary import WHOLE_STEP_KINDS, is_of_whole_step
-from fsdp_inspect.trace.steps import limit_summary, rows_of
-from fsdp_inspect.trace.tables import SummaryTable, positions_by_value
+from fsdp_inspect.trace.tables import SummaryTable, limit_summary, positions_by_value, rows_of
 
 _MAX_CACHED_RANKS = 16
 

@@ -255,3 +255,51 @@ ITEMSIZE = {
 
 NO_UNIT = -1
 """The `unit` of an event that belongs to no FSDP unit."""
+
+
+class StepPart(NamedCode):
+    """A part of a step in the summary's `kind` column; the codes go on after `EventKind`."""
+
+    FORWARD = 100
+    BACKWARD = 101
+    FSDP_COPIES = 102
+    EXPOSED_ALL_GATHER = 103
+    EXPOSED_REDUCE_SCATTER = 104
+    EXPOSED_ALL_REDUCE = 105
+    EXPOSED_OTHER = 106
+    HOST_BOUND = 107
+    OPTIMIZER = 108
+    DATA = 109
+    OTHER = 110
+    COMMUNICATION = 120
+    """Union of the rank's running collectives; overlaps the parts above."""
+    BETWEEN_STEPS = 121
+    """Evaluation and checkpoints before the step; not in the step's time."""
+    PEAK_ALLOCATED = 130
+    """Memory of a step, in the `bytes` column: the highest allocated that is known of it."""
+    PEAK_RESERVED = 131
+    ALLOCATED_AT_END = 132
+    RESERVED_AT_END = 133
+
+
+PARTS_OF_STEP = tuple(part for part in StepPart if part < StepPart.COMMUNICATION)
+"""The parts that add up to the step's duration."""
+
+
+EXPOSED_PARTS = {
+    EventKind.ALL_GATHER: StepPart.EXPOSED_ALL_GATHER,
+    EventKind.REDUCE_SCATTER: StepPart.EXPOSED_REDUCE_SCATTER,
+    EventKind.ALL_REDUCE: StepPart.EXPOSED_ALL_REDUCE,
+}
+"""The part for exposed time of FSDP's own collectives; all others are EXPOSED_OTHER."""
+
+
+EXPOSED_PART_CODES = frozenset({*EXPOSED_PARTS.values(), StepPart.EXPOSED_OTHER})
+"""The parts that together are the exposed communication of a step."""
+
+
+class StepFlag(NamedCode):
+    """Bits of the `flags` column of a summary's STEP rows."""
+
+    MEMORY_STEP = 1
+    HAS_BETWEEN = 2

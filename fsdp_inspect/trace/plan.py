@@ -29,9 +29,9 @@ from pydantic import (
     model_validator,
 )
 
+from fsdp_inspect.error_text import describe_validation_error, quote_all, suggest
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.trace import plan_text
-from fsdp_inspect.trace.messages import describe_validation_error, quote_all, suggest
 
 PLAN_VERSION = 1
 """Raised when an older reader would misread a newer plan."""

@@ -61,7 +61,7 @@ def lay_side_by_side(events: EventTable) -> Iterator[SideBySide]:
     """All steps of some events of one rank, a good many at a time.
 
     Steps with the compute kernels of a device and steps without are never on one axis, since they
-    are read differently (`trace.reduction`).
+    are read differently (`reduction.step_parts`).
 
     Args:
         events: In any order.

@@ -322,7 +322,7 @@ class ScalarTable(Table):
 
 @dataclass(frozen=True, slots=True)
 class SummaryTable(Table):
-    """The run in small: one row per rank, step, unit, phase and kind. See `trace.reduction`.
+    """The run in small: one row per rank, step, unit, phase and kind. See `reduction.step_parts`.
 
     Rows with kind STEP carry the step itself, with the number and the bytes of its collectives
     (those of evaluation passes are left out); the other rows with kind below 100 are sums over
@@ -363,3 +363,29 @@ class SummaryTable(Table):
     """Median duration of the row's events."""
     exposed_ns: NDArray[np.int64]
     """Exposed communication owned by the row's collectives."""
+
+
+_FEW_KINDS = 4
+"""Quicker compared one by one."""
+
+
+def limit_summary(
+    rows: SummaryTable,
+    *,
+    ranks: Collection[int] | None = None,
+    kinds: Collection[int] | None = None,
+) -> SummaryTable:
+    """The rows of some ranks and of some kinds; None leaves a limit out."""
+    if ranks is not None:
+        rows = rows.where(np.isin(rows.rank, list(ranks)))
+    return rows if kinds is None else rows_of(rows, kinds=kinds)
+
+
+def rows_of(rows: SummaryTable, *, kinds: Collection[int]) -> SummaryTable:
+    """The rows of some kinds."""
+    if len(kinds) > _FEW_KINDS:
+        return rows.where(np.isin(rows.kind, [int(kind) for kind in kinds]))
+    chosen = np.zeros(len(rows), dtype=bool)
+    for kind in kinds:
+        chosen |= rows.kind == int(kind)
+    return rows.where(chosen)

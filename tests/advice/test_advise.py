@@ -15,16 +15,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_inspect import open_run
 from fsdp_inspect.advice.advise import Advice, PlanAdvice
-from fsdp_inspect.advice.bench import Bench
-from fsdp_inspect.advice.choices import Choice
-from fsdp_inspect.advice.wishes import Wishes
-from fsdp_inspect.digest.advising import advise_run
+from fsdp_inspect.advice.plan_scores import PlanScorer
+from fsdp_inspect.advice.plan_space import Choice
+from fsdp_inspect.advice.request import AdviceRequest
+from fsdp_inspect.advice.run_advice import advise_run
 from fsdp_inspect.simulation.policies import policies_of
 from fsdp_inspect.simulation.prediction import predicted_events
 from fsdp_inspect.simulation.recorded import Execution, play
 from fsdp_inspect.simulation.scenario import make_scenario
 from fsdp_inspect.simulation.schedule import Schedule
-from fsdp_inspect.simulation.simulate import simulate
+from fsdp_inspect.simulation.simulate import simulate_plan
 from fsdp_inspect.simulation.workload import (
     Microbatch,
     Piece,
@@ -94,7 +94,7 @@ def latency_bound_run() -> InMemoryRun:
 
 
 def plan_advice(run: RunSource, **wishes: Any) -> PlanAdvice:
-    advice: Advice = advise_run(run, Wishes(**wishes))
+    advice: Advice = advise_run(run, AdviceRequest(**wishes))
     assert advice.plan is not None, advice.refusal
     return advice.plan
 
@@ -108,7 +108,7 @@ def rules_of(advice: PlanAdvice) -> set[str]:
 
 def test_a_link_on_which_nothing_is_exposed_gives_change_nothing():
     run = as_run(blocks(6, compute_ns=10 * MS, link_ns=10 * US), Execution.HOST)
-    advice = advise_run(run, Wishes())
+    advice = advise_run(run, AdviceRequest())
     assert "Change nothing: " in advice.answer
     assert advice.plan is not None
     assert advice.plan.suggestions == ()
@@ -159,7 +159,7 @@ def test_a_tight_memory_limit_gives_the_fastest_plan_that_fits():
 
 
 def test_a_limit_that_no_plan_keeps_is_said_with_the_smallest_peak():
-    advice = advise_run(open_run(SAMPLE), Wishes(memory_limit=MIB))
+    advice = advise_run(open_run(SAMPLE), AdviceRequest(memory_limit=MIB))
     assert "No plan of " in advice.answer
     assert advice.plan is not None
     assert not advice.plan.fits
@@ -228,14 +228,14 @@ CHOICES = st.builds(
 @settings(max_examples=12, deadline=None)
 def test_a_plan_on_the_bench_takes_what_the_simulation_says(workload: Workload, choice: Choice):
     run = as_run(workload, Execution.HOST)
-    bench = Bench(run)
+    bench = PlanScorer(run)
     if choice.grouping not in bench.space.groupings:
         choice = replace(choice, grouping=next(iter(bench.space.groupings), None))
     plan = bench.space.plan_of(choice)
     alone = make_scenario(bench.work, run.manifest, plan, bench.network).workload
     bench.score(replace(choice, reshard=None))  # shares the derived work
     assert bench.workload(plan, bench.network) == alone
-    assert bench.score(choice).step_ns == simulate(run, plan).predicted.step_time_ns
+    assert bench.score(choice).step_ns == simulate_plan(run, plan).predicted.step_time_ns
 
 
 def test_plans_of_a_small_model_are_played_by_the_thousands_a_minute():
@@ -265,7 +265,7 @@ def test_exposed_time_is_claimed_by_the_plan_or_by_one_finding():
     setting = {"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}}
     run = as_stream_run(Replay(gather_ms=1.0, scatter_ms=30.0))
     run = replace(run, manifest=run.manifest.model_copy(update=setting))
-    advice = advise_run(run, Wishes())
+    advice = advise_run(run, AdviceRequest())
     (finding,) = (each for each in advice.findings if each.rule == "R20")
     assert advice.plan is not None
     claims = [

@@ -7,9 +7,9 @@ import pytest
 
 from fsdp_inspect.advice.evidence import Evidence, Finding
 from fsdp_inspect.advice.findings import find_first_things
-from fsdp_inspect.analysis.allocator import AllocatorUse
-from fsdp_inspect.analysis.plan_check import check_plan
-from fsdp_inspect.analysis.verdict import StepFacts, Straggler, give_verdict
+from fsdp_inspect.analysis.memory.allocator import AllocatorUse
+from fsdp_inspect.analysis.plan_check.check import check_plan
+from fsdp_inspect.analysis.verdict import StepFacts, StragglerFacts, give_verdict
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 from tests.builders import RunBuilder
 
@@ -22,7 +22,7 @@ FACTS = StepFacts(
     floor_ns=5,
     other_ns=0,
 )
-STRAGGLER = Straggler(
+STRAGGLER = StragglerFacts(
     rank=3,
     host="",
     cost_ns=20,

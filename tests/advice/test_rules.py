@@ -10,10 +10,10 @@ LIBRARY = Path(fsdp_inspect.__file__).parent
 PLACES = {
     "finding": (
         "advice/findings.py", "advice/setting_findings.py", "advice/trace_findings.py",
-        "trace/unit_waste.py",
+        "analysis/plan_check/unit_waste.py",
     ),
-    "change": ("advice/choices.py", "advice/change_words.py"),
-    "check": ("analysis/plan_check.py", "trace/unit_waste.py"),
+    "change": ("advice/plan_space.py", "advice/change_words.py"),
+    "check": ("analysis/plan_check/check.py", "analysis/plan_check/unit_waste.py"),
 }  # fmt: skip
 """The files that bring up rules of each kind."""
 

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_inspect.advice.bench import Bench
-from fsdp_inspect.advice.choices import Choice
-from fsdp_inspect.advice.search import Found, Search
+from fsdp_inspect.advice.plan_scores import PlanScorer
+from fsdp_inspect.advice.plan_space import Choice
+from fsdp_inspect.advice.search import Search, SearchResult
 from fsdp_inspect.simulation.memory import PieceMemory
-from fsdp_inspect.simulation.network import Line, Network, Node, NodeLink
+from fsdp_inspect.simulation.network import CostLine, Network, Node, NodeLink
 from fsdp_inspect.trace.codes import EventKind
 from tests.builders import RunBuilder
 from tests.simulation.test_smaller_groups import INSIDE, MS, RANKS, SIZE, recorded
 
-SLOW = Line(MS, 0.03e9)
+SLOW = CostLine(MS, 0.03e9)
 BETWEEN_NODES = Network(
     {EventKind.ALL_GATHER: SLOW, EventKind.REDUCE_SCATTER: SLOW}, node=Node(4, INSIDE)
 )
@@ -25,7 +25,7 @@ def bench_on(
     *,
     kept: int = 0,
     node: NodeLink | None = None,
-) -> Bench:
+) -> PlanScorer:
     """Of a run whose gathers take 24 ms each, where blocks keep so many bytes for backward."""
     work, manifest = recorded(network)
     duration = network.duration_ns(EventKind.ALL_GATHER, SIZE, RANKS) or 0
@@ -36,12 +36,12 @@ def bench_on(
     workload = replace(work.workload, units=units, memory=replace(memory, pieces=pieces))
     slow = replace(work, workload=workload)
     slow = replace(slow, step_time_ns=slow.play().duration_ns)
-    monkeypatch.setattr("fsdp_inspect.advice.bench.measure_work", lambda run: slow)
+    monkeypatch.setattr("fsdp_inspect.advice.plan_scores.measure_work", lambda run: slow)
     run = replace(RunBuilder([], world_size=RANKS).build(), manifest=manifest)
-    return Bench(run, node=node)
+    return PlanScorer(run, node=node)
 
 
-def search(bench: Bench, limit: int | None) -> Found:
+def search(bench: PlanScorer, limit: int | None) -> SearchResult:
     return Search(bench, limit, allow_dtypes=False).run()
 
 

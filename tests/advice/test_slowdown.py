@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_inspect.advice.bench import AS_RECORDED, Bench
-from fsdp_inspect.advice.choices import Choice
+from fsdp_inspect.advice.plan_scores import AS_RECORDED, PlanScorer
+from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.advice.slowdown import Paid, Slowdown, hidden_ns
 from fsdp_inspect.analysis.contention import Contention
 from fsdp_inspect.simulation.recorded import Execution
@@ -58,7 +58,7 @@ def test_hidden_is_communication_beside_compute_each_instant_once():
 def test_a_plan_is_charged_for_what_it_hides_more_and_the_recorded_one_is_not():
     run = as_run(blocks(6, compute_ns=10 * MS, link_ns=8 * MS), Execution.HOST)
     choice = Choice(forward_prefetch=1)
-    free, charged = Bench(run), Bench(run, slowdown=Slowdown(1.2, 1.1, 1.4))
+    free, charged = PlanScorer(run), PlanScorer(run, slowdown=Slowdown(1.2, 1.1, 1.4))
     assert charged.score(AS_RECORDED) == free.score(AS_RECORDED)
     saved = free.recorded.step_ns - free.score(choice).step_ns
     paid = charged.score(choice).paid

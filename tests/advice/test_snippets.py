@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from fsdp_inspect.advice.choices import Choice
+from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.advice.snippets import write_snippet
 from fsdp_inspect.trace.plan import Checkpointing, Plan, UnitPlan
 

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 
 from fsdp_inspect.analysis.bandwidth import measure_bandwidth
+from fsdp_inspect.analysis.step_selection import timed_rank
+from fsdp_inspect.analysis.wait_causes import timed_collectives
 from fsdp_inspect.errors import IncompleteRunError
 from fsdp_inspect.trace.codes import EventKind, Method, Phase
-from fsdp_inspect.trace.steps import timed_rank
-from fsdp_inspect.trace.waits import timed_collectives
 from tests.builders import RunBuilder, steady_run
 
 

@@ -2,8 +2,7 @@ import pytest
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown, measure_step_breakdown
 from fsdp_inspect.errors import IncompleteRunError
-from fsdp_inspect.trace.codes import EventKind
-from fsdp_inspect.trace.reduction import StepPart
+from fsdp_inspect.trace.codes import EventKind, StepPart
 from tests.builders import STEADY_PARTS, RunBuilder, steady_run
 
 

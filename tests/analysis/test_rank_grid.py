@@ -3,7 +3,7 @@ import pytest
 
 from fsdp_inspect.analysis.rank_grid import GRID_METRICS, GridCell, measure_rank_grid
 from fsdp_inspect.trace.codes import MemoryPoint
-from tests.analysis.test_ranks import build_run
+from tests.analysis.stragglers.test_ranks import build_run
 from tests.builders import RunBuilder, steady_run
 
 NAN = float("nan")

@@ -1,10 +1,10 @@
 import pytest
 
 from fsdp_inspect.analysis.verdict import (
-    Growth,
     Limit,
+    MemoryGrowthFacts,
     StepFacts,
-    Straggler,
+    StragglerFacts,
     Waiting,
     give_rank_verdict,
     give_verdict,
@@ -45,11 +45,13 @@ def straggler(cost_ns=10 * MS, **changes):
         "meanwhile": "data",
         "meanwhile_ns": 9 * MS,
     }
-    return Straggler(**{**plain, **changes})
+    return StragglerFacts(**{**plain, **changes})
 
 
 def growth(bytes_per_step=1 << 20, steps_until_full=500):
-    return Growth(rank=3, bytes_per_step=bytes_per_step, steps_until_full=steps_until_full)
+    return MemoryGrowthFacts(
+        rank=3, bytes_per_step=bytes_per_step, steps_until_full=steps_until_full
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fsdp_inspect.reduction.rank_rows import summarise_rank
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.codes import (
@@ -22,7 +23,6 @@ from fsdp_inspect.trace.codes import (
     Phase,
     Stream,
 )
-from fsdp_inspect.trace.rank_summary import summarise_rank
 from fsdp_inspect.trace.run import (
     ClockPair,
     ModelInfo,
@@ -32,13 +32,13 @@ from fsdp_inspect.trace.run import (
     RunStatus,
     Unit,
 )
-from fsdp_inspect.trace.steps import limit_summary
 from fsdp_inspect.trace.tables import (
     DeviceTable,
     EventTable,
     MemoryTable,
     ScalarTable,
     SummaryTable,
+    limit_summary,
 )
 
 MS = 1_000_000

@@ -9,15 +9,15 @@ from fsdp_inspect_app.frames.advice import frame_front
 from fsdp_inspect_app.plan_links import pack_plan, unpack_plan
 
 from fsdp_inspect import open_run
-from fsdp_inspect.advice.predictions import now, predict_advised
-from fsdp_inspect.advice.wishes import Wishes
-from fsdp_inspect.digest.advising import advise_run
+from fsdp_inspect.advice.request import AdviceRequest
+from fsdp_inspect.advice.run_advice import advise_run
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.formatting import format_ns
-from fsdp_inspect.report.advice import describe_alternative, describe_memory, describe_saving
-from fsdp_inspect.store.ledger import LEDGER_FILE, append_entries
+from fsdp_inspect.predictions.creation import now, predict_advised
+from fsdp_inspect.predictions.ledger import LEDGER_FILE, append_entries
+from fsdp_inspect.predictions.records import Outcome, Ruling
+from fsdp_inspect.report.advice import describe_alternative, describe_plan_peak, describe_saving
 from fsdp_inspect.trace.plan import Plan
-from fsdp_inspect.trace.prediction import Outcome, Ruling
 from fsdp_inspect.version import __version__
 from tests.app.conftest import start_app
 from tests.app.test_pages import SAMPLES, read
@@ -32,7 +32,7 @@ def run():
 
 @pytest.fixture(scope="module")
 def advice(run):
-    return advise_run(run, Wishes())
+    return advise_run(run, AdviceRequest())
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_every_change_says_what_why_and_by_how_much(advised, advice):
     for suggestion in advice.plan.suggestions:
         assert suggestion.what in text
         assert f"Predicted: {describe_saving(suggestion, advice.plan)}, " in text
-        assert f"peak {describe_memory(suggestion)}." in text
+        assert f"peak {describe_plan_peak(suggestion)}." in text
         for line in (*suggestion.evidence, *suggestion.risks):
             assert line in text
 
@@ -70,7 +70,7 @@ def test_a_change_that_costs_time_says_between_what(open_app, advice, monkeypatc
     )
     plan = dataclasses.replace(advice.plan, suggestions=(costly,))
     changed = dataclasses.replace(advice, plan=plan)
-    monkeypatch.setattr("fsdp_inspect_app.advising.advice_of", lambda *_: changed)
+    monkeypatch.setattr("fsdp_inspect_app.advice_search.advice_of", lambda *_: changed)
     text = read(open_app(SAMPLES, "advice", run=RUN))
     assert "Predicted: costs 4.00 ms a step (" in text
     assert f"; 3.00 ms to 5.00 ms), {format_ns(costly.step_ns)} with it; peak" in text
@@ -80,7 +80,7 @@ def test_an_alternative_for_less_memory_says_between_what(open_app, advice, monk
     smallest = dataclasses.replace(advice.plan.fastest, what="Wrap less at once")
     plan = dataclasses.replace(advice.plan, smallest=smallest)
     changed = dataclasses.replace(advice, plan=plan)
-    monkeypatch.setattr("fsdp_inspect_app.advising.advice_of", lambda *_: changed)
+    monkeypatch.setattr("fsdp_inspect_app.advice_search.advice_of", lambda *_: changed)
     assert describe_alternative(smallest, plan) in read(open_app(SAMPLES, "advice", run=RUN))
 
 
@@ -113,7 +113,7 @@ def test_a_limit_that_is_none_is_explained(open_app):
 
 def test_other_dtypes_are_tried_when_asked(open_app, run):
     app = open_app(SAMPLES, "advice", run=RUN, dtypes="1")
-    assert advise_run(run, Wishes(allow_dtypes=True)).answer in read(app)
+    assert advise_run(run, AdviceRequest(allow_dtypes=True)).answer in read(app)
 
 
 def test_a_plan_of_the_front_is_chosen_by_the_address(open_app, advice):
@@ -139,7 +139,7 @@ def test_a_run_that_cannot_be_played_says_why_and_what_to_do(shown, name):
 
 def test_what_became_of_a_prediction_stands_beside_it(open_app, run, advice, tmp_path):
     shutil.copytree(SAMPLES / RUN, tmp_path / "tiny")
-    prediction = predict_advised(run, advice.plan, Wishes())
+    prediction = predict_advised(run, advice.plan, AdviceRequest())
     outcome = Outcome(
         prediction_id=prediction.prediction_id,
         tool_version=__version__,
@@ -161,7 +161,7 @@ def test_what_became_of_a_prediction_stands_beside_it(open_app, run, advice, tmp
 
 def test_a_ledger_above_the_served_folder_is_not_read(open_app, run, advice, tmp_path):
     shutil.copytree(SAMPLES / RUN, tmp_path / "runs" / "tiny")
-    append_entries(tmp_path / LEDGER_FILE, [predict_advised(run, advice.plan, Wishes())])
+    append_entries(tmp_path / LEDGER_FILE, [predict_advised(run, advice.plan, AdviceRequest())])
     app = open_app(tmp_path / "runs", "advice", run="tiny")
     assert "predicted beside measured" not in read(app)
 
@@ -224,14 +224,14 @@ def test_a_bomb_in_the_address_is_refused():
 def test_advice_for_another_network_and_the_command_that_gives_it(open_app, run):
     app = open_app(SAMPLES, "advice", run=RUN, bandwidth="1GB/s", limit="64MiB")
     assert not app.exception
-    wishes = Wishes(memory_limit=64 << 20, bus_bytes_per_s=1e9)
+    wishes = AdviceRequest(memory_limit=64 << 20, bus_bytes_per_s=1e9)
     assert advise_run(run, wishes).answer in read(app)
     words = "--memory-limit 64MiB --bandwidth 1GB/s --write plan.toml"
     assert any(block.value.endswith(words) for block in app.code)
 
 
 def test_a_prediction_for_another_network_says_so(run):
-    wishes = Wishes(bus_bytes_per_s=1e9)
+    wishes = AdviceRequest(bus_bytes_per_s=1e9)
     other = advise_run(run, wishes)
     prediction = predict_advised(run, other.plan, wishes)
     assert prediction.bus_bytes_per_s == 1e9

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from fsdp_inspect_app.boundary import files_of_run, is_inside, refuse_links_out
+from fsdp_inspect_app.boundary import files_of_run, is_in_folder, refuse_links_out
 
 from fsdp_inspect.errors import StoreError
 from tests.app.synthetic import make_run, write_run
@@ -17,30 +17,30 @@ def runs(tmp_path):
 
 
 def test_what_lies_in_the_folder_is_inside(runs):
-    assert is_inside(runs, runs)
-    assert is_inside(runs / "run" / "run.json", runs)
-    assert is_inside(runs / "run" / ".." / "run", runs)
+    assert is_in_folder(runs, runs)
+    assert is_in_folder(runs / "run" / "run.json", runs)
+    assert is_in_folder(runs / "run" / ".." / "run", runs)
 
 
 @pytest.mark.parametrize(
     "path", ["../secret", "run/../../secret", "/etc/passwd", "nothing", "a\0b"]
 )
 def test_what_lies_elsewhere_or_nowhere_is_not(runs, path):
-    assert not is_inside(runs / path, runs)
+    assert not is_in_folder(runs / path, runs)
 
 
 def test_links_are_followed_before_judging(runs):
     (runs / "out").symlink_to(runs.parent / "secret")
     (runs / "within").symlink_to(runs / "run")
     (runs / "circle").symlink_to(runs / "circle")
-    assert not is_inside(runs / "out", runs)
-    assert is_inside(runs / "within", runs)
-    assert not is_inside(runs / "circle", runs)
+    assert not is_in_folder(runs / "out", runs)
+    assert is_in_folder(runs / "within", runs)
+    assert not is_in_folder(runs / "circle", runs)
 
 
 def test_a_folder_of_runs_may_itself_be_a_link(runs, tmp_path):
     (tmp_path / "alias").symlink_to(runs)
-    assert is_inside(tmp_path / "alias" / "run", tmp_path / "alias")
+    assert is_in_folder(tmp_path / "alias" / "run", tmp_path / "alias")
 
 
 def test_the_files_of_a_run_are_found_down_to_its_ranks(runs):

@@ -19,12 +19,12 @@ from fsdp_inspect_app.charts.units import (
     draw_units,
 )
 
-from fsdp_inspect.analysis.memory import CategoryBytes, PeakMoment
+from fsdp_inspect.analysis.memory.peak import CategoryBytes, PeakMoment
+from fsdp_inspect.analysis.rank_waits import measure_rank_waits
 from fsdp_inspect.analysis.scalars import measure_scalars
-from fsdp_inspect.analysis.steps import measure_step_times
+from fsdp_inspect.analysis.step_times import measure_step_times
+from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.analysis.unit_history import measure_unit_history
-from fsdp_inspect.digest.exposed import digest_waits
-from fsdp_inspect.digest.run import digest_run
 from fsdp_inspect.report import palette
 from tests.app.synthetic import make_run
 
@@ -44,7 +44,7 @@ def run():
 
 @pytest.fixture(scope="module")
 def digest(run):
-    return digest_run(run)
+    return measure_summary(run)
 
 
 def test_the_colours_are_the_fixed_ones():
@@ -155,7 +155,7 @@ def test_an_unknown_measure_is_refused_with_the_known_ones(digest):
 
 
 def test_every_collective_of_a_unit_is_a_point_and_the_fit_a_line(run):
-    history, waits = measure_unit_history(run, unit=3), digest_waits(run, unit="layers.2")
+    history, waits = measure_unit_history(run, unit=3), measure_rank_waits(run, unit="layers.2")
     fits = {
         "all-gather, forward": next(
             kind.link for kind in waits.bandwidth.kinds if kind.kind == "all_gather"

@@ -9,9 +9,9 @@ from fsdp_inspect_app.charts.stacks import draw_steps
 from fsdp_inspect_app.frames.compare import frame_metrics, frame_settings, frame_unit_changes
 
 from fsdp_inspect import open_run
-from fsdp_inspect.digest.comparison import compare_runs
-from fsdp_inspect.digest.tables import UnitMeasure, find_unit_changes
-from fsdp_inspect.report.html import read_comparison, render_comparison
+from fsdp_inspect.comparison.comparison import compare_runs
+from fsdp_inspect.comparison.differences import UnitMeasure, find_unit_changes
+from fsdp_inspect.report.html import read_comparison, render_comparison_page
 from fsdp_inspect.trace.codes import EventKind
 from tests.app.conftest import HOSTILE_UNIT, start_app
 from tests.app.synthetic import UNIT_FQNS, make_manifest, make_run, write_run
@@ -226,6 +226,6 @@ def test_settings_are_written_as_configuration_files_do(comparison):
 
 def test_the_html_report_is_the_librarys(folder):
     contents = read_comparison([open_run(folder / name) for name in ("before", "after")])
-    page = render_comparison(contents)
+    page = render_comparison_page(contents)
     assert "2 sides compared" in page
     assert contents.comparison.conclusions[0].sentence[:20] in page

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 from fsdp_inspect_app.timeline import lod
-from fsdp_inspect_app.timeline.asked import Asked, Jump, parse_view, read_asked
 from fsdp_inspect_app.timeline.lod import View
 from fsdp_inspect_app.timeline.payload import MAX_READINGS, describe_tracks, encode_tracks
+from fsdp_inspect_app.timeline.request import Jump, TimelineRequest, parse_view, read_request
 from fsdp_inspect_app.timeline.track_set import Place, Tracks, TrackSet
 from fsdp_inspect_app.timeline.tracks import build_timeline, draw_events
 
@@ -33,7 +33,7 @@ def tracks(member):
 
 @pytest.fixture(scope="module")
 def packed(tracks):
-    return unpack(encode_tracks(tracks, Asked()))
+    return unpack(encode_tracks(tracks, TimelineRequest()))
 
 
 def num_spans(timeline):
@@ -83,16 +83,16 @@ def test_a_step_of_which_nothing_else_is_known_is_an_empty_lane(run, member):
     events = run.events(0, steps=[3])
     empty = TrackSet(draw_events(events.where(events.kind == EventKind.STEP), rank=0), run.manifest)
     assert "0 spans in 1 lanes" in describe_tracks(Tracks((empty,)))
-    header, columns = unpack(encode_tracks(Tracks((empty,)), Asked()))
+    header, columns = unpack(encode_tracks(Tracks((empty,)), TimelineRequest()))
     assert header["is_exact"]
     assert len(columns["start"]) == 0
-    below = unpack(encode_tracks(Tracks((member, empty)), Asked()))[1]
+    below = unpack(encode_tracks(Tracks((member, empty)), TimelineRequest()))[1]
     assert len(below["start"]) == num_spans(member.timeline)
 
 
 def test_a_window_in_a_step_is_sent_with_a_margin(tracks, member):
     view = View(tracks.end_ns // 2, tracks.end_ns // 2 + 1_000_000, 800)
-    header, columns = unpack(encode_tracks(tracks, Asked(view=view)))
+    header, columns = unpack(encode_tracks(tracks, TimelineRequest(view=view)))
     assert header["data_start_ns"] == view.start_ns - 250_000
     assert header["data_end_ns"] == view.end_ns + 250_000
     assert 0 < len(columns["start"]) < num_spans(member.timeline)
@@ -105,7 +105,7 @@ def test_a_view_is_never_a_megabyte(packed, tracks, monkeypatch):
     _, spans = packed
     assert bytes_of(spans) * lod.MAX_SPANS < 800_000
     monkeypatch.setattr("fsdp_inspect_app.timeline.payload.MAX_SPANS", 1)
-    header, density = unpack(encode_tracks(tracks, Asked()))
+    header, density = unpack(encode_tracks(tracks, TimelineRequest()))
     assert not header["is_exact"]
     assert bytes_of(density) * lod.MAX_RECTANGLES < 800_000
     readings = sum(column.itemsize for name, column in spans.items() if "memory" in name)
@@ -123,7 +123,7 @@ def test_several_steps_lie_one_above_the_other_from_their_starts(run, member):
     below = TrackSet(predicted, run.manifest, title="predicted")
     above = dataclasses.replace(member, title="recorded")
     both = Tracks((above, below))
-    header, columns = unpack(encode_tracks(both, Asked()))
+    header, columns = unpack(encode_tracks(both, TimelineRequest()))
     assert [(block["title"], block["rank"]) for block in header["blocks"]] == [
         ("recorded", 0),
         ("recorded", 1),
@@ -141,7 +141,7 @@ def test_several_steps_lie_one_above_the_other_from_their_starts(run, member):
 def test_when_one_of_several_steps_is_too_large_all_are_sent_as_density(run, member, monkeypatch):
     monkeypatch.setattr("fsdp_inspect_app.timeline.payload.MAX_SPANS", 250)
     small = TrackSet(draw_events(run.events(1, steps=[4]), rank=1), run.manifest)
-    header, columns = unpack(encode_tracks(Tracks((member, small)), Asked()))
+    header, columns = unpack(encode_tracks(Tracks((member, small)), TimelineRequest()))
     assert not header["is_exact"]
     assert "event" not in columns
 
@@ -183,7 +183,7 @@ def test_search_and_jump_are_answered_with_the_place_in_time(tracks, member):
     drawn = member.timeline.find_rank(1)
     own = int(np.flatnonzero(drawn.events.kind == EventKind.ALL_GATHER)[3])
     place = Place(0, drawn.first_event + own)
-    asked = Asked(query="layers.3", serial=7)
+    asked = TimelineRequest(query="layers.3", serial=7)
     header, _ = unpack(encode_tracks(tracks, asked, jump=Jump(2, place)))
     found = header["found"]
     assert (found["serial"], found["number"]) == (7, 1)
@@ -213,7 +213,7 @@ def test_what_the_browser_asks_for_is_taken(tracks):
         find={"query": "layers", "direction": -1, "serial": 4},
         pinned=[1, 1, 9, "0"],
     )
-    assert read_asked(state, tracks, opening=Asked()) == Asked(
+    assert read_request(state, tracks, opening=TimelineRequest()) == TimelineRequest(
         view=View(10, 90, 800),
         selected=Place(0, 3),
         query="layers",
@@ -224,10 +224,10 @@ def test_what_the_browser_asks_for_is_taken(tracks):
 
 
 def test_what_a_drawing_opens_with_holds_until_the_browser_speaks_of_it(tracks):
-    opening = Asked(query="layers.1")
-    assert read_asked({}, tracks, opening=opening) == opening
+    opening = TimelineRequest(query="layers.1")
+    assert read_request({}, tracks, opening=opening) == opening
     other = {"asked": {"key": "another step", "selected": 1}}
-    assert read_asked(other, tracks, opening=opening) == opening
+    assert read_request(other, tracks, opening=opening) == opening
 
 
 @pytest.mark.parametrize(
@@ -244,12 +244,15 @@ def test_what_a_drawing_opens_with_holds_until_the_browser_speaks_of_it(tracks):
     ],
 )
 def test_what_makes_no_sense_is_as_if_not_asked(tracks, asked):
-    assert read_asked(state_of(tracks, **asked), tracks, opening=Asked()) == Asked()
+    assert (
+        read_request(state_of(tracks, **asked), tracks, opening=TimelineRequest())
+        == TimelineRequest()
+    )
 
 
 def test_a_window_is_clipped_to_the_axis_and_its_width_is_bounded(tracks):
     view = {"start_ns": -5, "end_ns": 10**15, "width_px": 10**9}
-    asked = read_asked(state_of(tracks, view=view), tracks, opening=Asked())
+    asked = read_request(state_of(tracks, view=view), tracks, opening=TimelineRequest())
     assert asked.view == View(0, tracks.end_ns, 8192)
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from fsdp_inspect_app.timeline.details import tell_event, tell_origin, tell_wait
 
-from fsdp_inspect.digest.step_waits import EventFacts
+from fsdp_inspect.analysis.step_waits import EventFacts
 
 GATHER = EventFacts(
     kind="all_gather",

@@ -10,7 +10,7 @@ from fsdp_inspect_app.frames.units import frame_collectives, frame_units
 from fsdp_inspect_app.frames.values import gb_per_s, mib, ms, to_csv
 from fsdp_inspect_app.timeline.tracks import build_timeline
 
-from fsdp_inspect.digest.run import digest_run
+from fsdp_inspect.analysis.summary import measure_summary
 from tests.app.synthetic import MESSAGE_BYTES, make_run
 
 
@@ -21,7 +21,7 @@ def run():
 
 @pytest.fixture(scope="module")
 def digest(run):
-    return digest_run(run)
+    return measure_summary(run)
 
 
 def test_the_parts_of_the_breakdown_add_up_to_its_last_row(digest):

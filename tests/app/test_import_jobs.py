@@ -6,7 +6,7 @@ import time
 
 import pytest
 from fsdp_inspect_app.import_jobs import IMPORTED, ImportJobs, JobState
-from fsdp_inspect_app.importable import find_source
+from fsdp_inspect_app.import_sources import find_source
 
 from fsdp_inspect import open_run
 from fsdp_inspect.errors import StoreError

@@ -44,7 +44,7 @@ def test_the_folder_follows_the_script_as_an_absolute_path(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     command = server_command((tmp_path / "runs").relative_to(tmp_path), port=8123)
-    assert command[:4] == [sys.executable, "-m", "fsdp_inspect_app.serving", "run"]
+    assert command[:4] == [sys.executable, "-m", "fsdp_inspect_app.server", "run"]
     assert command[-2:] == ["--", str(tmp_path / "runs")]
     assert "--server.port=8123" in command
 

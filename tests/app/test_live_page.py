@@ -6,14 +6,14 @@ import pytest
 from fsdp_inspect_app.charts.live import draw_devices, draw_live_steps
 from fsdp_inspect_app.frames.live import format_sample, frame_devices, frame_live_steps
 
-from fsdp_inspect.analysis.live import DeviceSeries
-from fsdp_inspect.digest.live import LiveFeed
+from fsdp_inspect.analysis.live.feed import LiveFeed
+from fsdp_inspect.analysis.live.view import DeviceSeries
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunStatus
+from tests.analysis.live.test_feed import write_steps
 from tests.app.test_pages import read
-from tests.digest.test_live import write_steps
-from tests.store.writing import make_manifest
+from tests.store.run_files import make_manifest
 
 POWER = DeviceSeries("gpu_power_mw", "GPU power", "W", (-1.0, 0.0), (250.0, 300.0))
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from fsdp_inspect_app import loading
 
-from fsdp_inspect.digest.advising import find_findings
-from fsdp_inspect.digest.run import digest_run
+from fsdp_inspect.advice.run_advice import find_findings
+from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.report.html import read_comparison
 from fsdp_inspect.store.folder import create_run, list_runs
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunStatus
 from tests.app.synthetic import make_run, write_run
-from tests.store.writing import EVENTS_PER_STEP, event_rows, make_manifest, write_rank
+from tests.store.run_files import EVENTS_PER_STEP, event_rows, make_manifest, write_rank
 
 STATE_LIFE_S = 1.0
 
@@ -33,17 +33,17 @@ def test_without_a_folder_the_samples_of_the_checkout_are_shown(monkeypatch):
 def test_a_run_is_analysed_once_while_its_files_stay_as_they_are(tmp_path):
     write_run(tmp_path / "run", make_run(num_steps=4))
     [entry] = list_runs(tmp_path)
-    assert loading.digest_entry(entry) is loading.digest_entry(entry)
+    assert loading.summary_of_entry(entry) is loading.summary_of_entry(entry)
 
 
 def test_a_run_whose_files_changed_is_read_again(tmp_path):
     write_run(tmp_path / "run", make_run(num_steps=4))
     [entry] = list_runs(tmp_path)
-    assert loading.digest_entry(entry).num_steps == 4
+    assert loading.summary_of_entry(entry).num_steps == 4
     shutil.rmtree(tmp_path / "run")
     write_run(tmp_path / "run", make_run(num_steps=6))
     time.sleep(STATE_LIFE_S * 1.1)
-    assert loading.digest_entry(entry).num_steps == 6
+    assert loading.summary_of_entry(entry).num_steps == 6
 
 
 def test_a_step_is_laid_out_with_the_indices_of_its_spans(tmp_path):
@@ -62,12 +62,14 @@ def test_a_run_is_digested_once_whatever_is_asked(tmp_path, monkeypatch):
         write_run(tmp_path / name, dataclasses.replace(run, manifest=manifest))
     digested = []
     monkeypatch.setattr(
-        loading, "digest_run", lambda run: (digested.append(run.run_id), digest_run(run))[1]
+        loading,
+        "measure_summary",
+        lambda run: (digested.append(run.run_id), measure_summary(run))[1],
     )
     entries = list_runs(tmp_path)
-    loading.digest_entry(entries[0])
-    findings = loading.result_on_digest(entries[0], find_findings)
-    contents = loading.result_on_digests(entries, read_comparison)
+    loading.summary_of_entry(entries[0])
+    findings = loading.result_on_summary(entries[0], find_findings)
+    contents = loading.result_on_summaries(entries, read_comparison)
     assert sorted(digested) == ["one", "two"]
     opened = [open_run(entry.path) for entry in entries]
     assert findings == find_findings(opened[0])

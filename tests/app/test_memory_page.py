@@ -5,8 +5,8 @@ from fsdp_inspect_app.charts.memory import draw_alive, draw_step_memory
 from fsdp_inspect_app.frames.memory import frame_alive, frame_step_memory
 
 from fsdp_inspect import open_run
-from fsdp_inspect.analysis.memory_step import measure_step_memory
-from fsdp_inspect.digest.memory import digest_memory
+from fsdp_inspect.analysis.memory.overview import measure_memory_overview
+from fsdp_inspect.analysis.memory.step import measure_step_memory
 from fsdp_inspect.importing.snapshot import import_snapshot
 from fsdp_inspect.report import memory_wording, palette
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint
@@ -37,7 +37,7 @@ def snapshots(tmp_path_factory):
 def test_the_answer_comes_first_and_every_chart_has_a_table(open_app, sample):
     app = open_app(SAMPLES, "memory", run=SAMPLE)
     assert not app.exception
-    digest = digest_memory(sample)
+    digest = measure_memory_overview(sample)
     assert memory_wording.describe_memory(digest) in read(app)
     charts = [chart.proto for chart in app.get("plotly_chart")]
     assert len(charts) == 3
@@ -109,7 +109,7 @@ def test_the_table_of_a_step_has_a_row_for_each_reading(sample):
 
 
 def test_what_is_alive_adds_up_to_the_peak(sample):
-    peak = digest_memory(sample).memory.peak
+    peak = measure_memory_overview(sample).memory.peak
     frame = frame_alive(peak)
     assert frame["all (MiB)"].sum() == pytest.approx(peak.bytes / (1 << 20))
     assert frame["unit"].iloc[0] == "layers.5"
@@ -133,7 +133,7 @@ def test_names_of_units_are_text_in_every_chart():
     run = builder.build()
     drawn = [
         draw_step_memory(measure_step_memory(run, rank=0)),
-        draw_alive(digest_memory(run).memory.peak, most=4),
+        draw_alive(measure_memory_overview(run).memory.peak, most=4),
     ]
     for figure in drawn:
         assert "<img" not in figure.to_json().replace("\\u003c", "<")

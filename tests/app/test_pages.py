@@ -8,7 +8,7 @@ from urllib.parse import parse_qs
 import pytest
 
 from fsdp_inspect import open_run
-from fsdp_inspect.digest.run import digest_run
+from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from tests.app.conftest import HOSTILE_NAME, HOSTILE_UNIT
 from tests.app.synthetic import make_run, write_run
@@ -64,7 +64,7 @@ def test_runs_lists_every_run_with_its_status(open_app, runs_folder):
 
 
 def test_runs_shows_the_numbers_of_the_digest(shown, runs_folder):
-    digest = digest_run(open_run(runs_folder / "whole"))
+    digest = measure_summary(open_run(runs_folder / "whole"))
     frame = shown("runs", "whole").dataframe[0].value.set_index("run")
     assert frame.loc["whole", "step time (ms)"] == digest.step_time_ns.typical / 1e6
     assert frame.loc["whole", "exposed (ms)"] == digest.exposed_ns / 1e6
@@ -105,7 +105,7 @@ def test_a_page_about_a_run_says_so_where_there_is_none(open_app, tmp_path, page
 
 
 def test_overview_says_the_verdict_first_and_then_the_digests_numbers(shown, runs_folder):
-    digest = digest_run(open_run(runs_folder / "whole"))
+    digest = measure_summary(open_run(runs_folder / "whole"))
     app = shown("overview", "whole")
     assert digest.verdict.sentence in read(app)
     assert digest.verdict.why in read(app)
@@ -119,7 +119,7 @@ def test_overview_says_the_verdict_first_and_then_the_digests_numbers(shown, run
 
 
 def test_overviews_step_adds_up(shown, runs_folder):
-    digest = digest_run(open_run(runs_folder / "whole"))
+    digest = measure_summary(open_run(runs_folder / "whole"))
     parts = shown("overview", "whole").dataframe[0].value
     assert parts["time (ms)"].iloc[:-1].sum() == pytest.approx(parts["time (ms)"].iloc[-1])
     assert parts["time (ms)"].iloc[-1] == digest.breakdown.step_time_ns / 1e6
@@ -201,7 +201,7 @@ def test_what_the_address_names_wrongly_is_as_if_not_named(open_app, runs_folder
 
 
 def test_timeline_opens_at_the_median_step_and_says_how_long_it_waited(shown, runs_folder):
-    breakdown = digest_run(open_run(runs_folder / "whole")).breakdown
+    breakdown = measure_summary(open_run(runs_folder / "whole")).breakdown
     app = shown("timeline", "whole")
     assert app.query_params["step"] == str(breakdown.step)
     assert (
@@ -231,7 +231,7 @@ def test_timeline_follows_the_step_picker(open_app, runs_folder):
 
 
 def test_units_shows_one_row_a_unit_with_the_digests_numbers(shown, runs_folder):
-    digest = digest_run(open_run(runs_folder / "whole"))
+    digest = measure_summary(open_run(runs_folder / "whole"))
     app = shown("units", "whole")
     frame = app.dataframe[0].value
     assert frame["exposed (ms)"].tolist() == [unit.exposed_ns / 1e6 for unit in digest.units]
@@ -251,14 +251,14 @@ def test_units_bars_show_what_is_chosen(open_app, runs_folder, measure):
 
 
 def test_overview_names_the_causes_of_the_step_that_its_bar_shows(shown, runs_folder):
-    digest = digest_run(open_run(runs_folder / "whole"))
+    digest = measure_summary(open_run(runs_folder / "whole"))
     text = read(shown("overview", "whole"))
     for cause, duration in digest.exposed.causes_ns.items():
         assert f"{cause.replace('_', ' ')} **{format_ns(duration)}**" in text
 
 
 def test_overview_leads_to_the_timeline_at_the_unit_that_is_waited_for_most(shown, runs_folder):
-    digest = digest_run(open_run(runs_folder / "whole"))
+    digest = measure_summary(open_run(runs_folder / "whole"))
     links = {link.proto.label: link.proto for link in shown("overview", "whole").get("page_link")}
     shown_me = parse_qs(links["Show me"].query_string)
     assert links["Show me"].page == "timeline"

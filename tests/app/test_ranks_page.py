@@ -10,7 +10,7 @@ from fsdp_inspect_app.frames.ranks import frame_grid, frame_rank_steps, unit_of_
 from fsdp_inspect import open_run
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.analysis.rank_grid import GRID_METRICS, measure_rank_grid
-from fsdp_inspect.analysis.ranks import measure_ranks
+from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.report import ranks_wording
 from tests.app.test_pages import SAMPLES, read

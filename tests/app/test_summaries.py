@@ -5,13 +5,13 @@ import time
 
 import pytest
 from fsdp_inspect_app import summaries
-from fsdp_inspect_app.kept_findings import Finding, KeptFindings
+from fsdp_inspect_app.findings_cache import CachedFinding, FindingsCache
 from fsdp_inspect_app.summaries import Summaries
 
 from fsdp_inspect.store.folder import create_run, list_runs
 from fsdp_inspect.trace.run import RunStatus
 from tests.app.synthetic import make_run, write_run
-from tests.store.writing import make_manifest, write_rank
+from tests.store.run_files import make_manifest, write_rank
 
 PATIENT_S = 60.0
 
@@ -20,13 +20,13 @@ PATIENT_S = 60.0
 def reads(monkeypatch):
     """The runs that were read, in order."""
     read = []
-    original = summaries.summarise_run
+    original = summaries.measure_key_numbers
 
     def counting(run):
         read.append(run.run_id)
         return original(run)
 
-    monkeypatch.setattr(summaries, "summarise_run", counting)
+    monkeypatch.setattr(summaries, "measure_key_numbers", counting)
     monkeypatch.setattr(summaries, "LOOK_AGAIN_S", 0.0)
     return read
 
@@ -57,8 +57,10 @@ def test_a_run_is_read_again_only_when_its_files_have_changed(tmp_path, reads):
 
 def test_the_page_is_not_held_up_by_runs_that_take_long(tmp_path, monkeypatch):
     write_run(tmp_path / "run", make_run(num_steps=4))
-    original = summaries.summarise_run
-    monkeypatch.setattr(summaries, "summarise_run", lambda run: (time.sleep(0.5), original(run))[1])
+    original = summaries.measure_key_numbers
+    monkeypatch.setattr(
+        summaries, "measure_key_numbers", lambda run: (time.sleep(0.5), original(run))[1]
+    )
     of_folder, entries = Summaries(tmp_path), list_runs(tmp_path)
     first = of_folder.find(entries, patience_s=0.0)
     assert (first.rows, first.is_complete) == ({}, False)
@@ -77,7 +79,7 @@ def test_a_run_with_a_link_out_of_the_folder_is_not_read(tmp_path, reads):
 def test_the_next_dashboard_reads_no_run_that_stayed_as_it_was(tmp_path, reads):
     write_run(tmp_path / "runs" / "one", make_run(num_steps=4))
     write_run(tmp_path / "runs" / "two", make_run(num_steps=5))
-    kept = KeptFindings(tmp_path / "findings.sqlite", "1", tmp_path / "runs")
+    kept = FindingsCache(tmp_path / "findings.sqlite", "1", tmp_path / "runs")
     entries = list_runs(tmp_path / "runs")
     first = Summaries(tmp_path / "runs", kept).find(entries, patience_s=PATIENT_S)
     assert len(reads) == 2
@@ -93,11 +95,11 @@ def test_the_next_dashboard_reads_no_run_that_stayed_as_it_was(tmp_path, reads):
 
 def test_what_is_kept_and_makes_no_sense_is_found_anew(tmp_path, reads):
     write_run(tmp_path / "runs" / "run", make_run(num_steps=4))
-    kept = KeptFindings(tmp_path / "findings.sqlite", "1", tmp_path / "runs")
+    kept = FindingsCache(tmp_path / "findings.sqlite", "1", tmp_path / "runs")
     entries = list_runs(tmp_path / "runs")
     first = Summaries(tmp_path / "runs", kept).find(entries, patience_s=PATIENT_S)
     [(run, finding)] = kept.load().items()
-    kept.keep({run: Finding(finding.state, '{"summary": null}')})
+    kept.keep({run: CachedFinding(finding.state, '{"summary": null}')})
     second = Summaries(tmp_path / "runs", kept).find(entries, patience_s=PATIENT_S)
     assert second == first
     assert len(reads) == 2
@@ -106,7 +108,7 @@ def test_what_is_kept_and_makes_no_sense_is_found_anew(tmp_path, reads):
 def test_a_run_that_goes_on_is_not_kept(tmp_path):
     create_run(tmp_path / "runs" / "run", make_manifest())
     writer = write_rank(tmp_path / "runs" / "run", num_steps=4)
-    kept = KeptFindings(tmp_path / "findings.sqlite", "1", tmp_path / "runs")
+    kept = FindingsCache(tmp_path / "findings.sqlite", "1", tmp_path / "runs")
     entries = list_runs(tmp_path / "runs")
     found = Summaries(tmp_path / "runs", kept).find(entries, patience_s=PATIENT_S)
     assert found.rows["run"].summary.status == "running"

@@ -39,7 +39,7 @@ def test_a_step_is_drawn_without_a_digest_of_the_run(thinned, monkeypatch):
     def refuse(entry: object) -> None:
         raise AssertionError("The page needs the run's outline, not its waits.")
 
-    monkeypatch.setattr(loading, "digest_entry", refuse)
+    monkeypatch.setattr(loading, "summary_of_entry", refuse)
     app = start_app(thinned, "timeline", run="some", step="5")
     assert not app.exception
     assert app.query_params["step"] in ("5", ["5"])

@@ -8,8 +8,7 @@ from fsdp_inspect_app.timeline.tracks import build_timeline, draw_events
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.errors import IncompleteRunError
 from fsdp_inspect.report import palette
-from fsdp_inspect.trace.codes import EventKind
-from fsdp_inspect.trace.reduction import StepPart
+from fsdp_inspect.trace.codes import EventKind, StepPart
 from fsdp_inspect.trace.tables import EventTable
 from tests.app.synthetic import make_run
 

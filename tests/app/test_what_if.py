@@ -4,8 +4,8 @@ import json
 import shlex
 
 import pytest
-from fsdp_inspect_app.charts.stacks import HELD_LOOKS, draw_peaks, draw_steps
-from fsdp_inspect_app.frames.what_if import frame_parts, frame_peaks, frame_units
+from fsdp_inspect_app.charts.stacks import draw_peaks, draw_steps
+from fsdp_inspect_app.frames.what_if import frame_parts, frame_peaks, frame_played_units
 from fsdp_inspect_app.knobs import (
     AS_RECORDED,
     KNOBS_OF_NETWORK,
@@ -16,7 +16,8 @@ from fsdp_inspect_app.knobs import (
     recorded_values,
 )
 from fsdp_inspect_app.plan_links import pack_plan
-from fsdp_inspect_app.playing import play, prepare
+from fsdp_inspect_app.played_memory_looks import HELD_LOOKS
+from fsdp_inspect_app.what_if_simulation import prepare, simulate_knobs
 from typer.testing import CliRunner
 
 from fsdp_inspect import Plan, open_run
@@ -83,7 +84,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("chosen", SETTINGS)
 def test_the_command_gives_the_numbers_of_the_page(run, bench, knobs, chosen):
-    shown = play(bench, run.manifest, bench.plan, chosen, knobs)
+    shown = simulate_knobs(bench, run.manifest, bench.plan, chosen, knobs)
     printed = simulate_by_command(command_of(str(SAMPLES / RUN), chosen, knobs))
     assert {name: printed["predicted"][name] for name in numbers_of(shown)} == numbers_of(shown)
     assert (printed["low_ns"], printed["high_ns"]) == (shown.low_ns, shown.high_ns)
@@ -94,7 +95,7 @@ def test_the_page_shows_what_it_plays(open_app, run, bench, knobs):
     chosen = {"wrap": "every:2", "forward_prefetch": "1", "bandwidth": "1GB/s"}
     app = open_app(SAMPLES, "what_if", run=RUN, **chosen)
     assert not app.exception
-    shown = play(bench, run.manifest, bench.plan, chosen, knobs)
+    shown = simulate_knobs(bench, run.manifest, bench.plan, chosen, knobs)
     assert answer_simulation(shown) in read(app)
     assert app.metric[0].value == format_ns(shown.predicted.step_time_ns)
     assert app.metric[2].value == format_bytes(shown.predicted.peak_bytes)
@@ -197,13 +198,13 @@ def test_what_was_recorded_is_said_beside_the_knobs(run, bench):
 
 
 def test_tables_and_charts_hold_the_numbers_and_add_up(run, bench, knobs):
-    simulation = play(bench, run.manifest, bench.plan, {"wrap": "every:3"}, knobs)
+    simulation = simulate_knobs(bench, run.manifest, bench.plan, {"wrap": "every:3"}, knobs)
     parts, peaks = frame_parts(simulation), frame_peaks(simulation)
     for column in parts.columns[1:]:
         assert parts[column].iloc[:-1].sum() == pytest.approx(parts[column].iloc[-1])
     peak = simulation.predicted.peak_bytes / (1 << 20)
     assert peaks["this plan, predicted (MiB)"].sum() == pytest.approx(peak)
-    assert len(frame_units(simulation.predicted)) == len(simulation.predicted.units)
+    assert len(frame_played_units(simulation.predicted)) == len(simulation.predicted.units)
     steps = draw_steps([("this plan", simulation.predicted.parts_ns)])
     assert sum(bar.x[0] for bar in steps.data) == pytest.approx(
         simulation.predicted.step_time_ns / 1e6
@@ -217,7 +218,7 @@ def test_every_category_of_a_played_peak_has_a_look():
 
 def test_ranks_that_do_not_exist_cannot_be_played(run, bench, knobs):
     with pytest.raises(FsdpInspectError):
-        play(bench, run.manifest, bench.plan, {"replicas": "32"}, knobs)
+        simulate_knobs(bench, run.manifest, bench.plan, {"replicas": "32"}, knobs)
 
 
 def test_commands_quote_what_a_shell_would_obey(knobs):

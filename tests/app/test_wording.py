@@ -6,8 +6,8 @@ import pytest
 from fsdp_inspect_app import wording
 
 from fsdp_inspect.analysis.provenance import Provenance
-from fsdp_inspect.digest.exposed import digest_waits
-from fsdp_inspect.digest.run import digest_run
+from fsdp_inspect.analysis.rank_waits import measure_rank_waits
+from fsdp_inspect.analysis.summary import measure_summary
 from tests.app.synthetic import make_manifest, make_run
 
 HOSTILE = "a*b_c [x](http://e) <b>d</b> `e` $f$ :red[g] # h ~i~ | \\"
@@ -102,15 +102,15 @@ def test_numbers_obtained_in_several_ways_are_listed_by_way():
 
 
 def test_the_unit_that_is_waited_for_most_is_named_with_its_time():
-    digest = digest_run(make_run())
+    digest = measure_summary(make_run())
     top = max(digest.units, key=lambda unit: unit.exposed_ns)
-    sentence = wording.describe_units(digest)
+    sentence = wording.describe_longest_wait(digest)
     assert f"{top.exposed_ns / 1e6:.1f} ms" in unescaped(sentence)
     assert "`(root)`" in sentence
 
 
 def test_the_unit_that_is_waited_for_most_is_told_why():
     run = make_run()
-    digest, owners = digest_run(run), digest_waits(run).exposed.owners
-    sentence = unescaped(wording.describe_units(digest, owners))
+    digest, owners = measure_summary(run), measure_rank_waits(run).exposed.owners
+    sentence = unescaped(wording.describe_longest_wait(digest, owners))
     assert ", mostly for its reduce-scatter in backward (" in sentence

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from fsdp_inspect import open_run
 from fsdp_inspect.checks.baseline import make_baseline
-from fsdp_inspect.checks.judge import Outcome, check
-from fsdp_inspect.checks.reading import Reading, read_runs
+from fsdp_inspect.checks.check import CheckOutcome, check_run
+from fsdp_inspect.checks.measurements import GateMeasurements, read_runs
+from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.report.check import describe_outcome
 from fsdp_inspect.store.folder import list_runs
-from fsdp_inspect.trace.repeats import RUNS_FOR_A_TEST
 from tests.benchmarks.figures import Figure
 from tests.benchmarks.ranks import NUM_RANKS
 
@@ -71,7 +71,7 @@ def measure_gate(folder: Path, *, runs: int, checks: int) -> list[Figure]:
     return figures
 
 
-def _record(folder: Path) -> Reading:
+def _record(folder: Path) -> GateMeasurements:
     """Run the program once in processes of its own, and look at what it recorded."""
     launch = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={NUM_RANKS}"]
@@ -110,14 +110,14 @@ def _in_a_row(draw: random.Random, runs: int, checks: int) -> Iterator[Sides]:
         yield range(before, before + RUNS_FOR_A_TEST), range(after, after + RUNS_FOR_A_TEST)
 
 
-def _exit_code(pool: Sequence[Reading], sides: Sides, *, is_of_times: bool) -> int:
+def _exit_code(pool: Sequence[GateMeasurements], sides: Sides, *, is_of_times: bool) -> int:
     """Of one check; what rose is told as it is found."""
     before, after = (_together([pool[place] for place in side]) for side in sides)
     if is_of_times:
         before, after = replace(before, memory={}), replace(after, memory={})
-    result = check(after, make_baseline(before))
+    result = check_run(after, make_baseline(before))
     for one in result.metrics:
-        if one.outcome is Outcome.REGRESSION:
+        if one.outcome is CheckOutcome.REGRESSION:
             print(
                 f"  {one.name} of runs {list(sides[1])} rose from {one.before} to {one.after} over "
                 f"runs {list(sides[0])}: {describe_outcome(result)}",
@@ -131,7 +131,7 @@ def _exit_code(pool: Sequence[Reading], sides: Sides, *, is_of_times: bool) -> i
     return result.exit_code
 
 
-def _together(readings: Sequence[Reading]) -> Reading:
+def _together(readings: Sequence[GateMeasurements]) -> GateMeasurements:
     """Readings of single runs as one of repeats: as `read_runs` of all, times from each."""
     top = max(readings, key=lambda reading: reading.memory["peak_allocated_bytes"])
     times = {

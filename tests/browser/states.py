@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from fsdp_inspect.importing.kineto import import_traces
+from fsdp_inspect.reduction.rank_rows import WHOLE_STEP_KINDS
 from fsdp_inspect.store.folder import create_run, rank_folder
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.records import encode_record, replace_file
 from fsdp_inspect.store.schema import RANK_FILE
 from fsdp_inspect.store.summary_files import write_run_summary_file
-from fsdp_inspect.trace.rank_summary import WHOLE_STEP_KINDS
 from fsdp_inspect.trace.tables import SummaryTable
 from tests.app.synthetic import UNIT_FQNS, make_manifest, make_run, write_run
 from tests.benchmarks import large_run

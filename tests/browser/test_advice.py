@@ -2,8 +2,8 @@
 
 import pytest
 
-from fsdp_inspect.advice.wishes import Wishes
-from fsdp_inspect.digest.advising import advise_run
+from fsdp_inspect.advice.request import AdviceRequest
+from fsdp_inspect.advice.run_advice import advise_run
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
@@ -19,7 +19,7 @@ def entry(recorded_runs):
 
 @pytest.fixture(scope="module")
 def advice(entry):
-    return advise_run(open_run(entry.path), Wishes())
+    return advise_run(open_run(entry.path), AdviceRequest())
 
 
 def test_the_plan_that_is_saved_is_the_advised_one(server, tab, entry, advice):

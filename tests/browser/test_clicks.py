@@ -5,7 +5,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from fsdp_inspect import open_run
-from fsdp_inspect.analysis.steps import measure_step_times
+from fsdp_inspect.analysis.step_times import measure_step_times
 from fsdp_inspect.store.folder import list_runs
 
 pytestmark = pytest.mark.browser

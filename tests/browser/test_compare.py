@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdp_inspect.digest.comparison import compare_runs
+from fsdp_inspect.comparison.comparison import compare_runs
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from fsdp_inspect import open_run
-from fsdp_inspect.digest.run import digest_run
+from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.store.folder import list_runs
 
@@ -20,7 +20,7 @@ def entry(recorded_runs):
 
 @pytest.fixture(scope="session")
 def digest(entry):
-    return digest_run(open_run(entry.path))
+    return measure_summary(open_run(entry.path))
 
 
 def test_runs_lists_the_recorded_runs_and_a_click_opens_one(server, tab, recorded_runs):

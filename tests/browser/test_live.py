@@ -6,10 +6,10 @@ import pytest
 
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.trace.run import RunStatus
+from tests.analysis.live.test_feed import append_steps, write_steps
 from tests.browser.conftest import serve
 from tests.browser.test_every_page import check_every_page
-from tests.digest.test_live import append_steps, write_steps
-from tests.store.writing import make_manifest
+from tests.store.run_files import make_manifest
 
 pytestmark = pytest.mark.browser
 

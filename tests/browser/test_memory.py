@@ -3,7 +3,7 @@
 import pytest
 
 from fsdp_inspect import open_run
-from fsdp_inspect.digest.memory import digest_memory
+from fsdp_inspect.analysis.memory.overview import measure_memory_overview
 from fsdp_inspect.report.memory_wording import describe_memory
 from fsdp_inspect.store.folder import list_runs
 from tests.app.synthetic import make_run, write_run
@@ -29,7 +29,7 @@ def test_memory_says_the_peak_first_and_names_it_in_the_chart(server, tab, recor
         pytest.skip("this checkout has no samples")
     dashboard = tab(server)
     dashboard.open("memory", run=SAMPLE)
-    digest = digest_memory(open_run(recorded_runs / SAMPLE))
+    digest = measure_memory_overview(open_run(recorded_runs / SAMPLE))
     assert dashboard.headline() == describe_memory(digest)
     card = dashboard.page.locator(".st-key-card-memory-step")
     assert "layers.5" in card.inner_text()

@@ -6,7 +6,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from fsdp_inspect import open_run
-from fsdp_inspect.digest.run import digest_run
+from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.store.folder import list_runs
 
@@ -27,7 +27,7 @@ def main_text(dashboard):
 
 @pytest.fixture(scope="module")
 def digests(states_folder):
-    return {run.id: digest_run(open_run(run.path)) for run in list_runs(states_folder)
+    return {run.id: measure_summary(open_run(run.path)) for run in list_runs(states_folder)
             if run.id in WHOLE}  # fmt: skip
 
 

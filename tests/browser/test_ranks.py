@@ -5,7 +5,7 @@ import re
 import pytest
 
 from fsdp_inspect import open_run
-from fsdp_inspect.analysis.ranks import measure_ranks
+from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.report.ranks_wording import describe_answer, describe_rank
 from fsdp_inspect.store.folder import list_runs
 

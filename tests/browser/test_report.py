@@ -3,7 +3,12 @@
 import pytest
 
 from fsdp_inspect import open_run
-from fsdp_inspect.report.html import read_comparison, read_contents, render_comparison, render_run
+from fsdp_inspect.report.html import (
+    read_comparison,
+    read_contents,
+    render_comparison_page,
+    render_run,
+)
 from fsdp_inspect.store.folder import list_runs
 from tests.builders import RunBuilder, steady_run
 
@@ -22,7 +27,7 @@ def pages(recorded_runs, tmp_path_factory):
     report, comparison = folder / "report.html", folder / "comparison.html"
     report.write_text(render_run(read_contents(runs[0])))
     sides = runs[:3] if len(runs) > 1 else [runs[0], steady_run()]
-    comparison.write_text(render_comparison(read_comparison(sides)))
+    comparison.write_text(render_comparison_page(read_comparison(sides)))
     return {"report": report, "comparison": comparison}
 
 
@@ -99,7 +104,7 @@ def test_hostile_names_run_nothing_and_are_shown(open_page, tmp_path):
     run = builder.build(notes=[HOSTILE])
     for name, text in (
         ("run.html", render_run(read_contents(run))),
-        ("two.html", render_comparison(read_comparison([run, steady_run()]))),
+        ("two.html", render_comparison_page(read_comparison([run, steady_run()]))),
     ):
         (tmp_path / name).write_text(text)
         page = open_page(tmp_path / name)

@@ -48,7 +48,7 @@ def test_every_run_is_listed_with_its_status(states_server, tab):
 
 def test_the_list_of_runs_is_found_by_its_name_with_all_that_was_asked(states_server, tab):
     dashboard = tab(states_server)
-    dashboard.open("runs", search="imported", pin="imported")
+    dashboard.load("runs", search="imported", pin="imported")
     assert "Page not found" not in dashboard.page.locator("body").inner_text()
     assert urlsplit(dashboard.page.url).path == "/"
     asked = address_of(dashboard)

@@ -49,7 +49,7 @@ def test_names_from_a_run_are_text_on_the_page_of_one_unit(states_server, tab, d
 def test_an_address_is_neither_obeyed_nor_repeated_as_markup(states_server, tab, dialogs, value):
     dashboard = tab(states_server)
     for name in ("", "overview", "units"):
-        dashboard.open(name, run=value, unit=value, search=value, pin=value, bars=value)
+        dashboard.load(name, run=value, unit=value, search=value, pin=value, bars=value)
         check_harmless(dashboard.page, dialogs)
         assert "root:" not in dashboard.page.get_by_test_id("stMain").inner_text()
 

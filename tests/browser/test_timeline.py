@@ -8,8 +8,8 @@ import pytest
 from playwright.sync_api import expect
 
 from fsdp_inspect import open_run
-from fsdp_inspect.digest.run import digest_run
-from fsdp_inspect.digest.step_waits import describe_event, digest_step_waits
+from fsdp_inspect.analysis.step_waits import describe_event, measure_step_waits
+from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.importing.snapshot import import_snapshot
@@ -169,7 +169,7 @@ def run(runs):
 @pytest.fixture(scope="module")
 def longest(run):
     """The longest wait of rank 0 in step 3, and when it is on the axis."""
-    waits = digest_step_waits(run, rank=0, step=3)
+    waits = measure_step_waits(run, rank=0, step=3)
     event = waits.longest()[0]
     return event, describe_event(
         run.manifest, run.events(0, steps=[3]), event, waits=waits, bandwidth=None
@@ -178,7 +178,7 @@ def longest(run):
 
 def test_it_says_what_the_step_waited_for_and_describes_its_picture(open_timeline, run):
     timeline = open_timeline()
-    breakdown = digest_run(run).breakdown
+    breakdown = measure_summary(run).breakdown
     waited = f"of the {format_ns(breakdown.step_time_ns)} of step {breakdown.step}"
     assert waited in timeline.page.locator(".st-key-headline").inner_text()
     assert timeline.canvas.get_attribute("role") == "img"

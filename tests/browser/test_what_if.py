@@ -8,7 +8,7 @@ from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.simulation.changes import Changes, apply_changes
 from fsdp_inspect.simulation.recorded import observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan
-from fsdp_inspect.simulation.simulate import simulate
+from fsdp_inspect.simulation.simulate import simulate_plan
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
 
@@ -29,7 +29,7 @@ def run(entry):
 def step_of(run, **options):
     """The predicted step, by the library."""
     plan = apply_changes(resolve_plan(observed_plan(run), run.manifest), Changes())
-    return format_ns(simulate(run, plan, **options).predicted.step_time_ns)
+    return format_ns(simulate_plan(run, plan, **options).predicted.step_time_ns)
 
 
 def shown_step(dashboard):

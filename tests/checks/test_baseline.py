@@ -16,17 +16,17 @@ from fsdp_inspect.checks.baseline import (
     render_baseline,
     write_baseline,
 )
-from fsdp_inspect.checks.folding import fold, unfold
-from fsdp_inspect.checks.judge import check
-from fsdp_inspect.checks.reading import Reading, read_runs
+from fsdp_inspect.checks.check import check_run
+from fsdp_inspect.checks.measurements import GateMeasurements, read_runs
+from fsdp_inspect.checks.unit_rows import fold, unfold
 from fsdp_inspect.errors import CheckError
-from tests.checks.planted import build
+from tests.checks.changed_models import build
 
 ROWS = st.lists(st.tuples(st.text(), st.dictionaries(st.text(), st.integers())))
 
 
 @pytest.fixture(scope="module")
-def reading(tmp_path_factory: pytest.TempPathFactory) -> Reading:
+def reading(tmp_path_factory: pytest.TempPathFactory) -> GateMeasurements:
     folder = tmp_path_factory.mktemp("forecast") / "run"
     forecast_memory(build, folder, world_size=4)
     return read_runs([open_run(folder)])
@@ -47,7 +47,7 @@ def test_alike_units_are_one_row_and_keep_their_order() -> None:
     ]
 
 
-def test_a_file_is_read_back_as_it_was_written(reading: Reading, tmp_path: Path) -> None:
+def test_a_file_is_read_back_as_it_was_written(reading: GateMeasurements, tmp_path: Path) -> None:
     written = make_baseline(reading)
     path = tmp_path / "baseline.json"
     path.write_text(render_baseline(written))
@@ -59,7 +59,7 @@ def test_a_file_is_read_back_as_it_was_written(reading: Reading, tmp_path: Path)
 
 
 def test_writing_says_what_became_of_the_file_and_keeps_its_limits(
-    reading: Reading, tmp_path: Path
+    reading: GateMeasurements, tmp_path: Path
 ) -> None:
     path = tmp_path / "new" / "baseline.json"
     limits = {"peak_allocated_bytes": "+2%"}
@@ -75,7 +75,9 @@ def test_writing_says_what_became_of_the_file_and_keeps_its_limits(
     assert read_baseline(path).memory["peak_allocated_bytes"] == 1
 
 
-def test_the_file_names_no_build_of_torch_no_machine_and_no_folder(reading: Reading) -> None:
+def test_the_file_names_no_build_of_torch_no_machine_and_no_folder(
+    reading: GateMeasurements,
+) -> None:
     manifests = [
         reading.manifest.model_copy(
             update={
@@ -88,7 +90,9 @@ def test_the_file_names_no_build_of_torch_no_machine_and_no_folder(reading: Read
         for label, name in (("+cpu", "one"), ("+cu130", "two"))
     ]
     first, second = (
-        render_baseline(make_baseline(Reading(manifest=manifest, run_ids=("x",), method="")))
+        render_baseline(
+            make_baseline(GateMeasurements(manifest=manifest, run_ids=("x",), method=""))
+        )
         for manifest in manifests
     )
 
@@ -96,13 +100,15 @@ def test_the_file_names_no_build_of_torch_no_machine_and_no_folder(reading: Read
     assert '"torch": "2.13.0"' in first
 
 
-def test_a_baseline_of_another_build_and_machine_differs_in_no_setting(reading: Reading) -> None:
+def test_a_baseline_of_another_build_and_machine_differs_in_no_setting(
+    reading: GateMeasurements,
+) -> None:
     other = reading.manifest.model_copy(
         update={"versions": {"torch": "2.13.0+other"}, "device_name": "another machine"}
     )
     baseline = make_baseline(reading)
-    result = check(
-        Reading(
+    result = check_run(
+        GateMeasurements(
             manifest=other,
             run_ids=("x",),
             method=reading.method,
@@ -117,7 +123,7 @@ def test_a_baseline_of_another_build_and_machine_differs_in_no_setting(reading: 
     assert result.settings == ()
 
 
-def test_rows_that_are_none_are_a_clear_error(reading: Reading, tmp_path: Path) -> None:
+def test_rows_that_are_none_are_a_clear_error(reading: GateMeasurements, tmp_path: Path) -> None:
     plain = json.loads(render_baseline(make_baseline(reading)))
     plain["run"]["units"] = [{"fqn": "layers.0"}]
     path = tmp_path / "baseline.json"
@@ -128,7 +134,7 @@ def test_rows_that_are_none_are_a_clear_error(reading: Reading, tmp_path: Path) 
     assert "--update" in str(raised.value)
 
 
-def test_limits_may_be_written_into_it_by_hand(reading: Reading) -> None:
+def test_limits_may_be_written_into_it_by_hand(reading: GateMeasurements) -> None:
     plain = json.loads(render_baseline(make_baseline(reading)))
     plain["limits"] = {"peak_allocated_bytes": "+1 MiB"}
 

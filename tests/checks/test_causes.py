@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from fsdp_inspect.checks.blame import Growth
 from fsdp_inspect.checks.causes import find_causes
+from fsdp_inspect.checks.increases import Increase
 from fsdp_inspect.trace.run import RunManifest
 from tests.builders import RunBuilder
 
-ACTIVATIONS = [Growth("activation", ("layers.0",), 10, 20)]
+ACTIVATIONS = [Increase("activation", ("layers.0",), 10, 20)]
 
 
 def manifest(unit: dict[str, Any] | None = None, **settings: Any) -> RunManifest:

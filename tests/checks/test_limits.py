@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdp_inspect.checks.limits import parse_limit, read_budget
+from fsdp_inspect.checks.limits import parse_gate_limit, read_budget
 from fsdp_inspect.errors import CheckError
 
 GIB = 1 << 30
@@ -21,7 +21,7 @@ GIB = 1 << 30
     ],
 )
 def test_a_limit_allows_what_it_says(metric, text, baseline, allowed):
-    assert parse_limit(metric, text).allowed(baseline) == allowed
+    assert parse_gate_limit(metric, text).allowed(baseline) == allowed
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_limit_allows_what_it_says(metric, text, baseline, allowed):
 )
 def test_what_is_no_limit_is_refused(metric, text, message):
     with pytest.raises(CheckError, match=message):
-        parse_limit(metric, text)
+        parse_gate_limit(metric, text)
 
 
 def test_a_budget_is_a_table_of_limits(tmp_path):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.builders import steady_run, write_run
-from tests.cli.tuning import CONFIG, tune
+from tests.cli.tuning_session import CONFIG, tune
 
 
 @dataclass

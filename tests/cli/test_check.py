@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_inspect import forecast_memory
 from fsdp_inspect.checks.baseline import read_baseline
-from tests.checks.planted import build
+from tests.checks.changed_models import build
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import shutil
 import pytest
 
 from tests.builders import write_run
-from tests.digest.test_comparison import run_of_step
+from tests.comparison.test_comparison import run_of_step
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.cli import child, demo
-from fsdp_inspect.digest.run import digest_run
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
@@ -33,7 +33,7 @@ def demonstrated(tmp_path_factory):
 @pytest.fixture(scope="module")
 def digests(demonstrated):
     """The freed and the kept run, in the order of recording."""
-    return [digest_run(open_run(entry.path)) for entry in reversed(list_runs(demonstrated[0]))]
+    return [measure_summary(open_run(entry.path)) for entry in reversed(list_runs(demonstrated[0]))]
 
 
 @pytest.mark.distributed

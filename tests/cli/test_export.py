@@ -5,7 +5,7 @@ import typer
 
 from fsdp_inspect.cli.export import DEFAULT_MAX_MB, parse_numbers
 from fsdp_inspect.report.perfetto import DEFAULT_LIMIT_MB
-from tests.report.perfetto.reading import read_trace
+from tests.report.perfetto.trace_reader import read_trace
 
 
 def test_a_trace_is_written_and_says_how_to_open_it(invoke, runs_folder, tmp_path):

@@ -13,9 +13,9 @@ import pytest
 
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.trace.run import RunStatus
-from tests.digest.test_live import append_steps, write_steps
+from tests.analysis.live.test_feed import append_steps, write_steps
 from tests.openmetrics import parse
-from tests.store.writing import make_manifest
+from tests.store.run_files import make_manifest
 
 
 def test_the_numbers_of_a_run_are_printed_once(invoke, runs_folder):

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect.cli.tuning_command import fill, trainer_command, write_configs
+from fsdp_inspect.cli.tuning_command import fill_placeholders, trainer_command, write_configs
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.store.ledger import LEDGER_FILE, read_ledger
+from fsdp_inspect.predictions.ledger import LEDGER_FILE, read_ledger
+from fsdp_inspect.predictions.records import Ruling
+from fsdp_inspect.predictions.tuning_session import read_session
 from fsdp_inspect.store.reader import open_run
-from fsdp_inspect.store.tuning import read_session
 from fsdp_inspect.trace.plan import Plan
-from fsdp_inspect.trace.prediction import Ruling
-from tests.cli.tuning import CONFIG, fake_training, tune
+from tests.cli.tuning_session import CONFIG, fake_training, tune
 
 
 @pytest.mark.distributed
@@ -139,10 +139,14 @@ def test_a_mistake_is_named_before_anything_runs(invoke, tmp_path, arguments, co
 def test_a_command_gets_its_plan_and_the_baseline_lacks_the_words_for_it(tmp_path):
     command = ["train.py", "--plan", "{plan}", "--out={runs}/{name}", "--sharding={plan}", "-v"]
     plan = Path("plan-1.toml")
-    assert fill(command, folder=Path("s"), name="a", plan=plan) == (
+    assert fill_placeholders(command, folder=Path("s"), name="a", plan=plan) == (
         ["train.py", "--plan", "plan-1.toml", "--out=s/a", "--sharding=plan-1.toml", "-v"]
     )
-    assert fill(command, folder=Path("s"), name="b", plan=None) == ["train.py", "--out=s/b", "-v"]
+    assert fill_placeholders(command, folder=Path("s"), name="b", plan=None) == [
+        "train.py",
+        "--out=s/b",
+        "-v",
+    ]
 
 
 def test_the_trainer_runs_ranks_or_one_process_that_emulates_them(tmp_path):

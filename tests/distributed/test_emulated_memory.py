@@ -22,14 +22,14 @@ Pair = Callable[[int, str], tuple[Samples, Samples]]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, torchrun: Torchrun) -> Pair:
+def trained(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> Pair:
     """The samples of real and of emulated ranks under a plan."""
     folder = tmp_path_factory.mktemp("memory")
     for num_ranks, plans in ((2, ON_TWO_RANKS), (4, ON_FOUR_RANKS)):
         real, emulated = folder / f"real{num_ranks}", folder / f"emulated{num_ranks}"
         real.mkdir()
         emulated.mkdir()
-        torchrun(DRIVER, real, *plans, num_ranks=num_ranks, timeout_s=240)
+        run_ranks(DRIVER, real, *plans, num_ranks=num_ranks, timeout_s=240)
         train_plans(emulated, plans, f"world_size={num_ranks},bandwidth=10GB/s")
 
     def read(num_ranks: int, plan: str) -> tuple[Samples, Samples]:

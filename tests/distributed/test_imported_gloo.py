@@ -9,8 +9,7 @@ import pytest
 
 from fsdp_inspect import open_run
 from fsdp_inspect.importing.kineto import import_traces
-from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase
-from fsdp_inspect.trace.reduction import StepPart
+from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase, StepPart
 from tests.benchmarks.ranks import ROOT
 from tests.distributed.profiled_trainer import CASES, PROFILED_STEPS, WARMUP_STEPS
 

@@ -49,8 +49,8 @@ def launched(tmp_path_factory: pytest.TempPathFactory, torchrun: Torchrun) -> La
     return Launched(folder, torchrun(*LAUNCHER, *options, SCRIPT, "--out", "x", cwd=folder))
 
 
-def test_losses_are_identical_to_the_last_bit(launched: Launched, torchrun: Torchrun) -> None:
-    plain = torchrun(SCRIPT)
+def test_losses_are_identical_to_the_last_bit(launched: Launched, run_ranks: Torchrun) -> None:
+    plain = run_ranks(SCRIPT)
 
     assert len(losses(plain.stdout)) == 2 * 2 * STEPS
     assert losses(launched.process.stdout) == losses(plain.stdout)

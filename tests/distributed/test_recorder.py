@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fsdp_inspect import StoredRun, open_run
-from fsdp_inspect.analysis.plan_check import check_plan
+from fsdp_inspect.analysis.plan_check.check import check_plan
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
     NO_UNIT,
@@ -20,8 +20,8 @@ from fsdp_inspect.trace.codes import (
     MemoryPoint,
     Method,
     Phase,
+    StepPart,
 )
-from fsdp_inspect.trace.reduction import StepPart
 from fsdp_inspect.trace.run import RunStatus
 from fsdp_inspect.trace.tables import EventTable
 from tests.conftest import Torchrun
@@ -61,10 +61,10 @@ class Recorded:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory, torchrun: Torchrun) -> Recorded:
+def recorded(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> Recorded:
     folder = tmp_path_factory.mktemp("scenarios")
-    torchrun(DRIVER, folder, num_ranks=2, timeout_s=300)
-    torchrun(DRIVER, folder, num_ranks=4, timeout_s=300)
+    run_ranks(DRIVER, folder, num_ranks=2, timeout_s=300)
+    run_ranks(DRIVER, folder, num_ranks=4, timeout_s=300)
     return Recorded(folder)
 
 

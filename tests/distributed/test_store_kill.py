@@ -11,12 +11,12 @@ from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunStatus
-from tests.store.appending import (
+from tests.store.appending_process import (
     appending_rank,
     assert_only_the_last_interval_is_missing,
     wait_for_first_event,
 )
-from tests.store.writing import make_manifest
+from tests.store.run_files import make_manifest
 
 pytestmark = pytest.mark.distributed
 

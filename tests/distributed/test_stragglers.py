@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_inspect.analysis.ranks import measure_ranks
+from fsdp_inspect.analysis.clocks.alignment import align_clocks
+from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.store.merging import merge_runs
 from fsdp_inspect.store.reader import StoredRun, open_run
-from fsdp_inspect.trace.alignment import align_clocks
 from tests.conftest import Torchrun
 from tests.distributed.straggler_driver import NUM_BLOCKS, SLEEP_S
 
@@ -20,9 +20,9 @@ DRIVER = Path(__file__).with_name("straggler_driver.py")
 
 
 @pytest.fixture(scope="module")
-def run(torchrun: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
+def run(run_ranks: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
     folder = tmp_path_factory.mktemp("straggler")
-    torchrun(str(DRIVER), str(folder), num_ranks=2)
+    run_ranks(str(DRIVER), str(folder), num_ranks=2)
     parts = [folder / "node-0" / "run", folder / "node-1" / "run"]
     return open_run(merge_runs(parts, folder / "merged").path)
 

@@ -32,20 +32,20 @@ SAME_STEPS = [
 Results = dict[str, Any]
 
 
-def launch(torchrun: Any, folder: Path, num_ranks: int) -> Results:
-    torchrun(DRIVER, folder, num_ranks=num_ranks, timeout_s=500)
+def launch(run_ranks: Any, folder: Path, num_ranks: int) -> Results:
+    run_ranks(DRIVER, folder, num_ranks=num_ranks, timeout_s=500)
     results: Results = json.loads((folder / "results.json").read_text())
     return results
 
 
 @pytest.fixture(scope="module")
-def two(torchrun: Any, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch(torchrun, tmp_path_factory.mktemp("two"), 2)
+def two(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(run_ranks, tmp_path_factory.mktemp("two"), 2)
 
 
 @pytest.fixture(scope="module")
-def four(torchrun: Any, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch(torchrun, tmp_path_factory.mktemp("four"), 4)
+def four(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(run_ranks, tmp_path_factory.mktemp("four"), 4)
 
 
 def tolerance_of(settings: dict[str, Any]) -> float:

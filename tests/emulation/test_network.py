@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_inspect.emulation.network import Network, sleep_until
+from fsdp_inspect.emulation.network import EmulatedNetwork, sleep_until
 from fsdp_inspect.emulation.specification import parse_specification
 from fsdp_inspect.trace.codes import EventKind
 
@@ -22,8 +22,8 @@ class Clock:
         return self.ns
 
 
-def make_network(clock: Clock) -> Network:
-    return Network(parse_specification("world_size=8,bandwidth=1GB/s,latency=1us"), clock)
+def make_network(clock: Clock) -> EmulatedNetwork:
+    return EmulatedNetwork(parse_specification("world_size=8,bandwidth=1GB/s,latency=1us"), clock)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_inspect import forecast_memory, open_run
-from fsdp_inspect.analysis.memory import measure_memory
+from fsdp_inspect.analysis.memory.peak import measure_memory
 from instrumented_trainer.model import PRESETS
 from tests.forecast import torchtitan_like
 

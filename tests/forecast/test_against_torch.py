@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_inspect import ForecastTarget, forecast_memory, open_run
-from fsdp_inspect.analysis.memory import measure_memory
+from fsdp_inspect.analysis.memory.peak import measure_memory
 
 WORLD_SIZE, WIDTH, BATCH = 8, 256, 16
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_inspect import open_run
-from fsdp_inspect.analysis.memory import measure_memory
+from fsdp_inspect.analysis.memory.peak import measure_memory
 from fsdp_inspect.errors import ForecastError, RecordingError, StoreError
 from fsdp_inspect.forecast.forecast import forecast_memory
 from fsdp_inspect.forecast.target import ForecastTarget

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_inspect import ForecastTarget, Recorder, forecast_memory, open_run
-from fsdp_inspect.analysis.memory import Memory, measure_memory
+from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
 from fsdp_inspect.emulation.process import emulate
 from fsdp_inspect.emulation.specification import Link, Specification
 from fsdp_inspect.errors import ForecastError

@@ -28,6 +28,9 @@ from tests.gpu.table import render_table, table_json
 
 STEPS = {
     "timing": 75.0,
+    "paths": 90.0,
+    "clock": 40.0,
+    "costs": 40.0,
     "two_ranks": 60.0,
     "memory": 75.0,
     "forecast": 90.0,

@@ -13,14 +13,14 @@ from typing import Any
 
 from fsdp_inspect import open_run
 from fsdp_inspect.analysis.exposed import measure_exposed
-from fsdp_inspect.analysis.memory import measure_memory
-from fsdp_inspect.analysis.steps import measure_step_times
+from fsdp_inspect.analysis.memory.peak import measure_memory
+from fsdp_inspect.analysis.step_times import measure_step_times
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.simulation.changes import Changes, apply_changes
 from fsdp_inspect.simulation.recorded import observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan
-from fsdp_inspect.simulation.simulate import Simulation, simulate
+from fsdp_inspect.simulation.simulate import Simulation, simulate_plan
 from fsdp_inspect.store.reader import StoredRun
 from tests.benchmarks.figures import Figure
 from tests.gpu.outcome import Row, shown, unavailable
@@ -146,7 +146,7 @@ def _predictions(
     for number, variant in enumerate(variants):
         name = f"{case.emulation}, prediction of {variant.name}"
         try:
-            predicted = simulate(base, apply_changes(plan, variant.changes))
+            predicted = simulate_plan(base, apply_changes(plan, variant.changes))
         except MissingDataError as error:
             # The one error by which `simulate` says that it cannot read such a run.
             yield unavailable(name, f"simulate: {error}")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fsdp_inspect import forecast_memory, open_run
-from fsdp_inspect.analysis.memory import measure_memory
+from fsdp_inspect.analysis.memory.peak import measure_memory
 from fsdp_inspect.formatting import format_bytes
 from instrumented_trainer.forecasting import build
 from instrumented_trainer.trainer import NoRecorder

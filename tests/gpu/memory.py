@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from fsdp_inspect import open_run
-from fsdp_inspect.analysis.memory import Memory, measure_memory
+from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.importing.snapshot import import_snapshot
 from fsdp_inspect.trace.codes import MemoryPoint

@@ -19,6 +19,7 @@ import torch
 
 from fsdp_inspect import Recorder
 from fsdp_inspect.emulation.specification import parse_specification
+from fsdp_inspect.emulation.spinning import CYCLES_NOTE
 from instrumented_trainer.runtime import Runtime, process_group
 from tests.benchmarks.workload import Workload
 from tests.gpu.outcome import Judge
@@ -123,8 +124,10 @@ def expect_healthy(recorder: Recorder) -> None:
     Raises:
         RuntimeError: It stopped or had a problem.
     """
-    if recorder.problems or not recorder.is_recording:
-        raise RuntimeError(f"The recorder did not record all of it: {recorder.problems}")
+    # Transfers that are timed in cycles are recorded as well as any; see `costs` for their time.
+    lost = [problem for problem in recorder.problems if not problem.startswith(CYCLES_NOTE)]
+    if lost or not recorder.is_recording:
+        raise RuntimeError(f"The recorder did not record all of it: {lost}")
 
 
 def nccl_version() -> tuple[int, ...]:

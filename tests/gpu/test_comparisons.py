@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect.analysis.memory import Memory, measure_memory
+from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
 from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Phase
 from fsdp_inspect.trace.tables import EventTable
 from tests.benchmarks.profiler_trace import TraceEvent
 from tests.builders import InMemoryRun, RunBuilder
+from tests.gpu.clock import clock_row
+from tests.gpu.copies import copy_rows
 from tests.gpu.memory import MEMORY_STEP, counter_rows, snapshot_rows, tracker_row
 from tests.gpu.outcome import Row, Verdict
 from tests.gpu.setting import Setting
@@ -126,6 +128,91 @@ def test_a_collective_that_only_the_profiler_saw_ends_the_comparison() -> None:
     trace = [*TRACE, kernel("spin_kernel(long)", 20, 300 * US, 310 * US, 9)]
     rows = told(compare(SETTING, recorded_run(), range(1), trace, OFFSET))
     assert rows == {"collectives that both saw": ("2 recorded, 3 kernels", Verdict.MISSED)}
+
+
+def copies_trace() -> list[TraceEvent]:
+    """Two all-gathers; the host launches a copy inside each, 100 us before the device runs it."""
+
+    def ranged(name: str, start: int, end: int) -> TraceEvent:
+        return TraceEvent(name, "user_annotation", 1, start - OFFSET, end - OFFSET, {})
+
+    def launched(at: int, correlation: int, thread: int = 1) -> TraceEvent:
+        arguments = {"correlation": correlation}
+        return TraceEvent("launch", "cuda_driver", thread, at - OFFSET, at - OFFSET, arguments)
+
+    trace = []
+    for number, start in enumerate((0, 400 * US)):
+        first = 10 * (number + 1)
+        trace += [
+            ranged(f"FSDP::all_gather (layers.{number})", start, start + 50 * US),
+            launched(start + 10 * US, first),
+            launched(start + 20 * US, first + 1),
+            launched(start + 30 * US, first + 2),
+            launched(start + 30 * US, first + 3, thread=2),
+            kernel("foreach_copy", 20, start + 110 * US, start + 130 * US, first),
+            kernel("split_copy", 20, start + 140 * US, start + 150 * US, first + 1),
+            kernel("fsdp_inspect_spin", 24, start + 150 * US, start + 300 * US, first + 2),
+            kernel("gemm", 7, start + 150 * US, start + 350 * US, first + 3),
+            ranged(
+                f"FSDP::all_gather_copy_out (layers.{number})", start + 60 * US, start + 90 * US
+            ),
+            launched(start + 70 * US, first + 4),
+            kernel("split_copy", 7, start + 300 * US, start + 320 * US, first + 4),
+        ]
+    return trace
+
+
+def copied(*, into_ends: int) -> EventTable:
+    """The copies of `copies_trace` as recorded; the copies in end so many us after their start."""
+    builder = RunBuilder(["", "layers.0", "layers.1"], warmup_steps=0)
+    rank = builder.rank(0)
+    rank.step(0, 0, 900 * US)
+    for number, start in enumerate((0, 400 * US)):
+        unit = f"layers.{number}"
+        begin = start + 108 * US
+        rank.add(EventKind.ALL_GATHER_COPY_IN, begin, begin + into_ends * US, unit=unit)
+        out = start + 299 * US
+        rank.add(EventKind.ALL_GATHER_COPY_OUT, out, out + 22 * US, unit=unit)
+    return builder.build().events(0)
+
+
+def test_copies_are_compared_with_the_kernels_launched_inside_their_ranges() -> None:
+    rows = told(copy_rows(SETTING, copied(into_ends=46), copies_trace(), OFFSET))
+    assert rows == {
+        "copies into all-gathers that hold their kernels": ("2 of 2", Verdict.HOLDS),
+        "copies into all-gathers: recorded less kernels": ("6.0 µs (p90 6.0 µs)", Verdict.SHOWN),
+        "copies out of all-gathers that hold their kernels": ("2 of 2", Verdict.HOLDS),
+        "copies out of all-gathers: recorded less kernels": ("2.0 µs (p90 2.0 µs)", Verdict.SHOWN),
+    }
+
+
+def test_a_copy_that_is_recorded_without_its_duration_is_missed() -> None:
+    rows = told(copy_rows(SETTING, copied(into_ends=0), copies_trace(), OFFSET))
+    name = "copies into all-gathers that hold their kernels"
+    assert rows[name] == ("0 of 2", Verdict.MISSED)
+
+
+def test_a_copy_that_only_the_profiler_saw_is_missed() -> None:
+    events = copied(into_ends=46)
+    without = events.where(events.kind == EventKind.STEP)
+    [first, *_] = copy_rows(SETTING, without, copies_trace(), OFFSET)
+    assert first.figure.value == "0 recorded, 2 in the trace"
+    assert first.verdict is Verdict.MISSED
+
+
+@pytest.mark.parametrize(
+    ("end", "value", "verdict"),
+    [
+        (1_500, "0.0 µs at most", Verdict.HOLDS),
+        (61_000, "59.0 µs at most", Verdict.HOLDS),
+        (-70_000, "71.0 µs at most", Verdict.MISSED),
+    ],
+)
+def test_a_step_ends_between_two_readings_of_the_hosts_clock(
+    end: int, value: str, verdict: Verdict
+) -> None:
+    row = clock_row(SETTING, {0: 0, 49: end}, {49: (1_000, 2_000)}, uncertainty_ns=10_000)
+    assert (row.figure.value, row.verdict) == (value, verdict)
 
 
 def recorded_memory() -> Memory:

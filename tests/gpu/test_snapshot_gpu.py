@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_inspect.analysis.memory import measure_memory
+from fsdp_inspect.analysis.memory.peak import measure_memory
 from fsdp_inspect.importing.snapshot import import_snapshot
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import MemoryPoint

@@ -3,7 +3,7 @@
 Every emulated collective is one spinning kernel on the stream on which FSDP issues it. The n-th
 that the recorder saw issued is the n-th by the profiler's correlation id: both count in the order
 of the host. A collective that queues behind another of its communicator begins when its turn has
-come (`trace.communicators`): that is what is compared with the start of the kernel.
+come (`analysis.collectives.queues`): that is what is compared with the start of the kernel.
 
 [Note: two clocks] The profiler keeps a clock of its own. The offset is the median distance of the
 ends of all pairs; what is left after taking it away is the error of each time. The offset itself is
@@ -23,15 +23,16 @@ from numpy.typing import NDArray
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdp_inspect import open_run
-from fsdp_inspect.analysis.steps import measure_step_times
+from fsdp_inspect.analysis.collectives.queues import queue_up
+from fsdp_inspect.analysis.step_times import measure_step_times
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
-from fsdp_inspect.trace.communicators import queue_up
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable
 from tests.benchmarks.figures import Figure
 from tests.benchmarks.profiler_trace import TraceEvent, export_trace, named, read_trace
+from tests.gpu.copies import copy_rows
 from tests.gpu.outcome import Row, shown, spread, unavailable
 from tests.gpu.setting import (
     NEEDS_CUDA,
@@ -95,6 +96,10 @@ def measure(setting: Setting) -> Iterator[Row]:
         return
     steps = range(WARMUP_STEPS, WARMUP_STEPS + _num_steps(setting))
     yield from compare(setting, run, steps, trace, host[0])
+    events = run.events(0, steps=list(steps))
+    collectives, spins = events.where(np.isin(events.kind, list(COLLECTIVES))), spin_kernels(trace)
+    if len(collectives) == len(spins) > 0:
+        yield from copy_rows(setting, events, trace, match(collectives, spins).offset_ns)
 
 
 def compare(

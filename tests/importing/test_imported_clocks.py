@@ -3,8 +3,8 @@
 import pytest
 
 from fsdp_inspect import open_run
+from fsdp_inspect.analysis.clocks.alignment import align_clocks
 from fsdp_inspect.importing.kineto import import_traces
-from fsdp_inspect.trace.alignment import align_clocks
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 
 SHIFT_NS = 1_500_000_000

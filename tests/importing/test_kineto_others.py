@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from fsdp_inspect import open_run
-from fsdp_inspect.digest.run import digest_run
+from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.errors import ImportingError, StoreError
 from fsdp_inspect.importing.kineto import import_traces
-from fsdp_inspect.report.json import to_plain
+from fsdp_inspect.results import to_plain
 from fsdp_inspect.trace.codes import EventKind
 from tests.builders import steady_run
 from tests.importing.kineto_traces import (
@@ -97,7 +97,7 @@ def test_without_ranges_collectives_of_a_size_and_place_stand_for_a_unit(tmp_pat
 def test_without_ranges_phases_come_from_threads_and_annotations(tmp_path):
     parts = {
         part.name: part.duration_ns
-        for part in digest_run(import_one(tmp_path, ddp_trace())).breakdown.parts
+        for part in measure_summary(import_one(tmp_path, ddp_trace())).breakdown.parts
     }
     assert parts["forward"] == 2 * 100_000
     assert parts["backward"] == 2 * 200_000
@@ -220,8 +220,8 @@ def test_a_run_that_is_there_is_not_touched(tmp_path):
 
 
 def test_the_summary_has_the_keys_of_a_recorded_one(tmp_path):
-    imported = to_plain(digest_run(import_one(tmp_path, ddp_trace())))
-    recorded = to_plain(digest_run(steady_run()))
+    imported = to_plain(measure_summary(import_one(tmp_path, ddp_trace())))
+    recorded = to_plain(measure_summary(steady_run()))
     assert set(imported) == set(recorded)
     assert {"overlap_ratio", "exposed_ns"} <= set(imported["ranks"][0])
     assert set(imported["ranks"][0]) == set(recorded["ranks"][0])

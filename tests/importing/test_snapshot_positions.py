@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from fsdp_inspect.importing.snapshot_contents import Annotation
-from fsdp_inspect.importing.snapshot_positions import Activity, follow
+from fsdp_inspect.importing.snapshot_positions import FsdpActivity, follow_annotations
 from fsdp_inspect.trace.codes import Phase
 
 
 def positions_of(*events):
     """Positions after each of these, one microsecond apart: `+name` starts, `-name` ends."""
     walk = [Annotation(time, one[1:], one[0] == "+") for time, one in enumerate(events)]
-    return follow(walk)
+    return follow_annotations(walk)
 
 
 def last(*events):
@@ -19,7 +19,7 @@ def last(*events):
     positions = positions_of(*events)
     unit = int(positions.unit[-1])
     name = positions.units[unit] if unit >= 0 else None
-    return Phase(positions.phase[-1]), name, Activity(positions.activity[-1])
+    return Phase(positions.phase[-1]), name, FsdpActivity(positions.activity[-1])
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def last(*events):
     ],
 )
 def test_a_range_names_its_unit(name, unit):
-    assert last(f"+{name}")[1:] == (unit, Activity.ALL_GATHER)
+    assert last(f"+{name}")[1:] == (unit, FsdpActivity.ALL_GATHER)
 
 
 def test_the_roots_empty_parentheses_are_the_root():
@@ -41,15 +41,15 @@ def test_the_roots_empty_parentheses_are_the_root():
 
 def test_a_unit_computes_from_the_end_of_its_pre_forward_to_its_post_forward():
     begin = ("+FSDP::pre_forward (a)", "-FSDP::pre_forward (a)")
-    assert last(*begin) == (Phase.FORWARD, "a", Activity.COMPUTE)
+    assert last(*begin) == (Phase.FORWARD, "a", FsdpActivity.COMPUTE)
     end = ("+FSDP::post_forward (a)", "-FSDP::post_forward (a)")
-    assert last(*begin, *end) == (Phase.FORWARD, None, Activity.NONE)
+    assert last(*begin, *end) == (Phase.FORWARD, None, FsdpActivity.NONE)
 
 
 def test_inside_a_prefetch_the_gathered_unit_owns_what_is_allocated():
     begin = ("+FSDP::pre_forward (a)", "-FSDP::pre_forward (a)")
     prefetch = ("+FSDP::forward_prefetch for b", "+FSDP::all_gather (b)")
-    assert last(*begin, *prefetch) == (Phase.FORWARD, "b", Activity.ALL_GATHER)
+    assert last(*begin, *prefetch) == (Phase.FORWARD, "b", FsdpActivity.ALL_GATHER)
 
 
 def test_units_that_are_nested_give_way_to_the_outer_one_when_they_are_done():

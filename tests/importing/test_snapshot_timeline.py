@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_inspect.importing.snapshot_contents import parse_snapshot
-from fsdp_inspect.importing.snapshot_positions import follow
+from fsdp_inspect.importing.snapshot_positions import follow_annotations
 from fsdp_inspect.importing.snapshot_timeline import find_alive, follow_trace
 from fsdp_inspect.trace.codes import MemoryCategory
 from tests.importing.snapshots import KIB, FakeAllocator, train
@@ -49,7 +49,7 @@ def test_what_is_alive_adds_up_to_what_is_allocated_at_every_moment(program, num
     snapshot = parse_snapshot(allocator.snapshot(entries=1 + number % 30), "it")
     timeline = follow_trace(snapshot.devices[0])
     for moment in range(len(timeline.allocated)):
-        alive = find_alive(timeline, follow(snapshot.annotations), moment)
+        alive = find_alive(timeline, follow_annotations(snapshot.annotations), moment)
         assert alive.size.sum() == timeline.allocated[moment]
 
 
@@ -58,7 +58,7 @@ def alive_at(allocator, time_us):
     snapshot = parse_snapshot(allocator.snapshot(), "it")
     timeline = follow_trace(snapshot.devices[0])
     moment = int(np.searchsorted(timeline.time_us, time_us, side="right")) - 1
-    alive = find_alive(timeline, follow(snapshot.annotations), moment)
+    alive = find_alive(timeline, follow_annotations(snapshot.annotations), moment)
     held = {
         category.label: int(alive.size[alive.category == category].sum()) // KIB
         for category in MemoryCategory

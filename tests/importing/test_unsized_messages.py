@@ -4,10 +4,10 @@ import pytest
 
 from fsdp_inspect import open_run
 from fsdp_inspect.analysis.overlap import measure_overlap
-from fsdp_inspect.analysis.plan_check import check_plan
+from fsdp_inspect.analysis.plan_check.check import check_plan
+from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.analysis.units import measure_units
-from fsdp_inspect.digest.comparison import compare_runs
-from fsdp_inspect.digest.run import digest_run
+from fsdp_inspect.comparison.comparison import compare_runs
 from fsdp_inspect.importing.kineto import import_traces
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 
@@ -47,7 +47,7 @@ def test_whether_unsized_messages_fit_the_plan_cannot_be_told(unsized):
 
 def test_the_bytes_of_unsized_messages_are_unknown(unsized):
     assert measure_overlap(unsized).run.communication_bytes is None
-    assert digest_run(unsized).communication_bytes is None
+    assert measure_summary(unsized).communication_bytes is None
 
 
 def test_units_whose_sizes_are_told_are_compared_with_them(tmp_path):

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from fsdp_inspect.analysis.breakdown import measure_breakdown, measure_step_breakdown
 from fsdp_inspect.analysis.exposed import measure_exposed
 from fsdp_inspect.analysis.overlap import measure_overlap
-from fsdp_inspect.analysis.steps import measure_step_times
-from fsdp_inspect.digest.run import digest_run
-from fsdp_inspect.report.json import to_plain
+from fsdp_inspect.analysis.step_times import measure_step_times
+from fsdp_inspect.analysis.summary import measure_summary
+from fsdp_inspect.results import to_plain
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase, Stream
 from fsdp_inspect.trace.tables import EventTable
 from tests.builders import RunBuilder
@@ -114,7 +114,7 @@ def test_what_the_kinds_are_exposed_for_adds_up_in_each_step(ranks):
 def test_relabelling_the_ranks_changes_no_number(ranks, random):
     shuffled = list(ranks)
     random.shuffle(shuffled)
-    before, after = digest_run(build(ranks)), digest_run(build(shuffled))
+    before, after = measure_summary(build(ranks)), measure_summary(build(shuffled))
     for name in ("communication_ns", "exposed_ns", "overlap_ratio"):
         assert getattr(before, name) == getattr(after, name)
     assert before.step_time_ns.median == after.step_time_ns.median
@@ -128,7 +128,7 @@ def without_rank(row):
 @FEW_EXAMPLES
 @given(RANKS)
 def test_doubling_all_times_doubles_every_ns_and_no_ratio(ranks):
-    single, double = (to_plain(digest_run(build(ranks, scale=scale))) for scale in (1, 2))
+    single, double = (to_plain(measure_summary(build(ranks, scale=scale))) for scale in (1, 2))
     for digest in (single, double):
         digest["verdict"] = digest["verdict"]["numbers"]
         digest["rank_verdicts"] = [rank["limit"] for rank in digest["rank_verdicts"]]
@@ -159,7 +159,7 @@ def test_no_number_depends_on_where_a_clock_starts(ranks, offset):
     shifted = replace(
         run, event_tables={rank: shift(table, offset) for rank, table in run.event_tables.items()}
     )
-    assert digest_run(run) == digest_run(shifted)
+    assert measure_summary(run) == measure_summary(shifted)
 
 
 def shift(table, offset):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from fsdp_inspect.analysis.ranks import measure_ranks
-from tests.analysis.test_ranks import build_run
+from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
+from tests.analysis.stragglers.test_ranks import build_run
 
 JITTERS = {
     "uniform": lambda random, shape: random.uniform(0, 1, shape),

@@ -1,3 +1,4 @@
+import ctypes
 import itertools
 import os
 import subprocess
@@ -55,6 +56,12 @@ class FakeNvml:
             raise self.NVMLError("Invalid Argument")
         return index
 
+    def nvmlDeviceIsMigDeviceHandle(self, handle):
+        return ctypes.c_uint(0)  # pynvml does not unwrap it
+
+    def nvmlDeviceGetMigMode(self, handle):
+        raise self.NVMLError("Not Supported")
+
     def nvmlDeviceGetUtilizationRates(self, handle):
         return SimpleNamespace(gpu=90 + handle, memory=10)
 
@@ -82,6 +89,50 @@ class FakeNvml:
             )
             for id_, scope in fields
         ]
+
+
+class FakeMigNvml(FakeNvml):
+    """NVML on a machine whose first GPU is split into instances; handles of those are tuples."""
+
+    def __init__(self, instances=("MIG-11111111-aa", "MIG-22222222-bb")) -> None:
+        super().__init__()
+        self.instances = instances
+        self.asked_of_instances: list[str] = []
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        if uuid in self.instances:
+            return (0, self.instances.index(uuid))
+        return super().nvmlDeviceGetHandleByUUID(uuid)
+
+    def nvmlDeviceIsMigDeviceHandle(self, handle):
+        return ctypes.c_uint(isinstance(handle, tuple))
+
+    def nvmlDeviceGetMigMode(self, handle):
+        if handle != 0:
+            raise self.NVMLError("Not Supported")
+        return [1, 1]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle):
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, index):
+        if index >= len(self.instances):
+            raise self.NVMLError("Not Found")
+        return (handle, index)
+
+    def nvmlDeviceGetUUID(self, handle):
+        return self.instances[handle[1]]
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        if isinstance(handle, tuple):
+            return SimpleNamespace(used=(handle[1] + 1) << 20, total=10 << 30)
+        return super().nvmlDeviceGetMemoryInfo(handle)
+
+    def nvmlDeviceGetUtilizationRates(self, handle):
+        if handle == 0 or isinstance(handle, tuple):
+            self.asked_of_instances.append("utilisation")
+            raise self.NVMLError("Not Supported")
+        return super().nvmlDeviceGetUtilizationRates(handle)
 
 
 class FakeCuda:
@@ -207,8 +258,68 @@ def test_gpu_without_uuid_is_found_otherwise(nvml, monkeypatch, properties, visi
     assert rows[-1]["gpu_utilisation_pct"] == 90 + handle
 
 
+MIG_SENTENCE = (
+    "The GPU is the MIG instance {}: its memory is sampled. Its utilisation, power, clock, NVLink "
+    "and PCIe traffic are missing, since NVML does not report them for an instance."
+)
+
+
+@pytest.mark.parametrize(
+    ("visible", "torch_uuid", "instance"),
+    [
+        pytest.param("MIG-22222222-bb", "uuid-of-0", 1, id="torch tells the UUID of the GPU"),
+        pytest.param("MIG-22222222-bb", "22222222-bb", 1, id="torch tells that of the instance"),
+        pytest.param("", "11111111-aa", 0, id="nothing is hidden"),
+    ],
+)
+def test_a_mig_instance_is_sampled_and_not_the_gpu_around_it(
+    monkeypatch, visible, torch_uuid, instance
+):
+    fake = FakeMigNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", FakeCuda(uuid=torch_uuid))
+    rows, sampler = sample(cuda_index=0, interval_s=0.002, num_rows=5)
+    assert rows[-1]["gpu_memory_used"] == (instance + 1) << 20
+    assert sorted(gpu(rows[-1]))[:-1] == [-1] * (len(gpu(rows[-1])) - 1)
+    assert sampler.problems == [MIG_SENTENCE.format(fake.instances[instance])]
+    assert fake.asked_of_instances == []
+    assert fake.starts == 0
+
+
+def test_the_only_instance_of_a_gpu_is_the_one_in_use(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeMigNvml(instances=("MIG-1",)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", FakeCuda(uuid="uuid-of-0"))
+    rows, sampler = sample(cuda_index=0)
+    assert rows[-1]["gpu_memory_used"] == 1 << 20
+    assert sampler.problems == [MIG_SENTENCE.format("MIG-1")]
+
+
+def test_an_instance_that_is_not_named_is_not_confused_with_the_gpu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeMigNvml())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", FakeCuda(uuid="uuid-of-0"))
+    rows, sampler = sample(cuda_index=0)
+    assert set(gpu(rows[-1])) == {-1}
+    assert sampler.problems == [
+        "The GPU is not sampled: it is in MIG mode with 2 instances, and which of them is in use "
+        "is unknown. Set CUDA_VISIBLE_DEVICES to the full UUID of the instance (MIG-..., as "
+        "`nvidia-smi -L` shows it)."
+    ]
+
+
+def test_another_gpu_of_the_machine_is_sampled_as_a_whole(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeMigNvml())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", FakeCuda(uuid="uuid-of-2"))
+    rows, sampler = sample(cuda_index=0)
+    assert rows[-1]["gpu_utilisation_pct"] == 92
+    assert rows[-1]["gpu_power_mw"] == 350_000
+    assert sampler.problems == []
+
+
 def test_gpu_readings_have_the_units_of_their_columns(nvml, monkeypatch):
-    monkeypatch.setattr(devices, "identify_gpu", lambda index: GpuIdentity(None, None, index))
+    monkeypatch.setattr(devices, "identify_gpu", lambda index: GpuIdentity((), None, index))
     row = sample(cuda_index=0)[0][-1]
     assert row["gpu_memory_used"] == 5 << 30
     assert row["gpu_power_mw"] == 350_000
@@ -218,13 +329,13 @@ def test_gpu_readings_have_the_units_of_their_columns(nvml, monkeypatch):
 
 
 def test_nvml_is_shut_down_at_the_end(nvml, monkeypatch):
-    monkeypatch.setattr(devices, "identify_gpu", lambda index: GpuIdentity(None, None, index))
+    monkeypatch.setattr(devices, "identify_gpu", lambda index: GpuIdentity((), None, index))
     sample(cuda_index=0)
     assert nvml.starts == 0
 
 
 def test_reading_that_is_not_supported_is_missing_and_not_asked_for_ever(nvml, monkeypatch):
-    monkeypatch.setattr(devices, "identify_gpu", lambda index: GpuIdentity(None, None, index))
+    monkeypatch.setattr(devices, "identify_gpu", lambda index: GpuIdentity((), None, index))
     nvml.clock_works, nvml.num_links = False, 0
     rows, sampler = sample(cuda_index=0, interval_s=0.002, num_rows=5)
     assert {row["gpu_sm_clock_mhz"] for row in rows} == {-1}
@@ -241,7 +352,7 @@ def test_machine_without_nvml_library_is_said_once_and_hosts_are_sampled(nvml, m
     def fail():
         raise nvml.NVMLError("NVML Shared Library Not Found")
 
-    monkeypatch.setattr(devices, "identify_gpu", lambda index: GpuIdentity(None, None, index))
+    monkeypatch.setattr(devices, "identify_gpu", lambda index: GpuIdentity((), None, index))
     monkeypatch.setattr(nvml, "nvmlInit", fail)
     rows, sampler = sample(cuda_index=0)
     assert rows[-1]["process_rss"] > 0
@@ -251,7 +362,7 @@ def test_machine_without_nvml_library_is_said_once_and_hosts_are_sampled(nvml, m
 
 
 def test_gpu_unknown_to_nvml_is_said(nvml, monkeypatch):
-    monkeypatch.setattr(devices, "identify_gpu", lambda index: GpuIdentity(None, None, 7))
+    monkeypatch.setattr(devices, "identify_gpu", lambda index: GpuIdentity((), None, 7))
     _, sampler = sample(cuda_index=0)
     assert "NVML does not know" in sampler.problems[0]
     assert nvml.starts == 0
@@ -261,7 +372,7 @@ def test_gpu_unknown_to_nvml_is_said(nvml, monkeypatch):
     ("module", "subject"), [("psutil", "Host memory"), ("pynvml", "The GPU is not")]
 )
 def test_missing_package_costs_its_columns_and_is_said(monkeypatch, module, subject):
-    monkeypatch.setattr(devices, "identify_gpu", lambda index: GpuIdentity(None, None, index))
+    monkeypatch.setattr(devices, "identify_gpu", lambda index: GpuIdentity((), None, index))
     monkeypatch.setitem(sys.modules, module, None)
     rows, sampler = sample(cuda_index=0)
     assert rows[-1]["time_ns"] > 0

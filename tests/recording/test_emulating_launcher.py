@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_inspect import open_run
-from fsdp_inspect.recording.emulating_launcher import parse_arguments
+from fsdp_inspect.recording.emulating_launcher import parse_emulation_arguments
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import RunStatus
 
@@ -58,7 +58,9 @@ def test_what_is_printed_says_that_the_ranks_were_emulated(launched: tuple[str, 
 
 
 def test_the_script_keeps_its_arguments():
-    given = parse_arguments([*LINK, "--inter-bandwidth", "1GB/s", "-m", "json.tool", "--name", "x"])
+    given = parse_emulation_arguments(
+        [*LINK, "--inter-bandwidth", "1GB/s", "-m", "json.tool", "--name", "x"]
+    )
 
     assert given.recording.target.arguments == ("--name", "x")
     assert given.recording.target.is_module
@@ -78,7 +80,7 @@ def test_a_bad_option_ends_before_the_script_runs(
     options: tuple[str, ...], words: list[str], capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(SystemExit) as ended:
-        parse_arguments([*options, str(SCRIPT)])
+        parse_emulation_arguments([*options, str(SCRIPT)])
 
     assert ended.value.code == 2
     errors = capsys.readouterr().err
@@ -87,7 +89,7 @@ def test_a_bad_option_ends_before_the_script_runs(
 
 def test_help_names_every_preset_with_its_source(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
-        parse_arguments(["--help"])
+        parse_emulation_arguments(["--help"])
 
     assert ended.value.code == 0
     text = capsys.readouterr().out

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_inspect import Recorder, open_run
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording import unit_hooks
-from fsdp_inspect.recording.failure import describe_memory
+from fsdp_inspect.recording.failure import describe_allocated
 from fsdp_inspect.recording.memory import AllocatorReading
 from fsdp_inspect.recording.units import ProcessGroups, describe_units, find_recordable_groups
 from fsdp_inspect.trace.codes import EventKind, Source
@@ -271,7 +271,7 @@ def test_what_fills_memory_is_told_largest_first(fake_ranks: None) -> None:
     units = describe_units(handles, ProcessGroups())
     model[0].unshard()
     # A layer has 2 x 8 weights and 2 biases on this rank: 72 bytes; Adam also keeps 2 counts.
-    assert describe_memory(handles, units, [optimizer], Counters()) == (
+    assert describe_allocated(handles, units, [optimizer], Counters()) == (
         "Allocated 9.77 KiB (peak 11.7 KiB, reserved 19.5 KiB): "
         "activations, buffers and temporaries 8.62 KiB, optimizer state 456 B, "
         "unsharded parameters of 1 of 3 units 288 B, sharded parameters 216 B, "

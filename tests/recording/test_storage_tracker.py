@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_inspect.errors import RecordingError
-from fsdp_inspect.recording.storage_log import StepMemory
+from fsdp_inspect.recording.storage_log import TrackedStepMemory
 from fsdp_inspect.recording.storage_tracker import StorageTracker
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Phase
 from fsdp_inspect.trace.tables import MemoryTable
@@ -36,7 +36,7 @@ def kib(num_kib: int) -> torch.Tensor:
     return torch.empty(num_kib * KIB, dtype=torch.uint8)
 
 
-def end_of_step(body: Callable[[], Any]) -> StepMemory:
+def end_of_step(body: Callable[[], Any]) -> TrackedStepMemory:
     """Run the body under a tracker and keep what it returns alive until the end."""
     tracker = StorageTracker(Place())
     with tracker:

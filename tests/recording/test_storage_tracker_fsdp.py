@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_inspect import Recorder, open_run
-from fsdp_inspect.recording.storage_log import StepMemory
+from fsdp_inspect.recording.storage_log import TrackedStepMemory
 from fsdp_inspect.recording.storage_tracker import StorageTracker
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Phase
 
@@ -123,7 +123,7 @@ class Training:
             tracker.register_known(category, tensors, -1)
         return tracker
 
-    def tracked_step(self) -> StepMemory:
+    def tracked_step(self) -> TrackedStepMemory:
         tracker = self.tracker()
         with tracker:
             self.step()

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fsdp_inspect.analysis.wait_causes import Cause, Waits, split_waits
 from fsdp_inspect.trace.codes import EventKind, Phase
-from fsdp_inspect.trace.waits import Cause, Waits, split_waits
 
 from .virtual_device import MS
 from .virtual_training import WORLD_SIZE, Replay

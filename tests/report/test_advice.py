@@ -7,12 +7,12 @@ import pytest
 
 from fsdp_inspect import open_run
 from fsdp_inspect.advice.advise import PlanAdvice
+from fsdp_inspect.advice.request import AdviceRequest
+from fsdp_inspect.advice.run_advice import advise_run
 from fsdp_inspect.advice.suggestions import Suggestion
-from fsdp_inspect.advice.wishes import Wishes
-from fsdp_inspect.digest.advising import advise_run
 from fsdp_inspect.report.advice import (
     describe_alternative,
-    describe_memory,
+    describe_plan_peak,
     describe_plans,
     describe_saving,
 )
@@ -24,7 +24,7 @@ US = 1_000
 
 @pytest.fixture(scope="module")
 def plan() -> PlanAdvice:
-    advised = advise_run(open_run(SAMPLE), Wishes()).plan
+    advised = advise_run(open_run(SAMPLE), AdviceRequest()).plan
     assert advised is not None
     return replace(advised, replayed_step_ns=128_000 * US)
 
@@ -76,11 +76,11 @@ def test_the_memory_of_a_change_has_its_interval(
         added_low_bytes=low * MIB,
         added_high_bytes=high * MIB,
     )
-    assert describe_memory(changed) == words
+    assert describe_plan_peak(changed) == words
 
 
 def test_memory_that_nobody_measured_is_not_known(suggestion: Suggestion) -> None:
-    assert describe_memory(replace(suggestion, peak_bytes=None, added_bytes=None)) == "not known"
+    assert describe_plan_peak(replace(suggestion, peak_bytes=None, added_bytes=None)) == "not known"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 import pytest
 
-from fsdp_inspect.digest.breakdown import digest_breakdown
+from fsdp_inspect.analysis.breakdown_causes import measure_breakdown_causes
 from fsdp_inspect.report.breakdown import MOST_RANKS, render_breakdown
 from tests.builders import RunBuilder, steady_run
-from tests.report.rendering import text_of
+from tests.report.terminal_text import text_of
 
 SHOWN = """\
 The median step of rank 0 takes 1.00 µs and waits 250.0 ns (25.0 %) for
@@ -23,14 +23,15 @@ other                    60.0 ns   6.0 %  ██
 
 Why it waits (the causes add up to the exposed parts)
 cause        exposed
-floor       150.0 ns  the part of exposed that no setting hides: the first
-                      gather of each forward and the last reduction of each
-                      backward, which have no compute beside them
-bandwidth    60.0 ns  the rest of exposed: more bytes than the compute beside
-                      them hides
-late issue   40.0 ns  exposed that an earlier issue had saved: min(exposed,
-                      issue - earliest); earliest: its stream's dependencies
-                      and the collective ahead on its communicator are done
+floor       150.0 ns  exposed time of the first all-gather of each forward and
+                      the last reduction of each backward; no compute runs
+                      next to them, so no setting hides it
+bandwidth    60.0 ns  the rest of the exposed time: the transfer takes longer
+                      than the compute that could hide it
+late issue   40.0 ns  exposed time that an earlier issue would have saved:
+                      min(exposed, issue - earliest); earliest: the
+                      dependencies of its stream and the previous collective
+                      on its communicator have ended
 
 The median step of each rank (all parts: --rank, --json)
 rank  step  step time   exposed   forward  backward  optimizer     data
@@ -42,7 +43,7 @@ Recorded run hand-made. 3 of 4 finished steps are timed; left out: step 0
 
 
 def shown(run, **asked):
-    return text_of(render_breakdown(digest_breakdown(run, **asked)))
+    return text_of(render_breakdown(measure_breakdown_causes(run, **asked)))
 
 
 def test_a_breakdown_reads_so():

@@ -1,9 +1,9 @@
 import pytest
 
+from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.metrics import METRICS
 from fsdp_inspect.report.causes import causes_table, format_cause, phrase_cause
-from fsdp_inspect.trace.waits import Cause
-from tests.report.rendering import text_of
+from tests.report.terminal_text import text_of
 
 
 @pytest.mark.parametrize("cause", Cause)

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from xml.etree import ElementTree
 
-from fsdp_inspect.checks.blame import Growth
-from fsdp_inspect.checks.judge import CheckResult, MetricCheck, Outcome
-from fsdp_inspect.digest.settings import SettingDifference
+from fsdp_inspect.checks.check import CheckOutcome, CheckResult, MetricCheck
+from fsdp_inspect.checks.increases import Increase
+from fsdp_inspect.comparison.settings import SettingDifference
 from fsdp_inspect.report.check import (
     describe_outcome,
     render_annotations,
@@ -13,13 +13,13 @@ from fsdp_inspect.report.check import (
     render_junit,
     render_markdown,
 )
-from tests.report.rendering import text_of
+from tests.report.terminal_text import text_of
 
 MS = 1_000_000
 HOSTILE = "<b>|a|</b> `x` [y](http://evil.example) &lt; $z$ 100%\n::error::no\x1b[31m"
 
 MEMORY = CheckResult(
-    outcome=Outcome.REGRESSION,
+    outcome=CheckOutcome.REGRESSION,
     exit_code=1,
     name="Decoder",
     run_ids=("before", "after"),
@@ -27,11 +27,11 @@ MEMORY = CheckResult(
     method="storage_tracker",
     metrics=(
         MetricCheck(
-            "peak_allocated_bytes", Outcome.REGRESSION, 1024, 3072, 1024, "to the byte", ""
+            "peak_allocated_bytes", CheckOutcome.REGRESSION, 1024, 3072, 1024, "to the byte", ""
         ),
-        MetricCheck("resting_bytes", Outcome.HOLDS, 512, 512, 512, "to the byte", ""),
+        MetricCheck("resting_bytes", CheckOutcome.HOLDS, 512, 512, 512, "to the byte", ""),
     ),
-    growth=(Growth("activation", ("layers.3",), 0, 2048),),
+    growth=(Increase("activation", ("layers.3",), 0, 2048),),
     longer=(),
     phase="backward",
     unit="layers.4",
@@ -45,7 +45,7 @@ TIMES = replace(
     metrics=(
         MetricCheck(
             "step_time_ns",
-            Outcome.REGRESSION,
+            CheckOutcome.REGRESSION,
             100 * MS,
             112 * MS,
             None,
@@ -55,8 +55,8 @@ TIMES = replace(
     ),
     growth=(),
     longer=(
-        Growth("exposed_all_gather", (), 2 * MS, 13 * MS),
-        Growth("all_gather in backward", ("layers.3",), 1 * MS, 11 * MS),
+        Increase("exposed_all_gather", (), 2 * MS, 13 * MS),
+        Increase("all_gather in backward", ("layers.3",), 1 * MS, 11 * MS),
     ),
     causes=("`layers.3` now reshard_after_forward=True: backward gathers it again (2.0 KiB)",),
 )
@@ -78,7 +78,9 @@ def test_a_longer_step_is_told_by_its_part_and_by_the_wait_in_it() -> None:
 
 
 def test_settings_that_differ_are_told_whether_it_holds_or_not() -> None:
-    holds = replace(MEMORY, outcome=Outcome.HOLDS, metrics=MEMORY.metrics[1:], growth=(), causes=())
+    holds = replace(
+        MEMORY, outcome=CheckOutcome.HOLDS, metrics=MEMORY.metrics[1:], growth=(), causes=()
+    )
 
     for result in (MEMORY, holds):
         assert "config.batch_size: 1 -> 2" in text_of(render_check(result))

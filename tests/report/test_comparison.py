@@ -1,9 +1,9 @@
-from fsdp_inspect.digest.comparison import compare_runs
+from fsdp_inspect.comparison.comparison import compare_runs
 from fsdp_inspect.report.comparison import MOST_UNITS, render_comparison
 from fsdp_inspect.trace.codes import MemoryPoint
 from tests.builders import RunBuilder, steady_run
-from tests.digest.test_comparison import repeats, run_of_step
-from tests.report.rendering import text_of
+from tests.comparison.test_comparison import repeats, run_of_step
+from tests.report.terminal_text import text_of
 
 TWO_RUNS = """\
 How they differ

@@ -1,11 +1,11 @@
 from dataclasses import replace
 
 from fsdp_inspect.analysis.prefetch import SwappedPair
-from fsdp_inspect.digest.exposed import digest_waits
+from fsdp_inspect.analysis.rank_waits import measure_rank_waits
 from fsdp_inspect.report.exposed import MOST_OWNERS, render_waits
 from fsdp_inspect.trace.codes import Method, Stream
 from tests.builders import RunBuilder, steady_run
-from tests.report.rendering import text_of
+from tests.report.terminal_text import text_of
 
 HEADLINE = """\
 Rank 0 waits 250.0 ns a step for communication (25.0 % of 1.00 µs; medians),
@@ -52,7 +52,7 @@ bytes.
 
 
 def shown(run, **asked):
-    return text_of(render_waits(digest_waits(run, **asked)))
+    return text_of(render_waits(measure_rank_waits(run, **asked)))
 
 
 def ms(value):
@@ -84,7 +84,7 @@ def test_evidence_names_the_place_in_the_step_and_what_was_ahead():
     builder, rank = one_step()
     rank.reduce_scatter("layers.1", ms(5), ms(40))
     rank.all_gather("layers.0", ms(10), ms(60), need=ms(30), issue_ns=ms(6))
-    text = " ".join(text_of(render_waits(digest_waits(builder.build())), width=140).split())
+    text = " ".join(text_of(render_waits(measure_rank_waits(builder.build())), width=140).split())
     assert (
         "0 layers.0 all-gather (forward) 6.000 30.000 60.000 30.0 ms serialized behind layers.1"
         in text
@@ -119,7 +119,7 @@ def test_gathers_that_block_the_host_need_no_table():
 
 
 def test_waste_and_a_wrong_order_of_prefetch_are_pointed_out():
-    digest = digest_waits(steady_run())
+    digest = measure_rank_waits(steady_run())
     pair = SwappedPair("forward", "layers.2", "layers.1", 3, ms(2))
     prefetch = replace(digest.prefetch, unused_bytes=4096, swapped=(pair,))
     text = text_of(render_waits(replace(digest, prefetch=prefetch)))
@@ -136,7 +136,7 @@ def test_many_owners_are_listed_in_part():
 
 
 def test_a_slowdown_is_shown_with_its_spread_and_whether_it_is_clear():
-    digest = digest_waits(steady_run())
+    digest = measure_rank_waits(steady_run())
     for is_clear, words in (
         (True, "It takes 1.20 x as long"),
         (False, "cannot be told from noise"),

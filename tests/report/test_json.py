@@ -3,8 +3,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.analysis.verdict import Limit
-from fsdp_inspect.digest.run import digest_run
 from fsdp_inspect.report.json import render_json, render_run_json
 from fsdp_inspect.trace.run import ClockPair
 from tests.builders import steady_run
@@ -20,7 +20,7 @@ def rendered(value):
 
 
 def test_a_result_keeps_its_own_names_and_their_order():
-    digest = json.loads(render_json(digest_run(steady_run())))
+    digest = json.loads(render_json(measure_summary(steady_run())))
     assert list(digest)[:4] == ["run_id", "status", "notes", "is_kernel_trace"]
     assert digest["step_time_ns"] == {"median": 1000, "p10": 1000, "p90": 1000, "num_steps": 3}
     assert digest["verdict"]["limit"] == "communication"
@@ -48,5 +48,5 @@ def test_what_concerns_one_run_begins_with_the_run_its_source_and_its_notes():
     run = steady_run()
     plain = json.loads(render_run_json(run, Result(1)))
     assert plain == {"run_id": "hand-made", "source": "recorded", "notes": [], "value": 1}
-    digest = json.loads(render_run_json(run, digest_run(run)))
+    digest = json.loads(render_run_json(run, measure_summary(run)))
     assert list(digest)[:4] == ["run_id", "source", "notes", "status"]

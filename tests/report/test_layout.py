@@ -3,7 +3,7 @@ from rich.console import Group
 
 from fsdp_inspect.analysis.exposed import Ahead
 from fsdp_inspect.report.layout import BAR_WIDTH, bar, new_table, owner_name, section, unit_name
-from tests.report.rendering import text_of
+from tests.report.terminal_text import text_of
 
 
 def test_numbers_stand_to_the_right_and_words_to_the_left():

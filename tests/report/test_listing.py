@@ -1,9 +1,9 @@
 from pathlib import Path
 
-from fsdp_inspect.digest.listing import list_recorded_runs
+from fsdp_inspect.analysis.run_list import list_recorded_runs
 from fsdp_inspect.report.listing import render_listing
 from tests.builders import RunBuilder, steady_run, write_run
-from tests.report.rendering import text_of
+from tests.report.terminal_text import text_of
 
 
 def test_a_listing_has_a_line_for_each_run(tmp_path):

@@ -1,15 +1,17 @@
-from fsdp_inspect.digest.memory import digest_memory
+from fsdp_inspect.analysis.memory.overview import measure_memory_overview
 from fsdp_inspect.report.memory import render_memory
 from fsdp_inspect.trace.codes import MemoryPoint, Phase
 from fsdp_inspect.trace.run import FailedRequest
 from tests.builders import MIB, RunBuilder, steady_run
-from tests.report import rendering
+from tests.report import terminal_text as rendering
 
 GIB = 1 << 30
 
 
 def shown(run, **options):
-    return " ".join(rendering.text_of(render_memory(digest_memory(run, **options))).split())
+    return " ".join(
+        rendering.text_of(render_memory(measure_memory_overview(run, **options))).split()
+    )
 
 
 def tracked_run():

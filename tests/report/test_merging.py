@@ -5,7 +5,7 @@ from pathlib import Path
 from fsdp_inspect.report.merging import render_merge
 from fsdp_inspect.store.compaction import SkippedRank
 from fsdp_inspect.store.merging import MergeResult
-from tests.report import rendering
+from tests.report import terminal_text as rendering
 
 
 def result(**changes):

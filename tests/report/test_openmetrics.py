@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_inspect.digest.monitoring import monitor_run
+from fsdp_inspect.analysis.live.monitor import monitor_run
 from fsdp_inspect.report.openmetrics import Family, Sample, find_families, render_openmetrics
 from fsdp_inspect.trace.codes import MemoryPoint
 from tests.builders import InMemoryRun, RunBuilder, add_steady_step, steady_run

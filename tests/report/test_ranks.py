@@ -2,12 +2,12 @@
 
 import pytest
 
-from fsdp_inspect.analysis.ranks import measure_ranks
+from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.report.ranks import render_ranks
-from tests.analysis.test_ranks import build_run
+from tests.analysis.stragglers.test_ranks import build_run
 from tests.builders import RunBuilder, steady_run
 from tests.llama70b import llama_70b_run
-from tests.report import rendering
+from tests.report import terminal_text as rendering
 
 
 def shown(run, **options):

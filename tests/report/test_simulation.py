@@ -6,9 +6,9 @@ import pytest
 
 from fsdp_inspect.report.simulation import render_simulation, why_no_memory
 from fsdp_inspect.simulation.recorded import Execution, observed_plan
-from fsdp_inspect.simulation.simulate import Simulation, simulate
+from fsdp_inspect.simulation.simulate import Simulation, simulate_plan
 from tests.builders import MIB
-from tests.report.rendering import text_of
+from tests.report.terminal_text import text_of
 from tests.simulation.test_recorded import as_run, simple
 
 
@@ -16,7 +16,7 @@ from tests.simulation.test_recorded import as_run, simple
 def simulation() -> Simulation:
     """Of a run without a memory step."""
     run = as_run(simple(3), Execution.HOST)
-    return simulate(run, observed_plan(run))
+    return simulate_plan(run, observed_plan(run))
 
 
 def test_an_error_that_rounds_to_nothing_has_no_sign(simulation: Simulation) -> None:

@@ -2,13 +2,13 @@ from dataclasses import replace
 
 import pytest
 
+from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.analysis.units import measure_units
-from fsdp_inspect.digest.run import digest_run
 from fsdp_inspect.report.text import MOST_RANKS, render_summary, render_units, render_verdict
 from fsdp_inspect.trace.codes import MemoryPoint, Phase
 from fsdp_inspect.trace.run import RunStatus
 from tests.builders import MIB, RunBuilder, add_steady_step, steady_run
-from tests.report.rendering import text_of
+from tests.report.terminal_text import text_of
 
 SUMMARY = """\
 hand-made  complete
@@ -82,11 +82,11 @@ layers.1     100  100.0 ns  160.0 ns          –  10.0 ns           1
 Medians over 3 timed steps of rank 0. n: per step. duration: of one collective;
 exposed: of all of them in a step. forward and backward hold nested units. bus
 bandwidth: message x (N-1)/N / duration for all-gather and reduce-scatter,
-2(N-1)/N for all-reduce, N ranks in the group (nccl-tests); none for N = 1."""
+2(N-1)/N for all-reduce, N ranks in the group (nccl-tests); missing for N = 1."""
 
 
 def summary_of(run):
-    return text_of(render_summary(digest_run(run)))
+    return text_of(render_summary(measure_summary(run)))
 
 
 def one_rank(**manifest):
@@ -104,7 +104,7 @@ def test_units_read_so():
 
 
 def test_a_verdict_alone_is_the_verdict_of_the_summary():
-    verdict = text_of(render_verdict(digest_run(steady_run()).verdict))
+    verdict = text_of(render_verdict(measure_summary(steady_run()).verdict))
     assert verdict in SUMMARY
     assert verdict.startswith("Communication is exposed")
 
@@ -168,7 +168,7 @@ def test_many_ranks_are_cut_and_counted():
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_no_line_is_wider_than_the_terminal(width):
-    shown = text_of(render_summary(digest_run(steady_run())), width=width)
+    shown = text_of(render_summary(measure_summary(steady_run())), width=width)
     assert max(map(len, shown.splitlines())) <= width
 
 
@@ -199,5 +199,5 @@ def test_units_of_an_import_show_no_time_that_its_trace_does_not_tell():
 def test_the_backend_of_an_emulated_run_is_called_so():
     builder = RunBuilder(backend="fake")
     builder.rank(0).step(0, 0, 10)
-    headline = text_of(render_summary(digest_run(builder.build()))).splitlines()[1]
+    headline = text_of(render_summary(measure_summary(builder.build()))).splitlines()[1]
     assert headline.split(" · ")[1] == "emulated"

@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_inspect.digest.tuning import TunedPlan, Tuning, measure_tuning
+from fsdp_inspect.predictions.records import Ruling
+from fsdp_inspect.predictions.tuning import TunedPlan, Tuning, measure_tuning
 from fsdp_inspect.report.tuning import render_tuning
-from fsdp_inspect.trace.prediction import Ruling
-from tests.predicting import prediction
-from tests.report.rendering import text_of
+from tests.prediction_records import prediction
+from tests.report.terminal_text import text_of
 
 
 def plan(number: int, **fields) -> TunedPlan:

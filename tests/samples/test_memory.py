@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fsdp_inspect import open_run
-from fsdp_inspect.analysis.memory import measure_memory
+from fsdp_inspect.analysis.memory.peak import measure_memory
 from fsdp_inspect.store.reader import StoredRun
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint
 

@@ -96,7 +96,6 @@ def test_the_process_groups_of_a_unit_are_told_apart_by_their_work(decoder):
     assert group.post_forward_group is None
     torch_fsdp.separate_reduce_scatter_groups([decoder])
     assert group.reduce_scatter_group is not group.shard_group
-    assert torch_fsdp.is_hsdp(group.group)
 
 
 def test_a_smaller_group_after_forward_has_its_own_process_group(decoder):
@@ -119,7 +118,7 @@ def test_padded_shards_cover_the_original_sizes():
     (group,) = torch_fsdp.find_groups(model)
     assert torch_fsdp.original_sizes(group.group) == [torch.Size([5, 8])]
     assert torch_fsdp.padded_shard_numels(group.group) == [16]
-    assert torch_fsdp.parameters_of(group.group) == [model.weight]
+    assert torch_fsdp.sharded_parameters_of(group.group) == [model.weight]
 
 
 def test_a_setting_reaches_its_own_call_and_none_inside(decoder):

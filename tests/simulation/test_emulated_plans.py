@@ -16,7 +16,7 @@ from fsdp_inspect import StoredRun, open_run
 from fsdp_inspect.simulation.changes import Changes, apply_changes
 from fsdp_inspect.simulation.recorded import measure_work, observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan, shapes_of
-from fsdp_inspect.simulation.simulate import simulate
+from fsdp_inspect.simulation.simulate import simulate_plan
 from instrumented_trainer.command_line import check_settings
 from instrumented_trainer.runtime import process_group, read_runtime
 from instrumented_trainer.trainer import prepare, train
@@ -93,7 +93,7 @@ def _train(folder: Path, settings: dict[str, Any]) -> StoredRun:
 def predicted_peak(run: StoredRun, changes: Changes) -> int | None:
     plan = resolve_plan(observed_plan(run), run.manifest)
     wanted = apply_changes(plan, changes, shapes_of(run.manifest))
-    return simulate(run, wanted).predicted.peak_bytes
+    return simulate_plan(run, wanted).predicted.peak_bytes
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -110,14 +110,14 @@ def test_the_loss_and_the_code_between_units_hold_memory_too(
 ):
     run = recorded(**LARGE_VOCABULARY, wrap=WRAPS[ran])
     other = recorded(**LARGE_VOCABULARY, wrap=WRAPS[planned])
-    found = simulate(run, observed_plan(other)).predicted.peak_bytes
+    found = simulate_plan(run, observed_plan(other)).predicted.peak_bytes
     assert found == pytest.approx(measure_work(other).peak_bytes, abs=OUTSIDE_OF_UNITS)
 
 
 @pytest.mark.parametrize("planned", WRAPS)
 def test_one_unit_tells_what_its_parts_hold(recorded: Recorded, planned: str):
     """What a norm does before it uses its weight counts to the part before, hence not exactly."""
-    found = simulate(recorded(wrap="root"), observed_plan(recorded(wrap=WRAPS[planned])))
+    found = simulate_plan(recorded(wrap="root"), observed_plan(recorded(wrap=WRAPS[planned])))
     measured = measure_work(recorded(wrap=WRAPS[planned])).peak_bytes
     assert found.predicted.peak_bytes == pytest.approx(measured, rel=0.005)
 

@@ -10,7 +10,7 @@ from fsdp_inspect.simulation.machine import HostMachine
 from fsdp_inspect.simulation.memory import Held, MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.recorded import measure_work
 from fsdp_inspect.simulation.schedule import Schedule
-from fsdp_inspect.simulation.simulate import simulate
+from fsdp_inspect.simulation.simulate import simulate_plan
 from fsdp_inspect.simulation.workload import (
     Microbatch,
     Piece,
@@ -121,7 +121,7 @@ def test_a_run_without_prefetch_predicts_the_peak_with_it():
         open_run(Path(__file__).parents[2] / "samples" / name / "run")
         for name in ("tiny-2-ranks", "async-prefetch-2-ranks")
     )
-    predicted = simulate(plain, Plan.from_dict(ahead.manifest.plan)).predicted.peak_bytes
+    predicted = simulate_plan(plain, Plan.from_dict(ahead.manifest.plan)).predicted.peak_bytes
     assert predicted == pytest.approx(measure_work(ahead).peak_bytes, rel=0.01)
 
 
@@ -139,7 +139,7 @@ def test_what_is_held_at_the_peak_adds_up_to_it():
 
 def test_a_simulated_peak_says_what_fills_it():
     run = open_run(SAMPLES[0])
-    simulation = simulate(run, Plan.from_dict(run.manifest.plan))
+    simulation = simulate_plan(run, Plan.from_dict(run.manifest.plan))
     for played in (simulation.replayed, simulation.predicted):
         assert sum(played.peak_categories.values()) == played.peak_bytes
         assert played.peak_categories["activation"] > 0

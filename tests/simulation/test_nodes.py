@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fsdp_inspect.simulation.network import Line, Network, NodeLink
+from fsdp_inspect.analysis.link_fit import fit_link
+from fsdp_inspect.simulation.network import CostLine, Network, NodeLink
 from fsdp_inspect.simulation.nodes import find_node
 from fsdp_inspect.trace.codes import EventKind
-from fsdp_inspect.trace.link_fit import fit_link
 from tests.builders import InMemoryRun, run_on
 
-WHOLE = Line(50_000, 10e9)
-INSIDE = Line(20_000, 300e9)
+WHOLE = CostLine(50_000, 10e9)
+INSIDE = CostLine(20_000, 300e9)
 NETWORK = Network({EventKind.ALL_GATHER: WHOLE})
 EMULATED = {
     "gpus_per_node": 4,
@@ -30,7 +30,7 @@ def test_ranks_of_one_host_gather_as_fast_in_groups_as_all_together():
     sizes = np.array([1000, 2000, 4000])
     fitted = fit_link(sizes, sizes + 10, 1.0)
     assert fitted is not None
-    line = Line(fitted.latency_ns, fitted.bus_bytes_per_s, fitted)
+    line = CostLine(fitted.latency_ns, fitted.bus_bytes_per_s, fitted)
     network = network_of(run_on(["a"] * 8), Network({EventKind.ALL_GATHER: line}))
     found, assumption = network.line_of_smaller(4, 8)
     assert found == line
@@ -76,7 +76,7 @@ def test_groups_that_a_run_had_are_known_and_their_parts_are_taken_to_be_alike()
 def test_what_the_user_says_of_a_node_holds_beside_another_network():
     given = NETWORK.change_node(NodeLink(300e9, 20_000)).change(bus_bytes_per_s=1e9, latency_ns=0)
     assert given.line_of_smaller(4, 8) == (INSIDE, "")
-    assert given.lines[EventKind.ALL_GATHER] == Line(0, 1e9)
+    assert given.lines[EventKind.ALL_GATHER] == CostLine(0, 1e9)
 
 
 def test_a_link_that_is_given_holds_for_groups_across_the_nodes_of_the_run_too():
@@ -87,19 +87,19 @@ def test_a_link_that_is_given_holds_for_groups_across_the_nodes_of_the_run_too()
 
 def test_another_network_holds_in_nodes_too_unless_they_are_told_apart():
     changed = NETWORK.change(bus_bytes_per_s=1e9, latency_ns=5)
-    assert changed.line_of_smaller(4, 8) == (Line(5, 1e9), "")
+    assert changed.line_of_smaller(4, 8) == (CostLine(5, 1e9), "")
 
 
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        pytest.param({"latency_ns": 5.0}, Line(5.0, 300e9), id="latency"),
-        pytest.param({"bus_bytes_per_s": 1e9}, Line(20_000, 1e9), id="bandwidth"),
-        pytest.param({"latency_ns": 5.0, "bus_bytes_per_s": 1e9}, Line(5.0, 1e9), id="both"),
+        pytest.param({"latency_ns": 5.0}, CostLine(5.0, 300e9), id="latency"),
+        pytest.param({"bus_bytes_per_s": 1e9}, CostLine(20_000, 1e9), id="bandwidth"),
+        pytest.param({"latency_ns": 5.0, "bus_bytes_per_s": 1e9}, CostLine(5.0, 1e9), id="both"),
     ],
 )
 def test_another_network_leaves_of_groups_that_a_run_had_what_it_does_not_name(
-    change: dict[str, float], line: Line
+    change: dict[str, float], line: CostLine
 ):
     network = Network({EventKind.ALL_GATHER: WHOLE}, smaller={4: INSIDE}).change(**change)
     assert network.line_of_smaller(4, 8) == (line, "")
@@ -110,4 +110,4 @@ def test_a_latency_alone_needs_a_bandwidth_that_is_known():
     with pytest.raises(ValueError, match="Expected both"):
         NETWORK.change_node(NodeLink(latency_ns=1.0))
     known = NETWORK.change_node(NodeLink(300e9, 20_000)).change_node(NodeLink(latency_ns=1.0))
-    assert known.node.line == Line(1.0, 300e9)
+    assert known.node.line == CostLine(1.0, 300e9)

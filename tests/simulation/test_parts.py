@@ -3,17 +3,17 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_inspect.simulation.parts import Course, ParameterUse, change_of, rise_of, time_share_of
+from fsdp_inspect.simulation.parts import Course, FirstUse, change_of, rise_of, time_share_of
 
 ATTENTION, FEED_FORWARD = ("norm1", "wqkv", "wo"), ("norm2", "w1", "w2")
 FORWARD = Course(
     (
-        ParameterUse("norm1", 5, 20),
-        ParameterUse("wqkv", 10, 60),
-        ParameterUse("wo", 40, 50),
-        ParameterUse("norm2", 45, 55),
-        ParameterUse("w1", 50, 130),
-        ParameterUse("w2", 100, 120),
+        FirstUse("norm1", 5, 20),
+        FirstUse("wqkv", 10, 60),
+        FirstUse("wo", 40, 50),
+        FirstUse("norm2", 45, 55),
+        FirstUse("w1", 50, 130),
+        FirstUse("w2", 100, 120),
     ),
     end=80,
     high=130,
@@ -27,7 +27,7 @@ def test_each_part_has_the_moments_between_its_first_use_and_the_next_parts():
 
 
 def test_what_comes_before_the_first_use_belongs_to_the_part_that_it_leads_to():
-    backward = Course((ParameterUse("w2", 30, 40), ParameterUse("wo", -10, 35)), end=-50, high=90)
+    backward = Course((FirstUse("w2", 30, 40), FirstUse("wo", -10, 35)), end=-50, high=90)
     assert change_of(backward, FEED_FORWARD) == -10
     assert rise_of(backward, FEED_FORWARD) == 90
     assert rise_of(backward, ATTENTION) == 45
@@ -36,9 +36,9 @@ def test_what_comes_before_the_first_use_belongs_to_the_part_that_it_leads_to():
 def test_the_time_of_a_part_counts_from_the_first_use_of_all():
     course = Course(
         (
-            ParameterUse("norm1", 0, 0, time_ns=400),
-            ParameterUse("wo", 0, 0, time_ns=500),
-            ParameterUse("w1", 0, 0, time_ns=1000),
+            FirstUse("norm1", 0, 0, time_ns=400),
+            FirstUse("wo", 0, 0, time_ns=500),
+            FirstUse("w1", 0, 0, time_ns=1000),
         ),
         end=0,
         high=0,
@@ -62,7 +62,7 @@ def courses(draw: st.DrawFn) -> tuple[Course, set[str]]:
     names = [f"p{number}" for number in range(draw(st.integers(1, 8)))]
     levels = [draw(LEVELS) for _ in names]
     uses = tuple(
-        ParameterUse(name, level, level + draw(st.integers(0, 500)))
+        FirstUse(name, level, level + draw(st.integers(0, 500)))
         for name, level in zip(names, levels, strict=True)
     )
     end = draw(LEVELS)

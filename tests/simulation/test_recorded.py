@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_inspect import open_run
+from fsdp_inspect.analysis.step_selection import timed_rank
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.simulation.prediction import predicted_events
 from fsdp_inspect.simulation.recorded import Execution, measure_work
 from fsdp_inspect.simulation.schedule import Schedule
-from fsdp_inspect.simulation.step_reading import read_step
+from fsdp_inspect.simulation.step_pieces import read_step
 from fsdp_inspect.simulation.workload import (
     Microbatch,
     Piece,
@@ -23,7 +24,6 @@ from fsdp_inspect.simulation.workload import (
 )
 from fsdp_inspect.trace.codes import EventKind, Source
 from fsdp_inspect.trace.plan import Plan, UnitPlan
-from fsdp_inspect.trace.steps import timed_rank
 from tests.builders import InMemoryRun, RunBuilder
 
 US = 1_000

@@ -17,7 +17,7 @@ from fsdp_inspect.analysis.contention import measure_contention
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.simulation.changes import Changes, apply_changes
 from fsdp_inspect.simulation.recorded import Execution, measure_work
-from fsdp_inspect.simulation.simulate import simulate
+from fsdp_inspect.simulation.simulate import simulate_plan
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 from tests.builders import InMemoryRun, RunBuilder
@@ -89,7 +89,7 @@ def test_another_plan_takes_what_torch_takes_with_it(
     settings, run = speed
     changes, prepare = CHANGES[name]
     truth = step_ns(Replay(**settings, prepare=prepare))
-    predicted = simulate(run, apply_changes(Plan.from_dict(run.manifest.plan), changes))
+    predicted = simulate_plan(run, apply_changes(Plan.from_dict(run.manifest.plan), changes))
     assert predicted.predicted.step_time_ns == pytest.approx(truth, rel=0.01)
 
 
@@ -101,7 +101,7 @@ def issue_asynchronously(model: Any) -> None:
 def test_a_run_with_asynchronous_gathers_is_not_simulated_from_upper_bounds() -> None:
     run = as_run(Replay(gather_ms=1, scatter_ms=1, prepare=issue_asynchronously))
     with pytest.raises(MissingDataError, match=r"cannot be simulated.*without unshard_async_op"):
-        simulate(run, Plan.from_dict(run.manifest.plan))
+        simulate_plan(run, Plan.from_dict(run.manifest.plan))
 
 
 def test_contention_is_not_told_from_upper_bounds() -> None:

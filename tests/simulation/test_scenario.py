@@ -7,7 +7,7 @@ import pytest
 
 from fsdp_inspect import open_run
 from fsdp_inspect.errors import MissingDataError, PlanError
-from fsdp_inspect.simulation.network import Line, Network, fit_network
+from fsdp_inspect.simulation.network import CostLine, Network, fit_network
 from fsdp_inspect.simulation.recorded import (
     Execution,
     RecordedWork,
@@ -37,8 +37,8 @@ MESSAGE = 1_000_000
 LATENCY_NS, PER_BYTE_NS = MS, 4.0  # of bus bytes: half the message on two ranks
 NETWORK = Network(
     {
-        EventKind.ALL_GATHER: Line(LATENCY_NS, 1e9 / PER_BYTE_NS),
-        EventKind.REDUCE_SCATTER: Line(LATENCY_NS, 1e9 / PER_BYTE_NS),
+        EventKind.ALL_GATHER: CostLine(LATENCY_NS, 1e9 / PER_BYTE_NS),
+        EventKind.REDUCE_SCATTER: CostLine(LATENCY_NS, 1e9 / PER_BYTE_NS),
     }
 )
 

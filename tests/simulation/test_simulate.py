@@ -4,14 +4,14 @@ from dataclasses import replace
 
 from fsdp_inspect.simulation.changes import Changes, apply_changes
 from fsdp_inspect.simulation.recorded import Execution, observed_plan
-from fsdp_inspect.simulation.simulate import Simulation, simulate
+from fsdp_inspect.simulation.simulate import Simulation, simulate_plan
 from fsdp_inspect.simulation.workload import Microbatch
 from tests.simulation.test_recorded import as_run, simple
 
 
 def simulated(execution: Execution, **changes: int) -> Simulation:
     run = as_run(simple(4, gather_ns=8_000_000), execution)
-    return simulate(run, apply_changes(observed_plan(run), Changes(**changes)))
+    return simulate_plan(run, apply_changes(observed_plan(run), Changes(**changes)))
 
 
 def test_the_causes_of_a_prediction_make_up_its_exposed_time():

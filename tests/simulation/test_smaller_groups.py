@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
-from fsdp_inspect.simulation.network import Line, Network, Node, NodeLink
+from fsdp_inspect.simulation.network import CostLine, Network, Node, NodeLink
 from fsdp_inspect.simulation.prediction import predicted_events
 from fsdp_inspect.simulation.recorded import Execution, RecordedWork, play
 from fsdp_inspect.simulation.scenario import Scenario, make_scenario
@@ -21,15 +21,15 @@ MS = 1_000_000
 RANKS = 8
 SIZE = 800_000
 """Of a block, bytes: 200,000 parameters."""
-WHOLE = Line(MS, 0.1e9)
-INSIDE = Line(MS // 10, 1e9)
+WHOLE = CostLine(MS, 0.1e9)
+INSIDE = CostLine(MS // 10, 1e9)
 NETWORK = Network(
     {EventKind.ALL_GATHER: WHOLE, EventKind.REDUCE_SCATTER: WHOLE}, node=Node(4, INSIDE)
 )
 NUM_BLOCKS = 4
 
 
-def gather_ns(line: Line, ranks: int) -> int:
+def gather_ns(line: CostLine, ranks: int) -> int:
     return round(line.latency_ns + SIZE * (ranks - 1) / ranks / line.bus_bytes_per_s * 1e9)
 
 
@@ -142,7 +142,7 @@ def test_a_link_that_is_not_known_is_refused_with_the_option_that_tells_it(node:
 def test_the_link_that_the_user_gives_counts():
     network = replace(NETWORK, node=Node()).change_node(NodeLink(2e9, 0.0))
     unit = scenario_of(plan(4), network).workload.units[0]
-    assert unit.gather_backward_ns == gather_ns(Line(0.0, 2e9), 4)
+    assert unit.gather_backward_ns == gather_ns(CostLine(0.0, 2e9), 4)
 
 
 def test_what_was_measured_in_a_smaller_group_stays_until_the_plan_leaves_it():
@@ -160,7 +160,7 @@ def test_measured_groups_are_known_on_a_network_of_which_only_the_latency_is_ano
     work, manifest = recorded_in_groups(replace(NETWORK, smaller={4: INSIDE}, node=Node()))
     network = work.network.change(latency_ns=0)
     unit = make_scenario(work, manifest, plan(4), network).workload.units[0]
-    assert unit.gather_backward_ns == gather_ns(Line(0, INSIDE.bus_bytes_per_s), 4)
+    assert unit.gather_backward_ns == gather_ns(CostLine(0, INSIDE.bus_bytes_per_s), 4)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_measured_groups_are_known_on_a_network_of_which_only_the_latency_is_ano
 def test_copies_of_a_group_that_ran_are_in_its_compute_and_do_not_count_again(network: Network):
     work, manifest = recorded_in_groups()
     unit = make_scenario(work, manifest, plan(4), network).workload.units[0]
-    assert unit.gather_backward_ns == gather_ns(Line(0.0, 2e9), 4)
+    assert unit.gather_backward_ns == gather_ns(CostLine(0.0, 2e9), 4)
     assert (unit.copy_in_ns, unit.copy_in_backward_ns, unit.reshard_ns) == (MS, None, 0)
 
 

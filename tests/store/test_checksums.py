@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fsdp_inspect.store.folder import rank_folder
-from tests.store.writing import write_run
+from tests.store.run_files import write_run
 
 LETTERS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "double": "d"}
 

@@ -24,7 +24,7 @@ from fsdp_inspect.store.schema import (
     SUMMARY,
 )
 from fsdp_inspect.trace.tables import EventTable, MemoryTable, ScalarTable, SummaryTable
-from tests.store.writing import assert_same_rows, event_row, event_rows, sorted_by, table_of
+from tests.store.run_files import assert_same_rows, event_row, event_rows, sorted_by, table_of
 
 EVENTS_OF_300_STEPS = EventTable.from_columns(table_of(EventTable, event_rows(300)).columns())
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from fsdp_inspect.errors import NotARunError
+from fsdp_inspect.reduction.rank_rows import is_of_whole_step
 from fsdp_inspect.store import compaction
 from fsdp_inspect.store.compaction import compact_rank, compact_run
 from fsdp_inspect.store.files import LocalFiles
@@ -25,11 +26,10 @@ from fsdp_inspect.store.records import encode_record
 from fsdp_inspect.store.schema import EVENTS, MEMORY
 from fsdp_inspect.store.streams import LiveStream
 from fsdp_inspect.store.summary_files import read_rank_summary, read_run_summary
-from fsdp_inspect.trace.rank_summary import is_of_whole_step
-from fsdp_inspect.trace.reduction import StepPart
+from fsdp_inspect.trace.codes import StepPart
 from fsdp_inspect.trace.run import RunStatus
 from fsdp_inspect.trace.tables import EventTable, SummaryTable
-from tests.store.writing import (
+from tests.store.run_files import (
     assert_same_rows,
     event_rows,
     make_manifest,

@@ -13,12 +13,12 @@ import pytest
 from fsdp_inspect.store.folder import create_run, rank_folder
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunStatus
-from tests.store.appending import (
+from tests.store.appending_process import (
     appending_rank,
     assert_only_the_last_interval_is_missing,
     wait_for_first_event,
 )
-from tests.store.writing import make_manifest
+from tests.store.run_files import make_manifest
 
 pytestmark = pytest.mark.distributed
 
@@ -55,7 +55,7 @@ def assert_opens_after_kill(path: Path, killed_ns: int) -> None:
 CHILD = """
 import sys, time
 from pathlib import Path
-from tests.store.writing import *
+from tests.store.run_files import *
 
 writer = RankWriter(Path(sys.argv[1]), make_record(world_size=1), flush_interval_s=0.05)
 print("ready", flush=True)

@@ -15,7 +15,7 @@ from fsdp_inspect.store.folder import (
     write_manifest_if_absent,
 )
 from fsdp_inspect.trace.run import ModelInfo
-from tests.store.writing import make_manifest, make_unit, write_rank, write_run
+from tests.store.run_files import make_manifest, make_unit, write_rank, write_run
 
 
 def test_first_start_is_attempt_0_and_writes_the_manifest(tmp_path: Path) -> None:

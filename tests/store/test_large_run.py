@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdp_inspect.digest.run import digest_run
+from fsdp_inspect.analysis.summary import measure_summary
+from fsdp_inspect.reduction.memory_parts import MEMORY_PARTS
+from fsdp_inspect.reduction.rank_rows import summarise_rank
 from fsdp_inspect.store.reader import StoredRun, open_run
-from fsdp_inspect.trace.memory_reduction import MEMORY_PARTS
-from fsdp_inspect.trace.rank_summary import summarise_rank
 from fsdp_inspect.trace.run import RunStatus
 from tests.benchmarks.large_run import Shape, write_large_run, write_part
-from tests.store.writing import assert_same_rows
+from tests.store.run_files import assert_same_rows
 
 SHAPE = Shape(num_ranks=4, num_steps=6, num_units=3)
 
@@ -49,7 +49,7 @@ def test_first_ranks_of_a_large_run_are_a_run_of_their_own(path: Path, tmp_path:
 
 
 def test_large_run_is_analysed_like_any_other(run: StoredRun) -> None:
-    digest = digest_run(run)
+    digest = measure_summary(run)
     assert digest.breakdown is not None
     assert sum(part.duration_ns for part in digest.breakdown.parts) == (
         digest.breakdown.step_time_ns

@@ -11,7 +11,7 @@ import pytest
 from fsdp_inspect.store.files import LocalFiles
 from fsdp_inspect.store.liveness import SILENCE_S, is_alive, last_sign_unix_ns, pid_scope
 from fsdp_inspect.trace.run import ClockPair
-from tests.store.writing import make_record
+from tests.store.run_files import make_record
 
 
 def test_this_process_is_alive(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from fsdp_inspect.errors import (
     NotARunError,
     SchemaVersionError,
 )
+from fsdp_inspect.reduction.rank_rows import WHOLE_STEP_KINDS, is_of_whole_step, summarise_rank
 from fsdp_inspect.store import summary_reader
 from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.files import RunFiles
@@ -25,13 +26,10 @@ from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.records import encode_record
 from fsdp_inspect.store.schema import ROW_GROUP_ROWS
 from fsdp_inspect.store.summary_files import read_rank_summary, write_run_summary_file
-from fsdp_inspect.trace.codes import EventKind
-from fsdp_inspect.trace.rank_summary import WHOLE_STEP_KINDS, is_of_whole_step, summarise_rank
-from fsdp_inspect.trace.reduction import StepPart
+from fsdp_inspect.trace.codes import EventKind, StepPart
 from fsdp_inspect.trace.run import RunSource, RunStatus
-from fsdp_inspect.trace.steps import limit_summary
-from fsdp_inspect.trace.tables import EventTable, SummaryTable
-from tests.store.writing import (
+from fsdp_inspect.trace.tables import EventTable, SummaryTable, limit_summary
+from tests.store.run_files import (
     assert_same_rows,
     event_rows,
     make_manifest,

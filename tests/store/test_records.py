@@ -8,7 +8,7 @@ import pytest
 from fsdp_inspect.errors import CorruptFileError, SchemaVersionError
 from fsdp_inspect.store.records import decode_record, encode_record, replace_file
 from fsdp_inspect.trace.run import RankRecord, RunManifest
-from tests.store.writing import make_manifest, make_record
+from tests.store.run_files import make_manifest, make_record
 
 
 def decode(encoded: bytes) -> RunManifest:

@@ -15,7 +15,7 @@ from fsdp_inspect.store.schema import DEVICE, EVENTS, MEMORY, SCALARS, TableFile
 from fsdp_inspect.store.streams import Row
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.tables import Table
-from tests.store.writing import assert_same_rows, make_manifest, make_record, sorted_by, table_of
+from tests.store.run_files import assert_same_rows, make_manifest, make_record, sorted_by, table_of
 
 TIMES = st.integers(0, 2**62) | st.integers(0, 50)
 RELATED_TIMES = TIMES | st.just(-1)

@@ -12,7 +12,7 @@ from fsdp_inspect.store import streams
 from fsdp_inspect.store.schema import END_OF_STREAM, EVENTS, MEMORY, STREAM_KEY
 from fsdp_inspect.store.streams import LiveStream, RowEncoder, read_stream
 from fsdp_inspect.trace.tables import EventTable
-from tests.store.writing import assert_same_rows, event_row, event_rows, table_of
+from tests.store.run_files import assert_same_rows, event_row, event_rows, table_of
 
 ROWS = event_rows(num_steps=150)
 

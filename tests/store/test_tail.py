@@ -16,8 +16,8 @@ from fsdp_inspect.store.tail import RankTail, StreamTail
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.run import RunStatus
 from fsdp_inspect.trace.tables import EventTable
-from tests.store.appending import appending_rank, wait_for_first_event
-from tests.store.writing import (
+from tests.store.appending_process import appending_rank, wait_for_first_event
+from tests.store.run_files import (
     assert_same_rows,
     event_row,
     event_rows,

@@ -19,7 +19,7 @@ from fsdp_inspect.store.streams import LiveStream
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.run import RunStatus
 from fsdp_inspect.trace.tables import EventTable, MemoryTable, ScalarTable
-from tests.store.writing import (
+from tests.store.run_files import (
     assert_same_rows,
     event_row,
     event_rows,
@@ -261,7 +261,7 @@ def run_child(script: str, run_folder: Path) -> subprocess.CompletedProcess[str]
     head = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from tests.store.writing import *\n"
+        "from tests.store.run_files import *\n"
         f"writer = RankWriter(Path({str(run_folder)!r}), make_record(), flush_interval_s=20)\n"
     )
     return subprocess.run(

@@ -10,9 +10,9 @@ from fsdp_inspect.trace.codes import (
     Method,
     Phase,
     Source,
+    StepPart,
     Stream,
 )
-from fsdp_inspect.trace.reduction import StepPart
 from fsdp_inspect.trace.tables import MemoryTable
 
 

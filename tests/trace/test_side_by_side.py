@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
+from fsdp_inspect.analysis.wait_causes import split_waits
+from fsdp_inspect.reduction.step_parts import reduce_rank
 from fsdp_inspect.trace import side_by_side
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.intervals import Intervals
-from fsdp_inspect.trace.reduction import reduce_rank
 from fsdp_inspect.trace.side_by_side import lay_side_by_side
 from fsdp_inspect.trace.tables import EventTable, Table
-from fsdp_inspect.trace.waits import split_waits
 from tests.builders import steady_run
-from tests.store.writing import assert_same_rows
+from tests.store.run_files import assert_same_rows
 
 ROW = {**dict.fromkeys(EventTable.DTYPES, 0), "kind": EventKind.FORWARD, "need_ns": -1}
 

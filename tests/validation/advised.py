@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_inspect.advice.wishes import Wishes
-from fsdp_inspect.digest.advising import advise_run
+from fsdp_inspect.advice.request import AdviceRequest
+from fsdp_inspect.advice.run_advice import advise_run
 from tests.validation.emulated import EmulationBench, network_of
 from tests.validation.grid import LINKS, SHAPES, Trial
 from tests.validation.outcomes import Outcome, compare, measure_work, predict, work_of
@@ -52,7 +52,7 @@ def judge_advice(
 
 def _judge(bench: EmulationBench, folder: Path, place: Trial) -> AdvisedOutcome:
     baseline, network = bench.baseline(place.shape), network_of(place)
-    advice = advise_run(baseline, Wishes(**network))
+    advice = advise_run(baseline, AdviceRequest(**network))
     assert advice.plan is not None, advice.refusal
     advised = advice.plan.fastest
     plan_file = folder / f"{place.shape}-{place.link}.toml"

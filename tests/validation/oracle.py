@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fsdp_inspect.analysis.step_selection import collective_rows
+from fsdp_inspect.reduction.step_parts import reduce_rank
 from fsdp_inspect.simulation.changes import Changes, apply_changes
-from fsdp_inspect.simulation.simulate import simulate
+from fsdp_inspect.simulation.simulate import simulate_plan
 from fsdp_inspect.simulation.workload import Microbatch, UnitPolicy, UnitWork
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.plan import Plan
-from fsdp_inspect.trace.reduction import reduce_rank
-from fsdp_inspect.trace.steps import collective_rows
 from tests.recording import virtual_training
 from tests.recording.virtual_device import VirtualDevice
 from tests.recording.virtual_training import Replay
@@ -105,10 +105,10 @@ def judge_predicted(count: int, on_case: Callable[[], object]) -> list[OracleOut
             plan = apply_changes(Plan.from_dict(run.manifest.plan), changes)
             link_ms = draw.choice([None, draw.uniform(0.2, 8)])
             if link_ms is None:
-                predicted = simulate(run, plan).predicted
+                predicted = simulate_plan(run, plan).predicted
             else:  # a link of latency alone, since all messages here last equally long
                 network = {"bus_bytes_per_s": 1e18, "latency_ns": link_ms * MS}
-                predicted = simulate(run, plan, **network).predicted
+                predicted = simulate_plan(run, plan, **network).predicted
                 speed |= {"gather_ms": link_ms, "scatter_ms": link_ms}
             actual = _replay(speed, changes)
             duration = step_ns(actual)

@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdp_inspect import StoredRun, open_run
 from fsdp_inspect.simulation.recorded import RecordedWork, measure_work
-from fsdp_inspect.simulation.simulate import Simulation, simulate
+from fsdp_inspect.simulation.simulate import Simulation, simulate_plan
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.trace.plan import Plan
 
@@ -70,7 +70,7 @@ def _memory_error(predicted: int | None, actual: int | None) -> float | None:
 
 def predict(baseline: StoredRun, plan: Plan, network: dict[str, float]) -> Simulation:
     """The plan on a network, from the baseline; an empty network is the baseline's own."""
-    return simulate(
+    return simulate_plan(
         baseline,
         plan,
         bus_bytes_per_s=network.get("bus_bytes_per_s"),

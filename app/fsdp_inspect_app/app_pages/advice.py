@@ -9,31 +9,31 @@ import streamlit as st
 
 from fsdp_inspect.advice.advise import Advice, ParetoPoint, PlanAdvice
 from fsdp_inspect.advice.evidence import Finding
-from fsdp_inspect.advice.predictions import predict_advised
+from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.rules import title_of
 from fsdp_inspect.advice.suggestions import Proposal, Suggestion
-from fsdp_inspect.advice.wishes import Wishes
-from fsdp_inspect.digest.run import RunDigest
-from fsdp_inspect.digest.track_record import measure_track_record
+from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.errors import PredictionError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
+from fsdp_inspect.predictions.creation import predict_advised
+from fsdp_inspect.predictions.ledger import find_ledger, read_ledger
+from fsdp_inspect.predictions.track_record import measure_track_record
 from fsdp_inspect.quantities import parse_bytes, parse_time_ns
 from fsdp_inspect.report.advice import (
     describe_alternative,
-    describe_memory,
+    describe_plan_peak,
     describe_plans,
     describe_row,
     describe_saving,
 )
 from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.store.folder import RunEntry
-from fsdp_inspect.store.ledger import find_ledger, read_ledger
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.advising import advice_of
+from fsdp_inspect_app.advice_search import advice_of
 from fsdp_inspect_app.banner import show_run_header
-from fsdp_inspect_app.boundary import is_inside
+from fsdp_inspect_app.boundary import is_in_folder
 from fsdp_inspect_app.cards import (
     show_card,
     show_csv_button,
@@ -63,7 +63,7 @@ _FLOOR = (
 )
 
 
-def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None:
+def show_page(entry: RunEntry, manifest: RunManifest, digest: Summary) -> None:
     """The answer, what comes before the plan, the changes, how to run them, and other plans."""
     show_run_header(manifest, digest)
     answer = st.container()
@@ -88,7 +88,7 @@ def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None
 class Question:
     """What the advice is for, and how the command and the address say it."""
 
-    wishes: Wishes
+    wishes: AdviceRequest
     command: str
     network: dict[str, str]
     """Parameters of the address, for What-if."""
@@ -125,7 +125,7 @@ def _ask(entry: RunEntry) -> Question | None:
     if (limit and not limit_bytes) or (time_limit and not time_ns):
         return None
     bandwidth, latency = network_of(network)
-    wishes = Wishes(
+    wishes = AdviceRequest(
         memory_limit=limit_bytes,
         time_limit_ns=None if time_ns is None else round(time_ns),
         allow_dtypes=allow_dtypes,
@@ -220,7 +220,7 @@ def _link_units(units: Sequence[str], manifest: RunManifest, *, key: str) -> Non
 # --- the plan
 
 
-def _show_plan(entry: RunEntry, advice: Advice, question: Question, digest: RunDigest) -> None:
+def _show_plan(entry: RunEntry, advice: Advice, question: Question, digest: Summary) -> None:
     plan, manifest = advice.plan, loading.open_entry(entry).manifest
     if plan is None:
         return
@@ -276,7 +276,7 @@ def _show_suggestion(
         st.markdown(
             plain(
                 f"Predicted: {describe_saving(suggestion, plan)}, {step}; "
-                f"peak {describe_memory(suggestion)}."
+                f"peak {describe_plan_peak(suggestion)}."
             )
         )
         lines = [f"- **Why**: {plain(line)}" for line in suggestion.evidence]
@@ -413,7 +413,7 @@ def _pick_point(front: Sequence[ParetoPoint]) -> ParetoPoint:
 def _show_outcomes(entry: RunEntry, run_id: str) -> None:
     """Predicted beside measured, of earlier suggestions for this run."""
     place = find_ledger(entry.path)
-    if not is_inside(place, loading.runs_folder()):
+    if not is_in_folder(place, loading.runs_folder()):
         return
     try:
         record = measure_track_record(read_ledger(place), run_id=run_id)
@@ -432,7 +432,7 @@ def _show_outcomes(entry: RunEntry, run_id: str) -> None:
             st.caption(plain(note))
 
 
-def _show_rest(plan: PlanAdvice, digest: RunDigest) -> None:
+def _show_rest(plan: PlanAdvice, digest: Summary) -> None:
     with show_card("What will not help, and what is assumed", key="rest"):
         lines = [_FLOOR.format(floor=format_ns(digest.floor_ns))] if digest.floor_ns else []
         lines += plan.notes
@@ -441,4 +441,4 @@ def _show_rest(plan: PlanAdvice, digest: RunDigest) -> None:
 
 
 entry = entry_or_stop()
-show_page(entry, loading.open_entry(entry).manifest, loading.digest_entry(entry))
+show_page(entry, loading.open_entry(entry).manifest, loading.summary_of_entry(entry))

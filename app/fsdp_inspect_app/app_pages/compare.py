@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import streamlit as st
 
-from fsdp_inspect.digest.comparison import Comparison, Side
-from fsdp_inspect.digest.settings import find_shared_settings
-from fsdp_inspect.digest.tables import UnitMeasure, find_unit_changes
+from fsdp_inspect.comparison.comparison import Comparison, Side
+from fsdp_inspect.comparison.differences import UnitMeasure, find_unit_changes
+from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST
+from fsdp_inspect.comparison.settings import find_shared_settings
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.report.html import ComparisonContents, read_comparison, render_comparison
+from fsdp_inspect.report.html import ComparisonContents, read_comparison, render_comparison_page
 from fsdp_inspect.store.folder import RunEntry
-from fsdp_inspect.trace.repeats import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST
 from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.cards import (
@@ -28,11 +28,12 @@ from fsdp_inspect_app.cards import (
 )
 from fsdp_inspect_app.charts.compare import draw_memory_changes, draw_time_changes
 from fsdp_inspect_app.charts.stacks import draw_steps
+from fsdp_inspect_app.empty_states import show_no_runs, show_nothing
 from fsdp_inspect_app.frames.compare import (
     frame_categories,
-    frame_causes,
+    frame_compared_causes,
+    frame_compared_parts,
     frame_metrics,
-    frame_parts,
     frame_settings,
     frame_shared,
     frame_sides,
@@ -49,7 +50,6 @@ from fsdp_inspect_app.selection import (
     page_link,
     remembered,
 )
-from fsdp_inspect_app.states import show_no_runs, show_nothing
 from fsdp_inspect_app.timeline.component import show_timeline
 from fsdp_inspect_app.wording import code, plain
 
@@ -97,7 +97,7 @@ def show_page() -> None:
     chosen = [entries[name] for name in (baseline, *others)]
     try:
         _refuse_copies(chosen)
-        contents = loading.result_on_digests(chosen, read_comparison)
+        contents = loading.result_on_summaries(chosen, read_comparison)
         manifests = [loading.open_entry(entry).manifest for entry in chosen]
     except FsdpInspectError as error:
         with answer:
@@ -284,7 +284,7 @@ def _show_steps(contents: ComparisonContents) -> None:
         draw_steps(
             [(label, {part.name: part.duration_ns for part in step.parts}) for label, step in steps]
         ),
-        frame_parts(comparison.parts, [side.label for side in comparison.sides]),
+        frame_compared_parts(comparison.parts, [side.label for side in comparison.sides]),
         key="steps",
         alt=f"One bar for the median step of each side: {listed}",
         note="The median step of each side's median run: real steps, whose parts add up. "
@@ -339,7 +339,7 @@ def _show_part_changes(comparison: Comparison, other: int) -> None:
     show_chart_card(
         title,
         draw_time_changes(changes),
-        frame_parts(comparison.parts, labels),
+        frame_compared_parts(comparison.parts, labels),
         key="parts",
         alt=f"Diverging bars: by how much each part of the step changed from A to {label}",
         note="The changes add up to that of the median steps. Left and blue: less; right and "
@@ -349,7 +349,7 @@ def _show_part_changes(comparison: Comparison, other: int) -> None:
         with st.container(horizontal=True, vertical_alignment="center"):
             st.caption("Why they wait, cause by cause", width="content")
             show_table_button(
-                frame_causes(comparison.causes, labels), key="causes", alt="Waits by cause"
+                frame_compared_causes(comparison.causes, labels), key="causes", alt="Waits by cause"
             )
 
 
@@ -471,7 +471,7 @@ def _show_export(contents: ComparisonContents, chosen: Sequence[RunEntry]) -> No
     with show_card("Keep it, or send it", key="export"):
         st.download_button(
             "HTML report",
-            lambda: render_comparison(contents).encode(),
+            lambda: render_comparison_page(contents).encode(),
             file_name="comparison.html",
             mime="text/html",
             icon=":material/download:",

@@ -9,11 +9,11 @@ from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.cards import show_card, show_headline
+from fsdp_inspect_app.empty_states import show_nothing
 from fsdp_inspect_app.frames.imports import frame_sources
 from fsdp_inspect_app.import_jobs import ImportJobs, JobState, JobView
-from fsdp_inspect_app.importable import ImportSource, find_source, list_sources
+from fsdp_inspect_app.import_sources import ImportSource, find_source, list_sources
 from fsdp_inspect_app.selection import follow, link, page_link
-from fsdp_inspect_app.states import show_nothing
 from fsdp_inspect_app.wording import code, plain
 
 _SOURCE_KEY = "source"
@@ -33,7 +33,7 @@ def show_page() -> None:
         show_nothing(
             "There is nothing to import in this folder.",
             f"Looked in {loading.runs_folder()} and four folders down for profiler traces (.json, "
-            ".json.gz) and memory snapshots (.pickle, .sqlite). Copy them there; a folder with one "
+            ".json.gz) and memory snapshots (.pickle). Copy them there; a folder with one "
             "trace for each rank becomes one run.",
             remedy=_HOW,
         )

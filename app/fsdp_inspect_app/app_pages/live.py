@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import streamlit as st
 
 from fsdp_inspect import StoredRun
-from fsdp_inspect.analysis.live import DeviceSeries
-from fsdp_inspect.digest.live import LiveDigest, LiveState
+from fsdp_inspect.analysis.live.feed import LiveState, LiveStatus
+from fsdp_inspect.analysis.live.view import DeviceSeries
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio
 from fsdp_inspect.metrics import find_metric
@@ -23,7 +23,7 @@ from fsdp_inspect_app.cards import (
     show_table,
 )
 from fsdp_inspect_app.charts.live import draw_devices, draw_live_memory, draw_live_steps
-from fsdp_inspect_app.following import look_at
+from fsdp_inspect_app.empty_states import show_no_runs, show_nothing
 from fsdp_inspect_app.frames.live import (
     format_sample,
     frame_devices,
@@ -31,6 +31,7 @@ from fsdp_inspect_app.frames.live import (
     frame_live_ranks,
     frame_live_steps,
 )
+from fsdp_inspect_app.live_feed import look_at
 from fsdp_inspect_app.selection import (
     RANK_KEY,
     answer_or_stop,
@@ -39,7 +40,6 @@ from fsdp_inspect_app.selection import (
     link,
     page_link,
 )
-from fsdp_inspect_app.states import show_no_runs, show_nothing
 from fsdp_inspect_app.wording import describe_plan, plain
 
 _REFRESH_EVERY_S = 2
@@ -139,7 +139,7 @@ def _show_now(entry: RunEntry, run: StoredRun, recorded: Sequence[int]) -> None:
     _show_ranks(live)
 
 
-def _show_answer(entry: RunEntry, rank: int) -> LiveDigest | None:
+def _show_answer(entry: RunEntry, rank: int) -> LiveStatus | None:
     """Read what is new, and say how the run goes; None where it cannot be read."""
     try:
         live = look_at(entry, rank=rank)
@@ -157,7 +157,7 @@ def _show_answer(entry: RunEntry, rank: int) -> LiveDigest | None:
     return live
 
 
-def _rerun_on_news(entry: RunEntry, live: LiveDigest) -> None:
+def _rerun_on_news(entry: RunEntry, live: LiveStatus) -> None:
     """Make the whole page anew when the run begins to move, stops or ends: its banner says so."""
     shown = (entry.id, live.state in _GOING_ON)
     before = st.session_state.get(_SEEN_KEY)
@@ -166,7 +166,7 @@ def _rerun_on_news(entry: RunEntry, live: LiveDigest) -> None:
         st.rerun()
 
 
-def _show_tiles(live: LiveDigest) -> None:
+def _show_tiles(live: LiveStatus) -> None:
     steps, memory = live.view.steps, live.view.memory
     last = steps[-1] if steps else None
     numbers = [
@@ -180,7 +180,7 @@ def _show_tiles(live: LiveDigest) -> None:
         column.metric(plain(name), value, border=True)
 
 
-def _show_steps(live: LiveDigest) -> None:
+def _show_steps(live: LiveStatus) -> None:
     steps = live.view.steps
     if not steps:
         show_empty_card("The last steps", "No step has ended yet.", key="live-steps")
@@ -196,7 +196,7 @@ def _show_steps(live: LiveDigest) -> None:
     )
 
 
-def _show_memory(live: LiveDigest) -> None:
+def _show_memory(live: LiveStatus) -> None:
     memory = live.view.memory
     if not memory:
         show_empty_card(
@@ -234,7 +234,7 @@ def _show_devices(series: Sequence[DeviceSeries]) -> None:
     )
 
 
-def _show_ranks(live: LiveDigest) -> None:
+def _show_ranks(live: LiveStatus) -> None:
     frame = frame_live_ranks(live.ranks)
     with show_card(f"Ranks: {len(live.ranks)}", key="live-ranks") as header:
         with header:

@@ -6,12 +6,12 @@ from functools import partial
 import pandas as pd
 import streamlit as st
 
-from fsdp_inspect.analysis.memory import PeakMoment
-from fsdp_inspect.analysis.memory_growth import MemoryGrowth
-from fsdp_inspect.analysis.memory_step import StepMemory, measure_step_memory
-from fsdp_inspect.analysis.steps import measure_step_times
-from fsdp_inspect.digest.memory import MemoryDigest, digest_memory
-from fsdp_inspect.digest.run import RunDigest
+from fsdp_inspect.analysis.memory.growth import MemoryGrowth
+from fsdp_inspect.analysis.memory.overview import MemoryOverview, measure_memory_overview
+from fsdp_inspect.analysis.memory.peak import PeakMoment
+from fsdp_inspect.analysis.memory.step import StepMemory, measure_step_memory
+from fsdp_inspect.analysis.step_times import measure_step_times
+from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.metrics import find_metric
@@ -38,6 +38,7 @@ from fsdp_inspect_app.charts.memory import (
     draw_step_memory,
 )
 from fsdp_inspect_app.clicks import Click, open_on_click
+from fsdp_inspect_app.empty_states import show_nothing
 from fsdp_inspect_app.frames.memory import (
     frame_alive,
     frame_allocator,
@@ -57,7 +58,6 @@ from fsdp_inspect_app.selection import (
     page_link,
     switch_page,
 )
-from fsdp_inspect_app.states import show_nothing
 from fsdp_inspect_app.wording import plain
 
 _MOST_OWNERS = 16
@@ -77,10 +77,10 @@ torchrun --nproc-per-node 2 -m fsdp_inspect.record --memory-steps 3 train.py
 torchrun --nproc-per-node 2 -m instrumented_trainer --memory-steps 3"""
 
 
-def show_page(entry: RunEntry, manifest: RunManifest, run_digest: RunDigest) -> None:
+def show_page(entry: RunEntry, manifest: RunManifest, run_digest: Summary) -> None:
     """The answer, one step of one rank, what is alive, growth, ranks, the allocator."""
     show_run_header(manifest, run_digest)
-    whole = loading.result_of(entry, digest_memory)
+    whole = loading.result_of(entry, measure_memory_overview)
     if whole.rank is None or whole.memory.shown_rank is None:
         show_nothing(
             "No memory was recorded, so what fills it cannot be told.",
@@ -94,7 +94,7 @@ def show_page(entry: RunEntry, manifest: RunManifest, run_digest: RunDigest) -> 
     left, right = st.columns([1, 3], vertical_alignment="bottom")
     with left:
         rank = _pick_rank(whole)
-    digest = loading.result_of(entry, digest_memory, rank=rank)
+    digest = loading.result_of(entry, measure_memory_overview, rank=rank)
     with answer:
         _show_answer(digest)
     with right:
@@ -105,7 +105,7 @@ def show_page(entry: RunEntry, manifest: RunManifest, run_digest: RunDigest) -> 
     _show_over_steps(entry, digest, whole.growth)
 
 
-def _show_answer(digest: MemoryDigest) -> None:
+def _show_answer(digest: MemoryOverview) -> None:
     failed = digest.memory.failed_request
     if failed is not None:
         show_headline(plain(memory_wording.describe_failed_request(digest, failed)))
@@ -114,7 +114,7 @@ def _show_answer(digest: MemoryDigest) -> None:
         show_headline(plain(memory_wording.describe_memory(digest)))
 
 
-def _pick_rank(digest: MemoryDigest) -> int:
+def _pick_rank(digest: MemoryOverview) -> int:
     ranks = [row.rank for row in digest.memory.ranks]
     legal = {str(rank): rank for rank in ranks}
     key = f"memory rank of {digest.run_id}"
@@ -146,7 +146,7 @@ def _pick_step(entry: RunEntry, rank: int) -> StepMemory | None:
     return loading.result_of(entry, measure_step_memory, rank=rank, step=chosen)
 
 
-def _show_tiles(digest: MemoryDigest) -> None:
+def _show_tiles(digest: MemoryOverview) -> None:
     rank = digest.rank
     names = [name for name in _TILES if getattr(rank, name) is not None]
     if not names:
@@ -166,7 +166,7 @@ def _show_tiles(digest: MemoryDigest) -> None:
     st.caption(plain(" ".join(sentences)))
 
 
-def _show_step(digest: MemoryDigest, memory: StepMemory | None) -> None:
+def _show_step(digest: MemoryOverview, memory: StepMemory | None) -> None:
     if memory is None:
         show_empty_card(
             "Through one step",
@@ -201,7 +201,7 @@ def _show_step(digest: MemoryDigest, memory: StepMemory | None) -> None:
     )
 
 
-def _show_peak(digest: MemoryDigest) -> None:
+def _show_peak(digest: MemoryOverview) -> None:
     peak = digest.memory.peak
     if peak is None:
         show_empty_card(
@@ -269,7 +269,7 @@ def _show_owners_missing(peak: PeakMoment) -> None:
 
 
 def _show_over_steps(
-    entry: RunEntry, digest: MemoryDigest, most_grown: MemoryGrowth | None
+    entry: RunEntry, digest: MemoryOverview, most_grown: MemoryGrowth | None
 ) -> None:
     cards: list[Callable[[], None]] = []
     if len(digest.memory.over_steps) < 2:
@@ -287,7 +287,7 @@ def _show_over_steps(
                 show()
 
 
-def _show_growth(entry: RunEntry, digest: MemoryDigest, most_grown: MemoryGrowth | None) -> None:
+def _show_growth(entry: RunEntry, digest: MemoryOverview, most_grown: MemoryGrowth | None) -> None:
     """Over the steps of the shown rank, and what is said of the rank that rose most."""
     steps = digest.memory.over_steps
     verdict = memory_wording.describe_growth(digest.growth)
@@ -317,7 +317,7 @@ def _open_step(steps: Collection[int], click: Click) -> None:
         switch_page("memory", **{STEP_KEY: step})
 
 
-def _show_ranks(digest: MemoryDigest) -> None:
+def _show_ranks(digest: MemoryOverview) -> None:
     ranks = digest.memory.ranks
     spread = memory_wording.describe_spread(digest.memory)
     show_chart_card(
@@ -339,7 +339,7 @@ def _open_rank(ranks: Collection[int], click: Click) -> None:
         switch_page("memory", **{RANK_KEY: rank})
 
 
-def _show_allocator(digest: MemoryDigest) -> None:
+def _show_allocator(digest: MemoryOverview) -> None:
     use = digest.allocator
     assert use is not None
     numbers = [
@@ -362,7 +362,7 @@ def _show_allocator(digest: MemoryDigest) -> None:
     )
 
 
-def _show_places(digest: MemoryDigest) -> None:
+def _show_places(digest: MemoryOverview) -> None:
     positions = digest.memory.positions
     if not positions:
         return
@@ -379,4 +379,4 @@ def _show_places(digest: MemoryDigest) -> None:
 
 
 entry = entry_or_stop()
-show_page(entry, loading.open_entry(entry).manifest, loading.digest_entry(entry))
+show_page(entry, loading.open_entry(entry).manifest, loading.summary_of_entry(entry))

@@ -6,14 +6,14 @@ from functools import partial
 import streamlit as st
 
 from fsdp_inspect import StoredRun
+from fsdp_inspect.advice.run_advice import find_findings
 from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.exposed import Exposed, ExposedOwner
-from fsdp_inspect.analysis.memory import PeakMoment
+from fsdp_inspect.analysis.memory.peak import PeakMoment
+from fsdp_inspect.analysis.rank_waits import RankWaits
 from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
-from fsdp_inspect.analysis.steps import StepTimes, measure_step_times
-from fsdp_inspect.digest.advising import find_findings
-from fsdp_inspect.digest.exposed import WaitDigest
-from fsdp_inspect.digest.run import RunDigest
+from fsdp_inspect.analysis.step_times import StepTimes, measure_step_times
+from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.errors import FsdpInspectError, StoreError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.metrics import define_metric, find_metric
@@ -40,8 +40,8 @@ from fsdp_inspect_app.charts.overview import (
 )
 from fsdp_inspect_app.charts.style import CONFIG
 from fsdp_inspect_app.clicks import Click, open_on_click
-from fsdp_inspect_app.evidence import find_waits, page_of_limit, show_findings
 from fsdp_inspect_app.exports import show_export_button, show_share_button
+from fsdp_inspect_app.finding_list import find_waits, page_of_limit, show_findings
 from fsdp_inspect_app.frames.overview import (
     frame_breakdown,
     frame_memory,
@@ -69,7 +69,7 @@ _TOP_UNITS = 3
 _FEW_STEPS = 3
 
 
-def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
+def show_page(entry: RunEntry, run: StoredRun, digest: Summary) -> None:
     """Verdict, key numbers, the step, who is waited for, what stands out, and the steps."""
     manifest, times = run.manifest, loading.result_of(entry, measure_step_times)
     show_run_header(manifest, digest, beside=partial(_show_buttons, run, digest, times))
@@ -91,7 +91,7 @@ def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
     _show_about(manifest, digest)
 
 
-def _show_buttons(run: StoredRun, digest: RunDigest, times: StepTimes) -> None:
+def _show_buttons(run: StoredRun, digest: Summary, times: StepTimes) -> None:
     """What can be done with the run as a whole."""
     with st.container(horizontal=True, horizontal_alignment="right", vertical_alignment="center"):
         page_link("compare", "Compare", icon=":material/compare_arrows:")
@@ -99,7 +99,7 @@ def _show_buttons(run: StoredRun, digest: RunDigest, times: StepTimes) -> None:
         show_export_button(run, digest, times)
 
 
-def _show_answer(digest: RunDigest) -> None:
+def _show_answer(digest: Summary) -> None:
     """The verdict, why, and where it is to be seen."""
     show_headline(plain(digest.verdict.sentence))
     st.markdown(plain(digest.verdict.why))
@@ -109,7 +109,7 @@ def _show_answer(digest: RunDigest) -> None:
         page_link(page, "Show me", icon=":material/arrow_forward:", **shown)
 
 
-def _evidence_of(page: str, step: StepBreakdown, digest: RunDigest) -> dict[str, Value]:
+def _evidence_of(page: str, step: StepBreakdown, digest: Summary) -> dict[str, Value]:
     """What the link to that page names, so that it shows what the verdict is about."""
     if page == "memory":
         return {RANK_KEY: digest.memory.peak_rank, STEP_KEY: None}
@@ -123,14 +123,14 @@ def _evidence_of(page: str, step: StepBreakdown, digest: RunDigest) -> dict[str,
     return shown
 
 
-def _show_next_steps(digest: RunDigest) -> None:
+def _show_next_steps(digest: Summary) -> None:
     with show_card("What to try next", key="verdict"):
         st.markdown("\n".join(f"- {plain(step)}" for step in digest.verdict.next_steps))
 
 
-def _show_findings(entry: RunEntry, digest: RunDigest) -> None:
+def _show_findings(entry: RunEntry, digest: Summary) -> None:
     try:
-        findings = loading.result_on_digest(entry, find_findings)
+        findings = loading.result_on_summary(entry, find_findings)
     except FsdpInspectError as error:
         show_empty_card("What stands out", str(error), key="findings")
         return
@@ -138,7 +138,7 @@ def _show_findings(entry: RunEntry, digest: RunDigest) -> None:
         show_findings(findings, digest.verdict, digest.plan_check)
 
 
-def _show_key_numbers(digest: RunDigest) -> None:
+def _show_key_numbers(digest: Summary) -> None:
     times, memory = digest.step_time_ns, digest.memory
     spread = f"{format_ns(times.p10)} to {format_ns(times.p90)}" if times else None
     floor = f"of it floor {format_ns(digest.floor_ns)}" if digest.floor_ns is not None else None
@@ -177,7 +177,7 @@ def _show_key_numbers(digest: RunDigest) -> None:
     st.caption(plain(medians + digest.left_out.sentence))
 
 
-def _memory_detail(digest: RunDigest) -> str | None:
+def _memory_detail(digest: Summary) -> str | None:
     if digest.peak_allocated_bytes is None:
         return "not recorded"
     if digest.peak_reserved_bytes is not None:
@@ -185,7 +185,7 @@ def _memory_detail(digest: RunDigest) -> str | None:
     return f"by the {wording.describe_memory_method(digest.memory)}"
 
 
-def _show_step(digest: RunDigest) -> None:
+def _show_step(digest: Summary) -> None:
     breakdown = digest.breakdown
     if breakdown is None:
         st.info("No step counts yet: a step does once it has ended after warm-up.")
@@ -230,7 +230,7 @@ def _describe_causes(exposed: Exposed) -> str:
     return f"Waits by cause, {plain(format_ns(exposed.exposed_ns))} in all: {causes}"
 
 
-def _show_owners(waits: WaitDigest | None, digest: RunDigest) -> None:
+def _show_owners(waits: RankWaits | None, digest: Summary) -> None:
     exposed = waits.exposed if waits is not None else None
     if exposed is None or not any(owner.exposed_ns for owner in exposed.owners):
         show_empty_card("Waited for most", "No communication is waited for.", key="owners")
@@ -274,7 +274,7 @@ def _show_owner(owner: ExposedOwner) -> None:
     page_link("units", f"{code(name)}{sentence}", icon=":material/stacks:", **{UNIT_KEY: name})
 
 
-def _show_step_times(digest: RunDigest, times: StepTimes) -> None:
+def _show_step_times(digest: Summary, times: StepTimes) -> None:
     if not times.over_steps:
         return
     show_chart_card(
@@ -301,7 +301,7 @@ def _open_step(times: StepTimes, click: Click) -> None:
         switch_page("timeline", **{STEP_KEY: step, RANK_KEY: times.median_rank, UNIT_KEY: None})
 
 
-def _show_over_steps(entry: RunEntry, digest: RunDigest, times: StepTimes) -> None:
+def _show_over_steps(entry: RunEntry, digest: Summary, times: StepTimes) -> None:
     """What the training loop logged, if anything, and memory."""
     scalars: Sequence[ScalarSeries] = ()
     problem = ""
@@ -336,7 +336,7 @@ def _show_scalar(scalars: Sequence[ScalarSeries], times: StepTimes) -> None:
     )
 
 
-def _show_memory(digest: RunDigest, times: StepTimes) -> None:
+def _show_memory(digest: Summary, times: StepTimes) -> None:
     memory = digest.memory
     if not memory.over_steps:
         show_empty_card(
@@ -378,7 +378,7 @@ def _show_peak(peak: PeakMoment) -> None:
     )
 
 
-def _show_about(manifest: RunManifest, digest: RunDigest) -> None:
+def _show_about(manifest: RunManifest, digest: Summary) -> None:
     with st.expander("About this run"):
         st.code(
             " ".join(manifest.command) or "(no command recorded)", language=None, wrap_lines=True
@@ -389,4 +389,4 @@ def _show_about(manifest: RunManifest, digest: RunDigest) -> None:
 
 
 entry = entry_or_stop()
-show_page(entry, loading.open_entry(entry), loading.digest_entry(entry))
+show_page(entry, loading.open_entry(entry), loading.summary_of_entry(entry))

@@ -8,10 +8,10 @@ import streamlit as st
 
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.analysis.rank_grid import RankGrid, measure_rank_grid
-from fsdp_inspect.analysis.ranks import RankRow, Ranks, measure_ranks
-from fsdp_inspect.analysis.steps import measure_step_times
+from fsdp_inspect.analysis.step_times import measure_step_times
+from fsdp_inspect.analysis.stragglers.ranks import RankRow, Ranks, measure_ranks
+from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.analysis.verdict import RankVerdict
-from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import ranks_wording
@@ -65,7 +65,7 @@ _PICKER_PX = 210
 _TILES = ("step_time_ns", "own_work_ns", "exposed_ns", "lateness_ns", "peak_allocated_bytes")
 
 
-def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None:
+def show_page(entry: RunEntry, manifest: RunManifest, digest: Summary) -> None:
     """The answer, the map of ranks and steps, one rank, all ranks, the skew of collectives."""
     show_run_header(manifest, digest)
     ranks = answer_or_stop(entry, lambda one: loading.result_of(one, measure_ranks))
@@ -144,7 +144,7 @@ def _picker_of(run_id: str) -> str:
     return f"rank of {run_id}"
 
 
-def _show_grid(grid: RankGrid, digest: RunDigest, rank: int | None, step: int | None) -> None:
+def _show_grid(grid: RankGrid, digest: Summary, rank: int | None, step: int | None) -> None:
     metric = find_metric(grid.metric)
     if grid.highest is None:
         with show_card(f"{metric.label.capitalize()} by rank and step", key="rank-grid"):
@@ -216,7 +216,7 @@ def _show_grid_table(grid: RankGrid) -> None:
 
 
 def _show_rank(
-    entry: RunEntry, digest: RunDigest, grid: RankGrid, rank: int, row: RankRow | None
+    entry: RunEntry, digest: Summary, grid: RankGrid, rank: int, row: RankRow | None
 ) -> int | None:
     """One rank: its numbers, where else it is shown, one of its steps and why, all its steps.
 
@@ -316,7 +316,7 @@ def _open_step(grid: RankGrid, rank: int, click: Click) -> None:
 
 
 def _show_rank_step(
-    entry: RunEntry, digest: RunDigest, rank: int, step: int, verdict: RankVerdict | None
+    entry: RunEntry, digest: Summary, rank: int, step: int, verdict: RankVerdict | None
 ) -> None:
     """Where one of its steps goes; of its median step also what limits it."""
     breakdown = loading.result_of(entry, measure_step_breakdown, rank=rank, step=step)
@@ -390,4 +390,4 @@ def _show_skews(ranks: Ranks) -> None:
 
 
 entry = entry_or_stop()
-show_page(entry, loading.open_entry(entry).manifest, loading.digest_entry(entry))
+show_page(entry, loading.open_entry(entry).manifest, loading.summary_of_entry(entry))

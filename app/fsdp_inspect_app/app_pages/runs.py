@@ -9,6 +9,7 @@ from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.cards import column_formats, show_csv_button, show_headline
+from fsdp_inspect_app.empty_states import show_no_runs
 from fsdp_inspect_app.frames.runs import BASELINE_SUFFIX, frame_runs, matching_runs
 from fsdp_inspect_app.selection import (
     BASELINE_KEY,
@@ -19,8 +20,7 @@ from fsdp_inspect_app.selection import (
     remembered,
     switch_page,
 )
-from fsdp_inspect_app.states import show_no_runs
-from fsdp_inspect_app.summaries import Found, summaries_of
+from fsdp_inspect_app.summaries import KnownRuns, summaries_of
 from fsdp_inspect_app.wording import code, plain
 
 _PATIENCE_S = 1.0
@@ -59,7 +59,7 @@ def show_page() -> None:
         _show_progress(entries)
 
 
-def _answer(entries: Sequence[RunEntry], found: Found) -> str:
+def _answer(entries: Sequence[RunEntry], found: KnownRuns) -> str:
     count = f"{len(entries)} {'run' if len(entries) == 1 else 'runs'}"
     timed = {
         run: row.summary.step_time_ns
@@ -89,7 +89,7 @@ def _show_foreign(foreign: Sequence[str]) -> None:
         )
 
 
-def _show_problems(found: Found) -> None:
+def _show_problems(found: KnownRuns) -> None:
     """One line however many runs cannot be read; the reasons once it is opened."""
     count = len(found.problems)
     if count:
@@ -103,7 +103,7 @@ def _and_more(count: int) -> str:
     return f" and {count - _MOST_NAMED} more" if count > _MOST_NAMED else ""
 
 
-def _show_list(matching: Sequence[RunEntry], found: Found) -> None:
+def _show_list(matching: Sequence[RunEntry], found: KnownRuns) -> None:
     ids = {entry.id for entry in loading.list_entries()}
     pinned = remembered(PIN_KEY, ids)
     baseline = next(iter(remembered(BASELINE_KEY, ids)), None)

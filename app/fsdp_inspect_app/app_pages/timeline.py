@@ -9,17 +9,18 @@ import streamlit as st
 from fsdp_inspect import StoredRun
 from fsdp_inspect.analysis.bandwidth import measure_bandwidth
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
-from fsdp_inspect.analysis.memory import Memory, measure_memory
-from fsdp_inspect.analysis.steps import measure_step_times
-from fsdp_inspect.digest.outline import RunOutline, outline_run
-from fsdp_inspect.digest.step_waits import EventFacts, describe_event, digest_step_waits
+from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
+from fsdp_inspect.analysis.run_heading import RunHeading, measure_run_heading
+from fsdp_inspect.analysis.step_selection import StepSelection
+from fsdp_inspect.analysis.step_times import measure_step_times
+from fsdp_inspect.analysis.step_waits import EventFacts, describe_event, measure_step_waits
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_ns, format_unit
 from fsdp_inspect.store.folder import RunEntry
-from fsdp_inspect.trace.steps import StepSelection
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import show_csv_button, show_headline, show_table
+from fsdp_inspect_app.empty_states import show_nothing
 from fsdp_inspect_app.frames.timeline import frame_spans
 from fsdp_inspect_app.selection import (
     RANK_KEY,
@@ -33,10 +34,9 @@ from fsdp_inspect_app.selection import (
     linked_all,
     page_link,
 )
-from fsdp_inspect_app.states import show_nothing
-from fsdp_inspect_app.timeline.asked import Asked, parse_view
 from fsdp_inspect_app.timeline.component import jump_to, show_timeline
 from fsdp_inspect_app.timeline.details import tell_event, tell_origin, tell_wait
+from fsdp_inspect_app.timeline.request import TimelineRequest, parse_view
 from fsdp_inspect_app.timeline.steps import find_drawable_steps, find_sampled_steps
 from fsdp_inspect_app.timeline.track_set import Place, TrackSet
 from fsdp_inspect_app.wording import plain
@@ -61,7 +61,7 @@ _HEADINGS = {
 """Above the lanes, by the run's source."""
 
 
-def show_page(entry: RunEntry, run: StoredRun, outline: RunOutline) -> None:
+def show_page(entry: RunEntry, run: StoredRun, outline: RunHeading) -> None:
     """Controls, the answer for the chosen step, the canvas, and its table."""
     show_run_header(run.manifest, outline)
     recorded = [record.rank for record in run.ranks]
@@ -96,7 +96,7 @@ def show_page(entry: RunEntry, run: StoredRun, outline: RunOutline) -> None:
 
 
 def _drawable_steps(
-    entry: RunEntry, recorded: Sequence[int], outline: RunOutline
+    entry: RunEntry, recorded: Sequence[int], outline: RunHeading
 ) -> tuple[int, ...]:
     """The steps with events, by the rank that stands for the run, else by any other of a few."""
     median = [outline.median_rank] if outline.median_rank in recorded else []
@@ -135,7 +135,7 @@ def _show_no_steps(selection: StepSelection, memory: Memory) -> None:
 
 
 def _show_controls(
-    outline: RunOutline,
+    outline: RunHeading,
     selection: StepSelection,
     drawable: Sequence[int],
     recorded: Sequence[int],
@@ -153,7 +153,7 @@ def _show_controls(
     return step, ranks
 
 
-def _pick_step(outline: RunOutline, selection: StepSelection, drawable: Sequence[int]) -> int:
+def _pick_step(outline: RunHeading, selection: StepSelection, drawable: Sequence[int]) -> int:
     key = f"step of {outline.run_id}"
     typical = outline.breakdown.closest_step if outline.breakdown else drawable[-1]
     nearest = min(drawable, key=lambda step: abs(step - typical))
@@ -200,7 +200,7 @@ def _name_step(step: int, *, typical: int, selection: StepSelection) -> str:
     return f"{step} (median)" if step == typical else str(step)
 
 
-def _pick_ranks(outline: RunOutline, recorded: Sequence[int]) -> tuple[int, ...]:
+def _pick_ranks(outline: RunHeading, recorded: Sequence[int]) -> tuple[int, ...]:
     median = outline.median_rank
     first = list(recorded[:_RANKS_AT_FIRST])
     if median is not None and median in recorded and median not in first:
@@ -221,11 +221,11 @@ def _pick_ranks(outline: RunOutline, recorded: Sequence[int]) -> tuple[int, ...]
     return tuple(ranks)
 
 
-def _opening(tracks: TrackSet) -> Asked:
+def _opening(tracks: TrackSet) -> TimelineRequest:
     """What the address says of the drawing, as far as it makes sense."""
     ranks = [one.rank for one in tracks.timeline.ranks]
     tops = linked_all(TOP_KEY, {str(rank) for rank in ranks})
-    return Asked(
+    return TimelineRequest(
         view=parse_view(st.query_params.get(WINDOW_KEY, ""), tracks.timeline.end_ns),
         selected=tracks.find_event(st.query_params.get(SPAN_KEY, "")),
         query=linked(UNIT_KEY, tracks.unit_names) or "",
@@ -236,7 +236,7 @@ def _opening(tracks: TrackSet) -> Asked:
 # ---- above the canvas ----
 
 
-def _explain(entry: RunEntry, tracks: TrackSet, rank: int, asked: Asked) -> None:
+def _explain(entry: RunEntry, tracks: TrackSet, rank: int, asked: TimelineRequest) -> None:
     """The longest waits, what is selected, and the address that names what is shown."""
     _link_to(tracks, asked)
     _show_longest_waits(entry, tracks, rank)
@@ -246,7 +246,7 @@ def _explain(entry: RunEntry, tracks: TrackSet, rank: int, asked: Asked) -> None
 def _show_longest_waits(entry: RunEntry, tracks: TrackSet, rank: int) -> None:
     """A button for each of the longest waits of a rank, which leads to it."""
     step = tracks.timeline.step
-    waits = loading.result_of(entry, digest_step_waits, rank=rank, step=step)
+    waits = loading.result_of(entry, measure_step_waits, rank=rank, step=step)
     longest, drawn = waits.longest(), tracks.timeline.find_rank(rank)
     if not longest or drawn is None:
         return
@@ -265,7 +265,7 @@ def _show_longest_waits(entry: RunEntry, tracks: TrackSet, rank: int) -> None:
             )
 
 
-def _link_to(tracks: TrackSet, asked: Asked) -> None:
+def _link_to(tracks: TrackSet, asked: TimelineRequest) -> None:
     """Let the address name what is shown."""
     view, selected = asked.view, asked.selected
     is_part = view is not None and (view.start_ns > 0 or view.end_ns < tracks.timeline.end_ns)
@@ -300,12 +300,12 @@ def _facts(entry: RunEntry, tracks: TrackSet, place: Place) -> EventFacts:
         tracks.manifest,
         drawn.events,
         place.event - drawn.first_event,
-        waits=loading.result_of(entry, digest_step_waits, rank=drawn.rank, step=step),
+        waits=loading.result_of(entry, measure_step_waits, rank=drawn.rank, step=step),
         bandwidth=loading.result_of(entry, measure_bandwidth, rank=drawn.rank),
     )
 
 
-def _describe_origin(tracks: TrackSet, outline: RunOutline) -> list[str]:
+def _describe_origin(tracks: TrackSet, outline: RunHeading) -> list[str]:
     """How the times were obtained."""
     provenance = wording.describe_provenance(
         outline.provenance, "forward", "backward", "all_gather", "reduce_scatter"
@@ -373,9 +373,9 @@ def _show_spans(tracks: TrackSet) -> None:
         )
 
 
-def _outline(entry: RunEntry) -> RunOutline:
+def _outline(entry: RunEntry) -> RunHeading:
     """Instead of the digest, whose waits this page does not show: they take as long as the rest."""
-    return loading.result_of(entry, outline_run)
+    return loading.result_of(entry, measure_run_heading)
 
 
 entry = entry_or_stop(_outline)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import streamlit as st
 
+from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.analysis.units import UnitCost
-from fsdp_inspect.digest.run import RunDigest
 from fsdp_inspect.formatting import MISSING, format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.store.folder import RunEntry
@@ -21,7 +21,7 @@ from fsdp_inspect_app.cards import (
 from fsdp_inspect_app.charts.style import CONFIG
 from fsdp_inspect_app.charts.units import UNIT_MEASURES, draw_units
 from fsdp_inspect_app.clicks import open_on_click
-from fsdp_inspect_app.evidence import find_waits
+from fsdp_inspect_app.finding_list import find_waits
 from fsdp_inspect_app.frames.units import frame_units
 from fsdp_inspect_app.selection import UNIT_KEY, entry_or_stop, follow, link, open_unit
 from fsdp_inspect_app.unit_page import show_unit
@@ -33,13 +33,13 @@ _BARS_HEIGHT = 720
 _UNIT_COLUMN = "unit"
 
 
-def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None:
+def show_page(entry: RunEntry, manifest: RunManifest, digest: Summary) -> None:
     """One unit in detail, or all of them: the answer, bars, and the sortable table."""
     show_run_header(manifest, digest)
     answer = st.container()
     if not digest.units:
         with answer:
-            show_headline(wording.describe_units(digest))
+            show_headline(wording.describe_longest_wait(digest))
         return
     unit = _pick_unit(digest.units)
     if unit is not None:
@@ -48,7 +48,7 @@ def show_page(entry: RunEntry, manifest: RunManifest, digest: RunDigest) -> None
     waits = find_waits(entry)
     owners = waits.exposed.owners if waits is not None and waits.exposed is not None else ()
     with answer:
-        show_headline(wording.describe_units(digest, owners))
+        show_headline(wording.describe_longest_wait(digest, owners))
     _show_bars(digest)
     _show_table(digest)
 
@@ -64,7 +64,7 @@ def _pick_unit(units: Sequence[UnitCost]) -> UnitCost | None:
     return None if chosen is None else by_name[chosen]
 
 
-def _show_bars(digest: RunDigest) -> None:
+def _show_bars(digest: Summary) -> None:
     names = {name: name for name in UNIT_MEASURES}
     follow(_MEASURE_KEY, _MEASURE_KEY, names, "exposed")
     chosen = st.segmented_control("Bars show", list(names), required=True, key=_MEASURE_KEY)
@@ -86,7 +86,7 @@ def _show_bars(digest: RunDigest) -> None:
         st.caption(plain(f"{_describe_numbers(digest)} Click a bar for its unit."))
 
 
-def _describe_numbers(digest: RunDigest) -> str:
+def _describe_numbers(digest: Summary) -> str:
     provenance = wording.describe_provenance(
         digest.provenance, "all_gather", "reduce_scatter", "forward", "backward"
     )
@@ -96,7 +96,7 @@ def _describe_numbers(digest: RunDigest) -> str:
     )
 
 
-def _show_table(digest: RunDigest) -> None:
+def _show_table(digest: Summary) -> None:
     frame = frame_units(digest.units)
     with show_card("All numbers, sortable", key="units-table") as header:
         with header:
@@ -126,4 +126,4 @@ def _show_table(digest: RunDigest) -> None:
 
 
 entry = entry_or_stop()
-show_page(entry, loading.open_entry(entry).manifest, loading.digest_entry(entry))
+show_page(entry, loading.open_entry(entry).manifest, loading.summary_of_entry(entry))

@@ -7,10 +7,10 @@ from dataclasses import replace
 import streamlit as st
 
 from fsdp_inspect import StoredRun
-from fsdp_inspect.advice.predictions import Origin, make_prediction
-from fsdp_inspect.digest.run import RunDigest
+from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.errors import FsdpInspectError, MissingDataError, PlanError
 from fsdp_inspect.formatting import format_bytes, format_bytes_per_s, format_ns
+from fsdp_inspect.predictions.creation import Origin, make_prediction
 from fsdp_inspect.report.simulation import (
     answer_simulation,
     describe_simulation,
@@ -38,7 +38,7 @@ from fsdp_inspect_app.charts.stacks import draw_peaks, draw_steps
 from fsdp_inspect_app.frames.what_if import (
     frame_parts,
     frame_peaks,
-    frame_units,
+    frame_played_units,
 )
 from fsdp_inspect_app.knob_widgets import show_knob
 from fsdp_inspect_app.knobs import (
@@ -54,18 +54,18 @@ from fsdp_inspect_app.knobs import (
     recorded_values,
 )
 from fsdp_inspect_app.plan_links import unpack_plan
-from fsdp_inspect_app.playing import Bench, play, prepare
 from fsdp_inspect_app.selection import entry_or_stop, page_link
 from fsdp_inspect_app.timeline.component import show_timeline
 from fsdp_inspect_app.timeline.track_set import TrackSet
 from fsdp_inspect_app.timeline.tracks import draw_events
+from fsdp_inspect_app.what_if_simulation import PreparedRun, prepare, simulate_knobs
 from fsdp_inspect_app.wording import plain
 
 _PLAN_FILE, _PREDICTION_FILE = "plan.toml", "plan.prediction.json"
 _PLAN_KEY = "plan"
 
 
-def show_page(entry: RunEntry, run: StoredRun, digest: RunDigest) -> None:
+def show_page(entry: RunEntry, run: StoredRun, digest: Summary) -> None:
     """The answer, the knobs, and what they make of the step."""
     show_run_header(run.manifest, digest)
     try:
@@ -87,7 +87,7 @@ def _show_refusal(reason: str) -> None:
 
 
 @st.fragment
-def _show_bench(entry: RunEntry, run: StoredRun, digest: RunDigest, bench: Bench) -> None:
+def _show_bench(entry: RunEntry, run: StoredRun, digest: Summary, bench: PreparedRun) -> None:
     """Everything that moves with the knobs; turning one runs only this part of the page again."""
     answer = st.container()
     start, problem = _linked_plan(run.manifest)
@@ -97,7 +97,7 @@ def _show_bench(entry: RunEntry, run: StoredRun, digest: RunDigest, bench: Bench
     try:
         if problem is not None:
             raise problem
-        simulation = play(bench, run.manifest, start or bench.plan, chosen, knobs)
+        simulation = simulate_knobs(bench, run.manifest, start or bench.plan, chosen, knobs)
     except (FsdpInspectError, ValueError) as error:
         with answer:
             show_headline("That cannot be played\\.")
@@ -130,7 +130,7 @@ def _linked_plan(manifest: RunManifest) -> tuple[Plan | None, PlanError | None]:
 
 
 def _show_knobs(
-    bench: Bench, manifest: RunManifest, *, is_linked: bool
+    bench: PreparedRun, manifest: RunManifest, *, is_linked: bool
 ) -> tuple[dict[str, str], list[Knob]]:
     """What is chosen, by knob, and all knobs."""
     recorded = {} if is_linked else recorded_values(bench.plan, manifest)
@@ -263,7 +263,7 @@ def _show_peaks(simulation: Simulation) -> None:
 
 
 def _show_timelines(
-    entry: RunEntry, manifest: RunManifest, digest: RunDigest, simulation: Simulation
+    entry: RunEntry, manifest: RunManifest, digest: Summary, simulation: Simulation
 ) -> None:
     tracks = []
     if digest.breakdown is not None:
@@ -284,7 +284,7 @@ def _show_timelines(
 
 
 def _show_units(simulation: Simulation) -> None:
-    frame = frame_units(simulation.predicted)
+    frame = frame_played_units(simulation.predicted)
     with show_card("Units of this plan, predicted", key="units") as header:
         with header:
             show_csv_button(frame, key="units")
@@ -353,4 +353,4 @@ def _command(
 
 
 entry = entry_or_stop()
-show_page(entry, loading.open_entry(entry), loading.digest_entry(entry))
+show_page(entry, loading.open_entry(entry), loading.summary_of_entry(entry))

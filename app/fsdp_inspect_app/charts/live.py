@@ -6,7 +6,7 @@ from textwrap import wrap
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from fsdp_inspect.analysis.live import DeviceSeries, LiveMemory, LiveStep
+from fsdp_inspect.analysis.live.view import DeviceSeries, LiveMemory, LiveStep
 from fsdp_inspect_app.charts.style import (
     NEUTRAL,
     line_mode,

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from fsdp_inspect.analysis.allocator import AllocatorUse
-from fsdp_inspect.analysis.memory import MemoryOfStep, PeakMoment, RankMemory
-from fsdp_inspect.analysis.memory_step import StepMemory, Stretch
+from fsdp_inspect.analysis.memory.allocator import AllocatorUse
+from fsdp_inspect.analysis.memory.peak import MemoryOfStep, PeakMoment, RankMemory
+from fsdp_inspect.analysis.memory.step import PlaceSpan, StepMemory
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.report import palette
 from fsdp_inspect_app import wording
@@ -107,7 +107,7 @@ def _add_lines(figure: go.Figure, memory: StepMemory, size: int, suffix: str) ->
         )
 
 
-def _add_units(figure: go.Figure, units: Sequence[Stretch]) -> None:
+def _add_units(figure: go.Figure, units: Sequence[PlaceSpan]) -> None:
     """A strip below, in which each stretch of one unit is a box."""
     boxes = [unit for unit in units if unit.name is not None]
     names = [wording.label(name_place(unit.name)) for unit in boxes]

@@ -6,13 +6,13 @@ import plotly.graph_objects as go
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.exposed import ExposedOwner
-from fsdp_inspect.analysis.memory import MemoryOfStep, PeakMoment
+from fsdp_inspect.analysis.memory.peak import MemoryOfStep, PeakMoment
 from fsdp_inspect.analysis.scalars import ScalarSeries
-from fsdp_inspect.analysis.steps import StepTimes
+from fsdp_inspect.analysis.step_times import StepTimes
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.report import palette
-from fsdp_inspect.trace.reduction import StepPart
-from fsdp_inspect.trace.statistics import Distribution
+from fsdp_inspect.statistics import Distribution
+from fsdp_inspect.trace.codes import StepPart
 from fsdp_inspect_app import wording
 from fsdp_inspect_app.charts.style import (
     NEUTRAL,

@@ -7,26 +7,13 @@ import plotly.graph_objects as go
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.report import palette
 from fsdp_inspect.report.palette import Look
-from fsdp_inspect.simulation.memory import Held
 from fsdp_inspect_app import wording
 from fsdp_inspect_app.charts.style import fill, memory_unit, name_rows, styled
 from fsdp_inspect_app.frames.values import NS_PER_MS
+from fsdp_inspect_app.played_memory_looks import HELD_LOOKS
 
 _LABELLED_RATIO = 0.07
 _PARTS = {part.label: palette.PART_LOOKS[part] for part in palette.PART_LOOKS}
-_RESTING = palette.MEMORY_LOOKS["sharded_parameter"]
-_REST = palette.MEMORY_LOOKS["unattributed"]
-HELD_LOOKS = {
-    Held.RESTING.label: Look("sharded parameters, optimizer state", _RESTING.colour, _RESTING.ink),
-    Held.REST.label: Look("inputs, buffers, other", _REST.colour, _REST.ink),
-    Held.SHARDED_PARAMETER.label: Look("kept in smaller groups", _RESTING.colour, _RESTING.ink),
-    **{
-        held.label: palette.MEMORY_LOOKS[held.label]
-        for held in Held
-        if held not in (Held.RESTING, Held.REST, Held.SHARDED_PARAMETER)
-    },
-}
-"""The look of what fills memory in a played step."""
 
 Stack = tuple[str, Mapping[str, int]]
 """A name, and its parts."""

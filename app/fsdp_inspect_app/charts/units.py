@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 
 import plotly.graph_objects as go
 
+from fsdp_inspect.analysis.link_fit import LinkFit
 from fsdp_inspect.analysis.unit_history import UnitHistory
 from fsdp_inspect.analysis.units import UnitCost
 from fsdp_inspect.formatting import format_bytes, format_bytes_per_s, format_unit
 from fsdp_inspect.report import palette
 from fsdp_inspect.report.palette import Look
-from fsdp_inspect.trace.link_fit import LinkFit
 from fsdp_inspect_app import wording
 from fsdp_inspect_app.charts.style import (
     NEUTRAL,

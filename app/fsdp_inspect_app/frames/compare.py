@@ -6,15 +6,15 @@ from typing import Any
 import pandas as pd
 
 from fsdp_inspect.analysis.units import UnitCollective
-from fsdp_inspect.digest.comparison import Comparison
-from fsdp_inspect.digest.settings import SettingDifference, SharedSetting
-from fsdp_inspect.digest.tables import (
+from fsdp_inspect.comparison.comparison import Comparison
+from fsdp_inspect.comparison.differences import (
     CategoryComparison,
     MetricComparison,
     PartComparison,
     UnitChange,
     UnitSide,
 )
+from fsdp_inspect.comparison.settings import SettingDifference, SharedSetting
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.values import format_metric
@@ -92,7 +92,7 @@ def _metric_row(metric: MetricComparison, labels: Sequence[str]) -> dict[str, An
     return row
 
 
-def frame_parts(rows: Sequence[PartComparison], labels: Sequence[str]) -> pd.DataFrame:
+def frame_compared_parts(rows: Sequence[PartComparison], labels: Sequence[str]) -> pd.DataFrame:
     """The parts of the median steps; changes add up to that of the step."""
     return _frame_changes(
         [(find_metric(f"{row.name}_ns").label, row.values_ns, row.changes_ns) for row in rows],
@@ -103,7 +103,7 @@ def frame_parts(rows: Sequence[PartComparison], labels: Sequence[str]) -> pd.Dat
     )
 
 
-def frame_causes(rows: Sequence[PartComparison], labels: Sequence[str]) -> pd.DataFrame:
+def frame_compared_causes(rows: Sequence[PartComparison], labels: Sequence[str]) -> pd.DataFrame:
     """Why they wait."""
     return _frame_changes(
         [(row.name.replace("_", " "), row.values_ns, row.changes_ns) for row in rows],

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from fsdp_inspect_app.frames.values import mib
-from fsdp_inspect_app.importable import ImportSource
+from fsdp_inspect_app.import_sources import ImportSource
 
 
 def frame_sources(sources: Sequence[ImportSource]) -> pd.DataFrame:

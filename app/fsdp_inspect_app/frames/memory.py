@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from fsdp_inspect.analysis.allocator import AllocatorUse
-from fsdp_inspect.analysis.memory import MemoryOfStep, PeakMoment, PositionBytes, RankMemory
-from fsdp_inspect.analysis.memory_step import Composition, StepMemory
+from fsdp_inspect.analysis.memory.allocator import AllocatorUse
+from fsdp_inspect.analysis.memory.peak import MemoryOfStep, PeakMoment, PositionBytes, RankMemory
+from fsdp_inspect.analysis.memory.step import Composition, StepMemory
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect_app import wording

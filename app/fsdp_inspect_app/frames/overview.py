@@ -6,9 +6,9 @@ import pandas as pd
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.exposed import ExposedOwner
-from fsdp_inspect.analysis.memory import MemoryOfStep, PeakMoment
+from fsdp_inspect.analysis.memory.peak import MemoryOfStep, PeakMoment
 from fsdp_inspect.analysis.scalars import ScalarSeries
-from fsdp_inspect.analysis.steps import StepPoint
+from fsdp_inspect.analysis.step_times import StepPoint
 from fsdp_inspect.formatting import format_owner
 from fsdp_inspect.metrics import define_metric, find_metric
 from fsdp_inspect.report.values import format_kind

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from fsdp_inspect.analysis.rank_grid import RankGrid
-from fsdp_inspect.analysis.ranks import CollectiveSkew, RankRow
+from fsdp_inspect.analysis.stragglers.ranks import CollectiveSkew, RankRow
 from fsdp_inspect.metrics import MetricUnit, find_metric
 from fsdp_inspect.report.values import format_kind
 from fsdp_inspect_app.frames.values import BYTES_PER_MIB, NS_PER_MS, gb_per_s, mib, ms

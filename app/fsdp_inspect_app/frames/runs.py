@@ -5,13 +5,13 @@ from typing import Any
 
 import pandas as pd
 
-from fsdp_inspect.digest.listing import RunSummary, change_ratio
-from fsdp_inspect.digest.run import RunDigest
+from fsdp_inspect.analysis.run_list import RunKeyNumbers, change_ratio
+from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.store.folder import RunEntry
 from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect_app import wording
 from fsdp_inspect_app.frames.values import mib, ms
-from fsdp_inspect_app.summaries import Found, RunRow
+from fsdp_inspect_app.summaries import KnownRuns, RunRow
 
 BASELINE_MARK, PIN_MARK = "baseline", "pinned"
 BASELINE_SUFFIX = "vs baseline"
@@ -20,7 +20,7 @@ READING, UNREADABLE = "being read", "unreadable"
 
 def frame_runs(
     entries: Sequence[RunEntry],
-    found: Found,
+    found: KnownRuns,
     *,
     baseline: str | None = None,
     pinned: Collection[str] = (),
@@ -43,7 +43,7 @@ def frame_runs(
 
 
 def _run_row(
-    entry: RunEntry, found: Found, reference: RunSummary | None, marks: dict[str, str]
+    entry: RunEntry, found: KnownRuns, reference: RunKeyNumbers | None, marks: dict[str, str]
 ) -> dict[str, Any]:
     row = found.rows.get(entry.id)
     recorded = pd.Timestamp(entry.created_unix_ns) if entry.created_unix_ns else pd.NaT
@@ -73,7 +73,7 @@ def _run_row(
     }
 
 
-def _change_columns(summary: RunSummary, reference: RunSummary) -> dict[str, float | None]:
+def _change_columns(summary: RunKeyNumbers, reference: RunKeyNumbers) -> dict[str, float | None]:
     return {
         f"step time {BASELINE_SUFFIX}": change_ratio(summary.step_time_ns, reference.step_time_ns),
         f"exposed {BASELINE_SUFFIX}": change_ratio(summary.exposed_ns, reference.exposed_ns),
@@ -83,7 +83,7 @@ def _change_columns(summary: RunSummary, reference: RunSummary) -> dict[str, flo
     }
 
 
-def matching_runs(entries: Sequence[RunEntry], found: Found, wanted: str) -> list[RunEntry]:
+def matching_runs(entries: Sequence[RunEntry], found: KnownRuns, wanted: str) -> list[RunEntry]:
     """The runs that have every wanted word: in id, name, model, plan, tags, status or source."""
     words = wanted.lower().split()
     if not words:
@@ -102,7 +102,7 @@ def _searched(entry: RunEntry, row: RunRow | None) -> str:
     return " ".join((entry.id, *facts)).lower()
 
 
-def frame_about(manifest: RunManifest, digest: RunDigest) -> pd.DataFrame:
+def frame_about(manifest: RunManifest, digest: Summary) -> pd.DataFrame:
     """What is known about the run as a whole: one row a fact, as text."""
     facts = {
         "run id": digest.run_id,

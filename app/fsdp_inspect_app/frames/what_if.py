@@ -5,8 +5,8 @@ import pandas as pd
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.simulation.simulate import Played, Simulation
-from fsdp_inspect_app.charts.stacks import HELD_LOOKS
 from fsdp_inspect_app.frames.values import mib, ms
+from fsdp_inspect_app.played_memory_looks import HELD_LOOKS
 
 RECORDED, PREDICTED = "recorded plan, played", "this plan, predicted"
 
@@ -45,7 +45,7 @@ def frame_peaks(simulation: Simulation) -> pd.DataFrame:
     )
 
 
-def frame_units(played: Played) -> pd.DataFrame:
+def frame_played_units(played: Played) -> pd.DataFrame:
     """The units of a played plan, in order."""
     return pd.DataFrame(
         [

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import streamlit as st
 
-from fsdp_inspect_app.timeline.asked import Asked, Jump, read_asked
 from fsdp_inspect_app.timeline.payload import encode_tracks
+from fsdp_inspect_app.timeline.request import Jump, TimelineRequest, read_request
 from fsdp_inspect_app.timeline.track_set import Place, Tracks, TrackSet
 
 _HERE = Path(__file__).parent
@@ -58,8 +58,8 @@ def show_timeline(
     tracks: Sequence[TrackSet],
     *,
     key: str,
-    opening: Asked | None = None,
-    explain: Callable[[Asked], None] | None = None,
+    opening: TimelineRequest | None = None,
+    explain: Callable[[TimelineRequest], None] | None = None,
     is_linked: bool = False,
 ) -> None:
     """Draw one or several steps on one axis that begins at their starts.
@@ -75,7 +75,7 @@ def show_timeline(
     """
     drawn = Tracks(tuple(tracks))
     state = st.session_state.get(key) or {}
-    asked = read_asked(state, drawn, opening=opening or Asked())
+    asked = read_request(state, drawn, opening=opening or TimelineRequest())
     above = st.container()
     jump = _latest_jump(key, drawn.key)
     payload = encode_tracks(drawn, asked, jump=jump, is_linked=is_linked)

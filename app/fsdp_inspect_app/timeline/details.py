@@ -1,6 +1,6 @@
 """How does one event of a timeline read, in a line?"""
 
-from fsdp_inspect.digest.step_waits import EventFacts
+from fsdp_inspect.analysis.step_waits import EventFacts
 from fsdp_inspect.formatting import (
     format_bytes,
     format_bytes_per_s,

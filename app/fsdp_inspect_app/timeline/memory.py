@@ -2,7 +2,7 @@
 
 Readings are taken by the host, which on a GPU runs ahead of the streams above: the curve lies at
 the host's times. Between two readings only the highest moment is known, where the counters tell it
-([Note: peaks between readings] in `trace.memory_reduction`).
+([Note: peaks between readings] in `reduction.memory_parts`).
 """
 
 from collections.abc import Collection
@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.memory.summary_rows import memory_parts
 from fsdp_inspect.errors import StoreError
-from fsdp_inspect.trace.memory_reduction import highest_allocated, samples_of
-from fsdp_inspect.trace.rank_memory import memory_parts
-from fsdp_inspect.trace.reduction import StepPart
+from fsdp_inspect.reduction.memory_parts import highest_allocated, samples_of
+from fsdp_inspect.trace.codes import StepPart
 from fsdp_inspect.trace.run import RankRecord, RunSource
 from fsdp_inspect.trace.tables import MISSING_INT
 

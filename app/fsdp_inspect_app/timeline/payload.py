@@ -7,14 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.formatting import format_ns
-from fsdp_inspect.trace.bandwidth import bus_bytes_per_s
+from fsdp_inspect.trace.bus_bandwidth import bus_bytes_per_s
 from fsdp_inspect.trace.codes import NO_UNIT, Method, Phase, Source
 from fsdp_inspect.trace.run import RunManifest
-from fsdp_inspect_app.timeline.asked import Asked, Jump
 from fsdp_inspect_app.timeline.lod import MAX_RECTANGLES, MAX_SPANS, Drawing, OnAxis, View, draw
 from fsdp_inspect_app.timeline.memory import MemoryCurve
 from fsdp_inspect_app.timeline.packing import pack
 from fsdp_inspect_app.timeline.rank_layout import LOOKS, Lane, Track
+from fsdp_inspect_app.timeline.request import Jump, TimelineRequest
 from fsdp_inspect_app.timeline.track_set import Place, Tracks, TrackSet
 from fsdp_inspect_app.timeline.tracks import DrawnRank
 
@@ -45,7 +45,7 @@ def lane_label(lane: Lane, manifest: RunManifest) -> str:
     return clock_label(manifest) if lane.track is Track.CLOCK else _TRACK_LABELS[lane.track]
 
 
-def describe_step(member: TrackSet) -> str:
+def describe_drawing(member: TrackSet) -> str:
     """A step's picture in words, for those who cannot see it."""
     timeline = member.timeline
     ranks = ", ".join(str(one.rank) for one in timeline.ranks)
@@ -58,7 +58,7 @@ def describe_step(member: TrackSet) -> str:
 def describe_tracks(tracks: Tracks) -> str:
     """The whole picture in words, and how it is used without a pointer."""
     pictures = [
-        f"{member.title}: {describe_step(member)}" if member.title else describe_step(member)
+        f"{member.title}: {describe_drawing(member)}" if member.title else describe_drawing(member)
         for member in tracks.members
     ]
     return (
@@ -68,7 +68,7 @@ def describe_tracks(tracks: Tracks) -> str:
 
 
 def encode_tracks(
-    tracks: Tracks, asked: Asked, *, jump: Jump | None = None, is_linked: bool = False
+    tracks: Tracks, asked: TimelineRequest, *, jump: Jump | None = None, is_linked: bool = False
 ) -> bytes:
     """Pack what a drawing shows now.
 
@@ -164,7 +164,7 @@ def _legend(tracks: Tracks) -> list[int]:
     return sorted({look for member in tracks.members for look in member.timeline.looks})
 
 
-def _describe_opening(tracks: Tracks, asked: Asked) -> dict[str, Any]:
+def _describe_opening(tracks: Tracks, asked: TimelineRequest) -> dict[str, Any]:
     """What the browser begins with; later it knows better."""
     blocks = [(position, drawn.rank) for position, drawn in _shown_ranks(tracks)]
     view = asked.view
@@ -176,7 +176,7 @@ def _describe_opening(tracks: Tracks, asked: Asked) -> dict[str, Any]:
     }
 
 
-def _describe_found(tracks: Tracks, asked: Asked) -> dict[str, Any] | None:
+def _describe_found(tracks: Tracks, asked: TimelineRequest) -> dict[str, Any] | None:
     """The answer to the search; None if nothing is searched for."""
     if not asked.query or asked.serial == 0:
         return None

@@ -1,10 +1,10 @@
 """What is drawn of one rank in one step? Its lanes, and the spans on them.
 
 A rank's lanes, from the top: marks where the host issued collectives; its clock, the compute
-stream (CPU: the main thread), split exactly as `trace.reduction.split_step` splits the step, so
-that what is hatched on it adds up to the step's exposed communication; the collectives, each from
-its real start to its real end, in rows where they overlap; and the memory of the step, where it
-was sampled.
+stream (CPU: the main thread), split exactly as `reduction.step_parts.split_step` splits the step,
+so that what is hatched on it adds up to the step's exposed communication; the collectives, each
+from its real start to its real end, in rows where they overlap; and the memory of the step, where
+it was sampled.
 
 Times are ns on the rank's own clock.
 """
@@ -16,29 +16,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.reduction.step_parts import exposed_ns, is_kernel_trace, split_step, waited_since
 from fsdp_inspect.report import palette
 from fsdp_inspect.report.palette import Look
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
     COPIES,
+    EXPOSED_PART_CODES,
+    EXPOSED_PARTS,
     NO_UNIT,
     EventFlag,
     EventKind,
     NamedCode,
     Phase,
+    StepPart,
     Stream,
 )
 from fsdp_inspect.trace.intervals import Intervals
-from fsdp_inspect.trace.painting import paint_innermost, stack_rows
-from fsdp_inspect.trace.reduction import (
-    EXPOSED_PART_CODES,
-    EXPOSED_PARTS,
-    StepPart,
-    exposed_ns,
-    is_kernel_trace,
-    split_step,
-    waited_since,
-)
+from fsdp_inspect.trace.nested_spans import paint_innermost, stack_rows
 from fsdp_inspect.trace.tables import EventTable, is_any_of
 from fsdp_inspect_app.timeline.lod import SpanIndex
 from fsdp_inspect_app.timeline.memory import MemoryCurve
@@ -261,7 +256,7 @@ def _part_spans(claims: "_Claims", part: StepPart, within: Intervals, lane: int)
 
 
 class _Claims:
-    """The events that can be the reason for a part of the step (see `trace.reduction`)."""
+    """The events that can be the reason for a part of the step (see `reduction.step_parts`)."""
 
     def __init__(self, events: EventTable) -> None:
         self.events = events

@@ -5,9 +5,8 @@ Long runs keep the events of only some steps, and on CPU memory is read in memor
 
 import numpy as np
 
-from fsdp_inspect.trace.codes import EventKind
-from fsdp_inspect.trace.rank_memory import memory_parts
-from fsdp_inspect.trace.reduction import StepPart
+from fsdp_inspect.analysis.memory.summary_rows import memory_parts
+from fsdp_inspect.trace.codes import EventKind, StepPart
 from fsdp_inspect.trace.run import RunSource
 
 

@@ -73,7 +73,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class UnitMatches:
     """What a search came to."""
 
     place: Place | None
@@ -127,7 +127,7 @@ class Tracks:
         """The number of an event in the drawing."""
         return self.first_event[place.member] + place.event
 
-    def find(self, query: str, *, after: Place | None, direction: int) -> Found:
+    def find(self, query: str, *, after: Place | None, direction: int) -> UnitMatches:
         """The next event of the units that a text names, by time, on the rank it starts from.
 
         Args:
@@ -142,14 +142,14 @@ class Tracks:
             found = self._find_in(member, query, place, direction)
             if found.place is not None:
                 return found
-        return Found(None, 0, 0)
+        return UnitMatches(None, 0, 0)
 
-    def _find_in(self, member: int, query: str, after: Place | None, direction: int) -> Found:
+    def _find_in(self, member: int, query: str, after: Place | None, direction: int) -> UnitMatches:
         tracks = self.members[member]
         drawn = tracks.timeline.rank_of(0 if after is None else after.event)
         matches = _matching_events(tracks, query, drawn)
         if len(matches) == 0:
-            return Found(None, 0, 0)
+            return UnitMatches(None, 0, 0)
         chosen = 0
         if after is not None:
             own = after.event - drawn.first_event
@@ -162,7 +162,7 @@ class Tracks:
                 chosen = later - 1 if direction < 0 else later
         chosen %= len(matches)
         place = Place(member, drawn.first_event + int(matches[chosen]))
-        return Found(place, chosen + 1, len(matches))
+        return UnitMatches(place, chosen + 1, len(matches))
 
 
 def matching_units(names: Sequence[str], query: str) -> list[int]:

@@ -13,10 +13,10 @@ from functools import partial
 
 import numpy as np
 
+from fsdp_inspect.analysis.clocks.alignment import Alignment, RankClock, align_clocks
+from fsdp_inspect.analysis.clocks.clock_fit import LinearClock
 from fsdp_inspect.errors import IncompleteRunError
 from fsdp_inspect.report.perfetto.axes import place_ranks
-from fsdp_inspect.trace.alignment import Alignment, RankClock, align_clocks
-from fsdp_inspect.trace.clock_fit import LinearClock
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import RankRecord, RunSource
 from fsdp_inspect.trace.tables import EventTable

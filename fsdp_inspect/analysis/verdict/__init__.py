@@ -23,18 +23,23 @@ blocks is the advice (R1).
 
 from dataclasses import dataclass, field
 
-from fsdp_inspect.analysis.verdict.facts import Growth, StepFacts, Straggler, Waiting
+from fsdp_inspect.analysis.verdict.facts import (
+    MemoryGrowthFacts,
+    StepFacts,
+    StragglerFacts,
+    Waiting,
+)
 from fsdp_inspect.analysis.verdict.limits import STRAGGLER_RATIO, Limit, find_limit
-from fsdp_inspect.analysis.verdict.words import say, say_meanwhile
+from fsdp_inspect.analysis.verdict.words import phrase_limit, say_meanwhile
 
 __all__ = [
     "STRAGGLER_RATIO",
     "UNKNOWN",
-    "Growth",
     "Limit",
+    "MemoryGrowthFacts",
     "RankVerdict",
     "StepFacts",
-    "Straggler",
+    "StragglerFacts",
     "Verdict",
     "Waiting",
     "give_rank_verdict",
@@ -80,7 +85,7 @@ UNKNOWN = Verdict(
 def give_verdict(facts: StepFacts) -> Verdict:
     """What limits a step, why, and what to try next."""
     limit = find_limit(facts)
-    sentence, why, next_steps = say(limit, facts)
+    sentence, why, next_steps = phrase_limit(limit, facts)
     return Verdict(limit, sentence, why, next_steps, _numbers(facts))
 
 
@@ -103,7 +108,7 @@ def give_rank_verdict(rank: int, host: str, facts: StepFacts, run: Verdict) -> R
         sentence = f"It waits for rank {facts.straggler.rank}."
         return RankVerdict(rank, host, Limit.STRAGGLER, sentence, False)
     limit = find_limit(facts)
-    sentence, _, _ = say(limit, facts)
+    sentence, _, _ = phrase_limit(limit, facts)
     return RankVerdict(rank, host, limit, sentence, limit is not run.limit)
 
 

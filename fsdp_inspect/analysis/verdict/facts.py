@@ -16,7 +16,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Straggler:
+class StragglerFacts:
     """The rank that the others wait for."""
 
     rank: int
@@ -36,7 +36,7 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
+class MemoryGrowthFacts:
     """What is allocated at the end of a step grows from step to step."""
 
     rank: int
@@ -85,8 +85,8 @@ class StepFacts:
     fragmentation_ratio: float | None = None
     """Reserved but not in use at the peak, as a share of reserved; None: not recorded."""
     num_alloc_retries: int | None = None
-    straggler: Straggler | None = None
-    growth: Growth | None = None
+    straggler: StragglerFacts | None = None
+    growth: MemoryGrowthFacts | None = None
     contradiction: str | None = None
     """What the run did that its plan does not say, as a sentence; None: it did what it says."""
 

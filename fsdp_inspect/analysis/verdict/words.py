@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from fsdp_inspect.analysis.verdict.facts import StepFacts, Straggler
+from fsdp_inspect.analysis.verdict.facts import StepFacts, StragglerFacts
 from fsdp_inspect.analysis.verdict.limits import Limit
+from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.trace.waits import Cause
 
 FRAGMENTED_RATIO = 0.10
 """Reserved but not in use at the peak, as a share of reserved, from which R21 applies."""
@@ -20,7 +20,7 @@ _PHASES_BY_NAME = frozenset({"forward", "backward"})
 """Phases that place a wait; the others say nothing about it."""
 
 
-def say(limit: Limit, facts: StepFacts) -> Words:
+def phrase_limit(limit: Limit, facts: StepFacts) -> Words:
     """The words for a limit; a run that contradicts its plan is told so before anything else."""
     sentence, why, next_steps = _WORDS[limit](facts)
     if facts.contradiction:
@@ -148,7 +148,7 @@ def _say_straggler(facts: StepFacts) -> Words:
     )
 
 
-def say_meanwhile(straggler: Straggler) -> str:
+def say_meanwhile(straggler: StragglerFacts) -> str:
     """`backward, 3.86 s more a step`: what a straggler does longer; empty if nothing."""
     if straggler.meanwhile_ns <= 0:
         return ""

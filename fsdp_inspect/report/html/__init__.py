@@ -9,7 +9,7 @@ from fsdp_inspect.report.html.contents import (
 from fsdp_inspect.report.html.page import (
     WrittenReport,
     describe_page,
-    render_comparison,
+    render_comparison_page,
     render_run,
 )
 
@@ -20,6 +20,6 @@ __all__ = [
     "describe_page",
     "read_comparison",
     "read_contents",
-    "render_comparison",
+    "render_comparison_page",
     "render_run",
 ]

@@ -3,15 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_inspect.analysis.memory_growth import MemoryGrowth, measure_memory_growth
-from fsdp_inspect.analysis.ranks import Ranks, measure_ranks
+from fsdp_inspect.analysis.damage import try_measure
+from fsdp_inspect.analysis.memory.growth import MemoryGrowth, measure_memory_growth
+from fsdp_inspect.analysis.rank_waits import RankWaits, measure_rank_waits
 from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
-from fsdp_inspect.analysis.steps import StepTimes, measure_step_times
-from fsdp_inspect.digest.asking import ask
-from fsdp_inspect.digest.comparison import Comparison, compare_sides
-from fsdp_inspect.digest.exposed import WaitDigest, digest_waits
-from fsdp_inspect.digest.run import RunDigest, digest_run
-from fsdp_inspect.digest.sides import form_sides
+from fsdp_inspect.analysis.step_times import StepTimes, measure_step_times
+from fsdp_inspect.analysis.stragglers.ranks import Ranks, measure_ranks
+from fsdp_inspect.analysis.summary import Summary, measure_summary
+from fsdp_inspect.comparison.comparison import Comparison, compare_sides
+from fsdp_inspect.comparison.sides import form_sides
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
 
@@ -20,11 +20,11 @@ class RunContents:
     """Everything that is shown about a run. None: the files that it needs are damaged."""
 
     manifest: RunManifest
-    digest: RunDigest
+    digest: Summary
     times: StepTimes
     scalars: tuple[ScalarSeries, ...]
     """What the training loop logged."""
-    waits: WaitDigest | None
+    waits: RankWaits | None
     ranks: Ranks | None
     growth: MemoryGrowth | None
     """None also where too few steps know their memory."""
@@ -35,15 +35,15 @@ class RunContents:
 def read_contents(run: RunSource) -> RunContents:
     """Ask every analysis of a run."""
     damage: list[str] = []
-    digest = digest_run(run)
+    digest = measure_summary(run)
     contents = RunContents(
         manifest=run.manifest,
         digest=digest,
         times=measure_step_times(run),
-        scalars=ask(measure_scalars, run, damage) or (),
-        waits=ask(digest_waits, run, damage),
-        ranks=ask(measure_ranks, run, damage),
-        growth=ask(measure_memory_growth, run, damage),
+        scalars=try_measure(measure_scalars, run, damage) or (),
+        waits=try_measure(measure_rank_waits, run, damage),
+        ranks=try_measure(measure_ranks, run, damage),
+        growth=try_measure(measure_memory_growth, run, damage),
         unanswered=(),
     )
     new = dict.fromkeys(reason for reason in damage if reason not in digest.notes)
@@ -55,19 +55,19 @@ class ComparisonContents:
     """Everything that is shown about several runs."""
 
     comparison: Comparison
-    digests: tuple[RunDigest, ...]
+    digests: tuple[Summary, ...]
     """Of the run that stands for each side, in the order of the sides."""
 
 
 def read_comparison(
     given: Sequence[RunSource | Sequence[RunSource]],
     *,
-    digest: Callable[[RunSource], RunDigest] = digest_run,
+    digest: Callable[[RunSource], Summary] = measure_summary,
 ) -> ComparisonContents:
     """Compare runs, or sides of repeated runs; the first is the reference.
 
     Args:
-        given: As for `digest.comparison.compare_runs`.
+        given: As for `comparison.comparison.compare_runs`.
         digest: Gives the digest of a run, for a caller that may have it already.
 
     Raises:

@@ -21,7 +21,7 @@ _LEAST_SPAN = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """One series; `values[i]` belongs to `steps[i]`, None is a gap."""
 
     label: str
@@ -90,7 +90,7 @@ class _Scale:
 
 
 def draw_lines(  # noqa: PLR0913 (every argument is a part of a chart, all but one by name)
-    lines: Sequence[Line],
+    lines: Sequence[ChartLine],
     *,
     alt: str,
     format_value: Callable[[float], str],
@@ -156,7 +156,7 @@ def _round_steps(first: int, last: int) -> list[int]:
     return sorted({round(tick) for tick in ticks if first <= round(tick) <= last})
 
 
-def _draw(line: Line, scale: _Scale) -> DrawnLine:
+def _draw(line: ChartLine, scale: _Scale) -> DrawnLine:
     pieces: list[list[tuple[float, float]]] = [[]]
     for step, value in zip(line.steps, line.values, strict=True):
         if value is None or not math.isfinite(value):

@@ -18,19 +18,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
 from jinja2.runtime import Context
 
 from fsdp_inspect import formatting
-from fsdp_inspect.analysis.steps import StepTimes
+from fsdp_inspect.analysis.step_times import StepTimes
+from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST, Judgement, Telling
 from fsdp_inspect.metrics import Better, define_metric, find_metric
 from fsdp_inspect.report import palette, wording
 from fsdp_inspect.report.html.contents import ComparisonContents, RunContents
-from fsdp_inspect.report.html.lines import Line, LineChart, draw_lines
+from fsdp_inspect.report.html.lines import ChartLine, LineChart, draw_lines
 from fsdp_inspect.report.values import format_kind, format_method, format_metric
-from fsdp_inspect.trace.reduction import StepPart
-from fsdp_inspect.trace.repeats import (
-    PROCESS_NOISE_RATIO,
-    RUNS_FOR_A_TEST,
-    Judgement,
-    Telling,
-)
+from fsdp_inspect.trace.codes import StepPart
 from fsdp_inspect.version import __version__
 
 MOST_OWNERS = 40
@@ -60,7 +55,7 @@ def render_run(contents: RunContents) -> str:
     )
 
 
-def render_comparison(contents: ComparisonContents) -> str:
+def render_comparison_page(contents: ComparisonContents) -> str:
     """Several runs beside each other as a whole HTML document."""
     breakdowns = [digest.breakdown for digest in contents.digests]
     units = [side for row in contents.comparison.units for side in row.sides if side is not None]
@@ -232,8 +227,8 @@ def _draw_step_times(times: StepTimes) -> LineChart | None:
     spread = times.step_time_ns
     return draw_lines(
         [
-            Line("step time", steps, [point.step_time_ns for point in points]),
-            Line("of it exposed", steps, [point.exposed_ns for point in points], "area"),
+            ChartLine("step time", steps, [point.step_time_ns for point in points]),
+            ChartLine("of it exposed", steps, [point.exposed_ns for point in points], "area"),
         ],
         alt=f"Step time of each of {len(points)} steps, and the part of it that is exposed "
         "communication.",
@@ -249,9 +244,9 @@ def _draw_memory(contents: RunContents) -> LineChart | None:
     over_steps = contents.digest.memory.over_steps
     steps = [step.step for step in over_steps]
     reserved = [step.highest_reserved_bytes for step in over_steps]
-    lines = [Line("allocated", steps, [step.highest_allocated_bytes for step in over_steps])]
+    lines = [ChartLine("allocated", steps, [step.highest_allocated_bytes for step in over_steps])]
     if any(value is not None for value in reserved):
-        lines.append(Line("reserved", steps, reserved, "second"))
+        lines.append(ChartLine("reserved", steps, reserved, "second"))
     return draw_lines(
         lines,
         alt=f"Highest memory of each of {len(steps)} sampled steps.",
@@ -265,7 +260,7 @@ def _draw_loss(contents: RunContents) -> LineChart | None:
     if series is None:
         return None
     return draw_lines(
-        [Line("loss", series.steps, series.values)],
+        [ChartLine("loss", series.steps, series.values)],
         alt=f"Loss of {len(series.steps)} steps, as the training loop logged it.",
         format_value=lambda value: f"{value:.4g}",
         from_zero=False,

@@ -1,7 +1,7 @@
 """Where on the trace's one time axis does each rank lie?
 
-Clocks are compared by `trace.alignment`. Ranks that it refuses are not guessed at: each of them
-begins at 0, on an axis of its own, and the trace says so with the reason.
+Clocks are compared by `analysis.clocks.alignment`. Ranks that it refuses are not guessed at: each
+of them begins at 0, on an axis of its own, and the trace says so with the reason.
 """
 
 from collections.abc import Mapping
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.clocks.alignment import Alignment
+from fsdp_inspect.analysis.clocks.clock_fit import LinearClock
 from fsdp_inspect.formatting import format_ns
-from fsdp_inspect.trace.alignment import Alignment
-from fsdp_inspect.trace.clock_fit import LinearClock
 
 _Int64 = NDArray[np.int64]
 _MOST_NAMED = 16

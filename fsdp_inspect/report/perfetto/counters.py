@@ -33,7 +33,7 @@ _DEVICE_NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class CounterSample:
     """Values of one moment, on the rank's clock."""
 
     name: str
@@ -43,7 +43,7 @@ class Reading:
 
 def read_counters(
     run: RunSource, record: RankRecord, *, steps: frozenset[int] | None, span: tuple[int, int]
-) -> Iterator[Reading]:
+) -> Iterator[CounterSample]:
     """The counters of one rank.
 
     Args:
@@ -69,10 +69,10 @@ def read_counters(
     ):
         is_chosen = (steps is None or step in steps) and span[0] <= time_ns <= span[1]
         if is_chosen and np.isfinite(value) and name < len(record.scalar_names):
-            yield Reading("logged:", time_ns, {record.scalar_names[name]: value})
+            yield CounterSample("logged:", time_ns, {record.scalar_names[name]: value})
 
 
-def _read_memory(table: MemoryTable, counted_by: str) -> Iterator[Reading]:
+def _read_memory(table: MemoryTable, counted_by: str) -> Iterator[CounterSample]:
     # An allocator knows nothing of the tracker's rows, and what one unit owns is no total.
     left_out = [*DETAILS]
     if counted_by != _STORAGE_TRACKER:
@@ -91,10 +91,10 @@ def _read_memory(table: MemoryTable, counted_by: str) -> Iterator[Reading]:
                 if value != MISSING_INT
             }
             if known:
-                yield Reading(name, time_ns, known)
+                yield CounterSample(name, time_ns, known)
 
 
-def _read_devices(table: DeviceTable) -> Iterator[Reading]:
+def _read_devices(table: DeviceTable) -> Iterator[CounterSample]:
     lists = [getattr(table, column).tolist() for column in _DEVICE_NAMES]
     for time_ns, *values in zip(table.time_ns.tolist(), *lists, strict=True):
         known = {
@@ -103,4 +103,4 @@ def _read_devices(table: DeviceTable) -> Iterator[Reading]:
             if value != MISSING_INT
         }
         if known:
-            yield Reading("device:", time_ns, known)
+            yield CounterSample("device:", time_ns, known)

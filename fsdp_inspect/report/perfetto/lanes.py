@@ -17,7 +17,7 @@ _LANES_PER_TRACK = 400
 _TRACKS_PER_RANK = 20
 
 
-class Track(NamedCode):
+class RankTrack(NamedCode):
     """The tracks of a rank, from top to bottom."""
 
     STEP = 0
@@ -34,21 +34,21 @@ class Track(NamedCode):
 
 
 TRACK_NAMES = {
-    Track.STEP: "step",
-    Track.DATA_AND_OPTIMIZER: "data, optimizer",
-    Track.HOST_ISSUE: "host issue (moments)",
-    Track.MAIN_THREAD: "main thread",
-    Track.COMPUTE_STREAM: "compute stream",
-    Track.ALL_GATHER_COPY_IN: "all-gather copy-in",
-    Track.ALL_GATHER: "all-gather",
-    Track.REDUCE_SCATTER: "reduce-scatter",
-    Track.ALL_REDUCE: "all-reduce",
-    Track.OTHER_COLLECTIVES: "other collectives",
-    Track.MEMORY_COPIES: "memory copies by the device",
+    RankTrack.STEP: "step",
+    RankTrack.DATA_AND_OPTIMIZER: "data, optimizer",
+    RankTrack.HOST_ISSUE: "host issue (moments)",
+    RankTrack.MAIN_THREAD: "main thread",
+    RankTrack.COMPUTE_STREAM: "compute stream",
+    RankTrack.ALL_GATHER_COPY_IN: "all-gather copy-in",
+    RankTrack.ALL_GATHER: "all-gather",
+    RankTrack.REDUCE_SCATTER: "reduce-scatter",
+    RankTrack.ALL_REDUCE: "all-reduce",
+    RankTrack.OTHER_COLLECTIVES: "other collectives",
+    RankTrack.MEMORY_COPIES: "memory copies by the device",
 }
 
 NESTED_TRACKS = frozenset(
-    {Track.STEP, Track.DATA_AND_OPTIMIZER, Track.MAIN_THREAD, Track.COMPUTE_STREAM}
+    {RankTrack.STEP, RankTrack.DATA_AND_OPTIMIZER, RankTrack.MAIN_THREAD, RankTrack.COMPUTE_STREAM}
 )
 """Tracks on which a slice may lie inside another: a unit's forward inside its parent's."""
 
@@ -84,9 +84,9 @@ class RankLanes:
 
     def __init__(self, rank: int) -> None:
         self.pid = pid_of(rank)
-        self._lanes: dict[Track, list[_Lane]] = {}
+        self._lanes: dict[RankTrack, list[_Lane]] = {}
 
-    def place(self, track: Track, start: int, end: int) -> tuple[int, str | None] | None:
+    def place(self, track: RankTrack, start: int, end: int) -> tuple[int, str | None] | None:
         """The thread for a slice, and its name if it is the first one there.
 
         None if more slices overlap on the track than anybody could read.
@@ -104,6 +104,6 @@ class RankLanes:
         more = f" ({number + 1})" if number else ""
         return self._tid(track, number), TRACK_NAMES[track] + more
 
-    def _tid(self, track: Track, lane: int) -> int:
+    def _tid(self, track: RankTrack, lane: int) -> int:
         # Unique over all processes, and ascending from top to bottom: Perfetto sorts by it.
         return (self.pid * _TRACKS_PER_RANK + track) * _LANES_PER_TRACK + lane

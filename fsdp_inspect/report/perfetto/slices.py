@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_inspect.analysis.wait_causes import Cause, Waits, split_waits
 from fsdp_inspect.formatting import format_unit
-from fsdp_inspect.report.perfetto.lanes import Track
+from fsdp_inspect.reduction.step_parts import exposing, running_communication
+from fsdp_inspect.report.perfetto.lanes import RankTrack
 from fsdp_inspect.report.values import format_kind
-from fsdp_inspect.trace.bandwidth import bus_bytes_per_s
+from fsdp_inspect.trace.bus_bandwidth import bus_bytes_per_s
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
     DTYPES,
@@ -30,10 +32,8 @@ from fsdp_inspect.trace.codes import (
     Stream,
 )
 from fsdp_inspect.trace.intervals import Intervals
-from fsdp_inspect.trace.reduction import exposing, running_communication
 from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable
-from fsdp_inspect.trace.waits import Cause, Waits, split_waits
 
 ISSUE_NS = 1000
 """How wide the moment of an issue is drawn at most."""
@@ -47,25 +47,25 @@ _WAITS = frozenset(
     }
 )
 _KIND_TRACKS = {
-    EventKind.STEP: Track.STEP,
-    EventKind.BETWEEN_STEPS: Track.DATA_AND_OPTIMIZER,
-    EventKind.DATA: Track.DATA_AND_OPTIMIZER,
-    EventKind.OPTIMIZER: Track.DATA_AND_OPTIMIZER,
-    EventKind.MEMORY_COPY: Track.MEMORY_COPIES,
+    EventKind.STEP: RankTrack.STEP,
+    EventKind.BETWEEN_STEPS: RankTrack.DATA_AND_OPTIMIZER,
+    EventKind.DATA: RankTrack.DATA_AND_OPTIMIZER,
+    EventKind.OPTIMIZER: RankTrack.DATA_AND_OPTIMIZER,
+    EventKind.MEMORY_COPY: RankTrack.MEMORY_COPIES,
 }
 _FSDP_TRACKS = {
-    EventKind.ALL_GATHER: Track.ALL_GATHER,
-    EventKind.REDUCE_SCATTER: Track.REDUCE_SCATTER,
-    EventKind.ALL_REDUCE: Track.ALL_REDUCE,
+    EventKind.ALL_GATHER: RankTrack.ALL_GATHER,
+    EventKind.REDUCE_SCATTER: RankTrack.REDUCE_SCATTER,
+    EventKind.ALL_REDUCE: RankTrack.ALL_REDUCE,
 }
-_STREAM_TRACKS: Mapping[int, Track] = {
-    Stream.HOST: Track.MAIN_THREAD,
-    Stream.COMPUTE: Track.COMPUTE_STREAM,
-    Stream.ALL_GATHER_COPY_IN: Track.ALL_GATHER_COPY_IN,
-    Stream.ALL_GATHER: Track.ALL_GATHER,
-    Stream.REDUCE_SCATTER: Track.REDUCE_SCATTER,
-    Stream.ALL_REDUCE: Track.ALL_REDUCE,
-    Stream.OTHER: Track.OTHER_COLLECTIVES,
+_STREAM_TRACKS: Mapping[int, RankTrack] = {
+    Stream.HOST: RankTrack.MAIN_THREAD,
+    Stream.COMPUTE: RankTrack.COMPUTE_STREAM,
+    Stream.ALL_GATHER_COPY_IN: RankTrack.ALL_GATHER_COPY_IN,
+    Stream.ALL_GATHER: RankTrack.ALL_GATHER,
+    Stream.REDUCE_SCATTER: RankTrack.REDUCE_SCATTER,
+    Stream.ALL_REDUCE: RankTrack.ALL_REDUCE,
+    Stream.OTHER: RankTrack.OTHER_COLLECTIVES,
 }
 _KINDS = {kind.value: kind for kind in EventKind}
 _PHASES = {phase.value: phase.label for phase in Phase if phase is not Phase.OUTSIDE}
@@ -78,7 +78,7 @@ _FLAGS = tuple(EventFlag)
 class Slice:
     """One slice, on its rank's clock."""
 
-    track: Track
+    track: RankTrack
     start_ns: int
     end_ns: int
     name: str
@@ -113,7 +113,7 @@ class SliceNamer:
     """Turns events of one run into slices."""
 
     manifest: RunManifest
-    clock: Track
+    clock: RankTrack
     """The track that waits: the compute stream, on CPU the main thread."""
     step_notes: Mapping[int, str]
     """Why a step is left out of every time; steps that count are absent."""
@@ -170,7 +170,7 @@ class SliceNamer:
 
     def _issue(self, position: int, row: Mapping[str, int], width_ns: int) -> Slice:
         return Slice(
-            track=Track.HOST_ISSUE,
+            track=RankTrack.HOST_ISSUE,
             start_ns=row["issue_ns"],
             end_ns=row["issue_ns"] + width_ns,
             name=f"issue {self._name(row)}",
@@ -178,13 +178,13 @@ class SliceNamer:
             event=position,
         )
 
-    def _track(self, row: Mapping[str, int]) -> Track:
+    def _track(self, row: Mapping[str, int]) -> RankTrack:
         kind, has_unit = _KINDS.get(row["kind"]), row["unit"] != NO_UNIT
         if kind in _KIND_TRACKS:
             return _KIND_TRACKS[kind]
         if kind in COLLECTIVES:
-            return (_FSDP_TRACKS if has_unit else {}).get(kind, Track.OTHER_COLLECTIVES)
-        return _STREAM_TRACKS.get(row["stream"], Track.OTHER_COLLECTIVES)
+            return (_FSDP_TRACKS if has_unit else {}).get(kind, RankTrack.OTHER_COLLECTIVES)
+        return _STREAM_TRACKS.get(row["stream"], RankTrack.OTHER_COLLECTIVES)
 
     def _name(self, row: Mapping[str, int]) -> str:
         kind = _KINDS.get(row["kind"])
@@ -223,10 +223,10 @@ class SliceNamer:
         return args
 
 
-def clock_track(events: EventTable) -> Track:
+def clock_track(events: EventTable) -> RankTrack:
     """The track on which a rank's step is split: the compute stream, on CPU the main thread."""
     on_stream = bool(np.any(events.stream == Stream.COMPUTE))
-    return Track.COMPUTE_STREAM if on_stream else Track.MAIN_THREAD
+    return RankTrack.COMPUTE_STREAM if on_stream else RankTrack.MAIN_THREAD
 
 
 def _issue_widths(events: EventTable) -> dict[int, int]:
@@ -300,7 +300,7 @@ def _find_arrows(events: EventTable, slices: list[Slice]) -> list[Arrow]:
     drawn: dict[int, int] = {}
     for position, one in enumerate(slices):
         if one.event >= 0:
-            (issues if one.track is Track.HOST_ISSUE else drawn)[one.event] = position
+            (issues if one.track is RankTrack.HOST_ISSUE else drawn)[one.event] = position
     return [
         Arrow(
             issue=issue,

@@ -14,6 +14,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from fsdp_inspect.analysis.clocks.alignment import align_clocks
+from fsdp_inspect.analysis.step_selection import select_steps
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.report.perfetto import format as trace_format
 from fsdp_inspect.report.perfetto.axes import Axis, describe_axes, place_ranks
@@ -22,10 +24,8 @@ from fsdp_inspect.report.perfetto.format import BYTES_PER_MB, JsonObject, TraceW
 from fsdp_inspect.report.perfetto.lanes import ABOUT_PID, RankLanes, pid_of
 from fsdp_inspect.report.perfetto.slices import SliceNamer, StepDrawing, clock_track
 from fsdp_inspect.report.selection import Selection, event_blocks, steps_in
-from fsdp_inspect.trace.alignment import align_clocks
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import RankRecord, RunSource
-from fsdp_inspect.trace.steps import select_steps
 from fsdp_inspect.trace.tables import EventTable
 from fsdp_inspect.version import __version__
 

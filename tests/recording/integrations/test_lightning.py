@@ -22,9 +22,9 @@ STEPS = 5
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, torchrun: Torchrun) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> Path:
     folder = tmp_path_factory.mktemp("lightning")
-    torchrun(DRIVER, folder, timeout_s=180)
+    run_ranks(DRIVER, folder, timeout_s=180)
     return folder
 
 

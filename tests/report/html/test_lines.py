@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fsdp_inspect.report.html.lines import Line, draw_lines, round_ticks
+from fsdp_inspect.report.html.lines import ChartLine, draw_lines, round_ticks
 
 
 def draw(line, **options):
@@ -13,7 +13,7 @@ def draw(line, **options):
 
 
 def test_steps_run_from_left_to_right_and_values_upwards():
-    chart = draw(Line("loss", [0, 1, 2], [0, 5, 10]))
+    chart = draw(ChartLine("loss", [0, 1, 2], [0, 5, 10]))
     (points,) = chart.lines[0].pieces
     places = [tuple(map(float, point.split(","))) for point in points.split()]
     assert [x for x, _ in places] == [16.667, 50, 83.333]
@@ -22,25 +22,25 @@ def test_steps_run_from_left_to_right_and_values_upwards():
 
 
 def test_a_missing_value_is_a_gap_and_never_zero():
-    chart = draw(Line("memory", [0, 1, 2, 3], [5, None, math.nan, 5]))
+    chart = draw(ChartLine("memory", [0, 1, 2, 3], [5, None, math.nan, 5]))
     assert [len(piece.split()) for piece in chart.lines[0].pieces] == [1, 1]
 
 
 def test_what_lies_above_the_top_stays_inside_the_picture():
-    chart = draw(Line("time", [0, 1], [1000, 10]), top=12)
+    chart = draw(ChartLine("time", [0, 1], [1000, 10]), top=12)
     heights = [y for _, y in chart.lines[0].markers]
     assert heights[0] == 0
     assert 0 < heights[1] < 100
 
 
 def test_bands_cover_whole_steps():
-    chart = draw(Line("time", list(range(10)), [1] * 10), bands=[([0, 1, 5], "warm-up")])
+    chart = draw(ChartLine("time", list(range(10)), [1] * 10), bands=[([0, 1, 5], "warm-up")])
     assert [(band.left, band.width) for band in chart.bands] == [(0, 20), (50, 10)]
 
 
 @pytest.mark.parametrize("values", [[], [None], [math.nan]])
 def test_nothing_to_draw_is_no_chart(values):
-    assert draw(Line("loss", list(range(len(values))), values)) is None
+    assert draw(ChartLine("loss", list(range(len(values))), values)) is None
 
 
 @example(0.0, 5e-324, 4)

@@ -5,12 +5,17 @@ import pytest
 
 from fsdp_inspect import open_run
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
-from fsdp_inspect.report.html import read_comparison, read_contents, render_comparison, render_run
+from fsdp_inspect.report.html import (
+    read_comparison,
+    read_contents,
+    render_comparison_page,
+    render_run,
+)
 from fsdp_inspect.report.html.page import MOST_OWNERS
 from fsdp_inspect.trace.codes import MemoryPoint
 from fsdp_inspect.trace.run import RunStatus
 from tests.builders import MIB, RunBuilder, add_steady_step, steady_run
-from tests.report.html.reading import Page
+from tests.report.html.page_text import Page
 
 SAMPLES = Path(__file__).parents[3] / "samples"
 NAMES = ("tiny-2-ranks", "async-prefetch-2-ranks", "hsdp-4-ranks")
@@ -66,7 +71,7 @@ def test_a_report_says_how_its_numbers_were_obtained(contents):
 
 
 def test_a_report_asks_nobody_for_anything_and_runs_nothing(contents, compared):
-    for text in (render_run(contents), render_comparison(compared)):
+    for text in (render_run(contents), render_comparison_page(compared)):
         page = Page(text)
         assert page.asked == []
         assert {"script", "link", "iframe", "img", "object"} & set(page.tags) == set()
@@ -125,7 +130,7 @@ def test_hostile_names_are_shown_as_they_are(tmp_path):
     other = steady_run(run_id="other")
     for text in (
         render_run(read_contents(run)),
-        render_comparison(read_comparison([run, other])),
+        render_comparison_page(read_comparison([run, other])),
     ):
         page = Page(text)
         assert "script" not in page.tags
@@ -170,7 +175,7 @@ def test_long_lists_say_what_they_leave_out():
 
 
 def test_a_comparison_names_settings_before_what_they_changed(compared):
-    text = Page(render_comparison(compared)).text
+    text = Page(render_comparison_page(compared)).text
     settings = text.index("What differs in their settings")
     assert settings < text.index(compared.comparison.conclusions[0].sentence)
     for setting in compared.comparison.settings:
@@ -180,7 +185,7 @@ def test_a_comparison_names_settings_before_what_they_changed(compared):
 
 
 def test_a_comparison_holds_every_unit_of_every_side(compared):
-    text = Page(render_comparison(compared)).text
+    text = Page(render_comparison_page(compared)).text
     for row in compared.comparison.units:
         assert format_unit(row.fqns[0]) in text
         for side in row.sides:
@@ -189,7 +194,7 @@ def test_a_comparison_holds_every_unit_of_every_side(compared):
 
 def test_equal_runs_say_that_nothing_differs():
     runs = [steady_run(run_id=name) for name in ("one", "two")]
-    text = Page(render_comparison(read_comparison(runs))).text
+    text = Page(render_comparison_page(read_comparison(runs))).text
     assert "Their settings are the same." in text
     assert "step time 1.00 µs 1.00 µs = " in text
 
@@ -201,7 +206,7 @@ def test_noise_is_called_noise():
             rank = builder.rank(number)
             add_steady_step(rank, 0, start=0)
             rank.events[0] |= {"end_ns": end}
-    text = Page(render_comparison(read_comparison([one.build() for one in builders]))).text
+    text = Page(render_comparison_page(read_comparison([one.build() for one in builders]))).text
     assert "cannot be told from noise" in text
 
 
@@ -209,7 +214,7 @@ def test_a_run_without_a_timed_step_can_be_compared():
     empty = RunBuilder(run_id="empty")
     empty.rank(0)
     contents = read_comparison([steady_run(), empty.build()])
-    assert "empty" in Page(render_comparison(contents)).text
+    assert "empty" in Page(render_comparison_page(contents)).text
 
 
 def test_scalars_of_a_damaged_run_do_not_stop_the_report():

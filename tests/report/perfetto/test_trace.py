@@ -12,7 +12,7 @@ from fsdp_inspect.report.perfetto import write_perfetto
 from fsdp_inspect.report.selection import select
 from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Stream
 from tests.builders import RunBuilder, add_steady_step, steady_run
-from tests.report.perfetto.reading import read_trace
+from tests.report.perfetto.trace_reader import read_trace
 
 SAMPLES = Path(__file__).parents[3] / "samples"
 

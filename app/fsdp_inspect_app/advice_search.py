@@ -1,0 +1,47 @@
+"""What is advised for a run? The search for plans, done once, with its progress on the page."""
+
+import time
+from collections.abc import Callable
+
+import streamlit as st
+
+from fsdp_inspect.advice.advise import Advice
+from fsdp_inspect.advice.request import AdviceRequest
+from fsdp_inspect.advice.run_advice import advise_run
+from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect_app import loading
+
+_SAY_EVERY_S = 0.4
+
+
+def advice_of(entry: RunEntry, wishes: AdviceRequest) -> Advice:
+    """What to change about a run; raises as `loading.open_entry`.
+
+    The memo is cached and not the function that fills it, which may write to the page.
+    """
+    memo = _memo(str(entry.path), loading.contents_of(entry), wishes)
+    if not memo:
+        run, digest = loading.open_entry(entry), loading.summary_of_entry(entry)
+        place = st.empty()
+        say = _every_so_often(lambda count: place.caption(f"Playing plans: {count} so far"))
+        memo.append(advise_run(run, wishes, digest=digest, on_play=say))
+        place.empty()
+    return memo[0]
+
+
+@st.cache_resource(max_entries=128, show_spinner=False)
+def _memo(path: str, contents: tuple[int, int], wishes: AdviceRequest) -> list[Advice]:
+    return []
+
+
+def _every_so_often(say: Callable[[int], object]) -> Callable[[int], None]:
+    """Calls on once it takes long, and then a few times a second."""
+    last = time.monotonic()
+
+    def on_play(count: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > _SAY_EVERY_S:
+            last = time.monotonic()
+            say(count)
+
+    return on_play

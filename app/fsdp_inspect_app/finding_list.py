@@ -1,0 +1,70 @@
+"""Where is a finding to be seen? Which page shows what a sentence about a run rests on."""
+
+from collections.abc import Sequence
+
+import streamlit as st
+
+from fsdp_inspect.advice.evidence import Finding
+from fsdp_inspect.analysis.plan_check.check import PlanCheck
+from fsdp_inspect.analysis.rank_waits import RankWaits, measure_rank_waits
+from fsdp_inspect.analysis.verdict import Limit, Verdict
+from fsdp_inspect.errors import StoreError
+from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect_app import loading
+from fsdp_inspect_app.pages import find_page
+from fsdp_inspect_app.selection import page_link
+from fsdp_inspect_app.wording import plain
+
+_PAGE_OF_RULE = {
+    "R32": "ranks",
+    "R21": "memory",
+    **dict.fromkeys(("R7", "R12", "R19", "R20", "R31", "R33"), "timeline"),
+    **dict.fromkeys(("R1", "R14", "R23", "R26", "R27", "R30"), "units"),
+}
+_PAGE_OF_LIMIT = {
+    Limit.MEMORY: "memory",
+    Limit.MEMORY_CREEP: "memory",
+    Limit.STRAGGLER: "ranks",
+}
+
+
+def find_waits(entry: RunEntry) -> RankWaits | None:
+    """Who is waited for, and why; None where events are damaged, which the digest's notes say."""
+    try:
+        return loading.result_of(entry, measure_rank_waits)
+    except StoreError:
+        return None
+
+
+def page_of_limit(verdict: Verdict) -> str:
+    """The page that shows what limits the step."""
+    return _PAGE_OF_LIMIT.get(verdict.limit, "timeline")
+
+
+def show_findings(
+    findings: Sequence[Finding], verdict: Verdict, plan_check: PlanCheck | None
+) -> None:
+    """Each finding in a line, with a link to the page that shows it."""
+    for finding in findings:
+        _show_line(finding.sentence, _page_of(finding, verdict), finding.units)
+    if plan_check is not None and plan_check.is_consistent is not False:
+        _show_line(plan_check.sentence, "units", ())
+    if not findings:
+        st.markdown(plain("Apart from what another plan would change, nothing stands out."))
+    page_link("advice", "What to change: Advice", icon=":material/lightbulb:")
+
+
+def _page_of(finding: Finding, verdict: Verdict) -> str:
+    if finding.rule in _PAGE_OF_RULE:
+        return _PAGE_OF_RULE[finding.rule]
+    if finding.units:
+        return "units"
+    return page_of_limit(verdict)
+
+
+def _show_line(sentence: str, page: str, units: Sequence[str]) -> None:
+    st.markdown(plain(sentence))
+    named = {"unit": format_unit(units[0])} if len(units) == 1 else {"unit": None}
+    file = find_page(page)
+    page_link(page, f"Seen in {file.title}", icon=file.icon, **named)

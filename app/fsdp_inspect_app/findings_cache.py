@@ -1,0 +1,106 @@
+"""What did an earlier dashboard find out about these runs? Kept in the user's own cache folder.
+
+One small SQLite file for all folders of runs: `findings.sqlite` in the folder that the environment
+names as FSDP_INSPECT_CACHE (empty: nothing is kept), or else in `fsdp-inspect` below XDG_CACHE_HOME
+or `~/.cache`. Nothing is ever written into a folder of runs, which may belong to others, and
+nothing in the file is needed: one that is damaged is removed, one that cannot be read or written is
+as if it were not there. What it holds are texts, which their reader checks.
+"""
+
+import contextlib
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+CACHE_VARIABLE = "FSDP_INSPECT_CACHE"
+"""Of the environment: a folder for what is kept; empty: nothing is."""
+MOST_KEPT = 50_000
+"""Findings of all folders together, about 50 MB; those kept longest ago go first."""
+_LOCKED_FOR_S = 2.0
+"""How long to wait for another dashboard that writes."""
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS findings (
+    version TEXT, folder TEXT, run TEXT, state TEXT, text TEXT, kept_unix_s REAL,
+    PRIMARY KEY (version, folder, run)
+) WITHOUT ROWID
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedFinding:
+    """What was found out about a run while its files were in one state."""
+
+    state: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class FindingsCache:
+    """The findings of one folder's runs; several processes may use one file."""
+
+    file: Path
+    version: str
+    """Of what is kept: findings of other versions are not seen."""
+    folder: Path
+
+    def load(self) -> dict[str, CachedFinding]:
+        """What is kept, by the run's id; empty if nothing can be read."""
+        found: dict[str, CachedFinding] = {}
+        asked = "SELECT run, state, text FROM findings WHERE version = ? AND folder = ?"
+        with self._quietly(), closing(self._open()) as database:
+            rows = database.execute(asked, (self.version, str(self.folder)))
+            found = {str(run): CachedFinding(str(state), str(text)) for run, state, text in rows}
+        return found
+
+    def keep(self, found: Mapping[str, CachedFinding]) -> None:
+        """Keep findings, by the run's id, in the place of earlier ones; or else let it be."""
+        now = time.time()
+        rows = [
+            (self.version, str(self.folder), run, finding.state, finding.text, now)
+            for run, finding in found.items()
+        ]
+        with self._quietly(), closing(self._open()) as database, database:
+            database.executemany("INSERT OR REPLACE INTO findings VALUES (?, ?, ?, ?, ?, ?)", rows)
+            [(count,)] = database.execute("SELECT count(*) FROM findings").fetchall()
+            if count > MOST_KEPT:
+                database.execute(
+                    "DELETE FROM findings WHERE kept_unix_s <= (SELECT kept_unix_s FROM findings "
+                    "ORDER BY kept_unix_s LIMIT 1 OFFSET ?)",
+                    (count - MOST_KEPT - 1,),
+                )
+
+    def _open(self) -> sqlite3.Connection:
+        self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        database = sqlite3.connect(self.file, timeout=_LOCKED_FOR_S)
+        database.execute(_SCHEMA)
+        return database
+
+    @contextlib.contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """Whatever is wrong with the file ends the block, and nothing else."""
+        try:
+            yield
+        except sqlite3.OperationalError:  # locked, full, read-only: perhaps later
+            pass
+        except sqlite3.DatabaseError:
+            with contextlib.suppress(OSError):
+                self.file.unlink()
+        except OSError:
+            pass
+
+
+def findings_file() -> Path | None:
+    """Where findings are kept; None: nowhere, by the user's wish or for want of a home."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen is None:
+        named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        try:
+            caches = named if named.is_absolute() else Path.home() / ".cache"
+        except RuntimeError:
+            return None
+        return caches / "fsdp-inspect" / "findings.sqlite"
+    return Path(chosen, "findings.sqlite") if chosen else None

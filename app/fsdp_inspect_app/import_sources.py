@@ -1,0 +1,139 @@
+"""What lies below the folder of runs that could become a run? A listing, from which one chooses.
+
+An import names an entry of this listing and never a path: what is typed or linked to reaches the
+disk only if it is the name of an entry. Links that lead out of the folder, hidden files and the
+files of runs are not in it.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from fsdp_inspect.importing.snapshot import looks_like_snapshot
+from fsdp_inspect.store.schema import MANIFEST_FILE, attempt_numbers
+from fsdp_inspect_app.boundary import is_in_folder
+
+MAX_DEPTH = 4
+"""Folders below the folder of runs that are looked into."""
+MAX_LISTED = 500
+_MAX_FOLDERS = 2000
+_TRACE_SUFFIXES = (".json", ".json.gz")
+_SNAPSHOT_SUFFIXES = (".pickle", ".pkl")
+
+
+class SourceKind(StrEnum):
+    """What a file or folder looks like from outside."""
+
+    TRACE = "profiler trace"
+    TRACES = "folder of profiler traces"
+    SNAPSHOT = "memory snapshot"
+    SNAPSHOTS = "folder of memory snapshots"
+
+    @property
+    def is_snapshot(self) -> bool:
+        """Whether it holds memory snapshots."""
+        return self in (SourceKind.SNAPSHOT, SourceKind.SNAPSHOTS)
+
+
+@dataclass(frozen=True, slots=True)
+class ImportSource:
+    """One entry of the listing."""
+
+    name: str
+    """Path below the folder of runs, with slashes."""
+    path: Path
+    kind: SourceKind
+    num_files: int
+    num_bytes: int
+
+
+def list_sources(folder: Path) -> list[ImportSource]:
+    """What can be imported, by name, at most `MAX_LISTED`; a folder that is no more has nothing.
+
+    Args:
+        folder: The folder of runs, which the dashboard was started with.
+    """
+    found: list[ImportSource] = []
+    for place in _folders(folder):
+        files = _files_in(place, folder)
+        traces = [file for file in files if file.name.endswith(_TRACE_SUFFIXES)]
+        snapshots = [
+            file
+            for file in files
+            if file.name.endswith(_SNAPSHOT_SUFFIXES) and looks_like_snapshot(file)
+        ]
+        found += [_describe(folder, file, SourceKind.TRACE, [file]) for file in traces]
+        found += [_describe(folder, file, SourceKind.SNAPSHOT, [file]) for file in snapshots]
+        if len(traces) > 1 and place != folder:
+            found.append(_describe(folder, place, SourceKind.TRACES, traces))
+        if len(snapshots) > 1 and len(snapshots) == len(files) and place != folder:
+            found.append(_describe(folder, place, SourceKind.SNAPSHOTS, snapshots))
+    return sorted(found, key=lambda source: source.name)[:MAX_LISTED]
+
+
+def find_source(folder: Path, name: str) -> ImportSource | None:
+    """The entry of that name as it is now; None if the listing has none."""
+    return next((source for source in list_sources(folder) if source.name == name), None)
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    """The folder and those below it that are no runs, level by level."""
+    level, count = [folder], 0
+    for _ in range(MAX_DEPTH + 1):
+        below: list[Path] = []
+        for place in level:
+            if _is_run(place):
+                continue
+            count += 1
+            if count > _MAX_FOLDERS:
+                return
+            yield place
+            below += [child for child in _children(place) if _is_ours(child, folder, is_dir=True)]
+        level = below
+
+
+def _children(place: Path) -> list[Path]:
+    try:
+        with os.scandir(place) as listing:
+            return sorted(Path(entry.path) for entry in listing if entry.name[0] != ".")
+    except OSError:
+        return []
+
+
+def _is_run(place: Path) -> bool:
+    return (place / MANIFEST_FILE).exists() or bool(
+        attempt_numbers(child.name for child in _children(place))
+    )
+
+
+def _is_ours(child: Path, folder: Path, *, is_dir: bool) -> bool:
+    """A real file or folder here; a link only if it leads to something in the folder of runs."""
+    try:
+        if child.is_symlink() and not is_in_folder(child, folder):
+            return False
+        return child.is_dir() if is_dir else child.is_file()
+    except OSError:
+        return False
+
+
+def _files_in(place: Path, folder: Path) -> list[Path]:
+    return [child for child in _children(place) if _is_ours(child, folder, is_dir=False)]
+
+
+def _describe(folder: Path, path: Path, kind: SourceKind, files: Sequence[Path]) -> ImportSource:
+    return ImportSource(
+        name=path.relative_to(folder).as_posix(),
+        path=path,
+        kind=kind,
+        num_files=len(files),
+        num_bytes=sum(_size_of(file) for file in files),
+    )
+
+
+def _size_of(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,28 @@
+"""What did a run that is being recorded append since the last look? One feed for all sessions."""
+
+from pathlib import Path
+
+import streamlit as st
+
+from fsdp_inspect import StoredRun
+from fsdp_inspect.analysis.live.feed import LiveFeed, LiveStatus
+from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect_app import loading
+
+_MOST_FEEDS = 16
+
+
+def look_at(entry: RunEntry, *, rank: int) -> LiveStatus:
+    """Take in what is new of a rank, and say how the run goes.
+
+    Raises:
+        StoreError: The run, or a stream of the rank, cannot be read.
+        OSError: Likewise.
+    """
+    run: StoredRun = loading.open_entry(entry)
+    return _feed(entry.path.as_posix(), run.attempt, rank).look(run)
+
+
+@st.cache_resource(max_entries=_MOST_FEEDS, show_spinner=False)
+def _feed(path: str, attempt: int, rank: int) -> LiveFeed:
+    return LiveFeed(Path(path), attempt, rank)

@@ -1,0 +1,116 @@
+"""What does the browser show and ask for? Everything that comes from it, checked.
+
+The browser sends one object, as a whole, at every change:
+
+    key       identity of the drawing that it is about
+    view      {start_ns, end_ns, width_px}: the window
+    selected  number of an event; -1: none
+    find      {query, direction, serial}: the search for a unit
+    pinned    positions of the ranks that stay at the top
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from fsdp_inspect_app.timeline.lod import View
+from fsdp_inspect_app.timeline.track_set import Place, Tracks
+
+MAX_WIDTH_PX = 8192
+_MAX_QUERY = 400
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineRequest:
+    """What is shown of a drawing; also what it opens with."""
+
+    view: View | None = None
+    """None: all of it."""
+    selected: Place | None = None
+    query: str = ""
+    """The unit that is searched for."""
+    direction: int = 0
+    serial: int = 0
+    """Number of the search, so that it is answered once."""
+    pinned: tuple[tuple[int, int], ...] = ()
+    """Set and rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Jump:
+    """Where the page leads: an event that is selected and brought into view."""
+
+    serial: int
+    """Number of the jump, so that it is made once."""
+    place: Place
+
+
+def read_request(
+    state: Mapping[str, Any], tracks: Tracks, *, opening: TimelineRequest
+) -> TimelineRequest:
+    """What the browser asks for; what makes no sense is as if it had not been asked.
+
+    Args:
+        state: The component's session state.
+        tracks: What is drawn.
+        opening: What holds until the browser has said something about this drawing.
+    """
+    asked = state.get("asked")
+    if not isinstance(asked, Mapping) or asked.get("key") != tracks.key:
+        return opening
+    find = asked.get("find")
+    find = find if isinstance(find, Mapping) else {}
+    query = find.get("query")
+    return TimelineRequest(
+        view=_read_view(asked.get("view"), tracks.end_ns),
+        selected=_read_selected(asked.get("selected"), tracks),
+        query=query[:_MAX_QUERY] if isinstance(query, str) else "",
+        direction=_whole(find.get("direction"), (-1, 0, 1)),
+        serial=_whole(find.get("serial"), range(1 << 31)),
+        pinned=_read_pinned(asked.get("pinned"), tracks),
+    )
+
+
+def parse_view(text: str, end_ns: int, *, width_px: int = 1600) -> View | None:
+    """The window of a link, `START-END` in ns; None if it is none."""
+    start, _, end = text.partition("-")
+    if not (start.isdecimal() and end.isdecimal() and len(text) < 40):
+        return None
+    window = {"start_ns": int(start), "end_ns": int(end), "width_px": width_px}
+    return _read_view(window, end_ns)
+
+
+def _read_view(asked: object, end_ns: int) -> View | None:
+    if not isinstance(asked, Mapping):
+        return None
+    start, end, width = (asked.get(name) for name in ("start_ns", "end_ns", "width_px"))
+    if not (_is_whole(start) and _is_whole(end) and _is_whole(width)):
+        return None
+    start, end = max(start, 0), min(end, end_ns)
+    return View(start, end, min(max(width, 1), MAX_WIDTH_PX)) if start < end else None
+
+
+def _read_selected(asked: object, tracks: Tracks) -> Place | None:
+    if not isinstance(asked, int) or not 0 <= asked < tracks.num_events:
+        return None
+    return tracks.place(asked)
+
+
+def _read_pinned(asked: object, tracks: Tracks) -> tuple[tuple[int, int], ...]:
+    blocks = [
+        (position, drawn.rank)
+        for position, member in enumerate(tracks.members)
+        for drawn in member.timeline.ranks
+    ]
+    if not isinstance(asked, list):
+        return ()
+    legal = [one for one in asked if isinstance(one, int) and 0 <= one < len(blocks)]
+    return tuple(blocks[position] for position in dict.fromkeys(legal))
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _whole(value: object, legal: range | tuple[int, ...]) -> int:
+    return value if isinstance(value, int) and value in legal else 0

@@ -1,0 +1,68 @@
+"""What do the knobs of What-if make of a step? The simulator on a run's work, measured once."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fsdp_inspect import StoredRun
+from fsdp_inspect.simulation.changes import apply_changes
+from fsdp_inspect.simulation.recorded import RecordedWork, measure_work, observed_plan
+from fsdp_inspect.simulation.scenario import resolve_plan, shapes_of
+from fsdp_inspect.simulation.simulate import Played, Simulation, replay, simulate_work
+from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect_app.knobs import KNOBS_OF_NETWORK, Knob, changes_of, network_of, node_link_of
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRun:
+    """What every prediction for a run starts from."""
+
+    work: RecordedWork
+    replayed: Played
+    plan: Plan
+    """The recorded one, resolved."""
+
+
+def prepare(run: StoredRun) -> PreparedRun:
+    """Measure a run's work, once for all that is asked of it.
+
+    Raises:
+        MissingDataError: The run holds too little to simulate from.
+    """
+    work = measure_work(run)
+    plan = resolve_plan(observed_plan(run), run.manifest)
+    return PreparedRun(work, replay(work), plan)
+
+
+def simulate_knobs(
+    bench: PreparedRun,
+    manifest: RunManifest,
+    start: Plan,
+    chosen: Mapping[str, str],
+    knobs: Sequence[Knob],
+) -> Simulation:
+    """A plan with the changes that the knobs ask for, on the network that they ask for.
+
+    Args:
+        bench: Of the run.
+        manifest: The run's.
+        start: What is changed; resolved.
+        chosen: The texts, by knob.
+        knobs: All that there are.
+
+    Raises:
+        FsdpInspectError: The plan does not fit the model, or needs what the run cannot tell.
+        ValueError: An impossible network.
+    """
+    of_plan = [knob for knob in knobs if knob not in KNOBS_OF_NETWORK]
+    plan = apply_changes(start, changes_of(chosen, of_plan), shapes_of(manifest))
+    bandwidth, latency = network_of(chosen)
+    return simulate_work(
+        bench.work,
+        manifest,
+        plan,
+        replayed=bench.replayed,
+        bus_bytes_per_s=bandwidth,
+        latency_ns=latency,
+        node=node_link_of(chosen),
+    )

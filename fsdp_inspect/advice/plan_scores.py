@@ -1,0 +1,171 @@
+"""How long does a plan take, and how high does memory rise? Plans played quickly, each once.
+
+[Note: what is shared] Parameters, messages, compute and memory of a workload depend on how a plan
+cuts the units, on its dtypes, mesh and accumulation; reshard, prefetch and buffers only change how
+it is scheduled. So
+a workload is derived once for each cut, and plans that cut alike share it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from fsdp_inspect.advice.plan_space import Choice, Space, make_space
+from fsdp_inspect.advice.slowdown import NOTHING_PAID, Paid, Slowdown, hidden_ns
+from fsdp_inspect.simulation.network import Network, NodeLink
+from fsdp_inspect.simulation.parameters import smaller_group
+from fsdp_inspect.simulation.policies import policies_of
+from fsdp_inspect.simulation.recorded import (
+    RecordedWork,
+    measure_work,
+    observed_plan,
+    play,
+)
+from fsdp_inspect.simulation.scenario import (
+    Mesh,
+    Scenario,
+    make_scenario,
+    mesh_of,
+    resolve_plan,
+)
+from fsdp_inspect.simulation.workload import Workload
+from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.run import RunSource
+
+AS_RECORDED = Choice()
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a plan was played to take."""
+
+    step_ns: int
+    """With what hiding more than the recorded plan does costs."""
+    peak_bytes: int | None
+    """None: the run has no memory step that tells categories."""
+    paid: Paid = NOTHING_PAID
+    """Part of `step_ns`; see [Note: what hiding costs] in `advice.slowdown`."""
+
+
+class PlanScorer:
+    """Plays the plans of one run."""
+
+    def __init__(
+        self,
+        run: RunSource,
+        on_play: Callable[[int], object] = lambda _: None,
+        *,
+        bus_bytes_per_s: float | None = None,
+        latency_ns: float | None = None,
+        slowdown: Slowdown | None = None,
+        node: NodeLink | None = None,
+    ) -> None:
+        """Read the run's work.
+
+        Args:
+            run: A recorded or emulated run with timed steps and an observed plan.
+            on_play: Called with the number of plans played so far, after each.
+            bus_bytes_per_s: Of another network; None: the run's own.
+            latency_ns: Of another network; None: the run's own.
+            slowdown: Of compute beside communication; None: none.
+            node: The link within a node; None: as far as the run tells.
+
+        Raises:
+            MissingDataError: The run holds too little to simulate from.
+            ValueError: An impossible network.
+        """
+        self._run = run
+        self._on_play = on_play
+        self.work: RecordedWork = measure_work(run)
+        own = self.work.network if node is None else self.work.network.change_node(node)
+        self.network: Network = own.change(bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns)
+        plan = resolve_plan(observed_plan(run), run.manifest)
+        self.mesh: Mesh = mesh_of(plan, run.manifest)
+        self.space: Space = make_space(self.work, plan)
+        self._scenarios: dict[object, Scenario] = {}
+        self.scores: dict[Choice, Score] = {}
+        """Every plan that was played, in order."""
+        self.slowdown = slowdown or Slowdown()
+        step = self.work.play()
+        self._hidden_ns = hidden_ns(step) if self.slowdown.is_told else 0
+        self.replay_error = step.duration_ns / self.work.step_time_ns - 1
+        """The recorded plan's played step / its measured one - 1."""
+        measured = self.work.peak_bytes
+        self.memory_error = step.peak_bytes / measured - 1 if step.peak_bytes and measured else None
+        """The same of its peak memory; None: not known."""
+        self.recorded = Score(step.duration_ns, step.peak_bytes)
+        """The recorded plan, on the network."""
+        if self.network.is_changed:
+            self.recorded = self._play(AS_RECORDED, self.network)
+        self.scores[AS_RECORDED] = self.recorded
+
+    @property
+    def tells_no_node_link(self) -> bool:
+        """Whether all ranks lie on nodes that are known, and how fast one is inside is not."""
+        ranks, shard = self.network.node.num_ranks, self.mesh.shard
+        if ranks is None or not 1 < ranks < shard or shard % ranks:
+            return False
+        return self.network.line_of_smaller(ranks, shard)[0] is None
+
+    def score(self, choice: Choice) -> Score:
+        """What a plan takes; played at most once."""
+        known = self.scores.get(choice)
+        if known is None:
+            known = self.scores[choice] = self._play(choice, self.network)
+            self._on_play(len(self.scores))
+        return known
+
+    def range_ns(self, choice: Choice) -> tuple[int, int]:
+        """The step with messages as fast, and as slow, as the run's own lie about their lines."""
+        if choice == AS_RECORDED:
+            return self.recorded.step_ns, self.recorded.step_ns
+        steps = []
+        for pace, quickly in (("fast", True), ("slow", False)):
+            score = self._play(choice, self.network.shifted(quickly=quickly), pace=pace)
+            alone = score.step_ns - score.paid.value_ns
+            steps += [alone + score.paid.low_ns, alone + score.paid.high_ns]
+        own = self.score(choice).step_ns
+        return min(own, *steps), max(own, *steps)
+
+    def scenario(self, choice: Choice) -> Scenario:
+        """The plan as work: its resolved plan, units and assumptions."""
+        plan = self.space.plan_of(choice)
+        return replace(self._scenario(plan, self.network, "own"), plan=plan)
+
+    def _play(self, choice: Choice, network: Network, pace: str = "own") -> Score:
+        plan = self.space.plan_of(choice)
+        step = play(self.workload(plan, network, pace), self.work.execution)
+        paid = NOTHING_PAID
+        if self.slowdown.is_told:
+            paid = self.slowdown.paid(hidden_ns(step) - self._hidden_ns)
+        return Score(step.duration_ns + paid.value_ns, step.peak_bytes, paid)
+
+    def workload(self, plan: Plan, network: Network, pace: str = "own") -> Workload:
+        """The recorded work under a resolved plan. See [Note: what is shared]."""
+        scenario = self._scenario(plan, network, pace)
+        return replace(
+            scenario.workload,
+            policies=policies_of(plan, [unit.fqn for unit in scenario.units], self._shard(plan)),
+            max_reduce_buffers=max(u.reduce_scatter_max_input_buffers for u in plan.units),
+            separate_reduce_group=any(u.separate_reduce_scatter_group for u in plan.units),
+        )
+
+    def _shard(self, plan: Plan) -> int:
+        return mesh_of(plan, self._run.manifest).shard
+
+    def _scenario(self, plan: Plan, network: Network, pace: str) -> Scenario:
+        units = tuple(
+            (
+                unit.modules,
+                unit.param_dtype,
+                unit.reduce_dtype,
+                smaller_group(unit.reshard_after_forward),
+            )
+            for unit in plan.units
+        )
+        around = (str(plan.accumulation), str(plan.checkpointing))
+        cut = (units, tuple(plan.mesh.items()), plan.world_size, around)
+        known = self._scenarios.get((pace, cut))
+        if known is None:
+            known = make_scenario(self.work, self._run.manifest, plan, network)
+            self._scenarios[pace, cut] = known
+        return known

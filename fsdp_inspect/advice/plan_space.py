@@ -1,0 +1,272 @@
+"""Which other plans are worth playing? A recorded plan with some of its settings changed.
+
+A `Choice` names what is changed and nothing else, so that "simpler" means "fewer changes", and the
+gain of a plan can be told change by change.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from fsdp_inspect.advice.setting_findings import OVERSIZED_RATIO
+from fsdp_inspect.errors import PlanError
+from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.simulation.changes import (
+    BLOCK,
+    checkpoint,
+    resized,
+    split_units,
+    with_units,
+    wrap,
+)
+from fsdp_inspect.simulation.recorded import Execution, RecordedWork
+from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.plan import FloatDtype, Plan, UnitPlan, owned_parameters
+
+Sync = Literal["every", "last", "all_reduce_last"]
+GROUP_SIZES = (1, 2, 3, 4, 6, 8)
+"""Blocks a unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is changed in the recorded plan; None leaves a setting as it was recorded."""
+
+    grouping: str | None = None
+    """A key of `Space.groupings`."""
+    reshard: bool | int | None = None
+    """After forward, of every unit but the root; an int is the size of the group that keeps it."""
+    num_kept: int | None = None
+    """So many of the last of them stay unsharded after forward."""
+    forward_prefetch: int | None = None
+    backward_prefetch: int | None = None
+    reduce_buffers: int | None = None
+    separate_reduce_group: bool | None = None
+    async_gathers: bool | None = None
+    """Whether all-gathers are issued as work to wait for (`unshard_async_op`)."""
+    replicas: int | None = None
+    """Copies of the model (HSDP)."""
+    embedding_in_backward: bool | None = None
+    """Whether embeddings are gathered for backward, which uses no parameters of them."""
+    accumulation_sync: Sync | None = None
+    keep_between_microbatches: bool | None = None
+    """Whether parameters stay unsharded after backward (`reshard_after_backward`)."""
+    checkpointing: Literal["full"] | None = None
+    """Of every block: backward repeats its forward."""
+    param_dtype: FloatDtype | None = None
+    reduce_dtype: FloatDtype | None = None
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The names of the settings that it changes."""
+        return tuple(field.name for field in fields(self) if getattr(self, field.name) is not None)
+
+    @property
+    def effort(self) -> tuple[int, int]:
+        """How simple it is: the number of changes, then how deep it prefetches."""
+        depth = (self.forward_prefetch or 0) + (self.backward_prefetch or 0)
+        return len(self.changed), depth
+
+    def take(self, other: "Choice", names: Sequence[str]) -> "Choice":
+        """This choice with some settings of another one."""
+        return replace(self, **{name: getattr(other, name) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The recorded plan, and how its units can be cut otherwise."""
+
+    plan: Plan
+    """Recorded and resolved."""
+    groupings: dict[str, Plan]
+    """By what is done, in words; none brings a risk that the recorded plan does not have."""
+    holds_host: bool
+    """The backend holds the main thread until a collective ends, so that nothing is gained by an
+    early issue unless gathers are asynchronous."""
+    rules: dict[str, str]
+    """The tuning rule of each grouping."""
+    refused: Mapping[str, str]
+    """Groupings that were left out, with the risk that they would bring."""
+    embeddings: frozenset[str]
+    """Units that are an embedding and nothing else, and that backward gathers again."""
+    find_risks: Callable[[Plan], list[str]]
+    """Of a plan for this model, one sentence each."""
+    parameters: Mapping[str, Sequence[int]]
+    """Shape of each parameter, by name."""
+
+    def can_prefetch(self, choice: Choice) -> bool:
+        """Whether gathers can run beside compute under a choice."""
+        is_async = any(unit.unshard_async_op for unit in self.plan.units)
+        return not self.holds_host or (choice.async_gathers or is_async)
+
+    def add_merge(self, grouping: str | None, first: str, second: str) -> str | None:
+        """A grouping with two units of another one merged.
+
+        Args:
+            grouping: The other one; None: as recorded.
+            first: A unit's name.
+            second: The name of the unit that runs behind it.
+
+        Returns:
+            Its key in `groupings`; None where it would bring a risk.
+        """
+        start = self.groupings[grouping] if grouping is not None else self.plan
+        merged = with_units(start, start.merge([first, second]).units)
+        if set(self.find_risks(merged)) - set(self.find_risks(self.plan)):
+            return None
+        words = f"merge {format_unit(first)} with {format_unit(second)}"
+        name = words if grouping is None else f"{grouping}, {words}"
+        self.groupings[name], self.rules[name] = merged, "R2"
+        return name
+
+    def plan_of(self, choice: Choice) -> Plan:
+        """The recorded plan with a choice's changes."""
+        plan = self.groupings[choice.grouping] if choice.grouping is not None else self.plan
+        inner = [unit for unit in plan.units if not unit.is_root]
+        reshards = _reshards(inner, choice)
+        units = [_changed(unit, choice, reshards.get(unit.name)) for unit in plan.units]
+        if choice.embedding_in_backward is not None:
+            update = {"unshard_in_backward": choice.embedding_in_backward}
+            units = [
+                unit.model_copy(update=update) if unit.name in self.embeddings else unit
+                for unit in units
+            ]
+        values: dict[str, object] = {name: getattr(plan, name) for name in type(plan).model_fields}
+        for name in ("forward_prefetch", "backward_prefetch"):
+            if getattr(choice, name) is not None:
+                values[name] = getattr(choice, name)
+        if choice.replicas is not None:
+            values |= resized(plan, None, choice.replicas)
+        if choice.checkpointing is not None:
+            values["checkpointing"] = checkpoint(plan, choice.checkpointing, self.parameters)
+        if choice.accumulation_sync is not None:
+            sync = {"sync": choice.accumulation_sync}
+            values["accumulation"] = plan.accumulation.model_copy(update=sync)
+        return Plan.from_dict({**values, "units": tuple(units)})
+
+
+def make_space(work: RecordedWork, plan: Plan) -> Space:
+    """How the units of a recorded plan can be cut otherwise.
+
+    Args:
+        work: Of the run.
+        plan: The recorded plan, resolved.
+    """
+    parameters = {name: shape for unit in work.units for name, shape in unit.parameters.items()}
+    without_gradient = {
+        module
+        for unit, own in zip(work.units, work.workload.units, strict=True)
+        if own.ends_with_backward
+        for module in unit.modules
+    }
+
+    def find_risks(candidate: Plan) -> list[str]:
+        return candidate.find_risks(parameters, inputs_without_gradient=without_gradient)
+
+    known = set(find_risks(plan))
+    holds_host = work.execution is Execution.BLOCKING_HOST
+    groupings: dict[str, Plan] = {}
+    rules: dict[str, str] = {}
+    refused: dict[str, str] = {}
+    seen = {frozenset(unit.modules for unit in plan.units)}
+    for name, rule, candidate in _groupings(work, plan, parameters):
+        key = frozenset(unit.modules for unit in candidate.units)
+        new = [risk for risk in find_risks(candidate) if risk not in known]
+        if key not in seen and new:
+            refused[name] = new[0]
+        elif key not in seen:
+            groupings[name], rules[name] = candidate, rule
+            seen.add(key)
+    embeddings = frozenset(
+        unit.fqn
+        for unit, policy in zip(work.units, work.workload.policies, strict=True)
+        if unit.module_class == "Embedding"
+        and policy.reshard_after_forward
+        and policy.unshard_in_backward
+    )
+    return Space(plan, groupings, holds_host, rules, refused, embeddings, find_risks, parameters)
+
+
+def _reshards(inner: Sequence[UnitPlan], choice: Choice) -> dict[str, bool | int]:
+    """`reshard_after_forward` of the inner units that a choice sets."""
+    reshards: dict[str, bool | int] = {}
+    if choice.reshard is not None:
+        reshards = {unit.name: choice.reshard for unit in inner}
+    kept = inner[max(len(inner) - (choice.num_kept or 0), 0) :]
+    return reshards | {unit.name: False for unit in kept}
+
+
+def _changed(unit: UnitPlan, choice: Choice, reshard: bool | int | None) -> UnitPlan:
+    settings = {
+        "reshard_after_forward": reshard,
+        "reduce_scatter_max_input_buffers": choice.reduce_buffers,
+        "unshard_async_op": choice.async_gathers,
+        "reshard_after_backward": None
+        if choice.keep_between_microbatches is None
+        else not choice.keep_between_microbatches,
+        "separate_reduce_scatter_group": choice.separate_reduce_group,
+        "param_dtype": choice.param_dtype,
+        "reduce_dtype": choice.reduce_dtype,
+    }
+    update = {name: value for name, value in settings.items() if value is not None}
+    return unit.model_copy(update=update) if update else unit
+
+
+# --- other units
+
+
+def _groupings(
+    work: RecordedWork, plan: Plan, parameters: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[str, str, Plan]]:
+    """What is done, in words; its rule; the plan."""
+    yield from _regrouped(plan)
+    yield from _unwrapped(plan, parameters)
+    sizes = {unit.fqn: unit.num_parameters for unit in work.units}
+    typical = median(list(sizes.values())) or 0
+    large = [name for name, size in sizes.items() if size > OVERSIZED_RATIO * typical]
+    for names, what in ((large, "the largest units"), (list(sizes), "every block")):
+        split = split_units(plan, names, parameters)
+        cut = [name for name in plan.unit_names if name not in split.unit_names]
+        if cut:
+            listed = ", ".join(format_unit(name) for name in cut[:3])
+            more = f" and {len(cut) - 3} more" if len(cut) > 3 else ""
+            yield f"split {what} ({listed}{more})", "R3", split
+
+
+def _regrouped(plan: Plan) -> Iterator[tuple[str, str, Plan]]:
+    blocks = [unit for unit in plan.units if any(re.search(r"\.\d+$", m) for m in unit.modules)]
+    num_blocks = sum(len(unit.modules) for unit in blocks)
+    for size in GROUP_SIZES:
+        if size <= num_blocks and (plan_of := _wrapped(plan, f"every:{size}")) is not None:
+            is_merge = len(plan_of.units) < len(plan.units)
+            words = "make every block a unit" if size == 1 else f"make units of {size} blocks"
+            yield words, "R2" if is_merge else "R3", plan_of
+    if any(unit.is_root for unit in plan.units) and len(plan.units) > 1:
+        alone = _wrapped(plan, "root")
+        if alone is not None:
+            yield "make the whole model one unit", "R2", alone
+
+
+def _wrapped(plan: Plan, policy: str) -> Plan | None:
+    try:
+        return wrap(plan, policy)
+    except PlanError:
+        return None
+
+
+def _unwrapped(
+    plan: Plan, parameters: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[str, str, Plan]]:
+    """Blocks whose parameters the root holds become units of their own (R1)."""
+    root = next((unit for unit in plan.units if unit.is_root), None)
+    if root is None:
+        return
+    names = owned_parameters(plan.units, parameters)[root.name]
+    blocks = list(dict.fromkeys(m.group(0) for name in names if (m := BLOCK.match(name))))
+    if len(blocks) < 2:
+        return
+    new = tuple(root.model_copy(update={"modules": (name,)}) for name in blocks)
+    new = tuple(unit.model_copy(update={"reshard_after_forward": None}) for unit in new)
+    values = {name: getattr(plan, name) for name in type(plan).model_fields}
+    yield "make every block a unit", "R1", Plan.from_dict({**values, "units": plan.units + new})

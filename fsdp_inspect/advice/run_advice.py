@@ -1,0 +1,129 @@
+"""What should be changed about a run? The analyses' answers as evidence for the advice."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fsdp_inspect.advice.advise import Advice, give_advice, slowdown_of
+from fsdp_inspect.advice.candidates import find_candidates
+from fsdp_inspect.advice.evidence import Evidence, Finding
+from fsdp_inspect.advice.findings import find_first_things
+from fsdp_inspect.advice.node_links import find_node_links
+from fsdp_inspect.advice.plan_scores import PlanScorer
+from fsdp_inspect.advice.request import AdviceRequest
+from fsdp_inspect.advice.search import Search
+from fsdp_inspect.advice.suggestions import Proposal
+from fsdp_inspect.analysis.contention import Contention, measure_contention
+from fsdp_inspect.analysis.damage import try_measure
+from fsdp_inspect.analysis.gathers_in_flight import measure_gathers_in_flight
+from fsdp_inspect.analysis.memory.allocator import measure_allocator
+from fsdp_inspect.analysis.memory.peak import PeakMoment
+from fsdp_inspect.analysis.optimizer_wait import measure_optimizer_wait
+from fsdp_inspect.analysis.pipeline import measure_pipeline
+from fsdp_inspect.analysis.summary import Summary, measure_summary
+from fsdp_inspect.trace.codes import MemoryCategory
+from fsdp_inspect.trace.run import RunSource
+
+
+@dataclass(frozen=True, slots=True)
+class PlansToRun:
+    """The plans of which a run would tell most."""
+
+    proposals: tuple[Proposal, ...]
+    """Best first; empty: change nothing."""
+    num_plans: int
+    """Plans played."""
+
+
+def advise_run(
+    run: RunSource,
+    wishes: AdviceRequest,
+    *,
+    digest: Summary | None = None,
+    on_play: Callable[[int], object] = lambda _: None,
+) -> Advice:
+    """Digest a run, and advise on it.
+
+    Args:
+        run: A run; one that cannot be simulated still has its findings.
+        wishes: What the advice is for.
+        digest: Of the run, where it is known already.
+        on_play: Called with the number of plans played so far.
+    """
+    return give_advice(run, _evidence(run, digest or measure_summary(run)), wishes, on_play=on_play)
+
+
+def find_plans_to_run(
+    run: RunSource,
+    wishes: AdviceRequest,
+    count: int,
+    *,
+    on_play: Callable[[int], object] = lambda _: None,
+) -> PlansToRun:
+    """Digest a run, and choose plans to try.
+
+    Args:
+        run: A recorded or emulated run.
+        wishes: What the plans are for.
+        count: Most plans that are wanted.
+        on_play: Called with the number of plans played so far.
+
+    Raises:
+        MissingDataError: The run holds too little to simulate from.
+    """
+    evidence = _evidence(run, measure_summary(run))
+    limit = evidence.device_bytes if wishes.memory_limit is None else wishes.memory_limit
+    bench = PlanScorer(run, on_play, slowdown=slowdown_of(evidence))
+    search = Search(bench, limit, allow_dtypes=wishes.allow_dtypes)
+    proposals = find_candidates(bench, evidence, search, count)
+    return PlansToRun(proposals, len(bench.scores))
+
+
+def find_findings(run: RunSource, *, digest: Summary | None = None) -> tuple[Finding, ...]:
+    """What comes before any plan of a run.
+
+    Args:
+        run: A run.
+        digest: Of the run, where it is known already.
+    """
+    return find_first_things(_evidence(run, digest or measure_summary(run), for_plans=False))
+
+
+def _evidence(run: RunSource, digest: Summary, *, for_plans: bool = True) -> Evidence:
+    """The digest's answers, and what only advice asks for; damaged files leave questions open."""
+    is_device = run.manifest.device_type != "cpu"
+    exposed, peak_rank = digest.exposed, digest.memory.peak_rank
+    peak, damage = digest.memory.peak, list[str]()
+    return Evidence(
+        manifest=run.manifest,
+        verdict=digest.verdict,
+        plan_check=digest.plan_check,
+        allocator=None if peak_rank is None else measure_allocator(run, rank=peak_rank),
+        causes_ns=exposed.causes_ns if exposed else {},
+        exposed_by_kind_ns=exposed.by_kind_ns if exposed else {},
+        backward_gathers_ns=exposed.backward_gathers_ns if exposed else 0,
+        device_bytes=digest.memory.device_bytes,
+        step_time_ns=digest.step_time_ns.typical if digest.step_time_ns else None,
+        peak_bytes=digest.peak_allocated_bytes,
+        peak_unit=peak.fqn if peak is not None else None,
+        activation_bytes=_held(peak, MemoryCategory.ACTIVATION),
+        waits=exposed.evidence if exposed else (),
+        contention=_contention(run, damage) if for_plans or is_device else None,
+        links=try_measure(find_node_links, run, damage),
+        in_flight=try_measure(measure_gathers_in_flight, run, damage)
+        if run.manifest.is_fsdp1
+        else None,
+        pipeline=try_measure(measure_pipeline, run, damage),
+        optimizer_wait=try_measure(measure_optimizer_wait, run, damage),
+    )
+
+
+def _held(peak: PeakMoment | None, category: MemoryCategory) -> int | None:
+    rows = peak.categories if peak is not None else ()
+    return next((row.bytes for row in rows if row.category == category.label), None)
+
+
+def _contention(run: RunSource, damage: list[str]) -> Contention | None:
+    """Not under emulation: its links are waits that take nothing from the compute beside them."""
+    return (
+        None if run.manifest.source == "emulated" else try_measure(measure_contention, run, damage)
+    )

@@ -1,0 +1,100 @@
+"""Combine the breakdown of a step with the causes of its waits and with every rank's step."""
+
+from dataclasses import dataclass
+
+from fsdp_inspect.analysis.breakdown import (
+    PartTime,
+    StepBreakdown,
+    measure_breakdown,
+    measure_step_breakdown,
+)
+from fsdp_inspect.analysis.exposed import measure_causes
+from fsdp_inspect.analysis.last_arrivals import ArrivalsKnown, find_last_arrivals
+from fsdp_inspect.analysis.step_selection import select_steps, timed_rank
+from fsdp_inspect.trace.codes import COLLECTIVES
+from fsdp_inspect.trace.run import RunSource
+
+
+@dataclass(frozen=True, slots=True)
+class BreakdownCauses:
+    """A step, split by part and its waits by cause, and the typical step of each rank."""
+
+    run_id: str
+    source: str
+    """`recorded`, `emulated`, `imported` or `predicted`."""
+    shown: StepBreakdown | None
+    """The step that was asked for, by default the typical step of the median rank; None where no
+    step is timed."""
+    is_typical: bool
+    """Whether it is the typical step of its rank, not one step that was asked for."""
+    largest: PartTime | None
+    """The largest part of the shown step."""
+    exposed_ratio: float | None
+    """The exposed parts of the shown step as a share of it."""
+    causes_ns: dict[str, int]
+    """The exposed parts by cause, largest first; they add up to `shown.exposed_ns`."""
+    arrivals: ArrivalsKnown | None
+    """How far stragglers are known."""
+    left_out: str
+    """Which steps count and which do not, in words."""
+    ranks: tuple[StepBreakdown, ...]
+    """The typical step of each rank, by rank."""
+
+
+def measure_breakdown_causes(
+    run: RunSource, *, rank: int | None = None, step: int | None = None
+) -> BreakdownCauses:
+    """Where a step goes.
+
+    Args:
+        run: A recorded run.
+        rank: Default the median rank.
+        step: Any finished step; default the typical step of the rank.
+
+    Raises:
+        IncompleteRunError: The run holds nothing of that rank, or it did not finish that step.
+    """
+    ranks = measure_breakdown(run).ranks
+    member = timed_rank(run, rank)
+    typical = None
+    if member is not None:
+        typical = next(row for row in ranks if row.rank == member.rank)
+    shown = typical
+    if step is not None:
+        of_rank = typical.rank if typical else rank or 0
+        shown = measure_step_breakdown(run, rank=of_rank, step=step)
+    causes: dict[str, int] = {}
+    arrivals = None
+    if shown is not None:
+        causes, arrivals = find_causes(run, shown)
+    return BreakdownCauses(
+        run_id=run.manifest.run_id,
+        source=run.manifest.source,
+        shown=shown,
+        is_typical=shown is not None and step is None,
+        largest=max(shown.parts, key=lambda part: part.duration_ns) if shown else None,
+        exposed_ratio=shown.exposed_ns / max(shown.step_time_ns, 1) if shown else None,
+        causes_ns=causes,
+        arrivals=arrivals,
+        left_out=select_steps(run).sentence,
+        ranks=ranks,
+    )
+
+
+def find_causes(run: RunSource, shown: StepBreakdown) -> tuple[dict[str, int], ArrivalsKnown]:
+    """The causes of the exposed time of a breakdown, and how far stragglers are known.
+
+    Returns:
+        ns by cause, those above 0, largest first; they add up to `shown.exposed_ns`.
+    """
+    steps = list(shown.steps)
+    collectives = run.events(shown.rank, steps=steps, kinds=sorted(COLLECTIVES))
+    arrivals, last_arrival_ns = find_last_arrivals(run, shown.rank, collectives)
+    causes = measure_causes(
+        run,
+        rank=shown.rank,
+        steps=steps,
+        exposed_ns=shown.exposed_ns,
+        last_arrival_ns=last_arrival_ns,
+    )
+    return causes, arrivals

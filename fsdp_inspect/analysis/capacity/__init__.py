@@ -1,0 +1,1 @@
+"""Which runs fit into a memory, by forecasts."""

@@ -1,0 +1,1 @@
+"""The clocks of the ranks on one time axis."""

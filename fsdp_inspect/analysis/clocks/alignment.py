@@ -1,0 +1,373 @@
+"""How do the clocks of different ranks compare? From the collectives that they share.
+
+Ranks of one boot of one machine read the same clock; where traces were imported, unless their
+collectives contradict it. Between machines only the collectives tell:
+nobody leaves one before the last rank has entered (see [Note: bounds on a clock] in `clock_fit`).
+Wall clocks are never used: they are set while a run goes on, and are wrong by more than the
+differences that matter. Machines that share no collective with the reference are reached through
+others, and the uncertainties add up. What cannot be told is refused with the reason.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.analysis.clocks.clock_fit import (
+    MAX_DRIFT,
+    Bounds,
+    ClockFit,
+    LinearClock,
+    fit_clock,
+)
+from fsdp_inspect.analysis.collectives.matching import NO_KEY, Matching, describe_key
+from fsdp_inspect.analysis.collectives.queues import queue_up
+from fsdp_inspect.analysis.collectives.synchronisation import (
+    SynchronisationReader,
+    Synchronisations,
+)
+from fsdp_inspect.formatting import format_ns, format_ratio
+from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
+from fsdp_inspect.trace.run import IMPORTED_CLOCK, UNPLACED_CLOCK, RankRecord, RunSource
+from fsdp_inspect.trace.tables import EventTable
+
+_Int64 = NDArray[np.int64]
+
+MAX_UNCERTAINTY_RATIO = 0.1
+"""Of the median step: a clock that is less certain says nothing about who is late."""
+_MAX_STEPS = 16
+_MAX_RANKS_READ = 64
+_MAX_PARENTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RankClock:
+    """One rank's clock as seen from that of the reference rank."""
+
+    clock: LinearClock
+    machine: str
+    """Ranks with an equal one read the same clock."""
+    machine_uncertainty_ns: int
+    """How wrong `clock` can be, within the time that the alignment was made from."""
+    event_uncertainty_ns: int
+    """How far the rank's event times can be from its own clock (CUDA events; 0 on CPU)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """The clocks of some ranks on one of them."""
+
+    reference: int | None
+    """The rank whose clock all times are mapped to; None without ranks."""
+    clocks: Mapping[int, RankClock]
+    """By rank, for those that could be aligned; the reference is among them."""
+    refusals: Mapping[int, str]
+    """By rank, for the others: why not, as a sentence."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that are aligned, ascending."""
+        return tuple(sorted(self.clocks))
+
+    @property
+    def uncertainty_ns(self) -> int:
+        """The largest uncertainty between any two of the aligned ranks; 0 for fewer than two."""
+        by_machine: dict[str, list[RankClock]] = defaultdict(list)
+        for known in self.clocks.values():
+            by_machine[known.machine].append(known)
+        events = [
+            sorted(one.event_uncertainty_ns for one in members) for members in by_machine.values()
+        ]
+        certainties = zip(by_machine.values(), events, strict=True)
+        across = sorted(members[0].machine_uncertainty_ns + own[-1] for members, own in certainties)
+        pairs = [own[-2:] for own in events] + [across[-2:]]
+        return max((sum(pair) for pair in pairs if len(pair) > 1), default=0)
+
+    def between_ns(self, rank: int, other: int) -> int:
+        """How wrong a difference between times of two aligned ranks can be."""
+        one, two = self.clocks[rank], self.clocks[other]
+        if rank == other:
+            return 0
+        machines = 0
+        if one.machine != two.machine:
+            machines = one.machine_uncertainty_ns + two.machine_uncertainty_ns
+        return machines + one.event_uncertainty_ns + two.event_uncertainty_ns
+
+    def to_reference(self, rank: int, times_ns: _Int64) -> _Int64:
+        """A rank's times on the clock of the reference rank."""
+        return self.clocks[rank].clock.to_reference(times_ns)
+
+    def from_reference(self, rank: int, times_ns: _Int64) -> _Int64:
+        """Times of the reference rank on a rank's own clock."""
+        return self.clocks[rank].clock.from_reference(times_ns)
+
+
+def align_clocks(
+    run: RunSource,
+    ranks: Collection[int] | None = None,
+    *,
+    steps: Collection[int] | None = None,
+) -> Alignment:
+    """Put the clocks of ranks onto that of the first of them.
+
+    Args:
+        run: A recorded run.
+        ranks: Which; default all that wrote something. Others are read where the way leads
+            through them.
+        steps: The steps from whose collectives the clocks are compared; default some over the
+            whole run. The stated uncertainty holds within their span of time.
+
+    Returns:
+        Every one of the ranks, aligned or refused. Each is certain to within its uncertainty if
+        clocks drift evenly.
+    """
+    records = {record.rank: record for record in run.ranks}
+    asked = sorted(records if ranks is None else set(ranks) & set(records))
+    if not asked:
+        return Alignment(None, {}, {})
+    machines = {rank: _machine(records[rank]) for rank in records}
+    if _is_one_clock([records[rank] for rank in asked]):
+        return _placed(asked, records, machines, {machines[asked[0]]: ClockFit(LinearClock(), 0)})
+    reader = SynchronisationReader(run, _choose_steps(run, steps))
+    machines = reader.check(machines, _to_read(asked, machines, records))
+    placing = _Placing(reader, machines, machines[asked[0]], _uncertainty_limit(run))
+    placing.place({machines[rank] for rank in asked})
+    return _placed(asked, records, machines, placing.fits, placing.refusals)
+
+
+def last_arrivals(run: RunSource, rank: int, events: EventTable, alignment: Alignment) -> _Int64:
+    """When the last rank arrived at each collective, on the clock of `rank`.
+
+    A rank arrives when its stream reaches the collective and the one ahead on its communicator has
+    ended. The times are certain: those of other ranks are moved forward by the uncertainty of
+    their clocks, so that no rank is called late that may not be. Ranks that are not aligned are
+    not counted: the true last one is no earlier.
+
+    Args:
+        run: A recorded run.
+        rank: The rank that waits.
+        events: Events of that rank; those that are not collectives are passed over.
+        alignment: Its ranks are read, in the steps of the events.
+
+    Returns:
+        One time for each collective of `events`, in their order; -1 where it is not known: the
+        rank is not aligned, or no other rank shows the same collective.
+    """
+    own = events.where(np.isin(events.kind, list(COLLECTIVES)))
+    unknown = np.full(len(own), -1, dtype=np.int64)
+    if rank not in alignment.clocks or len(own) == 0:
+        return unknown
+    matching = Matching(run.manifest.process_groups, run.manifest.world_size)
+    keys = matching.keys(own, rank)
+    latest, is_known = queue_up(own).turn_ns.copy(), np.zeros(len(own), dtype=bool)
+    steps = np.unique(own.step).tolist()
+    for other in _partners(matching, own, rank) & set(alignment.ranks) - {rank}:
+        theirs = run.events(other, steps=steps, kinds=sorted(COLLECTIVES))
+        arrivals = alignment.to_reference(other, queue_up(theirs).turn_ns)
+        arrivals = alignment.from_reference(rank, arrivals) - alignment.between_ns(rank, other)
+        place, found = _look_up(keys, matching.keys(theirs, other))
+        latest[found] = np.maximum(latest[found], arrivals[place[found]])
+        is_known |= found
+    return np.where(is_known, latest, unknown)
+
+
+def _partners(matching: Matching, events: EventTable, rank: int) -> set[int]:
+    groups = np.unique(events.group).tolist()
+    return {member for group in groups for member in matching.members(group, rank)}
+
+
+def _look_up(keys: _Int64, among: _Int64) -> tuple[_Int64, NDArray[np.bool_]]:
+    """For each key its place in `among`, and whether it is there."""
+    order = np.argsort(among, kind="stable")
+    if len(order) == 0:
+        return np.zeros(len(keys), dtype=np.int64), np.zeros(len(keys), dtype=bool)
+    place = order[np.minimum(np.searchsorted(among[order], keys), len(order) - 1)]
+    return place, (among[place] == keys) & (keys != NO_KEY)
+
+
+def _is_one_clock(records: Sequence[RankRecord]) -> bool:
+    """Whether they read one clock without doubt.
+
+    What an import says of its host is held against the collectives: a profiler places each
+    process on the wall clock by itself, and traces can be of different times.
+    """
+    machines = {_machine(record) for record in records}
+    is_imported = len(records) > 1 and any(one.clock == IMPORTED_CLOCK for one in records)
+    return len(machines) == 1 and "" not in machines and not is_imported
+
+
+def _machine(record: RankRecord) -> str:
+    """What tells clocks apart: the boot, or else the host; empty where neither is known."""
+    if record.clock == UNPLACED_CLOCK:
+        return ""
+    boot = record.pid_scope.split(" ")[0]
+    return boot or record.host
+
+
+def _to_read(
+    asked: Sequence[int], machines: Mapping[int, str], records: Mapping[int, RankRecord]
+) -> list[int]:
+    """All ranks if they are few, else one of each machine, the same on every machine."""
+    if len(asked) <= _MAX_RANKS_READ:
+        return list(asked)
+    chosen: dict[str, int] = {}
+    for rank in sorted(asked, key=lambda rank: (records[rank].local_rank, rank)):
+        chosen.setdefault(machines[rank] or f"rank {rank}", rank)
+    return sorted({*chosen.values(), asked[0]})
+
+
+def _choose_steps(run: RunSource, steps: Collection[int] | None) -> list[int] | None:
+    """Steps spread over the time of the run, the first and the last among them; None: all."""
+    if steps is not None:
+        return sorted(steps)
+    finished = np.unique(run.summary(kinds=[EventKind.STEP]).step)
+    if len(finished) == 0:
+        return None
+    places = np.linspace(0, len(finished) - 1, min(_MAX_STEPS, len(finished)))
+    return [int(finished[round(place)]) for place in places.tolist()]
+
+
+def _uncertainty_limit(run: RunSource) -> float:
+    steps = run.summary(kinds=[EventKind.STEP])
+    typical = median(steps.duration_ns)
+    return math.inf if typical is None else MAX_UNCERTAINTY_RATIO * typical
+
+
+class _Placing:
+    """Finds the clocks of machines, outward from the reference."""
+
+    def __init__(
+        self,
+        reader: SynchronisationReader,
+        machines: Mapping[int, str],
+        reference: str,
+        limit_ns: float,
+    ):
+        self.fits = {reference: ClockFit(LinearClock(), 0)}
+        self.refusals: dict[str, str] = {}
+        self._reader, self._machines, self._limit_ns = reader, machines, limit_ns
+        self._syncs: dict[str, Synchronisations] = {}
+
+    def place(self, wanted: set[str]) -> None:
+        """Place these machines, by as few intermediate ones as possible."""
+        self._spread({*wanted, *self._of_read_ranks()})
+        unreached = wanted - set(self.fits) - set(self.refusals)
+        if unreached and self._widen():
+            self._spread({*self._machines.values()})
+        for machine in wanted - set(self.fits) - set(self.refusals):
+            self.refusals[machine] = (
+                "it has no collective in common with the ranks that are aligned, not even through "
+                "others"
+            )
+
+    def _of_read_ranks(self) -> set[str]:
+        known = set(self._machines.values())
+        return {machine for machine in known if self._reader.has_read(machine, self._machines)}
+
+    def _widen(self) -> bool:
+        """Read more ranks of every machine; whether there were any."""
+        self._syncs.clear()
+        every = sorted(set(self._machines.values()))
+        added = [self._reader.read_more(machine, self._machines) for machine in every]
+        return any(added)
+
+    def _spread(self, machines: set[str]) -> None:
+        frontier = list(self.fits)
+        while frontier:
+            waiting = sorted(machines - set(self.fits))
+            placed = {}
+            for machine in waiting:
+                fit = self._best_fit(machine, frontier)
+                if fit is not None:
+                    placed[machine] = fit
+            self.fits.update(placed)
+            frontier = list(placed)
+
+    def _best_fit(self, machine: str, parents: Sequence[str]) -> ClockFit | None:
+        """The most certain way to a machine over one of the parents; None if there is none."""
+        fits = []
+        for parent in parents[:_MAX_PARENTS]:
+            fit = self._fit_pair(parent, machine)
+            if fit is not None:
+                fits.append(fit)
+        best = min(fits, key=lambda fit: fit.uncertainty_ns, default=None)
+        if best is None or best.uncertainty_ns <= self._limit_ns:
+            return best
+        self.refusals[machine] = (
+            f"its clock is known only to within {format_ns(best.uncertainty_ns)}, which is more "
+            f"than {format_ratio(MAX_UNCERTAINTY_RATIO)} of the median step"
+        )
+        return None
+
+    def _fit_pair(self, parent: str, machine: str) -> ClockFit | None:
+        one, two = self._syncs_of(parent), self._syncs_of(machine)
+        _, at_one, at_two = np.intersect1d(
+            one.key, two.key, assume_unique=True, return_indices=True
+        )
+        if len(at_one) == 0:
+            return None
+        different = np.flatnonzero(one.what[at_one] != two.what[at_two])
+        if len(different):
+            key = int(one.key[at_one[different[0]]])
+            self.refusals[machine] = (
+                f"{describe_key(key)} is another one there (kind or message differ), so that what "
+                "belongs together is not known"
+            )
+            return None
+        bounds = Bounds.of(
+            one.start_ns[at_one], one.end_ns[at_one], two.start_ns[at_two], two.end_ns[at_two]
+        )
+        fit = fit_clock(bounds, _span(one, two, int(bounds.high_ns[0])))
+        if fit is None:
+            self.refusals[machine] = (
+                f"no offset and drift of its clock satisfies the {len(bounds)} collectives that it "
+                "shares with an aligned rank: their order contradicts itself"
+            )
+            return None
+        nearer = self.fits[parent]
+        together = nearer.uncertainty_ns + fit.uncertainty_ns
+        stretched = math.ceil(together * (1 + 2 * MAX_DRIFT)) + 1
+        return ClockFit(fit.clock.seen_through(nearer.clock), stretched)
+
+    def _syncs_of(self, machine: str) -> Synchronisations:
+        if machine not in self._syncs:
+            self._syncs[machine] = self._reader.of_machine(machine, self._machines)
+        return self._syncs[machine]
+
+
+def _span(one: Synchronisations, two: Synchronisations, offset_ns: int) -> tuple[int, int]:
+    """The time of the collectives of two machines on the clock of the first, roughly."""
+    first = min(int(one.start_ns.min()), int(two.start_ns.min()) - offset_ns)
+    return first, max(int(one.end_ns.max()), int(two.end_ns.max()) - offset_ns)
+
+
+def _placed(
+    asked: Sequence[int],
+    records: Mapping[int, RankRecord],
+    machines: Mapping[int, str],
+    fits: Mapping[str, ClockFit],
+    refusals: Mapping[str, str] | None = None,
+) -> Alignment:
+    """What was found about machines, by rank."""
+    aligned = [rank for rank in asked if machines[rank] in fits]
+    return Alignment(
+        reference=asked[0],
+        clocks={
+            rank: RankClock(
+                clock=fits[machines[rank]].clock,
+                machine=machines[rank],
+                machine_uncertainty_ns=fits[machines[rank]].uncertainty_ns,
+                event_uncertainty_ns=records[rank].clock_uncertainty_ns,
+            )
+            for rank in aligned
+        },
+        refusals={
+            rank: f"The clock of rank {rank} cannot be aligned: {(refusals or {})[machines[rank]]}."
+            for rank in asked
+            if rank not in aligned
+        },
+    )

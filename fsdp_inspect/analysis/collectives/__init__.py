@@ -1,0 +1,1 @@
+"""The same collective on several ranks."""

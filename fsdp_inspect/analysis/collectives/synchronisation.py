@@ -1,0 +1,114 @@
+"""When did ranks enter and leave the collectives that tie them together?
+
+No rank leaves an all-gather, a reduce-scatter, an all-reduce or a barrier before the last one has
+entered. Several ranks that read one clock speak with one voice: the last of them to enter, the
+first of them to leave.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.analysis.collectives.matching import NO_KEY, Matching
+from fsdp_inspect.trace.codes import EventKind, Method
+from fsdp_inspect.trace.run import RunSource
+
+_Int64 = NDArray[np.int64]
+
+SYNCHRONISING = frozenset(
+    {EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE, EventKind.BARRIER}
+)
+"""The collectives that no rank can leave before every rank has entered."""
+_MAX_READ_MORE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Synchronisations:
+    """Synchronising collectives of one rank, or of several that share a clock; by key, unique."""
+
+    key: _Int64
+    start_ns: _Int64
+    """When the last of the ranks entered, at the earliest."""
+    end_ns: _Int64
+    """When the first of the ranks left, at the latest."""
+    what: _Int64
+    """Kind and message: must be equal where the key is."""
+
+    @classmethod
+    def joined(cls, members: Iterable["Synchronisations"]) -> Self:
+        """What several ranks of one clock say together."""
+        nothing = np.empty(0, dtype=np.int64)
+        parts: list[Synchronisations] = [cls(nothing, nothing, nothing, nothing), *members]
+        keys = np.concatenate([part.key for part in parts])
+        unique, first, place = np.unique(keys, return_index=True, return_inverse=True)
+        start = np.full(len(unique), np.iinfo(np.int64).min)
+        end = np.full(len(unique), np.iinfo(np.int64).max)
+        np.maximum.at(start, place, np.concatenate([part.start_ns for part in parts]))
+        np.minimum.at(end, place, np.concatenate([part.end_ns for part in parts]))
+        return cls(unique, start, end, np.concatenate([part.what for part in parts])[first])
+
+
+class SynchronisationReader:
+    """Reads each rank's synchronising collectives once."""
+
+    def __init__(self, run: RunSource, steps: list[int] | None):
+        self._run, self._steps = run, steps
+        self._matching = Matching(run.manifest.process_groups, run.manifest.world_size)
+        self._event_uncertainty = {record.rank: record.clock_uncertainty_ns for record in run.ranks}
+        self._read: dict[int, Synchronisations] = {}
+
+    def check(self, machines: Mapping[int, str], ranks: Iterable[int]) -> dict[int, str]:
+        """Read these ranks; those of one machine that contradict each other stand alone.
+
+        A rank whose machine is not known stands alone too.
+        """
+        named = {rank: machine or f"rank {rank}" for rank, machine in machines.items()}
+        by_machine: dict[str, list[int]] = defaultdict(list)
+        for rank in ranks:
+            self._read[rank] = self._read_rank(rank)
+            by_machine[named[rank]].append(rank)
+        torn = {
+            machine
+            for machine, members in by_machine.items()
+            if _contradicts(Synchronisations.joined(self._read[rank] for rank in members))
+        }
+        return {
+            rank: f"{machine} rank {rank}" if machine in torn else machine
+            for rank, machine in named.items()
+        }
+
+    def of_machine(self, machine: str, machines: Mapping[int, str]) -> Synchronisations:
+        """What the ranks of a machine that were read say together."""
+        return Synchronisations.joined(
+            syncs for rank, syncs in self._read.items() if machines[rank] == machine
+        )
+
+    def read_more(self, machine: str, machines: Mapping[int, str]) -> bool:
+        """Read the other ranks of a machine; whether there were any."""
+        others = [rank for rank in machines if machines[rank] == machine and rank not in self._read]
+        for rank in others[:_MAX_READ_MORE]:
+            self._read[rank] = self._read_rank(rank)
+        return bool(others)
+
+    def has_read(self, machine: str, machines: Mapping[int, str]) -> bool:
+        """Whether a rank of the machine was read."""
+        return any(machines[rank] == machine for rank in self._read)
+
+    def _read_rank(self, rank: int) -> Synchronisations:
+        events = self._run.events(rank, steps=self._steps, kinds=sorted(SYNCHRONISING))
+        events = events.where(events.method != Method.INFERRED)
+        keys = self._matching.keys(events, rank)
+        events, keys = events.where(keys != NO_KEY), keys[keys != NO_KEY]
+        error = self._event_uncertainty[rank]
+        what = (events.bytes << 8) | events.kind.astype(np.int64)
+        return Synchronisations.joined(
+            [Synchronisations(keys, events.start_ns - error, events.end_ns + error, what)]
+        )
+
+
+def _contradicts(syncs: Synchronisations) -> bool:
+    return bool(np.any(syncs.start_ns > syncs.end_ns))

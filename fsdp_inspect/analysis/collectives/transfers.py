@@ -1,0 +1,60 @@
+"""How long did the bytes of a rank's collectives travel? The shortest duration over the ranks.
+
+All ranks leave a collective together, so the last one to arrive waits for nobody: its duration is
+the transfer alone. It needs no clocks, only the same collective on several ranks.
+"""
+
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.analysis.collectives.matching import NO_KEY, Matching
+from fsdp_inspect.analysis.collectives.queues import queue_up
+from fsdp_inspect.analysis.collectives.synchronisation import SYNCHRONISING
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.tables import EventTable
+
+_Int64 = NDArray[np.int64]
+
+
+def find_transfers(
+    run: RunSource, rank: int, collectives: EventTable, ranks: Collection[int]
+) -> _Int64:
+    """The transfer of each collective of a rank, as far as some ranks tell.
+
+    Args:
+        run: A recorded run.
+        rank: Whose collectives these are.
+        collectives: Some of its collectives.
+        ranks: Other ranks to read, in the steps of the collectives. Of a group that is read in part
+            the true transfer may be shorter.
+
+    Returns:
+        Shape (len(collectives),), ns; -1 where no other rank shows the same collective, or where
+        ranks need not wait for each other in it.
+    """
+    matching = Matching(run.manifest.process_groups, run.manifest.world_size)
+    keys = np.where(
+        np.isin(collectives.kind, list(SYNCHRONISING)), matching.keys(collectives, rank), NO_KEY
+    )
+    shortest, is_shared = _durations(collectives), np.zeros(len(collectives), dtype=bool)
+    steps = np.unique(collectives.step).tolist()
+    groups = np.unique(collectives.group).tolist()
+    partners = {member for group in groups for member in matching.members(group, rank)}
+    for other in sorted(partners & set(ranks) - {rank}):
+        theirs = run.events(other, steps=steps, kinds=sorted(SYNCHRONISING))
+        _, own_place, place = np.intersect1d(
+            keys, matching.keys(theirs, other), return_indices=True
+        )
+        known = keys[own_place] != NO_KEY
+        own_place, place = own_place[known], place[known]
+        shortest[own_place] = np.minimum(shortest[own_place], _durations(theirs)[place])
+        is_shared[own_place] = True
+    transfers: _Int64 = np.where(is_shared, shortest, -1)
+    return transfers
+
+
+def _durations(collectives: EventTable) -> _Int64:
+    durations: _Int64 = np.maximum(collectives.end_ns - queue_up(collectives).turn_ns, 0)
+    return durations

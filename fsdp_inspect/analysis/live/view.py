@@ -1,0 +1,315 @@
+"""How does a run go that is being recorded: its last steps, its memory, its machine?
+
+Fed with what one rank appended since the last look. Only what is shown is kept: the last steps as
+numbers, the events of the newest ones (rows of a step can come after the row that ends it), the
+last samples of the machine.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.analysis.methods import name_methods
+from fsdp_inspect.reduction.memory_parts import samples_of
+from fsdp_inspect.reduction.step_parts import reduce_rank
+from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.codes import EventKind, StepFlag, StepPart
+from fsdp_inspect.trace.tables import (
+    MISSING_INT,
+    DeviceTable,
+    EventTable,
+    MemoryTable,
+    ScalarTable,
+    SummaryTable,
+)
+
+MAX_STEPS = 200
+"""Steps that are kept."""
+MAX_DEVICE_SAMPLES = 240
+TYPICAL_STEPS = 20
+"""The last so many steps say how long a step takes."""
+STALL_STEPS = 10
+"""A run is called stalled after so many typical steps without the end of one."""
+LEAST_STALL_NS = 20_000_000_000
+"""But never before that: compilation and checkpoints make single steps long."""
+_ALLOCATOR_COUNTERS = ("num_alloc_retries", "num_ooms")
+_KEPT_STEPS = 2
+"""Finished steps whose events are kept, since more of them may come."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveStep:
+    """One finished step of the followed rank."""
+
+    step: int
+    end_ns: int
+    """On the rank's clock."""
+    step_time_ns: int
+    exposed_ns: int
+    communication_ns: int
+    is_memory_step: bool
+    """Under the storage tracker: its time is not representative."""
+
+    @property
+    def exposed_ratio(self) -> float | None:
+        """Exposed / step time, 0 to 1; None for a step without duration."""
+        return self.exposed_ns / self.step_time_ns if self.step_time_ns else None
+
+
+@dataclass(frozen=True, slots=True)
+class LiveMemory:
+    """The highest readings of one step of the followed rank."""
+
+    step: int
+    allocated_bytes: int
+    reserved_bytes: int | None
+    """None on CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSeries:
+    """One number of the machine over the last minutes."""
+
+    name: str
+    """A column of `DeviceTable`, counters as their rate."""
+    label: str
+    unit: str
+    """`%`, `bytes`, `bytes/s`, `W` or `MHz`."""
+    seconds: tuple[float, ...]
+    """Before the newest sample, at most 0."""
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveScalar:
+    """The last value of a number that the training loop logged."""
+
+    name: str
+    step: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class LiveView:
+    """What is known of the followed rank now."""
+
+    steps: tuple[LiveStep, ...]
+    """The last ones, by number."""
+    typical_step_ns: int | None
+    """The median of the last `TYPICAL_STEPS`, memory steps left out; None before the first."""
+    memory: tuple[LiveMemory, ...]
+    """By step."""
+    devices: tuple[DeviceSeries, ...]
+    """Those that the machine tells."""
+    scalars: tuple[LiveScalar, ...]
+    last_event_ns: int | None
+    """When the newest event ended, on the rank's clock."""
+    recent: SummaryTable
+    """Of the last `TYPICAL_STEPS`, memory steps left out: their rows of the run's summary."""
+    methods: Mapping[str, str]
+    """How the times of the newest step were obtained, by group of numbers."""
+    num_alloc_retries: int | None
+    """Since the first sample that was seen; None where no allocator is counted, as the next."""
+    num_ooms: int | None
+
+    def is_stalled(self, now_ns: int) -> bool:
+        """Whether far more time than a step takes has passed without the end of one.
+
+        Args:
+            now_ns: The present on the rank's clock.
+        """
+        if not self.steps or self.typical_step_ns is None:
+            return False
+        longest = max(STALL_STEPS * self.typical_step_ns, LEAST_STALL_NS)
+        return now_ns - self.steps[-1].end_ns > longest
+
+
+class LiveRank:
+    """Gathers what a view of one rank needs."""
+
+    def __init__(self, *, memory_from: str = "", scalar_names: Sequence[str] = ()) -> None:
+        self.memory_from = memory_from
+        """Who counts the rank's memory, as its record says; may be learned later."""
+        self.scalar_names = tuple(scalar_names)
+        """As the record says; grows while the run goes on."""
+        self._events = EventTable.empty()
+        self._steps: dict[int, LiveStep] = {}
+        self._memory: dict[int, LiveMemory] = {}
+        self._devices = DeviceTable.empty()
+        self._scalars: dict[int, tuple[int, float]] = {}
+        self._last_event_ns: int | None = None
+        self._recent = SummaryTable.empty()
+        self._counts: dict[str, tuple[int, int]] = {}
+        """First and last reading of each counter of the allocator."""
+
+    def add(
+        self,
+        events: EventTable,
+        memory: MemoryTable,
+        devices: DeviceTable,
+        scalars: ScalarTable,
+    ) -> None:
+        """Take in new rows."""
+        if len(events):
+            self._add_events(events)
+        if len(memory):
+            self._add_memory(samples_of(memory, self.memory_from))
+        if len(devices):
+            self._devices = DeviceTable.concat([self._devices, devices])
+            self._devices = self._devices.between(
+                max(len(self._devices) - MAX_DEVICE_SAMPLES, 0), len(self._devices)
+            )
+        for name, step, value in zip(scalars.name, scalars.step, scalars.value, strict=True):
+            self._scalars[int(name)] = (int(step), float(value))
+
+    def view(self) -> LiveView:
+        """What is known now."""
+        steps = tuple(self._steps[step] for step in sorted(self._steps))
+        typical = [one.step_time_ns for one in steps if not one.is_memory_step][-TYPICAL_STEPS:]
+        return LiveView(
+            steps=steps,
+            typical_step_ns=median(typical),
+            memory=tuple(self._memory[step] for step in sorted(self._memory)),
+            devices=_series_of(self._devices),
+            scalars=tuple(
+                LiveScalar(self.scalar_names[name], step, value)
+                for name, (step, value) in sorted(self._scalars.items())
+                if name < len(self.scalar_names)
+            ),
+            last_event_ns=self._last_event_ns,
+            recent=self._recent,
+            methods=name_methods(self._events),
+            num_alloc_retries=self._risen("num_alloc_retries"),
+            num_ooms=self._risen("num_ooms"),
+        )
+
+    def _add_events(self, events: EventTable) -> None:
+        self._last_event_ns = max(self._last_event_ns or 0, int(events.end_ns.max()))
+        newest = int(events.step.max())
+        events = events.where(events.step > newest - MAX_STEPS)  # a first look may bring thousands
+        self._events = EventTable.concat([self._events, events])
+        finished = np.unique(self._events.step[self._events.kind == EventKind.STEP])
+        if len(finished) == 0:
+            return
+        ends = self._events.where(self._events.kind == EventKind.STEP)
+        end_of = dict(zip(ends.step.tolist(), ends.end_ns.tolist(), strict=True))
+        rows = reduce_rank(self._events, rank=0)
+        for step in _measure_steps(rows, end_of):
+            self._steps[step.step] = step
+        self._recent = _join_recent(self._recent, rows)
+        oldest_kept = int(finished[-min(_KEPT_STEPS, len(finished))])
+        self._events = self._events.where(self._events.step >= oldest_kept)
+        _forget_oldest(self._steps)
+
+    def _add_memory(self, readings: MemoryTable) -> None:
+        for step in np.unique(readings.step).tolist():
+            own = readings.where(readings.step == step)
+            allocated, reserved = int(own.allocated.max()), int(own.reserved.max())
+            before = self._memory.get(step)
+            if before is not None:
+                allocated = max(allocated, before.allocated_bytes)
+                reserved = max(reserved, before.reserved_bytes or MISSING_INT)
+            if allocated != MISSING_INT:
+                known = None if reserved == MISSING_INT else reserved
+                self._memory[step] = LiveMemory(step, allocated, known)
+        for counter in _ALLOCATOR_COUNTERS:
+            column = getattr(readings, counter)
+            counted = column[column != MISSING_INT]
+            if len(counted):
+                first = self._counts.get(counter, (int(counted[0]), 0))[0]
+                self._counts[counter] = (first, int(counted[-1]))
+        _forget_oldest(self._memory)
+
+    def _risen(self, counter: str) -> int | None:
+        first, last = self._counts.get(counter, (None, None))
+        return None if first is None or last is None else last - first
+
+
+def _forget_oldest(kept: dict[int, LiveStep] | dict[int, LiveMemory]) -> None:
+    for step in sorted(kept)[:-MAX_STEPS]:
+        del kept[step]
+
+
+def _join_recent(before: SummaryTable, rows: SummaryTable) -> SummaryTable:
+    """The rows of the last timed steps; a step that was reduced again counts as it is now."""
+    slowed = rows.step[(rows.flags & StepFlag.MEMORY_STEP) != 0]
+    kept = [
+        before.where(~np.isin(before.step, rows.step)),
+        rows.where(~np.isin(rows.step, slowed)),
+    ]
+    joined = SummaryTable.concat(kept)
+    return joined.where(np.isin(joined.step, np.unique(joined.step)[-TYPICAL_STEPS:]))
+
+
+def _measure_steps(rows: SummaryTable, end_of: dict[int, int]) -> list[LiveStep]:
+    together = rows.where(rows.kind == StepPart.COMMUNICATION)
+    communication = dict(zip(together.step.tolist(), together.duration_ns.tolist(), strict=True))
+    ended = rows.where(rows.kind == EventKind.STEP)
+    return [
+        LiveStep(
+            step=step,
+            end_ns=end_of[step],
+            step_time_ns=int(ended.duration_ns[place]),
+            exposed_ns=int(ended.exposed_ns[place]),
+            communication_ns=communication.get(step, 0),
+            is_memory_step=bool(ended.flags[place] & StepFlag.MEMORY_STEP),
+        )
+        for place, step in enumerate(ended.step.tolist())
+    ]
+
+
+# --- the machine
+
+_LEVELS = (
+    ("gpu_utilisation_pct", "GPU utilisation", "%", 1.0),
+    ("gpu_power_mw", "GPU power", "W", 1e-3),
+    ("gpu_memory_used", "memory in use on the device", "bytes", 1.0),
+    ("gpu_sm_clock_mhz", "SM clock", "MHz", 1.0),
+    ("pcie_tx_bytes_per_s", "PCIe, sent", "bytes/s", 1.0),
+    ("pcie_rx_bytes_per_s", "PCIe, received", "bytes/s", 1.0),
+    ("process_cpu_pct", "CPU of the process", "%", 1.0),
+    ("process_rss", "memory of the process", "bytes", 1.0),
+    ("host_memory_used", "host memory in use", "bytes", 1.0),
+)
+"""Column, words, unit, and what one of the column is of it."""
+_COUNTERS = (
+    ("nvlink_tx_bytes", "NVLink, sent", "bytes/s", 1.0),
+    ("nvlink_rx_bytes", "NVLink, received", "bytes/s", 1.0),
+    ("run_delay_ns", "training thread ready, without a core", "%", 1e-7),
+)
+"""Column, words, unit, and what one of the column in a second is of it."""
+
+
+def _series_of(devices: DeviceTable) -> tuple[DeviceSeries, ...]:
+    if len(devices) == 0:
+        return ()
+    seconds = (devices.time_ns - devices.time_ns[-1]) / 1e9
+    series = []
+    for name, label, unit, factor in _LEVELS:
+        column: NDArray[np.int64] = getattr(devices, name).astype(np.int64)
+        known = column != MISSING_INT
+        if known.any():
+            values = column[known] * factor
+            series.append(
+                DeviceSeries(
+                    name, label, unit, tuple(seconds[known].tolist()), tuple(values.tolist())
+                )
+            )
+    for name, label, unit, factor in _COUNTERS:
+        column = getattr(devices, name)
+        known = column != MISSING_INT
+        if np.count_nonzero(known) > 1:
+            times, rates = _rates_of(seconds[known], column[known] * factor)
+            series.append(DeviceSeries(name, label, unit, times, rates))
+    return tuple(series)
+
+
+def _rates_of(
+    seconds: NDArray[np.float64], counter: NDArray[np.float64]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Times and rates a second, between neighbours; a counter that began anew gives none there."""
+    passed, grown = np.diff(seconds), np.diff(counter)
+    sound = (passed > 0) & (grown >= 0)
+    return tuple(seconds[1:][sound].tolist()), tuple((grown[sound] / passed[sound]).tolist())

@@ -1,0 +1,1 @@
+"""The memory of a run: peak, owners, growth, allocator."""

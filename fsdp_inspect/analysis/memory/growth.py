@@ -1,0 +1,133 @@
+"""Does memory grow from step to step, how fast, and when is the device full?
+
+A step should leave as much allocated as it found. What is allocated at the end of each step after
+warm-up is tested for a trend by Mann-Kendall (Kendall's tau against the step's number: only the
+order counts, so one outlier does not), and its slope is that of Theil and Sen (the median of the
+slopes between all pairs of steps: up to 29 % of the steps may be anything). A rise that happens
+once, as when a cache fills, has a median slope of 0 and is no growth.
+
+Sources: Mann (1945) and Kendall (1975) for the test; Sen (1968) and Theil (1950) for the slope.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.analysis.memory.summary_rows import memory_parts
+from fsdp_inspect.trace.codes import StepPart
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.tables import SummaryTable
+
+MIN_STEPS = 6
+"""Fewer steps cannot reach the significance below, whatever they hold."""
+SIGNIFICANCE = 0.01
+_MOST_STEPS = 512
+"""More are thinned out evenly: the slopes of all pairs are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGrowth:
+    """How what is allocated at the end of a step goes over the steps of one rank."""
+
+    rank: int
+    """The rank whose memory rose most from the first to the last of the steps."""
+    num_steps: int
+    """Steps that were looked at, after warm-up."""
+    first_bytes: int
+    """Allocated at the end of the first of them."""
+    last_bytes: int
+    grows: bool | None
+    """None if there are too few steps to tell."""
+    growth_bytes_per_step: float | None
+    """The median slope; None if memory does not grow, or that cannot be told."""
+    p_value: float | None
+    """Of a trend this strong in either direction among steps without one."""
+    steps_until_full: int | None
+    """Steps after the last one until the step's peak fills the device, if it goes on like this;
+    at the latest, since fragmentation takes its part. None without growth or without a device."""
+
+
+def measure_memory_growth(run: RunSource, *, rank: int | None = None) -> MemoryGrowth | None:
+    """Test what is allocated at the end of each step for a trend.
+
+    Args:
+        run: A recorded or imported run.
+        rank: Which rank; the one whose memory rose most by default.
+
+    Returns:
+        None if fewer than two steps after warm-up know what was allocated at their end.
+    """
+    parts = memory_parts(run)
+    ends = _after_warmup(parts.where(parts.kind == StepPart.ALLOCATED_AT_END), run)
+    series = _pick(ends, rank)
+    if series is None:
+        return None
+    chosen, steps, values = series
+    growth = _test(steps, values)
+    slope = growth[0] if growth else None
+    grows = None if growth is None else bool(slope and slope > 0 and growth[1] < SIGNIFICANCE)
+    return MemoryGrowth(
+        rank=chosen,
+        num_steps=len(steps),
+        first_bytes=int(values[0]),
+        last_bytes=int(values[-1]),
+        grows=grows,
+        growth_bytes_per_step=slope if grows else None,
+        p_value=growth[1] if growth else None,
+        steps_until_full=_steps_until_full(run, chosen, parts, slope) if grows else None,
+    )
+
+
+def _after_warmup(ends: SummaryTable, run: RunSource) -> SummaryTable:
+    """The rows of steps that count, by rank and step.
+
+    Where memory is counted only in memory steps those count, warm-up or not: nothing else is known.
+    """
+    order = np.lexsort((ends.step, ends.rank))
+    ends = ends.where(order)
+    if len(ends) == 0:
+        return ends
+    warm = ends.step >= int(ends.step.min()) + run.manifest.warmup_steps
+    return ends.where(warm) if np.any(warm) else ends
+
+
+def _pick(
+    ends: SummaryTable, rank: int | None
+) -> tuple[int, NDArray[np.int64], NDArray[np.int64]] | None:
+    """The rank that rose most (or the given one), with its steps and what was allocated."""
+    ranks, firsts = np.unique(ends.rank, return_index=True)
+    lasts = np.append(firsts[1:], len(ends)) - 1
+    eligible = lasts > firsts if rank is None else (lasts > firsts) & (ranks == rank)
+    if not np.any(eligible):
+        return None
+    rise = np.where(eligible, ends.bytes[lasts] - ends.bytes[firsts], np.iinfo(np.int64).min)
+    place = int(np.argmax(rise))
+    own = ends.between(int(firsts[place]), int(lasts[place]) + 1)
+    return int(ranks[place]), own.step.astype(np.int64), own.bytes
+
+
+def _test(steps: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[float, float] | None:
+    """The median slope in bytes per step, and the probability of such a trend by chance."""
+    if len(steps) < MIN_STEPS:
+        return None
+    if np.all(values == values[0]):
+        return 0.0, 1.0
+    from scipy import stats  # takes a fifth of a second to load
+
+    thinned = np.unique(np.linspace(0, len(steps) - 1, _MOST_STEPS, dtype=np.int64))
+    x, y = steps[thinned], values[thinned]
+    low, high = np.triu_indices(len(x), k=1)
+    slope = float(np.median((y[high] - y[low]) / (x[high] - x[low])))
+    return slope, float(stats.kendalltau(x, y).pvalue)
+
+
+def _steps_until_full(
+    run: RunSource, rank: int, parts: SummaryTable, slope: float | None
+) -> int | None:
+    device = next(one.device_memory_bytes for one in run.ranks if one.rank == rank)
+    peaks = parts.where((parts.kind == StepPart.PEAK_ALLOCATED) & (parts.rank == rank))
+    if not device or not slope or len(peaks) == 0:
+        return None
+    last_peak = int(peaks.bytes[np.argmax(peaks.step)])
+    return max(int((device - last_peak) // slope), 0)

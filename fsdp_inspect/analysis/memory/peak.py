@@ -1,0 +1,391 @@
+"""What fills memory at the peak: how much, where, in which category, owned by which unit?
+
+Allocator counters (CUDA) exist at every unit boundary of every step. On CPU there is no allocator
+to ask: samples exist only in memory steps, from the storage tracker, and nothing is reserved.
+Imported memory snapshots hold a whole trace of the allocator. What was not measured is None, never
+0.
+
+Peaks of all ranks come from the run's summary; the samples themselves are read of one rank only, so
+that a thousand ranks stay quick.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.analysis.memory.summary_rows import memory_parts
+from fsdp_inspect.analysis.step_selection import select_steps, split_by_rank
+from fsdp_inspect.errors import IncompleteRunError, StoreError
+from fsdp_inspect.reduction.memory_parts import STORAGE_TRACKER, UNATTRIBUTED, samples_of
+from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Phase, StepPart
+from fsdp_inspect.trace.run import FailedRequest, RankRecord, RunSource
+from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable, SummaryTable
+
+
+@dataclass(frozen=True, slots=True)
+class CategoryBytes:
+    """What one category holds."""
+
+    category: str
+    """A `MemoryCategory`, or `unattributed`: allocated less what is known."""
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerBytes:
+    """What one unit owns at the peak."""
+
+    unit: int
+    """-1: what no FSDP unit owns."""
+    fqn: str | None
+    bytes: int
+    categories: tuple[CategoryBytes, ...]
+    """Those above 0, largest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMoment:
+    """The highest moment of a memory step, where every live storage has an owner."""
+
+    rank: int
+    step: int
+    phase: str
+    unit: int
+    """Position: the innermost unit on the host's stack; -1: outside all units."""
+    fqn: str | None
+    bytes: int
+    categories: tuple[CategoryBytes, ...]
+    """Those above 0, largest first; they add up to `bytes`, `outside_allocator` aside."""
+    owners: tuple[OwnerBytes, ...]
+    """Largest first; empty if owners were not recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class PositionBytes:
+    """The highest reading while the program stood at one place, over all steps of one rank."""
+
+    unit: int
+    """The innermost unit on the host's stack; -1: outside all units."""
+    fqn: str | None
+    phase: str
+    step: int
+    """The step of that reading."""
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Memory of one rank."""
+
+    rank: int
+    method: str
+    """`cuda_allocator`, `storage_tracker` or `memory_snapshot`: who counted."""
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    """None on CPU."""
+    resting_bytes: int | None
+    """Allocated at the end of the last sampled step: what a step starts from."""
+    step_adds_bytes: int | None
+    """Peak allocated less resting."""
+    device_bytes: int | None
+    """Memory of the device; None on CPU."""
+    device_ratio: float | None
+    """Peak reserved / memory of the device, 0 to 1; None on CPU."""
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """What the allocator never took of the device; None on CPU."""
+        if self.peak_reserved_bytes is None or self.device_bytes is None:
+            return None
+        return max(self.device_bytes - self.peak_reserved_bytes, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpread:
+    """How unequal the ranks' peaks are."""
+
+    lowest_bytes: int
+    lowest_rank: int
+    median_bytes: int
+    highest_bytes: int
+    highest_rank: int
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOfStep:
+    """The highest samples of one step of one rank."""
+
+    step: int
+    highest_allocated_bytes: int
+    """The highest of the samples at unit boundaries and of the peaks known between them."""
+    highest_reserved_bytes: int | None
+    allocated_at_end_bytes: int | None
+    """What the step left allocated; None if its end was not sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of the run."""
+
+    peak_allocated_bytes: int | None
+    """Of the rank with the highest peak; None if memory was not recorded."""
+    peak_reserved_bytes: int | None
+    """Of the rank with the highest; None on CPU."""
+    peak_rank: int | None
+    """The rank with the highest peak allocated."""
+    device_bytes: int | None
+    """The smallest device among the ranks; None on CPU."""
+    device_ratio: float | None
+    """The highest share of a device that a rank's allocator reserved, 0 to 1; None on CPU."""
+    peak: PeakMoment | None
+    """Composition at the highest peak of the memory steps of `shown_rank`; None without any."""
+    ranks: tuple[RankMemory, ...]
+    """By rank."""
+    over_steps: tuple[MemoryOfStep, ...]
+    """Of `shown_rank`, by step."""
+    unreadable: tuple[str, ...]
+    """Why samples of a rank could not be read, one sentence a rank."""
+    shown_rank: int | None
+    """The rank that `peak`, `over_steps` and `positions` are about; the peak rank by default."""
+    positions: tuple[PositionBytes, ...]
+    """Highest readings of `shown_rank` by unit and phase, largest first."""
+    spread: RankSpread | None
+    """None if fewer than two ranks know their peak."""
+    failed_request: FailedRequest | None
+    """What did not fit, of `shown_rank`, or of the first rank that knows one."""
+    phases: tuple[PeakMoment, ...] = ()
+    """The highest moment of each phase of the step of `peak`, in the order of the step."""
+    resting: PeakMoment | None = None
+    """What that step left, by owner; None where owners were not recorded."""
+
+
+def measure_memory(run: RunSource, *, rank: int | None = None, with_warmup: bool = True) -> Memory:
+    """How high memory rises on each rank, and what fills it at the highest moment.
+
+    Args:
+        run: A recorded or imported run.
+        rank: Whose composition, steps and positions; the rank with the highest peak by default.
+        with_warmup: Whether steps of warming up count. The device must have room for them; for a
+            comparison they say nothing.
+
+    Raises:
+        IncompleteRunError: The run holds nothing of that rank.
+    """
+    left_out = () if with_warmup else select_steps(run).warmup
+    parts = memory_parts(run)
+    parts = parts.where(~np.isin(parts.step, left_out))
+    of_rank, nothing = split_by_rank(parts), SummaryTable.empty()
+    ranks = [_measure_rank(record, of_rank.get(record.rank, nothing)) for record in run.ranks]
+    top = max(
+        (row for row in ranks if row.peak_allocated_bytes is not None),
+        key=lambda row: row.peak_allocated_bytes or 0,
+        default=None,
+    )
+    shown = (top.rank if top else None) if rank is None else _existing(run, rank)
+    table, unreadable = _read(run, shown)
+    table = table.where(~np.isin(table.step, left_out))
+    peak = _find_peak(run, shown, table) if shown is not None else None
+    method = next((row.method for row in ranks if row.rank == shown), "")
+    return Memory(
+        peak_allocated_bytes=top.peak_allocated_bytes if top else None,
+        peak_reserved_bytes=_highest(row.peak_reserved_bytes for row in ranks),
+        peak_rank=top.rank if top else None,
+        device_bytes=min((row.device_bytes for row in ranks if row.device_bytes), default=None),
+        device_ratio=max((row.device_ratio for row in ranks if row.device_ratio), default=None),
+        peak=peak,
+        ranks=tuple(ranks),
+        over_steps=tuple(_steps_of(parts.where(parts.rank == shown))) if shown is not None else (),
+        unreadable=unreadable,
+        shown_rank=shown,
+        positions=_positions(run, samples_of(table, method), method),
+        spread=_spread(ranks),
+        failed_request=_find_failed(run.ranks, shown),
+        phases=() if peak is None else _find_phases(run, peak, table),
+        resting=None if peak is None else _find_resting(run, peak, table),
+    )
+
+
+def _existing(run: RunSource, rank: int) -> int:
+    known = [record.rank for record in run.ranks]
+    if rank not in known:
+        raise IncompleteRunError(
+            f"Run {run.manifest.run_id!r} holds nothing of rank {rank}. It holds {len(known)} "
+            f"ranks, {min(known, default=0)} to {max(known, default=0)}. Choose one of them."
+        )
+    return rank
+
+
+def _read(run: RunSource, rank: int | None) -> tuple[MemoryTable, tuple[str, ...]]:
+    """The samples of a rank; if they cannot be read, none, and why."""
+    if rank is None:
+        return MemoryTable.empty(), ()
+    try:
+        return run.memory(rank), ()
+    except StoreError as error:
+        return MemoryTable.empty(), (str(error),)
+
+
+def _measure_rank(record: RankRecord, own: SummaryTable) -> RankMemory:
+    peak = _maximum(own.bytes[own.kind == StepPart.PEAK_ALLOCATED])
+    ends = np.flatnonzero(own.kind == StepPart.ALLOCATED_AT_END)
+    resting = int(own.bytes[ends[np.argmax(own.step[ends])]]) if len(ends) else None
+    reserved = _maximum(own.bytes[own.kind == StepPart.PEAK_RESERVED])
+    device = record.device_memory_bytes
+    return RankMemory(
+        rank=record.rank,
+        method=record.memory_from,
+        peak_allocated_bytes=peak,
+        peak_reserved_bytes=reserved,
+        resting_bytes=resting,
+        step_adds_bytes=None if peak is None or resting is None else peak - resting,
+        device_bytes=device,
+        device_ratio=None if reserved is None or not device else reserved / device,
+    )
+
+
+def _of(parts: SummaryTable, part: StepPart) -> SummaryTable:
+    return parts.where(parts.kind == part)
+
+
+def _steps_of(parts: SummaryTable) -> Iterator[MemoryOfStep]:
+    reserved = _by_step(_of(parts, StepPart.PEAK_RESERVED))
+    at_end = _by_step(_of(parts, StepPart.ALLOCATED_AT_END))
+    for step, highest in _by_step(_of(parts, StepPart.PEAK_ALLOCATED)).items():
+        yield MemoryOfStep(step, highest, reserved.get(step), at_end.get(step))
+
+
+def _by_step(rows: SummaryTable) -> dict[int, int]:
+    return dict(zip(rows.step.tolist(), rows.bytes.tolist(), strict=True))
+
+
+def _spread(ranks: Iterable[RankMemory]) -> RankSpread | None:
+    known = sorted((row.peak_allocated_bytes or 0, row.rank) for row in ranks if _knows_peak(row))
+    if len(known) < 2:
+        return None
+    (lowest, lowest_rank), (highest, highest_rank) = known[0], known[-1]
+    middle = median([amount for amount, _ in known])
+    assert middle is not None
+    return RankSpread(lowest, lowest_rank, middle, highest, highest_rank, len(known))
+
+
+def _knows_peak(row: RankMemory) -> bool:
+    return row.peak_allocated_bytes is not None
+
+
+def _find_failed(records: Iterable[RankRecord], shown: int | None) -> FailedRequest | None:
+    failed = [record for record in records if record.failed_request is not None]
+    failed.sort(key=lambda record: record.rank != shown)
+    return failed[0].failed_request if failed else None
+
+
+def _positions(run: RunSource, samples: MemoryTable, method: str) -> tuple[PositionBytes, ...]:
+    """The highest reading of each unit and phase."""
+    reached = samples.allocated
+    if method == STORAGE_TRACKER:  # whose peaks are those since the reading before
+        reached = np.maximum(reached, samples.peak_allocated)
+    known = np.flatnonzero(reached != MISSING_INT)
+    # Highest last, so that it is the one that stays in the dictionary; of equal ones the first.
+    order = known[np.lexsort((-known, reached[known]))]
+    places = zip(samples.unit[order].tolist(), samples.phase[order].tolist(), strict=True)
+    highest = dict(zip(places, order.tolist(), strict=True))
+    fqns = _fqns(run)
+    rows = [
+        PositionBytes(
+            unit=unit,
+            fqn=fqns.get(unit),
+            phase=Phase(phase).label,
+            step=int(samples.step[row]),
+            bytes=int(reached[row]),
+        )
+        for (unit, phase), row in highest.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.bytes))
+
+
+def _find_peak(run: RunSource, rank: int, table: MemoryTable) -> PeakMoment | None:
+    """The highest moment of the rank's memory steps, if it had any."""
+    peaks = table.where((table.point == MemoryPoint.PEAK) & (table.allocated != MISSING_INT))
+    if len(peaks) == 0:
+        return None
+    top = peaks.where(np.array([int(np.argmax(peaks.allocated))]))
+    of_step = table.where(table.step == top.step[0])
+    owners = of_step.where(of_step.point == MemoryPoint.PEAK_BY_OWNER)
+    return _moment(run, rank, top, owners)
+
+
+def _find_phases(run: RunSource, peak: PeakMoment, table: MemoryTable) -> tuple[PeakMoment, ...]:
+    of_step = table.where(table.step == peak.step)
+    tops = of_step.where(of_step.point == MemoryPoint.PHASE_PEAK)
+    owners = of_step.where(of_step.point == MemoryPoint.PHASE_PEAK_BY_OWNER)
+    rows = (tops.where(np.array([place])) for place in range(len(tops)))
+    return tuple(
+        _moment(run, peak.rank, row, owners.where(owners.phase == row.phase[0])) for row in rows
+    )
+
+
+def _find_resting(run: RunSource, peak: PeakMoment, table: MemoryTable) -> PeakMoment | None:
+    of_step = table.where(table.step == peak.step)
+    owners = of_step.where(of_step.point == MemoryPoint.END_BY_OWNER)
+    ends = of_step.where(of_step.point == MemoryPoint.STEP_END)
+    ends = ends.where(ends.sharded_parameter != MISSING_INT)
+    if len(owners) == 0 or len(ends) == 0:
+        return None
+    return _moment(run, peak.rank, ends.where(np.array([len(ends) - 1])), owners)
+
+
+def _moment(run: RunSource, rank: int, row: MemoryTable, owners: MemoryTable) -> PeakMoment:
+    """One row that tells categories, with the rows of its owners."""
+    fqns, unit = _fqns(run), int(row.unit[0])
+    return PeakMoment(
+        rank=rank,
+        step=int(row.step[0]),
+        phase=Phase(int(row.phase[0])).label,
+        unit=unit,
+        fqn=fqns.get(unit),
+        bytes=int(row.allocated[0]),
+        categories=_categories(row, 0),
+        owners=_owners(owners, fqns),
+    )
+
+
+def _fqns(run: RunSource) -> dict[int, str]:
+    return {unit.index: unit.fqn for unit in run.manifest.units}
+
+
+def _owners(rows: MemoryTable, fqns: dict[int, str]) -> tuple[OwnerBytes, ...]:
+    owners = [
+        OwnerBytes(
+            unit=int(unit),
+            fqn=fqns.get(int(unit)),
+            bytes=int(rows.allocated[position]),
+            categories=_categories(rows, position),
+        )
+        for position, unit in enumerate(rows.unit)
+    ]
+    return tuple(sorted(owners, key=lambda owner: -owner.bytes))
+
+
+def _categories(rows: MemoryTable, position: int) -> tuple[CategoryBytes, ...]:
+    """What one row holds by category, largest first, with what is left as `unattributed`."""
+    held = {
+        category: max(int(getattr(rows, category.label)[position]), 0)
+        for category in MemoryCategory
+    }
+    inside = sum(held.values()) - held[MemoryCategory.OUTSIDE_ALLOCATOR]
+    named = [CategoryBytes(category.label, amount) for category, amount in held.items()]
+    named.append(CategoryBytes(UNATTRIBUTED, int(rows.allocated[position]) - inside))
+    return tuple(sorted((row for row in named if row.bytes > 0), key=lambda row: -row.bytes))
+
+
+def _maximum(column: NDArray[np.int64]) -> int | None:
+    """The highest measured value; None if none was measured."""
+    measured = column[column != MISSING_INT]
+    return int(measured.max()) if len(measured) else None
+
+
+def _highest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)

@@ -1,0 +1,1 @@
+"""The collectives that ran against the plan that was declared."""

@@ -1,0 +1,266 @@
+"""How many collectives of each unit ran, and how many did its passes ask for?
+
+The counting behind `analysis.plan_check.check`: one rank's events against the replay of
+`analysis.plan_check.expected_collectives`, unit by unit and step by step, and the sizes of the
+messages against those in the manifest.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdp_inspect.analysis.plan_check.expected_collectives import (
+    PASS_KINDS,
+    BackwardPasses,
+    StepPhase,
+    count_needed_gathers,
+    count_needed_reductions,
+    passes_with,
+)
+from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Phase
+from fsdp_inspect.trace.plan import UnitPlan
+from fsdp_inspect.trace.run import RunManifest, Unit
+from fsdp_inspect.trace.tables import EventTable
+
+COUNTED_KINDS = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
+"""The collectives that FSDP issues for a unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCount:
+    """One unit's collectives of one kind: what its passes ask for, and what ran."""
+
+    kind: str
+    """`all_gather`, `reduce_scatter` or `all_reduce`."""
+    expected_per_step: int
+    """Median over the checked steps, as is the next."""
+    observed_per_step: int
+    expected_count: int
+    """Over all checked steps."""
+    observed_count: int
+    expected_bytes: int | None
+    """Padded message of one collective; None if there is none, or the manifest does not say."""
+    observed_bytes: tuple[int, ...]
+    """Every size that was seen, ascending; sizes that were not recorded are left out."""
+    rule: str
+    """Why so many are expected."""
+    is_consistent: bool
+    """Counts agree in every step, and every message has the expected size."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatherSurplus:
+    """By how many a unit's all-gathers miss what its passes needed; over all checked steps."""
+
+    in_forward: int
+    """Observed less expected; negative where gathers are missing."""
+    in_backward: int
+    observed_in_backward: int
+    unused: int
+    """Gathers that nobody waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCount:
+    """One unit's collectives, counted."""
+
+    unit: Unit
+    all_gather: CollectiveCount
+    reduce_scatter: CollectiveCount
+    all_reduce: CollectiveCount
+    reshards: bool
+    """Whether it gives its parameters up after forward; told from the gathers where the manifest
+    does not say."""
+    is_kept: bool
+    """It stays unsharded between microbatches, though no plan declares it."""
+    surplus: GatherSurplus
+
+
+class ObservedCollectives:
+    """The passes and collectives of one rank, and the steps in which they are compared."""
+
+    def __init__(self, events: EventTable, steps: Sequence[int]) -> None:
+        """Take a rank's passes and collectives.
+
+        Args:
+            events: `PASS_KINDS` and `COUNTED_KINDS` of every step up to the last of `steps`, other
+                kinds are ignored: earlier steps tell what a unit holds when the first one begins.
+            steps: The steps to compare, ascending.
+        """
+        self.steps = tuple(steps)
+        self.passes = BackwardPasses.of(events)
+        self.reducing = passes_with(events, EventKind.REDUCE_SCATTER)
+        """Step and microbatch of each pass with a reduce-scatter."""
+        self.all_reducing = passes_with(events, EventKind.ALL_REDUCE)
+        of_unit = events.unit != NO_UNIT
+        self._passes = _ByUnit(events.where(of_unit & np.isin(events.kind, PASS_KINDS)))
+        training = of_unit & np.isin(events.step, steps) & (events.phase != Phase.EVALUATION)
+        self._collectives = {
+            kind: _ByUnit(events.where(training & (events.kind == kind))) for kind in COUNTED_KINDS
+        }
+
+    @property
+    def has_passes(self) -> bool:
+        """Whether it is known when any unit ran."""
+        return len(self._passes.events) > 0
+
+    def passes_of(self, unit: int) -> EventTable:
+        """Forwards and backwards of a unit, in every step, evaluation included."""
+        return self._passes.of(unit)
+
+    def collectives(self, unit: int, kind: EventKind) -> EventTable:
+        """Collectives of a unit in the compared steps, evaluation left out."""
+        return self._collectives[kind].of(unit)
+
+    def count_per_step(self, events: EventTable) -> list[int]:
+        """How many of these events lie in each compared step."""
+        by_step = Counter(events.step.tolist())
+        return [by_step[step] for step in self.steps]
+
+
+class _ByUnit:
+    """Events sorted by unit, so that those of one unit are a slice of them."""
+
+    def __init__(self, events: EventTable) -> None:
+        self.events = events.where(np.argsort(events.unit, kind="stable"))
+
+    def of(self, unit: int) -> EventTable:
+        low, high = np.searchsorted(self.events.unit, [unit, unit + 1])
+        return self.events.between(int(low), int(high))
+
+
+def count_unit(
+    unit: Unit, plan: UnitPlan | None, manifest: RunManifest, observed: ObservedCollectives
+) -> UnitCount:
+    """One unit's collectives as they ran and as its passes asked for them.
+
+    Args:
+        unit: As the manifest has it.
+        plan: What the plan says about it; None without a plan.
+        manifest: For the sizes of the process groups.
+        observed: One rank's passes and collectives.
+    """
+    return _UnitCounter(unit, plan, manifest, observed).count()
+
+
+class _UnitCounter:
+    def __init__(
+        self,
+        unit: Unit,
+        plan: UnitPlan | None,
+        manifest: RunManifest,
+        observed: ObservedCollectives,
+    ) -> None:
+        sizes = {group.index: len(group.ranks) for group in manifest.process_groups}
+        self._unit, self._plan, self._observed = unit, plan, observed
+        self._shard = sizes.get(unit.shard_group, 1)
+        self._replicate = sizes.get(unit.replicate_group, 1)
+        self._gathers = observed.collectives(unit.index, EventKind.ALL_GATHER)
+        self._reshards = _reshards(unit, self._gathers)
+
+    def count(self) -> UnitCount:
+        needed, is_kept = self._find_needed_gathers()
+        return UnitCount(
+            unit=self._unit,
+            all_gather=self._count_gathers(needed, is_kept),
+            reduce_scatter=self._count_reductions(EventKind.REDUCE_SCATTER),
+            all_reduce=self._count_reductions(EventKind.ALL_REDUCE),
+            reshards=self._reshards,
+            is_kept=is_kept,
+            surplus=self._find_surplus(needed),
+        )
+
+    def _find_needed_gathers(self) -> tuple[Counter[StepPhase], bool]:
+        """What the plan asks for, or else what the loop may do on its own and fits."""
+        if self._shard < 2:
+            return Counter(), False
+        ran = self._observed.count_per_step(self._gathers)
+        keeps = self._plan is not None and not self._plan.reshard_after_backward
+        declared = self._replay(keeps=keeps)
+        kept = self._replay(keeps=True)
+        if self._in_training(declared) != ran and self._in_training(kept) == ran:
+            return kept, True
+        return declared, False
+
+    def _replay(self, *, keeps: bool) -> Counter[StepPhase]:
+        return count_needed_gathers(
+            self._observed.passes_of(self._unit.index),
+            self._observed.passes,
+            reshards=self._reshards,
+            keeps_between=keeps,
+            unshards_in_backward=self._plan is None or self._plan.unshard_in_backward,
+        )
+
+    def _in_training(self, needed: Mapping[StepPhase, int]) -> list[int]:
+        by_step: Counter[int] = Counter()
+        for (step, phase), count in needed.items():
+            by_step[step] += count if phase != Phase.EVALUATION else 0
+        return [by_step[step] for step in self._observed.steps]
+
+    def _find_surplus(self, needed: Mapping[StepPhase, int]) -> GatherSurplus:
+        ran = Counter(self._gathers.phase.tolist())
+        asked: Counter[int] = Counter()
+        for (step, phase), count in needed.items():
+            asked[phase] += count if step in self._observed.steps else 0
+        return GatherSurplus(
+            in_forward=ran[Phase.FORWARD] - asked[Phase.FORWARD],
+            in_backward=ran[Phase.BACKWARD] - asked[Phase.BACKWARD],
+            observed_in_backward=ran[Phase.BACKWARD],
+            unused=int(np.count_nonzero(self._gathers.flags & EventFlag.UNUSED)),
+        )
+
+    def _count_gathers(self, needed: Mapping[StepPhase, int], is_kept: bool) -> CollectiveCount:
+        rule = "once a forward and once a backward: it reshards after forward"
+        if self._shard < 2:
+            rule = "one rank holds all of it: nothing is gathered"
+        elif not self._reshards:
+            rule = "once a forward, and kept for its backward: reshard_after_forward is false"
+        if is_kept:
+            rule += "; kept from one microbatch to the next"
+        message = self._unit.unsharded_bytes if self._shard > 1 else 0
+        expected = self._in_training(needed)
+        return self._compare(EventKind.ALL_GATHER, expected, message or None, rule)
+
+    def _count_reductions(self, kind: EventKind) -> CollectiveCount:
+        unit, observed = self._unit, self._observed
+        scatters = kind == EventKind.REDUCE_SCATTER
+        ranks = self._shard if scatters else self._replicate
+        message = unit.reduce_bytes if scatters else unit.reduce_bytes // max(self._shard, 1)
+        rule, by_step = "once a backward pass, in the microbatches that synchronise", Counter[int]()
+        if ranks < 2:
+            rule = f"no group of ranks {'shards' if scatters else 'replicates'} it"
+        elif not unit.num_trainable_parameters:
+            rule = "frozen: it has no gradients"
+        else:
+            passes = observed.reducing if scatters else observed.all_reducing
+            by_step = count_needed_reductions(observed.passes_of(unit.index), passes)
+        expected = [by_step[step] for step in observed.steps]
+        return self._compare(kind, expected, message if ranks > 1 and message else None, rule)
+
+    def _compare(
+        self, kind: EventKind, expected: Sequence[int], expected_bytes: int | None, rule: str
+    ) -> CollectiveCount:
+        events = self._observed.collectives(self._unit.index, kind)
+        counts = self._observed.count_per_step(events)
+        sizes = tuple(int(size) for size in np.unique(events.bytes[events.bytes >= 0]))
+        fits = expected_bytes is None or set(sizes) <= {expected_bytes}
+        return CollectiveCount(
+            kind=kind.label,
+            expected_per_step=median(expected) or 0,
+            observed_per_step=median(counts) or 0,
+            expected_count=sum(expected),
+            observed_count=sum(counts),
+            expected_bytes=expected_bytes,
+            observed_bytes=sizes,
+            rule=rule,
+            is_consistent=list(expected) == counts and fits,
+        )
+
+
+def _reshards(unit: Unit, gathers: EventTable) -> bool:
+    if unit.reshard_after_forward is None:
+        return bool(np.any(gathers.phase == Phase.BACKWARD))
+    return unit.reshard_after_forward is not False

@@ -1,0 +1,76 @@
+"""What is there to say about a rank's waits for communication, all in one object?
+
+Who is waited for and why, whether all-gathers were issued early, how fast the links are, and what
+communication costs the compute beside it: for `fsdp-inspect exposed` and the dashboard.
+"""
+
+from dataclasses import dataclass
+
+from fsdp_inspect.analysis.bandwidth import Bandwidth, measure_bandwidth
+from fsdp_inspect.analysis.contention import Contention, measure_contention
+from fsdp_inspect.analysis.exposed import Exposed, measure_exposed
+from fsdp_inspect.analysis.last_arrivals import ArrivalsKnown, find_last_arrivals, read_transfers
+from fsdp_inspect.analysis.prefetch import Prefetch, measure_prefetch
+from fsdp_inspect.analysis.step_selection import select_steps, timed_rank
+from fsdp_inspect.analysis.unit_names import find_unit
+from fsdp_inspect.analysis.wait_causes import timed_collectives
+from fsdp_inspect.trace.run import RunSource
+
+
+@dataclass(frozen=True, slots=True)
+class RankWaits:
+    """One rank's waits for communication, over its timed steps."""
+
+    run_id: str
+    source: str
+    """`recorded`, `emulated`, `imported` or `predicted`."""
+    backend: str
+    unit: str | None
+    """The unit that owners, gathers, bandwidth and evidence are limited to; None: all."""
+    num_timed_steps: int
+    left_out: str
+    """Which steps count and which do not, in words."""
+    exposed: Exposed | None
+    """None without a timed step, like the others."""
+    prefetch: Prefetch | None
+    bandwidth: Bandwidth | None
+    contention: Contention | None
+    arrivals: ArrivalsKnown | None
+
+
+def measure_rank_waits(
+    run: RunSource, *, rank: int | None = None, unit: str | None = None
+) -> RankWaits:
+    """Ask everything about a rank's waits, and put the answers side by side.
+
+    Args:
+        run: A recorded run.
+        rank: Default the median rank.
+        unit: Name of a unit to limit the answers to; `(root)` is the root.
+
+    Raises:
+        IncompleteRunError: The run holds nothing of that rank.
+        MissingDataError: It has no unit of that name.
+    """
+    chosen = None if unit is None else find_unit(run.manifest, unit)
+    index = None if chosen is None else chosen.index
+    member = timed_rank(run, rank)
+    arrivals, last_arrival_ns, transfer_ns = None, None, None
+    if member is not None:
+        collectives = timed_collectives(run, member)
+        arrivals, last_arrival_ns = find_last_arrivals(run, member.rank, collectives)
+        transfer_ns = read_transfers(run, member.rank, collectives)
+    selection = select_steps(run)
+    return RankWaits(
+        run_id=run.manifest.run_id,
+        source=run.manifest.source,
+        backend=run.manifest.backend,
+        unit=None if chosen is None else chosen.fqn,
+        num_timed_steps=len(selection.timed),
+        left_out=selection.sentence,
+        exposed=measure_exposed(run, rank=rank, unit=index, last_arrival_ns=last_arrival_ns),
+        prefetch=measure_prefetch(run, rank=rank, unit=index),
+        bandwidth=measure_bandwidth(run, rank=rank, unit=index, transfer_ns=transfer_ns),
+        contention=measure_contention(run, rank=rank, unit=index),
+        arrivals=arrivals,
+    )

@@ -1,0 +1,136 @@
+"""Which runs are in this folder, how did each end, and what does a step of each cost?
+
+A listing reads only the small records (`run.json`, `rank.json`), no table: it stays quick. The
+numbers of one run (`measure_key_numbers`) come from its summary, some milliseconds a run.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_inspect.analysis.memory.summary_rows import highest_peak_bytes
+from fsdp_inspect.analysis.overlap import measure_overlap
+from fsdp_inspect.analysis.step_times import measure_step_times
+from fsdp_inspect.errors import StoreError
+from fsdp_inspect.store.folder import RunEntry, list_runs
+from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.trace.run import RunSource
+
+
+@dataclass(frozen=True, slots=True)
+class ListedRun:
+    """One run of a folder of runs."""
+
+    run_id: str | None
+    """None, as all but `notes`, `id` and `path`, where `run.json` cannot be read."""
+    source: str | None
+    """`recorded`, `emulated`, `imported` or `predicted`."""
+    notes: tuple[str, ...]
+    """What is missing or odd, in words; why it cannot be read, where it cannot."""
+    id: str
+    """Path below the listed folder, with slashes."""
+    path: Path
+    created: str | None
+    """ISO 8601, UTC."""
+    status: str | None
+    world_size: int | None
+    num_ranks: int | None
+    """Ranks that wrote something."""
+    num_steps: int | None
+    """Steps that the furthest rank has reported."""
+    backend: str | None
+    device: str | None
+    model: str | None
+    num_parameters: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunKeyNumbers:
+    """How one run ended, and what a step of it costs.
+
+    The numbers are those of the digest: medians over the timed steps of the median rank, and the
+    highest peak of all ranks.
+    """
+
+    status: str
+    source: str
+    """`recorded`, `emulated`, `imported` or `predicted`."""
+    num_steps: int
+    """Finished steps."""
+    step_time_ns: int | None
+    """None, like the next two, without a timed step."""
+    exposed_ns: int | None
+    overlap_ratio: float | None
+    peak_allocated_bytes: int | None
+    """None if memory was not recorded."""
+
+
+def measure_key_numbers(run: RunSource) -> RunKeyNumbers:
+    """What a table of runs shows about a run; raises what its files make the analyses raise."""
+    times, middle = measure_step_times(run), measure_overlap(run).run
+    return RunKeyNumbers(
+        status=run.status.value,
+        source=run.manifest.source,
+        num_steps=len(times.selection.finished),
+        step_time_ns=times.step_time_ns.typical if times.step_time_ns else None,
+        exposed_ns=middle.exposed_ns if middle else None,
+        overlap_ratio=middle.overlap_ratio if middle else None,
+        peak_allocated_bytes=highest_peak_bytes(run),
+    )
+
+
+def change_ratio(value: int | None, reference: int | None) -> float | None:
+    """How much larger a number is than the baseline's, as a share of that; None without both."""
+    if value is None or not reference:
+        return None
+    return value / reference - 1
+
+
+def list_recorded_runs(directory: Path) -> tuple[ListedRun, ...]:
+    """All runs in a folder, newest first; those that cannot be read come last, with the reason."""
+    return tuple(_describe(entry) for entry in list_runs(directory))
+
+
+def _describe(entry: RunEntry) -> ListedRun:
+    manifest = entry.manifest
+    if manifest is None:
+        return _unreadable(entry, entry.problem or "run.json cannot be read.")
+    try:
+        run = open_run(entry.path)
+        status, ranks, notes = run.status.value, run.ranks, tuple(run.notes)
+    except (StoreError, OSError) as error:
+        return _unreadable(entry, str(error))
+    return ListedRun(
+        run_id=manifest.run_id,
+        source=manifest.source,
+        notes=notes,
+        id=entry.id,
+        path=entry.path,
+        created=manifest.created,
+        status=status,
+        world_size=manifest.world_size,
+        num_ranks=len(ranks),
+        num_steps=max((record.num_steps for record in ranks), default=0),
+        backend=manifest.backend,
+        device=manifest.device_name or manifest.device_type,
+        model=manifest.model.class_name,
+        num_parameters=manifest.model.num_parameters or None,
+    )
+
+
+def _unreadable(entry: RunEntry, reason: str) -> ListedRun:
+    return ListedRun(
+        run_id=None,
+        source=None,
+        notes=(reason,),
+        id=entry.id,
+        path=entry.path,
+        created=None,
+        status=None,
+        world_size=None,
+        num_ranks=None,
+        num_steps=None,
+        backend=None,
+        device=None,
+        model=None,
+        num_parameters=None,
+    )

@@ -1,0 +1,322 @@
+"""Select the steps that count, and the rank and steps that stand for the run.
+
+Timed steps are the finished ones after warm-up that were not memory steps.
+
+[Note: the typical step] Every scalar over steps is the mean over the typical steps of one rank:
+the middle half of its timed steps by step time. One set of steps serves all quantities, so parts
+add up to their total, on every page and in every command.
+
+[Note: the median rank] Collectives tie the ranks together, so all of them take the same time for
+a step; what differs is how long each one waits. The rank that stands for the run is therefore the
+one whose typical exposed communication is the median over ranks (of two, the lower), not the one
+whose step time is: by step time a single straggler, which waits for nobody, could be picked by
+noise. Ties go by step time, then communication, then rank.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.errors import IncompleteRunError
+from fsdp_inspect.formatting import format_numbers
+from fsdp_inspect.statistics import middle_half
+from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase, StepFlag, StepPart
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.tables import SummaryTable, rows_of
+
+
+@dataclass(frozen=True, slots=True)
+class StepSelection:
+    """The finished steps of a run, and which of them are left out of every time."""
+
+    finished: tuple[int, ...]
+    """Steps that at least one rank finished."""
+    timed: tuple[int, ...]
+    """Those that count."""
+    warmup: tuple[int, ...]
+    """Left out: the first steps hold allocator growth, communicator set-up, compilation."""
+    memory: tuple[int, ...]
+    """Left out: recorded under the storage tracker, which slows them."""
+
+    @property
+    def sentence(self) -> str:
+        """What counts and what does not, in words."""
+        left_out = [
+            f"{_numbered(steps)} {reason}"
+            for steps, reason in (
+                (self.warmup, "(warm-up)"),
+                (self.memory, "(under the memory tracker)"),
+            )
+            if steps
+        ]
+        counted = f"{len(self.timed)} of {len(self.finished)} finished steps are timed"
+        return f"{counted}; left out: {', '.join(left_out)}." if left_out else f"{counted}."
+
+
+def select_steps(run: RunSource) -> StepSelection:
+    """Sort the finished steps into timed, warm-up and memory steps; warm-up wins over memory."""
+    rows = run.summary(kinds=[EventKind.STEP])
+    finished = [int(step) for step in np.unique(rows.step)]
+    first = finished[0] if finished else 0
+    flagged = rows.step[(rows.flags & StepFlag.MEMORY_STEP) != 0]
+    memory = {*run.manifest.memory_steps, *(int(step) for step in np.unique(flagged))}
+    warmup = [step for step in finished if step < first + run.manifest.warmup_steps]
+    rest = finished[len(warmup) :]
+    return StepSelection(
+        finished=tuple(finished),
+        timed=tuple(step for step in rest if step not in memory),
+        warmup=tuple(warmup),
+        memory=tuple(step for step in rest if step in memory),
+    )
+
+
+def timed_summary(
+    run: RunSource,
+    *,
+    ranks: Collection[int] | None = None,
+    kinds: Collection[int] | None = None,
+) -> SummaryTable:
+    """The rows of the run's summary that belong to timed steps, of some ranks and kinds only.
+
+    All ranks and all kinds together are 900 rows a rank and step for 64 units: give one of them.
+    """
+    rows = run.summary(ranks=ranks, kinds=kinds)
+    return _of_steps(rows, select_steps(run).timed)
+
+
+def split_by_rank(rows: SummaryTable) -> dict[int, SummaryTable]:
+    """The rows of each rank, without copying them; for many ranks at once.
+
+    Args:
+        rows: By rank, as `RunSource.summary` gives them.
+    """
+    ranks, firsts = np.unique(rows.rank, return_index=True)
+    bounds = pairwise([*firsts.tolist(), len(rows)])
+    return {rank: rows.between(*bound) for rank, bound in zip(ranks.tolist(), bounds, strict=True)}
+
+
+def collective_rows(rows: SummaryTable) -> SummaryTable:
+    """The rows of collectives that belong to training: those of evaluation passes are left out."""
+    rows = rows_of(rows, kinds=COLLECTIVES)
+    return rows.where(rows.phase != Phase.EVALUATION)
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """The steps of one rank; arrays of shape (S,), by step."""
+
+    rank: int
+    steps: NDArray[np.int32]
+    step_time_ns: NDArray[np.int64]
+    exposed_ns: NDArray[np.int64]
+    communication_ns: NDArray[np.int64]
+    communication_bytes: NDArray[np.int64]
+    """Messages of the step's collectives, those of evaluation passes left out, added up."""
+    num_collectives: NDArray[np.int32]
+    """How many they are."""
+    read_rows: Callable[[], SummaryTable] = field(repr=False, compare=False)
+    """Gives `rows`."""
+
+    @cached_property
+    def rows(self) -> SummaryTable:
+        """All rows of the rank in these steps, by step; read when first asked for."""
+        return self.read_rows()
+
+    def only(self, step: int) -> "RankSteps":
+        """The same rank with one of its steps."""
+        return self._where(self.steps == step)
+
+    def _where(self, chosen: NDArray[np.bool_]) -> "RankSteps":
+        steps = self.steps[chosen]
+        return RankSteps(
+            rank=self.rank,
+            steps=steps,
+            step_time_ns=self.step_time_ns[chosen],
+            exposed_ns=self.exposed_ns[chosen],
+            communication_ns=self.communication_ns[chosen],
+            communication_bytes=self.communication_bytes[chosen],
+            num_collectives=self.num_collectives[chosen],
+            read_rows=lambda: self.rows.where(np.isin(self.rows.step, steps)),
+        )
+
+    @cached_property
+    def is_typical(self) -> NDArray[np.bool_]:
+        """Which steps are in the middle half by step time. See [Note: the typical step]."""
+        return middle_half(self.step_time_ns)
+
+    @cached_property
+    def typical_steps(self) -> NDArray[np.int32]:
+        """The steps in the middle half, ascending; empty only without any step."""
+        return self.steps[self.is_typical]
+
+    def typical(self, values: NDArray[np.integer]) -> int:
+        """The mean over the typical steps of values of shape (S,); 0 without any step."""
+        return round(self.typical_mean(values))
+
+    def typical_mean(self, values: NDArray[np.integer]) -> float:
+        """As `typical`, not rounded: for counts, of which a step may have none."""
+        chosen = values[self.is_typical]
+        return float(chosen.mean()) if len(chosen) else 0.0
+
+    def typical_per_step(self, rows: SummaryTable, column: str) -> int:
+        """Mean over the typical steps of a column's sum in each step.
+
+        Args:
+            rows: Some of the rank's rows; a step without any counts 0.
+            column: A column of `SummaryTable` that can be added up.
+        """
+        return round(self.typical_mean_per_step(rows, column))
+
+    def typical_mean_per_step(self, rows: SummaryTable, column: str) -> float:
+        """As `typical_per_step`, not rounded: for counts."""
+        return self.typical_mean(sum_per_step(rows.step, getattr(rows, column), self.steps))
+
+    @property
+    def closest_step(self) -> int:
+        """The step whose time is closest to the typical one, the earliest of equals: to look at."""
+        distance = np.abs(self.step_time_ns - self.typical_mean(self.step_time_ns))
+        return int(self.steps[np.argmin(distance)])
+
+
+def steps_by_rank(rows: SummaryTable) -> Iterator[RankSteps]:
+    """The finished steps that the rows hold, rank by rank; ranks without one are left out."""
+    ordered = _ordered(rows)
+
+    def rows_of_rank(rank: int) -> SummaryTable:
+        low, high = np.searchsorted(ordered.rank, [rank, rank + 1]).tolist()
+        return ordered.between(low, high)
+
+    yield from _members(
+        ordered.where(ordered.kind == EventKind.STEP),
+        ordered.where(ordered.kind == StepPart.COMMUNICATION),
+        rows_of_rank,
+    )
+
+
+def _members(
+    steps: SummaryTable,
+    communication: SummaryTable,
+    rows_of_rank: Callable[[int], SummaryTable],
+) -> Iterator[RankSteps]:
+    """The steps of each rank; both tables are by rank and step, and have the same steps."""
+    ranks, firsts = np.unique(steps.rank, return_index=True)
+    bounds = [*firsts.tolist(), len(steps)]
+    for position, rank in enumerate(ranks.tolist()):
+        own = slice(bounds[position], bounds[position + 1])
+        yield RankSteps(
+            rank=rank,
+            steps=steps.step[own],
+            step_time_ns=steps.duration_ns[own],
+            exposed_ns=steps.exposed_ns[own],
+            communication_ns=communication.duration_ns[own],
+            communication_bytes=steps.bytes[own],
+            num_collectives=steps.count[own],
+            read_rows=partial(rows_of_rank, rank),
+        )
+
+
+def _ordered(rows: SummaryTable) -> SummaryTable:
+    """The rows by rank and step; a summary that is in order already, as stored ones are, as is."""
+    same_rank = rows.rank[1:] == rows.rank[:-1]
+    is_ordered = (rows.rank[1:] > rows.rank[:-1]) | (same_rank & (rows.step[1:] >= rows.step[:-1]))
+    return rows if is_ordered.all() else rows.where(np.lexsort((rows.step, rows.rank)))
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRanks:
+    """The timed steps of every rank."""
+
+    members: tuple[RankSteps, ...]
+    """By rank; ranks without a timed step are absent."""
+    median: RankSteps | None
+    """The rank that stands for the run; None without members. See [Note: the median rank]."""
+
+
+def timed_ranks(run: RunSource) -> TimedRanks:
+    """The timed steps of every rank, and the rank that stands for the run.
+
+    A rank whose own files are missing (the run's summary may still know it) stands for the run
+    only if there is no other.
+    """
+    timed = select_steps(run).timed
+    steps = _of_steps(run.summary(kinds=[EventKind.STEP]), timed)
+    communication = _of_steps(run.summary(kinds=[StepPart.COMMUNICATION]), timed)
+
+    def rows_of_rank(rank: int) -> SummaryTable:
+        return _of_steps(run.summary(ranks=[rank]), timed)
+
+    members = tuple(_members(steps, communication, rows_of_rank))
+    here = {record.rank for record in run.ranks}
+    candidates = [member for member in members if member.rank in here] or members
+    return TimedRanks(members, _middle(candidates))
+
+
+def _of_steps(rows: SummaryTable, steps: Collection[int]) -> SummaryTable:
+    return rows.where(np.isin(rows.step, list(steps)))
+
+
+def timed_rank(run: RunSource, rank: int | None = None) -> RankSteps | None:
+    """The timed steps of a rank, by default of the one that stands for the run.
+
+    Returns:
+        None if the rank has no timed step.
+
+    Raises:
+        IncompleteRunError: The run holds nothing of that rank.
+    """
+    ranks = timed_ranks(run)
+    if rank is None:
+        return ranks.median
+    found = [member for member in ranks.members if member.rank == rank]
+    known = sorted({record.rank for record in run.ranks})
+    if not found and rank not in known:
+        raise IncompleteRunError(
+            f"Run {run.manifest.run_id!r} holds nothing of rank {rank}. It holds the ranks "
+            f"{format_numbers(known)}. Choose one of them."
+        )
+    return found[0] if found else None
+
+
+def _middle(members: Sequence[RankSteps]) -> RankSteps | None:
+    """The rank that stands for these. See [Note: the median rank]."""
+    if not members:
+        return None
+    by_rank = {member.rank: member for member in members}
+    standings = (
+        (
+            member.typical(member.exposed_ns),
+            member.typical(member.step_time_ns),
+            member.typical(member.communication_ns),
+            member.rank,
+        )
+        for member in members
+    )
+    *_, rank = sorted(standings)[(len(members) - 1) // 2]
+    return by_rank[rank]
+
+
+def sum_per_step(
+    rows_step: NDArray[np.integer], values: NDArray[np.integer], steps: NDArray[np.integer]
+) -> NDArray[np.int64]:
+    """Add up the values of each step; a step without rows counts 0.
+
+    Args:
+        rows_step: Shape (n,), the step of each value; every one is in `steps`.
+        values: Shape (n,).
+        steps: Shape (S,), ascending, distinct.
+
+    Returns:
+        Shape (S,).
+    """
+    sums = np.zeros(len(steps), dtype=np.int64)
+    np.add.at(sums, np.searchsorted(steps, rows_step), values)
+    return sums
+
+
+def _numbered(steps: Sequence[int]) -> str:
+    """`step 4`, `steps 0-2`, `steps 0-2, 7`."""
+    return f"{'step' if len(steps) == 1 else 'steps'} {format_numbers(steps)}"

@@ -1,0 +1,93 @@
+"""Measure step time: the typical step, and its spread over the timed steps."""
+
+from dataclasses import dataclass
+from itertools import islice
+
+from fsdp_inspect.analysis.step_selection import (
+    StepSelection,
+    select_steps,
+    steps_by_rank,
+    timed_ranks,
+)
+from fsdp_inspect.statistics import Distribution
+from fsdp_inspect.trace.codes import EventKind, StepPart
+from fsdp_inspect.trace.run import RunSource
+
+
+@dataclass(frozen=True, slots=True)
+class RankStepTime:
+    """Step time of one rank over its timed steps."""
+
+    rank: int
+    step_time_ns: Distribution
+    closest_step: int
+    """The step whose time is closest to the typical one; the earliest of equals."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPoint:
+    """One finished step of the median rank, for a line over steps."""
+
+    step: int
+    step_time_ns: int
+    communication_ns: int
+    exposed_ns: int
+    is_timed: bool
+    """False for warm-up and memory steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Step time of the run and of each rank."""
+
+    selection: StepSelection
+    median_rank: int | None
+    """The rank that stands for the run ([Note: the median rank] in `analysis.step_selection`)."""
+    closest_step: int | None
+    """Its step that is closest to the typical one; None without a timed step."""
+    step_time_ns: Distribution | None
+    """Step time of the median rank; None without a timed step."""
+    ranks: tuple[RankStepTime, ...]
+    """By rank; ranks without a timed step are absent."""
+    over_steps: tuple[StepPoint, ...]
+    """Every finished step of the median rank, timed or not, by step."""
+
+
+def measure_step_times(run: RunSource) -> StepTimes:
+    """How long the steps take: over the timed steps of each rank and of the median rank."""
+    selection = select_steps(run)
+    timed = timed_ranks(run)
+    ranks = tuple(
+        RankStepTime(member.rank, distribution, member.closest_step)
+        for member in timed.members
+        if (distribution := Distribution.of(member.step_time_ns)) is not None
+    )
+    chosen = timed.median
+    return StepTimes(
+        selection=selection,
+        median_rank=chosen.rank if chosen else None,
+        closest_step=chosen.closest_step if chosen else None,
+        step_time_ns=Distribution.of(chosen.step_time_ns) if chosen else None,
+        ranks=ranks,
+        over_steps=_over_steps(run, selection, chosen.rank if chosen else None),
+    )
+
+
+def _over_steps(
+    run: RunSource, selection: StepSelection, rank: int | None
+) -> tuple[StepPoint, ...]:
+    """The steps of the rank; without a median rank, those of the first rank with any step."""
+    kinds = (EventKind.STEP, StepPart.COMMUNICATION)
+    rows = run.summary(ranks=None if rank is None else [rank], kinds=kinds)
+    chosen = islice(steps_by_rank(rows), 1)
+    return tuple(
+        StepPoint(
+            step=int(step),
+            step_time_ns=int(member.step_time_ns[position]),
+            communication_ns=int(member.communication_ns[position]),
+            exposed_ns=int(member.exposed_ns[position]),
+            is_timed=int(step) in selection.timed,
+        )
+        for member in chosen
+        for position, step in enumerate(member.steps)
+    )

@@ -1,0 +1,177 @@
+"""Which collectives of one step is a rank waiting for, why, and how fast were they?
+
+For the timeline: the step need not be a timed one, and each event is asked about by its position
+among the events of that rank and step.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.analysis.bandwidth import Bandwidth
+from fsdp_inspect.analysis.last_arrivals import find_last_arrivals
+from fsdp_inspect.analysis.wait_causes import Cause, split_waits
+from fsdp_inspect.trace.bus_bandwidth import bus_bytes_per_s
+from fsdp_inspect.trace.codes import COLLECTIVES, DTYPES, NO_UNIT, EventKind, Method, Phase, Source
+from fsdp_inspect.trace.run import RunManifest, RunSource
+from fsdp_inspect.trace.tables import MISSING_INT, EventTable
+
+MOST_NAMED = 4
+"""How many waits are named as the longest."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWaits:
+    """The waits of one rank in one step; arrays of shape (n,), one row a collective."""
+
+    rank: int
+    step: int
+    event: NDArray[np.int64]
+    """Position among the events of the rank and step, ascending."""
+    exposed_ns: NDArray[np.int64]
+    by_cause_ns: NDArray[np.int64]
+    """Shape (n, len(Cause)); the sum of a row is its exposed time."""
+    arrivals: str
+    """How far it is known when the other ranks arrived, in words."""
+
+    def longest(self) -> list[int]:
+        """The events of the longest waits, at most `MOST_NAMED`, longest first."""
+        order = np.argsort(-self.exposed_ns, kind="stable")[:MOST_NAMED]
+        return [int(self.event[row]) for row in order if self.exposed_ns[row] > 0]
+
+    def exposed(self, event: int) -> int:
+        """How long an event was waited for; 0 for what is no collective."""
+        row = self._row(event)
+        return 0 if row is None else int(self.exposed_ns[row])
+
+    def causes(self, event: int) -> dict[str, int]:
+        """Why, in ns by `Cause`, those above 0, largest first; adds up to its exposed time."""
+        row = self._row(event)
+        if row is None:
+            return {}
+        causes = sorted(Cause, key=lambda cause: -int(self.by_cause_ns[row, cause]))
+        return {
+            cause.label: int(self.by_cause_ns[row, cause])
+            for cause in causes
+            if self.by_cause_ns[row, cause]
+        }
+
+    def _row(self, event: int) -> int | None:
+        row = int(np.searchsorted(self.event, event))
+        is_known = row < len(self.event) and self.event[row] == event
+        return row if is_known else None
+
+
+@dataclass(frozen=True, slots=True)
+class EventFacts:
+    """One event of a step; what is not known, or makes no sense for its kind, is None."""
+
+    kind: str
+    """An `EventKind`: `all_gather`, `forward`, ..."""
+    fqn: str | None
+    """None: of no FSDP unit."""
+    phase: str
+    issued_by: str | None
+    """The unit whose hook issued it, where that is another one."""
+    start_ns: int
+    """From the start of the step."""
+    duration_ns: int
+    bytes: int | None
+    dtype: str | None
+    group: str | None
+    """Name of the process group."""
+    bus_bytes_per_s: float | None
+    fit_bus_bytes_per_s: float | None
+    """What a message of this size reaches by the fit to the run's collectives of the kind."""
+    lead_ns: int | None
+    """How long before it was needed it was issued; negative: after."""
+    exposed_ns: int | None
+    causes_ns: dict[str, int]
+    """By `Cause`, largest first."""
+    source: str
+    method: str
+
+
+def measure_step_waits(run: RunSource, *, rank: int, step: int) -> StepWaits:
+    """Split the waits of one step by cause.
+
+    Args:
+        run: A recorded run.
+        rank: Of which rank.
+        step: Any step that it has events of.
+
+    Raises:
+        IncompleteRunError: The run holds nothing of that rank.
+    """
+    events = run.events(rank, steps=[step])
+    positions = np.flatnonzero(np.isin(events.kind, list(COLLECTIVES)))
+    arrivals, last_arrival_ns = find_last_arrivals(run, rank, events.where(positions))
+    waits = split_waits(events, last_arrival_ns=last_arrival_ns)
+    return StepWaits(
+        rank=rank,
+        step=step,
+        event=positions,
+        exposed_ns=waits.exposed_ns,
+        by_cause_ns=waits.by_cause_ns,
+        arrivals=arrivals.sentence,
+    )
+
+
+def describe_event(
+    manifest: RunManifest,
+    events: EventTable,
+    event: int,
+    *,
+    waits: StepWaits,
+    bandwidth: Bandwidth | None,
+) -> EventFacts:
+    """Everything that is known of one event.
+
+    Args:
+        manifest: Of its run.
+        events: All events of its rank and step.
+        event: Position in them.
+        waits: Of the same rank and step.
+        bandwidth: Of the same rank; None: the run has none.
+    """
+    row = {name: int(column[event]) for name, column in events.columns().items()}
+    fqns = {unit.index: unit.fqn for unit in manifest.units}
+    groups = {group.index: group.name for group in manifest.process_groups}
+    step_start = int(events.start_ns[events.kind == EventKind.STEP].min(initial=row["start_ns"]))
+    travels = row["kind"] in COLLECTIVES
+    rate = float(bus_bytes_per_s(events.where(np.array([event])), manifest.process_groups)[0])
+    is_other = row["issued_by"] not in (NO_UNIT, row["unit"])
+    return EventFacts(
+        kind=EventKind(row["kind"]).label,
+        fqn=fqns.get(row["unit"]),
+        phase=Phase(row["phase"]).label,
+        issued_by=fqns.get(row["issued_by"]) if is_other else None,
+        start_ns=row["start_ns"] - step_start,
+        duration_ns=row["end_ns"] - row["start_ns"],
+        bytes=_known(row["bytes"]),
+        dtype=DTYPES[row["dtype"]] if row["bytes"] >= 0 and row["dtype"] else None,
+        group=groups.get(row["group"]),
+        bus_bytes_per_s=None if np.isnan(rate) else rate,
+        fit_bus_bytes_per_s=_fitted(row, bandwidth),
+        lead_ns=row["need_ns"] - row["issue_ns"] if travels and row["need_ns"] >= 0 else None,
+        exposed_ns=waits.exposed(event) if travels else None,
+        causes_ns=waits.causes(event),
+        source=Source(row["source"]).label,
+        method=Method(row["method"]).label,
+    )
+
+
+def _fitted(row: dict[str, int], bandwidth: Bandwidth | None) -> float | None:
+    """The bus bandwidth of a message of that size, by the fit to its kind and group."""
+    if bandwidth is None or row["kind"] not in COLLECTIVES or row["bytes"] <= 0:
+        return None
+    kind = EventKind(row["kind"]).label
+    for member in bandwidth.kinds:
+        if (member.kind, member.group) == (kind, row["group"]) and member.link is not None:
+            return member.link.predict_bus_bytes_per_s(row["bytes"])
+    return None
+
+
+def _known(value: int) -> int | None:
+    return None if value == MISSING_INT else value

@@ -1,0 +1,1 @@
+"""Ranks that make the others wait, and what they cost."""

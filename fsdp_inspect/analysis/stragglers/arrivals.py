@@ -1,0 +1,178 @@
+"""Who arrived when at each collective, and how long did the transfer alone take?
+
+A rank arrives when its stream reaches the collective and the one ahead on its communicator has
+ended. All ranks leave together, so the shortest duration over the ranks is that of the last one to
+arrive: the pure transfer. It needs no clock; who arrived when does.
+
+Source: TraceLens names them communication latency (minimum over ranks) and start skew.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.analysis.clocks.alignment import Alignment
+from fsdp_inspect.analysis.collectives.matching import NO_KEY, Matching
+from fsdp_inspect.analysis.collectives.queues import queue_up
+from fsdp_inspect.analysis.collectives.synchronisation import SYNCHRONISING
+from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.tables import EventTable
+
+_Int64 = NDArray[np.int64]
+NEVER = np.iinfo(np.int64).min
+"""The arrival of a rank that took no part, or whose clock is not aligned."""
+_UNKNOWN_DURATION = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Collectives that at least two of the R ranks show; C of them, in the order of their keys."""
+
+    ranks: tuple[int, ...]
+    rows: EventTable
+    """Each collective as one of its ranks shows it."""
+    arrival_ns: _Int64
+    """Shape (C, R), on the reference clock; `NEVER` where not known."""
+    transfer_ns: _Int64
+    """Shape (C,). The shortest duration."""
+    shortest: _Int64
+    """Shape (C,). Position of the rank with it: the one that waited least."""
+    spread_ns: _Int64
+    """Shape (C,). The longest duration less the shortest: what skew is without clocks."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def aligned(self) -> "Arrivals":
+        """The collectives at which two ranks or more arrive at known times."""
+        return self.where((self.arrival_ns != NEVER).sum(axis=1) > 1)
+
+    def where(self, mask: NDArray[np.generic]) -> "Arrivals":
+        """The collectives that a mask or an index array selects."""
+        return Arrivals(
+            self.ranks,
+            self.rows.where(mask),
+            self.arrival_ns[mask],
+            self.transfer_ns[mask],
+            self.shortest[mask],
+            self.spread_ns[mask],
+        )
+
+    def first_ns(self) -> _Int64:
+        """When the first rank arrived, shape (C,); for collectives of `aligned()`."""
+        known = self.arrival_ns != NEVER
+        first: _Int64 = np.where(known, self.arrival_ns, np.iinfo(np.int64).max).min(axis=1)
+        return first
+
+    def last(self) -> _Int64:
+        """Position of the rank that arrived last, shape (C,)."""
+        if self.arrival_ns.size == 0:
+            return np.empty(0, dtype=np.int64)
+        last: _Int64 = np.argmax(self.arrival_ns, axis=1)
+        return last
+
+    def skew_ns(self) -> _Int64:
+        """From the first to the last arrival, shape (C,)."""
+        skew: _Int64 = self.arrival_ns.max(axis=1) - self.first_ns()
+        return skew
+
+
+class Lateness:
+    """How late each rank is over all of these collectives; None where that is not known."""
+
+    def __init__(self, arrivals: Arrivals):
+        self._all, self._aligned = arrivals, arrivals.aligned()
+        self._last = self._aligned.last()
+        self._first_ns = self._aligned.first_ns() if len(self._aligned) else None
+
+    def last_ratio(self, rank: int) -> float | None:
+        """At how many of the collectives in which it took part it arrived last, 0 to 1."""
+        known = self._known(rank)
+        if known is None:
+            return None
+        place = self._aligned.ranks.index(rank)
+        return float(np.count_nonzero(self._last[known] == place) / np.count_nonzero(known))
+
+    def typical_ns(self, rank: int) -> int | None:
+        """How long after the first rank it arrived (median)."""
+        known = self._known(rank)
+        if known is None or self._first_ns is None:
+            return None
+        place = self._aligned.ranks.index(rank)
+        return median(self._aligned.arrival_ns[known, place] - self._first_ns[known])
+
+    def shortest_ratio(self, rank: int) -> float | None:
+        """How many of all collectives were shortest on it, 0 to 1."""
+        if rank not in self._all.ranks or len(self._all) == 0:
+            return None
+        place = self._all.ranks.index(rank)
+        return float(np.count_nonzero(self._all.shortest == place) / len(self._all))
+
+    def _known(self, rank: int) -> NDArray[np.bool_] | None:
+        if rank not in self._aligned.ranks:
+            return None
+        known = self._aligned.arrival_ns[:, self._aligned.ranks.index(rank)] != NEVER
+        return known if known.any() else None
+
+
+def find_arrivals(
+    run: RunSource, ranks: Sequence[int], steps: Sequence[int], alignment: Alignment
+) -> Arrivals:
+    """When these ranks arrived at the synchronising collectives that they share.
+
+    Args:
+        run: A recorded run.
+        ranks: R of them; their events of these steps are read.
+        steps: Which steps.
+        alignment: Arrivals of ranks that it lacks are not known.
+    """
+    matching = Matching(run.manifest.process_groups, run.manifest.world_size)
+    parts = [_of_rank(run, rank, steps, alignment, matching) for rank in ranks]
+    keys = np.concatenate([part.key for part in parts] or [np.empty(0, dtype=np.int64)])
+    unique, first, counts = np.unique(keys, return_index=True, return_counts=True)
+    shared = counts > 1
+    unique, first = unique[shared], first[shared]
+    shape = (len(unique), len(ranks))
+    arrival, duration = np.full(shape, NEVER), np.full(shape, _UNKNOWN_DURATION)
+    for position, part in enumerate(parts):
+        place = np.searchsorted(unique, part.key)
+        known = place < len(unique)
+        known[known] = unique[place[known]] == part.key[known]
+        arrival[place[known], position] = part.arrival_ns[known]
+        duration[place[known], position] = part.duration_ns[known]
+    rows = EventTable.concat([part.rows for part in parts]).where(first)
+    longest = np.where(duration == _UNKNOWN_DURATION, -1, duration).max(axis=1, initial=-1)
+    shortest = duration.min(axis=1, initial=_UNKNOWN_DURATION)
+    return Arrivals(
+        ranks=tuple(ranks),
+        rows=rows,
+        arrival_ns=arrival,
+        transfer_ns=shortest,
+        shortest=duration.argmin(axis=1) if len(ranks) else np.empty(0, dtype=np.int64),
+        spread_ns=longest - shortest,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _RankPart:
+    key: _Int64
+    arrival_ns: _Int64
+    duration_ns: _Int64
+    rows: EventTable
+
+
+def _of_rank(
+    run: RunSource, rank: int, steps: Sequence[int], alignment: Alignment, matching: Matching
+) -> _RankPart:
+    rows = run.events(rank, steps=steps, kinds=sorted(SYNCHRONISING))
+    key = matching.keys(rows, rank)
+    turn = queue_up(rows).turn_ns
+    known = key != NO_KEY
+    rows, key, turn = rows.where(known), key[known], turn[known]
+    arrival = np.full(len(rows), NEVER)
+    if rank in alignment.clocks:
+        arrival = alignment.to_reference(rank, turn)
+    return _RankPart(key, arrival, np.maximum(rows.end_ns - turn, 0), rows)

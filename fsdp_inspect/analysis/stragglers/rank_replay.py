@@ -1,0 +1,441 @@
+"""How long would the recorded steps have taken, had one rank worked like another?
+
+A discrete replay of all ranks at once. Each rank is a program: stretches of work on its clock
+(compute stream; CPU: main thread), at whose ends it issues a collective or begins to wait for one.
+A collective ends when the last of its ranks has arrived and the one ahead on its communicator has
+ended, plus its transfer: recorded from the last arrival to the first exit, on one clock. Each rank
+leaves it as much later than the first as it did (a host that wakes up late). A rank arrives
+
+    at its work       its stream was reached while the rank worked: after that much work
+    in a wait         it was issued while the rank waited: that long after the wait began
+    behind another    it was issued before the one ahead on its stream had ended: right after that
+
+Replayed with the recorded programs it must give the recorded step. That is a self-check and no
+prediction: programs, transfers and lags are read from the very steps that are played, so agreement
+says that their order is understood (who waits for what), not how far a changed step would be off.
+Then programs are exchanged: a straggler gets that of another rank.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.analysis.clocks.alignment import Alignment
+from fsdp_inspect.analysis.collectives.matching import NO_KEY, Matching
+from fsdp_inspect.analysis.collectives.queues import NOTHING_AHEAD, queue_up
+from fsdp_inspect.analysis.collectives.synchronisation import SYNCHRONISING
+from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
+from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.tables import EventTable
+
+_Int64 = NDArray[np.int64]
+_KINDS = sorted({*COLLECTIVES, EventKind.STEP, EventKind.COMPUTE})
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """What a program does at one point of its work."""
+
+    work_ns: int
+    """The rank's own work before it, from the beginning of the first step."""
+    collective: int
+    """Position among the program's collectives; for a mark the number of the step."""
+    does: str
+    """`issue`, `wait` or `mark` (the end of a step)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Follower:
+    """A collective that is issued at a fixed time after something else."""
+
+    collective: int
+    after_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one rank did in the replayed steps."""
+
+    rank: int
+    start_ns: int
+    """When its first step began, on the reference clock."""
+    step_ends_ns: _Int64
+    """When its steps ended, on the reference clock."""
+    collectives: EventTable
+    turn_ns: _Int64
+    """When the rank arrived at each collective, on the reference clock."""
+    end_ns: _Int64
+    """When it left each collective, on the reference clock."""
+    ahead: _Int64
+    """Position of the collective ahead on its communicator, or `NOTHING_AHEAD`."""
+    items: tuple[_Item, ...] = field(repr=False)
+    in_wait: Mapping[int, tuple[_Follower, ...]] = field(repr=False)
+    """By the collective that is waited for."""
+    behind: Mapping[int, tuple[_Follower, ...]] = field(repr=False)
+    """By the collective ahead on the stream."""
+
+    @property
+    def work_ns(self) -> int:
+        """All its work."""
+        return self.items[-1].work_ns
+
+
+class Replay:
+    """Replays the same steps with programs exchanged."""
+
+    def __init__(self, run: RunSource, programs: Sequence[Program]):
+        self._matching = Matching(run.manifest.process_groups, run.manifest.world_size)
+        self._programs = {program.rank: program for program in programs}
+        self._recorded = _Recorded()
+        for program in programs:
+            self._recorded.add(program, self._keys(program, program.rank))
+        self._lags_ns = {
+            program.rank: self._recorded.lags_ns(program, self._keys(program, program.rank))
+            for program in programs
+        }
+
+    @property
+    def recorded_ns(self) -> int:
+        """The recorded time of a step: of the last rank, the first step of several left out."""
+        ends = np.array([program.step_ends_ns for program in self._programs.values()])
+        starts = [program.start_ns for program in self._programs.values()]
+        return _step_time(ends.max(axis=0).tolist(), min(starts))
+
+    def step_time_ns(self, donors: Mapping[int, int] | None = None) -> int | None:
+        """The time of a step, as `recorded_ns`, in the replay.
+
+        Args:
+            donors: By rank, whose program it runs instead of its own.
+
+        Returns:
+            None if the recorded order cannot be replayed: a rank waits for what never comes.
+        """
+        given = donors or {}
+        world = _World()
+        for rank in sorted(self._programs):
+            program = self._programs[given.get(rank, rank)]
+            keys, lags = self._keys(program, rank), self._lags_ns[program.rank]
+            world.add(program, keys, lags, self._recorded)
+        ends = world.run()
+        return None if ends is None else _step_time(ends, world.start_ns)
+
+    def typical_of(self, others: Sequence[int]) -> int:
+        """The rank among these whose total work is the median."""
+        works = {rank: self._programs[rank].work_ns for rank in sorted(others)}
+        middle = median(list(works.values()))
+        return next(rank for rank, work in works.items() if work == middle)
+
+    def _keys(self, program: Program, rank: int) -> list[int]:
+        """The keys of a program's collectives when that rank runs it."""
+        keys = self._matching.keys(program.collectives, rank)
+        tied = np.isin(program.collectives.kind, list(SYNCHRONISING))
+        return [int(key) for key in np.where(tied, keys, NO_KEY)]
+
+
+class _Recorded:
+    """When the ranks together arrived at each collective and left it."""
+
+    def __init__(self) -> None:
+        self._last_turn_ns: dict[int, int] = {}
+        self._first_exit_ns: dict[int, int] = {}
+
+    def add(self, program: Program, keys: Sequence[int]) -> None:
+        """Take in what one rank recorded."""
+        turns, ends = program.turn_ns.tolist(), program.end_ns.tolist()
+        for key, turn, end in zip(keys, turns, ends, strict=True):
+            if key != NO_KEY:
+                self._last_turn_ns[key] = max(self._last_turn_ns.get(key, turn), turn)
+                self._first_exit_ns[key] = min(self._first_exit_ns.get(key, end), end)
+
+    def transfer_ns(self, key: int) -> int | None:
+        """From the last arrival to the first exit; None for a collective that nobody recorded."""
+        if key not in self._first_exit_ns:
+            return None
+        return max(0, self._first_exit_ns[key] - self._last_turn_ns[key])
+
+    def lags_ns(self, program: Program, keys: Sequence[int]) -> list[int]:
+        """How much later than the first rank this one left each collective."""
+        ends = program.end_ns.tolist()
+        return [
+            end - self._first_exit_ns.get(key, end) for key, end in zip(keys, ends, strict=True)
+        ]
+
+
+def _step_time(ends_ns: Sequence[int], start_ns: int) -> int:
+    if len(ends_ns) == 1:
+        return int(ends_ns[0]) - start_ns
+    return (int(ends_ns[-1]) - int(ends_ns[0])) // (len(ends_ns) - 1)
+
+
+def read_programs(
+    run: RunSource, ranks: Sequence[int], steps: Sequence[int], alignment: Alignment
+) -> list[Program]:
+    """What these ranks did in consecutive steps; those without all of the steps are left out.
+
+    Args:
+        run: A recorded run.
+        ranks: Which; only aligned ones are read.
+        steps: Consecutive.
+        alignment: Puts the ranks' beginnings onto one clock.
+    """
+    programs = []
+    for rank in ranks:
+        if rank not in alignment.clocks:
+            continue
+        events = run.events(rank, steps=steps, kinds=_KINDS)
+        if np.count_nonzero(events.kind == EventKind.STEP) == len(steps):
+            programs.append(_read_program(rank, events, alignment))
+    return programs
+
+
+def _read_program(rank: int, events: EventTable, alignment: Alignment) -> Program:
+    steps = events.where(events.kind == EventKind.STEP)
+    ends = np.sort(steps.end_ns)
+    start = int(steps.start_ns.min())
+    collectives = events.where(np.isin(events.kind, list(COLLECTIVES)))
+    queue = queue_up(collectives)
+    needs = _find_needs(events, collectives, start, int(ends[-1]))
+    waits = Intervals.of(needs[needs >= 0], np.maximum(collectives.end_ns, needs)[needs >= 0])
+    compiler = _Compiler(collectives, needs, waits, start)
+    compiler.compile(queue.same_stream_end_ns, ends)
+    return Program(
+        rank=rank,
+        start_ns=int(alignment.to_reference(rank, np.array([start]))[0]),
+        step_ends_ns=alignment.to_reference(rank, ends),
+        collectives=collectives,
+        turn_ns=alignment.to_reference(rank, queue.turn_ns),
+        end_ns=alignment.to_reference(rank, collectives.end_ns),
+        ahead=queue.ahead,
+        items=tuple(item for _, _, item in sorted(compiler.items, key=lambda entry: entry[:2])),
+        in_wait={key: tuple(members) for key, members in compiler.in_wait.items()},
+        behind={key: tuple(members) for key, members in compiler.behind.items()},
+    )
+
+
+def _find_needs(events: EventTable, collectives: EventTable, start: int, end: int) -> _Int64:
+    """When each collective began to be waited for; -1 where nobody did.
+
+    Kernel traces do not tell: there the collective that ends last in a gap between kernels is the
+    one that the gap is taken to wait for.
+    """
+    compute = events.where(events.kind == EventKind.COMPUTE)
+    if len(compute) == 0:
+        return collectives.need_ns
+    gaps = Intervals.of(np.array([start]), np.array([end])).subtract(
+        Intervals.of(compute.start_ns, compute.end_ns)
+    )
+    needs = np.full(len(collectives), -1, dtype=np.int64)
+    order = np.argsort(collectives.end_ns, kind="stable")
+    for low, high in zip(gaps.starts.tolist(), gaps.ends.tolist(), strict=True):
+        upto = int(np.searchsorted(collectives.end_ns[order], high, side="right"))
+        if upto and collectives.end_ns[order[upto - 1]] > low:
+            needs[order[upto - 1]] = low
+    return needs
+
+
+class _Compiler:
+    """Turns one rank's rows into items and followers."""
+
+    def __init__(self, collectives: EventTable, needs: _Int64, waits: Intervals, start: int):
+        self.items: list[tuple[int, int, _Item]] = []
+        self.in_wait: dict[int, list[_Follower]] = {}
+        self.behind: dict[int, list[_Follower]] = {}
+        self._collectives, self._needs, self._waits, self._start = collectives, needs, waits, start
+
+    def compile(self, stream_end: _Int64, step_ends: _Int64) -> None:
+        """Sort every collective into one of the three ways to arrive; add waits and marks."""
+        rows, needs = self._collectives, self._needs
+        work_at_start, work_at_need = self._work(rows.start_ns), self._work(needs)
+        waited = np.flatnonzero((needs >= 0) & (rows.end_ns > needs))
+        for position in range(len(rows)):
+            start = int(rows.start_ns[position])
+            queued = int(rows.issue_ns[position]) < int(stream_end[position]) <= start
+            wait = None if queued else self._wait_at(start, waited)
+            if queued:
+                ahead = self._ended_at(int(stream_end[position]), position)
+                lag = start - int(stream_end[position])
+                self.behind.setdefault(ahead, []).append(_Follower(position, lag))
+            elif wait is not None:
+                lag = start - int(needs[wait])
+                self.in_wait.setdefault(wait, []).append(_Follower(position, lag))
+            else:
+                item = _Item(int(work_at_start[position]), position, "issue")
+                self.items.append((start, 1, item))
+            if needs[position] >= 0:
+                item = _Item(int(work_at_need[position]), position, "wait")
+                self.items.append((int(needs[position]), 2, item))
+        for number, (end, work) in enumerate(zip(step_ends, self._work(step_ends), strict=True)):
+            self.items.append((int(end), 0, _Item(int(work), number, "mark")))
+
+    def _work(self, times: _Int64) -> _Int64:
+        """Work before each of these moments."""
+        begin = np.minimum(self._start, times)
+        worked: _Int64 = times - self._start - self._waits.covered_ns(begin, times)
+        return worked
+
+    def _wait_at(self, time: int, waited: _Int64) -> int | None:
+        """The collective that is waited for at a moment, the earliest of several; None: none."""
+        needs, ends = self._needs[waited], self._collectives.end_ns[waited]
+        found = waited[(needs < time) & (time < ends)]
+        return None if len(found) == 0 else int(found[np.argmin(self._needs[found])])
+
+    def _ended_at(self, time: int, position: int) -> int:
+        """The collective ahead on the stream, which ended at that moment."""
+        rows = self._collectives
+        same = (rows.end_ns == time) & (rows.stream == rows.stream[position])
+        same &= rows.group == rows.group[position]
+        return int(np.flatnonzero(same)[0])
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A collective of the replayed world."""
+
+    transfer_ns: int
+    missing: int = 0
+    arrival_ns: int = 0
+    end_ns: int | None = None
+    """When the first rank leaves it."""
+    last_lag_ns: int = 0
+    ahead: int | None = None
+    next: list[int] = field(default_factory=list)
+    members: list[tuple[int, int]] = field(default_factory=list)
+    """Rank number, and position in its program."""
+
+
+class _World:
+    """All ranks at once, while they are replayed."""
+
+    def __init__(self) -> None:
+        self._shared: list[_Shared] = []
+        self._by_key: dict[int, int] = {}
+        self._of_rank: list[list[int]] = []
+        self._lags_ns: list[Sequence[int]] = []
+        self._programs: list[Program] = []
+        self._next_item: list[int] = []
+        self._blocked_since: list[int | None] = []
+        self._now: list[int] = []
+        self._worked: list[int] = []
+        self._step_ends: list[int] = []
+        self._resolved: list[int] = []
+
+    @property
+    def start_ns(self) -> int:
+        """When the first rank began."""
+        return min(program.start_ns for program in self._programs)
+
+    def add(
+        self, program: Program, keys: Sequence[int], lags_ns: Sequence[int], recorded: _Recorded
+    ) -> None:
+        """Add a rank that runs this program."""
+        own = [self._join(position, key, program, recorded) for position, key in enumerate(keys)]
+        for index, lag in zip(own, lags_ns, strict=True):
+            self._shared[index].last_lag_ns = max(self._shared[index].last_lag_ns, lag)
+        for position, ahead in enumerate(program.ahead.tolist()):
+            shared = self._shared[own[position]]
+            if ahead != NOTHING_AHEAD and shared.ahead is None and own[ahead] != own[position]:
+                shared.ahead = own[ahead]
+                self._shared[own[ahead]].next.append(own[position])
+        self._programs.append(program)
+        self._of_rank.append(own)
+        self._lags_ns.append(lags_ns)
+        self._next_item.append(0)
+        self._blocked_since.append(None)
+        self._now.append(program.start_ns)
+        self._worked.append(0)
+
+    def _join(self, position: int, key: int, program: Program, recorded: _Recorded) -> int:
+        """The place of a collective of a new rank's program."""
+        index = self._by_key.get(key) if key != NO_KEY else None
+        if index is None:
+            index = len(self._shared)
+            transfer = recorded.transfer_ns(key)
+            if transfer is None:
+                transfer = int(program.end_ns[position] - program.turn_ns[position])
+            self._shared.append(_Shared(transfer))
+            if key != NO_KEY:
+                self._by_key[key] = index
+        self._shared[index].missing += 1
+        self._shared[index].members.append((len(self._programs), position))
+        return index
+
+    def run(self) -> list[int] | None:
+        """When the last rank ended each step, on the reference clock; None: it got stuck."""
+        self._step_ends = [0] * len(self._programs[0].step_ends_ns)
+        for number in range(len(self._programs)):
+            self._advance(number)
+        while self._resolved:
+            self._release(self._resolved.pop())
+        done = all(
+            place == len(program.items)
+            for place, program in zip(self._next_item, self._programs, strict=True)
+        )
+        return self._step_ends if done else None
+
+    def _advance(self, number: int) -> None:
+        """Run a rank until it waits for what has not ended, or its program does."""
+        items = self._programs[number].items
+        while self._next_item[number] < len(items):
+            item = items[self._next_item[number]]
+            if self._blocked_since[number] is None:
+                self._now[number] += item.work_ns - self._worked[number]
+                self._worked[number] = item.work_ns
+            if item.does == "issue":
+                self._arrive(number, item.collective, self._now[number])
+            elif item.does == "mark":
+                latest = self._step_ends[item.collective]
+                self._step_ends[item.collective] = max(latest, self._now[number])
+            elif not self._wait(number, item.collective):
+                return
+            self._next_item[number] += 1
+
+    def _wait(self, number: int, position: int) -> bool:
+        """Wait for a collective; whether it has ended."""
+        if self._blocked_since[number] is None:
+            self._blocked_since[number] = self._now[number]
+            for follower in self._programs[number].in_wait.get(position, ()):
+                self._arrive(number, follower.collective, self._now[number] + follower.after_ns)
+        end = self._shared[self._of_rank[number][position]].end_ns
+        if end is None:
+            return False
+        self._now[number] = max(self._now[number], end + self._lags_ns[number][position])
+        self._blocked_since[number] = None
+        return True
+
+    def _arrive(self, number: int, position: int, time_ns: int) -> None:
+        index = self._of_rank[number][position]
+        shared = self._shared[index]
+        shared.missing -= 1
+        shared.arrival_ns = max(shared.arrival_ns, time_ns)
+        self._resolve(index)
+
+    def _resolve(self, index: int) -> None:
+        """End a collective if all ranks have arrived and the one ahead has ended."""
+        shared = self._shared[index]
+        begin = shared.arrival_ns
+        if shared.ahead is not None:
+            ahead_end = self._shared[shared.ahead].end_ns
+            if ahead_end is None:
+                return
+            begin = max(begin, ahead_end + self._shared[shared.ahead].last_lag_ns)
+        if shared.missing == 0 and shared.end_ns is None:
+            shared.end_ns = begin + shared.transfer_ns
+            self._resolved.append(index)
+
+    def _release(self, index: int) -> None:
+        """Go on with everything that a collective's end sets free."""
+        shared = self._shared[index]
+        assert shared.end_ns is not None
+        for number, position in shared.members:
+            left = shared.end_ns + self._lags_ns[number][position]
+            for follower in self._programs[number].behind.get(position, ()):
+                self._arrive(number, follower.collective, left + follower.after_ns)
+        for following in shared.next:
+            self._resolve(following)
+        for number, _ in shared.members:
+            if self._blocked_since[number] is not None:
+                self._advance(number)

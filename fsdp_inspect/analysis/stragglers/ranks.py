@@ -1,0 +1,451 @@
+"""Is there a straggler, what does it cost, and how sure is that?
+
+Rank by rank over all timed steps (from the summary), and collective by collective over a sample of
+ranks and steps (from the events): skew is the spread of the arrivals, the transfer is what a
+collective takes once the last rank is there. A straggler's price comes from the recorded steps,
+replayed on all ranks without what it works longer than the others.
+
+[Note: who is a straggler] Some rank is the last at every collective. One is called a straggler if
+
+- it works longest in at least three quarters of the steps, and in more than equal ranks would by
+  chance (exact binomial against 1/N, times N for the choice of the rank, at most 5 %: see
+  [Note: chance] in `analysis.stragglers.rank_work`). With fewer steps it is refused: it cannot be
+  told;
+- it causes most of the waiting: of the time that ranks arrive apart, the part at the collectives
+  where it is last is at least halfway between its even share, 1/N, and all. By time and not by
+  number: a slow input is late at one collective a step, and no more often than others elsewhere;
+- it is later than the clocks are uncertain;
+- the typical step is at least 2 % shorter without it. The price is the systematic part: the least
+  of two replayed differences and the median excess of its work (`RankPricing.without`,
+  `RankWork.excess_ns`). Where the replay misses the very steps that it was read from by more than
+  5 %, or by more than the price, it is refused.
+
+Ranks that take turns are an imbalance. Shares are of the median step of the median rank, as in
+the verdict.
+
+Source: RULES R32; TraceLens' start skew and communication latency (minimum over ranks).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.analysis.clocks.alignment import align_clocks
+from fsdp_inspect.analysis.collectives.matching import Matching
+from fsdp_inspect.analysis.step_selection import (
+    RankSteps,
+    split_by_rank,
+    sum_per_step,
+    timed_ranks,
+    timed_summary,
+)
+from fsdp_inspect.analysis.stragglers.arrivals import NEVER, Arrivals, Lateness, find_arrivals
+from fsdp_inspect.analysis.stragglers.rank_pricing import RankPricing, StepReplay
+from fsdp_inspect.analysis.stragglers.rank_work import MAX_CHANCE, RankWork, steps_to_tell
+from fsdp_inspect.analysis.stragglers.sampling import (
+    common_steps,
+    consecutive,
+    sample_ranks,
+    spread,
+)
+from fsdp_inspect.formatting import format_ratio
+from fsdp_inspect.statistics import median, percentile
+from fsdp_inspect.trace.bus_bandwidth import bus_factor
+from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, EventKind, Phase, StepPart
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.tables import SummaryTable, rows_of
+
+_Int64 = NDArray[np.int64]
+
+MAX_SAMPLED_RANKS = 48
+MAX_SAMPLED_STEPS = 8
+MAX_REPLAYED_STEPS = 4
+LEAST_COST_RATIO = 0.02
+LEAST_BUSIEST_RATIO = 0.75
+MAX_ERROR_RATIO = 0.05
+"""A replay that misses its own steps by more prices nothing."""
+_OWN_PARTS = tuple(part for part in PARTS_OF_STEP if part not in EXPOSED_PART_CODES)
+"""What a rank does itself, other than wait for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank; medians over its timed steps, and over the collectives of the sample."""
+
+    rank: int
+    host: str
+    step_time_ns: int
+    communication_ns: int
+    exposed_ns: int
+    overlap_ratio: float
+    own_work_ns: int
+    """Step time less exposed communication: what it does while it waits for nobody."""
+    busiest_ratio: float
+    """Share of the steps in which no other rank worked longer."""
+    peak_allocated_bytes: int | None
+    """Over all steps, memory steps included."""
+    last_ratio: float | None
+    """Share of the sampled collectives at which it arrived last; None where not known."""
+    lateness_ns: int | None
+    """After the first rank of the collective; None where its clock is not aligned."""
+    shortest_ratio: float | None
+    """Share of the sampled collectives that were shortest on it: a sign of arriving last that
+    needs no clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveSkew:
+    """Collectives of one kind, message and process group; medians over the sample."""
+
+    kind: str
+    bytes: int
+    num_ranks: int
+    """Of the process group."""
+    num_collectives: int
+    skew_ns: int | None
+    """From the first to the last arrival; None where clocks are not aligned."""
+    skew_p90_ns: int | None
+    pure_transfer_ns: int
+    skewed_ratio: float | None
+    """Share of them whose skew is longer than their transfer."""
+    bus_bytes_per_s: float | None
+    """From the transfer: what the link does once everybody is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """The rank that the others wait for."""
+
+    rank: int
+    host: str
+    last_ratio: float
+    """Share of the sampled collectives at which it arrived last."""
+    late_ns: int
+    """Where it was last: after the rank in the middle of the others (median)."""
+    phase: str
+    """Where it is latest: `forward`, `backward`, ..."""
+    meanwhile: str
+    """The part of its step that is longest against the others: `backward`, `data`, ..."""
+    meanwhile_ns: int
+    """By how much, per step."""
+    like_rank: int
+    """The rank in the middle of the others, whose work replaced its own in the replay."""
+    cost_ns: int
+    """By how much the typical step would be shorter without what it regularly works longer."""
+    cost_ratio: float
+    """Of the median step of the median rank, as in the verdict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What can be told about the ranks of a run against each other."""
+
+    ranks: tuple[RankRow, ...]
+    """By rank; ranks without a timed step are absent."""
+    skews: tuple[CollectiveSkew, ...]
+    """Most skewed in total first."""
+    skewed_ratio: float | None
+    """Share of all sampled collectives whose skew is longer than their transfer; above one half
+    RULES R32 says: the straggler first, communication later."""
+    straggler: Straggler | None
+    straggler_refusal: str | None
+    """Why it cannot be told whether a rank is a straggler, from its second word on; None: it can,
+    or no clocks are aligned (`refusals`)."""
+    replay: StepReplay | None
+    """None where clocks are not aligned, or the recorded order cannot be replayed."""
+    sampled_ranks: tuple[int, ...]
+    sampled_steps: tuple[int, ...]
+    clock_uncertainty_ns: int | None
+    """Between any two of the sampled ranks; None where fewer than two are aligned."""
+    refusals: tuple[str, ...]
+    """What cannot be told, and why."""
+
+    @property
+    def imbalance_ns(self) -> int | None:
+        """What all lateness together costs per step."""
+        return None if self.replay is None else self.replay.replayed_ns - self.replay.balanced_ns
+
+
+def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Ranks:
+    """Compare the ranks of a run.
+
+    Reads the whole-step rows of all ranks, and events of at most `max_ranks` ranks in
+    `MAX_SAMPLED_STEPS` steps: those that communicate least, since a straggler waits for nobody,
+    and others spread evenly.
+    """
+    timed = timed_ranks(run)
+    members = timed.members
+    here = {record.rank for record in run.ranks}
+    sample = sample_ranks([member for member in members if member.rank in here], max_ranks)
+    steps = common_steps([member for member in members if member.rank in sample])
+    sampled_steps = spread(steps, MAX_SAMPLED_STEPS)
+    alignment = align_clocks(run, sample)
+    arrivals = find_arrivals(run, sample, sampled_steps, alignment)
+    replayed = consecutive(steps, MAX_REPLAYED_STEPS)
+    parts = _own_parts(run, members)
+    rows = _rank_rows(run, members, arrivals)
+    pricing = RankPricing(run, sample, replayed, alignment)
+    step_time = timed.median.typical(timed.median.step_time_ns) if timed.median else None
+    evidence = _Evidence(
+        rows,
+        RankWork(members),
+        arrivals.aligned(),
+        pricing,
+        alignment.uncertainty_ns,
+        step_time or 0,
+    )
+    found, refusal = _find_straggler(evidence)
+    return Ranks(
+        ranks=rows,
+        skews=_measure_skews(run, arrivals),
+        skewed_ratio=_skewed_ratio(evidence.aligned),
+        straggler=_describe_straggler(evidence, found, parts) if found else None,
+        straggler_refusal=refusal,
+        replay=pricing.result,
+        sampled_ranks=tuple(sample),
+        sampled_steps=tuple(sampled_steps),
+        clock_uncertainty_ns=alignment.uncertainty_ns if len(alignment.ranks) > 1 else None,
+        refusals=(*alignment.refusals.values(), *pricing.refusals),
+    )
+
+
+def _own_parts(run: RunSource, members: Sequence[RankSteps]) -> NDArray[np.float64]:
+    """Each of `_OWN_PARTS` in the typical step of each rank, shape (ranks, parts)."""
+    rows = timed_summary(run, kinds=_OWN_PARTS)
+    ranks = [member.rank for member in members]
+    typical = np.zeros((len(members), len(_OWN_PARTS)))
+    for column, part in enumerate(_OWN_PARTS):
+        own = rows_of(rows, kinds=[part])
+        lows, highs = (np.searchsorted(own.rank, ranks, side=side) for side in ("left", "right"))
+        for place, (member, low, high) in enumerate(
+            zip(members, lows.tolist(), highs.tolist(), strict=True)
+        ):
+            durations = sum_per_step(own.step[low:high], own.duration_ns[low:high], member.steps)
+            typical[place, column] = member.typical_mean(durations)
+    return typical
+
+
+def _rank_rows(
+    run: RunSource, members: Sequence[RankSteps], arrivals: Arrivals
+) -> tuple[RankRow, ...]:
+    hosts = {record.rank: record.host for record in run.ranks}
+    peaks = split_by_rank(run.summary(kinds=[StepPart.PEAK_ALLOCATED]))
+    busiest = _busiest_ratios(members)
+    lateness = Lateness(arrivals)
+    return tuple(
+        _rank_row(
+            member,
+            hosts.get(member.rank, ""),
+            busiest[member.rank],
+            peaks.get(member.rank, SummaryTable.empty()),
+            lateness,
+        )
+        for member in members
+    )
+
+
+def _rank_row(
+    member: RankSteps, host: str, busiest: float, peaks: SummaryTable, lateness: Lateness
+) -> RankRow:
+    communication = member.typical(member.communication_ns)
+    exposed, step_time = member.typical(member.exposed_ns), member.typical(member.step_time_ns)
+    return RankRow(
+        rank=member.rank,
+        host=host,
+        step_time_ns=step_time,
+        communication_ns=communication,
+        exposed_ns=exposed,
+        overlap_ratio=1 - exposed / communication if communication else 1.0,
+        own_work_ns=step_time - exposed,
+        busiest_ratio=busiest,
+        peak_allocated_bytes=int(peaks.bytes.max()) if len(peaks) else None,
+        last_ratio=lateness.last_ratio(member.rank),
+        lateness_ns=lateness.typical_ns(member.rank),
+        shortest_ratio=lateness.shortest_ratio(member.rank),
+    )
+
+
+def _busiest_ratios(members: Sequence[RankSteps]) -> dict[int, float]:
+    """By rank, the share of its steps in which no other rank worked longer."""
+    if not members:
+        return {}
+    work = np.concatenate([member.step_time_ns - member.exposed_ns for member in members])
+    steps, place = np.unique(
+        np.concatenate([member.steps for member in members]), return_inverse=True
+    )
+    longest = np.full(len(steps), np.iinfo(np.int64).min)
+    np.maximum.at(longest, place, work)
+    bounds = np.cumsum([0, *(len(member.steps) for member in members)]).tolist()
+    is_longest = work == longest[place]
+    return {
+        member.rank: int(np.count_nonzero(is_longest[low:high])) / (high - low)
+        for member, (low, high) in zip(members, pairwise(bounds), strict=True)
+    }
+
+
+def _skewed_ratio(aligned: Arrivals) -> float | None:
+    if len(aligned) == 0:
+        return None
+    return float(np.count_nonzero(aligned.skew_ns() > aligned.transfer_ns) / len(aligned))
+
+
+def _measure_skews(run: RunSource, arrivals: Arrivals) -> tuple[CollectiveSkew, ...]:
+    matching = Matching(run.manifest.process_groups, run.manifest.world_size)
+    rows = arrivals.rows
+    likes = np.stack([rows.kind, rows.bytes, rows.group], axis=1).astype(np.int64)
+    skews = []
+    for kind, message, group in np.unique(likes, axis=0).tolist():
+        own = arrivals.where((likes == (kind, message, group)).all(axis=1))
+        aligned = own.aligned()
+        skew = aligned.skew_ns() if len(aligned) else np.empty(0, dtype=np.int64)
+        num_ranks = len(matching.members(group, arrivals.ranks[0]))
+        transfer = median(own.transfer_ns) or 0
+        factor = bus_factor(kind, num_ranks)
+        skews.append(
+            CollectiveSkew(
+                kind=EventKind(kind).label,
+                bytes=message,
+                num_ranks=num_ranks,
+                num_collectives=len(own),
+                skew_ns=median(skew),
+                skew_p90_ns=percentile(skew, 90),
+                pure_transfer_ns=transfer,
+                skewed_ratio=_skewed_ratio(aligned),
+                bus_bytes_per_s=(
+                    message * factor / transfer * 1e9
+                    if transfer and factor and message > 0
+                    else None
+                ),
+            )
+        )
+    total = [(row.skew_ns or 0) * row.num_collectives for row in skews]
+    order = sorted(range(len(skews)), key=lambda place: -total[place])
+    return tuple(skews[place] for place in order)
+
+
+@dataclass(frozen=True, slots=True)
+class _Evidence:
+    """What a straggler is told from."""
+
+    rows: Sequence[RankRow]
+    work: RankWork
+    aligned: Arrivals
+    pricing: RankPricing
+    uncertainty_ns: int
+    step_time_ns: int
+    """The median step of the median rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    row: RankRow
+    like_rank: int
+    cost_ns: int
+
+
+def _find_straggler(evidence: _Evidence) -> tuple[_Priced | None, str | None]:
+    """The straggler, or why it cannot be told; see [Note: who is a straggler]."""
+    row = _find_suspect(evidence)
+    if row is None:
+        return None, None
+    work = evidence.work
+    chance = work.chance(row.rank)
+    if chance > MAX_CHANCE:
+        return None, (
+            f"rank {row.rank} works longest in {work.num_longest(row.rank)} of {work.num_steps} "
+            f"steps, and among {work.num_ranks} equal ranks chance does the same in up to "
+            f"{format_ratio(chance)} of runs. Record more steps, at least "
+            f"{steps_to_tell(work.num_ranks)} that count."
+        )
+    priced, replay = evidence.pricing.without(row.rank), evidence.pricing.result
+    if priced is None or replay is None:
+        return None, (
+            f"rank {row.rank} works longest in most steps, but its clock is not aligned or its "
+            "steps cannot be replayed, so what it costs is not known."
+        )
+    if not _is_waited_for(evidence, row.rank):
+        return None, None
+    cost = min(priced[0], work.excess_ns(row.rank))
+    if cost < LEAST_COST_RATIO * evidence.step_time_ns:
+        return None, None
+    if replay.error_ratio > MAX_ERROR_RATIO or cost < replay.error_ratio * evidence.step_time_ns:
+        return None, (
+            f"the replay misses the steps that it was read from by "
+            f"{format_ratio(replay.error_ratio)}, so what rank {row.rank} costs is not known."
+        )
+    return _Priced(row, priced[1], cost), None
+
+
+def _find_suspect(evidence: _Evidence) -> RankRow | None:
+    """The rank that works longest in most steps, by enough to matter, where arrivals are known."""
+    work, least = evidence.work, LEAST_COST_RATIO * evidence.step_time_ns
+    if evidence.pricing.result is None or len(evidence.aligned) == 0 or work.num_steps == 0:
+        return None
+    return next(
+        (
+            row
+            for row in evidence.rows
+            if work.num_longest(row.rank) >= LEAST_BUSIEST_RATIO * work.num_steps
+            and work.excess_ns(row.rank) >= least
+        ),
+        None,
+    )
+
+
+def _is_waited_for(evidence: _Evidence, rank: int) -> bool:
+    """Whether most of the waiting for late ranks is for this one, beyond the clocks' error."""
+    aligned = evidence.aligned
+    is_last = aligned.last() == aligned.ranks.index(rank)
+    skew = aligned.skew_ns()
+    least = (1 + 1 / evidence.work.num_ranks) / 2
+    if skew[is_last].sum() < least * skew.sum() or not is_last.any():
+        return False
+    return _how_late(aligned, rank)[0] > evidence.uncertainty_ns
+
+
+def _describe_straggler(
+    evidence: _Evidence, found: _Priced, parts: NDArray[np.float64]
+) -> Straggler:
+    row = found.row
+    late_ns, phase = _how_late(evidence.aligned, row.rank)
+    extra = _extra_work(evidence.rows, parts, row.rank)
+    longest = int(np.argmax(extra))
+    return Straggler(
+        rank=row.rank,
+        host=row.host,
+        last_ratio=row.last_ratio or 0.0,
+        late_ns=late_ns,
+        phase=phase,
+        meanwhile=_OWN_PARTS[longest].label,
+        meanwhile_ns=round(float(extra[longest])),
+        like_rank=found.like_rank,
+        cost_ns=found.cost_ns,
+        cost_ratio=found.cost_ns / evidence.step_time_ns,
+    )
+
+
+def _how_late(aligned: Arrivals, rank: int) -> tuple[int, str]:
+    """By how much a rank is last, against the middle of the others, and where that is worst."""
+    place = aligned.ranks.index(rank)
+    own = aligned.where(aligned.last() == place)
+    others = np.delete(own.arrival_ns, place, axis=1)
+    ordered = np.sort(others, axis=1)
+    unknown = (others == NEVER).sum(axis=1)
+    middle = unknown + (others.shape[1] - unknown - 1) // 2
+    late = own.arrival_ns[:, place] - ordered[np.arange(len(own)), middle]
+    phases = np.unique(own.rows.phase).tolist()
+    total = {phase: int(late[own.rows.phase == phase].sum()) for phase in phases}
+    worst = max(total, key=lambda phase: total[phase])
+    return median(late) or 0, Phase(worst).label
+
+
+def _extra_work(
+    rows: Sequence[RankRow], parts: NDArray[np.float64], rank: int
+) -> NDArray[np.float64]:
+    """What each part of a rank's own work takes beyond the middle of the others, shape (parts,)."""
+    place = next(position for position, row in enumerate(rows) if row.rank == rank)
+    extra: NDArray[np.float64] = parts[place] - np.median(np.delete(parts, place, axis=0), axis=0)
+    return extra

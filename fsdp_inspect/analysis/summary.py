@@ -1,0 +1,194 @@
+"""Compose the answers of every analysis about a run in one object.
+
+The analyses answer one question each and do not know each other; this puts their answers side by
+side, for `fsdp-inspect summary`, the dashboard's Overview and the end of a recording. The fields
+are the keys of `summary --json`, with the units in their names. Times are those of the typical
+step of the median rank unless a field says otherwise ([Note: the typical step] in
+`analysis.step_selection`).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
+from fsdp_inspect.analysis.damage import try_measure
+from fsdp_inspect.analysis.exposed import Exposed, measure_exposed
+from fsdp_inspect.analysis.last_arrivals import find_last_arrivals
+from fsdp_inspect.analysis.memory.allocator import AllocatorUse, measure_allocator
+from fsdp_inspect.analysis.memory.growth import measure_memory_growth
+from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
+from fsdp_inspect.analysis.overlap import RankOverlap, measure_overlap
+from fsdp_inspect.analysis.plan_check.check import PlanCheck, check_plan
+from fsdp_inspect.analysis.provenance import Provenance, measure_provenance
+from fsdp_inspect.analysis.run_identity import RunIdentity, identify
+from fsdp_inspect.analysis.scalars import measure_scalars
+from fsdp_inspect.analysis.step_selection import timed_rank
+from fsdp_inspect.analysis.step_times import measure_step_times
+from fsdp_inspect.analysis.stragglers.straggler_search import find_straggler
+from fsdp_inspect.analysis.units import UnitCost, measure_units
+from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
+from fsdp_inspect.analysis.verdict.run_facts import Answers, judge
+from fsdp_inspect.analysis.wait_causes import timed_collectives
+from fsdp_inspect.statistics import Distribution
+from fsdp_inspect.trace.run import RunSource
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """How the logged loss went."""
+
+    first: float
+    last: float
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepsLeftOut:
+    """Which finished steps no time is taken from."""
+
+    warmup: tuple[int, ...]
+    memory: tuple[int, ...]
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A run in numbers; the fields are the keys of `summary --json`."""
+
+    run_id: str
+    status: str
+    """`complete`, `running`, `crashed`, `failed`, `partial` or `imported`."""
+    notes: tuple[str, ...]
+    """What is missing or odd about the run, in words."""
+    is_kernel_trace: bool
+    """Imported from a device's kernels: metrics are defined otherwise (`metrics.define_metric`)."""
+    identity: RunIdentity
+    world_size: int
+    num_ranks: int
+    """Ranks that wrote something."""
+    backend: str
+    num_steps: int
+    """Finished steps, those that are left out of times included."""
+    num_timed_steps: int
+    left_out: StepsLeftOut
+    median_rank: int | None
+    """The rank that the times of this object come from; None without a timed step."""
+    provenance: Provenance | None
+    step_time_ns: Distribution | None
+    communication_ns: int | None
+    exposed_ns: int | None
+    overlap_ratio: float | None
+    """1 - exposed_ns / communication_ns; 1.0 when nothing is communicated."""
+    floor_ns: int | None
+    """The part of exposed_ns that no setting can hide."""
+    communication_bytes: int | None
+    """Messages of one step, full and padded, added up."""
+    collectives_per_step: float | None
+    peak_allocated_bytes: int | None
+    """Highest of all ranks; None if memory was not recorded."""
+    peak_reserved_bytes: int | None
+    """Highest of all ranks; None on CPU, where nothing is reserved."""
+    breakdown: StepBreakdown | None
+    """The typical step of the median rank; its parts add up to it."""
+    exposed: Exposed | None
+    """The waits of the same step by owner and cause, waits for stragglers told apart; the causes
+    add up to the exposed parts of `breakdown`."""
+    memory: Memory
+    loss: Loss | None
+    units: tuple[UnitCost, ...]
+    ranks: tuple[RankOverlap, ...]
+    verdict: Verdict
+    rank_verdicts: tuple[RankVerdict, ...]
+    """What limits each rank, by rank."""
+    plan_check: PlanCheck | None
+    """Whether the collectives that ran are those that the plan asks for."""
+
+
+def measure_summary(run: RunSource) -> Summary:
+    """Ask every analysis, and put the answers side by side.
+
+    A question whose files are damaged has no answer; `notes` says why, and the others stand.
+    """
+    damage: list[str] = []
+    times, overlap = measure_step_times(run), measure_overlap(run)
+    breakdown, memory = measure_breakdown(run), measure_memory(run)
+    exposed = try_measure(_measure_waits, run, damage)
+    units = try_measure(measure_units, run, damage)
+    provenance = try_measure(measure_provenance, run, damage)
+    loss = try_measure(_find_loss, run, damage)
+    plan_check = try_measure(check_plan, run, damage)
+    verdict, rank_verdicts = judge(
+        Answers(
+            manifest=run.manifest,
+            hosts={record.rank: record.host for record in run.ranks},
+            breakdown=breakdown,
+            memory=memory,
+            exposed=exposed,
+            allocator=_measure_allocator(run, memory),
+            growth=try_measure(measure_memory_growth, run, damage),
+            plan_check=plan_check,
+            provenance=provenance,
+            straggler=try_measure(lambda one: find_straggler(one, overlap.ranks), run, damage),
+        )
+    )
+    manifest, steps, middle = run.manifest, times.selection, overlap.run
+    return Summary(
+        run_id=manifest.run_id,
+        status=run.status.value,
+        notes=tuple(dict.fromkeys([*run.notes, *damage, *memory.unreadable])),
+        is_kernel_trace=manifest.is_kernel_trace,
+        identity=identify(manifest),
+        world_size=manifest.world_size,
+        num_ranks=len(run.ranks),
+        backend=manifest.backend,
+        num_steps=len(steps.finished),
+        num_timed_steps=len(steps.timed),
+        left_out=StepsLeftOut(steps.warmup, steps.memory, steps.sentence),
+        median_rank=times.median_rank,
+        provenance=provenance,
+        step_time_ns=times.step_time_ns,
+        communication_ns=middle.communication_ns if middle else None,
+        exposed_ns=middle.exposed_ns if middle else None,
+        overlap_ratio=middle.overlap_ratio if middle else None,
+        floor_ns=exposed.floor_ns if exposed else None,
+        communication_bytes=middle.communication_bytes if middle else None,
+        collectives_per_step=middle.collectives_per_step if middle else None,
+        peak_allocated_bytes=memory.peak_allocated_bytes,
+        peak_reserved_bytes=memory.peak_reserved_bytes,
+        breakdown=breakdown.headline,
+        exposed=exposed,
+        memory=memory,
+        loss=loss,
+        units=units.units if units else (),
+        ranks=overlap.ranks,
+        verdict=verdict,
+        rank_verdicts=rank_verdicts,
+        plan_check=plan_check,
+    )
+
+
+def _measure_waits(run: RunSource) -> Exposed | None:
+    """The waits of the median rank, those for stragglers told apart in its typical steps."""
+    member = timed_rank(run)
+    if member is None:
+        return None
+    collectives = timed_collectives(run, member)
+    known = np.isin(collectives.step, member.typical_steps)
+    last_arrival_ns = np.full(len(collectives), -1, dtype=np.int64)
+    _, last_arrival_ns[known] = find_last_arrivals(run, member.rank, collectives.where(known))
+    return measure_exposed(run, last_arrival_ns=last_arrival_ns)
+
+
+def _measure_allocator(run: RunSource, memory: Memory) -> AllocatorUse | None:
+    """Of the rank with the highest peak, where an allocator was counted at all."""
+    if memory.peak_rank is None or memory.peak_reserved_bytes is None:
+        return None
+    return measure_allocator(run, rank=memory.peak_rank)
+
+
+def _find_loss(run: RunSource) -> Loss | None:
+    for series in measure_scalars(run):
+        if series.name == "loss":
+            return Loss(series.values[0], series.values[-1], len(series.steps))
+    return None

@@ -1,0 +1,169 @@
+"""What limits the run, and which ranks are limited by something else?
+
+Puts the answers of the analyses together as the facts that a verdict rests on. The facts of a rank
+come from its own median step; what needs its events (causes, the floor, the longest wait) is that
+of the same step of the median rank, so that a thousand ranks are judged without reading their
+events.
+"""
+
+from dataclasses import dataclass, replace
+
+from fsdp_inspect.analysis.breakdown import Breakdown, StepBreakdown
+from fsdp_inspect.analysis.exposed import Exposed
+from fsdp_inspect.analysis.memory.allocator import AllocatorUse
+from fsdp_inspect.analysis.memory.growth import MemoryGrowth
+from fsdp_inspect.analysis.memory.peak import Memory, RankMemory
+from fsdp_inspect.analysis.plan_check.check import PlanCheck
+from fsdp_inspect.analysis.provenance import Provenance
+from fsdp_inspect.analysis.verdict import (
+    UNKNOWN,
+    MemoryGrowthFacts,
+    RankVerdict,
+    StepFacts,
+    StragglerFacts,
+    Verdict,
+    Waiting,
+    give_rank_verdict,
+    give_verdict,
+)
+from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, EventKind, Phase, StepPart
+from fsdp_inspect.trace.run import RunManifest
+
+_PASSES = frozenset({Phase.FORWARD.label, Phase.BACKWARD.label})
+_COMPUTE_PARTS = (StepPart.FORWARD, StepPart.BACKWARD, StepPart.OPTIMIZER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What the analyses say about a run; None where a question has no answer."""
+
+    manifest: RunManifest
+    hosts: dict[int, str]
+    """By rank."""
+    breakdown: Breakdown
+    memory: Memory
+    exposed: Exposed | None
+    """Of the headline step alone."""
+    allocator: AllocatorUse | None
+    growth: MemoryGrowth | None
+    plan_check: PlanCheck | None
+    provenance: Provenance | None
+    straggler: StragglerFacts | None
+
+
+def judge(answers: Answers) -> tuple[Verdict, tuple[RankVerdict, ...]]:
+    """What limits the run, and what limits each rank, by rank."""
+    headline = answers.breakdown.headline
+    if headline is None:
+        return UNKNOWN, ()
+    verdict = give_verdict(_facts_of_run(answers, headline))
+    memory = {row.rank: row for row in answers.memory.ranks}
+    ranks = tuple(
+        give_rank_verdict(
+            step.rank,
+            answers.hosts.get(step.rank, ""),
+            _facts_of_rank(answers, step, memory.get(step.rank)),
+            verdict,
+        )
+        for step in answers.breakdown.ranks
+    )
+    return verdict, ranks
+
+
+def _facts_of_run(answers: Answers, step: StepBreakdown) -> StepFacts:
+    exposed, memory = answers.exposed, answers.memory
+    allocator, plan_check = answers.allocator, answers.plan_check
+    contradicts = plan_check is not None and plan_check.is_consistent is False
+    return replace(
+        _facts_of_step(answers, step),
+        exposed_by_kind_ns={
+            part.label.removeprefix("exposed_"): step.duration_ns(part)
+            for part in sorted(EXPOSED_PART_CODES)
+        },
+        causes_ns=exposed.causes_ns if exposed else {},
+        backward_gathers_ns=exposed.backward_gathers_ns if exposed else 0,
+        top=_top_owner(exposed) if exposed else None,
+        reduces_in_float32=any(unit.reduce_dtype == "float32" for unit in answers.manifest.units),
+        blocks_host=answers.provenance is not None and answers.provenance.blocks_host,
+        peak_allocated_bytes=memory.peak_allocated_bytes,
+        peak_reserved_bytes=memory.peak_reserved_bytes,
+        device_bytes=memory.device_bytes,
+        device_ratio=memory.device_ratio,
+        fragmentation_ratio=allocator.fragmentation_ratio if allocator else None,
+        num_alloc_retries=allocator.num_alloc_retries if allocator else None,
+        growth=_growth(answers.growth),
+        contradiction=plan_check.sentence if plan_check and contradicts else None,
+    )
+
+
+def _facts_of_rank(answers: Answers, step: StepBreakdown, memory: RankMemory | None) -> StepFacts:
+    facts = _facts_of_step(answers, step)
+    if memory is None:
+        return facts
+    device, reserved = memory.device_bytes, memory.peak_reserved_bytes
+    return replace(
+        facts,
+        peak_allocated_bytes=memory.peak_allocated_bytes,
+        peak_reserved_bytes=reserved,
+        device_bytes=device,
+        device_ratio=reserved / device if reserved is not None and device else None,
+    )
+
+
+def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
+    """What one real step of any rank tells; in a kernel trace the rest is compute as well."""
+    manifest = answers.manifest
+    is_kernel_trace = manifest.is_kernel_trace
+    compute = sum(step.duration_ns(part) for part in _COMPUTE_PARTS)
+    other = step.duration_ns(StepPart.OTHER)
+    floor = answers.exposed.floor_ns if answers.exposed else 0
+    parameters = [unit.num_parameters for unit in manifest.units]
+    return StepFacts(
+        step_time_ns=step.step_time_ns,
+        compute_ns=compute + other if is_kernel_trace else compute,
+        data_ns=step.duration_ns(StepPart.DATA),
+        host_bound_ns=step.duration_ns(StepPart.HOST_BOUND),
+        exposed_ns=step.exposed_ns,
+        floor_ns=min(floor, step.exposed_ns),
+        other_ns=0 if is_kernel_trace else other,
+        backend=manifest.backend,
+        is_kernel_trace=is_kernel_trace,
+        knows_fsdp=manifest.knows_fsdp,
+        has_gathers=_has_gathers(answers),
+        num_units=len(parameters),
+        largest_unit_ratio=max(parameters, default=0) / max(sum(parameters), 1),
+        straggler=answers.straggler,
+    )
+
+
+def _has_gathers(answers: Answers) -> bool:
+    """Whether FSDP gathers parameters; where it is not known who issued what, whether a pass does.
+
+    A gather after the optimizer, as ZeRO-1 has it, leaves nothing to prefetch or to reshard.
+    """
+    manifest = answers.manifest
+    if answers.exposed is None:
+        return bool(manifest.units)
+    gathers = [row for row in answers.exposed.passes if row.kind == EventKind.ALL_GATHER.label]
+    if manifest.knows_fsdp:
+        return any(row.num_units for row in gathers)
+    return any(row.phase in _PASSES for row in gathers)
+
+
+def _growth(growth: MemoryGrowth | None) -> MemoryGrowthFacts | None:
+    if growth is None or not growth.grows or growth.growth_bytes_per_step is None:
+        return None
+    return MemoryGrowthFacts(
+        rank=growth.rank,
+        bytes_per_step=growth.growth_bytes_per_step,
+        steps_until_full=growth.steps_until_full,
+    )
+
+
+def _top_owner(exposed: Exposed) -> Waiting | None:
+    """The owner of the longest wait beyond the floor; None if there is nothing beyond it."""
+    top = max(exposed.owners, key=lambda owner: owner.exposed_ns - owner.floor_ns, default=None)
+    if top is None or top.exposed_ns == top.floor_ns:
+        return None
+    exposed_ns = top.exposed_ns - top.floor_ns
+    return Waiting(fqn=top.fqn, kind=top.kind, phase=top.phase, exposed_ns=exposed_ns)

@@ -1,0 +1,454 @@
+"""Does a run hold what it did before? Each gated metric is judged, then all of them together.
+
+Memory that is counted storage by storage is deterministic where the other ranks are emulated or
+forecast: it is compared to the byte, unless a limit says otherwise. What an allocator counts, and
+what gloo's threads hold of several real ranks, varies a little from run to run. Times are judged as
+`comparison.noise` says: what cannot be told from the noise of processes is no pass.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from fsdp_inspect.checks.baseline import Baseline, torch_release
+from fsdp_inspect.checks.causes import find_causes
+from fsdp_inspect.checks.increases import Increase, find_increases, find_longer
+from fsdp_inspect.checks.limits import MEMORY_METRICS, PHASES, TIME_METRICS, GateLimit
+from fsdp_inspect.checks.measurements import RESTING, GateMeasurements
+from fsdp_inspect.comparison.noise import (
+    PROCESS_NOISE_RATIO,
+    RUNS_FOR_A_TEST,
+    WORTH_NAMING_RATIO,
+    Judgement,
+    Telling,
+    judge_times,
+)
+from fsdp_inspect.comparison.settings import SettingDifference, compare_settings
+from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.plan import DECIDED_BY_PLAN
+from fsdp_inspect.trace.run import RunManifest
+
+SIGNIFICANCE = 0.01
+"""What stops a merge is told more surely than what a comparison names: five runs against five must
+not overlap."""
+MOST_RUN_DELAY = 0.05
+"""Sides whose training threads were without a core for so different shares of the time are not
+compared: other programs had it."""
+EXACT_METHOD = "storage_tracker"
+DEFAULT_LIMITS = {
+    "peak_allocated_bytes": GateLimit("+1%", beyond_ratio=0.01),
+    "peak_reserved_bytes": GateLimit("+2%", beyond_ratio=0.02),
+    "resting_bytes": GateLimit("+1%", beyond_ratio=0.01),
+}
+"""What an allocator's counts may rise where no limit is written."""
+EXACT = GateLimit("to the byte", beyond=0)
+REAL_RANKS = GateLimit("+10%", beyond_ratio=0.10)
+"""For real ranks on CPU: gloo's threads free what they send when they come to run. Peaks of eight
+runs of one program were up to 4.2 % apart."""
+ALWAYS = tuple(name for name in MEMORY_METRICS if name != "step_adds_bytes")
+"""Metrics of memory that are gated wherever the baseline has them; what a step adds rises, too,
+where what rests falls."""
+DECLARED = tuple(name for name in DECIDED_BY_PLAN if name != "mesh")
+"""Settings of a run's configuration that declare its plan; the mesh is compared as it ran."""
+
+
+class CheckOutcome(StrEnum):
+    """What became of a metric, or of all."""
+
+    HOLDS = "holds"
+    REGRESSION = "regression"
+    UNTOLD = "cannot be judged"
+
+
+EXIT_CODES = {CheckOutcome.HOLDS: 0, CheckOutcome.REGRESSION: 1, CheckOutcome.UNTOLD: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class MetricCheck:
+    """One gated metric."""
+
+    name: str
+    outcome: CheckOutcome
+    before: int | None
+    """The baseline's, bytes or ns (median of its runs); None without one."""
+    after: int | None
+    """The run's; median of several."""
+    allowed: int | None
+    """The most that it may be; None where noise decides alone."""
+    limit: str
+    """As it was written, or the default."""
+    reason: str
+    """Why, in a sentence; empty where it simply holds."""
+
+    @property
+    def change(self) -> int | None:
+        """After less before."""
+        return None if self.before is None or self.after is None else self.after - self.before
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """The verdict on a run."""
+
+    outcome: CheckOutcome
+    exit_code: int
+    """0 holds, 1 a regression, 2 cannot be judged."""
+    name: str
+    run_ids: tuple[str, ...]
+    source: str
+    """`recorded`, `emulated`, `imported` or `predicted`."""
+    method: str
+    """Who counted the memory."""
+    metrics: tuple[MetricCheck, ...]
+    growth: tuple[Increase, ...]
+    """What grew at the peak, by category and units, largest first; of a regression of memory."""
+    longer: tuple[Increase, ...]
+    """What takes longer where a time rose: parts of the step, then waits by collective, phase and
+    units, each longest first; in ns."""
+    phase: str | None
+    """The phase whose highest moment grew (`resting`: what the step leaves), and of a run that
+    holds the phase of its peak; None: composition was not recorded."""
+    unit: str | None
+    """Position of that moment: the innermost unit on the host's stack."""
+    causes: tuple[str, ...]
+    """What most likely made it grow, best evidence first."""
+    settings: tuple[SettingDifference, ...]
+    """In which settings the run differs from the baseline's."""
+    reasons: tuple[str, ...]
+    """Why it cannot be judged, each with what to do; empty if it can."""
+    improved: tuple[str, ...]
+    """Metrics that are lower than before, beyond noise."""
+
+
+def check_run(
+    reading: GateMeasurements,
+    baseline: Baseline | None,
+    budget: Mapping[str, GateLimit] | None = None,
+) -> CheckResult:
+    """Hold a run against its baseline, a budget, or both.
+
+    Args:
+        reading: What the run, or its repeats, took.
+        baseline: What it took before.
+        budget: Limits by metric; they go over the baseline's own.
+
+    Raises:
+        CheckError: The baseline's limits cannot be read.
+    """
+    limits = {**(baseline.parsed_limits() if baseline else {}), **(budget or {})}
+    before = baseline.manifest if baseline else None
+    settings = compare_settings([before, _comparable(reading.manifest, before)]) if before else ()
+    reasons = [*reading.problems, *_other_keys(baseline, reading)]
+    metrics = () if reasons else tuple(_judge_all(reading, baseline, limits))
+    reasons += [one.reason for one in metrics if one.outcome is CheckOutcome.UNTOLD]
+    if not metrics and not reasons:
+        reasons.append(
+            "Nothing is gated: neither baseline nor budget has a metric that the run knows. Write "
+            "a baseline with --update from a run that recorded memory."
+        )
+    outcome = _altogether(metrics, reasons)
+    failed = [one.name for one in metrics if one.outcome is CheckOutcome.REGRESSION]
+    of_memory = [name for name in failed if name not in TIME_METRICS]
+    of_time = [name for name in failed if name in TIME_METRICS]
+    phase = _phase_to_explain(reading, failed)
+    grown = _grown(reading, baseline, phase) if of_memory else ()
+    causes = (
+        find_causes(
+            before, reading.manifest, grown, of_memory=bool(of_memory), of_time=bool(of_time)
+        )
+        if failed and before
+        else ()
+    )
+    return CheckResult(
+        outcome=outcome,
+        exit_code=EXIT_CODES[outcome],
+        name=reading.manifest.name or reading.run_ids[0],
+        run_ids=reading.run_ids,
+        source=reading.manifest.source,
+        method=reading.method,
+        metrics=metrics,
+        growth=grown,
+        longer=_longer(reading, baseline, of_time),
+        phase=phase,
+        unit=reading.moments[phase].unit if phase in reading.moments else None,
+        causes=tuple(causes),
+        settings=settings,
+        reasons=tuple(reasons),
+        improved=tuple(one.name for one in metrics if _is_improved(one)),
+    )
+
+
+def _phase_to_explain(reading: GateMeasurements, failed: Sequence[str]) -> str | None:
+    """Of the first metric that failed; several are mostly one growth seen in several phases."""
+    for name in failed:
+        if name == "resting_bytes":
+            return RESTING
+        phase = name.removeprefix("peak_").removesuffix("_bytes")
+        if phase in reading.moments:
+            return phase
+        if name in ("peak_allocated_bytes", "peak_reserved_bytes") and reading.phase:
+            return reading.phase
+    return reading.phase
+
+
+def _grown(
+    reading: GateMeasurements, baseline: Baseline | None, phase: str | None
+) -> tuple[Increase, ...]:
+    """What grew at the same moment of the step."""
+    if baseline is None or phase not in baseline.moments or phase not in reading.moments:
+        return ()
+    return find_increases(baseline.moments[phase].moment.held, reading.moments[phase].held)
+
+
+def _longer(
+    reading: GateMeasurements, baseline: Baseline | None, failed: Sequence[str]
+) -> tuple[Increase, ...]:
+    """What takes longer; of a rise of exposed communication alone only the waits."""
+    if baseline is None or not failed:
+        return ()
+    is_of_step = "step_time_ns" in failed
+    return find_longer(
+        baseline.parts if is_of_step else {},
+        reading.parts if is_of_step else {},
+        baseline.waited,
+        reading.waits,
+    )
+
+
+def _altogether(metrics: Sequence[MetricCheck], reasons: Sequence[str]) -> CheckOutcome:
+    """A regression is one whatever else cannot be told."""
+    if any(one.outcome is CheckOutcome.REGRESSION for one in metrics):
+        return CheckOutcome.REGRESSION
+    return CheckOutcome.UNTOLD if reasons else CheckOutcome.HOLDS
+
+
+def _is_improved(one: MetricCheck) -> bool:
+    if one.outcome is not CheckOutcome.HOLDS or one.change is None or one.change >= 0:
+        return False
+    return one.name not in TIME_METRICS or one.reason != ""  # a change beyond noise
+
+
+# --- what has to be the same
+
+
+def _other_keys(baseline: Baseline | None, reading: GateMeasurements) -> Iterator[str]:
+    """Why the baseline is of something else; each a sentence with what to do."""
+    if baseline is None:
+        return
+    before = baseline.manifest
+    after = _comparable(reading.manifest, before)
+    remedy = "Write a baseline for it with --update, or run the check as the baseline was made."
+    pairs = {name: (value_of(before), value_of(after)) for name, value_of in _KEYS.items()}
+    if baseline.method and reading.method:
+        pairs["memory counted by the"] = (baseline.method, reading.method)
+    if before.world_size != after.world_size:
+        del pairs["mesh"]  # follows from it
+    for name, (was, now) in pairs.items():
+        if was != now:
+            yield f"The baseline is of {name} {was}, and the run of {now}: no comparison. {remedy}"
+    for name in DECLARED:
+        if name in before.config and name in after.config:
+            was, now = before.config[name], after.config[name]
+            if was != now:
+                yield (
+                    f"The plan was changed on purpose: {name} is {now!r} in the run's "
+                    f"configuration and {was!r} in the baseline's. {remedy}"
+                )
+
+
+_KEYS: Mapping[str, Callable[[RunManifest], str]] = {
+    "torch": torch_release,
+    "world size": lambda manifest: str(manifest.world_size),
+    "mesh": lambda manifest: " x ".join(str(size) for size in manifest.mesh.values()),
+    "device": lambda manifest: f"{manifest.device_type} {manifest.device_name}".strip(),
+    "source": lambda manifest: manifest.source,
+    "emulated network": lambda manifest: json.dumps(manifest.emulation, sort_keys=True),
+}
+
+
+def _comparable(manifest: RunManifest, before: RunManifest) -> RunManifest:
+    """Without what the baseline does not keep: the device's name and network only beside times."""
+    kept: dict[str, Any] = {
+        "versions": {"torch": torch_release(manifest)},
+        "device_name": manifest.device_name if before.device_name else "",
+        "emulation": manifest.emulation if before.emulation else {},
+        "environment": {},
+        "git_commit": None,
+    }
+    return manifest.model_copy(update=kept)
+
+
+# --- one metric
+
+
+def _judge_all(
+    reading: GateMeasurements, baseline: Baseline | None, limits: Mapping[str, GateLimit]
+) -> Iterator[MetricCheck]:
+    gated = [name for name in ALWAYS if baseline and name in baseline.memory]
+    gated += [name for name in TIME_METRICS if baseline and name in baseline.times]
+    for name in dict.fromkeys([*gated, *limits]):
+        if _has_no_peak(name, reading):
+            continue
+        if name in TIME_METRICS:
+            yield _judge_time(name, reading, baseline, limits.get(name))
+        else:
+            yield _judge_memory(name, reading, baseline, limits.get(name))
+
+
+def _has_no_peak(name: str, reading: GateMeasurements) -> bool:
+    """Whether it is the peak of a phase in which nothing was allocated or freed.
+
+    That phase is as high as its neighbours, and whether a thread of gloo frees a buffer in it or
+    later is chance.
+    """
+    is_of_phase = name in {f"peak_{phase}_bytes" for phase in PHASES}
+    return is_of_phase and bool(reading.moments) and name not in reading.memory
+
+
+def _judge_memory(
+    name: str, reading: GateMeasurements, baseline: Baseline | None, limit: GateLimit | None
+) -> MetricCheck:
+    before, after = _memory_before(baseline, name), reading.value(name)
+    limit = limit or _default_limit(name, reading)
+    allowed = limit.allowed(before)
+    if after is None or allowed is None:
+        what = (
+            "the run did not record it in a step after warm-up"
+            if after is None
+            else "the baseline does not have it"
+        )
+        reason = (
+            f"{name} cannot be judged: {what}. Record memory (memory_steps on CPU), or leave it "
+            "out of the limits."
+        )
+        return MetricCheck(name, CheckOutcome.UNTOLD, before, after, allowed, limit.text, reason)
+    outcome = CheckOutcome.REGRESSION if after > allowed else CheckOutcome.HOLDS
+    return MetricCheck(name, outcome, before, after, allowed, limit.text, "")
+
+
+def _memory_before(baseline: Baseline | None, name: str) -> int | None:
+    if baseline is None:
+        return None
+    if name.startswith("category."):
+        label = name.removeprefix("category.")
+        peak = baseline.moments.get(baseline.phase or "")
+        return None if peak is None else sum(held.get(label, 0) for held in peak.held.values())
+    return baseline.memory.get(name)
+
+
+def _default_limit(name: str, reading: GateMeasurements) -> GateLimit:
+    if reading.method != EXACT_METHOD:
+        return DEFAULT_LIMITS.get(name, EXACT)
+    is_real = reading.manifest.source == "recorded" and reading.manifest.world_size > 1
+    return REAL_RANKS if is_real and name != "resting_bytes" else EXACT
+
+
+def _judge_time(
+    name: str, reading: GateMeasurements, baseline: Baseline | None, limit: GateLimit | None
+) -> MetricCheck:
+    first = tuple(baseline.times.get(name, ())) if baseline else ()
+    second = reading.times.get(name, ())
+    before, after = median(first), median(second)
+    text = limit.text if limit else "within noise"
+    allowed = limit.allowed(before) if limit else None
+    if after is None or ((limit is None or limit.absolute is None) and before is None):
+        what = "run" if after is None else "baseline"
+        reason = f"{name} cannot be judged: the {what} has no timed steps. Record some."
+        return MetricCheck(name, CheckOutcome.UNTOLD, before, after, allowed, text, reason)
+    if limit is not None and limit.absolute is not None:
+        outcome, reason = _judge_absolute(name, second, after, limit.absolute)
+        hindered = _hindrance(name, outcome, (), reading.run_delays)
+    else:
+        whole = median(tuple(baseline.times.get("step_time_ns", ()))) if baseline else None
+        least = WORTH_NAMING_RATIO * (whole or before or 0)
+        judgement = judge_times(first, second, whole=whole, significance=SIGNIFICANCE)
+        room = max(_room(allowed, before, after), least / before if before else 0.0)
+        outcome, reason = _judge_change(name, judgement, room)
+        delays = baseline.run_delays if baseline else ()
+        hindered = _hindrance(name, outcome, delays, reading.run_delays)
+    if hindered:
+        outcome, reason = CheckOutcome.UNTOLD, hindered
+    return MetricCheck(name, outcome, before, after, allowed, text, reason)
+
+
+def _hindrance(
+    name: str, outcome: CheckOutcome, before: Sequence[float], after: Sequence[float]
+) -> str | None:
+    """Why other work on the machine may have made an outcome; None: it has not.
+
+    Args:
+        name: Of the metric.
+        outcome: As the times alone say.
+        before: Run delays of the baseline's runs; empty: not known, or held against a constant.
+        after: Of the runs.
+    """
+    if not after or outcome is CheckOutcome.UNTOLD:
+        return None
+    was, now = statistics.median(before or (0.0,)), statistics.median(after)
+    is_slower = outcome is CheckOutcome.REGRESSION
+    if abs(now - was) <= MOST_RUN_DELAY or (now > was) is not is_slower:
+        return None
+    told = f"a training thread was ready and had no core for {now:.0%} of the time"
+    against = f" ({was:.0%} in the baseline's runs)" if before else ""
+    remedy = (
+        "Free the machine of other work, or give each rank cores of its own, and record again."
+        if is_slower
+        else "Write the baseline's times anew with --update, on a machine as free as this one."
+    )
+    return f"{name} cannot be judged: {told}{against}. {remedy}"
+
+
+def _room(allowed: int | None, before: int | None, after: int) -> float:
+    """The rise that a limit allows, as a share of what was before; of nothing none, or any."""
+    if allowed is None:
+        return 0.0
+    if not before:
+        return math.inf if after <= allowed else 0.0
+    return allowed / before - 1
+
+
+def _judge_absolute(
+    name: str, times: Sequence[int], after: int, allowed: int
+) -> tuple[CheckOutcome, str]:
+    """Few runs may miss a limit, or keep it, by chance where it is near."""
+    is_few = len(times) < RUNS_FOR_A_TEST
+    if is_few and abs(after - allowed) < PROCESS_NOISE_RATIO * allowed:
+        return CheckOutcome.UNTOLD, (
+            f"{name} is within {PROCESS_NOISE_RATIO:.0%} of its limit, which {len(times)} of "
+            f"{RUNS_FOR_A_TEST} runs cannot tell from process noise. {_more(len(times))}"
+        )
+    return (CheckOutcome.REGRESSION if after > allowed else CheckOutcome.HOLDS), ""
+
+
+def _judge_change(name: str, judgement: Judgement, room: float) -> tuple[CheckOutcome, str]:
+    """A rise is what counts: that it may as well have fallen leaves nothing open.
+
+    Args:
+        name: Of the metric.
+        judgement: Of its change.
+        room: The rise that is allowed, as a share.
+    """
+    change = math.inf if judgement.change is None else judgement.change
+    amount = "from nothing" if judgement.change is None else f"by {change:+.1%}"
+    if judgement.telling is Telling.DIFFERENT:
+        is_over = change > room
+        return (CheckOutcome.REGRESSION if is_over else CheckOutcome.HOLDS), f"changed {amount}"
+    is_bounded = judgement.high is not None and judgement.high < room
+    if judgement.telling is Telling.SAME or is_bounded:
+        return CheckOutcome.HOLDS, ""
+    lacking = max(judgement.more_runs)
+    told = f"{name} changed {amount}, which cannot be told from process noise"
+    return CheckOutcome.UNTOLD, f"{told}. {_more(RUNS_FOR_A_TEST - lacking)}"
+
+
+def _more(num_runs: int) -> str:
+    if num_runs < RUNS_FOR_A_TEST:
+        return (
+            f"Give {RUNS_FOR_A_TEST} runs or more: check RUN RUN ..., or --record 'COMMAND' "
+            f"--repeat {RUNS_FOR_A_TEST}."
+        )
+    return "Record more runs, or on a quieter machine."

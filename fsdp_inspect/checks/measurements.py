@@ -1,0 +1,239 @@
+"""What of a run does the gate look at? One number a metric and run, and what it is made of.
+
+Several runs are repeats of one program: of memory the highest counts, of times one number a run.
+Steps of warming up count nowhere: the first steps hold what later ones do not (libraries load their
+workspaces, the allocator grows, the optimizer makes its state).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
+from fsdp_inspect.analysis.damage import try_measure
+from fsdp_inspect.analysis.exposed import Exposed, measure_exposed
+from fsdp_inspect.analysis.memory.peak import Memory, PeakMoment, measure_memory
+from fsdp_inspect.analysis.overlap import RankOverlap, measure_overlap
+from fsdp_inspect.analysis.run_delay import measure_run_delay
+from fsdp_inspect.checks.limits import CATEGORY_METRICS, PHASES, TIME_METRICS
+from fsdp_inspect.comparison.settings import find_other_settings
+from fsdp_inspect.error_text import quote_all
+from fsdp_inspect.formatting import format_owner, format_unit
+from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.run import RunManifest, RunSource, RunStatus
+
+NO_UNIT = "(no unit)"
+_USABLE = (RunStatus.COMPLETE, RunStatus.IMPORTED)
+_MOST_NAMED = 3
+
+RESTING = "resting"
+"""The name of the moment after a step."""
+Held = dict[tuple[str, str], int]
+"""Bytes at a moment by unit and category; or ns a step by unit and what it waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMoment:
+    """What was alive at the highest moment of a phase, or after the step."""
+
+    bytes: int
+    unit: str
+    """Position: the innermost unit on the host's stack."""
+    held: Held
+
+
+@dataclass(frozen=True, slots=True)
+class GateMeasurements:
+    """What one or more repeats of a program took."""
+
+    manifest: RunManifest
+    """Of the run with the highest peak."""
+    run_ids: tuple[str, ...]
+    method: str
+    """Who counted the memory: `cuda_allocator`, `storage_tracker`, `memory_snapshot`; or empty."""
+    memory: dict[str, int] = field(default_factory=dict)
+    """Highest over the runs, by metric; what was not recorded is left out."""
+    times: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Median of the timed steps of each run, by metric."""
+    phase: str | None = None
+    """Where the peak was reached; None: composition was not recorded."""
+    moments: dict[str, MemoryMoment] = field(default_factory=dict)
+    """By phase, and `RESTING`; of the run with the highest peak."""
+    parts: dict[str, int] = field(default_factory=dict)
+    """ns of the parts of a step; medians over the runs' typical steps."""
+    waits: Held = field(default_factory=dict)
+    """ns a step, by unit and by collective and phase (`all_gather in backward`), for which its
+    collectives are waited; medians over the runs."""
+    run_delays: tuple[float, ...] = ()
+    """Of each run with timed steps, the share of the time for which a training thread had no core;
+    empty where that is not known of each."""
+    problems: tuple[str, ...] = ()
+    """Why a run cannot be judged."""
+
+    def value(self, metric: str) -> int | None:
+        """A metric of memory; None: not recorded."""
+        return self.memory.get(metric)
+
+
+def read_runs(runs: Sequence[RunSource]) -> GateMeasurements:
+    """Look at repeats of one program.
+
+    Args:
+        runs: At least one.
+    """
+    timings = [_measure_times(run) for run in runs]
+    memories = [measure_memory(run, with_warmup=False) for run in runs]
+    top = max(range(len(runs)), key=lambda place: memories[place].peak_allocated_bytes or 0)
+    memory = memories[top]
+    amounts: dict[str, int] = {}
+    for one in memories:
+        for metric, amount in _memory_of(one).items():
+            amounts[metric] = max(amount, amounts.get(metric, 0))
+    return GateMeasurements(
+        manifest=runs[top].manifest,
+        run_ids=tuple(run.manifest.run_id for run in runs),
+        method=next((row.method for row in memory.ranks if row.method), ""),
+        memory=amounts,
+        times={
+            metric: times for metric in TIME_METRICS if (times := tuple(_times_of(metric, timings)))
+        },
+        phase=memory.peak.phase if memory.peak else None,
+        moments=_moments_of(memory),
+        parts=_parts_of(timings),
+        waits=_waits_of(timings),
+        run_delays=_run_delays_of(runs, timings),
+        problems=tuple(_problems(runs)),
+    )
+
+
+# --- memory
+
+
+def _memory_of(memory: Memory) -> dict[str, int]:
+    ranks = memory.ranks
+    found = {
+        "peak_allocated_bytes": memory.peak_allocated_bytes,
+        "peak_reserved_bytes": memory.peak_reserved_bytes,
+        "step_adds_bytes": _highest(row.step_adds_bytes for row in ranks),
+        "resting_bytes": _highest(row.resting_bytes for row in ranks),
+    }
+    found |= {
+        f"peak_{moment.phase}_bytes": moment.bytes
+        for moment in memory.phases
+        if moment.phase in PHASES
+    }
+    if memory.peak is not None:
+        found |= dict.fromkeys(CATEGORY_METRICS, 0)
+        found |= {f"category.{one.category}": one.bytes for one in memory.peak.categories}
+    return {metric: amount for metric, amount in found.items() if amount is not None}
+
+
+def _highest(amounts: Iterable[int | None]) -> int | None:
+    """Of those that are known; None: none is."""
+    return max((amount for amount in amounts if amount is not None), default=None)
+
+
+def _moments_of(memory: Memory) -> dict[str, MemoryMoment]:
+    found = {moment.phase: moment for moment in memory.phases}
+    if memory.peak is not None:
+        found[memory.peak.phase] = memory.peak
+    if memory.resting is not None:
+        found[RESTING] = memory.resting
+    return {
+        name: MemoryMoment(moment.bytes, _name(moment.fqn), _held(moment))
+        for name, moment in found.items()
+    }
+
+
+def _held(peak: PeakMoment) -> Held:
+    if not peak.owners:
+        return {(NO_UNIT, one.category): one.bytes for one in peak.categories}
+    return {
+        (_name(owner.fqn), one.category): one.bytes
+        for owner in peak.owners
+        for one in owner.categories
+    }
+
+
+def _name(fqn: str | None) -> str:
+    return NO_UNIT if fqn is None else format_unit(fqn)
+
+
+# --- times
+
+
+@dataclass(frozen=True, slots=True)
+class _Timing:
+    """How long one run took; None without a timed step."""
+
+    middle: RankOverlap | None
+    """Of the median rank."""
+    breakdown: StepBreakdown | None
+    exposed: Exposed | None
+    """None as well where the files that tell are damaged."""
+
+
+def _measure_times(run: RunSource) -> _Timing:
+    return _Timing(
+        middle=measure_overlap(run).run,
+        breakdown=measure_breakdown(run).headline,
+        exposed=try_measure(measure_exposed, run, []),
+    )
+
+
+def _times_of(metric: str, timings: Sequence[_Timing]) -> list[int]:
+    return [getattr(timing.middle, metric) for timing in timings if timing.middle is not None]
+
+
+def _parts_of(timings: Sequence[_Timing]) -> dict[str, int]:
+    steps = [timing.breakdown for timing in timings if timing.breakdown is not None]
+    names = dict.fromkeys(part.name for step in steps for part in step.parts)
+    return {
+        name: median(
+            [part.duration_ns for step in steps for part in step.parts if part.name == name]
+        )
+        or 0
+        for name in names
+    }
+
+
+def _waits_of(timings: Sequence[_Timing]) -> Held:
+    of_runs = [
+        {
+            (format_owner(owner.fqn, owner.is_fsdp), f"{owner.kind} in {owner.phase}"): (
+                owner.exposed_ns
+            )
+            for owner in timing.exposed.owners
+        }
+        for timing in timings
+        if timing.exposed is not None
+    ]
+    keys = dict.fromkeys(key for waits in of_runs for key in waits)
+    return {key: median([waits.get(key, 0) for waits in of_runs]) or 0 for key in keys}
+
+
+def _run_delays_of(runs: Sequence[RunSource], timings: Sequence[_Timing]) -> tuple[float, ...]:
+    timed = [run for run, timing in zip(runs, timings, strict=True) if timing.middle is not None]
+    found = [measure_run_delay(run) for run in timed]
+    delays = tuple(round(one.run_delay_ratio, 4) for one in found if one is not None)
+    return delays if len(delays) == len(timed) else ()
+
+
+# --- what forbids a judgement
+
+
+def _problems(runs: Sequence[RunSource]) -> Iterator[str]:
+    for run in runs:
+        if run.status not in _USABLE:
+            yield (
+                f"Run {run.manifest.run_id!r} is {run.status.value}: it did not end normally on "
+                "every rank, and may lack its peak. Record it again."
+            )
+    first = runs[0].manifest
+    for run in runs[1:]:
+        others = find_other_settings(first, run.manifest)
+        if others:
+            names = quote_all(dict.fromkeys(one.name for one in others[:_MOST_NAMED]))
+            yield (
+                f"Runs {first.run_id!r} and {run.manifest.run_id!r} differ in {names}. Expected "
+                "repeats of one program, which have the same settings. Check them apart."
+            )

@@ -1,0 +1,1 @@
+"""One run compared with others."""

@@ -1,0 +1,366 @@
+"""What stands beside what when runs are compared: metrics, parts of the step, units, memory?
+
+Every row has one value for each side, and one change for each side but the first, which is the
+reference. Rows hold numbers only; `reasons` says what they mean.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fsdp_inspect.analysis.breakdown import StepBreakdown
+from fsdp_inspect.analysis.memory.peak import PeakMoment
+from fsdp_inspect.analysis.summary import Summary
+from fsdp_inspect.analysis.units import UnitCollective
+from fsdp_inspect.comparison.noise import Judgement, judge_exact, judge_times
+from fsdp_inspect.comparison.sides import MeasuredRun, MeasuredSide
+from fsdp_inspect.comparison.unit_alignment import UnitRow, align_units
+from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.run import Unit
+
+_TIMES = ("step_time_ns", "communication_ns", "exposed_ns")
+_EXACT = (
+    "collectives_per_step",
+    "communication_bytes",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricComparison:
+    """One number of the whole run."""
+
+    name: str
+    values: tuple[int | None, ...]
+    """The median over the runs of each side."""
+    runs: tuple[tuple[int, ...], ...]
+    """The number of every run that has it, by side."""
+    is_exact: bool
+    """Counts and bytes, which do not vary from run to run."""
+    judgements: tuple[Judgement, ...]
+    """Each other side against the reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartComparison:
+    """One part of the median step; the parts of a step add up, and so do their changes."""
+
+    name: str
+    values_ns: tuple[int | None, ...]
+    """Of the median step of the side's median run."""
+    changes_ns: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSide:
+    """What the units of one row cost on one side; per step, from the side's median run."""
+
+    fqns: tuple[str, ...]
+    forward_ns: int | None
+    """Of all of them, nested units included, as is the next; None where an import tells of none."""
+    backward_ns: int | None
+    exposed_ns: int
+    all_gather: UnitCollective
+    """Of several units: counts and exposed time are sums, what belongs to one collective None."""
+    reduce_scatter: UnitCollective
+    all_reduce: UnitCollective
+    peak_held_bytes: int | None
+    """What they own at the peak of the memory steps; None where no owners were recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitComparison:
+    """Units that stand beside each other."""
+
+    sides: tuple[UnitSide | None, ...]
+    """None where a side has nothing of it."""
+    is_regrouped: bool
+    """The sides cut the same modules differently."""
+    exposed_changes_ns: tuple[int | None, ...]
+    """None where one of the two sides has nothing of it."""
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        """The names on the first side that has the row."""
+        return next(side.fqns for side in self.sides if side is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class CategoryComparison:
+    """One category of memory at the peak of the memory steps."""
+
+    category: str
+    values: tuple[int | None, ...]
+    """Bytes; None where a side recorded no composition."""
+    changes: tuple[int | None, ...]
+
+
+def compare_metrics(sides: Sequence[MeasuredSide]) -> tuple[MetricComparison, ...]:
+    """Headline numbers: times judged against noise, counts and bytes exactly."""
+    step_time = median(_values(sides[0], "step_time_ns"))
+    return tuple(_compare_metric(name, sides, step_time) for name in (*_TIMES, *_EXACT))
+
+
+def _compare_metric(
+    name: str, sides: Sequence[MeasuredSide], step_time: int | None
+) -> MetricComparison:
+    runs = tuple(tuple(_values(side, name)) for side in sides)
+    is_exact = name in _EXACT
+    return MetricComparison(
+        name=name,
+        values=tuple(median(values) for values in runs),
+        runs=runs,
+        is_exact=is_exact,
+        judgements=tuple(
+            judge_exact(runs[0], values)
+            if is_exact
+            else judge_times(runs[0], values, whole=step_time)
+            for values in runs[1:]
+        ),
+    )
+
+
+def _values(side: MeasuredSide, name: str) -> list[int]:
+    values = [_value(run, name) for run in side.runs]
+    return [value for value in values if value is not None]
+
+
+def _value(run: MeasuredRun, name: str) -> int | None:
+    if name == "step_time_ns":
+        return run.step_time_ns
+    value: int | None = getattr(run.digest, name)
+    return value
+
+
+def compare_parts(sides: Sequence[MeasuredSide]) -> tuple[PartComparison, ...]:
+    """Where the median step of each side goes; parts that are 0 everywhere are left out."""
+    breakdowns = [side.median_run.digest.breakdown for side in sides]
+    known = next((breakdown for breakdown in breakdowns if breakdown is not None), None)
+    if known is None:
+        return ()
+    rows = [_compare_part(part.name, breakdowns) for part in known.parts]
+    return tuple(row for row in rows if any(row.values_ns))
+
+
+def _compare_part(name: str, breakdowns: Sequence[StepBreakdown | None]) -> PartComparison:
+    values = tuple(
+        None
+        if breakdown is None
+        else next(part.duration_ns for part in breakdown.parts if part.name == name)
+        for breakdown in breakdowns
+    )
+    return PartComparison(name, values, _changes(values))
+
+
+def compare_causes(sides: Sequence[MeasuredSide]) -> tuple[PartComparison, ...]:
+    """Why the ranks wait (`Cause`): what the exposed parts of those steps are made of.
+
+    A side without causes (its events are missing) has None.
+    """
+    causes = [_causes(side.median_run.digest) for side in sides]
+    return tuple(PartComparison(name, values, _changes(values)) for name, values in _beside(causes))
+
+
+def _causes(digest: Summary) -> dict[str, int] | None:
+    exposed = digest.exposed
+    if exposed is None or (exposed.exposed_ns and not exposed.causes_ns):
+        return None
+    return exposed.causes_ns
+
+
+def compare_categories(sides: Sequence[MeasuredSide]) -> tuple[CategoryComparison, ...]:
+    """What fills memory at the peak; empty where no side knows."""
+    held = [_categories(side.median_run.digest) for side in sides]
+    return tuple(
+        CategoryComparison(name, values, _changes(values)) for name, values in _beside(held)
+    )
+
+
+def _categories(digest: Summary) -> dict[str, int] | None:
+    if digest.memory.peak is None:
+        return None
+    return {row.category: row.bytes for row in digest.memory.peak.categories}
+
+
+def _beside(
+    tables: Sequence[dict[str, int] | None],
+) -> Iterator[tuple[str, tuple[int | None, ...]]]:
+    """Every name of any side, with its value on each: 0 where a side lacks it, None unknown."""
+    names = dict.fromkeys(name for table in tables if table is not None for name in table)
+    for name in names:
+        yield name, tuple(None if table is None else table.get(name, 0) for table in tables)
+
+
+def _changes(values: Sequence[int | None]) -> tuple[int | None, ...]:
+    first = values[0]
+    return tuple(None if value is None or first is None else value - first for value in values[1:])
+
+
+def compare_units(sides: Sequence[MeasuredSide]) -> tuple[UnitComparison, ...]:
+    """The units of all sides, aligned, in the order in which the reference runs them."""
+    digests = [side.median_run.digest for side in sides]
+    rows = align_units([side.median_run.manifest.units for side in sides])
+    return tuple(_compare_unit(row, digests) for row in rows)
+
+
+def _compare_unit(row: UnitRow, digests: Sequence[Summary]) -> UnitComparison:
+    sides = tuple(_cost_of(units, one) for units, one in zip(row.members, digests, strict=True))
+    return UnitComparison(
+        sides=sides,
+        is_regrouped=row.is_regrouped,
+        exposed_changes_ns=_changes([None if side is None else side.exposed_ns for side in sides]),
+    )
+
+
+def _sum_told(times_ns: Sequence[int | None]) -> int | None:
+    """The sum of the times that are known; None where none is."""
+    told = [time_ns for time_ns in times_ns if time_ns is not None]
+    return sum(told) if told else None
+
+
+def _cost_of(units: Sequence[Unit], digest: Summary) -> UnitSide | None:
+    indices = {unit.index for unit in units}
+    own = [cost for cost in digest.units if cost.index in indices]
+    if not own:
+        return None
+    return UnitSide(
+        fqns=tuple(cost.fqn for cost in own),
+        forward_ns=_sum_told([cost.forward_ns for cost in own]),
+        backward_ns=_sum_told([cost.backward_ns for cost in own]),
+        exposed_ns=sum(cost.exposed_ns for cost in own),
+        all_gather=_add_up([cost.all_gather for cost in own]),
+        reduce_scatter=_add_up([cost.reduce_scatter for cost in own]),
+        all_reduce=_add_up([cost.all_reduce for cost in own]),
+        peak_held_bytes=_held_at_peak(indices, digest.memory.peak),
+    )
+
+
+def _held_at_peak(indices: Collection[int], peak: PeakMoment | None) -> int | None:
+    if peak is None or not peak.owners:
+        return None
+    return sum(owner.bytes for owner in peak.owners if owner.unit in indices)
+
+
+def _add_up(collectives: Sequence[UnitCollective]) -> UnitCollective:
+    if len(collectives) == 1:
+        return collectives[0]
+    sizes = {collective.group_size for collective in collectives}
+    return UnitCollective(
+        count_per_step=sum(collective.count_per_step for collective in collectives),
+        bytes=None,
+        group_size=sizes.pop() if len(sizes) == 1 else None,
+        duration_ns=None,
+        exposed_ns=sum(collective.exposed_ns for collective in collectives),
+        bus_bytes_per_s=None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """One cost of one row of units that changed between two sides."""
+
+    fqns: tuple[str, ...]
+    what: str
+    """`all_gather`, `reduce_scatter`, `all_reduce`, `forward` or `backward`."""
+    change_ns: int
+
+
+def find_movements(units: Sequence[UnitComparison], other: int) -> tuple[Movement, ...]:
+    """What changed in the units from the reference to another side, largest change first.
+
+    Args:
+        units: As aligned.
+        other: Which side, from 1.
+    """
+    moved = [
+        movement
+        for row in units
+        if row.sides[0] and row.sides[other]
+        for movement in _movements(row, row.sides[0], row.sides[other])
+    ]
+    return tuple(sorted(moved, key=lambda movement: -abs(movement.change_ns)))
+
+
+def _movements(
+    row: UnitComparison, before: UnitSide | None, after: UnitSide | None
+) -> Iterator[Movement]:
+    if before is None or after is None:
+        return
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        change = getattr(after, kind).exposed_ns - getattr(before, kind).exposed_ns
+        yield Movement(row.fqns, kind, change)
+    if before.forward_ns is not None and after.forward_ns is not None:
+        yield Movement(row.fqns, "forward", after.forward_ns - before.forward_ns)
+    if before.backward_ns is not None and after.backward_ns is not None:
+        yield Movement(row.fqns, "backward", after.backward_ns - before.backward_ns)
+
+
+class UnitMeasure(StrEnum):
+    """What of units can be compared."""
+
+    EXPOSED = "exposed"
+    ALL_GATHER = "all-gather"
+    """Duration of one."""
+    REDUCE_SCATTER = "reduce-scatter"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    MEMORY = "memory at the peak"
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether it is bytes; else ns."""
+        return self is UnitMeasure.MEMORY
+
+    def of(self, side: UnitSide | None) -> int | None:
+        """Its value for the units of one side; None where it is not known."""
+        if side is None:
+            return None
+        match self:
+            case UnitMeasure.EXPOSED:
+                return side.exposed_ns
+            case UnitMeasure.ALL_GATHER:
+                return side.all_gather.duration_ns
+            case UnitMeasure.REDUCE_SCATTER:
+                return side.reduce_scatter.duration_ns
+            case UnitMeasure.FORWARD:
+                return side.forward_ns
+            case UnitMeasure.BACKWARD:
+                return side.backward_ns
+            case UnitMeasure.MEMORY:
+                return side.peak_held_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class UnitChange:
+    """One measure of one row of units, on the reference and on another side."""
+
+    row: UnitComparison
+    before: int | None
+    after: int | None
+    change: int | None
+    """None where one of the two is not known."""
+
+
+def find_unit_changes(
+    units: Sequence[UnitComparison],
+    measure: UnitMeasure,
+    other: int,
+    *,
+    largest_first: bool = False,
+) -> tuple[UnitChange, ...]:
+    """One measure of all units against the reference.
+
+    Args:
+        units: As aligned.
+        measure: What to compare.
+        other: Which side, from 1.
+        largest_first: By the size of the change, unknown ones last; default: in the rows' order.
+    """
+    values = [(row, measure.of(row.sides[0]), measure.of(row.sides[other])) for row in units]
+    changes = [
+        UnitChange(row, before, after, *_changes((before, after))) for row, before, after in values
+    ]
+    if largest_first:
+        changes.sort(key=lambda one: -1 if one.change is None else abs(one.change), reverse=True)
+    return tuple(changes)

@@ -1,0 +1,219 @@
+"""Can a difference between two sides of repeated runs be told from noise?
+
+[Note: what is independent] Steps of one process are not: they share its memory layout, its cores
+and its neighbours. Of 28 pairs of identical processes, 17 had p < 0.01 over their steps, with
+medians more than 2 % apart. So a run gives one number, the median over its timed steps, and sides
+are compared by the numbers of their runs.
+
+With `RUNS_FOR_A_TEST` runs or more on both sides: the exact two-sided rank test of Mann and
+Whitney, and the Hodges-Lehmann estimate of the shift (the median of all pairwise differences) with
+the interval that belongs to the test. A difference is told if p < 0.05 and the shift is worth
+naming; "no difference" is told if the interval lies inside plus or minus `WORTH_NAMING_RATIO`.
+With fewer runs a test has nothing to say (3 against 3 never reach p < 0.05, 4 against 4 only where
+they do not overlap at all): a difference is told only from `PROCESS_NOISE_RATIO` on, and only if it
+exceeds the spread inside the sides.
+
+Source: H. B. Mann, D. R. Whitney, Annals of Mathematical Statistics 18 (1947); J. L. Hodges,
+E. L. Lehmann, Annals of Mathematical Statistics 34 (1963); the interval as in M. Hollander,
+D. A. Wolfe, Nonparametric Statistical Methods, chapter 4.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.statistics import median
+
+RUNS_FOR_A_TEST = 5
+"""Runs of each side from which times are tested."""
+PROCESS_NOISE_RATIO = 0.10
+"""With fewer runs, differences below this share cannot be told from process noise."""
+WORTH_NAMING_RATIO = 0.02
+"""Smaller changes are no finding, however certain they are."""
+SIGNIFICANCE = 0.05
+CONFIDENCE = 0.95
+
+
+class Telling(StrEnum):
+    """What can be said about two sides."""
+
+    EQUAL = "equal"
+    """Deterministic, and the same."""
+    DIFFERENT = "different"
+    SAME = "same"
+    """Tested: if there is a difference, it is too small to be worth naming."""
+    UNKNOWN = "unknown"
+    """Cannot be told from process noise."""
+    MISSING = "missing"
+    """One side does not have the number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """One number on two sides."""
+
+    telling: Telling
+    change: float | None
+    """Shift as a share of the first side; None where that is 0 or missing."""
+    low: float | None
+    """95 % interval of the change; None without a test."""
+    high: float | None
+    p_value: float | None
+    """None without a test."""
+    more_runs: tuple[int, int]
+    """Runs that each side lacks for a test; 0 where nothing is tested."""
+
+
+MISSING = Judgement(Telling.MISSING, None, None, None, None, (0, 0))
+
+
+def judge_exact(first: Sequence[int], second: Sequence[int]) -> Judgement:
+    """Compare counts or bytes that do not vary from run to run.
+
+    Where they do vary inside a side (an allocator on a busy device), a difference is told only if
+    the sides do not overlap.
+    """
+    before, after = median(first), median(second)
+    if before is None or after is None:
+        return MISSING
+    change = after / before - 1 if before else None
+    if len({*first, *second}) == 1:
+        return Judgement(Telling.EQUAL, change, None, None, None, (0, 0))
+    is_apart = max(first) < min(second) or max(second) < min(first)
+    telling = Telling.DIFFERENT if is_apart else Telling.UNKNOWN
+    return Judgement(telling, change, None, None, None, (0, 0))
+
+
+def judge_times(
+    first: Sequence[int],
+    second: Sequence[int],
+    *,
+    whole: int | None = None,
+    significance: float = SIGNIFICANCE,
+) -> Judgement:
+    """Compare times, one number a run.
+
+    Args:
+        first: Medians of the runs of the reference.
+        second: Medians of the runs of the other side.
+        whole: What the time is a part of (the reference's step time): a change is worth naming
+            from `WORTH_NAMING_RATIO` of that on. Default: of the time itself.
+        significance: Below this p-value of the rank test a difference is told.
+    """
+    before, after = median(first), median(second)
+    if before is None or after is None:
+        return MISSING
+    least = WORTH_NAMING_RATIO * (before if whole is None else whole)
+    if min(len(first), len(second)) < RUNS_FOR_A_TEST:
+        return _judge_few(first, second, least)
+    return _judge_tested(first, second, before, least, significance)
+
+
+def _judge_few(first: Sequence[int], second: Sequence[int], least: float) -> Judgement:
+    before, after = median(first) or 0, median(second) or 0
+    spread = max(max(side) - min(side) for side in (first, second))
+    shift = abs(after - before)
+    is_told = shift > 0 and shift >= max(PROCESS_NOISE_RATIO * before, least) and shift > spread
+    return Judgement(
+        telling=Telling.DIFFERENT if is_told else Telling.UNKNOWN,
+        change=(after - before) / before if before else None,
+        low=None,
+        high=None,
+        p_value=None,
+        more_runs=(
+            max(RUNS_FOR_A_TEST - len(first), 0),
+            max(RUNS_FOR_A_TEST - len(second), 0),
+        ),
+    )
+
+
+def _judge_tested(
+    first: Sequence[int],
+    second: Sequence[int],
+    before: int,
+    least: float,
+    significance: float,
+) -> Judgement:
+    p_value = rank_test(first, second)
+    shift, low, high = estimate_shift(first, second)
+    if p_value < significance and abs(shift) >= least and shift != 0:
+        telling = Telling.DIFFERENT
+    elif -least < low and high < least:
+        telling = Telling.SAME
+    else:
+        telling = Telling.UNKNOWN
+    return Judgement(
+        telling=telling,
+        change=shift / before if before else None,
+        low=low / before if before else None,
+        high=high / before if before else None,
+        p_value=p_value,
+        more_runs=(0, 0),
+    )
+
+
+def rank_test(first: Sequence[int], second: Sequence[int]) -> float:
+    """The exact two-sided p-value that two samples come from one distribution.
+
+    Ties count half on both sides, which makes the value conservative.
+    """
+    distribution = _null_distribution(len(first), len(second))
+    differences = np.subtract.outer(np.asarray(second), np.asarray(first))
+    above = np.count_nonzero(differences > 0) + np.count_nonzero(differences == 0) / 2
+    extreme = min(above, differences.size - above)
+    tail = distribution[: int(np.ceil(extreme)) + 1].sum()
+    return float(min(2 * tail, 1.0))
+
+
+def estimate_shift(first: Sequence[int], second: Sequence[int]) -> tuple[float, float, float]:
+    """By how much the second sample lies above the first: estimate, low, high.
+
+    The median of all pairwise differences, and the differences between which the rank test at
+    `CONFIDENCE` would accept a shift. Wants samples that the test can tell apart at that level.
+    """
+    differences = np.sort(np.subtract.outer(np.asarray(second), np.asarray(first)).ravel())
+    tail = np.cumsum(_null_distribution(len(first), len(second)))
+    left_out = int(np.searchsorted(tail, (1 - CONFIDENCE) / 2, side="right"))
+    left_out = max(left_out - 1, 0)
+    return (
+        float(np.median(differences)),
+        float(differences[left_out]),
+        float(differences[-1 - left_out]),
+    )
+
+
+def _null_distribution(num_first: int, num_second: int) -> NDArray[np.float64]:
+    """The chance of each value of U if both samples come from one distribution.
+
+    The Gaussian binomial coefficient as a polynomial: its k-th coefficient counts the orders in
+    which exactly k pairs have the second above the first.
+
+    Returns:
+        Shape (num_first * num_second + 1,), adds up to 1.
+    """
+    ways = [1]
+    for position in range(1, num_first + 1):
+        ways = _divide(_multiply(ways, num_second + position), position)
+    counts: NDArray[np.float64] = np.array(ways, dtype=np.float64)
+    counts /= counts.sum()
+    return counts
+
+
+def _multiply(polynomial: list[int], power: int) -> list[int]:
+    """The polynomial times (1 - x^power)."""
+    padded = polynomial + [0] * power
+    return [
+        value - (padded[place - power] if place >= power else 0)
+        for place, value in enumerate(padded)
+    ]
+
+
+def _divide(polynomial: list[int], power: int) -> list[int]:
+    """The polynomial over (1 - x^power), which divides it."""
+    quotient: list[int] = []
+    for place, value in enumerate(polynomial[: len(polynomial) - power]):
+        quotient.append(value + (quotient[place - power] if place >= power else 0))
+    return quotient

@@ -1,0 +1,237 @@
+"""In which settings do runs differ: machine, configuration, plan, versions, environment, code?
+
+What only tells runs apart (their names and folders) is no setting. The plan is compared as it was
+observed, unit by unit, with `reshard_after_forward` as it ran, after torch's own rule for the root.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.trace.run import RunManifest, Unit
+
+_NAMES_OF_A_RUN = frozenset({"name", "runs_dir", "tag", "tags"})
+"""Settings that only tell runs apart."""
+_REPEATS_MAY_DIFFER = frozenset({"seed"})
+"""Settings in which runs may differ and still be repeats of one side."""
+_PLAN_OF_THE_WHOLE = ("forward_prefetch", "backward_prefetch", "accumulation", "checkpointing")
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SettingDifference:
+    """A setting that the sides of a comparison do not share."""
+
+    group: str
+    """`machine`, `model`, `config`, `plan`, `versions`, `environment` or `code`."""
+    name: str
+    """Dotted, as in the run's configuration."""
+    where: str
+    """The units that it concerns, in words; empty for the whole run."""
+    values: tuple[Any, ...]
+    """One for each side; None where a side does not have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSetting:
+    """A setting of the whole run that all sides of a comparison have alike."""
+
+    group: str
+    """As of `SettingDifference`."""
+    name: str
+    value: Any
+
+
+def find_shared_settings(manifests: Sequence[RunManifest]) -> tuple[SharedSetting, ...]:
+    """What the runs have in common, the machine first; settings that none has set are left out.
+
+    Args:
+        manifests: One for each side.
+    """
+    tables = [dict(_settings(manifest)) for manifest in manifests]
+    shared = [
+        SharedSetting(group, name, value)
+        for (group, name), value in tables[0].items()
+        if value is not None and all(table.get((group, name)) == value for table in tables)
+    ]
+    return tuple(sorted(shared, key=lambda setting: _ORDER.index(setting.group)))
+
+
+def compare_settings(manifests: Sequence[RunManifest]) -> tuple[SettingDifference, ...]:
+    """What the runs do not share, the machine first.
+
+    Args:
+        manifests: One for each side.
+    """
+    tables = [dict(_settings(manifest)) for manifest in manifests]
+    names = dict.fromkeys(name for table in tables for name in table)
+    plain = [
+        SettingDifference(group, name, "", values)
+        for group, name in names
+        if not _all_equal(values := tuple(table.get((group, name)) for table in tables))
+    ]
+    found = [*plain, *_compare_units(manifests)]
+    return tuple(sorted(found, key=lambda difference: _ORDER.index(difference.group)))
+
+
+def are_repeats(first: RunManifest, second: RunManifest) -> bool:
+    """Whether two runs have the same settings, so that one repeats the other."""
+    return not find_other_settings(first, second)
+
+
+def find_other_settings(first: RunManifest, second: RunManifest) -> tuple[SettingDifference, ...]:
+    """What keeps one run from being a repeat of the other."""
+    differences = compare_settings([first, second])
+    return tuple(one for one in differences if one.name not in _REPEATS_MAY_DIFFER)
+
+
+def find_comparison_caveats(
+    manifests: Sequence[RunManifest], labels: Sequence[str]
+) -> Iterator[str]:
+    """What makes sides hard to compare, one sentence each: to be read before any number.
+
+    Args:
+        manifests: One for each side.
+        labels: What the sides are called.
+    """
+    for name, value_of, consequence in _CAVEATS:
+        values = [value_of(manifest) for manifest in manifests]
+        if not _all_equal(values):
+            each = ", ".join(
+                f"{label}: {value}" for label, value in zip(labels, values, strict=True)
+            )
+            yield f"Not the same {name} ({each}): {consequence}."
+
+
+def device_of(manifest: RunManifest) -> str:
+    """The device's name, or its type where it has no name."""
+    return manifest.device_name or manifest.device_type
+
+
+_CAVEATS = (
+    (
+        "world size",
+        lambda manifest: manifest.world_size,
+        "each rank holds and sends other amounts, so times and bytes of a rank differ by that "
+        "alone",
+    ),
+    ("device", device_of, "compute times differ by that alone"),
+    (
+        "torch",
+        lambda manifest: manifest.versions.get("torch", "unknown"),
+        "kernels, the allocator and FSDP2 itself may differ",
+    ),
+    ("backend", lambda manifest: manifest.backend, "collectives are other programs"),
+    (
+        "source",
+        lambda manifest: manifest.source,
+        "their times were obtained in different ways",
+    ),
+    (
+        "model",
+        lambda manifest: f"{manifest.model.class_name} {manifest.model.num_parameters}",
+        "units of one name need not be the same",
+    ),
+)
+
+_ORDER = ("machine", "model", "config", "plan", "versions", "environment", "code")
+
+
+def _settings(manifest: RunManifest) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Everything that could make two runs differ, flat, by group and name; units left out."""
+    yield ("machine", "world_size"), manifest.world_size
+    yield ("machine", "mesh"), " x ".join(str(size) for size in manifest.mesh.values()) or None
+    yield ("machine", "backend"), manifest.backend
+    yield ("machine", "device"), device_of(manifest)
+    yield ("machine", "source"), manifest.source
+    yield ("model", "class"), manifest.model.class_name
+    yield ("model", "num_parameters"), manifest.model.num_parameters
+    for name, value in _flatten("", manifest.config):
+        if name not in _NAMES_OF_A_RUN:
+            yield ("config", name), value
+    plan = {name: manifest.plan.get(name) for name in _PLAN_OF_THE_WHOLE}
+    for name, value in _flatten("", plan):
+        yield ("plan", name), value
+    for name, version in manifest.versions.items():
+        yield ("versions", name), version
+    for name, value in manifest.environment.items():
+        yield ("environment", name), value
+    yield ("code", "git_commit"), manifest.git_commit
+
+
+def _flatten(prefix: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(f"{prefix}{name}.", value)
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _all_equal(values: Sequence[Any]) -> bool:
+    return all(value == values[0] for value in values)
+
+
+# --- units
+
+
+def _compare_units(manifests: Sequence[RunManifest]) -> Iterator[SettingDifference]:
+    """How the sides cut the model into units, then the settings of the units that all have."""
+    tables = [_unit_settings(manifest) for manifest in manifests]
+    shared = [fqn for fqn in tables[0] if all(fqn in table for table in tables)]
+    if any(len(table) > len(shared) for table in tables):
+        own = tuple([fqn for fqn in table if fqn not in shared] for table in tables)
+        yield SettingDifference(
+            "plan", "units", "those that not all share", tuple(_name_units(fqns) for fqns in own)
+        )
+    for name in dict.fromkeys(name for fqn in shared for table in tables for name in table[fqn]):
+        yield from _compare_unit_setting(name, tables, shared)
+
+
+def _compare_unit_setting(
+    name: str, tables: Sequence[Mapping[str, Mapping[str, Any]]], shared: Sequence[str]
+) -> Iterator[SettingDifference]:
+    """One difference for each set of values, with the units that have it."""
+    units_by_values: dict[str, tuple[tuple[Any, ...], list[str]]] = {}
+    for fqn in shared:
+        values = tuple(table[fqn].get(name) for table in tables)
+        if not _all_equal(values):
+            units_by_values.setdefault(repr(values), (values, []))[1].append(fqn)
+    for values, fqns in units_by_values.values():
+        where = f"all {len(shared)} units" if len(fqns) == len(shared) else _name_units(fqns)
+        yield SettingDifference("plan", name, where, values)
+
+
+def _unit_settings(manifest: RunManifest) -> dict[str, dict[str, Any]]:
+    """The settings of each unit: those of the observed plan, and how it really ran."""
+    planned = {
+        ", ".join(unit.get("modules", ())): {
+            name: value for name, value in unit.items() if name != "modules"
+        }
+        for unit in manifest.plan.get("units", ())
+    }
+    return {
+        unit.fqn: {
+            **planned.get(unit.fqn, {}),
+            "reshard_after_forward": unit.reshard_after_forward,
+            "param_dtype": unit.param_dtype,
+            "reduce_dtype": unit.reduce_dtype,
+            "trainable": _is_trainable(unit),
+        }
+        for unit in manifest.units
+    }
+
+
+def _is_trainable(unit: Unit) -> bool | None:
+    """None where an import does not tell."""
+    if unit.num_trainable_parameters == 0 and not unit.are_sizes_known:
+        return None
+    return unit.num_trainable_parameters > 0
+
+
+def _name_units(fqns: Sequence[str]) -> str:
+    """`layers.0`, `layers.0, layers.1 and 4 more`; `none`."""
+    if not fqns:
+        return "none"
+    shown = ", ".join(format_unit(fqn) for fqn in fqns[:_MOST_NAMED])
+    return f"{shown} and {len(fqns) - _MOST_NAMED} more" if len(fqns) > _MOST_NAMED else shown

@@ -1,0 +1,1 @@
+"""Predictions: their files, their history, verification and tuning."""

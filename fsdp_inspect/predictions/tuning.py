@@ -1,0 +1,206 @@
+"""Which plan is the fastest that was measured, and which predictions held? A session added up."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_inspect.advice.evidence import Finding
+from fsdp_inspect.analysis.step_times import measure_step_times
+from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
+from fsdp_inspect.formatting import format_ns, format_ratio
+from fsdp_inspect.predictions.creation import now
+from fsdp_inspect.predictions.records import Outcome, Prediction, Ruling
+from fsdp_inspect.predictions.verification import Verification, verify_prediction
+from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A plan of a session and what is there of it."""
+
+    number: int
+    prediction: Prediction
+    plan_file: str
+    runs: tuple[RunSource, ...]
+    failure: str | None
+    """Why a run of it did not end well; None: all did, or none was tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class TunedPlan:
+    """A plan of a session: predicted, measured."""
+
+    number: int
+    what: str
+    plan_file: str
+    prediction: Prediction
+    ruling: Ruling | None
+    """None: it has not run yet."""
+    verification: Verification | None
+    """None: it has not run, or not to its end."""
+    outcome: Outcome | None
+    failure: str | None
+    is_faster: bool
+    """Measured to be faster than the baseline, beyond noise."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its step was measured under the circumstances that were predicted for."""
+        change = self.verification.measured_change if self.verification else None
+        return change is not None and self.ruling is not Ruling.NOT_COMPARABLE
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What a session found."""
+
+    answer: str
+    """In words, with the number."""
+    findings: tuple[Finding, ...]
+    """What comes before any plan."""
+    baseline_run_ids: tuple[str, ...]
+    baseline_step_ns: int | None
+    """Measured: the median over the baseline's runs of their median steps."""
+    same_error: float | None
+    """A/A: how far the baseline's slowest run lies above its fastest; None with one run."""
+    plans: tuple[TunedPlan, ...]
+    best: TunedPlan | None
+    """The fastest of those that are faster; None: none is."""
+    num_held: int
+    num_judged: int
+    """Held or not."""
+    is_whole: bool
+    """Everything ran that was to run."""
+
+
+def measure_tuning(
+    trials: Sequence[Trial],
+    baselines: Sequence[RunSource],
+    findings: Sequence[Finding],
+    *,
+    memory_limit: int | None,
+    is_whole: bool,
+) -> Tuning:
+    """Verify every plan of a session against the session's own baseline runs.
+
+    Args:
+        trials: The plans, in the order in which they were chosen.
+        baselines: Runs of the baseline; the plans were predicted from the first.
+        findings: What comes before any plan.
+        memory_limit: Bytes that the best plan's measured peak must not exceed.
+        is_whole: Whether everything ran that was to run.
+    """
+    plans = tuple(_judge(trial, baselines) for trial in trials)
+    steps = [_step_of(run) for run in baselines]
+    known = [step for step in steps if step is not None]
+    best = _fastest(plans, memory_limit)
+    return Tuning(
+        answer=_answer(plans, best),
+        findings=tuple(findings),
+        baseline_run_ids=tuple(run.manifest.run_id for run in baselines),
+        baseline_step_ns=median(known),
+        same_error=max(known) / min(known) - 1 if len(known) > 1 else None,
+        plans=plans,
+        best=best,
+        num_held=sum(plan.ruling is Ruling.HELD for plan in plans),
+        num_judged=sum(plan.ruling in (Ruling.HELD, Ruling.DID_NOT_HOLD) for plan in plans),
+        is_whole=is_whole,
+    )
+
+
+def _judge(trial: Trial, baselines: Sequence[RunSource]) -> TunedPlan:
+    verification, outcome, ruling = None, None, None
+    if trial.failure is not None:
+        ruling = Ruling.FAILED
+        outcome = _failed(trial, baselines)
+    elif trial.runs:
+        verification = verify_prediction(trial.prediction, trial.runs, baselines)
+        ruling = verification.ruling
+        outcome = verification.outcome() if ruling is not Ruling.NOT_COMPARABLE else None
+    high = verification.measured_change_high if verification else None
+    return TunedPlan(
+        number=trial.number,
+        what=trial.prediction.what,
+        plan_file=trial.plan_file,
+        prediction=trial.prediction,
+        ruling=ruling,
+        verification=verification,
+        outcome=outcome,
+        failure=trial.failure,
+        is_faster=ruling is not Ruling.NOT_COMPARABLE and high is not None and high < 0,
+    )
+
+
+def _failed(trial: Trial, baselines: Sequence[RunSource]) -> Outcome:
+    return Outcome(
+        prediction_id=trial.prediction.prediction_id,
+        tool_version=__version__,
+        **now(),
+        ruling=Ruling.FAILED,
+        sentence=f"The plan did not run to its end: {trial.failure}",
+        run_ids=[run.manifest.run_id for run in trial.runs],
+        baseline_run_ids=[run.manifest.run_id for run in baselines],
+        failure=trial.failure,
+    )
+
+
+def _step_of(run: RunSource) -> int | None:
+    times = measure_step_times(run).step_time_ns
+    return times.typical if times else None
+
+
+def _fastest(plans: Sequence[TunedPlan], memory_limit: int | None) -> TunedPlan | None:
+    faster = [plan for plan in plans if plan.is_faster and _fits(plan, memory_limit)]
+    return min(faster, key=_change, default=None)
+
+
+def _fits(plan: TunedPlan, memory_limit: int | None) -> bool:
+    peak = plan.outcome.peak_bytes if plan.outcome else None
+    return memory_limit is None or peak is None or peak <= memory_limit
+
+
+def _change(plan: TunedPlan) -> float:
+    change = plan.verification.measured_change if plan.verification else None
+    return change if change is not None else 0.0
+
+
+def _answer(plans: Sequence[TunedPlan], best: TunedPlan | None) -> str:
+    if not plans:
+        return "Change nothing: no plan is predicted to save enough to be worth a run."
+    if best is not None and best.ruling is not None:
+        return (
+            f"Plan {best.number} is the fastest that was measured: {_saving(best)} a step. "
+            f"Predicted: {_percent(best.prediction.change)}, which {_HOW[best.ruling]}."
+        )
+    measured = [plan for plan in plans if plan.is_measured]
+    if not measured:
+        return "No plan ran to its end, so nothing is known of any."
+    first = min(measured, key=_change)
+    return (
+        f"No plan is faster than the baseline beyond noise. The fastest measured is plan "
+        f"{first.number}, {_saving(first)} a step. {RUNS_FOR_A_TEST} runs a side tell smaller "
+        "changes."
+    )
+
+
+_HOW = {
+    Ruling.HELD: "held",
+    Ruling.DID_NOT_HOLD: "did not hold",
+    Ruling.CANNOT_BE_TOLD: "cannot be told from noise",
+}
+
+
+def _saving(plan: TunedPlan) -> str:
+    step = plan.verification.quantities[0] if plan.verification else None
+    if step is None or plan.verification is None:
+        return ""
+    return (
+        f"{_percent(_change(plan))} ({format_ns(step.measured)} against "
+        f"{format_ns(step.baseline)} of the baseline)"
+    )
+
+
+def _percent(change: float) -> str:
+    sign = "-" if change < 0 else "+"
+    return f"{sign}{format_ratio(abs(change))}"

@@ -1,0 +1,460 @@
+"""Did a plan do what was predicted of it? The prediction and the runs of the plan, side by side.
+
+First it is checked that the predicted plan ran, on the machine and network that it was predicted
+for: else nothing is judged. Then step time and peak memory are judged (`predictions.judgement`);
+exposed time is shown beside them, since it is part of the step.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fsdp_inspect.analysis.breakdown import measure_breakdown
+from fsdp_inspect.analysis.overlap import measure_overlap
+from fsdp_inspect.analysis.provenance import measure_provenance
+from fsdp_inspect.analysis.units import measure_units
+from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST
+from fsdp_inspect.comparison.plan_differences import PlanDifference
+from fsdp_inspect.errors import IncompleteRunError, MissingDataError
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_signed
+from fsdp_inspect.predictions.comparability import (
+    differences_of,
+    find_obstacles,
+    find_prediction_caveats,
+)
+from fsdp_inspect.predictions.creation import now
+from fsdp_inspect.predictions.judgement import (
+    JudgedTime,
+    Sides,
+    judge_peak,
+    judge_time,
+    judge_together,
+)
+from fsdp_inspect.predictions.records import Estimate, Outcome, Prediction, Ruling
+from fsdp_inspect.simulation.recorded import measure_work
+from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.codes import StepPart
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """One number: predicted, measured."""
+
+    name: str
+    """A metric's name: `step_time_ns`, `exposed_ns`, `peak_allocated_bytes`."""
+    predicted: Estimate | None
+    measured: int | None
+    """The median over the plan's runs."""
+    measured_low: int | None
+    """Over the plan's runs: the lowest, and the highest."""
+    measured_high: int | None
+    baseline: int | None
+    """Measured: the median over the baseline's runs."""
+    method: str
+    """How it was measured."""
+    error: float | None
+    """measured / predicted - 1, as they stand."""
+    ruling: Ruling | None
+    """None: it is not judged by itself, or there is nothing to judge."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedUnit:
+    """How long a step waits for one unit, predicted and measured."""
+
+    fqn: str
+    predicted_ns: int | None
+    """None: the plan has no such unit."""
+    measured_ns: int | None
+    """In the run with the median step; None: the run has no such unit."""
+    difference_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """A prediction beside what then happened."""
+
+    prediction: Prediction
+    ruling: Ruling
+    answer: str
+    """In words, with the numbers."""
+    obstacles: tuple[str, ...]
+    """Why nothing can be judged; empty: it can."""
+    plan_differences: tuple[PlanDifference, ...]
+    """In what another plan ran than the one asked for."""
+    caveats: tuple[str, ...]
+    source: str
+    """Of the runs: `recorded` or `emulated`."""
+    run_ids: tuple[str, ...]
+    baseline_run_ids: tuple[str, ...]
+    """Empty: the baseline's numbers are those that the prediction holds."""
+    predicted_change: float
+    """Of the step, both played."""
+    predicted_change_low: float
+    predicted_change_high: float
+    measured_change: float | None
+    """Of the step, against the baseline's runs."""
+    measured_change_low: float | None
+    """95 % interval with enough processes, else less and more the noise."""
+    measured_change_high: float | None
+    step_error: float | None
+    """(1 + measured change) / (1 + predicted change) - 1: without what the machine did to both."""
+    is_tested: bool
+    """Enough processes on both sides for a test."""
+    compute_change: float | None
+    """Of forward and backward, against the baseline's runs, less what hiding communication was
+    predicted to cost: what the machine did. None: no run of the baseline, or a plan that does
+    change what is computed."""
+    quantities: tuple[Quantity, ...]
+    units: tuple[VerifiedUnit, ...]
+    """Those that are waited for most, first."""
+
+    def outcome(self) -> Outcome:
+        """As the ledger keeps it."""
+        by_name = {quantity.name: quantity for quantity in self.quantities}
+        return Outcome(
+            prediction_id=self.prediction.prediction_id,
+            tool_version=__version__,
+            **now(),
+            ruling=self.ruling,
+            sentence=self.answer,
+            run_ids=list(self.run_ids),
+            baseline_run_ids=list(self.baseline_run_ids),
+            step_time_ns=by_name["step_time_ns"].measured,
+            measured_change=self.measured_change,
+            step_error=self.step_error,
+            exposed_ns=by_name["exposed_ns"].measured,
+            peak_bytes=by_name["peak_allocated_bytes"].measured,
+            memory_error=by_name["peak_allocated_bytes"].error,
+        )
+
+
+def verify_prediction(
+    prediction: Prediction, runs: Sequence[RunSource], baselines: Sequence[RunSource] = ()
+) -> Verification:
+    """Hold a prediction against the runs of its plan.
+
+    Args:
+        prediction: Made before.
+        runs: One or more that ran the plan; not empty.
+        baselines: Runs of the plan that it was predicted from; with none, the numbers in the
+            prediction stand for one.
+    """
+    measured = [_measure(run, prediction) for run in runs]
+    before = [_measure(run, prediction) for run in baselines]
+    differences = differences_of(prediction.plan, runs[0].manifest)
+    obstacles = tuple(find_obstacles(prediction, runs, baselines))
+    timed = [each for each in measured if each.step_ns is not None]
+    untimed = [each.run_id for each in measured if each.step_ns is None]
+    obstacles += tuple(f"Run {run_id} has no timed step." for run_id in untimed)
+    moved = _moved_compute(prediction, timed, before)
+    step, exposed = _judge_times(prediction, timed, before, moved)
+    peak = _peak(prediction, measured, before)
+    quantities = (
+        _time_quantity("step_time_ns", prediction.step_time_ns, timed, step),
+        _time_quantity("exposed_ns", prediction.exposed_ns, timed, exposed),
+        peak,
+    )
+    is_judged = step is not None and not obstacles
+    ruling = judge_together(step.ruling, peak.ruling) if is_judged and step else None
+    change = _changes(prediction, step)
+    return Verification(
+        prediction=prediction,
+        ruling=ruling or Ruling.NOT_COMPARABLE,
+        answer=_answer(prediction, ruling, obstacles, step, quantities),
+        obstacles=obstacles,
+        plan_differences=differences,
+        caveats=(
+            *find_prediction_caveats(prediction, runs, baselines),
+            *_about_compute(moved, step),
+            *_about_memory(prediction, peak),
+        ),
+        source=runs[0].manifest.source,
+        run_ids=tuple(run.manifest.run_id for run in runs),
+        baseline_run_ids=tuple(run.manifest.run_id for run in baselines),
+        predicted_change=prediction.change,
+        predicted_change_low=prediction.step_time_ns.low / prediction.replayed_step_ns - 1,
+        predicted_change_high=prediction.step_time_ns.high / prediction.replayed_step_ns - 1,
+        measured_change=change[0],
+        measured_change_low=change[1],
+        measured_change_high=change[2],
+        step_error=None if change[0] is None else (1 + change[0]) / (1 + prediction.change) - 1,
+        is_tested=step.is_tested if step else False,
+        compute_change=moved.change if moved else None,
+        quantities=quantities
+        if is_judged
+        else tuple(replace(each, ruling=None) for each in quantities),
+        units=_units(prediction, runs, timed),
+    )
+
+
+# --- what was measured
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What one run took; None: it does not tell."""
+
+    run_id: str
+    step_ns: int | None
+    exposed_ns: int | None
+    compute_ns: int | None
+    """Forward and backward of the typical step."""
+    peak_bytes: int | None
+    methods: Mapping[str, str]
+    memory: str
+    """Who counted the memory."""
+
+
+def _measure(run: RunSource, prediction: Prediction) -> _Measured:
+    """Of the median rank, as everywhere; memory of the rank that the prediction is about."""
+    middle = measure_overlap(run).run
+    step = measure_breakdown(run).headline
+    provenance = measure_provenance(run)
+    return _Measured(
+        run_id=run.manifest.run_id,
+        step_ns=middle.step_time_ns if middle else None,
+        exposed_ns=middle.exposed_ns if middle else None,
+        compute_ns=sum(step.duration_ns(part) for part in _COMPUTE) if step else None,
+        peak_bytes=_measure_peak(run, prediction.rank),
+        methods=provenance.methods,
+        memory=provenance.memory or "",
+    )
+
+
+def _measure_peak(run: RunSource, rank: int) -> int | None:
+    """The highest moment of the rank's memory step: what is predicted is of one, too."""
+    try:
+        return measure_work(run, rank=rank).peak_bytes
+    except (MissingDataError, IncompleteRunError):
+        return None
+
+
+_COMPUTE = (StepPart.FORWARD, StepPart.BACKWARD)
+_CHANGING_COMPUTE = frozenset(
+    {"accumulation", "checkpointing", "mesh", "offload", "param_dtype", "world_size"}
+)
+"""Settings of a plan that may change what is computed, or how long that takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """Compute on both sides; see [Note: compute stays] in `predictions.judgement`."""
+
+    before_ns: int
+    after_ns: int
+    paid_ns: int
+    """Part of `after_ns`: what the plan was predicted to add."""
+
+    @property
+    def shift_ns(self) -> int:
+        """What the machine did."""
+        return self.after_ns - self.paid_ns - self.before_ns
+
+    @property
+    def change(self) -> float:
+        return self.shift_ns / self.before_ns
+
+
+def _moved_compute(
+    prediction: Prediction, runs: Sequence[_Measured], baselines: Sequence[_Measured]
+) -> _Moved | None:
+    """What the machine did to compute; None where it is not known, or the plan may have."""
+    before = median([each.compute_ns for each in baselines if each.compute_ns])
+    after = median([each.compute_ns for each in runs if each.compute_ns])
+    if not before or not after or _CHANGING_COMPUTE.intersection(prediction.changes):
+        return None
+    steps = [each.step_ns for each in baselines if each.step_ns]
+    step_ns = median(steps) or prediction.recorded_step_ns
+    paid_ns = round(prediction.paid_ns * step_ns / prediction.replayed_step_ns)
+    return _Moved(before, after, paid_ns)
+
+
+def _judge_times(
+    prediction: Prediction,
+    runs: Sequence[_Measured],
+    baselines: Sequence[_Measured],
+    moved: _Moved | None,
+) -> tuple[JudgedTime | None, JudgedTime | None]:
+    """Step and exposed time; None without a timed step."""
+    steps = [each.step_ns for each in baselines if each.step_ns is not None]
+    exposed = [each.exposed_ns for each in baselines if each.exposed_ns is not None]
+    steps, exposed = (
+        steps or [prediction.recorded_step_ns],
+        exposed or [prediction.replayed_exposed_ns],
+    )
+    if not runs:
+        return None, None
+    step_ns = median(steps) or prediction.recorded_step_ns
+    scale = step_ns / prediction.replayed_step_ns
+    moved_ns = moved.shift_ns if moved else 0
+    return (
+        judge_time(
+            prediction.step_time_ns,
+            prediction.replayed_step_ns,
+            Sides([each.step_ns or 0 for each in runs], steps, moved_ns),
+            step_ns=step_ns,
+            scale=scale,
+        ),
+        judge_time(
+            prediction.exposed_ns,
+            prediction.replayed_exposed_ns,
+            Sides([each.exposed_ns or 0 for each in runs], exposed, moved_ns),
+            step_ns=step_ns,
+            scale=scale,
+        ),
+    )
+
+
+def _changes(
+    prediction: Prediction, step: JudgedTime | None
+) -> tuple[float | None, float | None, float | None]:
+    """The measured change of the step with its interval."""
+    if step is None or not step.baseline_ns:
+        return None, None, None
+    shifts = (step.shift_ns, step.shift_low_ns, step.shift_high_ns)
+    value, low, high = (shift / step.baseline_ns for shift in shifts)
+    return value, low, high
+
+
+def _time_quantity(
+    name: str, estimate: Estimate, runs: Sequence[_Measured], judged: JudgedTime | None
+) -> Quantity:
+    group = "step" if name == "step_time_ns" else "all_gather"
+    field = "step_ns" if name == "step_time_ns" else "exposed_ns"
+    values = [value for run in runs if (value := getattr(run, field)) is not None]
+    measured = judged.measured_ns if judged else None
+    return Quantity(
+        name=name,
+        predicted=estimate,
+        measured=measured,
+        measured_low=min(values, default=None),
+        measured_high=max(values, default=None),
+        baseline=judged.baseline_ns if judged else None,
+        method=next((run.methods[group] for run in runs if group in run.methods), ""),
+        error=_error(measured, estimate),
+        ruling=judged.ruling if judged else None,
+    )
+
+
+def _peak(
+    prediction: Prediction, runs: Sequence[_Measured], baselines: Sequence[_Measured]
+) -> Quantity:
+    values = [run.peak_bytes for run in runs if run.peak_bytes is not None]
+    before = [run.peak_bytes for run in baselines if run.peak_bytes is not None]
+    measured, estimate = median(values), prediction.peak_bytes
+    is_known = measured is not None and estimate is not None
+    return Quantity(
+        name="peak_allocated_bytes",
+        predicted=estimate,
+        measured=measured,
+        measured_low=min(values, default=None),
+        measured_high=max(values, default=None),
+        baseline=median(before) if before else prediction.recorded_peak_bytes,
+        method=next((run.memory for run in runs if run.memory), ""),
+        error=_error(measured, estimate) if is_known else None,
+        ruling=judge_peak(estimate, measured) if measured is not None and estimate else None,
+    )
+
+
+def _about_compute(moved: _Moved | None, step: JudgedTime | None) -> tuple[str, ...]:
+    """Said where the machine was so different that the step is by more than noise."""
+    if moved is None or step is None:
+        return ()
+    if abs(moved.shift_ns) < PROCESS_NOISE_RATIO * step.baseline_ns:
+        return ()
+    longer = "longer" if moved.change > 0 else "less"
+    numbers = f"{format_ns(moved.before_ns)} before, {format_ns(moved.after_ns)} after"
+    reason = "no plan changes it"
+    if moved.paid_ns:
+        numbers = f"{numbers}, {format_ns(moved.paid_ns)} of it by what the plan hides"
+        reason = "no plan changes it otherwise"
+    return (
+        f"Compute took {format_ratio(abs(moved.change))} {longer} than in the baseline "
+        f"({numbers}), though {reason}: the machine was busier in one of them. Repeat both in "
+        "turn.",
+    )
+
+
+def _about_memory(prediction: Prediction, peak: Quantity) -> tuple[str, ...]:
+    if prediction.peak_bytes is None:
+        return ("Memory was not predicted: the baseline has no memory step.",)
+    if peak.measured is None:
+        return ("Memory was not measured: record a memory step, Recorder(..., memory_steps=[3]).",)
+    return ()
+
+
+def _error(measured: int | None, estimate: Estimate | None) -> float | None:
+    if measured is None or estimate is None or not estimate.value:
+        return None
+    return measured / estimate.value - 1
+
+
+def _units(
+    prediction: Prediction, runs: Sequence[RunSource], timed: Sequence[_Measured]
+) -> tuple[VerifiedUnit, ...]:
+    """Of the run with the median step; the lower of two."""
+    if not timed:
+        return ()
+    ordered = sorted(timed, key=lambda each: each.step_ns or 0)
+    chosen = ordered[(len(ordered) - 1) // 2].run_id
+    run = next(each for each in runs if each.manifest.run_id == chosen)
+    measured = {
+        unit.fqn: sum(
+            kind.exposed_ns for kind in (unit.all_gather, unit.reduce_scatter, unit.all_reduce)
+        )
+        for unit in measure_units(run).units
+    }
+    predicted = {unit.fqn: unit.exposed_ns for unit in prediction.units}
+    rows = [
+        _unit(fqn, predicted.get(fqn), measured.get(fqn))
+        for fqn in dict.fromkeys([*predicted, *measured])
+    ]
+    return tuple(sorted(rows, key=lambda row: -max(row.predicted_ns or 0, row.measured_ns or 0)))
+
+
+def _unit(fqn: str, predicted: int | None, measured: int | None) -> VerifiedUnit:
+    is_known = predicted is not None and measured is not None
+    return VerifiedUnit(
+        fqn, predicted, measured, (measured or 0) - (predicted or 0) if is_known else None
+    )
+
+
+# --- in words
+
+
+def _answer(
+    prediction: Prediction,
+    ruling: Ruling | None,
+    obstacles: Sequence[str],
+    step: JudgedTime | None,
+    quantities: Sequence[Quantity],
+) -> str:
+    if ruling is None or step is None:
+        return f"Cannot be judged: {obstacles[0] if obstacles else 'no step was timed.'}"
+    shift = step.shift_ns / step.baseline_ns
+    numbers = (
+        f"predicted {format_signed(prediction.change)} a step, measured {format_signed(shift)} "
+        f"({format_ns(step.measured_ns)} against {format_ns(step.baseline_ns)} of the baseline)"
+    )
+    peak = quantities[-1]
+    if peak.ruling is Ruling.DID_NOT_HOLD and peak.predicted is not None:
+        numbers += (
+            f"; peak {format_bytes(peak.predicted.value)} predicted, "
+            f"{format_bytes(peak.measured)} measured"
+        )
+    beginning = {
+        Ruling.HELD: "Held",
+        Ruling.DID_NOT_HOLD: "Did not hold",
+        Ruling.CANNOT_BE_TOLD: "Cannot be told from process noise",
+    }[ruling]
+    return f"{beginning}: {numbers}.{'' if step.is_tested else _say_noise(ruling, step)}"
+
+
+def _say_noise(ruling: Ruling, step: JudgedTime) -> str:
+    """What so few processes can tell."""
+    noise = format_ns(step.noise_ns)
+    if ruling is Ruling.CANNOT_BE_TOLD:
+        return f" Fewer than {RUNS_FOR_A_TEST} processes on a side tell nothing below {noise}."
+    return f" Fewer than {RUNS_FOR_A_TEST} processes on a side: to within {noise}."

@@ -1,0 +1,1 @@
+"""The events and samples of a rank as the rows of its summary."""

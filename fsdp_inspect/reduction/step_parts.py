@@ -1,0 +1,331 @@
+"""Where does each step of one rank go? The run in small, from a rank's events.
+
+The one place that defines exposed communication and the breakdown of a step (DESIGN section 4);
+the store runs it once per rank at compaction and every analysis reads its result.
+
+A step is split on one clock, the compute stream (CPU: the main thread). At every instant the
+first of these that applies names the part, so that the parts add up to the step exactly:
+
+1. exposed all-gather, reduce-scatter, all-reduce, other collectives: [need, end) of a collective,
+   while communication of this rank runs;
+2. host-bound: the compute stream waits for a collective that has not begun;
+3. FSDP copies on the compute stream;
+4. optimizer, data;
+5. backward (recomputation included), forward;
+6. other: whatever is left.
+
+Kernel traces (imports; a rank whose events hold COMPUTE) know when the device computed, and seldom
+who waited for whom. There the parts are:
+
+1. exposed all-gather, reduce-scatter, all-reduce, other: a collective runs and no kernel computes;
+2. host-bound: the device does nothing at all;
+3. FSDP copies;
+4. optimizer, backward, forward: compute by its phase;
+5. other: compute of an unknown phase, copies and fills by the device.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.trace.codes import (
+    COLLECTIVES,
+    COPIES,
+    EXPOSED_PART_CODES,
+    EXPOSED_PARTS,
+    NO_UNIT,
+    EventFlag,
+    EventKind,
+    Phase,
+    StepFlag,
+    StepPart,
+    Stream,
+)
+from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.side_by_side import SideBySide, lay_side_by_side
+from fsdp_inspect.trace.tables import EventTable, SummaryTable, is_any_of
+
+_WAITS = (
+    EventKind.ALL_GATHER_WAIT,
+    EventKind.REDUCE_SCATTER_WAIT,
+    EventKind.ALL_REDUCE_WAIT,
+    EventKind.OTHER_WAIT,
+)
+_ON_CLOCK = (Stream.HOST, Stream.COMPUTE)
+
+
+def reduce_rank(events: EventTable, *, rank: int, attempt: int = 0) -> SummaryTable:
+    """Sum a rank's events by step, unit, phase and kind, and split every finished step.
+
+    Args:
+        events: All events of the rank; any order.
+        rank: Written into every row.
+        attempt: Written into every row.
+
+    Returns:
+        Rows sorted by step. Steps without a STEP event (unfinished) have no rows.
+    """
+    has_ended = np.isin(events.step, events.step[events.kind == EventKind.STEP])
+    reduced = [_reduce_steps(axis) for axis in lay_side_by_side(events.where(has_ended))]
+    if not reduced:
+        return SummaryTable.empty()
+    whole, groups = zip(*reduced, strict=True)
+    columns = {
+        name: np.concatenate([part[name] for part in (*whole, *groups)])
+        for name in SummaryTable.DTYPES
+        if name not in ("rank", "attempt")
+    }
+    total = len(columns["step"])
+    summary = SummaryTable.from_columns(
+        {**columns, "rank": np.full(total, rank), "attempt": np.full(total, attempt)}
+    )
+    return summary.where(np.argsort(summary.step, kind="stable"))
+
+
+def is_kernel_trace(events: EventTable) -> bool:
+    """Whether the device's kernels are known, so that exposure is what they leave uncovered."""
+    return bool(np.any(events.kind == EventKind.COMPUTE))
+
+
+def exposed_ns(events: EventTable, communication: Intervals) -> NDArray[np.int64]:
+    """Exposed time of each event: from `waited_since` to its end, where `exposing` says so.
+
+    Args:
+        events: Collectives of one rank, and of a kernel trace its COMPUTE events too.
+        communication: Running collectives of the same rank.
+
+    Returns:
+        Shape (len(events),), ns; 0 for collectives that nobody waited for.
+    """
+    since, exposed = waited_since(events), np.zeros(len(events), dtype=np.int64)
+    waited = np.flatnonzero(since < events.end_ns)
+    exposed[waited] = exposing(events, communication).covered_ns(
+        since[waited], events.end_ns[waited]
+    )
+    return exposed
+
+
+def exposing(events: EventTable, communication: Intervals) -> Intervals:
+    """The part of the communication during which a rank that waits for it is exposed.
+
+    Args:
+        events: As for `exposed_ns`.
+        communication: Running collectives of the same rank.
+
+    Returns:
+        All of it; in a kernel trace what no COMPUTE covers.
+    """
+    return communication.subtract(_spans(events, events.kind == EventKind.COMPUTE))
+
+
+def waited_since(events: EventTable) -> NDArray[np.int64]:
+    """From when on each collective counts as waited for; its end if nobody waited.
+
+    Args:
+        events: As for `exposed_ns`.
+
+    Returns:
+        Shape (len(events),), ns: `need_ns`; in a kernel trace the start, since there every
+        uncovered moment of a collective is exposed. What is no collective: its end.
+    """
+    waited = is_any_of(events.kind, COLLECTIVES)
+    if is_kernel_trace(events):
+        return np.where(waited, events.start_ns, events.end_ns)
+    return np.where(waited & (events.need_ns >= 0), events.need_ns, events.end_ns)
+
+
+def running_communication(events: EventTable) -> Intervals:
+    """The union of all collectives among the events, over all streams and groups."""
+    mask = is_any_of(events.kind, COLLECTIVES)
+    return Intervals.of(events.start_ns[mask], events.end_ns[mask])
+
+
+def split_step(events: EventTable, start_ns: int, end_ns: int) -> dict[StepPart, Intervals]:
+    """Split one step of one rank into parts that are disjoint and cover it.
+
+    Args:
+        events: The events of that step, on the rank's clock.
+        start_ns: Start of the step.
+        end_ns: End of the step.
+
+    Returns:
+        Every part of `PARTS_OF_STEP`, plus COMMUNICATION and BETWEEN_STEPS, which overlap them.
+    """
+    return _split(events, Intervals.of([start_ns], [end_ns]))
+
+
+def _split(events: EventTable, window: Intervals) -> dict[StepPart, Intervals]:
+    """As `split_step`, of one step or of several that lie side by side."""
+    between = _spans(events, events.kind == EventKind.BETWEEN_STEPS).intersect(window)
+    free = window.subtract(between)
+    communication = running_communication(events)
+    parts = {
+        StepPart.COMMUNICATION: communication.intersect(free),
+        StepPart.BETWEEN_STEPS: between,
+    }
+    candidates = _kernel_candidates if is_kernel_trace(events) else _host_candidates
+    for part, candidate in (
+        *_exposed_candidates(events, communication),
+        *candidates(events, window.subtract(communication)),
+    ):
+        parts[part] = candidate.intersect(free)
+        free = free.subtract(parts[part])
+    parts[StepPart.OTHER] = free
+    return parts
+
+
+_Candidates = Iterator[tuple[StepPart, Intervals]]
+"""The claims of parts, highest priority first; claims may overlap."""
+
+
+def _exposed_candidates(events: EventTable, communication: Intervals) -> _Candidates:
+    since, exposed = waited_since(events), exposing(events, communication)
+    waited = since < events.end_ns
+    claimed = np.zeros(len(events), dtype=bool)
+    for kind, part in EXPOSED_PARTS.items():
+        mask = waited & (events.unit != NO_UNIT) & (events.kind == kind)
+        claimed |= mask
+        yield part, Intervals.of(since[mask], events.end_ns[mask]).intersect(exposed)
+    rest = waited & ~claimed
+    yield (
+        StepPart.EXPOSED_OTHER,
+        Intervals.of(since[rest], events.end_ns[rest]).intersect(exposed),
+    )
+
+
+def _host_candidates(events: EventTable, quiet: Intervals) -> _Candidates:
+    """Recorded runs; `quiet`: when no communication runs."""
+    kind, on_clock = events.kind, is_any_of(events.stream, _ON_CLOCK)
+    waits = is_any_of(kind, _WAITS) & (events.stream == Stream.COMPUTE)
+    yield StepPart.HOST_BOUND, _spans(events, waits).intersect(quiet)
+    yield StepPart.FSDP_COPIES, _spans(events, is_any_of(kind, COPIES) & on_clock)
+    yield StepPart.OPTIMIZER, _spans(events, kind == EventKind.OPTIMIZER)
+    yield StepPart.DATA, _spans(events, kind == EventKind.DATA)
+    forward = kind == EventKind.FORWARD
+    again = (events.flags & EventFlag.RECOMPUTE) != 0
+    backward = is_any_of(kind, (EventKind.BACKWARD, EventKind.RECOMPUTE)) | (forward & again)
+    yield StepPart.BACKWARD, _spans(events, backward)
+    yield StepPart.FORWARD, _spans(events, forward & ~again)
+
+
+def _kernel_candidates(events: EventTable, quiet: Intervals) -> _Candidates:
+    """Kernel traces; `quiet`: when no communication runs."""
+    compute = events.kind == EventKind.COMPUTE
+    copies = is_any_of(events.kind, COPIES)
+    busy = _spans(events, compute | copies | (events.kind == EventKind.MEMORY_COPY))
+    yield StepPart.HOST_BOUND, quiet.subtract(busy)
+    yield StepPart.FSDP_COPIES, _spans(events, copies)
+    yield StepPart.OPTIMIZER, _spans(events, compute & (events.phase == Phase.OPTIMIZER))
+    yield StepPart.BACKWARD, _spans(events, compute & (events.phase == Phase.BACKWARD))
+    yield StepPart.FORWARD, _spans(events, compute & (events.phase == Phase.FORWARD))
+    yield StepPart.DATA, Intervals.empty()
+
+
+def _spans(events: EventTable, mask: NDArray[np.bool_]) -> Intervals:
+    return Intervals.of(events.start_ns[mask], events.end_ns[mask])
+
+
+_Columns = dict[str, NDArray[np.int64]]
+
+
+def _reduce_steps(axis: SideBySide) -> tuple[_Columns, _Columns]:
+    """The rows of finished steps as a whole, and those of their units, phases and kinds."""
+    events = axis.events
+    is_step = np.flatnonzero(events.kind == EventKind.STEP)
+    first_of_step = is_step[np.unique(axis.place[is_step], return_index=True)[1]]
+    window = Intervals.of(events.start_ns[first_of_step], events.end_ns[first_of_step])
+    parts = _split(events, window)
+    in_step = window.subtract(parts[StepPart.BETWEEN_STEPS])
+    exposed = exposed_ns(events, parts[StepPart.COMMUNICATION])
+    rows = [_rows_of_steps(axis, in_step, parts)]
+    rows += [_rows_of_part(axis, part, spans) for part, spans in parts.items()]
+    whole = {name: np.stack([row[name] for row in rows], axis=1).reshape(-1) for name in rows[0]}
+    return whole, _group(events, exposed)
+
+
+def _rows_of_steps(
+    axis: SideBySide, in_step: Intervals, parts: Mapping[StepPart, Intervals]
+) -> _Columns:
+    """One STEP row for each step."""
+    events, num_steps = axis.events, len(axis.steps)
+    has_between = axis.duration_ns(parts[StepPart.BETWEEN_STEPS]) > 0
+    slowed = (events.flags & EventFlag.MEMORY_STEP) != 0
+    is_memory_step = np.logical_or.reduceat(slowed, axis.firsts)
+    collective = is_any_of(events.kind, COLLECTIVES) & (events.phase != Phase.EVALUATION)
+    message = np.where(collective, np.maximum(events.bytes, 0), 0)
+    duration = axis.duration_ns(in_step)
+    return _blank_rows(axis, EventKind.STEP) | {
+        "flags": StepFlag.HAS_BETWEEN * has_between | StepFlag.MEMORY_STEP * is_memory_step,
+        "count": np.bincount(axis.place[collective], minlength=num_steps),
+        "bytes": np.add.reduceat(message, axis.firsts),
+        "duration_ns": duration,
+        "median_ns": duration,
+        "exposed_ns": sum(
+            (axis.duration_ns(parts[part]) for part in EXPOSED_PART_CODES),
+            start=np.zeros(num_steps, dtype=np.int64),
+        ),
+    }
+
+
+def _rows_of_part(axis: SideBySide, part: StepPart, spans: Intervals) -> _Columns:
+    """One row of a part for each step."""
+    place, lengths = axis.place_of(spans.starts), spans.ends - spans.starts
+    counts = np.bincount(place, minlength=len(axis.steps))
+    ordered = lengths[np.lexsort((lengths, place))]
+    middle = np.cumsum(counts) - counts + np.maximum(counts - 1, 0) // 2
+    median_ns = np.zeros(len(counts), dtype=np.int64)
+    median_ns[counts > 0] = ordered[middle[counts > 0]]
+    return _blank_rows(axis, part) | {
+        "count": counts,
+        "duration_ns": axis.duration_ns(spans),
+        "median_ns": median_ns,
+    }
+
+
+def _blank_rows(axis: SideBySide, kind: EventKind | StepPart) -> _Columns:
+    """Rows that stand for no single unit, one for each step."""
+    constant = {
+        "unit": NO_UNIT,
+        "phase": Phase.OUTSIDE,
+        "kind": kind,
+        "flags": 0,
+        "bytes": 0,
+        "exposed_ns": 0,
+    }
+    num_steps = len(axis.steps)
+    return {"step": axis.steps} | {
+        name: np.full(num_steps, int(value)) for name, value in constant.items()
+    }
+
+
+def _group(events: EventTable, exposed: NDArray[np.int64]) -> _Columns:
+    """Sums over the events of each step, unit, phase and kind, as columns of the summary."""
+    members = np.flatnonzero(events.kind != EventKind.STEP)
+    keys = [getattr(events, name)[members] for name in ("step", "unit", "phase", "kind")]
+    durations = (events.end_ns - events.start_ns)[members]
+    # By group, and inside a group by duration, so that a group's median is an element.
+    order = np.lexsort((durations, *reversed(keys)))
+    keys, durations, members = [key[order] for key in keys], durations[order], members[order]
+    changes = np.any([key[1:] != key[:-1] for key in keys], axis=0)
+    firsts = np.flatnonzero(np.concatenate([[True], changes])) if len(members) else members
+    counts = np.diff(np.append(firsts, len(members)))
+    step, unit, phase, kind = (key[firsts] for key in keys)
+    travels = is_any_of(kind, COLLECTIVES)
+    return {
+        "step": step,
+        "unit": unit,
+        "phase": phase,
+        "kind": kind,
+        "flags": np.zeros_like(counts),
+        "count": counts,
+        "bytes": _sums(np.maximum(events.bytes[members], 0), firsts) * travels,
+        "duration_ns": _sums(durations, firsts),
+        "median_ns": durations[firsts + (counts - 1) // 2],
+        "exposed_ns": _sums(exposed[members], firsts) * travels,
+    }
+
+
+def _sums(values: NDArray[np.int64], firsts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Sum of each group; groups begin at `firsts`."""
+    return np.add.reduceat(values, firsts) if len(firsts) else np.empty(0, dtype=np.int64)

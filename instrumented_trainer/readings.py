@@ -1,0 +1,133 @@
+"""Read a step's numbers on the host: at once on CPU, without making the host wait on CUDA.
+
+[Note: Reading without waiting]
+`float(tensor)` on CUDA waits until the device has done everything that the host has issued. The
+device then stands still until the host has issued the next work, in every step in which the loss is
+read. `CudaReader` puts a copy into pinned memory and an event on the stream instead. The host looks
+at the event at the end of later steps and reads the numbers when the device has come past it.
+
+A step's time is taken between two events on the stream. The host's own time says little there: the
+host issues work and does not wait for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+class Reading(Protocol):
+    """Numbers of a step that are on their way to the host."""
+
+    def is_ready(self) -> bool:
+        """Whether `get` answers without waiting."""
+        ...
+
+    def get(self) -> StepNumbers:
+        """The numbers; waits for them if need be."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """What a step left on its device."""
+
+    values: tuple[float, ...]
+    """Of the tensors, in their order."""
+    step_time_ns: int
+
+
+class StepReader(Protocol):
+    """Reads the numbers of steps of one device."""
+
+    def start(self) -> Any:
+        """Note that a step begins."""
+        ...
+
+    def finish(self, start: Any, tensors: Sequence[torch.Tensor]) -> Reading:
+        """Note that it has ended, and begin to read its tensors, each 0-d.
+
+        Args:
+            start: What `start` returned.
+            tensors: Later changes to them are not seen.
+        """
+        ...
+
+
+def make_reader(device: torch.device) -> StepReader:
+    """The reader for a device."""
+    return CudaReader(device) if device.type == "cuda" else HostReader()
+
+
+class HostReader:
+    """CPU: numbers are there as soon as they are asked for."""
+
+    def start(self) -> int:
+        """The host's clock."""
+        return time.perf_counter_ns()
+
+    def finish(self, start: int, tensors: Sequence[torch.Tensor]) -> Reading:
+        """Read them now."""
+        values = tuple(float(tensor) for tensor in tensors)
+        return _Known(StepNumbers(values, time.perf_counter_ns() - start))
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    numbers: StepNumbers
+
+    def is_ready(self) -> bool:
+        return True
+
+    def get(self) -> StepNumbers:
+        return self.numbers
+
+
+class CudaReader:
+    """CUDA: see [Note: Reading without waiting]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def start(self) -> torch.cuda.Event:
+        """An event on the current stream."""
+        return self._mark()
+
+    def finish(self, start: torch.cuda.Event, tensors: Sequence[torch.Tensor]) -> Reading:
+        """Put a copy of each tensor and an event on the current stream."""
+        end = self._mark()
+        copies = [self._copy(tensor.detach()) for tensor in tensors]
+        return _OnItsWay(start, end, copies, self._mark() if copies else end)
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @staticmethod
+    def _copy(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu":  # the norm of offloaded gradients
+            return tensor.clone()
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return copy.copy_(tensor, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _OnItsWay:
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+    copies: list[torch.Tensor]
+    arrived: torch.cuda.Event
+    """Behind the copies."""
+
+    def is_ready(self) -> bool:
+        return bool(self.arrived.query())  # type: ignore[no-untyped-call]
+
+    def get(self) -> StepNumbers:
+        self.arrived.synchronize()
+        elapsed_ns = round(self.start.elapsed_time(self.end) * 1e6)
+        return StepNumbers(tuple(float(copy) for copy in self.copies), elapsed_ns)

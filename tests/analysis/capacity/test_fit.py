@@ -1,0 +1,110 @@
+"""Is what is said to fit really the most that fits, by forecasts that were made?"""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_inspect.analysis.capacity.fit import MOST_SEQUENCES, WORLD_SIZES, find_fit
+from fsdp_inspect.errors import ForecastError
+
+
+class Model:
+    """A memory that falls with the ranks and grows with the batch; remembers what was asked."""
+
+    def __init__(self, states, activation, fixed=0, saved_by_checkpointing=0.0):
+        self.states, self.activation, self.fixed = states, activation, fixed
+        self.saved = saved_by_checkpointing
+        self.asked = []
+
+    def __call__(self, world_size, settings):
+        self.asked.append((world_size, dict(settings)))
+        batch = settings.get("batch_size", 1)
+        kept = 1 - self.saved if settings.get("checkpointing") == "full" else 1
+        return round(self.states / world_size + self.activation * batch * kept + self.fixed)
+
+
+@settings(deadline=None)  # every batch is asked for, to know the answer
+@given(st.integers(1, 10_000), st.integers(1, 500), st.integers(0, 100), st.integers(1, 20_000))
+def test_the_answers_are_the_extremes_that_fit(states, activation, fixed, limit):
+    model = Model(states, activation, fixed)
+
+    fit = find_fit(model, limit, world_size=8, accepted=["batch_size"])
+
+    fitting = [size for size in WORLD_SIZES if model(size, {}) <= limit]
+    assert fit.smallest_world_size == min(fitting, default=0)
+    batches = [n for n in range(1, MOST_SEQUENCES + 1) if model(8, {"batch_size": n}) <= limit]
+    assert fit.largest_batch_size == max(batches, default=0)
+    assert fit.fits == (model(8, {}) <= limit)
+
+
+def test_few_forecasts_find_the_largest_batch():
+    model = Model(states=800, activation=10)
+
+    fit = find_fit(model, 1000, world_size=8, accepted=["batch_size"])
+
+    assert fit.largest_batch_size == 90
+    assert sum("batch_size" in settings for _, settings in model.asked) <= 5
+
+
+def test_a_batch_that_cannot_be_forecast_is_not_asked_for_where_a_smaller_one_does_not_fit():
+    model = Model(states=800, activation=10)
+
+    def peak(world_size, settings):
+        if settings.get("batch_size", 1) > 1:
+            raise ForecastError("The batch is one sequence.")
+        return model(world_size, settings)
+
+    fit = find_fit(peak, 50, world_size=8, accepted=["batch_size"])
+
+    assert fit.largest_batch_size == 0
+    assert not any(line.startswith("The largest batch") for line in fit.unknown)
+
+
+def test_remedies_are_tried_until_one_fits():
+    model = Model(states=80, activation=100, saved_by_checkpointing=0.9)
+
+    fit = find_fit(model, 50, world_size=8, accepted=None)
+
+    assert not fit.fits
+    assert fit.spare_bytes == 50 - 110
+    assert [remedy.fits for remedy in fit.remedies] == [False, False, True]
+    assert fit.remedies[-1].settings == {"checkpointing": "full"}
+    assert fit.remedies[-1].peak_bytes == 20
+
+
+def test_what_cannot_be_set_is_not_tried_and_that_is_said():
+    fit = find_fit(Model(80, 100), 50, world_size=8, accepted=[])
+
+    assert (fit.remedies, fit.largest_batch_size) == ((), None)
+    batch, change = fit.unknown
+    assert batch.startswith("The largest batch is not known: the builder takes no batch_size.")
+    assert "none of batch_size, checkpointing, offload, reshard_after_forward, wrap" in change
+
+
+def test_a_number_of_ranks_that_cannot_be_forecast_leaves_only_that_question_open():
+    model = Model(states=800, activation=10)
+
+    def peak(world_size, settings):
+        if world_size != 8:
+            raise ForecastError("The mesh is 2x4.")
+        return model(world_size, settings)
+
+    fit = find_fit(peak, 1000, world_size=8, accepted=None)
+
+    assert (fit.fits, fit.largest_batch_size, fit.smallest_world_size) == (True, 90, None)
+    assert fit.unknown == (
+        "The fewest ranks are not known: 2 cannot be forecast. The mesh is 2x4.",
+    )
+
+
+def test_a_remedy_that_fails_says_why_and_the_others_are_tried():
+    model = Model(states=80, activation=100, saved_by_checkpointing=0.9)
+
+    def peak(world_size, settings):
+        if settings == {"checkpointing": "selective"}:
+            raise ForecastError("no such mode")
+        return model(world_size, settings)
+
+    fit = find_fit(peak, 50, world_size=8, accepted=None)
+
+    assert [remedy.problem for remedy in fit.remedies] == [None, "no such mode", None]
+    assert fit.remedies[-1].fits

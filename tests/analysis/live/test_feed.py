@@ -1,0 +1,114 @@
+"""Is it said whether a run moves, stalls, died or ended, from what lies in its folder?"""
+
+import time
+
+import pytest
+
+from fsdp_inspect.analysis.live.feed import LiveFeed, LiveState
+from fsdp_inspect.report.live_wording import advise_live, describe_live, describe_pace
+from fsdp_inspect.store.folder import create_run
+from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.store.writer import RankWriter
+from fsdp_inspect.trace.run import RunStatus
+from fsdp_inspect.trace.tables import EventTable
+from tests.store.run_files import STEP_NS, event_row, make_manifest, make_record
+
+ROWS_PER_STEP = 4
+
+
+@pytest.fixture
+def path(tmp_path):
+    create_run(tmp_path / "run", make_manifest())
+    return tmp_path / "run"
+
+
+def write_steps(path, rank, *, num_steps=3, ago_s=0.0, **record):
+    """A rank whose last step ended that long ago; it goes on recording."""
+    known = make_record(rank, **record)
+    begun = known.clock_start.monotonic_ns - int(ago_s * 1e9) - num_steps * STEP_NS
+    writer = RankWriter(path, known)
+    append_steps(writer, range(num_steps), begun_ns=begun)
+    return writer
+
+
+def append_steps(writer, steps, *, begun_ns):
+    """Steps of 1 µs on the clock of the rank, on disk when this returns."""
+    times = ("start_ns", "end_ns", "issue_ns", "need_ns")
+    for number in range(steps.start * ROWS_PER_STEP, steps.stop * ROWS_PER_STEP):
+        row = zip(EventTable.DTYPES, event_row(number), strict=True)
+        shifted = (value + begun_ns if name in times and value >= 0 else value
+                   for name, value in row)  # fmt: skip
+        writer.events.append(tuple(shifted))
+    writer.flush()
+
+
+def look(path, feed=None):
+    return (feed or LiveFeed(path, 0, 0)).look(open_run(path))
+
+
+def test_a_run_that_moves_says_its_last_step(path):
+    writers = [write_steps(path, rank) for rank in (0, 1)]
+    live = look(path)
+    assert live.state is LiveState.RUNNING
+    assert describe_live(live).startswith(
+        "Step 2 took 1.00 µs and waited 200.0 ns of it for communication; it ended "
+    )
+    assert describe_pace(live).startswith("Rank 0. Typical: 1.00 µs a step")
+    assert advise_live(live) == ""
+    for writer in writers:
+        writer.close(RunStatus.COMPLETE)
+
+
+def test_a_run_without_a_step_is_starting(path):
+    writer = write_steps(path, 0, num_steps=0)
+    live = look(path)
+    assert live.state is LiveState.STARTING
+    assert describe_live(live) == (
+        "The run has begun: rank 0 of it recorded, and no step has ended yet."
+    )
+    writer.close(RunStatus.COMPLETE)
+
+
+def test_a_run_whose_processes_live_but_end_no_step_is_stalled(path):
+    writer = write_steps(path, 0, ago_s=100)
+    live = look(path)
+    assert live.state is LiveState.STALLED
+    assert describe_live(live).startswith("Stalled: no step has ended for 100.")
+    assert "hangs in a collective" in advise_live(live)
+    writer.close(RunStatus.COMPLETE)
+
+
+def test_one_dead_rank_decides_while_the_others_go_on(path):
+    writers = [write_steps(path, 0), write_steps(path, 1, pid=2**22 + 1)]
+    live = look(path)
+    assert live.state is LiveState.DIED
+    assert live.culprits == (1,)
+    assert describe_live(live) == "Rank 1 stopped without a word. The last step was 2."
+    assert "out-of-memory killer" in advise_live(live)
+    for writer in writers:
+        writer.close(RunStatus.COMPLETE)
+
+
+def test_a_failure_is_told_in_its_own_words(path):
+    write_steps(path, 0).close(RunStatus.FAILED, "no memory left")
+    live = look(path)
+    assert live.state is LiveState.FAILED
+    assert describe_live(live).startswith("Rank 0 failed: no memory left.")
+
+
+def test_a_run_that_was_followed_to_its_end_keeps_its_last_steps(path):
+    writer, feed = write_steps(path, 0), LiveFeed(path, 0, 0)
+    assert look(path, feed).state is LiveState.RUNNING
+    writer.close(RunStatus.COMPLETE)
+    live = look(path, feed)
+    assert live.state is LiveState.ENDED
+    assert [one.step for one in live.view.steps] == [0, 1, 2]
+    assert describe_live(live) == (
+        "The run is not being recorded any more: it is over. The last step was 2."
+    )
+
+
+def test_the_present_is_told_on_the_ranks_own_clock(path):
+    writer = write_steps(path, 0)
+    assert abs(look(path).now_ns - time.monotonic_ns()) < 5e9
+    writer.close(RunStatus.COMPLETE)

@@ -1,0 +1,103 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_inspect.analysis.memory.growth import MIN_STEPS, measure_memory_growth
+from fsdp_inspect.trace.codes import MemoryPoint
+from tests.builders import MIB, RunBuilder
+
+GIB = 1 << 30
+
+
+def run_of(*ranks, warmup_steps=0, device=40 * GIB, peak_above=0):
+    """A run whose ranks have these amounts allocated at the end of their steps."""
+    builder = RunBuilder(world_size=len(ranks), device_type="cuda", warmup_steps=warmup_steps)
+    for number, ends in enumerate(ranks):
+        rank = builder.rank(number)
+        rank.record.update(memory_from="cuda_allocator", device_memory_bytes=device)
+        for step, amount in enumerate(ends):
+            rank.step(step, step * 100, step * 100 + 100)
+            rank.memory(MemoryPoint.BACKWARD_START, amount + peak_above, reserved=device // 2)
+            rank.memory(MemoryPoint.STEP_END, amount, reserved=device // 2)
+    return builder.build()
+
+
+def test_a_leak_is_told_in_bytes_per_step_and_in_steps_until_the_device_is_full():
+    run = run_of([10 * GIB + step * MIB for step in range(10)], peak_above=GIB)
+    growth = measure_memory_growth(run)
+    assert (growth.grows, growth.growth_bytes_per_step) == (True, MIB)
+    assert growth.p_value < 0.001
+    assert growth.steps_until_full == (40 - 11) * 1024 - 9
+
+
+def test_steady_memory_does_not_grow():
+    growth = measure_memory_growth(run_of([10 * GIB] * 10))
+    assert (growth.grows, growth.growth_bytes_per_step, growth.steps_until_full) == (
+        False,
+        None,
+        None,
+    )
+
+
+def test_a_single_rise_is_no_growth():
+    growth = measure_memory_growth(run_of([10 * GIB] * 3 + [11 * GIB] * 9))
+    assert growth.grows is False
+
+
+def test_one_wild_step_hides_no_leak():
+    ends = [10 * GIB + step * MIB for step in range(12)]
+    ends[5] = 20 * GIB
+    growth = measure_memory_growth(run_of(ends))
+    assert (growth.grows, growth.growth_bytes_per_step) == (True, MIB)
+
+
+def test_warmup_is_left_out():
+    ends = [step * GIB for step in range(1, 6)] + [10 * GIB] * 8
+    assert measure_memory_growth(run_of(ends)).grows is True
+    assert measure_memory_growth(run_of(ends, warmup_steps=5)).grows is False
+
+
+def test_few_steps_cannot_tell():
+    growth = measure_memory_growth(run_of([step * GIB for step in range(1, MIN_STEPS)]))
+    assert (growth.grows, growth.p_value) == (None, None)
+    assert (growth.first_bytes, growth.last_bytes) == (GIB, 5 * GIB)
+
+
+def test_falling_memory_is_no_growth():
+    assert measure_memory_growth(run_of([GIB - step * MIB for step in range(9)])).grows is False
+
+
+def test_the_rank_that_rises_most_is_looked_at_unless_told():
+    steady, leaking = [10 * GIB] * 8, [GIB + step * MIB for step in range(8)]
+    run = run_of(steady, leaking, steady)
+    assert measure_memory_growth(run).rank == 1
+    assert measure_memory_growth(run, rank=2).grows is False
+    assert measure_memory_growth(run, rank=7) is None
+
+
+def test_without_a_device_there_is_no_end_to_foresee():
+    growth = measure_memory_growth(run_of([step * MIB for step in range(1, 9)], device=0))
+    assert (growth.grows, growth.steps_until_full) == (True, None)
+
+
+def test_a_run_without_memory_has_no_growth():
+    builder = RunBuilder()
+    builder.rank(0).step(0, 0, 100)
+    assert measure_memory_growth(builder.build()) is None
+
+
+def test_very_many_steps_are_thinned_out():
+    growth = measure_memory_growth(run_of([GIB + step * MIB for step in range(3000)]))
+    assert (growth.num_steps, growth.growth_bytes_per_step) == (3000, MIB)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32 - 1))
+def test_a_slope_is_found_through_noise_smaller_than_it(seed):
+    noise = np.random.default_rng(seed).integers(-MIB, MIB, 40)
+    growth = measure_memory_growth(
+        run_of([10 * GIB + step * MIB + int(noise[step]) for step in range(40)])
+    )
+    assert growth.grows
+    assert growth.growth_bytes_per_step == pytest.approx(MIB, rel=0.2)

@@ -1,0 +1,319 @@
+"""Declared against observed: each rule of FSDP2 once kept and once broken."""
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_inspect import open_run
+from fsdp_inspect.analysis.plan_check.check import check_plan
+from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase
+from fsdp_inspect.trace.run import ModelInfo
+from tests.builders import MESSAGE_BYTES, RunBuilder
+from tests.llama70b import NUM_BLOCKS, llama_70b_run
+
+SAMPLES = Path(__file__).parents[3] / "samples"
+BLOCKS = ("layers.0", "layers.1")
+MESSAGE = {"bytes": MESSAGE_BYTES}
+
+
+def train(rank, step, *, units=BLOCKS, without=(), microbatches=1, reduces=lambda mb: True, **more):
+    """One step as FSDP2 runs it; `without` names gathers that did not happen: (unit, phase)."""
+    rank.step(step, 1000 * step, 1000 * step + 1000)
+    now = 1000 * step
+    for microbatch in range(microbatches):
+        place = {"microbatch": microbatch}
+        for phase, add in ((Phase.FORWARD, rank.forward), (Phase.BACKWARD, rank.backward)):
+            for unit in units if phase == Phase.FORWARD else units[::-1]:
+                if (unit, phase) not in without and (unit, phase, microbatch) not in without:
+                    rank.all_gather(unit, now, now + 5, need=now, phase=phase, **MESSAGE, **place)
+                add(unit, now + 5, now + 10, **place)
+                if phase == Phase.BACKWARD and reduces(microbatch):
+                    rank.reduce_scatter(unit, now + 10, now + 15, **{**MESSAGE, **place, **more})
+                now += 20
+
+
+def trained(*, num_steps=2, reshard=True, plan=None, manifest=(), **step):
+    builder = RunBuilder(units=BLOCKS, plan=plan or {}, **dict(manifest))
+    for unit in BLOCKS:
+        builder.unit(unit, reshard_after_forward=reshard)
+    for number in range(num_steps):
+        train(builder.rank(0), number, **step)
+    return builder
+
+
+def contradictions(check):
+    return [
+        (finding.rule, finding.fqns, finding.sentence)
+        for finding in check.findings
+        if finding.is_contradiction
+    ]
+
+
+def test_a_run_that_does_what_its_plan_says_is_consistent():
+    check = check_plan(trained().build())
+    assert check.is_consistent is True
+    assert check.sentence == (
+        "The run did what its plan says: 12 collectives in 2 steps of 2 units, as expected."
+    )
+    gathers = check.units[0].all_gather
+    assert (gathers.expected_per_step, gathers.observed_per_step) == (2, 2)
+    assert gathers.rule == "once a forward and once a backward: it reshards after forward"
+
+
+def test_a_last_block_that_stays_unsharded_is_found_from_the_counts_alone():
+    check = check_plan(trained(without=[("layers.1", Phase.BACKWARD)]).build())
+    assert contradictions(check) == [
+        ("R5", ("layers.1",), "stayed unsharded after forward, though it is declared to reshard")
+    ]
+    assert check.sentence == (
+        "The run did not do what its plan says. 6 all-gathers in 2 steps of 2 units, where 8 are "
+        "expected. layers.1: stayed unsharded after forward, though it is declared to reshard."
+    )
+
+
+def test_the_published_counts_of_llama_70b_mean_that_the_last_block_stayed_unsharded():
+    """RULES G: 318 all-gathers of 80 blocks in two steps; the root is gathered once a step."""
+    check = check_plan(llama_70b_run())
+    blocks = [unit for unit in check.units if unit.fqn]
+    assert len(blocks) == NUM_BLOCKS
+    assert sum(unit.all_gather.observed_count for unit in blocks) == 318
+    assert sum(unit.all_gather.expected_count for unit in blocks) == 320
+    assert sum(unit.reduce_scatter.observed_count for unit in check.units) == 162
+    assert check.sentence == (
+        "The run did not do what its plan says. 320 all-gathers in 2 steps of 81 units, where 322 "
+        "are expected. layers.79: stayed unsharded after forward, though it is declared to "
+        "reshard."
+    )
+
+
+def test_kept_parameters_are_gathered_once():
+    freed = [(unit, Phase.BACKWARD) for unit in BLOCKS]
+    assert check_plan(trained(reshard=False, without=freed).build()).is_consistent is True
+
+
+def test_a_unit_declared_to_stay_unsharded_must_not_be_gathered_again():
+    [(rule, fqns, sentence)] = contradictions(check_plan(trained(reshard=False).build()))
+    assert (rule, fqns) == ("R8", BLOCKS)
+    assert sentence.startswith("was gathered again in backward")
+
+
+def test_an_integer_reshard_gathers_in_backward_as_well():
+    assert check_plan(trained(reshard=2).build()).is_consistent is True
+
+
+def test_without_a_declaration_resharding_is_told_from_the_gathers():
+    check = check_plan(trained(reshard=None).build())
+    assert check.is_consistent is True
+    assert check.units[0].is_reshard_inferred
+
+
+@pytest.mark.parametrize(
+    ("reduces", "sync"),
+    [
+        pytest.param(lambda mb: True, "every", id="each microbatch"),
+        pytest.param(lambda mb: mb == 2, "last", id="the last one"),
+        pytest.param(lambda mb: mb == 0, "some", id="another one"),
+        pytest.param(lambda mb: False, "never", id="none"),
+    ],
+)
+def test_accumulation_is_read_from_the_reductions(reduces, sync):
+    check = check_plan(trained(microbatches=3, reduces=reduces).build())
+    assert check.is_consistent is True
+    assert (check.loop.microbatches, check.loop.sync) == (3, sync)
+
+
+def test_a_declared_accumulation_is_held_against_what_ran():
+    plan = {
+        "units": [{"modules": [unit]} for unit in BLOCKS],
+        "accumulation": {"microbatches": 3, "sync": "last"},
+    }
+    assert "The plan accumulates over 3" in check_plan(trained(plan=plan).build()).sentence
+    every = check_plan(trained(plan=plan, microbatches=3).build())
+    assert "reduces gradients 'last'; the steps did 'every'" in every.sentence
+
+
+def test_units_kept_between_microbatches_are_no_contradiction_and_are_named():
+    kept = [(unit, Phase.FORWARD, 1) for unit in BLOCKS]
+    kept += [(unit, Phase.BACKWARD, 1) for unit in BLOCKS]
+    kept += [(unit, Phase.BACKWARD, 0) for unit in BLOCKS]
+    run = trained(reshard=False, microbatches=2, without=kept)
+    check = check_plan(run.build())
+    assert check.is_consistent is True
+    assert check.loop.kept_between_microbatches == BLOCKS
+
+
+def test_a_unit_that_evaluation_left_unsharded_is_not_gathered_again():
+    freed = [(unit, Phase.BACKWARD) for unit in BLOCKS]
+    builder = trained(reshard=False, without=freed)
+    rank = builder.rank(0)
+    rank.step(2, 2000, 3000)
+    for unit in BLOCKS:
+        evaluation = {"phase": Phase.EVALUATION}
+        rank.all_gather(unit, 2000, 2005, bytes=MESSAGE_BYTES, **evaluation)
+        rank.add(EventKind.FORWARD, 2005, 2010, unit=unit, **evaluation)
+        rank.forward(unit, 2020, 2030)
+        rank.backward(unit, 2040, 2050)
+        rank.reduce_scatter(unit, 2050, 2055, bytes=MESSAGE_BYTES)
+    check = check_plan(builder.build())
+    assert check.is_consistent is True
+    assert check.units[0].all_gather.expected_count == 2
+
+
+def test_a_unit_used_twice_is_gathered_for_each_use_and_reduced_once():
+    builder = RunBuilder(units=("layers.0",))
+    rank = builder.rank(0)
+    rank.step(0, 0, 1000)
+    for now, add, phase in (
+        (0, rank.forward, Phase.FORWARD),
+        (100, rank.forward, Phase.FORWARD),
+        (200, rank.backward, Phase.BACKWARD),
+        (300, rank.backward, Phase.BACKWARD),
+    ):
+        rank.all_gather("layers.0", now, now + 5, phase=phase, bytes=MESSAGE_BYTES)
+        add("layers.0", now + 5, now + 50)
+    rank.reduce_scatter("layers.0", 350, 360, bytes=MESSAGE_BYTES)
+    assert check_plan(builder.build()).is_consistent is True
+
+
+def test_a_frozen_unit_is_gathered_and_never_reduced():
+    builder = trained(reduces=lambda mb: False)
+    for unit in BLOCKS:
+        builder.unit(unit, num_trainable_parameters=0, reduce_bytes=0)
+    check = check_plan(builder.build())
+    assert check.is_consistent is True
+    assert check.units[0].reduce_scatter.rule == "frozen: it has no gradients"
+
+
+def test_a_frozen_unit_that_is_reduced_contradicts_its_declaration():
+    builder = trained()
+    builder.unit("layers.0", num_trainable_parameters=0)
+    [(_, fqns, sentence)] = contradictions(check_plan(builder.build()))
+    assert fqns == ("layers.0",)
+    assert sentence.endswith("though it is declared frozen")
+
+
+def test_a_unit_without_gradients_among_others_is_named():
+    builder = RunBuilder(units=BLOCKS)
+    train(builder.rank(0), 0, units=("layers.0",))
+    train(builder.rank(0), 1, units=("layers.1",), reduces=lambda mb: False)
+    rank = builder.rank(0)
+    rank.reduce_scatter("layers.0", 1990, 1995, bytes=MESSAGE_BYTES)
+    [first, second] = contradictions(check_plan(builder.build()))
+    assert "at other times than its backwards need" in first[2]
+    assert second[1:] == (
+        ("layers.1",),
+        "never had its gradients reduced (reduce-scatter) while other units had: its parameters "
+        "got no gradient, or its synchronisation is off",
+    )
+
+
+@pytest.mark.parametrize(
+    ("sent", "meaning"),
+    [
+        pytest.param(128, "as float32 in place of a 16-bit type makes", id="twice"),
+        pytest.param(32, "as a 16-bit type in place of float32 makes", id="half"),
+        pytest.param(50, "some of its parameters got no gradient", id="less"),
+        pytest.param(80, "other parameters or padding", id="more"),
+    ],
+)
+def test_messages_of_another_size_than_declared_are_explained(sent, meaning):
+    [(_, fqns, sentence)] = contradictions(check_plan(trained(bytes=sent).build()))
+    assert fqns == BLOCKS
+    assert meaning in sentence
+
+
+def test_a_gather_for_nobody_is_wasted():
+    builder = trained()
+    rank = builder.rank(0)
+    rank.all_gather("layers.0", 1900, 1905, bytes=MESSAGE_BYTES, flags=int(EventFlag.UNUSED))
+    [(rule, _, sentence)] = contradictions(check_plan(builder.build()))
+    assert (rule, "for nobody" in sentence) == ("R28", True)
+
+
+def test_one_rank_alone_communicates_nothing_and_is_consistent():
+    builder = RunBuilder(units=BLOCKS, world_size=1)
+    everything = [(unit, phase) for unit in BLOCKS for phase in Phase]
+    train(builder.rank(0), 0, without=everything, reduces=lambda mb: False)
+    check = check_plan(builder.build())
+    assert check.is_consistent is True
+    assert check.units[0].all_gather.rule == "one rank holds all of it: nothing is gathered"
+
+
+def test_a_declared_prefetch_that_never_happens_is_a_contradiction():
+    plan = {
+        "units": [{"modules": [unit]} for unit in BLOCKS],
+        "forward_prefetch": {"layers.0": ["layers.1"]},
+    }
+    [(rule, fqns, _)] = contradictions(check_plan(trained(plan=plan).build()))
+    assert (rule, fqns) == ("R9", ("layers.1",))
+
+
+def test_a_unit_that_never_runs_costs_memory_and_contradicts_nothing():
+    builder = trained(manifest={"model": ModelInfo(num_parameters=300)})
+    spare = {"index": 2, "fqn": "spare"}
+    builder.units["spare"] = builder.units["layers.0"].model_copy(update=spare)
+    check = check_plan(builder.build())
+    assert check.is_consistent is True
+    assert [(f.fqns, f.sentence) for f in check.findings] == [
+        (("spare",), "never ran: its shards only cost memory")
+    ]
+
+
+def test_a_long_run_is_checked_in_its_first_steps():
+    check = check_plan(trained(num_steps=60).build())
+    assert (len(check.steps), check.is_consistent) == (20, True)
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        pytest.param(RunBuilder().build(), "no rank wrote anything", id="nothing recorded"),
+        pytest.param(RunBuilder(units=()).build(), "knows no FSDP units", id="no units"),
+        pytest.param(
+            trained(manifest={"warmup_steps": 9}).build(), "no step counts", id="only warm-up"
+        ),
+    ],
+)
+def test_what_cannot_be_told_is_said(run, reason):
+    check = check_plan(run)
+    assert check.is_consistent is None
+    assert reason in check.sentence
+
+
+def test_a_rank_that_dropped_events_is_not_counted():
+    builder = trained()
+    builder.rank(0).record["dropped"] = {"events": 3}
+    assert "dropped events" in check_plan(builder.build()).sentence
+
+
+def test_a_step_that_the_rank_did_not_finish_is_not_counted():
+    """It was killed behind a gather, while another rank finished the step."""
+    builder = trained()
+    builder.rank(1).step(2, 2000, 3000)
+    rank = builder.rank(0)
+    rank.all_gather("layers.0", 2000, 2005, step=2, bytes=MESSAGE_BYTES)
+    check = check_plan(builder.build())
+    assert (check.steps, check.is_consistent) == ((0, 1), True)
+
+
+def test_an_imported_run_without_passes_is_not_judged():
+    builder = RunBuilder(units=BLOCKS, source="imported")
+    builder.rank(0).step(0, 0, 100)
+    builder.rank(0).all_gather("layers.0", 0, 10)
+    assert "does not tell when its units ran" in check_plan(builder.build()).sentence
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in SAMPLES.glob("*/run")))
+def test_every_sample_did_what_its_plan_says(name):
+    check = check_plan(open_run(SAMPLES / name / "run"))
+    assert check.is_consistent is True, check.sentence
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in SAMPLES.glob("*/run")))
+def test_gathered_bytes_are_the_padded_parameters_in_their_dtype(name):
+    """RULES E: all-gather bytes are the sum of the padded numel times the dtype's size."""
+    manifest = open_run(SAMPLES / name / "run").manifest
+    check = check_plan(open_run(SAMPLES / name / "run"))
+    for unit, described in zip(check.units, manifest.units, strict=True):
+        shards = len(manifest.process_groups[described.shard_group].ranks)
+        assert unit.all_gather.observed_bytes == (shards * described.sharded_bytes,)

@@ -1,0 +1,201 @@
+"""Is the straggler found, priced, and told from ranks that take turns?"""
+
+import pytest
+
+from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
+from tests.builders import RunBuilder, steady_run
+from tests.llama70b import (
+    BLOCK_GATHER,
+    BLOCK_SCATTER,
+    NUM_STEPS,
+    PUBLISHED,
+    STRAGGLER,
+    llama_70b_run,
+)
+
+GIB = 1 << 30
+
+
+def build_run(*works, hosts=None):
+    """Steps of one gather each; `works`: for each step the work of each rank before it."""
+    builder = RunBuilder(world_size=len(works[0]))
+    now = 0
+    for step, work in enumerate(works):
+        end = now + max(work) + 10
+        for number, own in enumerate(work):
+            rank = builder.rank(number)
+            rank.record = {"host": hosts[number] if hosts else "a"}
+            rank.step(step, now, end)
+            rank.data(now, now + own)
+            rank.all_gather("layers.0", now + own, end, need=now + own, sequence=step)
+        now = end
+    return builder.build()
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return measure_ranks(llama_70b_run(2 * NUM_STEPS))
+
+
+def test_the_published_straggler_is_found(llama):
+    straggler = llama.straggler
+    assert straggler.rank == STRAGGLER
+    assert round(100 * straggler.last_ratio, 1) == 86.1
+    assert (straggler.phase, straggler.meanwhile) == ("backward", "backward")
+    assert straggler.cost_ratio > 0.3
+
+
+def test_the_published_skews_and_transfers_are_measured(llama):
+    found = {(row.kind, row.bytes): row for row in llama.skews}
+    for row in PUBLISHED:
+        skew = found[row.kind.label, row.bytes]
+        assert (skew.skew_ns, skew.pure_transfer_ns) == (row.skew_ns, row.transfer_ns)
+        assert skew.num_collectives == 2 * row.count
+
+
+@pytest.mark.parametrize(
+    ("row", "published"),
+    [(BLOCK_GATHER, 231.01), (BLOCK_SCATTER, 239.25)],
+    ids=["gather", "scatter"],
+)
+def test_bus_bandwidth_is_the_published_one_in_gib(llama, row, published):
+    found = next(skew for skew in llama.skews if skew.bytes == row.bytes)
+    # The published means are of bandwidths, ours is of the mean latency: equal to 0.1 %.
+    assert found.bus_bytes_per_s / GIB == pytest.approx(published, rel=1e-3)
+
+
+def test_more_skew_than_transfer_puts_the_straggler_first(llama):
+    assert llama.skewed_ratio == pytest.approx(486 / 488)
+
+
+def test_a_straggler_is_priced_by_the_step_without_it():
+    ranks = measure_ranks(build_run(*[(100, 100, 160)] * 5))
+    straggler = ranks.straggler
+    assert (straggler.rank, straggler.cost_ns, straggler.late_ns) == (2, 60, 60)
+    assert straggler.cost_ratio == pytest.approx(60 / 170)
+    assert (straggler.meanwhile, straggler.meanwhile_ns) == ("data", 60)
+    assert ranks.replay.error_ratio == 0
+
+
+def test_ranks_that_take_turns_are_an_imbalance_and_no_straggler():
+    works = [(160, 100), (100, 160), (160, 100), (100, 160)]
+    ranks = measure_ranks(build_run(*works))
+    assert ranks.straggler is None
+    assert ranks.replay.recorded_ns == 170
+    assert {row.busiest_ratio for row in ranks.ranks} == {0.5}
+
+
+def test_a_rank_that_is_hardly_late_is_no_straggler():
+    ranks = measure_ranks(build_run(*[(100, 101)] * 6))
+    assert (ranks.straggler, ranks.straggler_refusal) == (None, None)
+
+
+@pytest.mark.parametrize(("num_steps", "told"), [(1, False), (5, False), (6, True)])
+def test_two_ranks_need_six_steps_until_one_of_them_is_told_to_be_late(num_steps, told):
+    ranks = measure_ranks(build_run(*[(100, 160)] * num_steps))
+    assert (ranks.straggler is not None) is told
+    assert (ranks.straggler_refusal is None) is told
+
+
+def test_too_few_steps_are_refused_with_what_chance_does_and_how_many_it_takes():
+    refusal = measure_ranks(llama_70b_run()).straggler_refusal
+    assert "rank 4 works longest in 2 of 2 steps" in refusal
+    assert "among 8 equal ranks chance does the same in up to 12.5 % of runs" in refusal
+    assert "at least 3 that count" in refusal
+
+
+def test_jitter_that_both_ranks_have_is_not_billed_to_the_later_one():
+    steady = [(100, 160)] * 20
+    jittering = [(100 + 80 * (step % 5 == 0), 160 + 80 * (step % 5 == 3)) for step in range(20)]
+    one, two = measure_ranks(build_run(*steady)), measure_ranks(build_run(*jittering))
+    assert one.straggler.cost_ns == 60
+    assert 0 < two.straggler.cost_ns <= 60
+    assert two.imbalance_ns > two.straggler.cost_ns
+
+
+def test_a_single_stall_costs_nothing_beyond_the_typical_step():
+    works = [(100, 110)] * 20
+    works[10] = (100, 5_000)
+    straggler = measure_ranks(build_run(*works)).straggler
+    assert straggler.cost_ns <= 10
+
+
+def test_a_rank_that_works_longer_while_the_link_is_busy_is_no_straggler():
+    builder = RunBuilder(world_size=2)
+    for step in range(8):
+        start = 300 * step
+        for number, work in ((0, 100), (1, 200)):
+            rank = builder.rank(number)
+            rank.record = {"host": "a"}
+            rank.step(step, start, start + 300)
+            times = {"need": start + work, "sequence": step}
+            rank.all_gather("layers.0", start + 5 - 5 * number, start + 300, **times)
+    ranks = measure_ranks(builder.build())
+    assert [row.own_work_ns for row in ranks.ranks] == [100, 200]
+    assert (ranks.straggler, ranks.straggler_refusal) == (None, None)
+
+
+def test_a_late_input_is_found_though_it_is_last_at_one_collective_a_step():
+    straggler = measure_ranks(late_input_run()).straggler
+    # It works 100 longer before the first gather, and 2 less before each of the others.
+    assert (straggler.rank, straggler.meanwhile, straggler.cost_ns) == (1, "data", 96)
+    assert straggler.last_ratio == pytest.approx(1 / 3)
+
+
+def late_input_run():
+    """Rank 1's batch is late; at the two other gathers of a step rank 0 is last, by a little."""
+    builder = RunBuilder(world_size=2)
+    for step in range(8):
+        start = 1000 * step
+        for number in (0, 1):
+            rank = builder.rank(number)
+            rank.record = {"host": "a"}
+            rank.step(step, start, start + 1000)
+            waits = [(200, 310), (500, 520), (700, 720)]
+            if number == 1:
+                waits = [(300, 310), (498, 520), (698, 720)]
+            rank.data(start, start + waits[0][0])
+            for place, (begin, end) in enumerate(waits):
+                times = {"need": start + begin, "sequence": 3 * step + place}
+                rank.all_gather("layers.0", start + begin, start + end, **times)
+    return builder.build()
+
+
+def test_without_clocks_the_rank_that_waits_least_is_still_told():
+    run = build_run(*[(100, 100, 160)] * 3, hosts=["a", "b", "c"])
+    ranks = measure_ranks(run)
+    assert ranks.straggler is None
+    assert ranks.replay is None
+    assert [row.shortest_ratio for row in ranks.ranks] == [0, 0, 1]
+    assert "rank 1 cannot be aligned" in ranks.refusals[0]
+
+
+def test_each_rank_has_its_medians():
+    row = measure_ranks(steady_run()).ranks[1]
+    assert (row.step_time_ns, row.exposed_ns, row.own_work_ns) == (1000, 250, 750)
+
+
+def test_one_rank_has_nobody_to_wait_for():
+    ranks = measure_ranks(steady_run(world_size=1))
+    assert (ranks.straggler, ranks.replay, ranks.skews) == (None, None, ())
+
+
+def test_a_run_without_a_timed_step_has_no_ranks():
+    ranks = measure_ranks(RunBuilder().build())
+    assert ranks.ranks == ()
+
+
+def test_relabelling_the_ranks_relabels_the_straggler_only():
+    one = measure_ranks(build_run(*[(100, 110, 160)] * 5)).straggler
+    two = measure_ranks(build_run(*[(160, 110, 100)] * 5)).straggler
+    assert (one.rank, two.rank) == (2, 0)
+    assert (one.cost_ns, one.late_ns) == (two.cost_ns, two.late_ns)
+
+
+def test_large_runs_are_sampled():
+    run = build_run(*[tuple([100] * 59 + [160])] * 2)
+    ranks = measure_ranks(run)
+    assert len(ranks.ranks) == 60
+    assert len(ranks.sampled_ranks) == 48
+    assert ranks.straggler.rank == 59
+    assert [row.num_collectives for row in ranks.skews] == [2]

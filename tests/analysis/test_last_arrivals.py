@@ -1,0 +1,78 @@
+import pytest
+
+from fsdp_inspect.analysis.bandwidth import measure_bandwidth
+from fsdp_inspect.analysis.last_arrivals import (
+    MOST_RANKS_ALIGNED,
+    find_last_arrivals,
+    read_transfers,
+)
+from fsdp_inspect.analysis.step_selection import timed_rank
+from fsdp_inspect.analysis.wait_causes import timed_collectives
+from fsdp_inspect.trace.codes import COLLECTIVES
+from tests.builders import RunBuilder
+from tests.llama70b import llama_70b_run
+
+GIB = 1 << 30
+
+
+def run_of(starts, *, host="one"):
+    """One all-gather that ends at 1000; every rank enters at its start."""
+    builder = RunBuilder(world_size=len(starts))
+    for number, start in enumerate(starts):
+        rank = builder.rank(number)
+        rank.record["host"] = host
+        rank.step(0, 0, 2000)
+        rank.all_gather("layers.0", start, 1000, need=start, sequence=0)
+    return builder.build()
+
+
+def collectives_of(run):
+    return run.events(0, kinds=sorted(COLLECTIVES))
+
+
+def test_ranks_of_one_machine_tell_who_arrived_last():
+    run = run_of([100, 400, 250])
+    known, arrivals = find_last_arrivals(run, 0, collectives_of(run))
+    assert arrivals.tolist() == [400]
+    assert (known.num_ranks, known.num_refused, known.uncertainty_ns) == (3, 0, 0)
+    assert known.sentence == "Stragglers by the arrivals of 3 of 3 ranks, one clock."
+
+
+def test_the_transfer_is_that_of_the_last_to_arrive():
+    run = run_of([100, 400, 250])
+    assert read_transfers(run, 0, collectives_of(run)).tolist() == [600]
+
+
+def test_of_many_ranks_some_are_read_and_it_is_said():
+    many = MOST_RANKS_ALIGNED + 8
+    run = run_of(range(100, 100 + many))
+    known, arrivals = find_last_arrivals(run, 0, collectives_of(run))
+    assert known.num_ranks == MOST_RANKS_ALIGNED
+    assert f"{MOST_RANKS_ALIGNED} of {many} ranks" in known.sentence
+    assert arrivals.tolist() == [100 + many - 1]
+
+
+def test_a_single_rank_knows_of_no_straggler():
+    run = run_of([100])
+    known, arrivals = find_last_arrivals(run, 0, collectives_of(run))
+    assert arrivals.tolist() == [-1]
+    assert "one rank" in known.sentence
+
+
+def test_bus_bandwidths_of_a_published_run_are_found_again():
+    """TraceLens, Llama-70B on 8 MI300: its GB/s are GiB/s (RULES G)."""
+    run = llama_70b_run()
+    transfers = read_transfers(run, 0, timed_collectives(run, timed_rank(run, 0)))
+    units = {unit.fqn: unit.index for unit in run.manifest.units}
+    found = {
+        (fqn, row.kind): row.bus_bytes_per_s / GIB
+        for fqn in ("layers.0", "")
+        for row in measure_bandwidth(run, rank=0, unit=units[fqn], transfer_ns=transfers).kinds
+    }
+    # The published mean of single rates is not the rate of the mean duration: 0.1 % apart.
+    assert found == {
+        ("layers.0", "all_gather"): pytest.approx(231.01, rel=2e-3),
+        ("layers.0", "reduce_scatter"): pytest.approx(239.25, rel=2e-3),
+        ("", "all_gather"): pytest.approx(287.30, rel=2e-3),
+        ("", "reduce_scatter"): pytest.approx(297.96, rel=2e-3),
+    }

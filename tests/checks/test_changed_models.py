@@ -1,0 +1,201 @@
+"""Is each planted regression found, with the right unit, phase and category, and nothing else?
+
+The table is the specification: what is planted, and what must be blamed. Everything goes through
+`fsdp-inspect check`, once with forecasts and once with recordings of real tensors.
+"""
+
+import contextlib
+import io
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fsdp_inspect import Recorder, forecast_memory
+from fsdp_inspect.cli import main
+from fsdp_inspect.emulation.process import emulate
+from fsdp_inspect.emulation.specification import Link, Specification
+from tests.checks.changed_models import build
+
+BLOCK = 2 * 128 * 512  # parameters
+KIB = 1024
+WORLD_SIZE = 4
+
+# plant: metric that fails first, phase, [(category, units, bytes more)], words of the cause
+REGRESSIONS = {
+    "not resharded": (
+        "peak_allocated_bytes",
+        "backward",
+        [("unsharded_parameter", ["layers.2"], 2 * BLOCK)],
+        "`layers.2` now reshard_after_forward=False: +1 unsharded block (256.0 KiB)",
+    ),
+    "kept activation": (
+        "peak_allocated_bytes",
+        "backward",
+        [("activation", ["layers.3"], 64 * KIB)],
+        "something keeps activations of layers.3",
+    ),
+    "fp32 reduce": (
+        "peak_allocated_bytes",
+        "backward",
+        [("reduce_scatter_buffer", ["layers.5"], 2 * BLOCK)],
+        "now reduce_dtype=float32 instead of bfloat16",
+    ),
+    "leak": (
+        "peak_allocated_bytes",
+        "backward",
+        [("activation", ["layers.3"], 64 * KIB)],
+        "something keeps activations of layers.3",
+    ),
+    "optimizer state": (
+        "peak_allocated_bytes",
+        "backward",
+        [
+            (
+                "optimizer_state",
+                ["(root)", "embedding", *(f"layers.{block}" for block in range(6))],
+                896 * KIB + 14 * 4,  # and Adam's step count of each of 14 tensors
+            )
+        ],
+        "the optimizer keeps 2 times as much",
+    ),
+    "root swallows": (
+        "peak_allocated_bytes",
+        "backward",
+        [("unsharded_parameter", ["(root)"], 128 * KIB)],
+        "`embedding` is no unit any more; `(root)` holds its parameters",
+    ),
+    "gather in flight": (
+        "peak_allocated_bytes",
+        "backward",
+        [("all_gather_buffer", ["layers.2"], 2 * BLOCK)],
+        "forward_prefetch",
+    ),
+}
+HARMLESS = ("nothing", "renamed", "reordered", "other seed")
+
+
+@dataclass
+class Ended:
+    """What the command ended with and printed."""
+
+    code: int
+    printed: str
+
+    @property
+    def verdict(self) -> Any:
+        return json.loads(self.printed)
+
+    def with_outcome(self, outcome: str) -> list[str]:
+        """The metrics of that outcome."""
+        return [one["name"] for one in self.verdict["metrics"] if one["outcome"] == outcome]
+
+
+def check(*arguments: object) -> Ended:
+    """`fsdp-inspect check` in this process."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", ["fsdp-inspect", "check", *map(str, arguments)])
+        patch.setenv("COLUMNS", "120")
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return Ended(int(ended.value.code or 0), printed.getvalue())
+
+
+def forecast(path: Path, plant: str) -> None:
+    forecast_memory(build, path, world_size=WORLD_SIZE, settings={"plant": plant})
+
+
+def record(path: Path, plant: str) -> None:
+    """Two steps on real tensors, as rank 0 of emulated ranks."""
+    free = Link(bandwidth_bytes_per_s=float("inf"), latency_ns=0)
+    quiet: dict[str, Any] = {"print_verdict": False, "device_interval_s": 0.0}
+    ranks = Specification(world_size=WORLD_SIZE, gpus_per_node=WORLD_SIZE, intra=free, inter=free)
+    with emulate(ranks):
+        dist.init_process_group()
+        target = build(plant)
+        with Recorder(
+            target.model, optimizer=target.optimizer, path=path, warmup_steps=1, **quiet
+        ) as recorder:
+            for _ in range(2):
+                with recorder.step():
+                    target.step()
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[forecast, record], ids=["forecast", "recorded"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of each plant, and `baseline.json` of the one with nothing planted."""
+    runs = tmp_path_factory.mktemp("planted")
+    for plant in (*HARMLESS, *REGRESSIONS):
+        request.param(runs / plant.replace(" ", "-"), plant)
+    written = check(runs / "nothing", "--baseline", runs / "baseline.json", "--update")
+    assert written.code == 0
+    return runs
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Ended]:
+    baseline = folder / "baseline.json"
+    return {
+        plant: check(folder / plant.replace(" ", "-"), "--baseline", baseline, "--json")
+        for plant in (*HARMLESS, *REGRESSIONS)
+    }
+
+
+@pytest.mark.parametrize("plant", REGRESSIONS)
+def test_a_planted_regression_is_found_and_nothing_else_is_blamed(
+    results: dict[str, Ended], plant: str
+) -> None:
+    metric, phase, grown, cause = REGRESSIONS[plant]
+    ended, verdict = results[plant], results[plant].verdict
+
+    found = [
+        (one["category"], one["units"], one["after"] - one["before"]) for one in verdict["growth"]
+    ]
+    assert ended.code == verdict["exit_code"] == 1
+    assert ended.with_outcome("regression")[0] == metric
+    assert verdict["phase"] == phase
+    assert found == grown
+    assert any(cause in words for words in verdict["causes"]), verdict["causes"]
+
+
+def test_a_leak_is_seen_in_what_the_step_leaves(results: dict[str, Ended]) -> None:
+    leaves = [
+        plant
+        for plant, ended in results.items()
+        if "resting_bytes" not in ended.with_outcome("holds")
+    ]
+
+    assert leaves == ["leak", "optimizer state"]
+
+
+@pytest.mark.parametrize("plant", HARMLESS)
+def test_a_harmless_change_passes(results: dict[str, Ended], plant: str) -> None:
+    ended = results[plant]
+
+    assert ended.code == 0, ended.printed
+    assert ended.verdict["growth"] == ended.verdict["causes"] == []
+
+
+def test_the_message_says_by_how_much_where_and_why(folder: Path) -> None:
+    ended = check(folder / "kept-activation", "--baseline", folder / "baseline.json")
+
+    words = " ".join(ended.printed.split())
+    assert "peak_allocated_bytes rose by 64.0 KiB" in words
+    assert "at the peak of backward" in words
+    assert "activation of layers.3 +64.0 KiB" in words
+    assert "likely cause: something keeps activations of layers.3" in words
+
+
+def test_a_baseline_written_again_is_the_same_to_the_byte(folder: Path) -> None:
+    before = (folder / "baseline.json").read_bytes()
+
+    check(folder / "other-seed", "--baseline", folder / "again.json", "--update")
+
+    again = (folder / "again.json").read_bytes()
+    assert again.replace(b"other seed", b"nothing") == before

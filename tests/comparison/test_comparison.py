@@ -1,0 +1,288 @@
+"""Two runs, repeats, several sides: what is compared with what, and what may be said."""
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp_inspect.comparison.comparison import compare_runs
+from fsdp_inspect.comparison.differences import UnitMeasure, find_unit_changes
+from fsdp_inspect.comparison.noise import Telling
+from fsdp_inspect.trace.codes import MemoryPoint, Phase
+from fsdp_inspect.trace.run import RunStatus
+from tests.builders import RunBuilder, steady_run
+
+
+def run_of_step(duration, *, exposed=0, **manifest):
+    """One step of one rank: a gather that is waited for from its start, then forward."""
+    builder = RunBuilder(world_size=2, **manifest)
+    rank = builder.rank(0)
+    rank.step(0, 0, duration)
+    rank.all_gather("layers.0", 0, exposed, need=0)
+    rank.forward("layers.0", exposed, duration)
+    return builder.build()
+
+
+def repeats(durations, **manifest):
+    return [
+        run_of_step(duration, run_id=f"{manifest.get('git_commit')}-{number}", **manifest)
+        for number, duration in enumerate(durations)
+    ]
+
+
+def metric_of(comparison, name="step_time_ns"):
+    return next(metric for metric in comparison.metrics if metric.name == name)
+
+
+def test_two_runs_are_two_sides_and_the_first_is_the_reference():
+    comparison = compare_runs(run_of_step(100, run_id="x"), run_of_step(200, run_id="y"))
+    assert [(side.label, side.median_run) for side in comparison.sides] == [("A", "x"), ("B", "y")]
+    step = metric_of(comparison)
+    assert (step.values, step.judgements[0].change) == ((100, 200), 1.0)
+
+
+def test_runs_of_the_same_settings_are_repeats_of_one_side():
+    comparison = compare_runs(
+        run_of_step(100, run_id="1", git_commit="old"),
+        run_of_step(150, run_id="2", git_commit="new"),
+        run_of_step(104, run_id="3", git_commit="old"),
+        run_of_step(102, run_id="4", git_commit="old"),
+    )
+    assert [[run.run_id for run in side.runs] for side in comparison.sides] == [
+        ["1", "3", "4"],
+        ["2"],
+    ]
+    assert comparison.sides[0].median_run == "4"
+    assert metric_of(comparison).values == (102, 150)
+
+
+def test_runs_that_all_have_the_same_settings_are_compared_with_each_other():
+    comparison = compare_runs(*repeats([100, 101, 102]))
+    assert [side.label for side in comparison.sides] == ["A", "B", "C"]
+    assert comparison.conclusions[0].reasons == (
+        "Their recorded settings are the same: what differs is noise, or was not recorded.",
+    )
+
+
+def test_lists_of_runs_are_sides_as_they_are():
+    comparison = compare_runs(repeats([100, 101]), repeats([120]))
+    assert [len(side.runs) for side in comparison.sides] == [2, 1]
+
+
+def test_five_runs_a_side_are_tested():
+    before = repeats([100, 101, 102, 103, 104], git_commit="old")
+    after = repeats([105, 106, 107, 108, 109], git_commit="new")
+    [conclusion] = compare_runs(before, after).conclusions
+    assert conclusion.telling is Telling.DIFFERENT
+    assert conclusion.sentence.startswith("B is 4.9 % slower than A (+2.0 % to +7.8 %, p = 0.0079)")
+
+
+def test_one_run_a_side_below_ten_percent_cannot_be_told_and_says_what_is_missing():
+    [conclusion] = compare_runs(run_of_step(100), run_of_step(107)).conclusions
+    assert conclusion.telling is Telling.UNKNOWN
+    assert conclusion.sentence == (
+        "B cannot be told from A in step time: +7.0 %, 100.0 ns -> 107.0 ns a step. Identical "
+        "processes differ by up to 10 %, or as much as the repeats here do; a test needs 5 runs "
+        "of each, so 4 more of A and 4 more of B."
+    )
+
+
+def test_a_change_is_explained_by_the_part_and_the_unit_that_moved_in_it():
+    slow = run_of_step(200, exposed=110, config={"reshard": True})
+    [conclusion] = compare_runs(run_of_step(100, exposed=10), slow).conclusions
+    assert conclusion.reasons[:3] == (
+        "Of +100.0 ns between their median steps: exposed all-gather +100.0 ns.",
+        "Over all waits, the cause that moved most is floor: +100.0 ns.",
+        "The unit that moved most in it is layers.0: all-gather +100.0 ns a step.",
+    )
+    assert conclusion.reasons[-1] == (
+        "The only setting that differs is reshard: the likely reason, unless the machine was "
+        "busier in one of the runs."
+    )
+
+
+def test_a_part_that_moved_the_other_way_is_said_too():
+    slow = run_of_step(160, exposed=110)
+    [conclusion] = compare_runs(run_of_step(100, exposed=10), slow).conclusions
+    assert conclusion.reasons[0] == (
+        "Of +60.0 ns between their median steps: exposed all-gather +100.0 ns, against forward "
+        "-40.0 ns."
+    )
+
+
+def test_of_several_settings_none_is_called_the_reason():
+    second = run_of_step(200, config={"a": 1, "b": 2})
+    [conclusion] = compare_runs(run_of_step(100), second).conclusions
+    assert conclusion.reasons[-1].startswith("2 settings differ (a, b): which of them")
+
+
+def test_where_nothing_is_told_no_setting_is_called_the_reason():
+    [one] = compare_runs(run_of_step(100), run_of_step(101, config={"a": 1})).conclusions
+    assert one.reasons[-1] == "The only setting that differs is a."
+    [two] = compare_runs(run_of_step(100), run_of_step(101, config={"a": 1, "b": 2})).conclusions
+    assert two.reasons[-1] == "2 settings differ (a, b)."
+
+
+def test_parts_of_the_median_steps_add_up_and_so_do_their_changes():
+    comparison = compare_runs(run_of_step(100, exposed=10), steady_run())
+    assert sum(part.values_ns[0] for part in comparison.parts) == 100
+    assert sum(part.changes_ns[0] for part in comparison.parts) == 900
+
+
+def test_the_causes_of_waits_add_up_to_the_exposed_time_of_a_typical_step():
+    comparison = compare_runs(run_of_step(100, exposed=10), steady_run())
+    assert sum(cause.values_ns[1] for cause in comparison.causes) == 250
+    assert ("floor", (10, 150), (140,)) in [
+        (cause.name, cause.values_ns, cause.changes_ns) for cause in comparison.causes
+    ]
+
+
+def test_counts_and_bytes_are_never_noise():
+    second = run_of_step(100)
+    second.event_tables[0].bytes[1] = 65
+    comparison = compare_runs(run_of_step(100), second)
+    sent = metric_of(comparison, "communication_bytes")
+    assert (sent.values, sent.judgements[0].telling) == ((64, 65), Telling.DIFFERENT)
+    assert comparison.conclusions[0].reasons[0] == (
+        "It communicates differently in every step: messages of 64 B -> 65 B."
+    )
+
+
+def test_memory_at_the_peak_is_compared_by_category():
+    runs = []
+    for held in (100, 300):
+        builder = RunBuilder(world_size=1)
+        builder.rank(0).step(0, 0, 100)
+        builder.rank(0).memory(
+            MemoryPoint.PEAK, 1000 + held, phase=Phase.FORWARD, activation=1000, buffer=held
+        )
+        runs.append(builder.build())
+    comparison = compare_runs(*runs)
+    assert [(row.category, row.values, row.changes) for row in comparison.memory] == [
+        ("activation", (1000, 1000), (0,)),
+        ("buffer", (100, 300), (200,)),
+    ]
+    assert "Its peak allocated is 200 B higher (buffer +200 B at the peak)." in (
+        comparison.conclusions[0].reasons
+    )
+
+
+def test_units_are_aligned_though_they_were_split():
+    split = RunBuilder(units=("layers.0.attention", "layers.0.ffn"))
+    rank = split.rank(0)
+    rank.step(0, 0, 100)
+    rank.all_gather("layers.0.attention", 0, 10, need=0)
+    rank.all_gather("layers.0.ffn", 50, 60, need=50)
+    rows = compare_runs(run_of_step(100, exposed=15), split.build()).units
+    halves = next(row for row in rows if row.fqns == ("layers.0",))
+    assert halves.is_regrouped
+    assert halves.sides[1].fqns == ("layers.0.attention", "layers.0.ffn")
+    assert (halves.sides[1].all_gather.count_per_step, halves.sides[1].exposed_ns) == (2, 20)
+    assert halves.sides[1].all_gather.bytes is None
+    assert halves.exposed_changes_ns == (5,)
+
+
+def test_a_unit_of_one_run_only_is_listed_without_a_change():
+    alone = RunBuilder(units=("head",))
+    alone.rank(0).step(0, 0, 100)
+    rows = compare_runs(run_of_step(100), alone.build()).units
+    assert {row.exposed_changes_ns for row in rows} == {(None,)}
+
+
+def test_warmup_steps_never_count():
+    first = run_of_step(100)
+    builder = RunBuilder(world_size=2, warmup_steps=1)
+    builder.rank(0).step(0, 0, 900)
+    builder.rank(0).step(1, 900, 1000)
+    assert metric_of(compare_runs(first, builder.build())).values == (100, 100)
+
+
+def test_a_run_without_a_timed_step_is_compared_in_settings_only():
+    comparison = compare_runs(run_of_step(100), RunBuilder(config={"a": 1}).build())
+    [conclusion] = comparison.conclusions
+    assert conclusion.telling is Telling.MISSING
+    assert conclusion.sentence == ("B cannot be compared with A in time: no timed step in B.")
+    assert comparison.settings
+
+
+def test_another_world_size_is_said_before_any_number():
+    comparison = compare_runs(steady_run(), steady_run(world_size=4))
+    assert comparison.caveats[0].startswith("Not the same world size (A: 2, B: 4)")
+
+
+def test_a_run_that_did_not_end_well_is_said():
+    crashed = replace(run_of_step(100, run_id="broken"), status=RunStatus.CRASHED)
+    caveats = compare_runs(run_of_step(100), crashed).caveats
+    assert caveats == ("Run broken of B is crashed: what it did not record is not compared.",)
+
+
+def test_an_imported_run_without_units_is_compared_with_what_it_has():
+    builder = RunBuilder(units=(), source="imported")
+    builder.rank(0).step(0, 0, 150)
+    comparison = compare_runs(run_of_step(100), builder.build())
+    assert metric_of(comparison).values == (100, 150)
+    assert comparison.caveats[-1].startswith("The one step of B is a whole imported trace")
+    assert all(row.sides[1] is None for row in comparison.units)
+    assert any("Not the same source" in caveat for caveat in comparison.caveats)
+
+
+@pytest.mark.parametrize("given", [(), ([],)])
+def test_one_run_is_nothing_to_compare(given):
+    with pytest.raises(ValueError, match="needs at least two runs"):
+        compare_runs(run_of_step(100), *given)
+
+
+def test_ten_runs_have_ten_labels():
+    runs = [run_of_step(100 + number, git_commit=str(number)) for number in range(30)]
+    labels = [side.label for side in compare_runs(*runs).sides]
+    assert labels[:3] == ["A", "B", "C"]
+    assert labels[25:28] == ["Z", "A1", "B1"]
+
+
+def test_a_run_against_its_twin_differs_in_nothing():
+    comparison = compare_runs(steady_run(run_id="one"), steady_run(run_id="two"))
+    assert comparison.settings == comparison.caveats == ()
+    assert {part.changes_ns for part in (*comparison.parts, *comparison.causes)} == {(0,)}
+    assert {row.exposed_changes_ns for row in comparison.units} == {(0,)}
+    assert {metric.judgements[0].telling for metric in comparison.metrics} <= {
+        Telling.EQUAL,
+        Telling.UNKNOWN,
+        Telling.MISSING,
+    }
+
+
+def test_several_sides_are_summarised_in_one_sentence():
+    runs = [run_of_step(time, git_commit=str(time)) for time in (100, 50, 101, 200)]
+    assert compare_runs(*runs).answer == (
+        "Against A, with 100.0 ns a step: faster B (-50.0 %); slower D (+100.0 %); "
+        "not to be told from noise C (+1.0 %)."
+    )
+
+
+def test_two_sides_are_answered_by_their_conclusion():
+    comparison = compare_runs(run_of_step(100), run_of_step(200))
+    assert comparison.answer == comparison.conclusions[0].sentence
+
+
+def test_changes_of_units_can_be_read_by_measure_and_size():
+    first = RunBuilder(units=("a", "b", "c"))
+    second = RunBuilder(units=("a", "b"))
+    for builder, ends in ((first, (10, 30, 60)), (second, (20, 70))):
+        rank = builder.rank(0)
+        rank.step(0, 0, 100)
+        for fqn, start, end in zip("abc", (0, *ends), ends, strict=False):
+            rank.forward(fqn, start, end)
+    units = compare_runs(first.build(), second.build()).units
+    changes = find_unit_changes(units, UnitMeasure.FORWARD, 1, largest_first=True)
+    assert [(one.row.fqns, one.before, one.after, one.change) for one in changes] == [
+        (("b",), 20, 50, 30),
+        (("a",), 10, 20, 10),
+        (("c",), 30, None, None),
+    ]
+    memory = find_unit_changes(units, UnitMeasure.MEMORY, 1)
+    assert [one.before for one in memory] == [None, None, None]
+
+
+def test_causes_are_of_the_steps_whose_parts_are_compared():
+    comparison = compare_runs(steady_run(), steady_run(run_id="other"))
+    exposed = sum(row.values_ns[0] for row in comparison.parts if row.name.startswith("exposed"))
+    assert sum(row.values_ns[0] for row in comparison.causes) == exposed == 250

@@ -1,0 +1,115 @@
+import pytest
+
+from fsdp_inspect.comparison.settings import (
+    are_repeats,
+    compare_settings,
+    find_comparison_caveats,
+    find_shared_settings,
+)
+from fsdp_inspect.trace.run import ModelInfo
+from tests.builders import RunBuilder
+
+
+def manifest(units=("layers.0", "layers.1"), *, unit=(), **changes):
+    builder = RunBuilder(units=units, **changes)
+    for fqn, settings in dict(unit).items():
+        builder.unit(fqn, **settings)
+    return builder.build().manifest
+
+
+def differences(*manifests):
+    return [(one.group, one.name, one.where, one.values) for one in compare_settings(manifests)]
+
+
+def test_settings_that_differ_are_listed_with_every_value():
+    first = manifest(config={"steps": 5, "sharding": {"wrap": "block", "depth": 1}})
+    second = manifest(config={"steps": 5, "sharding": {"wrap": "root"}})
+    third = manifest(config={"steps": 6, "sharding": {"wrap": "root"}})
+    assert differences(first, second, third) == [
+        ("config", "steps", "", (5, 5, 6)),
+        ("config", "sharding.wrap", "", ("block", "root", "root")),
+        ("config", "sharding.depth", "", (1, None, None)),
+    ]
+
+
+def test_the_machine_comes_before_the_configuration_and_the_code_last():
+    first = manifest(config={"a": 1}, versions={"torch": "2.13"}, git_commit="abc")
+    second = manifest(world_size=4, config={"a": 2}, versions={"torch": "2.14"}, git_commit="def")
+    assert [group for group, *_ in differences(first, second)] == [
+        "machine", "config", "versions", "code",
+    ]  # fmt: skip
+
+
+def test_environment_variables_are_settings():
+    second = manifest(environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    assert differences(manifest(), second) == [
+        ("environment", "CUDA_DEVICE_MAX_CONNECTIONS", "", (None, "1"))
+    ]
+
+
+def test_a_setting_of_units_is_one_difference_with_the_units_it_concerns():
+    kept = {"reshard_after_forward": False}
+    everywhere = manifest(unit={"layers.0": kept, "layers.1": kept})
+    in_one = manifest(unit={"layers.1": kept})
+    name = "reshard_after_forward"
+    assert differences(manifest(), everywhere) == [("plan", name, "all 2 units", (True, False))]
+    assert differences(manifest(), in_one) == [("plan", name, "layers.1", (True, False))]
+
+
+def test_units_that_only_one_run_has_are_a_difference_of_the_plan():
+    second = manifest(units=("layers.0", "layers.1.attention", "layers.1.ffn"))
+    [wrapping] = [one for one in differences(manifest(), second) if one[0] == "plan"]
+    assert wrapping == (
+        "plan",
+        "units",
+        "those that not all share",
+        ("layers.1", "layers.1.attention, layers.1.ffn"),
+    )
+
+
+def test_prefetch_is_compared_from_the_observed_plan():
+    first, second = manifest(plan={"forward_prefetch": 0}), manifest(plan={"forward_prefetch": 1})
+    assert differences(first, second) == [("plan", "forward_prefetch", "", (0, 1))]
+
+
+def test_what_only_tells_the_runs_apart_is_no_difference():
+    first = manifest(config={"name": "a", "runs_dir": "x"}, run_id="1")
+    second = manifest(config={"name": "b", "runs_dir": "y"}, run_id="2")
+    assert differences(first, second) == []
+
+
+def test_another_seed_is_listed_and_still_a_repeat():
+    first, second = manifest(config={"seed": 0}), manifest(config={"seed": 1})
+    assert [name for _, name, *_ in differences(first, second)] == ["seed"]
+    assert are_repeats(first, second)
+    assert not are_repeats(first, manifest(config={"seed": 0, "lr": 1}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        pytest.param({"world_size": 4}, "Not the same world size (A: 2, B: 4)", id="ranks"),
+        pytest.param({"versions": {"torch": "2.6"}}, "Not the same torch", id="torch"),
+        pytest.param({"device_name": "H100"}, "Not the same device (A: cpu, B: H100)", id="device"),
+        pytest.param({"source": "imported"}, "Not the same source", id="source"),
+        pytest.param({"backend": "nccl"}, "Not the same backend", id="backend"),
+        pytest.param({"model": ModelInfo(num_parameters=7)}, "Not the same model", id="model"),
+    ],
+)
+def test_what_makes_runs_hard_to_compare_is_said(changes, said):
+    [caveat] = find_comparison_caveats([manifest(), manifest(**changes)], ["A", "B"])
+    assert caveat.startswith(said)
+
+
+def test_runs_that_can_be_compared_need_no_caveat():
+    assert list(find_comparison_caveats([manifest(), manifest(config={"x": 1})], ["A", "B"])) == []
+
+
+def test_settings_that_all_share_are_listed_with_their_one_value():
+    first = manifest(config={"a": 1, "b": 2, "c": None}, versions={"torch": "2.13"})
+    second = manifest(config={"a": 1, "b": 3, "c": None}, versions={"torch": "2.13"})
+    shared = {(one.group, one.name): one.value for one in find_shared_settings([first, second])}
+    assert shared["config", "a"] == 1
+    assert shared["versions", "torch"] == "2.13"
+    assert ("config", "b") not in shared
+    assert ("config", "c") not in shared

@@ -1,0 +1,89 @@
+"""A training process in small: appends events until it is killed, and keeps a ledger of it.
+
+    python -m tests.store.appending_process RUN RANK WORLD_SIZE LEDGER INTERVAL_S
+
+The ledger is a memory-mapped file of 64-bit times: entry n is the monotonic time at which event n
+was appended, 0 if it never was. It outlives the process without any flush.
+"""
+
+import mmap
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from fsdp_inspect.store.reader import StoredRun
+from fsdp_inspect.store.writer import RankWriter
+from fsdp_inspect.trace.tables import EventTable
+from tests.store.run_files import assert_same_rows, event_row, make_record, sorted_by, table_of
+
+MAX_EVENTS = 200_000
+EVENTS_PER_BURST = 10
+BURST_S = 0.01
+SLACK_S = 1.0
+"""What one flush may take on a machine where other tests run too."""
+
+
+def append_until_killed(
+    run: Path, rank: int, world_size: int, ledger: Path, interval_s: float
+) -> None:
+    record = make_record(rank, world_size=world_size)
+    with ledger.open("r+b") as file, mmap.mmap(file.fileno(), 8 * MAX_EVENTS) as times:
+        writer = RankWriter(run, record, flush_interval_s=interval_s, flush_rows=200)
+        for number in range(MAX_EVENTS):
+            writer.events.append(event_row(number))
+            struct.pack_into("<q", times, 8 * number, time.monotonic_ns())
+            if number % EVENTS_PER_BURST == EVENTS_PER_BURST - 1:
+                time.sleep(BURST_S)
+
+
+@contextmanager
+def appending_rank(
+    run: Path, rank: int, world_size: int, interval_s: float
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that appends; it is killed at the end, whatever happened."""
+    ledger = ledger_of(run, rank)
+    ledger.write_bytes(bytes(8 * MAX_EVENTS))
+    arguments = [str(run), str(rank), str(world_size), str(ledger), str(interval_s)]
+    command = [sys.executable, "-m", "tests.store.appending_process", *arguments]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2]) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def ledger_of(run: Path, rank: int) -> Path:
+    return run.with_name(f"{run.name}-ledger-{rank}")
+
+
+def wait_for_first_event(run: Path, rank: int, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    with ledger_of(run, rank).open("rb", buffering=0) as ledger:
+        while ledger.read(8) == bytes(8):
+            assert time.monotonic() < deadline, f"rank {rank} did not begin within {timeout_s} s"
+            ledger.seek(0)
+            time.sleep(0.02)
+
+
+def assert_only_the_last_interval_is_missing(
+    run: StoredRun, rank: int, *, killed_ns: int, interval_s: float
+) -> None:
+    """All events appended before the last interval are there, each once, and nothing else is."""
+    found = run.events(rank)
+    rows = [event_row(number) for number in range(len(found))]
+    assert_same_rows(found, sorted_by(table_of(EventTable, rows), "start_ns"))
+    times = np.frombuffer(ledger_of(Path(run.path), rank).read_bytes(), dtype="<i8")
+    appended = times[times > 0]
+    flushed_by = killed_ns - int((interval_s + SLACK_S) * 1e9)
+    assert int((appended < flushed_by).sum()) <= len(found) <= len(appended) + 1
+
+
+if __name__ == "__main__":
+    run, rank, world_size, ledger, interval_s = sys.argv[1:]
+    append_until_killed(Path(run), int(rank), int(world_size), Path(ledger), float(interval_s))
