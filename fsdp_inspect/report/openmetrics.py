@@ -161,7 +161,7 @@ def _about(run: MonitoredRun) -> Iterator[Family]:
 
 
 def _of_steps(run: MonitoredRun) -> Iterator[Family]:
-    over = f"Median over {run.over}"
+    over = f"Typical step of {run.over}"
     told = [(rank, rank.numbers) for rank in run.ranks if rank.numbers is not None]
 
     def seconds(name: str, help_: str, key: str) -> Family:

@@ -203,7 +203,7 @@ def test_what_the_address_names_wrongly_is_as_if_not_named(open_app, runs_folder
 def test_timeline_opens_at_the_median_step_and_says_how_long_it_waited(shown, runs_folder):
     breakdown = measure_summary(open_run(runs_folder / "whole")).breakdown
     app = shown("timeline", "whole")
-    assert app.query_params["step"] == str(breakdown.step)
+    assert app.query_params["step"] == str(breakdown.closest_step)
     assert (
         f"{format_ns(breakdown.exposed_ns)} of the {format_ns(breakdown.step_time_ns)} of step "
         f"{breakdown.step}" in read(app)

@@ -62,7 +62,7 @@ def test_steps_cannot_be_chosen_for_metrics(invoke, runs_folder, tmp_path):
     ended = invoke("export", runs_folder / "four", *given)
 
     assert (ended.code, out.exists()) == (2, False)
-    assert "medians over all timed steps" in " ".join(ended.err.split())
+    assert "metrics are those of the typical step" in " ".join(ended.err.split())
 
 
 @pytest.fixture
