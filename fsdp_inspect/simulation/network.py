@@ -10,10 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.link_fit import LinkFit, fit_link
 from fsdp_inspect.trace.bus_bandwidth import bus_factor
-from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Method, Phase
+from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Method, Phase, Source
 from fsdp_inspect.trace.run import ProcessGroup
 from fsdp_inspect.trace.tables import EventTable
 
@@ -224,8 +225,7 @@ def _fit(rows: EventTable, kind: EventKind, group_sizes: dict[int, int]) -> Cost
     factors = np.array(_factors(rows.group.tolist(), kind, group_sizes))
     if not len(rows) or not factors.max(initial=0.0) > 0:
         return None
-    # The duration of an inferred collective is an upper bound: it may have ended long before.
-    moves = (factors > 0) & (rows.bytes > 0) & (rows.method != Method.INFERRED)
+    moves = (factors > 0) & (rows.bytes > 0) & ~are_upper_bounds(rows)
     bus_bytes = np.round(rows.bytes[moves] * factors[moves]).astype(np.int64)
     durations = (rows.end_ns - rows.start_ns)[moves]
     fit = fit_link(bus_bytes, durations, 1.0)
@@ -234,6 +234,15 @@ def _fit(rows: EventTable, kind: EventKind, group_sizes: dict[int, int]) -> Cost
     sum_ns = fit.latency_ns * len(bus_bytes) + bus_bytes.sum() / fit.bus_bytes_per_s * 1e9
     ratio = float(durations.sum() / sum_ns)
     return CostLine(fit.latency_ns * ratio, fit.bus_bytes_per_s / ratio, fit)
+
+
+def are_upper_bounds(collectives: EventTable) -> NDArray[np.bool_]:
+    """Which durations are upper bounds only: the collective may have ended long before.
+
+    These are the inferred ones. A prediction infers every time, but its durations are exact.
+    """
+    is_predicted = collectives.source == Source.PREDICTED
+    return (collectives.method == Method.INFERRED) & ~is_predicted
 
 
 def _factors(groups: Iterable[int], kind: EventKind, group_sizes: dict[int, int]) -> list[float]:

@@ -23,7 +23,7 @@ from fsdp_inspect.analysis.step_selection import RankSteps, timed_rank
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.simulation.host_pace import HostPace, measure_host_pace
 from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
-from fsdp_inspect.simulation.network import Network, fit_network
+from fsdp_inspect.simulation.network import Network, are_upper_bounds, fit_network
 from fsdp_inspect.simulation.nodes import find_node
 from fsdp_inspect.simulation.policies import accumulation_of, policies_of
 from fsdp_inspect.simulation.recorded_memory import measure_memory_work
@@ -31,7 +31,7 @@ from fsdp_inspect.simulation.schedule import PlayedStep, Schedule
 from fsdp_inspect.simulation.step_pieces import ClockPart, ClockStretch, StepReading, read_step
 from fsdp_inspect.simulation.workload import Microbatch, Op, Piece, UnitWork, Workload
 from fsdp_inspect.statistics import median
-from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Method, Phase, Source
+from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase
 from fsdp_inspect.trace.plan import Accumulation, Plan
 from fsdp_inspect.trace.run import RunSource, Unit
 from fsdp_inspect.trace.tables import EventTable
@@ -126,9 +126,7 @@ def _expect_measured_collectives(run: RunSource, events: EventTable) -> None:
         MissingDataError: Some are upper bounds: asynchronous all-gathers on CUDA.
     """
     of_units = np.isin(events.kind, list(COLLECTIVES)) & (events.unit >= 0)
-    # A prediction infers every time, and its durations are no upper bounds.
-    is_bound = (events.method == Method.INFERRED) & (events.source != Source.PREDICTED)
-    if np.any(of_units & is_bound):
+    if np.any(of_units & are_upper_bounds(events)):
         raise MissingDataError(
             f"Run {run.manifest.run_id!r} cannot be simulated: it issued all-gathers "
             "asynchronously on CUDA (unshard_async_op), and of these only an upper bound of the "
