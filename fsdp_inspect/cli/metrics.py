@@ -40,8 +40,9 @@ def metrics(
     """Serve a run's numbers as OpenMetrics, for Prometheus and its like, until Ctrl-C.
 
     Of a run that is being recorded each request reads only what is new, and the numbers are those
-    of the typical step of its last 20; of one that is over they are those of the whole run. Step time, data
-    loading and memory have torchtitan's names, the others begin with fsdp_: see docs/gate.md.
+    of the typical step of its last 20; of one that is over they are those of the whole run. Step
+    time, data loading and memory have torchtitan's names, the others begin with fsdp_: see
+    docs/gate.md.
 
     Example: `fsdp-inspect metrics runs/demo --port 9464`
     """

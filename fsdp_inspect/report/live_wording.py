@@ -60,8 +60,8 @@ def describe_pace(live: LiveStatus) -> str:
         return "No step has ended yet."
     return (
         f"Rank {live.rank}. Typical: {format_ns(live.view.typical_step_ns)} a step, the mean "
-        f"over the middle half of the last {TYPICAL_STEPS} steps. Memory steps are left out; at the "
-        "start, warm-up is included."
+        f"over the middle half of the last {TYPICAL_STEPS} steps. Memory steps are left out; at "
+        "the start, warm-up is included."
     )
 
 

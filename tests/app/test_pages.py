@@ -8,6 +8,7 @@ from urllib.parse import parse_qs
 import pytest
 
 from fsdp_inspect import open_run
+from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from tests.app.conftest import HOSTILE_NAME, HOSTILE_UNIT
@@ -178,7 +179,7 @@ def test_the_address_chooses_run_step_ranks_and_unit(open_app, runs_folder):
     assert app.query_params["rank"] == "1"
     assert app.query_params["unit"] == HOSTILE_UNIT
     assert app.multiselect[0].value == [1]
-    assert "of step 4" in read(app)
+    assert "Step 4, rank " in read(app)
 
 
 @pytest.mark.parametrize(
@@ -200,13 +201,16 @@ def test_what_the_address_names_wrongly_is_as_if_not_named(open_app, runs_folder
     assert "unit" not in app.query_params
 
 
-def test_timeline_opens_at_the_median_step_and_says_how_long_it_waited(shown, runs_folder):
+def test_timeline_opens_at_the_step_closest_to_the_typical_one(shown, runs_folder):
     breakdown = measure_summary(open_run(runs_folder / "whole")).breakdown
     app = shown("timeline", "whole")
     assert app.query_params["step"] == str(breakdown.closest_step)
+    step = measure_step_breakdown(
+        open_run(runs_folder / "whole"), rank=breakdown.rank, step=breakdown.closest_step
+    )
     assert (
-        f"{format_ns(breakdown.exposed_ns)} of the {format_ns(breakdown.step_time_ns)} of step "
-        f"{breakdown.step}" in read(app)
+        f"Step {breakdown.closest_step}, rank {breakdown.rank}: {format_ns(step.exposed_ns)} of "
+        f"{format_ns(step.step_time_ns)} exposed." in read(app)
     )
 
 
@@ -224,7 +228,7 @@ def test_timeline_follows_the_step_picker(open_app, runs_folder):
     app = open_app(runs_folder, "timeline", run="whole")
     [picker] = [box for box in app.selectbox if box.label == "Step"]
     picker.set_value(4).run()
-    assert "of step 4" in read(app)
+    assert "Step 4, rank " in read(app)
     assert app.query_params["step"] == "4"
     app.button(key=f"Next step of {picker.key}").click().run()
     assert app.query_params["step"] == "5"

@@ -70,7 +70,7 @@ def test_a_link_opens_one_step_of_one_rank(open_app, sample):
     [picker] = [box for box in app.selectbox if box.label == "Step in detail"]
     assert picker.value == 7
     closest = next(option for option in picker.options if option.endswith("(closest to typical)"))
-    picker.set_value(int(median.split(" ")[0])).run()
+    picker.set_value(int(closest.split(" ")[0])).run()
     assert "closest to its typical step" in read(app)
     assert "step" not in app.query_params
 

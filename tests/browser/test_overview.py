@@ -59,7 +59,7 @@ def test_show_me_leads_to_the_timeline_at_the_unit_that_is_waited_for(states_ser
     shown = parse_qs(urlsplit(dashboard.page.url).query)
     step = digests["recorded"].breakdown
     assert shown["unit"] == ["norm, lm_head"]
-    assert shown["step"] == [str(step.step)]
+    assert shown["step"] == [str(step.closest_step)]
     assert str(step.rank) in shown["rank"]
 
 

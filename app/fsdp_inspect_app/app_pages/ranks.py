@@ -242,7 +242,7 @@ def _closest_step(entry: RunEntry, rank: int) -> int | None:
 
 
 def _pick_step(entry: RunEntry, rank: int, closest: int | None) -> int | None:
-    """One of the rank's finished steps; the one closest to its typical step unless another is chosen."""
+    """One of the rank's finished steps; by default the one closest to its typical step."""
     times = loading.result_of(entry, measure_rank_grid, metric="step_time_ns")
     own = times.of_rank(rank)
     steps = (
