@@ -467,7 +467,7 @@ _ALL = (
         "which it works like the middle one of the other ranks, (3) the replayed step in which "
         "all ranks work like it - the one in which all work like that middle rank",
     ),
-    Metric("cost_ratio", "cost of the straggler, share", _RATIO, "cost / median step"),
+    Metric("cost_ratio", "cost of the straggler, share", _RATIO, "cost / typical step"),
     Metric(
         "imbalance_ns",
         "imbalance",

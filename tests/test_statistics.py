@@ -51,4 +51,12 @@ def test_a_distribution_of_nothing_is_none():
 
 
 def test_a_distribution_counts_its_steps():
-    assert Distribution.of([30, 10, 20]) == Distribution(median=20, p10=10, p90=30, num_steps=3)
+    assert Distribution.of([30, 10, 20]) == Distribution(
+        typical=20, median=20, p10=10, p90=30, num_steps=3
+    )
+
+
+def test_the_typical_value_of_a_distribution_is_the_mean_of_its_middle_half():
+    # Left out: 1 and 2 below, 900 and 1000 above. (10 + 20 + 30 + 61) / 4 = 30.25.
+    spread = Distribution.of([1000, 20, 1, 61, 30, 2, 10, 900])
+    assert (spread.typical, spread.median) == (30, 20)

@@ -147,7 +147,7 @@ def _show_waits(unit: UnitCost, waits: RankWaits | None, digest: Summary) -> Non
         provenance = wording.describe_provenance(
             digest.provenance, "all_gather", "reduce_scatter", "all_reduce"
         )
-        st.caption(plain(f"Medians of rank {exposed.rank}. {provenance} {arrivals}"))
+        st.caption(plain(f"Typical step of rank {exposed.rank}. {provenance} {arrivals}"))
 
 
 def _show_longest_wait(exposed: Exposed, unit: UnitCost) -> None:

@@ -80,7 +80,7 @@ class Evidence:
     backward_gathers_ns: int
     device_bytes: int | None
     step_time_ns: int | None = None
-    """Median over the timed steps."""
+    """Of the typical step."""
     peak_bytes: int | None = None
     """Highest peak allocated of all ranks."""
     peak_unit: str | None = None

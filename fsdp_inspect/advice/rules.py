@@ -209,7 +209,7 @@ RULES: Mapping[str, Rule] = {
     "R34": Rule(
         "leave warm-up out",
         ("always",),
-        "The first steps count in no median (`analysis.step_selection`).",
+        "The first steps are never timed (`analysis.step_selection`).",
     ),
 }
 

@@ -23,7 +23,7 @@ _SENDS = EventKind.POINT_TO_POINT
 
 @dataclass(frozen=True, slots=True)
 class RepeatedUnit:
-    """A unit that is gathered more than once a step; medians over the timed steps."""
+    """A unit that is gathered more than once a step; counts are medians over the timed steps."""
 
     fqn: str
     forwards_per_step: int
@@ -33,7 +33,7 @@ class RepeatedUnit:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A run whose ranks send to each other; medians over the timed steps of one rank."""
+    """A run whose ranks send to each other; one rank's typical step."""
 
     rank: int
     transfers_per_step: float

@@ -58,7 +58,7 @@ class UnitPrefetch:
     hidden_ratio: float | None
     """Share of the time in flight beside which the rank did not wait; None without any."""
     exposed_ns: int
-    """Per step, median."""
+    """Per typical step."""
     unused_bytes: int
     """Messages that were gathered and never used, over all timed steps."""
 

@@ -275,15 +275,15 @@ def _measure_collective(own: _UnitRows, group_size: int | None, factor: float) -
     # A message of 0 bytes is one whose size was not recorded.
     message = median(own.rows.bytes // np.maximum(own.rows.count, 1)) or None
     count = int(own.rows.count.sum())
-    duration = round(float(own.rows.duration_ns.sum() / count)) if count else None
+    total_ns = int(own.rows.duration_ns.sum())
     bandwidth = None
-    if message and duration and factor > 0:
-        bandwidth = message * factor / duration * 1e9
+    if message and total_ns and factor > 0:
+        bandwidth = message * factor * count / total_ns * 1e9
     return UnitCollective(
         count_per_step=own.mean_per_step("count"),
         bytes=message,
         group_size=group_size,
-        duration_ns=duration,
+        duration_ns=round(total_ns / count) if count else None,
         exposed_ns=own.per_step("exposed_ns"),
         bus_bytes_per_s=bandwidth,
     )

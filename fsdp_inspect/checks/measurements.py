@@ -53,7 +53,7 @@ class GateMeasurements:
     memory: dict[str, int] = field(default_factory=dict)
     """Highest over the runs, by metric; what was not recorded is left out."""
     times: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Median of the timed steps of each run, by metric."""
+    """The typical step of each run, by metric."""
     phase: str | None = None
     """Where the peak was reached; None: composition was not recorded."""
     moments: dict[str, MemoryMoment] = field(default_factory=dict)

@@ -14,7 +14,7 @@ def breakdown(
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option(help="Which step; the median step of the rank unless given.", min=0),
+        typer.Option(help="Which step; the typical step of the rank unless given.", min=0),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

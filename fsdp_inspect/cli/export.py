@@ -76,8 +76,8 @@ def export(  # noqa: PLR0913 (every option is a parameter)
     file each, with words instead of codes and the unit of measure in each column's name. Times are
     ns on the recording rank's own clock.
 
-    **openmetrics** is a text file of what `fsdp-inspect metrics` serves: medians over the timed
-    steps, for a monitoring system.
+    **openmetrics** is a text file of what `fsdp-inspect metrics` serves: the numbers of the typical
+    step, for a monitoring system.
 
     Nothing is left behind when it is interrupted.
 

@@ -42,7 +42,7 @@ class ComparedRun:
     """What is missing or odd about it."""
     status: str
     step_time_ns: int | None
-    """Median over its timed steps."""
+    """Of its typical step."""
     num_timed_steps: int
     rank: int | None
     """The rank that its times come from."""

@@ -204,7 +204,7 @@ def _say_parts(evidence: ConclusionEvidence, other: int) -> Iterator[str]:
         for name, change in sorted(changes, key=lambda pair: -abs(pair[1]))[:_MOST_PARTS]
         if change / total <= -_SHARE_OF_A_REASON
     )
-    yield f"Of {_signed_ns(total)} between their median steps: {listed}{against}."
+    yield f"Of {_signed_ns(total)} between their typical steps: {listed}{against}."
     if explaining[0][0].startswith("exposed"):
         yield from _say_cause(evidence.causes, other, explaining[0][1])
     movement = _find_mover(evidence, other, *explaining[0])

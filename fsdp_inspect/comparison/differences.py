@@ -44,11 +44,11 @@ class MetricComparison:
 
 @dataclass(frozen=True, slots=True)
 class PartComparison:
-    """One part of the median step; the parts of a step add up, and so do their changes."""
+    """One part of the typical step; the parts of a step add up, and so do their changes."""
 
     name: str
     values_ns: tuple[int | None, ...]
-    """Of the median step of the side's median run."""
+    """Of the typical step of the side's median run."""
     changes_ns: tuple[int | None, ...]
 
 
@@ -134,7 +134,7 @@ def _value(run: MeasuredRun, name: str) -> int | None:
 
 
 def compare_parts(sides: Sequence[MeasuredSide]) -> tuple[PartComparison, ...]:
-    """Where the median step of each side goes; parts that are 0 everywhere are left out."""
+    """Where the typical step of each side goes; parts that are 0 everywhere are left out."""
     breakdowns = [side.median_run.digest.breakdown for side in sides]
     known = next((breakdown for breakdown in breakdowns if breakdown is not None), None)
     if known is None:

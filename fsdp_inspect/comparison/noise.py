@@ -2,7 +2,7 @@
 
 [Note: what is independent] Steps of one process are not: they share its memory layout, its cores
 and its neighbours. Of 28 pairs of identical processes, 17 had p < 0.01 over their steps, with
-medians more than 2 % apart. So a run gives one number, the median over its timed steps, and sides
+typical steps more than 2 % apart. So a run gives one number, that of its typical step, and sides
 are compared by the numbers of their runs.
 
 With `RUNS_FOR_A_TEST` runs or more on both sides: the exact two-sided rank test of Mann and
@@ -97,8 +97,8 @@ def judge_times(
     """Compare times, one number a run.
 
     Args:
-        first: Medians of the runs of the reference.
-        second: Medians of the runs of the other side.
+        first: Numbers of the runs of the reference.
+        second: Numbers of the runs of the other side.
         whole: What the time is a part of (the reference's step time): a change is worth naming
             from `WORTH_NAMING_RATIO` of that on. Default: of the time itself.
         significance: Below this p-value of the rank test a difference is told.

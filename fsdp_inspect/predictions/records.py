@@ -171,7 +171,7 @@ class Outcome(Record):
     baseline_run_ids: list[str] = Field(default_factory=list)
     """What they were measured against."""
     step_time_ns: int | None = None
-    """Measured: the median over the runs of their median steps."""
+    """Measured: the median over the runs of their typical steps."""
     measured_change: float | None = None
     """Of the step, against the baseline's runs."""
     step_error: float | None = None

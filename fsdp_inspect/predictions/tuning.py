@@ -61,7 +61,7 @@ class Tuning:
     """What comes before any plan."""
     baseline_run_ids: tuple[str, ...]
     baseline_step_ns: int | None
-    """Measured: the median over the baseline's runs of their median steps."""
+    """Measured: the median over the baseline's runs of their typical steps."""
     same_error: float | None
     """A/A: how far the baseline's slowest run lies above its fastest; None with one run."""
     plans: tuple[TunedPlan, ...]

@@ -68,7 +68,7 @@ class VerifiedUnit:
     predicted_ns: int | None
     """None: the plan has no such unit."""
     measured_ns: int | None
-    """In the run with the median step; None: the run has no such unit."""
+    """In the run with the median step time; None: the run has no such unit."""
     difference_ns: int | None
 
 
@@ -395,7 +395,7 @@ def _error(measured: int | None, estimate: Estimate | None) -> float | None:
 def _units(
     prediction: Prediction, runs: Sequence[RunSource], timed: Sequence[_Measured]
 ) -> tuple[VerifiedUnit, ...]:
-    """Of the run with the median step; the lower of two."""
+    """Of the run with the median step time; the lower of two."""
     if not timed:
         return ()
     ordered = sorted(timed, key=lambda each: each.step_ns or 0)

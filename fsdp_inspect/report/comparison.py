@@ -100,7 +100,7 @@ def _tables(comparison: Comparison, other: int) -> Iterator[RenderableType]:
     yield from section(f"{labels[1]} against {labels[0]}", _metrics(comparison, labels, other))
     if comparison.parts:
         yield from section(
-            "Where their median steps go (the changes add up)",
+            "Where their typical steps go (the changes add up)",
             _parts_table(comparison.parts, labels, other, _part_name),
         )
     yield from _unit_tables(comparison, labels, other)
@@ -112,7 +112,7 @@ def _unit_tables(
     comparison: Comparison, labels: Sequence[str], other: int
 ) -> Iterator[RenderableType]:
     if comparison.causes:
-        title = "Why they wait (the exposed parts of their median steps, by cause)"
+        title = "Why they wait (the exposed parts of their typical steps, by cause)"
         yield from section(title, _parts_table(comparison.causes, labels, other, format_cause))
     rows = _most_changed(comparison.units, other)
     if rows:
@@ -269,7 +269,7 @@ def _names(fqns: Sequence[str]) -> str:
 def _footer(comparison: Comparison) -> Text:
     limit = format_ratio(PROCESS_NOISE_RATIO)
     lines = [
-        "Times are medians over timed steps, one number a run: steps of one process are not "
+        "Times are those of the typical step, one number a run: steps of one process are not "
         "independent."
     ]
     if any(len(side.runs) < RUNS_FOR_A_TEST for side in comparison.sides):

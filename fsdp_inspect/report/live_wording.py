@@ -59,8 +59,9 @@ def describe_pace(live: LiveStatus) -> str:
     if live.view.typical_step_ns is None:
         return "No step has ended yet."
     return (
-        f"Rank {live.rank}. Typical: {format_ns(live.view.typical_step_ns)} a step, the median of "
-        f"the last {TYPICAL_STEPS}, memory steps left out; warm-up is among them at the start."
+        f"Rank {live.rank}. Typical: {format_ns(live.view.typical_step_ns)} a step, the mean "
+        f"over the middle half of the last {TYPICAL_STEPS} steps. Memory steps are left out; at "
+        "the start, warm-up is included."
     )
 
 

@@ -69,9 +69,9 @@ def _choose(rows: Sequence[RankRow], rank: int | None) -> list[RankRow]:
 
 def _ranks_title(rows: Sequence[RankRow], shown: Sequence[RankRow]) -> str:
     if len(shown) == len(rows):
-        return "Ranks (medians per step)"
+        return "Ranks (typical step of each)"
     if len(shown) == 1:
-        return f"Rank {shown[0].rank} (medians per step)"
+        return f"Rank {shown[0].rank} (typical step)"
     half = len(shown) // 2
     return f"The {half} of {len(rows)} ranks that work longest, and the {half} that work least"
 

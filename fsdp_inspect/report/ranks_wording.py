@@ -128,7 +128,7 @@ def _steps(steps: Sequence[int]) -> str:
 
 def describe_comparing(ranks: Ranks) -> str:
     """How the ranks were compared, one sentence a line."""
-    lines = ["Times of ranks: measured, medians over their timed steps."]
+    lines = ["Times of ranks: measured, the typical step of each."]
     if ranks.sampled_ranks and ranks.sampled_steps:
         lines.append(
             f"Collectives: of {len(ranks.sampled_ranks)} of {len(ranks.ranks)} ranks in "

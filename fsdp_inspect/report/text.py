@@ -38,7 +38,7 @@ _BAR_WIDTH = 32
 
 
 def render_summary(digest: Summary) -> RenderableType:
-    """A whole run: verdict, breakdown, medians, exposed units, memory, ranks, provenance."""
+    """A whole run: verdict, breakdown, typical step, exposed units, memory, ranks, provenance."""
     return Group(
         _headline(digest),
         "",
@@ -100,11 +100,11 @@ def _sections(digest: Summary) -> Iterable[RenderableType]:
     if digest.breakdown is not None:
         yield from section(_breakdown_title(digest.breakdown), _breakdown_table(digest.breakdown))
     if digest.step_time_ns is not None:
-        yield from section(_medians_title(digest), _medians_table(digest))
+        yield from section(_typical_title(digest), _typical_table(digest))
     if digest.exposed is not None:
         exposed = [owner for owner in digest.exposed.owners if owner.exposed_ns > 0]
         if exposed:
-            title = f"Waited for most, per step of rank {digest.exposed.rank} (medians)"
+            title = f"Waited for most, per typical step of rank {digest.exposed.rank}"
             yield from section(title, _owners_table(exposed[:MOST_EXPOSED]))
     if digest.memory.peak is not None:
         yield from section(_peak_title(digest.memory), _peak_table(digest.memory))
@@ -165,13 +165,13 @@ def _bar(ratio: float, block: str) -> str:
     return block * round(ratio * _BAR_WIDTH) or "▏"
 
 
-def _medians_title(digest: Summary) -> str:
+def _typical_title(digest: Summary) -> str:
     if digest.num_timed_steps == 1:
         return f"The one timed step of rank {digest.median_rank}"
     return f"Typical step of {digest.num_timed_steps} timed steps of rank {digest.median_rank}"
 
 
-def _medians_table(digest: Summary) -> Table:
+def _typical_table(digest: Summary) -> Table:
     table = new_table("", "", "")
     table.columns[2].justify = "left"
     times = digest.step_time_ns
@@ -250,7 +250,7 @@ def _peak_table(memory: Memory) -> Table:
 
 def _ranks_title(ranks: Sequence[RankOverlap]) -> str:
     shown = f", the first {MOST_RANKS} of {len(ranks)}" if len(ranks) > MOST_RANKS else ""
-    return f"Ranks (medians over their timed steps{shown})"
+    return f"Ranks (typical step of each{shown})"
 
 
 def _ranks_table(ranks: Sequence[RankOverlap]) -> Table:
@@ -324,7 +324,7 @@ def _units_footer(costs: UnitCosts) -> str:
     if costs.rank is None:
         return "No step counts yet, so nothing is timed."
     return (
-        f"Medians over {costs.num_steps} timed steps of rank {costs.rank}. n: per step. duration: "
-        "of one collective; exposed: of all of them in a step. forward and backward hold nested "
-        f"units. bus bandwidth: {find_metric('bus_bytes_per_s').definition}."
+        f"Typical step of {costs.num_steps} timed steps of rank {costs.rank}. n: per step. "
+        "duration: mean of one collective; exposed: of all of them in a step. forward and "
+        f"backward hold nested units. bus bandwidth: {find_metric('bus_bytes_per_s').definition}."
     )

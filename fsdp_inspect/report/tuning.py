@@ -76,7 +76,7 @@ def _provenance(tuning: Tuning) -> str:
     )
     return (
         f"Baseline: {format_ns(tuning.baseline_step_ns)} a step, the median of "
-        f"{len(tuning.baseline_run_ids)} runs; {same}. Measured: medians of the timed steps of "
+        f"{len(tuning.baseline_run_ids)} runs; {same}. Measured: the typical step of "
         "each run. *: faster than the baseline beyond noise. Change: against the baseline's runs. "
         "Error of the step: of that change; of the peak: measured against predicted. Fewer than "
         f"{RUNS_FOR_A_TEST} runs a side tell nothing below 10 % of the step, or below what runs of "

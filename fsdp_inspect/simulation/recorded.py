@@ -1,12 +1,13 @@
-"""What work did the recorded steps hold? A run's events as a `Workload` that the schedule plays.
+"""Read the work of the recorded steps: a run's events as a `Workload` that can be simulated.
 
 Compute, copies and hooks are what is left of the clock when waiting for collectives is taken away:
 they stay under another plan, waiting does not.
 
-[Note: means] Medians of parts do not add up to the median of the whole: noise makes every part
-skewed to the right. So the steps are chosen first (one rank's timed steps that met the same
-boundaries, of these the half around the median step time), and every duration is the mean over
-them. Means add up; and the steps of the middle half are alike.
+[Note: means] The recorded step time is that of the rank's typical step, as in every other command.
+Every duration of the work is the mean over its typical steps ([Note: the typical step] in
+`trace.steps`), so that parts add up to the step. Two kinds of typical steps are left out of the
+work: those that met other boundaries than most of them, and of more than `MAX_STEPS` the ones
+farthest from the typical step time. Where they differ from the rest, the replay error shows it.
 """
 
 from collections import defaultdict
@@ -36,7 +37,7 @@ from fsdp_inspect.trace.run import RunSource, Unit
 from fsdp_inspect.trace.tables import EventTable
 
 MAX_STEPS = 64
-"""Steps that medians are taken over; more add nothing but time."""
+"""Steps that means are taken over; more add nothing but time."""
 
 
 _ENTRY_OF = {ClockPart.GATHER: ClockPart.ENTRY, ClockPart.GATHER_BACKWARD: ClockPart.ENTRY_BACKWARD}
@@ -65,9 +66,9 @@ class RecordedWork:
 
     rank: int
     steps: tuple[int, ...]
-    """The timed steps that every duration is the mean over. See [Note: means]."""
+    """The steps that every duration of the workload is the mean over. See [Note: means]."""
     step_time_ns: int
-    """Their mean duration."""
+    """Of the rank's typical step."""
     execution: Execution
     units: tuple[Unit, ...]
     """Those that ran, by their index in the workload."""
@@ -75,7 +76,7 @@ class RecordedWork:
     network: Network
     """The lines of the run's own collectives."""
     spread_ratio: float = 0.0
-    """Half of what the durations of these steps span, as a share of their mean."""
+    """Half of what the durations of `steps` span, as a share of their mean."""
     peak_bytes: int | None = None
     """The highest moment of the memory step that the workload's memory is from; None: no such."""
 
@@ -115,7 +116,7 @@ def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
     steps = tuple(reading.step for reading in readings)
     events = with_own_turns(run.events(member.rank, steps=steps))
     _expect_measured_collectives(run, events)
-    return _Builder(run, readings, events, member.rank).build()
+    return _Builder(run, readings, events, member).build()
 
 
 def _expect_measured_collectives(run: RunSource, events: EventTable) -> None:
@@ -168,7 +169,7 @@ def observed_plan(run: RunSource) -> Plan:
 
 
 def _observed_accumulation(run: RunSource) -> Accumulation:
-    """Of the median step of the median rank; a model does not know the loop around it."""
+    """Of the step closest to the typical one; a model does not know the loop around it."""
     member = timed_rank(run)
     if member is None:
         return Accumulation()
@@ -191,9 +192,10 @@ def _microbatches(events: EventTable) -> tuple[Microbatch, ...]:
 
 
 def _readings(run: RunSource, member: RankSteps) -> Iterator[StepReading]:
-    """The steps nearest to the typical step time, cut at their boundaries."""
+    """The typical steps, the nearest to the typical step time, cut at their boundaries."""
     distance = np.abs(member.step_time_ns - member.typical_mean(member.step_time_ns))
-    nearest = np.sort(member.steps[np.argsort(distance, kind="stable")[:MAX_STEPS]])
+    order = np.argsort(distance[member.is_typical], kind="stable")
+    nearest = np.sort(member.typical_steps[order[:MAX_STEPS]])
     events = run.events(member.rank, steps=nearest.tolist())
     for step in nearest.tolist():
         reading = read_step(events.where(events.step == step))
@@ -202,26 +204,24 @@ def _readings(run: RunSource, member: RankSteps) -> Iterator[StepReading]:
 
 
 def _alike(readings: Iterator[StepReading]) -> list[StepReading]:
-    """The largest set of steps that met the same boundaries, of these the middle half."""
+    """The largest set of steps that met the same boundaries."""
     sets: dict[object, list[StepReading]] = defaultdict(list)
     for reading in readings:
         sets[reading.signature].append(reading)
-    most: list[StepReading] = max(sets.values(), key=len) if sets else []
-    alike = sorted(most, key=lambda each: each.duration_ns)
-    quarter = len(alike) // 4
-    return alike[quarter : len(alike) - quarter]
+    return max(sets.values(), key=len) if sets else []
 
 
 class _Builder:
-    """Puts medians of readings and events together as a workload."""
+    """Puts means of readings and events together as a workload."""
 
     def __init__(
-        self, run: RunSource, readings: list[StepReading], events: EventTable, rank: int
+        self, run: RunSource, readings: list[StepReading], events: EventTable, member: RankSteps
     ) -> None:
         self._run = run
         self._readings = readings
         self._events = events
-        self._rank = rank
+        self._rank = member.rank
+        self._step_time_ns = member.typical(member.step_time_ns)
         self._execution = _execution(run)
         is_stream = self._execution is Execution.STREAM
         self._pace = measure_host_pace(events) if is_stream else HostPace()
@@ -271,7 +271,7 @@ class _Builder:
         return RecordedWork(
             rank=self._rank,
             steps=tuple(reading.step for reading in self._readings),
-            step_time_ns=_mean([reading.duration_ns for reading in self._readings]),
+            step_time_ns=self._step_time_ns,
             execution=self._execution,
             units=self._units,
             workload=workload,

@@ -90,9 +90,9 @@ class Simulation(Result):
     execution: str
     """`stream`, `host` or `blocking_host`: how the recorded device runs work."""
     num_steps: int
-    """Recorded steps that it rests on."""
+    """Recorded steps whose work was simulated."""
     recorded_step_ns: int
-    """Measured: the mean of these steps."""
+    """Measured: the typical step of the rank."""
     replayed: Played
     """The recorded plan, played."""
     replay_error: float

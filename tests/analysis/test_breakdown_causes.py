@@ -5,9 +5,9 @@ from fsdp_inspect.errors import IncompleteRunError
 from tests.builders import STEADY_PARTS, RunBuilder, steady_run
 
 
-def test_by_default_the_median_step_of_the_median_rank_is_shown():
+def test_by_default_the_typical_step_of_the_median_rank_is_shown():
     digest = measure_breakdown_causes(steady_run())
-    assert (digest.shown.rank, digest.shown.step, digest.is_median_step) == (0, 1, True)
+    assert (digest.shown.rank, digest.shown.steps, digest.is_typical) == (0, (1, 2, 3), True)
     assert {part.name: part.duration_ns for part in digest.shown.parts} == STEADY_PARTS
     assert (digest.largest.name, digest.exposed_ratio) == ("backward", 0.25)
     assert [row.rank for row in digest.ranks] == [0, 1]
@@ -22,9 +22,9 @@ def test_the_causes_are_those_of_the_shown_step_and_add_up():
 
 def test_any_finished_step_of_any_rank_can_be_asked_for():
     digest = measure_breakdown_causes(steady_run(), rank=1, step=0)
-    assert (digest.shown.rank, digest.shown.step, digest.is_median_step) == (1, 0, False)
+    assert (digest.shown.rank, digest.shown.steps, digest.is_typical) == (1, (0,), False)
     assert measure_breakdown_causes(steady_run(), rank=1).shown.rank == 1
-    assert measure_breakdown_causes(steady_run(), step=1).is_median_step
+    assert not measure_breakdown_causes(steady_run(), step=1).is_typical
 
 
 def test_without_a_timed_step_only_a_step_that_is_named_is_shown():

@@ -83,9 +83,9 @@ def test_a_rank_whose_files_are_missing_stands_for_the_run_only_if_alone():
     assert chosen_rank(replace(run, ranks=())) == 1
 
 
-def test_the_median_step_is_the_earliest_of_equals():
+def test_the_closest_step_is_the_earliest_of_equals():
     member = next(steps_by_rank(timed_summary(steady_run(num_steps=4, warmup_steps=1))))
-    assert member.median_step == 1
+    assert member.closest_step == 1
 
 
 def test_a_step_without_rows_counts_zero_in_a_sum():

@@ -13,12 +13,14 @@ def run_of_durations(*durations, **manifest):
 
 def test_warmup_does_not_touch_the_step_time():
     times = measure_step_times(run_of_durations(9000, 10, 30, 20, warmup_steps=1))
-    assert times.step_time_ns == Distribution(median=20, p10=10, p90=30, num_steps=3)
+    assert times.step_time_ns == Distribution(typical=20, median=20, p10=10, p90=30, num_steps=3)
 
 
-def test_the_median_step_is_a_real_one():
-    times = measure_step_times(run_of_durations(10, 40, 30, 20))
-    assert (times.median_step, times.step_time_ns.median) == (3, 20)
+def test_the_step_time_is_the_mean_of_the_middle_half():
+    # 10 and 40 are left out: (32 + 20) / 2 = 26. Steps 2 and 3 are both 6 off it.
+    times = measure_step_times(run_of_durations(10, 40, 32, 20))
+    assert (times.step_time_ns.typical, times.step_time_ns.median) == (26, 20)
+    assert times.closest_step == 2
 
 
 def test_every_rank_has_its_own_step_time():
@@ -26,7 +28,7 @@ def test_every_rank_has_its_own_step_time():
     builder.rank(0).step(0, 0, 100)
     builder.rank(1).step(0, 0, 150)
     ranks = measure_step_times(builder.build()).ranks
-    assert [(row.rank, row.step_time_ns.median) for row in ranks] == [(0, 100), (1, 150)]
+    assert [(row.rank, row.step_time_ns.typical) for row in ranks] == [(0, 100), (1, 150)]
 
 
 def test_the_line_over_steps_shows_warmup_and_memory_steps_as_not_timed():
@@ -42,7 +44,7 @@ def test_a_point_carries_what_that_step_cost():
 
 def test_a_run_of_warmup_only_has_steps_but_no_step_time():
     times = measure_step_times(run_of_durations(50, 60, warmup_steps=5))
-    assert (times.step_time_ns, times.median_rank, times.median_step) == (None, None, None)
+    assert (times.step_time_ns, times.median_rank, times.closest_step) == (None, None, None)
     assert [point.step for point in times.over_steps] == [0, 1]
 
 

@@ -118,7 +118,7 @@ def test_the_sentence_holds_the_number_and_the_why_the_owner():
     verdict = give_verdict(facts(exposed_ns=15 * MS, top=waiting()))
     assert (
         verdict.sentence
-        == "Communication is exposed for 15.0 ms of the median 100.0 ms step (15.0 %)."
+        == "Communication is exposed for 15.0 ms of the typical 100.0 ms step (15.0 %)."
     )
     assert verdict.why == "The longest wait, 8.00 ms, is for the all-gather of layers.7 in forward."
 
@@ -208,7 +208,7 @@ def test_every_limit_says_why_and_what_next():
 def test_a_straggler_is_named_with_its_price_and_what_it_does_meanwhile():
     verdict = give_verdict(facts(straggler=straggler()))
     assert verdict.sentence == (
-        "Rank 4 is a straggler: it costs 10.0 ms of the median 100.0 ms step (10.0 %)."
+        "Rank 4 is a straggler: it costs 10.0 ms of the typical 100.0 ms step (10.0 %)."
     )
     assert verdict.why == (
         "It arrives last at 86.1 % of the collectives, latest in backward, by 2.00 ms. What takes "

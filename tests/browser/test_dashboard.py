@@ -41,7 +41,7 @@ def test_overview_shows_the_verdict_and_the_numbers_of_the_digest(server, tab, e
     assert dashboard.headline() == digest.verdict.sentence
     values = dashboard.page.get_by_test_id("stMetricValue").all_inner_texts()
     assert values == [
-        format_ns(digest.step_time_ns.median),
+        format_ns(digest.step_time_ns.typical),
         format_ns(digest.exposed_ns),
         format_ratio(digest.overlap_ratio),
         format_bytes(digest.peak_allocated_bytes),

@@ -7,6 +7,7 @@ from urllib.parse import parse_qs, urlparse
 import pytest
 from playwright.sync_api import expect
 
+from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.analysis.step_waits import describe_event, measure_step_waits
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import format_bytes, format_ns
@@ -179,11 +180,12 @@ def longest(run):
 def test_it_says_what_the_step_waited_for_and_describes_its_picture(open_timeline, run):
     timeline = open_timeline()
     breakdown = measure_summary(run).breakdown
-    waited = f"of the {format_ns(breakdown.step_time_ns)} of step {breakdown.step}"
+    split = measure_step_breakdown(run, rank=breakdown.rank, step=breakdown.closest_step)
+    waited = f"of {format_ns(split.step_time_ns)} exposed."
     assert waited in timeline.page.locator(".st-key-headline").inner_text()
     assert timeline.canvas.get_attribute("role") == "img"
     words = timeline.canvas.get_attribute("aria-label")
-    assert f"step {breakdown.step} on ranks 0, 1, 2, 3" in words
+    assert f"step {breakdown.closest_step} on ranks 0, 1, 2, 3" in words
     legend = timeline.page.locator(".legend").inner_text()
     assert "exposed all-gather" in legend
     assert "memory allocated\nreserved" in legend

@@ -90,7 +90,7 @@ def test_a_change_is_explained_by_the_part_and_the_unit_that_moved_in_it():
     slow = run_of_step(200, exposed=110, config={"reshard": True})
     [conclusion] = compare_runs(run_of_step(100, exposed=10), slow).conclusions
     assert conclusion.reasons[:3] == (
-        "Of +100.0 ns between their median steps: exposed all-gather +100.0 ns.",
+        "Of +100.0 ns between their typical steps: exposed all-gather +100.0 ns.",
         "Over all waits, the cause that moved most is floor: +100.0 ns.",
         "The unit that moved most in it is layers.0: all-gather +100.0 ns a step.",
     )
@@ -104,7 +104,7 @@ def test_a_part_that_moved_the_other_way_is_said_too():
     slow = run_of_step(160, exposed=110)
     [conclusion] = compare_runs(run_of_step(100, exposed=10), slow).conclusions
     assert conclusion.reasons[0] == (
-        "Of +60.0 ns between their median steps: exposed all-gather +100.0 ns, against forward "
+        "Of +60.0 ns between their typical steps: exposed all-gather +100.0 ns, against forward "
         "-40.0 ns."
     )
 

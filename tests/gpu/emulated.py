@@ -108,7 +108,7 @@ def _measured_row(setting: Setting, case: Case, name: str, run: StoredRun) -> Ro
         Figure(
             name=f"{case.emulation}, {name}",
             value=(
-                f"{format_ns(times.median)} a step, {format_ns(exposed.exposed_ns)} exposed, "
+                f"{format_ns(times.typical)} a step, {format_ns(exposed.exposed_ns)} exposed, "
                 f"{fullest}"
             ),
             interval=f"{format_ns(times.p10)} to {format_ns(times.p90)}",
@@ -117,7 +117,7 @@ def _measured_row(setting: Setting, case: Case, name: str, run: StoredRun) -> Ro
                 "p90 of the step time over timed steps; peak as the allocator counts it."
             ),
             numbers={
-                "step_time_ns": times.median,
+                "step_time_ns": times.typical,
                 "exposed_ns": exposed.exposed_ns,
                 "peak_allocated_bytes": -1 if peak is None else peak,
             },
@@ -131,7 +131,7 @@ def _again_row(case: Case, runs: dict[str, StoredRun]) -> Row:
         Figure(
             name=f"{case.emulation}, the same plan twice",
             value=f"{100 * ratio:+.2f} %",
-            how="Measured: median step times of the two runs as recorded, second / first - 1.",
+            how="Measured: typical step times of the two runs as recorded, second / first - 1.",
             numbers={"ratio": ratio},
         )
     )
@@ -181,7 +181,7 @@ def _prediction_row(setting: Setting, name: str, simulation: Simulation, measure
             interval=f"{format_ns(simulation.low_ns)} to {format_ns(simulation.high_ns)}",
             aim="within 8 %",
             how=(
-                "Predicted from the run as recorded; predicted / measured median step - 1. The "
+                "Predicted from the run as recorded; predicted / measured typical step - 1. The "
                 "interval is the prediction's own. The aim is that of the 90th percentile of all "
                 "predictions (their median: 3.3 %)."
             ),
@@ -194,4 +194,4 @@ def _prediction_row(setting: Setting, name: str, simulation: Simulation, measure
 def _step_ns(run: StoredRun) -> int:
     times = measure_step_times(run).step_time_ns
     assert times is not None
-    return times.median
+    return times.typical

@@ -14,7 +14,7 @@ differs in reshard: false -> true
 B is 50.0 % slower than A: 100.0 ns -> 150.0 ns a step. More than the 10 % by
 which identical processes differ on a quiet machine, but not tested: a test
 needs 5 runs of each, so 4 more of A and 4 more of B.
-  Of +50.0 ns between their median steps: exposed all-gather +40.0 ns.
+  Of +50.0 ns between their typical steps: exposed all-gather +40.0 ns.
   Over all waits, the cause that moved most is floor: +40.0 ns.
   The unit that moved most in it is layers.0: all-gather +40.0 ns a step.
   The only setting that differs is reshard: the likely reason, unless the
@@ -30,12 +30,12 @@ communicated               64 B      64 B         =  exactly equal
 peak allocated                –         –         –
 peak reserved                 –         –         –
 
-Where their median steps go (the changes add up)
+Where their typical steps go (the changes add up)
                           A         B    change
 forward             90.0 ns  100.0 ns  +10.0 ns
 exposed all-gather  10.0 ns   50.0 ns  +40.0 ns
 
-Why they wait (the exposed parts of their median steps, by cause)
+Why they wait (the exposed parts of their typical steps, by cause)
              A        B    change
 floor  10.0 ns  50.0 ns  +40.0 ns
 

@@ -8,13 +8,13 @@ from tests.builders import RunBuilder, steady_run
 from tests.report.terminal_text import text_of
 
 HEADLINE = """\
-Rank 0 waits 250.0 ns a step for communication (25.0 % of 1.00 µs; medians),
-60.0 % of it the floor, which no setting hides. The longest wait, 100.0 ns, is
-for the reduce-scatter of layers.0 in backward.
+Rank 0 waits 250.0 ns a step for communication (25.0 % of 1.00 µs), 60.0 % of it
+the floor, which no setting hides. The longest wait, 100.0 ns, is for the
+reduce-scatter of layers.0 in backward.
 """
 PASSES = """\
-By collective, per step of rank 0 (medians)
-collective      phase     n  units   exposed  why, over all steps
+By collective, typical step of rank 0
+collective      phase     n  units   exposed  why
 all-gather      forward   2      2  100.0 ns  floor 50%, bandwidth 40%, late
                                               issue 10%
 reduce-scatter  backward  2      2  100.0 ns  floor 100%
@@ -22,8 +22,8 @@ all-gather      backward  2      2   30.0 ns  late issue 100%
 all-reduce      backward  1      0   20.0 ns  bandwidth 100%
 """
 OWNERS = """\
-By unit, per step of rank 0 (medians)
-unit        collective      phase     n   exposed  why, over all steps
+By unit, typical step of rank 0
+unit        collective      phase     n   exposed  why
 layers.0    reduce-scatter  backward  1  100.0 ns  floor 100%
 layers.0    all-gather      forward   1   50.0 ns  floor 100%
 layers.1    all-gather      forward   1   50.0 ns  bandwidth 80%, late issue
@@ -106,7 +106,7 @@ def test_bandwidth_and_stragglers_are_not_told_apart_by_one_rank():
 
 def test_a_rank_that_waits_for_nothing_says_so():
     text = shown(one_step()[0].build())
-    assert text.startswith("Rank 0 waits for no communication in its median 100.0 ms step.")
+    assert text.startswith("Rank 0 waits for no communication in its typical step of 100.0 ms.")
 
 
 def test_gathers_that_block_the_host_need_no_table():

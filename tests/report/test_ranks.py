@@ -47,7 +47,7 @@ def test_no_line_is_wider_than_80_columns(llama):
 
 def test_one_rank_can_be_shown_alone(llama):
     text = shown(llama, rank=4)
-    assert "Rank 4 (medians per step)" in text
+    assert "Rank 4 (typical step)" in text
     assert "reduce-scatter" not in text
 
 

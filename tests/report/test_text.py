@@ -14,7 +14,7 @@ SUMMARY = """\
 hand-made  complete
 2 ranks · gloo · cpu · Decoder, 200 parameters
 
-Communication is exposed for 250.0 ns of the median 1.00 µs step (25.0 %).
+Communication is exposed for 250.0 ns of the typical 1.00 µs step (25.0 %).
   Why: All-gather 130.0 ns, reduce-scatter 100.0 ns, not FSDP 20.0 ns. By cause:
   floor 150.0 ns, bandwidth 60.0 ns, late issue 40.0 ns. No setting hides the
   floor. Beyond the floor, the longest wait, 50.0 ns, is for the all-gather of
@@ -23,7 +23,7 @@ Communication is exposed for 250.0 ns of the median 1.00 µs step (25.0 %).
   again, exposed for 30.0 ns.
   Or: Prefetch one unit ahead, so that the all-gather is issued earlier.
 
-Where step 1 of rank 0 goes (its median step; the parts add up)
+Typical step of rank 0 (mean over 3 steps)
 forward                 200.0 ns  20.0 %  ██████
 backward                320.0 ns  32.0 %  ██████████
 FSDP copies              20.0 ns   2.0 %  █
@@ -35,7 +35,7 @@ data                     50.0 ns   5.0 %  ██
 other                    60.0 ns   6.0 %  ██
 = step                   1.00 µs
 
-Over 3 timed steps of rank 0 (medians)
+Typical step of 3 timed steps of rank 0
 step time               1.00 µs  p10 1.00 µs, p90 1.00 µs
 communication          500.0 ns
 exposed communication  250.0 ns
@@ -45,7 +45,7 @@ peak allocated                –
 peak reserved                 –  no allocator reserves memory on CPU
 loss                          1  from 4
 
-Waited for most, per step of rank 0 (medians)
+Waited for most, per typical step of rank 0
 unit        collective      phase     n  in flight   exposed     floor
 layers.0    reduce-scatter  backward  1   100.0 ns  100.0 ns  100.0 ns
 layers.0    all-gather      forward   1    50.0 ns   50.0 ns   50.0 ns
@@ -53,7 +53,7 @@ layers.1    all-gather      forward   1   150.0 ns   50.0 ns
 layers.1    all-gather      backward  1    30.0 ns   30.0 ns
 (not FSDP)  all-reduce      backward  1    20.0 ns   20.0 ns
 
-Ranks (medians over their timed steps)
+Ranks (typical step of each)
 rank  host  step time  communication   exposed  overlap
 0             1.00 µs       500.0 ns  250.0 ns   50.0 %
 1             1.00 µs       500.0 ns  250.0 ns   50.0 %
@@ -69,9 +69,9 @@ forward, backward, optimizer, data."""
 UNITS = """\
 Collectives of each unit
 unit      collective      n  message  duration   exposed  bus bandwidth
-layers.0  all-gather      2     64 B   50.0 ns   50.0 ns     640.0 MB/s
+layers.0  all-gather      2     64 B   60.0 ns   50.0 ns     533.3 MB/s
           reduce-scatter  1     64 B  100.0 ns  100.0 ns     320.0 MB/s
-layers.1  all-gather      2     64 B   30.0 ns   80.0 ns      1.07 GB/s
+layers.1  all-gather      2     64 B   90.0 ns   80.0 ns     355.6 MB/s
           reduce-scatter  1     64 B   80.0 ns      0 ns     400.0 MB/s
 
 Compute and copies of each unit, per step
@@ -79,10 +79,11 @@ unit      params   forward  backward  recompute   copies  prefetched
 layers.0     100  100.0 ns  160.0 ns          –  10.0 ns           1
 layers.1     100  100.0 ns  160.0 ns          –  10.0 ns           1
 
-Medians over 3 timed steps of rank 0. n: per step. duration: of one collective;
-exposed: of all of them in a step. forward and backward hold nested units. bus
-bandwidth: message x (N-1)/N / duration for all-gather and reduce-scatter,
-2(N-1)/N for all-reduce, N ranks in the group (nccl-tests); missing for N = 1."""
+Typical step of 3 timed steps of rank 0. n: per step. duration: mean of one
+collective; exposed: of all of them in a step. forward and backward hold nested
+units. bus bandwidth: message x (N-1)/N / duration for all-gather and
+reduce-scatter, 2(N-1)/N for all-reduce, N ranks in the group (nccl-tests);
+missing for N = 1."""
 
 
 def summary_of(run):
@@ -179,7 +180,7 @@ def test_the_verdict_comes_before_the_notes():
     text = summary_of(run)
     assert text.startswith("hand-made  partial")
     verdict, note = text.index("Communication is exposed"), text.index("note: The clocks")
-    assert verdict < note < text.index("Where step 1 of rank 0 goes")
+    assert verdict < note < text.index("Typical step of rank 0")
 
 
 def test_a_single_timed_step_is_one_step():

@@ -261,7 +261,7 @@ def _show_metrics(comparison: Comparison) -> None:
 
 def _describe_noise() -> str:
     return (
-        "Times are medians over timed steps, one number a run: steps of one process are not "
+        "Times are those of the typical step, one number a run: steps of one process are not "
         f"independent. With fewer than {RUNS_FOR_A_TEST} runs a side, times closer than "
         f"{format_ratio(PROCESS_NOISE_RATIO)} cannot be told from noise; with more, the interval "
         "is 95 % of the change (rank test). Counts and bytes are compared exactly."
@@ -286,8 +286,8 @@ def _show_steps(contents: ComparisonContents) -> None:
         ),
         frame_compared_parts(comparison.parts, [side.label for side in comparison.sides]),
         key="steps",
-        alt=f"One bar for the median step of each side: {listed}",
-        note="The median step of each side's median run: real steps, whose parts add up. "
+        alt=f"One bar for the typical step of each side: {listed}",
+        note="The typical step of each side's median run; the parts add up. "
         f"Hatched: standing still for communication. {_describe_origins(contents)}",
     )
 
@@ -342,7 +342,7 @@ def _show_part_changes(comparison: Comparison, other: int) -> None:
         frame_compared_parts(comparison.parts, labels),
         key="parts",
         alt=f"Diverging bars: by how much each part of the step changed from A to {label}",
-        note="The changes add up to that of the median steps. Left and blue: less; right and "
+        note="The changes add up to that of the typical steps. Left and blue: less; right and "
         "orange: more.",
     )
     if comparison.causes:

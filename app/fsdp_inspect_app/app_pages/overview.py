@@ -169,12 +169,12 @@ def _show_key_numbers(digest: Summary) -> None:
             height="stretch",
             help=plain(define_metric(name, in_kernel_trace=digest.is_kernel_trace)),
         )
-    medians = (
+    origin = (
         f"Typical step of rank {digest.median_rank}; below the step time its p10 to p90. "
         if times
         else ""
     )
-    st.caption(plain(medians + digest.left_out.sentence))
+    st.caption(plain(origin + digest.left_out.sentence))
 
 
 def _memory_detail(digest: Summary) -> str | None:

@@ -227,11 +227,11 @@ def _show_rank(
     with show_card(f"Rank {rank}", key="one-rank"):
         if row is not None:
             _show_tiles(row)
-        median = _closest_step(entry, rank)
-        step = _pick_step(entry, rank, median)
+        closest = _closest_step(entry, rank)
+        step = _pick_step(entry, rank, closest)
         _show_links(rank, step)
     if step is not None:
-        _show_rank_step(entry, digest, rank, step, verdict if step == median else None)
+        _show_rank_step(entry, digest, rank, step, verdict if step == closest else None)
     _show_rank_steps(grid, rank)
     return step
 
@@ -241,8 +241,8 @@ def _closest_step(entry: RunEntry, rank: int) -> int | None:
     return next((one.closest_step for one in times.ranks if one.rank == rank), None)
 
 
-def _pick_step(entry: RunEntry, rank: int, median: int | None) -> int | None:
-    """One of the rank's finished steps; the median one unless another is chosen."""
+def _pick_step(entry: RunEntry, rank: int, closest: int | None) -> int | None:
+    """One of the rank's finished steps; by default the one closest to its typical step."""
     times = loading.result_of(entry, measure_rank_grid, metric="step_time_ns")
     own = times.of_rank(rank)
     steps = (
@@ -252,17 +252,17 @@ def _pick_step(entry: RunEntry, rank: int, median: int | None) -> int | None:
     )
     if not steps:
         return None
-    first = steps[-1] if median is None else median
+    first = steps[-1] if closest is None else closest
     key = f"step of rank {rank} of {entry.id}"
     follow(STEP_KEY, key, {str(step): step for step in steps}, first)
     chosen = st.selectbox(
         "Step in detail",
         steps,
         key=key,
-        format_func=lambda step: f"{step} (median)" if step == median else str(step),
+        format_func=lambda step: f"{step} (closest to typical)" if step == closest else str(step),
         width=_PICKER_PX,
     )
-    link(STEP_KEY, None if chosen == median else str(chosen))
+    link(STEP_KEY, None if chosen == closest else str(chosen))
     return chosen
 
 
@@ -318,9 +318,9 @@ def _open_step(grid: RankGrid, rank: int, click: Click) -> None:
 def _show_rank_step(
     entry: RunEntry, digest: Summary, rank: int, step: int, verdict: RankVerdict | None
 ) -> None:
-    """Where one of its steps goes; of its median step also what limits it."""
+    """Where one of its steps goes; of the one closest to its typical step also what limits it."""
     breakdown = loading.result_of(entry, measure_step_breakdown, rank=rank, step=step)
-    which = f"Its median step, {step}" if verdict else f"Step {step}"
+    which = f"Step {step}, closest to its typical step" if verdict else f"Step {step}"
     show_chart_card(
         f"{which}: {format_ns(breakdown.step_time_ns)}",
         draw_breakdown(breakdown),

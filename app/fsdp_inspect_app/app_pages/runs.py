@@ -114,7 +114,7 @@ def _show_list(matching: Sequence[RunEntry], found: KnownRuns) -> None:
     with actions:
         _show_actions(chosen, pinned, baseline)
     st.caption(
-        "Step time and exposed communication: medians over the timed steps of the median rank, "
+        "Step time and exposed communication: the typical step of the median rank, "
         "warm-up left out; measured, unless the source says otherwise. Peak: the highest rank. "
         "Changes against a baseline below 10 % may be noise between identical processes: Compare "
         "tells."

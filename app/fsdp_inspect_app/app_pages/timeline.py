@@ -197,7 +197,7 @@ def _name_step(step: int, *, typical: int, selection: StepSelection) -> str:
         return f"{step} (warm-up)"
     if step in selection.memory:
         return f"{step} (memory tracker)"
-    return f"{step} (median)" if step == typical else str(step)
+    return f"{step} (closest to typical)" if step == typical else str(step)
 
 
 def _pick_ranks(outline: RunHeading, recorded: Sequence[int]) -> tuple[int, ...]:

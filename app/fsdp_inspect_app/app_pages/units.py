@@ -91,7 +91,7 @@ def _describe_numbers(digest: Summary) -> str:
         digest.provenance, "all_gather", "reduce_scatter", "forward", "backward"
     )
     return (
-        f"In order of execution. Medians over {digest.num_timed_steps} timed steps of rank "
+        f"In order of execution. Typical step of {digest.num_timed_steps} timed steps of rank "
         f"{digest.median_rank}; forward and backward hold nested units. {provenance}"
     )
 

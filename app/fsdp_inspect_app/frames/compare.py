@@ -93,7 +93,7 @@ def _metric_row(metric: MetricComparison, labels: Sequence[str]) -> dict[str, An
 
 
 def frame_compared_parts(rows: Sequence[PartComparison], labels: Sequence[str]) -> pd.DataFrame:
-    """The parts of the median steps; changes add up to that of the step."""
+    """The parts of the typical steps; changes add up to that of the step."""
     return _frame_changes(
         [(find_metric(f"{row.name}_ns").label, row.values_ns, row.changes_ns) for row in rows],
         labels,

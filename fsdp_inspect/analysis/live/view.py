@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fsdp_inspect.analysis.methods import name_methods
 from fsdp_inspect.reduction.memory_parts import samples_of
 from fsdp_inspect.reduction.step_parts import reduce_rank
-from fsdp_inspect.statistics import median
+from fsdp_inspect.statistics import Distribution
 from fsdp_inspect.trace.codes import EventKind, StepFlag, StepPart
 from fsdp_inspect.trace.tables import (
     MISSING_INT,
@@ -98,7 +98,8 @@ class LiveView:
     steps: tuple[LiveStep, ...]
     """The last ones, by number."""
     typical_step_ns: int | None
-    """The median of the last `TYPICAL_STEPS`, memory steps left out; None before the first."""
+    """The mean over the middle half of the last `TYPICAL_STEPS`, memory steps left out; None
+    before the first."""
     memory: tuple[LiveMemory, ...]
     """By step."""
     devices: tuple[DeviceSeries, ...]
@@ -168,9 +169,10 @@ class LiveRank:
         """What is known now."""
         steps = tuple(self._steps[step] for step in sorted(self._steps))
         typical = [one.step_time_ns for one in steps if not one.is_memory_step][-TYPICAL_STEPS:]
+        spread = Distribution.of(typical)
         return LiveView(
             steps=steps,
-            typical_step_ns=median(typical),
+            typical_step_ns=spread.typical if spread else None,
             memory=tuple(self._memory[step] for step in sorted(self._memory)),
             devices=_series_of(self._devices),
             scalars=tuple(

@@ -20,7 +20,7 @@ replayed on all ranks without what it works longer than the others.
   `RankWork.excess_ns`). Where the replay misses the very steps that it was read from by more than
   5 %, or by more than the price, it is refused.
 
-Ranks that take turns are an imbalance. Shares are of the median step of the median rank, as in
+Ranks that take turns are an imbalance. Shares are of the typical step of the median rank, as in
 the verdict.
 
 Source: RULES R32; TraceLens' start skew and communication latency (minimum over ranks).
@@ -76,7 +76,7 @@ _OWN_PARTS = tuple(part for part in PARTS_OF_STEP if part not in EXPOSED_PART_CO
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One rank; medians over its timed steps, and over the collectives of the sample."""
+    """One rank in its typical step; lateness is that of the sample of collectives."""
 
     rank: int
     host: str
@@ -139,7 +139,7 @@ class Straggler:
     cost_ns: int
     """By how much the typical step would be shorter without what it regularly works longer."""
     cost_ratio: float
-    """Of the median step of the median rank, as in the verdict."""
+    """Of the typical step of the median rank, as in the verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +361,7 @@ class _Evidence:
     pricing: RankPricing
     uncertainty_ns: int
     step_time_ns: int
-    """The median step of the median rank."""
+    """The typical step of the median rank."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What limits the step, why, and what to try next?
 
-One sentence for the end of a run. Shares are of one real step, the median step of the median rank
-(of a rank: its own median step). A limit is named only above its threshold:
+One sentence for the end of a run. Shares are of the typical step of the median rank (of
+a rank: its own typical step). A limit is named only above its threshold:
 
 | limit         | named when                                                              | rules  |
 |---------------|-------------------------------------------------------------------------|--------|
@@ -90,14 +90,14 @@ def give_verdict(facts: StepFacts) -> Verdict:
 
 
 def give_rank_verdict(rank: int, host: str, facts: StepFacts, run: Verdict) -> RankVerdict:
-    """What limits one rank's median step, beside what limits the run.
+    """What limits one rank's typical step, beside what limits the run.
 
     Under a straggler the other ranks have nothing of their own to say: they wait for it.
 
     Args:
         rank: Which.
         host: Its machine.
-        facts: Of the rank's own median step; `straggler` that of the run.
+        facts: Of the rank's own typical step; `straggler` that of the run.
         run: What limits the run.
     """
     if run.limit is Limit.STRAGGLER and facts.straggler is not None:

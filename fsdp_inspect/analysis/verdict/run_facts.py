@@ -1,7 +1,7 @@
 """What limits the run, and which ranks are limited by something else?
 
 Puts the answers of the analyses together as the facts that a verdict rests on. The facts of a rank
-come from its own median step; what needs its events (causes, the floor, the longest wait) is that
+come from its own typical step; what needs its events (causes, the floor, the longest wait) is that
 of the same step of the median rank, so that a thousand ranks are judged without reading their
 events.
 """

@@ -31,7 +31,7 @@ def phrase_limit(limit: Limit, facts: StepFacts) -> Words:
 
 def _share(facts: StepFacts, duration_ns: int) -> str:
     return (
-        f"{format_ns(duration_ns)} of the median {format_ns(facts.step_time_ns)} step "
+        f"{format_ns(duration_ns)} of the typical {format_ns(facts.step_time_ns)} step "
         f"({format_ratio(facts.ratio(duration_ns))})"
     )
 

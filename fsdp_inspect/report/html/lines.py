@@ -69,7 +69,7 @@ class LineChart:
     step_ticks: tuple[Tick, ...]
     value_ticks: tuple[Tick, ...]
     level: Tick | None
-    """A dotted level, such as a median."""
+    """A dotted level, such as the typical step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,7 @@ def test_without_clocks_the_rank_that_waits_least_is_still_told():
     assert "rank 1 cannot be aligned" in ranks.refusals[0]
 
 
-def test_each_rank_has_its_medians():
+def test_each_rank_has_its_typical_step():
     row = measure_ranks(steady_run()).ranks[1]
     assert (row.step_time_ns, row.exposed_ns, row.own_work_ns) == (1000, 250, 750)
 
