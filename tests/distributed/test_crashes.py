@@ -15,30 +15,38 @@ from fsdp_inspect import open_run
 from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import RunStatus
+from tests.conftest import EXHAUSTIVE
 from tests.distributed.crash_driver import FLUSH_INTERVAL_S, NUM_RANKS
 
 pytestmark = pytest.mark.distributed
 
-NUM_KILLS = 20
+NUM_KILLS = {"guard": 5, "exhaustive": 20}
 DRIVER = Path(__file__).with_name("crash_driver.py")
 SLACK_NS = 400_000_000
 """The flush thread polls, and shares two cores with two ranks that train without a pause."""
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def num_kills(request: pytest.FixtureRequest) -> int:
+    """More moments are tried where all tests are run."""
+    return NUM_KILLS["exhaustive" if request.config.getoption(EXHAUSTIVE) else "guard"]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory, num_kills: int) -> list[Path]:
     """The folders of recordings that were killed at random moments."""
     folder = tmp_path_factory.mktemp("killed")
     seed = random.randrange(10**6)
     print(f"seed of the moments: {seed}")
-    command = [sys.executable, str(DRIVER), str(folder), str(NUM_KILLS), str(seed)]
+    command = [sys.executable, str(DRIVER), str(folder), str(num_kills), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return sorted(folder.iterdir())
 
 
-def test_every_killed_run_opens_as_crashed(killed: list[Path]) -> None:
-    assert len(killed) == NUM_KILLS
+@pytest.mark.serial
+def test_every_killed_run_opens_as_crashed(killed: list[Path], num_kills: int) -> None:
+    assert len(killed) == num_kills
     for folder in killed:
         run = open_run(folder / "run")
         assert run.status is RunStatus.CRASHED, folder
@@ -46,6 +54,7 @@ def test_every_killed_run_opens_as_crashed(killed: list[Path]) -> None:
         assert run.manifest.units
 
 
+@pytest.mark.serial
 def test_at_most_the_last_flush_interval_is_missing(killed: list[Path]) -> None:
     for folder in killed:
         run = open_run(folder / "run")
@@ -59,6 +68,7 @@ def test_at_most_the_last_flush_interval_is_missing(killed: list[Path]) -> None:
             assert due <= set(steps.tolist()), (folder, rank)
 
 
+@pytest.mark.serial
 def test_what_is_there_is_whole(killed: list[Path]) -> None:
     for folder in killed:
         run = open_run(folder / "run")
@@ -69,6 +79,7 @@ def test_what_is_there_is_whole(killed: list[Path]) -> None:
             assert (events.end_ns >= events.start_ns).all()
 
 
+@pytest.mark.serial
 def test_killed_runs_can_be_compacted(killed: list[Path]) -> None:
     for folder in killed[:5]:
         before = open_run(folder / "run").events(0)
