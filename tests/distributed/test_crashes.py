@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,12 @@ from fsdp_inspect import open_run
 from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import RunStatus
-from tests.conftest import EXHAUSTIVE
+from tests.conftest import EXHAUSTIVE, Torchrun
 from tests.distributed.crash_driver import FLUSH_INTERVAL_S, NUM_RANKS
 
 pytestmark = pytest.mark.distributed
 
+TrainOn = Callable[[Path, str], subprocess.CompletedProcess[str]]
 NUM_KILLS = {"guard": 5, "exhaustive": 20}
 DRIVER = Path(__file__).with_name("crash_driver.py")
 SLACK_NS = 400_000_000
@@ -120,18 +122,16 @@ print("trained", 300, loss.item().hex())
 """
 
 
-def train_on(path: Path, damage: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", DISK_SCRIPT, str(path), damage],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def train_on(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> TrainOn:
+    """Train on one rank, which records to a folder, and does damage to it on the way."""
+    script = tmp_path_factory.mktemp("script") / "train.py"
+    script.write_text(DISK_SCRIPT)
+    return lambda path, damage: run_ranks(script, path, damage, num_ranks=1, check=False)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, train_on: TrainOn) -> str:
     done = train_on(tmp_path_factory.mktemp("undisturbed") / "run", "none")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Training goes on") == 0
@@ -151,7 +151,9 @@ def mount_or_skip(target: Path, *options: str) -> None:
         pytest.skip(f"this machine allows no mount: {done.stderr.strip()}")
 
 
-def test_a_full_disk_costs_records_and_not_the_training(undisturbed: str, tmp_path: Path) -> None:
+def test_a_full_disk_costs_records_and_not_the_training(
+    undisturbed: str, tmp_path: Path, train_on: TrainOn
+) -> None:
     disk = tmp_path / "disk"
     mount_or_skip(disk, "-t", "tmpfs", "-o", "size=256k")
     try:
@@ -166,7 +168,7 @@ def test_a_full_disk_costs_records_and_not_the_training(undisturbed: str, tmp_pa
 
 
 def test_a_read_only_disk_costs_the_recording_and_not_the_training(
-    undisturbed: str, tmp_path: Path
+    undisturbed: str, tmp_path: Path, train_on: TrainOn
 ) -> None:
     disk = tmp_path / "disk"
     mount_or_skip(disk, "-t", "tmpfs", "-o", "ro,size=256k")
@@ -179,7 +181,7 @@ def test_a_read_only_disk_costs_the_recording_and_not_the_training(
 
 
 def test_a_folder_deleted_in_mid_run_does_not_stop_the_training(
-    undisturbed: str, tmp_path: Path
+    undisturbed: str, tmp_path: Path, train_on: TrainOn
 ) -> None:
     done = train_on(tmp_path / "run", "delete")
     assert (done.returncode, done.stdout) == (0, undisturbed)
