@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.complete
 PYTEST := $(BIN)/python -m pytest
 WORKERS ?= logical
-PARALLEL := -n $(WORKERS) --maxprocesses 4 --dist loadgroup --no-loadscope-reorder --durations 10
+PARALLEL := -n $(WORKERS) --maxprocesses 4 --durations 10
 # `make app` opens runs/ if it exists, otherwise the samples.
 RUNS ?= $(wildcard runs)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
 from tests import forked_ranks
 from tests.scheduling import Scheduling
@@ -45,6 +46,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # No deadline for an example: how long it takes depends on what else runs.
+    settings.register_profile("guard", max_examples=30, deadline=None)
+    settings.register_profile("exhaustive", deadline=None)
+    settings.load_profile("exhaustive" if config.getoption(EXHAUSTIVE) else "guard")
     config.pluginmanager.register(Scheduling(config), "fsdp-inspect-scheduling")
 
 

@@ -3,9 +3,13 @@
 Tests that use the same expensive fixture form a group, which one worker runs from start to end:
 the tests of one file, all browser tests, and all tests that ask for a fixture of `SHARED_FIXTURES`.
 Long groups start first. A test marked `serial` runs while no other worker runs a test.
+
+The groups do not use `--dist loadgroup`: xdist 3.8 writes the group into a private attribute of a
+test that pytest 9.2 no longer reads. Instead, each worker writes the groups to a shared folder.
 """
 
 import fcntl
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -19,53 +23,73 @@ SHARED_FIXTURES = ("tuned",)
 """Session fixtures that take long to make and that tests of several files use."""
 _LONG_FIRST = ("browser", "distributed", "slow")
 """Markers of tests that take long. The groups of these tests start before all others."""
-_INPUT = "fsdp_inspect_locks"
+_INPUT = "fsdp_inspect_shared"
+_GROUPS = "groups.json"
 
 
 class Scheduling:
     """The hooks of one pytest process, which is the controller or one of its workers."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._locks: Path | None = None
+        self._made: tempfile.TemporaryDirectory[str] | None = None
+        self._shared: Path | None = None
         if hasattr(config, "workerinput"):
-            self._locks = Path(config.workerinput[_INPUT])
+            self._shared = Path(config.workerinput[_INPUT])
         elif config.getoption("numprocesses", None):
-            self._folder = tempfile.TemporaryDirectory(prefix="fsdp-inspect-tests-")
+            self._made = tempfile.TemporaryDirectory(prefix="fsdp-inspect-tests-")
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Tell a worker where the locks are."""
-        assert self._folder is not None
-        node.workerinput[_INPUT] = self._folder.name
+        """Tell a worker where the shared folder is."""
+        assert self._made is not None
+        node.workerinput[_INPUT] = self._made.name
 
-    @pytest.hookimpl(tryfirst=True)  # before xdist, which writes the group into the name
-    def pytest_collection_modifyitems(
-        self, config: pytest.Config, items: list[pytest.Item]
-    ) -> None:
-        """Name the group of each test; start long groups first. Every worker sees one order."""
-        if not config.pluginmanager.hasplugin("xdist"):
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        """Hand out whole groups, in the order in which the workers collected them."""
+        from xdist.scheduler import LoadScopeScheduling
+
+        assert self._made is not None
+        groups_file = Path(self._made.name) / _GROUPS
+
+        class GroupScheduling(LoadScopeScheduling):
+            def schedule(self) -> None:
+                self.groups = json.loads(groups_file.read_text())
+                super().schedule()
+
+            def _split_scope(self, nodeid: str) -> str:
+                return str(self.groups[nodeid])
+
+        config.option.loadscopereorder = False
+        return GroupScheduling(config, log)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Start long groups first, and tell the controller the group of each test."""
+        if self._shared is None:
             return
+        groups = {item.nodeid: group_of(item) for item in items}
         ranks: dict[str, int] = {}
         for item in items:
-            group = group_of(item)
-            item.add_marker(pytest.mark.xdist_group(group))
+            group = groups[item.nodeid]
             ranks[group] = min(ranks.get(group, len(_LONG_FIRST)), _rank_of(item))
-        if self._locks is not None:
-            items.sort(key=lambda item: ranks[group_of(item)])
+        items.sort(key=lambda item: ranks[groups[item.nodeid]])
+        written = self._shared / f"{_GROUPS}.{os.getpid()}"
+        written.write_text(json.dumps(groups))
+        written.replace(self._shared / _GROUPS)  # all workers write the same
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """Hold the lock of a test, from its setup to its teardown."""
-        if self._locks is None:
+        if self._shared is None:
             return (yield)
-        with locked(self._locks, alone=item.get_closest_marker("serial") is not None):
+        with locked(self._shared, alone=item.get_closest_marker("serial") is not None):
             return (yield)
 
     def pytest_unconfigure(self) -> None:
-        """Remove the locks."""
-        if self._folder is not None:
-            self._folder.cleanup()
+        """Remove the shared folder."""
+        if self._made is not None:
+            self._made.cleanup()
 
 
 def group_of(item: pytest.Item) -> str:

@@ -298,6 +298,7 @@ def test_in_a_worker_of_xdist_a_wrong_marker_fails_its_test(session: Session) ->
     assert "Expected '38 GiB'" in printed
 
 
+@pytest.mark.serial
 def test_an_unused_plugin_loads_nothing_and_costs_nothing_to_speak_of(tmp_path: Path) -> None:
     (tmp_path / "test_other.py").write_text("def test_it():\n    pass\n")
     script = (

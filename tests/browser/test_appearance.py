@@ -9,7 +9,7 @@ from fsdp_inspect_app.pages import SECTIONS
 from fsdp_inspect.store.folder import list_runs
 from tests.browser.conftest import fits_the_window
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 PAGES = [page for section in SECTIONS.values() for page in section]
 SCHEMES = (("light", (1280, 800)), ("dark", (1920,)))

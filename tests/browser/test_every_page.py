@@ -5,7 +5,7 @@ from fsdp_inspect_app.pages import SECTIONS
 
 from tests.browser.conftest import fits_the_window
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 PAGES = [page.name for page in SECTIONS["This run"]]
 

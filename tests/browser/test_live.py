@@ -29,6 +29,7 @@ def live(tmp_path, free_port):
         writer.close(RunStatus.COMPLETE)
 
 
+@pytest.mark.slow
 def test_a_run_is_followed_until_a_rank_dies(live, tab, screenshots):
     address, writers = live
     dashboard = tab(address)

@@ -27,6 +27,7 @@ def dialogs(states_server, tab):
     page.remove_listener("dialog", note)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_names_from_a_run_are_text_on_every_page(states_server, tab, dialogs, name):
     dashboard = tab(states_server)
@@ -45,6 +46,7 @@ def test_names_from_a_run_are_text_on_the_page_of_one_unit(states_server, tab, d
     check_harmless(dashboard.page, dialogs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [HOSTILE, "../../etc/passwd", "/etc/passwd", "a\0b"])
 def test_an_address_is_neither_obeyed_nor_repeated_as_markup(states_server, tab, dialogs, value):
     dashboard = tab(states_server)

@@ -36,6 +36,7 @@ def shown_step(dashboard):
     return dashboard.page.get_by_test_id("stMetricValue").first.inner_text()
 
 
+@pytest.mark.serial
 def test_a_slider_changes_the_number_the_headline_and_the_address(server, tab, entry, run):
     dashboard = tab(server)
     dashboard.open("what_if", run=entry.id)

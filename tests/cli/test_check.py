@@ -200,6 +200,7 @@ def test_a_missing_baseline_says_how_to_make_one(invoke, forecasts, tmp_path):
     assert "--update" in ended.err
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_runs_are_recorded_first_and_times_want_five(invoke, tmp_path):
     trainer = (

@@ -36,6 +36,7 @@ def digests(demonstrated):
     return [measure_summary(open_run(entry.path)) for entry in reversed(list_runs(demonstrated[0]))]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_demo_records_two_whole_runs(digests):
     assert [digest.status for digest in digests] == ["complete", "complete"]
@@ -43,6 +44,7 @@ def test_the_demo_records_two_whole_runs(digests):
     assert [digest.num_ranks for digest in digests] == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_kept_parameters_are_not_gathered_again_in_backward(digests):
     freed, kept = ([unit.all_gather.count_per_step for unit in run.units] for run in digests)
@@ -51,6 +53,7 @@ def test_kept_parameters_are_not_gathered_again_in_backward(digests):
     assert digests[1].communication_bytes < digests[0].communication_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_numbers_of_a_real_run_hold_together(digests):
     for digest in digests:
@@ -61,6 +64,7 @@ def test_the_numbers_of_a_real_run_hold_together(digests):
         assert digest.provenance.blocks_host == (digest.backend == "gloo")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_demo_prints_both_summaries_and_how_they_differ(demonstrated):
     printed = demonstrated[1]

@@ -18,6 +18,8 @@ from fsdp_inspect.trace.plan import Plan
 from tests.cli.tuning_session import CONFIG, fake_training, tune
 
 
+@pytest.mark.slow
+@pytest.mark.serial
 @pytest.mark.distributed
 def test_a_session_runs_baseline_plan_and_baseline_and_the_prediction_holds(tuned):
     assert [plan["ruling"] for plan in tuned.result["plans"]] == ["held"]
@@ -28,6 +30,8 @@ def test_a_session_runs_baseline_plan_and_baseline_and_the_prediction_holds(tune
     assert "[3/3] the baseline" in tuned.progress
 
 
+@pytest.mark.slow
+@pytest.mark.serial
 @pytest.mark.distributed
 def test_the_plan_that_ran_is_the_plan_that_was_predicted(tuned):
     ran = open_run(tuned.run("plan-1-1")).manifest.plan["units"]
@@ -38,6 +42,8 @@ def test_the_plan_that_ran_is_the_plan_that_was_predicted(tuned):
     assert ran[1:] == asked[1:]
 
 
+@pytest.mark.slow
+@pytest.mark.serial
 @pytest.mark.distributed
 def test_the_best_plan_is_written_and_measured_to_be_faster(tuned):
     best = tuned.result["best"]
@@ -45,6 +51,8 @@ def test_the_best_plan_is_written_and_measured_to_be_faster(tuned):
     assert Plan.load(tuned.result["best_plan_file"]) == Plan.load(best["plan_file"])
 
 
+@pytest.mark.slow
+@pytest.mark.serial
 @pytest.mark.distributed
 def test_prediction_and_outcome_are_in_the_ledger_of_the_runs(tuned):
     ledger = read_ledger(tuned.folder.parent / LEDGER_FILE)

@@ -21,6 +21,8 @@ def told(tmp_path, invoke):
     return run, file
 
 
+@pytest.mark.slow
+@pytest.mark.serial
 @pytest.mark.distributed
 def test_a_prediction_that_holds_ends_with_0_and_is_kept(tuned, invoke, tmp_path):
     ledger = tmp_path / LEDGER_FILE
@@ -33,6 +35,8 @@ def test_a_prediction_that_holds_ends_with_0_and_is_kept(tuned, invoke, tmp_path
     assert [each.ruling for each in read_ledger(ledger).outcomes] == [Ruling.HELD]
 
 
+@pytest.mark.slow
+@pytest.mark.serial
 @pytest.mark.distributed
 def test_numbers_are_side_by_side_with_their_intervals(tuned, invoke, tmp_path):
     files = (tuned.folder / "plan-1.prediction.json", tuned.run("plan-1-1"))
@@ -48,6 +52,8 @@ def test_numbers_are_side_by_side_with_their_intervals(tuned, invoke, tmp_path):
     assert sum(unit["measured_ns"] for unit in result["units"]) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.serial
 @pytest.mark.distributed
 def test_a_prediction_that_does_not_hold_ends_with_1(tuned, invoke, tmp_path):
     file = tmp_path / "wrong.json"
@@ -59,6 +65,8 @@ def test_a_prediction_that_does_not_hold_ends_with_1(tuned, invoke, tmp_path):
     assert ended.out.startswith("Did not hold: predicted -9")
 
 
+@pytest.mark.slow
+@pytest.mark.serial
 @pytest.mark.distributed
 def test_new_advice_says_how_earlier_predictions_came_out(tuned, invoke):
     ended = invoke("advise", tuned.run("baseline-0"))

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,30 +16,39 @@ from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import RunStatus
+from tests.conftest import EXHAUSTIVE, Torchrun
 from tests.distributed.crash_driver import FLUSH_INTERVAL_S, NUM_RANKS
 
 pytestmark = pytest.mark.distributed
 
-NUM_KILLS = 20
+TrainOn = Callable[[Path, str], subprocess.CompletedProcess[str]]
+NUM_KILLS = {"guard": 5, "exhaustive": 20}
 DRIVER = Path(__file__).with_name("crash_driver.py")
 SLACK_NS = 400_000_000
 """The flush thread polls, and shares two cores with two ranks that train without a pause."""
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def num_kills(request: pytest.FixtureRequest) -> int:
+    """More moments are tried where all tests are run."""
+    return NUM_KILLS["exhaustive" if request.config.getoption(EXHAUSTIVE) else "guard"]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory, num_kills: int) -> list[Path]:
     """The folders of recordings that were killed at random moments."""
     folder = tmp_path_factory.mktemp("killed")
     seed = random.randrange(10**6)
     print(f"seed of the moments: {seed}")
-    command = [sys.executable, str(DRIVER), str(folder), str(NUM_KILLS), str(seed)]
+    command = [sys.executable, str(DRIVER), str(folder), str(num_kills), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return sorted(folder.iterdir())
 
 
-def test_every_killed_run_opens_as_crashed(killed: list[Path]) -> None:
-    assert len(killed) == NUM_KILLS
+@pytest.mark.serial
+def test_every_killed_run_opens_as_crashed(killed: list[Path], num_kills: int) -> None:
+    assert len(killed) == num_kills
     for folder in killed:
         run = open_run(folder / "run")
         assert run.status is RunStatus.CRASHED, folder
@@ -46,6 +56,7 @@ def test_every_killed_run_opens_as_crashed(killed: list[Path]) -> None:
         assert run.manifest.units
 
 
+@pytest.mark.serial
 def test_at_most_the_last_flush_interval_is_missing(killed: list[Path]) -> None:
     for folder in killed:
         run = open_run(folder / "run")
@@ -59,6 +70,7 @@ def test_at_most_the_last_flush_interval_is_missing(killed: list[Path]) -> None:
             assert due <= set(steps.tolist()), (folder, rank)
 
 
+@pytest.mark.serial
 def test_what_is_there_is_whole(killed: list[Path]) -> None:
     for folder in killed:
         run = open_run(folder / "run")
@@ -69,6 +81,7 @@ def test_what_is_there_is_whole(killed: list[Path]) -> None:
             assert (events.end_ns >= events.start_ns).all()
 
 
+@pytest.mark.serial
 def test_killed_runs_can_be_compacted(killed: list[Path]) -> None:
     for folder in killed[:5]:
         before = open_run(folder / "run").events(0)
@@ -109,18 +122,16 @@ print("trained", 300, loss.item().hex())
 """
 
 
-def train_on(path: Path, damage: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", DISK_SCRIPT, str(path), damage],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def train_on(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> TrainOn:
+    """Train on one rank, which records to a folder, and does damage to it on the way."""
+    script = tmp_path_factory.mktemp("script") / "train.py"
+    script.write_text(DISK_SCRIPT)
+    return lambda path, damage: run_ranks(script, path, damage, num_ranks=1, check=False)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, train_on: TrainOn) -> str:
     done = train_on(tmp_path_factory.mktemp("undisturbed") / "run", "none")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Training goes on") == 0
@@ -140,7 +151,9 @@ def mount_or_skip(target: Path, *options: str) -> None:
         pytest.skip(f"this machine allows no mount: {done.stderr.strip()}")
 
 
-def test_a_full_disk_costs_records_and_not_the_training(undisturbed: str, tmp_path: Path) -> None:
+def test_a_full_disk_costs_records_and_not_the_training(
+    undisturbed: str, tmp_path: Path, train_on: TrainOn
+) -> None:
     disk = tmp_path / "disk"
     mount_or_skip(disk, "-t", "tmpfs", "-o", "size=256k")
     try:
@@ -155,7 +168,7 @@ def test_a_full_disk_costs_records_and_not_the_training(undisturbed: str, tmp_pa
 
 
 def test_a_read_only_disk_costs_the_recording_and_not_the_training(
-    undisturbed: str, tmp_path: Path
+    undisturbed: str, tmp_path: Path, train_on: TrainOn
 ) -> None:
     disk = tmp_path / "disk"
     mount_or_skip(disk, "-t", "tmpfs", "-o", "ro,size=256k")
@@ -168,7 +181,7 @@ def test_a_read_only_disk_costs_the_recording_and_not_the_training(
 
 
 def test_a_folder_deleted_in_mid_run_does_not_stop_the_training(
-    undisturbed: str, tmp_path: Path
+    undisturbed: str, tmp_path: Path, train_on: TrainOn
 ) -> None:
     done = train_on(tmp_path / "run", "delete")
     assert (done.returncode, done.stdout) == (0, undisturbed)

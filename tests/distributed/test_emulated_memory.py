@@ -11,7 +11,7 @@ from fsdp_inspect.trace.codes import MemoryPoint
 from tests.conftest import Torchrun
 from tests.distributed.memory_plans import PLANS, train_plans
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 DRIVER = Path(__file__).with_name("memory_plans.py")
 ON_FOUR_RANKS = ("block", "hsdp", "integer")

@@ -1,19 +1,14 @@
 """The same steps seen by our recorder and by torch.profiler: what an import makes of the latter."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase, StepPart
-from tests.benchmarks.ranks import ROOT
 from tests.distributed.profiled_trainer import CASES, PROFILED_STEPS, WARMUP_STEPS
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.serial]
 
 STEPS = range(WARMUP_STEPS, WARMUP_STEPS + PROFILED_STEPS)
 OF_FSDP = (StepPart.EXPOSED_ALL_GATHER, StepPart.EXPOSED_REDUCE_SCATTER)
@@ -24,21 +19,10 @@ What lies between is not in the trace: 0.1 to 0.2 ms a call on a quiet machine."
 
 
 @pytest.fixture(scope="module")
-def seen_by_both(tmp_path_factory):
+def seen_by_both(run_ranks, tmp_path_factory):
     """(recorded run, imported run) by case."""
     folder = tmp_path_factory.mktemp("both")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    module = ["-m", "tests.distributed.profiled_trainer", str(folder)]
-    done = subprocess.run(
-        [*command, "--nproc-per-node=2", *module],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks("-m", "tests.distributed.profiled_trainer", folder, timeout_s=300)
     return {case: _open_both(folder / case) for case in CASES}
 
 

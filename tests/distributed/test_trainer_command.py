@@ -42,9 +42,9 @@ def test_a_bad_setting_is_said_once_at_the_top_and_at_the_end(torchrun: Any):
     assert reason in done.stderr[-1000:]
 
 
-def test_a_risky_plan_is_warned_of_once(torchrun: Any):
+def test_a_risky_plan_is_warned_of_once(run_ranks: Any):
     wrap = ("--wrap", "tok_embeddings, layers.0; layers.1")
-    done = torchrun("-m", "instrumented_trainer", *SHORT, *wrap, "--no-record")
+    done = run_ranks("-m", "instrumented_trainer", *SHORT, *wrap, "--no-record")
     assert done.stderr.count("whose input needs no gradient") == 1
 
 

@@ -6,6 +6,7 @@ bfloat16 compute (8 bits of mantissa) it is 3 %.
 """
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from fsdp_inspect import Plan
 from fsdp_inspect.store.reader import open_run
-from tests.distributed.trainer_driver import ON_2_RANKS, ON_4_RANKS
+from tests.distributed.trainer_driver import ON_2_RANKS, ON_4_RANKS, SLOW
 
 pytestmark = pytest.mark.distributed
 
@@ -33,15 +34,23 @@ SAME_STEPS = [
 Results = dict[str, Any]
 
 
-def launch(run_ranks: Any, folder: Path, num_ranks: int) -> Results:
-    run_ranks(DRIVER, folder, num_ranks=num_ranks, timeout_s=500)
+def with_slow(names: Iterable[str]) -> list[Any]:
+    """The cases, those that take long marked."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in names]
+
+
+def launch(run_ranks: Any, folder: Path, num_ranks: int, left_out: Sequence[str] = ()) -> Results:
+    run_ranks(DRIVER, folder, *left_out, num_ranks=num_ranks, timeout_s=500)
     results: Results = json.loads((folder / "results.json").read_text())
     return results
 
 
 @pytest.fixture(scope="module")
-def two(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch(run_ranks, tmp_path_factory.mktemp("two"), 2)
+def two(
+    run_ranks: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Results:
+    are_wanted = any(item.get_closest_marker("slow") for item in request.session.items)
+    return launch(run_ranks, tmp_path_factory.mktemp("two"), 2, () if are_wanted else SLOW)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +62,7 @@ def tolerance_of(settings: dict[str, Any]) -> float:
     return BFLOAT16 if settings.get("param_dtype") == "bfloat16" else FLOAT32
 
 
-@pytest.mark.parametrize("case", ON_2_RANKS)
+@pytest.mark.parametrize("case", with_slow(ON_2_RANKS))
 def test_gradients_on_2_ranks_are_those_of_one_process(two, case):
     assert two[case]["gradient_error"] <= tolerance_of(ON_2_RANKS[case])
 
@@ -91,7 +100,7 @@ def units_with_parameters(plan: Results) -> list[Results]:
     return units if len(units) == 1 else [unit for unit in units if unit["modules"] != [""]]
 
 
-@pytest.mark.parametrize("case", [*ON_2_RANKS, *ON_4_RANKS])
+@pytest.mark.parametrize("case", with_slow([*ON_2_RANKS, *ON_4_RANKS]))
 def test_the_model_is_sharded_as_the_settings_say(two, four, case):
     result = two[case] if case in ON_2_RANKS else four[case]
     observed, asked = result["observed"], result["asked"]

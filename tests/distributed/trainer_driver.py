@@ -1,8 +1,9 @@
 """Trains under many settings inside one process group; torchrun starts it, tests read its output.
 
-    torchrun ... trainer_driver.py FOLDER
+    torchrun ... trainer_driver.py FOLDER [LEFT_OUT...]
 
-Rank 0 writes one entry for each case to FOLDER/results.json; the tests assert on them.
+It leaves out the cases that are named. Rank 0 writes one entry for each other case to
+FOLDER/results.json; the tests assert on them.
 """
 
 import argparse
@@ -111,6 +112,8 @@ ON_4_RANKS: dict[str, dict[str, Any]] = {
     "half_mesh": SMALL | {"reshard_after_forward": "2"},
     "half_mesh_by_unit": SMALL | {"reshard_after_forward": "auto; layers.*=2"},
 }
+SLOW = ("compile",)
+"""Cases on 2 ranks that take long: torch calls a C++ compiler, for a minute of processor time."""
 TINY = {"preset": "tiny", "steps": 25, "record": False}
 
 Results = dict[str, Any]
@@ -268,6 +271,8 @@ def main() -> None:
         name: lambda chosen=chosen: try_settings(chosen) for name, chosen in settings.items()
     }
     cases |= special_cases(folder)
+    for left_out in sys.argv[2:]:
+        del cases[left_out]
     results = {}
     with process_group(RUNTIME):
         for name, case in cases.items():

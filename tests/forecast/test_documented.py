@@ -3,12 +3,15 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from fsdp_inspect import forecast_memory
 from fsdp_inspect.store.reader import open_run
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_builder_of_the_docs_is_forecast(tmp_path: Path) -> None:
     blocks = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "gate.md").read_text(), re.DOTALL)
     (code,) = (block for block in blocks if "def build(" in block)

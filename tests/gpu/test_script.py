@@ -90,6 +90,7 @@ def test_without_a_gpu_every_step_says_why_and_nothing_fails(
     assert "torch sees no CUDA device" in table
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_every_step_runs_on_a_cpu_in_little(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--quick", "--limit-s", "900"]

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_inspect import open_run
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.breakdown_causes import measure_breakdown_causes
 from fsdp_inspect.analysis.exposed import measure_exposed
@@ -23,6 +22,7 @@ from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.analysis.units import measure_units
 from fsdp_inspect.cli import main
 from fsdp_inspect.simulation.recorded import measure_work
+from fsdp_inspect.store.reader import open_run
 from tests.builders import RunBuilder
 from tests.laws.test_run_laws import STEP_NS, STEPS, UNITS, add
 

@@ -208,6 +208,7 @@ def test_rows_fit_the_device_table():
     assert len(DeviceTable.from_rows(rows)) == len(rows) >= 2
 
 
+@pytest.mark.serial
 def test_cpu_share_counts_every_core_that_this_process_keeps_busy():
     share = devices._CpuShare()
     until = time.perf_counter() + 0.1

@@ -326,15 +326,14 @@ release_process_groups()
 
 
 @pytest.mark.distributed
-def test_memory_of_rank_0_with_gloo_is_that_of_a_fake_group(torchrun, tmp_path):
+def test_memory_of_rank_0_with_gloo_is_that_of_a_fake_group(run_ranks, tmp_path):
     """Gloo's threads free what they send when they come to run: the peak may lie above, not below.
 
     With gloo's own copies unseen they are equal to the byte: tests/distributed.
     """
     script, out = tmp_path / "script.py", tmp_path / "out.json"
     script.write_text(GLOO_SCRIPT)
-    repository = Path(__file__).parents[2]
-    torchrun(script, out, environment={"PYTHONPATH": str(repository)})
+    run_ranks(script, out)
     fake = Training(half=True, mesh_shape=(2,))
     fake.step()
     memory = fake.tracked_step()
