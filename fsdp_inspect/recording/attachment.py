@@ -362,7 +362,7 @@ class Attachment:
     # --- the end
 
     def finish(self, error: BaseException | None, *, show: bool) -> None:
-        """Remove the hooks, write pending rows, close the files, print problems and the verdict.
+        """Remove the hooks, write pending rows, close the files and print the verdict.
 
         Raises:
             Exception: An internal error. Hooks are removed and files are closed first.

@@ -17,8 +17,8 @@ reports it complete:
 The clock keeps the best bound of each side. A bound loosens with time by `_DRIFT_RATIO`, the
 largest assumed difference in rate between the two clocks. The lower bound is the estimate, because
 an idle stream runs an event within microseconds. The distance between the bounds is the current
-uncertainty. It grows where the idle stream shares its hardware queue
-with a busy one (`CUDA_DEVICE_MAX_CONNECTIONS=1`) and each anchor runs late.
+uncertainty. It grows where the idle stream shares its hardware queue with a busy one
+(`CUDA_DEVICE_MAX_CONNECTIONS=1`) and each anchor runs late.
 
 A mark is read against the anchor before it, which keeps the elapsed time short: `elapsed_time` is
 a float32 of milliseconds, exact to 60 ns at one second but to 8 µs at 100 s.

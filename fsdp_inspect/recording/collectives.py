@@ -339,8 +339,8 @@ def close_unwaited(session: Session, communication: Communication) -> None:
         return
     if communication.end is None:
         session.problem(
-            "An asynchronous all-gather was never waited for: its end is unknown and it is left "
-            "out."
+            "An asynchronous all-gather was never waited for: its end is unknown and it is not "
+            "recorded."
         )
         return
     communication.flags |= _UNUSED

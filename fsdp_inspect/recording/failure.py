@@ -116,7 +116,7 @@ def keep_snapshot(folder: Path) -> Path:
     """Write CUDA's memory snapshot into the rank's folder; torch's memory_viz page opens it.
 
     Raises:
-            OSError: The file cannot be written.
+        OSError: The file cannot be written.
         RuntimeError: There is no CUDA device.
     """
     target = folder / SNAPSHOT_FILE

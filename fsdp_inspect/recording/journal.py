@@ -25,7 +25,7 @@ class Completion:
 
 
 class LaterOf:
-    """The later of two marks: a wait ends at its own begin or at the end of the collective.
+    """The later of two marks: a wait ends at the end of the collective, or at once if it has ended.
 
     Under HSDP each wait begins where the previous wait ended, so these objects form chains as long
     as the model has units. A resolved object keeps its time and drops its marks.

@@ -402,7 +402,7 @@ class _MarkAt(NamedTuple):
 class _Lifetime:
     """The part of the step in which a storage was allocated, and the part in which it was freed.
 
-    A part is a sequence of consecutive events of one phase.
+    A part is a sequence of consecutive events with the same phase and the same recompute flag.
     """
 
     parts: list[Moment]

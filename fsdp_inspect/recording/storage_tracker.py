@@ -182,7 +182,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._log.summarize(host_units=self._host_units)
 
     def rows(self, step: int) -> Iterator[tuple[int, ...]]:
-        """The step as rows in the column order of `MemoryTable`; see `StepMemory.rows`."""
+        """The step as rows in the column order of `MemoryTable`; see `TrackedStepMemory.rows`."""
         return self.result().rows(step)
 
     # --- the step

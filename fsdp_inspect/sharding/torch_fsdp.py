@@ -49,7 +49,7 @@ class StateHandle:
 
     @property
     def name(self) -> str:
-        """torch's name of the call: the fqns joined by a comma; empty for the root."""
+        """Torch's name of the call: the fqns joined by a comma; empty for the root."""
         return ", ".join(self.fqns)
 
     @property
