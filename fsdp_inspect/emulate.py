@@ -1,8 +1,8 @@
-"""How does a script meet 64 ranks on one device? `python -m fsdp_inspect.emulate`.
+"""Emulate many ranks on one device: `python -m fsdp_inspect.emulate`.
 
 python -m fsdp_inspect.emulate --world-size 64 --bandwidth 50GB/s train.py --lr 3e-4
 
-`fsdp_inspect.recording.emulating_launcher` says what it does, `--help` which options there are.
+See `fsdp_inspect.recording.emulating_launcher` for its behaviour, and `--help` for its options.
 """
 
 from fsdp_inspect.recording.emulating_launcher import main

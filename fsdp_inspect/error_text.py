@@ -1,6 +1,6 @@
-"""How does a value that does not fit read? The words of refusals, in three parts.
+"""Phrase messages about invalid values: what is wrong, what is expected, what to do.
 
-What is wrong with the value, what is expected or exists, what to do: `errors` states the form.
+`errors` defines the form of these messages.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ _MAX_SHOWN = 3
 
 
 def nearest(name: str, names: Iterable[str], *, count: int = _MAX_SHOWN) -> list[str]:
-    """The names most like one that does not exist, best first; names quite unlike are left out."""
+    """The known names most similar to an unknown name, best first; dissimilar ones are excluded."""
     scored = [(SequenceMatcher(None, name, other).ratio(), other) for other in dict.fromkeys(names)]
     ranked = sorted(scored, key=lambda pair: -pair[0])
     worst = max(0.5, 0.75 * ranked[0][0]) if ranked else 0.5
@@ -21,7 +21,7 @@ def nearest(name: str, names: Iterable[str], *, count: int = _MAX_SHOWN) -> list
 
 
 def suggest(name: str, names: Sequence[str], *, what: str = "names") -> str:
-    """One sentence that points from a name that does not exist to those that do."""
+    """One sentence that suggests known names for an unknown name."""
     close = nearest(name, names)
     if close:
         return f"Nearest: {quote_all(close)}."
@@ -39,12 +39,12 @@ def quote_all(values: Iterable[object]) -> str:
 def describe_validation_error(
     error: ValidationError, *, legal_keys: Mapping[str, Sequence[str]] | None = None
 ) -> str:
-    """What pydantic refused, at most three complaints, each with its place and its value.
+    """Describe pydantic's errors, at most three, each with its location and its value.
 
     Args:
-        error: What pydantic raised.
-        legal_keys: For each table (dotted place without list positions; the top is empty) the
-            keys it may have, to point from an unknown key to the nearest known one.
+        error: The error that pydantic raised.
+        legal_keys: The legal keys of each table, for suggestions. A table's name is its dotted
+            location without list positions; the name of the top table is empty.
     """
     complaints = error.errors(include_url=False)
     texts = [_describe(complaint, legal_keys or {}) for complaint in complaints[:_MAX_SHOWN]]

@@ -1,24 +1,24 @@
-"""What can go wrong, as one tree of exceptions.
+"""The tree of exceptions that FSDP Inspect raises.
 
     FsdpInspectError          caught once, in `cli.main`: message on stderr, exit code 1
     +-- RecordingError        the recorder cannot attach or start
     +-- PlanError             a plan cannot be read, or does not fit the model
-    +-- ConfigError           a setting of the trainer is impossible
-    +-- EmulationError        ranks cannot be emulated here, or not what the script does
-    +-- CheckError            what a check is given cannot be read or judged
-    +-- ForecastError         what is to be forecast cannot be built, run or followed
+    +-- ConfigError           a setting of the trainer is invalid
+    +-- EmulationError        ranks cannot be emulated, or the script does something unsupported
+    +-- CheckError            the input of a check cannot be read or judged
+    +-- ForecastError         the target of a forecast cannot be built, run or tracked
     +-- StoreError
     |   +-- NotARunError          the path holds no run
     |   +-- SchemaVersionError    written by a newer version than this one reads
-    |   +-- CorruptFileError      a file of the run is damaged or foreign
-    |   +-- IncompleteRunError    what was asked needs ranks or steps that are missing
-    +-- MissingDataError      the run exists but was recorded without what is asked
+    |   +-- CorruptFileError      a file of the run is damaged or has another format
+    |   +-- IncompleteRunError    the analysis needs ranks or steps that are missing
+    +-- MissingDataError      the run does not contain the data that the analysis needs
     +-- ImportingError        a trace of another tool cannot be read
-    +-- ExportError           an export cannot be written, or not as it was asked for
-    +-- PredictionError       a prediction or the ledger of predictions cannot be read
+    +-- ExportError           an export cannot be written, or not in the requested form
+    +-- PredictionError       a prediction or the prediction history cannot be read
 
-Every message has three parts, in this order: what is wrong (with the value), what was expected
-or what exists, what to do. Wrong argument values from Python callers stay `ValueError` and
+Every message has three parts, in this order: what is wrong (with the value), what is expected or
+what exists, what to do. Invalid argument values from Python callers stay `ValueError` and
 `TypeError`.
 """
 
@@ -32,23 +32,23 @@ class RecordingError(FsdpInspectError):
 
 
 class PlanError(FsdpInspectError):
-    """A plan cannot be read, or names what the model does not have."""
+    """A plan cannot be read, or does not fit the model."""
 
 
 class ConfigError(FsdpInspectError):
-    """A setting of the trainer has an impossible value."""
+    """A setting of the trainer has an invalid value."""
 
 
 class EmulationError(FsdpInspectError):
-    """Ranks cannot be emulated in this process, or not what the script does with them."""
+    """Ranks cannot be emulated in this process, or the script does something unsupported."""
 
 
 class CheckError(FsdpInspectError):
-    """What a check is given cannot be read, or cannot be judged."""
+    """The input of a check cannot be read or judged."""
 
 
 class ForecastError(FsdpInspectError):
-    """What is to be forecast cannot be built, run or followed."""
+    """The target of a forecast cannot be built, run or tracked."""
 
 
 class StoreError(FsdpInspectError):
@@ -64,19 +64,19 @@ class SchemaVersionError(StoreError):
 
 
 class CorruptFileError(StoreError):
-    """A file of the run is damaged, cut off, or not ours."""
+    """A file of the run is damaged or truncated, or has another format."""
 
 
 class IncompleteRunError(StoreError):
-    """The question needs ranks or steps that the run does not hold."""
+    """The analysis needs ranks or steps that the run does not contain."""
 
 
 class MissingDataError(FsdpInspectError):
-    """The run exists but was recorded without what is asked."""
+    """The run does not contain the data that the analysis needs."""
 
 
 class ExportError(FsdpInspectError):
-    """An export cannot be written, or not as it was asked for."""
+    """An export cannot be written, or not in the requested form."""
 
 
 class ImportingError(FsdpInspectError):
@@ -84,4 +84,4 @@ class ImportingError(FsdpInspectError):
 
 
 class PredictionError(FsdpInspectError):
-    """A prediction, or the ledger that is kept of them, cannot be read or written."""
+    """A prediction or the prediction history cannot be read or written."""

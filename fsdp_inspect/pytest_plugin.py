@@ -1,21 +1,21 @@
-"""Does a test's memory grow? A pytest plugin: one marker, two fixtures, baselines beside the tests.
+"""A pytest plugin that checks a test's memory: one marker, two fixtures, baselines near the tests.
 
     @pytest.mark.fsdp_memory("38 GiB", world_size=64)
     def test_the_model_fits(fsdp_forecast):
         fsdp_forecast(build, batch_size=2)             # rank 0 of 64, on fake tensors
 
-    def test_a_step_takes_what_it_took(fsdp_record):
+    def test_a_step_takes_as_much_as_before(fsdp_record):
         with fsdp_record(model, optimizer) as recorder:
             for batch in batches:
                 with recorder.step():
                     ...
 
-A limit such as "38 GiB" is held by itself. A limit such as "+2%", and no limit, are held against
-`fsdp_baselines/<test>.json` beside the test file, which `pytest --fsdp-update-baselines` writes.
-Only memory is judged, never a time. What cannot be judged fails, or is skipped where
-`--fsdp-skip-unjudged` asks for that; it never passes.
+A limit such as "38 GiB" needs no baseline. A limit such as "+2%", or no limit, is relative to
+`fsdp_baselines/<test>.json` in the folder of the test file. `pytest --fsdp-update-baselines`
+writes that file. The plugin judges memory only, never a time. A test that cannot be judged fails,
+or is skipped with `--fsdp-skip-unjudged`; it never passes.
 
-Inert unless a test asks for it: at the start this loads nothing but itself.
+The plugin imports nothing else until a test uses it.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ _DEVICES = ("cuda", "cpu")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.=-]+")
 _MOST_CHARACTERS = 150
 _PROPERTY = "fsdp_baseline"
-"""Under this name a report tells what became of a baseline; reports also cross from the workers of
+"""The report property with the outcome of a baseline. Reports also travel from the workers of
 pytest-xdist to the process that prints."""
 _WIDTH = 100
 
 
-# --- what pytest calls
+# --- hooks of pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The two options."""
+    """Add the two options."""
     group = parser.getgroup("fsdp-inspect", "memory of FSDP models")
     group.addoption(
         UPDATE,
         action="store_true",
-        help="Write the memory baselines of the tests that run, instead of judging by them.",
+        help="Write the memory baselines of the tests that run, instead of checking against them.",
     )
     group.addoption(
         SKIP_UNJUDGED,
@@ -83,19 +83,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell what the marker means."""
+    """Register and describe the marker."""
     config.addinivalue_line(
         "markers",
         f"{MARKER}(limit, world_size, gpus_per_node, device_type): the most memory that the test "
-        "may forecast or record: '38 GiB', or '+2%' beyond its baseline; no limit: its baseline, "
-        "to the byte.",
+        "may forecast or record: '38 GiB', or '+2%' over its baseline; without a limit, exactly "
+        "its baseline.",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse markers that say nothing or something wrong, before any test runs."""
+    """Reject invalid and useless markers before any test runs."""
     if hasattr(config, "workerinput"):
-        return  # a worker of pytest-xdist cannot tell why it ends; there the tests fail
+        return  # a worker of pytest-xdist cannot report why it ends; its tests fail instead
     for item in items:
         try:
             _read_marker(item)
@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The same, of one test; heard only in a worker of pytest-xdist."""
+    """Reject the invalid marker of one test, in a worker of pytest-xdist only."""
     try:
         _read_marker(item)
     except ValueError as error:
@@ -113,19 +113,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """A test that asked for a fixture and measured nothing has not passed."""
+    """Fail a test that uses a fixture and measures nothing."""
     yield
     gate = item.stash.get(_GATE, None)
     if gate is not None and gate.num_judged == 0:
         pytest.fail(
             "Nothing was measured. Expected the test to call fsdp_forecast(build), or to enter "
-            "`with fsdp_record(model)`. Do so, or leave the fixture out.",
+            "`with fsdp_record(model)`. Do so, or remove the fixture.",
             pytrace=False,
         )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Which baselines were written."""
+    """Print the written baselines."""
     told = [
         str(value)
         for reports in terminalreporter.stats.values()
@@ -138,10 +138,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("FSDP Inspect: baselines")
         for line in sorted(told):
             terminalreporter.line(line)
-        terminalreporter.line("Review what changed, and commit it.")
+        terminalreporter.line("Review the changes, and commit them.")
 
 
-# --- what tests ask for
+# --- fixtures for tests
 
 
 @pytest.fixture
@@ -179,10 +179,10 @@ def fsdp_forecast(
 def fsdp_record(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Recording:
-    """Record a block of real training, and fail where it takes more memory than its baseline.
+    """Record a block of real training, and fail if it takes more memory than its baseline.
 
-    `with fsdp_record(model, optimizer, **options) as recorder:` with two steps or more inside, the
-    first for warming up. The options are those of `Recorder`.
+    `with fsdp_record(model, optimizer, **options) as recorder:` with two steps or more inside; the
+    first is the warm-up. The options are those of `Recorder`.
     """
     gate = _gate_of(request)
 
@@ -206,7 +206,7 @@ def fsdp_record(
 
 @dataclass(frozen=True, slots=True)
 class _Marked:
-    """What the marker of a test says."""
+    """The arguments of a test's marker."""
 
     limit: str | None = None
     world_size: int | None = None
@@ -215,19 +215,19 @@ class _Marked:
 
 
 def _read_marker(item: pytest.Item) -> _Marked:
-    """What the nearest marker says; raises `ValueError` with what is wrong with it."""
+    """Read the nearest marker; raises `ValueError` with the problem if it is invalid."""
     asked = set(getattr(item, "fixturenames", ()))
     marker = item.get_closest_marker(MARKER)
     if marker is None:
         if _FORECASTS in asked:
             raise ValueError(
-                "fsdp_forecast is asked for without a world size. Expected a marker that says it. "
+                "fsdp_forecast requires a world size. Expected a marker that sets it. "
                 f'Write @pytest.mark.{MARKER}("38 GiB", world_size=64) above the test.'
             )
         return _Marked()
     if not asked & {_FORECASTS, _RECORDS}:
         raise ValueError(
-            f"the marker {MARKER} would do nothing: the test asks for neither fsdp_forecast nor "
+            f"the marker {MARKER} has no effect: the test uses neither fsdp_forecast nor "
             "fsdp_record. Expected one of these fixtures. Add it to the test's arguments."
         )
     return _check_arguments(marker, forecasts=_FORECASTS in asked)
@@ -238,7 +238,7 @@ def _check_arguments(marker: pytest.Mark, *, forecasts: bool) -> _Marked:
     if len(marker.args) > 1:
         raise ValueError(
             f"{MARKER} takes one limit, got {len(marker.args)} arguments. Expected "
-            f'{MARKER}("38 GiB", world_size=64). Name the others.'
+            f'{MARKER}("38 GiB", world_size=64). Pass the others by keyword.'
         )
     if limit is not None:
         _parse(limit)
@@ -247,7 +247,7 @@ def _check_arguments(marker: pytest.Mark, *, forecasts: bool) -> _Marked:
     marked = _Marked(limit, **marker.kwargs)
     if forecasts and marked.world_size is None:
         raise ValueError(
-            f"{MARKER} has no world_size. Expected the ranks of the job to forecast. Write "
+            f"{MARKER} has no world_size. Expected the number of ranks to forecast. Write "
             f"{MARKER}(..., world_size=64)."
         )
     return marked
@@ -256,13 +256,13 @@ def _check_arguments(marker: pytest.Mark, *, forecasts: bool) -> _Marked:
 def _check_keyword(name: str, value: object, *, forecasts: bool) -> None:
     if name not in _KEYWORDS:
         raise ValueError(
-            f"{MARKER} takes no {name!r}. Expected one of {', '.join(_KEYWORDS)}. Settings of the "
-            "model are given to fsdp_forecast."
+            f"{MARKER} got an unknown keyword {name!r}. Expected one of {', '.join(_KEYWORDS)}. "
+            "Pass settings of the model to fsdp_forecast."
         )
     if name in _ONLY_FORECASTS and not forecasts:
         raise ValueError(
-            f"{name} means nothing to a recording, which runs on the devices that it finds. "
-            "Expected it beside fsdp_forecast only. Leave it out."
+            f"{name} has no effect on a recording, which runs on the real devices. Expected it "
+            "with fsdp_forecast only. Remove it."
         )
     if name == "device_type":
         if value not in _DEVICES:
@@ -289,7 +289,7 @@ def _parse(limit: object) -> GateLimit:
 
 
 class _Gate:
-    """Holds what one test measures against its limit and its baselines."""
+    """Checks the memory of one test against its limit and its baselines."""
 
     def __init__(self, item: pytest.Item) -> None:
         self.marked = _read_marker(item)
@@ -300,11 +300,11 @@ class _Gate:
         self._name = _safe_name(item)
 
     def next_folder(self, folders: pytest.TempPathFactory) -> Path:
-        """Where the next run of this test goes."""
+        """The folder for the next run of this test."""
         return folders.mktemp("fsdp") / self._next_name()
 
     def judge(self, run: StoredRun) -> None:
-        """Fail, or skip, unless the run's memory holds; or write its baseline."""
+        """Fail or skip the test if the run's memory does not pass; or write its baseline."""
         from fsdp_inspect.checks.check import check_run
         from fsdp_inspect.checks.measurements import read_runs
 
@@ -328,8 +328,8 @@ class _Gate:
         expected, found = self.marked.world_size, run.manifest.world_size
         if expected not in (None, found):
             self._leave(
-                f"The marker says world_size={expected}, and {found} ranks were recorded. Expected "
-                "the same. Leave world_size out, or start the tests on as many ranks."
+                f"The marker has world_size={expected}, but {found} ranks were recorded. Expected "
+                "the same number. Remove world_size, or run the tests on as many ranks."
             )
 
     def _check_against(
@@ -341,8 +341,8 @@ class _Gate:
 
         if not path.exists():
             pytest.fail(
-                f"There is no baseline at {self._shown(path)}. Expected one, made on the code as "
-                f"it should be. Write it, and commit it: pytest '{self._item.nodeid}' {UPDATE}",
+                f"Baseline not found: {self._shown(path)}. Expected one from the last accepted "
+                f"code. Write and commit it: pytest '{self._item.nodeid}' {UPDATE}",
                 pytrace=False,
             )
         try:
@@ -363,10 +363,10 @@ class _Gate:
         if result.outcome is CheckOutcome.UNTOLD:
             self._leave(text)
         composition = "" if result.growth else f"\n\n{_describe(run)}"
-        pytest.fail(f"{text}{composition}\n\nIt is kept in {run.path}", pytrace=False)
+        pytest.fail(f"{text}{composition}\n\nThe run is in {run.path}", pytrace=False)
 
     def _leave(self, reason: str) -> None:
-        """What cannot be judged is no pass."""
+        """Fail or skip a test that cannot be judged: it must not pass."""
         if self._skips:
             pytest.skip(reason)
         pytest.fail(reason, pytrace=False)
@@ -402,7 +402,7 @@ def _gate_of(request: pytest.FixtureRequest) -> _Gate:
 
 
 def _safe_name(item: pytest.Item) -> str:
-    """The test's id as a name of a file; one that loses something ends in a part of its hash."""
+    """The test's id as a file name; an id that loses characters ends in a part of its hash."""
     inside = item.nodeid.partition("::")[2].replace("::", ".")
     name = f"{item.path.stem}.{inside}".replace("[", "-").removesuffix("]")
     safe = _UNSAFE.sub("-", name)[:_MOST_CHARACTERS]
@@ -414,7 +414,7 @@ def _in_words_of_pytest(text: str) -> str:
 
 
 def _print(renderable: Any) -> str:
-    """As a terminal would show it, without colour."""
+    """The text that a terminal would show, without colour."""
     from io import StringIO
 
     from rich.console import Console
@@ -427,18 +427,18 @@ def _print(renderable: Any) -> str:
 
 
 def _describe(run: StoredRun) -> str:
-    """What fills memory at the peak."""
+    """Describe the memory at the peak."""
     from fsdp_inspect.analysis.memory.overview import measure_memory_overview
     from fsdp_inspect.report.memory import render_memory
 
     return _print(render_memory(measure_memory_overview(run)))
 
 
-# --- several ranks, where the tests were started on several
+# --- several ranks, if the tests run on several
 
 
 def _agree(folder: Path) -> Path:
-    """Rank 0's folder, on every rank: that each records a part of one run."""
+    """Return rank 0's folder on every rank, so that each rank records a part of one run."""
     import torch.distributed as dist
 
     if not _has_real_peers():
@@ -449,7 +449,7 @@ def _agree(folder: Path) -> Path:
 
 
 def _open_recorded(recorder: Recorder) -> StoredRun:
-    """The run, once every rank has ended its part."""
+    """Open the run after every rank has finished its part."""
     import torch.distributed as dist
 
     from fsdp_inspect.store.reader import open_run
@@ -459,7 +459,7 @@ def _open_recorded(recorder: Recorder) -> StoredRun:
     if recorder.run_folder is None:
         pytest.fail(
             f"Nothing was recorded: {' '.join(recorder.problems) or 'the recorder is disabled'}. "
-            "Expected a run folder among pytest's temporary ones. Look at the warnings.",
+            "Expected a run folder below pytest's temporary folder. Check the warnings.",
             pytrace=False,
         )
     return open_run(recorder.run_folder)

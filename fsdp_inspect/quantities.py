@@ -1,7 +1,7 @@
-"""What quantity did a person write? `20us`, `50GB/s`, `38 GiB`: text to numbers.
+"""Parse quantities such as `20us`, `50GB/s` and `38 GiB`.
 
-The other direction is `formatting`. Each returns None for what is no such quantity; who asked says
-what was expected.
+Each function returns None for an invalid text; the caller reports the expected form. `formatting`
+converts in the other direction.
 """
 
 import re
@@ -12,30 +12,30 @@ _TIMES = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
 _TIME = re.compile(r"([0-9.]+(?:e-?[0-9]+)?) *(ns|us|µs|ms|s)")
 _AMOUNTS: dict[str, int] = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _MOST = 1e280
-"""Numbers from here on are none: with the largest prefix they would be infinite."""
+"""Larger values overflow with the largest prefix, and are rejected."""
 _AMOUNT = re.compile(r"([0-9.]+(?:e[0-9]+)?) *([kmgtp]?)(i?)b?", re.IGNORECASE)
 
 
 def parse_time_ns(text: str) -> float | None:
-    """A duration such as `20us`, in ns."""
+    """Parse a duration such as `20us` to ns."""
     found = _TIME.fullmatch(text.strip())
     number = None if found is None else _number(found[1])
     return None if found is None or number is None else number * _TIMES[found[2]]
 
 
 def parse_bytes_per_s(text: str) -> float | None:
-    """A bandwidth such as `50GB/s` or `400Gbit/s`, in bytes per second."""
+    """Parse a bandwidth such as `50GB/s` or `400Gbit/s` to bytes per second."""
     found = _RATE.fullmatch(text.strip())
     number = None if found is None else _number(found[1])
     if found is None or number is None or found[2].lower() not in _RATES:
         return None
-    # As the field writes it: GB/s are bytes, Gb/s and Gbit/s are bits.
+    # The usual notation: GB/s are bytes, Gb/s and Gbit/s are bits.
     is_bits = found[3].lower() in ("bit/s", "bps") or found[3].startswith("b/")
     return number * _RATES[found[2].lower()] / (8 if is_bits else 1)
 
 
 def parse_bytes(text: str) -> int | None:
-    """An amount of memory such as `38 GiB` (powers of 1024) or `38 GB` (powers of 1000)."""
+    """Parse an amount of memory such as `38 GiB` (powers of 1024) or `38 GB` (powers of 1000)."""
     found = _AMOUNT.fullmatch(text.strip())
     number = None if found is None else _number(found[1])
     if found is None or number is None:

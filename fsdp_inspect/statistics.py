@@ -1,10 +1,10 @@
-"""Compute the mean over the middle half, percentiles, and whole parts that add up.
+"""Compute the mean over the middle half, percentiles, and integer parts that add up to a total.
 
 A scalar over steps is the mean over the middle half of the steps by step time (the typical step,
 DESIGN section 4). A mean keeps sums: the parts of a step still add up to it. The middle half keeps
 a few slow steps from moving it.
 
-Percentiles are always one of the values: the q-th percentile of n values is the smallest value
+A percentile is always one of the values: the q-th percentile of n values is the smallest value
 that at least q percent of them do not exceed (the inverse of the empirical distribution). For an
 even count the median is the lower of the two middle values.
 """
@@ -33,12 +33,12 @@ def percentile(values: Integers, percent: int) -> int | None:
 
 
 def median(values: Integers) -> int | None:
-    """The middle value, the lower one of two; None if there are no values."""
+    """The middle value; the lower one of two middle values; None if there are no values."""
     return percentile(values, 50)
 
 
 def medians(rows: Sequence[NDArray[np.integer]]) -> NDArray[np.int64]:
-    """The median of each row, 0 for an empty one; equally long rows are sorted together."""
+    """The median of each row, 0 for an empty row; rows of equal length are sorted together."""
     if len({len(row) for row in rows}) == 1 and len(rows[0]):
         ordered = np.array(rows, dtype=np.int64)
         ordered.sort(axis=1)
@@ -47,9 +47,9 @@ def medians(rows: Sequence[NDArray[np.integer]]) -> NDArray[np.int64]:
 
 
 def middle_half(values: Integers) -> NDArray[np.bool_]:
-    """Which of n values are in the middle half: all but the n // 4 lowest and n // 4 highest.
+    """Select the middle half of n values: all but the n // 4 lowest and n // 4 highest.
 
-    Of equal values the earlier ones count as lower. Fewer than four values are all in it.
+    Of equal values the earlier ones count as lower. All of fewer than four values are selected.
 
     Returns:
         Shape (n,).
@@ -70,7 +70,7 @@ def apportion(shares: NDArray[np.floating], total: int) -> NDArray[np.int64]:
         total: What the integers add up to.
 
     Returns:
-        Shape (n,); each is the share rounded down or up. Zeros where there are no shares.
+        Shape (n,); each is the share rounded down or up. Empty if there are no shares.
     """
     whole: NDArray[np.int64] = np.floor(shares).astype(np.int64)
     missing = total - int(whole.sum())
@@ -84,7 +84,7 @@ def apportion(shares: NDArray[np.floating], total: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How one quantity spreads over the timed steps of one rank."""
+    """How one quantity is distributed over the timed steps of one rank."""
 
     typical: int
     """The mean over the typical steps (those in the middle half by step time)."""

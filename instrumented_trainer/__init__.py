@@ -1,1 +1,1 @@
-"""A training loop that shows its own cost: FSDP Inspect's reference client."""
+"""A training loop that records itself: FSDP Inspect's reference client."""

@@ -1,6 +1,6 @@
 """Train and record: `torchrun --nproc-per-node N -m instrumented_trainer [--key VALUE ...]`.
 
-Ends with 2, before any process group starts, when a setting is bad; only rank 0 says so.
+Exits with 2, before any process group starts, if a setting is invalid; only rank 0 prints why.
 """
 
 import json
@@ -63,13 +63,13 @@ def _refuse(error: FsdpInspectError) -> int:
         print(f"instrumented_trainer: {error}", file=sys.stderr, flush=True)
         _tell_torchrun(str(error))
     else:
-        # torchrun ends all ranks as soon as one has ended: let the first one speak before.
+        # torchrun ends all ranks as soon as one has ended: wait until the first has printed.
         time.sleep(_PATIENCE_S)
     return BAD_SETTING
 
 
 def _tell_torchrun(message: str) -> None:
-    """Have torchrun repeat the message at the end of its own report of the failure."""
+    """Make torchrun repeat the message at the end of its own failure report."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
         Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
@@ -83,8 +83,8 @@ def _how_to_open(run_folder: Path) -> str:
     if run_folder.is_relative_to(Path.cwd()):
         run_folder = run_folder.relative_to(Path.cwd())
     return (
-        f"\nLook at it:    fsdp-inspect app {shlex.quote(str(run_folder.parent))}\n"
-        f"Read about it: fsdp-inspect summary {shlex.quote(str(run_folder))}"
+        f"\nDashboard: fsdp-inspect app {shlex.quote(str(run_folder.parent))}\n"
+        f"Summary:   fsdp-inspect summary {shlex.quote(str(run_folder))}"
     )
 
 

@@ -1,8 +1,8 @@
-"""Where did training stand? Saved whole or not at all, and read back to the last bit.
+"""Save and load checkpoints: each is complete or absent, and exact to the last bit.
 
-A checkpoint is a folder `step-000010` as torch.distributed.checkpoint writes it, with a
-`trainer.json` beside its data. It is written under another name and renamed by rank 0 when every
-rank is done: a folder of that name is always complete.
+A checkpoint is a folder `step-000010` in the format of torch.distributed.checkpoint, plus a
+`trainer.json`. It is written under another name, and rank 0 renames it when every rank is done. A
+folder with the final name is therefore always complete.
 """
 
 import json
@@ -39,26 +39,26 @@ _MODEL_SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint that is there and fits."""
+    """A checkpoint that exists and fits the settings."""
 
     path: Path
     step: int
-    """Steps that were done when it was saved."""
+    """Completed steps at the time of saving."""
 
 
 def find_checkpoint(config: TrainerConfig) -> SavedCheckpoint | None:
-    """The checkpoint that the settings ask to resume from, if any.
+    """Find the checkpoint that `resume` names; None if the run starts from step 0.
 
     Raises:
-        ConfigError: There is none at the path, or it is of another model.
+        ConfigError: There is none at the path, or it belongs to another model.
     """
     if config.resume == "no":
         return None
     if config.resume == "latest":
         if config.checkpoint_dir is None:
             raise ConfigError(
-                "resume is 'latest' and checkpoint_dir is not set. Expected a folder to look in. "
-                "Set --checkpoint-dir, or --resume to the path of a checkpoint."
+                "resume is 'latest' but checkpoint_dir is not set. Expected a folder to search. "
+                "Set --checkpoint-dir, or set --resume to the path of a checkpoint."
             )
         saved = list_checkpoints(Path(config.checkpoint_dir))
         return _read_facts(saved[-1], config) if saved else None
@@ -66,7 +66,7 @@ def find_checkpoint(config: TrainerConfig) -> SavedCheckpoint | None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, by step; empty if there is no such folder."""
+    """The complete checkpoints in a folder, by step; empty if the folder does not exist."""
     found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
@@ -74,7 +74,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def save_checkpoint(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainerConfig, step: int
 ) -> Path:
-    """Write a checkpoint after so many steps; all ranks call it together."""
+    """Write a checkpoint after this many steps; all ranks call it together."""
     assert config.checkpoint_dir is not None
     target = Path(config.checkpoint_dir) / f"step-{step:06d}"
     unfinished = target.with_name(f"{target.name}.unfinished")
@@ -95,10 +95,10 @@ def save_checkpoint(
 def load_checkpoint(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: SavedCheckpoint
 ) -> None:
-    """Read a checkpoint into a model and an optimizer; all ranks call it together.
+    """Load a checkpoint into a model and an optimizer; all ranks call it together.
 
-    It may have been saved by another number of ranks, on another mesh. Random number generators
-    go on where they stood if it was the same number.
+    The checkpoint may come from another number of ranks or another mesh. Random number generators
+    continue from their saved state if the number of ranks is the same.
     """
     state = _state(model, optimizer)
     known = FileSystemReader(saved.path).read_metadata().state_dict_metadata
@@ -131,7 +131,7 @@ def _read_facts(path: Path, config: TrainerConfig) -> SavedCheckpoint:
         step, saved = int(facts["step"]), dict(facts["config"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"There is no checkpoint at {str(path)!r}: {error}. Expected a folder with "
+            f"Checkpoint not found: {str(path)!r}: {error}. Expected a folder with "
             f"{_FACTS!r}, such as 'step-000010'. Set --resume to one, or to 'latest'."
         ) from error
     wanted = config.model_dump(mode="json")
@@ -139,13 +139,13 @@ def _read_facts(path: Path, config: TrainerConfig) -> SavedCheckpoint:
     if differing:
         name = differing[0]
         raise ConfigError(
-            f"The checkpoint {str(path)!r} is of another model: its {name} is "
-            f"{saved.get(name)!r}, and {wanted[name]!r} is asked for. Resume with the same model "
+            f"The checkpoint {str(path)!r} belongs to another model: its {name} is "
+            f"{saved.get(name)!r}, but {wanted[name]!r} is set. Resume with the same model "
             "settings, or set --resume to a checkpoint of this model."
         )
     if step >= config.steps:
         raise ConfigError(
-            f"The checkpoint {str(path)!r} was saved after {step} steps, and {config.steps} are "
-            f"asked for in all. Set --steps above {step}."
+            f"The checkpoint {str(path)!r} was saved after {step} steps, but steps is "
+            f"{config.steps}. Expected more steps in total. Set --steps above {step}."
         )
     return SavedCheckpoint(path=path, step=step)

@@ -1,7 +1,7 @@
-"""Which settings did the user ask for? The command line over a TOML file over the defaults.
+"""Parse the settings: the command line overrides a TOML file, which overrides the defaults.
 
-Every setting `some_name` is `--some-name VALUE` on the command line and `some_name = VALUE` in
-the file, at its top or in the table named after its section. A flag is also `--flag`, `--no-flag`.
+Every setting `some_name` is `--some-name VALUE` on the command line and `some_name = VALUE` in the
+file, at its top or in the table of its section. A flag is also `--flag` or `--no-flag`.
 """
 
 import argparse
@@ -26,32 +26,32 @@ from instrumented_trainer.config import (
 _PROGRAM = "python -m instrumented_trainer"
 _HELP = ("-h", "--help")
 _DESCRIPTION = """\
-Train a decoder with PyTorch FSDP (fully_shard) and record what every unit of it costs.
+Train a decoder with PyTorch FSDP (fully_shard) and record the cost of each of its units.
 
   torchrun --nproc-per-node 2 -m instrumented_trainer
   torchrun --nproc-per-node 4 -m instrumented_trainer --mesh 2x2 --wrap every:2
   torchrun --nproc-per-node 8 -m instrumented_trainer --config llama.toml --steps 100
   python -m instrumented_trainer --print-config > my.toml
 
-On a machine with GPUs it trains there, with NCCL and bfloat16; without, on CPU with gloo.
+On a machine with GPUs it trains on them with NCCL and bfloat16, otherwise on CPU with gloo.
 """
 
 
 class ParsedCommand:
-    """What the command line asks for: a run with settings, or a text to show."""
+    """The parsed command: settings for a run, or a text to print."""
 
     def __init__(self, config: TrainerConfig, text: str | None = None) -> None:
         self.config = config
         self.text = text
-        """To be shown instead of training; None: train."""
+        """Printed instead of training; None means train."""
 
 
 def parse_command(arguments: Sequence[str]) -> ParsedCommand:
-    """Read a command line.
+    """Parse a command line.
 
     Raises:
-        ConfigError: A flag or key does not exist (names the nearest), or a value is not legal
-            (names the legal ones).
+        ConfigError: A flag or key is unknown (the message has the nearest), or a value is invalid
+            (the message has the legal values).
     """
     parser = _build_parser()
     if any(argument in _HELP for argument in arguments):
@@ -65,10 +65,10 @@ def parse_command(arguments: Sequence[str]) -> ParsedCommand:
 
 
 def check_settings(settings: Mapping[str, Any]) -> TrainerConfig:
-    """Settings by name, checked one by one.
+    """Validate settings by name.
 
     Raises:
-        ConfigError: A name does not exist, or a value is not legal.
+        ConfigError: A name is unknown, or a value is invalid.
     """
     try:
         return TrainerConfig.model_validate(dict(settings))
@@ -86,7 +86,7 @@ def check_settings(settings: Mapping[str, Any]) -> TrainerConfig:
 
 
 def render_config(config: TrainerConfig) -> str:
-    """A TOML file that gives these settings again, with what each of them means."""
+    """Render these settings as a TOML file, with the meaning of each setting."""
     values = config.model_dump(mode="json")
     lines = ["# Settings of instrumented_trainer; use with --config FILE."]
     for section in Section:
@@ -111,7 +111,7 @@ def _toml_line(name: str, value: Any) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that complains as the rest of the program does."""
+    """A parser that raises the program's own errors."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message[:1].upper()}{message[1:]}. See --help for every setting.")
@@ -126,11 +126,11 @@ class _Parser(argparse.ArgumentParser):
         name = unknown[0].partition("=")[0]
         if not name.startswith("-"):
             raise ConfigError(
-                f"There is a stray word {name!r}. Expected settings as --key value. Put a value "
-                "that has spaces in quotes; see --help for every setting."
+                f"Unexpected argument {name!r}. Expected settings as --key value. Quote values "
+                "with spaces; see --help for every setting."
             )
         raise ConfigError(
-            f"There is no setting {name!r}. {suggest(name, flags, what='settings')} "
+            f"Unknown setting {name!r}. {suggest(name, flags, what='settings')} "
             "See --help for every setting."
         )
 
@@ -146,18 +146,18 @@ def _build_parser() -> argparse.ArgumentParser:
         usage="%(prog)s [--config FILE.toml] [--key VALUE ...]",
     )
     general = parser.add_argument_group("general")
-    general.add_argument(*_HELP, action="store_true", help="Show this text.")
+    general.add_argument(*_HELP, action="store_true", help="Show this help.")
     general.add_argument(
         "--config",
         metavar="FILE",
         default=None,
-        help="Read settings from a TOML file; those on the command line win.",
+        help="Read settings from a TOML file; the command line overrides them.",
     )
     general.add_argument(
         "--print-config",
         action="store_true",
         default=False,
-        help="Show all settings as a TOML file, and end.",
+        help="Print all settings as a TOML file and exit.",
     )
     for section in Section:
         group = parser.add_argument_group(str(section))
@@ -191,21 +191,21 @@ def _show_default(value: Any) -> str:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The settings in a TOML file, unchecked but for their names.
+    """Read the settings of a TOML file; only their names are checked.
 
     Raises:
-        ConfigError: It cannot be read, or sets what is no setting.
+        ConfigError: The file cannot be read, or has an unknown setting.
     """
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"No settings can be read from {str(path)!r}: {error}. Expected a TOML file. Name an "
-            "existing one, or write one with --print-config."
+            f"The settings file {str(path)!r} cannot be read: {error}. Expected a TOML file. "
+            "Pass an existing one, or write one with --print-config."
         ) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
-            f"{str(path)!r} is not TOML: {error}. Correct the file at that place."
+            f"{str(path)!r} is invalid TOML: {error}. Correct the file at that position."
         ) from error
     settings: dict[str, Any] = {}
     for key, value in tables.items():
@@ -232,7 +232,7 @@ def _expect_known(path: Path, key: str, inside: str = "") -> None:
     known = list(TrainerConfig.model_fields)
     if key not in known:
         raise ConfigError(
-            f"{str(path)!r} sets {key!r}{inside}, which is no setting. "
+            f"{str(path)!r} sets {key!r}{inside}, which is an unknown setting. "
             f"{suggest(key, [*known, *(str(s) for s in Section)], what='settings')} Tables are "
             f"{quote_all(str(section) for section in Section)}. See --help for every setting."
         )

@@ -1,7 +1,7 @@
-"""Which settings has a training run? Each once: its name, default, legal values and meaning.
+"""All settings of a training run: name, default, legal values and meaning, each declared once.
 
-The command line, the TOML file, `--help` and `--print-config` are all made from this class. A
-setting that is None takes the preset's value, or none at all, as its text says.
+The command line, the TOML file, `--help` and `--print-config` are generated from this class. A
+setting that is None takes the preset's value, or no value, as its text says.
 """
 
 import json
@@ -33,7 +33,7 @@ ComputeDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Section(StrEnum):
-    """The headings under which settings are shown and stored."""
+    """The sections under which settings are shown and stored."""
 
     MODEL = "model"
     DATA = "data"
@@ -58,7 +58,7 @@ def _read_json(value: Any) -> Any:
         return json.loads(value or "{}")
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"hf_config is {value!r}, which is not JSON: {error}. Expected an object such as "
+            f"hf_config is {value!r}, which is invalid JSON: {error}. Expected an object such as "
             "'{\"hidden_size\": 64}'"
         ) from error
 
@@ -68,13 +68,13 @@ def _read_list(value: Any) -> Any:
 
 
 class TrainerConfig(BaseModel):
-    """The settings of one run, checked."""
+    """The validated settings of one run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     preset: Preset = _setting(Section.MODEL, "tiny", "Shape of the decoder to train.")
     dim: PositiveInt | None = _setting(
-        Section.MODEL, None, "Width, instead of the preset's; likewise the next five."
+        Section.MODEL, None, "Width; this and the next five settings override the preset."
     )
     num_layers: PositiveInt | None = _setting(Section.MODEL, None, "Number of blocks.")
     num_heads: PositiveInt | None = _setting(Section.MODEL, None, "Query heads.")
@@ -82,11 +82,11 @@ class TrainerConfig(BaseModel):
         Section.MODEL, None, "Key/value heads, shared by groups of query heads."
     )
     ffn_dim: PositiveInt | None = _setting(Section.MODEL, None, "Width inside the feed-forward.")
-    vocab_size: PositiveInt | None = _setting(Section.MODEL, None, "Number of different tokens.")
+    vocab_size: PositiveInt | None = _setting(Section.MODEL, None, "Number of distinct tokens.")
     hf: str | None = _setting(
         Section.MODEL,
         None,
-        "Train a Hugging Face causal language model instead, from its config and with random "
+        "Train a Hugging Face causal language model instead, built from its config with random "
         "weights.",
         legal="a model type (llama, gpt2), a config.json or its folder, or a hub name (org/name)",
     )
@@ -97,17 +97,17 @@ class TrainerConfig(BaseModel):
     data: str = _setting(
         Section.DATA,
         STDLIB,
-        "What to train on. The default is the source text of Python's standard library.",
+        "Training data. The default is the source text of Python's standard library.",
         legal="stdlib, a text file, a folder of text files, a .bin or .npy file of token ids",
     )
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = _setting(
-        Section.DATA, "uint16", "How a .bin file stores a token."
+        Section.DATA, "uint16", "Type of a token in a .bin file."
     )
     seq_len: PositiveInt | None = _setting(
-        Section.DATA, None, "Tokens in a sequence; the preset's if not set."
+        Section.DATA, None, "Tokens per sequence; default: the preset's."
     )
     batch_size: PositiveInt | None = _setting(
-        Section.DATA, None, "Sequences on one rank in one microbatch; the preset's if not set."
+        Section.DATA, None, "Sequences per rank and microbatch; default: the preset's."
     )
 
     steps: PositiveInt = _setting(Section.TRAINING, 30, "Optimizer steps, counted from the start.")
@@ -117,25 +117,25 @@ class TrainerConfig(BaseModel):
     accumulation_sync: Literal["every", "last", "all_reduce_last"] = _setting(
         Section.TRAINING,
         "every",
-        "When microbatches reduce their gradients: each one; only the last (gradients stay "
-        "unsharded until then); or, with replicas, all-reduce only the last time.",
+        "When microbatches reduce their gradients: after each one; after the last one only "
+        "(gradients stay unsharded until then); or, with replicas, all-reduce after the last only.",
     )
     eval_every: NonNegativeInt = _setting(
-        Section.TRAINING, 0, "Evaluate after every so many steps; 0: never."
+        Section.TRAINING, 0, "Evaluate after every N steps; 0: never."
     )
-    eval_batches: PositiveInt = _setting(Section.TRAINING, 4, "Batches of an evaluation, per rank.")
+    eval_batches: PositiveInt = _setting(Section.TRAINING, 4, "Batches per evaluation and rank.")
     log_every: PositiveInt = _setting(
         Section.TRAINING,
         1,
-        "Reduce and show the loss after every so many steps. A GPU never waits for it: the line "
-        "of a step comes when the step is done there, one or a few steps later.",
+        "Reduce and print the loss after every N steps. A GPU never waits for it: the line of a "
+        "step appears when the GPU has finished the step, one or a few steps later.",
     )
     seed: NonNegativeInt = _setting(
-        Section.TRAINING, 0, "Of the initial weights and of the order of the data."
+        Section.TRAINING, 0, "Seed of the initial weights and of the order of the data."
     )
 
     lr: PositiveFloat | None = _setting(
-        Section.OPTIMIZER, None, "Peak learning rate of AdamW; the preset's if not set."
+        Section.OPTIMIZER, None, "Peak learning rate of AdamW; default: the preset's."
     )
     lr_warmup: NonNegativeInt = _setting(
         Section.OPTIMIZER, 5, "Steps in which the learning rate rises to its peak."
@@ -144,56 +144,58 @@ class TrainerConfig(BaseModel):
         Section.OPTIMIZER, "cosine", "How the learning rate falls after its peak."
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = _setting(
-        Section.OPTIMIZER, 0.1, "The learning rate of the last step, as a part of the peak."
+        Section.OPTIMIZER, 0.1, "Learning rate of the last step, as a fraction of the peak."
     )
-    weight_decay: NonNegativeFloat = _setting(Section.OPTIMIZER, 0.1, "Of matrices; not of norms.")
+    weight_decay: NonNegativeFloat = _setting(
+        Section.OPTIMIZER, 0.1, "Weight decay of matrices; norms have none."
+    )
     beta1: Annotated[float, Field(ge=0, lt=1)] = _setting(Section.OPTIMIZER, 0.9, "AdamW's beta 1.")
     beta2: Annotated[float, Field(ge=0, lt=1)] = _setting(
         Section.OPTIMIZER, 0.95, "AdamW's beta 2."
     )
     clip_norm: NonNegativeFloat = _setting(
-        Section.OPTIMIZER, 1.0, "Greatest norm of the gradients; 0: no clipping."
+        Section.OPTIMIZER, 1.0, "Largest norm of the gradients; 0: no clipping."
     )
     fused: bool = _setting(Section.OPTIMIZER, True, "Use AdamW's fused kernel.")
 
     plan: str | None = _setting(
         Section.SHARDING,
         None,
-        "Shard as this plan file says, instead of by the settings below (and those of "
-        "accumulation and checkpointing).",
+        "Shard by this plan file, instead of the settings below (and those of accumulation and "
+        "checkpointing).",
         legal="a TOML file, as fsdp_inspect.Plan.dump writes it",
     )
     wrap: str = _setting(
         Section.SHARDING,
         "block",
-        "Which modules are gathered together (FSDP units). `block`: the embedding, each block, "
-        "and [norm, lm_head]; `every:N`: N blocks in a unit; `size:BYTES`: blocks packed or "
-        "split to about this much; `root`: one unit.",
-        legal="block, every:N, size:BYTES (size:8MiB), root, or units split by `;` of modules "
-        "split by `,` (layers.*; norm, lm_head)",
+        "Which modules form a unit. `block`: the embedding, each block, and [norm, lm_head]; "
+        "`every:N`: N blocks per unit; `size:BYTES`: blocks packed or split to about this size; "
+        "`root`: one unit.",
+        legal="block, every:N, size:BYTES (size:8MiB), root, or units separated by `;` with "
+        "modules separated by `,` (layers.*; norm, lm_head)",
     )
     reshard_after_forward: str = _setting(
         Section.SHARDING,
         "auto",
-        "Free full parameters after forward and gather them again in backward. `auto`: yes, but "
-        "not for the head and the root, which backward needs at once. An integer keeps a copy "
-        "on each group of that many ranks.",
-        legal="auto, true, false, a divisor of the sharding ranks; behind `;` also by unit "
+        "Free full parameters after forward and gather them again in backward. `auto`: yes, except "
+        "for the head and the root, which backward needs at once. An integer keeps a copy on each "
+        "group of that many ranks.",
+        legal="auto, true, false, a divisor of the sharding ranks; after `;` also per unit "
         "(true; layers.5=false)",
     )
     forward_prefetch: NonNegativeInt = _setting(
-        Section.SHARDING, 0, "Units to gather ahead in forward; 0: torch's own order."
+        Section.SHARDING, 0, "Units to prefetch in forward; 0: torch's own order."
     )
     backward_prefetch: NonNegativeInt = _setting(
-        Section.SHARDING, 0, "Units to gather ahead in backward; 0: torch's own order."
+        Section.SHARDING, 0, "Units to prefetch in backward; 0: torch's own order."
     )
     param_dtype: ComputeDtype = _setting(
         Section.SHARDING,
         "auto",
-        "Of all-gather and compute. `auto`: bfloat16 on GPUs, float32 on CPU.",
+        "Dtype of all-gather and compute. `auto`: bfloat16 on GPUs, float32 on CPU.",
     )
     reduce_dtype: ComputeDtype = _setting(
-        Section.SHARDING, "auto", "Of gradient reduction. `auto`: float32."
+        Section.SHARDING, "auto", "Dtype of gradient reduction. `auto`: float32."
     )
     mesh: str = _setting(
         Section.SHARDING,
@@ -205,25 +207,25 @@ class TrainerConfig(BaseModel):
         Section.SHARDING, "none", "Keep sharded parameters, gradients and optimizer state on host."
     )
     reshard_after_backward: bool = _setting(
-        Section.SHARDING, True, "Free full parameters after backward, too, between microbatches."
+        Section.SHARDING, True, "Free full parameters after backward too, between microbatches."
     )
     unshard_async_op: bool = _setting(
         Section.SHARDING,
         False,
-        "Gather on the compute stream; with prefetch this overlaps on CPU, too.",
+        "Gather on the compute stream; with prefetch this overlaps on CPU too.",
     )
     reduce_scatter_buffers: PositiveInt = _setting(
-        Section.SHARDING, 1, "Reduce-scatter inputs that may be alive at once."
+        Section.SHARDING, 1, "Largest number of reduce-scatter inputs alive at once."
     )
     separate_reduce_scatter_group: bool = _setting(
-        Section.SHARDING, False, "Reduce-scatter on a communicator of its own."
+        Section.SHARDING, False, "Give the reduce-scatter its own communicator."
     )
 
     checkpointing: Literal["none", "selective", "full"] = _setting(
         Section.MEMORY,
         "none",
-        "Recompute activations of blocks in backward: all of them, or all but those of matrix "
-        "products and attention.",
+        "Recompute activations of blocks in backward: all of them (full), or all except the "
+        "results of matrix products and attention (selective).",
     )
     compile: bool = _setting(Section.MEMORY, False, "Compile each block with torch.compile.")
 
@@ -231,12 +233,12 @@ class TrainerConfig(BaseModel):
         Section.CHECKPOINTS, None, "Folder of checkpoints.", legal="a path"
     )
     checkpoint_every: NonNegativeInt = _setting(
-        Section.CHECKPOINTS, 0, "Save after every so many steps; 0: never."
+        Section.CHECKPOINTS, 0, "Save after every N steps; 0: never."
     )
     resume: str = _setting(
         Section.CHECKPOINTS,
         "no",
-        "Go on from a checkpoint. `latest`: the last one in the folder, if there is one.",
+        "Resume from a checkpoint. `latest`: the last one in the folder, if it has one.",
         legal="no, latest, or the path of a checkpoint",
     )
 
@@ -245,34 +247,34 @@ class TrainerConfig(BaseModel):
     )
     runs_dir: str = _setting(Section.RECORDING, "runs", "Folder of recorded runs.", legal="a path")
     name: str | None = _setting(
-        Section.RECORDING, None, "What to call the run; part of its folder's name."
+        Section.RECORDING, None, "Name of the run; part of its folder's name."
     )
     tag: Annotated[tuple[str, ...], BeforeValidator(_read_list)] = _setting(
-        Section.RECORDING, (), "Words to find the run by.", legal="words with commas between"
+        Section.RECORDING, (), "Words for finding the run.", legal="words separated by commas"
     )
     memory_steps: str = _setting(
         Section.RECORDING,
         "auto",
-        "Steps in which every live byte is traced to its unit; such steps are slow and never "
-        "timed.",
-        legal="auto, none, or step numbers with commas between (5,9)",
+        "Memory steps, which attribute every live byte to its unit. They are slow, and no time "
+        "uses them.",
+        legal="auto, none, or step numbers separated by commas (5,9)",
     )
     record_warmup: NonNegativeInt = _setting(
-        Section.RECORDING, 3, "First steps that count for no median."
+        Section.RECORDING, 3, "Number of warm-up steps, which no time uses."
     )
 
     emulate: str | None = _setting(
         Section.EMULATION,
         None,
-        "Run one process as rank 0 of many: real kernels, memory and scheduling, and a model in "
-        "place of the network. The loss then means nothing and is not shown.",
+        "Run one process as rank 0 of many: real kernels, memory and scheduling, and a model of "
+        "the network. The loss is then meaningless and not shown.",
         legal=EMULATION_LEGAL,
     )
     fixed_compute: str | None = _setting(
         Section.EMULATION,
         None,
-        "Under emulation, let attention, feed-forward, embedding and output projection each last "
-        "a fixed time.",
+        "Under emulation, give attention, feed-forward, embedding and output projection a fixed "
+        "compute time each.",
         legal=FIXED_TIMES_LEGAL,
     )
 
@@ -307,12 +309,12 @@ def _lower(value: Any) -> Any:
 
 
 def section_of(name: str) -> Section:
-    """The heading of a setting."""
+    """The section of a setting."""
     return Section(_extra(name)["section"])
 
 
 def legal_values(name: str) -> str:
-    """What a setting may be, in words."""
+    """The legal values of a setting, in words."""
     if legal := _extra(name)["legal"]:
         return str(legal)
     field = TrainerConfig.model_fields[name]
@@ -320,7 +322,7 @@ def legal_values(name: str) -> str:
 
 
 def meaning_of(name: str) -> str:
-    """What a setting does, in a sentence or two."""
+    """The meaning of a setting, in a sentence or two."""
     return TrainerConfig.model_fields[name].description or ""
 
 

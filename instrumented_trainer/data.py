@@ -1,10 +1,10 @@
-"""Which tokens does this rank train on? Real ones, memory-mapped, the same whoever asks again.
+"""Read the training tokens of this rank: memory-mapped, and a function of the step alone.
 
-A corpus is one long row of tokens: files end to end. It is cut into windows of `seq_len + 1`
-tokens (inputs, and targets one token later); the last windows are held out for evaluation. The
-windows of an epoch are shuffled by the seed. Which windows a rank trains on follows from the step,
-the microbatch and the rank alone, and the global batch of a step from the step alone: a resumed
-run, or one on other ranks with the same global batch, sees the same tokens.
+A corpus is one long sequence of tokens: all files in order. It is cut into windows of `seq_len + 1`
+tokens (inputs, and targets one token later). The last windows are held out for evaluation. The seed
+shuffles the windows of an epoch. The windows of a rank depend only on the step, the microbatch and
+the rank, and the global batch of a step depends only on the step. A resumed run, or a run on other
+ranks with the same global batch, therefore sees the same tokens.
 """
 
 import sysconfig
@@ -31,21 +31,21 @@ Tokens = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Files of tokens, end to end."""
+    """The token files of a corpus, in order."""
 
     paths: tuple[Path, ...]
     starts: npt.NDArray[np.int64]
-    """Position of each file's first token, and behind the last one's end: (files + 1,)."""
+    """Position of each file's first token, then the end of the last file: (files + 1,)."""
     dtype: str
-    """`npy` for files that say it themselves."""
+    """The type of a token; `npy` for files that contain their type."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all files together."""
+        """The number of tokens in all files together."""
         return int(self.starts[-1])
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """`count` tokens from `start` on, across files where they meet."""
+        """Read `count` tokens from position `start`, across file boundaries."""
         pieces = list(self._pieces(start, start + count))
         return np.concatenate(pieces).astype(np.int64)
 
@@ -66,10 +66,10 @@ def open_corpus(source: str, token_dtype: TokenDtype = "uint16") -> Corpus:
     Args:
         source: `stdlib`; a text file or a folder of text files (bytes are tokens); a `.npy` file
             of token ids; or a `.bin` file of raw token ids.
-        token_dtype: How a `.bin` file stores a token.
+        token_dtype: The type of a token in a `.bin` file.
 
     Raises:
-        ConfigError: There is nothing at the path, or no token in it.
+        ConfigError: The path does not exist, or has no tokens.
     """
     if source == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
@@ -79,7 +79,7 @@ def open_corpus(source: str, token_dtype: TokenDtype = "uint16") -> Corpus:
         return _corpus(source, [p for p in sorted(path.rglob("*")) if _is_text(p, path)])
     if not path.is_file():
         raise ConfigError(
-            f"There is no data at {source!r}. Expected {STDLIB!r}, a text file, a folder of text "
+            f"Data not found: {source!r}. Expected {STDLIB!r}, a text file, a folder of text "
             "files, or a .bin or .npy file of token ids. Set --data to one of them."
         )
     dtype = {".npy": "npy", ".bin": token_dtype}.get(path.suffix, "uint8")
@@ -92,7 +92,7 @@ def _corpus(source: str, paths: Sequence[Path], dtype: str = "uint8") -> Corpus:
     if starts[-1] == 0:
         raise ConfigError(
             f"The data at {source!r} has no tokens. Expected text or token ids. Set --data to "
-            f"files that hold some, or to {STDLIB!r}."
+            f"files with content, or to {STDLIB!r}."
         )
     return Corpus(paths=tuple(paths), starts=starts, dtype=dtype)
 
@@ -108,14 +108,14 @@ def _is_source(path: Path, root: Path) -> bool:
 
 
 def _is_text(path: Path, root: Path) -> bool:
-    """A regular file, not hidden, whose first bytes hold no NUL."""
+    """Whether it is a regular file, not hidden, without NUL in its first bytes."""
     if any(part.startswith(".") for part in path.relative_to(root).parts) or not path.is_file():
         return False
     with path.open("rb") as file:
         return b"\0" not in file.read(4096)
 
 
-# Mapped files hold a descriptor each: no more at once than every system allows.
+# Each mapped file holds a descriptor: never map more at once than every system allows.
 @lru_cache(maxsize=_MAX_OPEN_FILES)
 def _map_file(path: Path, dtype: str) -> Tokens:
     if dtype != "npy":
@@ -124,12 +124,12 @@ def _map_file(path: Path, dtype: str) -> Tokens:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except ValueError as error:
         raise ConfigError(
-            f"{str(path)!r} is not a NumPy file of numbers: {error}. Expected token ids as "
-            "written by numpy.save. Write it anew, or name another file."
+            f"{str(path)!r} is an invalid NumPy file: {error}. Expected token ids from numpy.save. "
+            "Write it again, or set --data to another file."
         ) from error
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise ConfigError(
-            f"{str(path)!r} holds {tokens.dtype} of shape {tokens.shape}. Expected one row of "
+            f"{str(path)!r} contains {tokens.dtype} of shape {tokens.shape}. Expected one row of "
             "integers. Write token ids with numpy.save(path, ids.ravel())."
         )
     return tokens  # type: ignore[no-any-return]
@@ -137,7 +137,7 @@ def _map_file(path: Path, dtype: str) -> Tokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """What one rank computes on at once; both int64 (B, T)."""
+    """One rank's part of a microbatch; both int64 (B, T)."""
 
     tokens: torch.Tensor
     targets: torch.Tensor
@@ -150,7 +150,7 @@ class Loader:
     corpus: Corpus
     seq_len: int
     batch_size: int
-    """Sequences on one rank in one microbatch."""
+    """Sequences per rank and microbatch."""
     microbatches: int
     rank: int
     world_size: int
@@ -169,14 +169,14 @@ class Loader:
         """This rank's part of a microbatch of a step (both from 0).
 
         Raises:
-            ConfigError: The corpus holds a token that the model's vocabulary does not.
+            ConfigError: The corpus contains a token outside the model's vocabulary.
         """
         first = (step * self.microbatches + microbatch) * self.world_size + self.rank
         samples = range(first * self.batch_size, (first + 1) * self.batch_size)
         return self._batch([self._window_of(sample) for sample in samples])
 
     def evaluation_batch(self, index: int) -> Batch:
-        """This rank's part of an evaluation batch, of windows that are never trained on."""
+        """This rank's part of an evaluation batch, from windows that are never trained on."""
         first = (index * self.world_size + self.rank) * self.batch_size
         samples = range(first, first + self.batch_size)
         return self._batch([self._num_windows + s % self._num_held_out for s in samples])
@@ -193,8 +193,9 @@ class Loader:
         tokens = np.stack(rows)
         if int(tokens.max()) >= self.vocab_size:
             raise ConfigError(
-                f"The data holds token {int(tokens.max())}, and the model knows {self.vocab_size} "
-                "tokens. Set --vocab-size above the greatest token, or --data to other tokens."
+                f"The data contains token {int(tokens.max())}, but vocab_size is "
+                f"{self.vocab_size}. Set --vocab-size above the largest token, or --data to other "
+                "tokens."
             )
         both = torch.from_numpy(tokens)
         return Batch(tokens=both[:, :-1].contiguous(), targets=both[:, 1:].contiguous())
@@ -205,5 +206,5 @@ class Loader:
             raise ConfigError(
                 f"The data has {self.corpus.num_tokens} tokens: {self._num_windows} windows of "
                 f"{self.seq_len} to train on. Expected at least {wanted}, for one step. "
-                "Set --data to more text, or --seq-len or --batch-size lower."
+                "Set --data to more text, or lower --seq-len or --batch-size."
             )

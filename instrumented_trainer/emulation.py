@@ -1,4 +1,4 @@
-"""What does emulation ask of the trainer? Checks, and modules that compute for a fixed time."""
+"""Check the settings under emulation, and give modules a fixed compute time."""
 
 from torch import nn
 
@@ -13,10 +13,10 @@ from instrumented_trainer.runtime import Runtime
 
 
 def check_emulation(config: TrainerConfig) -> FixedTimes | None:
-    """The fixed computing times that a run asks for; None: modules take the time they take.
+    """Check the settings; returns the fixed compute times, or None for real times.
 
     Raises:
-        ConfigError: A setting needs real ranks or real times, or the times are not legal.
+        ConfigError: A setting needs real ranks or real times, or the times are invalid.
     """
     if config.emulate is not None:
         _expect_no_checkpoints(config)
@@ -24,21 +24,21 @@ def check_emulation(config: TrainerConfig) -> FixedTimes | None:
         return None
     if config.emulate is None:
         raise ConfigError(
-            f"fixed_compute is {config.fixed_compute!r} and emulate is not set. Expected fixed "
-            "times under emulation only. Add --emulate, or leave --fixed-compute out."
+            f"fixed_compute is {config.fixed_compute!r} but emulate is not set. Expected fixed "
+            "times under emulation only. Add --emulate, or remove --fixed-compute."
         )
     if config.compile:
         raise ConfigError(
-            "fixed_compute and compile are both set: the hooks that fix the times would break "
-            "what is compiled. Expected one of them. Leave --compile out."
+            "fixed_compute and compile are both set, but the hooks for fixed times break compiled "
+            "code. Expected one of them. Remove --compile."
         )
     return parse_fixed_times(config.fixed_compute)
 
 
 def timed_parts(parts: ModelParts) -> tuple[str, ...]:
-    """The modules that last a fixed time: attention, feed-forward, embedding, output projection.
+    """The modules with a fixed time: attention, feed-forward, embedding, output projection.
 
-    A block that is not made of such halves is timed as a whole. Norms take the time they take.
+    A block without such halves is timed as a whole. Norms keep their real time.
     """
     inside = [
         body
@@ -54,7 +54,7 @@ def timed_parts(parts: ModelParts) -> tuple[str, ...]:
 def fix_compute(
     model: nn.Module, names: tuple[str, ...], times: FixedTimes | None, runtime: Runtime
 ) -> FixedCompute | None:
-    """Have the named modules of a sharded model last their times."""
+    """Give the named modules of a sharded model their fixed times."""
     emulation = active_emulation()
     if times is None or emulation is None:
         return None
@@ -65,10 +65,10 @@ def fix_compute(
 
 
 def describe_overruns(fixed: FixedCompute) -> str:
-    """One sentence on how well the times were kept."""
+    """Describe in one sentence how many spans exceeded their fixed time."""
     return (
-        f"fixed times: {fixed.num_overruns} of {fixed.num_spans} forwards and backwards computed "
-        "for longer than they were given"
+        f"fixed times: {fixed.num_overruns} of {fixed.num_spans} forwards and backwards took "
+        "longer than their fixed time"
     )
 
 
@@ -76,13 +76,13 @@ def _expect_no_checkpoints(config: TrainerConfig) -> None:
     for name in ("checkpoint_every", "checkpoint_dir"):
         if getattr(config, name):
             raise ConfigError(
-                f"{name} is {getattr(config, name)!r} under emulation, where rank 0 alone would "
-                f"write a checkpoint without the shards of the others. Leave --{_flag(name)} out."
+                f"{name} is {getattr(config, name)!r}, which is unsupported under emulation: "
+                f"rank 0 has no shards of the other ranks to save. Remove --{_flag(name)}."
             )
     if config.resume != "no":
         raise ConfigError(
-            f"resume is {config.resume!r} under emulation, where what is trained means nothing. "
-            "Leave --resume out."
+            f"resume is {config.resume!r}, which is unsupported under emulation: the trained "
+            "values are meaningless. Remove --resume."
         )
 
 

@@ -1,9 +1,9 @@
-"""What does a forecast of this trainer run? Its own model, plan and step, on fake tensors.
+"""The builder for forecasts of this trainer: its model, plan and step on fake tensors.
 
     fsdp-inspect forecast --preset llama-8b --world-size 64
 
-`build` is a builder as `fsdp_inspect.forecast.target` describes it. Its keywords are the trainer's
-settings; those that depend on the device (`auto` dtypes) are chosen as on GPUs.
+`build` is a builder as in `fsdp_inspect.forecast.target`. Its keywords are the trainer's settings.
+Settings that depend on the device (`auto` dtypes) have their values for GPUs.
 """
 
 from pathlib import Path
@@ -24,14 +24,14 @@ _GPU_DTYPE = "bfloat16"
 
 
 def build(config: str | None = None, **settings: Any) -> ForecastTarget:
-    """The trainer's step under some settings.
+    """Build the trainer's step from settings.
 
     Args:
-        config: A TOML file of settings, as `--config` of the trainer reads it.
-        settings: Those that go over the file's; names are those of `TrainerConfig`.
+        config: A TOML file of settings, as for the trainer's `--config`.
+        settings: Settings that override the file's, with the names of `TrainerConfig`.
 
     Raises:
-        ConfigError: A setting is impossible; names the legal values.
+        ConfigError: A setting is invalid; the message has the legal values.
     """
     from_file = {} if config is None else read_file(Path(config))
     checked = check_settings({"param_dtype": _GPU_DTYPE, **from_file, **settings})

@@ -1,4 +1,4 @@
-"""Which Hugging Face model is meant? Any causal language model, built from its config.
+"""Build any Hugging Face causal language model from its config.
 
 Weights are random, from the seed; nothing is downloaded, except the config of a hub name.
 """
@@ -15,20 +15,20 @@ from fsdp_inspect.errors import ConfigError
 
 
 def make_config(name: str, changes: dict[str, Any]) -> Any:
-    """The config of a model.
+    """Make the config of a model.
 
     Args:
         name: A model type (`llama`), a config.json or its folder, or a hub name (`org/name`).
         changes: Fields of the config to set.
 
     Raises:
-        ConfigError: There is no such model or field, or `transformers` is not installed.
+        ConfigError: The model or the field does not exist, or `transformers` is not installed.
     """
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError as error:
         raise ConfigError(
-            f"hf is {name!r}, and transformers is not installed. Install it with "
+            f"hf is {name!r}, but transformers is not installed. Install it with "
             "`pip install 'fsdp-inspect[hf]'`."
         ) from error
     if (path := _find_file(name)) is not None:
@@ -41,7 +41,7 @@ def make_config(name: str, changes: dict[str, Any]) -> Any:
         config = _fetch_config(name, changes)
     else:
         raise ConfigError(
-            f"hf is {name!r}, which is no model type, file or hub name. "
+            f"hf is {name!r}, which is an unknown model type, file or hub name. "
             f"{suggest(name, list(CONFIG_MAPPING), what='model types')} Set --hf to one of them, "
             "or to a config.json."
         )
@@ -51,10 +51,10 @@ def make_config(name: str, changes: dict[str, Any]) -> Any:
 
 
 def make_model(config: Any) -> nn.Module:
-    """A causal language model with random float32 weights, on the device of the context.
+    """Make a causal language model with random float32 weights, on the context's device.
 
     Raises:
-        ConfigError: The config describes no causal language model, or an impossible one.
+        ConfigError: The config has no causal language model, or has invalid values.
     """
     from transformers import AutoModelForCausalLM
 
@@ -62,9 +62,9 @@ def make_model(config: Any) -> nn.Module:
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=torch.float32
         )
-    except Exception as error:  # whatever its layers raise, it is about the user's sizes
+    except Exception as error:  # any error of its layers is about the user's sizes
         raise ConfigError(
-            f"The Hugging Face config of type {config.model_type!r} gives no causal language "
+            f"The Hugging Face config of type {config.model_type!r} builds no causal language "
             f"model: {error}. Expected one that AutoModelForCausalLM can build. Correct --hf or "
             "--hf-config."
         ) from error
@@ -77,9 +77,9 @@ def _configure(model_type: str, changes: dict[str, Any]) -> Any:
 
     try:
         return AutoConfig.for_model(model_type, **changes)
-    except Exception as error:  # whatever its checks raise, it is about the user's values
+    except Exception as error:  # any error of its checks is about the user's values
         raise ConfigError(
-            f"The Hugging Face config of {model_type!r} refuses its values: "
+            f"The Hugging Face config of {model_type!r} has invalid values: "
             f"{' '.join(str(error).split())}. Correct --hf-config."
         ) from error
 
@@ -89,8 +89,8 @@ def _expect_causal(config: Any) -> None:
 
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(
-            f"The Hugging Face type {config.model_type!r} is no causal language model. Expected "
-            "one that AutoModelForCausalLM builds, such as 'llama'. Set --hf to that."
+            f"The Hugging Face type {config.model_type!r} is not a causal language model. Expected "
+            "one that AutoModelForCausalLM builds, such as 'llama'. Set --hf to such a type."
         )
 
 
@@ -107,12 +107,12 @@ def _read_fields(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"The Hugging Face config {str(path)!r} cannot be read: {error}. Expected a JSON "
-            "object. Name a config.json as transformers writes it."
+            "object. Set --hf to a config.json in the format of transformers."
         ) from error
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise ConfigError(
-            f"{str(path)!r} does not say its model_type. Expected a config.json as transformers "
-            "writes it. Add the field, or name another file."
+            f"{str(path)!r} has no model_type. Expected a config.json in the format of "
+            "transformers. Add the field, or set --hf to another file."
         )
     return fields
 
@@ -124,6 +124,6 @@ def _fetch_config(name: str, changes: dict[str, Any]) -> Any:
         return AutoConfig.from_pretrained(name, **changes)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"The config of {name!r} cannot be fetched from the hub: {error}. Expected a public "
+            f"Fetching the config of {name!r} from the hub failed: {error}. Expected a public "
             "model's name and a network. Download its config.json and set --hf to that."
         ) from error

@@ -1,4 +1,4 @@
-"""What is trained? A Llama-style decoder: RMSNorm, rotary positions, grouped queries, SwiGLU.
+"""A Llama-style decoder: RMSNorm, rotary positions, grouped queries, SwiGLU.
 
 Shapes: B sequences, T tokens, D model width, H query heads, K key/value heads, E head width
 (D / H), F feed-forward width, V vocabulary.
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         return output
 
     def reset_buffers(self) -> None:
-        """Compute the buffers anew, after the module was materialized from the meta device."""
+        """Compute the buffers again, after the module moved from the meta device."""
         device = self.inverse_frequencies.device
         self.inverse_frequencies.copy_(self._frequencies(device))
 
@@ -101,7 +101,7 @@ class Attention(nn.Module):
 
     def _rotations(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # Positions are integers, and angles are computed here in float32: FSDP's mixed precision
-        # casts floating-point inputs, and bfloat16 cannot tell neighbouring late positions apart.
+        # casts floating-point inputs, and bfloat16 cannot distinguish late neighbouring positions.
         angles = positions.float()[:, None] * self.inverse_frequencies
         return angles.cos(), angles.sin()
 
@@ -122,7 +122,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a residual."""
+    """Attention and feed-forward, each after a norm and with a residual connection."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -160,18 +160,18 @@ class Decoder(nn.Module):
         return logits
 
     def tie_weights(self) -> None:
-        """Make embedding and output projection one matrix again, if the shape says so."""
+        """Make embedding and output projection one matrix again, if the shape ties them."""
         if self.shape.tie_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight
 
     def reset_buffers(self) -> None:
-        """Compute every buffer anew, after the model was materialized from the meta device."""
+        """Compute every buffer again, after the model moved from the meta device."""
         for module in self.modules():
             if isinstance(module, Attention):
                 module.reset_buffers()
 
     def initial_std(self, name: str) -> float:
-        """Standard deviation of a matrix before training; GPT-2's rule for the residual branches.
+        """Initial standard deviation of a matrix, with GPT-2's rule for the residual branches.
 
         Source: Radford et al., 2019: 0.02, and 0.02 / sqrt(2 L) where a branch is added.
         """

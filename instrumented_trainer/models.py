@@ -1,7 +1,7 @@
-"""Which model do the settings mean, and with which weights does it start?
+"""Build the model that the settings describe, and initialize its weights.
 
-A model is first built on the meta device, where it costs nothing: enough to check settings, to
-find its parts and to shard it. Weights come after sharding, so that no rank ever holds them all.
+A model is first built on the meta device, where it costs nothing. That is enough to check settings,
+to find its parts and to shard it. Weights come after sharding, so no rank ever holds all of them.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from instrumented_trainer.model import PRESETS, Decoder, ModelShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingDefaults:
-    """What a preset trains with unless told otherwise."""
+    """A preset's default training settings."""
 
     seq_len: int
     batch_size: int
@@ -40,7 +40,7 @@ _SHAPE_FIELDS = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "v
 
 
 def complete(config: TrainerConfig) -> TrainerConfig:
-    """The settings with the preset's values where none were given."""
+    """Fill in the preset's values for settings that are not set."""
     defaults = _DEFAULTS[config.preset] if config.hf is None else _HF_DEFAULTS
     missing = {
         name: getattr(defaults, name)
@@ -65,10 +65,10 @@ class ModelRecipe:
             return self._build()
 
     def build_for_sharding(self) -> nn.Module:
-        """The model as `fully_shard` should get it.
+        """Build the model for `fully_shard`.
 
-        Our own stays on the meta device until it is sharded. One of Hugging Face is built whole
-        on the host of each rank, since only its own code knows its weights and buffers.
+        The trainer's own decoder stays on the meta device until it is sharded. A Hugging Face model
+        is built whole on the host of each rank, because only its own code can initialize it.
         """
         if self.shape is not None:
             return self.skeleton()
@@ -82,31 +82,31 @@ class ModelRecipe:
 
 
 def make_recipe(config: TrainerConfig) -> ModelRecipe:
-    """What to build.
+    """Choose the model to build.
 
     Raises:
-        ConfigError: The sizes do not fit each other, or there is no such model.
+        ConfigError: The sizes do not fit each other, or the model does not exist.
     """
     if config.hf is None:
         if config.hf_config:
             raise ConfigError(
-                f"hf_config is {config.hf_config!r} and hf is not set. Expected both. Set --hf to "
-                "a model type, such as llama, or leave --hf-config out."
+                f"hf_config is {config.hf_config!r} but hf is not set. Expected both. Set --hf to "
+                "a model type, such as llama, or remove --hf-config."
             )
         shape = make_shape(config)
         return ModelRecipe(config, shape, None, shape.vocab_size)
     given = [name for name in _SHAPE_FIELDS if getattr(config, name) is not None]
     if given:
         raise ConfigError(
-            f"{', '.join(given)} is set for a Hugging Face model. Expected sizes in its own "
-            "words. Use --hf-config, for example '{\"hidden_size\": 64}'."
+            f"{', '.join(given)} is set for a Hugging Face model. Expected the fields of its own "
+            "config. Use --hf-config, for example '{\"hidden_size\": 64}'."
         )
     hf_config = hf.make_config(config.hf, config.hf_config)
     return ModelRecipe(config, None, hf_config, int(hf_config.vocab_size))
 
 
 def make_shape(config: TrainerConfig) -> ModelShape:
-    """The preset's sizes with the changes asked for, checked against each other."""
+    """The preset's sizes with the requested changes, checked against each other."""
     changes = {
         name: value for name in _SHAPE_FIELDS if (value := getattr(config, name)) is not None
     }
@@ -126,10 +126,10 @@ def make_shape(config: TrainerConfig) -> ModelShape:
 
 
 def materialize(model: nn.Module, device: torch.device, *, offload: bool, seed: int) -> None:
-    """Give a sharded model its memory and its initial weights, if it is on the meta device.
+    """Allocate and initialize the weights of a sharded model that is on the meta device.
 
-    Each full weight depends on the seed and its name alone, so any number of ranks starts alike;
-    a rank holds one full weight at a time.
+    Each full weight depends only on the seed and its name, so any number of ranks starts with the
+    same weights. A rank holds one full weight at a time.
     """
     if not isinstance(model, Decoder) or next(model.parameters()).device.type != "meta":
         return
@@ -149,7 +149,7 @@ def _initialize(parameter: nn.Parameter, name: str, model: Decoder, seed: int) -
         parameter.copy_(_initial_weight(parameter, name, model, seed, parameter.device))
         return
     mesh, placements = parameter.device_mesh, parameter.placements
-    # On the mesh's device even when the shard is offloaded, so that both start alike.
+    # On the mesh's device even if the shard is offloaded, so that both start with equal weights.
     device = torch.device(mesh.device_type)
     full = _initial_weight(parameter, name, model, seed, device)
     shard = distribute_tensor(full, mesh, placements, src_data_rank=None)  # every rank has it

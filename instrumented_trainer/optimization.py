@@ -1,4 +1,4 @@
-"""How do gradients change the weights? AdamW, a learning rate with warm-up and decay, clipping."""
+"""AdamW, a learning rate with warm-up and decay, and gradient clipping."""
 
 import math
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from instrumented_trainer.config import TrainerConfig
 
 
 def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """AdamW; weights that are vectors (norms, biases) do not decay."""
+    """Make AdamW; weights that are vectors (norms, biases) do not decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert config.lr is not None
     return torch.optim.AdamW(
@@ -26,10 +26,10 @@ def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW
 
 
 def learning_rate(step: int, config: TrainerConfig) -> float:
-    """The learning rate of a step, from 0; a function of the step, so that nothing is to be saved.
+    """The learning rate of a step (from 0); a function of the step, so there is no state to save.
 
-    Rises in equal parts to the peak over `lr_warmup` steps, then falls to `min_lr_ratio` of it at
-    the last step.
+    It rises linearly to the peak over `lr_warmup` steps, then falls to `min_lr_ratio` of the peak
+    at the last step.
     """
     assert config.lr is not None
     if step < config.lr_warmup:
@@ -44,12 +44,12 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Use a learning rate in the next step."""
+    """Set the learning rate of the next step."""
     for group in optimizer.param_groups:
         group["lr"] = value
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Scale gradients down to a greatest norm over all ranks; returns the norm before, 0-d."""
+    """Scale gradients to a largest norm over all ranks; returns the original norm, 0-d."""
     norm = torch.nn.utils.clip_grad_norm_(list(parameters), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,4 +1,4 @@
-"""How does a plan become a model that trains? Checkpointing, compile, `fully_shard`, weights."""
+"""Build a model and apply its plan: checkpointing, compile, `fully_shard`, weights."""
 
 import os
 import shutil
@@ -20,21 +20,21 @@ from instrumented_trainer.runtime import Runtime
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallelism:
-    """What is done to a model."""
+    """The plan of a model and its modules to compile."""
 
     plan: Plan
-    """Resolved for the model."""
+    """The plan with its patterns resolved for the model."""
     compiled: tuple[str, ...] = ()
-    """Modules to compile, by name."""
+    """Names of the modules to compile."""
 
 
 def build_parallel_model(
     recipe: ModelRecipe, parallelism: Parallelism, runtime: Runtime
 ) -> nn.Module:
-    """A sharded model with its initial weights, on this rank's device.
+    """Build a sharded model with its initial weights, on this rank's device.
 
-    The order is the one that torch wants: checkpoint wrappers inside, compiled around them, FSDP's
-    hooks outside of both, where the compiler does not look.
+    torch requires this order: checkpoint wrappers innermost, compiled modules around them, FSDP's
+    hooks outermost, where the compiler does not trace.
     """
     plan = parallelism.plan
     model = recipe.build_for_sharding()
@@ -47,7 +47,7 @@ def build_parallel_model(
     )
     with warnings.catch_warnings():
         if not runtime.is_first:
-            warnings.simplefilter("ignore", UserWarning)  # rank 0 says the same
+            warnings.simplefilter("ignore", UserWarning)  # rank 0 prints the same warning
         apply_plan(model, plan, mesh)
     offload = any(unit.offload != "none" for unit in plan.units)
     materialize(model, runtime.device, offload=offload, seed=recipe.config.seed)
@@ -55,7 +55,7 @@ def build_parallel_model(
 
 
 def compile_modules(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Put compiled modules in the place of others, by name."""
+    """Replace modules by their compiled form, by name."""
     for name in names:
         path, _, attribute = name.rpartition(".")
         parent = torch_fsdp.modules_by_name(model)[path]
@@ -65,10 +65,10 @@ def compile_modules(model: nn.Module, names: tuple[str, ...]) -> None:
 
 
 def expect_compiler(device: torch.device) -> None:
-    """Refuse to compile for CPU where there is no C++ compiler, before it is needed."""
+    """Raise early if compiling for CPU is impossible because there is no C++ compiler."""
     candidates = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
     if device.type == "cpu" and not any(shutil.which(name) for name in candidates if name):
         raise ConfigError(
-            "compile is true, and there is no C++ compiler for the CPU: none of g++, clang++, c++ "
-            "is on PATH. Install one, or leave --compile out."
+            "compile is true, but there is no C++ compiler for the CPU: none of g++, clang++, c++ "
+            "is on PATH. Install one, or remove --compile."
         )

@@ -1,7 +1,7 @@
-"""Which parts does a decoder have? Found by their shape, in our own model or anybody's.
+"""Find the parts of a decoder by its structure, in any model.
 
-The blocks are the longest `ModuleList`; what else owns parameters is an embedding (`nn.Embedding`)
-or belongs to the head (the last norm, the output projection).
+The blocks are the longest `ModuleList`. Other modules with parameters are an embedding
+(`nn.Embedding`) or belong to the head (the last norm, the output projection).
 """
 
 from dataclasses import dataclass
@@ -22,17 +22,17 @@ class ModelParts:
     embeddings: tuple[str, ...]
     blocks: tuple[str, ...]
     head: tuple[str, ...]
-    """The norm behind the blocks and the output projection."""
+    """The norm after the blocks, and the output projection."""
     halves: dict[str, tuple[tuple[str, ...], ...]]
     """For each block that can be split: its (norm, attention) and (norm, feed-forward)."""
     numel: dict[str, int]
-    """Parameters in a module and all below it."""
+    """Number of parameters of each module, with all modules below it."""
     is_tied: bool
     """Whether embedding and output projection are one matrix."""
 
 
 def find_parts(model: nn.Module) -> ModelParts:
-    """The parts of a decoder; works on the meta device.
+    """Find the parts of a decoder; works on the meta device.
 
     Raises:
         ConfigError: The model has no list of blocks.
@@ -81,10 +81,10 @@ def _is_below(name: str, parent: str) -> bool:
 
 
 def _halve(name: str, block: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Each norm of a block with the module that it feeds, paired in the order of registration.
+    """Pair each norm of a block with the module that it feeds, in the order of registration.
 
-    Empty where the block is not made of as many norms as other modules: a split would then leave
-    parameters behind.
+    Empty if the numbers of norms and of other modules differ: a split would then leave parameters
+    outside.
     """
     children = [
         (child, m) for child, m in block.named_children() if any(True for _ in m.parameters())

@@ -1,6 +1,6 @@
-"""How is training going? One line that moves on a terminal, one line a step elsewhere.
+"""Show the progress of a training: a progress bar on a terminal, otherwise one line per step.
 
-Rank 0 speaks, the others are silent.
+Only rank 0 prints.
 """
 
 import sys
@@ -17,39 +17,39 @@ from fsdp_inspect.formatting import format_bytes, format_ns
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """What is said about one step."""
+    """The reported numbers of one step."""
 
     step: int
     """From 1."""
     num_steps: int
     loss: float | None
-    """Mean over ranks and microbatches, before the step; None where it means nothing."""
+    """Mean over ranks and microbatches, before the step; None if it is meaningless."""
     learning_rate: float
     gradient_norm: float | None
     """Over all ranks, before clipping; None without clipping."""
     step_time_ns: int
     num_tokens: int
-    """Of all ranks."""
+    """The tokens of all ranks."""
     memory_bytes: int
-    """Of this rank: see `read_memory`."""
+    """The memory of this rank: see `read_memory`."""
     memory_kind: str
 
 
 class Reporter(Protocol):
-    """Where the news of a run goes."""
+    """Prints the progress of a run."""
 
     def step(self, report: StepReport) -> None:
-        """A step is done."""
+        """Report a completed step."""
 
     def say(self, text: str) -> None:
-        """Something that is worth a line."""
+        """Print a line."""
 
     def close(self) -> None:
-        """No more steps come."""
+        """End the report: there are no more steps."""
 
 
 def make_reporter(num_steps: int, first_step: int, *, is_first: bool) -> Reporter:
-    """A progress bar on a terminal, plain lines elsewhere, nothing on ranks but the first."""
+    """A progress bar on a terminal, plain lines elsewhere, nothing on other ranks."""
     if not is_first:
         return _Silence()
     if sys.stdout.isatty():
@@ -58,10 +58,10 @@ def make_reporter(num_steps: int, first_step: int, *, is_first: bool) -> Reporte
 
 
 def read_memory(device: torch.device) -> tuple[int, str]:
-    """Memory of this rank in bytes, and what it counts.
+    """This rank's memory in bytes, and the name of what was measured.
 
-    CUDA: the greatest amount that torch's allocator had handed out. CPU: the process's resident
-    set now, which holds the interpreter and its libraries, too.
+    CUDA: the peak that torch's allocator has allocated. CPU: the current resident set of the
+    process, which includes the interpreter and its libraries.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), "peak allocated"
@@ -69,7 +69,7 @@ def read_memory(device: torch.device) -> tuple[int, str]:
 
 
 def describe_step(report: StepReport) -> str:
-    """One step in words and numbers."""
+    """Format one step as text."""
     parts = [
         *([f"loss {report.loss:.4f}"] if report.loss is not None else []),
         f"lr {report.learning_rate:.2e}",
@@ -101,7 +101,7 @@ class _Lines:
 
 
 class _Bar:
-    # Without rich's refresh thread, whose drawing would be a part of the steps it shows.
+    # Without rich's refresh thread: its drawing would take time from the measured steps.
     def __init__(self, num_steps: int, first_step: int) -> None:
         self._console = Console(highlight=False)
         self._progress = Progress(

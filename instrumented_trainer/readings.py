@@ -2,12 +2,12 @@
 
 [Note: Reading without waiting]
 `float(tensor)` on CUDA waits until the device has done everything that the host has issued. The
-device then stands still until the host has issued the next work, in every step in which the loss is
-read. `CudaReader` puts a copy into pinned memory and an event on the stream instead. The host looks
-at the event at the end of later steps and reads the numbers when the device has come past it.
+device is then idle until the host has issued the next work, in every step that reads the loss.
+`CudaReader` puts a copy into pinned memory and an event on the stream instead. At the end of later
+steps the host queries the event, and reads the numbers when the device has passed it.
 
-A step's time is taken between two events on the stream. The host's own time says little there: the
-host issues work and does not wait for it.
+A step's time is the time between two events on the stream. The host's own time says little there:
+the host issues work and does not wait for it.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ import torch
 
 
 class Reading(Protocol):
-    """Numbers of a step that are on their way to the host."""
+    """Numbers of a step on their way to the host."""
 
     def is_ready(self) -> bool:
-        """Whether `get` answers without waiting."""
+        """Whether `get` returns without waiting."""
         ...
 
     def get(self) -> StepNumbers:
-        """The numbers; waits for them if need be."""
+        """The numbers; waits for them if necessary."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepNumbers:
-    """What a step left on its device."""
+    """The numbers that a step left on its device."""
 
     values: tuple[float, ...]
-    """Of the tensors, in their order."""
+    """The values of the tensors, in their order."""
     step_time_ns: int
 
 
 class StepReader(Protocol):
-    """Reads the numbers of steps of one device."""
+    """Reads the numbers of a device's steps."""
 
     def start(self) -> Any:
-        """Note that a step begins."""
+        """Note the begin of a step."""
         ...
 
     def finish(self, start: Any, tensors: Sequence[torch.Tensor]) -> Reading:
-        """Note that it has ended, and begin to read its tensors, each 0-d.
+        """Note the end of a step, and begin to read its tensors, each 0-d.
 
         Args:
-            start: What `start` returned.
-            tensors: Later changes to them are not seen.
+            start: The return value of `start`.
+            tensors: Later changes to them have no effect.
         """
         ...
 
@@ -64,14 +64,14 @@ def make_reader(device: torch.device) -> StepReader:
 
 
 class HostReader:
-    """CPU: numbers are there as soon as they are asked for."""
+    """CPU: numbers are available at once."""
 
     def start(self) -> int:
-        """The host's clock."""
+        """Read the host's clock."""
         return time.perf_counter_ns()
 
     def finish(self, start: int, tensors: Sequence[torch.Tensor]) -> Reading:
-        """Read them now."""
+        """Read the numbers now."""
         values = tuple(float(tensor) for tensor in tensors)
         return _Known(StepNumbers(values, time.perf_counter_ns() - start))
 
@@ -94,7 +94,7 @@ class CudaReader:
         self._device = device
 
     def start(self) -> torch.cuda.Event:
-        """An event on the current stream."""
+        """Record an event on the current stream."""
         return self._mark()
 
     def finish(self, start: torch.cuda.Event, tensors: Sequence[torch.Tensor]) -> Reading:
@@ -122,7 +122,7 @@ class _OnItsWay:
     end: torch.cuda.Event
     copies: list[torch.Tensor]
     arrived: torch.cuda.Event
-    """Behind the copies."""
+    """An event after the copies."""
 
     def is_ready(self) -> bool:
         return bool(self.arrived.query())  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""Which rank am I, on which device, talking through what? As torchrun's environment says.
+"""This process's rank, device and process group, from torchrun's environment.
 
-Without torchrun it is one rank of one, or rank 0 of many that are emulated. CUDA with NCCL where
-there is a GPU for each local rank, CPU with gloo where there is none.
+Without torchrun the process is one rank of one, or rank 0 of many emulated ranks. It uses CUDA with
+NCCL if there is a GPU for each local rank, and CPU with gloo if there is no GPU.
 """
 
 import os
@@ -28,28 +28,28 @@ class Runtime:
     world_size: int
     device: torch.device
     emulation: Specification | None = None
-    """What stands in place of the other ranks; None: they exist."""
+    """The emulated ranks; None for real ranks."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that speaks."""
+        """Whether this is rank 0, which prints."""
         return self.rank == 0
 
     @property
     def machine(self) -> Machine:
-        """What settings have to fit."""
+        """The machine that the settings must fit."""
         return Machine(world_size=self.world_size, has_cuda=self.device.type == "cuda")
 
 
 def read_runtime(emulation: str | None = None) -> Runtime:
-    """The place of this process, before any process group exists.
+    """Read this process's rank and device, before any process group exists.
 
     Args:
-        emulation: The ranks to emulate, as `--emulate` has them; None: none.
+        emulation: The value of `--emulate`; None means real ranks.
 
     Raises:
-        ConfigError: There are GPUs, but fewer than ranks on this host; the emulation is not
-            legal, or this is one of several real ranks already.
+        ConfigError: The host has GPUs, but fewer than ranks; or the emulation is invalid; or this
+            process is already one of several real ranks.
     """
     if emulation is not None:
         return _emulated_runtime(parse_specification(emulation))
@@ -66,7 +66,7 @@ def _emulated_runtime(specification: Specification) -> Runtime:
     real = int(os.environ.get("WORLD_SIZE", "1"))
     if real > 1:
         raise ConfigError(
-            f"--emulate was given to {real} real ranks. Expected one process, which stands for "
+            f"--emulate was passed to {real} real ranks. Expected one process, which runs as "
             f"rank 0 of {specification.world_size}. Start it without torchrun: "
             "python -m instrumented_trainer --emulate ..."
         )
@@ -75,7 +75,7 @@ def _emulated_runtime(specification: Specification) -> Runtime:
 
 @contextmanager
 def process_group(runtime: Runtime) -> Iterator[None]:
-    """The default process group for as long as the block runs; one that exists stays."""
+    """Keep a default process group while the block runs; an existing group stays."""
     if dist.is_initialized():
         yield
         return
@@ -85,7 +85,7 @@ def process_group(runtime: Runtime) -> Iterator[None]:
         return
     if runtime.device.type == "cuda":
         torch.cuda.set_device(runtime.device)
-        # gloo beside NCCL: offloaded gradients are clipped, and saved, on the host.
+        # gloo next to NCCL: offloaded gradients are clipped and saved on the host.
         backend, device = "cpu:gloo,cuda:nccl", runtime.device
     else:
         backend, device = "gloo", None

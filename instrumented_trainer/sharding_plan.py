@@ -1,8 +1,8 @@
-"""Which plan do the settings mean? The words of `--wrap` and its neighbours as a `Plan`.
+"""Make a `Plan` from the settings: `--wrap` and the other sharding settings.
 
-Like torchtitan, `block` gives the embedding a unit of its own, which is freed after its use, and
-puts the last norm and the output projection in one unit, which is kept for backward. Tied
-weights must be in one unit: embedding and head then stay with the root.
+Like torchtitan, `block` gives the embedding its own unit, which is freed after its use. It puts the
+last norm and the output projection in one unit, which is kept for backward. Tied weights must be in
+one unit: embedding and head then stay in the root unit.
 """
 
 import math
@@ -33,18 +33,18 @@ Group = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the settings have to fit: known before any process group exists."""
+    """The ranks and devices that the settings must fit; known before any process group exists."""
 
     world_size: int
     has_cuda: bool
 
 
 def make_plan(config: TrainerConfig, parts: ModelParts, machine: Machine) -> Plan:
-    """The plan of a run, resolved for its model.
+    """Make the plan of a run, resolved for its model.
 
     Raises:
         ConfigError: A setting does not fit the model or the number of ranks.
-        PlanError: The plan file cannot be used for them.
+        PlanError: The plan file is invalid, or does not fit them.
     """
     if config.plan is not None:
         return _load_plan(config, parts, machine)
@@ -66,17 +66,17 @@ def make_plan(config: TrainerConfig, parts: ModelParts, machine: Machine) -> Pla
 
 
 def compute_dtype(config: TrainerConfig, machine: Machine) -> str:
-    """The dtype of all-gather and compute once `auto` is decided."""
+    """The dtype of all-gather and compute, with `auto` resolved."""
     if config.param_dtype == "auto":
         return "bfloat16" if machine.has_cuda else "float32"
     return config.param_dtype
 
 
 def parse_mesh(text: str, world_size: int) -> dict[str, int]:
-    """`2x4` as replicas and shards; `auto` and `N` as shards alone.
+    """Parse `2x4` as replicas and shards, and `auto` and `N` as shards alone.
 
     Raises:
-        ConfigError: It is no mesh, or not one of that many ranks.
+        ConfigError: The text is no mesh, or the mesh has another number of ranks.
     """
     if text == "auto":
         return {"shard": world_size}
@@ -90,9 +90,9 @@ def parse_mesh(text: str, world_size: int) -> dict[str, int]:
         sizes = {"replicate": int(found[1]), **sizes}
     if math.prod(sizes.values()) != world_size:
         raise ConfigError(
-            f"mesh is {text!r}, which has {math.prod(sizes.values())} ranks, and the world size is "
-            f"{world_size}. Expected one of {_meshes_of(world_size)}. Set --mesh to one, or start "
-            f"{math.prod(sizes.values())} ranks."
+            f"mesh is {text!r}, which has {math.prod(sizes.values())} ranks, but the world size is "
+            f"{world_size}. Expected one of {_meshes_of(world_size)}. Set --mesh to one of them, "
+            f"or start {math.prod(sizes.values())} ranks."
         )
     return sizes
 
@@ -112,7 +112,7 @@ def _load_plan(config: TrainerConfig, parts: ModelParts, machine: Machine) -> Pl
     if both:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in both)
         raise ConfigError(
-            f"{flags} and --plan both say how to shard. Expected one of them. Leave out {flags}, "
+            f"{flags} and --plan both define the sharding. Expected one of them. Remove {flags}, "
             f"or change the plan {config.plan!r}."
         )
     plan = Plan.load(config.plan).resolve(parts.modules)
@@ -121,14 +121,14 @@ def _load_plan(config: TrainerConfig, parts: ModelParts, machine: Machine) -> Pl
         _check_container(f"The plan {config.plan!r}", unit.modules, parts)
     if plan.world_size not in (None, machine.world_size):
         raise PlanError(
-            f"The plan {config.plan!r} was made for a world size of {plan.world_size}, and it is "
+            f"The plan {config.plan!r} requires a world size of {plan.world_size}, but it is "
             f"{machine.world_size}. Start {plan.world_size} ranks, or change "
             "world_size and mesh in the plan."
         )
     mesh = plan.mesh or {"shard": machine.world_size}
     if math.prod(mesh.values()) != machine.world_size:
         raise PlanError(
-            f"The plan {config.plan!r} has the mesh {mesh}, and the world size is "
+            f"The plan {config.plan!r} has the mesh {mesh}, but the world size is "
             f"{machine.world_size}. Start {math.prod(mesh.values())} ranks, or change the plan's "
             "mesh."
         )
@@ -139,7 +139,7 @@ def _unit_settings(config: TrainerConfig, compute: str, machine: Machine) -> dic
     _check_offload(config.offload, machine)
     reduce = "float32" if config.reduce_dtype == "auto" else config.reduce_dtype
     return {
-        # Parameters are float32: naming that dtype again would only cost casts.
+        # Parameters are float32: setting that dtype again would only add casts.
         "param_dtype": None if compute == "float32" else compute,
         "reduce_dtype": None if compute == reduce == "float32" else reduce,
         "offload": config.offload,
@@ -153,8 +153,8 @@ def _unit_settings(config: TrainerConfig, compute: str, machine: Machine) -> dic
 def _check_offload(offload: str, machine: Machine) -> None:
     if offload == "cpu_pinned" and not machine.has_cuda:
         raise ConfigError(
-            "offload is 'cpu_pinned', and there is no GPU to pin memory for. Expected 'none' or "
-            "'cpu' here. Set --offload cpu."
+            "offload is 'cpu_pinned', but there is no GPU, so pinned memory is unsupported. "
+            "Expected 'none' or 'cpu'. Set --offload cpu."
         )
 
 
@@ -169,7 +169,7 @@ def _make_checkpointing(mode: str, parts: ModelParts) -> Checkpointing:
 
 
 def _make_groups(wrap: str, parts: ModelParts, itemsize: int) -> list[Group]:
-    """The units of a `--wrap` setting without the root."""
+    """The units of a `--wrap` setting, without the root unit."""
     if wrap == "root":
         return []
     if wrap == "block":
@@ -194,11 +194,11 @@ def _every(blocks: Sequence[str], count: int) -> list[Group]:
 
 
 def _pack(parts: ModelParts, limit: int) -> list[Group]:
-    """Neighbouring blocks together as long as they fit; greater blocks in halves.
+    """Pack neighbouring blocks into units up to a limit; split larger blocks into halves.
 
     Args:
-        parts: Of the model.
-        limit: Parameters that a unit may have; a half that has more is still a unit.
+        parts: The parts of the model.
+        limit: The most parameters of a unit; a half with more parameters is still one unit.
     """
     pieces: list[Group] = []
     for block in parts.blocks:
@@ -225,8 +225,8 @@ def _parse_groups(wrap: str, parts: ModelParts) -> list[Group]:
             if "*" not in name and name not in parts.modules:
                 words = ["block", "root", *parts.modules[1:]]
                 raise ConfigError(
-                    f"wrap is {wrap!r}, and {name!r} is none of its words and no module of the "
-                    f"model. {suggest(name, words, what='words and modules')} Expected "
+                    f"wrap is {wrap!r}, but {name!r} is neither a keyword nor a module of the "
+                    f"model. {suggest(name, words, what='keywords and modules')} Expected "
                     f"{legal_values('wrap')}. Set --wrap to that."
                 )
         _check_container(f"wrap {wrap!r}", group, parts)
@@ -237,28 +237,28 @@ def _check_container(what: str, group: Group, parts: ModelParts) -> None:
     for name in group:
         if name in parts.containers:
             raise ConfigError(
-                f"{what} names {name!r}, which is a list of modules and never called. Expected "
-                f"modules that are. Name its parts: {name}.*"
+                f"{what} contains {name!r}, a list of modules, which is never called. Expected "
+                f"modules that are called. Use its children: {name}.*"
             )
 
 
 def _parse_count(wrap: str, value: str) -> int:
     if not re.fullmatch(r"[1-9]\d*", value.strip()):
         raise ConfigError(
-            f"wrap is {wrap!r}. Expected a number of blocks behind 'every:', such as 'every:2'. "
+            f"wrap is {wrap!r}. Expected a number of blocks after 'every:', such as 'every:2'. "
             "Set --wrap to that."
         )
     return int(value)
 
 
 def parse_size(wrap: str, value: str) -> int:
-    """`8MiB` in bytes."""
+    """Parse a size such as `8MiB` to bytes."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?b)?", value.strip().lower())
     unit = (found[2] or "") if found else "?"
     scale = _UNITS_OF_SIZE.get(unit, 10**9 if unit == "gb" else 0)
     if not found or float(found[1]) * scale < 1:
         raise ConfigError(
-            f"wrap is {wrap!r}. Expected a size behind 'size:', in bytes, KiB, MiB, GiB, kB, MB "
+            f"wrap is {wrap!r}. Expected a size after 'size:', in bytes, KiB, MiB, GiB, kB, MB "
             "or GB, such as 'size:8MiB'. Set --wrap to that."
         )
     return int(float(found[1]) * scale)
@@ -297,10 +297,10 @@ def _parse_reshard(text: str, value: str, plan: Plan) -> bool | int | None:
     if re.fullmatch(r"[1-9]\d*", value) and int(value) in divisors:
         return int(value)
     raise ConfigError(
-        f"reshard_after_forward is {text!r}, and {value!r} does not fit {shards} ranks that "
-        f"shard. Expected auto, true, false{''.join(f', {number}' for number in divisors)}; "
-        "behind `;` also by unit, such as 'true; layers.5=false'. Set "
-        "--reshard-after-forward to that."
+        f"reshard_after_forward is {text!r}, but {value!r} does not fit {shards} sharding ranks. "
+        f"Expected auto, true, false{''.join(f', {number}' for number in divisors)}; "
+        "after `;` also per unit, such as 'true; layers.5=false'. Set "
+        "--reshard-after-forward to one of them."
     )
 
 
@@ -310,7 +310,7 @@ def _find_units(plan: Plan, name: str) -> Iterable[str]:
     found = [unit for unit in plan.unit_names if re.fullmatch(pattern, unit)]
     if not found:
         raise ConfigError(
-            f"reshard_after_forward names unit {name!r}, which there is not. "
-            f"{suggest(wanted, plan.unit_names, what='units')} Name one of the units."
+            f"reshard_after_forward contains an unknown unit {name!r}. "
+            f"{suggest(wanted, plan.unit_names, what='units')} Use one of the units."
         )
     return found

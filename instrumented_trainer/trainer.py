@@ -1,7 +1,7 @@
-"""Run a training: settings to a sharded model, steps, evaluation, checkpoints, a recording.
+"""Run a training: from settings to a sharded model, steps, evaluation, checkpoints, a recording.
 
-`prepare` does all that can fail because of a setting, before any process group exists. `train`
-runs the steps, each inside `recorder.step()`.
+`prepare` runs everything that can fail because of a setting, before any process group exists.
+`train` runs the steps, each inside `recorder.step()`.
 """
 
 import os
@@ -57,12 +57,12 @@ from instrumented_trainer.readings import Reading, make_reader
 from instrumented_trainer.runtime import Runtime
 from instrumented_trainer.sharding_plan import make_plan
 
-_NO_LOSS = "The network is a model. There is no loss to show: the other ranks do not exist."
+_NO_LOSS = "The network is a model. No loss is shown, because the other ranks do not exist."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedRun:
-    """A run whose settings are known to fit each other, the machine, the data and the plan."""
+    """A run whose settings fit each other, the machine, the data and the plan."""
 
     config: TrainerConfig
     runtime: Runtime
@@ -72,34 +72,34 @@ class PreparedRun:
     resumed: SavedCheckpoint | None
     memory_steps: tuple[int, ...] | Literal["auto"]
     fixed_times: FixedTimes | None = None
-    """How long the timed parts are to compute; None: as long as they do."""
+    """Fixed compute times of the timed parts; None means real times."""
     timed_parts: tuple[str, ...] = ()
 
     @property
     def has_loss(self) -> bool:
-        """Whether the loss means anything: under emulation the other ranks' data are missing."""
+        """Whether the loss is meaningful; under emulation the other ranks' data is missing."""
         return self.runtime.emulation is None
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainingResult:
-    """What a run gave."""
+    """The losses and the recording of a run."""
 
     losses: dict[int, float] = field(default_factory=dict)
     """Mean training loss over ranks and microbatches, by step (from 1), where it was logged."""
     evaluation_losses: dict[int, float] = field(default_factory=dict)
-    """Mean loss over ranks and batches, by the number of steps that were done before."""
+    """Mean loss over ranks and batches, by the number of steps completed before."""
     run_folder: Path | None = None
-    """Where it was recorded; None without a recording."""
+    """The run folder; None without a recording."""
 
 
 def prepare(config: TrainerConfig, runtime: Runtime) -> PreparedRun:
-    """Check everything that can be checked before the ranks meet.
+    """Check everything that can be checked before the process group exists.
 
     Raises:
-        ConfigError: A setting fits the machine, the model or the data badly; the message says
-            which, and what is legal.
-        PlanError: The plan file does.
+        ConfigError: A setting does not fit the machine, the model or the data; the message has the
+            setting and its legal values.
+        PlanError: The plan file does not fit them.
     """
     config = complete(config)
     fixed_times = check_emulation(config)
@@ -114,7 +114,7 @@ def prepare(config: TrainerConfig, runtime: Runtime) -> PreparedRun:
         expect_compiler(runtime.device)
     if config.checkpoint_every and config.checkpoint_dir is None:
         raise ConfigError(
-            f"checkpoint_every is {config.checkpoint_every} and checkpoint_dir is not set. "
+            f"checkpoint_every is {config.checkpoint_every} but checkpoint_dir is not set. "
             "Expected a folder to save to. Set --checkpoint-dir."
         )
     return PreparedRun(
@@ -131,15 +131,15 @@ def prepare(config: TrainerConfig, runtime: Runtime) -> PreparedRun:
 
 
 def train(prepared: PreparedRun) -> TrainingResult:
-    """Run the steps; expects the process group of `runtime.process_group`.
+    """Run the steps; requires the process group of `runtime.process_group`.
 
-    Rank 0 prints the progress; the recorder, when it closes, what limits the step.
+    Rank 0 prints the progress. When the recorder closes, it prints what limits the step.
     """
     config, runtime = prepared.config, prepared.runtime
     model = build_parallel_model(prepared.recipe, prepared.parallelism, runtime)
     fixed = fix_compute(model, prepared.timed_parts, prepared.fixed_times, runtime)
     optimizer = make_optimizer(model, config)
-    # Initial weights are alike on all ranks; what is drawn from now on (dropout) should not be.
+    # Initial weights are equal on all ranks; later random numbers (dropout) should differ.
     torch.manual_seed(config.seed + 1 + runtime.rank)
     first_step = 0
     if prepared.resumed is not None:
@@ -176,8 +176,8 @@ class _PendingReport:
 class TrainingLoop:
     """The steps of one run.
 
-    On CUDA no step waits for the device, so a step is reported a little later, under its own
-    number: see [Note: Reading without waiting].
+    On CUDA no step waits for the device. A step is therefore reported a little later, under its
+    own number: see [Note: Reading without waiting].
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class TrainingLoop:
         self._pending: deque[_PendingReport] = deque()
 
     def run_step(self, step: int) -> None:
-        """A training step (from 0), then what is due after it."""
+        """Run a training step (from 0), then the evaluation and checkpoint due after it."""
         start = self._reader.start()
         done = step + 1
         is_logged = done % self._config.log_every == 0 or done == self._config.steps
@@ -224,22 +224,22 @@ class TrainingLoop:
                 self._say(f"saved {path}")
 
     def report_all(self) -> None:
-        """Report every step that is not yet reported; waits for the device."""
+        """Report every unreported step; waits for the device."""
         while self._pending:
             self._report(self._pending.popleft())
 
     def train_step(self, step: int) -> tuple[torch.Tensor, float, torch.Tensor | None]:
-        """Forward, backward and the optimizer's step; nothing of it is logged.
+        """Run forward, backward and the optimizer's step, without logging.
 
         Returns:
-            This rank's mean loss, 0-d; the learning rate; the gradients' norm if it is clipped.
+            This rank's mean loss, 0-d; the learning rate; the gradient norm, or None if unclipped.
         """
         rate = learning_rate(step, self._config)
         loss = self.accumulate(step)
         return loss, rate, self._update(rate)
 
     def accumulate(self, step: int) -> torch.Tensor:
-        """Forward and backward of each microbatch; returns this rank's mean loss, 0-d."""
+        """Run forward and backward of each microbatch; returns this rank's mean loss, 0-d."""
         count = self._accumulation.microbatches
         total = torch.zeros((), device=self._runtime.device)
         for microbatch in range(count):
@@ -254,7 +254,7 @@ class TrainingLoop:
     def _announce(self, *, is_last: bool) -> None:
         """Tell FSDP whether a microbatch is the last of its step."""
         for module in self._kept_unsharded:
-            # Behind the last one the weights change: what stayed full would be stale.
+            # After the last microbatch the weights change: parameters kept full would be stale.
             module.set_reshard_after_backward(is_last, recurse=False)
         if self._accumulation.sync == "every":
             return
@@ -329,7 +329,7 @@ class TrainingLoop:
         )
 
     def _say(self, text: str) -> None:
-        """Say something behind the reports of the steps before it; the device is done with them."""
+        """Print a line after the reports of earlier steps, which the device has completed."""
         self.report_all()
         self._reporter.say(text)
 
@@ -387,13 +387,13 @@ def _make_loader(config: TrainerConfig, plan: Plan, runtime: Runtime, vocab_size
 
 
 def _expect_whole_cover(plan: Plan, model: nn.Module) -> None:
-    """A parameter outside every unit would be trained by each rank on its own."""
+    """Reject a parameter outside every unit: each rank would train it separately."""
     names = [name for name, _ in model.named_parameters()]
     owned = owned_parameters(plan.units, names)
     outside = set(names).difference(*owned.values())
     if outside:
         raise ConfigError(
-            f"The plan leaves {len(outside)} parameters out, such as {min(outside)!r}: their "
+            f"The plan has no unit for {len(outside)} parameters, such as {min(outside)!r}: their "
             "gradients would not be reduced. Expected every parameter in a unit. Add the model "
             'itself to the plan as modules = [""].'
         )
@@ -403,9 +403,9 @@ def _expect_use_of_kept_parameters(plan: Plan) -> None:
     kept = [unit.name for unit in plan.units if not unit.reshard_after_backward]
     if kept and plan.accumulation.microbatches == 1:
         raise ConfigError(
-            f"reshard_after_backward is false for unit {kept[0]!r} and there is one microbatch: "
-            "weights change after it, so that nothing can be kept. Expected true, or several "
-            "microbatches. Set --microbatches above 1, or leave --reshard-after-backward out."
+            f"reshard_after_backward is false for unit {kept[0]!r}, but a step has one microbatch. "
+            "The weights change after it, so nothing can be kept. Expected true, or several "
+            "microbatches. Set --microbatches above 1, or remove --reshard-after-backward."
         )
 
 
@@ -440,24 +440,24 @@ def _describe_run(prepared: PreparedRun, model: nn.Module) -> str:
 
 
 class NoRecorder:
-    """Stands where the recorder would, when nothing is to be recorded."""
+    """Replaces the recorder in a run without a recording."""
 
     run_folder: Path | None = None
 
     def step(self) -> AbstractContextManager[None]:
-        """As `Recorder.step`, without effect; likewise the others."""
+        """Like `Recorder.step`, without effect."""
         return nullcontext()
 
     def data(self) -> AbstractContextManager[None]:
-        """Without effect."""
+        """Like `Recorder.data`, without effect."""
         return nullcontext()
 
     def between_steps(self, label: str = "") -> AbstractContextManager[None]:
-        """Without effect."""
+        """Like `Recorder.between_steps`, without effect."""
         return nullcontext()
 
     def log(self, **values: float | torch.Tensor) -> None:
-        """Without effect."""
+        """Like `Recorder.log`, without effect."""
 
 
 @contextmanager
@@ -490,10 +490,10 @@ def _recording(
 
 
 def choose_run_folder(config: TrainerConfig) -> Path:
-    """Where to record: a name that sorts by time; the recorder takes rank 0's for all ranks.
+    """Choose a run folder whose name sorts by time; the recorder uses rank 0's on all ranks.
 
-    When torchrun starts its ranks again after a failure, it is the folder of the run that failed:
-    the recorder then adds an attempt to it.
+    When torchrun restarts its ranks after a failure, it is the folder of the failed run: the
+    recorder then adds an attempt to it.
     """
     words = config.name or (config.preset if config.hf is None else Path(config.hf).stem)
     safe = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in words)

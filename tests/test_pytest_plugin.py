@@ -231,9 +231,9 @@ def test_a_recorded_block_is_held_against_its_baseline(session: Session) -> None
     first = session.run()
     assert set(outcomes(first).values()) == {"FAILED"}, first
     told = part_of(first, "test_recorded")
-    assert "There is no baseline at fsdp_baselines/test_steps.test_recorded.json" in told
+    assert "Baseline not found: fsdp_baselines/test_steps.test_recorded.json" in told
     assert "pytest 'test_steps.py::test_recorded' --fsdp-update-baselines" in told
-    assert "The marker says world_size=8, and 1 ranks" in part_of(first, "test_other_ranks")
+    assert "The marker has world_size=8, but 1 ranks" in part_of(first, "test_other_ranks")
 
     written = session.run("--fsdp-update-baselines")
     assert outcomes(written)["test_recorded"] == "PASSED"
@@ -259,7 +259,7 @@ def test_a_recorded_block_is_held_against_its_baseline(session: Session) -> None
         ('"1 GiB", "2 GiB", world_size=4', "takes one limit, got 2"),
         ('"1 GiB"', "has no world_size"),
         ('"1 GiB", world_size=0', "world_size is 0. Expected a number of ranks"),
-        ('"1 GiB", worldsize=4', "takes no 'worldsize'. Expected one of world_size"),
+        ('"1 GiB", worldsize=4', "unknown keyword 'worldsize'. Expected one of world_size"),
         ('"1 GiB", world_size=4, device_type="tpu"', "Expected 'cuda' or 'cpu'"),
     ],
     ids=["limit", "number", "two limits", "no ranks", "0 ranks", "unknown", "device"],
@@ -279,10 +279,10 @@ def test_a_wrong_marker_is_a_usage_error(session: Session, marker: str, message:
 def test_a_marker_or_fixture_that_does_nothing_is_a_usage_error(session: Session) -> None:
     marked = "import pytest\n\n@pytest.mark.fsdp_memory('1 GiB')\ndef test_it(): ...\n"
     session.pytester.makepyfile(test_wrong=marked)
-    assert "ERROR: test_wrong.py::test_it: the marker fsdp_memory would do nothing" in session.run()
+    assert "ERROR: test_wrong.py::test_it: the marker fsdp_memory has no effect" in session.run()
 
     session.pytester.makepyfile(test_wrong="def test_it(fsdp_forecast): ...\n")
-    assert "asked for without a world size" in session.run()
+    assert "fsdp_forecast requires a world size" in session.run()
 
 
 def test_in_a_worker_of_xdist_a_wrong_marker_fails_its_test(session: Session) -> None:

@@ -1,1 +1,1 @@
-"""One device as rank 0 of N: FSDP2's own code and kernels, and a model in place of the network."""
+"""Emulate rank 0 of N on one device: FSDP2's real code and kernels, and a model of the network."""

@@ -1,9 +1,9 @@
-"""What does a collective give when the other ranks do not exist, and how long does it take?
+"""Emulate collectives: compute rank 0's result, and take the time of the emulated link.
 
-It runs on torch's fake process group and then takes its time on the link. Its values are rank 0's
-own: whatever other ranks would have sent is a copy of what rank 0 sends (gathers), and what they
-would have added is left out (reductions). Collectives of Python objects follow the same rule and
-take no time. Between two ranks nothing can be emulated: `send` and `recv` raise.
+A collective runs on torch's fake process group and then takes its time on the link. Its values come
+from rank 0 alone. Gathers contain copies of rank 0's message for the other ranks; reductions omit
+the other ranks' contributions. Collectives of Python objects follow the same rule and take no time.
+Communication between two ranks cannot be emulated: `send` and `recv` raise.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OF_OBJECTS = (
     "scatter_object_list",
     "monitored_barrier",
 )
-"""Functions whose collectives are part of the control flow: they take no time."""
+"""Functions whose collectives belong to the control flow: they take no time."""
 
 BETWEEN_RANKS = (
     "send",
@@ -53,11 +53,11 @@ BETWEEN_RANKS = (
     "send_object_list",
     "recv_object_list",
 )
-"""Functions that need another rank."""
+"""Unsupported functions: they need another rank."""
 
 
 class Collectives:
-    """The collectives of a process, each on the link of its group."""
+    """The emulated collectives of a process, each on the link of its group."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class Collectives:
         self._spinning_device = spinning_device
         self._wires: dict[torch.device, Wire] = {}
         self._depth = 0
-        """Above 0 inside a collective: those it makes of its own are part of it."""
+        """Above 0 inside a collective: inner collectives are part of it."""
         self._unwaited: dict[int, Callable[[], object]] = {}
-        """How to wait for a functional collective, by the address of its result."""
+        """The wait function of each functional collective, by the address of its result."""
         self.last_transfer: Transfer | None = None
 
     def attach(self, undo: ExitStack) -> None:
@@ -126,7 +126,7 @@ class Collectives:
         return emulated
 
     def _carry(self, message: EmulatedMessage, wire: Wire, work: Any) -> Any:
-        """Put it on the link; returns what the function is to return."""
+        """Put a collective on its link; returns what the function returns."""
         waits = self._waits
         if isinstance(work, dist.Work):
             handle, self.last_transfer = wire.handle(message, work)
@@ -205,7 +205,7 @@ class Collectives:
 
 
 def _device_of(tensors: list[torch.Tensor]) -> torch.device:
-    """Where a collective runs; one without tensors (a barrier) on the host."""
+    """The device of a collective; the host for a collective without tensors (a barrier)."""
     return tensors[0].device if tensors else torch.device("cpu")
 
 
@@ -213,9 +213,9 @@ def _refuse(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise EmulationError(
-            f"torch.distributed.{original.__name__} was called under emulation, where rank 0 is "
-            "alone. Expected collectives, in which the ranks do alike; pipelines cannot be "
-            "emulated. Leave what sends between two ranks out of the script, or run it on real "
+            f"torch.distributed.{original.__name__} is unsupported under emulation, because only "
+            "rank 0 exists. Expected collectives, in which all ranks take part; pipelines cannot "
+            "be emulated. Remove point-to-point calls from the script, or run it on real "
             "ranks."
         )
 

@@ -1,12 +1,14 @@
-"""How long does a module compute, when that is decreed? For telling a schedule's error from noise.
+"""Give the parts of a model fixed compute times, to separate a schedule's error from noise.
 
-`forward=2ms,backward=4ms` makes each part of a model (the trainer: attention, feed-forward,
-embedding, output projection) last that long from entry to exit, in forward, recomputation and
-backward; `forward=3ns/param` counts the parameters of the part instead. On CPU the thread sleeps
-after the real computation until the time is over; a part whose real computation lasts longer is
-counted as an overrun. FSDP's own work inside a part (copies, waits, issuing) is not counted, so
-that plans which split or merge units keep the total. On CUDA a spinning kernel of that length is
-added behind the part's own kernels: no part can be shorter than its real computation.
+`forward=2ms,backward=4ms` makes each part of a model (in the trainer: attention, feed-forward,
+embedding, output projection) last that long from entry to exit, in forward, recompute and backward.
+`forward=3ns/param` multiplies by the number of the part's parameters instead.
+
+On CPU the thread sleeps after the real computation until the time is over. A part whose real
+computation lasts longer counts as an overrun. FSDP's own work inside a part (copies, waits,
+issuing) does not count, so that plans which split or merge units keep the total. On CUDA a kernel
+that spins for that time follows the part's own kernels: no part can be shorter than its real
+computation.
 """
 
 from __future__ import annotations
@@ -26,35 +28,35 @@ from fsdp_inspect.emulation.process import Emulation
 
 
 class FixedCompute:
-    """Makes the parts of a model last their times."""
+    """Makes the parts of a model last their fixed times."""
 
     def __init__(self, times: FixedTimes, emulation: Emulation, device: torch.device) -> None:
         self.num_spans = 0
-        """How many forwards and backwards of parts there were."""
+        """The number of forwards and backwards of parts."""
         self.num_overruns = 0
-        """How many of them lasted longer than decreed; unknown (0) on CUDA."""
+        """The number of spans that lasted longer than their fixed time; unknown (0) on CUDA."""
         self._times = times
         self._waits = emulation.waits
         self._spin = _spinner(emulation, device) if device.type == "cuda" else None
         self._recompute_ns = 0
-        # Checkpointing would leave a repeated forward before our hook behind it.
+        # Checkpointing would end a repeated forward early, before its exit hook runs.
         emulation.undo.enter_context(set_checkpoint_early_stop(False))
         emulation.settings["fixed_compute"] = times.to_dict()
 
     def attach(self, parts: Mapping[str, nn.Module]) -> None:
-        """Put hooks on the parts, by name; call it after `fully_shard`.
+        """Install hooks on the parts, by name; call it after `fully_shard`.
 
-        No part may lie inside another one.
+        No part may contain another part.
         """
         for module in parts.values():
             ModuleHooks(self, module, sum(parameter.numel() for parameter in module.parameters()))
 
     def now_ns(self) -> int:
-        """The host's time less what FSDP and recomputation have taken of it."""
+        """The host's time minus the time spent in FSDP and in recompute."""
         return time.perf_counter_ns() - self._waits.fsdp_ns - self._recompute_ns
 
     def last(self, begin_ns: int, duration_ns: int) -> None:
-        """Hold the thread (CUDA: the stream) until a span that began then has lasted so long."""
+        """Block the thread (CUDA: the stream) until a span that began then lasts this long."""
         self.num_spans += 1
         if self._spin is not None:
             self._spin(duration_ns)
@@ -66,22 +68,22 @@ class FixedCompute:
             sleep_until(time.perf_counter_ns() + left)
 
     def leave_forward(self, begin_ns: int, num_parameters: int) -> None:
-        """The forward of a part is over; one that backward repeats is no part of its time."""
+        """End the forward of a part; a forward repeated in backward is not part of its time."""
         self.last(begin_ns, self._times.forward.of(num_parameters))
         if torch._C._current_graph_task_id() != -1:
             self._recompute_ns += self.now_ns() - begin_ns
 
     def leave_backward(self, begin_ns: int, num_parameters: int) -> None:
-        """The backward of a part is over."""
+        """End the backward of a part."""
         self.last(begin_ns, self._times.backward.of(num_parameters))
 
 
 class ModuleHooks:
     """The hooks on one module.
 
-    FSDP's pre-forward hook runs before ours and its post-forward hook after ours. In backward a
-    part begins at the node that made its output, behind every hook on that tensor: FSDP's, and that
-    of the next part, whose backward ends there.
+    FSDP's pre-forward hook runs before this hook and its post-forward hook after it. In backward a
+    part begins at the node that made its output. That is after every hook on that tensor: FSDP's,
+    and the hook of the next part, whose backward ends there.
     """
 
     def __init__(self, fixed: FixedCompute, module: nn.Module, num_parameters: int) -> None:
@@ -115,7 +117,7 @@ class ModuleHooks:
             self._fixed.leave_backward(self._backwards.pop(), self._num_parameters)
 
     def _pass_backward(self, gradients: Sequence[torch.Tensor]) -> None:
-        """An embedding: nothing says when its backward ends, so its time passes before it."""
+        """Spend the time of an embedding before its backward, whose end no hook marks."""
         self._fixed.leave_backward(self._fixed.now_ns(), self._num_parameters)
 
 

@@ -1,4 +1,4 @@
-"""How long is each part of a model to compute? `forward=2ms,backward=4ms`, read and checked."""
+"""Parse the fixed compute time of each part of a model: `forward=2ms,backward=4ms`."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,53 +14,54 @@ _PER_PARAMETER = "/param"
 
 @dataclass(frozen=True, slots=True)
 class Duration:
-    """How long a part computes."""
+    """The compute time of a part."""
 
     ns: float
     is_per_parameter: bool
 
     def of(self, num_parameters: int) -> int:
-        """For a part of so many parameters, ns."""
+        """The time of a part with this many parameters, ns."""
         return round(self.ns * (num_parameters if self.is_per_parameter else 1))
 
 
 @dataclass(frozen=True, slots=True)
 class FixedTimes:
-    """The decreed times."""
+    """The fixed compute times of forward and backward."""
 
     forward: Duration
     backward: Duration
 
     def to_dict(self) -> dict[str, Any]:
-        """As `run.json` keeps it."""
+        """The form in `run.json`."""
         return asdict(self)
 
 
 def parse_fixed_times(text: str) -> FixedTimes:
-    """Read what `--fixed-compute` was given.
+    """Parse the value of `--fixed-compute`.
 
     Raises:
-        ConfigError: A key does not exist (names the nearest), is missing, or has no time.
+        ConfigError: A key is unknown (the message has the nearest), missing, or has no valid time.
     """
     values: dict[str, Duration] = {}
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
         if key not in _KEYS:
             raise ConfigError(
-                f"The fixed times {text!r} set {key!r}. {suggest(key, _KEYS, what='keys')} "
+                f"The fixed times {text!r} set an unknown key {key!r}. "
+                f"{suggest(key, _KEYS, what='keys')} "
                 f"Expected {LEGAL}."
             )
         number = parse_time_ns(value.removesuffix(_PER_PARAMETER))
         if number is None:
             raise ConfigError(
-                f"The fixed times {text!r} set {key} to {value!r}, which is no time. Expected "
+                f"The fixed times {text!r} set {key} to the invalid time {value!r}. Expected "
                 f"{LEGAL}. Give it a unit: ns, us, ms or s."
             )
         values[key] = Duration(number, value.endswith(_PER_PARAMETER))
     missing = [key for key in _KEYS if key not in values]
     if missing:
         raise ConfigError(
-            f"The fixed times {text!r} say nothing of {missing[0]}. Expected {LEGAL}. Add "
+            f"In the fixed times {text!r} the key {missing[0]} is missing. Expected {LEGAL}. Add "
             f"{missing[0]}=4ms, for example."
         )
     return FixedTimes(values["forward"], values["backward"])

@@ -1,8 +1,8 @@
-"""When does a collective run that nobody sends? Queues of virtual links on the host's clock.
+"""Compute the times of emulated collectives: queues of virtual links on the host's clock.
 
-The collectives of one process group take its link one at a time, in the order of issue. A
-transfer's times are fixed when it is issued: it starts when the link is free and ends a modelled
-duration later. Times are absolute, so that a late sleeper delays itself and not the link.
+The collectives of one process group use its link one at a time, in the order of issue. The times
+of a transfer are fixed at its issue: it starts when the link is free and ends a modelled duration
+later. Times are absolute, so a late sleeper delays only itself and not the link.
 """
 
 import time
@@ -14,10 +14,10 @@ from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind
 
 _SPIN_NS = 150_000
-"""The last part of a wait is spun: a sleep ends about 0.1 ms late."""
+"""The last part of a wait is spent spinning, because a sleep ends about 0.1 ms late."""
 
 # Bus bytes for each byte of a message, where trace.bandwidth (which measures) has none; source:
-# nccl-tests, doc/PERFORMANCE.md. OTHER_COLLECTIVE stands for reduce, gather and scatter.
+# nccl-tests, doc/PERFORMANCE.md. OTHER_COLLECTIVE covers reduce, gather and scatter.
 _ONE_WAY_KINDS = (EventKind.BROADCAST, EventKind.OTHER_COLLECTIVE)
 
 
@@ -31,11 +31,11 @@ class Transfer:
     start_ns: int
     end_ns: int
     need_ns: int = -1
-    """When something first waited for it; -1: nothing has."""
+    """When something first waited for it; -1 if nothing has."""
 
 
 class EmulatedNetwork:
-    """The links of all process groups that rank 0 is in."""
+    """The links of all process groups of rank 0."""
 
     def __init__(
         self, specification: Specification, now: Callable[[], int] = time.perf_counter_ns
@@ -45,10 +45,10 @@ class EmulatedNetwork:
         self._free_ns: dict[str, int] = {}
 
     def duration_ns(self, kind: EventKind, num_bytes: int, ranks: Sequence[int]) -> int:
-        """What a collective takes once it runs; 0 in a group of one rank.
+        """The duration of a collective from its start; 0 in a group of one rank.
 
         Args:
-            kind: What it is.
+            kind: The kind of the collective.
             num_bytes: Its full message: all-gather output, reduce-scatter input.
             ranks: The global ranks of its group.
         """
@@ -70,11 +70,11 @@ class EmulatedNetwork:
         """Put a collective on the link of its group.
 
         Args:
-            kind: What it is.
+            kind: The kind of the collective.
             num_bytes: Its full message.
             group: The name of its process group.
             ranks: The global ranks of that group.
-            not_before_ns: When what it sends is there, if that is later than now.
+            not_before_ns: When its data is available, if later than now.
         """
         issue_ns = self._now()
         start_ns = max(issue_ns, self._free_ns.get(group, 0), not_before_ns)
@@ -83,20 +83,20 @@ class EmulatedNetwork:
         return Transfer(kind, num_bytes, issue_ns, start_ns, end_ns)
 
     def wait(self, transfer: Transfer) -> None:
-        """Hold the calling thread until a transfer has ended."""
+        """Block the calling thread until a transfer has ended."""
         if transfer.need_ns < 0:
             transfer.need_ns = self._now()
         sleep_until(transfer.end_ns)
 
     def has_ended(self, transfer: Transfer) -> bool:
-        """Whether a transfer is over by now."""
+        """Whether a transfer has ended."""
         return self._now() >= transfer.end_ns
 
 
 def sleep_until(deadline_ns: int) -> None:
-    """Return at a time of `time.perf_counter_ns`, or at once if it is over.
+    """Return at a time of `time.perf_counter_ns`, or at once if that time is past.
 
-    Sleeping frees the processor; the last 0.15 ms are spun.
+    Sleeping frees the processor; the last 0.15 ms are spent spinning.
     """
     while (left := deadline_ns - time.perf_counter_ns()) > 0:
         if left > _SPIN_NS:

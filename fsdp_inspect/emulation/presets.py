@@ -1,11 +1,11 @@
-"""How fast are the links of real machines? Measured or specified figures, each with its source.
+"""Presets for the links of real machines: measured or specified figures, each with its source.
 
-Bandwidths are bus bandwidths of large messages as others measured them, not those of data sheets.
-Latencies are those by which NCCL itself chooses its algorithms (`src/graph/tuning.cc`, ring,
+Bandwidths are published measurements of the bus bandwidth of large messages, not data-sheet values.
+Latencies are the constants with which NCCL chooses its algorithms (`src/graph/tuning.cc`, ring,
 "simple" protocol): 8.4 µs for a collective, 3.4 µs for a step over NVLink, 5.7 µs over PCIe and
 14 µs over a network. A ring of N ranks has N - 1 steps: 32.2 µs for 8 GPUs on NVLink, 14.1 µs for
 2 on PCIe, 70 µs for 16 GPUs on two nodes (14 steps within them, one between). More nodes have a
-longer ring than that: set `inter_latency` for those.
+longer ring: set `inter_latency` for them.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Preset:
     intra: tuple[float, int]
     """Bus bandwidth within a node, bytes/s, and latency, ns."""
     inter: tuple[float, int] | None
-    """Of one rank's network card; None: one machine."""
+    """The same between nodes, per network card of one rank; None: one machine."""
     source: str
 
     def __str__(self) -> str:

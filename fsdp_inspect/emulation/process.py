@@ -1,4 +1,4 @@
-"""How does one process become rank 0 of N? A fake process group, links, the environment."""
+"""Turn one process into rank 0 of N: a fake process group, emulated links, the environment."""
 
 from __future__ import annotations
 
@@ -26,44 +26,44 @@ _active: Emulation | None = None
 
 
 class Emulation:
-    """What runs in this process in place of a network; see `emulate`."""
+    """The emulated network of this process; see `emulate`."""
 
     def __init__(self, specification: Specification) -> None:
         self.specification = specification
         self.undo = ExitStack()
-        """What is taken back when the emulation ends."""
+        """Undoes every change when the emulation ends."""
         self.settings: dict[str, Any] = {}
-        """What else a reader of the recording must know, such as fixed computing times."""
+        """Other settings to store with a recording, such as fixed compute times."""
         network = EmulatedNetwork(specification)
         self.waits = UnitWaits(network)
         self._collectives = Collectives(network, self.waits, self.spinning_device)
         self._spinning: dict[torch.device, SpinningDevice] = {}
         self.notes: list[str] = []
-        """What limits the emulation, one sentence each."""
+        """Limits of the emulation, one sentence each."""
         self._take_note: Callable[[str], None] | None = None
 
     def attach(self) -> None:
-        """Replace what torch has, until the emulation ends."""
+        """Replace torch's functions until the emulation ends."""
         self.waits.attach(self.undo)
         self._collectives.attach(self.undo)
 
     def take_transfer(self) -> Transfer | None:
-        """The transfer of the collective that was issued last, once; None: its times are unknown.
+        """The transfer of the last issued collective, once; None if its times are unknown.
 
-        On CUDA they are: the device keeps them, and events on its streams measure them.
+        On CUDA they are unknown: the device keeps them, and events on its streams measure them.
         """
         transfer, self._collectives.last_transfer = self._collectives.last_transfer, None
         return transfer
 
     def spinning_device(self, device: torch.device) -> SpinningDevice:
-        """Keeps streams of a CUDA device busy; made at the first call for the device."""
+        """Return the object that keeps streams of a CUDA device busy; made at the first call."""
         spinning = self._spinning.get(device)
         if spinning is None:
             spinning = self._spinning[device] = SpinningDevice(device, self.note)
         return spinning
 
     def note(self, sentence: str) -> None:
-        """Say what limits the emulation; a recording puts it into its run folder."""
+        """Report a limit of the emulation; a recording stores it in its run folder."""
         if sentence in self.notes:
             return
         self.notes.append(sentence)
@@ -71,30 +71,30 @@ class Emulation:
             self._take_note(sentence)
 
     def send_notes(self, take: Callable[[str], None]) -> None:
-        """Send every note, earlier and later ones, to the recording that is attached now."""
+        """Send every note, earlier and later ones, to the attached recording."""
         self._take_note = take
         for sentence in self.notes:
             take(sentence)
 
     def describe(self) -> dict[str, Any]:
-        """As `run.json` keeps it."""
+        """The form in `run.json`."""
         return {**self.specification.to_dict(), **self.settings}
 
 
 def active_emulation() -> Emulation | None:
-    """The emulation that this process runs under; None: it is a real rank."""
+    """The emulation of this process; None on a real rank."""
     return _active
 
 
 @contextmanager
 def emulate(specification: Specification) -> Iterator[Emulation]:
-    """The block runs as rank 0 of N ranks, of which the others do not exist.
+    """Run the block as rank 0 of N ranks; the other ranks do not exist.
 
-    `init_process_group` makes torch's fake process group whatever backend it is asked for, and so
-    does `new_group`; `RANK`, `WORLD_SIZE` and their kin say what torchrun would.
+    `init_process_group` and `new_group` create torch's fake process group, whatever backend the
+    script requests. `RANK`, `WORLD_SIZE` and related variables have the values of torchrun.
 
     Raises:
-        EmulationError: This process has a process group already, or is one of several ranks.
+        EmulationError: This process already has a process group, or is one of several ranks.
     """
     global _active
     _expect_alone(specification)
@@ -116,14 +116,14 @@ def _deactivate() -> None:
 def _expect_alone(specification: Specification) -> None:
     if _active is not None or dist.is_initialized():
         raise EmulationError(
-            "This process has a process group already. Expected none: emulation replaces it. "
-            "Begin to emulate before init_process_group."
+            "This process already has a process group. Expected none: emulation replaces it. "
+            "Start the emulation before init_process_group."
         )
     real = int(os.environ.get("WORLD_SIZE", "1"))
     if real > 1:
         raise EmulationError(
-            f"This process is one of {real} real ranks. Expected a single process, which stands "
-            f"for rank 0 of {specification.world_size}. Start it with python, not with torchrun."
+            f"This process is one of {real} real ranks. Expected a single process, which runs as "
+            f"rank 0 of {specification.world_size}. Start it with python, not with torchrun."
         )
 
 
@@ -144,8 +144,8 @@ def _fake_init(original: Callable[..., Any], specification: Specification) -> Ca
         asked = pick("world_size", args, kwargs)
         if asked not in (None, -1, specification.world_size):
             raise EmulationError(
-                f"The script asks for a world size of {asked}, and {specification.world_size} "
-                "ranks are emulated. Expected the same number, or none (it is in WORLD_SIZE). "
+                f"The script requests a world size of {asked}, but {specification.world_size} "
+                "ranks are emulated. Expected the same number, or none (WORLD_SIZE has it). "
                 f"Emulate world_size={asked}."
             )
         from torch.testing._internal.distributed.fake_pg import FakeStore

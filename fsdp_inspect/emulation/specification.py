@@ -1,14 +1,14 @@
-"""Which machines are emulated? `world_size=64,bandwidth=50GB/s,latency=20us`, or a preset's name.
+"""Parse the emulated machines: `world_size=64,bandwidth=50GB/s,latency=20us`, or a preset's name.
 
-A *link* carries the collectives of one process group, each for latency + bus bytes / bandwidth;
-bus bytes are those of nccl-tests: message x (N-1)/N, twice that for an all-reduce. A group inside
-a node uses the link within nodes. A group that crosses nodes uses the network: each of its ranks
-brings the bandwidth of its own network card, so k ranks on each node together k times that, but
-never more than the link within nodes carries.
+A *link* carries the collectives of one process group. Each takes latency + bus bytes / bandwidth.
+Bus bytes are those of nccl-tests: message x (N-1)/N, and twice that for an all-reduce. A group
+inside a node uses the link within nodes. A group that crosses nodes uses the network. Each of its
+ranks adds the bandwidth of its own network card: k ranks on each node have k times that bandwidth,
+but never more than the link within nodes carries.
 
-What the model leaves out: two process groups never slow each other down, latency does not grow
-with the number of ranks, a transfer takes no processor, no streaming multiprocessor and no memory
-bandwidth from the computation, and all ranks issue at the moment that rank 0 does.
+Limits of the model: two process groups never slow each other down. Latency does not grow with the
+number of ranks. A transfer takes no processor, no streaming multiprocessor and no memory bandwidth
+from the computation. All ranks issue when rank 0 issues.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ LEGAL = (
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a collective takes: latency + bus bytes / bandwidth."""
+    """The time of a collective: latency + bus bytes / bandwidth."""
 
     bandwidth_bytes_per_s: float
     latency_ns: int
@@ -58,17 +58,17 @@ class Specification:
     world_size: int
     gpus_per_node: int
     intra: Link
-    """Within a node: what a group has, however many ranks are in it."""
+    """The link of a group within a node, whatever its number of ranks."""
     inter: Link | None
-    """Between nodes: what one rank's network card has; None: there is one node."""
+    """The link between nodes, per network card of one rank; None: there is one node."""
     preset: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As `run.json` keeps it."""
+        """The form in `run.json`."""
         return asdict(self)
 
     def link_of(self, ranks: Sequence[int]) -> Link:
-        """What the collectives of a process group run over.
+        """The link of the collectives of a process group.
 
         Args:
             ranks: The global ranks of the group, at least one.
@@ -92,10 +92,10 @@ class Specification:
 
 
 def parse_specification(text: str) -> Specification:
-    """Read what `--emulate` was given.
+    """Parse the value of `--emulate`.
 
     Raises:
-        ConfigError: A key or preset does not exist (names the nearest), or a value is not legal.
+        ConfigError: A key or preset is unknown (the message has the nearest), or a value invalid.
     """
     values = _split(text)
     preset = _preset(text, values.pop("preset", None))
@@ -103,18 +103,18 @@ def parse_specification(text: str) -> Specification:
     has_network = "inter_bandwidth" in values or "inter_latency" in values
     world_size = _count(text, values, "world_size", gpus_per_node if preset else None)
     if world_size is None:
-        raise _refused(text, "it has no world_size", "Add world_size=8, for example.")
+        raise _refused(text, "world_size is missing", "Add world_size=8, for example.")
     intra = _link(text, values, "", preset.intra if preset else None)
     if intra is None:
-        raise _refused(text, "it has no bandwidth", "Add bandwidth=50GB/s, for example.")
+        raise _refused(text, "bandwidth is missing", "Add bandwidth=50GB/s, for example.")
     inter = _link(text, values, "inter_", preset.inter if preset else None)
     if gpus_per_node is None:
         gpus_per_node = DEFAULT_GPUS_PER_NODE if has_network else world_size
     if inter is None and world_size > gpus_per_node:
         raise _refused(
             text,
-            f"its {world_size} ranks do not fit into a node of {gpus_per_node}, and it has no link "
-            "between nodes",
+            f"its {world_size} ranks do not fit into a node of {gpus_per_node}, and the link "
+            "between nodes is missing",
             "Add inter_bandwidth=50GB/s (of one rank's network card), or choose a preset with a "
             "network, such as h200-ib400.",
         )
@@ -135,11 +135,11 @@ def _split(text: str) -> dict[str, str]:
             key, value = "preset", key
         if key not in KEYS:
             raise ConfigError(
-                f"The emulation {text!r} sets {key!r}, which is no key of it. "
+                f"The emulation {text!r} sets an unknown key {key!r}. "
                 f"{suggest(key, KEYS, what='keys')} Expected {LEGAL}."
             )
         if key in values:
-            raise _refused(text, f"it sets {key} twice", "Leave one of them out.")
+            raise _refused(text, f"it sets {key} twice", "Remove one of them.")
         values[key] = value
     return values
 
@@ -149,9 +149,9 @@ def _preset(text: str, name: str | None) -> Preset | None:
         return None
     if name not in PRESETS:
         raise ConfigError(
-            f"The emulation {text!r} names {name!r}, which is no preset. "
+            f"The emulation {text!r} has an unknown preset {name!r}. "
             f"{suggest(name, list(PRESETS), what='presets')} Presets: {quote_all(PRESETS)}. "
-            "Choose one, or say bandwidth=... and latency=... instead."
+            "Choose one, or set bandwidth=... and latency=... instead."
         )
     return PRESETS[name]
 
@@ -173,7 +173,7 @@ def _link(
         if latency is not None:
             raise _refused(
                 text,
-                f"it has {prefix}latency and no {prefix}bandwidth",
+                f"it has {prefix}latency but no {prefix}bandwidth",
                 f"Add {prefix}bandwidth=50GB/s, for example.",
             )
         return None
@@ -200,4 +200,4 @@ def _link(
 
 
 def _refused(text: str, wrong: str, advice: str) -> ConfigError:
-    return ConfigError(f"The emulation {text!r} cannot be: {wrong}. Expected {LEGAL}. {advice}")
+    return ConfigError(f"The emulation {text!r} is invalid: {wrong}. Expected {LEGAL}. {advice}")

@@ -1,18 +1,18 @@
-"""Keep a CUDA stream busy for a given time: a kernel that reads the GPU's timer, or counts cycles.
+"""Keep a CUDA stream busy for a given time: a kernel reads the GPU's timer, or counts cycles.
 
 [Note: Spinning for a time]
 `torch.cuda._sleep` counts cycles of the multiprocessor's clock, which varies with load, power and
-temperature: a spin that was calibrated on an idle GPU lasts longer on a busy one. The kernel below
-reads `%globaltimer` instead, which counts nanoseconds whatever the clock does. Its resolution is
-that of the timer, about 1 us.
+temperature: a spin calibrated on an idle GPU lasts longer on a busy one. The kernel below reads
+`%globaltimer` instead, which counts nanoseconds at any clock rate. Its resolution is that of the
+timer, about 1 us.
 
 The kernel is written in PTX, which the driver translates when it loads the module. NVRTC
 (`torch.cuda._compile_kernel`, torch 2.13) is no alternative: it needs the headers of a CUDA
 toolkit (`CUDA_HOME`), which machines with torch's own wheels do not have.
 
-The timer is checked once against CUDA events. If the kernel cannot be loaded, or if it does not
-keep the time, `torch.cuda._sleep` takes its place, calibrated once after a warm-up, and a note says
-so.
+The timer is checked once against CUDA events. If the kernel cannot be loaded or its spin has the
+wrong length, `torch.cuda._sleep` replaces it, calibrated once after a warm-up, and a note reports
+it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SPIN:
 """
 
 CYCLES_NOTE = "Emulated transfers on the GPU are timed in clock cycles, not by the GPU's timer"
-"""How the note begins that says why the timer is not used."""
+"""Start of the note that explains why the timer is not used."""
 
 _NS_PER_S = 1_000_000_000
 _CHECKED_NS = 2_000_000
@@ -63,11 +63,11 @@ _WARM_UP_CYCLES = 200_000_000
 _CALIBRATION_CYCLES = 20_000_000
 
 Spin = Callable[[int, Any], None]
-"""Keeps a stream busy for so many ns."""
+"""Keeps a stream busy for a number of ns."""
 
 
 class SpinBackend(Protocol):
-    """The part of a GPU's API that spinning needs; tests put a GPU with a varying clock here."""
+    """The GPU operations that spinning needs; tests replace it by a GPU with a varying clock."""
 
     def load_timer_kernel(self) -> Callable[[int, int, Any], None]:
         """The kernel of `SPIN_PTX`: call it with seconds, nanoseconds below 1e9 and the stream.
@@ -78,16 +78,16 @@ class SpinBackend(Protocol):
         ...
 
     def spin_cycles(self, cycles: int, stream: Any) -> None:
-        """Keep a stream busy for so many cycles of the multiprocessor's clock."""
+        """Keep a stream busy for a number of cycles of the multiprocessor's clock."""
         ...
 
     def measure_ns(self, enqueue: Callable[[Any], None]) -> float:
-        """How long what `enqueue` puts on a stream takes on the device; waits for it."""
+        """Measure the device time of the work that `enqueue` puts on a stream; waits for it."""
         ...
 
 
 def make_spin(backend: SpinBackend, note: Callable[[str], None]) -> Spin:
-    """The best way to spin on a GPU.
+    """Choose the best way to spin on a GPU.
 
     Args:
         backend: The GPU.
@@ -95,11 +95,11 @@ def make_spin(backend: SpinBackend, note: Callable[[str], None]) -> Spin:
     """
     try:
         spin = _timer_spin(backend)
-    except Exception as error:  # whatever the driver or torch's private API says: there is a way
+    except Exception as error:  # any error of the driver or of torch's private API: fall back
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         note(
             f"{CYCLES_NOTE}: {reason}. If the GPU lowers its clock under load, transfers last "
-            "longer than the network model says."
+            "longer than the network model computes."
         )
         return _cycle_spin(backend)
     return spin
@@ -109,7 +109,7 @@ def _timer_spin(backend: SpinBackend) -> Spin:
     launch = backend.load_timer_kernel()
 
     def spin(duration_ns: int, stream: Any) -> None:
-        # Two parts, since torch passes whole numbers to a kernel as 32-bit integers.
+        # Two parts, because torch passes integers to a kernel with 32 bits.
         launch(*divmod(duration_ns, _NS_PER_S), stream)
 
     times = [backend.measure_ns(lambda stream: spin(_CHECKED_NS, stream)) for _ in range(_REPEATS)]
@@ -149,15 +149,15 @@ class CudaSpinBackend:
         from torch.cuda._utils import _cuda_load_module
 
         with torch.cuda.device(self._device):
-            torch.cuda.synchronize()  # the driver's calls need the context that this makes current
+            torch.cuda.synchronize()  # makes the context current, which the driver's calls need
             module: Any = _cuda_load_module(SPIN_PTX, [SPIN_KERNEL])
         kernel = module[SPIN_KERNEL]
         threads = threading.local()
 
         def launch(seconds: int, nanoseconds: int, stream: Any) -> None:
             if not hasattr(threads, "has_context"):
-                # torch launches through the driver, which, unlike the runtime, does not make a
-                # device's context current in a thread that is new to it, such as autograd's.
+                # torch launches through the driver. Unlike the runtime, the driver does not make a
+                # device's context current in a new thread, such as autograd's.
                 stream.query()
                 threads.has_context = True
             kernel(args=[seconds, nanoseconds], stream=stream)
@@ -170,7 +170,7 @@ class CudaSpinBackend:
             torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
     def measure_ns(self, enqueue: Callable[[Any], None]) -> float:
-        """Time between two events around it on the current stream."""
+        """Time the work between two events on the current stream."""
         stream = torch.cuda.current_stream(self._device)
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
-"""When does FSDP wait for an emulated collective on CPU? Where its events wait on CUDA.
+"""Make FSDP wait for emulated collectives on CPU, where its events make it wait on CUDA.
 
-torch's CPU streams and events are dummies, so FSDP2 never waits for anything there but a `Work`;
-and a `Work` would put it on its asynchronous branch, which frees the gather's output early and so
-changes the memory peak. Collectives therefore return None, and the main thread sleeps where FSDP
-makes CUDA's compute stream wait for an event (`_fsdp_param_group.py`, torch 2.13):
+torch's CPU streams and events are dummies, so on CPU FSDP2 waits only for a `Work`. Returning a
+`Work` would put FSDP2 on its asynchronous branch, which frees the gather's output early and changes
+the memory peak. Collectives therefore return None, and the main thread sleeps where FSDP makes
+CUDA's compute stream wait for an event (`_fsdp_param_group.py`, torch 2.13):
 
     unshard                   notes the all-gather that it issues
     wait_for_unshard          waits for that all-gather
@@ -11,9 +11,9 @@ makes CUDA's compute stream wait for an event (`_fsdp_param_group.py`, torch 2.1
     _wait_for_post_backward   waits for the reduce-scatters that FSDP has just dropped (all but
                               the newest K - 1, K the maximum of input buffers) and for the
                               unit's own last reduction
-    finalize_backward         waits for every reduction, and for a gather that nobody used
+    finalize_backward         waits for every reduction, and for an unused gather
 
-The wraps are on the class, so that units of any model are seen, whenever they are made.
+The wraps are on the class, so they apply to the units of any model, whenever they are made.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fsdp_inspect.sharding.torch_fsdp import num_reduce_scatters_in_flight
 
 
 class UnitWaits:
-    """What every unit has issued and not yet waited for."""
+    """The collectives that units have issued and not yet waited for."""
 
     def __init__(self, network: EmulatedNetwork) -> None:
         self._network = network
@@ -44,11 +44,11 @@ class UnitWaits:
         self._outstanding: WeakKeyDictionary[Any, list[Transfer]] = WeakKeyDictionary()
         """By FSDP root: every reduction until the end of backward."""
         self.gathering: FSDPParamGroup | None = None
-        """The unit whose `unshard` runs at this moment."""
+        """The unit whose `unshard` is running."""
         self.reducing: FSDPParamGroup | None = None
-        """The unit whose `post_backward` runs at this moment."""
+        """The unit whose `post_backward` is running."""
         self.fsdp_ns = 0
-        """Time that the main thread has spent in FSDP's own code so far: copies and waits."""
+        """Time that the main thread has spent in FSDP's own code: copies and waits."""
         self._entered_ns = 0
         self._depth = 0
 
@@ -65,15 +65,15 @@ class UnitWaits:
             original = vars(FSDPParamGroup)[name]
             undo.callback(set_attribute(FSDPParamGroup, name, self._bind(wrap, original)))
 
-    # --- what was issued
+    # --- issued collectives
 
     def note_gather(self, transfer: Transfer) -> None:
-        """The unit that is gathering has issued its all-gather."""
+        """Note the all-gather that the gathering unit has issued."""
         assert self.gathering is not None
         self._gathers[self.gathering] = transfer
 
     def note_reduction(self, transfer: Transfer, *, is_reduce_scatter: bool) -> None:
-        """The unit that is reducing has issued a reduce-scatter, or what follows it."""
+        """Note a reduce-scatter, or the all-reduce after it, that the reducing unit has issued."""
         group = self.reducing
         assert group is not None
         self._last_reductions[group] = transfer
@@ -83,7 +83,7 @@ class UnitWaits:
 
     @property
     def reduced_ns(self) -> int:
-        """When the reduction before the one to come ends: an all-reduce follows its scatter."""
+        """When the unit's previous reduction ends: an all-reduce follows its reduce-scatter."""
         assert self.reducing is not None
         last = self._last_reductions.get(self.reducing)
         return 0 if last is None else last.end_ns

@@ -1,11 +1,11 @@
-"""Let emulated transfers take their time: the host sleeps on CPU, a kernel spins on CUDA.
+"""Make emulated transfers take their time: the host sleeps on CPU, a kernel spins on CUDA.
 
-A *wire* puts a collective on its link in one of three ways, by who waits for it:
+A *wire* puts a collective on its link in one of three ways, by the code that waits for it:
 
-- `occupy`: the caller, here and now, as for any synchronous collective;
-- `defer`: FSDP, later; on CPU the transfer is returned for `unit_waits`, on CUDA the stream of the
-  collective is busy and FSDP's own events do the rest;
-- `handle`: whoever calls `wait` on the work that is returned.
+- `occupy`: the caller waits at once, as for any synchronous collective;
+- `defer`: FSDP waits later; on CPU the transfer is returned for `unit_waits`; on CUDA the stream of
+  the collective is busy, and FSDP's own events wait for it;
+- `handle`: the caller of `wait` on the returned work waits.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from fsdp_inspect.trace.codes import EventKind
 
 
 class Wire(Protocol):
-    """What carries collectives of one kind of device."""
+    """Carries the collectives of one kind of device."""
 
     def copying(self) -> AbstractContextManager[None]:
-        """Around the fake process group's collective, which is carried next: it copies values."""
+        """Enclose the fake process group's copies of values, before the transfer is carried."""
         ...
 
     def occupy(self, message: EmulatedMessage) -> Transfer | None:
-        """The caller waits; returns the transfer where its times are known on the host."""
+        """Make the caller wait; returns the transfer if the host knows its times."""
         ...
 
     def defer(self, message: EmulatedMessage, *, not_before_ns: int = 0) -> Transfer | None:
-        """FSDP waits for it when it is needed."""
+        """Make FSDP wait for the transfer when it is needed."""
         ...
 
     def handle(self, message: EmulatedMessage, inner: Any) -> tuple[dist.Work, Transfer | None]:
-        """A handle to wait with; `inner` is that of torch's fake process group."""
+        """Return a handle to wait with; `inner` is the handle of torch's fake process group."""
         ...
 
 
 class EmulatedMessage:
-    """A collective to be carried."""
+    """A collective to carry."""
 
     __slots__ = ("group", "kind", "num_bytes", "ranks", "tensors")
 
@@ -51,29 +51,29 @@ class EmulatedMessage:
         self.kind = kind
         self.num_bytes = num_bytes
         self.tensors: Sequence[torch.Tensor] = ()
-        """All that an asynchronous collective reads and writes."""
+        """All tensors that an asynchronous collective reads and writes."""
         self.group = group.group_name
         self.ranks = dist.get_process_group_ranks(group)
 
 
 class HostWire:
-    """CPU: the thread that needs a transfer sleeps until it has ended."""
+    """CPU: the thread that needs a transfer sleeps until the transfer has ended."""
 
     def __init__(self, network: EmulatedNetwork) -> None:
         self._network = network
 
     def copying(self) -> AbstractContextManager[None]:
-        """The copies take the thread's time before the transfer begins."""
+        """Copy in the calling thread, before the transfer begins."""
         return nullcontext()
 
     def occupy(self, message: EmulatedMessage) -> Transfer:
-        """Issue it, and sleep."""
+        """Issue the transfer, and sleep until its end."""
         transfer = self.defer(message)
         self._network.wait(transfer)
         return transfer
 
     def defer(self, message: EmulatedMessage, *, not_before_ns: int = 0) -> Transfer:
-        """Issue it."""
+        """Issue the transfer."""
         return self._network.issue(
             message.kind,
             message.num_bytes,
@@ -83,13 +83,13 @@ class HostWire:
         )
 
     def handle(self, message: EmulatedMessage, inner: Any) -> tuple[dist.Work, Transfer]:
-        """Issue it; the work's `wait` sleeps."""
+        """Issue the transfer; the work's `wait` sleeps."""
         transfer = self.defer(message)
         return HostWork(inner, self._network, transfer), transfer
 
 
 class HostWork(dist.Work):
-    """A collective on its way, on CPU."""
+    """A collective in flight on CPU."""
 
     def __init__(self, inner: Any, network: EmulatedNetwork, transfer: Transfer) -> None:
         super().__init__()
@@ -98,36 +98,36 @@ class HostWork(dist.Work):
         self._transfer = transfer
 
     def wait(self, timeout: Any = None) -> bool:
-        """Sleep until it has ended."""
+        """Sleep until the transfer has ended."""
         self._network.wait(self._transfer)
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended by now."""
+        """Whether the transfer has ended."""
         return self._network.has_ended(self._transfer)
 
     def get_future(self) -> Any:
-        """The future of the fake process group, which is done from the start."""
+        """The future of the fake process group, which is complete from the start."""
         return self._inner.get_future()
 
 
 class CudaWire:
     """CUDA: a kernel spins for the transfer's time, one at a time for each communicator.
 
-    The fake process group fills outputs with copies, in a gather one for each rank. They run on a
-    stream of their own beside the spin. Before it they would make every transfer longer, by a third
-    for 8 ranks on NVLink. The transfer ends when both have ended.
+    The fake process group fills outputs with copies, in a gather one for each rank. The copies run
+    on a stream of their own, at the same time as the spin. Copies before the spin would make every
+    transfer longer, by a third for 8 ranks on NVLink. The transfer ends when both have ended.
 
-    The current stream is the one that FSDP (or the script) issues the collective on; what waits
-    for that stream, or for an event on it, waits for the transfer. No host time is known: the
-    recorder measures with events on the stream, as it does with NCCL.
+    The current stream is the stream on which FSDP (or the script) issues the collective. Work that
+    waits for that stream, or for an event on it, waits for the transfer. The host knows no times:
+    the recorder measures them with events on the stream, as with NCCL.
     """
 
     def __init__(self, network: EmulatedNetwork, device: Any) -> None:
         self._network = network
         self._device = device
         self._last: dict[str, Any] = {}
-        """The end of the last transfer of each communicator, as an event."""
+        """The end of each communicator's last transfer, as an event."""
         self._side: dict[str, Any] = {}
         self._copy_stream: Any = None
         self._copied: Any = None
@@ -135,7 +135,7 @@ class CudaWire:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Copies run beside the transfer. They must not allocate what outlives them."""
+        """Copy during the transfer. The copies must not allocate tensors that outlive them."""
         if self._copy_stream is None:
             self._copy_stream = self._device.new_stream(high_priority=True)
         copies = self._copy_stream
@@ -149,11 +149,11 @@ class CudaWire:
         self._spin(message, self._device.current_stream())
 
     def defer(self, message: EmulatedMessage, *, not_before_ns: int = 0) -> None:
-        """Spin on the current stream: FSDP's events order what depends on it."""
+        """Spin on the current stream: FSDP's events order the dependent work."""
         self._spin(message, self._device.current_stream())
 
     def handle(self, message: EmulatedMessage, inner: Any) -> tuple[dist.Work, None]:
-        """Spin on a stream of the communicator's own, as NCCL runs an asynchronous collective."""
+        """Spin on the communicator's own stream, as NCCL runs an asynchronous collective."""
         side = self._side.get(message.group)
         if side is None:
             side = self._side[message.group] = self._device.new_stream()
@@ -174,7 +174,7 @@ class CudaWire:
 
 
 class StreamWork(dist.Work):
-    """A collective on its way, on CUDA: `wait` holds the current stream, never the host."""
+    """A collective in flight on CUDA: `wait` blocks the current stream, never the host."""
 
     def __init__(
         self, inner: Any, device: Any, ended: Any, tensors: Sequence[torch.Tensor]
@@ -183,26 +183,26 @@ class StreamWork(dist.Work):
         self._inner = inner
         self._device = device
         self._ended = ended
-        # As with NCCL: their memory must not be used again before `wait`.
+        # As with NCCL: their memory must not be reused before `wait`.
         self._tensors = tensors
 
     def wait(self, timeout: Any = None) -> bool:
-        """What is put on the current stream from now on runs behind it."""
+        """Make later work on the current stream wait for the transfer."""
         self._device.current_stream().wait_event(self._ended)
         self._tensors = ()
         return True
 
     def is_completed(self) -> bool:
-        """Whether the device has come past it."""
+        """Whether the device has passed the end of the transfer."""
         return bool(self._ended.query())
 
     def get_future(self) -> Any:
-        """The future of the fake process group, which is done from the start."""
+        """The future of the fake process group, which is complete from the start."""
         return self._inner.get_future()
 
 
 class SpinningDevice:
-    """A CUDA device whose streams can be kept busy for a time."""
+    """A CUDA device whose streams can be kept busy for a given time."""
 
     def __init__(self, device: torch.device, note: Callable[[str], None]) -> None:
         """Prepare to spin on a device.
@@ -219,14 +219,14 @@ class SpinningDevice:
         return torch.cuda.current_stream(self._device)
 
     def new_stream(self, *, high_priority: bool = False) -> Any:
-        """A stream of its own."""
+        """Create a stream."""
         priority = -1 if high_priority else 0
         return torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
-        """The host issues to a stream inside the block."""
+        """Issue to a stream inside the block."""
         return torch.cuda.stream(stream)
 
     def spin(self, duration_ns: int, stream: Any) -> None:
-        """Keep a stream busy."""
+        """Keep a stream busy for a given time."""
         self._spin(duration_ns, stream)

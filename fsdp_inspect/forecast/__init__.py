@@ -1,1 +1,1 @@
-"""Peak memory of rank 0 of N before anything runs: fake tensors, a fake process group, one step."""
+"""Forecast the peak memory of rank 0 of N with fake tensors, a fake process group and one step."""

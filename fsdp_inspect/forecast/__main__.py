@@ -1,8 +1,8 @@
-"""Forecasts for `fsdp-inspect forecast`, which itself never loads torch: jobs in, answers out.
+"""Run forecasts for `fsdp-inspect forecast`, which never imports torch itself.
 
-Each line of standard input is a job, a JSON object with the arguments of `forecast_memory` (the
-builder by its name, found from the current folder); each line of standard output answers one. What
-a builder prints goes to standard error. Runs until its input ends.
+Each line of standard input is a job: a JSON object with the arguments of `forecast_memory`. The
+builder's name is resolved from the current folder. Each line of standard output is the answer to
+one job. Output of a builder goes to standard error. The process ends with its input.
 """
 
 import json
@@ -17,7 +17,7 @@ from fsdp_inspect.forecast.target import accepted_settings, find_builder
 
 
 def main() -> None:
-    """Answer jobs until there are no more."""
+    """Answer jobs until the end of the input."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:

@@ -1,15 +1,15 @@
-"""Which tensors do CUDA's kernels keep for backward? Stand-ins for those that CPU has not.
+"""Make fake CPU tensors save what CUDA's kernels save for backward.
 
-A forecast runs on fake CPU tensors, and torch picks some kernels by device. Where the choice
-changes what is saved, a stand-in picks as torch 2.13 does on CUDA:
+A forecast runs on fake CPU tensors, and torch chooses some kernels by device. Where the choice
+changes the saved tensors, a replacement chooses as torch 2.13 does on CUDA:
 
     attention     flash attention (output, log-sum-exp), or the memory-efficient one where flash
                   does not apply: torch aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
-    rms_norm      one kernel that saves its input, its weight and 1 / rms in float32; CPU's is made
-                  of six operations, which save float32 copies
+    rms_norm      one kernel that saves its input, its weight and 1 / rms in float32; CPU uses six
+                  operations, which save float32 copies
     dropout       one kernel that saves a mask of one byte an element
 
-Only shapes and dtypes of the results are right: these tensors have no contents.
+Only shapes and dtypes of the results are correct: these tensors have no contents.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _attention = torch._C._nn.scaled_dot_product_attention
 
 
 def choose_cuda_kernels(undo: ExitStack) -> None:
-    """Put the stand-ins where torch's functions are, until `undo` is closed."""
+    """Replace torch's functions until `undo` is closed."""
     replace_everywhere(
         undo,
         {
@@ -80,7 +80,7 @@ def _is_flash(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | Non
 def _additive(
     mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
 ) -> torch.Tensor | None:
-    """A mask as the kernel wants it: numbers to add, (B, H, T, S)."""
+    """The mask in the kernel's form: numbers to add, (B, H, T, S)."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -101,7 +101,7 @@ def _rms_norm(
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """Saves and allocates what `aten::_fused_rms_norm` does on CUDA."""
+    """Saves and allocates the same tensors as `aten::_fused_rms_norm` on CUDA."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, dims: int) -> Any:

@@ -1,13 +1,13 @@
-"""How does a process become rank 0 of N without the memory that it takes? Fake tensors.
+"""Turn a process into rank 0 of N with fake tensors, which use no memory.
 
-Inside `fake_rank` tensors have shapes, dtypes and storages with a size, and no contents; the
-process group is the emulated one of `emulation.process` with links that take no time. FSDP2's own
-code runs on both, so what it allocates and frees, and when, is what it does on real ranks.
+Inside `fake_rank` tensors have shapes, dtypes and storages with a size, but no contents. The
+process group is the emulated one of `emulation.process`, with links that take no time. FSDP2's own
+code runs on both, so it allocates and frees the same tensors at the same points as on real ranks.
 
 [Note: What has to be real]
 A `DeviceMesh` reads its ranks back into Python, which a fake tensor cannot answer: meshes are made
-outside the fake mode. Everything that torch 2.13 makes of a mesh's ranks goes through the three
-functions patched here; `tests/forecast/test_fake_rank.py` says so by version.
+outside the fake mode. torch 2.13 derives everything from a mesh's ranks through the three functions
+patched here; `tests/forecast/test_fake_rank.py` checks this by version.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _FREE = Link(bandwidth_bytes_per_s=float("inf"), latency_ns=0)
 def fake_rank(
     world_size: int, *, gpus_per_node: int, device_type: Literal["cuda", "cpu"]
 ) -> Iterator[ValuelessTensors]:
-    """The block runs as rank 0 of `world_size` ranks, on fake CPU tensors.
+    """Run the block as rank 0 of `world_size` ranks, on fake CPU tensors.
 
     Args:
         world_size: Ranks of the job.
-        gpus_per_node: Ranks on one node, as `LOCAL_WORLD_SIZE` says it.
-        device_type: Whose kernels to choose where torch chooses by device: see `cuda_kernels`, and
-            multi-tensor optimizers and gradient norms.
+        gpus_per_node: Ranks on one node, the value of `LOCAL_WORLD_SIZE`.
+        device_type: The device for which to choose kernels: see `cuda_kernels`, and multi-tensor
+            optimizers and gradient norms.
 
     Yields:
-        The fake tensors' mode, which knows whether one was asked for its value.
+        The mode of the fake tensors, which records whether a value was read.
 
     Raises:
-        EmulationError: This process has a process group already, or is one of several ranks.
+        EmulationError: This process already has a process group, or is one of several ranks.
     """
     specification = Specification(
         world_size=world_size, gpus_per_node=gpus_per_node, intra=_FREE, inter=_FREE
@@ -65,10 +65,10 @@ def fake_rank(
         _make_meshes_real(undo)
         _keep_layouts_apart(undo)
         undo.enter_context(warnings.catch_warnings())
-        # Copies of modules ask for the address of their weights, to no purpose here.
+        # Copies of modules read the address of their weights, which has no effect here.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         tensors = undo.enter_context(ValuelessTensors())
-        # The inside of a compiled region cannot be followed: it runs as it was written.
+        # The inside of a compiled region cannot be tracked, so it runs as eager code.
         undo.enter_context(torch.compiler.set_stance("force_eager"))
         use_one_device(undo)
         _let_tensors_be_swapped(undo, tensors)
@@ -101,10 +101,10 @@ def _make_meshes_real(undo: ExitStack) -> None:
 
 
 def _keep_layouts_apart(undo: ExitStack) -> None:
-    """Let DTensor work out its layouts under a fake mode of its own.
+    """Make DTensor compute its layouts under a fake mode of its own.
 
-    It does so once for each operation in a process, on tensors of the global shape, under the fake
-    mode that it finds: the storage tracker would take them for memory, the first time only.
+    It does so once for each operation in a process, on tensors of the global shape, under the
+    active fake mode. The storage tracker would count these tensors, but only the first time.
     """
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
     undo.callback(
@@ -113,10 +113,11 @@ def _keep_layouts_apart(undo: ExitStack) -> None:
 
 
 def _let_tensors_be_swapped(undo: ExitStack, tensors: ValuelessTensors) -> None:
-    """Let a module's parameters be moved (`to_empty`), also those that no unit manages.
+    """Allow moving a module's parameters (`to_empty`), including those that no unit manages.
 
-    Under a fake mode torch moves one by swapping it with another tensor, which it refuses if there
-    is a weak reference to it: the mode keeps one to each tensor that it has met on another device.
+    Under a fake mode torch moves a parameter by swapping it with another tensor. torch refuses to
+    swap if there is a weak reference to it, and the mode keeps one to each tensor from another
+    device.
     """
     swap = torch.utils.swap_tensors
 
@@ -128,7 +129,7 @@ def _let_tensors_be_swapped(undo: ExitStack, tensors: ValuelessTensors) -> None:
 
 
 def _pin_nothing(undo: ExitStack) -> None:
-    """Pinning changes no size, and fake tensors cannot be pinned."""
+    """Ignore pinning: it changes no size, and fake tensors cannot be pinned."""
 
     def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
         return tensor
@@ -141,7 +142,7 @@ def _pin_nothing(undo: ExitStack) -> None:
 
 
 def _copy_from_host(undo: ExitStack) -> None:
-    """Have an offloaded shard copied to the device before it is gathered: here both are one."""
+    """Copy an offloaded shard before its all-gather: host and device are one device here."""
     inputs = FSDPParam.all_gather_inputs
     assert isinstance(inputs, property)
     read = inputs.fget
@@ -166,7 +167,7 @@ def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _prefer_foreach(undo: ExitStack) -> None:
-    """Let multi-tensor ("foreach") kernels be torch's default choice, as they are on CUDA."""
+    """Make multi-tensor ("foreach") kernels torch's default, as on CUDA."""
     supported = foreach_utils._get_foreach_kernels_supported_devices
 
     def with_cpu() -> list[str]:

@@ -1,8 +1,8 @@
-"""What does a tensor without contents answer when it is asked for its value? Zero, which is said.
+"""Return zero when code reads the value of a fake tensor, and record where.
 
-Training loops ask: `loss.item()` for the log, `if torch.isnan(loss)`, a DataLoader for its seed, a
-gradient scaler for what overflowed. None of it decides how much memory a step takes. Where a value
-does decide sizes a forecast cannot know them: who reads it learns where the step asked.
+Training loops read values: `loss.item()` for the log, `if torch.isnan(loss)`, a DataLoader for its
+seed, a gradient scaler for overflow. These values do not decide how much memory a step takes. If a
+value does decide sizes, a forecast cannot know them; the record shows where the step read it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _PYTHON = Path(traceback.__file__).parent
 
 
 class ValuelessTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Fake tensors that answer 0 where torch's own refuse to answer."""
+    """Fake tensors that return 0 where torch's own fake tensors refuse to return a value."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.num_asked = 0
-        """How often a tensor was asked for a value that nobody knows."""
+        """The number of reads of a value that is unknown."""
         self.first_asked = ""
-        """Where in the user's own code that was first: `step, train.py:30`."""
+        """Position of the first read in the user's own code: `step, train.py:30`."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As torch does; see the class."""
+        """Dispatch as torch does; see the class."""
         try:
             return super().dispatch(func, types, args, kwargs)
         except DataDependentOutputException:
@@ -42,14 +42,14 @@ class ValuelessTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def _zero(dtype: torch.dtype) -> complex:
-    """As Python has it: False, 0, 0.0 or 0j."""
+    """Python's zero for the dtype: False, 0, 0.0 or 0j."""
     if dtype is torch.bool:
         return False
     return 0j if dtype.is_complex else 0.0 if dtype.is_floating_point else 0
 
 
 def describe_user_line(frames: traceback.StackSummary) -> str:
-    """The last line of the user's own code among these; of a library, if there is none."""
+    """The last line of the user's own code in a stack; a library's line if there is none."""
     own = [frame for frame in frames if not _is_of_a_library(Path(frame.filename))]
     last = (own or frames)[-1]
     return f"{last.name}, {last.filename}:{last.lineno}"

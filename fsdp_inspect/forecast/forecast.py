@@ -1,11 +1,10 @@
-"""How much memory will rank 0 of N need? A run folder whose memory is predicted, without a GPU.
+"""Forecast the memory of rank 0 of N without a GPU, and write it as a predicted run.
 
-The forecast of a step is written as a run like any other, with `source` predicted and nothing but
-memory in it: `fsdp-inspect memory`, `check`, `compare` and the dashboard read it as they read a
-recorded one.
+The run folder has `source` predicted and contains only memory. `fsdp-inspect memory`, `check`,
+`compare` and the dashboard read it like a recorded run.
 
-What it counts is every storage of the step, byte by byte, on fake tensors. What it leaves out is
-said in the run's notes: the caching allocator's rounding and fragmentation, the CUDA context, the
+The forecast counts every storage of the step, byte by byte, on fake tensors. The run's notes list
+what it does not count: the caching allocator's rounding and fragmentation, the CUDA context, the
 workspaces of cuBLAS and NCCL, and kernels that save other tensors on CUDA than on CPU.
 """
 
@@ -38,9 +37,9 @@ from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
 _DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 DEFAULT_GPUS_PER_NODE = 8
 NOTES = (
-    "Predicted on fake tensors: every storage of one step of rank 0, to the byte, and nothing "
-    "else. Times are not predicted.",
-    "Left out: the rounding and fragmentation of CUDA's caching allocator, the CUDA context, "
+    "Predicted on fake tensors. The forecast counts every storage of one step of rank 0, to the "
+    "byte. It predicts no times.",
+    "Not counted: rounding and fragmentation of CUDA's caching allocator, the CUDA context, "
     "workspaces of cuBLAS and NCCL, and tensors that CUDA's kernels save and CPU's do not.",
 )
 
@@ -54,25 +53,25 @@ def forecast_memory(
     device_type: Literal["cuda", "cpu"] = "cuda",
     settings: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Predict what a training step of rank 0 of N ranks holds in memory.
+    """Predict the memory of a training step on rank 0 of N ranks.
 
     Args:
         builder: Builds the model, optimizer and step; see `ForecastTarget`. It runs under a fake
-            mode: what it makes costs no memory.
-        path: The run folder to write; must not exist.
+            mode, so its tensors use no memory.
+        path: The run folder to write; it must not exist.
         world_size: Ranks of the job.
         gpus_per_node: Ranks on one node.
-        device_type: Whose kernels to choose where they save different tensors.
-        settings: Keywords for the builder.
+        device_type: The device for which to choose kernels, where they save different tensors.
+        settings: Keyword arguments of the builder.
 
     Returns:
         The run folder. `open_run(path)` reads it.
 
     Raises:
-        ForecastError: The builder or its step fails, or the step cannot be followed.
-        RecordingError: Its model is not sharded with `fully_shard`.
-        EmulationError: This process has a process group already.
-        StoreError: The folder is taken, or cannot be written.
+        ForecastError: The builder or its step fails, or the step cannot be tracked.
+        RecordingError: The model is not sharded with `fully_shard`.
+        EmulationError: This process already has a process group.
+        StoreError: The folder already exists or cannot be written.
     """
     given, path = dict(settings or {}), Path(path)
     _check_free(path)
@@ -91,8 +90,8 @@ def forecast_memory(
 def _check_free(path: Path) -> None:
     if path.exists():
         raise StoreError(
-            f"{str(path)!r} is there already. Expected a new folder for the forecast. Name another "
-            "one, or remove it."
+            f"{str(path)!r} already exists. Expected a new folder for the forecast. Choose another "
+            "path, or remove it."
         )
 
 
@@ -106,14 +105,14 @@ def _follow(
         raise
     except Exception as error:
         expected = (
-            "Expected a step in which no shape depends on the values of a tensor. Leave such lines "
-            "out of the builder's step."
+            "Expected a step in which no shape depends on the values of a tensor. Remove such "
+            "lines from the builder's step."
             if isinstance(error, _DEPENDS_ON_VALUES)
             else "Expected a model that is built and a step that runs, as in training. Correct the "
-            "builder; what fails only on fake tensors, leave out of its step."
+            "builder, or remove from its step what fails only on fake tensors."
         )
         raise ForecastError(
-            f"The model could not be built or its step not run on fake tensors: {_say(error)} (at "
+            f"Building the model or running its step on fake tensors failed: {_say(error)} (at "
             f"{describe_user_line(traceback.extract_tb(error.__traceback__))}). {expected}"
         ) from error
 
@@ -122,14 +121,14 @@ def _say_what_was_asked(tensors: ValuelessTensors) -> Iterator[str]:
     if tensors.num_asked:
         times = "once" if tensors.num_asked == 1 else f"{tensors.num_asked} times"
         yield (
-            f"A tensor was asked for its value {times} (first at {tensors.first_asked}), and "
-            "answered 0, since fake tensors have no values. If that decides a size, or what runs, "
-            "the forecast is of something else."
+            f"The value of a fake tensor was read {times} (first at {tensors.first_asked}). Fake "
+            "tensors have no values, so the read returned 0. If that value decides a size or which "
+            "code runs, the forecast is wrong."
         )
 
 
 def _say(error: BaseException) -> str:
-    """An error and what it was raised from, which may be the reason that its own words lack."""
+    """An error and its cause, which may contain the actual reason."""
     said = f"{type(error).__name__}: {error}"
     return said if error.__cause__ is None else f"{said}, because of {_say(error.__cause__)}"
 

@@ -1,9 +1,9 @@
-"""How does code that says `cuda` run where there is no CUDA? All its devices are the fake one.
+"""Run code for CUDA devices without CUDA: every device is the host of the fake tensors.
 
-A builder is what a training script does before its first step, so it says `model.to("cuda")`,
+A builder does what a training script does before its first step, so it may call `model.to("cuda")`,
 `torch.device("cuda", rank)`, `init_device_mesh("cuda", ...)`, `torch.cuda.set_device(...)` and
-`init_process_group("nccl")`. Fake tensors are CPU tensors here, wherever they are asked to be;
-where torch chooses by device what to save, `cuda_kernels` chooses for the device that was meant.
+`init_process_group("nccl")`. In a forecast all fake tensors are CPU tensors, whatever device the
+code requests. Where torch chooses by device what to save, `cuda_kernels` chooses for that device.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch.overrides import TorchFunctionMode
 from fsdp_inspect.sharding.attributes import set_attribute
 
 _WITHOUT_EFFECT = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")
-"""Functions of `torch.cuda` that a training script calls and that allocate nothing."""
+"""Functions of `torch.cuda` that training scripts call and that allocate nothing."""
 _HOST = "cpu"
 
 
 def use_one_device(undo: ExitStack) -> None:
-    """Let code for CUDA run on CPU tensors, until `undo` is closed; a process group exists."""
+    """Make code for CUDA run on CPU tensors until `undo` is closed; requires a process group."""
     undo.enter_context(_OneDevice())
     for name in _WITHOUT_EFFECT:
         undo.callback(set_attribute(torch.cuda, name, _without_effect()))
@@ -43,7 +43,7 @@ def use_one_device(undo: ExitStack) -> None:
 
 
 def host_for(value: Any) -> Any:
-    """The host in the place of a CUDA device, as `torch.device` or as text; all else as it is."""
+    """The host instead of a CUDA device, as `torch.device` or as text; other values unchanged."""
     if isinstance(value, torch.device):
         return torch.device(_HOST) if value.type == "cuda" else value
     if isinstance(value, str) and value.partition(":")[0] == "cuda":
@@ -52,7 +52,7 @@ def host_for(value: Any) -> Any:
 
 
 class _OneDevice(TorchFunctionMode):
-    """Functions of torch that are given a CUDA device use the host."""
+    """Makes torch's functions use the host instead of a CUDA device."""
 
     def __torch_function__(
         self,
@@ -64,15 +64,15 @@ class _OneDevice(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
-            args = (args[0], _HOST, *args[2:])  # a number is that of a CUDA device
+            args = (args[0], _HOST, *args[2:])  # a number is the index of a CUDA device
         on_host = {name: host_for(value) for name, value in (kwargs or {}).items()}
         if func is torch.device and _HOST in (*map(host_for, args[:1]), on_host.get("type")):
-            return torch.device(_HOST)  # without the number of a device
+            return torch.device(_HOST)  # without a device index
         return func(*map(host_for, args), **on_host)
 
 
 def _without_effect() -> Callable[..., None]:
-    """A function of its own each time: torch's compiler keeps one rule for each function."""
+    """Return a new function each time: torch's compiler keeps one rule for each function."""
 
     def do_nothing(*args: Any, **kwargs: Any) -> None:
         return None

@@ -1,10 +1,10 @@
-"""What is to be forecast? A sharded model, its optimizer, and one step of its training.
+"""The input of a forecast: a sharded model, its optimizer, and one step of its training.
 
-A forecast runs a *builder*: a function that is called on fake ranks and does what a training
-script does before its first step. It is named as `module:function`, or handed over as it is:
+A forecast calls a *builder* on fake ranks. It is a function that does what a training script does
+before its first step. Pass its name as `module:function`, or the function itself:
 
     def build(batch_size: int = 4) -> ForecastTarget:
-        model = Transformer(...)           # as the script builds it; "cuda" is as good as "cpu"
+        model = Transformer(...)           # as the script builds it, on "cuda" or "cpu"
         for block in model.layers:
             fully_shard(block)
         fully_shard(model)
@@ -18,10 +18,10 @@ script does before its first step. It is named as `module:function`, or handed o
 
         return ForecastTarget(model=model, step=step, optimizer=optimizer)
 
-Its keywords are what can be varied. When a forecast is to fit into a memory these are asked for by
-name: `batch_size`; `checkpointing` ("none", "selective", "full"), `reshard_after_forward` ("true"),
-`wrap` ("block") and `offload` ("cpu"). Tensors have no values: one that is asked for its value
-answers 0, which the forecast says.
+Its keywords are the settings that a forecast can vary. When a forecast must fit into a given
+memory, it varies these keywords: `batch_size`; `checkpointing` ("none", "selective", "full"),
+`reshard_after_forward` ("true"), `wrap` ("block") and `offload` ("cpu"). Tensors have no values:
+reading one returns 0, and the forecast reports the read.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ class ForecastTarget:
     """One training step, ready to run."""
 
     model: nn.Module
-    """Sharded with `fully_shard`, or holding modules that are."""
+    """A model that is sharded with `fully_shard`, or contains such modules."""
     step: Callable[[], object]
     """Forward, backward and the optimizer's step, for all microbatches."""
     optimizer: torch.optim.Optimizer | None = None
-    """The one whose step is watched; None: any that steps."""
+    """The optimizer whose step is tracked; None means any optimizer that steps."""
     name: str = ""
-    """What people call it; the model's class if empty."""
+    """The display name of the run; empty means the model's class."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """What the settings amounted to, for the reader; JSON values."""
+    """The effective settings, stored with the run; JSON values."""
 
 
 def find_builder(name: str) -> Builder:
-    """The function that `module:function` names.
+    """Find the function that `module:function` names.
 
     Raises:
-        ForecastError: There is no such module or function, or its import fails.
+        ForecastError: The module or the function does not exist, or the import fails.
     """
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name):
         raise ForecastError(
-            f"{name!r} names no function. Expected module:function, as in my_project.train:build. "
+            f"Invalid builder {name!r}. Expected module:function, such as my_project.train:build. "
             "Name the function that builds the model, optimizer and step."
         )
     try:
@@ -74,7 +74,7 @@ def find_builder(name: str) -> Builder:
     except Exception as error:
         raise ForecastError(
             f"Module {module_name!r} cannot be imported: {error!r}. Expected a module that Python "
-            "finds from here. Run from the folder it is in, or install it."
+            "finds from the current folder. Run from the module's folder, or install the module."
         ) from error
     builder = getattr(module, function_name, None)
     if not callable(builder):
@@ -90,15 +90,15 @@ def build_target(builder: Builder, settings: Mapping[str, Any]) -> ForecastTarge
     """Call a builder with settings.
 
     Raises:
-        ForecastError: It does not take one of them, or returns something else.
+        ForecastError: It does not accept a setting, or does not return a `ForecastTarget`.
     """
     accepted = accepted_settings(builder)
     unknown = [] if accepted is None else [name for name in settings if name not in accepted]
     if accepted is not None and unknown:
         raise ForecastError(
-            f"The builder takes no setting {unknown[0]!r}. Expected one of: "
-            f"{', '.join(accepted) or '(it takes none)'}. Add a keyword to the function, or leave "
-            "the setting out."
+            f"Unknown setting {unknown[0]!r}. Expected a keyword of the builder: "
+            f"{', '.join(accepted) or '(it has none)'}. Add the keyword to the function, or remove "
+            "the setting."
         )
     target = builder(**settings)
     if not isinstance(target, ForecastTarget):
@@ -110,7 +110,7 @@ def build_target(builder: Builder, settings: Mapping[str, Any]) -> ForecastTarge
 
 
 def accepted_settings(builder: Builder) -> list[str] | None:
-    """The names of a builder's keywords; None: it takes any."""
+    """The names of a builder's keywords; None if it accepts any."""
     parameters = inspect.signature(builder).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return None

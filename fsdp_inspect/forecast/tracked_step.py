@@ -1,8 +1,8 @@
-"""What does one training step hold in memory, unit by unit? The recorder's memory step, unrecorded.
+"""Track the memory of one training step, unit by unit, as in a recorder's memory step.
 
-The same hooks and the same storage tracker as in a recording follow one step; nothing is timed and
-nothing written. A step before it is not followed: in it torch works out its layouts on tensors of
-the global shape, and the optimizer makes its state.
+The same hooks and the same storage tracker as in a recording follow one step. Nothing is timed and
+nothing is written. The step before it is not tracked: in it torch computes its layouts on tensors
+of the global shape, and the optimizer creates its state.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from fsdp_inspect.trace.codes import MemoryPoint, Source
 from fsdp_inspect.trace.run import ModelInfo, ProcessGroup, Unit
 
 _COMPILED = (
-    "Compiled modules run as eager code here: what the compiler fuses away, or computes again in "
-    "backward, is counted."
+    "Compiled modules run as eager code here: tensors that the compiler would fuse away, or "
+    "recompute in backward, are counted."
 )
 _OFFLOADED = (
-    "What is offloaded is the host's and not counted, from the moment that it is computed: the "
-    "reduced shard of a unit on its way there is left out."
+    "Offloaded tensors are on the host and not counted, from the moment of their computation: the "
+    "reduced shard of a unit on its way to the host is missing."
 )
 TRACKED_STEP = 1
-"""The step that is followed, from 0."""
+"""The index of the tracked step, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrackedStep:
-    """What one step of a model held, and what the model is."""
+    """The memory of one step, and a description of its model."""
 
     model: ModelInfo
     units: list[Unit]
@@ -56,7 +56,7 @@ class TrackedStep:
     mesh: dict[str, int]
     plan: dict[str, Any]
     notes: tuple[str, ...]
-    """What to know about the count, one sentence each."""
+    """Limits of the count, one sentence each."""
     rows: Sequence[tuple[int, ...]]
     """In the column order of `MemoryTable`."""
 
@@ -65,13 +65,13 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
     """Run two steps of a target and follow every storage through the second.
 
     Args:
-        target: What to run.
-        has_host: Whether the device is another one than the host, which then keeps what an offload
-            policy gives it.
+        target: The model and step to run.
+        has_host: Whether the device is not the host itself, so that offloaded tensors are on the
+            host.
 
     Raises:
         RecordingError: The model is not sharded with `fully_shard`.
-        ForecastError: The step could not be followed; says why.
+        ForecastError: The step could not be tracked; the message has the reason.
     """
     handles = find_recordable_groups(target.model)
     groups = ProcessGroups()
@@ -115,7 +115,7 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
         instruments.detach()
     if not rows:
         raise ForecastError(
-            f"The step could not be followed: {' '.join(session.problems) or 'it never ran'} "
+            f"The step could not be tracked: {' '.join(session.problems) or 'it never ran'} "
             "Expected FSDP units that run a forward and a backward. Check the builder's step()."
         )
     order = {unit: place for place, unit in enumerate(session.execution_order)}
@@ -142,4 +142,4 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
 
 
 def _forget(row: tuple[int, ...]) -> None:
-    """Times of fake tensors mean nothing."""
+    """Drop a row of times, which mean nothing on fake tensors."""

@@ -60,19 +60,19 @@ from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Phase, Source
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
 
 PLAN_FILE = "plan.toml"
-"""How the model was sharded, in the run folder: the trainer's `--plan` and `apply_plan` read it."""
+"""File in the run folder with the observed plan. `--plan` and `apply_plan` read it."""
 
 _OTHER_RANKS_TIMEOUT_S = 15.0
 _SETTLE_S = 10.0
-"""How long the end of a recording waits for work that is still on the device."""
+"""How long the end of a recording waits for pending work on the device."""
 _SETTLE_AFTER_ERROR_S = 1.0
-"""The same when an exception ends the training: its traceback comes first. After a desync, or the
-death of another rank, a collective may never complete."""
+"""Same, when an exception ends the training: the traceback must not be delayed. After a desync or
+the crash of another rank, a collective may never complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The recorder's arguments, checked; see `Recorder`."""
+    """The validated arguments of `Recorder`."""
 
     path: Path | None
     name: str
@@ -94,8 +94,8 @@ class Attachment:
     ) -> None:
         if not dist.is_initialized():
             raise RecordingError(
-                "There is no process group. Expected torch.distributed to be initialised before "
-                "the recorder is attached. Call torch.distributed.init_process_group() first."
+                "No process group is initialized. The recorder requires torch.distributed. Call "
+                "torch.distributed.init_process_group() first, then attach the recorder."
             )
         self._handles = find_recordable_groups(model)
         refuse_recorded_groups(model, self._handles)
@@ -175,11 +175,11 @@ class Attachment:
         )
 
     def _make_folder(self) -> RecordingFolder:
-        # Absolute: the script may go to another folder while it is recorded.
+        # An absolute path: the script may change its working directory during the recording.
         path = (self._options.path or default_path(self._manifest.name)).absolute()
         try:
             return agree_on_folder(path, self._manifest, self._rank)
-        except OSError:  # the writer meets the same disk, says so once, and keeps trying
+        except OSError:  # the writer gets the same error, reports it once and retries
             return RecordingFolder(path, 0)
 
     def _rank_record(self) -> RankRecord:
@@ -218,7 +218,7 @@ class Attachment:
         sampler.start()
         return sampler
 
-    # --- the course of the training
+    # --- during the training
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -243,7 +243,7 @@ class Attachment:
 
     @contextlib.contextmanager
     def span(self, kind: EventKind, phase: Phase) -> Iterator[None]:
-        """A stretch of the training loop that the script names."""
+        """Time a part of the training loop that the script marks."""
         session = self.session
         if not session.active:
             yield
@@ -259,14 +259,14 @@ class Attachment:
                 self._guarded(lambda: session.add(kind, start, session.clock.mark(), phase=phase))
 
     def log(self, values: Mapping[str, float | torch.Tensor]) -> None:
-        """Numbers of the training at the current step."""
+        """Record training metrics at the current step."""
         self._guarded(lambda: self._log(values))
 
     def _log(self, values: Mapping[str, float | torch.Tensor]) -> None:
         if self._emulation is not None:
             self.session.problem(
-                "Numbers that the script logged (loss and the like) are left out: the other ranks "
-                "do not exist, and what is computed under emulation means nothing."
+                "Values logged by the script (such as the loss) are ignored: under emulation the "
+                "other ranks do not exist, so these values are meaningless."
             )
             return
         if self._scalars.log(self.session.logged_step, values):
@@ -293,14 +293,14 @@ class Attachment:
         self._report_problems()
 
     def _report_problems(self) -> None:
-        """Put what is new on the session's list into the rank's record."""
+        """Append the session's new problems to the rank's record."""
         new = self.session.problems[self._reported_problems :]
         if new:
             self._reported_problems += len(new)
             self._writer.update(problems=[*self._writer.record.problems, *new])
 
     def _guarded(self, action: Any) -> None:
-        """Run something of ours; what it raises never reaches the training."""
+        """Run recorder code; its exceptions never reach the training."""
         if not self.session.active:
             return
         try:
@@ -311,7 +311,7 @@ class Attachment:
     # --- the manifest
 
     def _settle_units(self) -> None:
-        """Describe the units again: torch settles some of it at the first forward."""
+        """Describe the units again: torch completes their state at the first forward."""
         order = {unit: place for place, unit in enumerate(self.session.execution_order)}
         units = [
             unit.model_copy(
@@ -327,7 +327,7 @@ class Attachment:
         )
 
     def _write_manifest(self) -> None:
-        """Rank 0 writes what is known by now; a later attempt leaves the first one's word alone."""
+        """Write the current manifest on rank 0; a later attempt does not change the first one."""
         if self._rank != 0 or self.folder.attempt > 0:
             return
         self._manifest = self._manifest.model_copy(
@@ -345,10 +345,10 @@ class Attachment:
         try:
             folder.rewrite_manifest(self.folder.path, self._manifest)
         except OSError as error:
-            self.session.problem(f"run.json could not be rewritten: {error}.")
+            self.session.problem(f"Rewriting run.json failed: {error}.")
 
     def _observed_plan(self) -> dict[str, Any]:
-        """The plan as the manifest keeps it; rank 0 also writes it as a file that runs."""
+        """Return the plan as a dict for the manifest; rank 0 also writes it to `PLAN_FILE`."""
         try:
             plan = observe_plan(self._model)
             if self._rank == 0 and self.folder.attempt == 0:
@@ -356,23 +356,23 @@ class Attachment:
             return plan.to_dict()
         except Exception as error:
             reason = str(error).splitlines()[0]
-            self.session.problem(f"The plan of the model could not be kept: {reason}")
+            self.session.problem(f"The observed plan could not be stored: {reason}")
             return {}
 
     # --- the end
 
     def finish(self, error: BaseException | None, *, show: bool) -> None:
-        """Take the hooks away, write what is left, close the files, say what limited the run.
+        """Remove the hooks, write pending rows, close the files and print the verdict.
 
         Raises:
-            Exception: A bug of ours; hooks are gone and files are closed all the same.
+            Exception: An internal error. Hooks are removed and files are closed first.
         """
         status = RunStatus.COMPLETE if error is None or _is_clean_exit(error) else RunStatus.FAILED
         failure: str | None = None
         try:
             try:
                 if error is not None:
-                    failure = self._describe_failure(error)  # while what fills memory is known
+                    failure = self._describe_failure(error)  # before the memory state is released
             finally:
                 self._stop(_SETTLE_AFTER_ERROR_S if error is not None else _SETTLE_S)
             self._write_manifest()
@@ -407,7 +407,7 @@ class Attachment:
         )
 
     def _release(self) -> None:
-        """Keep nothing of the model alive."""
+        """Drop every reference to the model."""
         self._is_finished = True
         mark_released(self._handles)
         self._model = nn.Module()
@@ -419,15 +419,15 @@ class Attachment:
             lost = self.session.journal.settle(timeout_s)
             if lost:
                 self.session.problem(
-                    f"{lost} events had not completed {timeout_s:.0f} s after the end and are "
-                    "left out."
+                    f"{lost} events had not completed {timeout_s:.0f} s after the end of the "
+                    "recording; they are missing."
                 )
             self._scalars.drain()
-        except Exception as error:  # the device may be gone with the training
-            self.session.problem(f"The last events could not be read: {error!r}.")
+        except Exception as error:  # the device may be unusable after the training failed
+            self.session.problem(f"Reading the last events failed: {error!r}.")
 
     def _describe_failure(self, error: BaseException) -> str:
-        """What ended the training, where it stood, and after an out-of-memory what filled it."""
+        """Describe the error and its position; after an out-of-memory, also the memory use."""
         sentences = [describe_failure(error, self.session, self._manifest.units)]
         if not is_out_of_memory(error):
             return sentences[0]
@@ -443,19 +443,19 @@ class Attachment:
                 )
             if self._options.memory_snapshot:
                 sentences.append(f"Snapshot: {keep_snapshot(self._writer.folder)}.")
-        except Exception as second:  # memory is short: the first sentence is what matters
-            self.session.problem(f"What filled memory could not be told: {second!r}.")
+        except Exception as second:  # memory is short: the first sentence is the important one
+            self.session.problem(f"The memory use at the failure is unknown: {second!r}.")
         return " ".join(sentences)
 
     def _conclude(self, *, show: bool) -> None:
-        """Wait a little for the other ranks' files, sum the run up, print the verdict."""
+        """Wait briefly for the other ranks' files, write the summary, print the verdict."""
         if not (self.folder.path / MANIFEST_FILE).exists():
-            return  # the disk failed, which has been said
+            return  # a disk error, reported before
         try:
             self._wait_for_other_ranks()
             compact_run(self.folder.path, max_bytes=MAX_BYTES_AT_END)
         except Exception as error:
-            warn(f"the run could not be summed up: {error}")
+            warn(f"the run could not be summarized: {error}")
             return
         if show and self.session.step > 0:
             emulation = self._emulation
@@ -476,7 +476,7 @@ def _is_clean_exit(error: BaseException) -> bool:
 
 
 def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that JSON knows stay; everything else is kept as text."""
+    """Keep JSON values; convert all other values to text."""
 
     def plain(value: Any) -> Any:
         if value is None or isinstance(value, (bool, int, float, str)):

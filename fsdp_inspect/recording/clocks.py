@@ -6,18 +6,19 @@ a stream. The recorder reads it a step or more later, when the event has complet
 synchronises after attach.
 
 [Note: Device time on the host clock]
-The reference is not an event on the compute stream, which would run late by as much as the host
-is ahead, but one on an otherwise idle stream: one at attach (synchronised once), and one more at
-each step (`CudaClock.advance`). Each such *anchor* bounds the offset between the two clocks from
-both sides. An event cannot run before the host records it, and it has run when a query says so:
+An event on the compute stream is no usable reference: it runs late by as much as the host is ahead.
+The reference is an event on an otherwise idle stream: one at attach (synchronised once), and one
+more at each step (`CudaClock.advance`). Each such *anchor* bounds the offset between the two clocks
+from both sides. An event cannot run before the host records it, and it has run when a query
+reports it complete:
 
     host time before record - device time  <=  offset  <=  host time after the query - device time
 
 The clock keeps the best bound of each side. A bound loosens with time by `_DRIFT_RATIO`, the
-largest difference in rate between the two clocks that is allowed for. The lower bound is the
-estimate, because an idle stream runs an event within microseconds. The distance between the
-bounds is the uncertainty that holds now. It grows where the idle stream shares its hardware queue
-with a busy one (`CUDA_DEVICE_MAX_CONNECTIONS=1`) and each anchor runs late.
+largest assumed difference in rate between the two clocks. The lower bound is the estimate, because
+an idle stream runs an event within microseconds. The distance between the bounds is the current
+uncertainty. It grows where the idle stream shares its hardware queue with a busy one
+(`CUDA_DEVICE_MAX_CONNECTIONS=1`) and each anchor runs late.
 
 A mark is read against the anchor before it, which keeps the elapsed time short: `elapsed_time` is
 a float32 of milliseconds, exact to 60 ns at one second but to 8 µs at 100 s.
@@ -33,19 +34,19 @@ _DRIFT_RATIO = 20e-6
 """Largest difference in rate between the clocks of host and device. Quartz oscillators are
 specified to tens of parts per million."""
 _PAUSE_S = 0.0005
-"""Time between two looks at events that have not completed, at the end of a recording."""
+"""Time between two queries of events that have not completed, at the end of a recording."""
 
 
 class Clock(Protocol):
-    """What the recorder asks of a clock. `Any` marks are `int` (host) or `CudaMark`."""
+    """The clock interface of the recorder. `Any` marks are `int` (host) or `CudaMark`."""
 
     name: str
     immediate: bool
-    """Whether a mark is its own time: nothing has to be read later."""
+    """Whether a mark is the time itself, so that nothing is read later."""
 
     @property
     def mark(self) -> Callable[..., Any]:
-        """Call it to take a mark on the current stream or, on a device, on the stream given."""
+        """Take a mark on the current stream or, on a device, on the given stream."""
         ...
 
     def current_stream(self) -> Any:
@@ -53,7 +54,7 @@ class Clock(Protocol):
         ...
 
     def ready(self, mark: Any) -> bool:
-        """Whether `read` can answer without waiting."""
+        """Whether `read` returns without waiting."""
         ...
 
     def read(self, mark: Any) -> int:
@@ -65,25 +66,25 @@ class Clock(Protocol):
         ...
 
     def advance(self) -> None:
-        """Note the end of a step: the clock re-anchors itself."""
+        """End a step: the clock takes a new anchor."""
         ...
 
     def release(self, mark: Any) -> None:
-        """Drop a mark that nobody will read."""
+        """Drop a mark that is never read."""
         ...
 
     def pause(self) -> None:
-        """Let the device go on for a moment; only at the end of a recording."""
+        """Sleep while the device continues; only at the end of a recording."""
         ...
 
     @property
     def uncertainty_ns(self) -> int:
-        """How far a time that is read now may lie from the host clock."""
+        """Largest error of a time that is read now, relative to the host clock."""
         ...
 
 
 class HostClock:
-    """The main thread's own clock: for CPU runs, where a call returns when its work is done."""
+    """The clock of the main thread, for CPU runs: a call returns when its work is done."""
 
     name = "host"
     immediate = True
@@ -91,7 +92,7 @@ class HostClock:
     mark = staticmethod(time.perf_counter_ns)
 
     def current_stream(self) -> None:
-        """There are no streams on CPU."""
+        """Return None: CPU has no streams."""
         return
 
     def ready(self, mark: int) -> bool:
@@ -107,10 +108,10 @@ class HostClock:
         return time.perf_counter_ns()
 
     def advance(self) -> None:
-        """Nothing to anchor."""
+        """Do nothing: the host clock needs no anchor."""
 
     def release(self, mark: int) -> None:
-        """A number needs no release."""
+        """Do nothing: a number needs no release."""
 
     def pause(self) -> None:
         """Sleep for half a millisecond."""
@@ -145,7 +146,7 @@ class EventBackend(Protocol):
         ...
 
     def new_stream(self) -> Any:
-        """A stream that nobody else uses."""
+        """A new stream that no other code uses."""
         ...
 
     def host_ns(self) -> int:
@@ -153,7 +154,7 @@ class EventBackend(Protocol):
         ...
 
     def pause(self, seconds: float) -> None:
-        """Hold the host while the device goes on."""
+        """Block the host while the device continues."""
         ...
 
 
@@ -216,13 +217,13 @@ class _Anchor:
         self.device_ns: int | None = None
         """Device time since the first anchor, once known."""
         self.num_marks = 0
-        """Marks that have yet to be read against it."""
+        """Number of unread marks that refer to this anchor."""
         self.is_followed = False
-        """Whether the device time of the next anchor is known, which is read against this one."""
+        """Whether the next anchor's device time, which is relative to this anchor, is known."""
 
 
 class CudaMark:
-    """An event on a stream, the anchor before it, and its time once it was read."""
+    """An event on a stream, the anchor before it, and its time once read."""
 
     __slots__ = ("anchor", "event", "host_ns", "read_ns")
 
@@ -250,14 +251,14 @@ class CudaClock:
         first.device_ns = 0
         self._anchor = first
         self._unseen: _Anchor | None = None
-        """The newest anchor while no query has found it complete."""
+        """The newest anchor, until a query reports it complete."""
         self._lower_ns, self._lower_at_ns = first.host_ns, first.host_ns
         """The lower bound of the offset, and the host time at which it held."""
         self._upper_ns = self._upper_at_ns = backend.host_ns()
-        """The upper bound, likewise."""
+        """The upper bound of the offset, and the host time at which it held."""
 
     def mark(self, stream: Any = None) -> CudaMark:
-        """Record a pooled event on the stream; None: the current one."""
+        """Record a pooled event on the stream; None means the current stream."""
         backend = self._backend
         event = self._new_event()
         backend.record(event, backend.current_stream() if stream is None else stream)
@@ -279,7 +280,7 @@ class CudaClock:
         return anchored and self._backend.query(mark.event)
 
     def read(self, mark: CudaMark) -> int:
-        """The mark's time; its event goes back to the pool on the first call."""
+        """The mark's time; the first call returns its event to the pool."""
         if mark.read_ns is None:
             anchor = mark.anchor
             assert anchor is not None
@@ -290,7 +291,7 @@ class CudaClock:
         return mark.read_ns
 
     def release(self, mark: CudaMark) -> None:
-        """Give the event of a mark back to the pool; does nothing the second time."""
+        """Return a mark's event to the pool; a second call does nothing."""
         anchor, event = mark.anchor, mark.event
         mark.event = mark.anchor = None
         if anchor is None:
@@ -304,32 +305,32 @@ class CudaClock:
         return self._backend.host_ns()
 
     def advance(self) -> None:
-        """Record the next anchor on the idle stream; the one before becomes readable."""
+        """Record the next anchor on the idle stream; the previous anchor becomes readable."""
         anchor = _Anchor(self._new_event(), self._backend.host_ns(), self._anchor)
         self._backend.record(anchor.event, self._idle_stream)
         self._anchor = self._unseen = anchor
 
     def pause(self) -> None:
-        """Hold the host for half a millisecond."""
+        """Block the host for half a millisecond."""
         self._backend.pause(_PAUSE_S)
 
     @property
     def uncertainty_ns(self) -> int:
-        """The distance between the two bounds of the offset, as it is now."""
+        """The current distance between the two bounds of the offset."""
         now = self._backend.host_ns()
         loosened = (now - self._lower_at_ns) + (now - self._upper_at_ns)
         width = self._upper_ns - self._lower_ns + round(loosened * _DRIFT_RATIO)
         return max(width, 0)
 
     def _new_event(self) -> Any:
-        # One call that either takes an event or raises: other threads use the pool, too.
+        # One call either takes an event or raises: other threads use the pool too.
         try:
             return self._pool.pop()
         except IndexError:
             return self._backend.new_event()
 
     def _look_for_anchor(self) -> None:
-        """Bound the offset from above once the newest anchor is found complete."""
+        """Bound the offset from above once a query reports the newest anchor complete."""
         anchor = self._unseen
         if anchor is None or not self._backend.query(anchor.event):
             return
@@ -340,13 +341,13 @@ class CudaClock:
         self._upper_ns, self._upper_at_ns = min(bound, loosened), now
 
     def _tighten_lower(self, anchor: _Anchor, device_ns: int) -> None:
-        """Use an anchor's bound unless an earlier one is better even after the drift."""
+        """Use an anchor's bound unless an earlier bound is tighter even after the drift."""
         bound = anchor.host_ns - device_ns
         loosened = self._lower_ns - round((anchor.host_ns - self._lower_at_ns) * _DRIFT_RATIO)
         self._lower_ns, self._lower_at_ns = max(bound, loosened), anchor.host_ns
 
     def _device_ns(self, anchor: _Anchor) -> int:
-        """Device time of an anchor since the first one; anchors before it get theirs on the way."""
+        """Device time of an anchor since the first one; also reads the anchors before it."""
         unknown = []
         while anchor.device_ns is None:
             unknown.append(anchor)
@@ -367,7 +368,7 @@ class CudaClock:
         return anchor.device_ns
 
     def _recycle(self, anchor: _Anchor) -> None:
-        """Give an anchor's event back to the pool once nothing will be read against it."""
+        """Return an anchor's event to the pool once no mark refers to it."""
         if anchor.is_followed and anchor.num_marks == 0 and anchor.event is not None:
             self._pool.append(anchor.event)
             anchor.event = None

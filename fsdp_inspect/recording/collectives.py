@@ -1,8 +1,8 @@
-"""When does each FSDP collective run? Communication objects that time the ones they replace.
+"""Time FSDP's collectives by replacing the units' communication objects.
 
-torch lets a unit's all-gather and reduce-scatter be replaced through public setters. What is
-installed here is an instance of a subclass of the class that was there, sharing its attributes:
-torch's own isinstance checks, and setters called later, go on working.
+Public setters of torch replace a unit's all-gather and reduce-scatter. The recorder installs an
+instance of a subclass of the original class that shares the original's attributes. Torch's
+isinstance checks and later calls of the setters therefore still work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.emulation.network import Transfer
     from fsdp_inspect.recording.session import Session
 
-# Looked up once, for the hot path: see `unit_hooks`.
+# Looked up once for the hot path: see `unit_hooks`.
 _MEASURED, _INFERRED, _HOST_BLOCKING = Method.MEASURED, Method.INFERRED, Method.HOST_BLOCKING
 _HOST_STREAM = Stream.HOST
 _WAIT_OF = {int(kind): int(wait) for kind, wait in WAIT_OF.items()}
@@ -37,7 +37,7 @@ _LATEST_END, _MEMORY_STEP = int(EventFlag.LATEST_END), int(EventFlag.MEMORY_STEP
 
 
 class Communication:
-    """One collective on its way from issue to the moment somebody needs it."""
+    """One collective between its issue and its need."""
 
     __slots__ = (
         "bytes",
@@ -83,15 +83,15 @@ class Communication:
         self.end: Any = None
         self.need: Any = NOT_NEEDED
         self.transfer: Transfer | None = None
-        """Its course on an emulated link, in host time; None on a real network and on CUDA."""
+        """Its times on an emulated link, in host time; None on a real network and on CUDA."""
         self.wait: tuple[Any, Any] | None = None
-        """When the compute stream stood still for it: from, to."""
+        """When the compute stream waited for it: begin, end."""
         self.was_written = False
 
     def begin(
         self, session: Session, message: torch.Tensor, group: dist.ProcessGroup, start: Any
     ) -> None:
-        """Note what is sent and when: `start` is a mark taken right before the collective."""
+        """Note the message and the start: `start` is a mark taken right before the collective."""
         self.bytes = message.nbytes
         self.dtype = dtype_code(message.dtype)
         self.group, self.sequence = session.process_groups.issue(group)
@@ -99,23 +99,23 @@ class Communication:
         self.issue_ns = host_ns_of(start)
 
     def block_host(self) -> None:
-        """It was synchronous on the host: needed from the start, and waited for until the end."""
+        """Note that it blocked the host: needed from its start, waited for until its end."""
         self.method = _HOST_BLOCKING
         self.stream = _HOST_STREAM
         self.need = self.start
         self.wait = (self.start, self.end)
 
     def follow(self, transfer: Transfer) -> None:
-        """It runs on an emulated link, whose times stand in place of our marks."""
+        """Take its times from an emulated link instead of the recorder's marks."""
         self.transfer = transfer
         self.issue_ns = transfer.issue_ns
         self.start, self.end = transfer.start_ns, transfer.end_ns
 
     def needed(self, begin: Any) -> Any:
-        """The compute stream waits for it from `begin`, or from when the emulation saw it wait.
+        """Note that the compute stream waits for it from `begin`; emulation may correct `begin`.
 
         Returns:
-            When that wait ended.
+            The end of that wait.
         """
         if self.transfer is not None and self.transfer.need_ns >= 0:
             begin = self.transfer.need_ns
@@ -124,12 +124,12 @@ class Communication:
         return end
 
     def need_from(self, start: Any, end: Any) -> None:
-        """The compute stream stood still for it between these two marks."""
+        """Note that the compute stream waited for it between these two marks."""
         self.need = start
         self.wait = (start, end)
 
     def write(self, session: Session) -> None:
-        """Add its row, and the row of the wait for it if there was one."""
+        """Write its row, and the row of the wait for it if there was one."""
         self.was_written = True
         session.journal.add(
             (
@@ -171,13 +171,13 @@ class Communication:
 
 
 class TimedWork(dist.Work):
-    """The handle of an asynchronous collective, which notes when the host waited for it.
+    """The handle of an asynchronous collective that records when the host waits for it.
 
-    On CPU the end of the collective is the completion of its future. On CUDA nothing marks the
-    end: the collective runs on a stream of its process group. The end of the wait stands in for
-    it, which is exact where the compute stream waited and too late where the collective was
-    hidden. Such a collective is inferred and flagged `LATEST_END`: its duration is an upper bound,
-    and nothing that measures the network uses it.
+    On CPU the collective ends when its future completes. On CUDA no event marks the end: the
+    collective runs on a stream of its process group. The recorder takes the end of the wait
+    instead. That end is exact where the compute stream waited, and too late where the collective
+    was hidden. Such a collective is inferred and flagged `LATEST_END`: its duration is an upper
+    bound, and no network measurement uses it.
     """
 
     def __init__(self, inner: dist.Work, session: Session, communication: Communication) -> None:
@@ -196,7 +196,7 @@ class TimedWork(dist.Work):
             inner.get_future().add_done_callback(done)
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        """Wait as the original does, between two marks on the compute stream."""
+        """Wait as the original handle does, between two marks on the compute stream."""
         clock, communication = self._session.clock, self._communication
         before = clock.mark()
         result = self._inner.wait(*args, **kwargs)
@@ -220,30 +220,30 @@ _OWN_OF_TIMED_WORK = frozenset(
 
 
 class CollectiveHooks(Protocol):
-    """What one unit records of its collectives; `UnitHooks` does."""
+    """The callbacks for a unit's collectives; `UnitHooks` implements them."""
 
     def all_gather(
         self, collective: Callable[[], Any], output: torch.Tensor, group: dist.ProcessGroup
     ) -> Any:
-        """Run the unit's all-gather and note its course; returns what the original returned."""
+        """Run and time the unit's all-gather; returns the original result."""
 
     def gather_allocated(self, buffer: torch.Tensor) -> None:
-        """The all-gather's output buffer was allocated."""
+        """The output buffer of the all-gather was allocated."""
 
     def reduce_scatter(
         self, collective: Callable[[], Any], message: torch.Tensor, group: dist.ProcessGroup
     ) -> Any:
-        """Run the unit's reduce-scatter and note its course."""
+        """Run and time the unit's reduce-scatter; returns the original result."""
 
     def before_reduce_allocation(self) -> None:
-        """The reduce-scatter's input, then its output, is about to be allocated."""
+        """The input or the output of the reduce-scatter is about to be allocated."""
 
     def reduce_allocated(self, buffer: torch.Tensor) -> None:
         """A buffer of the reduce-scatter was allocated."""
 
 
 def recorded_all_gather(inner: Any, hooks: CollectiveHooks) -> Any:
-    """An all-gather object like `inner` whose calls are timed by `hooks`."""
+    """Return an all-gather object like `inner` whose calls `hooks` times."""
     base = type(inner)
 
     def call(
@@ -273,7 +273,7 @@ def recorded_all_gather(inner: Any, hooks: CollectiveHooks) -> Any:
 
 
 def recorded_reduce_scatter(inner: Any, hooks: CollectiveHooks) -> Any:
-    """A reduce-scatter object like `inner` whose calls are timed by `hooks`."""
+    """Return a reduce-scatter object like `inner` whose calls `hooks` times."""
     base = type(inner)
 
     def call(
@@ -306,7 +306,7 @@ def recorded_reduce_scatter(inner: Any, hooks: CollectiveHooks) -> Any:
 
 
 def run_inside_collective(session: Session, collective: Callable[[], Any]) -> Any:
-    """Call it so that the collectives it makes of its own are not recorded a second time."""
+    """Call a collective without recording the inner collectives that it issues."""
     session.collective_depth += 1
     try:
         return collective()
@@ -315,12 +315,12 @@ def run_inside_collective(session: Session, collective: Callable[[], Any]) -> An
 
 
 def is_recorded(comm: object) -> bool:
-    """Whether a communication object is one of ours."""
+    """Whether the recorder made this communication object."""
     return getattr(type(comm), "_fsdp_inspect_inner", None) is not None
 
 
 def unrecorded(comm: Any) -> Any:
-    """The object that one of ours stands for."""
+    """The original object that a recorder's communication object replaces."""
     return type(comm)._fsdp_inspect_inner
 
 
@@ -334,13 +334,13 @@ def _like(inner: Any, methods: dict[str, Any]) -> Any:
 
 
 def close_unwaited(session: Session, communication: Communication) -> None:
-    """Write a collective whose result no unit used, unless it was written before."""
+    """Write a collective whose result no unit used, unless it is already written."""
     if communication.was_written:
         return
     if communication.end is None:
         session.problem(
-            "An asynchronous all-gather was never waited for: its end is unknown and it is left "
-            "out."
+            "An asynchronous all-gather was never waited for: its end is unknown and it is not "
+            "recorded."
         )
         return
     communication.flags |= _UNUSED

@@ -1,20 +1,20 @@
 """Sample the machine from a background thread while training runs.
 
 Host: this process's memory and CPU time, how long the training thread waited for a core, the
-machine's memory. GPU: what NVML says about the device that this process computes on. Whatever
-cannot be read is -1 in the rows and one sentence in `DeviceSampler.problems`; nothing is ever
-raised into the training.
+machine's memory. GPU: NVML's readings of the device that this process computes on. A value that
+cannot be read is -1 in the rows and one sentence in `DeviceSampler.problems`. The sampler never
+raises into the training.
 
 [Note: MIG]
-A process that computes on a MIG instance sees it as a GPU of its own. NVML knows the instance by
-its UUID (`MIG-...`, as CUDA_VISIBLE_DEVICES has it) and reports its memory. NVML has no
-utilisation, power, clock, NVLink or PCIe readings of an instance, and those of the GPU would count
-other instances too, so they stay missing. CUDA gives a process one instance only.
+A process that computes on a MIG instance sees it as a GPU of its own. NVML finds the instance by
+its UUID (`MIG-...`, as in CUDA_VISIBLE_DEVICES) and reports its memory. NVML has no utilisation,
+power, clock, NVLink or PCIe readings of an instance, and the GPU's readings would include other
+instances, so they are missing. CUDA gives a process one instance only.
 
-`properties.uuid` of torch is `cudaDeviceProp.uuid`, which may be the UUID of the GPU or that of the
+torch's `properties.uuid` is `cudaDeviceProp.uuid`, which may be the UUID of the GPU or of the
 instance: the CUDA documentation promises the latter only for `cuDeviceGetUuid_v2`. Both are tried.
-Where all that is found is a GPU in MIG mode, its only instance is taken. If there are several, none
-is sampled.
+If both lead to a GPU in MIG mode, the sampler takes its only instance. If there are several
+instances, it samples none.
 """
 
 import os
@@ -32,21 +32,21 @@ from fsdp_inspect.trace.tables import MISSING_INT, DeviceTable
 _STOP_TIMEOUT_S = 2.0
 """How long `stop` waits for a reading that hangs in a driver."""
 _MAX_FAILURES = 3
-"""A reading that failed so often in a row is not tried again."""
+"""A reading that fails this many times in a row is not tried again."""
 _ALL_LINKS = 0xFFFFFFFF
 """The NVLink scope that sums over all links (nvml.h: "a scopeId of UINT_MAX")."""
 
 Reading = Callable[[], Mapping[str, int]]
-"""Columns of `DeviceTable` that one question to the machine answers."""
+"""Columns of `DeviceTable` from one call to the system."""
 
 
 class DeviceSampler:
-    """Appends one row of `DeviceTable` every `interval_s`, one at the start and one at the end.
+    """Appends one row of `DeviceTable` every `interval_s`, plus one at the start and at the end.
 
     Args:
-        append: Takes a row, a tuple in the table's column order; called from the thread.
+        append: Takes a row, a tuple in the table's column order; the sampler thread calls it.
         interval_s: Seconds between samples.
-        cuda_index: torch's index of the GPU to sample; None: the training runs on CPU.
+        cuda_index: torch's index of the GPU to sample; None for training on CPU.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class DeviceSampler:
         self._training_thread = -1
         self._probes: list[_Probe] = []
         self.problems: list[str] = []
-        """What could not be sampled and why, one sentence each."""
+        """Readings that could not be sampled, with the reason; one sentence each."""
 
     def start(self) -> None:
-        """Begin sampling, called by the thread that trains; a second call does nothing."""
+        """Begin sampling; call it from the training thread. A second call does nothing."""
         if self._thread is not None:
             return
         self._pid = os.getpid()
@@ -77,13 +77,13 @@ class DeviceSampler:
             try:
                 self._identity = identify_gpu(self._cuda_index)
             except Exception as error:
-                self._note(f"The GPU is not sampled: torch does not describe it ({error}).")
+                self._note(f"The GPU is not sampled: torch cannot describe the device ({error}).")
         self._thread = threading.Thread(target=self._run, name="fsdp-inspect-devices", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Take a last sample and end the thread; does nothing in a forked child."""
-        # The thread is not in the child, and a lock it held at the fork stays locked there.
+        # The child has no such thread, and a lock it held at the fork stays locked in the child.
         if self._thread is None or os.getpid() != self._pid:
             return
         self._stop.set()
@@ -118,10 +118,10 @@ class DeviceSampler:
 
 @dataclass(frozen=True, slots=True)
 class GpuIdentity:
-    """Which GPU torch's index means, in terms that hold whatever CUDA_VISIBLE_DEVICES hides."""
+    """Identifies torch's GPU for NVML, whatever CUDA_VISIBLE_DEVICES hides."""
 
     uuids: tuple[str, ...]
-    """With the prefix `GPU-` or `MIG-`, in the order in which NVML is asked for them."""
+    """With the prefix `GPU-` or `MIG-`, in the order of the NVML look-ups."""
     pci_bus_id: str | None
     """`domain:bus:device.function`, hexadecimal."""
     nvml_index: int
@@ -129,7 +129,7 @@ class GpuIdentity:
 
 
 def identify_gpu(cuda_index: int) -> GpuIdentity:
-    """What torch knows about a GPU by which NVML can find it.
+    """Collect torch's properties of a GPU by which NVML can find it.
 
     Raises:
         AssertionError: There is no such device (raised by torch).
@@ -149,7 +149,7 @@ def identify_gpu(cuda_index: int) -> GpuIdentity:
 
 
 def _pci_bus_id(properties: Any) -> str | None:
-    """NVML's spelling of a PCI address; None where torch (before 2.8) does not tell it."""
+    """The PCI address in NVML's format; None where torch (before 2.8) does not report it."""
     try:
         domain, bus = properties.pci_domain_id, properties.pci_bus_id
         return f"{domain:08x}:{bus:02x}:{properties.pci_device_id:02x}.0"
@@ -169,7 +169,7 @@ def _visible_index(cuda_index: int) -> int:
 
 
 class _Probe:
-    """One question to the machine, asked until it proves to have no answer."""
+    """One reading from the system; disabled after repeated failures."""
 
     def __init__(self, subject: str, read: Reading) -> None:
         self._subject = subject
@@ -177,7 +177,7 @@ class _Probe:
         self._failures = 0
 
     def ask(self, note: Callable[[str], None]) -> Mapping[str, int]:
-        """The answer; empty when there is none."""
+        """The columns of the reading; empty if it failed."""
         if self._failures >= _MAX_FAILURES:
             return {}
         try:
@@ -185,7 +185,7 @@ class _Probe:
         except Exception as error:
             self._failures += 1
             if self._failures == _MAX_FAILURES:
-                note(f"{self._subject} cannot be read here: {error}.")
+                note(f"{self._subject} cannot be read on this machine: {error}.")
             return {}
         self._failures = 0
         return answer
@@ -203,8 +203,8 @@ def _open_host(training_thread: int, note: Callable[[str], None]) -> list[_Probe
         import psutil
     except ImportError:
         note(
-            "Host memory is not sampled: psutil is not installed. "
-            "Install it with `pip install fsdp-inspect[record]`."
+            "Host memory is not sampled: the package psutil is missing. Install it with "
+            "`pip install fsdp-inspect[record]`."
         )
         return probes
     process = psutil.Process()
@@ -214,7 +214,7 @@ def _open_host(training_thread: int, note: Callable[[str], None]) -> list[_Probe
 
     def read_host_memory() -> Mapping[str, int]:
         memory = psutil.virtual_memory()
-        # "Used" as what a new process could not get: caches that would be dropped are not in it.
+        # Used = total - available, because a new process can reclaim droppable caches.
         return {
             "host_memory_used": memory.total - memory.available,
             "host_memory_total": memory.total,
@@ -228,15 +228,15 @@ def _open_host(training_thread: int, note: Callable[[str], None]) -> list[_Probe
 
 
 def _read_run_delay(scheduled: Path) -> Mapping[str, int]:
-    """Of a thread's `schedstat`: time on a core, time ready without one (ns), slices (proc(5))."""
+    """A thread's `schedstat`: time on a core, time ready without one (ns), slices (proc(5))."""
     return {"run_delay_ns": int(scheduled.read_text().split()[1])}
 
 
 class _CpuShare:
     """CPU time of all threads of this process since the last call, in percent of one core.
 
-    Child processes (data loader workers) are not in it: finding them means reading the whole
-    process table at each sample.
+    Child processes (data loader workers) are not included: finding them requires reading the
+    whole process table at each sample.
     """
 
     def __init__(self) -> None:
@@ -245,7 +245,7 @@ class _CpuShare:
     def __call__(self) -> Mapping[str, int]:
         cpu_ns, wall_ns = time.process_time_ns(), time.perf_counter_ns()
         cpu_before, wall_before = self._before
-        if wall_ns - wall_before < 1_000_000:  # too short to say anything (the first sample)
+        if wall_ns - wall_before < 1_000_000:  # too short to measure (the first sample)
             return {}
         self._before = cpu_ns, wall_ns
         return {"process_cpu_pct": round(100 * (cpu_ns - cpu_before) / (wall_ns - wall_before))}
@@ -261,19 +261,19 @@ def _open_gpu(
         import pynvml
     except ImportError:
         note(
-            "The GPU is not sampled: the NVML bindings are not installed. "
-            "Install them with `pip install fsdp-inspect[record]`."
+            "The GPU is not sampled: the NVML bindings are missing. Install them with "
+            "`pip install fsdp-inspect[record]`."
         )
         return None, []
     try:
         pynvml.nvmlInit()
     except Exception as error:
-        note(f"The GPU is not sampled: NVML does not start here ({error}).")
+        note(f"The GPU is not sampled: NVML failed to start ({error}).")
         return None, []
     try:
         handle = _find_gpu(pynvml, identity)
     except Exception as error:
-        note(f"The GPU is not sampled: NVML does not know {identity} ({error}).")
+        note(f"The GPU is not sampled: NVML found no {identity} ({error}).")
         return pynvml, []
     try:
         instance = _mig_instance(pynvml, handle)
@@ -283,22 +283,22 @@ def _open_gpu(
     if instance is None:
         return pynvml, _gpu_probes(pynvml, handle)
     note(
-        f"The GPU is the MIG instance {_uuid_of(pynvml, instance)}: its memory is sampled. Its "
-        "utilisation, power, clock, NVLink and PCIe traffic are missing, since NVML does not "
+        f"The GPU is the MIG instance {_uuid_of(pynvml, instance)}: only its memory is sampled. "
+        "Utilisation, power, clock, NVLink and PCIe traffic are missing, because NVML does not "
         "report them for an instance."
     )
     return pynvml, [_memory_probe(pynvml, instance)]
 
 
 class _UnknownInstanceError(Exception):
-    """The GPU is in MIG mode, and nothing says which of its instances is meant."""
+    """The GPU is in MIG mode, and its instance in use is unknown."""
 
 
 def _mig_instance(nvml: Any, handle: Any) -> Any:
-    """The MIG instance that a handle stands for; None: it is a whole GPU.
+    """The MIG instance of a handle; None if the handle is a whole GPU.
 
     Raises:
-        _UnknownInstanceError: It is a GPU in MIG mode with several instances, or none.
+        _UnknownInstanceError: The GPU is in MIG mode and has several instances, or none.
     """
     if _is_true(nvml, lambda: nvml.nvmlDeviceIsMigDeviceHandle(handle)):
         return handle
@@ -308,8 +308,8 @@ def _mig_instance(nvml: Any, handle: Any) -> Any:
     if len(instances) == 1:
         return instances[0]
     raise _UnknownInstanceError(
-        f"The GPU is not sampled: it is in MIG mode with {len(instances)} instances, and which of "
-        "them is in use is unknown. Set CUDA_VISIBLE_DEVICES to the full UUID of the instance "
+        f"The GPU is not sampled: it is in MIG mode with {len(instances)} instances, and the "
+        "instance in use is unknown. Set CUDA_VISIBLE_DEVICES to the full UUID of the instance "
         "(MIG-..., as `nvidia-smi -L` shows it)."
     )
 
@@ -319,13 +319,13 @@ def _instances_of(nvml: Any, handle: Any) -> list[Any]:
     for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         try:
             instances.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place))
-        except nvml.NVMLError:  # places may be empty
+        except nvml.NVMLError:  # an index may be empty
             continue
     return instances
 
 
 def _is_true(nvml: Any, ask: Callable[[], Any]) -> bool:
-    """NVML's answer to yes or no; no where the GPU or the driver does not know MIG."""
+    """NVML's yes-or-no answer; False where the GPU or the driver does not support MIG."""
     try:
         answer = ask()
     except nvml.NVMLError:
@@ -341,7 +341,7 @@ def _uuid_of(nvml: Any, handle: Any) -> str:
 
 
 def _find_gpu(nvml: Any, identity: GpuIdentity) -> Any:
-    """NVML's handle, by the first of UUID, PCI address and index that NVML knows."""
+    """NVML's handle: the first of UUID, PCI address and index that NVML accepts."""
     for uuid in identity.uuids:
         try:
             return nvml.nvmlDeviceGetHandleByUUID(uuid)
@@ -371,7 +371,7 @@ def _gpu_probes(nvml: Any, handle: Any) -> list[_Probe]:
         }
 
     def read_pcie() -> Mapping[str, int]:
-        # In kB/s, over the last 20 ms; each call takes that long, asleep and without the GIL.
+        # In kB/s, over the last 20 ms; each call sleeps that long without the GIL.
         sent = nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_TX_BYTES)
         received = nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES)
         return {"pcie_tx_bytes_per_s": 1000 * sent, "pcie_rx_bytes_per_s": 1000 * received}

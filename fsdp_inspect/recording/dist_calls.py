@@ -1,12 +1,12 @@
-"""Time the collectives that FSDP does not issue, by wrapping `torch.distributed`'s functions.
+"""Time the collectives that FSDP does not issue, by wrapping functions of `torch.distributed`.
 
 Gradient clipping, loss reduction, HSDP's all-reduce and tensor parallelism call either the
 functions of `torch.distributed` or the functional collectives that DTensor uses. Both are wrapped
-while a recorder is attached; a script that took a function into its own namespace before that
-(`from torch.distributed import all_reduce`) is not seen.
+while a recorder is attached. A function that the script imported into its own namespace before
+that (`from torch.distributed import all_reduce`) is not recorded.
 
 Inside torch's `_coalescing_manager` a call only queues its tensors. The manager issues all of them
-as one collective when its block ends, and that collective is what is recorded.
+as one collective when its block ends, and the recorder records that collective.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class DistCalls:
     """Times the collectives that do not go through an FSDP unit's communication objects."""
 
     def __init__(self, session: Session, reductions_of: Callable[[int], Reductions]) -> None:
-        """`reductions_of` gives the reductions that torch waits for together with a unit's."""
+        """`reductions_of(unit)` returns the reductions that torch waits for with that unit's."""
         self._session = session
         self._reductions_of = reductions_of
         self._unwaited: dict[int, Communication] = {}
-        """Functional collectives on their way, by the address of their result."""
+        """Functional collectives in flight, by the address of their result."""
         self._coalesced: list[tuple[EventKind, list[torch.Tensor], Any]] | None = None
         """Kind, tensors and group of the calls that the open coalescing manager has queued."""
 
     def attach(self, patches: Patches) -> None:
-        """Wrap every function that this torch has."""
+        """Wrap every supported function that this torch version has."""
         for name, (kind, argument) in {**FUNCTIONS, **POINT_TO_POINT}.items():
             original = getattr(dist, name, None)
             if original is None:
@@ -74,7 +74,7 @@ class DistCalls:
             patches.set_attribute(c10d, "_coalescing_manager", self._wrap_manager(manager))
 
     def end_step(self) -> None:
-        """Forget functional collectives of earlier steps: nobody will wait for them now."""
+        """Drop functional collectives of earlier steps: no later call waits for them."""
         stale = [
             address
             for address, communication in self._unwaited.items()
@@ -83,17 +83,17 @@ class DistCalls:
         for address in stale:
             del self._unwaited[address]
             self._session.problem(
-                "A functional collective was never waited for: its end is unknown and it is "
-                "left out."
+                "A functional collective was never waited for: its end is unknown and it is not "
+                "recorded."
             )
 
     def _is_passing(self) -> bool:
-        """Whether this call is not ours to record."""
+        """Whether to call the original function without recording it."""
         session = self._session
         return not session.active or session.collective_depth > 0 or torch.compiler.is_compiling()
 
     def _begin(self, kind: EventKind, message: Any, group: Any) -> Communication | None:
-        """Note the issue of a collective; None when this rank is not part of it."""
+        """Note the issue of a collective; None if this rank is not in its group."""
         group = group or dist.group.WORLD
         if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
             return None
@@ -168,7 +168,7 @@ class DistCalls:
         return recorded
 
     def _begin_coalesced(self) -> Communication | None:
-        """Note the issue of what the manager has queued; None when it has queued nothing."""
+        """Note the issue of the manager's queued calls; None if there are none."""
         queued = self._coalesced or []
         if not queued:
             return None
@@ -179,7 +179,7 @@ class DistCalls:
         self._issued(communication, manager.works[-1] if manager.works else None)
 
     def _guarded(self, action: Callable[[], Any]) -> Any:
-        """Run something of ours; what it raises ends the recording only."""
+        """Run recorder code; an exception ends the recording only."""
         try:
             return action() if self._session.active else None
         except Exception as error:
@@ -201,14 +201,14 @@ class DistCalls:
         elif communication.unit != NO_UNIT:
             self._reductions_of(communication.unit).all_reduces.append(communication)
             return
-        else:  # the calling stream itself waits for the collective
+        else:  # the issuing stream itself waits for the collective
             communication.need_from(communication.start, communication.end)
         communication.write(session)
 
     def _issued_emulated(
         self, communication: Communication, transfer: Transfer, result: Any
     ) -> None:
-        """Its course is known at once, and who waits for it: FSDP later, or the caller here."""
+        """Record an emulated collective: its times are known; FSDP or this caller waits for it."""
         communication.follow(transfer)
         if communication.unit != NO_UNIT:
             self._reductions_of(communication.unit).all_reduces.append(communication)
@@ -220,13 +220,13 @@ class DistCalls:
         communication.write(self._session)
 
     def _issued_async(self, communication: Communication, work: dist.Work) -> None:
-        """An asynchronous call of the script: its end is known on CPU, through its future."""
+        """Record an asynchronous call of the script: on CPU its future marks the end."""
         session = self._session
         communication.flags |= EventFlag.ASYNC
         if not session.on_host:
             session.problem(
-                "Asynchronous collectives of the training script (async_op=True) have no end "
-                "that can be recorded on CUDA; they are left out."
+                "Asynchronous collectives of the training script (async_op=True) are not recorded "
+                "on CUDA: their end cannot be measured there."
             )
             return
         communication.end = completion = Completion()

@@ -1,12 +1,12 @@
-"""How does a script meet many ranks on one device? `python -m fsdp_inspect.emulate`.
+"""Emulate many ranks on one device: `python -m fsdp_inspect.emulate`.
 
     python -m fsdp_inspect.emulate --world-size 64 --bandwidth 50GB/s --latency 20us train.py ARGS
     python -m fsdp_inspect.emulate --preset h200-ib400 --world-size 64 -m pkg.train ARGS
 
-The script runs as rank 0 of N: its `init_process_group` makes torch's fake process group, and
-`RANK`, `WORLD_SIZE` and their kin say what torchrun would have said. Its kernels, its allocator and
-FSDP2's scheduling are real; the network is a model (see `emulation`). The run is recorded as
-`fsdp_inspect.record` does it, and marked emulated.
+The script runs as rank 0 of N. Its `init_process_group` creates torch's fake process group, and
+`RANK`, `WORLD_SIZE` and related variables have the values that torchrun would set. The kernels, the
+allocator and FSDP2's scheduling are real; the network is a model (see `emulation`). The run is
+recorded as by `fsdp_inspect.record`, and marked as emulated.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from fsdp_inspect.recording.launcher import (
 )
 
 _DESCRIPTION = """\
-Run a training script as rank 0 of many ranks that do not exist, and record it.
+Run a training script as rank 0 of many emulated ranks on one device, and record it.
 
-One process, one device: real kernels, memory and scheduling of FSDP2, and a model in place of the
-network. Step time, exposed communication and the memory peak are those of rank 0 of N; the loss
-means nothing, since the other ranks' data and parameters are missing.
+The kernels, the memory and FSDP2's scheduling are real; a model replaces the network. Step time,
+exposed communication and peak memory are those of rank 0 of N. The loss is meaningless, because
+the other ranks' data and parameters are missing.
 """
 
 _EPILOG = """\
@@ -42,32 +42,32 @@ presets:
 examples:
   python -m fsdp_inspect.emulate --world-size 64 --bandwidth 50GB/s --latency 20us train.py
   python -m fsdp_inspect.emulate --preset h200-ib400 --world-size 64 -m pkg.train
-  fsdp-inspect summary runs/<run>        what limits it, in the terminal
+  fsdp-inspect summary runs/<run>        show the result in the terminal
 """
 
 _OPTIONS = {
-    "preset": "links of a real machine: " + ", ".join(PRESETS),
-    "world-size": "how many ranks to be rank 0 of (default: one node of the preset)",
-    "gpus-per-node": "ranks in a node (default: the preset's; 8 with links between nodes)",
+    "preset": "emulate the links of a real machine: " + ", ".join(PRESETS),
+    "world-size": "number of ranks; the script runs as rank 0 (default: one node of the preset)",
+    "gpus-per-node": "ranks per node (default: the preset's; 8 with links between nodes)",
     "bandwidth": "bus bandwidth of a process group inside a node, such as 50GB/s or 400Gbit/s",
-    "latency": "what a collective takes beside that, such as 20us (default: 20us)",
+    "latency": "latency of a collective inside a node, such as 20us (default: 20us)",
     "inter-bandwidth": "bandwidth of one rank's network card, for groups that cross nodes",
-    "inter-latency": "latency of groups that cross nodes",
+    "inter-latency": "latency of a collective of a group that crosses nodes",
 }
 
 
 class EmulationArguments(NamedTuple):
-    """The command line, checked."""
+    """The parsed and validated command line."""
 
     specification: Specification
     recording: LauncherArguments
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a script as rank 0 of N under a recorder; ends as the script ends.
+    """Run a script as rank 0 of N under a recorder; exit as the script exits.
 
     Args:
-        arguments: The command line; None: this process's.
+        arguments: The command line; None means that of this process.
     """
     given = parse_emulation_arguments(sys.argv[1:] if arguments is None else arguments)
     from fsdp_inspect.emulation.process import emulate
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except FsdpInspectError as error:
         say(str(error))
         raise SystemExit(2) from None
-    say(f"emulated: {given.specification}. The network is a model; the loss means nothing.")
+    say(f"emulated: {given.specification}. The network is a model; the loss is meaningless.")
     try:
         launch_script(given.recording)
     finally:
@@ -86,14 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_emulation_arguments(arguments: Sequence[str]) -> EmulationArguments:
-    """Read the launcher's own options; everything from the script's name on is the script's.
+    """Parse the launcher's own options; the script's name and the rest belong to the script.
 
     Args:
         arguments: The command line without the program's name.
 
     Raises:
-        SystemExit: 0 after `--help`; 2 when an option is unknown or impossible, or the script
-            does not exist, with a message on stderr.
+        SystemExit: 0 after `--help`; 2, with a message on stderr, if an option is unknown or
+            invalid or the script does not exist.
     """
     parser = RankParser(
         prog="python -m fsdp_inspect.emulate",

@@ -1,8 +1,8 @@
-"""Where and with what was this run made? Versions, settings, command line, commit, clocks.
+"""Describe the process of a run: versions, settings, command line, commit and clocks.
 
-Only what explains a run is kept, and nothing that looks like a secret: of the environment, the
-variables that change how torch and its backends behave; of the command line, all but the values
-of options that are named like a secret, or that look like one.
+Only what explains a run is stored. Of the environment, that is the variables that change how torch
+and its backends behave. The values of command-line options with a secret's name, and values that
+look like a secret, are masked.
 """
 
 import functools
@@ -23,7 +23,7 @@ from fsdp_inspect.trace.run import ClockPair
 from fsdp_inspect.version import __version__
 
 MASK = "***"
-"""What stands for a secret."""
+"""The replacement of a secret."""
 
 VARIABLES = frozenset(
     {
@@ -43,7 +43,7 @@ VARIABLES = frozenset(
 """Environment variables that change how a step runs."""
 
 VARIABLE_PREFIXES = ("GLOO_", "NCCL_", "TORCH_")
-"""Families of such variables; TORCH_ has TORCH_NCCL_ in it."""
+"""Prefixes of such variables; `TORCH_` includes `TORCH_NCCL_`."""
 
 _GIT_TIMEOUT_S = 5.0
 _CLOCK_READINGS = 16
@@ -73,26 +73,26 @@ _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+\S+")
 _KNOWN_TOKENS = re.compile(
     r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|ya29\.|eyJ)[\w.-]{8,}"
 )
-"""Beginnings by which well-known services mark their tokens."""
+"""Tokens of well-known services, recognized by their prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentDescription:
-    """The parts of a run's manifest that say where and with what it was made."""
+    """The parts of a run's manifest that describe the process and its machine."""
 
     command: list[str]
-    """As it was typed, secrets masked; the interpreter by its name alone."""
+    """The command line with secrets masked; the interpreter without its path."""
     device_name: str
     versions: dict[str, str]
-    """By package or driver; what is not there is not named."""
+    """By package or driver; missing ones have no entry."""
     environment: dict[str, str]
 
 
 def describe_environment(device_type: str | None = None) -> EnvironmentDescription:
-    """What is to be known about this process to understand or repeat its run.
+    """Collect what is needed to understand or repeat this process's run.
 
     Args:
-        device_type: What the training runs on; None: `cuda` where there is one, else `cpu`.
+        device_type: The device type of the training; None means `cuda` if available, else `cpu`.
     """
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -107,18 +107,18 @@ def describe_environment(device_type: str | None = None) -> EnvironmentDescripti
 def find_script_commit() -> str | None:
     """The commit of the training script's folder, with `-dirty` when tracked files differ.
 
-    Runs git, once in a process: for the rank that writes the manifest, not for a thousand.
+    Runs git once per process. Only the rank that writes the manifest calls it.
 
     Returns:
-        None where there is no commit.
+        None if there is no commit.
     """
     return _commit_at_first_look(_script_folder())
 
 
 def read_clock_pair() -> ClockPair:
-    """The monotonic clock of all events (`time.perf_counter_ns`) and the wall clock, together.
+    """Read the monotonic clock of all events (`time.perf_counter_ns`) and the wall clock together.
 
-    The tightest of several readings: a thread may be put to sleep between two clocks.
+    Returns the tightest of several readings: the system may pause a thread between two readings.
     """
     return min(
         (_read_clocks() for _ in range(_CLOCK_READINGS)), key=lambda pair: pair.uncertainty_ns
@@ -126,7 +126,7 @@ def read_clock_pair() -> ClockPair:
 
 
 def select_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those that change how a step runs, sorted by name, secrets masked."""
+    """Select the variables that change how a step runs, sorted by name, with secrets masked."""
     return {
         name: MASK if _names_secret(name) else mask_secrets(value)
         for name, value in sorted(variables.items())
@@ -135,7 +135,7 @@ def select_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def describe_command(arguments: Sequence[str]) -> list[str]:
-    """A command line that may be stored: `--token X`, `--api-key=X` and the like are masked."""
+    """Mask the secrets of a command line: `--token X`, `--api-key=X` and similar options."""
     command = [Path(arguments[0]).name] if arguments else []
     previous_names_secret = False
     for argument in arguments[1:]:
@@ -149,7 +149,7 @@ def describe_command(arguments: Sequence[str]) -> list[str]:
 
 
 def mask_secrets(text: str) -> str:
-    """The text without the secrets in it: assignments to secret names, credentials, tokens."""
+    """Mask assignments to secret names, credentials and tokens in a text."""
     text = _BEARER.sub(rf"\1 {MASK}", text)
     text = _CREDENTIALS_IN_URL.sub(MASK, text)
     text = _KNOWN_TOKENS.sub(MASK, text)
@@ -157,9 +157,9 @@ def mask_secrets(text: str) -> str:
 
 
 def find_commit(folder: Path) -> str | None:
-    """The git commit that a folder is at, `-dirty` appended when tracked files differ from it.
+    """The git commit of a folder, with `-dirty` appended when tracked files differ from it.
 
-    None where there is no repository, no commit, no git, or git is slow.
+    None if there is no repository, no commit or no git, or if git is slow.
     """
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
@@ -179,15 +179,15 @@ def find_commit(folder: Path) -> str | None:
 
 def _mask_assignment(match: re.Match[str]) -> str:
     name, sign, value = match.groups()
-    # `--set=token=X`: the value may be an assignment itself.
+    # `--set=token=X`: the value may itself be an assignment.
     masked = MASK if _names_secret(name) else _ASSIGNMENT.sub(_mask_assignment, value)
     return f"{name}{sign}{masked}"
 
 
 def _names_secret(name: str) -> bool:
-    """Whether an option or variable is named like a secret.
+    """Whether an option or variable has the name of a secret.
 
-    By its last word, so that `--hf-token`, `hub.accessToken` and `--api_key` are, and
+    The last word decides: `--hf-token`, `hub.accessToken` and `--api_key` are secrets;
     `--tokenizer`, `--max-tokens`, `--token-dim` and `--key` are not.
     """
     words = [word.lower() for word in _WORD.findall(name)]
@@ -211,12 +211,12 @@ def _read_clocks() -> ClockPair:
 
 @functools.cache
 def _commit_at_first_look(folder: Path) -> str | None:
-    """The code was loaded at the start: what is checked out later did not make the run."""
+    """Cache the first result: later checkouts do not change the code that was loaded."""
     return find_commit(folder)
 
 
 def _script_folder() -> Path:
-    """The folder of the training script (or module); the working folder when there is none."""
+    """The folder of the training script or module, else the working directory."""
     script = Path(sys.argv[0])
     return script.resolve().parent if script.is_file() else Path.cwd()
 
@@ -229,7 +229,7 @@ def _device_name(device_type: str) -> str:
 
 @functools.cache
 def _cpu_name() -> str:
-    """As the system calls it (`AMD EPYC 9654 96-Core Processor`), else the architecture."""
+    """The system's name of the CPU (`AMD EPYC 9654 96-Core Processor`), else the architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -276,7 +276,7 @@ def _nccl_version() -> str | None:
 
 @functools.cache
 def _driver_version() -> str | None:
-    """NVIDIA's kernel driver; None without one."""
+    """The version of NVIDIA's kernel driver; None without one."""
     if not torch.cuda.is_available():
         return None
     try:
@@ -287,5 +287,5 @@ def _driver_version() -> str | None:
             return str(pynvml.nvmlSystemGetDriverVersion())
         finally:
             pynvml.nvmlShutdown()
-    except Exception:  # an absent driver library, binding or permission: all mean "not known"
+    except Exception:  # the library, the bindings or the permission is missing: unknown
         return None

@@ -1,4 +1,4 @@
-"""Describe where the training stood when it failed and what was filling memory."""
+"""Describe where the training failed and what filled its memory."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from fsdp_inspect.trace.run import Unit
 
 SNAPSHOT_FILE = "memory_snapshot.pickle"
 MAX_HISTORY_ENTRIES = 50_000
-"""Allocations and frees of which a snapshot keeps the history: at a few KB each, some 100 MB."""
-_SNAPSHOT_PROTOCOL = 4  # what torch's memory_viz page reads
+"""Length of a snapshot's history of allocations and frees: a few KB each, about 100 MB."""
+_SNAPSHOT_PROTOCOL = 4  # the pickle protocol that torch's memory_viz page reads
 
 
 class MemoryHistory:
-    """CUDA's record of allocations, which gives a memory snapshot its stacks.
+    """CUDA's history of allocations, which adds Python stacks to a memory snapshot.
 
-    torch's own defaults keep Python and C++ stacks of every allocation without a limit, and an
-    entry takes several KB of host memory. This keeps the Python stacks of the last ones.
+    torch's defaults keep Python and C++ stacks of every allocation without a limit, and an entry
+    takes several KB of host memory. This class keeps the Python stacks of the last
+    `MAX_HISTORY_ENTRIES` only.
     """
 
     def __init__(self) -> None:
         self._is_ours = False
 
     def start(self) -> None:
-        """Begin; does nothing where the training script records a history of its own."""
+        """Begin the history; does nothing if the training script records its own history."""
         if is_history_enabled():
             return
         torch.cuda.memory._record_memory_history(
@@ -44,25 +45,25 @@ class MemoryHistory:
         self._is_ours = True
 
     def stop(self) -> None:
-        """End what `start` began; a second call does nothing."""
+        """End the history that `start` began; a second call does nothing."""
         if self._is_ours:
             self._is_ours = False
             torch.cuda.memory._record_memory_history(None)
 
 
 def is_history_enabled() -> bool:
-    """Whether CUDA records a history of allocations now; False where torch does not say."""
+    """Whether CUDA records a history of allocations now; False if torch does not report it."""
     ask = getattr(torch._C, "_cuda_isHistoryEnabled", None)
     return bool(ask()) if ask is not None else False
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device's, or the host's, memory ran out."""
+    """Whether the error is an out-of-memory of the device or the host."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 def describe_failure(error: BaseException, session: Session, units: Sequence[Unit]) -> str:
-    """What ended the training, in which step, phase and unit, in one sentence."""
+    """Describe the error with its step, phase and unit, in one sentence."""
     unit, phase = session.position()
     place = Phase(phase).label
     if unit >= 0:
@@ -76,10 +77,10 @@ def describe_allocated(
     optimizers: Sequence[torch.optim.Optimizer],
     counters: AllocatorCounters,
 ) -> str:
-    """What is allocated at this moment, by what is known of it, the largest first.
+    """Describe the currently allocated memory by content, largest first.
 
-    Parameters, gradients and optimizer state are counted tensor by tensor (measured); what is left
-    of the allocator's own counter is activations, communication buffers and temporaries together
+    Parameters, gradients and optimizer state are counted tensor by tensor (measured). The rest of
+    the allocator's counter is activations, communication buffers and temporaries together
     (inferred).
     """
     allocated, reserved, _, peak, *_ = counters.read()
@@ -112,10 +113,10 @@ def describe_allocated(
 
 
 def keep_snapshot(folder: Path) -> Path:
-    """Write CUDA's memory snapshot into the rank's folder; opens in torch's memory_viz page.
+    """Write CUDA's memory snapshot into the rank's folder; torch's memory_viz page opens it.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
         RuntimeError: There is no CUDA device.
     """
     target = folder / SNAPSHOT_FILE
@@ -126,7 +127,7 @@ def keep_snapshot(folder: Path) -> Path:
 
 
 def _local_bytes(values: Sequence[Any]) -> int:
-    """Bytes of this rank's part of the tensors among the values; a shared storage counts once."""
+    """Bytes of this rank's part of all tensors in the values; a shared storage counts once."""
     sizes: dict[int, int] = {}
     for value in values:
         if isinstance(value, torch.Tensor):

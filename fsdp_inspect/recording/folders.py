@@ -1,9 +1,9 @@
-"""Into which folder does this job record? Rank 0 decides, the others follow.
+"""Choose the run folder of a job: rank 0 decides, and the other ranks use its choice.
 
-The decision travels through the process group's key-value store: no collective is added to the
-training, and any backend will do. It is a name: each rank records into the folder of that name
-beside the path that it was given itself, so a node that does not share rank 0's file system, or
-that was given another place, keeps its part on its own disk, with a copy of the manifest.
+Rank 0 publishes the folder's name in the process group's key-value store. The training gets no
+extra collective, and any backend works. Each rank records into the folder of that name next to its
+own configured path. A node that does not share rank 0's file system, or that has another path,
+therefore keeps its part on its own disk, with a copy of the manifest.
 """
 
 import contextlib
@@ -28,29 +28,29 @@ _MAX_SUFFIX = 1000
 
 
 class RecordingFolder(NamedTuple):
-    """Where this rank writes."""
+    """The folder and attempt into which this rank records."""
 
     path: Path
     attempt: int
 
 
 def default_path(name: str, directory: Path = Path("runs")) -> Path:
-    """`<directory>/<UTC time>-<name>-<random>`: unique, and sorted by time in a listing."""
+    """Return `<directory>/<UTC time>-<name>-<random>`: unique, and sorted by time in a listing."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in name).strip("-.") or "run"
     return directory / f"{stamp}-{safe}-{uuid4().hex[:4]}"
 
 
 def agree_on_folder(path: Path, manifest: RunManifest, rank: int) -> RecordingFolder:
-    """Create the run on rank 0 and tell every rank its name and attempt.
+    """Create the run on rank 0 and share its name and attempt with every rank.
 
     Args:
-        path: Where this rank was asked to record; of its last part only rank 0's counts.
-        manifest: Written where none is.
+        path: The configured run folder of this rank; only rank 0's last component counts.
+        manifest: Written if the folder has none.
         rank: This rank.
 
     Raises:
-        OSError: Rank 0 cannot create the folder; the others go on with its name.
+        OSError: Rank 0 cannot create the folder; the other ranks continue with its name.
     """
     key = f"fsdp_inspect/recording/{next(_recordings)}"
     alone = manifest.world_size == 1 or manifest.source == "emulated"
@@ -69,11 +69,11 @@ def agree_on_folder(path: Path, manifest: RunManifest, rank: int) -> RecordingFo
 def _follow_rank_0(key: str, path: Path, manifest: RunManifest) -> RecordingFolder:
     try:
         answer = json.loads(c10d._get_default_store().get(key))
-    except RuntimeError as error:  # DistStoreError: its time is over, or rank 0 is gone
-        warn(f"rank 0 named no run folder ({error}). This rank records into {str(path)!r}.")
+    except RuntimeError as error:  # DistStoreError: a timeout, or rank 0 has exited
+        warn(f"rank 0 sent no run folder ({error}). This rank records into {str(path)!r}.")
         return RecordingFolder(path, 0)
     chosen = path.with_name(answer["name"])
-    with contextlib.suppress(OSError):  # the writer meets the same disk and says so
+    with contextlib.suppress(OSError):  # the writer gets the same error and reports it
         if not (chosen / MANIFEST_FILE).exists():  # rank 0 does not share this disk
             known = {"run_id": chosen.name, "git_commit": find_script_commit()}
             folder.write_manifest_if_absent(chosen, manifest.model_copy(update=known))
@@ -81,7 +81,7 @@ def _follow_rank_0(key: str, path: Path, manifest: RunManifest) -> RecordingFold
 
 
 def _create(path: Path, manifest: RunManifest) -> RecordingFolder:
-    """The run folder, or one beside it when it holds a run of another model or world size."""
+    """Create the run folder, under a new name if it holds a run of another model or world size."""
     for number in range(1, _MAX_SUFFIX):
         candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
         named = manifest.model_copy(update={"run_id": candidate.name})
@@ -89,7 +89,7 @@ def _create(path: Path, manifest: RunManifest) -> RecordingFolder:
             attempt = folder.create_run(candidate, named)
         except StoreError as error:
             if number == 1:
-                warn(f"{error} Recording beside it.")
+                warn(f"{error} Recording into a new folder next to it.")
             continue
         return RecordingFolder(candidate, attempt)
-    raise OSError(f"no free folder name beside {path}")
+    raise OSError(f"no free folder name next to {path}")

@@ -1,9 +1,9 @@
-"""Record nothing while a CUDA graph is being captured.
+"""Pause the recording while a CUDA graph is captured.
 
-An event that is recorded on a capturing stream becomes part of the graph and has no time of its
-own. A query of any event may end the capture with an error. So every hook only calls through
-until the capture has ended, and the run says so. Replays of the graph run no Python code: their
-steps have a length and no units.
+An event recorded on a capturing stream becomes part of the graph and has no time of its own. A
+query of any event may end the capture with an error. Every hook therefore only calls the original
+until the capture ends, and the run contains a note about it. Replays of the graph run no Python
+code: their steps have a duration but no units.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fsdp_inspect.recording.session import Session
 
 
 def pause_during_capture(session: Session, patches: Patches) -> None:
-    """Stop recording at each `capture_begin` and go on after its `capture_end`.
+    """Stop recording at each `capture_begin` and resume after its `capture_end`.
 
     torch 2.13, `torch/cuda/graphs.py`: `torch.cuda.graph` and CUDA graph trees both call these two
     methods of `torch.cuda.CUDAGraph`.
@@ -27,8 +27,8 @@ def pause_during_capture(session: Session, patches: Patches) -> None:
 
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
         session.pause(
-            f"A CUDA graph was captured in step {session.step}. Nothing inside a graph is "
-            "recorded: steps that replay it show their length only."
+            f"A CUDA graph was captured in step {session.step}. The recorder sees nothing inside a "
+            "graph: steps that replay it show only their duration."
         )
         try:
             return begin(self, *args, **kwargs)

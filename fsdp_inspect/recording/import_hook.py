@@ -1,7 +1,7 @@
-"""Has the script imported a module by now? A call right after it did, and no import of our own.
+"""Call back right after the script imports a module, without importing that module first.
 
-A launcher that imported torch before the script ran would change the script: variables such as
-OMP_NUM_THREADS or PYTORCH_ALLOC_CONF, set above the script's `import torch`, would come too late.
+A launcher that imports torch before the script runs would change the script: variables such as
+OMP_NUM_THREADS or PYTORCH_ALLOC_CONF, set above the script's `import torch`, would have no effect.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ from types import ModuleType
 
 
 def call_after_import(name: str, callback: Callable[[], None]) -> None:
-    """Call back once the module's own code has run; at once when it was imported before."""
+    """Call back after the module's own code has run, or at once if it is already imported."""
     if name in sys.modules:
         callback()
     else:
@@ -21,7 +21,7 @@ def call_after_import(name: str, callback: Callable[[], None]) -> None:
 
 
 class _Watch(MetaPathFinder):
-    """Finds one module through everybody else, and takes itself away with the first import."""
+    """Finds one module through the other finders, and removes itself at the first import."""
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self._name = name

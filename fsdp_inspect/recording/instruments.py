@@ -1,4 +1,4 @@
-"""Put all hooks of a recording on, and take them off, as one."""
+"""Install and remove all hooks of a recording together."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Instruments:
         self._loop = LoopHooks(session, optimizer, on_optimizer_step)
 
     def attach(self) -> list[str]:
-        """Put all hooks on.
+        """Install all hooks.
 
         Returns:
-            For each unit how its collectives are recorded; see `trace.run.Unit.recorded_by`.
+            For each unit, how its collectives are recorded; see `trace.run.Unit.recorded_by`.
         """
         recorded_by = [hooks.attach(self._patches) for hooks in self._units]
         self._dist_calls.attach(self._patches)
@@ -50,14 +50,14 @@ class Instruments:
         return recorded_by
 
     def end_step(self) -> None:
-        """After each step: close what was left open, put back what torch has replaced."""
+        """Close open events after a step, and reinstall communication objects torch replaced."""
         for hooks in self._units:
             hooks.end_step()
             hooks.install_collectives()
         self._dist_calls.end_step()
 
     def detach(self) -> None:
-        """Take all hooks off, and write what they still hold."""
+        """Remove all hooks and write their pending events."""
         for hooks in self._units:
             hooks.close()
         self._patches.undo()

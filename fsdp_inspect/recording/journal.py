@@ -1,8 +1,8 @@
-"""Hold event rows back until their times can be read.
+"""Keep event rows until their times can be read.
 
-A row's `start`, `end` and `need` are marks (see `clocks`). On CPU most are plain integers and the
-row is written at once; on CUDA, and for asynchronous collectives, the row waits until a later
-`drain` finds all of its marks ready.
+A row's `start`, `end` and `need` are marks (see `clocks`). On CPU most marks are plain integers,
+and the row is written at once. On CUDA, and for asynchronous collectives, the row is kept until a
+later `drain` can read all of its marks.
 """
 
 from collections import deque
@@ -12,11 +12,11 @@ from typing import Any
 from fsdp_inspect.recording.clocks import Clock
 
 NOT_NEEDED = -1
-"""The `need` of an event that nobody waited for."""
+"""The `need` of an event that nothing waited for."""
 
 
 class Completion:
-    """The end of an asynchronous collective, set from another thread when it is known."""
+    """The end of an asynchronous collective, set later from another thread."""
 
     __slots__ = ("ns",)
 
@@ -25,10 +25,10 @@ class Completion:
 
 
 class LaterOf:
-    """The later of two marks: a wait ends when the wait began or when the collective ended.
+    """The later of two marks: a wait ends at the end of the collective, or at once if it has ended.
 
-    Under HSDP each wait begins where the one before it ended, so these objects form chains as long
-    as the model has units. A resolved one keeps its time and lets go of its marks.
+    Under HSDP each wait begins where the previous wait ended, so these objects form chains as long
+    as the model has units. A resolved object keeps its time and drops its marks.
     """
 
     __slots__ = ("blocked_in", "first", "host_ns", "ns", "second")
@@ -38,31 +38,31 @@ class LaterOf:
         self.second = second
         self.host_ns = host_ns_of(first)
         self.ns: int | None = None
-        """The time, once both marks were read."""
+        """The time, once both marks are read."""
         self.blocked_in = -1
-        """The last drain that found one of its marks not ready."""
+        """The last drain in which one of its marks was not ready."""
 
 
 def later_of(first: Any, second: Any) -> Any:
-    """The later of two marks, as a time where both are known already."""
+    """The later of two marks; a plain time if both times are known already."""
     if type(first) is int and type(second) is int:
         return max(first, second)
     return LaterOf(first, second)
 
 
 def host_ns_of(mark: Any) -> int:
-    """When the host took a mark; a mark on the host clock is that time itself."""
+    """The host time at which a mark was taken; a host clock's mark is that time itself."""
     return mark if type(mark) is int else int(mark.host_ns)
 
 
 Row = tuple[Any, ...]
 """One event: the columns of `EventTable`, the last three (start, end, need) as marks."""
 _START, _END, _NEED = 16, 17, 18
-"""Their places in a row."""
+"""Their positions in a row."""
 
 
 class Journal:
-    """Holds rows back until they can be written, in the order in which they were added."""
+    """Keeps rows until they can be written, and writes them in the order of their addition."""
 
     def __init__(self, clock: Clock, append: Callable[[tuple[int, ...]], None]) -> None:
         self._clock = clock
@@ -78,7 +78,7 @@ class Journal:
             self._pending.append(row)
 
     def drain(self) -> None:
-        """Write all rows that are ready; never waits."""
+        """Write all rows that are ready, without waiting."""
         self._num_drains += 1
         for _ in range(len(self._pending)):
             row = self._pending.popleft()
@@ -88,13 +88,14 @@ class Journal:
                 self._pending.append(row)
 
     def settle(self, timeout_s: float) -> int:
-        """Wait until every row can be written, on whichever stream its marks are.
+        """Wait until every row can be written, whatever stream its marks are on.
 
         Args:
-            timeout_s: How long to wait. A collective whose peer died never completes.
+            timeout_s: The longest time to wait. If a peer has crashed, its collective never
+                completes.
 
         Returns:
-            How many rows never got their times; they are lost.
+            The number of rows whose times never became known; they are lost.
         """
         clock = self._clock
         deadline_ns = clock.host_now() + round(timeout_s * 1e9)
@@ -122,8 +123,8 @@ class Journal:
     def _resolve(self, mark: LaterOf) -> bool:
         """Read a chain from its oldest mark on, as far as it is ready.
 
-        A loop, because a chain may be longer than Python's stack. A mark that was found not ready
-        is not asked again in the same drain, so a drain looks at each mark once.
+        This is a loop, because a chain may be longer than Python's stack. A drain queries each
+        mark at most once.
         """
         chain = []
         current: Any = mark

@@ -1,15 +1,15 @@
-"""How is a script recorded that knows nothing of it? `torchrun ... -m fsdp_inspect.record`.
+"""Record an unmodified training script: `torchrun ... -m fsdp_inspect.record`.
 
     torchrun --nproc-per-node 8 -m fsdp_inspect.record train.py --lr 3e-4
     torchrun --nproc-per-node 8 -m fsdp_inspect.record --out /scratch/runs -m pkg.train --lr 3e-4
 
-In every rank the script runs as `python train.py --lr 3e-4` would run it, and computes the same
-numbers (see [Note: What a script can see] in `script`). A `Recorder` is attached to the first
-`fully_shard` model that runs a forward pass with gradients, a step ends where an optimizer steps,
-and the recording is closed when the script ends, with the error that ended it, if any (see
-`discovery`). Whatever happens to the recording, the script goes on, and its exit code is its own.
+Every rank runs the script as `python train.py --lr 3e-4` would, with the same numerical results
+(see [Note: What a script can see] in `script`). A `Recorder` is attached to the first `fully_shard`
+model that runs a forward pass with gradients (see `discovery`). A step ends when an optimizer
+steps. The recording closes when the script ends, with the script's exception if there is one.
+A failure of the recording never stops the script or changes its exit code.
 
-Without a shared file system every node records below its own `--out`, in a folder of the name
+Without a shared file system every node records below its own `--out`, into a folder with the name
 that rank 0 chose. Copy the parts together, rank 0's node last, and compact once:
 
     rsync -a node1:/scratch/runs/ runs/ && rsync -a node0:/scratch/runs/ runs/
@@ -35,54 +35,54 @@ if TYPE_CHECKING:
     from fsdp_inspect.recording.recorder import Recorder
 
 _DESCRIPTION = """\
-Record a training script that knows nothing of it.
+Record an unmodified training script.
 
-Every rank runs the script as Python would run it; it computes the same numbers and keeps its exit
-code. The recorder attaches itself to the first model sharded with fully_shard (FSDP2) that runs a
-forward pass with gradients; a step ends where an optimizer steps. At the end rank 0 says on stderr
-what limits the step, and where the recording lies.
+Every rank runs the script as Python would run it, with the same results and exit code. The recorder
+attaches to the first model sharded with fully_shard (FSDP2) that runs a forward pass with
+gradients. A step ends when an optimizer steps. At the end rank 0 prints on stderr what limits the
+step, and the path of the recording.
 """
 
 _EPILOG = """\
 examples:
   torchrun --nproc-per-node 8 -m fsdp_inspect.record train.py --lr 3e-4
   torchrun --nproc-per-node 8 -m fsdp_inspect.record --out /scratch/runs --name 1b -m pkg.train
-  fsdp-inspect summary runs/<run>        what limited it, in the terminal
-  fsdp-inspect app runs                  all runs, in the browser
+  fsdp-inspect summary runs/<run>        show the result in the terminal
+  fsdp-inspect app runs                  show all runs in the browser
 
-Several nodes without a shared file system: each keeps its part below its own --out, in a folder of
-the same name. Copy the parts into one, rank 0's node last, and run `fsdp-inspect compact` on it.
+Several nodes without a shared file system: each node records below its own --out, into a folder of
+the same name. Copy the parts into one folder, rank 0's node last, and run `fsdp-inspect compact`.
 
-To name the loss, the steps or the model, use fsdp_inspect.Recorder in the script instead.
+To record the loss, mark the steps or choose the model, use fsdp_inspect.Recorder in the script.
 """
 
 
 class LauncherArguments(NamedTuple):
-    """The launcher's command line, checked."""
+    """The parsed and validated command line of the launcher."""
 
     target: Target
     out: Path
     name: str | None
     warmup_steps: int | None
-    """None: the recorder's own default."""
+    """None means the recorder's default."""
     memory_steps: Sequence[int] | Literal["auto"]
     print_verdict: bool
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a script under a recorder; ends as the script ends.
+    """Run a script under a recorder; exit as the script exits.
 
     Args:
-        arguments: The command line; None: this process's.
+        arguments: The command line; None means that of this process.
     """
     launch_script(parse_arguments(sys.argv[1:] if arguments is None else arguments))
 
 
 def launch_script(given: LauncherArguments) -> None:
-    """Run a script under a recorder; ends as the script ends.
+    """Run a script under a recorder; exit as the script exits.
 
     Args:
-        given: The script and how to record it.
+        given: The script and the options of its recording.
     """
     launch = Launch(given)
     try:
@@ -95,26 +95,26 @@ def launch_script(given: LauncherArguments) -> None:
 
 
 class Launch:
-    """One script with the recording of what it trains."""
+    """One script and the recording of its training."""
 
     def __init__(self, given: LauncherArguments) -> None:
         self._given = given
         self._pid = os.getpid()
-        self._directory = Path.cwd()  # the script may go elsewhere
+        self._directory = Path.cwd()  # the script may change it
         self._discovery: Discovery | None = None
         call_after_import("torch", self._discover)
 
     def finish(self, error: BaseException | None) -> None:
-        """The script ended: close the recording, and say where it is or why there is none."""
+        """Close the recording after the script, and print its path or why there is none."""
         if os.getpid() != self._pid:
-            return  # a child that the script forked; the recording is its parent's
+            return  # a child that the script forked: the recording belongs to the parent
         if self._discovery is None:
             say("nothing was recorded: the script did not import torch in this process.")
             return
         try:
             folder = self._discovery.finish(error)
-        except Exception as problem:  # ours; the script's end is its own
-            say(f"the recording could not be finished: {problem!r}.")
+        except Exception as problem:  # an internal error must not change the script's exit
+            say(f"finishing the recording failed: {problem!r}.")
             return
         if folder is not None and folder.exists():
             self._say_where(folder)
@@ -123,18 +123,18 @@ class Launch:
         if folder.is_relative_to(self._directory):
             folder = folder.relative_to(self._directory)
         say(
-            f"recorded in {folder}. Look at it: fsdp-inspect summary {folder}, "
+            f"recorded in {folder}. To see the result: fsdp-inspect summary {folder}, "
             f"or in the browser: fsdp-inspect app {folder.parent}"
         )
 
     def _discover(self) -> None:
-        """The script has imported torch; here too, without cost to anybody."""
+        """Wait for a model: the script has imported torch, so importing it here costs nothing."""
         try:
             from fsdp_inspect.recording.discovery import Discovery
 
             self._discovery = Discovery(self._open_recorder, say)
         except Exception as error:
-            say(f"nothing will be recorded: {error!r}. The script goes on.")
+            say(f"nothing will be recorded: {error!r}. The script continues.")
 
     def _open_recorder(self, model: nn.Module) -> Recorder:
         from fsdp_inspect.recording.folders import default_path
@@ -156,7 +156,7 @@ class Launch:
 
 
 def say(message: str) -> None:
-    """Tell the user something on stderr, from one rank of the job."""
+    """Print a message to the user on stderr, from one rank of the job."""
     if _is_rank_0():
         print(f"fsdp_inspect: {message}", file=sys.stderr, flush=True)
 
@@ -166,7 +166,7 @@ def _is_rank_0() -> bool:
 
 
 class RankParser(argparse.ArgumentParser):
-    """Prints what N ranks would print N times once."""
+    """Prints on one rank only, instead of once per rank."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if _is_rank_0():
@@ -174,14 +174,14 @@ class RankParser(argparse.ArgumentParser):
 
 
 def parse_arguments(arguments: Sequence[str]) -> LauncherArguments:
-    """Read the launcher's own options; everything from the script's name on is the script's.
+    """Parse the launcher's own options; the script's name and the rest belong to the script.
 
     Args:
         arguments: The command line without the program's name.
 
     Raises:
-        SystemExit: 0 after `--help`; 2 when an option is unknown or impossible, or the script
-            does not exist, with a message on stderr, from one rank.
+        SystemExit: 0 after `--help`; 2, with a message on stderr from one rank, if an option is
+            unknown or invalid or the script does not exist.
     """
     parser = RankParser(
         prog="python -m fsdp_inspect.record",
@@ -196,14 +196,14 @@ def parse_arguments(arguments: Sequence[str]) -> LauncherArguments:
 
 
 def read_arguments(parser: argparse.ArgumentParser, given: argparse.Namespace) -> LauncherArguments:
-    """What the options of `add_options` were given, checked.
+    """Validate the parsed options of `add_options`.
 
     Raises:
         SystemExit: 2 when the script does not exist.
     """
     if not given.is_module and not Path(given.target).exists():
         parser.error(
-            f"no script at {given.target!r}. Expected a Python file, seen from "
+            f"script not found: {given.target!r}. Expected a Python file, relative to "
             f"{str(Path.cwd())!r}, or -m with the name of a module."
         )
     return LauncherArguments(
@@ -217,56 +217,56 @@ def read_arguments(parser: argparse.ArgumentParser, given: argparse.Namespace) -
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the recording, and the script behind them."""
+    """Add the options of the recording, then the script and its arguments."""
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("runs"),
         metavar="DIR",
-        help="folder of runs to record into, made if need be (default: %(default)s); the run gets "
-        "a folder of its own in it, named by time and by --name",
+        help="parent folder of the run folder, created if missing (default: %(default)s); the "
+        "name of the run folder contains the time and --name",
     )
-    parser.add_argument("--name", help="what to call the run (default: the model's class)")
+    parser.add_argument("--name", help="name of the run (default: the model's class)")
     parser.add_argument(
         "--warmup-steps",
         type=_step_count,
         metavar="N",
-        help="first steps to leave out of every median (default: 2)",
+        help="warm-up steps, which no time uses (default: 2)",
     )
     parser.add_argument(
         "--memory-steps",
         type=_memory_steps,
         default="auto",
         metavar="STEPS",
-        help="steps, counted from 0, in which every storage is followed, about twice as slow and "
-        "left out of every time: a list such as 3,50; 'none'; or 'auto', the first step after the "
-        "warm-up (default: %(default)s)",
+        help="memory steps, which run under the storage tracker (about twice as slow, and no time "
+        "uses them): a list such as 3,50, counted from 0; 'none'; or 'auto', the first step after "
+        "the warm-up (default: %(default)s)",
     )
     parser.add_argument(
         "--no-verdict",
         dest="print_verdict",
         action="store_false",
-        help="do not say at the end what limits the step",
+        help="do not print at the end what limits the step",
     )
     parser.add_argument(
         "-m",
         dest="is_module",
         action="store_true",
-        help="SCRIPT is the name of a module, as in python -m",
+        help="SCRIPT is the name of a module, as for python -m",
     )
-    parser.add_argument("target", metavar="SCRIPT", help="the training script, or its module")
+    parser.add_argument("target", metavar="SCRIPT", help="training script, or its module with -m")
     parser.add_argument(
         "arguments",
         nargs=argparse.REMAINDER,
         metavar="ARGUMENTS",
-        help="passed to the script as they are",
+        help="passed to the script unchanged",
     )
 
 
 def _step_count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(
-            f"expected a whole number of steps, 0 or more, got {text!r}"
+            f"invalid number of steps: {text!r}. Expected a whole number, 0 or more"
         )
     return int(text)
 
@@ -279,6 +279,6 @@ def _memory_steps(text: str) -> Sequence[int] | Literal["auto"]:
     steps = text.split(",")
     if not all(step.isdecimal() for step in steps):
         raise argparse.ArgumentTypeError(
-            f"expected step numbers such as 3,50, or 'auto', or 'none', got {text!r}"
+            f"invalid memory steps: {text!r}. Expected step numbers such as 3,50, 'auto' or 'none'"
         )
     return tuple(int(step) for step in steps)

@@ -1,7 +1,7 @@
-"""Mark where forward, backward, optimizer and data begin and end in the training loop.
+"""Time forward, backward, optimizer and data in an unmodified training loop.
 
-None of them needs the script's cooperation: autograd's entry point, the optimizer's own hooks,
-the DataLoader's iterator and the recomputation of checkpointing are wrapped while attached.
+The recorder wraps autograd's entry point, the optimizer's own hooks, the DataLoader's iterator and
+the recomputation of checkpointing while it is attached.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdp_inspect.trace.codes import EventKind, Phase
 
 
 class LoopHooks:
-    """Times the parts of a step that are not a unit's own."""
+    """Times the parts of a step that belong to no unit."""
 
     def __init__(
         self,
@@ -76,10 +76,10 @@ class LoopHooks:
         patches.set_attribute(torch.autograd, "backward", backward)
 
     def _after_backward(self) -> None:
-        """What a backward means for an optimizer that has begun, or has stepped inside of it."""
+        """Adjust an optimizer step that contains this backward or ended inside it."""
         session = self._session
         if self._optimizer_start is not None:
-            # It was called with a closure that computes the loss: its own part begins here.
+            # Its closure computed the loss: the optimizer's own time begins here.
             session.phase = Phase.OPTIMIZER
             self._optimizer_start = session.clock.mark()
         if self._stepped_in_backward is not None:
@@ -138,7 +138,7 @@ class LoopHooks:
         session = self._session
 
         def following(iterator: Any) -> Any:
-            # A thread that loads ahead makes nobody wait: only the training thread counts.
+            # Only the training thread counts: no compute waits for a thread that loads ahead.
             if not session.active or threading.get_ident() != session.training_thread:
                 return original(iterator)
             start = session.clock.mark()
@@ -155,16 +155,16 @@ class LoopHooks:
     # --- recomputation
 
     def _wrap_recomputation(self, patches: Patches) -> None:
-        """Time what activation checkpointing repeats in backward (the non-reentrant kind).
+        """Time the recompute of activation checkpointing in backward (non-reentrant only).
 
         torch 2.13, `torch/utils/checkpoint.py`: the repeated forward runs inside a
-        `_recomputation_hook`, also when it is stopped early by an exception.
+        `_recomputation_hook`, even if an exception stops it early.
         """
         hook = getattr(torch.utils.checkpoint, "_recomputation_hook", None)
         if hook is None:
             self._session.problem(
-                "This torch has no torch.utils.checkpoint._recomputation_hook: recomputation is "
-                "part of backward and not shown by itself."
+                "This torch version has no torch.utils.checkpoint._recomputation_hook: recompute "
+                "is part of backward and not shown separately."
             )
             return
         session, starts = self._session, []

@@ -1,12 +1,12 @@
-"""Read allocator counters at unit boundaries, and name storages for the storage tracker.
+"""Read allocator counters at unit boundaries, and classify storages for the storage tracker.
 
 On CUDA the counters are read in host order, and the user's own peaks are never reset. torch 2.13
-has one way to read them, which builds a dictionary of some 200 entries and costs the host tens of
-microseconds. So the boundaries of units are sampled in some steps only: the first ones, every
-tenth, and each step after one in which the peak rose. All steps are sampled after the optimizer
-and at their end, where the peak counter also shows what happened between the samples.
+has one way to read them. It builds a dictionary of about 200 entries and costs the host tens of
+microseconds. The unit boundaries are therefore sampled in some steps only: the first steps, every
+tenth step, and each step after one in which the peak rose. All steps are sampled after the
+optimizer and at their end, where the peak counter also covers the time between the samples.
 
-In a memory step, on every device, the storage tracker is told what each storage is.
+In a memory step, on every device, this module gives the storage tracker each storage's category.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ assert tuple(MemoryTable.DTYPES)[-len(_CATEGORY_COLUMNS) :] == _CATEGORY_COLUMNS
 
 
 _FIRST_DETAILED_STEPS = 4
-"""Steps from the start of the recording whose unit boundaries are sampled."""
+"""The number of steps at the start of the recording whose unit boundaries are sampled."""
 _DETAILED_EVERY = 10
-"""After them, one step in so many is."""
+"""After the first steps, one step in this many is sampled."""
 
 AllocatorReading = tuple[int, int, int, int, int, int, int, int]
 """In the column order of `MemoryTable`, in bytes: allocated, reserved, active, peak allocated, peak
@@ -42,7 +42,7 @@ _PEAK_ALLOCATED = 3
 
 
 class AllocatorCounters(Protocol):
-    """A device allocator's counters; tests replay a known course through it."""
+    """A device allocator's counters; tests replay known values through it."""
 
     def read(self) -> AllocatorReading:
         """All counters at one moment."""
@@ -50,13 +50,13 @@ class AllocatorCounters(Protocol):
 
 
 class CudaAllocator:
-    """The counters of torch's CUDA caching allocator, as `torch.cuda.memory_stats` names them."""
+    """The counters of torch's CUDA caching allocator, from `torch.cuda.memory_stats`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def read(self) -> AllocatorReading:
-        """All counters at one moment, in one call that reads them together."""
+        """All counters at one moment, read in one call."""
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         return (
@@ -72,9 +72,9 @@ class CudaAllocator:
 
 
 class MemoryProbe:
-    """Samples memory at the boundaries, and names storages for the tracker in memory steps.
+    """Samples memory at unit boundaries, and classifies storages for the tracker in memory steps.
 
-    Needs calling only while `session.watches_memory`; at other times it does nothing.
+    Call it only while `session.watches_memory`; at other times it does nothing.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class MemoryProbe:
         self._inputs_step = -1
         self._highest_bytes = 0
         self._peak_rose = False
-        """Whether the step that runs now has raised the highest peak so far."""
+        """Whether the current step has raised the highest peak so far."""
 
     def begin_step(self) -> None:
-        """Decide whether the unit boundaries of the step that begins now are sampled."""
+        """Decide whether to sample the unit boundaries of the step that begins now."""
         if self._counters is None:
             return
         session = self._session
@@ -104,7 +104,7 @@ class MemoryProbe:
         self._peak_rose = False
 
     def sample(self, point: MemoryPoint, unit: int = NO_UNIT) -> None:
-        """Note what is allocated at this boundary."""
+        """Sample the allocated memory at this boundary."""
         session = self._session
         if session.tracker is not None:
             session.tracker.mark(point, session.microbatch)
@@ -128,7 +128,7 @@ class MemoryProbe:
             )
 
     def _read(self) -> AllocatorReading | None:
-        """The counters; None without an allocator that counts, which is said once."""
+        """The counters; None if the allocator has none, which is reported once."""
         if self._counters is None:
             return None
         try:
@@ -138,9 +138,9 @@ class MemoryProbe:
             self._session.samples_boundaries = False
             self._session.watch_memory()
             self._session.problem(
-                f"Memory is not sampled: the allocator of this device gives no statistics "
+                f"Memory is not sampled: the allocator of this device has no statistics "
                 f"({str(error).splitlines()[0]}). Expected torch's CUDA caching allocator. Run "
-                "without the pluggable allocator to see memory, or rely on the memory steps."
+                "without the pluggable allocator to sample memory, or use memory steps."
             )
             return None
         peak = reading[_PEAK_ALLOCATED]
@@ -148,18 +148,18 @@ class MemoryProbe:
             self._highest_bytes, self._peak_rose = peak, True
         return reading
 
-    # --- names for the storages of a memory step
+    # --- categories for the storages of a memory step
 
     def gather_buffer(self, buffer: torch.Tensor, unit: int) -> None:
-        """The output of an all-gather."""
+        """Classify the output of an all-gather."""
         self._name((buffer,), MemoryCategory.ALL_GATHER_BUFFER, unit)
 
     def reduce_buffer(self, buffer: torch.Tensor, unit: int) -> None:
-        """The input, or the output, of a reduce-scatter; an output may become a gradient."""
+        """Classify the input or output of a reduce-scatter; an output may become a gradient."""
         self._name((buffer,), MemoryCategory.REDUCE_SCATTER_BUFFER, unit)
 
     def inputs(self, args: Any, kwargs: Any) -> None:
-        """The arguments of the first forward of a step."""
+        """Classify the arguments of the first forward of a step."""
         session = self._session
         if session.tracker is None or self._inputs_step == session.step or session.open_units:
             return
@@ -168,7 +168,7 @@ class MemoryProbe:
         self._name(leaves, MemoryCategory.INPUT, NO_UNIT)
 
     def unsharded(self, group: FSDPParamGroup, unit: int) -> None:
-        """A unit's parameters were made full."""
+        """Classify a unit's parameters after its unshard."""
         if self._session.tracker is None:
             return
         for place, param in enumerate(group.fsdp_params):
@@ -179,7 +179,7 @@ class MemoryProbe:
                 self._session.tracker.follow_uses(full, place)
 
     def unsharded_gradients(self, group: FSDPParamGroup, unit: int) -> None:
-        """A unit's backward is done; its full gradients are about to be reduced."""
+        """Classify a unit's full gradients, after its backward and before their reduction."""
         if self._session.tracker is None:
             return
         for param in group.fsdp_params:
@@ -192,7 +192,7 @@ class MemoryProbe:
                     self._name((gradient,), MemoryCategory.UNSHARDED_GRADIENT, unit)
 
     def sharded_gradients(self, group: FSDPParamGroup, unit: int) -> None:
-        """A unit's gradients are reduced."""
+        """Classify a unit's reduced gradients."""
         if self._session.tracker is None:
             return
         for param in group.fsdp_params:

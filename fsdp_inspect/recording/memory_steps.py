@@ -1,4 +1,4 @@
-"""Which steps run under the storage tracker? Their beginning, their names, their rows."""
+"""Choose the memory steps and run the storage tracker in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory
 
 
 class MemorySteps:
-    """Follows every storage in the chosen steps; idle in all others."""
+    """Follows every storage in the memory steps; does nothing in other steps."""
 
     def __init__(
         self,
@@ -43,21 +43,21 @@ class MemorySteps:
         }
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self.steps: list[int] = []
-        """The steps that will run, or ran, under the tracker."""
+        """The chosen memory steps, past and future."""
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that have stepped so far."""
+        """The optimizers that have stepped so far."""
         return list(self._optimizers.values())
 
     def plan(self, warmup_steps: int) -> None:
-        """Decide which steps it will be, now that the model is known."""
+        """Choose the steps, now that the model is known."""
         if self._wanted != "auto":
             self.steps = sorted({int(step) for step in self._wanted})
         elif is_compiled(self._model):
             self._session.problem(
-                "No memory step: inside torch.compile's regions storages are not seen. Ask for "
-                "one with memory_steps=[N] to get what lies outside of them."
+                "There is no memory step: storages inside torch.compile's regions are not visible. "
+                "To measure the memory outside of them, set memory_steps=[N]."
             )
         else:
             self.steps = [warmup_steps]
@@ -69,11 +69,11 @@ class MemorySteps:
             return
         if _other_modes():
             session.problem(
-                f"Step {session.step} is no memory step: another torch dispatch mode was active "
+                f"Step {session.step} is not a memory step: another torch dispatch mode was active "
                 "when it began."
             )
             return
-        # Of the group, not of its parameters, which an offload policy keeps on the host.
+        # The group's device: an offload policy keeps the parameters on the host.
         device = self._handles[0].group.device.type
         tracker = StorageTracker(session.position, device_type=device, host_units=self._host_units)
         self._register(tracker)
@@ -81,22 +81,22 @@ class MemorySteps:
         session.follow_storages(tracker)
 
     def end(self) -> None:
-        """Stop following storages and write what was seen."""
+        """Stop following storages and write the rows."""
         tracker = self._leave()
         if tracker is None:
             return
         if tracker.problem is not None:
-            self._session.problem(f"The memory step is left out: {tracker.problem}.")
+            self._session.problem(f"The memory step is missing: {tracker.problem}.")
             return
         for row in tracker.rows(self._session.step):
             self._append(row)
 
     def abandon(self) -> None:
-        """Stop following storages in a step that did not end; nothing is written."""
+        """Stop following storages in an incomplete step; nothing is written."""
         self._leave()
 
     def name_optimizer_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer stepped: remember it, and name its states in a memory step."""
+        """Remember an optimizer that stepped, and classify its states in a memory step."""
         self._optimizers[id(optimizer)] = optimizer
         if self._session.tracker is not None:
             self._register_states(self._session.tracker, optimizer)
@@ -109,7 +109,7 @@ class MemorySteps:
         return tracker
 
     def _register(self, tracker: StorageTracker) -> None:
-        """Name what exists before the step."""
+        """Classify the storages that exist before the step."""
         for index, handle in enumerate(self._handles):
             for parameter in torch_fsdp.sharded_parameters_of(handle.group):
                 tracker.register_known(MemoryCategory.SHARDED_PARAMETER, [parameter], index)
@@ -133,7 +133,7 @@ class MemorySteps:
 
 
 def _other_modes() -> list[TorchDispatchMode]:
-    """Dispatch modes that are active; fake tensors are followed as real ones are."""
+    """Other active dispatch modes; fake tensors do not count, they are followed as real ones."""
     modes = _get_current_dispatch_mode_stack()
     return [mode for mode in modes if not isinstance(mode, FakeTensorMode)]
 

@@ -1,4 +1,4 @@
-"""Make changes to objects that are not ours, each with its undoing."""
+"""Change objects of other libraries, and undo each change."""
 
 import contextlib
 import logging
@@ -10,7 +10,7 @@ from fsdp_inspect.sharding.attributes import set_attribute
 
 
 class Patches:
-    """Attributes set on objects that are not ours, and callbacks that take other changes back.
+    """Attributes set on objects of other libraries, and callbacks that undo other changes.
 
     `undo` restores in reverse order, by the rules of `sharding.attributes`.
     """
@@ -19,15 +19,15 @@ class Patches:
         self._undo: list[Callable[[], None]] = []
 
     def set_attribute(self, target: object, name: str, value: Any) -> None:
-        """Set `target.name` on the object itself; undoing restores or deletes it."""
+        """Set `target.name` on the object itself; `undo` restores or deletes it."""
         self._undo.append(set_attribute(target, name, value))
 
     def on_undo(self, callback: Callable[[], None]) -> None:
-        """Call this when everything is taken back."""
+        """Call this function on `undo`."""
         self._undo.append(callback)
 
     def undo(self) -> None:
-        """Take everything back, once; a failing restore does not stop the others."""
+        """Undo every change, once; a failing callback does not stop the others."""
         while self._undo:
             restore = self._undo.pop()
             with contextlib.suppress(ReferenceError):
@@ -35,12 +35,12 @@ class Patches:
 
 
 class Guard(Protocol):
-    """Who says whether we still record, and hears of our own errors."""
+    """Whether the recording is active, and where internal errors are reported."""
 
     active: bool
 
     def fail(self, error: BaseException) -> None:
-        """One of our hooks raised; expected to set `active` to False."""
+        """Report an exception of a hook; expected to set `active` to False."""
         ...
 
 
@@ -50,10 +50,10 @@ def wrap_call(
     after: Callable[[Any, Any], None] | None,
     guard: Guard,
 ) -> Callable[..., Any]:
-    """A function that calls `original` between `before(*args)` and `after(token, result)`.
+    """Return a function that calls `original` between `before(*args)` and `after(token, result)`.
 
-    Whatever `original` raises goes through; what `before` and `after` raise goes to `guard.fail`
-    only. `after` is not called when `original` raised, neither of them while `guard` is inactive.
+    Exceptions of `original` propagate; exceptions of `before` and `after` go to `guard.fail` only.
+    `after` is not called if `original` raises. Neither is called while `guard` is inactive.
     """
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ def wrap_call(
 
 
 def warn(message: str) -> None:
-    """One warning of the recorder; where warnings are errors it is logged, and never raised."""
+    """Issue one warning of the recorder; if warnings are errors, log it instead of raising."""
     try:
         warnings.warn(f"fsdp_inspect: {message}", RuntimeWarning, stacklevel=3)
     except RuntimeWarning:

@@ -1,4 +1,4 @@
-"""How does one line record a run? `Recorder` attaches to any `fully_shard` model."""
+"""The public `Recorder`, which attaches to any `fully_shard` model and records its run."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ class Recorder:
                     optimizer.step(); optimizer.zero_grad()
 
     Without `recorder.step()` a step ends when the optimizer steps. The training computes the same
-    numbers with and without it, and goes on whatever happens to the recorder or to its disk.
+    numbers with and without the recorder. It continues if the recorder or its disk fails.
 
     Args:
         model: The model that `fully_shard` was called on, or one that holds such modules.
-        optimizer: The optimizer whose step is recorded and ends a step; None: any optimizer that
-            steps in this process.
-        path: The run folder. A folder that holds a run of the same model gets another attempt.
-            None: `runs/<time>-<name>-<random>`.
-        name: What people call this run; None: the model's class.
-        config: What the script wants to be remembered of its settings; JSON values.
-        tags: Words to find the run by.
-        warmup_steps: The first steps, left out of every median.
+        optimizer: The optimizer to record; its step ends a training step. None means any optimizer
+            that steps in this process.
+        path: The run folder. If it holds a run of the same model, the recording is a new attempt.
+            None means `runs/<time>-<name>-<random>`.
+        name: The display name of the run; None means the model's class.
+        config: Settings of the script to store with the run; JSON values.
+        tags: Words for finding the run.
+        warmup_steps: The number of warm-up steps, which no time uses.
         memory_steps: Steps that run under the storage tracker (about twice as slow, never timed).
-            "auto": the first step after the warm-up, none under torch.compile.
-        device_interval_s: Seconds between samples of GPU, CPU and host memory; 0: none.
-        flush_interval_s: What a killed process may lose.
-        memory_snapshot: On CUDA, keep allocation histories and write a snapshot into the rank's
-            folder when memory runs out; costs some time in every allocation.
-        print_verdict: At the end rank 0 says on stderr what limits the step.
+            "auto" means the first step after the warm-up, or none under torch.compile.
+        device_interval_s: Seconds between samples of GPU, CPU and host memory; 0 means no samples.
+        flush_interval_s: Longest time that rows stay in memory; a killed process may lose them.
+        memory_snapshot: On CUDA, record allocation histories and write a snapshot into the rank's
+            folder on an out-of-memory. It costs some time in every allocation.
+        print_verdict: At the end, rank 0 prints on stderr what limits the step.
         enabled: False makes every method do nothing.
 
     Raises:
         RecordingError: The model is not sharded with `fully_shard`, or there is no process group.
-        ValueError: An argument is impossible; names it and the legal values.
+        ValueError: An argument is invalid; the message has its value and the legal values.
     """
 
     def __init__(  # noqa: PLR0913 - the one public constructor; keywords read better than a bag
@@ -101,7 +101,7 @@ class Recorder:
         self._attachment = Attachment(model, optimizer, options)
         emulation = active_emulation()
         if emulation is not None:
-            # Not `self.note`: the emulation must not keep a recorder alive that was never closed.
+            # Not `self.note`: the emulation must not keep an unclosed recorder alive.
             emulation.send_notes(self._attachment.session.problem)
         self._atexit = _close_at_exit(self)
 
@@ -118,14 +118,14 @@ class Recorder:
 
     @property
     def run_folder(self) -> Path | None:
-        """Where the run is recorded; None when disabled, or when no folder could be made."""
+        """The run folder; None if disabled or if no folder could be created."""
         return (
             self._attachment.folder.path if self._attachment and self._attachment.folder else None
         )
 
     @property
     def is_recording(self) -> bool:
-        """Whether events are being recorded at this moment."""
+        """Whether events are currently recorded."""
         return bool(self._attachment and not self._closed and self._attachment.session.active)
 
     @property
@@ -135,7 +135,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """One optimizer step: everything since the end of the previous one belongs to it."""
+        """One optimizer step; it contains everything since the end of the previous step."""
         if self._attachment is None or self._closed:
             yield
             return
@@ -144,7 +144,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def data(self) -> Iterator[None]:
-        """Time spent waiting for the next batch; loops over a DataLoader are timed without it."""
+        """Time spent waiting for the next batch; loops over a DataLoader need no such block."""
         if self._attachment is None or self._closed:
             yield
             return
@@ -153,9 +153,9 @@ class Recorder:
 
     @contextlib.contextmanager
     def between_steps(self, label: str = "") -> Iterator[None]:
-        """Evaluation, a checkpoint: shown, and left out of the step's time.
+        """Mark an evaluation or a checkpoint: it is recorded, and not part of any step's time.
 
-        Forward passes without gradients outside `step()` are recognised without it.
+        Forward passes without gradients outside `step()` are recognised without this block.
         """
         if self._attachment is None or self._closed:
             yield
@@ -164,27 +164,27 @@ class Recorder:
             yield
 
     def log(self, **values: float | torch.Tensor) -> None:
-        """Numbers of the training at the current step, such as `loss`.
+        """Record training metrics, such as `loss`, at the current step.
 
-        A tensor is copied without waiting for it and read a step later.
+        A tensor is copied without waiting for its value, and read a step later.
         """
         if self._attachment is not None and not self._closed:
             self._attachment.log(values)
 
     def note(self, sentence: str) -> None:
-        """Put a sentence into the run folder about what the recording lacks or how to read it."""
+        """Store a sentence in the run folder, about a limit of the recording or how to read it."""
         if self._attachment is not None and not self._closed:
             self._attachment.session.problem(sentence)
 
     def detach(self) -> None:
-        """Take every hook away and finish the run's files; the model is as it was before."""
+        """Remove every hook and finish the run's files; the model is as it was before."""
         self._finish(None, show=False)
 
     def close(self, error: BaseException | None = None) -> None:
-        """As `detach`, and rank 0 prints the verdict.
+        """Detach, and print the verdict on rank 0.
 
         Args:
-            error: What ended the training, if it did not end by itself.
+            error: The exception that ended the training; None if it ended normally.
         """
         self._finish(error, show=True)
 
@@ -195,11 +195,11 @@ class Recorder:
         atexit.unregister(self._atexit)
         try:
             self._attachment.finish(error, show=show)
-        except Exception as failure:  # a bug of ours: the training is over, or goes on, without it
+        except Exception as failure:  # an internal error must not reach the training
             logging.getLogger("fsdp_inspect").debug("not finished", exc_info=failure)
             warn(
-                f"the recording below {str(self._attachment.folder.path)!r} could not be finished: "
-                f"{failure!r}. What was flushed is kept; fsdp-inspect compact makes a run of it."
+                f"finishing the recording in {str(self._attachment.folder.path)!r} failed: "
+                f"{failure!r}. Flushed rows are kept. Run fsdp-inspect compact to complete the run."
             )
 
 
@@ -215,7 +215,7 @@ def _check_arguments(warmup_steps: int, device_interval_s: float, flush_interval
 
 
 def _close_at_exit(recorder: Recorder) -> Callable[[], None]:
-    """Finish a recording that the script did not close, without keeping the recorder alive."""
+    """Return a function that closes the recording at exit, without keeping the recorder alive."""
     reference = weakref.ref(recorder)
 
     def close() -> None:

@@ -12,7 +12,7 @@ from fsdp_inspect.recording.clocks import Clock
 
 
 class ScalarLog:
-    """Writes logged numbers; those that live on a device are copied now and read later.
+    """Writes logged numbers; a number on a device is copied now and read later.
 
     Args:
         clock: Marks the copies.
@@ -35,14 +35,14 @@ class ScalarLog:
 
     @property
     def names(self) -> list[str]:
-        """The names so far, by code."""
+        """The names so far; a name's index is its code."""
         return list(self._codes)
 
     def log(self, step: int, values: Mapping[str, float | torch.Tensor]) -> bool:
-        """Note the values at a step.
+        """Record the values at a step.
 
         Returns:
-            Whether a name was new, so that the rank record has to be rewritten.
+            Whether a name is new, so that the rank record must be rewritten.
         """
         known = len(self._codes)
         now = self._clock.host_now()
@@ -57,7 +57,7 @@ class ScalarLog:
         return len(self._codes) > known
 
     def drain(self) -> None:
-        """Write the values whose copies have arrived."""
+        """Write the values whose copies are complete."""
         waiting = []
         for item in self._pending:
             step, code, now, copy, mark = item

@@ -1,10 +1,10 @@
-"""How does a script run as if Python itself had been given it?
+"""Run a script exactly as the Python interpreter would run it.
 
 [Note: What a script can see]
 `sys.argv`, `sys.path[0]`, `__main__` with its `__file__`, `__spec__` and `__package__`, exit codes
-and the text of tracebacks are those of `python script.py` or `python -m module`. The module
+and the text of tracebacks equal those of `python script.py` or `python -m module`. The module
 `__main__` stays in place until the process ends, so that pickles, spawned DataLoader workers and
-exit handlers find it there (the public `runpy` functions put the old one back).
+exit handlers find it (the public `runpy` functions restore the old one).
 """
 
 import builtins
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 
 class Target(NamedTuple):
-    """What to run."""
+    """The script or module to run."""
 
     name: str
     """Path of a script (or of a folder or archive with a `__main__.py`), or name of a module."""
@@ -31,7 +31,7 @@ class Target(NamedTuple):
 
 
 def run_as_main(target: Target) -> None:
-    """Run it as the program of this process; what it raises goes through.
+    """Run the target as the main program of this process; its exceptions propagate.
 
     Args:
         target: The script or module; a script must exist.
@@ -57,10 +57,10 @@ def run_as_main(target: Target) -> None:
 
 
 def trim_traceback(error: BaseException) -> None:
-    """Have Python print the traceback that the script would have without a launcher.
+    """Make Python print the traceback that the script would have without a launcher.
 
     Args:
-        error: What `run_as_main` raised, about to be raised again.
+        error: The exception of `run_as_main`, about to be raised again.
     """
     first = _first_of_script(error.__traceback__)
     shown = sys.excepthook
@@ -88,7 +88,7 @@ def _run_file(path: str, main: types.ModuleType) -> None:
 
 
 def _first_of_script(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """What lies below the frames of this file; None when the script could not be compiled."""
+    """The traceback below this file's frames; None if the script could not be compiled."""
     place, own = traceback, None
     while place is not None and (own is None or place.tb_frame.f_code.co_filename == __file__):
         if place.tb_frame.f_code.co_filename == __file__:

@@ -1,7 +1,7 @@
-"""Keep the position in the training that every hook reads and writes.
+"""The current position in the training, shared by all hooks.
 
-The session knows the step, the microbatch, the phase and the unit whose code is running, and
-turns marks into rows. It holds no reference to the model.
+The session knows the step, the microbatch, the phase and the unit whose code is running. It turns
+marks into rows. It holds no reference to the model.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ logger = logging.getLogger("fsdp_inspect")
 
 
 # Plain integers: in Python 3.11 an attribute of an Enum class costs 0.2 µs, and arithmetic of
-# flags 2 µs, each time.
+# flags 2 µs, on each access.
 _MEASURED = int(Method.MEASURED)
 _MEMORY_STEP = int(EventFlag.MEMORY_STEP)
 
 
 class Session:
-    """The recording's position in the training, and the way from marks to rows."""
+    """The recording's position in the training, and the conversion of marks to rows."""
 
     def __init__(
         self,
@@ -56,18 +56,18 @@ class Session:
         self.process_groups = process_groups
         self.source = source
         self.emulation = emulation
-        """What stands in place of the network; None: there is one."""
+        """The emulated network; None for a real network."""
         self.active = True
-        """False after detach, after a bug of ours, and while paused: hooks then only call
-        through."""
+        """False after detach, after an internal error and during a pause: hooks then only call
+        the original functions."""
         self._is_paused = False
         self.training_thread = threading.get_ident()
-        """The thread that ran the last forward of a unit, at first the one that attached."""
+        """The thread of the last forward of a unit; before that, the thread that attached."""
         self.problems: list[str] = []
         self.step = self.microbatch = 0
         self.phase: Phase = Phase.OUTSIDE
         self.in_step = self.explicit_steps = self.in_backward = False
-        """Inside `recorder.step()`; whether it is used at all (without it, steps end at the
+        """Inside `recorder.step()`; whether the script uses it at all (otherwise steps end at the
         optimizer's step); inside a backward."""
         self.hook_unit = NO_UNIT
         """The unit whose FSDP hook is on the host's stack; -1: none."""
@@ -76,11 +76,11 @@ class Session:
         self.tracker: StorageTracker | None = None
         """Set during a memory step; see `follow_storages`."""
         self.samples_boundaries = False
-        """Whether the allocator's counters are read at the unit boundaries of this step."""
+        """Whether this step reads the allocator's counters at unit boundaries."""
         self.watches_memory = False
-        """Whether there is anything to note about memory at a boundary of this step."""
+        """Whether this step records any memory data at unit boundaries."""
         self.collective_depth = 0
-        """Above 0 inside a collective that is being recorded: inner calls are part of it."""
+        """Above 0 inside a recorded collective: inner calls are part of it."""
         self.execution_order: list[int] = []
         """Units in the order of the first recorded forward."""
         self.execution_known = False
@@ -88,13 +88,13 @@ class Session:
         self.on_host = clock.immediate
         self._compute_stream = int(Stream.HOST if clock.immediate else Stream.COMPUTE)
         self._has_trained = False
-        """Whether a unit ran a forward of the training since the last step ended."""
+        """Whether a unit ran a training forward since the last step ended."""
         self._next_collective = 0
         self._forward_start: Any = None
         self._last_forward_end: Any = None
         self._evaluation: tuple[Any, Any] | None = None
 
-    # --- where we are
+    # --- the position
 
     def position(self) -> tuple[int, int]:
         """The innermost unit on the host's stack, or -1, and the phase."""
@@ -102,21 +102,21 @@ class Session:
 
     @property
     def logged_step(self) -> int:
-        """The step that a number logged now belongs to: between two steps, the one that ended."""
+        """The step of a number that is logged now; between two steps, the step that ended."""
         has_begun = self.in_step or self.microbatch > 0 or self._forward_start is not None
         return self.step if has_begun else max(self.step - 1, 0)
 
     @property
     def ends_with_optimizer(self) -> bool:
-        """Whether an optimizer that has stepped now ends the step.
+        """Whether an optimizer that has just stepped ends the step.
 
-        Of several optimizers in a row the first does; one that steps in the midst of backward
-        does not, there the end of backward is the end of the step.
+        If several optimizers step in a row, the first one ends the step. An optimizer that steps
+        during backward does not: then the end of backward ends the step.
         """
         return not self.explicit_steps and self._has_trained and not self.in_backward
 
     def issuing_unit(self) -> int:
-        """The unit whose hook is issuing at this moment; -1: the training script itself."""
+        """The unit whose hook is issuing now; -1 means the training script."""
         if self.hook_unit != NO_UNIT:
             return self.hook_unit
         return self.open_units[-1] if self.open_units else NO_UNIT
@@ -133,26 +133,26 @@ class Session:
                 return
 
     def note_execution(self, unit: int) -> None:
-        """A unit runs in the first recorded forward."""
+        """Record that a unit runs in the first forward."""
         if unit not in self.execution_order:
             self.execution_order.append(unit)
 
     def next_collective(self) -> int:
-        """A number that ties together the rows of one communication."""
+        """A number that connects the rows of one collective."""
         self._next_collective += 1
         return self._next_collective
 
     def take_transfer(self) -> Transfer | None:
-        """The course of an emulated collective that was just issued; None: measure it."""
+        """The times of an emulated collective that was just issued; None: measure them."""
         return None if self.emulation is None else self.emulation.take_transfer()
 
     def follow_storages(self, tracker: StorageTracker | None) -> None:
-        """Begin a memory step, or with None end it."""
+        """Begin a memory step; None ends it."""
         self.tracker = tracker
         self.watch_memory()
 
     def watch_memory(self) -> None:
-        """Settle `watches_memory` after a change of `tracker` or `samples_boundaries`."""
+        """Update `watches_memory` after a change of `tracker` or `samples_boundaries`."""
         self.watches_memory = self.tracker is not None or self.samples_boundaries
 
     # --- rows
@@ -178,10 +178,10 @@ class Session:
         issue_ns: int | None = None,
         need: Any = NOT_NEEDED,
     ) -> None:
-        """One event row from its marks.
+        """Add one event row from its marks.
 
-        Step, microbatch and phase are by default those of this moment, the stream is the one that
-        computes, and the time of issue is when the host took the mark `start`.
+        Step, microbatch and phase default to the current ones, and the stream to the compute
+        stream. The issue time is the host time at which the mark `start` was taken.
         """
         if self.tracker is not None:
             flags |= _MEMORY_STEP
@@ -209,15 +209,15 @@ class Session:
             )
         )
 
-    # --- the course of a step
+    # --- the parts of a step
 
     def open_step(self) -> None:
-        """Fix where step 0 starts: at the first sign of training."""
+        """Fix the start of step 0 at the first training event."""
         if self.step_start is None:
             self.step_start = self.clock.mark()
 
     def end_step(self) -> None:
-        """Close the current step at this moment and begin the next one."""
+        """Close the current step now and begin the next one."""
         end = self.clock.mark()
         self.open_step()
         self._close_forward(self._last_forward_end)
@@ -235,7 +235,7 @@ class Session:
         self.clock.advance()
 
     def enter_forward(self, mark: Any, *, grad_enabled: bool) -> Phase:
-        """A unit's forward begins: training, or an evaluation pass outside a step."""
+        """Begin a unit's forward, in training or in an evaluation pass outside a step."""
         self.training_thread = threading.get_ident()
         self.open_step()
         in_step = self.in_step if self.explicit_steps else grad_enabled
@@ -253,7 +253,7 @@ class Session:
         return Phase.FORWARD
 
     def leave_forward(self, mark: Any) -> None:
-        """A unit's forward ended."""
+        """End a unit's forward."""
         if self.phase == Phase.EVALUATION and self._evaluation:
             self._evaluation = (self._evaluation[0], mark)
             if not self.open_units:
@@ -262,7 +262,7 @@ class Session:
             self._last_forward_end = mark
 
     def begin_backward(self) -> Any:
-        """Autograd starts: the forward pass, with the loss in it, is over."""
+        """Note that autograd starts: the forward pass, which includes the loss, is over."""
         mark = self.clock.mark()
         self._close_forward(mark)
         self.phase = Phase.BACKWARD
@@ -270,7 +270,7 @@ class Session:
         return mark
 
     def finish_backward(self, begin: Any) -> None:
-        """Autograd returned: one microbatch is complete."""
+        """Note that autograd has returned: one microbatch is complete."""
         self.add(EventKind.BACKWARD, begin, self.clock.mark(), phase=Phase.BACKWARD)
         self.microbatch += 1
         self.phase = Phase.OUTSIDE
@@ -292,20 +292,20 @@ class Session:
     # --- pauses
 
     def pause(self, reason: str) -> None:
-        """Record nothing until `resume`; the reason goes into the run."""
+        """Record nothing until `resume`; the reason is stored with the run."""
         if self.active:
             self.active, self._is_paused = False, True
             self.problem(reason)
 
     def resume(self) -> None:
-        """Go on after `pause`; does nothing when recording has ended."""
+        """Continue after `pause`; does nothing if the recording has ended."""
         if self._is_paused:
             self.active, self._is_paused = True, False
 
-    # --- our own failures
+    # --- internal errors
 
     def fail(self, error: BaseException) -> None:
-        """A bug of ours: say so once, stop recording, let the training go on."""
+        """Report an internal error once and stop the recording; the training continues."""
         if not self.active:
             return
         self.active = False
@@ -314,11 +314,11 @@ class Session:
         self.problems.append(f"Recording stopped by an internal error{place}: {error!r}")
         logger.debug("recording stopped", exc_info=error)
         warn(
-            f"recording stopped at step {self.step} by an error of its own{place}: {error!r}. "
-            "The training goes on unchanged; what was recorded so far is kept."
+            f"recording stopped at step {self.step} by an internal error{place}: {error!r}. "
+            "The training continues unchanged; everything recorded so far is kept."
         )
 
     def problem(self, sentence: str) -> None:
-        """Note something that limits the recording, for the run folder."""
+        """Store a limit of the recording in the run folder."""
         if sentence not in self.problems:
             self.problems.append(sentence)

@@ -1,8 +1,8 @@
-"""What was alive at each instant of a step? A log of storages, and what it adds up to.
+"""Log the storages of a memory step, and compute from the log what was alive at each moment.
 
-`recording.storage_tracker` writes the log while a step runs; everything said about the step is
-computed from it afterwards, so a storage that is recognised late (an all-gather output known
-only when its unit is unsharded) still counts as what it is for its whole life.
+`recording.storage_tracker` writes the log while a step runs. All results are computed from the log
+after the step. A storage that is classified late (an all-gather output is known only when its unit
+is unsharded) therefore has its category for its whole life.
 
 Conventions: sizes are the storages' own bytes, without an allocator's rounding, cache or
 workspaces. Cut c is the moment after the first c events. Pure Python and numpy, no torch.
@@ -31,14 +31,14 @@ _OFFLOADED = frozenset(
         MemoryCategory.OPTIMIZER_STATE,
     }
 )
-"""What an offload policy keeps on the host."""
+"""The categories that an offload policy keeps on the host."""
 
 Ownership = Mapping[tuple[int, MemoryCategory], int]
 """Live bytes by owning unit (-1: none) and category; no entry with 0 bytes."""
 
 
 class Moment(NamedTuple):
-    """When and where something happened."""
+    """Position in the training, and time, of an event."""
 
     unit: int
     """The innermost unit on the host's stack; -1: none."""
@@ -62,28 +62,28 @@ class StorageEvent(NamedTuple):
 
 @dataclass(slots=True)
 class TrackedStorage:
-    """What is known about one storage apart from its size."""
+    """The owner and category of one storage."""
 
     owner_unit: int
     category: MemoryCategory | None = None
-    """None: decided by when it was allocated and freed, see `StorageLog.categories`."""
+    """None: derived from its allocation and release, see `StorageLog.categories`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryInstant:
-    """What was alive at one moment."""
+    """The live bytes at one moment."""
 
     moment: Moment
     owned: Ownership
 
     @property
     def total_bytes(self) -> int:
-        """All live storages."""
+        """Bytes of all live storages."""
         return sum(self.owned.values())
 
     @property
     def by_category(self) -> dict[MemoryCategory, int]:
-        """Live bytes by category; adds up to `total_bytes`."""
+        """Live bytes by category; they add up to `total_bytes`."""
         totals: Counter[MemoryCategory] = Counter()
         for (_, category), num_bytes in self.owned.items():
             totals[category] += num_bytes
@@ -91,7 +91,7 @@ class MemoryInstant:
 
     @property
     def by_owner(self) -> dict[int, dict[MemoryCategory, int]]:
-        """Live bytes by owning unit, then category; units ascending, adds up to `total_bytes`."""
+        """Live bytes by owning unit, then category; units ascending. Adds up to `total_bytes`."""
         return {
             owner: {category: num_bytes for (_, category), num_bytes in members}
             for owner, members in groupby(sorted(self.owned.items()), key=lambda item: item[0][0])
@@ -100,42 +100,42 @@ class MemoryInstant:
 
 @dataclass(frozen=True, slots=True)
 class MemoryMark:
-    """What was alive at a point that the recorder's hooks chose."""
+    """The live bytes at a point that the recorder's hooks chose."""
 
     point: MemoryPoint
     microbatch: int
     instant: MemoryInstant
     peak_bytes: int
-    """The most that was alive since the previous mark (or the step's begin), ends included."""
+    """The most live bytes since the previous mark (or the step's begin), both ends included."""
     peak_compute_bytes: int
     """The same without `codes.OF_COMMUNICATION`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterUse:
-    """What was alive when a pass of a unit first used one of its parameters."""
+    """The live bytes when a pass of a unit first used one of its parameters."""
 
     unit: int
     parameter: int
-    """Its place among the unit's parameters."""
+    """Its index among the unit's parameters."""
     microbatch: int
     instant: MemoryInstant
     peak_bytes: int
-    """The most that was alive from then until the next use in the pass, or the next mark."""
+    """The most live bytes from this use until the next use in the pass, or the next mark."""
     peak_compute_bytes: int
     """The same without `codes.OF_COMMUNICATION`."""
 
 
 @dataclass(slots=True)
 class UnitPass:
-    """A forward or backward of a unit, and when it first used each parameter."""
+    """A forward or backward of a unit, with the first use of each parameter."""
 
     unit: int
     microbatch: int
     uses: dict[int, "_Cut"] = field(default_factory=dict)
-    """By the parameter's place."""
+    """By the parameter's index in the unit."""
     end: int | None = None
-    """The cut at which it ended; None: it did not."""
+    """The cut at which the pass ended; None if it did not end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,25 +143,24 @@ class TrackedStepMemory:
     """The memory of one step, in bytes of live storages."""
 
     start: MemoryInstant
-    """What rested before the step."""
+    """The resting memory before the step."""
     peak: MemoryInstant
-    """The first moment at which the most was alive."""
+    """The first moment with the most live bytes."""
     peak_microbatch: int
-    """That of the last mark before the peak; 0 when there is none."""
+    """The microbatch of the last mark before the peak; 0 without such a mark."""
     end: MemoryInstant
-    """What rests after the step."""
+    """The resting memory after the step."""
     marks: tuple[MemoryMark, ...]
     phases: tuple[MemoryInstant, ...]
-    """The highest moment of each phase that the step was in, in the order of their first."""
+    """The peak of each phase of the step, in the order in which the phases first occur."""
     uses: tuple[ParameterUse, ...] = ()
 
     def rows(self, step: int) -> Iterator[tuple[int, ...]]:
-        """The step as rows of `MemoryTable`: marks, peak, moments by owning unit, parameters' uses.
+        """Yield the step's rows of `MemoryTable`: marks, peak, moments by owner, parameter uses.
 
         The moments are the peak, the peak of each phase, and the end.
-
-        Allocator columns (reserved, active) and bytes outside the allocator are not known here
-        and read -1. A PEAK_BY_OWNER row holds what one unit owns; together they are the peak.
+        Allocator columns (reserved, active) and bytes outside the allocator are unknown and -1. A
+        PEAK_BY_OWNER row has the bytes of one owner; together these rows are the peak.
         """
         for mark in self.marks:
             yield _row(
@@ -191,7 +190,7 @@ class TrackedStepMemory:
 
 @dataclass(slots=True)
 class StorageLog:
-    """Everything that happened to storages in one step, in the order it happened."""
+    """The storage events of one step, in their order."""
 
     storages: list[TrackedStorage] = field(default_factory=list)
     events: list[StorageEvent] = field(default_factory=list)
@@ -201,36 +200,36 @@ class StorageLog:
     _end: "_Cut | None" = None
 
     def begin(self, moment: Moment) -> None:
-        """The step begins: events so far are what rested before it."""
+        """Begin the step: all events so far belong to the resting memory."""
         self._start = _Cut(len(self.events), moment)
 
     def mark(self, point: MemoryPoint, microbatch: int, moment: Moment) -> None:
-        """Remember this moment."""
+        """Add a mark at this moment."""
         self._marks.append(_MarkAt(point, microbatch, _Cut(len(self.events), moment)))
 
     def begin_pass(self, unit: int, microbatch: int) -> UnitPass:
-        """A unit's forward or backward begins; `use` and `end_pass` say how it goes on."""
+        """Begin a unit's forward or backward; call `use` and `end_pass` on it later."""
         self._passes.append(UnitPass(unit, microbatch))
         return self._passes[-1]
 
     def use(self, unit_pass: UnitPass, parameter: int, moment: Moment) -> None:
-        """The pass uses a parameter for the first time."""
+        """Note that the pass uses a parameter for the first time."""
         unit_pass.uses[parameter] = _Cut(len(self.events), moment)
 
     def end_pass(self, unit_pass: UnitPass) -> None:
-        """The pass is over."""
+        """End the pass."""
         unit_pass.end = len(self.events)
 
     def finish(self, moment: Moment) -> None:
-        """The step has ended; later events are not part of it."""
+        """End the step; later events do not belong to it."""
         self._end = _Cut(len(self.events), moment)
 
     def summarize(self, *, host_units: Collection[int] = ()) -> TrackedStepMemory:
-        """Add up the step between `begin` and `finish`.
+        """Compute the memory of the step between `begin` and `finish`.
 
         Args:
-            host_units: Units whose shards, gradients and optimizer state are kept on the host,
-                though the tensors do not say so: they are left out.
+            host_units: Units whose shards, gradients and optimizer state are on the host although
+                the tensors' devices do not show it; they are excluded.
         """
         if host_units:
             return self._of_device(host_units).summarize()
@@ -265,12 +264,12 @@ class StorageLog:
         return TrackedStepMemory(start, at_peak, microbatch, end, marks, tuple(at_phases), uses)
 
     def categories(self) -> list[MemoryCategory]:
-        """The category of each storage: what it was classified as, or decided by its lifetime.
+        """The category of each storage: its classification, or else derived from its lifetime.
 
-        Without a classification: INPUT when it was allocated in the data phase, or outside any
-        phase and reached the forward; ACTIVATION when it was allocated in a forward or its
-        recomputation and outlived it, or outside any phase and reached the backward; else
-        TEMPORARY.
+        Without a classification, a storage is INPUT if it was allocated in the data phase, or
+        outside any phase and reached the forward. It is ACTIVATION if it was allocated in a forward
+        or its recompute and outlived it, or outside any phase and reached the backward. Otherwise
+        it is TEMPORARY.
         """
         lifetimes = self._lifetimes()
         return [
@@ -281,9 +280,9 @@ class StorageLog:
         ]
 
     def _of_device(self, host_units: Collection[int]) -> "StorageLog":
-        """The same log as if what the host keeps had no size; every cut stays where it is.
+        """The same log with the size of storages on the host set to 0; all cuts stay the same.
 
-        Where all shards are on the host the optimizer computes there, too.
+        If all shards are on the host, the optimizer also computes there.
         """
         known = list(zip(self.storages, self.categories(), strict=True))
         sharded = {
@@ -297,10 +296,10 @@ class StorageLog:
             if category in _OFFLOADED and storage.owner_unit in host_units
         }
         if sharded <= set(host_units):
-            born: dict[int, int] = {}
+            allocated_in: dict[int, int] = {}
             for event in self.events:
-                born.setdefault(event.storage, event.moment.phase)
-            on_host |= {index for index, phase in born.items() if phase == Phase.OPTIMIZER}
+                allocated_in.setdefault(event.storage, event.moment.phase)
+            on_host |= {index for index, phase in allocated_in.items() if phase == Phase.OPTIMIZER}
         events = [
             event._replace(num_bytes=0) if event.storage in on_host else event
             for event in self.events
@@ -308,10 +307,10 @@ class StorageLog:
         return replace(self, events=events)
 
     def _totals(self, counts: Sequence[bool] | None = None) -> list[int]:
-        """Live bytes at every cut, `len(events) + 1` numbers.
+        """Live bytes at every cut; shape (len(events) + 1,).
 
         Args:
-            counts: By storage, whether it is added; None: all are.
+            counts: By storage, whether to include it; None means all.
         """
         sizes = [0] * len(self.storages)
         changes = []
@@ -324,7 +323,7 @@ class StorageLog:
     def _uses(
         self, totals: list[int], of_compute: list[int], owned: Mapping[int, Ownership]
     ) -> Iterator[ParameterUse]:
-        """The parameters' uses in the passes that ended."""
+        """Yield the parameters' uses in the passes that ended."""
         samples = [mark.cut.position for mark in self._marks]
         for unit_pass in self._passes:
             if unit_pass.end is None:
@@ -358,7 +357,7 @@ class StorageLog:
     def _owned_at(
         self, positions: set[int], categories: Sequence[MemoryCategory]
     ) -> dict[int, Ownership]:
-        """What was owned by whom at each of the given cuts."""
+        """The live bytes by owner and category at each of the cuts."""
         keys = [
             (storage.owner_unit, category)
             for storage, category in zip(self.storages, categories, strict=True)
@@ -375,16 +374,16 @@ class StorageLog:
 
     def _lifetimes(self) -> dict[int, "_Lifetime"]:
         """From the first allocation to the first release after it, by storage index."""
-        stretches: list[Moment] = []
+        parts: list[Moment] = []
         lifetimes: dict[int, _Lifetime] = {}
         for storage, num_bytes, moment in self.events:
-            if not stretches or _stretch(moment) != _stretch(stretches[-1]):
-                stretches.append(moment)
+            if not parts or _part(moment) != _part(parts[-1]):
+                parts.append(moment)
             lifetime = lifetimes.get(storage)
             if lifetime is None and num_bytes:
-                lifetimes[storage] = _Lifetime(stretches, born=len(stretches) - 1)
-            elif lifetime is not None and not num_bytes and lifetime.died is None:
-                lifetime.died = len(stretches) - 1
+                lifetimes[storage] = _Lifetime(parts, allocated_in=len(parts) - 1)
+            elif lifetime is not None and not num_bytes and lifetime.freed_in is None:
+                lifetime.freed_in = len(parts) - 1
         return lifetimes
 
 
@@ -401,35 +400,38 @@ class _MarkAt(NamedTuple):
 
 @dataclass(slots=True)
 class _Lifetime:
-    """Which stretches of one phase a storage was born and died in."""
+    """The part of the step in which a storage was allocated, and the part in which it was freed.
 
-    stretches: list[Moment]
-    """The first moment of every stretch of the step; shared by all lifetimes."""
-    born: int
-    died: int | None = None
+    A part is a sequence of consecutive events with the same phase and the same recompute flag.
+    """
+
+    parts: list[Moment]
+    """The first moment of every part of the step; shared by all lifetimes."""
+    allocated_in: int
+    freed_in: int | None = None
 
     @property
-    def outlived_its_stretch(self) -> bool:
-        return self.died is None or self.died > self.born
+    def outlived_its_part(self) -> bool:
+        return self.freed_in is None or self.freed_in > self.allocated_in
 
     def reached_next(self, phase: Phase) -> bool:
-        following = self.stretches[self.born + 1 : self.born + 2]
-        return self.outlived_its_stretch and [moment.phase for moment in following] == [phase]
+        following = self.parts[self.allocated_in + 1 : self.allocated_in + 2]
+        return self.outlived_its_part and [moment.phase for moment in following] == [phase]
 
 
-def _stretch(moment: Moment) -> tuple[int, bool]:
+def _part(moment: Moment) -> tuple[int, bool]:
     return moment.phase, moment.recompute
 
 
 def _default_category(lifetime: _Lifetime | None) -> MemoryCategory:
     if lifetime is None:
         return MemoryCategory.TEMPORARY
-    birth = lifetime.stretches[lifetime.born]
-    outside = birth.phase == Phase.OUTSIDE
-    if birth.phase == Phase.DATA or (outside and lifetime.reached_next(Phase.FORWARD)):
+    first = lifetime.parts[lifetime.allocated_in]
+    outside = first.phase == Phase.OUTSIDE
+    if first.phase == Phase.DATA or (outside and lifetime.reached_next(Phase.FORWARD)):
         return MemoryCategory.INPUT
-    if birth.phase == Phase.FORWARD or birth.recompute:
-        is_activation = lifetime.outlived_its_stretch
+    if first.phase == Phase.FORWARD or first.recompute:
+        is_activation = lifetime.outlived_its_part
     else:
         is_activation = outside and lifetime.reached_next(Phase.BACKWARD)
     return MemoryCategory.ACTIVATION if is_activation else MemoryCategory.TEMPORARY
@@ -451,7 +453,7 @@ def _row(
     peak_bytes: int,
     peak_compute_bytes: int = MISSING_INT,
 ) -> tuple[int, ...]:
-    """One row in the column order of `MemoryTable`; columns that nothing sets read -1."""
+    """One row in the column order of `MemoryTable`; unset columns are -1."""
     values = {
         **where,
         "phase": moment.phase,

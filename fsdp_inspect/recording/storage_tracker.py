@@ -1,22 +1,22 @@
-"""Which storages are alive at this moment, and whose are they? One training step, byte by byte.
+"""Track every live storage of one training step, with its owning unit and category.
 
-`StorageTracker` is a context around one step (a *memory step*). It sees every storage that an
-operation returns or takes, the resizes by which FSDP frees and restores unsharded parameters, and
-the death of each storage, on CPU and on CUDA alike. It changes nothing: it adds no hook to the
-model, and the step computes what it would have computed without it.
+`StorageTracker` is a context around one step (a *memory step*). On CPU and on CUDA, it sees every
+storage that an operation returns or takes, the resizes by which FSDP frees and restores unsharded
+parameters, and the release of each storage. It changes nothing: it adds no hook to the model, and
+the step computes the same results with and without it.
 
 [Note: What is counted]
-The bytes of each live storage, once, however many tensors view it; no rounding. Not counted, as no
-operation returns them: workspaces inside kernels and libraries (cuBLAS, NCCL, gloo), what the
-caching allocator holds in reserve, and the inside of a compiled region (`torch.compile`), which
-goes on running compiled. A storage that existed before the step counts from `register_known`, or
-else from its first use on.
+The tracker counts the bytes of each live storage once, however many tensors view it, without
+rounding. It does not count memory that no operation returns: workspaces inside kernels and
+libraries (cuBLAS, NCCL, gloo), the caching allocator's reserve, and the inside of a compiled region
+(`torch.compile`), which still runs compiled. A storage that existed before the step counts from
+`register_known`, or else from its first use.
 
 [Note: Storages and their Python objects]
-The Python object of a storage lives as long as the storage itself, whoever holds it (torch keeps
-object and storage together), so a weak reference to it is called back exactly when the memory is
-freed. That may happen inside any line of Python and on autograd's own threads: all that is done
-then is one append to a list.
+The Python object of a storage lives as long as the storage itself (torch keeps object and storage
+together). The callback of a weak reference to the object therefore runs exactly when the memory is
+freed. That may happen inside any line of Python and on autograd's own threads, so the callback only
+appends to a list.
 """
 
 import functools
@@ -49,10 +49,10 @@ from fsdp_inspect.recording.storage_log import (
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint
 
 TensorLike = torch.Tensor | torch.UntypedStorage
-"""Something with a storage; a tensor subclass (DTensor) stands for the tensors inside it."""
+"""An object with a storage; a tensor subclass (DTensor) represents the tensors inside it."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Types known to be no wrappers, to ask less in the frequent case."""
+"""Types that are never wrappers; checked first because they are frequent."""
 
 _BEGIN_OF_PASS = (MemoryPoint.FORWARD_START, MemoryPoint.BACKWARD_START)
 _END_OF_PASS = (MemoryPoint.FORWARD_END, MemoryPoint.BACKWARD_END)
@@ -61,19 +61,19 @@ _is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows all live storages during one step; enter it at the step's begin, once.
+    """Follows all live storages during one step; enter it once, at the step's begin.
 
-    What a storage is may be said at any time: the last `classify` counts, for the storage's whole
-    life. Storages nobody classifies are decided by when they lived (`StorageLog.categories`) and
-    belong to the unit at whose position they were allocated. A step on fake tensors is followed by
-    a tracker that was made under the same fake mode.
+    `classify` may be called at any time; its last call counts for the storage's whole life.
+    An unclassified storage gets its category from its lifetime (`StorageLog.categories`), and
+    belongs to the unit at whose position it was allocated. A step on fake tensors needs a tracker
+    that was made under the same fake mode.
 
     Args:
-        position: The innermost unit (-1: none) and the `Phase` at this moment; called at every
-            allocation and release, from any thread, so it must be quick and touch no tensor.
-        device_type: Count only storages there (`cpu`, `cuda`); None: everywhere but `meta`.
-        host_units: Units whose shards, gradients and optimizer state count as the host's, where
-            the tensors' devices cannot tell: on fake ranks.
+        position: Returns the current innermost unit (-1: none) and the `Phase`. It is called at
+            every allocation and release, from any thread: it must be quick and touch no tensor.
+        device_type: Count only storages on this device (`cpu`, `cuda`); None: all but `meta`.
+        host_units: Units whose shards, gradients and optimizer state count as on the host, where
+            the tensors' devices do not show it (on fake ranks).
     """
 
     supports_higher_order_operators = True
@@ -92,23 +92,23 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._log = StorageLog()
         self._live: dict[int, _LiveStorage] = {}
         """By the address of torch's own storage object, which is unique among live ones."""
-        self._meeting = threading.RLock()
-        self._on_death = _death_of(self)
+        self._follow_lock = threading.RLock()
+        self._on_free = _free_callback(self)
         self._passes: dict[int, UnitPass] = {}
-        """The units' passes that are under way, by unit."""
+        """The units' open passes, by unit."""
         self._patches = Patches()
         self._fake_mode = active_fake_mode()
         self._begun = False
         self._ended = False
         self.problem: str | None = None
-        """Why the result cannot be trusted, when a bug of ours stopped the tracking."""
+        """Why the result is invalid, if an internal error stopped the tracking."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled regions stay compiled: otherwise the first memory step would undo them."""
+        """Keep compiled regions compiled: otherwise the first memory step would disable them."""
         return True
 
-    # --- what the recorder says
+    # --- calls of the recorder
 
     def register_known(
         self,
@@ -116,7 +116,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors: TensorLike | Iterable[TensorLike],
         owner_unit: int,
     ) -> None:
-        """Say what exists before the step: parameters, buffers, optimizer state, gradients."""
+        """Register storages from before the step: parameters, buffers, states, gradients."""
         self.classify(tensors, category, owner_unit)
 
     def classify(
@@ -125,7 +125,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         category: MemoryCategory,
         owner_unit: int,
     ) -> None:
-        """Say what storages are and which unit they belong to (-1: none), for their whole life.
+        """Set the category and owning unit (-1: none) of storages, for their whole life.
 
         Storages not seen before count from now on. After the step this does nothing.
         """
@@ -135,14 +135,14 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors if isinstance(tensors, torch.Tensor | torch.UntypedStorage) else [*tensors]
         )
         for tensor, storage in _storages_in(several):
-            live = self._live.get(storage._cdata) or self._meet(tensor, storage)
+            live = self._live.get(storage._cdata) or self._follow(tensor, storage)
             if live is not None:
                 tracked = self._log.storages[live.index]
                 tracked.category = category
                 tracked.owner_unit = owner_unit
 
     def mark(self, point: MemoryPoint, microbatch: int = 0) -> None:
-        """Keep what is alive at this moment as a sample of its own."""
+        """Add a mark with the currently live bytes."""
         if not self._begun or self._ended:
             return
         moment = self._now()
@@ -153,18 +153,18 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._log.end_pass(ended)
 
     def follow_uses(self, tensor: torch.Tensor, parameter: int) -> None:
-        """Note when a pass of its unit first uses this full parameter, of known category.
+        """Record when a pass of its unit first uses this full parameter, which must be classified.
 
         Args:
             tensor: The full parameter.
-            parameter: Its place among the unit's parameters.
+            parameter: Its index among the unit's parameters.
         """
         for _, storage in _storages_in(tensor):
             if (live := self._live.get(storage._cdata)) is not None:
                 live.parameter = parameter
 
     def result(self) -> TrackedStepMemory:
-        """What the step did to memory.
+        """The memory of the step.
 
         Raises:
             RecordingError: The step has not run, has not ended, or could not be followed.
@@ -172,17 +172,17 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.problem is not None:
             raise RecordingError(
                 f"The storages of this step could not be followed: {self.problem}. Expected every "
-                "storage to be seen. Leave the memory samples of this step out and report this."
+                "storage to be seen. Ignore the memory samples of this step and report the error."
             )
         if not self._ended:
             raise RecordingError(
-                f"A memory step is {'still running' if self._begun else 'not begun'}. Its result "
-                "exists after the `with tracker:` block. Ask for it there."
+                f"The memory step is {'still running' if self._begun else 'not begun'}. Its result "
+                "exists after the `with tracker:` block. Call result() there."
             )
         return self._log.summarize(host_units=self._host_units)
 
     def rows(self, step: int) -> Iterator[tuple[int, ...]]:
-        """The step as rows in the column order of `MemoryTable`; see `StepMemory.rows`."""
+        """The step as rows in the column order of `MemoryTable`; see `TrackedStepMemory.rows`."""
         return self.result().rows(step)
 
     # --- the step
@@ -202,7 +202,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         if _get_current_dispatch_mode() is not self:
-            self.problem = "another dispatch mode began or ended inside it, and hid a part of it"
+            self.problem = "another dispatch mode began or ended inside it and hid a part of it"
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._patches.undo()
         self._guarded(lambda: self._log.finish(self._now()))
@@ -217,7 +217,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # A wrapper subclass (DTensor) goes first and comes back with operations on what is inside.
+        # A wrapper subclass (DTensor) handles the call first and repeats it on its inner tensors.
         if any(map(_is_wrapper, types)):
             return NotImplemented
         kwargs = kwargs or {}
@@ -228,34 +228,34 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- observing
 
     def _observe(self, func: Any, arguments: object, result: object) -> None:
-        """Note the storages that an operation used for the first time, resized or made."""
+        """Note the storages that an operation used for the first time, resized or allocated."""
         for tensor, storage in _storages_in(arguments):
             live = self._live.get(storage._cdata)
             if live is None:
-                self._meet(tensor, storage, _category_of_argument(func, tensor))
+                self._follow(tensor, storage, _category_of_argument(func, tensor))
             elif live.num_bytes != storage.nbytes():
                 self._note_size(live, storage)
             elif live.parameter is not None and not getattr(func, "is_view", False):
                 self._note_use(live, live.parameter)
         for tensor, storage in _storages_in(result):
             if storage._cdata not in self._live:
-                self._meet(tensor, storage)
+                self._follow(tensor, storage)
 
-    def _meet(
+    def _follow(
         self,
         tensor: TensorLike,
         storage: torch.UntypedStorage,
         category: MemoryCategory | None = None,
     ) -> "_LiveStorage | None":
-        """Follow a storage from now on; None when it is not one that counts."""
+        """Follow a storage from now on; None if it does not count."""
         if not self._counts(tensor):
             return None
-        # Backward runs on a thread of its own for each device; both may meet storages at once.
-        with self._meeting:
+        # Backward runs on one thread per device; several threads may see new storages at once.
+        with self._follow_lock:
             if (known := self._live.get(storage._cdata)) is not None:
                 return known
             moment = self._now()
-            live = _LiveStorage(storage, self._on_death)
+            live = _LiveStorage(storage, self._on_free)
             live.key, live.index = storage._cdata, len(self._log.storages)
             live.num_bytes = storage.nbytes()
             live.parameter = None
@@ -265,13 +265,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return live
 
     def _counts(self, tensor: TensorLike) -> bool:
-        """Whether this memory exists, and on the device that is watched."""
-        # DTensor works out its layouts on fake tensors of the global shape, which are no memory;
-        # where the step itself runs on fake tensors, those of its own mode are what counts.
+        """Whether this is real memory on the tracked device."""
+        # DTensor computes its layouts on fake tensors of the global shape, which use no memory.
+        # If the step itself runs on fake tensors, only those of its own mode count.
         if isinstance(tensor, FakeTensor) and tensor.fake_mode is not self._fake_mode:
             return False
         if tensor.device.type == "meta":
-            # A bare storage of a fake tensor does not know the device it stands for.
+            # A bare storage of a fake tensor does not know its simulated device.
             return isinstance(tensor, torch.UntypedStorage) and self._fake_mode is not None
         return self._device_type in (None, tensor.device.type)
 
@@ -280,9 +280,9 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._log.events.append(StorageEvent(live.index, live.num_bytes, self._now()))
 
     def _note_use(self, live: "_LiveStorage", parameter: int) -> None:
-        """The first in a pass counts; what checkpointing repeats is not a pass's own.
+        """Note the first use in a pass, except in a recompute.
 
-        Views compute nothing, and checkpointing makes some that look like the pass's own.
+        Views do not count: they compute nothing, and checkpointing creates views outside recompute.
         """
         unit_pass = self._passes.get(self._log.storages[live.index].owner_unit)
         if unit_pass is not None and parameter not in unit_pass.uses:
@@ -293,11 +293,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_resize(self, storage: torch.UntypedStorage) -> None:
         live = self._live.get(storage._cdata)
         if live is None:
-            self._meet(storage, storage)
+            self._follow(storage, storage)
         elif live.num_bytes != storage.nbytes():
             self._note_size(live, storage)
 
-    def _note_death(self, live: "_LiveStorage") -> None:
+    def _note_free(self, live: "_LiveStorage") -> None:
         if self._live.get(live.key) is live:
             del self._live[live.key]
         if live.num_bytes:
@@ -310,14 +310,14 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Moment(unit, phase, time.perf_counter_ns(), recompute)
 
     def _catch_up(self) -> None:
-        """Note what was resized between `register_known` and the step."""
+        """Note resizes between `register_known` and the step."""
         for live in list(self._live.values()):
             storage = live()
             if storage is not None and live.num_bytes != storage.nbytes():
                 self._note_size(live, storage)
 
     def _patch_resize(self) -> None:
-        """See resizes of storages: they are no operations and reach no dispatch mode."""
+        """Observe resizes of storages: they are no operations and reach no dispatch mode."""
         original = torch.UntypedStorage.resize_
         tracker_of = ref(self)
 
@@ -332,7 +332,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._patches.set_attribute(torch.UntypedStorage, "resize_", resize_)
 
     def _guarded(self, note: Callable[..., None], *args: Any) -> None:
-        """Run our own bookkeeping; its failure ends the tracking and never the training."""
+        """Run the tracker's code; its failure ends the tracking and never the training."""
         if self._ended or self.problem is not None:
             return
         try:
@@ -342,7 +342,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _LiveStorage(ref[torch.UntypedStorage]):
-    """A weak reference to a live storage, with what we know about it."""
+    """A weak reference to a live storage, with its tracked properties."""
 
     __slots__ = ("index", "key", "num_bytes", "parameter")
 
@@ -350,27 +350,27 @@ class _LiveStorage(ref[torch.UntypedStorage]):
     index: int
     num_bytes: int
     parameter: int | None
-    """Of a full parameter: its place among the unit's."""
+    """For a full parameter, its index among the unit's parameters."""
 
 
-def _death_of(tracker: StorageTracker) -> Callable[[ref[torch.UntypedStorage]], None]:
-    """What to call when a storage dies; holds the tracker weakly, so that both can go."""
+def _free_callback(tracker: StorageTracker) -> Callable[[ref[torch.UntypedStorage]], None]:
+    """Return the callback for a freed storage; it refers to the tracker weakly."""
     tracker_of = ref(tracker)
 
     def note(live: ref[torch.UntypedStorage]) -> None:
         tracker = tracker_of()
         if tracker is not None and isinstance(live, _LiveStorage):
-            tracker._guarded(tracker._note_death, live)
+            tracker._guarded(tracker._note_free, live)
 
     return note
 
 
 def _category_of_argument(func: Any, tensor: TensorLike) -> MemoryCategory | None:
-    """What a storage is that nobody saw being made: an input, unless it was just computed.
+    """The category of an unknown storage in an argument: an input, unless it was just computed.
 
-    Results of code that torch cannot see (a compiled region, an extension) carry a gradient or
-    are written to, and `torch.tensor` lifts what it has just made; those are left to the rule for
-    what is allocated in a step.
+    Results of code that torch cannot see (a compiled region, an extension) require a gradient or
+    are written to, and `torch.tensor` lifts its new tensor. These get the category of storages
+    that are allocated in a step.
     """
     schema = getattr(func, "_schema", None)
     written = schema is not None and schema.is_mutable
@@ -380,7 +380,7 @@ def _category_of_argument(func: Any, tensor: TensorLike) -> MemoryCategory | Non
 
 
 def _storages_in(value: object) -> list[tuple[TensorLike, torch.UntypedStorage]]:
-    """Every plain tensor (or storage) inside a value, with its storage."""
+    """All plain tensors and storages inside a value, each with its storage."""
     found: list[tuple[TensorLike, torch.UntypedStorage]] = []
     pending = [value]
     while pending:
@@ -403,7 +403,7 @@ def _storages_in(value: object) -> list[tuple[TensorLike, torch.UntypedStorage]]
 
 
 def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Where a tensor without a storage of its own keeps its numbers; empty where torch hides it."""
+    """The inner tensors of a tensor without its own storage; empty if torch hides them."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     return []

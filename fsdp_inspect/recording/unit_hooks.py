@@ -1,12 +1,12 @@
-"""What does one FSDP unit do, and when? Wraps on the methods of its communication group.
+"""Time one FSDP unit by wrapping the methods of its communication group.
 
 [Note: Where the recorder attaches]
 A unit's boundaries come from wraps on the *instance* of torch's `FSDPParamGroup`: `unshard`,
 `wait_for_unshard`, `pre_forward`, `post_forward`, `pre_backward`, `post_backward`,
-`finalize_backward`. Against module and tensor hooks this has four advantages: the order of the
-user's and of FSDP's hooks is not touched; the wait for an all-gather has its own boundary; methods
-registered with `register_fsdp_forward_method` and grouped modules run in part are seen; and
-torch.compile never traces the recorder, since FSDP's own hooks are outside its graphs. The names
+`finalize_backward`. Compared with module and tensor hooks this has four advantages. The order of
+the user's and of FSDP's hooks is not touched. The wait for an all-gather has its own boundary.
+Methods registered with `register_fsdp_forward_method` and partly run grouped modules are recorded.
+torch.compile never traces the recorder, because FSDP's own hooks are outside its graphs. The names
 are private but the same from torch 2.6 to 2.15; `tests/recording` pins them. The collectives
 themselves are timed through torch's public setters (see `collectives`).
 
@@ -94,32 +94,32 @@ WRAPPED_METHODS = (
 
 
 class Reductions:
-    """Gradient reductions on their way, shared by the units of one `comm_ctx` (device streams)."""
+    """Gradient reductions in flight, shared by the units of one `comm_ctx` (device streams)."""
 
     def __init__(self) -> None:
         self.reduce_scatters: deque[Communication] = deque()
-        """In order of issue, as torch's `comm_ctx.reduce_scatter_states`."""
+        """In order of issue, like torch's `comm_ctx.reduce_scatter_states`."""
         self.all_reduces: deque[Communication] = deque()
 
 
 class ReductionsByContext:
     """The reductions of each of torch's communication contexts.
 
-    torch gives each FSDP root a `FSDPCommContext` of its own, and the units of one root wait for
-    the reductions of that context only. A model without `fully_shard(model)` has as many roots as
-    units. `share_comm_ctx` joins several.
+    torch gives each FSDP root its own `FSDPCommContext`, and the units of one root wait for the
+    reductions of that context only. A model without `fully_shard(model)` has as many roots as
+    units. `share_comm_ctx` joins several roots.
     """
 
     def __init__(self) -> None:
         self._of_context: WeakKeyDictionary[FSDPCommContext, Reductions] = WeakKeyDictionary()
 
     def of(self, context: FSDPCommContext) -> Reductions:
-        """The reductions of a context, none at first."""
+        """The reductions of a context, empty at first."""
         return self._of_context.setdefault(context, Reductions())
 
 
 class UnitHooks:
-    """Everything the recorder does in one unit."""
+    """All hooks of the recorder on one unit."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class UnitHooks:
         self._all_reductions = reductions
         self._context: FSDPCommContext | None = None
         self._own_reductions = Reductions()
-        """Of the context above; torch settles a unit's context at the first forward."""
+        """Of the context above; torch sets a unit's context at the first forward."""
         self._memory = memory
         self._gather: Communication | None = None
         """An all-gather that was issued and not yet waited for."""
@@ -160,7 +160,7 @@ class UnitHooks:
         """Wrap the group's methods and install the timed collectives.
 
         Returns:
-            How the collectives were installed; see `Unit.recorded_by`.
+            The way in which the collectives were installed; see `Unit.recorded_by`.
         """
         pairs: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], None] | None]] = {
             "unshard": (self._before_unshard, None),
@@ -179,9 +179,9 @@ class UnitHooks:
         return self.install_collectives()
 
     def install_collectives(self) -> str:
-        """Replace the unit's all-gather and reduce-scatter unless ours are there already.
+        """Replace the unit's all-gather and reduce-scatter unless already replaced.
 
-        Called again at each step: a later call of a torch setter may have replaced them.
+        It runs again at each step, because a call of a torch setter may have replaced them.
         """
         gather = self._group._all_gather_comm
         if not is_recorded(gather):
@@ -201,7 +201,7 @@ class UnitHooks:
     def _set_all_gather(self, comm: Any) -> None:
         if self._handle.num_groups == 1:
             self._handle.modules[0].set_custom_all_gather(comm)  # type: ignore[operator]
-        else:  # torch's setter refuses a module with several groups
+        else:  # torch's setter rejects a module with several groups
             self._group._all_gather_comm = comm
 
     def _set_reduce_scatter(self, comm: Any) -> None:
@@ -225,7 +225,7 @@ class UnitHooks:
             self._copy_in = (self._clock.mark(stream), stream)
 
     def _copy_in_stream(self, async_op: bool) -> Any:
-        """The stream on which torch will copy the shards into the all-gather's input."""
+        """The stream on which torch copies the shards into the all-gather's input."""
         context = self._group.comm_ctx
         if not hasattr(context, "all_gather_copy_in_stream"):
             return self._clock.current_stream()
@@ -239,7 +239,7 @@ class UnitHooks:
     def all_gather(
         self, collective: Callable[[], Any], output: torch.Tensor, group: dist.ProcessGroup
     ) -> Any:
-        """Run the unit's all-gather and note its course; returns what the original returned."""
+        """Run and time the unit's all-gather; returns the original result."""
         work, start = self._run(collective)
         if start is None:
             return work
@@ -250,10 +250,10 @@ class UnitHooks:
             return work
 
     def _run(self, collective: Callable[[], Any]) -> tuple[Any, Any]:
-        """Call it; returns its result and a mark from right before it, None when not recording.
+        """Run a collective; returns its result and a mark from right before it (None: inactive).
 
-        Everything else is noted behind the call, in one go: a hook between two pieces of torch's
-        work finds nothing of its own in the processor's caches, which costs more than the hook.
+        All other notes follow after the call. A hook between two pieces of torch's work finds cold
+        processor caches, which cost more than the hook itself.
         """
         session = self._session
         if not session.active:
@@ -294,12 +294,12 @@ class UnitHooks:
         return work
 
     def _add_copy_in(self, gather: Communication, start: Any, stream: Any) -> None:
-        """Write the copy of the shards into the input of an all-gather that was just issued."""
+        """Write the copy of the shards into the input of the all-gather just issued."""
         session, copied = self._session, gather.start
         if gather.transfer is not None:
             copied = gather.issue_ns  # the link may be free only later
         elif stream is not None and stream != self._clock.current_stream():
-            # The all-gather's stream waited for this one, and nothing came behind the copy.
+            # The all-gather's stream waited for this copy stream, and the copy was its last work.
             copied = self._clock.mark(stream)
         session.add(
             _ALL_GATHER_COPY_IN,
@@ -312,12 +312,12 @@ class UnitHooks:
         )
 
     def _drop_unused_gather(self) -> None:
-        """An earlier all-gather that no unit used is written before the next one."""
+        """Write an earlier all-gather that no unit used, before the next one."""
         if self._gather is not None:
             close_unwaited(self._session, self._gather)
         self._gather = None
 
-    # --- the wait for it, and the copy out of its buffer
+    # --- the wait for the all-gather, and the copy out of its buffer
 
     def _before_wait(self) -> Any:
         return None if self._group._all_gather_result is None else self._clock.mark()
@@ -347,7 +347,7 @@ class UnitHooks:
         """Write an all-gather that is needed now; returns when the copy out of it began."""
         session = self._session
         if gather.wait is not None and not gather.flags & _ASYNC:
-            return begin  # blocked the host when it was issued, and was written then
+            return begin  # it blocked the host at its issue and is already written
         if gather.wait is None:
             gather.needed(begin)
         assert gather.wait is not None
@@ -456,7 +456,7 @@ class UnitHooks:
     # --- reduce-scatter
 
     def before_reduce_allocation(self) -> None:
-        """The reduce-scatter's input, then its output, is about to be allocated."""
+        """The reduce-scatter's input or output is about to be allocated."""
         session = self._session
         if not session.active:
             return
@@ -486,7 +486,7 @@ class UnitHooks:
     def reduce_scatter(
         self, collective: Callable[[], Any], message: torch.Tensor, group: dist.ProcessGroup
     ) -> Any:
-        """Run the unit's reduce-scatter and note its course."""
+        """Run and time the unit's reduce-scatter; returns the original result."""
         work, start = self._run(collective)
         if start is not None:
             try:
@@ -512,7 +512,7 @@ class UnitHooks:
             self.reductions.reduce_scatters.append(communication)
 
     def _wait_for_reductions(self, begin: Any, count: int) -> None:
-        """The compute stream waited, from `begin`, for the oldest `count` reduce-scatters."""
+        """Note the compute stream's wait, from `begin`, for the oldest `count` reduce-scatters."""
         for _ in range(count):
             oldest = self.reductions.reduce_scatters.popleft()
             begin = oldest.needed(begin)
@@ -527,12 +527,12 @@ class UnitHooks:
         return self._own_reductions
 
     def _before_finalize(self) -> None:
-        """The compute stream waits for all reductions that are left."""
+        """Begin the compute stream's wait for all remaining reductions."""
         if self.reductions.reduce_scatters or self.reductions.all_reduces:
             self._wait_for_all_reductions(self._clock.mark())
 
     def _wait_for_all_reductions(self, begin: Any) -> None:
-        """The compute stream waited, from `begin`, for every reduction of this unit's root."""
+        """Note the compute stream's wait, from `begin`, for all reductions of the unit's root."""
         reductions = self.reductions
         left = sorted(
             (*reductions.reduce_scatters, *reductions.all_reduces),
@@ -547,9 +547,9 @@ class UnitHooks:
     # --- the end of a step
 
     def end_step(self) -> None:
-        """Write an all-gather that no unit used in a whole step; close what is open.
+        """Write an all-gather that no unit used for a whole step, and close open events.
 
-        One that was issued in the step that just ended may belong to the next forward.
+        An all-gather issued in the step that just ended may belong to the next forward.
         """
         if self._gather is not None and self._gather.step < self._session.step - 1:
             self._drop_unused_gather()
@@ -558,5 +558,5 @@ class UnitHooks:
         self._backward_start = None
 
     def close(self) -> None:
-        """At the end of the recording: write an all-gather that no unit used."""
+        """Write an unused all-gather at the end of the recording."""
         self._drop_unused_gather()

@@ -1,4 +1,4 @@
-"""Which units and process groups does this model have? What the manifest says about them."""
+"""Describe a model's units and process groups for the manifest."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,17 +23,17 @@ _DTYPE_CODES = {
 
 
 class ProcessGroups:
-    """Numbers the process groups as they are met, and the collectives within each of them."""
+    """Numbers the process groups in order of first use, and the collectives of each group."""
 
     def __init__(self) -> None:
         self._indices: dict[str, int] = {}
         self._index_of: dict[dist.ProcessGroup, int] = {}
-        """The same by the group itself: its name costs a microsecond to ask for."""
+        """Index by group object: getting a group's name costs a microsecond."""
         self._groups: list[ProcessGroup] = []
         self._issued: list[int] = []
 
     def index(self, group: dist.ProcessGroup | None, role: str = "other") -> int:
-        """The number of a group; None: the default group. A new one is described on the way."""
+        """The index of a group, described at its first use; None means the default group."""
         group = group or dist.group.WORLD
         assert group is not None
         name = group.group_name
@@ -53,7 +53,7 @@ class ProcessGroups:
         """Count a collective on a group.
 
         Returns:
-            The number of the group, and that of the collective in it.
+            The index of the group, and the number of the collective in it.
         """
         index = self._index_of.get(group)
         if index is None:
@@ -63,11 +63,11 @@ class ProcessGroups:
         return index, sequence
 
     def forget(self) -> None:
-        """Keep no process group alive; what is known about them stays."""
+        """Drop every reference to a process group; the descriptions stay."""
         self._index_of.clear()
 
     def describe(self) -> list[ProcessGroup]:
-        """All groups met so far, by index."""
+        """All groups used so far, by index."""
         return list(self._groups)
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class ProcessGroups:
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """The code of a torch dtype in the run folder; 0 for one that has no code yet."""
+    """The run folder's code of a torch dtype; 0 for one without a code."""
     return _DTYPE_CODES.get(dtype, 0)
 
 
@@ -85,10 +85,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def find_recordable_groups(model: nn.Module) -> list[GroupHandle]:
-    """The units of a `fully_shard` model.
+    """Find the units of a `fully_shard` model.
 
     Raises:
-        RecordingError: The model has none; says what kind of model it is and what to do.
+        RecordingError: It has none; the message names the kind of model and what to do.
     """
     groups = torch_fsdp.find_groups(model)
     if groups:
@@ -101,9 +101,9 @@ def find_recordable_groups(model: nn.Module) -> list[GroupHandle]:
         )
     if _is_fsdp1(model):
         raise RecordingError(
-            f"{name} is wrapped with FullyShardedDataParallel (FSDP1), which has no place to "
-            "attach to per unit. Expected a model sharded with torch.distributed.fsdp.fully_shard "
-            "(FSDP2). Move to fully_shard, or record the run with torch.profiler and import it."
+            f"{name} is wrapped with FullyShardedDataParallel (FSDP1), which is unsupported. "
+            "Expected a model sharded with torch.distributed.fsdp.fully_shard (FSDP2). Move to "
+            "fully_shard, or record the run with torch.profiler and import the trace."
         )
     raise RecordingError(
         f"{name} is not sharded: fully_shard was never called on it or on a module in it. "
@@ -112,39 +112,39 @@ def find_recordable_groups(model: nn.Module) -> list[GroupHandle]:
 
 
 _recorded: WeakKeyDictionary[FSDPParamGroup, Path] = WeakKeyDictionary()
-"""The groups that a recorder is attached to, and where it records."""
+"""The groups with an attached recorder, and its run folder."""
 
 
 def refuse_recorded_groups(model: nn.Module, groups: Sequence[GroupHandle]) -> None:
-    """See to it that no other recorder is attached to any of these groups.
+    """Raise if another recorder is attached to any of these groups.
 
     Raises:
-        RecordingError: One is; says where it records and what to do.
+        RecordingError: One is; the message has its run folder and what to do.
     """
     for handle in groups:
         path = _recorded.get(handle.group)
         if path is not None:
             raise RecordingError(
-                f"{type(model).__name__} is being recorded already, into {str(path)!r}. Expected "
-                "one recorder on a model at a time: two would time each other. Use that one, or "
-                "close it first (leave its `with` block, or call close()). A script that runs "
-                "under fsdp_inspect.record needs none of its own."
+                f"{type(model).__name__} is already being recorded, into {str(path)!r}. Expected "
+                "at most one recorder on a model: two would time each other. Use the existing "
+                "recorder, or close it first (leave its `with` block, or call close()). A script "
+                "that runs under fsdp_inspect.record needs no recorder of its own."
             )
 
 
 def mark_recorded(groups: Sequence[GroupHandle], path: Path) -> None:
-    """A recorder is attached to these groups now, and records into `path`."""
+    """Mark these groups as recorded into `path`."""
     _recorded.update((handle.group, path) for handle in groups)
 
 
 def mark_released(groups: Sequence[GroupHandle]) -> None:
-    """The recorder of these groups is detached."""
+    """Mark these groups as no longer recorded."""
     for handle in groups:
         _recorded.pop(handle.group, None)
 
 
 def describe_model(model: nn.Module, groups: Sequence[GroupHandle]) -> ModelInfo:
-    """The model's class and its parameters over all ranks; unsharded ones count once."""
+    """Describe the model's class and its parameters over all ranks; unsharded ones count once."""
     sizes = {
         id(parameter): (parameter.numel(), parameter.requires_grad)
         for parameter in model.parameters()
@@ -164,10 +164,10 @@ def describe_model(model: nn.Module, groups: Sequence[GroupHandle]) -> ModelInfo
 
 
 def describe_units(handles: Sequence[GroupHandle], process_groups: ProcessGroups) -> list[Unit]:
-    """The units as they stand now; some of it is settled only by torch's first forward.
+    """Describe the units in their current state; torch completes it at the first forward.
 
-    Names are unique: torch gives the groups of one module that shard over equally many ranks the
-    same name, here the second one reads `layers.0 [pg=8] #2`.
+    Names are unique. torch gives the same name to groups of one module that shard over equally
+    many ranks; here the second one is named `layers.0 [pg=8] #2`.
     """
     seen: Counter[str] = Counter()
     units = []
@@ -216,7 +216,7 @@ def _describe_unit(
 
 
 def register_groups(handles: Sequence[GroupHandle], process_groups: ProcessGroups) -> None:
-    """Give every process group that the units use its number and its role."""
+    """Give every process group of the units an index and a role."""
     for handle in handles:
         _group_index(process_groups, handle.shard_group, "shard")
         _group_index(process_groups, handle.reduce_scatter_group, "shard")
@@ -236,7 +236,7 @@ def _group_index(process_groups: ProcessGroups, group: dist.ProcessGroup | None,
 
 
 def _original_class(module: nn.Module) -> type:
-    """The class that the model's author wrote: without `FSDP...` and wrapper classes."""
+    """The class from the model's source code, without `FSDP...` and wrapper classes."""
     module = getattr(module, "_checkpoint_wrapped_module", module)
     module = getattr(module, "_orig_mod", module)
     cls = type(module)

@@ -1,14 +1,14 @@
-"""What limited the run? At the end rank 0 asks the analysis, in a process of its own.
+"""Print the run's verdict at the end, from a child process on rank 0.
 
-Recording and analysis meet in the run folder only, so the question is put to the command line:
-whatever happens there cannot hurt the training, which is over by then anyway.
+Recording and analysis share only the run folder, so this module runs the `summary` command. A
+failure of that command cannot affect the training, which is already over.
 """
 
 import subprocess
 import sys
 from pathlib import Path
 
-_ASK_TIMEOUT_S = 60.0
+_TIMEOUT_S = 60.0
 
 
 def print_verdict(run_folder: Path, emulated: str | None = None) -> None:
@@ -16,19 +16,19 @@ def print_verdict(run_folder: Path, emulated: str | None = None) -> None:
 
     Args:
         run_folder: The finished recording.
-        emulated: The ranks and links that stood in place of real ones, if they did.
+        emulated: The emulated ranks and links; None for real ranks.
     """
     try:
-        answer = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", "fsdp_inspect", "summary", str(run_folder), "--verdict"],
             capture_output=True,
             text=True,
-            timeout=_ASK_TIMEOUT_S,
+            timeout=_TIMEOUT_S,
             check=False,
         )
     except (OSError, subprocess.SubprocessError):
         return
-    text = answer.stdout if answer.returncode == 0 else answer.stderr
+    text = result.stdout if result.returncode == 0 else result.stderr
     if text.strip():
         if emulated is not None:
             text = f"Emulated, not real ranks ({emulated}).\n{text}"

@@ -1,1 +1,1 @@
-"""Apply a plan to a model, observe the plan that a model has. Needs torch."""
+"""Apply a plan to a model, and observe the plan of a model. Needs torch."""

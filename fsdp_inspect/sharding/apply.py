@@ -1,4 +1,4 @@
-"""How does a plan become `fully_shard` calls? Applied to any model, in place."""
+"""Apply a plan to a model in place: checkpointing, `fully_shard` calls and prefetch."""
 
 import math
 import warnings
@@ -30,25 +30,24 @@ from fsdp_inspect.trace.plan import (
 
 
 def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh | None = None) -> Plan:
-    """Shard a model as a plan says: activation checkpointing, `fully_shard`, prefetch.
+    """Shard a model by a plan: activation checkpointing, `fully_shard`, prefetch.
 
-    Accumulation is the training loop's business and only read from the plan there. Compile
-    modules after `apply_checkpointing` and before this. A `UserWarning` says what torch accepts
-    but the user may regret (`Plan.find_risks`), and what the plan's notes leave out.
+    Gradient accumulation is applied by the training loop, which reads it from the plan. Compile
+    modules after `apply_checkpointing` and before this call. A `UserWarning` reports settings that
+    torch accepts but that are risky (`Plan.find_risks`), and the plan's notes.
 
     Args:
-        model: Not sharded yet; may be on the meta device.
+        model: A model that is not sharded; it may be on the meta device.
         plan: Names or patterns of modules of this model.
-        mesh: One dimension (shard) or two (replicate, shard). By default the plan's mesh on the
-            accelerator, or on the CPU where there is none; without one in the plan all ranks
-            shard.
+        mesh: One dimension (shard) or two (replicate, shard). Default: the plan's mesh on the
+            accelerator, or on the CPU if there is none. If the plan has no mesh, all ranks shard.
 
     Returns:
         The plan with its patterns resolved for this model.
 
     Raises:
-        PlanError: The plan names what the model does not have, was made for another number of
-            ranks, or the model is sharded already. Nothing has been changed then.
+        PlanError: The plan has an unknown module or another number of ranks, or the model is
+            already sharded. The model is unchanged.
     """
     modules = torch_fsdp.modules_by_name(model)
     _refuse_sharded(model)
@@ -69,8 +68,8 @@ def _refuse_sharded(model: nn.Module) -> None:
     sharded = [name for name, m in model.named_modules() if isinstance(m, FSDPModule)]
     if sharded:
         raise PlanError(
-            f"{type(model).__name__} is sharded already, at {sharded[0]!r} first. Expected a "
-            "model on which fully_shard was never called. Build it anew and apply the plan."
+            f"{type(model).__name__} is already sharded, first at {sharded[0]!r}. Expected a "
+            "model on which fully_shard was never called. Build a new model and apply the plan."
         )
 
 
@@ -79,21 +78,21 @@ def _refuse_containers(plan: Plan, modules: dict[str, nn.Module]) -> None:
         for name in unit.modules:
             if isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
                 raise PlanError(
-                    f"The plan names {name!r}, a {type(modules[name]).__name__}, which has no "
-                    f"forward. Expected modules that are called. Name its parts: '{name}.*'."
+                    f"The plan contains {name!r}, a {type(modules[name]).__name__}, which has no "
+                    f"forward. Expected modules that are called. Use its children: '{name}.*'."
                 )
 
 
 def _checked_mesh(plan: Plan, mesh: DeviceMesh | None) -> DeviceMesh:
     if not dist.is_initialized():
         raise PlanError(
-            "There is no process group to shard over. Expected one for each rank of the plan. "
-            "Call torch.distributed.init_process_group first, for example under torchrun."
+            "No process group is initialized. Expected one with every rank of the plan. Call "
+            "torch.distributed.init_process_group first, for example under torchrun."
         )
     world_size = dist.get_world_size()
     if plan.world_size not in (None, world_size):
         raise PlanError(
-            f"The plan was made for {plan.world_size} ranks and runs on {world_size}. Start "
+            f"The plan requires {plan.world_size} ranks, but {world_size} are running. Start "
             f"{plan.world_size} ranks, or change world_size and mesh in the plan."
         )
     sizes = plan.mesh or {"shard": world_size}
@@ -107,7 +106,7 @@ def _checked_mesh(plan: Plan, mesh: DeviceMesh | None) -> DeviceMesh:
         mesh = init_device_mesh(_device_type(), tuple(sizes.values()), mesh_dim_names=names)
     elif plan.mesh and tuple(mesh.shape) != tuple(sizes.values()):
         raise PlanError(
-            f"The mesh has the shape {tuple(mesh.shape)}, the plan's is {sizes}. Pass a mesh of "
+            f"The mesh has the shape {tuple(mesh.shape)}, but the plan has {sizes}. Pass a mesh of "
             "the plan's shape, or change the plan."
         )
     check_reshard_sizes(plan, mesh.size(mesh.ndim - 1))
@@ -128,7 +127,9 @@ def _warn_of_risks(model: nn.Module, plan: Plan, modules: dict[str, nn.Module]) 
     for risk in plan.find_risks(shapes, inputs_without_gradient=embeddings):
         warnings.warn(risk, UserWarning, stacklevel=3)
     for note in plan.notes:
-        warnings.warn(f"Not applied, since a plan cannot say it: {note}", UserWarning, stacklevel=3)
+        warnings.warn(
+            f"Not applied, because a plan cannot express it: {note}", UserWarning, stacklevel=3
+        )
 
 
 def _inner_first(units: Sequence[UnitPlan]) -> Iterable[UnitPlan]:

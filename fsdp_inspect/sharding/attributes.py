@@ -1,4 +1,4 @@
-"""How is an object that is not ours left as it was? An attribute set on it, and the taking back."""
+"""Set attributes on objects of other libraries, and restore them later."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -13,8 +13,8 @@ def set_attribute(target: object, name: str, value: Any) -> Callable[[], None]:
     """Set an attribute on an instance, class or module itself.
 
     Returns:
-        What restores or deletes it. Where somebody else has replaced our value in the meantime
-        theirs stays: taking it away would remove a change that is not ours.
+        A function that restores or deletes the attribute. If other code has replaced the value in
+        the meantime, that code's value stays.
     """
     before = vars(target).get(name, _ABSENT)
     setattr(target, name, value)
@@ -33,9 +33,9 @@ def set_attribute(target: object, name: str, value: Any) -> Callable[[], None]:
 def replace_everywhere(
     undo: ExitStack, replacements: Mapping[Callable[..., Any], Callable[..., Any]]
 ) -> None:
-    """Put functions in the place of others in every loaded module, until `undo` is closed.
+    """Replace functions in every loaded module until `undo` is closed.
 
-    Modules that imported a function by name hold it under a name of their own.
+    It also finds modules that imported a function under another name.
     """
     by_id = {id(original): replacement for original, replacement in replacements.items()}
     for module in list(sys.modules.values()):

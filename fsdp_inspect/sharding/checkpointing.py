@@ -1,7 +1,7 @@
-"""Which modules recompute their activations in backward? Wrap them, and find them again.
+"""Wrap modules for activation checkpointing, and find the wrapped modules of a model.
 
-torch's own `CheckpointWrapper` (non-reentrant) is put around a module; it has to be there before
-`fully_shard`, so that the wrapper, not the module in it, becomes the unit.
+The wrapper is torch's own `CheckpointWrapper` (non-reentrant). Apply it before `fully_shard`, so
+that the wrapper, not the module in it, becomes the unit.
 """
 
 import sys
@@ -25,26 +25,26 @@ _KEPT_OPERATORS = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
-"""What selective checkpointing keeps: costly to repeat for the bytes that it holds."""
+"""Results that selective checkpointing keeps: expensive to recompute relative to their bytes."""
 
 
 def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing) -> None:
-    """Wrap modules, in place; one that is wrapped already stays as it is.
+    """Wrap modules in place; wrapped modules stay unchanged.
 
     Args:
-        model: Not sharded yet where it is to be wrapped.
+        model: Not sharded yet if any module must be wrapped.
         checkpointing: Names of its modules, no patterns.
 
     Raises:
-        PlanError: A module does not exist, or is the model itself, which has no place to put a
-            wrapper in.
+        PlanError: A module does not exist, or is the model itself, which has no parent to hold a
+            wrapper.
     """
     modules = torch_fsdp.modules_by_name(model)
     for name in (*checkpointing.full, *checkpointing.selective):
         if not name or name not in modules:
             raise PlanError(
-                f"Checkpointing names module {name!r}. Expected a part of the model, whose "
-                "parent can hold the wrapper. Name its blocks instead, such as 'layers.*'."
+                f"Checkpointing contains the module {name!r}. Expected a part of the model, whose "
+                "parent can hold the wrapper. Use its blocks instead, such as 'layers.*'."
             )
     for mode in ("full", "selective"):
         for name in getattr(checkpointing, mode):
@@ -53,7 +53,7 @@ def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing) -> None:
 
 
 def observe_checkpointing(model: nn.Module) -> Checkpointing:
-    """The modules that torch's checkpoint wrapper holds; one with a policy counts as selective."""
+    """Find the modules in torch's checkpoint wrappers; a wrapper with a policy is selective."""
     found: dict[bool, list[str]] = {False: [], True: []}
     for name, module in torch_fsdp.modules_by_name(model).items():
         if _is_wrapper(module):
@@ -62,7 +62,7 @@ def observe_checkpointing(model: nn.Module) -> Checkpointing:
 
 
 def _wrap(module: nn.Module, *, selective: bool) -> nn.Module:
-    # Imported late: it pulls in torch.jit, which warns and costs a second.
+    # Imported late, because it imports torch.jit, which warns and takes a second.
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -79,7 +79,7 @@ def _kept_operators() -> Iterable[torch._ops.OpOverload]:
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    # Without that import nobody can have wrapped anything.
+    # Without that import there can be no wrapper.
     home = sys.modules.get(_WRAPPER_MODULE)
     return home is not None and isinstance(module, home.CheckpointWrapper)
 

@@ -1,7 +1,7 @@
-"""What plan does this model have? Read from a `fully_shard` model, whoever sharded it.
+"""Observe the plan of a `fully_shard` model, whatever code sharded it.
 
-Settings of the training loop (accumulation) leave no trace in a model: the plan has their
-defaults, and who runs the loop fills them in.
+Settings of the training loop (accumulation) leave no trace in a model. The plan has their defaults,
+and the code of the loop must set them.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,10 @@ from fsdp_inspect.trace.plan import Plan, Prefetch, UnitPlan, entry_order, lists
 
 
 def observe_plan(model: nn.Module) -> Plan:
-    """The plan of a `fully_shard` model: `apply_plan` of it on a fresh copy gives the same.
+    """The plan of a `fully_shard` model; `apply_plan` of it on a fresh copy gives the same plan.
 
-    What a plan cannot say (several meshes in a unit, parameters that are ignored or sharded on
-    another dimension) is in its `notes`.
+    Settings that a plan cannot express (several meshes in a unit, parameters that are ignored or
+    sharded on another dimension) are in its `notes`.
 
     Raises:
         PlanError: `fully_shard` was never called on the model.
@@ -109,13 +109,13 @@ def _find_inexpressible(model: nn.Module, handles: Sequence[StateHandle]) -> lis
     notes: list[str] = []
     groups = [group for handle in handles for group in handle.groups]
     if len({str(torch_fsdp.mesh_sizes(group)) for group in groups}) > 1:
-        notes.append("Units live on meshes of different shapes; the plan has that of the first.")
+        notes.append("Units have meshes of different shapes; the plan contains the first one only.")
     checks: tuple[Callable[[StateHandle], str | None], ...] = (_several_groups, _other_dimension)
     notes += [note for handle in handles for check in checks if (note := check(handle))]
     ignored = torch_fsdp.unmanaged_parameters(model)
     if ignored:
         shown = ", ".join(ignored[:3]) + (", ..." if len(ignored) > 3 else "")
-        notes.append(f"Parameters inside units that fully_shard was told to ignore: {shown}.")
+        notes.append(f"Parameters in units that fully_shard ignores: {shown}.")
     return notes
 
 
@@ -123,8 +123,8 @@ def _several_groups(handle: StateHandle) -> str | None:
     if len(handle.groups) < 2:
         return None
     return (
-        f"Unit {handle.name or '(root)'} has {len(handle.groups)} groups on meshes of their own; "
-        "the plan has the first."
+        f"Unit {handle.name or '(root)'} has {len(handle.groups)} groups on different meshes; the "
+        "plan contains the first one only."
     )
 
 

@@ -1,4 +1,4 @@
-"""Which functions of torch communicate, and what do they send? For those who wrap them."""
+"""The functions of torch that communicate, with the argument that each one sends."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ FUNCTIONS = {
     "all_to_all_single": (EventKind.ALL_TO_ALL, "input"),
     "barrier": (EventKind.BARRIER, None),
 }
-"""Functions of `torch.distributed`: what they are, and the argument whose bytes travel."""
+"""Collective functions of `torch.distributed`: their kind, and the argument of their message."""
 
 POINT_TO_POINT = {
     "send": (EventKind.POINT_TO_POINT, "tensor"),
     "recv": (EventKind.POINT_TO_POINT, "tensor"),
 }
-"""The same between two ranks."""
+"""Point-to-point functions, likewise."""
 
 FUNCTIONALS = {
     "all_reduce": EventKind.ALL_REDUCE,
@@ -46,17 +46,17 @@ FUNCTIONALS = {
     "all_to_all_single": EventKind.ALL_TO_ALL,
     "broadcast": EventKind.BROADCAST,
 }
-"""Functional collectives: issued here, waited for through `wait_tensor`."""
+"""Functional collectives: issued by these functions, waited for through `wait_tensor`."""
 
 
 class ArgumentPicker:
-    """Finds an argument of a function by name, given by place or by keyword."""
+    """Finds an argument of a function by name, whether passed by position or by keyword."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._names = list(inspect.signature(function).parameters)
 
     def pick(self, name: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The argument; None where it was not given, or there is none of that name."""
+        """The argument; None if it was not passed, or if no argument has that name."""
         if name is None or name in kwargs:
             return kwargs.get(name) if name else None
         place = self._names.index(name) if name in self._names else len(args)
@@ -72,20 +72,20 @@ def tensors_of(message: Any) -> list[torch.Tensor]:
 
 
 def bytes_of(tensors: list[torch.Tensor]) -> int:
-    """What they hold together."""
+    """The total bytes of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def address_of(tensor: Any) -> int:
-    """Which storage holds the result of a functional collective: ties `wait_tensor` to its issue.
+    """Identify the result of a functional collective, to connect `wait_tensor` with its issue.
 
-    The address of torch's own storage object, which fake tensors have, too.
+    Returns the address of torch's own storage object, which fake tensors also have.
     """
     return int(getattr(tensor, "elem", tensor).untyped_storage()._cdata)
 
 
 def resolve_group(group: Any) -> dist.ProcessGroup | None:
-    """The process group that a functional collective was given; None: the default one."""
+    """The process group passed to a functional collective; None means the default group."""
     if group is None or isinstance(group, dist.ProcessGroup):
         return group
     name = functional._resolve_group_name(group)

@@ -1,12 +1,12 @@
-"""Where does torch keep what FSDP2 knows? The only file that reads its private attributes.
+"""Read and write FSDP2's private state in torch. No other file uses its private attributes.
 
-Written against torch 2.13 (`torch/distributed/fsdp/_fully_shard`); `tests/sharding` pins that
-version, so a new torch is looked at before it is trusted. torch before 2.11 keeps one group in a
-module (`_fsdp_param_group`) instead of a list; both are read.
+Written for torch 2.13 (`torch/distributed/fsdp/_fully_shard`); `tests/sharding` pins that version,
+so a new torch version must be checked first. torch before 2.11 stores one group of a module
+(`_fsdp_param_group`) instead of a list; both are supported.
 
-Words: a *state* (`FSDPState`) belongs to one `fully_shard` call; a *group* (`FSDPParamGroup`) is
-what communicates together, FSDP Inspect's unit. A state has one group as a rule, none when all
-its parameters went to nested calls, several when its parameters live on several meshes.
+Terms: a *state* (`FSDPState`) belongs to one `fully_shard` call. A *group* (`FSDPParamGroup`)
+communicates together and is a unit of FSDP Inspect. A state usually has one group. It has none if
+all its parameters belong to nested calls, and several if its parameters are on several meshes.
 """
 
 import gc
@@ -30,7 +30,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 from fsdp_inspect.errors import PlanError
 
 WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
-"""Path segments put in by activation checkpointing and by torch.compile."""
+"""Path segments that activation checkpointing and torch.compile insert."""
 
 _DEFAULTS_BEFORE_TORCH_2_13 = {"reduce_scatter_max_input_buffers": 1}
 
@@ -45,11 +45,11 @@ class StateHandle:
     fqns: tuple[str, ...]
     """Their names, without wrapper segments; the model itself is the empty name."""
     is_root: bool
-    """No module above it is sharded; torch makes it the root of its tree at the first forward."""
+    """Whether no module above it is sharded; torch makes it a root at the first forward."""
 
     @property
     def name(self) -> str:
-        """As torch names it: the fqns joined by a comma; the root's name is empty."""
+        """Torch's name of the call: the fqns joined by a comma; empty for the root."""
         return ", ".join(self.fqns)
 
     @property
@@ -69,37 +69,37 @@ class GroupHandle:
     fqns: tuple[str, ...]
     """Their names, without wrapper segments; the model itself is the empty name."""
     name: str
-    """As torch names it in its profiler ranges: the fqns joined by a comma, ` [pg=N]` behind it
-    when the call has several groups (N: the size of this group's shard mesh)."""
+    """torch's name in profiler ranges: the fqns joined by a comma, followed by ` [pg=N]` if the
+    call has several groups (N: the size of this group's shard mesh)."""
     is_root: bool
-    """No module above it is sharded; a model without a unit at its top has several such units."""
+    """Whether no module above it is sharded; a model without a root unit has several such units."""
     index: int
     """Position among the groups of its own `fully_shard` call."""
     num_groups: int
-    """How many groups its `fully_shard` call has."""
+    """The number of groups of its `fully_shard` call."""
 
     @property
     def shard_group(self) -> ProcessGroup | None:
-        """Where all-gather runs in forward; None when nothing is sharded (plain replication)."""
+        """The group of the forward's all-gather; None without sharding (plain replication)."""
         info = self.group.mesh_info
         return info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
 
     @property
     def reduce_scatter_group(self) -> ProcessGroup | None:
-        """Where reduce-scatter runs: the shard group, unless a separate one was asked for."""
+        """The group of the reduce-scatter: the shard group, unless a separate one is set."""
         info = self.group.mesh_info
         separate = getattr(info, "reduce_scatter_process_group", None)
         return separate or self.shard_group
 
     @property
     def replicate_group(self) -> ProcessGroup | None:
-        """Where HSDP's all-reduce runs; None without replication."""
+        """The group of HSDP's all-reduce; None without replication."""
         info = self.group.mesh_info
         return info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
 
     @property
     def post_forward_group(self) -> ProcessGroup | None:
-        """Where backward gathers after `reshard_after_forward=int`; None otherwise."""
+        """The group of backward's all-gather after `reshard_after_forward=int`; else None."""
         info = self.group.post_forward_mesh_info
         if info is None or info is self.group.mesh_info:
             return None
@@ -107,7 +107,7 @@ class GroupHandle:
 
     @property
     def reshard_after_forward(self) -> bool | int | None:
-        """As it runs; None while torch has yet to decide (the root, before its first forward)."""
+        """The current setting; None until torch decides (the root, before its first forward)."""
         undecided = is_reshard_automatic(self.state) and not is_lazily_initialized(self.state)
         if self.is_root and undecided:
             return None
@@ -115,7 +115,7 @@ class GroupHandle:
 
 
 def find_states(model: nn.Module) -> list[StateHandle]:
-    """Each `fully_shard` call of a model once, by its first module in `model.named_modules()`.
+    """Find each `fully_shard` call of a model, in the order of `model.named_modules()`.
 
     Empty for a model on which `fully_shard` was never called.
     """
@@ -141,10 +141,10 @@ def find_states(model: nn.Module) -> list[StateHandle]:
 
 
 def find_groups(model: nn.Module) -> list[GroupHandle]:
-    """The units of a model, by their first module in `model.named_modules()`, each once.
+    """Find the units of a model, in the order of their first module in `model.named_modules()`.
 
-    Empty for a model on which `fully_shard` was never called; a call that got no parameters of
-    its own has no unit.
+    Empty for a model on which `fully_shard` was never called. A call without parameters of its own
+    has no unit.
     """
     return [
         GroupHandle(
@@ -163,7 +163,7 @@ def find_groups(model: nn.Module) -> list[GroupHandle]:
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model by the name its author gave; of a wrapped one the wrapper."""
+    """The modules of a model by their name in the source code; wrapped modules as the wrapper."""
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         modules.setdefault(strip_wrappers(name), module)
@@ -179,27 +179,27 @@ def groups_of(state: FSDPState) -> tuple[FSDPParamGroup, ...]:
 
 
 def strip_wrappers(fqn: str) -> str:
-    """A module's name as the model's author wrote it, without checkpointing and compile."""
+    """A module's name in the model's source code, without checkpointing and compile segments."""
     return ".".join(part for part in fqn.split(".") if part not in WRAPPER_SEGMENTS)
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """Every module of a model that `fully_shard` was called on."""
+    """All modules of a model on which `fully_shard` was called."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def is_lazily_initialized(state: FSDPState) -> bool:
-    """Whether a first forward has run, after which torch knows which state is the root."""
+    """Whether a first forward has run, after which torch knows the root state."""
     return state._is_root is not None
 
 
 def is_reshard_automatic(state: FSDPState) -> bool:
-    """Whether `reshard_after_forward` was left to torch: True, but False at the root."""
+    """Whether `reshard_after_forward` is torch's default: True, but False at the root."""
     return bool(state._auto_reshard_after_forward)
 
 
 def reshard_after_forward_of(group: FSDPParamGroup) -> bool | int:
-    """What a group does after forward at present; an int is the size of the smaller group."""
+    """A group's current setting after forward; an int is the size of the smaller group."""
     info = group.post_forward_mesh_info
     if info is None:
         return False
@@ -220,7 +220,7 @@ def mesh_sizes(group: FSDPParamGroup) -> dict[str, int]:
 
 
 def offloads_to_cpu(group: FSDPParamGroup) -> bool:
-    """Whether a group's sharded parameters, gradients and optimizer state live on the host."""
+    """Whether a group's sharded parameters, gradients and optimizer state are on the host."""
     return isinstance(group.offload_policy, CPUOffloadPolicy)
 
 
@@ -231,13 +231,13 @@ def pins_offloaded_memory(group: FSDPParamGroup) -> bool:
 
 
 def prefetched_states(state: FSDPState, *, forward: bool) -> tuple[FSDPState, ...]:
-    """The `fully_shard` calls that one call unshards early; empty means torch's own order."""
+    """The `fully_shard` calls that one call prefetches; empty means torch's own order."""
     states = state._states_to_forward_prefetch if forward else state._states_to_backward_prefetch
     return tuple(states)
 
 
 def sharded_parameters_of(group: FSDPParamGroup) -> list[nn.Parameter]:
-    """The sharded parameters (DTensors) of a group, in the order in which they are gathered."""
+    """The sharded parameters (DTensors) of a group, in the order of their all-gather."""
     return [param.sharded_param for param in group.fsdp_params]
 
 
@@ -249,7 +249,7 @@ def original_sizes(group: FSDPParamGroup) -> list[torch.Size]:
 def parameter_shapes(handle: GroupHandle) -> dict[str, list[int]]:
     """The full shape of each parameter of a unit by fqn, in the order of `sharded_parameters_of`.
 
-    A parameter that stands at several places (tied weights) has the name of its first one.
+    A parameter with several names (tied weights) has its first name here.
     """
     names = {
         module: f"{fqn}.{name}".strip(".")
@@ -264,17 +264,17 @@ def parameter_shapes(handle: GroupHandle) -> dict[str, list[int]]:
 
 
 def padded_shard_numels(group: FSDPParamGroup) -> list[int]:
-    """Elements of each parameter on one rank with padding: what it puts into an all-gather."""
+    """Elements of each parameter on one rank with padding: its part of the all-gather input."""
     return [param.padded_sharded_param_size.numel() for param in group.fsdp_params]
 
 
 def shard_dimensions(group: FSDPParamGroup) -> set[int]:
-    """The tensor dimensions on which a group's parameters are cut; 0 unless asked otherwise."""
+    """The tensor dimensions on which a group's parameters are sharded; 0 by default."""
     return {int(param.fsdp_placement.dim) for param in group.fsdp_params}
 
 
 def unmanaged_parameters(model: nn.Module) -> list[str]:
-    """Parameters in a sharded module that no group manages: those `fully_shard` had to ignore."""
+    """Parameters in a sharded module that no group manages: `fully_shard` ignores them."""
     handles = find_states(model)
     managed = {
         (id(module), name)
@@ -294,12 +294,12 @@ def unmanaged_parameters(model: nn.Module) -> list[str]:
 
 
 def reduce_scatter_max_input_buffers(group: FSDPParamGroup) -> int:
-    """How many reduce-scatter inputs may be alive at once; 1 where torch has no such setting."""
+    """The most reduce-scatter inputs alive at once; 1 if torch has no such setting."""
     return int(getattr(group, "reduce_scatter_max_input_buffers", 1))
 
 
 def num_reduce_scatters_in_flight(group: FSDPParamGroup) -> int:
-    """How many reduce-scatters torch has issued and not yet waited for, of all groups of a root."""
+    """The number of issued reduce-scatters that torch has not waited for, over a root's groups."""
     context: Any = group.comm_ctx
     states = getattr(context, "reduce_scatter_states", None)
     if states is None:  # torch before 2.13 keeps one at most
@@ -308,15 +308,15 @@ def num_reduce_scatters_in_flight(group: FSDPParamGroup) -> int:
 
 
 def has_separate_reduce_scatter_group(group: FSDPParamGroup) -> bool:
-    """Whether reduce-scatter has a communicator of its own."""
+    """Whether the reduce-scatter has its own communicator."""
     return getattr(group.mesh_info, "reduce_scatter_process_group", None) is not None
 
 
 def configure(module: nn.Module, **settings: bool | int) -> None:
-    """Set attributes of the groups of one `fully_shard` call, and of no call nested in it.
+    """Set attributes of the groups of one `fully_shard` call, and of no nested call.
 
-    torch's public setters write the same attributes; some of them reach into nested calls
-    whether one wants it or not (`_set_unshard_async_op`).
+    torch's public setters write the same attributes, but some of them always change nested calls
+    too (`_set_unshard_async_op`).
     """
     state = _get_module_fsdp_state(module)
     assert state is not None
@@ -326,15 +326,15 @@ def configure(module: nn.Module, **settings: bool | int) -> None:
                 setattr(group, name, value)
             elif value != _DEFAULTS_BEFORE_TORCH_2_13[name]:
                 raise PlanError(
-                    f"{name} is {value!r}, and torch {torch.__version__} has no such setting. "
-                    "Install torch 2.13 or newer, or leave the setting out of the plan."
+                    f"{name} is {value!r}, which torch {torch.__version__} does not support. "
+                    "Install torch 2.13 or newer, or remove the setting from the plan."
                 )
 
 
 def separate_reduce_scatter_groups(modules: Iterable[nn.Module]) -> None:
     """Give the reduce-scatters of these modules' calls one communicator of their own.
 
-    Collective over the ranks that shard: call it alike on all of them.
+    This is a collective operation: call it in the same order on every rank that shards.
     """
     communicators: dict[tuple[int, ...], ProcessGroup] = {}
     for module in modules:
@@ -345,14 +345,14 @@ def separate_reduce_scatter_groups(modules: Iterable[nn.Module]) -> None:
 
 
 def release_process_groups() -> None:
-    """Let go of every process group that a device mesh still holds; they are destroyed already.
+    """Release every process group that a device mesh still holds; the groups are destroyed already.
 
-    torch 2.13 keeps the mesh of a sharded model in DTensor's caches, hence its groups too, beyond
-    `destroy_process_group`, model and optimizer. A gloo group that lives so long ends the process
-    with SIGABRT now and then: its threads drop the tensors of the last collective while the
-    interpreter shuts down (pytorch issue 190489). Without its last holder a group waits for its
-    threads, and ends them. Models that still exist, for example in the frames of an error, keep
-    theirs.
+    In torch 2.13 DTensor's caches keep the mesh of a sharded model, and with it the groups, after
+    `destroy_process_group` and after the model and the optimizer are gone. A gloo group that exists
+    at the interpreter's shutdown sometimes ends the process with SIGABRT: its threads then drop the
+    tensors of the last collective (pytorch issue 190489). Without a holder a group waits for its
+    threads and ends them. Models that still exist, for example in the frames of an error, keep
+    their groups.
     """
     for mesh in [held for held in gc.get_objects() if type(held) is DeviceMesh]:
         getattr(mesh, "_pg_registry", {}).clear()
@@ -366,7 +366,7 @@ def _group_suffix(group: FSDPParamGroup, num_groups: int) -> str:
 
 
 def _places_of(param: FSDPParam) -> Iterator[tuple[nn.Module, str]]:
-    """Every module attribute at which one parameter stands; several when weights are tied."""
+    """Yield every module attribute that holds a parameter; several if weights are tied."""
     info = param._module_info
     yield info.module, info.param_name
     yield from zip(info.shared_modules, info.shared_param_names, strict=True)

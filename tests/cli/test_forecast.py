@@ -100,7 +100,7 @@ def test_wrong_use_is_refused_before_anything_runs(invoke, arguments, code, mess
     [
         (("nowhere:build",), "Module 'nowhere' cannot be imported"),
         (("mine:biuld",), "has no function 'biuld'"),
-        (("mine:build", "--set", "depth=3"), "takes no setting 'depth'"),
+        (("mine:build", "--set", "depth=3"), "Unknown setting 'depth'"),
         (("--preset", "tiny", "--set", "batch_size=-1"), "batch_size"),
     ],
     ids=["module", "function", "keyword", "value"],
@@ -121,7 +121,7 @@ def test_only_what_was_asked_for_is_kept_and_replaced_when_told(builder, invoke,
     assert [path.name for path in out.iterdir()] == ["build-4-ranks"]
     again = invoke(*asked)
     assert again.code == 1
-    assert "is there already" in again.err
+    assert "already exists" in again.err
     assert invoke(*asked, "--force").code == 0
 
 

@@ -23,8 +23,8 @@ def test_two_ranks_train_and_record_with_one_voice_and_no_warning(torchrun: Any,
     assert [line[:9] for line in lines[1:3]] == ["step 1/2 ", "step 2/2 "]
     (folder,) = (tmp_path / "runs").iterdir()
     assert lines[-2:] == [
-        "Look at it:    fsdp-inspect app runs",
-        f"Read about it: fsdp-inspect summary runs/{folder.name}",
+        "Dashboard: fsdp-inspect app runs",
+        f"Summary:   fsdp-inspect summary runs/{folder.name}",
     ]
     assert done.stderr.startswith("What limits the step cannot be told: no step counts yet.")
     assert "warn" not in done.stderr.lower()
@@ -35,7 +35,7 @@ def test_a_bad_setting_is_said_once_at_the_top_and_at_the_end(torchrun: Any):
     done = torchrun("-m", "instrumented_trainer", "--wrap", "blok", check=False)
     assert done.returncode != 0
     first, *rest = done.stderr.splitlines()
-    reason = "wrap is 'blok', and 'blok' is none of its words and no module of the model. "
+    reason = "wrap is 'blok', but 'blok' is neither a keyword nor a module of the model. "
     assert first.startswith(f"instrumented_trainer: {reason}Nearest: 'block'.")
     assert not any(line.startswith("instrumented_trainer: ") for line in rest)
     assert any("exitcode  : 2" in line for line in rest)

@@ -123,9 +123,9 @@ def test_times_may_count_parameters():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("forward=2ms", ["nothing of backward", "Add backward=4ms"]),
+        ("forward=2ms", ["the key backward is missing", "Add backward=4ms"]),
         ("forwards=2ms,backward=4ms", ["'forwards'", "Nearest: 'forward'"]),
-        ("forward=2,backward=4ms", ["forward to '2'", "Give it a unit"]),
+        ("forward=2,backward=4ms", ["forward to the invalid time '2'", "Give it a unit"]),
     ],
 )
 def test_a_refusal_says_what_is_wrong_and_what_is_legal(text: str, words: list[str]):

@@ -95,7 +95,7 @@ def test_everything_is_marked_emulated(plain: StoredRun):
 
 def test_numbers_of_the_script_are_left_out(plain: StoredRun):
     assert len(plain.scalars(0)) == 0
-    assert "means nothing" in plain.ranks[0].problems[0]
+    assert "meaningless" in plain.ranks[0].problems[0]
 
 
 def test_a_transfer_lasts_what_its_link_says(plain: StoredRun):

@@ -84,7 +84,7 @@ def test_without_the_kernel_cycles_are_counted_and_a_note_says_so() -> None:
     assert measured_ns == pytest.approx(6 * MS * 1.98 / 1.2, rel=0.01)
     assert note == (
         f"{CYCLES_NOTE}: CUDA error: a PTX JIT compilation failed. If the GPU lowers its clock "
-        "under load, transfers last longer than the network model says."
+        "under load, transfers last longer than the network model computes."
     )
 
 

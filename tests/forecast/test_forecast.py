@@ -156,7 +156,7 @@ def test_a_step_that_fails_is_said_in_its_own_words(tmp_path: Path) -> None:
 def test_a_folder_that_is_taken_stays(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
 
-    with pytest.raises(StoreError, match="is there already"):
+    with pytest.raises(StoreError, match="already exists"):
         forecast_memory(build_layers, tmp_path / "x", world_size=2, settings={"width": 8})
 
 

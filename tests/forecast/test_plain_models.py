@@ -57,9 +57,9 @@ def test_a_value_that_nobody_knows_is_0_and_the_reader_learns_where_it_was_asked
 ) -> None:
     forecast(plain_models.values_asked, tmp_path / "asked")
 
-    (note,) = (one for one in open_run(tmp_path / "asked").manifest.notes if "asked" in one)
+    (note,) = (one for one in open_run(tmp_path / "asked").manifest.notes if "was read" in one)
     assert "plain_models.py:" in note
-    assert "answered 0" in note
+    assert "returned 0" in note
 
 
 def test_a_size_that_depends_on_values_is_refused_with_the_line(tmp_path: Path) -> None:

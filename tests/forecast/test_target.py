@@ -17,8 +17,8 @@ def test_a_builder_is_found_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_colon", "names no function"),
-        (":build", "names no function"),
+        ("no_colon", "Invalid builder 'no_colon'. Expected module:function"),
+        (":build", "Invalid builder ':build'. Expected module:function"),
         ("no.such.module:build", r"Module 'no.such.module' cannot be imported"),
         ("instrumented_trainer.forecasting:biuld", r"has no function 'biuld'.*build"),
     ],
@@ -29,7 +29,7 @@ def test_a_name_that_leads_nowhere_says_why(name: str, message: str) -> None:
 
 
 def test_a_setting_that_the_builder_does_not_take_is_named() -> None:
-    with pytest.raises(ForecastError, match=r"no setting 'batch'.*batch_size"):
+    with pytest.raises(ForecastError, match=r"Unknown setting 'batch'.*batch_size"):
         build_target(builder, {"batch": 2})
 
 

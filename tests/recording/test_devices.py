@@ -260,8 +260,8 @@ def test_gpu_without_uuid_is_found_otherwise(nvml, monkeypatch, properties, visi
 
 
 MIG_SENTENCE = (
-    "The GPU is the MIG instance {}: its memory is sampled. Its utilisation, power, clock, NVLink "
-    "and PCIe traffic are missing, since NVML does not report them for an instance."
+    "The GPU is the MIG instance {}: only its memory is sampled. Utilisation, power, clock, NVLink "
+    "and PCIe traffic are missing, because NVML does not report them for an instance."
 )
 
 
@@ -304,8 +304,8 @@ def test_an_instance_that_is_not_named_is_not_confused_with_the_gpu(monkeypatch)
     rows, sampler = sample(cuda_index=0)
     assert set(gpu(rows[-1])) == {-1}
     assert sampler.problems == [
-        "The GPU is not sampled: it is in MIG mode with 2 instances, and which of them is in use "
-        "is unknown. Set CUDA_VISIBLE_DEVICES to the full UUID of the instance (MIG-..., as "
+        "The GPU is not sampled: it is in MIG mode with 2 instances, and the instance in use is "
+        "unknown. Set CUDA_VISIBLE_DEVICES to the full UUID of the instance (MIG-..., as "
         "`nvidia-smi -L` shows it)."
     ]
 
@@ -358,14 +358,14 @@ def test_machine_without_nvml_library_is_said_once_and_hosts_are_sampled(nvml, m
     rows, sampler = sample(cuda_index=0)
     assert rows[-1]["process_rss"] > 0
     assert sampler.problems == [
-        "The GPU is not sampled: NVML does not start here (NVML Shared Library Not Found)."
+        "The GPU is not sampled: NVML failed to start (NVML Shared Library Not Found)."
     ]
 
 
 def test_gpu_unknown_to_nvml_is_said(nvml, monkeypatch):
     monkeypatch.setattr(devices, "identify_gpu", lambda index: GpuIdentity((), None, 7))
     _, sampler = sample(cuda_index=0)
-    assert "NVML does not know" in sampler.problems[0]
+    assert "NVML found no GpuIdentity(" in sampler.problems[0]
     assert nvml.starts == 0
 
 
@@ -382,7 +382,9 @@ def test_missing_package_costs_its_columns_and_is_said(monkeypatch, module, subj
 
 def test_gpu_that_torch_does_not_have_is_said():
     _, sampler = sample(cuda_index=0) if not torch.cuda.is_available() else sample(cuda_index=99)
-    assert sampler.problems[0].startswith("The GPU is not sampled: torch does not describe it")
+    assert sampler.problems[0].startswith(
+        "The GPU is not sampled: torch cannot describe the device"
+    )
 
 
 def test_append_that_raises_ends_the_sampling_and_nothing_else():

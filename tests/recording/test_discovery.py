@@ -197,7 +197,8 @@ def test_a_recorder_that_cannot_start_does_not_stop_the_script(tmp_path: Path) -
     launched.discovery.finish(None)
 
     assert len(launched.said) == 1
-    assert "could not be attached: MemoryError('none left'). The script goes on" in launched.said[0]
+    failure = "attaching the recorder failed: MemoryError('none left'). The script continues"
+    assert failure in launched.said[0]
 
 
 def test_an_error_of_the_script_ends_the_recording_as_failed(launched: Launched) -> None:
@@ -224,7 +225,7 @@ def test_a_plain_model_is_told_what_can_be_recorded(launched: Launched) -> None:
     [
         (
             partial(FullyShardedDataParallel, device_id=torch.device("cpu")),
-            "FullyShardedDataParallel (FSDP1), which has no place to attach",
+            "FullyShardedDataParallel (FSDP1), which is unsupported",
         ),
         (nn.parallel.DistributedDataParallel, "DistributedDataParallel, which has no FSDP units"),
     ],

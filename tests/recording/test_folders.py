@@ -97,7 +97,7 @@ def test_a_disk_that_rank_0_cannot_use_does_not_keep_the_others_waiting(
 def test_a_rank_0_that_never_comes_is_a_warning_and_no_end_of_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.warns(RuntimeWarning, match="rank 0 named no run folder"):
+    with pytest.warns(RuntimeWarning, match="rank 0 sent no run folder"):
         chosen = agree(tmp_path / "b", 1, monkeypatch)
 
     assert chosen == (tmp_path / "b", 0)

@@ -209,10 +209,13 @@ def test_memory_steps_are_words_or_numbers(text: str, steps: object) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--warmup-steps", "-1", "-m", "t"], "expected a whole number of steps, 0 or more"),
-        (["--memory-steps", "all", "-m", "t"], "expected step numbers such as 3,50, or 'auto'"),
+        (["--warmup-steps", "-1", "-m", "t"], "Expected a whole number, 0 or more"),
+        (
+            ["--memory-steps", "all", "-m", "t"],
+            "Expected step numbers such as 3,50, 'auto' or 'none'",
+        ),
         (["--ou", "x", "-m", "t"], "unrecognized arguments"),
-        (["nowhere.py"], "no script at 'nowhere.py'. Expected a Python file"),
+        (["nowhere.py"], "script not found: 'nowhere.py'. Expected a Python file"),
         ([], "required: SCRIPT"),
     ],
 )

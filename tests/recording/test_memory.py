@@ -103,5 +103,5 @@ def test_an_allocator_without_statistics_ends_the_sampling_only() -> None:
     assert not session.watches_memory
     assert not rows
     [problem] = session.problems
-    assert problem.startswith("Memory is not sampled: the allocator of this device gives no")
+    assert problem.startswith("Memory is not sampled: the allocator of this device has no")
     assert "getDeviceStats" in problem

@@ -180,7 +180,7 @@ def test_a_bug_at_the_end_costs_the_rest_of_the_recording_and_leaves_no_hook(
     recorder = quiet(model, tmp_path / "run")
     train(model, recorder)
     monkeypatch.setattr(recorder._attachment, place, lambda *_: 1 / 0)
-    with pytest.warns(RuntimeWarning, match="could not be finished: ZeroDivisionError"):
+    with pytest.warns(RuntimeWarning, match="finishing the recording .* failed: ZeroDivisionError"):
         recorder.close(error)
     assert num_hooks() == before
     assert open_run(tmp_path / "run").events(0).step.max() >= 0
@@ -300,7 +300,7 @@ def test_another_model_is_recorded_beside_the_run_that_is_there(
     quiet(model, tmp_path / "run").close()
     other = nn.Sequential(nn.Linear(4, 4))
     fully_shard(other)
-    with pytest.warns(RuntimeWarning, match="Recording beside it"):
+    with pytest.warns(RuntimeWarning, match="Recording into a new folder next to it"):
         recorder = quiet(other, tmp_path / "run")
     recorder.close()
     assert recorder.run_folder == tmp_path / "run-2"

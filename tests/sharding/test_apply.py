@@ -81,13 +81,13 @@ def refusal(model, plan, mesh=None):
 
 def test_a_plan_without_a_process_group_is_refused(decoder):
     assert not dist.is_initialized()
-    assert "no process group to shard over" in refusal(decoder, BLOCKS)
+    assert "No process group is initialized" in refusal(decoder, BLOCKS)
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"world_size": 8}, "made for 8 ranks and runs on 4. Start 8 ranks"),
+        ({"world_size": 8}, "requires 8 ranks, but 4 are running. Start 8 ranks"),
         ({"mesh": {"shard": 2}}, "mesh {'shard': 2} does not cover 4 ranks"),
         ({"units": (UnitPlan(modules=("layers",)),)}, "'layers', a ModuleList, which has no"),
         ({"units": (UnitPlan(modules=("layer.0",)),)}, "does not have. Nearest: 'layers.0'"),
@@ -105,7 +105,7 @@ def test_a_mesh_of_another_shape_is_refused(fake_world_of_4, decoder):
 
 def test_a_sharded_model_is_refused(fake_world_of_4, decoder):
     fully_shard(decoder.norm)
-    with pytest.raises(PlanError, match="sharded already, at 'norm' first"):
+    with pytest.raises(PlanError, match="already sharded, first at 'norm'"):
         apply_plan(decoder, BLOCKS)
 
 
@@ -118,11 +118,11 @@ def test_risks_and_notes_are_warnings(fake_world_of_4, decoder):
         apply_plan(decoder, plan)
     texts = [str(warning.message) for warning in caught]
     assert any("begins with 'embedding', whose input needs no gradient" in text for text in texts)
-    assert "Not applied, since a plan cannot say it: Something else." in texts
+    assert "Not applied, because a plan cannot express it: Something else." in texts
     assert {warning.filename for warning in caught} == {__file__}
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, at import
 def test_checkpointing_the_model_itself_is_refused(fake_world_of_4, decoder):
     plan = Plan.from_dict({"units": [{"modules": [""]}], "checkpointing": {"full": [""]}})
-    assert "Checkpointing names module ''" in refusal(decoder, plan)
+    assert "Checkpointing contains the module ''" in refusal(decoder, plan)

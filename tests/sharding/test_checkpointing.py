@@ -62,7 +62,7 @@ def test_gradients_are_the_same_however_much_is_recomputed(decoder, tokens):
 
 @pytest.mark.parametrize("name", ["", "layers.9"])
 def test_a_module_that_cannot_be_wrapped_is_refused_before_any_is(decoder, name):
-    with pytest.raises(PlanError, match=f"Checkpointing names module '{name}'"):
+    with pytest.raises(PlanError, match=f"Checkpointing contains the module '{name}'"):
         apply_checkpointing(decoder, Checkpointing(full=("layers.0", name)))
     assert observe_checkpointing(decoder) == Checkpointing()
 

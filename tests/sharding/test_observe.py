@@ -105,7 +105,7 @@ def test_a_plain_model_has_no_plan():
 def test_ignored_parameters_are_noted(decoder):
     fully_shard(decoder, ignored_params={decoder.head.weight})
     (note,) = observe_plan(decoder).notes
-    assert note == "Parameters inside units that fully_shard was told to ignore: head.weight."
+    assert note == "Parameters in units that fully_shard ignores: head.weight."
 
 
 def test_tied_weights_are_not_taken_for_ignored(decoder):
@@ -123,4 +123,4 @@ def test_sharding_on_another_dimension_is_noted():
 def test_several_meshes_are_noted(two_meshes_in_one_unit):
     notes = observe_plan(two_meshes_in_one_unit).notes
     assert len(notes) == 2
-    assert "Unit (root) has 2 groups on meshes of their own" in notes[1]
+    assert "Unit (root) has 2 groups on different meshes" in notes[1]

@@ -136,7 +136,7 @@ def test_a_setting_that_an_older_torch_lacks_is_refused(decoder):
     del group.group.reduce_scatter_max_input_buffers
     torch_fsdp.configure(decoder, reduce_scatter_max_input_buffers=1)
     assert torch_fsdp.reduce_scatter_max_input_buffers(group.group) == 1
-    with pytest.raises(PlanError, match=r"is 2, and torch .* has no such setting. Install"):
+    with pytest.raises(PlanError, match=r"is 2, which torch .* does not support. Install"):
         torch_fsdp.configure(decoder, reduce_scatter_max_input_buffers=2)
 
 

@@ -50,10 +50,10 @@ def test_a_checkpoint_is_resumed_by_its_path(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"resume": "latest"}, "checkpoint_dir is not set. Expected a folder to look in"),
-        ({"resume": "absent"}, "There is no checkpoint at 'absent'"),
-        ({"preset": "small"}, "its preset is 'tiny', and 'small' is asked for"),
-        ({"steps": 10}, "was saved after 10 steps, and 10 are asked for in all"),
+        ({"resume": "latest"}, "checkpoint_dir is not set. Expected a folder to search"),
+        ({"resume": "absent"}, "Checkpoint not found: 'absent'"),
+        ({"preset": "small"}, "its preset is 'tiny', but 'small' is set"),
+        ({"steps": 10}, "was saved after 10 steps, but steps is 10. Expected more steps"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, settings, complaint):

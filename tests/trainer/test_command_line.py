@@ -93,16 +93,16 @@ def test_help_names_every_setting_with_its_meaning_legal_values_and_default():
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--stepz", "3"], "There is no setting '--stepz'. Nearest: '--steps'."),
-        (["--step", "3"], "There is no setting '--step'. Nearest: '--steps'."),
+        (["--stepz", "3"], "Unknown setting '--stepz'. Nearest: '--steps'."),
+        (["--step", "3"], "Unknown setting '--step'. Nearest: '--steps'."),
         (["--steps"], "Argument --steps: expected one argument."),
-        (["fast"], "There is a stray word 'fast'. Expected settings as --key value."),
+        (["fast"], "Unexpected argument 'fast'. Expected settings as --key value."),
         (["--steps", "0"], "steps is '0'. Expected greater than 0. Legal values of steps: a whole"),
         (["--preset", "big"], "preset is 'big'. Expected 'tiny', 'small', 'llama-1b',"),
         (["--lr", "quick"], "Legal values of lr: a number above 0."),
         (["--compile", "maybe"], "Legal values of compile: true, false."),
         (["--hf-config", "{"], "hf_config is '{', which is not JSON"),
-        (["--config", "absent.toml"], "No settings can be read from 'absent.toml'"),
+        (["--config", "absent.toml"], "The settings file 'absent.toml' cannot be read"),
     ],
 )
 def test_a_bad_command_line_is_refused_with_what_is_legal(arguments, complaint):
@@ -112,12 +112,18 @@ def test_a_bad_command_line_is_refused_with_what_is_legal(arguments, complaint):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("stps = 3", "sets 'stps', which is no setting. Nearest: 'steps'."),
-        ("[sharding]\nwarp = 'root'", "sets 'warp' in [sharding], which is no setting. Nearest: '"),
-        ("[trainning]\nsteps = 3", "sets 'trainning', which is no setting. Nearest: 'training'."),
+        ("stps = 3", "sets 'stps', which is an unknown setting. Nearest: 'steps'."),
+        (
+            "[sharding]\nwarp = 'root'",
+            "sets 'warp' in [sharding], which is an unknown setting. Nearest: '",
+        ),
+        (
+            "[trainning]\nsteps = 3",
+            "sets 'trainning', which is an unknown setting. Nearest: 'training'.",
+        ),
         ("[training]\nlr = 3", "sets 'lr' in [training]. Expected it in [optimizer]"),
-        ("training = 3", "sets 'training', which is no setting."),
-        ("steps = ]", "is not TOML:"),
+        ("training = 3", "sets 'training', which is an unknown setting."),
+        ("steps = ]", "is invalid TOML:"),
     ],
 )
 def test_a_bad_file_is_refused_with_the_nearest_key(tmp_path, text, complaint):

@@ -122,7 +122,7 @@ def test_evaluation_windows_are_never_trained_on(tmp_path):
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (None, "There is no data at"),
+        (None, "Data not found: "),
         ("", "has no tokens. Expected text or token ids"),
         ("short", "has 5 tokens: 0 windows of 4 to train on. Expected at least 8"),
     ],
@@ -152,13 +152,13 @@ def test_an_array_that_is_no_row_of_tokens_is_refused(tmp_path, array, complaint
 def test_a_file_that_is_only_called_npy_is_refused(tmp_path):
     path = tmp_path / "tokens.npy"
     path.write_bytes(b"not an array at all")
-    with pytest.raises(ConfigError, match=r"is not a NumPy file of numbers"):
+    with pytest.raises(ConfigError, match=r"is an invalid NumPy file"):
         open_corpus(str(path))
 
 
 def test_a_token_that_the_model_does_not_know_is_refused(tmp_path):
     corpus = counting_corpus(tmp_path)
-    with pytest.raises(ConfigError, match=r"and the model knows 3 tokens. Set --vocab-size above"):
+    with pytest.raises(ConfigError, match=r"but vocab_size is 3. Set --vocab-size above"):
         loader(corpus, vocab_size=3).train_batch(0, 0)
 
 

@@ -69,18 +69,18 @@ def test_the_parts_of_a_gpt2_are_found_with_its_tied_weights():
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"hf": "lama"}, r"no model type, file or hub name. Nearest: 'llama'"),
-        ({"hf": "vit"}, r"type 'vit' is no causal language model"),
+        ({"hf": "lama"}, r"an unknown model type, file or hub name. Nearest: 'llama'"),
+        ({"hf": "vit"}, r"type 'vit' is not a causal language model"),
         (
             {"hf": "llama", "hf_config": {"hidden_size": "wide"}},
-            r"config of 'llama' refuses its values: .*'hidden_size' expected int, got str",
+            r"config of 'llama' has invalid values: .*'hidden_size' expected int, got str",
         ),
         (
             {"hf": "llama", "hf_config": {"hidden_size": 10, "num_attention_heads": 3}},
             r"'llama'.*hidden size",
         ),
         ({"hf": "llama", "dim": 32}, r"dim is set for a Hugging Face model"),
-        ({"hf_config": {"vocab_size": 3}}, r"hf_config is .* and hf is not set"),
+        ({"hf_config": {"vocab_size": 3}}, r"hf_config is .* but hf is not set"),
     ],
 )
 def test_what_gives_no_causal_language_model_is_refused(settings, complaint):
@@ -92,5 +92,5 @@ def test_what_gives_no_causal_language_model_is_refused(settings, complaint):
 def test_a_file_that_is_no_config_is_refused(tmp_path, text):
     path = tmp_path / "config.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"cannot be read|does not say its model_type"):
+    with pytest.raises(ConfigError, match=r"cannot be read|has no model_type"):
         hf.make_config(str(path), {})

@@ -154,20 +154,20 @@ def test_the_other_settings_reach_the_plan():
     ("settings", "complaint"),
     [
         ({"wrap": "every:two"}, "wrap is 'every:two'. Expected a number of blocks"),
-        ({"wrap": "size:8 potatoes"}, "Expected a size behind 'size:', in bytes, KiB"),
-        ({"wrap": "blocks"}, "'blocks' is none of its words and no module of the model. Nearest"),
-        ({"wrap": "layers"}, "names 'layers', which is a list of modules and never called"),
+        ({"wrap": "size:8 potatoes"}, "Expected a size after 'size:', in bytes, KiB"),
+        ({"wrap": "blocks"}, "'blocks' is neither a keyword nor a module of the model. Nearest"),
+        ({"wrap": "layers"}, "contains 'layers', a list of modules, which is never called"),
         ({"wrap": "layer.*"}, "pattern 'layer.*' matches no module of the model. Nearest:"),
         (
             {"mesh": "2"},
-            "mesh is '2', which has 2 ranks, and the world size is 4. Expected one of 4x1",
+            "mesh is '2', which has 2 ranks, but the world size is 4. Expected one of 4x1",
         ),
         ({"mesh": "two"}, "mesh is 'two'. Expected auto, N, or RxS"),
-        ({"reshard_after_forward": "3"}, "does not fit 4 ranks that shard. Expected auto, true"),
-        ({"reshard_after_forward": "layers.9=true"}, "names unit 'layers.9', which there is not"),
-        ({"offload": "cpu_pinned"}, "there is no GPU to pin memory for"),
+        ({"reshard_after_forward": "3"}, "does not fit 4 sharding ranks. Expected auto, true"),
+        ({"reshard_after_forward": "layers.9=true"}, "contains an unknown unit 'layers.9'"),
+        ({"offload": "cpu_pinned"}, "there is no GPU, so pinned memory is unsupported"),
         ({"plan": "absent.toml"}, "No plan can be read from 'absent.toml'"),
-        ({"plan": "x.toml", "mesh": "2x2"}, "--mesh and --plan both say how to shard"),
+        ({"plan": "x.toml", "mesh": "2x2"}, "--mesh and --plan both define the sharding"),
         (
             {"plan": "x.toml", "microbatches": 4, "accumulation_sync": "last"},
             "--microbatches, --accumulation-sync and --plan both say how to shard",
@@ -206,8 +206,8 @@ def test_a_plan_file_without_a_mesh_shards_over_all_ranks(tmp_path):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("world_size = 8", "was made for a world size of 8, and it is 4. Start 8 ranks"),
-        ("mesh = { shard = 2 }", "has the mesh {'shard': 2}, and the world size is 4. Start 2"),
+        ("world_size = 8", "requires a world size of 8, but it is 4. Start 8 ranks"),
+        ("mesh = { shard = 2 }", "has the mesh {'shard': 2}, but the world size is 4. Start 2"),
     ],
 )
 def test_a_plan_file_for_other_ranks_is_refused(tmp_path, text, complaint):

@@ -63,10 +63,13 @@ def test_presets_say_how_they_train_unless_told():
     [
         ({"dim": 30}, "dim is 30 and num_heads is 4. Expected an even number of channels"),
         ({"num_kv_heads": 3}, "num_heads is 4 and num_kv_heads is 3"),
-        ({"data": "absent.txt"}, "There is no data at 'absent.txt'"),
-        ({"checkpoint_every": 5}, "checkpoint_every is 5 and checkpoint_dir is not set"),
+        ({"data": "absent.txt"}, "Data not found: 'absent.txt'"),
+        ({"checkpoint_every": 5}, "checkpoint_every is 5 but checkpoint_dir is not set"),
         ({"memory_steps": "soon"}, "memory_steps is 'soon'. Expected auto, none, or step numbers"),
-        ({"reshard_after_backward": False}, "there is one microbatch: weights change after it"),
+        (
+            {"reshard_after_backward": False},
+            "a step has one microbatch. The weights change after it",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_the_ranks_meet(settings, complaint):
@@ -78,7 +81,9 @@ def test_settings_that_do_not_fit_are_refused_before_the_ranks_meet(settings, co
 def test_a_plan_that_leaves_parameters_out_is_refused(tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text('[[units]]\nmodules = ["layers.*"]\n')
-    with pytest.raises(ConfigError, match=r"leaves 3 parameters out, such as 'lm_head.weight'"):
+    with pytest.raises(
+        ConfigError, match=r"has no unit for 3 parameters, such as 'lm_head.weight'"
+    ):
         prepared(plan=str(path))
 
 
@@ -98,7 +103,7 @@ def test_a_bad_setting_ends_with_2_before_any_process_group(monkeypatch, capsys)
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith(
-        "instrumented_trainer: mesh is '3x1', which has 3 ranks, and the world size is 1."
+        "instrumented_trainer: mesh is '3x1', which has 3 ranks, but the world size is 1."
     )
 
 
@@ -113,7 +118,7 @@ def test_torchrun_is_told_so_that_its_report_ends_with_the_reason(monkeypatch, t
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     main(["--stepz", "3"])
-    assert "There is no setting '--stepz'" in path.read_text()
+    assert "Unknown setting '--stepz'" in path.read_text()
 
 
 def test_run_folders_are_unique_and_named_after_time_and_model(tmp_path):

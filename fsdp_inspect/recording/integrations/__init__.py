@@ -1,4 +1,4 @@
-"""How do Hugging Face Trainer, Accelerate and Lightning record their runs? One object each.
+"""Record training with Hugging Face Trainer, Accelerate or Lightning, with one object each.
 
 Hugging Face Trainer, with FSDP2 (`fsdp_version: 2`, or a model sharded when it was loaded):
 
@@ -30,6 +30,6 @@ Accelerate, with `fsdp_version: 2`:
                 optimizer.zero_grad()
             recorder.log(loss=loss)
 
-All three take the keyword arguments of `fsdp_inspect.Recorder`, which are passed on: `path`,
-`name`, `warmup_steps`, `memory_steps` and so on. A library is imported with its own module only.
+All three accept the keyword arguments of `fsdp_inspect.Recorder`: `path`, `name`, `warmup_steps`,
+`memory_steps` and so on. Each module imports only its own library.
 """

@@ -1,4 +1,4 @@
-"""How is a run with Hugging Face Accelerate recorded? With a recorder for what it has prepared.
+"""Record a run with Hugging Face Accelerate: a recorder for a prepared model and optimizer.
 
     from accelerate import Accelerator
     from fsdp_inspect.recording.integrations.accelerate import accelerate_recorder
@@ -14,7 +14,7 @@
                 optimizer.zero_grad()
             recorder.log(loss=loss)
 
-A step ends where the optimizer really steps, so under `accumulate` it holds all microbatches;
+A step ends when the optimizer actually steps, so under `accumulate` it contains all microbatches.
 `recorder.step()` is not needed.
 """
 
@@ -45,16 +45,16 @@ def accelerate_recorder(
     optimizer: torch.optim.Optimizer | None = None,
     **options: Unpack[RecorderOptions],
 ) -> Recorder:
-    """A recorder for a model and an optimizer that `accelerator.prepare` returned.
+    """Attach a recorder to a model and an optimizer that `accelerator.prepare` returned.
 
     Args:
-        accelerator: Its settings are recorded as the run's configuration.
+        accelerator: Its settings are stored as the run's configuration.
         model: The prepared model.
-        optimizer: The prepared optimizer; None: any optimizer that steps in this process.
+        optimizer: The prepared optimizer; None means any optimizer that steps in this process.
         options: Keywords of `fsdp_inspect.Recorder`.
 
     Raises:
-        RecordingError: The model is not sharded with FSDP2; says how Accelerate is told to.
+        RecordingError: The model is not sharded with FSDP2; the message has the settings to use.
     """
     config = {
         "mixed_precision": accelerator.mixed_precision,
@@ -62,7 +62,7 @@ def accelerate_recorder(
     }
     given: RecorderOptions = {"config": config, **options}
     try:
-        find_recordable_groups(model)  # says more than that there is no process group
+        find_recordable_groups(model)  # a better message than the missing process group
         return Recorder(model, optimizer=_unwrap(optimizer), **given)
     except RecordingError as error:
         raise RecordingError(f"{error} {_REMEDY}") from error

@@ -1,4 +1,4 @@
-"""How is a Lightning run recorded? With a callback, for `lightning` and for `pytorch_lightning`.
+"""Record a Lightning run with a callback, for `lightning` and for `pytorch_lightning`.
 
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import ModelParallelStrategy
@@ -32,9 +32,9 @@ _REMEDY = "With Lightning: strategy=ModelParallelStrategy(), and fully_shard in 
 class FsdpInspectCallback:
     """Records each fit of a Trainer whose module is sharded with `fully_shard`.
 
-    A step ends with the batch in which an optimizer steps, so it holds all accumulated batches;
-    its `loss` is the mean of what `training_step` returned for them. An instance is a `Callback`
-    of the package, or the packages, that the script has imported.
+    A step ends with the batch in which an optimizer steps, so it contains all accumulated batches.
+    Its `loss` is the mean of the values that `training_step` returned for them. An instance is a
+    `Callback` of every Lightning package that the script has imported.
 
     Args:
         options: Keywords of `fsdp_inspect.Recorder`.
@@ -44,7 +44,7 @@ class FsdpInspectCallback:
     """
 
     def __new__(cls, **options: Unpack[RecorderOptions]) -> Self:
-        """An instance that is a callback to the trainer, too."""
+        """Return an instance that is also a callback of the imported Lightning packages."""
         bases = tuple(base for base in _callback_classes() if not issubclass(cls, base))
         made: Self = object.__new__(type(cls.__name__, (cls, *bases), {}) if bases else cls)
         return made
@@ -53,10 +53,10 @@ class FsdpInspectCallback:
         self._training = RecordedTraining(options, _REMEDY)
         self._num_optimizer_steps = 0
         self._losses: list[torch.Tensor] = []
-        """Of the batches of the open step."""
+        """Losses of the batches of the open step."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """The module is sharded and its optimizers exist: attach."""
+        """Attach: the module is sharded and its optimizers exist."""
         self._num_optimizer_steps = trainer.global_step
         self._losses.clear()
         self._training.begin(
@@ -66,13 +66,13 @@ class FsdpInspectCallback:
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A batch begins; the first after an optimizer step begins a step."""
+        """Begin a step at the first batch after an optimizer step."""
         self._training.begin_step()
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A batch is done; an optimizer may have stepped."""
+        """End the step if an optimizer stepped in this batch."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):
             self._losses.append(loss.detach())
@@ -85,22 +85,22 @@ class FsdpInspectCallback:
         self._training.end_step()
 
     def _mean_loss(self, trainer: Any, pl_module: Any) -> torch.Tensor:
-        """Over the batches of a step; Lightning has divided each by `accumulate_grad_batches`."""
+        """The mean loss of a step's batches; Lightning divides by `accumulate_grad_batches`."""
         total = torch.stack(self._losses).sum()
         divided_by = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
         return total * (divided_by / len(self._losses))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """The fit ended by itself."""
+        """Close the recording: the fit ended normally."""
         self._training.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """The fit failed or was interrupted."""
+        """Close the recording: the fit failed or was interrupted."""
         self._training.close(exception)
 
 
 def _callback_classes() -> list[type]:
-    """The `Callback` of each package that was imported; of the first installed one if none was.
+    """The `Callback` of each imported package; of the first installed package if none is imported.
 
     The two packages do not accept each other's callbacks.
     """
@@ -115,6 +115,6 @@ def _import_first() -> Any:
         except ImportError:
             continue
     raise ImportError(
-        "FsdpInspectCallback needs Lightning, and neither lightning nor pytorch_lightning is "
+        "FsdpInspectCallback requires Lightning, but lightning and pytorch_lightning are not "
         "installed. Install it with pip install 'fsdp-inspect[record,lightning]'."
     )

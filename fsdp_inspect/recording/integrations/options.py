@@ -1,4 +1,4 @@
-"""What may be said about a recording? The keywords of `Recorder`, for those who pass them on."""
+"""The keyword arguments of `Recorder`, typed for callers that pass them on."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any, Literal, TypedDict
 
 
 class RecorderOptions(TypedDict, total=False):
-    """See `fsdp_inspect.Recorder`; each may be left out."""
+    """See `fsdp_inspect.Recorder`; every key is optional."""
 
     path: str | os.PathLike[str] | None
     name: str | None

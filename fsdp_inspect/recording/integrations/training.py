@@ -1,4 +1,4 @@
-"""What does a training library's callback do with a recorder? Opens it, marks steps, closes it."""
+"""Open, step and close a recorder from the callbacks of a training library."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fsdp_inspect.recording.units import find_recordable_groups
 
 
 class RecordedTraining:
-    """The recording of one training after another, told by callbacks where it stands.
+    """Records one training after another, driven by a library's callbacks.
 
     Args:
-        options: For each recorder.
-        remedy: What a user of the library does when the model is not sharded with `fully_shard`.
+        options: Keyword arguments of each recorder.
+        remedy: What a user of the library must do if the model is not sharded with `fully_shard`.
     """
 
     def __init__(self, options: RecorderOptions, remedy: str) -> None:
@@ -33,50 +33,50 @@ class RecordedTraining:
 
     @property
     def recorder(self) -> Recorder | None:
-        """The open recording; None before, after, and for a model that cannot be recorded."""
+        """The open recording; None outside a training and for a model that cannot be recorded."""
         return self._recorder
 
     def begin(self, model: nn.Module, config: Mapping[str, Any], *, is_first_rank: bool) -> None:
-        """A training begins: record it, or warn on the first rank that this model cannot be.
+        """Begin recording, or warn on the first rank that this model cannot be recorded.
 
         Args:
-            model: The model as it will be trained, sharded.
-            config: Settings to remember, unless the user gave some.
-            is_first_rank: Whether this rank speaks for all.
+            model: The sharded model that will train.
+            config: Settings to store, unless the user passed some.
+            is_first_rank: Whether this rank prints the warning.
         """
         if self._recorder is not None:
-            self.close(RecordingError("the training ended without saying so, and began anew."))
+            self.close(RecordingError("a new training began before the previous one ended."))
         options: RecorderOptions = {"config": config, **self._options}
         try:
-            find_recordable_groups(model)  # says more than that there is no process group
+            find_recordable_groups(model)  # a better message than the missing process group
             self._recorder = Recorder(model, **options)
         except RecordingError as error:
             if is_first_rank:
                 warn(f"nothing is recorded: {error} {self._remedy}")
 
     def begin_step(self) -> None:
-        """A microbatch begins; the first since the last step ended begins a step."""
+        """Begin a step at the first microbatch after the last step ended."""
         if self._recorder is not None and not self._is_in_step:
             self._step.enter_context(self._recorder.step())
             self._is_in_step = True
 
     def end_step(self) -> None:
-        """The optimizer has stepped."""
+        """End the step: the optimizer has stepped."""
         self._is_in_step = False
         self._step.close()
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Record those of the values that are numbers."""
+        """Record the values that are numbers."""
         if self._recorder is not None:
             self._recorder.log(
                 **{name: value for name, value in values.items() if _is_number(value)}
             )
 
     def close(self, error: BaseException | None = None) -> None:
-        """The training ended.
+        """Close the recording.
 
         Args:
-            error: What ended it, if it did not end by itself.
+            error: The exception that ended the training; None if it ended normally.
         """
         self._abandon_step(error)
         if self._recorder is not None:
@@ -84,7 +84,7 @@ class RecordedTraining:
         self._recorder = None
 
     def _abandon_step(self, error: BaseException | None) -> None:
-        """Leave a step in which the optimizer did not step: it is no step."""
+        """Leave an incomplete step without recording it as a step."""
         if self._is_in_step:
             reason = error or RecordingError("the training ended within a step.")
             self._is_in_step = False

@@ -1,4 +1,4 @@
-"""How is a run of the Hugging Face Trainer recorded? With a callback.
+"""Record a run of the Hugging Face Trainer with a callback.
 
     from transformers import Trainer, TrainingArguments
     from fsdp_inspect.recording.integrations.transformers import FsdpInspectCallback
@@ -13,8 +13,8 @@
     )
     trainer.train()
 
-The Trainer has no hook for a training that fails: the recording is then closed when the process
-ends, with the exception that ended it.
+The Trainer has no hook for a failing training. The recording then closes when the process ends,
+with the exception that ended the process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        "FsdpInspectCallback needs transformers, which is not installed. Install it with "
+        "FsdpInspectCallback requires transformers, which is not installed. Install it with "
         "pip install 'fsdp-inspect[record,hf]'."
     ) from error
 
@@ -47,9 +47,9 @@ _LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
 class FsdpInspectCallback(TrainerCallback):
     """Records each training of a Trainer whose model is sharded with FSDP2.
 
-    A step is one of the Trainer's, with all its microbatches; `loss`, `grad_norm`,
-    `learning_rate` and `eval_loss` are recorded whenever the Trainer logs them, and the
-    `TrainingArguments` as the run's configuration.
+    A step is a step of the Trainer, with all its microbatches. `loss`, `grad_norm`,
+    `learning_rate` and `eval_loss` are recorded whenever the Trainer logs them. The
+    `TrainingArguments` are stored as the run's configuration.
 
     Args:
         options: Keywords of `fsdp_inspect.Recorder`.
@@ -61,7 +61,7 @@ class FsdpInspectCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The model is prepared: attach."""
+        """Attach: the model is prepared."""
         self._training.begin(
             kwargs["model"], args.to_sanitized_dict(), is_first_rank=state.is_world_process_zero
         )
@@ -69,24 +69,24 @@ class FsdpInspectCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The first microbatch of a step begins."""
+        """Begin a step at its first microbatch."""
         self._training.begin_step()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The optimizer has stepped; logging, evaluation and checkpoints come after."""
+        """End the step; logging, evaluation and checkpoints come after."""
         self._training.end_step()
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The Trainer logs."""
+        """Record the values that the Trainer logs."""
         logs = kwargs.get("logs") or {}
         self._training.log({name: logs[name] for name in _LOGGED if name in logs})
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The training ended by itself."""
+        """Close the recording: the training ended normally."""
         self._training.close()

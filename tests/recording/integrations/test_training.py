@@ -112,7 +112,7 @@ def test_a_training_that_begins_anew_closes_the_one_before_as_failed(
     attempts = sorted((tmp_path / "run").glob("attempt-*/rank-00000/rank.json"))
     statuses = [json.loads(path.read_text())["status"] for path in attempts]
     assert (statuses[0], statuses[1]) == ("failed", "complete")
-    assert "ended without saying so" in attempts[0].read_text()
+    assert "a new training began before the previous one ended" in attempts[0].read_text()
 
 
 @pytest.mark.parametrize(
