@@ -166,7 +166,7 @@ def test_the_other_settings_reach_the_plan():
         ({"reshard_after_forward": "3"}, "does not fit 4 ranks that shard. Expected auto, true"),
         ({"reshard_after_forward": "layers.9=true"}, "names unit 'layers.9', which there is not"),
         ({"offload": "cpu_pinned"}, "there is no GPU to pin memory for"),
-        ({"plan": "absent.toml"}, "No plan can be read from 'absent.toml'"),
+        ({"plan": "absent.toml"}, "The plan 'absent.toml' cannot be read"),
         ({"plan": "x.toml", "mesh": "2x2"}, "--mesh and --plan both say how to shard"),
         (
             {"plan": "x.toml", "microbatches": 4, "accumulation_sync": "last"},
