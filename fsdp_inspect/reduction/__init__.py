@@ -1,1 +1,1 @@
-"""The events and samples of a rank as the rows of its summary."""
+"""Reduce the events and memory samples of a rank to the rows of its summary."""

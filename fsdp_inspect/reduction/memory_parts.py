@@ -1,16 +1,16 @@
-"""How much memory did each step of one rank take? The summary's memory rows, from the samples.
+"""Compute the summary's memory rows of one rank from its memory samples.
 
-Four rows a step, each with its value in `bytes`, absent where nothing is known:
+Each step has up to four rows, with the value in `bytes`. Rows with an unknown value are missing.
 
-* PEAK_ALLOCATED, PEAK_RESERVED: the highest reading of the step, and the highest moment between
-  two readings where the counters tell it. Over all steps together they are the rank's peak.
-* ALLOCATED_AT_END, RESERVED_AT_END: the reading at the step's end.
+* PEAK_ALLOCATED, PEAK_RESERVED: the highest reading of the step, or a higher peak between two
+  readings if the counters show it. Their maximum over all steps is the rank's peak.
+* ALLOCATED_AT_END, RESERVED_AT_END: the reading at the end of the step.
 
-[Note: peaks between readings] The storage tracker says what the peak since its previous reading
-was. An allocator's peak counter is the user's and never reset by the recorder, so it speaks of all
-steps so far. Where it differs from the reading before, though, that peak was reached (or the
-counter reset, and then reached) in between, and belongs to the step of the later reading. The first
-reading has none before it: what was reached until then counts for its step.
+[Note: peaks between readings] The storage tracker reports the peak since its previous reading. The
+allocator's peak counter belongs to the training script. The recorder never resets it, so it covers
+all steps so far. If it differs from the previous reading, the peak was reached between the two
+readings (possibly after a reset), and it counts for the step of the later reading. The peak before
+the first reading counts for the step of the first reading.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ STORAGE_TRACKER = "storage_tracker"
 """The `memory_from` of ranks whose samples come from the storage tracker."""
 
 UNATTRIBUTED = "unattributed"
-"""In place of a category: what was allocated beyond what is known of it."""
+"""The name for allocated bytes whose category is unknown."""
 
 MEMORY_PARTS = (
     StepPart.PEAK_ALLOCATED,
@@ -31,7 +31,7 @@ MEMORY_PARTS = (
     StepPart.ALLOCATED_AT_END,
     StepPart.RESERVED_AT_END,
 )
-"""The kinds of the rows that are made here."""
+"""The kinds of the rows that this module computes."""
 
 _OF_THE_TRACKER = (MemoryPoint.PEAK, *DETAILS)
 
@@ -39,16 +39,17 @@ _OF_THE_TRACKER = (MemoryPoint.PEAK, *DETAILS)
 def reduce_memory(
     samples: MemoryTable, *, memory_from: str, rank: int, attempt: int = 0
 ) -> SummaryTable:
-    """The highest and the last reading of each step.
+    """Compute the highest and the last reading of each step.
 
     Args:
         samples: All memory samples of the rank; any order.
-        memory_from: Who counted, as the rank's record says; the samples of the other are left out.
+        memory_from: The source of the samples (`RankRecord.memory_from`). Samples of another
+            source are left out.
         rank: Written into every row.
         attempt: Written into every row.
 
     Returns:
-        Rows sorted by step, unfinished steps included; `count` is how many readings a row rests on.
+        Rows sorted by step, unfinished steps included; `count` is the number of readings.
     """
     readings = samples_of(samples, memory_from)
     readings = readings.where(np.argsort(readings.time_ns, kind="stable"))
@@ -65,11 +66,11 @@ def reduce_memory(
 
 
 def samples_of(samples: MemoryTable, memory_from: str) -> MemoryTable:
-    """The readings of the rank's memory as a whole, by the one who counts it.
+    """Select the readings of the rank's whole memory from one source.
 
-    Rows by owner are parts of a reading. Where an allocator counts, the rows that the storage
-    tracker wrote in memory steps (with categories, and nothing reserved) are another count of the
-    same bytes.
+    Rows by owner are parts of a reading and are left out. If the source is an allocator, the rows
+    of the storage tracker (with categories, without reserved bytes) count the same bytes in
+    another way and are left out too.
     """
     if memory_from == STORAGE_TRACKER:
         return samples.where(~np.isin(samples.point, DETAILS))
@@ -81,11 +82,11 @@ def samples_of(samples: MemoryTable, memory_from: str) -> MemoryTable:
 
 
 def highest_allocated(readings: MemoryTable, memory_from: str) -> NDArray[np.int64]:
-    """The most that was allocated since the reading before, as far as is known.
+    """Compute the highest known allocated bytes since the previous reading.
 
     Args:
-        readings: All of the rank, by time, as `samples_of` gives them.
-        memory_from: Who counted.
+        readings: All readings of the rank, by time, from `samples_of`.
+        memory_from: The source of the samples.
 
     Returns:
         Shape (n,), bytes, at least `allocated`. See [Note: peaks between readings].
@@ -103,7 +104,7 @@ def _since_reading(peak: NDArray[np.int64], memory_from: str) -> NDArray[np.int6
 
 
 def _where_new(counter: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A peak counter where it differs from its reading before; elsewhere -1.
+    """The peak counter if it differs from its previous reading, else -1.
 
     See [Note: peaks between readings].
     """
@@ -122,7 +123,7 @@ def _rows(
     rank: int,
     attempt: int,
 ) -> SummaryTable:
-    """One row for each step with a known value: the highest of them."""
+    """One row for each step with a known value, with the highest value of the step."""
     known = values != MISSING_INT
     distinct, place, counts = np.unique(steps[known], return_inverse=True, return_counts=True)
     highest = np.full(len(distinct), MISSING_INT, dtype=np.int64)

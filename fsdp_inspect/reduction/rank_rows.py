@@ -1,7 +1,8 @@
-"""What does the run in small hold of one rank, and which of its rows stand for a whole step?
+"""Build the summary rows of one rank and select those that describe a whole step.
 
-The rows of whole steps are few (about 18 a step) and answer every question about all ranks at
-once; those of units are as many as the units have kinds of events, and are read rank by rank.
+The rows of whole steps are few (about 18 for each step) and serve all analyses of all ranks at
+once. The rows of units are many, one for each unit and kind of event, and are read for one rank
+at a time.
 """
 
 import numpy as np
@@ -13,24 +14,24 @@ from fsdp_inspect.trace.codes import EventKind, StepPart
 from fsdp_inspect.trace.tables import EventTable, MemoryTable, SummaryTable
 
 WHOLE_STEP_KINDS = frozenset({int(EventKind.STEP), *(int(part) for part in StepPart)})
-"""The kinds whose rows stand for a whole step of a rank: one row a step at most."""
+"""The kinds whose rows describe a whole step of a rank: at most one row for each step."""
 
 
 def summarise_rank(
     events: EventTable, memory: MemoryTable, *, memory_from: str, rank: int, attempt: int = 0
 ) -> SummaryTable:
-    """Everything that the run's summary holds of one rank.
+    """Compute all summary rows of one rank.
 
     Args:
         events: All events of the rank.
-        memory: All its memory samples.
-        memory_from: Who counted them, as the rank's record says.
+        memory: All memory samples of the rank.
+        memory_from: The source of the samples (`RankRecord.memory_from`).
         rank: Written into every row.
         attempt: Written into every row.
 
     Returns:
-        Rows sorted by step; in each step those of the whole step first, by kind. A step that did
-        not end has memory rows only.
+        Rows sorted by step; in each step, the rows of the whole step come first, by kind. An
+        unfinished step has memory rows only.
     """
     reduced = reduce_rank(events, rank=rank, attempt=attempt)
     return join_memory(reduced, memory, memory_from=memory_from, rank=rank, attempt=attempt)
@@ -39,12 +40,12 @@ def summarise_rank(
 def join_memory(
     reduced: SummaryTable, memory: MemoryTable, *, memory_from: str, rank: int, attempt: int = 0
 ) -> SummaryTable:
-    """As `summarise_rank`, of events that were reduced already.
+    """As `summarise_rank`, for events that are reduced already.
 
     Args:
-        reduced: What `reduce_rank` makes of all events of the rank.
-        memory: All its memory samples.
-        memory_from: Who counted them, as the rank's record says.
+        reduced: The result of `reduce_rank` for all events of the rank.
+        memory: All memory samples of the rank.
+        memory_from: The source of the samples (`RankRecord.memory_from`).
         rank: Written into every row.
         attempt: Written into every row.
     """
@@ -55,5 +56,5 @@ def join_memory(
 
 
 def is_of_whole_step(rows: SummaryTable) -> NDArray[np.bool_]:
-    """Which rows stand for a whole step."""
+    """Mask of the rows that describe a whole step."""
     return np.isin(rows.kind, list(WHOLE_STEP_KINDS))

@@ -1,24 +1,25 @@
-"""Where does each step of one rank go? The run in small, from a rank's events.
+"""Split each step of a rank into parts, and sum its events by unit, phase and kind.
 
-The one place that defines exposed communication and the breakdown of a step (DESIGN section 4);
-the store runs it once per rank at compaction and every analysis reads its result.
+Only this module defines exposed communication and the breakdown of a step (docs/metrics.md). The
+store runs it once per rank at compaction, and every analysis reads the result from the summary.
 
-A step is split on one clock, the compute stream (CPU: the main thread). At every instant the
-first of these that applies names the part, so that the parts add up to the step exactly:
+A step is split on one clock: the compute stream (CPU: the main thread). Each instant belongs to the
+first part of this list that applies, so the parts add up to the step exactly:
 
 1. exposed all-gather, reduce-scatter, all-reduce, other collectives: [need, end) of a collective,
    while communication of this rank runs;
-2. host-bound: the compute stream waits for a collective that has not begun;
+2. host-bound: the compute stream waits for a collective that has not started;
 3. FSDP copies on the compute stream;
 4. optimizer, data;
-5. backward (recomputation included), forward;
-6. other: whatever is left.
+5. backward (including recompute), forward;
+6. other: the rest.
 
-Kernel traces (imports; a rank whose events hold COMPUTE) know when the device computed, and seldom
-who waited for whom. There the parts are:
+Kernel traces (imported ranks with COMPUTE events) contain the times of kernels and seldom the waits
+for collectives. Their parts are:
 
-1. exposed all-gather, reduce-scatter, all-reduce, other: a collective runs and no kernel computes;
-2. host-bound: the device does nothing at all;
+1. exposed all-gather, reduce-scatter, all-reduce, other: a collective runs and no compute kernel
+   runs;
+2. host-bound: nothing runs on the device;
 3. FSDP copies;
 4. optimizer, backward, forward: compute by its phase;
 5. other: compute of an unknown phase, copies and fills by the device.
@@ -64,7 +65,7 @@ def reduce_rank(events: EventTable, *, rank: int, attempt: int = 0) -> SummaryTa
         attempt: Written into every row.
 
     Returns:
-        Rows sorted by step. Steps without a STEP event (unfinished) have no rows.
+        Rows sorted by step. Unfinished steps (without a STEP event) have no rows.
     """
     has_ended = np.isin(events.step, events.step[events.kind == EventKind.STEP])
     reduced = [_reduce_steps(axis) for axis in lay_side_by_side(events.where(has_ended))]
@@ -84,19 +85,19 @@ def reduce_rank(events: EventTable, *, rank: int, attempt: int = 0) -> SummaryTa
 
 
 def is_kernel_trace(events: EventTable) -> bool:
-    """Whether the device's kernels are known, so that exposure is what they leave uncovered."""
+    """Whether the events contain compute kernels, so that exposed time follows from them."""
     return bool(np.any(events.kind == EventKind.COMPUTE))
 
 
 def exposed_ns(events: EventTable, communication: Intervals) -> NDArray[np.int64]:
-    """Exposed time of each event: from `waited_since` to its end, where `exposing` says so.
+    """Compute the exposed time of each event: `exposing` between `waited_since` and its end.
 
     Args:
-        events: Collectives of one rank, and of a kernel trace its COMPUTE events too.
+        events: Collectives of one rank; for a kernel trace also its COMPUTE events.
         communication: Running collectives of the same rank.
 
     Returns:
-        Shape (len(events),), ns; 0 for collectives that nobody waited for.
+        Shape (len(events),), ns; 0 for collectives that nothing waited for.
     """
     since, exposed = waited_since(events), np.zeros(len(events), dtype=np.int64)
     waited = np.flatnonzero(since < events.end_ns)
@@ -107,27 +108,27 @@ def exposed_ns(events: EventTable, communication: Intervals) -> NDArray[np.int64
 
 
 def exposing(events: EventTable, communication: Intervals) -> Intervals:
-    """The part of the communication during which a rank that waits for it is exposed.
+    """The part of the communication in which a wait counts as exposed.
 
     Args:
         events: As for `exposed_ns`.
         communication: Running collectives of the same rank.
 
     Returns:
-        All of it; in a kernel trace what no COMPUTE covers.
+        All communication; in a kernel trace, the communication outside COMPUTE events.
     """
     return communication.subtract(_spans(events, events.kind == EventKind.COMPUTE))
 
 
 def waited_since(events: EventTable) -> NDArray[np.int64]:
-    """From when on each collective counts as waited for; its end if nobody waited.
+    """The time from which a wait for each collective counts; its end if nothing waited.
 
     Args:
         events: As for `exposed_ns`.
 
     Returns:
-        Shape (len(events),), ns: `need_ns`; in a kernel trace the start, since there every
-        uncovered moment of a collective is exposed. What is no collective: its end.
+        Shape (len(events),), ns: `need_ns`. In a kernel trace: the start, because all of a
+        collective outside compute is exposed. For events that are not collectives: the end.
     """
     waited = is_any_of(events.kind, COLLECTIVES)
     if is_kernel_trace(events):
@@ -150,13 +151,13 @@ def split_step(events: EventTable, start_ns: int, end_ns: int) -> dict[StepPart,
         end_ns: End of the step.
 
     Returns:
-        Every part of `PARTS_OF_STEP`, plus COMMUNICATION and BETWEEN_STEPS, which overlap them.
+        Each part of `PARTS_OF_STEP`, plus COMMUNICATION, which overlaps them, and BETWEEN_STEPS.
     """
     return _split(events, Intervals.of([start_ns], [end_ns]))
 
 
 def _split(events: EventTable, window: Intervals) -> dict[StepPart, Intervals]:
-    """As `split_step`, of one step or of several that lie side by side."""
+    """As `split_step`, for one step or several steps side by side."""
     between = _spans(events, events.kind == EventKind.BETWEEN_STEPS).intersect(window)
     free = window.subtract(between)
     communication = running_communication(events)
@@ -176,7 +177,7 @@ def _split(events: EventTable, window: Intervals) -> dict[StepPart, Intervals]:
 
 
 _Candidates = Iterator[tuple[StepPart, Intervals]]
-"""The claims of parts, highest priority first; claims may overlap."""
+"""The times to which each part applies, highest priority first; they may overlap."""
 
 
 def _exposed_candidates(events: EventTable, communication: Intervals) -> _Candidates:
@@ -195,7 +196,7 @@ def _exposed_candidates(events: EventTable, communication: Intervals) -> _Candid
 
 
 def _host_candidates(events: EventTable, quiet: Intervals) -> _Candidates:
-    """Recorded runs; `quiet`: when no communication runs."""
+    """The candidates of a recorded run; `quiet` is the time without communication."""
     kind, on_clock = events.kind, is_any_of(events.stream, _ON_CLOCK)
     waits = is_any_of(kind, _WAITS) & (events.stream == Stream.COMPUTE)
     yield StepPart.HOST_BOUND, _spans(events, waits).intersect(quiet)
@@ -210,7 +211,7 @@ def _host_candidates(events: EventTable, quiet: Intervals) -> _Candidates:
 
 
 def _kernel_candidates(events: EventTable, quiet: Intervals) -> _Candidates:
-    """Kernel traces; `quiet`: when no communication runs."""
+    """The candidates of a kernel trace; `quiet` is the time without communication."""
     compute = events.kind == EventKind.COMPUTE
     copies = is_any_of(events.kind, COPIES)
     busy = _spans(events, compute | copies | (events.kind == EventKind.MEMORY_COPY))
@@ -230,7 +231,7 @@ _Columns = dict[str, NDArray[np.int64]]
 
 
 def _reduce_steps(axis: SideBySide) -> tuple[_Columns, _Columns]:
-    """The rows of finished steps as a whole, and those of their units, phases and kinds."""
+    """The rows of whole steps, and the rows of their units, phases and kinds."""
     events = axis.events
     is_step = np.flatnonzero(events.kind == EventKind.STEP)
     first_of_step = is_step[np.unique(axis.place[is_step], return_index=True)[1]]
@@ -247,7 +248,7 @@ def _reduce_steps(axis: SideBySide) -> tuple[_Columns, _Columns]:
 def _rows_of_steps(
     axis: SideBySide, in_step: Intervals, parts: Mapping[StepPart, Intervals]
 ) -> _Columns:
-    """One STEP row for each step."""
+    """The STEP row of each step."""
     events, num_steps = axis.events, len(axis.steps)
     has_between = axis.duration_ns(parts[StepPart.BETWEEN_STEPS]) > 0
     slowed = (events.flags & EventFlag.MEMORY_STEP) != 0
@@ -284,7 +285,7 @@ def _rows_of_part(axis: SideBySide, part: StepPart, spans: Intervals) -> _Column
 
 
 def _blank_rows(axis: SideBySide, kind: EventKind | StepPart) -> _Columns:
-    """Rows that stand for no single unit, one for each step."""
+    """Rows without a unit, one for each step."""
     constant = {
         "unit": NO_UNIT,
         "phase": Phase.OUTSIDE,
@@ -304,7 +305,7 @@ def _group(events: EventTable, exposed: NDArray[np.int64]) -> _Columns:
     members = np.flatnonzero(events.kind != EventKind.STEP)
     keys = [getattr(events, name)[members] for name in ("step", "unit", "phase", "kind")]
     durations = (events.end_ns - events.start_ns)[members]
-    # By group, and inside a group by duration, so that a group's median is an element.
+    # Sort by group, then by duration, so that the median of a group is one of its elements.
     order = np.lexsort((durations, *reversed(keys)))
     keys, durations, members = [key[order] for key in keys], durations[order], members[order]
     changes = np.any([key[1:] != key[:-1] for key in keys], axis=0)

@@ -1,1 +1,1 @@
-"""What a recorded run is: pure data and interval algebra; no files, no torch."""
+"""The data model of a run and its interval algebra, without files and without torch."""

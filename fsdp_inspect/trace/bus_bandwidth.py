@@ -1,8 +1,9 @@
-"""How busy was the link during a collective? Bus bandwidth as nccl-tests defines it.
+"""Compute the bus bandwidth of collectives, as nccl-tests defines it.
 
-Message x (N-1)/N / duration for all-gather and reduce-scatter, 2 (N-1)/N for all-reduce, 1 for the
-others; N is the size of the group that communicates. It compares with the link's own bandwidth,
-whatever the number of ranks.
+Bus bandwidth is message x factor / duration. The factor is (N-1)/N for all-gather and
+reduce-scatter and 2 (N-1)/N for all-reduce, where N is the size of the process group. Other
+collectives have no bus bandwidth here. The result is comparable with the bandwidth of the link
+for any number of ranks.
 
 Source: nccl-tests, doc/PERFORMANCE.md.
 """
@@ -20,11 +21,11 @@ _RING_KINDS = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_RED
 
 
 def bus_factor(kind: int, num_ranks: int) -> float:
-    """Bus bytes for each byte of a message; 0 where nothing travels.
+    """Bus bytes for each byte of a message; 0 if the collective moves no bytes over the link.
 
     Args:
         kind: An `EventKind`.
-        num_ranks: Size of the group that communicates; 0 if there is none.
+        num_ranks: Size of the process group; 0 without a group.
     """
     if num_ranks < 2 or kind not in _RING_KINDS:
         return 0.0
@@ -33,16 +34,16 @@ def bus_factor(kind: int, num_ranks: int) -> float:
 
 
 def bus_bytes_per_s(events: EventTable, groups: Sequence[ProcessGroup]) -> NDArray[np.float64]:
-    """Bus bandwidth of each event.
+    """Compute the bus bandwidth of each event.
 
     Args:
         events: Any events.
         groups: The manifest's process groups.
 
     Returns:
-        Shape (len(events),), bytes per second; NaN where nothing travels (not a ring collective,
-        an unknown group, a group of one rank, an unknown message, no duration), and where only an
-        upper bound of the duration is known (`EventFlag.LATEST_END`).
+        Shape (len(events),), bytes per second. NaN for events that are not ring collectives, for
+        an unknown group, a group of one rank, an unknown message or an empty duration, and if
+        the duration is only an upper bound (`EventFlag.LATEST_END`).
     """
     sizes = {group.index: len(group.ranks) for group in groups}
     group_size = np.array([sizes.get(group, 0) for group in events.group.tolist()], dtype=np.int64)

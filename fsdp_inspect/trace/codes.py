@@ -1,6 +1,6 @@
-"""Which words does a run use? The integer codes of the run folder, each with its name.
+"""Define the integer codes of the run folder: kinds, phases, streams, sources, flags.
 
-The numbers are part of the schema (version 1): never renumber one, only append.
+The numbers are part of the schema (version 1). Append new codes and never renumber one.
 """
 
 from enum import IntEnum, IntFlag
@@ -8,7 +8,7 @@ from functools import cached_property
 
 
 class NamedCode(IntEnum):
-    """An integer code whose lower-case name is what people and JSON see."""
+    """An integer code. Tables and JSON show its lower-case name."""
 
     @cached_property
     def label(self) -> str:
@@ -17,14 +17,14 @@ class NamedCode(IntEnum):
 
 
 class EventKind(NamedCode):
-    """What an event is. Collectives without a unit were not issued by FSDP."""
+    """The kind of an event. A collective without a unit was not issued by FSDP."""
 
     STEP = 0
-    """One optimizer step, from the end of the previous one to its own end."""
+    """One optimizer step, from the end of the previous step to its own end."""
     DATA = 1
     """Waiting for the next batch."""
     FORWARD = 2
-    """A unit's forward, from its parameters being ready to its output; holds nested units."""
+    """A unit's forward, from its parameters being ready to its output; includes nested units."""
     BACKWARD = 3
     """A unit's backward, from its parameters being ready to its gradients being complete."""
     RECOMPUTE = 4
@@ -32,20 +32,20 @@ class EventKind(NamedCode):
     OPTIMIZER = 5
     """The optimizer's step."""
     BETWEEN_STEPS = 6
-    """Evaluation, checkpointing: work that belongs to no training step."""
+    """Evaluation or checkpoint saving: work that belongs to no training step."""
     COMPUTE = 7
-    """Kernel traces: compute kernels that ran without a gap, joined; stands for their union."""
+    """Kernel traces: compute kernels without a gap between them, joined to one event."""
     MEMORY_COPY = 8
     """Kernel traces: copies and fills by the device (memcpy, memset), which are not compute."""
     ALL_GATHER_COPY_IN = 10
     ALL_GATHER = 11
     ALL_GATHER_WAIT = 12
-    """The compute stream (CPU: the main thread) stands still until an all-gather ends."""
+    """The compute stream (CPU: the main thread) waits until an all-gather ends."""
     ALL_GATHER_COPY_OUT = 13
     REDUCE_SCATTER_COPY_IN = 20
     REDUCE_SCATTER = 21
     REDUCE_SCATTER_WAIT = 22
-    """As ALL_GATHER_WAIT; `unit` owns the collective, `issued_by` is where the wait happened."""
+    """As ALL_GATHER_WAIT. `unit` owns the collective; the wait happened in `issued_by`."""
     ALL_REDUCE = 30
     ALL_REDUCE_WAIT = 31
     BROADCAST = 40
@@ -69,7 +69,7 @@ COLLECTIVES = frozenset(
         EventKind.OTHER_COLLECTIVE,
     }
 )
-"""The kinds in which bytes travel between ranks."""
+"""The kinds that communicate between ranks."""
 
 WAIT_OF = {
     EventKind.ALL_GATHER: EventKind.ALL_GATHER_WAIT,
@@ -89,7 +89,7 @@ COPIES = frozenset(
 
 
 class Phase(NamedCode):
-    """Where in a step an event lies."""
+    """The part of a step in which an event lies."""
 
     OUTSIDE = 0
     DATA = 1
@@ -100,7 +100,7 @@ class Phase(NamedCode):
 
 
 class Stream(NamedCode):
-    """The queue on which an event ran. On CPU everything synchronous is HOST."""
+    """The queue on which an event ran. On CPU, all synchronous work has HOST."""
 
     HOST = 0
     COMPUTE = 1
@@ -112,7 +112,7 @@ class Stream(NamedCode):
 
 
 class Source(NamedCode):
-    """How the event came to be in this run."""
+    """The origin of an event."""
 
     RECORDED = 0
     EMULATED = 1
@@ -121,36 +121,36 @@ class Source(NamedCode):
 
 
 class Method(NamedCode):
-    """How the times were obtained."""
+    """How the times of an event were obtained."""
 
     MEASURED = 0
     INFERRED = 1
     """Derived from neighbouring measurements, e.g. the end of a wait from the collective's end."""
     HOST_BLOCKING = 2
-    """Time the host stood in a synchronous call: queueing and wake-up are inside (CPU, gloo)."""
+    """The time of a synchronous call, including queueing and wake-up (CPU, gloo)."""
 
 
 class EventFlag(IntFlag):
     """Bits of the `flags` column."""
 
     RECOMPUTE = 1
-    """Happened while activation checkpointing repeated a forward."""
+    """The event happened while activation checkpointing repeated a forward."""
     ASYNC = 2
     """A collective that was issued without blocking the host."""
     PREFETCHED = 4
-    """An all-gather issued before its own unit asked for it."""
+    """An all-gather that was issued before its own unit needed it."""
     UNUSED = 8
-    """An all-gather that nobody waited for."""
+    """An all-gather that nothing waited for."""
     NO_GRAD = 16
-    """A forward with gradients switched off."""
+    """A forward with gradients disabled."""
     MEMORY_STEP = 32
-    """Recorded in a step under the storage tracker: times are not representative."""
+    """The event lies in a memory step: its times are not representative."""
     LATEST_END = 64
-    """The end is an upper bound: the moment at which the collective was found to have ended."""
+    """The end is an upper bound: the moment at which the collective was seen to have ended."""
 
 
 class MemoryPoint(NamedCode):
-    """Where a memory sample was taken."""
+    """The moment at which a memory sample was taken."""
 
     STEP_END = 0
     FORWARD_START = 1
@@ -159,25 +159,25 @@ class MemoryPoint(NamedCode):
     BACKWARD_END = 4
     OPTIMIZER_END = 5
     PEAK = 6
-    """The highest moment of a memory step; `unit` is the position, categories are exact."""
+    """The peak of a memory step. `unit` is the position; categories are exact."""
     PEAK_BY_OWNER = 7
-    """The same moment, one row for each owning unit; `allocated` is what that unit owns."""
+    """The same moment as PEAK, one row for each owning unit; `allocated` is that unit's bytes."""
     AFTER_UNSHARD = 8
-    """Right after a unit's parameters were made full."""
+    """Right after a unit's unshard."""
     TIMELINE = 9
-    """Imported allocator traces: the highest moment of a stretch of the trace."""
+    """Imported allocator traces: the peak within one interval of the trace."""
     SNAPSHOT = 10
     """Imported allocator traces: the moment at which the snapshot was taken."""
     PHASE_PEAK = 11
-    """The highest moment of one phase of a memory step, as PEAK; `phase` says which."""
+    """The peak of one phase of a memory step, as PEAK; `phase` is that phase."""
     PHASE_PEAK_BY_OWNER = 12
-    """The same moment by owning unit, as PEAK_BY_OWNER."""
+    """The same moment as PHASE_PEAK, one row for each owning unit, as PEAK_BY_OWNER."""
     END_BY_OWNER = 13
-    """What rests after a memory step, one row for each owning unit."""
+    """The resting memory of a memory step, one row for each owning unit."""
     PARAMETER_USE = 14
-    """A pass of a unit uses one of its parameters for the first time; `parameter` says which."""
+    """The first use of a parameter in a pass of its unit; `parameter` is its index."""
     AFTER_REDUCE = 15
-    """Memory steps: a unit's gradients were handed over; `unit` is the one around it."""
+    """Memory steps: a unit's gradients are reduced; `unit` is the enclosing unit."""
 
 
 DETAILS = (
@@ -187,11 +187,11 @@ DETAILS = (
     MemoryPoint.END_BY_OWNER,
     MemoryPoint.PARAMETER_USE,
 )
-"""Rows that say more about a moment of a memory step; no readings of their own."""
+"""Rows that split or describe another row of a memory step; not readings of their own."""
 
 
 class MemoryCategory(NamedCode):
-    """What a live byte is."""
+    """The kind of a live byte."""
 
     SHARDED_PARAMETER = 0
     UNSHARDED_PARAMETER = 1
@@ -213,7 +213,7 @@ OF_COMMUNICATION = (
     MemoryCategory.REDUCE_SCATTER_BUFFER,
     MemoryCategory.SHARDED_GRADIENT,
 )
-"""What FSDP holds by its own rules, whatever a model computes."""
+"""Memory that depends on FSDP alone, not on the computation of the model."""
 
 
 DTYPES = (
@@ -234,7 +234,7 @@ DTYPES = (
     "float8_e5m2fnuz",
     "complex64",
 )
-"""Names of the `dtype` column's codes, by position."""
+"""The dtype name of each code of the `dtype` column, by position."""
 
 ITEMSIZE = {
     "float32": 4,
@@ -253,14 +253,14 @@ ITEMSIZE = {
     "float8_e5m2fnuz": 1,
     "complex64": 8,
 }
-"""Bytes of an element, by the name of its dtype; "unknown" has none."""
+"""Bytes of one element, by dtype name; "unknown" is missing."""
 
 NO_UNIT = -1
 """The `unit` of an event that belongs to no FSDP unit."""
 
 
 class StepPart(NamedCode):
-    """A part of a step in the summary's `kind` column; the codes go on after `EventKind`."""
+    """A part of a step in the summary's `kind` column; its codes do not overlap `EventKind`."""
 
     FORWARD = 100
     BACKWARD = 101
@@ -276,9 +276,9 @@ class StepPart(NamedCode):
     COMMUNICATION = 120
     """Union of the rank's running collectives; overlaps the parts above."""
     BETWEEN_STEPS = 121
-    """Evaluation and checkpoints before the step; not in the step's time."""
+    """Evaluation and checkpoint saving before the step; not part of the step time."""
     PEAK_ALLOCATED = 130
-    """Memory of a step, in the `bytes` column: the highest allocated that is known of it."""
+    """The highest known allocated memory of a step, in the `bytes` column."""
     PEAK_RESERVED = 131
     ALLOCATED_AT_END = 132
     RESERVED_AT_END = 133
@@ -293,11 +293,11 @@ EXPOSED_PARTS = {
     EventKind.REDUCE_SCATTER: StepPart.EXPOSED_REDUCE_SCATTER,
     EventKind.ALL_REDUCE: StepPart.EXPOSED_ALL_REDUCE,
 }
-"""The part for exposed time of FSDP's own collectives; all others are EXPOSED_OTHER."""
+"""The part for exposed time of FSDP's own collectives; all others use EXPOSED_OTHER."""
 
 
 EXPOSED_PART_CODES = frozenset({*EXPOSED_PARTS.values(), StepPart.EXPOSED_OTHER})
-"""The parts that together are the exposed communication of a step."""
+"""The parts whose sum is the exposed communication of a step."""
 
 
 class StepFlag(NamedCode):

@@ -1,8 +1,8 @@
-"""How much time do these intervals cover? Exact algebra on half-open intervals [start, end).
+"""Compute unions, intersections and coverage of half-open intervals [start, end).
 
-Conventions: an interval set is two int64 arrays, `starts` and `ends`, of equal length, in ns.
-`Intervals` is always normalised: sorted, disjoint, not touching, no empty interval. Everything is
-O(n log n) or better and exact in integers.
+An interval set is two int64 arrays, `starts` and `ends`, of equal length, in ns. `Intervals` is
+always normalised: sorted, disjoint, not touching, without empty intervals. All operations are
+exact in integers and take O(n log n) or less.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Intervals:
 
     @classmethod
     def of(cls, starts: ArrayLike, ends: ArrayLike) -> Self:
-        """The union of the given intervals; those with `end <= start` are empty and dropped.
+        """Build the union of the given intervals; intervals with `end <= start` are dropped.
 
         Args:
             starts: Shape (n,), any order, ns.
@@ -59,7 +59,7 @@ class Intervals:
 
     @classmethod
     def empty(cls) -> Self:
-        """The set without intervals."""
+        """Build the set without intervals."""
         nothing = np.empty(0, dtype=np.int64)
         return cls(nothing, nothing)
 
@@ -72,16 +72,16 @@ class Intervals:
         return int(np.sum(self.ends - self.starts))
 
     def union(self, other: "Intervals") -> "Intervals":
-        """What lies in either set."""
+        """The times that lie in either set."""
         return Intervals.of(
             np.concatenate([self.starts, other.starts]), np.concatenate([self.ends, other.ends])
         )
 
     def intersect(self, other: "Intervals") -> "Intervals":
-        """What lies in both sets."""
+        """The times that lie in both sets."""
         if len(self) == 0 or len(other) == 0:
             return Intervals.empty()
-        # Interval j of other can meet interval i of self only for j in [lows[i], highs[i]).
+        # Interval j of other can overlap interval i of self only for j in [lows[i], highs[i]).
         lows = np.searchsorted(other.ends, self.starts, side="right")
         highs = np.searchsorted(other.starts, self.ends, side="left")
         counts = np.maximum(highs - lows, 0)
@@ -94,7 +94,7 @@ class Intervals:
         )
 
     def subtract(self, other: "Intervals") -> "Intervals":
-        """What lies in this set and not in the other."""
+        """The times that lie in this set and not in the other."""
         if len(self) == 0 or len(other) == 0:
             return self
         gap_starts = np.concatenate([[np.iinfo(np.int64).min], other.ends])
@@ -102,11 +102,11 @@ class Intervals:
         return self.intersect(Intervals(gap_starts, gap_ends))
 
     def clip(self, start: int, end: int) -> "Intervals":
-        """What lies inside [start, end)."""
+        """The times of this set that lie inside [start, end)."""
         return self.intersect(Intervals.of([start], [end]))
 
     def covered_ns(self, starts: ArrayLike, ends: ArrayLike) -> Int64Array:
-        """How many ns of each query interval are covered by this set.
+        """Compute how many ns of each query interval this set covers.
 
         Args:
             starts: Shape (q,), ns.
@@ -120,7 +120,7 @@ class Intervals:
         return self._covered_before(highs) - self._covered_before(lows)
 
     def covered_between(self, edges: ArrayLike) -> Int64Array:
-        """How many ns are covered between each two neighbouring edges.
+        """Compute how many ns this set covers between neighbouring edges.
 
         Args:
             edges: Shape (e,), ascending, ns; e > 0.

@@ -1,6 +1,6 @@
-"""Which span is seen where spans cover each other? Flattening and stacking, exact in ns.
+"""Flatten overlapping spans to the innermost one, and assign overlapping spans to rows.
 
-Spans are two int64 arrays of equal length, `starts` and `ends`, in any order, half-open.
+Spans are two int64 arrays of equal length, `starts` and `ends`, in any order, half-open, in ns.
 """
 
 from dataclasses import dataclass
@@ -17,44 +17,44 @@ _NOBODY = -1
 
 @dataclass(frozen=True, slots=True)
 class Painted:
-    """Disjoint pieces of spans, in time order; every array has shape (p,)."""
+    """Disjoint pieces of spans, in time order; each array has shape (p,)."""
 
     starts: Int64Array
     ends: Int64Array
     span: Int64Array
-    """Which of the given spans the piece belongs to."""
+    """Index of the span that the piece belongs to."""
 
 
 def paint_innermost(starts: Int64Array, ends: Int64Array, within: Intervals) -> Painted:
-    """What of each span is seen when the span that started last lies on top.
+    """Compute the visible pieces of each span when the span that started last lies on top.
 
-    Nested spans (a unit's forward inside its parent's) so show the innermost one; of two that
-    started together the shorter one is on top.
+    Of nested spans (a unit's forward inside its parent's forward), the innermost one is visible.
+    If two spans start together, the shorter one lies on top.
 
     Args:
         starts: Shape (n,), ns.
         ends: Shape (n,), ns.
-        within: Pieces outside of this set are cut away.
+        within: Pieces are clipped to this set.
     """
     if len(starts) == 0 or len(within) == 0:
         nothing = np.empty(0, dtype=np.int64)
         return Painted(nothing, nothing, nothing)
-    # Rows that are in order by themselves: a stable sort only merges them.
+    # Each array is sorted already: a stable sort only merges them.
     edges = np.sort(np.concatenate([starts, ends, within.starts, within.ends]), kind="stable")
     edges = edges[np.diff(edges, prepend=edges[:1] - 1) > 0]
     if len(edges) < 2:
         return _merge(edges[:0], edges[:0], np.empty(0, dtype=np.int64))
-    # Its own edges are among them, so that each piece lies inside of it or outside.
+    # The edges of `within` are included, so each piece lies entirely inside or outside of it.
     seen = np.flatnonzero(within.holds(edges[:-1]))
     begins = edges[seen]
     return _merge(begins, edges[seen + 1], _owners(starts, ends, begins))
 
 
 def stack_rows(starts: Int64Array, ends: Int64Array) -> NDArray[np.int64]:
-    """The row of each span when spans that overlap must not share one, with as few rows as can be.
+    """Assign spans to as few rows as possible, so that no row has overlapping spans.
 
     Returns:
-        Shape (n,): rows from 0; a span takes the lowest row that is free when it starts.
+        Shape (n,): rows from 0. Each span gets the lowest row that is free at its start.
     """
     rows = np.zeros(len(starts), dtype=np.int64)
     row_ends: list[int] = []
@@ -69,7 +69,7 @@ def stack_rows(starts: Int64Array, ends: Int64Array) -> NDArray[np.int64]:
 
 
 def _overlapping(starts: Int64Array, ends: Int64Array) -> Int64Array:
-    """The spans that overlap another one, by start: all others lie in the first row."""
+    """The spans that overlap another span, by start. All other spans belong to the first row."""
     order = np.lexsort((ends, starts))
     if len(order) == 0:
         return order
@@ -82,7 +82,8 @@ def _overlapping(starts: Int64Array, ends: Int64Array) -> Int64Array:
 def _owners(starts: Int64Array, ends: Int64Array, times: Int64Array) -> Int64Array:
     """The topmost span at each time, or -1; times ascend.
 
-    It is the last one to start, or, where that has ended, the last one before it that ends later.
+    The topmost span is the last one to start. If it has ended, the topmost span is the last one
+    before it that ends later.
     """
     if len(starts) == 0:
         return np.full(len(times), _NOBODY, dtype=np.int64)
@@ -97,10 +98,11 @@ def _owners(starts: Int64Array, ends: Int64Array, times: Int64Array) -> Int64Arr
 
 
 def _previous_later(ends: Int64Array) -> Int64Array:
-    """For each span the last one before it that ends later; -1 without one.
+    """For each span, the last span before it that ends later; -1 if there is none.
 
-    Whoever points at a span that ends no later goes on to where that one points: nothing in between
-    ends later than it either. In a row of spans inside another one the way is halved each time.
+    If a span points to a span that ends no later, it follows the pointer of that span: no span
+    in between ends later either. For a row of spans inside another span, each round doubles the
+    distance of the pointers.
     """
     if np.all(ends[1:] > ends[:-1]):
         return np.full(len(ends), -1, dtype=np.int64)
@@ -113,7 +115,7 @@ def _previous_later(ends: Int64Array) -> Int64Array:
 
 
 def _merge(starts: Int64Array, ends: Int64Array, owner: Int64Array) -> Painted:
-    """Join neighbouring pieces of one span; pieces of nobody are dropped."""
+    """Join neighbouring pieces of one span; pieces without a span are dropped."""
     kept = np.flatnonzero(owner != _NOBODY)
     starts, ends, owner = starts[kept], ends[kept], owner[kept]
     opens = np.ones(len(kept), dtype=bool)

@@ -1,4 +1,4 @@
-"""Which of a run's ranks share a node? What they recorded as their host, or what is emulated."""
+"""Assign the ranks of a run to nodes, from the recorded hosts or the emulated network."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -7,13 +7,13 @@ from fsdp_inspect.trace.run import RunManifest, RunSource
 
 
 def emulated_ranks_per_node(manifest: RunManifest) -> int | None:
-    """Ranks on each emulated node, of which the last may hold fewer; None: nothing is emulated."""
+    """Ranks on each emulated node; the last node may have fewer. None for runs not emulated."""
     size = manifest.emulation.get("gpus_per_node")
     return size if isinstance(size, int) and size > 0 else None
 
 
 def hosts_of(run: RunSource) -> dict[int, str]:
-    """The node of each rank that is known, by rank."""
+    """The node of each rank, by rank; ranks of an unknown node are missing."""
     size = emulated_ranks_per_node(run.manifest)
     if size is not None:
         return {rank: f"node {rank // size}" for rank in range(run.manifest.world_size)}
@@ -21,14 +21,14 @@ def hosts_of(run: RunSource) -> dict[int, str]:
 
 
 def ranks_per_node(hosts: Iterable[str | None]) -> int | None:
-    """How many neighbours share each node.
+    """Number of consecutive ranks on each node.
 
     Args:
-        hosts: The node of each rank, in the order in which ranks form groups; None: not known.
+        hosts: The node of each rank, in the order in which ranks form groups; None: unknown.
 
     Returns:
-        None where a node is not known, where nodes differ in size, or where one comes again behind
-        another, so that neighbours lie on several.
+        None if a node is unknown, if nodes differ in size, or if the ranks of a node are not
+        consecutive.
     """
     runs = [(host, len(list(ranks))) for host, ranks in groupby(hosts)]
     names = {host for host, _ in runs}

@@ -1,15 +1,15 @@
-"""How is a model sharded, as a file that can be read, changed and applied?
+"""Define the plan: how a model is sharded, as a file that people can read, change and apply.
 
 A plan lists the `fully_shard` calls (units) with their settings, the mesh, the prefetch order and
-what the training loop does around them. It knows module names, not modules: `sharding.apply_plan`
-gives it to a model, `sharding.observe_plan` reads it from one. None means "left to torch", written
-"auto" in the file.
+the training loop's settings. It contains module names, not modules: `sharding.apply_plan` applies
+it to a model, `sharding.observe_plan` reads it from a model. None means "torch decides" and is
+written "auto" in the file.
 
-Module names are fully qualified, without wrapper segments; the model itself is the empty name.
-`*` stands for one segment of a name: `layers.*` is one unit for each block, and
-`["layers.*.ffn_norm", "layers.*.ffn"]` is one unit of two modules for each block. A module that
-is named in full elsewhere is left out of a pattern. In the file, `layers.{0..7}` means the eight
-names; `plan_text` has the file's form.
+Module names are fully qualified, without wrapper segments; the model itself has the empty name.
+`*` matches one segment of a name: `layers.*` is one unit for each block, and
+`["layers.*.ffn_norm", "layers.*.ffn"]` is one unit of two modules for each block. A pattern does
+not match modules that another entry names in full. In the file, `layers.{0..7}` means the eight
+names; `plan_text` describes the file format.
 """
 
 import math
@@ -34,7 +34,7 @@ from fsdp_inspect.errors import PlanError
 from fsdp_inspect.trace import plan_text
 
 PLAN_VERSION = 1
-"""Raised when an older reader would misread a newer plan."""
+"""Increased when an older reader would misread a newer plan."""
 
 ROOT = ""
 """The model itself."""
@@ -48,8 +48,8 @@ def _check_reshard(value: Any) -> Any:
     if value is None or isinstance(value, bool) or (isinstance(value, int) and value > 0):
         return value
     raise ValueError(
-        f"reshard_after_forward is {value!r}. Expected true, false, the number of ranks that "
-        'keep a copy together, or "auto"'
+        f"reshard_after_forward is {value!r}. Expected true, false, the number of ranks to "
+        'reshard to, or "auto"'
     )
 
 
@@ -61,8 +61,8 @@ def _check_prefetch(value: Any) -> Any:
     if is_depth or is_table:
         return value or 0
     raise ValueError(
-        f"A prefetch is {value!r}. Expected how many units ahead to gather (0: torch's own "
-        "order), or a table from a unit's name to the names of the units that it gathers early"
+        f"A prefetch is {value!r}. Expected the number of units to prefetch (0: torch's own "
+        "order), or a table from a unit's name to the names of the units that it prefetches"
     )
 
 
@@ -71,9 +71,9 @@ Prefetch = Annotated[int | dict[str, tuple[str, ...]], BeforeValidator(_check_pr
 
 
 class PlanRecord(BaseModel):
-    """Base of what a plan is made of: unknown keys are refused, values never change."""
+    """Base of the records of a plan: unknown keys are rejected, values never change."""
 
-    # Instances are checked again when one is built from another: `change` must not smuggle.
+    # Validate instances again when a plan is built from them: `change` does not check values.
     model_config = ConfigDict(extra="forbid", frozen=True, revalidate_instances="always")
 
 
@@ -81,39 +81,39 @@ class UnitPlan(PlanRecord):
     """One `fully_shard` call, or one for each match of a pattern."""
 
     modules: tuple[str, ...]
-    """The modules that are gathered together; several make `fully_shard([a, b])`."""
+    """The modules of the unit; several modules mean `fully_shard([a, b])`."""
     reshard_after_forward: Reshard = None
-    """An int is the size of the group that keeps a whole copy; None: True, but False at the
-    root."""
+    """An int is the number of ranks to reshard to. None: torch's default, which is True, but False
+    for the root."""
     reshard_after_backward: StrictBool = True
     unshard_in_backward: StrictBool = True
     unshard_async_op: StrictBool = False
-    """Gather on the compute stream; needs explicit prefetch to overlap."""
+    """Issue the all-gather on the compute stream; overlap then requires explicit prefetch."""
     reduce_scatter_max_input_buffers: PositiveInt = 1
     separate_reduce_scatter_group: StrictBool = False
-    """Reduce-scatter on a communicator of its own, beside the all-gathers."""
+    """Reduce-scatter on a separate communicator, concurrently with the all-gathers."""
     param_dtype: FloatDtype | None = None
-    """Of all-gather and compute; None: as the parameters are."""
+    """The dtype of all-gather and compute; None: the dtype of the parameters."""
     reduce_dtype: FloatDtype | None = None
-    """Of gradient reduction; None: as torch decides (2.13: the compute dtype)."""
+    """The dtype of gradient reduction; None: torch decides (2.13: the compute dtype)."""
     output_dtype: FloatDtype | None = None
     cast_forward_inputs: StrictBool = True
     offload: Literal["none", "cpu", "cpu_pinned"] = "none"
-    """Where sharded parameters, gradients and optimizer state live."""
+    """The host memory for sharded parameters, gradients and optimizer state, if any."""
 
     @property
     def name(self) -> str:
-        """As torch names the unit: its modules joined by a comma; the root is empty."""
+        """The name that torch gives the unit: its modules joined by `, `; empty for the root."""
         return ", ".join(self.modules)
 
     @property
     def is_root(self) -> bool:
-        """Whether it is the model itself."""
+        """Whether the unit is the model itself."""
         return self.modules == (ROOT,)
 
     @property
     def is_pattern(self) -> bool:
-        """Whether it stands for one unit per match."""
+        """Whether the entry is a pattern, with one unit for each match."""
         return any("*" in module for module in self.modules)
 
     @model_validator(mode="after")
@@ -130,60 +130,60 @@ class UnitPlan(PlanRecord):
 
 
 class Accumulation(PlanRecord):
-    """How many microbatches make a step, and when their gradients are reduced."""
+    """The number of microbatches of a step, and the time at which gradients are reduced."""
 
     microbatches: PositiveInt = 1
     sync: AccumulationSync = "every"
-    """`every` microbatch; only the `last` (gradients stay unsharded until then); or, under HSDP,
-    reduce-scatter every time and all-reduce the last time."""
+    """`every`: reduce in each microbatch. `last`: reduce in the last one; gradients stay unsharded
+    until then. `all_reduce_last` (HSDP): reduce-scatter in each and all-reduce in the last one."""
 
 
 class Checkpointing(PlanRecord):
-    """Which modules forget their activations in forward and recompute them in backward."""
+    """The modules that drop their activations in forward and recompute them in backward."""
 
     full: tuple[str, ...] = ()
     selective: tuple[str, ...] = ()
-    """Results of matrix products and attention are kept, the rest is recomputed."""
+    """Modules that keep the results of matrix products and attention and recompute the rest."""
 
 
 class Plan(PlanRecord):
-    """How a model is sharded: units, mesh, prefetch, and the training loop around them."""
+    """How a model is sharded: units, mesh, prefetch, and the training loop's settings."""
 
     version: Literal[1] = 1
     units: tuple[UnitPlan, ...]
-    """In any order: torch is called for inner modules first."""
+    """In any order: `apply_plan` shards inner modules first."""
     world_size: PositiveInt | None = None
     mesh: dict[Literal["replicate", "shard"], PositiveInt] = Field(default_factory=dict)
-    """Ranks along each dimension, outermost first; empty: all ranks shard."""
+    """Ranks in each dimension, outermost first; empty: all ranks shard."""
     forward_prefetch: Prefetch = 0
-    """How many units ahead are gathered early, in the order of the model's modules; or, by unit,
-    which. 0: torch's own order."""
+    """The number of units to prefetch, in the order of the model's modules; or, for each unit, the
+    names of the units that it prefetches. 0: torch's own order."""
     backward_prefetch: Prefetch = 0
     """As `forward_prefetch`, in the reverse order."""
     accumulation: Accumulation = Accumulation()
     checkpointing: Checkpointing = Checkpointing()
     notes: tuple[str, ...] = ()
-    """What the observed model has and a plan cannot say."""
+    """Properties of the observed model that a plan cannot express."""
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a plan file.
 
         Raises:
-            PlanError: There is no such file, or it is not a plan; says what and where.
+            PlanError: The file does not exist or is no valid plan. The error names the place.
         """
         path = Path(path)
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(
-                f"No plan can be read from {str(path)!r}: {error}. Expected a TOML file as "
+                f"The plan {str(path)!r} cannot be read: {error}. Expected a TOML file as "
                 "written by Plan.dump. Name an existing plan file."
             ) from error
         try:
             return cls.from_toml(text)
         except PlanError as error:
-            raise PlanError(f"The plan {str(path)!r} cannot be used. {error}") from error
+            raise PlanError(f"The plan {str(path)!r} is invalid. {error}") from error
 
     @classmethod
     def from_toml(cls, text: str) -> Self:
@@ -196,7 +196,7 @@ class Plan(PlanRecord):
         version = fields.get("version", PLAN_VERSION)
         if isinstance(version, int) and version > PLAN_VERSION:
             raise PlanError(
-                f"It has version {version}; this version reads up to {PLAN_VERSION}. "
+                f"Unsupported plan version {version}. Expected a version up to {PLAN_VERSION}. "
                 "Update fsdp-inspect."
             )
         try:
@@ -206,15 +206,15 @@ class Plan(PlanRecord):
             raise PlanError(f"{complaint} Correct the plan.") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: what `from_dict` reads."""
+        """Plain values for JSON, which `from_dict` reads."""
         return self.model_dump(mode="json")
 
     def to_toml(self) -> str:
-        """The text of a plan file; `from_toml` gives the same plan again."""
+        """The text of a plan file; `from_toml` reads it to an equal plan."""
         return plan_text.render(self.model_dump(mode="python"), plan_text.defaults_of(UnitPlan))
 
     def dump(self, path: str | Path) -> None:
-        """Write a plan file; an existing one is replaced as a whole."""
+        """Write a plan file; an existing file is replaced as a whole."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.unfinished")
@@ -227,10 +227,10 @@ class Plan(PlanRecord):
         return tuple(unit.name for unit in self.units)
 
     def unit(self, name: str) -> UnitPlan:
-        """The unit of that name.
+        """The unit with the given name.
 
         Raises:
-            PlanError: There is none; names the nearest ones.
+            PlanError: The plan has no such unit. The error suggests similar names.
         """
         for unit in self.units:
             if unit.name == name:
@@ -241,35 +241,35 @@ class Plan(PlanRecord):
         )
 
     def change(self, names: Iterable[str], **settings: Any) -> Self:
-        """The same plan with other settings of some units (fields of `UnitPlan`)."""
+        """A copy of the plan with changed settings of some units (fields of `UnitPlan`)."""
         wanted = {self.unit(name).name for name in names}
         return self._with_units(
             unit.model_copy(update=settings) if unit.name in wanted else unit for unit in self.units
         )
 
     def split(self, name: str, parts: Sequence[Sequence[str]]) -> Self:
-        """The same plan with a unit cut into several that inherit its settings.
+        """A copy of the plan with one unit split into several units that inherit its settings.
 
         Args:
-            name: The unit to cut.
+            name: The unit to split.
             parts: The modules of each new unit, for example
-                `[["layers.0.attention_norm", "layers.0.attention"], [...]]`. All parameters of
-                the old unit must belong to one of them, so that no unit of norms alone is left
-                (`find_risks` says so when one is).
+                `[["layers.0.attention_norm", "layers.0.attention"], [...]]`. Include all modules
+                with parameters of the old unit, so that no unit with only norms is left
+                (`find_risks` warns about such a unit).
         """
         old = self.unit(name)
         if not parts:
-            raise PlanError(f"The unit {name!r} is split into nothing. Name at least one part.")
+            raise PlanError(f"The unit {name!r} is split into no parts. Name at least one part.")
         new = [old.model_copy(update={"modules": tuple(part)}) for part in parts]
         return self._with_units(
             piece for unit in self.units for piece in (new if unit is old else [unit])
         )
 
     def merge(self, names: Sequence[str]) -> Self:
-        """The same plan with several units made one, which takes the settings of the first.
+        """A copy of the plan with several units merged to one, with the settings of the first.
 
-        The order of the names is the order in which their modules run: with the first one's
-        input torch decides when the whole unit reduces its gradients (see `find_risks`).
+        Name the units in the order in which their modules run: the input of the first module
+        decides when torch reduces the gradients of the whole unit (see `find_risks`).
         """
         units = [self.unit(name) for name in names]
         if not units:
@@ -282,14 +282,14 @@ class Plan(PlanRecord):
         )
 
     def resolve(self, modules: Iterable[str]) -> Self:
-        """The same plan for one model: patterns become names, units stand in the model's order.
+        """The plan for one model: patterns become names, units follow the model's order.
 
         Args:
             modules: The names of the model's modules, in the order of `named_modules()`.
 
         Raises:
-            PlanError: The plan names a module or unit that does not exist (says the nearest
-                ones), or names one twice.
+            PlanError: The plan names a module or unit that does not exist, or names one twice. The
+                error suggests similar names.
         """
         order = {name: position for position, name in enumerate(modules)}
         named = {module for unit in self.units for module in unit.modules if "*" not in module}
@@ -306,11 +306,11 @@ class Plan(PlanRecord):
     def prefetch_lists(
         self, direction: Literal["forward", "backward"], *, without: Collection[str] = ()
     ) -> dict[str, list[str]]:
-        """Which units each unit gathers early, by name; units that gather none are left out.
+        """The names of the units that each unit prefetches; units without a prefetch are missing.
 
-        Expects a resolved plan. A depth of k means the next k units in the order in which torch
-        enters them: a unit before those nested in it, in backward as well. `without` names units
-        that manage no parameters, which a depth passes over.
+        Requires a resolved plan. A depth of k means the next k units in the order in which torch
+        enters them: a unit before the units nested in it, in backward as well. A depth skips the
+        units in `without`, which manage no parameters.
         """
         prefetch = self.forward_prefetch if direction == "forward" else self.backward_prefetch
         if isinstance(prefetch, dict):
@@ -324,14 +324,14 @@ class Plan(PlanRecord):
         *,
         inputs_without_gradient: Collection[str] = (),
     ) -> list[str]:
-        """What torch would accept and its user regret, one sentence each.
+        """Settings that torch accepts but that cost time or memory, one warning for each.
 
-        Expects a resolved plan.
+        Requires a resolved plan.
 
         Args:
             parameters: Shape of each parameter, by name.
-            inputs_without_gradient: Modules whose inputs need no gradient (an embedding gets
-                token ids).
+            inputs_without_gradient: Modules whose inputs need no gradient, such as an embedding
+                of token ids.
         """
         owned = owned_parameters(self.units, parameters)
         risks = [
@@ -343,8 +343,9 @@ class Plan(PlanRecord):
             if len(unit.modules) > 1 and unit.modules[0] in inputs_without_gradient:
                 risks.append(
                     f"Unit {unit.name!r} begins with {unit.modules[0]!r}, whose input needs no "
-                    "gradient: torch then reduces the gradients of the whole unit at the end of "
-                    "backward, where nothing hides it. Give that module a unit of its own."
+                    "gradient. Torch then reduces the gradients of the whole unit at the end of "
+                    "backward, where no compute hides the reduction. Make that module a separate "
+                    "unit."
                 )
         return risks
 
@@ -386,7 +387,7 @@ class Plan(PlanRecord):
 
 
 SETTINGS = tuple(name for name in UnitPlan.model_fields if name != "modules")
-"""What can be set for a unit."""
+"""The settings of a unit."""
 
 DECIDED_BY_PLAN = (
     "plan",
@@ -406,7 +407,7 @@ DECIDED_BY_PLAN = (
     "microbatches",
     "accumulation_sync",
 )
-"""The trainer's settings that a plan says: their values mean nothing under one."""
+"""The trainer's settings that a plan replaces: with a plan, their values are ignored."""
 
 _LEGAL_KEYS = {
     "": tuple(Plan.model_fields),
@@ -417,12 +418,12 @@ _LEGAL_KEYS = {
 
 
 def check_reshard_sizes(plan: Plan, shard: int) -> None:
-    """See to it that the groups that keep a whole copy divide the ranks that shard.
+    """Check that every integer `reshard_after_forward` divides the number of ranks that shard.
 
-    A plan checks that itself where its mesh tells these ranks.
+    A plan whose mesh defines that number checks this itself.
 
     Raises:
-        PlanError: One does not.
+        PlanError: A value does not divide the number of ranks.
     """
     for unit in plan.units:
         size = unit.reshard_after_forward
@@ -436,10 +437,10 @@ def check_reshard_sizes(plan: Plan, shard: int) -> None:
 def entry_order(units: Sequence[UnitPlan], direction: Literal["forward", "backward"]) -> list[str]:
     """The names of the units in the order in which a pass enters them.
 
-    Forward enters a unit before those nested in it, and units as the model lists them; backward
-    enters a unit before those nested in it too, and units in the reverse order.
+    Both passes enter a unit before the units nested in it. Forward follows the model's order,
+    backward the reverse order.
     """
-    # Backward is the mirror image of the order in which forward leaves the units.
+    # Backward enters the units in the reverse of the order in which forward leaves them.
     parents = {unit.name: _parent(unit, units) for unit in units}
     children: dict[str | None, list[str]] = {}
     for unit in units:
@@ -455,7 +456,7 @@ def entry_order(units: Sequence[UnitPlan], direction: Literal["forward", "backwa
 
 
 def lists_of_depth(order: Sequence[str], depth: int) -> dict[str, list[str]]:
-    """Prefetch lists in which each unit names the next `depth` units of an order."""
+    """Prefetch lists in which each unit prefetches the next `depth` units of an order."""
     if depth == 0:
         return {}
     return {
@@ -465,7 +466,7 @@ def lists_of_depth(order: Sequence[str], depth: int) -> dict[str, list[str]]:
 
 
 def owned_parameters(units: Sequence[UnitPlan], parameters: Iterable[str]) -> dict[str, list[str]]:
-    """The parameters that each unit manages: those of its modules, less those of inner units."""
+    """The parameters that each unit manages: all of its modules except those of inner units."""
     owned: dict[str, list[str]] = {unit.name: [] for unit in units}
     owner_of = {module: unit.name for unit in units for module in unit.modules}
     for parameter in parameters:
@@ -480,28 +481,28 @@ def owned_parameters(units: Sequence[UnitPlan], parameters: Iterable[str]) -> di
 def _check_module_name(module: str) -> None:
     if module and not re.fullmatch(r"[^.{}\s,]+(\.[^.{}\s,]+)*", module):
         raise ValueError(
-            f"{module!r} is not a module's name. Expected segments with dots between them, such "
-            "as 'layers.0.ffn'; an empty name is the model itself"
+            f"Invalid module name {module!r}. Expected segments separated by dots, such as "
+            "'layers.0.ffn'; an empty name is the model itself"
         )
 
 
 def _check_group(modules: Sequence[str]) -> None:
     if ROOT in modules:
         raise ValueError(
-            f"The unit {quote_all(modules)} groups the model itself with its parts. Expected the "
-            "empty name alone: it takes all that no other unit has"
+            f"The unit {quote_all(modules)} groups the model itself with its parts. Expected only "
+            "the empty name: the root unit takes all parameters that no other unit has"
         )
     for module in modules:
         for other in modules:
             if other.startswith(f"{module}."):
                 raise ValueError(
-                    f"A unit groups {module!r} with {other!r}, which is part of it. Name the "
-                    "outer module alone, or make them two units"
+                    f"A unit groups {module!r} with its submodule {other!r}. Name only the "
+                    "outer module, or make them two units"
                 )
     if len({module.count("*") for module in modules}) > 1:
         raise ValueError(
-            f"The unit {quote_all(modules)} mixes patterns that do not have the same number of "
-            "stars. Expected each pattern to have as many, so that they match together"
+            f"The unit {quote_all(modules)} mixes patterns with different numbers of stars. "
+            "Expected the same number of stars in each pattern"
         )
 
 
@@ -512,7 +513,7 @@ def _check_unique(units: Sequence[UnitPlan]) -> None:
             if module in seen:
                 raise ValueError(
                     f"Module {module!r} is in two units, {seen[module]!r} and {unit.name!r}. "
-                    "A module can be sharded once: keep it in one of them"
+                    "A module can only be in one unit: remove it from the other"
                 )
             seen[module] = unit.name
 
@@ -562,14 +563,14 @@ def _resolve_names(names: Iterable[str], order: Mapping[str, int]) -> tuple[str,
 
 
 def _matches(pattern: str, order: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """What the stars of a pattern stand for in each matching name, in the model's order."""
+    """The segments that the stars of a pattern match, for each match, in the model's order."""
     segments = "([^.]*)".join(re.escape(piece) for piece in pattern.split("*"))
     matches = [found.groups() for name in order if (found := re.fullmatch(segments, name))]
     if not matches:
         raise PlanError(
             f"The plan's pattern {pattern!r} matches no module of the model. "
-            f"{suggest(pattern, list(order), what='modules')} A star stands for one segment of a "
-            "name: correct the pattern."
+            f"{suggest(pattern, list(order), what='modules')} A star matches one segment of a "
+            "name. Correct the pattern."
         )
     return matches
 
@@ -589,7 +590,7 @@ def _expect(module: str, order: Mapping[str, int]) -> None:
 
 
 def _parent(unit: UnitPlan, units: Iterable[UnitPlan]) -> str | None:
-    """The innermost other unit that holds the first module of this one."""
+    """The innermost other unit that contains the first module of this unit."""
     best: tuple[int, str] | None = None
     for other in units:
         for module in other.modules:
@@ -602,12 +603,12 @@ def _parent(unit: UnitPlan, units: Iterable[UnitPlan]) -> str | None:
 def _norms_left_behind(
     unit: UnitPlan, owned: Sequence[str], parameters: Mapping[str, Sequence[int]]
 ) -> str | None:
-    """A unit that holds only vectors, often since inner units took the rest."""
+    """Warn about a unit that holds only vectors, often because inner units took the rest."""
     if not owned or any(len(parameters[name]) > 1 for name in owned):
         return None
     kept = quote_all(owned[:3]) + (", ..." if len(owned) > 3 else "")
     return (
-        f"Unit {unit.name or '(root)'!r} is left with vectors alone ({kept}): its collectives "
-        "cost latency and hide nothing. Name each norm together with the module that it feeds, "
+        f"Unit {unit.name or '(root)'!r} holds only vectors ({kept}). Its collectives cost latency "
+        "and are too small to be worth a unit. Put each norm in the unit of the module after it, "
         "for example ['attention_norm', 'attention']."
     )

@@ -1,4 +1,4 @@
-"""What does a plan look like as a file? TOML, compact enough to read for a model of 100 blocks.
+"""Read and write plan files: TOML, compact enough to read for a model of 100 blocks.
 
     version = 1
     world_size = 8
@@ -18,10 +18,10 @@
     modules = ["norm", "lm_head"]
     reshard_after_forward = false
 
-`every_unit` holds the settings that most units share; a unit's own settings win. `{0..31}` stands
-for each of these numbers. Entries next to each other that have the same range behind the same
-prefix go together: `["layers.{0..1}.a"]`, `["layers.{0..1}.b"]` are the units `layers.0.a`,
-`layers.0.b`, `layers.1.a`, `layers.1.b`. "auto" is None: left to torch.
+`every_unit` holds the settings that most units share; a unit's own settings take precedence.
+`{0..31}` expands to each of these numbers. Adjacent entries with the same range after the same
+prefix expand together: `["layers.{0..1}.a"]`, `["layers.{0..1}.b"]` are the units `layers.0.a`,
+`layers.0.b`, `layers.1.a`, `layers.1.b`. "auto" is None: torch decides.
 """
 
 import re
@@ -48,7 +48,7 @@ Modules = tuple[str, ...]
 
 
 def defaults_of(unit_type: type[BaseModel]) -> dict[str, Any]:
-    """The settings of a unit and what each is when a file does not say."""
+    """The default of each setting of a unit, used if a file does not contain the setting."""
     return {
         name: field.default
         for name, field in unit_type.model_fields.items()
@@ -57,21 +57,21 @@ def defaults_of(unit_type: type[BaseModel]) -> dict[str, Any]:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """The fields of a plan, ranges and shared settings spelled out; values are not checked.
+    """Read the fields of a plan with ranges and shared settings expanded; values are not checked.
 
     Raises:
-        PlanError: The text is not TOML, or a range in it cannot be read.
+        PlanError: The text is not TOML, or it contains an invalid range.
     """
     try:
         fields = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise PlanError(f"It is not TOML: {error}. Correct the file at that place.") from error
+        raise PlanError(f"Invalid TOML: {error}. Correct the file at that place.") from error
     shared = fields.pop("every_unit", {})
     entries = fields.get("units")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise PlanError(
-            "It has no units. Expected at least one [[units]] entry with modules = [...]. Add "
-            'the model itself as modules = [""] if nothing else.'
+            "The plan has no units. Expected at least one [[units]] entry with modules = [...]. "
+            'For the model as one unit, add modules = [""].'
         )
     if not isinstance(shared, dict) or "modules" in shared:
         raise PlanError(
@@ -88,7 +88,7 @@ def render(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
 
     Args:
         fields: The plan's fields as plain values.
-        defaults: The settings of a unit and what each is when the file does not say.
+        defaults: The default of each setting of a unit.
     """
     units: Sequence[Mapping[str, Any]] = fields["units"]
     shared = _shared_settings(units, defaults)
@@ -166,7 +166,7 @@ def _without_auto(value: Any) -> Any:
 def _shared_settings(
     units: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """For each setting its most frequent value, where that is not the default."""
+    """The most frequent value of each setting, if it is not the default."""
     shared = {}
     for key, default in defaults.items():
         ((_, value), count), *_ = Counter(
@@ -178,7 +178,7 @@ def _shared_settings(
 
 
 def _differs(value: Any, other: Any) -> bool:
-    """Whether two settings are written differently; True and 1 are equal only in Python."""
+    """Whether two settings are written differently: Python treats True and 1 as equal."""
     return _value(value) != _value(other)
 
 
@@ -188,7 +188,7 @@ Entry = tuple[Modules, dict[str, Any]]
 
 
 def _compact(entries: Sequence[Entry]) -> list[Entry]:
-    """Fewer entries that mean the same; the entries themselves where ranges would not."""
+    """Join entries to ranges; entries that no equivalent range can replace stay as they are."""
     compact: list[Entry] = []
     position = 0
     while position < len(entries):
@@ -204,7 +204,7 @@ def _compact(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _longest_block(entries: Sequence[Entry], start: int) -> tuple[list[Entry], int]:
-    """The entries from `start` that fit ranges best, and how many entries they stand for."""
+    """The range entries that replace the most entries from `start`, and the number replaced."""
     best: tuple[list[Entry], int] = ([entries[start]], 1)
     for period in range(1, min(_MAX_PERIOD, (len(entries) - start) // 2) + 1):
         block = entries[start : start + period]
@@ -221,7 +221,7 @@ def _longest_block(entries: Sequence[Entry], start: int) -> tuple[list[Entry], i
 
 
 def _first_number(name: str, later: str) -> tuple[str, int] | None:
-    """What stands before the one number by which a later name is greater by 1; and the number."""
+    """The prefix and the number of the only segment in which a later name is greater by 1."""
     segments, others = name.split("."), later.split(".")
     differing = [i for i, (a, b) in enumerate(zip(segments, others, strict=False)) if a != b]
     if len(segments) != len(others) or len(differing) != 1:
@@ -287,15 +287,15 @@ def _expand_units(units: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _range_of(unit: Mapping[str, Any]) -> tuple[str, int, int] | None:
-    """The prefix, first and last number of the range that all names of a unit have."""
+    """The prefix, first and last number of the range that all names of a unit share."""
     modules = unit.get("modules")
     if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
-        return None  # the plan's own check says what is wrong
+        return None  # the plan's own check reports the error
     ranges = {_parse_range(name) for name in modules}
     if len(ranges) > 1:
         raise PlanError(
-            f"The unit {modules!r} mixes ranges. Expected the same range, behind the same "
-            "prefix, in each of its names. Write the names out instead."
+            f"The unit {modules!r} mixes ranges. Expected the same range after the same prefix in "
+            "each of its names. Write the names out instead."
         )
     return ranges.pop() if ranges else None
 
@@ -306,8 +306,8 @@ def _parse_range(name: str) -> tuple[str, int, int] | None:
     found = _RANGE.fullmatch(name)
     if not found or int(found["first"]) > int(found["last"]):
         raise PlanError(
-            f"The range in {name!r} cannot be read. Expected one range from a smaller to a "
-            "greater number, such as 'layers.{0..7}'. Correct it, or write the names out."
+            f"Invalid range in {name!r}. Expected one range from a smaller to a greater number, "
+            "such as 'layers.{0..7}'. Correct it, or write the names out."
         )
     return found["prefix"], int(found["first"]), int(found["last"])
 

@@ -1,7 +1,7 @@
-"""What is known about a run beside its events? The manifest, the units, the ranks.
+"""Define the records of a run: the manifest, its units and process groups, and the rank records.
 
-`RunManifest` is `run.json`, `RankRecord` is `rank.json`; both are read leniently (unknown fields
-of a newer minor version are kept out of the way) and written strictly.
+`RunManifest` is `run.json`, `RankRecord` is `rank.json`. Reading ignores unknown fields, which a
+newer minor version may add. Writing is strict.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,38 +19,41 @@ from fsdp_inspect.trace.tables import (
 )
 
 SCHEMA_VERSION = 1
-"""Version of the run folder; raised when an older reader would misread a newer run."""
+"""Version of the run folder; increased when an older reader would misread a newer run."""
 
 
 class Record(BaseModel):
-    """Base of what is stored as JSON: unknown fields are ignored, values are checked."""
+    """Base of the records stored as JSON: unknown fields are ignored, values are checked."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 IMPORTED_CLOCK = "kineto"
-"""Of a profiler's trace: ranks of one host read one clock, as far as their collectives agree."""
+"""`RankRecord.clock` of a profiler trace: the ranks of one host share a clock if their collectives
+agree."""
 UNPLACED_CLOCK = "unplaced"
-"""Of a trace without wall time: its times compare with those of no other rank."""
+"""`RankRecord.clock` of a trace without wall time: not comparable with the times of other ranks."""
 UNITS_FROM_RANGES = "ranges"
-"""How an import knows its units (`Unit.recorded_by`): by the ranges that FSDP2 itself writes."""
+"""`Unit.recorded_by` of an import whose units come from FSDP2's own profiler ranges."""
 UNITS_FROM_ORDER = "order"
-"""The same, where no range names them: by the order and the sizes of collectives (inferred)."""
+"""`Unit.recorded_by` of an import without such ranges: units are inferred from the order and the
+sizes of collectives."""
 UNITS_FROM_FSDP1 = "fsdp1"
-"""The same, in the order of FSDP1's own ranges, which name no unit (inferred)."""
+"""`Unit.recorded_by` of an import whose units are inferred from the order of FSDP1's ranges, which
+name no unit."""
 
 
 class RunStatus(StrEnum):
-    """How a run, or a rank, ended."""
+    """The status of a run or a rank."""
 
     RUNNING = "running"
     COMPLETE = "complete"
     CRASHED = "crashed"
-    """It stopped without saying so; everything up to the last flush is here."""
+    """It stopped without reporting an error. Data up to the last flush is present."""
     FAILED = "failed"
-    """The training raised an exception, which the recorder saw."""
+    """The recorder saw an exception of the training."""
     PARTIAL = "partial"
-    """Ranks are missing."""
+    """Data of some ranks is missing."""
     IMPORTED = "imported"
 
 
@@ -59,26 +62,27 @@ class Unit(Record):
 
     index: int
     fqn: str
-    """As torch names it: the modules' fqns joined by `, `; the root is empty."""
+    """The name that torch gives the unit: its modules' fqns joined by `, `; empty for the root."""
     modules: list[str]
-    """The fqns of the modules that were given to one `fully_shard` call."""
+    """The fqns of the modules of one `fully_shard` call."""
     module_class: str = ""
     num_parameters: int
     """Parameters of the whole unit, over all ranks, without padding."""
     num_trainable_parameters: int
     num_tensors: int = 0
     parameters: dict[str, list[int]] = Field(default_factory=dict)
-    """The whole shape of each parameter by its fqn, in the model's order; empty: not recorded."""
+    """The unsharded shape of each parameter by fqn, in the model's order; empty: not recorded."""
     unsharded_bytes: int
-    """The padded all-gather output in the parameter dtype: what unsharding allocates."""
+    """The padded all-gather output in the parameter dtype, which an unshard allocates."""
     sharded_bytes: int
-    """One rank's share in the original dtype, with padding; 0: an import does not tell."""
+    """One rank's shard in the original dtype, with padding; 0: unknown (imports)."""
     reduce_bytes: int
     """The padded reduce-scatter input in the reduce dtype; 0 for a frozen unit."""
     param_dtype: str
     reduce_dtype: str
     reshard_after_forward: bool | int | None
-    """As it runs, after torch's own rule for the root; an int is the size of the smaller group."""
+    """The effective value, after torch's rule for the root; an int is the number of ranks to
+    reshard to."""
     shard_group: int = -1
     """Index of the process group of its all-gather and reduce-scatter; -1: no communication."""
     replicate_group: int = -1
@@ -86,22 +90,22 @@ class Unit(Record):
     is_root: bool = False
     offload: bool = False
     are_sizes_known: bool = True
-    """False: an import does not tell all of its messages' sizes; numbers that are 0 are unknown."""
+    """False: an import lacks the sizes of some of its messages. A size of 0 is then unknown."""
     execution_index: int = -1
     """Position in the first recorded forward, from 0; -1: never ran."""
     recorded_by: str = "custom_comm"
-    """`custom_comm`: a wrapper installed through torch's public setters; `param_group`: installed
-    on the group object itself (several groups in a module, torch before 2.9). Of an import
+    """`custom_comm`: a wrapper installed with torch's public setters. `param_group`: a wrapper on
+    the group object itself (several groups in a module, torch before 2.9). Imports have
     `UNITS_FROM_RANGES`, `UNITS_FROM_FSDP1` or `UNITS_FROM_ORDER`."""
 
 
 class ProcessGroup(Record):
-    """A set of ranks that communicate together."""
+    """A group of ranks that communicate with each other."""
 
     index: int
     name: str
     ranks: list[int]
-    """Global ranks, in group order, of the group that rank 0 belongs to."""
+    """Global ranks, in group order. Of groups with one role, this is the group of rank 0."""
     role: str = "other"
     """`shard`, `replicate`, `post_forward` or `other`."""
 
@@ -115,7 +119,7 @@ class ModelInfo(Record):
 
 
 class RunManifest(Record):
-    """`run.json`: written first, by rank 0, before any event."""
+    """`run.json`: rank 0 writes it before any event."""
 
     schema_version: int = SCHEMA_VERSION
     run_id: str
@@ -125,7 +129,7 @@ class RunManifest(Record):
     created_unix_ns: int
     command: list[str] = Field(default_factory=list)
     config: dict[str, Any] = Field(default_factory=dict)
-    """What the training script chose to say about itself."""
+    """The configuration that the training script passed to the recorder."""
     plan: dict[str, Any] = Field(default_factory=dict)
     """The observed plan (`trace.plan.Plan`), as a dictionary."""
     model: ModelInfo = ModelInfo()
@@ -140,41 +144,41 @@ class RunManifest(Record):
     source: str = "recorded"
     """`recorded`, `emulated`, `imported` or `predicted`."""
     emulation: dict[str, Any] = Field(default_factory=dict)
-    """Emulated runs: world size, links (bytes/s, ns), preset, fixed computing times."""
+    """Emulated runs: world size, links (bytes/s, ns), preset, fixed compute times."""
     warmup_steps: int = 0
-    """The first steps, left out of every median."""
+    """The number of warm-up steps, which no time uses."""
     memory_steps: list[int] = Field(default_factory=list)
-    """Steps under the storage tracker, left out of every time."""
+    """The numbers of the memory steps, which no time uses."""
     versions: dict[str, str] = Field(default_factory=dict)
     environment: dict[str, str] = Field(default_factory=dict)
-    """The environment variables that matter: CUDA_DEVICE_MAX_CONNECTIONS, NCCL_*, ..."""
+    """The relevant environment variables: CUDA_DEVICE_MAX_CONNECTIONS, NCCL_*, ..."""
     git_commit: str | None = None
     tags: list[str] = Field(default_factory=list)
     recorder: dict[str, Any] = Field(default_factory=dict)
-    """How the recording was made: clock, flush interval, what could not be recorded."""
+    """Settings of the recording: clock, flush interval, parts that could not be recorded."""
     num_unsized_collectives: int = 0
-    """Of an import: those whose messages' sizes it does not tell; sums of bytes lack them."""
+    """Imports: the number of collectives with unknown message size; sums of bytes lack them."""
     notes: list[str] = Field(default_factory=list)
-    """What an import knows to be missing or odd, one sentence each."""
+    """Imports: missing or unusual data, one note for each."""
 
     @property
     def is_kernel_trace(self) -> bool:
-        """Imported from a device's kernels: known is when they ran, not who waited for whom.
+        """Whether the run comes from a device trace: kernel times are known, waits are not.
 
-        A profiler's trace of a CPU is none: there the main thread is seen to wait.
+        A profiler trace of a CPU is no kernel trace: it shows the waits of the main thread.
         """
         return self.source == "imported" and self.device_type != "cpu"
 
     @property
     def is_fsdp1(self) -> bool:
-        """Imported from a training under `FullyShardedDataParallel`; it cannot be recorded."""
+        """Whether the run was imported from a training with `FullyShardedDataParallel` (FSDP1)."""
         return any(unit.recorded_by == UNITS_FROM_FSDP1 for unit in self.units)
 
     @property
     def knows_fsdp(self) -> bool:
-        """Whether what belongs to no unit is known not to be FSDP's.
+        """Whether a collective without a unit is certainly not FSDP's.
 
-        A trace without FSDP2's own ranges does not tell who issued a collective.
+        A trace without FSDP2's own ranges does not show the issuer of a collective.
         """
         if self.source != "imported":
             return True
@@ -191,22 +195,22 @@ class ClockPair(Record):
 
 
 class FailedRequest(Record):
-    """An allocation that the device's memory did not have room for."""
+    """An allocation that failed because the device was out of memory."""
 
     requested_bytes: int
     device_free_bytes: int
-    """What the device itself still had."""
+    """Free memory of the device at that moment."""
     allocated_bytes: int | None = None
-    """Held by tensors at that moment; None if unknown."""
+    """Allocated bytes at that moment; None if unknown."""
     reserved_bytes: int | None = None
     step: int = 0
     phase: str = "outside"
     unit: int = -1
-    """Where the program stood: index into the manifest's units; -1: in none, or unknown."""
+    """The running unit, as index into the manifest's units; -1: none or unknown."""
 
 
 class RankRecord(Record):
-    """`rank.json`: one rank of one attempt; rewritten at start, on news, and at the end."""
+    """`rank.json`: one rank of one attempt; written at the start, on changes, and at the end."""
 
     schema_version: int = SCHEMA_VERSION
     rank: int
@@ -216,59 +220,59 @@ class RankRecord(Record):
     host: str = ""
     pid: int = 0
     pid_scope: str = ""
-    """Where that number names a process: boot and PID namespace; filled in by the store."""
+    """The boot and PID namespace in which `pid` is valid; set by the store."""
     device: str = ""
     device_memory_bytes: int | None = None
-    """What the device has; None on CPU."""
+    """Total memory of the device; None on CPU."""
     clock: str = "host"
-    """`host` (CPU), `cuda_event`, or of an import `IMPORTED_CLOCK` or `UNPLACED_CLOCK`."""
+    """`host` (CPU) or `cuda_event`; imports have `IMPORTED_CLOCK` or `UNPLACED_CLOCK`."""
     clock_start: ClockPair
     clock_end: ClockPair | None = None
     clock_uncertainty_ns: int = 0
-    """Of the event times on the host clock; 0 when they are host times."""
+    """Uncertainty of the event times on the host clock; 0 for times of the host itself."""
     status: RunStatus = RunStatus.RUNNING
     failure: str | None = None
-    """What ended the training, in words, when the recorder saw it."""
+    """The error that ended the training, if the recorder saw it."""
     num_steps: int = 0
     flush_interval_s: float = 1.0
     flushed_unix_ns: int = 0
-    """When this file was last rewritten; the live streams are newer."""
+    """The time of the last write of this file; the live streams are newer."""
     memory_from: str = ""
-    """`cuda_allocator`, `storage_tracker` or `memory_snapshot`: what the memory samples count."""
+    """The source of memory samples: `cuda_allocator`, `storage_tracker` or `memory_snapshot`."""
     failed_request: FailedRequest | None = None
-    """The last request for memory that failed, where an imported snapshot knows it."""
+    """The last failed allocation, if an imported snapshot contains one."""
     dropped: dict[str, int] = Field(default_factory=dict)
-    """Rows that could not be written, by table."""
+    """The number of rows that could not be written, by table."""
     problems: list[str] = Field(default_factory=list)
-    """What went wrong while recording, in words."""
+    """Problems during the recording, one message for each."""
     scalar_names: list[str] = Field(default_factory=list)
 
 
 class RunSource(Protocol):
-    """A run that can be asked for its tables, lazily; what every analysis takes.
+    """A run that reads its tables on request; the input of every analysis.
 
-    Ranks are those of the chosen attempt (the last one unless said otherwise). A table that was
-    not recorded is empty. Steps and kinds, where given, limit what is read.
+    Ranks are those of the selected attempt, by default the last one. A table that was not recorded
+    is empty. `steps` and `kinds` limit the rows that are read; None reads all.
     """
 
     @property
     def manifest(self) -> RunManifest:
-        """What is known about the run as a whole."""
+        """The manifest of the run."""
         ...
 
     @property
     def status(self) -> RunStatus:
-        """How the run ended, as far as its files tell."""
+        """The status of the run, according to its files."""
         ...
 
     @property
     def notes(self) -> Sequence[str]:
-        """What is missing or odd, one sentence each; empty for a whole run."""
+        """Missing or unusual data, one note for each; empty for a complete run."""
         ...
 
     @property
     def ranks(self) -> Sequence[RankRecord]:
-        """The ranks that wrote something, by rank."""
+        """The records of the ranks that have data, by rank."""
         ...
 
     def events(
@@ -282,15 +286,15 @@ class RunSource(Protocol):
         ...
 
     def memory(self, rank: int) -> MemoryTable:
-        """The memory samples of a rank, in the order they were taken."""
+        """The memory samples of a rank, by time."""
         ...
 
     def devices(self, rank: int) -> DeviceTable:
-        """The device samples of a rank, in the order they were taken."""
+        """The device samples of a rank, by time."""
         ...
 
     def scalars(self, rank: int) -> ScalarTable:
-        """What the training loop logged on a rank."""
+        """The numbers that the training loop logged on a rank."""
         ...
 
     def summary(
@@ -299,5 +303,5 @@ class RunSource(Protocol):
         ranks: Collection[int] | None = None,
         kinds: Collection[int] | None = None,
     ) -> SummaryTable:
-        """The run in small, by rank and step; ranks and kinds, where given, limit what is read."""
+        """The summary, by rank and step. `ranks` and `kinds` limit the rows; None reads all."""
         ...

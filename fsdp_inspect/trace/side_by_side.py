@@ -1,9 +1,9 @@
-"""How are many steps worked on at once? Laid side by side on one axis of time.
+"""Place many steps side by side on one time axis, so that array operations treat them at once.
 
-What is asked of the intervals of a step takes a few dozen operations on arrays, whatever the number
-of its events; a thousand steps one by one take a thousand times as many. Moved to places on one
-axis where no step touches another, they are all one set of intervals: unions, differences and
-sweeps over it do to every step what they would do to it alone.
+The analysis of one step takes a few dozen array operations, whatever the number of its events. A
+thousand steps, one by one, take a thousand times as many operations. This module shifts each step
+to its own place on one axis, where no two steps touch. All steps then form one interval set, and
+unions, differences and sweeps give each step the same result as alone.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from fsdp_inspect.trace.tables import EventTable
 _Int64 = NDArray[np.int64]
 
 _MOST_EVENTS = 1 << 18
-"""Laid side by side at once: more would only take more memory."""
+"""Events on one axis. More would only take more memory."""
 _MOST_NS = 1 << 61
-"""Length of an axis."""
+"""Length of one axis."""
 _GAP_NS = 2
-"""Between two steps: intervals that touch would be one."""
+"""Gap between two steps: intervals that touch would be joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,37 +31,37 @@ class SideBySide:
     """Some steps of one rank on one axis; N events, S steps."""
 
     positions: _Int64
-    """Shape (N,). Of the events among those that were given; step after step, else in order."""
+    """Shape (N,). Index of each event in the given table; sorted by step, otherwise in order."""
     events: EventTable
-    """In that order, on the axis. A time that is not known stays so."""
+    """The events in this order, with times on the axis. Missing times stay missing."""
     place: _Int64
-    """Shape (N,). Which of the steps an event belongs to, from 0."""
+    """Shape (N,). Index of the step that an event belongs to, from 0."""
     steps: _Int64
-    """Shape (S,). Their numbers, ascending."""
+    """Shape (S,). The step numbers, ascending."""
     firsts: _Int64
-    """Shape (S,). The first event of each step."""
+    """Shape (S,). Index of the first event of each step."""
     begin_ns: _Int64
-    """Shape (S,). Where each step begins on the axis: no time of it lies before."""
+    """Shape (S,). The earliest time of each step on the axis."""
     shift_ns: _Int64
-    """Shape (S,). What was added to its times."""
+    """Shape (S,). The shift that was added to the times of each step."""
 
     def place_of(self, times_ns: _Int64) -> _Int64:
-        """The step in which each time of the axis lies."""
+        """Index of the step in which each time of the axis lies."""
         place: _Int64 = np.searchsorted(self.begin_ns, times_ns, side="right") - 1
         return place
 
     def duration_ns(self, spans: Intervals) -> _Int64:
-        """How much of each step the intervals cover, shape (S,)."""
+        """The time that the intervals cover in each step, shape (S,)."""
         total = np.zeros(len(self.steps), dtype=np.int64)
         np.add.at(total, self.place_of(spans.starts), spans.ends - spans.starts)
         return total
 
 
 def lay_side_by_side(events: EventTable) -> Iterator[SideBySide]:
-    """All steps of some events of one rank, a good many at a time.
+    """Yield all steps of some events of one rank, many steps on each axis.
 
-    Steps with the compute kernels of a device and steps without are never on one axis, since they
-    are read differently (`reduction.step_parts`).
+    Steps with compute kernels and steps without never share an axis, because their parts are
+    defined differently (`reduction.step_parts`).
 
     Args:
         events: In any order.
@@ -82,7 +82,7 @@ def lay_side_by_side(events: EventTable) -> Iterator[SideBySide]:
 
 
 def _reaches(events: EventTable, order: _Int64, firsts: _Int64) -> tuple[_Int64, _Int64]:
-    """The first and the last time of each step, whose events lie together in that order."""
+    """The first and the last time of each step; `order` puts the events of a step together."""
     need = np.where(events.need_ns >= 0, events.need_ns, events.start_ns)
     lows, highs = [], []
     for column in (events.start_ns, events.end_ns, events.issue_ns, need):
@@ -93,7 +93,7 @@ def _reaches(events: EventTable, order: _Int64, firsts: _Int64) -> tuple[_Int64,
 
 
 def _batches(steps: _Int64, sizes: _Int64, spans_ns: _Int64) -> Iterator[_Int64]:
-    """The steps in rows of so many as fit on one axis; at least one."""
+    """Split the steps into batches that fit on one axis; at least one step in each."""
     batch: list[int] = []
     num_events = length_ns = 0
     for step in steps.tolist():
@@ -130,6 +130,6 @@ def _lay(
 
 
 def _starts(lengths: _Int64) -> _Int64:
-    """Where each begins if one follows the other from 0."""
+    """The start of each length if they follow each other from 0."""
     starts: _Int64 = np.cumsum(lengths) - lengths
     return starts

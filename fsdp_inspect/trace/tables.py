@@ -1,7 +1,7 @@
-"""What does a rank's recording hold? Column tables as numpy arrays, one attribute a column.
+"""Define the tables of a recording as numpy columns, one attribute for each column.
 
-Every table is immutable by convention and cheap to filter: `table.where(mask)`. Times are ns on
-the recording rank's monotonic clock; `rank.json` maps them to wall time.
+Tables are immutable by convention and cheap to filter: `table.where(mask)`. Times are ns on the
+recording rank's monotonic clock; `rank.json` maps them to wall time.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 MISSING_INT = -1
-"""An integer that was not measured (bytes, times, counters). Shown as missing, never as a value."""
+"""An integer that was not measured (bytes, times, counters). Always shown as missing."""
 
 
 def positions_by_value(values: NDArray[np.integer]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Each value of a column with the positions that hold it, both ascending.
+    """Yield each distinct value of a column with its positions, both ascending.
 
-    One sort in the place of a comparison for each value: for columns with thousands of them.
+    It sorts once instead of comparing once for each value: for columns with thousands of values.
     """
     order = np.argsort(values, kind="stable")
     distinct, firsts = np.unique(values[order], return_index=True)
@@ -28,11 +28,11 @@ def positions_by_value(values: NDArray[np.integer]) -> Iterator[tuple[int, NDArr
 
 
 def is_any_of(codes: NDArray[np.int8], wanted: Collection[int]) -> NDArray[np.bool_]:
-    """Where a column of codes holds one of these: `np.isin` by a table, many times as quick.
+    """Mask of the rows with one of the wanted codes: a faster `np.isin` with a lookup table.
 
     Args:
         codes: Shape (n,).
-        wanted: Any codes; those that the column cannot hold are in none of its rows.
+        wanted: Any codes; codes outside int8 match no row.
     """
     limits = np.iinfo(np.int8)
     table = np.zeros(256, dtype=bool)
@@ -43,7 +43,7 @@ def is_any_of(codes: NDArray[np.int8], wanted: Collection[int]) -> NDArray[np.bo
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Base of the column tables: equal-length one-dimensional arrays."""
+    """Base of the tables: one-dimensional arrays of equal length."""
 
     DTYPES: ClassVar[Mapping[str, type[np.generic]]] = {}
     """Column name to numpy dtype, in the order of the file."""
@@ -53,7 +53,7 @@ class Table:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that its columns take."""
+        """Memory of the columns, in bytes."""
         return sum(column.nbytes for column in self.columns().values())
 
     @classmethod
@@ -67,7 +67,7 @@ class Table:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, float]]) -> Self:
-        """Build from dictionaries; for tests and small tables."""
+        """Build from one dictionary for each row; for tests and small tables."""
         return cls(
             **{
                 name: np.array([row[name] for row in rows], dtype=dtype)
@@ -77,12 +77,12 @@ class Table:
 
     @classmethod
     def empty(cls) -> Self:
-        """The table without rows."""
+        """Build the table without rows."""
         return cls.from_rows([])
 
     @classmethod
     def concat(cls, tables: Sequence[Self]) -> Self:
-        """One table of all rows, in the given order."""
+        """Join tables to one, in the given order."""
         if not tables:
             return cls.empty()
         return cls(
@@ -97,23 +97,23 @@ class Table:
         return {name: getattr(self, name) for name in self.DTYPES}
 
     def where(self, mask: NDArray[np.generic]) -> Self:
-        """The rows that a boolean mask or an index array selects; itself if that is all of them."""
+        """Select rows by a boolean mask or an index array; returns self if a mask selects all."""
         rows = mask
         if mask.dtype == bool:
             assert len(mask) == len(self), f"a mask of {len(mask)} for {len(self)} rows"
-            rows = np.flatnonzero(mask)  # once, and not once a column
+            rows = np.flatnonzero(mask)  # once, not once for each column
             if len(rows) == len(self):
                 return self
         return type(self)(**{name: getattr(self, name)[rows] for name in self.DTYPES})
 
     def between(self, low: int, high: int) -> Self:
-        """The rows from `low` up to but not including `high`, without copying them."""
+        """The rows from `low` up to but not including `high`, as views without a copy."""
         return type(self)(**{name: getattr(self, name)[low:high] for name in self.DTYPES})
 
 
 @dataclass(frozen=True, slots=True)
 class EventTable(Table):
-    """Everything with a duration, one row each. Codes: `trace.codes`."""
+    """All events of a rank, one row for each. Codes: `trace.codes`."""
 
     DTYPES: ClassVar[Mapping[str, type[np.generic]]] = {
         "step": np.int32,
@@ -140,7 +140,7 @@ class EventTable(Table):
     step: NDArray[np.int32]
     """The step the event belongs to, from 0."""
     microbatch: NDArray[np.int16]
-    """Forward and backward passes of one step, counted from 0."""
+    """The microbatch of the step, from 0."""
     phase: NDArray[np.int8]
     """A `Phase`."""
     kind: NDArray[np.int8]
@@ -148,7 +148,7 @@ class EventTable(Table):
     unit: NDArray[np.int16]
     """Index into the manifest's units; -1: no FSDP unit."""
     issued_by: NDArray[np.int16]
-    """The unit whose hook issued the collective (prefetch), or where a wait happened; -1: none."""
+    """The unit whose hook issued the collective, or in which a wait happened; -1: none."""
     stream: NDArray[np.int8]
     """A `Stream`."""
     group: NDArray[np.int16]
@@ -162,25 +162,26 @@ class EventTable(Table):
     flags: NDArray[np.int16]
     """Bits of `EventFlag`."""
     sequence: NDArray[np.int64]
-    """The collective's number in its process group on this rank, from 0: equal numbers on two
-    ranks of a group are the same collective. -1: not a collective."""
+    """The collective's number in its process group on this rank, from 0. Equal numbers on two
+    ranks of a group identify the same collective. -1: not a collective."""
     collective: NDArray[np.int64]
-    """Ties the copy-in, collective, wait and copy-out of one communication; -1: none."""
+    """Shared id of the copy-in, collective, wait and copy-out of one communication; -1: none."""
     bytes: NDArray[np.int64]
     """Full padded message of a collective (all-gather output, reduce-scatter input); -1: none."""
     issue_ns: NDArray[np.int64]
-    """When the host issued it."""
+    """The time at which the host issued the event."""
     start_ns: NDArray[np.int64]
-    """When it began on its stream."""
+    """The start on its stream."""
     end_ns: NDArray[np.int64]
-    """When it ended on its stream."""
+    """The end on its stream."""
     need_ns: NDArray[np.int64]
-    """When the compute stream (CPU: the main thread) began to wait for it; -1: nobody did."""
+    """The time at which the compute stream (CPU: the main thread) began to wait for it; -1: never.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryTable(Table):
-    """Memory at the unit boundaries; one row a sample, bytes. -1: not known at that sample."""
+    """Memory at the unit boundaries, in bytes, one row for each sample. -1: unknown."""
 
     DTYPES: ClassVar[Mapping[str, type[np.generic]]] = {
         "step": np.int32,
@@ -221,29 +222,30 @@ class MemoryTable(Table):
     point: NDArray[np.int8]
     """A `MemoryPoint`."""
     unit: NDArray[np.int16]
-    """Position: the innermost unit on the host's stack (PEAK_BY_OWNER: the owner); -1: none."""
+    """Position: the innermost running unit on the host (PEAK_BY_OWNER: the owner); -1: none."""
     parameter: NDArray[np.int16]
-    """PARAMETER_USE: which of the unit's parameters, by its place in `Unit.parameters`."""
+    """PARAMETER_USE: index of the parameter in `Unit.parameters`."""
     method: NDArray[np.int8]
-    """`Method.MEASURED`: allocator counters or the storage tracker, by the rank's `memory_from`."""
+    """`Method.MEASURED`: allocator counters or the storage tracker, see `RankRecord.memory_from`.
+    """
     time_ns: NDArray[np.int64]
     """Host time of the sample."""
     allocated: NDArray[np.int64]
     reserved: NDArray[np.int64]
     active: NDArray[np.int64]
     peak_allocated: NDArray[np.int64]
-    """Highest `allocated` since the previous sample (storage tracker), or since the user's own
-    last reset (CUDA counters, which the recorder never resets). PARAMETER_USE: until the next use
-    in the same pass, or the next sample."""
+    """Highest `allocated` since the previous sample (storage tracker), or since the last reset by
+    the training script (CUDA counters, which the recorder never resets). PARAMETER_USE: until the
+    next use in the same pass, or the next sample."""
     peak_reserved: NDArray[np.int64]
     inactive_split: NDArray[np.int64]
-    """Free blocks in segments that are also in use, which the allocator cannot give back."""
+    """Free blocks in partly used segments, which the allocator cannot return to the device."""
     num_alloc_retries: NDArray[np.int32]
-    """Since the process began: how often the allocator emptied its cache and tried again."""
+    """Allocation retries since the process started."""
     num_ooms: NDArray[np.int32]
-    """Since the process began: requests that failed in the end."""
+    """Out-of-memory errors since the process started."""
     peak_compute: NDArray[np.int64]
-    """The most of `allocated` less `codes.OF_COMMUNICATION`, over the same time as
+    """Highest `allocated` minus `codes.OF_COMMUNICATION`, over the same time as
     `peak_allocated`; from the storage tracker."""
     sharded_parameter: NDArray[np.int64]
     unsharded_parameter: NDArray[np.int64]
@@ -261,7 +263,7 @@ class MemoryTable(Table):
 
 @dataclass(frozen=True, slots=True)
 class DeviceTable(Table):
-    """What the machine did, sampled by a background thread. -1: not available here."""
+    """Load of the device and the host, sampled by a background thread. -1: not available."""
 
     DTYPES: ClassVar[Mapping[str, type[np.generic]]] = {
         "time_ns": np.int64,
@@ -284,7 +286,7 @@ class DeviceTable(Table):
     """Host monotonic time."""
     gpu_utilisation_pct: NDArray[np.int16]
     gpu_memory_used: NDArray[np.int64]
-    """Bytes in use on the whole device (NVML), by every process."""
+    """Bytes in use on the whole device by all processes (NVML)."""
     gpu_power_mw: NDArray[np.int64]
     gpu_sm_clock_mhz: NDArray[np.int32]
     nvlink_tx_bytes: NDArray[np.int64]
@@ -294,17 +296,17 @@ class DeviceTable(Table):
     pcie_rx_bytes_per_s: NDArray[np.int64]
     process_rss: NDArray[np.int64]
     process_cpu_pct: NDArray[np.int32]
-    """Percent of one core: 200 means two cores busy."""
+    """Percent of one core: 200 means two busy cores."""
     host_memory_used: NDArray[np.int64]
     host_memory_total: NDArray[np.int64]
     run_delay_ns: NDArray[np.int64]
-    """Time for which the training thread was ready to run and had no core (Linux's scheduler); a
-    counter since the thread began: use differences."""
+    """Time in which the training thread was ready to run without a core (Linux scheduler). A
+    counter since the start of the thread: use differences."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScalarTable(Table):
-    """Numbers that the training loop logged (loss, learning rate), by step."""
+    """Numbers that the training loop logs (loss, learning rate), by step."""
 
     DTYPES: ClassVar[Mapping[str, type[np.generic]]] = {
         "step": np.int32,
@@ -322,12 +324,14 @@ class ScalarTable(Table):
 
 @dataclass(frozen=True, slots=True)
 class SummaryTable(Table):
-    """The run in small: one row per rank, step, unit, phase and kind. See `reduction.step_parts`.
+    """The summary of a run: one row per rank, step, unit, phase and kind.
 
-    Rows with kind STEP carry the step itself, with the number and the bytes of its collectives
-    (those of evaluation passes are left out); the other rows with kind below 100 are sums over
-    events; kinds from 100 on are `reduction.StepPart`s: the parts of the step's breakdown, which
-    add up to the step's duration exactly, and from 130 on its memory (`memory_reduction`).
+    * Kind STEP: the step itself, with the number and bytes of its collectives (without those of
+      evaluation passes).
+    * Other kinds below 100: sums over events.
+    * Kinds from 100 (`codes.StepPart`): the parts of the breakdown, which add up to the step's
+      duration exactly. See `reduction.step_parts`.
+    * Kinds from 130: the memory of the step. See `reduction.memory_parts`.
     """
 
     DTYPES: ClassVar[Mapping[str, type[np.generic]]] = {
@@ -351,14 +355,14 @@ class SummaryTable(Table):
     unit: NDArray[np.int16]
     phase: NDArray[np.int8]
     kind: NDArray[np.int16]
-    """An `EventKind`, or a `reduction.StepPart` (from 100 on)."""
+    """An `EventKind`, or a `codes.StepPart` (from 100)."""
     flags: NDArray[np.int16]
-    """On STEP rows: bits of `reduction.StepFlag`."""
+    """On STEP rows: bits of `codes.StepFlag`."""
     count: NDArray[np.int32]
     bytes: NDArray[np.int64]
-    """Sum of the messages; 0 where nothing travels. On memory rows the amount of memory."""
+    """Sum of the messages; 0 for events that are not collectives. On memory rows: the memory."""
     duration_ns: NDArray[np.int64]
-    """Sum of the durations (may overlap each other: never a share of the step)."""
+    """Sum of the durations. Events may overlap, so this is no fraction of the step."""
     median_ns: NDArray[np.int64]
     """Median duration of the row's events."""
     exposed_ns: NDArray[np.int64]
@@ -366,7 +370,7 @@ class SummaryTable(Table):
 
 
 _FEW_KINDS = 4
-"""Quicker compared one by one."""
+"""Up to this number of kinds, separate comparisons are faster than `np.isin`."""
 
 
 def limit_summary(
@@ -375,14 +379,14 @@ def limit_summary(
     ranks: Collection[int] | None = None,
     kinds: Collection[int] | None = None,
 ) -> SummaryTable:
-    """The rows of some ranks and of some kinds; None leaves a limit out."""
+    """The rows of the given ranks and kinds; None selects all."""
     if ranks is not None:
         rows = rows.where(np.isin(rows.rank, list(ranks)))
     return rows if kinds is None else rows_of(rows, kinds=kinds)
 
 
 def rows_of(rows: SummaryTable, *, kinds: Collection[int]) -> SummaryTable:
-    """The rows of some kinds."""
+    """The rows of the given kinds."""
     if len(kinds) > _FEW_KINDS:
         return rows.where(np.isin(rows.kind, [int(kind) for kind in kinds]))
     chosen = np.zeros(len(rows), dtype=bool)

@@ -141,7 +141,7 @@ def test_parameters_belong_to_the_innermost_unit():
 def test_a_block_split_without_its_norms_is_a_risk():
     shapes = {"layers.0.ffn.w": (8, 8), "layers.0.ffn_norm.w": (8,), "norm.w": (8, 8)}
     (risk,) = Plan(units=units("", "layers.0", "layers.0.ffn")).find_risks(shapes)
-    assert "'layers.0' is left with vectors alone ('layers.0.ffn_norm.w')" in risk
+    assert "'layers.0' holds only vectors ('layers.0.ffn_norm.w')" in risk
     good = Plan(units=units("", "layers.0.ffn_norm, layers.0.ffn"))
     assert good.find_risks(shapes) == []
 
@@ -159,15 +159,15 @@ def test_a_merged_unit_whose_first_input_needs_no_gradient_is_a_risk():
     [
         ({"units": []}, "A plan has no units"),
         ({"units": [{"modules": []}]}, "A unit has no modules"),
-        ({"units": [{"modules": ["a b"]}]}, "'a b' is not a module's name"),
+        ({"units": [{"modules": ["a b"]}]}, "Invalid module name 'a b'"),
         ({"units": [{"modules": ["a", "a"]}]}, "names a module twice"),
         ({"units": [{"modules": ["a", ""]}]}, "groups the model itself with its parts"),
-        ({"units": [{"modules": ["a", "a.b"]}]}, "groups 'a' with 'a.b', which is part of it"),
-        ({"units": [{"modules": ["a.*", "b"]}]}, "do not have the same number of stars"),
+        ({"units": [{"modules": ["a", "a.b"]}]}, "groups 'a' with its submodule 'a.b'"),
+        ({"units": [{"modules": ["a.*", "b"]}]}, "patterns with different numbers of stars"),
         ({"units": [{"modules": ["a"]}, {"modules": ["a"]}]}, "Module 'a' is in two units"),
         ({"units": [{"modules": ["a"], "reshard": 1}]}, "no key 'reshard'.*reshard_after_forward"),
         ({"unit": []}, "There is no key 'unit'. Nearest: 'units'"),
-        ({"version": 2}, "version 2; this version reads up to 1. Update"),
+        ({"version": 2}, "Unsupported plan version 2. Expected a version up to 1. Update"),
         ({"units": [{"modules": ["a"]}], "mesh": {"replicate": 2}}, "no 'shard' dimension"),
         (
             {"units": [{"modules": ["a"]}], "mesh": {"shard": 3}, "world_size": 4},
@@ -194,14 +194,16 @@ def test_groups_that_keep_a_copy_divide_the_ranks_that_shard_where_the_plan_does
 
 
 def test_a_missing_plan_file_is_named(tmp_path):
-    with pytest.raises(PlanError, match=r"No plan can be read from .*plan.toml.*Name an existing"):
+    with pytest.raises(
+        PlanError, match=r"The plan .*plan.toml' cannot be read: .*Name an existing"
+    ):
         Plan.load(tmp_path / "plan.toml")
 
 
 def test_a_broken_plan_file_is_named_with_the_place(tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text("version = 1\nunits = ]")
-    with pytest.raises(PlanError, match=r"plan.toml' cannot be used. It is not TOML: .*line 2"):
+    with pytest.raises(PlanError, match=r"plan.toml' is invalid. Invalid TOML: .*line 2"):
         Plan.load(path)
 
 

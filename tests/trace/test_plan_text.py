@@ -100,12 +100,12 @@ def test_none_is_written_as_auto_where_other_units_have_a_value():
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("version = 1", "It has no units. Expected at least one"),
-        ("units = 3", "It has no units. Expected at least one"),
+        ("version = 1", "The plan has no units. Expected at least one"),
+        ("units = 3", "The plan has no units. Expected at least one"),
         ("every_unit = 3\n[[units]]\nmodules = ['a']", r"\[every_unit\] is 3. Expected settings"),
         ("[[units]]\nmodules = ['a.{1..2}', 'b']", "mixes ranges. Expected the same range"),
-        ("[[units]]\nmodules = ['a.{2..1}']", "The range in 'a.{2..1}' cannot be read"),
-        ("[[units]]\nmodules = ['a.{x}']", "The range in 'a.{x}' cannot be read"),
+        ("[[units]]\nmodules = ['a.{2..1}']", "Invalid range in 'a.{2..1}'. Expected one range"),
+        ("[[units]]\nmodules = ['a.{x}']", "Invalid range in 'a.{x}'. Expected one range"),
     ],
 )
 def test_text_that_cannot_be_spelled_out_is_refused(text, complaint):
