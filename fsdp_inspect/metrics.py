@@ -58,7 +58,7 @@ _ALL = (
         "communication_ns",
         "communication",
         _NS,
-        "union of all running collectives of a rank over all streams: two at the same time "
+        "union of all running collectives of a rank over all streams; simultaneous collectives "
         "count once",
         Better.NEITHER,
     ),
@@ -71,7 +71,7 @@ _ALL = (
     ),
     Metric(
         "floor_ns",
-        "exposed, floor",
+        "exposed floor",
         _NS,
         "exposed time of the first all-gather of each forward and the last reduction of each "
         "backward; no compute runs next to them, so no setting hides it",
@@ -82,8 +82,8 @@ _ALL = (
         "serialized_ns",
         "serialized",
         _NS,
-        "exposed time while the collective is queued behind another one on the same "
-        "communicator, or later because it was queued behind one of another stream",
+        "exposed time that a collective loses because it is, or was, queued behind another one "
+        "on the same communicator",
     ),
     Metric(
         "straggler_ns",
@@ -103,7 +103,7 @@ _ALL = (
         "late issue",
         _NS,
         "exposed time that an earlier issue would have saved: min(exposed, issue - earliest); "
-        "earliest: the dependencies of its stream and the previous collective on its "
+        "at `earliest`, the dependencies of its stream and the previous collective on its "
         "communicator have ended",
     ),
     Metric(
@@ -170,7 +170,7 @@ _ALL = (
     ),
     Metric(
         "exposed_other_ns",
-        "exposed, other",
+        "exposed other",
         _NS,
         "waiting for a collective that FSDP did not issue: gradient clipping, loss reduction, "
         "tensor parallel",
@@ -198,7 +198,7 @@ _ALL = (
     ),
     Metric(
         "count_per_step",
-        "per step",
+        "count per step",
         _COUNT,
         "collectives of the unit in one step",
         Better.NEITHER,
@@ -213,7 +213,7 @@ _ALL = (
     ),
     Metric(
         "communication_bytes",
-        "communicated",
+        "communicated bytes",
         _BYTES,
         "sum of the full padded messages of all collectives of one step",
     ),
@@ -250,7 +250,7 @@ _ALL = (
     ),
     Metric(
         "unused_bytes",
-        "never used",
+        "unused all-gathers",
         _BYTES,
         "messages of all-gathers that nothing waited for, over all timed steps",
     ),
@@ -258,8 +258,8 @@ _ALL = (
         "transfer_ns",
         "transfer",
         _NS,
-        "median time in which a collective's own bytes can travel: the shortest over the ranks, "
-        "otherwise from its turn on its communicator to its end",
+        "median time that a collective's own bytes take: the shortest duration over the ranks, "
+        "otherwise the time from its turn on its communicator to its end",
     ),
     Metric(
         "latency_ns",
@@ -276,7 +276,7 @@ _ALL = (
     ),
     Metric(
         "beside_ratio",
-        "beside communication",
+        "during communication",
         _RATIO,
         "fraction of a unit's own compute during which communication ran",
         Better.NEITHER,
@@ -298,14 +298,14 @@ _ALL = (
         "unsharded_bytes",
         "unsharded",
         _BYTES,
-        "memory that unsharding allocates: the padded all-gather output in the parameter dtype",
+        "memory that unsharding allocates: the padded all-gather output, in the parameter dtype",
         Better.NEITHER,
     ),
     Metric(
         "peak_allocated_bytes",
         "peak allocated",
         _BYTES,
-        "highest bytes held by tensors, on the rank with the highest; counted by the CUDA "
+        "highest bytes that tensors hold, on the rank with the highest peak; counted by the CUDA "
         "allocator, on CPU by the storage tracker in memory steps",
     ),
     Metric(
@@ -322,13 +322,13 @@ _ALL = (
     ),
     Metric(
         "step_adds_bytes",
-        "a step adds",
+        "peak above resting",
         _BYTES,
         "peak allocated - resting",
     ),
     Metric(
         "device_ratio",
-        "of the device",
+        "device fraction",
         _RATIO,
         "peak reserved / memory of the device",
     ),
@@ -368,12 +368,12 @@ _ALL = (
         "num_alloc_retries",
         "allocation retries",
         _COUNT,
-        "times that the allocator emptied its cache and tried again, between its first and last "
-        "sample",
+        "number of times that the allocator emptied its cache and tried again, between the first "
+        "and the last sample",
     ),
     Metric(
         "num_ooms",
-        "failed requests",
+        "failed allocations",
         _COUNT,
         "allocations that failed after the retry, between the first and the last sample",
     ),
@@ -395,7 +395,7 @@ _ALL = (
         "own_work_ns",
         "own work",
         _NS,
-        "step time - exposed communication: the time that a rank does not wait for others",
+        "step time - exposed communication: the time that a rank does not wait for other ranks",
     ),
     Metric(
         "busiest_ratio",
@@ -420,66 +420,69 @@ _ALL = (
     ),
     Metric(
         "skewed_ratio",
-        "skewed",
+        "skewed collectives",
         _RATIO,
         "fraction of the collectives whose skew is longer than their transfer",
     ),
     Metric(
         "last_ratio",
-        "last",
+        "last arrivals",
         _RATIO,
         "fraction of the collectives at which the rank arrives last",
         Better.NEITHER,
     ),
     Metric(
         "lateness_ns",
-        "late",
+        "lateness",
         _NS,
         "median time from the arrival of the first rank at a collective to the arrival of this "
         "rank",
     ),
     Metric(
         "shortest_ratio",
-        "waits least",
+        "shortest collectives",
         _RATIO,
-        "fraction of the collectives that are shortest on this rank; needs no aligned clocks",
+        "fraction of the collectives whose shortest duration is on this rank: it waits least; "
+        "needs no aligned clocks",
         Better.NEITHER,
     ),
     Metric(
         "late_ns",
-        "late, the straggler",
+        "straggler lateness",
         _NS,
-        "median time from the arrival of the middle one of the other ranks to the arrival of "
-        "the straggler, where the straggler is last",
+        "median over the collectives at which the straggler arrives last: its arrival - the "
+        "median arrival of the other ranks",
     ),
     Metric(
         "meanwhile_ns",
-        "meanwhile",
+        "straggler extra work",
         _NS,
-        "excess duration of a part of the straggler's own work over the rank in the middle",
+        "extra duration, in the typical step, of the part of the straggler's own work that exceeds "
+        "the median of the other ranks most",
     ),
     Metric(
         "cost_ns",
-        "cost of the straggler",
+        "straggler cost",
         _NS,
-        "decrease of the typical step without the straggler's systematic extra work: the "
-        "smallest of (1) its median excess work, (2) the replayed step - the replayed step in "
-        "which it works like the middle one of the other ranks, (3) the replayed step in which "
-        "all ranks work like it - the one in which all work like that middle rank",
+        "decrease of the typical step without the straggler's systematic extra work; the "
+        "smallest of (1) its median extra work, (2) the replayed step - the replayed step in "
+        "which the straggler works like the median of the other ranks, (3) the replayed step in "
+        "which all ranks work like the straggler - the one in which all work like that median "
+        "rank",
     ),
-    Metric("cost_ratio", "cost of the straggler, share", _RATIO, "cost / typical step"),
+    Metric("cost_ratio", "straggler cost ratio", _RATIO, "straggler cost / typical step"),
     Metric(
         "imbalance_ns",
         "imbalance",
         _NS,
-        "step replayed on all ranks - the same with the work of the middle rank on every rank",
+        "replayed step - the replayed step in which every rank works like the median rank by work",
     ),
     Metric(
         "error_ratio",
-        "self-check of the replay",
+        "replay self-check",
         _RATIO,
-        "absolute difference between replayed and recorded step / recorded step, for the steps "
-        "that the replay was read from; not the error of a prediction",
+        "absolute difference between the replayed and the recorded step / recorded step, for the "
+        "steps that the replay was read from; not the error of a prediction",
     ),
     Metric("loss", "loss", MetricUnit.NUMBER, "as logged by the training loop"),
 )
@@ -492,14 +495,14 @@ def find_metric(name: str) -> Metric:
     """Return the metric with this name.
 
     Raises:
-        KeyError: No metric has this name, so a report shows a number that is not defined here.
+        KeyError: No metric has this name.
     """
     if name not in METRICS:
         raise KeyError(f"no metric {name!r} in fsdp_inspect.metrics; define it there first")
     return METRICS[name]
 
 
-_ALONE = "runs while no compute kernel of its rank does"
+_ALONE = "runs while no compute kernel of its rank runs"
 _IN_KERNEL_TRACES = {
     "exposed_ns": f"communication that {_ALONE}; the trace does not show waits",
     "exposed_all_gather_ns": f"an all-gather {_ALONE}",
@@ -512,7 +515,7 @@ _IN_KERNEL_TRACES = {
     "optimizer_ns": "compute kernels of the optimizer",
     "other_ns": "compute kernels of unknown phase; the device's other copies",
 }
-"""Definitions for kernel traces, which record when kernels ran but seldom who waited for whom."""
+"""Definitions for kernel traces, which record when kernels run but rarely what they wait for."""
 
 
 def define_metric(name: str, *, in_kernel_trace: bool = False) -> str:

@@ -1,1 +1,1 @@
-"""One run compared with others."""
+"""Compare one run with other runs."""

@@ -1,9 +1,8 @@
-"""How do runs differ: in their settings, and in what they cost?
+"""Compare the settings and the cost of two or more runs.
 
-Runs of identical settings are repeats of one side; the first side is the reference. Settings come
-first, then what the sides cost, unit by unit and by category of memory. Times are judged by
-`comparison.noise`, which knows that the steps of one process are not independent; warm-up and
-memory steps count nowhere.
+Runs with identical settings are repeats of one side; the first side is the reference. The result
+has the settings first, then the cost by unit and by category of memory. `comparison.noise` tests
+times, because the steps of one process are not independent. Warm-up and memory steps are left out.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,10 +38,10 @@ class ComparedRun:
     source: str
     """`recorded`, `emulated`, `imported` or `predicted`."""
     notes: tuple[str, ...]
-    """What is missing or odd about it."""
+    """Missing or unusual data of the run, in words."""
     status: str
     step_time_ns: int | None
-    """Of its typical step."""
+    """Duration of its typical step."""
     num_timed_steps: int
     rank: int | None
     """The rank that its times come from."""
@@ -50,57 +49,57 @@ class ComparedRun:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A run, or several that repeat it."""
+    """A run, or several repeats of it."""
 
     label: str
     """`A` for the reference, then `B`, `C`, ..."""
     median_run: str
-    """Id of the run whose breakdown, units and memory stand for the side: that with the median
-    step time."""
+    """Id of the run with the side's median step time: its breakdown, units and memory represent
+    the side."""
     runs: tuple[ComparedRun, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison(Result):
-    """Runs beside each other; rows have one value for each side, in the order of `sides`."""
+    """The comparison of sides; rows have one value for each side, in the order of `sides`."""
 
     answer: str
-    """How the step times stand, in one sentence."""
+    """The headline: the comparison of the step times, with its details."""
     sides: tuple[Side, ...]
     """The first is the reference."""
     caveats: tuple[str, ...]
-    """What makes the sides hard to compare: to be read before any number."""
+    """Differences that limit the comparison; show them before any number."""
     settings: tuple[SettingDifference, ...]
     conclusions: tuple[Conclusion, ...]
     """One for each side but the first."""
     metrics: tuple[MetricComparison, ...]
     parts: tuple[PartComparison, ...]
-    """Of the median step of each side's median run."""
+    """The breakdown of the typical step of each side's median run."""
     causes: tuple[PartComparison, ...]
-    """Of the same steps as `parts`: what their exposed parts are made of."""
+    """The causes of the exposed parts of the same steps."""
     units: tuple[UnitComparison, ...]
     memory: tuple[CategoryComparison, ...]
-    """At the peak of the memory steps; empty where none was recorded."""
+    """Memory by category at the peak of the memory steps; empty if none was recorded."""
 
 
 def compare_runs(
     baseline: RunSource | Sequence[RunSource], *others: RunSource | Sequence[RunSource]
 ) -> Comparison:
-    """What differs between two or more runs, or between sides of repeated runs.
+    """Compare two or more runs, or sides of repeated runs.
 
     Args:
-        baseline: The reference: a run, or a list of runs that repeat it.
-        others: What is compared with it. Runs that are given by themselves and have the settings
-            of an earlier one are repeats of it, unless all have the same settings.
+        baseline: The reference: a run, or a list of repeats.
+        others: Runs, or lists of repeats, to compare with it. A single run with the settings of an
+            earlier one is a repeat of it, unless all runs have the same settings.
 
     Raises:
-        ValueError: There is nothing to compare.
+        ValueError: There are fewer than two sides, or one of them is empty.
     """
     return compare_sides(form_sides((baseline, *others)))
 
 
 def compare_sides(sides: Sequence[MeasuredSide]) -> Comparison:
-    """As `compare_runs`, of at least two sides whose runs were digested."""
+    """Compare at least two sides of measured runs, like `compare_runs`."""
     manifests = [side.median_run.manifest for side in sides]
     labels = tuple(side.label for side in sides)
     evidence = ConclusionEvidence(
@@ -118,7 +117,7 @@ def compare_sides(sides: Sequence[MeasuredSide]) -> Comparison:
     return Comparison(
         answer=summarise(conclusions, step_time),
         sides=tuple(_describe(side) for side in sides),
-        caveats=(*find_comparison_caveats(manifests, labels), *_say_conditions(sides)),
+        caveats=(*find_comparison_caveats(manifests, labels), *_find_run_caveats(sides)),
         settings=evidence.settings,
         conclusions=conclusions,
         metrics=evidence.metrics,
@@ -148,14 +147,14 @@ def _describe(side: MeasuredSide) -> Side:
     )
 
 
-def _say_conditions(sides: Sequence[MeasuredSide]) -> Iterator[str]:
-    """Runs that did not end well, and imports whose one step is a whole trace."""
+def _find_run_caveats(sides: Sequence[MeasuredSide]) -> Iterator[str]:
+    """Name runs that are not complete, and imported traces of one step."""
     for side in sides:
         for run in side.runs:
             if run.digest.status not in ("complete", "imported"):
                 yield (
-                    f"Run {run.digest.run_id} of {side.label} is {run.digest.status}: what it did "
-                    "not record is not compared."
+                    f"Run {run.digest.run_id} of {side.label} is {run.digest.status}: the "
+                    "comparison lacks the data that it did not record."
                 )
     whole = [
         side.label
@@ -164,6 +163,6 @@ def _say_conditions(sides: Sequence[MeasuredSide]) -> Iterator[str]:
     ]
     if whole:
         yield (
-            f"The one step of {', '.join(whole)} is a whole imported trace: it is as long as the "
-            "recording was, so times compare only with a trace of as many steps."
+            f"The only step of {', '.join(whole)} is a whole imported trace. Compare its times "
+            "only with a trace of equally many steps."
         )

@@ -1,7 +1,7 @@
-"""What stands beside what when runs are compared: metrics, parts of the step, units, memory?
+"""Compare the numbers of sides: metrics, parts of the step, causes, units and memory.
 
-Every row has one value for each side, and one change for each side but the first, which is the
-reference. Rows hold numbers only; `reasons` says what they mean.
+Every row has one value for each side, and one change for each side but the first, the reference.
+Rows contain numbers only; `conclusions` phrases their meaning.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -35,11 +35,11 @@ class MetricComparison:
     values: tuple[int | None, ...]
     """The median over the runs of each side."""
     runs: tuple[tuple[int, ...], ...]
-    """The number of every run that has it, by side."""
+    """The values of all runs that have the number, by side."""
     is_exact: bool
-    """Counts and bytes, which do not vary from run to run."""
+    """True for counts and bytes, which do not vary from run to run."""
     judgements: tuple[Judgement, ...]
-    """Each other side against the reference."""
+    """The comparison of each other side with the reference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,37 +48,38 @@ class PartComparison:
 
     name: str
     values_ns: tuple[int | None, ...]
-    """Of the typical step of the side's median run."""
+    """The part in the typical step of each side's median run."""
     changes_ns: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSide:
-    """What the units of one row cost on one side; per step, from the side's median run."""
+    """The cost of the units of one row on one side, per step, from the side's median run."""
 
     fqns: tuple[str, ...]
     forward_ns: int | None
-    """Of all of them, nested units included, as is the next; None where an import tells of none."""
+    """Sum over the units, with nested units; None if an import records no forward."""
     backward_ns: int | None
+    """Like `forward_ns`."""
     exposed_ns: int
     all_gather: UnitCollective
-    """Of several units: counts and exposed time are sums, what belongs to one collective None."""
+    """Of several units: counts and exposed time are sums, numbers of one collective are None."""
     reduce_scatter: UnitCollective
     all_reduce: UnitCollective
     peak_held_bytes: int | None
-    """What they own at the peak of the memory steps; None where no owners were recorded."""
+    """Memory that the units own at the peak of the memory steps; None if no owners are recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitComparison:
-    """Units that stand beside each other."""
+    """One row of aligned units."""
 
     sides: tuple[UnitSide | None, ...]
-    """None where a side has nothing of it."""
+    """None if a side has no unit in this row."""
     is_regrouped: bool
-    """The sides cut the same modules differently."""
+    """The sides wrap the same modules into different units."""
     exposed_changes_ns: tuple[int | None, ...]
-    """None where one of the two sides has nothing of it."""
+    """None if one of the two sides has no unit in this row."""
 
     @property
     def fqns(self) -> tuple[str, ...]:
@@ -92,12 +93,12 @@ class CategoryComparison:
 
     category: str
     values: tuple[int | None, ...]
-    """Bytes; None where a side recorded no composition."""
+    """Bytes; None if a side recorded no composition."""
     changes: tuple[int | None, ...]
 
 
 def compare_metrics(sides: Sequence[MeasuredSide]) -> tuple[MetricComparison, ...]:
-    """Headline numbers: times judged against noise, counts and bytes exactly."""
+    """Compare the main numbers: times with a test for noise, counts and bytes exactly."""
     step_time = median(_values(sides[0], "step_time_ns"))
     return tuple(_compare_metric(name, sides, step_time) for name in (*_TIMES, *_EXACT))
 
@@ -134,7 +135,7 @@ def _value(run: MeasuredRun, name: str) -> int | None:
 
 
 def compare_parts(sides: Sequence[MeasuredSide]) -> tuple[PartComparison, ...]:
-    """Where the typical step of each side goes; parts that are 0 everywhere are left out."""
+    """Compare the breakdowns of the typical steps; parts that are 0 on all sides are left out."""
     breakdowns = [side.median_run.digest.breakdown for side in sides]
     known = next((breakdown for breakdown in breakdowns if breakdown is not None), None)
     if known is None:
@@ -154,12 +155,12 @@ def _compare_part(name: str, breakdowns: Sequence[StepBreakdown | None]) -> Part
 
 
 def compare_causes(sides: Sequence[MeasuredSide]) -> tuple[PartComparison, ...]:
-    """Why the ranks wait (`Cause`): what the exposed parts of those steps are made of.
+    """Compare the causes of the exposed time (`Cause`) of the same typical steps.
 
     A side without causes (its events are missing) has None.
     """
     causes = [_causes(side.median_run.digest) for side in sides]
-    return tuple(PartComparison(name, values, _changes(values)) for name, values in _beside(causes))
+    return tuple(PartComparison(name, values, _changes(values)) for name, values in _align(causes))
 
 
 def _causes(digest: Summary) -> dict[str, int] | None:
@@ -170,10 +171,10 @@ def _causes(digest: Summary) -> dict[str, int] | None:
 
 
 def compare_categories(sides: Sequence[MeasuredSide]) -> tuple[CategoryComparison, ...]:
-    """What fills memory at the peak; empty where no side knows."""
+    """Compare the categories of memory at the peak; empty if no side recorded them."""
     held = [_categories(side.median_run.digest) for side in sides]
     return tuple(
-        CategoryComparison(name, values, _changes(values)) for name, values in _beside(held)
+        CategoryComparison(name, values, _changes(values)) for name, values in _align(held)
     )
 
 
@@ -183,10 +184,10 @@ def _categories(digest: Summary) -> dict[str, int] | None:
     return {row.category: row.bytes for row in digest.memory.peak.categories}
 
 
-def _beside(
+def _align(
     tables: Sequence[dict[str, int] | None],
 ) -> Iterator[tuple[str, tuple[int | None, ...]]]:
-    """Every name of any side, with its value on each: 0 where a side lacks it, None unknown."""
+    """Yield every name of any side with its values: 0 if a side lacks it, None if unknown."""
     names = dict.fromkeys(name for table in tables if table is not None for name in table)
     for name in names:
         yield name, tuple(None if table is None else table.get(name, 0) for table in tables)
@@ -198,7 +199,7 @@ def _changes(values: Sequence[int | None]) -> tuple[int | None, ...]:
 
 
 def compare_units(sides: Sequence[MeasuredSide]) -> tuple[UnitComparison, ...]:
-    """The units of all sides, aligned, in the order in which the reference runs them."""
+    """Compare the aligned units of all sides, in the execution order of the reference."""
     digests = [side.median_run.digest for side in sides]
     rows = align_units([side.median_run.manifest.units for side in sides])
     return tuple(_compare_unit(row, digests) for row in rows)
@@ -213,10 +214,10 @@ def _compare_unit(row: UnitRow, digests: Sequence[Summary]) -> UnitComparison:
     )
 
 
-def _sum_told(times_ns: Sequence[int | None]) -> int | None:
-    """The sum of the times that are known; None where none is."""
-    told = [time_ns for time_ns in times_ns if time_ns is not None]
-    return sum(told) if told else None
+def _sum_known(times_ns: Sequence[int | None]) -> int | None:
+    """Return the sum of the known times; None if all are unknown."""
+    known = [time_ns for time_ns in times_ns if time_ns is not None]
+    return sum(known) if known else None
 
 
 def _cost_of(units: Sequence[Unit], digest: Summary) -> UnitSide | None:
@@ -226,8 +227,8 @@ def _cost_of(units: Sequence[Unit], digest: Summary) -> UnitSide | None:
         return None
     return UnitSide(
         fqns=tuple(cost.fqn for cost in own),
-        forward_ns=_sum_told([cost.forward_ns for cost in own]),
-        backward_ns=_sum_told([cost.backward_ns for cost in own]),
+        forward_ns=_sum_known([cost.forward_ns for cost in own]),
+        backward_ns=_sum_known([cost.backward_ns for cost in own]),
         exposed_ns=sum(cost.exposed_ns for cost in own),
         all_gather=_add_up([cost.all_gather for cost in own]),
         reduce_scatter=_add_up([cost.reduce_scatter for cost in own]),
@@ -258,7 +259,7 @@ def _add_up(collectives: Sequence[UnitCollective]) -> UnitCollective:
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """One cost of one row of units that changed between two sides."""
+    """The change of one cost of one row of units between two sides."""
 
     fqns: tuple[str, ...]
     what: str
@@ -267,11 +268,11 @@ class Movement:
 
 
 def find_movements(units: Sequence[UnitComparison], other: int) -> tuple[Movement, ...]:
-    """What changed in the units from the reference to another side, largest change first.
+    """Return the changes of the units from the reference to another side, largest first.
 
     Args:
-        units: As aligned.
-        other: Which side, from 1.
+        units: The aligned units.
+        other: The other side, from 1.
     """
     moved = [
         movement
@@ -297,11 +298,11 @@ def _movements(
 
 
 class UnitMeasure(StrEnum):
-    """What of units can be compared."""
+    """A measure of units that can be compared."""
 
     EXPOSED = "exposed"
     ALL_GATHER = "all-gather"
-    """Duration of one."""
+    """Duration of one all-gather."""
     REDUCE_SCATTER = "reduce-scatter"
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -309,11 +310,11 @@ class UnitMeasure(StrEnum):
 
     @property
     def is_memory(self) -> bool:
-        """Whether it is bytes; else ns."""
+        """Whether the measure is in bytes; otherwise it is in ns."""
         return self is UnitMeasure.MEMORY
 
     def of(self, side: UnitSide | None) -> int | None:
-        """Its value for the units of one side; None where it is not known."""
+        """Return the value for the units of one side; None if unknown."""
         if side is None:
             return None
         match self:
@@ -339,7 +340,7 @@ class UnitChange:
     before: int | None
     after: int | None
     change: int | None
-    """None where one of the two is not known."""
+    """None if one of the two values is unknown."""
 
 
 def find_unit_changes(
@@ -349,18 +350,18 @@ def find_unit_changes(
     *,
     largest_first: bool = False,
 ) -> tuple[UnitChange, ...]:
-    """One measure of all units against the reference.
+    """Compare one measure of all units with the reference.
 
     Args:
-        units: As aligned.
-        measure: What to compare.
-        other: Which side, from 1.
-        largest_first: By the size of the change, unknown ones last; default: in the rows' order.
+        units: The aligned units.
+        measure: The measure to compare.
+        other: The other side, from 1.
+        largest_first: Sort by size of the change, unknown changes last; default: order of `units`.
     """
     values = [(row, measure.of(row.sides[0]), measure.of(row.sides[other])) for row in units]
     changes = [
         UnitChange(row, before, after, *_changes((before, after))) for row, before, after in values
     ]
     if largest_first:
-        changes.sort(key=lambda one: -1 if one.change is None else abs(one.change), reverse=True)
+        changes.sort(key=lambda row: -1 if row.change is None else abs(row.change), reverse=True)
     return tuple(changes)

@@ -1,17 +1,19 @@
-"""Can a difference between two sides of repeated runs be told from noise?
+"""Test whether the difference between two sides of repeated runs is larger than noise.
 
-[Note: what is independent] Steps of one process are not: they share its memory layout, its cores
-and its neighbours. Of 28 pairs of identical processes, 17 had p < 0.01 over their steps, with
-typical steps more than 2 % apart. So a run gives one number, that of its typical step, and sides
-are compared by the numbers of their runs.
+[Note: independent samples] Steps of one process are not independent: they share its memory layout,
+its cores and its neighbours. Of 28 pairs of identical processes, 17 had p < 0.01 over their steps,
+with medians more than 2% apart. So each run gives one number, its typical step, and the test uses
+the numbers of the runs.
 
-With `RUNS_FOR_A_TEST` runs or more on both sides: the exact two-sided rank test of Mann and
-Whitney, and the Hodges-Lehmann estimate of the shift (the median of all pairwise differences) with
-the interval that belongs to the test. A difference is told if p < 0.05 and the shift is worth
-naming; "no difference" is told if the interval lies inside plus or minus `WORTH_NAMING_RATIO`.
-With fewer runs a test has nothing to say (3 against 3 never reach p < 0.05, 4 against 4 only where
-they do not overlap at all): a difference is told only from `PROCESS_NOISE_RATIO` on, and only if it
-exceeds the spread inside the sides.
+With `RUNS_FOR_A_TEST` or more runs on both sides, the test is the exact two-sided rank test of Mann
+and Whitney. The shift is the Hodges-Lehmann estimate (the median of all pairwise differences) with
+the interval that belongs to the test. A difference is significant if p < 0.05 and the shift reaches
+`WORTH_NAMING_RATIO`. There is no difference if the interval lies inside plus or minus
+`WORTH_NAMING_RATIO`.
+
+With fewer runs a test is not useful: 3 against 3 runs never reach p < 0.05, and 4 against 4 only
+without any overlap. Then a difference counts only from `PROCESS_NOISE_RATIO` on, and only if it
+exceeds the spread of each side.
 
 Source: H. B. Mann, D. R. Whitney, Annals of Mathematical Statistics 18 (1947); J. L. Hodges,
 E. L. Lehmann, Annals of Mathematical Statistics 34 (1963); the interval as in M. Hollander,
@@ -28,43 +30,45 @@ from numpy.typing import NDArray
 from fsdp_inspect.statistics import median
 
 RUNS_FOR_A_TEST = 5
-"""Runs of each side from which times are tested."""
+"""Runs per side that a test of times requires."""
 PROCESS_NOISE_RATIO = 0.10
-"""With fewer runs, differences below this share cannot be told from process noise."""
+"""With fewer runs, smaller relative differences count as process noise."""
 WORTH_NAMING_RATIO = 0.02
-"""Smaller changes are no finding, however certain they are."""
+"""Smaller relative changes are never significant."""
 SIGNIFICANCE = 0.05
 CONFIDENCE = 0.95
 
 
 class Telling(StrEnum):
-    """What can be said about two sides."""
+    """The result of comparing one number of two sides."""
 
     EQUAL = "equal"
-    """Deterministic, and the same."""
+    """All values are identical."""
     DIFFERENT = "different"
+    """The difference is significant."""
     SAME = "same"
-    """Tested: if there is a difference, it is too small to be worth naming."""
+    """Tested: any difference is smaller than `WORTH_NAMING_RATIO`."""
     UNKNOWN = "unknown"
-    """Cannot be told from process noise."""
+    """Not significant: the difference can be process noise."""
     MISSING = "missing"
-    """One side does not have the number."""
+    """One side lacks the number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """One number on two sides."""
+    """The comparison of one number of two sides."""
 
     telling: Telling
     change: float | None
-    """Shift as a share of the first side; None where that is 0 or missing."""
+    """Shift / value of the first side; None if that value is 0 or missing."""
     low: float | None
-    """95 % interval of the change; None without a test."""
+    """Low end of the 95% interval of the change; None without a test."""
     high: float | None
+    """High end of the interval."""
     p_value: float | None
     """None without a test."""
     more_runs: tuple[int, int]
-    """Runs that each side lacks for a test; 0 where nothing is tested."""
+    """Additional runs that a test requires, for each side; 0 if no test applies."""
 
 
 MISSING = Judgement(Telling.MISSING, None, None, None, None, (0, 0))
@@ -73,8 +77,8 @@ MISSING = Judgement(Telling.MISSING, None, None, None, None, (0, 0))
 def judge_exact(first: Sequence[int], second: Sequence[int]) -> Judgement:
     """Compare counts or bytes that do not vary from run to run.
 
-    Where they do vary inside a side (an allocator on a busy device), a difference is told only if
-    the sides do not overlap.
+    If they do vary inside a side (an allocator on a busy device), a difference counts only if the
+    sides do not overlap.
     """
     before, after = median(first), median(second)
     if before is None or after is None:
@@ -94,14 +98,14 @@ def judge_times(
     whole: int | None = None,
     significance: float = SIGNIFICANCE,
 ) -> Judgement:
-    """Compare times, one number a run.
+    """Compare times, one number per run.
 
     Args:
-        first: Numbers of the runs of the reference.
-        second: Numbers of the runs of the other side.
-        whole: What the time is a part of (the reference's step time): a change is worth naming
-            from `WORTH_NAMING_RATIO` of that on. Default: of the time itself.
-        significance: Below this p-value of the rank test a difference is told.
+        first: Typical times of the runs of the reference.
+        second: Typical times of the runs of the other side.
+        whole: The time that contains the compared time (the reference's step time). A change must
+            reach `WORTH_NAMING_RATIO` of it. Default: the compared time of the reference.
+        significance: A difference is significant below this p-value of the rank test.
     """
     before, after = median(first), median(second)
     if before is None or after is None:
@@ -116,9 +120,9 @@ def _judge_few(first: Sequence[int], second: Sequence[int], least: float) -> Jud
     before, after = median(first) or 0, median(second) or 0
     spread = max(max(side) - min(side) for side in (first, second))
     shift = abs(after - before)
-    is_told = shift > 0 and shift >= max(PROCESS_NOISE_RATIO * before, least) and shift > spread
+    is_clear = shift > 0 and shift >= max(PROCESS_NOISE_RATIO * before, least) and shift > spread
     return Judgement(
-        telling=Telling.DIFFERENT if is_told else Telling.UNKNOWN,
+        telling=Telling.DIFFERENT if is_clear else Telling.UNKNOWN,
         change=(after - before) / before if before else None,
         low=None,
         high=None,
@@ -156,7 +160,7 @@ def _judge_tested(
 
 
 def rank_test(first: Sequence[int], second: Sequence[int]) -> float:
-    """The exact two-sided p-value that two samples come from one distribution.
+    """Return the exact two-sided p-value of the hypothesis that both samples have one distribution.
 
     Ties count half on both sides, which makes the value conservative.
     """
@@ -169,10 +173,11 @@ def rank_test(first: Sequence[int], second: Sequence[int]) -> float:
 
 
 def estimate_shift(first: Sequence[int], second: Sequence[int]) -> tuple[float, float, float]:
-    """By how much the second sample lies above the first: estimate, low, high.
+    """Estimate the shift of the second sample above the first: estimate, low, high.
 
-    The median of all pairwise differences, and the differences between which the rank test at
-    `CONFIDENCE` would accept a shift. Wants samples that the test can tell apart at that level.
+    The estimate is the median of all pairwise differences. Low and high are the differences between
+    which the rank test at `CONFIDENCE` accepts a shift. It requires samples that are large enough
+    for a test at that level.
     """
     differences = np.sort(np.subtract.outer(np.asarray(second), np.asarray(first)).ravel())
     tail = np.cumsum(_null_distribution(len(first), len(second)))
@@ -186,10 +191,10 @@ def estimate_shift(first: Sequence[int], second: Sequence[int]) -> tuple[float, 
 
 
 def _null_distribution(num_first: int, num_second: int) -> NDArray[np.float64]:
-    """The chance of each value of U if both samples come from one distribution.
+    """Return the probability of each value of U if both samples have one distribution.
 
-    The Gaussian binomial coefficient as a polynomial: its k-th coefficient counts the orders in
-    which exactly k pairs have the second above the first.
+    It is the Gaussian binomial coefficient as a polynomial: its k-th coefficient counts the orders
+    in which exactly k pairs have the second above the first.
 
     Returns:
         Shape (num_first * num_second + 1,), adds up to 1.
@@ -203,7 +208,7 @@ def _null_distribution(num_first: int, num_second: int) -> NDArray[np.float64]:
 
 
 def _multiply(polynomial: list[int], power: int) -> list[int]:
-    """The polynomial times (1 - x^power)."""
+    """Multiply the polynomial by (1 - x^power)."""
     padded = polynomial + [0] * power
     return [
         value - (padded[place - power] if place >= power else 0)
@@ -212,7 +217,7 @@ def _multiply(polynomial: list[int], power: int) -> list[int]:
 
 
 def _divide(polynomial: list[int], power: int) -> list[int]:
-    """The polynomial over (1 - x^power), which divides it."""
+    """Divide the polynomial by (1 - x^power), without remainder."""
     quotient: list[int] = []
     for place, value in enumerate(polynomial[: len(polynomial) - power]):
         quotient.append(value + (quotient[place - power] if place >= power else 0))

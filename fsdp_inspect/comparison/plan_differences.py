@@ -1,7 +1,7 @@
-"""Did the plan run that was asked for? What two plans of one model differ in, by name.
+"""Compare a plan with the plan that ran.
 
-What the plan asked for leaves to torch (None) is no difference, whatever ran; only
-`reshard_after_forward` has torch's rule for the root put in its place.
+A setting that the plan leaves to torch (None) never differs. The exception is
+`reshard_after_forward`, for which torch's rule for the root applies.
 """
 
 from collections.abc import Collection, Iterator
@@ -12,17 +12,17 @@ from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.trace.plan import SETTINGS, Plan, UnitPlan
 
 UNITS = "units"
-"""The name of the difference that plans cut the model otherwise."""
+"""The name of a difference in the units themselves."""
 _MOST_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class PlanDifference:
-    """One setting of a plan that did not run as asked for."""
+    """One setting of a plan that differs from the plan that ran."""
 
     name: str
     where: str
-    """The units that it concerns, in words; empty for the whole plan."""
+    """The units with this difference, in words; empty for the whole plan."""
     asked: Any
     ran: Any
 
@@ -30,13 +30,13 @@ class PlanDifference:
 def find_plan_differences(
     asked: Plan, ran: Plan, *, with_parameters: Collection[str]
 ) -> tuple[PlanDifference, ...]:
-    """What differs between the plan asked for and the one that ran.
+    """Return the differences between a plan and the plan that ran.
 
     Args:
-        asked: Resolved.
-        ran: Resolved, as observed.
-        with_parameters: Names of the units that manage parameters. Prefetch passes over others, and
-            their settings are observed on nothing.
+        asked: The plan, resolved.
+        ran: The observed plan, resolved.
+        with_parameters: Names of the units that manage parameters. Prefetch skips other units, and
+            their settings cannot be observed.
     """
     return (
         *_cut_otherwise(asked, ran),
@@ -51,7 +51,7 @@ def _cut_otherwise(asked: Plan, ran: Plan) -> Iterator[PlanDifference]:
     if first != second:
         only_asked = [name for name in asked.unit_names if name not in second]
         only_ran = [name for name in ran.unit_names if name not in first]
-        where = "those that not both have"
+        where = "units of one plan only"
         yield PlanDifference(UNITS, where, _name_units(only_asked), _name_units(only_ran))
 
 

@@ -1,7 +1,7 @@
-"""In which settings do runs differ: machine, configuration, plan, versions, environment, code?
+"""Compare the settings of runs: machine, configuration, plan, versions, environment and code.
 
-What only tells runs apart (their names and folders) is no setting. The plan is compared as it was
-observed, unit by unit, with `reshard_after_forward` as it ran, after torch's own rule for the root.
+Names and folders of runs are not settings. The comparison uses the observed plan of each unit, with
+the `reshard_after_forward` that ran (torch applies its own rule to the root).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,39 +12,39 @@ from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.trace.run import RunManifest, Unit
 
 _NAMES_OF_A_RUN = frozenset({"name", "runs_dir", "tag", "tags"})
-"""Settings that only tell runs apart."""
+"""Configuration keys that only identify a run."""
 _REPEATS_MAY_DIFFER = frozenset({"seed"})
-"""Settings in which runs may differ and still be repeats of one side."""
+"""Settings that may differ between repeats of one side."""
 _PLAN_OF_THE_WHOLE = ("forward_prefetch", "backward_prefetch", "accumulation", "checkpointing")
 _MOST_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class SettingDifference:
-    """A setting that the sides of a comparison do not share."""
+    """A setting with different values on the sides of a comparison."""
 
     group: str
     """`machine`, `model`, `config`, `plan`, `versions`, `environment` or `code`."""
     name: str
     """Dotted, as in the run's configuration."""
     where: str
-    """The units that it concerns, in words; empty for the whole run."""
+    """The units with this difference, in words; empty for the whole run."""
     values: tuple[Any, ...]
-    """One for each side; None where a side does not have it."""
+    """One value for each side; None if a side lacks the setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedSetting:
-    """A setting of the whole run that all sides of a comparison have alike."""
+    """A setting of the whole run with the same value on all sides."""
 
     group: str
-    """As of `SettingDifference`."""
+    """See `SettingDifference`."""
     name: str
     value: Any
 
 
 def find_shared_settings(manifests: Sequence[RunManifest]) -> tuple[SharedSetting, ...]:
-    """What the runs have in common, the machine first; settings that none has set are left out.
+    """Return the settings that all runs share, machine first, without settings that no run has.
 
     Args:
         manifests: One for each side.
@@ -59,7 +59,7 @@ def find_shared_settings(manifests: Sequence[RunManifest]) -> tuple[SharedSettin
 
 
 def compare_settings(manifests: Sequence[RunManifest]) -> tuple[SettingDifference, ...]:
-    """What the runs do not share, the machine first.
+    """Return the settings that differ between the runs, machine first.
 
     Args:
         manifests: One for each side.
@@ -76,24 +76,26 @@ def compare_settings(manifests: Sequence[RunManifest]) -> tuple[SettingDifferenc
 
 
 def are_repeats(first: RunManifest, second: RunManifest) -> bool:
-    """Whether two runs have the same settings, so that one repeats the other."""
+    """Return whether two runs have the same settings, so that one repeats the other."""
     return not find_other_settings(first, second)
 
 
 def find_other_settings(first: RunManifest, second: RunManifest) -> tuple[SettingDifference, ...]:
-    """What keeps one run from being a repeat of the other."""
+    """Return the differences because of which one run is not a repeat of the other."""
     differences = compare_settings([first, second])
-    return tuple(one for one in differences if one.name not in _REPEATS_MAY_DIFFER)
+    return tuple(
+        difference for difference in differences if difference.name not in _REPEATS_MAY_DIFFER
+    )
 
 
 def find_comparison_caveats(
     manifests: Sequence[RunManifest], labels: Sequence[str]
 ) -> Iterator[str]:
-    """What makes sides hard to compare, one sentence each: to be read before any number.
+    """Yield one sentence for each difference that limits the comparison.
 
     Args:
         manifests: One for each side.
-        labels: What the sides are called.
+        labels: The labels of the sides.
     """
     for name, value_of, consequence in _CAVEATS:
         values = [value_of(manifest) for manifest in manifests]
@@ -101,11 +103,11 @@ def find_comparison_caveats(
             each = ", ".join(
                 f"{label}: {value}" for label, value in zip(labels, values, strict=True)
             )
-            yield f"Not the same {name} ({each}): {consequence}."
+            yield f"Different {name} ({each}): {consequence}."
 
 
 def device_of(manifest: RunManifest) -> str:
-    """The device's name, or its type where it has no name."""
+    """Return the device's name, or its type if it has no name."""
     return manifest.device_name or manifest.device_type
 
 
@@ -113,25 +115,24 @@ _CAVEATS = (
     (
         "world size",
         lambda manifest: manifest.world_size,
-        "each rank holds and sends other amounts, so times and bytes of a rank differ by that "
-        "alone",
+        "each rank holds and sends other amounts, which changes its times and bytes",
     ),
-    ("device", device_of, "compute times differ by that alone"),
+    ("device", device_of, "compute times differ for this reason alone"),
     (
         "torch",
         lambda manifest: manifest.versions.get("torch", "unknown"),
-        "kernels, the allocator and FSDP2 itself may differ",
+        "kernels, the allocator and FSDP2 itself can differ",
     ),
-    ("backend", lambda manifest: manifest.backend, "collectives are other programs"),
+    ("backend", lambda manifest: manifest.backend, "the collectives run different code"),
     (
         "source",
         lambda manifest: manifest.source,
-        "their times were obtained in different ways",
+        "the times were obtained in different ways",
     ),
     (
         "model",
         lambda manifest: f"{manifest.model.class_name} {manifest.model.num_parameters}",
-        "units of one name need not be the same",
+        "units with the same name can be different",
     ),
 )
 
@@ -139,7 +140,7 @@ _ORDER = ("machine", "model", "config", "plan", "versions", "environment", "code
 
 
 def _settings(manifest: RunManifest) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Everything that could make two runs differ, flat, by group and name; units left out."""
+    """Yield all settings of a run by group and name, flattened, without the units."""
     yield ("machine", "world_size"), manifest.world_size
     yield ("machine", "mesh"), " x ".join(str(size) for size in manifest.mesh.values()) or None
     yield ("machine", "backend"), manifest.backend
@@ -176,13 +177,13 @@ def _all_equal(values: Sequence[Any]) -> bool:
 
 
 def _compare_units(manifests: Sequence[RunManifest]) -> Iterator[SettingDifference]:
-    """How the sides cut the model into units, then the settings of the units that all have."""
+    """Compare the units of the sides, then the settings of the units that all sides have."""
     tables = [_unit_settings(manifest) for manifest in manifests]
     shared = [fqn for fqn in tables[0] if all(fqn in table for table in tables)]
     if any(len(table) > len(shared) for table in tables):
         own = tuple([fqn for fqn in table if fqn not in shared] for table in tables)
         yield SettingDifference(
-            "plan", "units", "those that not all share", tuple(_name_units(fqns) for fqns in own)
+            "plan", "units", "units of some sides", tuple(_name_units(fqns) for fqns in own)
         )
     for name in dict.fromkeys(name for fqn in shared for table in tables for name in table[fqn]):
         yield from _compare_unit_setting(name, tables, shared)
@@ -191,7 +192,7 @@ def _compare_units(manifests: Sequence[RunManifest]) -> Iterator[SettingDifferen
 def _compare_unit_setting(
     name: str, tables: Sequence[Mapping[str, Mapping[str, Any]]], shared: Sequence[str]
 ) -> Iterator[SettingDifference]:
-    """One difference for each set of values, with the units that have it."""
+    """Yield one difference for each set of values, with its units."""
     units_by_values: dict[str, tuple[tuple[Any, ...], list[str]]] = {}
     for fqn in shared:
         values = tuple(table[fqn].get(name) for table in tables)
@@ -203,7 +204,7 @@ def _compare_unit_setting(
 
 
 def _unit_settings(manifest: RunManifest) -> dict[str, dict[str, Any]]:
-    """The settings of each unit: those of the observed plan, and how it really ran."""
+    """Return the settings of each unit: the observed plan, and the values that ran."""
     planned = {
         ", ".join(unit.get("modules", ())): {
             name: value for name, value in unit.items() if name != "modules"
@@ -223,7 +224,7 @@ def _unit_settings(manifest: RunManifest) -> dict[str, dict[str, Any]]:
 
 
 def _is_trainable(unit: Unit) -> bool | None:
-    """None where an import does not tell."""
+    """Return whether a unit has trainable parameters; None if an import does not record it."""
     if unit.num_trainable_parameters == 0 and not unit.are_sizes_known:
         return None
     return unit.num_trainable_parameters > 0

@@ -1,4 +1,4 @@
-"""Which runs stand on which side of a comparison, and which run stands for a side?"""
+"""Group runs into the sides of a comparison, and select the median run of each side."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,28 +11,28 @@ from fsdp_inspect.trace.run import RunManifest, RunSource
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """A run of a side, with the answers of every analysis."""
+    """A run of a side, with the results of all analyses."""
 
     manifest: RunManifest
     digest: Summary
 
     @property
     def step_time_ns(self) -> int | None:
-        """Its typical step; None without a timed step."""
+        """Duration of the run's typical step; None without a timed step."""
         times = self.digest.step_time_ns
         return times.typical if times else None
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSide:
-    """One side: a run, or several that repeat it."""
+    """One side: a run, or several repeats of it."""
 
     label: str
     """`A` for the reference, then `B`, `C`, ..."""
     runs: tuple[MeasuredRun, ...]
     median_run: MeasuredRun
-    """The run whose step time is the median of the side's (the lower of two); a real run, whose
-    breakdown and units stand for the side. Runs without a timed step come last."""
+    """The run with the side's median step time (the lower of two). Its breakdown and units
+    represent the side. Runs without a timed step come last."""
 
 
 def form_sides(
@@ -40,23 +40,24 @@ def form_sides(
     *,
     digest: Callable[[RunSource], Summary] = measure_summary,
 ) -> tuple[MeasuredSide, ...]:
-    """Sort runs into sides, in the order in which they are met.
+    """Group runs into sides, in their order.
 
     Args:
-        given: Runs, or lists of runs. A list is a side as it is. Runs that were not listed are
-            taken together where their settings are the same, unless that leaves one side only:
-            runs of one configuration are then compared with each other, which shows the noise.
-        digest: Gives the digest of a run, for a caller that may have it already; called once a
-            run.
+        given: Runs, or lists of runs. A list is one side. Single runs with the same settings form
+            one side. If that leaves one side only, each run is its own side: the comparison of
+            runs of one configuration shows the noise.
+        digest: Returns the summary of a run, so that a caller can pass a cached one; called once
+            per run.
 
     Raises:
-        ValueError: There is nothing to compare.
+        ValueError: There are fewer than two sides, or one of them is empty.
     """
-    if len(given) < 2 or any(isinstance(one, Sequence) and not one for one in given):
+    if len(given) < 2 or any(isinstance(side, Sequence) and not side for side in given):
         raise ValueError(
-            f"compare_runs needs at least two runs or non-empty lists of runs, got {len(given)}."
+            f"A comparison needs at least two runs or non-empty lists of runs, got {len(given)}. "
+            "Add a run to compare with."
         )
-    listed = [list(one) if isinstance(one, Sequence) else [one] for one in given]
+    listed = [list(side) if isinstance(side, Sequence) else [side] for side in given]
     groups = listed
     if all(len(members) == 1 for members in listed):
         joined = _join_repeats([members[0] for members in listed])
@@ -65,7 +66,7 @@ def form_sides(
 
 
 def label_of(place: int) -> str:
-    """`A` to `Z`, then `A1` to `Z1`, and so on."""
+    """Return `A` to `Z`, then `A1` to `Z1`, and so on."""
     number, letter = divmod(place, len(ascii_uppercase))
     return f"{ascii_uppercase[letter]}{number or ''}"
 

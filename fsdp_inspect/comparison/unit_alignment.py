@@ -1,9 +1,10 @@
-"""Which unit of one run is which unit of another, when the wrapping changed?
+"""Align the units of several runs, even if the wrap policy differs.
 
-Units of one name are the same unit. What is left is aligned by modules: a unit that holds (or is
-part of) a module of another side's unit belongs into one row with it, so that `layers.0, layers.1`
-in one run stands beside `layers.0` and `layers.1` in another, and a block beside its two halves.
-The root holds whatever no other unit has: it is aligned with roots only.
+Units with the same name are the same unit. The other units are aligned by modules: a unit that
+contains (or is part of) a module of another side's unit shares a row with it. So the unit
+`layers.0, layers.1` of one run is aligned with `layers.0` and `layers.1` of another, and a block
+with its two halves. The root owns the parameters of no other unit, so it is aligned with roots
+only.
 """
 
 from collections import Counter
@@ -15,14 +16,14 @@ from fsdp_inspect.trace.run import Unit
 
 @dataclass(frozen=True, slots=True)
 class UnitRow:
-    """Units that stand beside each other."""
+    """One row of aligned units."""
 
     members: tuple[tuple[Unit, ...], ...]
-    """One entry for each side; empty where a side has nothing of it."""
+    """The units of each side; empty if a side has none in this row."""
 
     @property
     def is_regrouped(self) -> bool:
-        """Whether sides cut the same modules differently."""
+        """Whether the sides wrap the same modules into different units."""
         return any(len(own) > 1 for own in self.members) or self._has_several_names
 
     @property
@@ -31,13 +32,13 @@ class UnitRow:
 
 
 def align_units(sides: Sequence[Sequence[Unit]]) -> tuple[UnitRow, ...]:
-    """Put the units of several runs beside each other.
+    """Align the units of several runs.
 
     Args:
         sides: The units of each run.
 
     Returns:
-        Rows in the order of execution of the first side that has them; every unit is in one row.
+        Rows in the execution order of the first side that has them; every unit is in one row.
     """
     nodes = [(side, unit) for side, units in enumerate(sides) for unit in units]
     held_by = Counter(unit.fqn for _, unit in nodes)
@@ -74,7 +75,7 @@ def _position(unit: Unit) -> float:
 
 
 def _overlap(unit: Unit, other: Unit) -> bool:
-    """Whether one of them holds a module of the other, or a part of one."""
+    """Return whether one unit contains a module of the other, or a part of one."""
     return any(
         _contains(outer, inner) or _contains(inner, outer)
         for outer in _modules(unit)

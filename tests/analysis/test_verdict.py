@@ -104,7 +104,7 @@ def test_the_floor_is_never_offered_as_a_gain():
     verdict = give_verdict(facts(exposed_ns=20 * MS, floor_ns=17 * MS))
     assert verdict.limit is Limit.COMPUTE
     assert verdict.next_steps[0] == "Change nothing in the sharding plan."
-    assert "17.0 ms is the floor, which no setting hides" in verdict.why
+    assert "20.0 ms, of which 17.0 ms is the floor, which no setting hides." in verdict.why
 
 
 def test_a_model_in_one_unit_is_told_to_wrap_its_blocks_though_all_is_floor():
@@ -116,23 +116,29 @@ def test_a_model_in_one_unit_is_told_to_wrap_its_blocks_though_all_is_floor():
 
 def test_the_sentence_holds_the_number_and_the_why_the_owner():
     verdict = give_verdict(facts(exposed_ns=15 * MS, top=waiting()))
-    assert (
-        verdict.sentence
-        == "Communication is exposed for 15.0 ms of the typical 100.0 ms step (15.0 %)."
+    assert verdict.sentence == "Communication is exposed for 15.0 % of the step."
+    assert verdict.why == (
+        "15.0 ms of the typical step of 100.0 ms are exposed. The longest wait is for the "
+        "all-gather of layers.7 in forward: 8.00 ms."
     )
-    assert verdict.why == "The longest wait, 8.00 ms, is for the all-gather of layers.7 in forward."
 
 
 def test_the_why_tells_the_kinds_of_communication_apart():
     kinds = {"all_gather": 4 * MS, "reduce_scatter": 9 * MS, "all_reduce": 0, "other": 2 * MS}
     verdict = give_verdict(facts(exposed_ns=15 * MS, exposed_by_kind_ns=kinds))
-    assert verdict.why == "Reduce-scatter 9.00 ms, all-gather 4.00 ms, not FSDP 2.00 ms."
+    assert verdict.why == (
+        "15.0 ms of the typical step of 100.0 ms are exposed: reduce-scatter 9.00 ms, all-gather "
+        "4.00 ms, not FSDP 2.00 ms."
+    )
 
 
 def test_the_longest_wait_is_the_one_beyond_the_floor():
     verdict = give_verdict(facts(exposed_ns=15 * MS, floor_ns=5 * MS, top=waiting()))
-    assert verdict.why.startswith("Beyond the floor, the longest wait, 8.00 ms, is for")
-    assert verdict.why.endswith("5.00 ms of the exposed time is the floor, which no setting hides.")
+    assert verdict.why == (
+        "15.0 ms of the typical step of 100.0 ms are exposed. Beyond the floor, the longest wait "
+        "is for the all-gather of layers.7 in forward: 8.00 ms. 5.00 ms of the exposed time is the "
+        "floor, which no setting hides."
+    )
 
 
 def test_gathers_repeated_in_backward_suggest_keeping_parameters():
@@ -149,7 +155,7 @@ def test_backward_gathers_below_two_percent_are_not_worth_naming():
 def test_on_a_blocking_backend_exposure_is_called_a_property_of_the_backend():
     verdict = give_verdict(facts(exposed_ns=60 * MS, blocks_host=True, backend="gloo"))
     assert "block the host by default on gloo" in verdict.why
-    assert "a property of the backend" in verdict.why
+    assert "every plan exposes them: this is a property of the backend." in verdict.why
     assert any("on GPUs" in step for step in verdict.next_steps)
 
 
@@ -158,17 +164,18 @@ def test_where_it_is_not_known_what_fsdp_issued_nothing_is_said_of_it():
     kinds = {"other": 8 * MS}
     known = {"top": top, "exposed_by_kind_ns": kinds, "knows_fsdp": False}
     verdict = give_verdict(facts(exposed_ns=15 * MS, **known))
-    assert (
-        verdict.why == "Other collectives 8.00 ms. The longest wait, 8.00 ms, is for the "
-        "all-reduce."
+    assert verdict.why == (
+        "15.0 ms of the typical step of 100.0 ms are exposed: other collectives 8.00 ms. The "
+        "longest wait is for the all-reduce: 8.00 ms."
     )
 
 
 def test_a_wait_outside_fsdp_is_not_blamed_on_a_unit():
     top = Waiting(fqn=None, kind="all_reduce", phase="outside", exposed_ns=8 * MS)
     verdict = give_verdict(facts(exposed_ns=15 * MS, top=top))
-    assert (
-        verdict.why == "The longest wait, 8.00 ms, is for the all-reduce that FSDP did not issue."
+    assert verdict.why == (
+        "15.0 ms of the typical step of 100.0 ms are exposed. The longest wait is for the "
+        "all-reduce that FSDP did not issue: 8.00 ms."
     )
 
 
@@ -190,10 +197,12 @@ def test_memory_names_what_is_reserved_and_fragmentation():
             peak_allocated_bytes=60 * GIB,
         )
     )
-    assert (
-        verdict.sentence == "Memory is close to the limit: 77.0 GiB reserved of 80.0 GiB (97.0 %)."
+    assert verdict.sentence == "Memory limits the run: 97.0 % of the device is reserved."
+    assert verdict.why == (
+        "The allocator reserves 77.0 GiB of 80.0 GiB; tensors hold at most 60.0 GiB. A larger "
+        "batch or a longer sequence can run out of memory."
     )
-    assert "expandable_segments:True: 17.0 GiB" in verdict.next_steps[0]
+    assert "expandable_segments:True: 17.0 GiB of reserved memory" in verdict.next_steps[0]
 
 
 def test_every_limit_says_why_and_what_next():
@@ -205,24 +214,43 @@ def test_every_limit_says_why_and_what_next():
         assert verdict.numbers["step_time_ns"] == 100 * MS
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="compute"),
+        pytest.param({"data_ns": 50 * MS}, id="input"),
+        pytest.param({"host_bound_ns": 50 * MS}, id="host"),
+        pytest.param({"exposed_ns": 50 * MS}, id="communication"),
+        pytest.param({"other_ns": 50 * MS}, id="other"),
+        pytest.param({"device_ratio": 0.99}, id="memory"),
+        pytest.param({"growth": growth()}, id="memory growth"),
+        pytest.param({"straggler": straggler()}, id="straggler"),
+    ],
+)
+def test_a_headline_has_at_most_twelve_words(changes):
+    headline = give_verdict(facts(**changes)).sentence.replace(" %", "%")
+    assert len(headline.split()) <= 12
+
+
 def test_a_straggler_is_named_with_its_price_and_what_it_does_meanwhile():
     verdict = give_verdict(facts(straggler=straggler()))
-    assert verdict.sentence == (
-        "Rank 4 is a straggler: it costs 10.0 ms of the typical 100.0 ms step (10.0 %)."
-    )
+    assert verdict.sentence == "Rank 4 is a straggler: it costs 10.0 % of the step."
     assert verdict.why == (
-        "It arrives last at 86.1 % of the collectives, latest in backward, by 2.00 ms. What takes "
-        "it longest against the others is data, 9.00 ms more a step."
+        "Without its extra work the typical step of 100.0 ms is 10.0 ms shorter. It arrives last "
+        "at 86.1 % of the collectives, by 2.00 ms, most of all in backward. On this rank data "
+        "takes 9.00 ms longer per step than on the other ranks."
     )
-    assert "different on rank 4 (host node-1)" in verdict.next_steps[0]
+    assert "how rank 4 (host node-1) differs from the other ranks" in verdict.next_steps[0]
     assert verdict.numbers["straggler_cost_ns"] == 10 * MS
 
 
 def test_memory_that_creeps_up_says_when_the_device_is_full():
     verdict = give_verdict(facts(growth=growth()))
-    assert verdict.sentence == (
-        "Memory creeps up: rank 3 holds 1.00 MiB more after each step, and fills the device in 500 "
-        "steps at the latest."
+    assert verdict.sentence == "Memory grows by 1.00 MiB per step."
+    assert verdict.why == (
+        "Rank 3 ends each step with more allocated memory than the step before. The device is full "
+        "after at most 500 more steps. Steady growth means that the training loop keeps tensors "
+        "from step to step."
     )
     assert ".detach()" in verdict.next_steps[0]
 
@@ -231,8 +259,8 @@ def test_the_causes_of_waits_are_part_of_the_why():
     causes = {"late_issue": 8 * MS, "floor": 4 * MS, "bandwidth": 3 * MS}
     verdict = give_verdict(facts(exposed_ns=15 * MS, floor_ns=4 * MS, causes_ns=causes))
     assert verdict.why == (
-        "By cause: late issue 8.00 ms, floor 4.00 ms, bandwidth 3.00 ms. No setting hides the "
-        "floor."
+        "15.0 ms of the typical step of 100.0 ms are exposed. By cause: late issue 8.00 ms, floor "
+        "4.00 ms, bandwidth 3.00 ms. No setting hides the floor."
     )
 
 
@@ -250,7 +278,7 @@ def test_collectives_in_one_queue_are_advised_a_second_communicator():
 def test_a_run_that_contradicts_its_plan_is_told_so_first():
     verdict = give_verdict(facts(contradiction="layers.7: stayed unsharded."))
     assert verdict.next_steps[0] == (
-        "First find out why the run does not do what its plan says: layers.7: stayed unsharded."
+        "First find out why the plan check fails. layers.7: stayed unsharded."
     )
 
 
@@ -264,14 +292,14 @@ def test_fragmentation_and_retries_are_taken_from_the_allocator_where_it_was_cou
             num_alloc_retries=3,
         )
     )
-    assert "20.0 GiB is reserved" in verdict.next_steps[0]
-    assert "free its cache 3 times" in verdict.why
+    assert "20.0 GiB of reserved memory is unused" in verdict.next_steps[0]
+    assert "The allocator emptied its cache 3 times." in verdict.why
 
 
 def test_an_imported_trace_says_what_idle_time_may_hold():
     verdict = give_verdict(facts(host_bound_ns=20 * MS, is_kernel_trace=True))
-    assert "a wait for the next batch is part of it" in verdict.why
-    assert "kernels compute for 90.0 ms" in give_verdict(facts(is_kernel_trace=True)).sentence
+    assert "this time includes waits for the next batch" in verdict.why
+    assert "Compute kernels run for 90.0 ms" in give_verdict(facts(is_kernel_trace=True)).why
 
 
 def test_a_rank_that_something_else_limits_differs_from_the_run():
@@ -287,8 +315,8 @@ def test_under_a_straggler_the_other_ranks_wait_for_it():
     run = give_verdict(late)
     waits = give_rank_verdict(0, "", facts(straggler=straggler(), exposed_ns=50 * MS), run)
     itself = give_rank_verdict(4, "node-1", late, run)
-    assert (waits.sentence, waits.differs) == ("It waits for rank 4.", False)
-    assert itself.sentence == "The others wait for it: data, 9.00 ms more a step."
+    assert (waits.sentence, waits.differs) == ("This rank waits for rank 4.", False)
+    assert itself.sentence == "The other ranks wait for this rank: data takes 9.00 ms longer."
     assert itself.differs
 
 

@@ -297,7 +297,7 @@ def test_a_link_to_a_run_that_is_not_here_says_so_until_another_is_chosen(open_a
 
 def test_findings_lead_to_the_page_that_shows_them(shown):
     text = read(shown("overview", "whole"))
-    assert "The run did what its plan says" in text
+    assert "The run follows its plan" in text
     labels = [link.proto.label for link in shown("overview", "whole").get("page_link")]
     assert "Seen in Units" in labels
 

@@ -59,7 +59,8 @@ def test_runs_that_all_have_the_same_settings_are_compared_with_each_other():
     comparison = compare_runs(*repeats([100, 101, 102]))
     assert [side.label for side in comparison.sides] == ["A", "B", "C"]
     assert comparison.conclusions[0].reasons == (
-        "Their recorded settings are the same: what differs is noise, or was not recorded.",
+        "All recorded settings are the same: the difference is noise, or its cause was not "
+        "recorded.",
     )
 
 
@@ -73,16 +74,19 @@ def test_five_runs_a_side_are_tested():
     after = repeats([105, 106, 107, 108, 109], git_commit="new")
     [conclusion] = compare_runs(before, after).conclusions
     assert conclusion.telling is Telling.DIFFERENT
-    assert conclusion.sentence.startswith("B is 4.9 % slower than A (+2.0 % to +7.8 %, p = 0.0079)")
+    assert conclusion.sentence == (
+        "B is 4.9% slower than A. The step takes 107.0 ns instead of 102.0 ns (95% interval "
+        "+2.0 % to +7.8 %, p = 0.0079)."
+    )
 
 
 def test_one_run_a_side_below_ten_percent_cannot_be_told_and_says_what_is_missing():
     [conclusion] = compare_runs(run_of_step(100), run_of_step(107)).conclusions
     assert conclusion.telling is Telling.UNKNOWN
     assert conclusion.sentence == (
-        "B cannot be told from A in step time: +7.0 %, 100.0 ns -> 107.0 ns a step. Identical "
-        "processes differ by up to 10 %, or as much as the repeats here do; a test needs 5 runs "
-        "of each, so 4 more of A and 4 more of B."
+        "B and A do not differ significantly in step time: +7.0 %. The step takes 107.0 ns instead "
+        "of 100.0 ns. Identical processes differ by up to 10%, or by as much as the repeats here. "
+        "To test the difference, record 4 more runs of A and 4 more of B."
     )
 
 
@@ -90,9 +94,9 @@ def test_a_change_is_explained_by_the_part_and_the_unit_that_moved_in_it():
     slow = run_of_step(200, exposed=110, config={"reshard": True})
     [conclusion] = compare_runs(run_of_step(100, exposed=10), slow).conclusions
     assert conclusion.reasons[:3] == (
-        "Of +100.0 ns between their typical steps: exposed all-gather +100.0 ns.",
-        "Over all waits, the cause that moved most is floor: +100.0 ns.",
-        "The unit that moved most in it is layers.0: all-gather +100.0 ns a step.",
+        "The typical step changes by +100.0 ns: exposed all-gather +100.0 ns.",
+        "The cause of waits that changes most is floor: +100.0 ns.",
+        "The unit with the largest change in exposed all-gather is layers.0: +100.0 ns per step.",
     )
     assert conclusion.reasons[-1] == (
         "The only setting that differs is reshard: the likely reason, unless the machine was "
@@ -104,15 +108,17 @@ def test_a_part_that_moved_the_other_way_is_said_too():
     slow = run_of_step(160, exposed=110)
     [conclusion] = compare_runs(run_of_step(100, exposed=10), slow).conclusions
     assert conclusion.reasons[0] == (
-        "Of +60.0 ns between their typical steps: exposed all-gather +100.0 ns, against forward "
-        "-40.0 ns."
+        "The typical step changes by +60.0 ns: exposed all-gather +100.0 ns; in the other "
+        "direction: forward -40.0 ns."
     )
 
 
 def test_of_several_settings_none_is_called_the_reason():
     second = run_of_step(200, config={"a": 1, "b": 2})
     [conclusion] = compare_runs(run_of_step(100), second).conclusions
-    assert conclusion.reasons[-1].startswith("2 settings differ (a, b): which of them")
+    assert conclusion.reasons[-1] == (
+        "2 settings differ (a, b); these runs do not show which of them is the reason."
+    )
 
 
 def test_where_nothing_is_told_no_setting_is_called_the_reason():
@@ -143,7 +149,7 @@ def test_counts_and_bytes_are_never_noise():
     sent = metric_of(comparison, "communication_bytes")
     assert (sent.values, sent.judgements[0].telling) == ((64, 65), Telling.DIFFERENT)
     assert comparison.conclusions[0].reasons[0] == (
-        "It communicates differently in every step: messages of 64 B -> 65 B."
+        "Communication per step differs: communicated bytes 64 B -> 65 B."
     )
 
 
@@ -161,7 +167,7 @@ def test_memory_at_the_peak_is_compared_by_category():
         ("activation", (1000, 1000), (0,)),
         ("buffer", (100, 300), (200,)),
     ]
-    assert "Its peak allocated is 200 B higher (buffer +200 B at the peak)." in (
+    assert "Peak allocated is 200 B higher (at the peak: buffer +200 B)." in (
         comparison.conclusions[0].reasons
     )
 
@@ -200,19 +206,21 @@ def test_a_run_without_a_timed_step_is_compared_in_settings_only():
     comparison = compare_runs(run_of_step(100), RunBuilder(config={"a": 1}).build())
     [conclusion] = comparison.conclusions
     assert conclusion.telling is Telling.MISSING
-    assert conclusion.sentence == ("B cannot be compared with A in time: no timed step in B.")
+    assert conclusion.sentence == "B cannot be compared with A: no timed step in B."
     assert comparison.settings
 
 
 def test_another_world_size_is_said_before_any_number():
     comparison = compare_runs(steady_run(), steady_run(world_size=4))
-    assert comparison.caveats[0].startswith("Not the same world size (A: 2, B: 4)")
+    assert comparison.caveats[0].startswith("Different world size (A: 2, B: 4)")
 
 
 def test_a_run_that_did_not_end_well_is_said():
     crashed = replace(run_of_step(100, run_id="broken"), status=RunStatus.CRASHED)
     caveats = compare_runs(run_of_step(100), crashed).caveats
-    assert caveats == ("Run broken of B is crashed: what it did not record is not compared.",)
+    assert caveats == (
+        "Run broken of B is crashed: the comparison lacks the data that it did not record.",
+    )
 
 
 def test_an_imported_run_without_units_is_compared_with_what_it_has():
@@ -220,9 +228,9 @@ def test_an_imported_run_without_units_is_compared_with_what_it_has():
     builder.rank(0).step(0, 0, 150)
     comparison = compare_runs(run_of_step(100), builder.build())
     assert metric_of(comparison).values == (100, 150)
-    assert comparison.caveats[-1].startswith("The one step of B is a whole imported trace")
+    assert comparison.caveats[-1].startswith("The only step of B is a whole imported trace")
     assert all(row.sides[1] is None for row in comparison.units)
-    assert any("Not the same source" in caveat for caveat in comparison.caveats)
+    assert any("Different source" in caveat for caveat in comparison.caveats)
 
 
 @pytest.mark.parametrize("given", [(), ([],)])
@@ -253,8 +261,8 @@ def test_a_run_against_its_twin_differs_in_nothing():
 def test_several_sides_are_summarised_in_one_sentence():
     runs = [run_of_step(time, git_commit=str(time)) for time in (100, 50, 101, 200)]
     assert compare_runs(*runs).answer == (
-        "Against A, with 100.0 ns a step: faster B (-50.0 %); slower D (+100.0 %); "
-        "not to be told from noise C (+1.0 %)."
+        "Step time compared with A (100.0 ns). Faster: B (-50.0 %). Slower: D (+100.0 %). "
+        "Not significant: C (+1.0 %)."
     )
 
 

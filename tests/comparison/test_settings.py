@@ -62,7 +62,7 @@ def test_units_that_only_one_run_has_are_a_difference_of_the_plan():
     assert wrapping == (
         "plan",
         "units",
-        "those that not all share",
+        "units of some sides",
         ("layers.1", "layers.1.attention, layers.1.ffn"),
     )
 
@@ -88,12 +88,12 @@ def test_another_seed_is_listed_and_still_a_repeat():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        pytest.param({"world_size": 4}, "Not the same world size (A: 2, B: 4)", id="ranks"),
-        pytest.param({"versions": {"torch": "2.6"}}, "Not the same torch", id="torch"),
-        pytest.param({"device_name": "H100"}, "Not the same device (A: cpu, B: H100)", id="device"),
-        pytest.param({"source": "imported"}, "Not the same source", id="source"),
-        pytest.param({"backend": "nccl"}, "Not the same backend", id="backend"),
-        pytest.param({"model": ModelInfo(num_parameters=7)}, "Not the same model", id="model"),
+        pytest.param({"world_size": 4}, "Different world size (A: 2, B: 4)", id="ranks"),
+        pytest.param({"versions": {"torch": "2.6"}}, "Different torch", id="torch"),
+        pytest.param({"device_name": "H100"}, "Different device (A: cpu, B: H100)", id="device"),
+        pytest.param({"source": "imported"}, "Different source", id="source"),
+        pytest.param({"backend": "nccl"}, "Different backend", id="backend"),
+        pytest.param({"model": ModelInfo(num_parameters=7)}, "Different model", id="model"),
     ],
 )
 def test_what_makes_runs_hard_to_compare_is_said(changes, said):

@@ -26,7 +26,7 @@ def test_two_ranks_train_and_record_with_one_voice_and_no_warning(torchrun: Any,
         "Dashboard: fsdp-inspect app runs",
         f"Summary:   fsdp-inspect summary runs/{folder.name}",
     ]
-    assert done.stderr.startswith("What limits the step cannot be told: no step counts yet.")
+    assert done.stderr.startswith("The limit is unknown: the run has no timed step.")
     assert "warn" not in done.stderr.lower()
     assert open_run(folder).manifest.name == "first"
 

@@ -15,7 +15,7 @@ backward                320.0 ns  32.0 %  ██████████
 FSDP copies              20.0 ns   2.0 %  █
 exposed all-gather      130.0 ns  13.0 %  ▒▒▒▒
 exposed reduce-scatter  100.0 ns  10.0 %  ▒▒▒
-exposed, other           20.0 ns   2.0 %  ▒
+exposed other            20.0 ns   2.0 %  ▒
 optimizer               100.0 ns  10.0 %  ███
 data                     50.0 ns   5.0 %  ██
 other                    60.0 ns   6.0 %  ██

@@ -11,12 +11,12 @@ A  kept
 B  freed
 differs in reshard: false -> true
 
-B is 50.0 % slower than A: 100.0 ns -> 150.0 ns a step. More than the 10 % by
-which identical processes differ on a quiet machine, but not tested: a test
-needs 5 runs of each, so 4 more of A and 4 more of B.
-  Of +50.0 ns between their typical steps: exposed all-gather +40.0 ns.
-  Over all waits, the cause that moved most is floor: +40.0 ns.
-  The unit that moved most in it is layers.0: all-gather +40.0 ns a step.
+B is 50.0% slower than A. The step takes 150.0 ns instead of 100.0 ns. Not
+tested: record 4 more runs of A and 4 more of B.
+  The typical step changes by +50.0 ns: exposed all-gather +40.0 ns.
+  The cause of waits that changes most is floor: +40.0 ns.
+  The unit with the largest change in exposed all-gather is layers.0: +40.0 ns
+  per step.
   The only setting that differs is reshard: the likely reason, unless the
   machine was busier in one of the runs.
 
@@ -26,7 +26,7 @@ step time              100.0 ns  150.0 ns   +50.0 %
 communication           10.0 ns   50.0 ns  +400.0 %
 exposed communication   10.0 ns   50.0 ns  +400.0 %
 collectives                   1         1         =  exactly equal
-communicated               64 B      64 B         =  exactly equal
+communicated bytes         64 B      64 B         =  exactly equal
 peak allocated                –         –         –
 peak reserved                 –         –         –
 
@@ -88,7 +88,7 @@ def test_each_side_but_the_reference_has_tables_of_its_own():
 
 def test_cautions_come_before_the_settings():
     lines = text_of_runs(steady_run(), steady_run(world_size=4)).splitlines()
-    assert lines[3].startswith("caution: Not the same world size")
+    assert lines[3].startswith("caution: Different world size")
 
 
 def test_collectives_that_changed_are_listed_with_number_and_size():

@@ -14,11 +14,11 @@ SUMMARY = """\
 hand-made  complete
 2 ranks · gloo · cpu · Decoder, 200 parameters
 
-Communication is exposed for 250.0 ns of the typical 1.00 µs step (25.0 %).
-  Why: All-gather 130.0 ns, reduce-scatter 100.0 ns, not FSDP 20.0 ns. By cause:
-  floor 150.0 ns, bandwidth 60.0 ns, late issue 40.0 ns. No setting hides the
-  floor. Beyond the floor, the longest wait, 50.0 ns, is for the all-gather of
-  layers.1 in forward.
+Communication is exposed for 25.0 % of the step.
+  Why: 250.0 ns of the typical step of 1.00 µs are exposed: all-gather 130.0 ns,
+  reduce-scatter 100.0 ns, not FSDP 20.0 ns. By cause: floor 150.0 ns, bandwidth
+  60.0 ns, late issue 40.0 ns. No setting hides the floor. Beyond the floor, the
+  longest wait is for the all-gather of layers.1 in forward: 50.0 ns.
   Next: Try reshard_after_forward=False if memory allows: the backward gathers
   again, exposed for 30.0 ns.
   Or: Prefetch one unit ahead, so that the all-gather is issued earlier.
@@ -29,7 +29,7 @@ backward                320.0 ns  32.0 %  ██████████
 FSDP copies              20.0 ns   2.0 %  █
 exposed all-gather      130.0 ns  13.0 %  ▒▒▒▒
 exposed reduce-scatter  100.0 ns  10.0 %  ▒▒▒
-exposed, other           20.0 ns   2.0 %  ▒
+exposed other            20.0 ns   2.0 %  ▒
 optimizer               100.0 ns  10.0 %  ███
 data                     50.0 ns   5.0 %  ██
 other                    60.0 ns   6.0 %  ██
@@ -39,7 +39,7 @@ Typical step of 3 timed steps of rank 0
 step time               1.00 µs  p10 1.00 µs, p90 1.00 µs
 communication          500.0 ns
 exposed communication  250.0 ns
-exposed, floor         150.0 ns
+exposed floor          150.0 ns
 overlap                  50.0 %
 peak allocated                –
 peak reserved                 –  no allocator reserves memory on CPU
@@ -59,8 +59,7 @@ rank  host  step time  communication   exposed  overlap
 1             1.00 µs       500.0 ns  250.0 ns   50.0 %
 
 Declared against observed
-The run did what its plan says: 18 collectives in 3 steps of 2 units, as
-expected.
+The run follows its plan: 18 collectives in 3 steps of 2 units, as expected.
 
 Recorded run. 3 of 4 finished steps are timed; left out: step 0 (warm-up).
 Times by method. measured: step, all-gather, reduce-scatter, all-reduce, copies,
@@ -133,7 +132,7 @@ def test_missing_ranks_are_counted_in_the_headline():
 
 def test_a_run_without_steps_says_what_to_do_and_shows_no_zeros():
     shown = summary_of(RunBuilder().build())
-    assert "no step counts yet" in shown
+    assert "The limit is unknown: the run has no timed step." in shown
     assert "Record more steps" in shown
     assert "0 ns" not in shown
 

@@ -1,1 +1,1 @@
-"""The collectives that ran against the plan that was declared."""
+"""Check the collectives of a run against its declared plan."""

@@ -1,12 +1,12 @@
-"""Do the collectives that ran match the plan that was declared?
+"""Check whether the collectives of a run match its declared plan.
 
-Declared is what the manifest says about units, mesh and prefetch; observed are the collectives of
-one rank in its timed steps. Collectives are matched between ranks, so one rank speaks for all: a
-rank that issued other ones would hang. What is expected is not assumed but replayed from the
-forwards and backwards that ran (`analysis.plan_check.expected_collectives`), so that units used
-twice, frozen units, evaluation, checkpointing and accumulation need no exception; CPU offload
-changes no collective. What a training loop does and no plan declares (accumulation, keeping
-parameters between microbatches) is read from the collectives themselves and stated as `loop`.
+The declaration is the manifest's record of units, mesh and prefetch. The observation is the
+collectives of one rank in its timed steps. One rank is enough, because a rank that issues other
+collectives than the rest hangs. The expected collectives come from a replay of the recorded
+forwards and backwards (`analysis.plan_check.expected_collectives`). So units used twice, frozen
+units, evaluation, checkpointing and accumulation need no exceptions; CPU offload changes no
+collective. Behaviour of the training loop that no plan declares (accumulation, keeping parameters
+between microbatches) is read from the collectives and reported as `loop`.
 """
 
 from collections import Counter
@@ -33,12 +33,12 @@ from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
 MOST_STEPS = 20
-"""Of a longer run the first steps are checked: what a plan does, it does in every step."""
+"""Only the first timed steps are checked, because a plan acts the same in every step."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTotal:
-    """All units' collectives of one kind over the checked steps."""
+    """Collectives of one kind, over all units and checked steps."""
 
     kind: str
     expected_count: int
@@ -47,13 +47,13 @@ class CollectiveTotal:
 
 @dataclass(frozen=True, slots=True)
 class UnitCheck:
-    """One unit against its plan."""
+    """The check of one unit."""
 
     index: int
     fqn: str
     reshard_after_forward: bool | int | None
     is_reshard_inferred: bool
-    """The manifest does not say: it was told from the gathers, which cannot contradict it then."""
+    """The manifest lacks the setting: it is inferred from the all-gathers, so they match it."""
     is_consistent: bool
     all_gather: CollectiveCount
     reduce_scatter: CollectiveCount
@@ -62,39 +62,39 @@ class UnitCheck:
 
 @dataclass(frozen=True, slots=True)
 class LoopFacts:
-    """What the training loop does that no plan declares, as its collectives show."""
+    """Behaviour of the training loop that no plan declares, read from the collectives."""
 
     microbatches: int
-    """Backward passes of a step, the most of any checked step."""
+    """Backward passes per step, the highest number of any checked step."""
     sync: str
-    """When gradients are reduced: `every`, `last`, `all_reduce_last`, `some`, `never`."""
+    """Microbatches that reduce gradients: `every`, `last`, `all_reduce_last`, `some`, `never`."""
     kept_between_microbatches: tuple[str, ...]
     """Units that stay unsharded from one microbatch to the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanCheck:
-    """Whether a run did what its plan says."""
+    """Whether a run follows its plan."""
 
     rank: int | None
-    """The rank whose collectives were counted; None if nothing could be."""
+    """The rank whose collectives are counted; None if the check is not possible."""
     steps: tuple[int, ...]
-    """The timed steps that were checked."""
+    """The checked timed steps."""
     is_consistent: bool | None
-    """None: it cannot be told; `sentence` says why."""
+    """None: unknown; `sentence` gives the reason."""
     sentence: str
     loop: LoopFacts | None
     totals: tuple[CollectiveTotal, ...]
     units: tuple[UnitCheck, ...]
-    """As the manifest lists them."""
+    """In the order of the manifest."""
     findings: tuple[PlanFinding, ...]
-    """Contradictions of the plan first, then what the plan wastes."""
+    """First contradictions of the plan, then waste of the plan."""
 
 
 def check_plan(run: RunSource) -> PlanCheck:
-    """Whether number and size of the collectives match the plan and the units.
+    """Check whether number and size of the collectives match the plan and the units.
 
-    Reads the passes and collectives of one rank, up to the `MOST_STEPS`-th timed step.
+    It reads the passes and collectives of one rank, up to the `MOST_STEPS`-th timed step.
     """
     manifest, selection = run.manifest, select_steps(run)
     steps = selection.timed[:MOST_STEPS]
@@ -107,22 +107,22 @@ def check_plan(run: RunSource) -> PlanCheck:
     own = set(events.step[events.kind == EventKind.STEP].tolist())
     observed = ObservedCollectives(events, [step for step in steps if step in own])
     if not observed.has_passes:
-        return _unknown(manifest, "the run does not tell when its units ran forward and backward")
+        return _unknown(manifest, "the run does not record forward and backward of its units")
     return _check(manifest, rank, observed)
 
 
 def _why_not(run: RunSource, steps: Sequence[int]) -> str | None:
     if not run.manifest.units:
-        return "the run knows no FSDP units"
+        return "the run has no FSDP units"
     if not all(unit.are_sizes_known for unit in run.manifest.units):
         return (
-            "the trace does not tell the sizes of all messages, so which units are trained, and "
-            "what they should send, is not known (profile with record_shapes=True)"
+            "the trace lacks the sizes of some messages, so the expected collectives are unknown; "
+            "profile with record_shapes=True"
         )
     if not run.ranks:
-        return "no rank wrote anything"
+        return "no rank wrote data"
     if not steps:
-        return "no step counts yet"
+        return "the run has no timed step"
     if run.ranks[0].dropped.get("events"):
         return f"rank {run.ranks[0].rank} dropped events, so its collectives cannot be counted"
     return None
@@ -133,7 +133,7 @@ def _unknown(manifest: RunManifest, reason: str) -> PlanCheck:
         rank=None,
         steps=(),
         is_consistent=None,
-        sentence=f"Whether the run did what its plan says cannot be told: {reason}.",
+        sentence=f"The plan cannot be checked: {reason}.",
         loop=None,
         totals=(),
         units=(),
@@ -152,12 +152,12 @@ def _check(manifest: RunManifest, rank: int, observed: ObservedCollectives) -> P
         *(_check_prefetch(plan, manifest, observed) if plan else ()),
     ]
     totals = tuple(_total(counts, kind) for kind in COUNTED_KINDS)
-    said = _say_result(totals, wrong, num_steps=len(observed.steps), num_units=len(counts))
+    result = _phrase_result(totals, wrong, num_steps=len(observed.steps), num_units=len(counts))
     return PlanCheck(
         rank=rank,
         steps=observed.steps,
         is_consistent=not wrong,
-        sentence=f"{said} {complaint}" if complaint else said,
+        sentence=f"{result} {complaint}" if complaint else result,
         loop=loop,
         totals=totals,
         units=tuple(_describe_unit(count) for count in counts),
@@ -171,7 +171,7 @@ def _read_plan(manifest: RunManifest) -> tuple[Plan | None, str | None]:
     try:
         return Plan.from_dict(manifest.plan), None
     except PlanError as error:
-        return None, f"Its plan cannot be read, so prefetch was not checked: {error}"
+        return None, f"The plan cannot be read, so prefetch is not checked: {error}"
 
 
 def _total(counts: Sequence[UnitCount], kind: EventKind) -> CollectiveTotal:
@@ -200,11 +200,11 @@ def _collectives(count: UnitCount) -> tuple[CollectiveCount, ...]:
     return count.all_gather, count.reduce_scatter, count.all_reduce
 
 
-# --- what a contradiction means
+# --- reasons of a contradiction
 
 
 def _explain(count: UnitCount) -> Iterator[PlanFinding]:
-    """One finding for each kind of collective that contradicts the plan."""
+    """Yield one finding for each kind of collective that contradicts the plan."""
     fqns = (count.unit.fqn,)
     if not count.all_gather.is_consistent:
         rule, sentence = _explain_gathers(count)
@@ -218,50 +218,50 @@ def _explain_gathers(count: UnitCount) -> tuple[str, str]:
     surplus, gathers = count.surplus, count.all_gather
     if gathers.observed_count == gathers.expected_count:
         if gathers.expected_bytes in (None, *gathers.observed_bytes[:1]):
-            return "", "is gathered in other steps than those whose passes need it"
-        return "R14", _say_sizes(gathers)
+            return "", "is gathered in other steps than its forwards and backwards require"
+        return "R14", _phrase_sizes(gathers)
     if count.reshards and surplus.in_forward == 0 and surplus.observed_in_backward == 0:
-        return "R5", "stayed unsharded after forward, though it is declared to reshard"
+        return "R5", "stays unsharded after forward, but the plan declares that it reshards"
     if not count.reshards and surplus.in_backward > 0 and not surplus.unused:
-        return "R8", "was gathered again in backward, though it is declared to stay unsharded"
+        return "R8", "is gathered again in backward, but the plan declares that it stays unsharded"
     if surplus.unused:
-        return "R28", "was gathered for nobody: no pass used what was prefetched"
+        return "R28", "has unused all-gathers: no pass uses the prefetched parameters"
     if gathers.observed_count > gathers.expected_count:
-        return "", "was gathered more often than its forwards and backwards need"
-    return "", "was gathered less often than its forwards and backwards need"
+        return "", "is gathered more often than its forwards and backwards require"
+    return "", "is gathered less often than its forwards and backwards require"
 
 
 def _explain_reductions(count: UnitCount, reduction: CollectiveCount) -> str:
     kind = reduction.kind.replace("_", "-")
     if not count.unit.num_trainable_parameters:
-        return f"had gradients reduced ({kind}), though it is declared frozen"
+        return f"reduces gradients ({kind}), but is declared frozen"
     if reduction.observed_count == reduction.expected_count:
-        return _say_sizes(reduction)
+        return _phrase_sizes(reduction)
     if reduction.observed_count == 0:
         return (
-            f"never had its gradients reduced ({kind}) while other units had: its parameters got "
-            "no gradient, or its synchronisation is off"
+            f"never reduces its gradients ({kind}), but other units do: its parameters get no "
+            "gradient, or its gradient synchronisation is off"
         )
-    return f"had its gradients reduced ({kind}) at other times than its backwards need"
+    return f"reduces its gradients ({kind}) at other times than its backwards require"
 
 
-def _say_sizes(count: CollectiveCount) -> str:
-    """What other message sizes than the declared one point to."""
+def _phrase_sizes(count: CollectiveCount) -> str:
+    """Phrase the likely reason of message sizes that differ from the declared size."""
     kind = count.kind.replace("_", "-")
-    seen = ", ".join(format_bytes(size) for size in count.observed_bytes)
+    observed = ", ".join(format_bytes(size) for size in count.observed_bytes)
     declared = count.expected_bytes or 0
-    said = f"sends {kind} messages of {seen} where {format_bytes(declared)} is declared"
+    sizes = f"sends {kind} messages of {observed}, but {format_bytes(declared)} is declared"
     if set(count.observed_bytes) == {2 * declared}:
-        return f"{said}: twice as much, as float32 in place of a 16-bit type makes"
+        return f"{sizes}: twice the size, as with float32 instead of a 16-bit dtype"
     if set(count.observed_bytes) == {declared // 2}:
-        return f"{said}: half as much, as a 16-bit type in place of float32 makes"
+        return f"{sizes}: half the size, as with a 16-bit dtype instead of float32"
     if count.kind != "all_gather" and max(count.observed_bytes, default=0) <= declared:
-        return f"{said}: some of its parameters got no gradient"
-    return f"{said}: other parameters or padding than the units describe"
+        return f"{sizes}: some of its parameters get no gradient"
+    return f"{sizes}: its parameters or its padding differ from the declaration"
 
 
 def _joined(findings: Iterable[PlanFinding]) -> Iterator[PlanFinding]:
-    """Findings that say the same of several units, as one."""
+    """Join findings that have the same sentence for several units."""
     together: dict[tuple[str, str], list[str]] = {}
     for finding in findings:
         together.setdefault((finding.rule, finding.sentence), []).extend(finding.fqns)
@@ -298,18 +298,21 @@ def _name_sync(
 
 
 def _check_loop(plan: Plan, loop: LoopFacts) -> Iterator[PlanFinding]:
-    """An accumulation that the plan declares (its default is not a declaration)."""
+    """Check the accumulation that the plan declares (the default is not a declaration)."""
     declared = plan.accumulation
     if declared.microbatches == 1:
         return
     if declared.microbatches != loop.microbatches:
         sentence = (
-            f"The plan accumulates over {declared.microbatches} microbatches; the steps ran "
+            f"The plan accumulates over {declared.microbatches} microbatches, but the steps run "
             f"{loop.microbatches}."
         )
         yield PlanFinding("R16", (), True, sentence)
     elif loop.sync not in (declared.sync, "never"):
-        sentence = f"The plan reduces gradients {declared.sync!r}; the steps did {loop.sync!r}."
+        sentence = (
+            f"The plan declares that gradients synchronise {declared.sync!r}, but the steps "
+            f"synchronise {loop.sync!r}."
+        )
         yield PlanFinding("R16", (), True, sentence)
 
 
@@ -319,7 +322,7 @@ def _check_loop(plan: Plan, loop: LoopFacts) -> Iterator[PlanFinding]:
 def _check_prefetch(
     plan: Plan, manifest: RunManifest, observed: ObservedCollectives
 ) -> Iterator[PlanFinding]:
-    """Gathers that the plan wants an earlier unit to issue, and that no such unit ever issued."""
+    """Find prefetches that the plan declares and that no earlier unit ever issues."""
     for direction, phase, rule in _DIRECTIONS:
         late = _find_unprefetched(plan, manifest, observed, direction, phase)
         if late:
@@ -327,8 +330,8 @@ def _check_prefetch(
                 rule,
                 tuple(late),
                 True,
-                f"is never gathered early in {direction}, though the plan prefetches it: the unit "
-                "that should ask for it runs later, or not at all",
+                f"is never prefetched in {direction}, although the plan declares it: the unit that "
+                "should issue the all-gather runs later, or never",
             )
 
 
@@ -347,12 +350,12 @@ def _find_unprefetched(
 ) -> list[str]:
     indices = {unit.fqn: unit.index for unit in manifest.units}
     without = [name for name in plan.unit_names if name not in indices]
-    askers: dict[str, list[int]] = {}
+    issuers: dict[str, list[int]] = {}
     for name, targets in plan.prefetch_lists(direction, without=without).items():
         for target in targets:
-            askers.setdefault(target, []).append(indices.get(name, NO_UNIT))
+            issuers.setdefault(target, []).append(indices.get(name, NO_UNIT))
     late = []
-    for target, units in askers.items():
+    for target, units in issuers.items():
         gathers = observed.collectives(indices.get(target, NO_UNIT), EventKind.ALL_GATHER)
         gathers = gathers.where(gathers.phase == phase)
         if len(gathers) and not np.isin(gathers.issued_by, units).any():
@@ -360,7 +363,7 @@ def _find_unprefetched(
     return late
 
 
-# --- in words
+# --- sentences
 
 
 def _unused_units(
@@ -368,10 +371,10 @@ def _unused_units(
 ) -> Iterator[PlanFinding]:
     unused = [count.unit.fqn for count in counts if len(observed.passes_of(count.unit.index)) == 0]
     if unused:
-        yield PlanFinding("", tuple(unused), False, "never ran: its shards only cost memory")
+        yield PlanFinding("", tuple(unused), False, "never runs: its shards only cost memory")
 
 
-def _say_result(
+def _phrase_result(
     totals: Sequence[CollectiveTotal],
     wrong: Sequence[PlanFinding],
     *,
@@ -381,17 +384,17 @@ def _say_result(
     over = f"{num_steps} {'step' if num_steps == 1 else 'steps'} of {num_units} units"
     if not wrong:
         ran = sum(total.observed_count for total in totals)
-        return f"The run did what its plan says: {ran} collectives in {over}, as expected."
+        return f"The run follows its plan: {ran} collectives in {over}, as expected."
     off = [total for total in totals if total.observed_count != total.expected_count]
     counted = "".join(
-        f" {total.observed_count} {total.kind.replace('_', '-')}s in {over}, where "
+        f" {total.observed_count} {total.kind.replace('_', '-')}s ran in {over}; "
         f"{total.expected_count} are expected."
         for total in off[:1]
     )
-    return f"The run did not do what its plan says.{counted} {_say_finding(wrong[0])}"
+    return f"The run does not follow its plan.{counted} {_phrase_finding(wrong[0])}"
 
 
-def _say_finding(finding: PlanFinding) -> str:
+def _phrase_finding(finding: PlanFinding) -> str:
     if not finding.fqns:
         return finding.sentence
     shown = ", ".join(format_unit(fqn) for fqn in finding.fqns[:3])

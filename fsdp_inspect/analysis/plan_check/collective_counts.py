@@ -1,8 +1,8 @@
-"""How many collectives of each unit ran, and how many did its passes ask for?
+"""Count the observed and the expected collectives of each unit.
 
-The counting behind `analysis.plan_check.check`: one rank's events against the replay of
-`analysis.plan_check.expected_collectives`, unit by unit and step by step, and the sizes of the
-messages against those in the manifest.
+This is the counting behind `analysis.plan_check.check`. It compares the events of one rank with the
+replay of `analysis.plan_check.expected_collectives`, by unit and step, and the message sizes with
+the sizes in the manifest.
 """
 
 from collections import Counter
@@ -31,63 +31,62 @@ COUNTED_KINDS = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_R
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCount:
-    """One unit's collectives of one kind: what its passes ask for, and what ran."""
+    """One unit's collectives of one kind: expected and observed."""
 
     kind: str
     """`all_gather`, `reduce_scatter` or `all_reduce`."""
     expected_per_step: int
-    """Median over the checked steps, as is the next."""
+    """Median over the checked steps, like `observed_per_step`."""
     observed_per_step: int
     expected_count: int
     """Over all checked steps."""
     observed_count: int
     expected_bytes: int | None
-    """Padded message of one collective; None if there is none, or the manifest does not say."""
+    """Padded message of one collective; None if none is expected or the size is unknown."""
     observed_bytes: tuple[int, ...]
-    """Every size that was seen, ascending; sizes that were not recorded are left out."""
+    """Every observed size, ascending; unrecorded sizes are left out."""
     rule: str
-    """Why so many are expected."""
+    """The rule behind the expected number."""
     is_consistent: bool
-    """Counts agree in every step, and every message has the expected size."""
+    """Counts match in every step, and every message has the expected size."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatherSurplus:
-    """By how many a unit's all-gathers miss what its passes needed; over all checked steps."""
+    """Observed - expected all-gathers of a unit, over all checked steps."""
 
     in_forward: int
-    """Observed less expected; negative where gathers are missing."""
+    """Observed - expected; negative if all-gathers are missing."""
     in_backward: int
     observed_in_backward: int
     unused: int
-    """Gathers that nobody waited for."""
+    """All-gathers that nothing waits for."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitCount:
-    """One unit's collectives, counted."""
+    """The collective counts of one unit."""
 
     unit: Unit
     all_gather: CollectiveCount
     reduce_scatter: CollectiveCount
     all_reduce: CollectiveCount
     reshards: bool
-    """Whether it gives its parameters up after forward; told from the gathers where the manifest
-    does not say."""
+    """Whether it reshards after forward; inferred from the all-gathers if the manifest lacks it."""
     is_kept: bool
-    """It stays unsharded between microbatches, though no plan declares it."""
+    """Whether it stays unsharded between microbatches although no plan declares it."""
     surplus: GatherSurplus
 
 
 class ObservedCollectives:
-    """The passes and collectives of one rank, and the steps in which they are compared."""
+    """The passes and collectives of one rank, and the compared steps."""
 
     def __init__(self, events: EventTable, steps: Sequence[int]) -> None:
-        """Take a rank's passes and collectives.
+        """Index a rank's passes and collectives.
 
         Args:
-            events: `PASS_KINDS` and `COUNTED_KINDS` of every step up to the last of `steps`, other
-                kinds are ignored: earlier steps tell what a unit holds when the first one begins.
+            events: `PASS_KINDS` and `COUNTED_KINDS` of every step up to the last of `steps`; other
+                kinds are ignored. Earlier steps show what a unit holds at the start of the first.
             steps: The steps to compare, ascending.
         """
         self.steps = tuple(steps)
@@ -104,25 +103,25 @@ class ObservedCollectives:
 
     @property
     def has_passes(self) -> bool:
-        """Whether it is known when any unit ran."""
+        """Whether any forward or backward of a unit is recorded."""
         return len(self._passes.events) > 0
 
     def passes_of(self, unit: int) -> EventTable:
-        """Forwards and backwards of a unit, in every step, evaluation included."""
+        """Return the forwards and backwards of a unit, in every step, evaluation included."""
         return self._passes.of(unit)
 
     def collectives(self, unit: int, kind: EventKind) -> EventTable:
-        """Collectives of a unit in the compared steps, evaluation left out."""
+        """Return the collectives of a unit in the compared steps, without evaluation."""
         return self._collectives[kind].of(unit)
 
     def count_per_step(self, events: EventTable) -> list[int]:
-        """How many of these events lie in each compared step."""
+        """Return the number of these events in each compared step."""
         by_step = Counter(events.step.tolist())
         return [by_step[step] for step in self.steps]
 
 
 class _ByUnit:
-    """Events sorted by unit, so that those of one unit are a slice of them."""
+    """Events sorted by unit, so that the events of one unit are a slice."""
 
     def __init__(self, events: EventTable) -> None:
         self.events = events.where(np.argsort(events.unit, kind="stable"))
@@ -135,11 +134,11 @@ class _ByUnit:
 def count_unit(
     unit: Unit, plan: UnitPlan | None, manifest: RunManifest, observed: ObservedCollectives
 ) -> UnitCount:
-    """One unit's collectives as they ran and as its passes asked for them.
+    """Count the observed and the expected collectives of one unit.
 
     Args:
-        unit: As the manifest has it.
-        plan: What the plan says about it; None without a plan.
+        unit: The unit, from the manifest.
+        plan: The unit's part of the plan; None without a plan.
         manifest: For the sizes of the process groups.
         observed: One rank's passes and collectives.
     """
@@ -174,7 +173,11 @@ class _UnitCounter:
         )
 
     def _find_needed_gathers(self) -> tuple[Counter[StepPhase], bool]:
-        """What the plan asks for, or else what the loop may do on its own and fits."""
+        """Return the all-gathers that the plan requires, or the ones of a loop that keeps units.
+
+        A training loop may keep a unit unsharded between microbatches without a plan. This
+        explanation is used if it matches the observed counts and the plan does not.
+        """
         if self._shard < 2:
             return Counter(), False
         ran = self._observed.count_per_step(self._gathers)
@@ -202,24 +205,24 @@ class _UnitCounter:
 
     def _find_surplus(self, needed: Mapping[StepPhase, int]) -> GatherSurplus:
         ran = Counter(self._gathers.phase.tolist())
-        asked: Counter[int] = Counter()
+        expected: Counter[int] = Counter()
         for (step, phase), count in needed.items():
-            asked[phase] += count if step in self._observed.steps else 0
+            expected[phase] += count if step in self._observed.steps else 0
         return GatherSurplus(
-            in_forward=ran[Phase.FORWARD] - asked[Phase.FORWARD],
-            in_backward=ran[Phase.BACKWARD] - asked[Phase.BACKWARD],
+            in_forward=ran[Phase.FORWARD] - expected[Phase.FORWARD],
+            in_backward=ran[Phase.BACKWARD] - expected[Phase.BACKWARD],
             observed_in_backward=ran[Phase.BACKWARD],
             unused=int(np.count_nonzero(self._gathers.flags & EventFlag.UNUSED)),
         )
 
     def _count_gathers(self, needed: Mapping[StepPhase, int], is_kept: bool) -> CollectiveCount:
-        rule = "once a forward and once a backward: it reshards after forward"
+        rule = "one per forward and one per backward: the unit reshards after forward"
         if self._shard < 2:
-            rule = "one rank holds all of it: nothing is gathered"
+            rule = "none: one rank holds the whole unit"
         elif not self._reshards:
-            rule = "once a forward, and kept for its backward: reshard_after_forward is false"
+            rule = "one per forward: reshard_after_forward=False keeps it unsharded until backward"
         if is_kept:
-            rule += "; kept from one microbatch to the next"
+            rule += "; it stays unsharded between microbatches"
         message = self._unit.unsharded_bytes if self._shard > 1 else 0
         expected = self._in_training(needed)
         return self._compare(EventKind.ALL_GATHER, expected, message or None, rule)
@@ -229,11 +232,12 @@ class _UnitCounter:
         scatters = kind == EventKind.REDUCE_SCATTER
         ranks = self._shard if scatters else self._replicate
         message = unit.reduce_bytes if scatters else unit.reduce_bytes // max(self._shard, 1)
-        rule, by_step = "once a backward pass, in the microbatches that synchronise", Counter[int]()
+        rule = "one per backward pass, in the microbatches that synchronise gradients"
+        by_step = Counter[int]()
         if ranks < 2:
-            rule = f"no group of ranks {'shards' if scatters else 'replicates'} it"
+            rule = f"none: no group of ranks {'shards' if scatters else 'replicates'} the unit"
         elif not unit.num_trainable_parameters:
-            rule = "frozen: it has no gradients"
+            rule = "none: the unit is frozen and has no gradients"
         else:
             passes = observed.reducing if scatters else observed.all_reducing
             by_step = count_needed_reductions(observed.passes_of(unit.index), passes)

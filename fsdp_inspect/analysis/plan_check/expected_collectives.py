@@ -1,19 +1,19 @@
-"""Which collectives must a unit's passes have caused? FSDP2's rules, replayed over what ran.
+"""Compute the collectives that FSDP2 issues for the recorded forwards and backwards of a unit.
 
 A unit holds either its shard or all of its parameters. A forward or a backward needs all of them,
-and gathers if it holds the shard; what happens afterwards is the plan's choice:
+and gathers if the unit holds its shard. The plan decides what the unit holds afterwards:
 
 | after                     | the unit holds                                                      |
 |---------------------------|---------------------------------------------------------------------|
 | a forward                 | its shard; with `reshard_after_forward=False` all, until a backward |
 | a forward that is repeated in backward (checkpointing) | all, until its own backward            |
-| its backward              | its shard; all where it is kept between microbatches                |
-| the end of a backward pass | its shard, whether it took part or not; kept ones as above         |
+| its backward              | its shard; all if it is kept between microbatches                   |
+| the end of a backward pass | its shard, even if it took no part; all if it is kept as above     |
 
 An integer `reshard_after_forward` leaves a shard of a smaller group: the backward gathers too.
-Prefetch moves a gather, and never adds one. A unit with trainable parameters reduces once in each
-backward pass that reaches it, unless its microbatch does not synchronise gradients: used twice, it
-has its gradients only after the last of its backwards, where autograd adds them up.
+Prefetch moves an all-gather, and never adds one. A unit with trainable parameters reduces once in
+each backward pass that reaches it, if its microbatch synchronises gradients. A unit that is used
+twice has its gradients only after the last of its backwards, because autograd adds them up.
 
 Source: `_fsdp_param_group.py` (`unshard`, `post_forward`, `post_backward`) and `_fsdp_state.py`
 (`_root_post_backward_final_callback`), torch 2.13.
@@ -30,15 +30,15 @@ from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.tables import EventTable
 
 PASS_KINDS = (EventKind.FORWARD, EventKind.BACKWARD)
-"""The kinds of events that the replay needs."""
+"""The event kinds that the replay needs."""
 
 StepPhase = tuple[int, int]
-"""A step, and a `Phase` in it."""
+"""A step and a `Phase` in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardPasses:
-    """The backward passes of one rank, each over all units; arrays by end, shape (P,)."""
+    """The P backward passes of one rank, each over all units; arrays of shape (P,), by end."""
 
     step: NDArray[np.int32]
     microbatch: NDArray[np.int16]
@@ -48,7 +48,7 @@ class BackwardPasses:
 
     @classmethod
     def of(cls, events: EventTable) -> Self:
-        """The passes among a rank's events: the backwards of one microbatch of one step."""
+        """Group the backwards of a rank's events by step and microbatch."""
         own = events.where((events.kind == EventKind.BACKWARD) & (events.unit != NO_UNIT))
         order = np.lexsort((own.end_ns, own.microbatch, own.step))
         own = own.where(order)
@@ -59,7 +59,7 @@ class BackwardPasses:
         return cls(step, own.microbatch[lasts], own.end_ns[lasts], is_last)
 
     def last_microbatch(self) -> dict[int, int]:
-        """The microbatch of the last pass of each step."""
+        """Return the microbatch of the last pass of each step."""
         lasts = self.is_last
         return dict(zip(self.step[lasts].tolist(), self.microbatch[lasts].tolist(), strict=True))
 
@@ -72,14 +72,14 @@ def count_needed_gathers(
     keeps_between: bool = False,
     unshards_in_backward: bool = True,
 ) -> Counter[StepPhase]:
-    """How many all-gathers one unit needed, by step and phase.
+    """Count the all-gathers that one unit needs, by step and phase.
 
     Args:
-        own: Forwards and backwards of the unit, evaluation included, from the run's beginning.
+        own: Forwards and backwards of the unit, evaluation included, from the start of the run.
         passes: The backward passes of the same rank.
-        reshards: Whether the unit gives its parameters up after forward.
-        keeps_between: Whether it keeps them from one microbatch to the next
-            (`set_reshard_after_backward(False)` until the last one).
+        reshards: Whether the unit reshards after forward.
+        keeps_between: Whether it stays unsharded from one microbatch to the next
+            (`set_reshard_after_backward(False)` until the last microbatch).
         unshards_in_backward: Whether its backward gathers at all.
     """
     resets = passes.end_ns[passes.is_last] if keeps_between else passes.end_ns
@@ -106,11 +106,11 @@ def count_needed_gathers(
 
 
 def count_needed_reductions(own: EventTable, reducing: set[tuple[int, int]]) -> Counter[int]:
-    """How many times one unit with trainable parameters had to reduce, by step.
+    """Count the reductions that one unit with trainable parameters needs, by step.
 
     Args:
         own: Forwards and backwards of the unit.
-        reducing: Step and microbatch of every pass in which gradients are reduced.
+        reducing: Step and microbatch of every pass that reduces gradients.
     """
     backward = own.where(own.kind == EventKind.BACKWARD)
     passes = set(zip(backward.step.tolist(), backward.microbatch.tolist(), strict=True))
@@ -118,7 +118,7 @@ def count_needed_reductions(own: EventTable, reducing: set[tuple[int, int]]) -> 
 
 
 def passes_with(events: EventTable, kind: EventKind) -> set[tuple[int, int]]:
-    """Step and microbatch of every pass in which some unit issued a collective of that kind."""
+    """Return step and microbatch of every pass with a collective of this kind, of any unit."""
     own = events.where((events.kind == kind) & (events.unit != NO_UNIT))
     return set(zip(own.step.tolist(), own.microbatch.tolist(), strict=True))
 

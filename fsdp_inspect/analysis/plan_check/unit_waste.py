@@ -1,6 +1,6 @@
-"""What do a run's units carry that they need not? Told from the manifest alone, without events.
+"""Find waste in a run's units from the manifest alone, without events.
 
-Rule ids are those of the tuning rules: R14 full-precision gathers, R27 tied weights, R30 padding.
+The rules are R14 (full-precision all-gathers), R27 (tied weights) and R30 (padding).
 """
 
 from collections.abc import Iterator
@@ -11,36 +11,36 @@ from fsdp_inspect.trace.codes import ITEMSIZE
 from fsdp_inspect.trace.run import RunManifest, Unit
 
 PADDING_RATIO = 0.01
-"""Padding below this share of a unit's gathers is not worth naming (R30)."""
+"""Padding below this fraction of a unit's all-gather is not reported (R30)."""
 
 _HALF = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
 class PlanFinding:
-    """Something to know about how a plan runs."""
+    """A contradiction between a run and its plan, or a waste of the plan."""
 
     rule: str
-    """The tuning rule that it concerns; empty if none."""
+    """The id of the tuning rule; empty if there is none."""
     fqns: tuple[str, ...]
-    """The units; empty: the run as a whole."""
+    """The units; empty: the whole run."""
     is_contradiction: bool
-    """The run did not do what its plan says; otherwise it did, at a price."""
+    """True: the run does not follow its plan. False: it does, but the plan is wasteful."""
     sentence: str
-    """With units: what is true of each of them. Without: a whole sentence."""
+    """With units: a predicate that holds for each unit. Without units: a whole sentence."""
 
 
 def find_waste(manifest: RunManifest) -> Iterator[PlanFinding]:
-    """What the units carry in vain: padding, full precision beside half, parameters twice."""
+    """Find padding, units that gather in full precision, and parameters that two units hold."""
     yield from _padding(manifest)
     yield from _full_precision(manifest)
     yield from _tied(manifest)
 
 
 def padding_bytes(unit: Unit) -> int:
-    """Bytes of each gather that are no parameter: every tensor's first dimension is padded.
+    """Return the padding in each all-gather, in bytes; 0 if the sizes are unknown.
 
-    0 where the sizes are not known.
+    FSDP pads the first dimension of every tensor.
     """
     size = ITEMSIZE.get(unit.param_dtype)
     if size is None or not unit.unsharded_bytes or not unit.num_parameters:
@@ -58,12 +58,12 @@ def _padding(manifest: RunManifest) -> Iterator[PlanFinding]:
                 (unit.fqn,),
                 False,
                 f"{share} of each all-gather ({format_bytes(wasted)}) is padding: the first "
-                "dimension of its tensors is not a multiple of the ranks that shard",
+                "dimension of its tensors is not a multiple of the number of shards",
             )
 
 
 def _full_precision(manifest: RunManifest) -> Iterator[PlanFinding]:
-    """Units that gather in float32 while others gather in half of that."""
+    """Find units that gather in float32 while other units gather in 16 bits."""
     dtypes = {unit.param_dtype for unit in manifest.units}
     if "float32" in dtypes and dtypes.intersection(_HALF):
         full = [unit.fqn for unit in manifest.units if unit.param_dtype == "float32"]
@@ -77,7 +77,7 @@ def _full_precision(manifest: RunManifest) -> Iterator[PlanFinding]:
 
 
 def _tied(manifest: RunManifest) -> Iterator[PlanFinding]:
-    """Units that hold one and the same parameter: the units hold more than the model has."""
+    """Find two units that hold the same parameter: the units hold more than the model."""
     surplus = sum(unit.num_parameters for unit in manifest.units) - manifest.model.num_parameters
     if surplus <= 0 or not manifest.model.num_parameters:
         return
@@ -91,11 +91,11 @@ def _tied(manifest: RunManifest) -> Iterator[PlanFinding]:
         "R27",
         twins[0] if twins else (),
         False,
-        "holds the same tied parameter as the other, and both gather it: put tied weights into "
-        "one unit"
+        "holds the same tied parameter as the other unit, and both gather it: put tied weights "
+        "into one unit"
         if twins
-        else f"The units hold {surplus} parameters more than the model has: tied weights that are "
-        "gathered twice. Put them into one unit.",
+        else f"The units hold {surplus} more parameters than the model: tied weights are gathered "
+        "twice. Put them into one unit.",
     )
 
 

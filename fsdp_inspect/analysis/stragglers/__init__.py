@@ -1,1 +1,1 @@
-"""Ranks that make the others wait, and what they cost."""
+"""Find stragglers, the ranks that the other ranks wait for, and their cost."""

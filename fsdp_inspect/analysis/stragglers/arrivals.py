@@ -1,10 +1,10 @@
-"""Who arrived when at each collective, and how long did the transfer alone take?
+"""Measure the arrival of each rank at each collective, and the pure transfer time.
 
-A rank arrives when its stream reaches the collective and the one ahead on its communicator has
-ended. All ranks leave together, so the shortest duration over the ranks is that of the last one to
-arrive: the pure transfer. It needs no clock; who arrived when does.
+A rank arrives when its stream reaches the collective and the previous collective on its
+communicator has ended. All ranks leave together, so the shortest duration over the ranks is that of
+the last rank to arrive: the pure transfer. It needs no aligned clocks; the arrivals do.
 
-Source: TraceLens names them communication latency (minimum over ranks) and start skew.
+Source: TraceLens calls them communication latency (minimum over ranks) and start skew.
 """
 
 from collections.abc import Sequence
@@ -23,35 +23,35 @@ from fsdp_inspect.trace.tables import EventTable
 
 _Int64 = NDArray[np.int64]
 NEVER = np.iinfo(np.int64).min
-"""The arrival of a rank that took no part, or whose clock is not aligned."""
+"""The arrival of a rank that takes no part, or of a rank without an aligned clock."""
 _UNKNOWN_DURATION = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Collectives that at least two of the R ranks show; C of them, in the order of their keys."""
+    """The C collectives that at least two of R ranks recorded, in the order of their keys."""
 
     ranks: tuple[int, ...]
     rows: EventTable
-    """Each collective as one of its ranks shows it."""
+    """Each collective as one of its ranks recorded it."""
     arrival_ns: _Int64
-    """Shape (C, R), on the reference clock; `NEVER` where not known."""
+    """Shape (C, R), on the reference clock; `NEVER` if unknown."""
     transfer_ns: _Int64
-    """Shape (C,). The shortest duration."""
+    """Shape (C,). The shortest duration over the ranks."""
     shortest: _Int64
-    """Shape (C,). Position of the rank with it: the one that waited least."""
+    """Shape (C,). Position of the rank with the shortest duration: it waits least."""
     spread_ns: _Int64
-    """Shape (C,). The longest duration less the shortest: what skew is without clocks."""
+    """Shape (C,). Longest - shortest duration: the skew, measured without clocks."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def aligned(self) -> "Arrivals":
-        """The collectives at which two ranks or more arrive at known times."""
+        """Return the collectives with a known arrival of at least two ranks."""
         return self.where((self.arrival_ns != NEVER).sum(axis=1) > 1)
 
     def where(self, mask: NDArray[np.generic]) -> "Arrivals":
-        """The collectives that a mask or an index array selects."""
+        """Return the collectives that a mask or an index array selects."""
         return Arrivals(
             self.ranks,
             self.rows.where(mask),
@@ -62,26 +62,26 @@ class Arrivals:
         )
 
     def first_ns(self) -> _Int64:
-        """When the first rank arrived, shape (C,); for collectives of `aligned()`."""
+        """Return the arrival of the first rank, shape (C,); for collectives of `aligned()`."""
         known = self.arrival_ns != NEVER
         first: _Int64 = np.where(known, self.arrival_ns, np.iinfo(np.int64).max).min(axis=1)
         return first
 
     def last(self) -> _Int64:
-        """Position of the rank that arrived last, shape (C,)."""
+        """Return the position of the rank that arrives last, shape (C,)."""
         if self.arrival_ns.size == 0:
             return np.empty(0, dtype=np.int64)
         last: _Int64 = np.argmax(self.arrival_ns, axis=1)
         return last
 
     def skew_ns(self) -> _Int64:
-        """From the first to the last arrival, shape (C,)."""
+        """Return the time from the first to the last arrival, shape (C,)."""
         skew: _Int64 = self.arrival_ns.max(axis=1) - self.first_ns()
         return skew
 
 
 class Lateness:
-    """How late each rank is over all of these collectives; None where that is not known."""
+    """The lateness of each rank over all given collectives; None if unknown."""
 
     def __init__(self, arrivals: Arrivals):
         self._all, self._aligned = arrivals, arrivals.aligned()
@@ -89,7 +89,7 @@ class Lateness:
         self._first_ns = self._aligned.first_ns() if len(self._aligned) else None
 
     def last_ratio(self, rank: int) -> float | None:
-        """At how many of the collectives in which it took part it arrived last, 0 to 1."""
+        """Return the fraction of the rank's collectives at which it arrives last, 0 to 1."""
         known = self._known(rank)
         if known is None:
             return None
@@ -97,7 +97,7 @@ class Lateness:
         return float(np.count_nonzero(self._last[known] == place) / np.count_nonzero(known))
 
     def typical_ns(self, rank: int) -> int | None:
-        """How long after the first rank it arrived (median)."""
+        """Return the median time from the first arrival to the arrival of the rank."""
         known = self._known(rank)
         if known is None or self._first_ns is None:
             return None
@@ -105,7 +105,7 @@ class Lateness:
         return median(self._aligned.arrival_ns[known, place] - self._first_ns[known])
 
     def shortest_ratio(self, rank: int) -> float | None:
-        """How many of all collectives were shortest on it, 0 to 1."""
+        """Return the fraction of all collectives that are shortest on the rank, 0 to 1."""
         if rank not in self._all.ranks or len(self._all) == 0:
             return None
         place = self._all.ranks.index(rank)
@@ -121,13 +121,13 @@ class Lateness:
 def find_arrivals(
     run: RunSource, ranks: Sequence[int], steps: Sequence[int], alignment: Alignment
 ) -> Arrivals:
-    """When these ranks arrived at the synchronising collectives that they share.
+    """Measure the arrivals of some ranks at the synchronising collectives that they share.
 
     Args:
         run: A recorded run.
-        ranks: R of them; their events of these steps are read.
-        steps: Which steps.
-        alignment: Arrivals of ranks that it lacks are not known.
+        ranks: The R ranks; their events in `steps` are read.
+        steps: The steps to read.
+        alignment: The clocks; arrivals of ranks that are not aligned are unknown.
     """
     matching = Matching(run.manifest.process_groups, run.manifest.world_size)
     parts = [_of_rank(run, rank, steps, alignment, matching) for rank in ranks]

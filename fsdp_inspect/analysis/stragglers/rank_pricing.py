@@ -1,6 +1,6 @@
-"""What does one rank's lateness cost per step, chance lateness of all of them left out?
+"""Compute the cost per step of one rank's extra work.
 
-The recorded steps are replayed on all ranks, as they were and with programs exchanged.
+The recorded steps are replayed on all ranks, once as recorded and then with exchanged programs.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ class StepReplay:
 
     steps: tuple[int, ...]
     recorded_ns: int
-    """Time of a step, of the last rank."""
+    """Duration of a recorded step, until the last rank ends it."""
     replayed_ns: int
     error_ratio: float
-    """|replayed - recorded| / recorded, of the very steps that the replay was read from: whether
-    their order was understood. It says nothing of how well a changed step is predicted."""
+    """|replayed - recorded| / recorded, for the steps that the replay was read from. It checks the
+    order of events in the replay; it is not the error of a prediction."""
     balanced_ns: int
-    """A step in which every rank works like the one in the middle."""
+    """Duration of a step in which every rank works like the median rank by work."""
 
 
 class RankPricing:
-    """Replays the recorded steps, once as they were and then without a rank's lateness."""
+    """Replays the recorded steps, once as recorded and then without a rank's extra work."""
 
     def __init__(
         self, run: RunSource, ranks: Sequence[int], steps: Sequence[int], alignment: Alignment
@@ -41,15 +41,19 @@ class RankPricing:
             self._price_all(tuple(steps))
 
     def without(self, rank: int) -> tuple[int, int] | None:
-        """What a rank's lateness costs per step, and the rank that it was compared with.
+        """Compute the cost of a rank's extra work per step, and the rank that it is compared with.
 
-        The lesser of two differences: the replayed step less the same with the rank's work
-        replaced by that of the rank in the middle of the others (little, where a third rank is as
-        late), and a step in which all work like it less one in which all work like the one in the
-        middle (little, where the two are late in turns: then both steps lack the waiting).
+        The comparison uses the median rank, by work, of the other ranks. The cost is the smaller
+        of two differences:
+
+        - the replayed step - the replayed step in which the rank has the work of the median rank.
+          It is small if a third rank is equally late;
+        - the replayed step in which all ranks have the work of the rank - the one in which all
+          have the work of the median rank. It is small if the two ranks are late in turns, because
+          then neither step contains the waits.
 
         Returns:
-            None where it cannot be replayed.
+            None if the steps cannot be replayed.
         """
         if self.result is None or rank not in self._ranks:
             return None
@@ -67,8 +71,8 @@ class RankPricing:
         balanced = self._replay.step_time_ns(dict.fromkeys(self._ranks, like))
         if replayed is None or balanced is None or recorded <= 0:
             self.refusals.append(
-                "The recorded steps cannot be replayed, since a rank waits for a collective that "
-                "the others never issue: what lateness costs is not known."
+                "The recorded steps cannot be replayed, because a rank waits for a collective that "
+                "the other ranks never issue. The cost of late ranks is unknown."
             )
             return
         error = abs(replayed - recorded) / recorded

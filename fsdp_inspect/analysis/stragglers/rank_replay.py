@@ -1,19 +1,20 @@
-"""How long would the recorded steps have taken, had one rank worked like another?
+"""Replay the recorded steps on all ranks, with the work of one rank replaced by that of another.
 
-A discrete replay of all ranks at once. Each rank is a program: stretches of work on its clock
-(compute stream; CPU: main thread), at whose ends it issues a collective or begins to wait for one.
-A collective ends when the last of its ranks has arrived and the one ahead on its communicator has
-ended, plus its transfer: recorded from the last arrival to the first exit, on one clock. Each rank
-leaves it as much later than the first as it did (a host that wakes up late). A rank arrives
+The replay is a discrete-event simulation of all ranks. Each rank runs a program: intervals of work
+on its clock (compute stream; CPU: main thread), after each of which it issues a collective or
+begins to wait for one. A collective ends when its last rank has arrived and the previous collective
+on its communicator has ended, plus its transfer: the recorded time from the last arrival to the
+first exit, on one clock. Each rank leaves the collective with its recorded lag behind the first
+rank (for example, because its host wakes up late). A rank arrives in one of three ways:
 
-    at its work       its stream was reached while the rank worked: after that much work
-    in a wait         it was issued while the rank waited: that long after the wait began
-    behind another    it was issued before the one ahead on its stream had ended: right after that
+    at its work       the stream reached the collective while the rank worked: after the same work
+    in a wait         it was issued while the rank waited: at the same time after the wait began
+    behind another    it was issued before the previous one on its stream ended: right after that
 
-Replayed with the recorded programs it must give the recorded step. That is a self-check and no
-prediction: programs, transfers and lags are read from the very steps that are played, so agreement
-says that their order is understood (who waits for what), not how far a changed step would be off.
-Then programs are exchanged: a straggler gets that of another rank.
+With the recorded programs, the replay must give the recorded step. This is a self-check and not a
+prediction: programs, transfers and lags come from the replayed steps, so agreement shows that the
+dependencies are right, not how accurate a changed step is. Then programs are exchanged: a straggler
+gets the program of another rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,19 +39,19 @@ _KINDS = sorted({*COLLECTIVES, EventKind.STEP, EventKind.COMPUTE})
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """What a program does at one point of its work."""
+    """One action of a program at one point of its work."""
 
     work_ns: int
-    """The rank's own work before it, from the beginning of the first step."""
+    """The rank's own work before the action, from the start of the first step."""
     collective: int
-    """Position among the program's collectives; for a mark the number of the step."""
+    """Position among the program's collectives; for a mark, the number of the step."""
     does: str
     """`issue`, `wait` or `mark` (the end of a step)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Follower:
-    """A collective that is issued at a fixed time after something else."""
+    """A collective that arrives at a fixed time after another event."""
 
     collective: int
     after_ns: int
@@ -58,34 +59,34 @@ class _Follower:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one rank did in the replayed steps."""
+    """The work, collectives and waits of one rank in the replayed steps."""
 
     rank: int
     start_ns: int
-    """When its first step began, on the reference clock."""
+    """Start of its first step, on the reference clock."""
     step_ends_ns: _Int64
-    """When its steps ended, on the reference clock."""
+    """Ends of its steps, on the reference clock."""
     collectives: EventTable
     turn_ns: _Int64
-    """When the rank arrived at each collective, on the reference clock."""
+    """Arrival of the rank at each collective, on the reference clock."""
     end_ns: _Int64
-    """When it left each collective, on the reference clock."""
+    """Exit of the rank from each collective, on the reference clock."""
     ahead: _Int64
-    """Position of the collective ahead on its communicator, or `NOTHING_AHEAD`."""
+    """Position of the previous collective on the communicator, or `NOTHING_AHEAD`."""
     items: tuple[_Item, ...] = field(repr=False)
     in_wait: Mapping[int, tuple[_Follower, ...]] = field(repr=False)
-    """By the collective that is waited for."""
+    """Collectives issued during a wait, by the collective that is waited for."""
     behind: Mapping[int, tuple[_Follower, ...]] = field(repr=False)
-    """By the collective ahead on the stream."""
+    """Collectives queued on their stream, by the previous collective on that stream."""
 
     @property
     def work_ns(self) -> int:
-        """All its work."""
+        """Total work of the rank."""
         return self.items[-1].work_ns
 
 
 class Replay:
-    """Replays the same steps with programs exchanged."""
+    """Replays the same steps with exchanged programs."""
 
     def __init__(self, run: RunSource, programs: Sequence[Program]):
         self._matching = Matching(run.manifest.process_groups, run.manifest.world_size)
@@ -100,51 +101,51 @@ class Replay:
 
     @property
     def recorded_ns(self) -> int:
-        """The recorded time of a step: of the last rank, the first step of several left out."""
+        """Recorded time of a step, by the last rank; of several, the mean without the first."""
         ends = np.array([program.step_ends_ns for program in self._programs.values()])
         starts = [program.start_ns for program in self._programs.values()]
         return _step_time(ends.max(axis=0).tolist(), min(starts))
 
     def step_time_ns(self, donors: Mapping[int, int] | None = None) -> int | None:
-        """The time of a step, as `recorded_ns`, in the replay.
+        """Return the replayed time of a step, defined as `recorded_ns`.
 
         Args:
-            donors: By rank, whose program it runs instead of its own.
+            donors: By rank, the rank whose program it runs instead of its own.
 
         Returns:
-            None if the recorded order cannot be replayed: a rank waits for what never comes.
+            None if the order cannot be replayed: a rank waits for a collective that never ends.
         """
-        given = donors or {}
+        donor_of = donors or {}
         world = _World()
         for rank in sorted(self._programs):
-            program = self._programs[given.get(rank, rank)]
+            program = self._programs[donor_of.get(rank, rank)]
             keys, lags = self._keys(program, rank), self._lags_ns[program.rank]
             world.add(program, keys, lags, self._recorded)
         ends = world.run()
         return None if ends is None else _step_time(ends, world.start_ns)
 
     def typical_of(self, others: Sequence[int]) -> int:
-        """The rank among these whose total work is the median."""
+        """Return the rank with the median total work among these ranks."""
         works = {rank: self._programs[rank].work_ns for rank in sorted(others)}
         middle = median(list(works.values()))
         return next(rank for rank, work in works.items() if work == middle)
 
     def _keys(self, program: Program, rank: int) -> list[int]:
-        """The keys of a program's collectives when that rank runs it."""
+        """Return the keys of a program's collectives if this rank runs the program."""
         keys = self._matching.keys(program.collectives, rank)
         tied = np.isin(program.collectives.kind, list(SYNCHRONISING))
         return [int(key) for key in np.where(tied, keys, NO_KEY)]
 
 
 class _Recorded:
-    """When the ranks together arrived at each collective and left it."""
+    """The last arrival at each collective and the first exit from it, over all ranks."""
 
     def __init__(self) -> None:
         self._last_turn_ns: dict[int, int] = {}
         self._first_exit_ns: dict[int, int] = {}
 
     def add(self, program: Program, keys: Sequence[int]) -> None:
-        """Take in what one rank recorded."""
+        """Add the arrivals and exits of one rank."""
         turns, ends = program.turn_ns.tolist(), program.end_ns.tolist()
         for key, turn, end in zip(keys, turns, ends, strict=True):
             if key != NO_KEY:
@@ -152,13 +153,13 @@ class _Recorded:
                 self._first_exit_ns[key] = min(self._first_exit_ns.get(key, end), end)
 
     def transfer_ns(self, key: int) -> int | None:
-        """From the last arrival to the first exit; None for a collective that nobody recorded."""
+        """Return the time from last arrival to first exit; None for an unrecorded collective."""
         if key not in self._first_exit_ns:
             return None
         return max(0, self._first_exit_ns[key] - self._last_turn_ns[key])
 
     def lags_ns(self, program: Program, keys: Sequence[int]) -> list[int]:
-        """How much later than the first rank this one left each collective."""
+        """Return the time from the first rank's exit to this rank's exit, for each collective."""
         ends = program.end_ns.tolist()
         return [
             end - self._first_exit_ns.get(key, end) for key, end in zip(keys, ends, strict=True)
@@ -174,13 +175,13 @@ def _step_time(ends_ns: Sequence[int], start_ns: int) -> int:
 def read_programs(
     run: RunSource, ranks: Sequence[int], steps: Sequence[int], alignment: Alignment
 ) -> list[Program]:
-    """What these ranks did in consecutive steps; those without all of the steps are left out.
+    """Read the programs of some ranks; ranks that lack one of the steps are left out.
 
     Args:
         run: A recorded run.
-        ranks: Which; only aligned ones are read.
-        steps: Consecutive.
-        alignment: Puts the ranks' beginnings onto one clock.
+        ranks: The ranks; only aligned ranks are read.
+        steps: Consecutive steps.
+        alignment: Maps the times of the ranks to one clock.
     """
     programs = []
     for rank in ranks:
@@ -217,10 +218,10 @@ def _read_program(rank: int, events: EventTable, alignment: Alignment) -> Progra
 
 
 def _find_needs(events: EventTable, collectives: EventTable, start: int, end: int) -> _Int64:
-    """When each collective began to be waited for; -1 where nobody did.
+    """Return the start of the wait for each collective; -1 without a wait.
 
-    Kernel traces do not tell: there the collective that ends last in a gap between kernels is the
-    one that the gap is taken to wait for.
+    Kernel traces do not record waits. There, a gap between kernels counts as a wait for the
+    collective that ends last in the gap.
     """
     compute = events.where(events.kind == EventKind.COMPUTE)
     if len(compute) == 0:
@@ -247,7 +248,7 @@ class _Compiler:
         self._collectives, self._needs, self._waits, self._start = collectives, needs, waits, start
 
     def compile(self, stream_end: _Int64, step_ends: _Int64) -> None:
-        """Sort every collective into one of the three ways to arrive; add waits and marks."""
+        """Assign one of the three ways to arrive to every collective; add waits and marks."""
         rows, needs = self._collectives, self._needs
         work_at_start, work_at_need = self._work(rows.start_ns), self._work(needs)
         waited = np.flatnonzero((needs >= 0) & (rows.end_ns > needs))
@@ -272,19 +273,19 @@ class _Compiler:
             self.items.append((int(end), 0, _Item(int(work), number, "mark")))
 
     def _work(self, times: _Int64) -> _Int64:
-        """Work before each of these moments."""
+        """Return the work before each of these moments."""
         begin = np.minimum(self._start, times)
         worked: _Int64 = times - self._start - self._waits.covered_ns(begin, times)
         return worked
 
     def _wait_at(self, time: int, waited: _Int64) -> int | None:
-        """The collective that is waited for at a moment, the earliest of several; None: none."""
+        """Return the collective whose wait covers a moment, the earliest wait of several."""
         needs, ends = self._needs[waited], self._collectives.end_ns[waited]
         found = waited[(needs < time) & (time < ends)]
         return None if len(found) == 0 else int(found[np.argmin(self._needs[found])])
 
     def _ended_at(self, time: int, position: int) -> int:
-        """The collective ahead on the stream, which ended at that moment."""
+        """Return the previous collective on the stream, which ended at that moment."""
         rows = self._collectives
         same = (rows.end_ns == time) & (rows.stream == rows.stream[position])
         same &= rows.group == rows.group[position]
@@ -293,22 +294,22 @@ class _Compiler:
 
 @dataclass(slots=True)
 class _Shared:
-    """A collective of the replayed world."""
+    """The state of one collective during the replay."""
 
     transfer_ns: int
     missing: int = 0
     arrival_ns: int = 0
     end_ns: int | None = None
-    """When the first rank leaves it."""
+    """Exit of the first rank; None before that."""
     last_lag_ns: int = 0
     ahead: int | None = None
     next: list[int] = field(default_factory=list)
     members: list[tuple[int, int]] = field(default_factory=list)
-    """Rank number, and position in its program."""
+    """Index of the rank, and position in its program."""
 
 
 class _World:
-    """All ranks at once, while they are replayed."""
+    """The state of all ranks during the replay."""
 
     def __init__(self) -> None:
         self._shared: list[_Shared] = []
@@ -325,7 +326,7 @@ class _World:
 
     @property
     def start_ns(self) -> int:
-        """When the first rank began."""
+        """Start of the first rank."""
         return min(program.start_ns for program in self._programs)
 
     def add(
@@ -349,7 +350,7 @@ class _World:
         self._worked.append(0)
 
     def _join(self, position: int, key: int, program: Program, recorded: _Recorded) -> int:
-        """The place of a collective of a new rank's program."""
+        """Add a new rank to a collective of its program; return the index of the collective."""
         index = self._by_key.get(key) if key != NO_KEY else None
         if index is None:
             index = len(self._shared)
@@ -364,7 +365,7 @@ class _World:
         return index
 
     def run(self) -> list[int] | None:
-        """When the last rank ended each step, on the reference clock; None: it got stuck."""
+        """Return the end of each step on the last rank, on the reference clock; None: deadlock."""
         self._step_ends = [0] * len(self._programs[0].step_ends_ns)
         for number in range(len(self._programs)):
             self._advance(number)
@@ -377,7 +378,7 @@ class _World:
         return self._step_ends if done else None
 
     def _advance(self, number: int) -> None:
-        """Run a rank until it waits for what has not ended, or its program does."""
+        """Run a rank until it waits for a collective that has not ended, or its program ends."""
         items = self._programs[number].items
         while self._next_item[number] < len(items):
             item = items[self._next_item[number]]
@@ -394,7 +395,7 @@ class _World:
             self._next_item[number] += 1
 
     def _wait(self, number: int, position: int) -> bool:
-        """Wait for a collective; whether it has ended."""
+        """Wait for a collective; return whether it has ended."""
         if self._blocked_since[number] is None:
             self._blocked_since[number] = self._now[number]
             for follower in self._programs[number].in_wait.get(position, ()):
@@ -414,7 +415,7 @@ class _World:
         self._resolve(index)
 
     def _resolve(self, index: int) -> None:
-        """End a collective if all ranks have arrived and the one ahead has ended."""
+        """End a collective if all ranks have arrived and the previous collective has ended."""
         shared = self._shared[index]
         begin = shared.arrival_ns
         if shared.ahead is not None:
@@ -427,7 +428,7 @@ class _World:
             self._resolved.append(index)
 
     def _release(self, index: int) -> None:
-        """Go on with everything that a collective's end sets free."""
+        """Continue everything that waits for the end of a collective."""
         shared = self._shared[index]
         assert shared.end_ns is not None
         for number, position in shared.members:

@@ -1,11 +1,11 @@
-"""Does one rank work longer than the others in more steps than chance would have it, and how much?
+"""Test whether one rank works longer than the others in more steps than by chance, and how much.
 
-[Note: chance] If ranks are alike, each of N ranks is the longest in a step with probability 1/N,
-whatever the distribution of their work. In n steps a given rank is so at least k times with
-probability P = sum over i = k..n of C(n, i) (1/N)^i (1 - 1/N)^(n - i). The rank was chosen after
-the fact, as the one with most such steps, so the probability that some rank does as well is at
-most N P (Bonferroni). Below `MAX_CHANCE` it is taken to be no chance. One step never is: N P = 1;
-two ranks need six steps of six, four ranks four of four, eight ranks three of three.
+[Note: chance] If all N ranks are alike, each of them works longest in a step with probability 1/N,
+for any distribution of their work. A given rank works longest in at least k of n steps with
+probability P = sum over i = k..n of C(n, i) (1/N)^i (1 - 1/N)^(n - i). The rank is chosen after
+the measurement, as the one with most such steps, so the probability that some rank reaches k is at
+most N P (Bonferroni). Below `MAX_CHANCE` the result is not chance. One step is never enough:
+N P = 1. Two ranks need six of six steps, four ranks four of four, eight ranks three of three.
 """
 
 import math
@@ -18,16 +18,18 @@ from fsdp_inspect.analysis.step_selection import RankSteps
 from fsdp_inspect.analysis.stragglers.sampling import common_steps
 
 MAX_CHANCE = 0.05
-"""How often ranks that are alike may be told apart by mistake."""
+"""The highest accepted probability of a false straggler among equal ranks."""
 
 
 def chance_of_most(num_longest: int, num_steps: int, num_ranks: int) -> float:
-    """How likely some of equal ranks is the longest in so many steps; see [Note: chance].
+    """Bound the probability that one of N equal ranks works longest in k of n steps.
+
+    See [Note: chance].
 
     Args:
-        num_longest: Steps in which the rank was the longest, k.
-        num_steps: Of so many, n.
-        num_ranks: N.
+        num_longest: Steps in which the rank works longest, k.
+        num_steps: All steps, n.
+        num_ranks: All ranks, N.
 
     Returns:
         The bound N P, at most 1.
@@ -41,12 +43,12 @@ def chance_of_most(num_longest: int, num_steps: int, num_ranks: int) -> float:
 
 
 def steps_to_tell(num_ranks: int) -> int:
-    """The least number of steps in which a rank that is always the longest is no chance."""
+    """Return the number of steps from which a rank that always works longest is not chance."""
     return next(n for n in range(1, 64) if chance_of_most(n, n, num_ranks) <= MAX_CHANCE)
 
 
 class RankWork:
-    """What each rank worked in the steps that all of them have: step time less its own waiting."""
+    """The work of each rank in the steps that all ranks have: step time - exposed communication."""
 
     def __init__(self, members: Sequence[RankSteps]):
         steps = common_steps(members)
@@ -61,28 +63,29 @@ class RankWork:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks are compared."""
+        """Number of compared ranks."""
         return len(self._ranks)
 
     @property
     def num_steps(self) -> int:
-        """Steps that all of the ranks have."""
+        """Number of steps that all ranks have."""
         return int(self._work_ns.shape[1])
 
     def num_longest(self, rank: int) -> int:
-        """Steps in which every other rank worked less; equal work counts for nobody."""
+        """Return the number of steps in which every other rank works less; a tie does not count."""
         own, others = self._split(rank)
         return int(np.count_nonzero(own > others.max(axis=0, initial=-1)))
 
     def chance(self, rank: int) -> float:
-        """How likely equal ranks are to give a rank as many such steps; see [Note: chance]."""
+        """Return the probability of as many such steps among equal ranks; see [Note: chance]."""
         return chance_of_most(self.num_longest(rank), self.num_steps, self.num_ranks)
 
     def excess_ns(self, rank: int) -> int:
-        """By how much it worked longer than the middle of the others: the median over steps.
+        """Return the rank's work - the median work of the other ranks, as the median over steps.
 
-        A step cannot be shorter by more than the work that is taken out of it, so this bounds what
-        the rank costs in the typical step; single stalls and symmetric jitter drop out.
+        A step cannot become shorter by more than the work that is removed from it, so this is an
+        upper bound of the rank's cost in the typical step. Single stalls and symmetric jitter do
+        not affect it.
         """
         own, others = self._split(rank)
         if others.size == 0:
@@ -91,6 +94,6 @@ class RankWork:
         return int(np.sort(own - middle)[(self.num_steps - 1) // 2])
 
     def _split(self, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The work of a rank, shape (steps,), and of the others, shape (ranks - 1, steps)."""
+        """Return the work of a rank, shape (steps,), and of the others, (ranks - 1, steps)."""
         place = self._ranks.index(rank)
         return self._work_ns[place], np.delete(self._work_ns, place, axis=0)

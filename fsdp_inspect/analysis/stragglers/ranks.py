@@ -1,27 +1,27 @@
-"""Is there a straggler, what does it cost, and how sure is that?
+"""Compare the ranks of a run: find the straggler, its cost, and the skew of the collectives.
 
-Rank by rank over all timed steps (from the summary), and collective by collective over a sample of
-ranks and steps (from the events): skew is the spread of the arrivals, the transfer is what a
-collective takes once the last rank is there. A straggler's price comes from the recorded steps,
-replayed on all ranks without what it works longer than the others.
+Numbers of a rank come from the summary, over all its timed steps. Numbers of a collective come from
+the events of a sample of ranks and steps: the skew is the spread of the arrivals, the transfer is
+the duration once the last rank has arrived. The cost of a straggler comes from a replay of the
+recorded steps on all ranks, without the straggler's extra work.
 
-[Note: who is a straggler] Some rank is the last at every collective. One is called a straggler if
+[Note: straggler conditions] Some rank is the last at every collective. A rank is a straggler if all
+of these hold:
 
-- it works longest in at least three quarters of the steps, and in more than equal ranks would by
-  chance (exact binomial against 1/N, times N for the choice of the rank, at most 5 %: see
-  [Note: chance] in `analysis.stragglers.rank_work`). With fewer steps it is refused: it cannot be
-  told;
-- it causes most of the waiting: of the time that ranks arrive apart, the part at the collectives
-  where it is last is at least halfway between its even share, 1/N, and all. By time and not by
-  number: a slow input is late at one collective a step, and no more often than others elsewhere;
-- it is later than the clocks are uncertain;
-- the typical step is at least 2 % shorter without it. The price is the systematic part: the least
-  of two replayed differences and the median excess of its work (`RankPricing.without`,
-  `RankWork.excess_ns`). Where the replay misses the very steps that it was read from by more than
-  5 %, or by more than the price, it is refused.
+- It works longest in at least three quarters of the steps, and in more steps than equal ranks would
+  by chance (exact binomial against 1/N, times N for the choice of the rank, at most 5%: see
+  [Note: chance] in `analysis.stragglers.rank_work`). With too few steps, the result is unknown.
+- It causes most of the waiting: the skew at the collectives where it is last is at least halfway
+  between its even fraction, 1/N, and all of the skew. This counts time and not collectives: a rank
+  with slow data is late at one collective per step, and no more often than others elsewhere.
+- It is later than the uncertainty of the clocks.
+- The typical step is at least 2% shorter without it. The cost is the systematic part: the smallest
+  of two replayed differences and the median extra work (`RankPricing.without`,
+  `RankWork.excess_ns`). If the replay of the recorded steps is wrong by more than 5%, or by more
+  than the cost, the result is unknown.
 
-Ranks that take turns are an imbalance. Shares are of the typical step of the median rank, as in
-the verdict.
+Ranks that are late in turns are an imbalance. Ratios refer to the typical step of the median rank,
+as in the verdict.
 
 Source: RULES R32; TraceLens' start skew and communication latency (minimum over ranks).
 """
@@ -69,14 +69,14 @@ MAX_REPLAYED_STEPS = 4
 LEAST_COST_RATIO = 0.02
 LEAST_BUSIEST_RATIO = 0.75
 MAX_ERROR_RATIO = 0.05
-"""A replay that misses its own steps by more prices nothing."""
+"""A replay with a larger error in its own steps gives no cost."""
 _OWN_PARTS = tuple(part for part in PARTS_OF_STEP if part not in EXPOSED_PART_CODES)
-"""What a rank does itself, other than wait for others."""
+"""The parts of a step in which a rank does not wait for other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One rank in its typical step; lateness is that of the sample of collectives."""
+    """One rank: times of its typical step, and its arrivals at the sampled collectives."""
 
     rank: int
     host: str
@@ -85,18 +85,18 @@ class RankRow:
     exposed_ns: int
     overlap_ratio: float
     own_work_ns: int
-    """Step time less exposed communication: what it does while it waits for nobody."""
+    """Step time - exposed communication: the time in which it does not wait for other ranks."""
     busiest_ratio: float
-    """Share of the steps in which no other rank worked longer."""
+    """Fraction of the steps in which no other rank works longer."""
     peak_allocated_bytes: int | None
     """Over all steps, memory steps included."""
     last_ratio: float | None
-    """Share of the sampled collectives at which it arrived last; None where not known."""
+    """Fraction of the sampled collectives at which it arrives last; None if unknown."""
     lateness_ns: int | None
-    """After the first rank of the collective; None where its clock is not aligned."""
+    """Median time from the first arrival to its arrival; None if its clock is not aligned."""
     shortest_ratio: float | None
-    """Share of the sampled collectives that were shortest on it: a sign of arriving last that
-    needs no clock."""
+    """Fraction of the sampled collectives that are shortest on it: a sign of late arrivals that
+    needs no aligned clocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,69 +106,72 @@ class CollectiveSkew:
     kind: str
     bytes: int
     num_ranks: int
-    """Of the process group."""
+    """Number of ranks in the process group."""
     num_collectives: int
     skew_ns: int | None
-    """From the first to the last arrival; None where clocks are not aligned."""
+    """Time from the first to the last arrival; None if clocks are not aligned."""
     skew_p90_ns: int | None
     pure_transfer_ns: int
     skewed_ratio: float | None
-    """Share of them whose skew is longer than their transfer."""
+    """Fraction of these collectives whose skew is longer than their transfer."""
     bus_bytes_per_s: float | None
-    """From the transfer: what the link does once everybody is there."""
+    """Bus bandwidth of the pure transfer: the rate once all ranks have arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """The rank that the others wait for."""
+    """The rank that the other ranks wait for."""
 
     rank: int
     host: str
     last_ratio: float
-    """Share of the sampled collectives at which it arrived last."""
+    """Fraction of the sampled collectives at which it arrives last."""
     late_ns: int
-    """Where it was last: after the rank in the middle of the others (median)."""
+    """Its arrival - the median arrival of the other ranks, at the collectives where it is last
+    (median over these collectives)."""
     phase: str
-    """Where it is latest: `forward`, `backward`, ..."""
+    """The phase in which it loses most time: `forward`, `backward`, ..."""
     meanwhile: str
-    """The part of its step that is longest against the others: `backward`, `data`, ..."""
+    """The part of its own work that exceeds the median of the other ranks most: `backward`,
+    `data`, ..."""
     meanwhile_ns: int
-    """By how much, per step."""
+    """The excess of that part, per step."""
     like_rank: int
-    """The rank in the middle of the others, whose work replaced its own in the replay."""
+    """The median rank, by work, of the other ranks: its work replaces the straggler's in the
+    replay."""
     cost_ns: int
-    """By how much the typical step would be shorter without what it regularly works longer."""
+    """Decrease of the typical step without the straggler's systematic extra work."""
     cost_ratio: float
-    """Of the typical step of the median rank, as in the verdict."""
+    """Cost / typical step of the median rank, as in the verdict."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks(TableResult):
-    """What can be told about the ranks of a run against each other."""
+    """The comparison of the ranks of a run."""
 
     ranks: tuple[RankRow, ...]
     """By rank; ranks without a timed step are absent."""
     skews: tuple[CollectiveSkew, ...]
-    """Most skewed in total first."""
+    """Largest total skew first."""
     skewed_ratio: float | None
-    """Share of all sampled collectives whose skew is longer than their transfer; above one half
-    RULES R32 says: the straggler first, communication later."""
+    """Fraction of all sampled collectives whose skew is longer than their transfer. Above one
+    half, RULES R32 puts the straggler before communication."""
     straggler: Straggler | None
     straggler_refusal: str | None
-    """Why it cannot be told whether a rank is a straggler, from its second word on; None: it can,
-    or no clocks are aligned (`refusals`)."""
+    """Why it is unknown whether a rank is a straggler, as a clause without a capital letter; None:
+    it is known, or no clocks are aligned (`refusals`)."""
     replay: StepReplay | None
-    """None where clocks are not aligned, or the recorded order cannot be replayed."""
+    """None if clocks are not aligned, or the recorded order cannot be replayed."""
     sampled_ranks: tuple[int, ...]
     sampled_steps: tuple[int, ...]
     clock_uncertainty_ns: int | None
-    """Between any two of the sampled ranks; None where fewer than two are aligned."""
+    """Largest uncertainty between two sampled ranks; None if fewer than two are aligned."""
     refusals: tuple[str, ...]
-    """What cannot be told, and why."""
+    """Sentences about results that are unknown, with the reason."""
 
     @property
     def imbalance_ns(self) -> int | None:
-        """What all lateness together costs per step."""
+        """Cost of all late arrivals together, per step."""
         return None if self.replay is None else self.replay.replayed_ns - self.replay.balanced_ns
 
     TABLE: ClassVar[TableSpec] = TableSpec(
@@ -197,9 +200,9 @@ class Ranks(TableResult):
 def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Ranks:
     """Compare the ranks of a run.
 
-    Reads the whole-step rows of all ranks, and events of at most `max_ranks` ranks in
-    `MAX_SAMPLED_STEPS` steps: those that communicate least, since a straggler waits for nobody,
-    and others spread evenly.
+    It reads the summary of all ranks, and the events of at most `max_ranks` ranks in
+    `MAX_SAMPLED_STEPS` steps: the ranks that communicate least, because a straggler does not wait
+    for other ranks, and other ranks spread evenly.
     """
     timed = timed_ranks(run)
     members = timed.members
@@ -222,12 +225,12 @@ def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Rank
         alignment.uncertainty_ns,
         step_time or 0,
     )
-    found, refusal = _find_straggler(evidence)
+    priced, refusal = _find_straggler(evidence)
     return Ranks(
         ranks=rows,
         skews=_measure_skews(run, arrivals),
         skewed_ratio=_skewed_ratio(evidence.aligned),
-        straggler=_describe_straggler(evidence, found, parts) if found else None,
+        straggler=_describe_straggler(evidence, priced, parts) if priced else None,
         straggler_refusal=refusal,
         replay=pricing.result,
         sampled_ranks=tuple(sample),
@@ -238,7 +241,7 @@ def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Rank
 
 
 def _own_parts(run: RunSource, members: Sequence[RankSteps]) -> NDArray[np.float64]:
-    """Each of `_OWN_PARTS` in the typical step of each rank, shape (ranks, parts)."""
+    """Return each of `_OWN_PARTS` in the typical step of each rank, shape (ranks, parts)."""
     rows = timed_summary(run, kinds=_OWN_PARTS)
     ranks = [member.rank for member in members]
     typical = np.zeros((len(members), len(_OWN_PARTS)))
@@ -294,7 +297,7 @@ def _rank_row(
 
 
 def _busiest_ratios(members: Sequence[RankSteps]) -> dict[int, float]:
-    """By rank, the share of its steps in which no other rank worked longer."""
+    """Return, by rank, the fraction of its steps in which no other rank works longer."""
     if not members:
         return {}
     work = np.concatenate([member.step_time_ns - member.exposed_ns for member in members])
@@ -353,7 +356,7 @@ def _measure_skews(run: RunSource, arrivals: Arrivals) -> tuple[CollectiveSkew, 
 
 @dataclass(frozen=True, slots=True)
 class _Evidence:
-    """What a straggler is told from."""
+    """The measurements behind the search for a straggler."""
 
     rows: Sequence[RankRow]
     work: RankWork
@@ -372,7 +375,7 @@ class _Priced:
 
 
 def _find_straggler(evidence: _Evidence) -> tuple[_Priced | None, str | None]:
-    """The straggler, or why it cannot be told; see [Note: who is a straggler]."""
+    """Return the straggler, or why it is unknown; see [Note: straggler conditions]."""
     row = _find_suspect(evidence)
     if row is None:
         return None, None
@@ -381,15 +384,15 @@ def _find_straggler(evidence: _Evidence) -> tuple[_Priced | None, str | None]:
     if chance > MAX_CHANCE:
         return None, (
             f"rank {row.rank} works longest in {work.num_longest(row.rank)} of {work.num_steps} "
-            f"steps, and among {work.num_ranks} equal ranks chance does the same in up to "
-            f"{format_ratio(chance)} of runs. Record more steps, at least "
-            f"{steps_to_tell(work.num_ranks)} that count."
+            f"steps. Among {work.num_ranks} equal ranks, this happens by chance in up to "
+            f"{format_ratio(chance)} of runs. Record at least "
+            f"{steps_to_tell(work.num_ranks)} timed steps."
         )
     priced, replay = evidence.pricing.without(row.rank), evidence.pricing.result
     if priced is None or replay is None:
         return None, (
-            f"rank {row.rank} works longest in most steps, but its clock is not aligned or its "
-            "steps cannot be replayed, so what it costs is not known."
+            f"rank {row.rank} works longest in most steps, but its cost is unknown: its clock is "
+            "not aligned, or its steps cannot be replayed."
         )
     if not _is_waited_for(evidence, row.rank):
         return None, None
@@ -398,14 +401,14 @@ def _find_straggler(evidence: _Evidence) -> tuple[_Priced | None, str | None]:
         return None, None
     if replay.error_ratio > MAX_ERROR_RATIO or cost < replay.error_ratio * evidence.step_time_ns:
         return None, (
-            f"the replay misses the steps that it was read from by "
-            f"{format_ratio(replay.error_ratio)}, so what rank {row.rank} costs is not known."
+            f"the cost of rank {row.rank} is unknown, because the replay misses the recorded step "
+            f"by {format_ratio(replay.error_ratio)}."
         )
     return _Priced(row, priced[1], cost), None
 
 
 def _find_suspect(evidence: _Evidence) -> RankRow | None:
-    """The rank that works longest in most steps, by enough to matter, where arrivals are known."""
+    """Return the rank that works longest in most steps, by enough to matter; None without one."""
     work, least = evidence.work, LEAST_COST_RATIO * evidence.step_time_ns
     if evidence.pricing.result is None or len(evidence.aligned) == 0 or work.num_steps == 0:
         return None
@@ -421,7 +424,7 @@ def _find_suspect(evidence: _Evidence) -> RankRow | None:
 
 
 def _is_waited_for(evidence: _Evidence, rank: int) -> bool:
-    """Whether most of the waiting for late ranks is for this one, beyond the clocks' error."""
+    """Return whether this rank causes most of the skew, by more than the clocks' uncertainty."""
     aligned = evidence.aligned
     is_last = aligned.last() == aligned.ranks.index(rank)
     skew = aligned.skew_ns()
@@ -432,9 +435,9 @@ def _is_waited_for(evidence: _Evidence, rank: int) -> bool:
 
 
 def _describe_straggler(
-    evidence: _Evidence, found: _Priced, parts: NDArray[np.float64]
+    evidence: _Evidence, priced: _Priced, parts: NDArray[np.float64]
 ) -> Straggler:
-    row = found.row
+    row = priced.row
     late_ns, phase = _how_late(evidence.aligned, row.rank)
     extra = _extra_work(evidence.rows, parts, row.rank)
     longest = int(np.argmax(extra))
@@ -446,14 +449,17 @@ def _describe_straggler(
         phase=phase,
         meanwhile=_OWN_PARTS[longest].label,
         meanwhile_ns=round(float(extra[longest])),
-        like_rank=found.like_rank,
-        cost_ns=found.cost_ns,
-        cost_ratio=found.cost_ns / evidence.step_time_ns,
+        like_rank=priced.like_rank,
+        cost_ns=priced.cost_ns,
+        cost_ratio=priced.cost_ns / evidence.step_time_ns,
     )
 
 
 def _how_late(aligned: Arrivals, rank: int) -> tuple[int, str]:
-    """By how much a rank is last, against the middle of the others, and where that is worst."""
+    """Return the median delay of a rank where it is last, and the phase with the largest delay.
+
+    The delay is the rank's arrival - the median arrival of the other ranks.
+    """
     place = aligned.ranks.index(rank)
     own = aligned.where(aligned.last() == place)
     others = np.delete(own.arrival_ns, place, axis=1)
@@ -470,7 +476,7 @@ def _how_late(aligned: Arrivals, rank: int) -> tuple[int, str]:
 def _extra_work(
     rows: Sequence[RankRow], parts: NDArray[np.float64], rank: int
 ) -> NDArray[np.float64]:
-    """What each part of a rank's own work takes beyond the middle of the others, shape (parts,)."""
+    """Return each part of a rank's work - its median over the other ranks, shape (parts,)."""
     place = next(position for position, row in enumerate(rows) if row.rank == rank)
     extra: NDArray[np.float64] = parts[place] - np.median(np.delete(parts, place, axis=0), axis=0)
     return extra

@@ -1,4 +1,4 @@
-"""Which ranks and steps stand for a large run, where events must be read?"""
+"""Sample ranks and steps of a large run for analyses that read events."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -9,9 +9,9 @@ from fsdp_inspect.analysis.step_selection import RankSteps
 
 
 def sample_ranks(members: Sequence[RankSteps], most: int) -> list[int]:
-    """At most so many ranks: all, or those that communicate least and others spread evenly.
+    """Return at most `most` ranks: those that communicate least, and others spread evenly.
 
-    Who communicates least waits for nobody: a straggler is among them.
+    A straggler does not wait for other ranks, so it is among the ranks that communicate least.
     """
     ranks = [member.rank for member in members]
     if len(ranks) <= most:
@@ -25,7 +25,7 @@ def sample_ranks(members: Sequence[RankSteps], most: int) -> list[int]:
 
 
 def common_steps(members: Sequence[RankSteps]) -> list[int]:
-    """The steps that all of these ranks have, ascending."""
+    """Return the steps that all of these ranks have, ascending."""
     if not members:
         return []
     common = set(members[0].steps.tolist())
@@ -35,14 +35,14 @@ def common_steps(members: Sequence[RankSteps]) -> list[int]:
 
 
 def spread(values: Sequence[int], most: int) -> list[int]:
-    """At most so many of the values, evenly spread, the first and the last among them."""
+    """Return at most `most` of the values, evenly spread, with the first and the last."""
     if len(values) <= most:
         return list(values)
     return [values[round(place)] for place in np.linspace(0, len(values) - 1, most).tolist()]
 
 
 def consecutive(steps: Sequence[int], most: int) -> list[int]:
-    """At most so many consecutive steps, from the middle of the longest stretch of them."""
+    """Return at most `most` consecutive steps, from the middle of the longest sequence."""
     runs = [
         [step for _, step in members]
         for _, members in groupby(enumerate(steps), key=lambda entry: entry[1] - entry[0])

@@ -1,8 +1,8 @@
-"""Is there reason to look for a straggler, and is there one?
+"""Search for a straggler, but read events only if the step times give a reason to.
 
-Looking needs the events of several ranks; the suspicion does not. A rank that the others wait for
-works longer than they do: its step less its own waiting is longer than that of the rank in the
-middle. Only then ranks are read: those that `fsdp-inspect ranks` reads, so that both say the same.
+A straggler works longer than the other ranks: its step time - its exposed communication is larger
+than the median over ranks. The summary shows that without events. Only then the search reads the
+events of the ranks that `fsdp-inspect ranks` reads, so that both give the same result.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from fsdp_inspect.trace.run import RunSource
 
 
 def may_have_straggler(ranks: Sequence[RankOverlap]) -> bool:
-    """Whether one rank works so much longer than the others that a step could be shorter."""
+    """Return whether one rank's extra work is large enough to make the step longer."""
     work = [row.step_time_ns - row.exposed_ns for row in ranks]
     middle, step_time = median(work), median([row.step_time_ns for row in ranks])
     if len(work) < 2 or middle is None or not step_time:
@@ -24,7 +24,7 @@ def may_have_straggler(ranks: Sequence[RankOverlap]) -> bool:
 
 
 def find_straggler(run: RunSource, ranks: Sequence[RankOverlap]) -> StragglerFacts | None:
-    """The rank that the others wait for, confirmed by a replay; None without one."""
+    """Return the rank that the other ranks wait for, confirmed by a replay; None without one."""
     if not may_have_straggler(ranks):
         return None
     found = measure_ranks(run).straggler

@@ -1,24 +1,24 @@
-"""What limits the step, why, and what to try next?
+"""Find the limit of the step, its reason, and the changes to try next.
 
-One sentence for the end of a run. Shares are of the typical step of the median rank (of
-a rank: its own typical step). A limit is named only above its threshold:
+Ratios refer to the typical step of the median rank; for the verdict on one rank, to the typical
+step of that rank. Each limit has a threshold:
 
-| limit         | named when                                                              | rules  |
-|---------------|-------------------------------------------------------------------------|--------|
-| memory        | a rank's allocator reserved 95 % of its device: the run itself is at risk | R21  |
-| memory creep  | what a step leaves allocated grows, and fills the device in 10,000 steps |       |
-| input         | waiting for the next batch takes 10 % of the step                       |        |
-| host          | the compute stream starves for 10 % of the step                         | R19    |
-| straggler     | waiting for one late rank costs 5 % of the step                         | R32    |
-| communication | exposed communication, less the floor, takes 5 % of the step            | R1-R17 |
-| other         | 30 % of the step lies in no recorded part                               |        |
-| compute       | none of these: the plan is fine, "change nothing" is an answer          |        |
+| limit         | condition                                                            | rules  |
+|---------------|----------------------------------------------------------------------|--------|
+| memory        | a rank's allocator reserves 95% of its device: the run is at risk    | R21    |
+| memory growth | memory at the end of a step grows and fills the device in 10,000 steps |      |
+| input         | waiting for the next batch takes 10% of the step                     |        |
+| host          | the step is host-bound for 10% of its time                           | R19    |
+| straggler     | one straggler costs 5% of the step                                   | R32    |
+| communication | exposed communication, without the floor, takes 5% of the step       | R1-R17 |
+| other         | 30% of the step lies in no recorded part                             |        |
+| compute       | none of these: the plan is fine, and the advice is "change nothing"  |        |
 
-Memory comes first, then the largest share; a starved host and a straggler come before
-communication, since a late all-gather or a long one is then a symptom. The floor (the first gather
-of a forward and the last reduction of a backward, which have no compute beside them) is never
-offered as a gain, except where the model is one unit: then everything is floor, and wrapping the
-blocks is the advice (R1).
+Memory comes first, then the largest ratio. A host-bound step and a straggler come before
+communication, because a late or a long all-gather is then a symptom. The floor (the first gather
+of a forward and the last reduction of a backward) is never counted as a gain, because no compute
+runs next to it. The exception is a model in one unit: all of its exposed time is floor, and the
+advice is to wrap the blocks (R1).
 """
 
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ from fsdp_inspect.analysis.verdict.facts import (
     Waiting,
 )
 from fsdp_inspect.analysis.verdict.limits import STRAGGLER_RATIO, Limit, find_limit
-from fsdp_inspect.analysis.verdict.words import phrase_limit, say_meanwhile
+from fsdp_inspect.analysis.verdict.words import describe_extra_work, phrase_limit
 
 __all__ = [
     "STRAGGLER_RATIO",
@@ -49,63 +49,63 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What limits the step."""
+    """The limit of the step, in words and numbers."""
 
     limit: Limit
     sentence: str
-    """What limits the step, with the number."""
+    """The headline: the limit with one number, at most 12 words."""
     why: str
-    """What the number is made of."""
+    """The details behind the headline."""
     next_steps: tuple[str, ...]
-    """What to try, best first; a single "change nothing" is an answer."""
+    """Changes to try, best first; may be a single "change nothing"."""
     numbers: dict[str, float | int | None] = field(default_factory=dict)
-    """The numbers in the sentences, by metric name."""
+    """The numbers behind the verdict, by metric name."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankVerdict:
-    """What limits one rank."""
+    """The limit of one rank."""
 
     rank: int
     host: str
     limit: Limit
     sentence: str
     differs: bool
-    """Whether something else limits it than the run."""
+    """Whether the limit of the rank differs from the limit of the run."""
 
 
 UNKNOWN = Verdict(
     Limit.UNKNOWN,
-    "What limits the step cannot be told: no step counts yet.",
-    "The run holds no finished step after warm-up that was not a memory step.",
-    ("Record more steps: warm-up and memory steps are never timed.",),
+    "The limit is unknown: the run has no timed step.",
+    "A timed step is a completed step that is neither a warm-up step nor a memory step.",
+    ("Record more steps.",),
 )
 
 
 def give_verdict(facts: StepFacts) -> Verdict:
-    """What limits a step, why, and what to try next."""
+    """Return the limit of a step, its reason, and the changes to try next."""
     limit = find_limit(facts)
     sentence, why, next_steps = phrase_limit(limit, facts)
     return Verdict(limit, sentence, why, next_steps, _numbers(facts))
 
 
 def give_rank_verdict(rank: int, host: str, facts: StepFacts, run: Verdict) -> RankVerdict:
-    """What limits one rank's typical step, beside what limits the run.
+    """Return the limit of one rank's typical step.
 
-    Under a straggler the other ranks have nothing of their own to say: they wait for it.
+    If a straggler limits the run, the other ranks have no limit of their own: they wait for it.
 
     Args:
-        rank: Which.
-        host: Its machine.
-        facts: Of the rank's own typical step; `straggler` that of the run.
-        run: What limits the run.
+        rank: The rank.
+        host: The machine of the rank.
+        facts: The typical step of the rank, with the `straggler` of the run.
+        run: The verdict on the run.
     """
     if run.limit is Limit.STRAGGLER and facts.straggler is not None:
         if facts.straggler.rank == rank:
-            meanwhile = say_meanwhile(facts.straggler)
-            sentence = "The others wait for it" + (f": {meanwhile}." if meanwhile else ".")
+            extra = describe_extra_work(facts.straggler)
+            sentence = "The other ranks wait for this rank" + (f": {extra}." if extra else ".")
             return RankVerdict(rank, host, Limit.STRAGGLER, sentence, True)
-        sentence = f"It waits for rank {facts.straggler.rank}."
+        sentence = f"This rank waits for rank {facts.straggler.rank}."
         return RankVerdict(rank, host, Limit.STRAGGLER, sentence, False)
     limit = find_limit(facts)
     sentence, _, _ = phrase_limit(limit, facts)

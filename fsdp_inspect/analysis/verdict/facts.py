@@ -1,4 +1,4 @@
-"""Which numbers does a verdict rest on? Times of one step, ns; what is unknown is None or empty."""
+"""Define the numbers behind a verdict: times of one step in ns, None or empty if unknown."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Whose communication the rank waits for most."""
+    """The owner of the longest exposed time, without the floor."""
 
     fqn: str | None
-    """None: of no unit."""
+    """None: the collective belongs to no unit."""
     kind: str
     phase: str
     exposed_ns: int
@@ -17,41 +17,41 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerFacts:
-    """The rank that the others wait for."""
+    """The rank that the other ranks wait for; see `analysis.stragglers.ranks.Straggler`."""
 
     rank: int
     host: str
     cost_ns: int
-    """By how much a step would be shorter had it kept up."""
+    """Decrease of the typical step without the straggler's extra work."""
     last_ratio: float
-    """Share of the collectives at which it arrives last, 0 to 1."""
+    """Fraction of the collectives at which it arrives last, 0 to 1."""
     late_ns: int
-    """Where it is last: after the rank in the middle of the others."""
+    """Median delay behind the median of the other ranks, at the collectives where it is last."""
     phase: str
-    """Where it is latest."""
+    """The phase with the largest delay."""
     meanwhile: str
-    """The part of its step that is longest against the others."""
+    """The part of its step that exceeds the same part of the other ranks most."""
     meanwhile_ns: int
-    """By how much, per step."""
+    """The excess of that part, per step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryGrowthFacts:
-    """What is allocated at the end of a step grows from step to step."""
+    """Growth of the memory that is allocated at the end of a step."""
 
     rank: int
     bytes_per_step: float
     steps_until_full: int | None
-    """None where the device's memory is not known (CPU)."""
+    """None if the device's memory is unknown (CPU)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
-    """The numbers that a verdict rests on."""
+    """The numbers of one typical step behind a verdict."""
 
     step_time_ns: int
     compute_ns: int
-    """Forward, backward and optimizer; in a kernel trace compute of unknown phase as well."""
+    """Forward, backward and optimizer; in a kernel trace also compute of unknown phase."""
     data_ns: int
     host_bound_ns: int
     exposed_ns: int
@@ -60,50 +60,50 @@ class StepFacts:
     exposed_by_kind_ns: Mapping[str, int] = field(default_factory=dict)
     """`all_gather`, `reduce_scatter`, `all_reduce`, `other`; they add up to `exposed_ns`."""
     causes_ns: Mapping[str, int] = field(default_factory=dict)
-    """By cause of a wait, those above 0; empty if the causes are not known."""
+    """Exposed time by cause, only causes above 0; empty if the causes are unknown."""
     backward_gathers_ns: int = 0
-    """Exposed all-gathers of the backward, which `reshard_after_forward=False` removes."""
+    """Exposed time of the all-gathers in backward, which `reshard_after_forward=False` removes."""
     top: Waiting | None = None
     reduces_in_float32: bool = False
-    """Some unit's gradients are reduced in float32."""
+    """At least one unit reduces its gradients in float32."""
     blocks_host: bool = False
     """The backend's collectives are synchronous."""
     backend: str = ""
     is_kernel_trace: bool = False
-    """Imported: it is known when kernels ran, but not who waited for whom, nor for data."""
+    """Imported kernel trace: it shows when kernels ran, but no waits for collectives or data."""
     knows_fsdp: bool = True
-    """What belongs to no unit is known not to be FSDP's."""
+    """A collective without a unit is known not to come from FSDP."""
     has_gathers: bool = True
-    """Parameters are gathered in the step: there is a sharding plan that could be changed."""
+    """The step gathers parameters: the run has a sharding plan that can be changed."""
     num_units: int = 0
     largest_unit_ratio: float = 0.0
-    """Share of the parameters in the largest unit."""
+    """Fraction of the parameters in the largest unit."""
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     device_bytes: int | None = None
     device_ratio: float | None = None
     fragmentation_ratio: float | None = None
-    """Reserved but not in use at the peak, as a share of reserved; None: not recorded."""
+    """(reserved - active) / reserved at the peak; None: not recorded."""
     num_alloc_retries: int | None = None
     straggler: StragglerFacts | None = None
     growth: MemoryGrowthFacts | None = None
     contradiction: str | None = None
-    """What the run did that its plan does not say, as a sentence; None: it did what it says."""
+    """How the run contradicts its plan, as a sentence; None: the run follows its plan."""
 
     def ratio(self, duration_ns: int) -> float:
-        """A time as a share of the step; 0 for a step of no length."""
+        """Return a time as a fraction of the step; 0 for a step without duration."""
         return duration_ns / self.step_time_ns if self.step_time_ns else 0.0
 
     @property
     def is_unwrapped(self) -> bool:
-        """Whether one unit holds most of the model: nothing lies beside its communication."""
+        """Whether one unit holds most of the model, so that no compute hides its communication."""
         return self.num_units == 1 or self.largest_unit_ratio > DOMINANT_UNIT_RATIO
 
     @property
     def avoidable_ns(self) -> int:
-        """Exposed time that some plan could hide; in an unwrapped model all of it."""
+        """Exposed time that some plan can hide; in an unwrapped model all of it."""
         return self.exposed_ns if self.is_unwrapped else self.exposed_ns - self.floor_ns
 
 
 DOMINANT_UNIT_RATIO = 0.50
-"""Share of the parameters in one unit from which R1 applies."""
+"""R1 applies if one unit holds more than this fraction of the parameters."""

@@ -1,4 +1,4 @@
-"""From which share of the step on is something a limit, and which limit comes first?"""
+"""Define the thresholds of the limits and the order in which they apply."""
 
 from enum import StrEnum
 
@@ -11,17 +11,17 @@ STRAGGLER_RATIO = 0.05
 COMMUNICATION_RATIO = 0.05
 OTHER_RATIO = 0.30
 CREEP_STEPS = 10_000
-"""A device that is full within so many steps at the present growth is a risk for the run."""
+"""Growth is a risk if it fills the device within this number of steps."""
 CREEP_RATIO = 0.001
-"""The same where the device is not known: growth per step as a share of the peak."""
+"""Growth is a risk from this fraction of the peak per step, if the device's memory is unknown."""
 
 
 class Limit(StrEnum):
-    """What limits the step."""
+    """The limit of the step."""
 
     MEMORY = "memory"
     MEMORY_CREEP = "memory_creep"
-    """Allocated memory grows from step to step."""
+    """Memory growth: allocated memory rises from step to step."""
     INPUT = "input"
     HOST = "host"
     STRAGGLER = "straggler"
@@ -33,7 +33,7 @@ class Limit(StrEnum):
 
 
 def find_limit(facts: StepFacts) -> Limit:
-    """The limit of a step: a risk for the run first, then the largest share above its threshold."""
+    """Return the limit of a step: first a risk for the run, then the largest ratio."""
     if facts.device_ratio is not None and facts.device_ratio >= MEMORY_RATIO:
         return Limit.MEMORY
     if _creeps(facts):

@@ -1,9 +1,8 @@
-"""What limits the run, and which ranks are limited by something else?
+"""Collect the facts behind the verdicts on the run and on each rank.
 
-Puts the answers of the analyses together as the facts that a verdict rests on. The facts of a rank
-come from its own typical step; what needs its events (causes, the floor, the longest wait) is that
-of the same step of the median rank, so that a thousand ranks are judged without reading their
-events.
+The facts of a rank come from its own typical step. The floor, which needs events, comes from the
+median rank, and causes and longest waits are known for the run only. So the verdicts on a thousand
+ranks read the events of one rank.
 """
 
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ _COMPUTE_PARTS = (StepPart.FORWARD, StepPart.BACKWARD, StepPart.OPTIMIZER)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """What the analyses say about a run; None where a question has no answer."""
+    """The results of the analyses of a run; None where an analysis has no result."""
 
     manifest: RunManifest
     hosts: dict[int, str]
@@ -43,7 +42,7 @@ class Answers:
     breakdown: Breakdown
     memory: Memory
     exposed: Exposed | None
-    """Of the headline step alone."""
+    """The waits in the typical step of the median rank."""
     allocator: AllocatorUse | None
     growth: MemoryGrowth | None
     plan_check: PlanCheck | None
@@ -52,7 +51,7 @@ class Answers:
 
 
 def judge(answers: Answers) -> tuple[Verdict, tuple[RankVerdict, ...]]:
-    """What limits the run, and what limits each rank, by rank."""
+    """Return the verdict on the run, and the verdicts on the ranks by rank."""
     headline = answers.breakdown.headline
     if headline is None:
         return UNKNOWN, ()
@@ -111,7 +110,7 @@ def _facts_of_rank(answers: Answers, step: StepBreakdown, memory: RankMemory | N
 
 
 def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
-    """What one real step of any rank tells; in a kernel trace the rest is compute as well."""
+    """Return the facts of a rank's typical step; in a kernel trace, `other` counts as compute."""
     manifest = answers.manifest
     is_kernel_trace = manifest.is_kernel_trace
     compute = sum(step.duration_ns(part) for part in _COMPUTE_PARTS)
@@ -137,9 +136,11 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
 
 
 def _has_gathers(answers: Answers) -> bool:
-    """Whether FSDP gathers parameters; where it is not known who issued what, whether a pass does.
+    """Return whether FSDP gathers parameters in the step.
 
-    A gather after the optimizer, as ZeRO-1 has it, leaves nothing to prefetch or to reshard.
+    If the source does not record which collectives FSDP issues, an all-gather in forward or
+    backward counts. An all-gather after the optimizer (ZeRO-1) leaves nothing to prefetch or
+    reshard.
     """
     manifest = answers.manifest
     if answers.exposed is None:
@@ -161,7 +162,7 @@ def _growth(growth: MemoryGrowth | None) -> MemoryGrowthFacts | None:
 
 
 def _top_owner(exposed: Exposed) -> Waiting | None:
-    """The owner of the longest wait beyond the floor; None if there is nothing beyond it."""
+    """Return the owner with the most exposed time beyond the floor; None if there is none."""
     top = max(exposed.owners, key=lambda owner: owner.exposed_ns - owner.floor_ns, default=None)
     if top is None or top.exposed_ns == top.floor_ns:
         return None

@@ -1,4 +1,7 @@
-"""How does a limit read: the sentence with its number, why, and what to try next?"""
+"""Phrase a limit: a headline with one number, the reason, and the changes to try next.
+
+A headline has at most 12 words. The details are in the reason.
+"""
 
 from collections.abc import Callable
 
@@ -9,174 +12,184 @@ from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, forma
 from fsdp_inspect.metrics import find_metric
 
 FRAGMENTED_RATIO = 0.10
-"""Reserved but not in use at the peak, as a share of reserved, from which R21 applies."""
+"""R21 applies if a larger fraction of reserved memory is unused at the peak."""
 WORTH_NAMING_RATIO = 0.02
-"""Nothing below this share of the step is advised."""
+"""Changes that concern a smaller fraction of the step are not advised."""
 
 Words = tuple[str, str, tuple[str, ...]]
-"""The sentence, why, what to try next."""
+"""The headline, the reason, the changes to try next."""
 
 _PHASES_BY_NAME = frozenset({"forward", "backward"})
-"""Phases that place a wait; the others say nothing about it."""
+"""The phases that a text names; the others do not locate a wait."""
 
 
 def phrase_limit(limit: Limit, facts: StepFacts) -> Words:
-    """The words for a limit; a run that contradicts its plan is told so before anything else."""
+    """Phrase a limit; if the run contradicts its plan, the next steps begin with that."""
     sentence, why, next_steps = _WORDS[limit](facts)
     if facts.contradiction:
-        first = f"First find out why the run does not do what its plan says: {facts.contradiction}"
+        first = f"First find out why the plan check fails. {facts.contradiction}"
         next_steps = (first, *next_steps)
     return sentence, why, next_steps
 
 
-def _share(facts: StepFacts, duration_ns: int) -> str:
-    return (
-        f"{format_ns(duration_ns)} of the typical {format_ns(facts.step_time_ns)} step "
-        f"({format_ratio(facts.ratio(duration_ns))})"
-    )
+def _ratio(facts: StepFacts, duration_ns: int) -> str:
+    return format_ratio(facts.ratio(duration_ns))
+
+
+def _of_step(facts: StepFacts, duration_ns: int) -> str:
+    """`15.0 ms of the typical step of 100.0 ms`."""
+    return f"{format_ns(duration_ns)} of the typical step of {format_ns(facts.step_time_ns)}"
 
 
 def _plan(facts: StepFacts) -> str:
     return "the sharding plan" if facts.has_gathers else "the distributed setup"
 
 
-def _say_memory(facts: StepFacts) -> Words:
+def _phrase_memory(facts: StepFacts) -> Words:
     reserved, allocated = facts.peak_reserved_bytes or 0, facts.peak_allocated_bytes or 0
     steps = ["Recompute activations (activation checkpointing), or halve the microbatch."]
     if facts.has_gathers:
-        steps.append("Let every block reshard after forward, if some do not.")
+        steps.append("Reshard every block after forward, if some blocks stay unsharded.")
     unused = _unused_ratio(facts)
     if unused > FRAGMENTED_RATIO:
-        amount = format_bytes(unused * reserved)
         steps.insert(
             0,
-            f"Set PYTORCH_ALLOC_CONF=expandable_segments:True: {amount} is reserved but was not "
-            "allocated at the peak.",
+            "Set PYTORCH_ALLOC_CONF=expandable_segments:True: "
+            f"{format_bytes(unused * reserved)} of reserved memory is unused at the peak.",
         )
-    why = f"The peak of what tensors hold is {format_bytes(allocated)}; "
+    why = [
+        f"The allocator reserves {format_bytes(reserved)} of {format_bytes(facts.device_bytes)}; "
+        f"tensors hold at most {format_bytes(allocated)}."
+    ]
     if facts.num_alloc_retries:
-        why += f"the allocator had to free its cache {facts.num_alloc_retries} times; "
+        why.append(f"The allocator emptied its cache {facts.num_alloc_retries} times.")
+    why.append("A larger batch or a longer sequence can run out of memory.")
     return (
-        f"Memory is close to the limit: {format_bytes(reserved)} reserved of "
-        f"{format_bytes(facts.device_bytes)} ({format_ratio(facts.device_ratio)}).",
-        f"{why}the next larger batch or longer sequence ends in out of memory.",
+        f"Memory limits the run: {format_ratio(facts.device_ratio)} of the device is reserved.",
+        " ".join(why),
         tuple(steps),
     )
 
 
 def _unused_ratio(facts: StepFacts) -> float:
-    """What is reserved and in no use at the peak: as counted, else from the two peaks."""
+    """Return the unused fraction of reserved memory: as recorded, otherwise from the two peaks."""
     if facts.fragmentation_ratio is not None:
         return facts.fragmentation_ratio
     reserved, allocated = facts.peak_reserved_bytes or 0, facts.peak_allocated_bytes or 0
     return (reserved - allocated) / reserved if reserved else 0.0
 
 
-def _say_creep(facts: StepFacts) -> Words:
+def _phrase_growth(facts: StepFacts) -> Words:
     growth = facts.growth
     assert growth is not None
     full = (
         ""
         if growth.steps_until_full is None
-        else f", and fills the device in {growth.steps_until_full} steps at the latest"
+        else f" The device is full after at most {growth.steps_until_full} more steps."
     )
     return (
-        f"Memory creeps up: rank {growth.rank} holds {format_bytes(growth.bytes_per_step)} more "
-        f"after each step{full}.",
-        "A step should leave as much allocated as it found; a steady rise is something that is "
-        "kept from step to step.",
+        f"Memory grows by {format_bytes(growth.bytes_per_step)} per step.",
+        f"Rank {growth.rank} ends each step with more allocated memory than the step "
+        f"before.{full} Steady growth means that the training loop keeps tensors from step to "
+        "step.",
         (
-            "Look for tensors that outlive their step: a loss added up with its graph (take "
-            ".item() or .detach()), outputs in a list, a cache without a bound.",
-            "See what grows: fsdp-inspect memory RUN.",
+            "Look for tensors that outlive their step: a loss accumulated with its graph (use "
+            ".item() or .detach()), outputs kept in a list, an unbounded cache.",
+            "Run `fsdp-inspect memory RUN` to see the growth.",
         ),
     )
 
 
-def _say_input(facts: StepFacts) -> Words:
+def _phrase_input(facts: StepFacts) -> Words:
     return (
-        f"The step is input-bound: it waits {_share(facts, facts.data_ns)} for the next batch.",
-        "The training loop asks for a batch that is not ready.",
+        f"The step is input-bound: data takes {_ratio(facts, facts.data_ns)} of it.",
+        f"The training loop waits {_of_step(facts, facts.data_ns)} for the next batch.",
         (
-            "Load batches ahead of the step: more loader workers, prefetching, pinned memory.",
+            "Load batches before the step needs them: more loader workers, prefetching, pinned "
+            "memory.",
             f"Leave {_plan(facts)} as it is until the input keeps up.",
         ),
     )
 
 
-def _say_host(facts: StepFacts) -> Words:
-    why = "The compute stream is idle because the host has not issued the next work."
+def _phrase_host(facts: StepFacts) -> Words:
+    idle = _of_step(facts, facts.host_bound_ns)
+    why = f"The compute stream idles for {idle}, because the host has not issued work."
     if facts.is_kernel_trace:
         why = (
-            "No kernel and no collective runs on the device. The trace does not tell what the "
-            "host was doing: a wait for the next batch is part of it."
+            f"No kernel and no collective runs for {idle}. The trace does not record what the "
+            "host does: this time includes waits for the next batch."
         )
     fewer_units = ", fewer and larger units" if facts.has_gathers else ""
     steps = [
-        "Give the host less to issue per unit of work: torch.compile, a larger "
+        "Reduce the host's work relative to the device's: torch.compile, a larger "
         f"microbatch{fewer_units}.",
-        "Remove synchronisations in the step (.item(), printing a loss, .cpu()).",
+        "Remove synchronisations from the step (.item(), printing a loss, .cpu()).",
     ]
     if facts.has_gathers:
-        steps.append("Prefetch one unit ahead in forward, so that all-gathers are issued earlier.")
-    sentence = (
-        f"The step is host-bound: the device starves for {_share(facts, facts.host_bound_ns)}."
-    )
+        steps.append(
+            "Prefetch one unit ahead in forward, so that the host issues all-gathers earlier."
+        )
+    sentence = f"The step is host-bound for {_ratio(facts, facts.host_bound_ns)} of its time."
     return sentence, why, tuple(steps)
 
 
-def _say_straggler(facts: StepFacts) -> Words:
+def _phrase_straggler(facts: StepFacts) -> Words:
     straggler = facts.straggler
     assert straggler is not None
-    phase = f" in {straggler.phase}" if straggler.phase in _PHASES_BY_NAME else ""
-    late = (
-        f"It arrives last at {format_ratio(straggler.last_ratio)} of the collectives, latest"
-        f"{phase}, by {format_ns(straggler.late_ns)}."
-    )
-    meanwhile = say_meanwhile(straggler)
-    if meanwhile:
-        late += f" What takes it longest against the others is {meanwhile}."
+    phase = f", most of all in {straggler.phase}" if straggler.phase in _PHASES_BY_NAME else ""
+    why = [
+        f"Without its extra work the typical step of {format_ns(facts.step_time_ns)} is "
+        f"{format_ns(straggler.cost_ns)} shorter.",
+        f"It arrives last at {format_ratio(straggler.last_ratio)} of the collectives, by "
+        f"{format_ns(straggler.late_ns)}{phase}.",
+    ]
+    extra = describe_extra_work(straggler)
+    if extra:
+        why.append(f"On this rank {extra} per step than on the other ranks.")
     host = f" (host {straggler.host})" if straggler.host else ""
     return (
-        f"Rank {straggler.rank} is a straggler: it costs {_share(facts, straggler.cost_ns)}.",
-        late,
+        f"Rank {straggler.rank} is a straggler: it costs {_ratio(facts, straggler.cost_ns)} of "
+        "the step.",
+        " ".join(why),
         (
-            f"Find out what is different on rank {straggler.rank}{host}: clocks, heat, another "
-            "job, a slower link, more work in its batches. fsdp-inspect ranks RUN has the numbers.",
+            f"Find out how rank {straggler.rank}{host} differs from the other ranks: clocks, heat, "
+            "another job, a slower link, more work in its batches. `fsdp-inspect ranks RUN` shows "
+            "the numbers.",
             "Leave communication as it is until then: these waits are not transfers.",
         ),
     )
 
 
-def say_meanwhile(straggler: StragglerFacts) -> str:
-    """`backward, 3.86 s more a step`: what a straggler does longer; empty if nothing."""
+def describe_extra_work(straggler: StragglerFacts) -> str:
+    """`backward takes 3.86 s longer`: the extra work of a straggler; empty without any."""
     if straggler.meanwhile_ns <= 0:
         return ""
     part = find_metric(f"{straggler.meanwhile}_ns").label
-    return f"{part}, {format_ns(straggler.meanwhile_ns)} more a step"
+    return f"{part} takes {format_ns(straggler.meanwhile_ns)} longer"
 
 
-def _say_communication(facts: StepFacts) -> Words:
-    causes = "" if facts.blocks_host else _say_causes(facts)
-    why = [_say_kinds(facts), causes, _say_longest(facts)]
+def _phrase_communication(facts: StepFacts) -> Words:
+    causes = "" if facts.blocks_host else _phrase_causes(facts)
+    why = [_phrase_kinds(facts), causes, _phrase_most_exposed(facts)]
     if facts.blocks_host:
         why.append(
             f"All-gathers and reduce-scatters block the host by default on {facts.backend}, so "
-            "they are exposed whatever the plan: a property of the backend."
+            "every plan exposes them: this is a property of the backend."
         )
     elif facts.floor_ns and not facts.causes_ns and not facts.is_unwrapped:
         why.append(
             f"{format_ns(facts.floor_ns)} of the exposed time is the floor, which no setting hides."
         )
     return (
-        f"Communication is exposed for {_share(facts, facts.exposed_ns)}.",
+        f"Communication is exposed for {_ratio(facts, facts.exposed_ns)} of the step.",
         " ".join(sentence for sentence in why if sentence),
         tuple(_advise_communication(facts)),
     )
 
 
-def _say_kinds(facts: StepFacts) -> str:
-    """`All-gather 92.0 ms, reduce-scatter 79.1 ms.`, longest first."""
+def _phrase_kinds(facts: StepFacts) -> str:
+    """`171.1 ms of the typical step of 1.20 s are exposed: all-gather 92.0 ms, ...`."""
     exposed = sorted(facts.exposed_by_kind_ns.items(), key=lambda kind: -kind[1])
     other = "not FSDP" if facts.knows_fsdp else "other collectives"
     named = [
@@ -184,11 +197,11 @@ def _say_kinds(facts: StepFacts) -> str:
         for kind, duration in exposed
         if duration > 0
     ]
-    listed = ", ".join(named)
-    return f"{listed[0].upper()}{listed[1:]}." if named else ""
+    listed = f": {', '.join(named)}" if named else ""
+    return f"{_of_step(facts, facts.exposed_ns)} are exposed{listed}."
 
 
-def _say_causes(facts: StepFacts) -> str:
+def _phrase_causes(facts: StepFacts) -> str:
     """`By cause: late issue 38.0 ms, bandwidth 12.1 ms.`; they add up to the exposed time."""
     named = [
         f"{cause.replace('_', ' ')} {format_ns(duration)}"
@@ -202,24 +215,24 @@ def _say_causes(facts: StepFacts) -> str:
     return f"By cause: {', '.join(named)}.{meaning}"
 
 
-def _say_longest(facts: StepFacts) -> str:
+def _phrase_most_exposed(facts: StepFacts) -> str:
     if facts.top is None:
         return ""
-    nobody = " that FSDP did not issue" if facts.knows_fsdp else ""
-    owner = nobody if facts.top.fqn is None else f" of {format_unit(facts.top.fqn)}"
+    without_unit = " that FSDP did not issue" if facts.knows_fsdp else ""
+    owner = without_unit if facts.top.fqn is None else f" of {format_unit(facts.top.fqn)}"
     kind = facts.top.kind.replace("_", "-")
     place = f" in {facts.top.phase}" if facts.top.phase in _PHASES_BY_NAME else ""
     lead = "Beyond the floor, the" if facts.floor_ns and not facts.blocks_host else "The"
-    waited = format_ns(facts.top.exposed_ns)
-    return f"{lead} longest wait, {waited}, is for the {kind}{owner}{place}."
+    exposed = format_ns(facts.top.exposed_ns)
+    return f"{lead} longest wait is for the {kind}{owner}{place}: {exposed}."
 
 
 def _advise_communication(facts: StepFacts) -> list[str]:
     steps = []
     if facts.is_unwrapped and facts.has_gathers:
         steps.append(
-            "Call fully_shard on every transformer block, not on the whole model only: one big "
-            "unit has no compute to hide behind."
+            "Call fully_shard on every transformer block, not only on the whole model: no compute "
+            "hides the communication of a single unit."
         )
     if facts.ratio(facts.backward_gathers_ns) >= WORTH_NAMING_RATIO:
         steps.append(
@@ -228,17 +241,17 @@ def _advise_communication(facts: StepFacts) -> list[str]:
         )
     if facts.ratio(facts.causes_ns.get(Cause.SERIALIZED.label, 0)) >= WORTH_NAMING_RATIO:
         steps.append(
-            "Give reduce-scatter a communicator of its own (set_separate_reduce_scatter_group): "
-            "collectives stand in one queue, exposed for "
+            "Give reduce-scatter its own communicator (set_separate_reduce_scatter_group): "
+            "collectives queue behind each other, exposed for "
             f"{format_ns(facts.causes_ns[Cause.SERIALIZED.label])}."
         )
-    steps += _advise_longest(facts)
-    return steps or ["Look at the most exposed collective first: fsdp-inspect exposed RUN."]
+    steps += _advise_most_exposed(facts)
+    return steps or ["Start with the most exposed collective: `fsdp-inspect exposed RUN` shows it."]
 
 
-def _advise_longest(facts: StepFacts) -> list[str]:
+def _advise_most_exposed(facts: StepFacts) -> list[str]:
     if facts.blocks_host:
-        return ["Judge overlap and prefetch on GPUs: there a collective blocks a stream only."]
+        return ["Measure overlap and prefetch on GPUs, where a collective blocks only a stream."]
     if facts.top is None:
         return []
     is_late = (
@@ -249,44 +262,51 @@ def _advise_longest(facts: StepFacts) -> list[str]:
         return ["Prefetch one unit ahead, so that the all-gather is issued earlier."]
     if facts.top.kind == "reduce_scatter" and facts.reduces_in_float32:
         return [
-            "Reduce gradients in bfloat16 (MixedPrecisionPolicy(reduce_dtype)): half the bytes; "
-            "check that the loss still falls."
+            "Reduce gradients in bfloat16 (MixedPrecisionPolicy(reduce_dtype)): this halves the "
+            "bytes. Check that the loss still falls."
         ]
     return []
 
 
-def _say_other(facts: StepFacts) -> Words:
+def _phrase_other(facts: StepFacts) -> Words:
     return (
-        f"Most of the rest of the step is not FSDP's: {_share(facts, facts.other_ns)} lies "
-        "outside every recorded part.",
-        "Neither forward, backward, optimizer, data nor communication was running: the loss, "
-        "logging, metrics or other code of the training loop.",
-        (f"Profile the training loop itself, before {_plan(facts)}.",),
+        f"Other code of the training loop takes {_ratio(facts, facts.other_ns)} of the step.",
+        f"{_of_step(facts, facts.other_ns)} are neither forward, backward, optimizer, data nor "
+        "communication, but the loss, logging, metrics or other code.",
+        (f"Profile the training loop before you change {_plan(facts)}.",),
     )
 
 
-def _say_compute(facts: StepFacts) -> Words:
-    what = (
-        "kernels compute for" if facts.is_kernel_trace else ("forward, backward and optimizer take")
-    )
+def _phrase_compute(facts: StepFacts) -> Words:
+    compute = _of_step(facts, facts.compute_ns)
+    if facts.is_kernel_trace:
+        why = f"Compute kernels run for {compute}."
+    else:
+        why = f"Forward, backward and optimizer take {compute}."
+    exposed = "No communication is exposed."
+    if facts.exposed_ns:
+        exposed = (
+            f"Communication is exposed for {format_ns(facts.exposed_ns)}, of which "
+            f"{format_ns(facts.floor_ns)} is the floor, which no setting hides."
+        )
     return (
-        f"The step is compute-bound: {what} {_share(facts, facts.compute_ns)}.",
-        f"Communication is exposed for {_share(facts, facts.exposed_ns)}, of which "
-        f"{format_ns(facts.floor_ns)} is the floor, which no setting hides.",
+        f"The step is compute-bound: compute takes {_ratio(facts, facts.compute_ns)} of it.",
+        f"{why} {exposed}",
         (
             f"Change nothing in {_plan(facts)}.",
-            "Faster compute is what is left: torch.compile, bfloat16, less recomputation.",
+            "Only faster compute makes the step shorter: torch.compile, bfloat16, less "
+            "recomputation.",
         ),
     )
 
 
 _WORDS: dict[Limit, Callable[[StepFacts], Words]] = {
-    Limit.MEMORY: _say_memory,
-    Limit.MEMORY_CREEP: _say_creep,
-    Limit.INPUT: _say_input,
-    Limit.HOST: _say_host,
-    Limit.STRAGGLER: _say_straggler,
-    Limit.COMMUNICATION: _say_communication,
-    Limit.OTHER: _say_other,
-    Limit.COMPUTE: _say_compute,
+    Limit.MEMORY: _phrase_memory,
+    Limit.MEMORY_CREEP: _phrase_growth,
+    Limit.INPUT: _phrase_input,
+    Limit.HOST: _phrase_host,
+    Limit.STRAGGLER: _phrase_straggler,
+    Limit.COMMUNICATION: _phrase_communication,
+    Limit.OTHER: _phrase_other,
+    Limit.COMPUTE: _phrase_compute,
 }

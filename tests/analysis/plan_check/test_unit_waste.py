@@ -47,4 +47,4 @@ def test_units_that_hold_more_than_the_model_share_a_tied_weight():
 def test_a_tied_weight_whose_units_hold_more_is_counted_without_names():
     [found] = find_waste(manifest_of(num_parameters=160))
     assert (found.rule, found.fqns) == ("R27", ())
-    assert "40 parameters more than the model has" in found.sentence
+    assert "The units hold 40 more parameters than the model" in found.sentence

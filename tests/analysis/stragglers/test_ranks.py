@@ -100,8 +100,8 @@ def test_two_ranks_need_six_steps_until_one_of_them_is_told_to_be_late(num_steps
 def test_too_few_steps_are_refused_with_what_chance_does_and_how_many_it_takes():
     refusal = measure_ranks(llama_70b_run()).straggler_refusal
     assert "rank 4 works longest in 2 of 2 steps" in refusal
-    assert "among 8 equal ranks chance does the same in up to 12.5 % of runs" in refusal
-    assert "at least 3 that count" in refusal
+    assert "Among 8 equal ranks, this happens by chance in up to 12.5 % of runs." in refusal
+    assert "Record at least 3 timed steps." in refusal
 
 
 def test_jitter_that_both_ranks_have_is_not_billed_to_the_later_one():
