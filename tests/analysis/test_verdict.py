@@ -87,7 +87,7 @@ def growth(bytes_per_step=1 << 20, steps_until_full=500):
         pytest.param(
             {"growth": growth(MIB, None), "peak_allocated_bytes": 1000 * MIB},
             Limit.MEMORY_CREEP,
-            id="0.1 % of the peak a step, without a device",
+            id="0.1% of the peak a step, without a device",
         ),
         pytest.param(
             {"growth": growth(MIB, None), "peak_allocated_bytes": 2000 * MIB},
@@ -117,8 +117,7 @@ def test_a_model_in_one_unit_is_told_to_wrap_its_blocks_though_all_is_floor():
 def test_the_sentence_holds_the_number_and_the_why_the_owner():
     verdict = give_verdict(facts(exposed_ns=15 * MS, top=waiting()))
     assert (
-        verdict.sentence
-        == "Communication is exposed for 15.0 ms of the median 100.0 ms step (15.0 %)."
+        verdict.sentence == "Communication is exposed for 15.0 ms of the median 100 ms step (15%)."
     )
     assert verdict.why == "The longest wait, 8.00 ms, is for the all-gather of layers.7 in forward."
 
@@ -190,9 +189,7 @@ def test_memory_names_what_is_reserved_and_fragmentation():
             peak_allocated_bytes=60 * GIB,
         )
     )
-    assert (
-        verdict.sentence == "Memory is close to the limit: 77.0 GiB reserved of 80.0 GiB (97.0 %)."
-    )
+    assert verdict.sentence == "Memory is close to the limit: 77.0 GiB reserved of 80.0 GiB (97%)."
     assert "expandable_segments:True: 17.0 GiB" in verdict.next_steps[0]
 
 
@@ -208,10 +205,10 @@ def test_every_limit_says_why_and_what_next():
 def test_a_straggler_is_named_with_its_price_and_what_it_does_meanwhile():
     verdict = give_verdict(facts(straggler=straggler()))
     assert verdict.sentence == (
-        "Rank 4 is a straggler: it costs 10.0 ms of the median 100.0 ms step (10.0 %)."
+        "Rank 4 is a straggler: it costs 10.0 ms of the median 100 ms step (10%)."
     )
     assert verdict.why == (
-        "It arrives last at 86.1 % of the collectives, latest in backward, by 2.00 ms. What takes "
+        "It arrives last at 86.1% of the collectives, latest in backward, by 2.00 ms. What takes "
         "it longest against the others is data, 9.00 ms more a step."
     )
     assert "different on rank 4 (host node-1)" in verdict.next_steps[0]

@@ -73,15 +73,15 @@ def test_five_runs_a_side_are_tested():
     after = repeats([105, 106, 107, 108, 109], git_commit="new")
     [conclusion] = compare_runs(before, after).conclusions
     assert conclusion.telling is Telling.DIFFERENT
-    assert conclusion.sentence.startswith("B is 4.9 % slower than A (+2.0 % to +7.8 %, p = 0.0079)")
+    assert conclusion.sentence.startswith("B is 4.9% slower than A (+2% to +7.8%, p = 0.0079)")
 
 
 def test_one_run_a_side_below_ten_percent_cannot_be_told_and_says_what_is_missing():
     [conclusion] = compare_runs(run_of_step(100), run_of_step(107)).conclusions
     assert conclusion.telling is Telling.UNKNOWN
     assert conclusion.sentence == (
-        "B cannot be told from A in step time: +7.0 %, 100.0 ns -> 107.0 ns a step. Identical "
-        "processes differ by up to 10 %, or as much as the repeats here do; a test needs 5 runs "
+        "B cannot be told from A in step time: +7%, 100 ns -> 107 ns a step. Identical "
+        "processes differ by up to 10%, or as much as the repeats here do; a test needs 5 runs "
         "of each, so 4 more of A and 4 more of B."
     )
 
@@ -90,9 +90,9 @@ def test_a_change_is_explained_by_the_part_and_the_unit_that_moved_in_it():
     slow = run_of_step(200, exposed=110, config={"reshard": True})
     [conclusion] = compare_runs(run_of_step(100, exposed=10), slow).conclusions
     assert conclusion.reasons[:3] == (
-        "Of +100.0 ns between their median steps: exposed all-gather +100.0 ns.",
-        "Over all waits, the cause that moved most is floor: +100.0 ns.",
-        "The unit that moved most in it is layers.0: all-gather +100.0 ns a step.",
+        "Of +100 ns between their median steps: exposed all-gather +100 ns.",
+        "Over all waits, the cause that moved most is floor: +100 ns.",
+        "The unit that moved most in it is layers.0: all-gather +100 ns a step.",
     )
     assert conclusion.reasons[-1] == (
         "The only setting that differs is reshard: the likely reason, unless the machine was "
@@ -104,8 +104,7 @@ def test_a_part_that_moved_the_other_way_is_said_too():
     slow = run_of_step(160, exposed=110)
     [conclusion] = compare_runs(run_of_step(100, exposed=10), slow).conclusions
     assert conclusion.reasons[0] == (
-        "Of +60.0 ns between their median steps: exposed all-gather +100.0 ns, against forward "
-        "-40.0 ns."
+        "Of +60 ns between their median steps: exposed all-gather +100 ns, against forward -40 ns."
     )
 
 
@@ -253,8 +252,8 @@ def test_a_run_against_its_twin_differs_in_nothing():
 def test_several_sides_are_summarised_in_one_sentence():
     runs = [run_of_step(time, git_commit=str(time)) for time in (100, 50, 101, 200)]
     assert compare_runs(*runs).answer == (
-        "Against A, with 100.0 ns a step: faster B (-50.0 %); slower D (+100.0 %); "
-        "not to be told from noise C (+1.0 %)."
+        "Against A, with 100 ns a step: faster B (-50%); slower D (+100%); "
+        "not to be told from noise C (+1%)."
     )
 
 

@@ -6,37 +6,37 @@ from tests.builders import RunBuilder, steady_run
 from tests.report.terminal_text import text_of
 
 SHOWN = """\
-The median step of rank 0 takes 1.00 µs and waits 250.0 ns (25.0 %) for
-communication; its largest part is backward, 320.0 ns.
+The median step of rank 0 takes 1.00 µs and waits 250 ns (25%) for
+communication; its largest part is backward, 320 ns.
 
 Where step 1 of rank 0 goes (its median step; the parts add up)
-forward                 200.0 ns  20.0 %  ██████
-backward                320.0 ns  32.0 %  ██████████
-FSDP copies              20.0 ns   2.0 %  █
-exposed all-gather      130.0 ns  13.0 %  ▒▒▒▒
-exposed reduce-scatter  100.0 ns  10.0 %  ▒▒▒
-exposed, other           20.0 ns   2.0 %  ▒
-optimizer               100.0 ns  10.0 %  ███
-data                     50.0 ns   5.0 %  ██
-other                    60.0 ns   6.0 %  ██
+forward                 200 ns  20%  ██████
+backward                320 ns  32%  ██████████
+FSDP copies              20 ns   2%  █
+exposed all-gather      130 ns  13%  ▒▒▒▒
+exposed reduce-scatter  100 ns  10%  ▒▒▒
+exposed, other           20 ns   2%  ▒
+optimizer               100 ns  10%  ███
+data                     50 ns   5%  ██
+other                    60 ns   6%  ██
 = step                   1.00 µs
 
 Why it waits (the causes add up to the exposed parts)
 cause        exposed
-floor       150.0 ns  exposed time of the first all-gather of each forward and
+floor       150 ns  exposed time of the first all-gather of each forward and
                       the last reduction of each backward; no compute runs
                       next to them, so no setting hides it
-bandwidth    60.0 ns  the rest of the exposed time: the transfer takes longer
+bandwidth    60 ns  the rest of the exposed time: the transfer takes longer
                       than the compute that could hide it
-late issue   40.0 ns  exposed time that an earlier issue would have saved:
+late issue   40 ns  exposed time that an earlier issue would have saved:
                       min(exposed, issue - earliest); earliest: the
                       dependencies of its stream and the previous collective
                       on its communicator have ended
 
 The median step of each rank (all parts: --rank, --json)
 rank  step  step time   exposed   forward  backward  optimizer     data
-0        1    1.00 µs  250.0 ns  200.0 ns  320.0 ns   100.0 ns  50.0 ns
-1        1    1.00 µs  250.0 ns  200.0 ns  320.0 ns   100.0 ns  50.0 ns
+0        1    1.00 µs  250 ns  200 ns  320 ns   100 ns  50 ns
+1        1    1.00 µs  250 ns  200 ns  320 ns   100 ns  50 ns
 
 Recorded run hand-made. 3 of 4 finished steps are timed; left out: step 0
 (warm-up)."""

@@ -17,8 +17,8 @@ def test_causes_are_listed_with_their_share_of_all_steps():
     text = text_of(causes_table({"floor": 150}, {"floor": 0.6, "late_issue": 0.4}))
     lines = text.splitlines()
     assert lines[0].split() == ["cause", "exposed", "all", "steps"]
-    assert lines[1].startswith("floor       150.0 ns     60.0 %  ")
-    assert any(line.startswith("late issue      0 ns     40.0 %  ") for line in lines)
+    assert lines[1].startswith("floor       150 ns     60%  ")
+    assert any(line.startswith("late issue      0 ns     40%  ") for line in lines)
 
 
 def test_without_shares_there_is_no_column_for_them():
