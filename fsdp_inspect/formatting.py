@@ -1,7 +1,8 @@
-"""How do numbers read? Nanoseconds, bytes, rates and ratios as short text.
+"""Format durations, bytes, rates, ratios and names as short text.
 
 Text uses powers of 1024 for memory (GiB) and powers of 1000 for bandwidth (GB/s), as the field
-does. `None` reads as an en dash: a missing number is never shown as 0.
+does. Numbers have three significant digits, and thousands are separated with a comma. `None` is
+formatted as an en dash: a missing number is never shown as 0.
 """
 
 import unicodedata
@@ -14,66 +15,56 @@ _UNSHOWN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode's categories of what moves a cursor, turns text around or cannot be encoded."""
 
 _TIME_STEPS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"), (1, "ns"))
-_MEMORY_STEPS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-_RATE_STEPS = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
+_MEMORY_STEPS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+_RATE_STEPS = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1, "B/s"))
 _COUNT_STEPS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
+_ROUNDS_UP = 0.9995
+"""From this fraction of a unit on, three digits round to the unit: 999.6 µs is 1.00 ms."""
 
 
 def format_ns(value: float | None) -> str:
-    """A duration: `412.6 ms`, `18.0 µs`, `1.20 s`."""
+    """Format a duration: `413 ms`, `18.0 µs`, `1.20 s`."""
     if value is None:
         return MISSING
-    for size, suffix in _TIME_STEPS:
-        if abs(value) >= size:
-            return f"{_three_digits(value / size)} {suffix}"
-    return "0 ns" if value == 0 else f"{value:.2f} ns"
+    if abs(value) < 1:
+        return "0 ns" if value == 0 else f"{value:.2f} ns"
+    return _scale(value, _TIME_STEPS)
 
 
 def format_ms(value: float | None) -> str:
-    """A duration always in milliseconds, for columns that must compare by eye: `0.018`."""
-    return MISSING if value is None else f"{value / 1e6:.3f}"
+    """Format a moment or duration always in milliseconds, to compare it with others: `0.018`."""
+    return MISSING if value is None else f"{value / 1e6:,.3f}"
 
 
 def format_bytes(value: float | None) -> str:
-    """An amount of memory in powers of 1024: `38.2 GiB`."""
-    if value is None:
-        return MISSING
-    for size, suffix in _MEMORY_STEPS:
-        if abs(value) >= size:
-            return f"{_three_digits(value / size)} {suffix}"
-    return f"{value:.0f} B"
+    """Format an amount of memory in powers of 1024: `38.2 GiB`."""
+    return MISSING if value is None else _scale(value, _MEMORY_STEPS)
 
 
 def format_bytes_per_s(value: float | None) -> str:
-    """A bandwidth in powers of 1000: `26.5 GB/s`."""
-    if value is None:
-        return MISSING
-    for size, suffix in _RATE_STEPS:
-        if abs(value) >= size:
-            return f"{_three_digits(value / size)} {suffix}"
-    return f"{value:.0f} B/s"
+    """Format a bandwidth in powers of 1000: `26.5 GB/s`."""
+    return MISSING if value is None else _scale(value, _RATE_STEPS)
 
 
 def format_count(value: float | None) -> str:
-    """A count in powers of 1000: `1.24B` parameters."""
+    """Format a count in powers of 1000: `1.24B` parameters."""
     if value is None:
         return MISSING
-    for size, suffix in _COUNT_STEPS:
-        if abs(value) >= size:
-            return f"{_three_digits(value / size)}{suffix}"
+    if abs(value) >= _COUNT_STEPS[-1][0] * _ROUNDS_UP:
+        return _scale(value, _COUNT_STEPS, separator="")
     is_whole = abs(value - round(value)) < 0.005
-    return f"{value:.0f}" if is_whole else f"{value:.2g}" if abs(value) < 10 else f"{value:.1f}"
+    return f"{value:.0f}" if is_whole else f"{value:.2g}" if abs(value) < 10 else f"{value:.3g}"
 
 
 def format_ratio(value: float | None) -> str:
-    """A ratio from 0 to 1 as a percentage: `14.9 %`."""
-    return MISSING if value is None else f"{100 * value:.1f} %"
+    """Format a ratio from 0 to 1 as a percentage: `14.9%`, `10%`."""
+    return MISSING if value is None else _percent(value)
 
 
 def format_signed(ratio: float) -> str:
-    """A relative change with its sign: `+14.9 %`; what rounds to nothing has none: `0.0 %`."""
-    text = f"{100 * ratio:+.1f} %"
-    return text[1:] if text[1:] == "0.0 %" else text
+    """Format a relative change with its sign: `+14.9%`. A change that rounds to 0 has no sign."""
+    text = _percent(abs(ratio))
+    return text if text in ("0%", "0.0%") else f"{'-' if ratio < 0 else '+'}{text}"
 
 
 def find_spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
@@ -130,8 +121,25 @@ def _show_control(character: str) -> str:
     return "\N{SYMBOL FOR DELETE}" if code == 0x7F else "\N{REPLACEMENT CHARACTER}"
 
 
+def _scale(value: float, steps: Iterable[tuple[float, str]], separator: str = " ") -> str:
+    """The value in the largest unit in which it is at least 1; below all units, in the last."""
+    size, suffix = 1.0, ""
+    for size, suffix in steps:
+        if abs(value) >= size * _ROUNDS_UP:
+            break
+    is_whole = size == 1 and float(value).is_integer()
+    digits = f"{value:,.0f}" if is_whole else _three_digits(value / size)
+    return f"{digits}{separator}{suffix}"
+
+
 def _three_digits(value: float) -> str:
     magnitude = abs(value)
-    if magnitude >= 100:
-        return f"{value:.1f}" if magnitude < 1000 else f"{value:.0f}"
-    return f"{value:.1f}" if magnitude >= 10 else f"{value:.2f}"
+    if magnitude >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if magnitude >= 9.995 else f"{value:.2f}"
+
+
+def _percent(ratio: float) -> str:
+    percent = 100 * ratio
+    is_whole = abs(percent) >= 99.95 or abs(percent - round(percent)) < 1e-9
+    return f"{percent:,.0f}%" if is_whole else f"{percent:.1f}%"

@@ -6,7 +6,11 @@ from fsdp_inspect import formatting
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        pytest.param(412_600_000, "412.6 ms", id="milliseconds"),
+        pytest.param(412_600_000, "413 ms", id="milliseconds"),
+        pytest.param(999_600, "1.00 ms", id="rounded up to the next unit"),
+        pytest.param(1_234_000_000_000, "1,234 s", id="thousands of seconds"),
+        pytest.param(50, "50 ns", id="whole nanoseconds"),
+        pytest.param(0.25, "0.25 ns", id="below a nanosecond"),
         pytest.param(18_000, "18.0 µs", id="microseconds"),
         pytest.param(1_200_000_000, "1.20 s", id="seconds"),
         pytest.param(-2_500_000, "-2.50 ms", id="negative"),
@@ -23,7 +27,7 @@ def test_a_duration_reads_with_three_digits(value, text):
     [
         pytest.param(41_017_137_971, "38.2 GiB", id="GiB"),
         pytest.param(1024, "1.00 KiB", id="KiB"),
-        pytest.param(1023, "1023 B", id="bytes"),
+        pytest.param(1023, "1,023 B", id="bytes"),
         pytest.param(0, "0 B", id="zero"),
         pytest.param(None, "–", id="missing"),
     ],
@@ -40,8 +44,24 @@ def test_bandwidth_reads_in_powers_of_1000():
 def test_counts_ratios_and_milliseconds_read_as_the_field_writes_them():
     assert formatting.format_count(1_240_000_000) == "1.24B"
     assert formatting.format_count(17) == "17"
-    assert formatting.format_ratio(0.149) == "14.9 %"
+    assert formatting.format_ratio(0.149) == "14.9%"
     assert formatting.format_ms(18_000) == "0.018"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text", "signed"),
+    [
+        pytest.param(0.1, "10%", "+10%", id="whole"),
+        pytest.param(-0.227, "-22.7%", "-22.7%", id="decimal"),
+        pytest.param(1, "100%", "+100%", id="all"),
+        pytest.param(0.99951, "100%", "+100%", id="rounded to three digits"),
+        pytest.param(12.345, "1,234%", "+1,234%", id="thousands"),
+        pytest.param(0, "0%", "0%", id="zero"),
+        pytest.param(0.00001, "0.0%", "0.0%", id="rounds to zero"),
+    ],
+)
+def test_percentages_have_no_space_and_at_most_three_digits(ratio, text, signed):
+    assert (formatting.format_ratio(ratio), formatting.format_signed(ratio)) == (text, signed)
 
 
 def test_a_missing_number_is_never_shown_as_zero():

@@ -26,7 +26,7 @@ def compare(sides: SidesArgument, as_json: JsonOption = False) -> None:
 
     Runs with the same settings are repeats of one side. Steps of one process are not independent,
     so times are judged by one number a run: with five runs a side by a rank test, with fewer only
-    differences from 10 % on are told from noise. Counts and bytes are compared exactly.
+    differences from 10% on are told from noise. Counts and bytes are compared exactly.
 
     Example: `fsdp-inspect compare runs/before runs/after`
     """

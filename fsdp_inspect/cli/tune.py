@@ -40,7 +40,7 @@ def tune(  # noqa: PLR0913 - one argument an option
     repeats: Annotated[
         int | None,
         typer.Option(
-            help=f"Runs of each plan; 5 tell changes below 10 %. [default: {_REPEATS}]",
+            help=f"Runs of each plan; 5 tell changes below 10%. [default: {_REPEATS}]",
             min=1,
             metavar="N",
         ),

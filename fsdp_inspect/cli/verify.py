@@ -55,7 +55,7 @@ def verify(
     """Hold a prediction against the run of its plan: step time, exposed time, peak memory.
 
     Judged is the change against the baseline. One process is not enough to tell small changes:
-    with fewer than five on a side, less than 10 % of a step is noise. The outcome is kept in a
+    with fewer than five on a side, less than 10% of a step is noise. The outcome is kept in a
     ledger beside the runs, which new advice shows.
 
     Exits with 0 where the prediction held or nothing can be told from noise, with 1 where it did

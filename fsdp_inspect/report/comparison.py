@@ -278,5 +278,5 @@ def _footer(comparison: Comparison) -> Text:
             "told from process noise; counts and bytes are compared exactly."
         )
     else:
-        lines.append("Intervals are 95 % of the change (Hodges-Lehmann, exact rank test).")
+        lines.append("Intervals are 95% of the change (Hodges-Lehmann, exact rank test).")
     return dim("\n".join(lines))

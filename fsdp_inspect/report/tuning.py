@@ -79,7 +79,7 @@ def _provenance(tuning: Tuning) -> str:
         f"{len(tuning.baseline_run_ids)} runs; {same}. Measured: the typical step of "
         "each run. *: faster than the baseline beyond noise. Change: against the baseline's runs. "
         "Error of the step: of that change; of the peak: measured against predicted. Fewer than "
-        f"{RUNS_FOR_A_TEST} runs a side tell nothing below 10 % of the step, or below what runs of "
+        f"{RUNS_FOR_A_TEST} runs a side tell nothing below 10% of the step, or below what runs of "
         "one plan differ by. "
         f"{tuning.num_held} of {tuning.num_judged} predictions that could be told held."
     )

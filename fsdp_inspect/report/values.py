@@ -1,32 +1,20 @@
-"""How does one metric's value read? Its unit decides; a missing value is never shown as 0."""
+"""Format the value of a metric, a collective's kind and a method as short text."""
 
-from fsdp_inspect import formatting
-from fsdp_inspect.metrics import MetricUnit, find_metric
+from fsdp_inspect.columns import format_value
+from fsdp_inspect.metrics import find_metric
 
 
 def format_metric(name: str, value: float | None) -> str:
-    """The value of the metric `name` as short text, with its unit.
+    """Format the value of the metric `name` with its unit; a missing value is an en dash.
 
     Raises:
         KeyError: No metric has that name.
     """
-    match find_metric(name).unit:
-        case MetricUnit.NS:
-            return formatting.format_ns(value)
-        case MetricUnit.BYTES:
-            return formatting.format_bytes(value)
-        case MetricUnit.BYTES_PER_S:
-            return formatting.format_bytes_per_s(value)
-        case MetricUnit.RATIO:
-            return formatting.format_ratio(value)
-        case MetricUnit.COUNT:
-            return formatting.format_count(value)
-        case MetricUnit.NUMBER:
-            return formatting.MISSING if value is None else f"{value:.4g}"
+    return format_value(find_metric(name).unit, value)
 
 
 def format_kind(kind: str) -> str:
-    """A collective as the field writes it: `all-gather`."""
+    """Format the kind of a collective: `all-gather`."""
     return kind.replace("_", "-")
 
 
@@ -39,9 +27,9 @@ _METHODS = {
 
 
 def format_method(method: str) -> str:
-    """How a number was obtained, in words: `host-blocking`, `storage tracker`.
+    """Format how a number was obtained: `host-blocking`, `storage tracker`.
 
     Args:
         method: One method, or several with `, ` between them.
     """
-    return ", ".join(_METHODS.get(one, one) for one in method.split(", "))
+    return ", ".join(_METHODS.get(name, name) for name in method.split(", "))

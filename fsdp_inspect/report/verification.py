@@ -147,9 +147,9 @@ def _provenance(verification: Verification) -> Iterator[str]:
         "baseline. Judged: the change against the baseline, so that what the machine does to both "
         "cancels; error: the numbers as they stand. "
         + (
-            "Intervals: 95 %, of a rank test."
+            "Intervals: 95%, of a rank test."
             if verification.is_tested
-            else "Too few for a test: noise is the most of 10 % of the step, of what runs of one "
+            else "Too few for a test: noise is the most of 10% of the step, of what runs of one "
             "plan differ by, and of what compute differs by."
         )
     )

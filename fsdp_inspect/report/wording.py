@@ -97,14 +97,14 @@ def describe_step(breakdown: StepBreakdown) -> str:
 
 
 def format_change(change: float | None) -> str:
-    """A relative change with its sign: `-22.7 %`; `=` where there is none."""
+    """A relative change with its sign: `-22.7%`; `=` where there is none."""
     if change is None:
         return MISSING
     return "=" if change == 0 else format_signed(change)
 
 
 def format_error(error: float | None) -> str:
-    """A relative error with its sign: `+0.2 %`; none at all is `0.0 %`."""
+    """A relative error with its sign: `+0.2%`; none at all is `0.0%`."""
     return MISSING if error is None else format_signed(error)
 
 

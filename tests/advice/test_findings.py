@@ -81,9 +81,9 @@ def test_a_run_without_fault_has_no_finding():
 
 def test_a_straggler_comes_first_and_a_starved_input_beside_it_is_named_too():
     found = findings(replace(FACTS, straggler=STRAGGLER, data_ns=12, compute_ns=60))
-    assert "straggler: it costs 20.0 ns" in found[0].sentence
+    assert "straggler: it costs 20 ns" in found[0].sentence
     assert (found[0].rule, found[0].limits) == ("R32", True)
-    assert "Waiting for the next batch takes 12.0 ns" in found[1].sentence
+    assert "Waiting for the next batch takes 12 ns" in found[1].sentence
 
 
 def test_a_starved_host_is_the_first_finding():
@@ -102,7 +102,7 @@ def test_a_unit_with_most_parameters_is_named():
     large = findings(units={"layers.1": {"num_parameters": 900}})
     found = next(each for each in large if each.rule == "R1")
     assert found.units == ("layers.1",)
-    assert "81.8 % of the parameters" in found.sentence
+    assert "81.8% of the parameters" in found.sentence
 
 
 @pytest.mark.parametrize(("ratio", "expected"), [(0.3, ["R21"]), (0.05, []), (None, [])])

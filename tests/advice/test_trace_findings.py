@@ -95,7 +95,7 @@ def test_a_node_whose_speed_is_not_known_says_so_and_promises_nothing():
 @pytest.mark.parametrize(
     "facts",
     [
-        pytest.param({"backward_gathers_ns": 19}, id="exposed for less than 2 %"),
+        pytest.param({"backward_gathers_ns": 19}, id="exposed for less than 2%"),
         pytest.param({"links": replace(LINKS, within_bytes_per_s=29e9)}, id="not 3 times as fast"),
         pytest.param({"units": {"reshard_after_forward": False}}, id="nothing gathered again"),
         pytest.param({"units": {"reshard_after_forward": 8}}, id="in the node already"),
@@ -138,7 +138,7 @@ def contention(slowdown: float, *, is_clear: bool = True) -> Contention:
 def test_compute_that_communication_slows_is_told_with_what_it_costs():
     finding = only(found(contention=contention(1.25)))
     assert finding.rule == "R23"
-    assert "by 25.0 %: 100.0 ns of the step" in finding.sentence  # 500 ns x (1 - 1 / 1.25)
+    assert "by 25%: 100 ns of the step" in finding.sentence  # 500 ns x (1 - 1 / 1.25)
     assert finding.effect.saved_low_ns == 0
     assert finding.effect.saved_high_ns == 115  # 500 ns x (1 - 1 / 1.3)
     assert not finding.effect.is_exposed
@@ -147,10 +147,10 @@ def test_compute_that_communication_slows_is_told_with_what_it_costs():
 @pytest.mark.parametrize(
     "facts",
     [
-        pytest.param({"contention": contention(1.04)}, id="less than 5 %"),
+        pytest.param({"contention": contention(1.04)}, id="less than 5%"),
         pytest.param({"contention": contention(1.25, is_clear=False)}, id="within the spread"),
         pytest.param({"contention": contention(1.25), "device": "cpu"}, id="no NVLink on a CPU"),
-        pytest.param({"contention": contention(1.25), "step_time_ns": 10**5}, id="below 2 %"),
+        pytest.param({"contention": contention(1.25), "step_time_ns": 10**5}, id="below 2%"),
     ],
 )
 def test_a_slowdown_that_no_buffer_mends_is_not_told(facts: dict[str, Any]):

@@ -69,7 +69,7 @@ def test_bus_bandwidths_of_a_published_run_are_found_again():
         for fqn in ("layers.0", "")
         for row in measure_bandwidth(run, rank=0, unit=units[fqn], transfer_ns=transfers).kinds
     }
-    # The published mean of single rates is not the rate of the mean duration: 0.1 % apart.
+    # The published mean of single rates is not the rate of the mean duration: 0.1% apart.
     assert found == {
         ("layers.0", "all_gather"): pytest.approx(231.01, rel=2e-3),
         ("layers.0", "reduce_scatter"): pytest.approx(239.25, rel=2e-3),

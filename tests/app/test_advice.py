@@ -155,7 +155,7 @@ def test_what_became_of_a_prediction_stands_beside_it(open_app, run, advice, tmp
     assert not app.exception
     assert "1 of 1 verified predictions held here" in read(app)
     [frame] = [one.value for one in app.dataframe if "outcome" in one.value]
-    assert (frame["outcome"][0], frame["step measured"][0]) == ("held", "-25.0 %")
+    assert (frame["outcome"][0], frame["step measured"][0]) == ("held", "-25%")
     assert frame["measured step (ms)"][0] == 10.0
 
 

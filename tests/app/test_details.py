@@ -33,15 +33,15 @@ def shown(markdown):
 
 def test_a_collective_is_told_in_one_line():
     assert shown(tell_event(GATHER)) == (
-        "**all-gather** `layers.1` · forward · 109.0 MiB of bfloat16 · 4.12 ms · 26.5 GB/s bus "
-        "(fit 27.1 GB/s) · issued 300.0 µs before it was needed · exposed 2.90 ms: late issue"
+        "**all-gather** `layers.1` · forward · 109 MiB of bfloat16 · 4.12 ms · 26.5 GB/s bus "
+        "(fit 27.1 GB/s) · issued 300 µs before it was needed · exposed 2.90 ms: late issue"
     )
 
 
 def test_several_causes_are_told_with_their_parts():
     facts = dataclasses.replace(GATHER, causes_ns={"late_issue": 2_000_000, "bandwidth": 900_000})
     assert shown(tell_event(facts)).endswith(
-        "exposed 2.90 ms: late issue 2.00 ms, bandwidth 900.0 µs"
+        "exposed 2.90 ms: late issue 2.00 ms, bandwidth 900 µs"
     )
     assert shown(tell_wait(facts)) == "**all-gather** `layers.1` 2.90 ms · late issue"
 

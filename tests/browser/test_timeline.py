@@ -199,7 +199,7 @@ def test_the_guilty_unit_is_one_click_away(open_timeline, longest):
     event, facts = longest
     timeline.wait(f"state => state.selected === '{event}' && state.arrows === '2'")
     words = timeline.details()
-    assert "all-gather norm, lm_head · backward · 160.0 MiB of bfloat16" in words
+    assert "all-gather norm, lm_head · backward · 160 MiB of bfloat16" in words
     assert format_ns(facts.duration_ns) in words
     assert re.search(r"[\d.]+ GB/s bus \(fit [\d.]+ GB/s\)", words)
     assert "issued when it was needed" in words

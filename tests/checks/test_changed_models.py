@@ -31,7 +31,7 @@ REGRESSIONS = {
         "peak_allocated_bytes",
         "backward",
         [("unsharded_parameter", ["layers.2"], 2 * BLOCK)],
-        "`layers.2` now reshard_after_forward=False: +1 unsharded block (256.0 KiB)",
+        "`layers.2` now reshard_after_forward=False: +1 unsharded block (256 KiB)",
     ),
     "kept activation": (
         "peak_allocated_bytes",

@@ -48,7 +48,7 @@ def test_a_regression_exits_with_1_and_says_where(invoke, forecasts, baseline):
 
     words = " ".join(ended.out.split())
     assert ended.code == 1
-    assert "peak_allocated_bytes rose by 256.0 KiB" in words
+    assert "peak_allocated_bytes rose by 256 KiB" in words
     assert "unsharded parameter of layers.2" in words
     assert "reshard_after_forward=False" in words
     assert "config.plant: nothing -> not resharded" in words

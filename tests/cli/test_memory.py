@@ -26,7 +26,7 @@ def test_json_has_the_same_numbers(invoke):
 
 def test_an_imported_snapshot_is_a_run_like_any_other(invoke, tmp_path):
     import_snapshot(train(FakeAllocator()).dump(tmp_path / "a.pickle"), tmp_path / "run")
-    assert "158.0 KiB allocated at the peak" in invoke("memory", tmp_path / "run").out
+    assert "158 KiB allocated at the peak" in invoke("memory", tmp_path / "run").out
     assert "imported" in invoke("summary", tmp_path / "run").out
 
 

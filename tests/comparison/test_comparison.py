@@ -76,7 +76,7 @@ def test_five_runs_a_side_are_tested():
     assert conclusion.telling is Telling.DIFFERENT
     assert conclusion.sentence == (
         "B is 4.9% slower than A. The step takes 107.0 ns instead of 102.0 ns (95% interval "
-        "+2.0 % to +7.8 %, p = 0.0079)."
+        "+2.0% to +7.8%, p = 0.0079)."
     )
 
 
@@ -84,7 +84,7 @@ def test_one_run_a_side_below_ten_percent_cannot_be_told_and_says_what_is_missin
     [conclusion] = compare_runs(run_of_step(100), run_of_step(107)).conclusions
     assert conclusion.telling is Telling.UNKNOWN
     assert conclusion.sentence == (
-        "B and A do not differ significantly in step time: +7.0 %. The step takes 107.0 ns instead "
+        "B and A do not differ significantly in step time: +7.0%. The step takes 107.0 ns instead "
         "of 100.0 ns. Identical processes differ by up to 10%, or by as much as the repeats here. "
         "To test the difference, record 4 more runs of A and 4 more of B."
     )
@@ -261,8 +261,8 @@ def test_a_run_against_its_twin_differs_in_nothing():
 def test_several_sides_are_summarised_in_one_sentence():
     runs = [run_of_step(time, git_commit=str(time)) for time in (100, 50, 101, 200)]
     assert compare_runs(*runs).answer == (
-        "Step time compared with A (100.0 ns). Faster: B (-50.0 %). Slower: D (+100.0 %). "
-        "Not significant: C (+1.0 %)."
+        "Step time compared with A (100.0 ns). Faster: B (-50.0%). Slower: D (+100.0%). "
+        "Not significant: C (+1.0%)."
     )
 
 

@@ -24,10 +24,10 @@ def shifted(times, by):
 @pytest.mark.parametrize(
     ("second", "telling"),
     [
-        pytest.param([109], Telling.UNKNOWN, id="9 % slower"),
-        pytest.param([91], Telling.UNKNOWN, id="9 % faster"),
-        pytest.param([110], Telling.DIFFERENT, id="10 % slower"),
-        pytest.param([90], Telling.DIFFERENT, id="10 % faster"),
+        pytest.param([109], Telling.UNKNOWN, id="9% slower"),
+        pytest.param([91], Telling.UNKNOWN, id="9% faster"),
+        pytest.param([110], Telling.DIFFERENT, id="10% slower"),
+        pytest.param([90], Telling.DIFFERENT, id="10% faster"),
         pytest.param([100], Telling.UNKNOWN, id="the same number twice proves nothing"),
     ],
 )
@@ -117,7 +117,7 @@ def test_moving_one_side_moves_the_estimate_and_its_interval(values, split, by):
 
 
 def test_the_interval_of_five_against_five_leaves_two_differences_out_at_each_end():
-    """Hollander and Wolfe, table of the Wilcoxon rank sum: 96.8 % for five against five."""
+    """Hollander and Wolfe, table of the Wilcoxon rank sum: 96.8% for five against five."""
     first, second = [0, 0, 0, 0, 0], [1, 2, 3, 4, 5]
     assert estimate_shift(first, second) == (3.0, 1.0, 5.0)
     spread = [0, 10, 20, 30, 40]

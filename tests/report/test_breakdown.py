@@ -6,30 +6,30 @@ from tests.builders import RunBuilder, steady_run
 from tests.report.terminal_text import text_of
 
 SHOWN = """\
-The typical step of rank 0 takes 1.00 µs and waits 250.0 ns (25.0 %) for
+The typical step of rank 0 takes 1.00 µs and waits 250.0 ns (25.0%) for
 communication; its largest part is backward, 320.0 ns.
 
 Typical step of rank 0 (mean over 3 steps)
-forward                 200.0 ns  20.0 %  ██████
-backward                320.0 ns  32.0 %  ██████████
-FSDP copies              20.0 ns   2.0 %  █
-exposed all-gather      130.0 ns  13.0 %  ▒▒▒▒
-exposed reduce-scatter  100.0 ns  10.0 %  ▒▒▒
-exposed other            20.0 ns   2.0 %  ▒
-optimizer               100.0 ns  10.0 %  ███
-data                     50.0 ns   5.0 %  ██
-other                    60.0 ns   6.0 %  ██
+forward                 200.0 ns  20.0%  ██████
+backward                320.0 ns  32.0%  ██████████
+FSDP copies              20.0 ns   2.0%  █
+exposed all-gather      130.0 ns  13.0%  ▒▒▒▒
+exposed reduce-scatter  100.0 ns  10.0%  ▒▒▒
+exposed other            20.0 ns   2.0%  ▒
+optimizer               100.0 ns  10.0%  ███
+data                     50.0 ns   5.0%  ██
+other                    60.0 ns   6.0%  ██
 = step                   1.00 µs
 
 Why it waits (the causes add up to the exposed parts)
 cause        exposed   share
-floor       150.0 ns  60.0 %  exposed time of the first all-gather of each
+floor       150.0 ns  60.0%  exposed time of the first all-gather of each
                               forward and the last reduction of each backward;
                               no compute runs next to them, so no setting
                               hides it
-bandwidth    60.0 ns  24.0 %  the rest of the exposed time: the transfer takes
+bandwidth    60.0 ns  24.0%  the rest of the exposed time: the transfer takes
                               longer than the compute that could hide it
-late issue   40.0 ns  16.0 %  exposed time that an earlier issue would have
+late issue   40.0 ns  16.0%  exposed time that an earlier issue would have
                               saved: min(exposed, issue - earliest); earliest:
                               the dependencies of its stream and the previous
                               collective on its communicator have ended

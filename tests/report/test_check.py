@@ -66,7 +66,7 @@ def test_a_longer_step_is_told_by_its_part_and_by_the_wait_in_it() -> None:
     sentence = describe_outcome(TIMES)
 
     assert sentence == (
-        "Decoder: step_time_ns rose by 12.0 ms (+12.0%), from 100.0 ms to 112.0 ms. What takes "
+        "Decoder: step_time_ns rose by 12.0 ms (+12.0%), from 100 ms to 112 ms. What takes "
         "longer: exposed all-gather +11.0 ms (2.00 ms to 13.0 ms); all-gather in backward of "
         "layers.3 +10.0 ms (1.00 ms to 11.0 ms)."
     )

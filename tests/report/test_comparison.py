@@ -22,9 +22,9 @@ tested: record 4 more runs of A and 4 more of B.
 
 B against A
                               A         B    change
-step time              100.0 ns  150.0 ns   +50.0 %
-communication           10.0 ns   50.0 ns  +400.0 %
-exposed communication   10.0 ns   50.0 ns  +400.0 %
+step time              100 ns  150 ns   +50%
+communication           10 ns   50 ns  +400%
+exposed communication   10 ns   50 ns  +400%
 collectives                   1         1         =  exactly equal
 communicated bytes         64 B      64 B         =  exactly equal
 peak allocated                –         –         –
@@ -32,18 +32,18 @@ peak reserved                 –         –         –
 
 Where their typical steps go (the changes add up)
                           A         B    change
-forward             90.0 ns  100.0 ns  +10.0 ns
-exposed all-gather  10.0 ns   50.0 ns  +40.0 ns
+forward             90 ns  100 ns  +10 ns
+exposed all-gather  10 ns   50 ns  +40 ns
 
 Why they wait (the exposed parts of their typical steps, by cause)
              A        B    change
-floor  10.0 ns  50.0 ns  +40.0 ns
+floor  10 ns  50 ns  +40 ns
 
 Units, the 2 of 2 whose exposed time changed most
 unit               A exposed       bus        B exposed        bus
 layers.0
-  all-gather 10.0 ns 10.0 ns 3.20 GB/s  50.0 ns 50.0 ns 640.0 MB/s
-  forward    90.0 ns                   100.0 ns
+  all-gather 10 ns 10 ns 3.20 GB/s  50 ns 50 ns 640 MB/s
+  forward    90 ns                   100 ns
 """
 
 
@@ -60,8 +60,8 @@ def test_two_runs_read_settings_first_then_words_then_tables():
 
 def test_a_small_difference_of_times_is_marked_as_noise():
     shown = text_of_runs(run_of_step(100), run_of_step(104))
-    assert "+4.0 %  within noise" in shown
-    assert "times closer than 10.0 % cannot be" in shown
+    assert "+4%  within noise" in shown
+    assert "times closer than 10% cannot be" in shown
 
 
 def test_equal_runs_are_called_equal():
@@ -75,7 +75,7 @@ def test_a_tested_side_shows_its_interval():
     after = repeats([105, 106, 107, 108, 109], git_commit="new")
     shown = text_of_runs(before, after)
     assert "A  5 runs; old-2 has the median step time" in shown
-    assert "+4.9 %  +2.0 % to +7.8 %" in shown
+    assert "+4.9%  +2% to +7.8%" in shown
     assert "Hodges-Lehmann" in shown
 
 

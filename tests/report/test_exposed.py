@@ -8,7 +8,7 @@ from tests.builders import RunBuilder, steady_run
 from tests.report.terminal_text import text_of
 
 HEADLINE = """\
-Rank 0 waits 250.0 ns a step for communication (25.0 % of 1.00 µs), 60.0 % of it
+Rank 0 waits 250.0 ns a step for communication (25.0% of 1.00 µs), 60.0% of it
 the floor, which no setting hides. The longest wait, 100.0 ns, is for the
 reduce-scatter of layers.0 in backward.
 """
@@ -17,9 +17,9 @@ By collective, typical step of rank 0
 collective      phase     n  units   exposed  why
 all-gather      forward   2      2  100.0 ns  floor 50%, bandwidth 40%, late
                                               issue 10%
-reduce-scatter  backward  2      2  100.0 ns  floor 100%
-all-gather      backward  2      2   30.0 ns  late issue 100%
-all-reduce      backward  1      0   20.0 ns  bandwidth 100%
+reduce-scatter  backward  2      2  100 ns  floor 100%
+all-gather      backward  2      2   30 ns  late issue 100%
+all-reduce      backward  1      0   20 ns  bandwidth 100%
 """
 OWNERS = """\
 By unit, typical step of rank 0
@@ -28,23 +28,23 @@ layers.0    reduce-scatter  backward  1  100.0 ns  floor 100%
 layers.0    all-gather      forward   1   50.0 ns  floor 100%
 layers.1    all-gather      forward   1   50.0 ns  bandwidth 80%, late issue
                                                    20%
-layers.1    all-gather      backward  1   30.0 ns  late issue 100%
-(not FSDP)  all-reduce      backward  1   20.0 ns  bandwidth 100%
+layers.1    all-gather      backward  1   30 ns  late issue 100%
+(not FSDP)  all-reduce      backward  1   20 ns  bandwidth 100%
 """
 GATHERS = """\
 All-gathers over 3 steps: 6 explicit, 3 missed, 3 first
 unit      phase     issued        lead  in flight   hidden
-layers.0  forward   first         0 ns    50.0 ns    0.0 %
-layers.0  backward  explicit  110.0 ns    70.0 ns  100.0 %
-layers.1  forward   explicit  100.0 ns   150.0 ns   66.7 %
-layers.1  backward  missed        0 ns    30.0 ns    0.0 %
+layers.0  forward   first         0 ns    50 ns    0%
+layers.0  backward  explicit  110 ns    70 ns  100%
+layers.1  forward   explicit  100 ns   150 ns   66.7%
+layers.1  backward  missed        0 ns    30 ns    0%
 """
 BANDWIDTH = """\
 Bandwidth (bytes-weighted), and latency where sizes tell it
 collective      group       per step  transfer         bus  latency  scatter
-all-gather      shard of 2     256 B   50.0 ns  426.7 MB/s        –        –
-reduce-scatter  shard of 2     128 B   80.0 ns  355.6 MB/s        –        –
-all-reduce      –                4 B   20.0 ns           –        –        –
+all-gather      shard of 2     256 B   50 ns  427 MB/s        –        –
+reduce-scatter  shard of 2     128 B   80 ns  356 MB/s        –        –
+all-reduce      –                4 B   20 ns           –        –        –
 Transfer: this rank's own time, in which it may wait for other ranks.
 all-gather, shard of 2: no latency. All 12 messages have the same size, 64
 bytes.
@@ -76,7 +76,7 @@ def test_the_waits_of_a_rank_read_so():
 
 def test_one_unit_reads_so():
     text = shown(steady_run(), unit="layers.1")
-    assert text.startswith("In each step rank 0 waits for layers.1: 50.0 ns for the all-gather in")
+    assert text.startswith("In each step rank 0 waits for layers.1: 50 ns for the all-gather in")
     assert "layers.0  " not in text
 
 

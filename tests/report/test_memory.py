@@ -46,7 +46,7 @@ def cuda_run(*, leak=0, ranks=2):
 
 def test_the_answer_comes_first_with_its_number():
     assert shown(tracked_run()).startswith(
-        "100.0 MiB allocated at the peak: in backward of layers.1, step 1. Filled by activation "
+        "100 MiB allocated at the peak: in backward of layers.1, step 1. Filled by activation "
         "70.0 MiB, unsharded parameter 30.0 MiB. The largest unit is layers.0: 60.0 MiB."
     )
 
@@ -58,7 +58,7 @@ def test_a_peak_without_composition_names_the_highest_reading_and_what_to_do():
         "layers.1, step 0."
     )
     assert "it takes a memory step" in text
-    assert "40.0 GiB reserved at most: 50.0 % of 80.0 GiB, 40.0 GiB left." in text
+    assert "40.0 GiB reserved at most: 50% of 80.0 GiB, 40.0 GiB left." in text
 
 
 def test_growth_is_told_with_what_it_leads_to():
@@ -70,7 +70,7 @@ def test_growth_is_told_with_what_it_leads_to():
 
 def test_the_allocator_is_shown_against_the_device():
     text = shown(cuda_run())
-    assert "fragmentation 22.5 %" in text
+    assert "fragmentation 22.5%" in text
     assert "allocation retries 9" in text
     assert "outside the allocator –" in text
 

@@ -14,25 +14,25 @@ SUMMARY = """\
 hand-made  complete
 2 ranks · gloo · cpu · Decoder, 200 parameters
 
-Communication is exposed for 25.0 % of the step.
+Communication is exposed for 25.0% of the step.
   Why: 250.0 ns of the typical step of 1.00 µs are exposed: all-gather 130.0 ns,
   reduce-scatter 100.0 ns, not FSDP 20.0 ns. By cause: floor 150.0 ns, bandwidth
   60.0 ns, late issue 40.0 ns. No setting hides the floor. Beyond the floor, the
   longest wait is for the all-gather of layers.1 in forward: 50.0 ns.
   Next: Try reshard_after_forward=False if memory allows: the backward gathers
-  again, exposed for 30.0 ns.
+  again, exposed for 30 ns.
   Or: Prefetch one unit ahead, so that the all-gather is issued earlier.
 
 Typical step of rank 0 (mean over 3 steps)
-forward                 200.0 ns  20.0 %  ██████
-backward                320.0 ns  32.0 %  ██████████
-FSDP copies              20.0 ns   2.0 %  █
-exposed all-gather      130.0 ns  13.0 %  ▒▒▒▒
-exposed reduce-scatter  100.0 ns  10.0 %  ▒▒▒
-exposed other            20.0 ns   2.0 %  ▒
-optimizer               100.0 ns  10.0 %  ███
-data                     50.0 ns   5.0 %  ██
-other                    60.0 ns   6.0 %  ██
+forward                 200.0 ns  20.0%  ██████
+backward                320.0 ns  32.0%  ██████████
+FSDP copies              20.0 ns   2.0%  █
+exposed all-gather      130.0 ns  13.0%  ▒▒▒▒
+exposed reduce-scatter  100.0 ns  10.0%  ▒▒▒
+exposed other            20.0 ns   2.0%  ▒
+optimizer               100.0 ns  10.0%  ███
+data                     50.0 ns   5.0%  ██
+other                    60.0 ns   6.0%  ██
 = step                   1.00 µs
 
 Typical step of 3 timed steps of rank 0
@@ -40,23 +40,23 @@ step time               1.00 µs  p10 1.00 µs, p90 1.00 µs
 communication          500.0 ns
 exposed communication  250.0 ns
 exposed floor          150.0 ns
-overlap                  50.0 %
+overlap                  50.0%
 peak allocated                –
 peak reserved                 –  no allocator reserves memory on CPU
 loss                          1  from 4
 
 Waited for most, per typical step of rank 0
 unit        collective      phase     n  in flight   exposed     floor
-layers.0    reduce-scatter  backward  1   100.0 ns  100.0 ns  100.0 ns
-layers.0    all-gather      forward   1    50.0 ns   50.0 ns   50.0 ns
-layers.1    all-gather      forward   1   150.0 ns   50.0 ns
-layers.1    all-gather      backward  1    30.0 ns   30.0 ns
-(not FSDP)  all-reduce      backward  1    20.0 ns   20.0 ns
+layers.0    reduce-scatter  backward  1   100 ns  100 ns  100 ns
+layers.0    all-gather      forward   1    50 ns   50 ns   50 ns
+layers.1    all-gather      forward   1   150 ns   50 ns
+layers.1    all-gather      backward  1    30 ns   30 ns
+(not FSDP)  all-reduce      backward  1    20 ns   20 ns
 
 Ranks (typical step of each)
 rank  host  step time  communication   exposed  overlap
-0             1.00 µs       500.0 ns  250.0 ns   50.0 %
-1             1.00 µs       500.0 ns  250.0 ns   50.0 %
+0             1.00 µs       500 ns  250 ns   50%
+1             1.00 µs       500 ns  250 ns   50%
 
 Declared against observed
 The run follows its plan: 18 collectives in 3 steps of 2 units, as expected.
@@ -75,8 +75,8 @@ layers.1  all-gather      2     64 B   90.0 ns   80.0 ns     355.6 MB/s
 
 Compute and copies of each unit, per step
 unit      params   forward  backward  recompute   copies  prefetched
-layers.0     100  100.0 ns  160.0 ns          –  10.0 ns           1
-layers.1     100  100.0 ns  160.0 ns          –  10.0 ns           1
+layers.0     100  100 ns  160 ns          –  10 ns           1
+layers.1     100  100 ns  160 ns          –  10 ns           1
 
 Typical step of 3 timed steps of rank 0. n: per step. duration: mean of one
 collective; exposed: of all of them in a step. forward and backward hold nested
@@ -156,7 +156,7 @@ def test_reserved_memory_is_set_against_the_device():
     builder.rank(0).record.update(record)
     builder.rank(0).memory(MemoryPoint.STEP_END, 40 * MIB, reserved=50 * MIB)
     shown = summary_of(builder.build())
-    assert "peak reserved          50.0 MiB  50.0 % of 100.0 MiB" in shown
+    assert "peak reserved          50.0 MiB  50% of 100 MiB" in shown
 
 
 def test_many_ranks_are_cut_and_counted():

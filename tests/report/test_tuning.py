@@ -43,7 +43,7 @@ def test_a_plan_that_failed_says_why_and_one_that_has_not_run_says_so(tuning):
     text = text_of(render_tuning(tuning, []))
     assert "The session is not done" in text
     assert "Did not run to its end: CUDA out of memory." in text
-    rows = [line for line in text.splitlines() if "80.0 ms (-20.0 %)" in line]
+    rows = [line for line in text.splitlines() if "80.0 ms (-20%)" in line]
     assert [row.split()[-1] for row in rows] == ["failed", "run"]
 
 

@@ -6,10 +6,10 @@ from fsdp_inspect.report.values import format_kind, format_method, format_metric
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        pytest.param("step_time_ns", 412_600_000, "412.6 ms", id="time"),
+        pytest.param("step_time_ns", 412_600_000, "413 ms", id="time"),
         pytest.param("peak_allocated_bytes", 3 << 30, "3.00 GiB", id="memory"),
         pytest.param("bus_bytes_per_s", 26.5e9, "26.5 GB/s", id="bandwidth"),
-        pytest.param("overlap_ratio", 0.149, "14.9 %", id="ratio"),
+        pytest.param("overlap_ratio", 0.149, "14.9%", id="ratio"),
         pytest.param("num_parameters", 1_240_000_000, "1.24B", id="count"),
         pytest.param("loss", 2.34567, "2.346", id="number"),
         pytest.param("peak_reserved_bytes", None, "–", id="missing"),

@@ -8,11 +8,11 @@ from fsdp_inspect.report.wording import format_change, format_error, name_backen
     ("ratio", "change", "error"),
     [
         (None, MISSING, MISSING),
-        (0, "=", "0.0 %"),
-        (-0.00001, "0.0 %", "0.0 %"),
-        (0.00001, "0.0 %", "0.0 %"),
-        (-0.227, "-22.7 %", "-22.7 %"),
-        (0.1, "+10.0 %", "+10.0 %"),
+        (0, "=", "0%"),
+        (-0.00001, "0.0%", "0.0%"),
+        (0.00001, "0.0%", "0.0%"),
+        (-0.227, "-22.7%", "-22.7%"),
+        (0.1, "+10%", "+10%"),
     ],
 )
 def test_changes_and_errors_have_a_sign_and_nothing_has_none(ratio, change, error):

@@ -51,7 +51,7 @@ def test_a_run_that_moves_says_its_last_step(path):
     live = look(path)
     assert live.state is LiveState.RUNNING
     assert describe_live(live).startswith(
-        "Step 2 took 1.00 µs and waited 200.0 ns of it for communication; it ended "
+        "Step 2 took 1.00 µs and waited 200 ns of it for communication; it ended "
     )
     assert describe_pace(live).startswith("Rank 0. Typical: 1.00 µs a step")
     assert advise_live(live) == ""

@@ -20,7 +20,7 @@ def test_units_without_padding_in_one_dtype_waste_nothing():
 
 @pytest.mark.parametrize(
     ("unsharded", "is_named"),
-    [pytest.param(404, False, id="just below 1 %"), pytest.param(408, True, id="2 %")],
+    [pytest.param(404, False, id="just below 1%"), pytest.param(408, True, id="2%")],
 )
 def test_padding_is_named_above_one_percent(unsharded, is_named):
     found = list(find_waste(manifest_of(head={"unsharded_bytes": unsharded})))
@@ -29,7 +29,7 @@ def test_padding_is_named_above_one_percent(unsharded, is_named):
 
 def test_padding_says_how_much_of_each_gather_it_is():
     [padding] = find_waste(manifest_of(head={"unsharded_bytes": 800}))
-    assert padding.sentence.startswith("50.0 % of each all-gather (400 B) is padding")
+    assert padding.sentence.startswith("50% of each all-gather (400 B) is padding")
 
 
 def test_one_unit_in_float32_beside_bfloat16_ones_is_named():

@@ -60,7 +60,7 @@ def test_the_published_skews_and_transfers_are_measured(llama):
 )
 def test_bus_bandwidth_is_the_published_one_in_gib(llama, row, published):
     found = next(skew for skew in llama.skews if skew.bytes == row.bytes)
-    # The published means are of bandwidths, ours is of the mean latency: equal to 0.1 %.
+    # The published means are of bandwidths, ours is of the mean latency: equal to 0.1%.
     assert found.bus_bytes_per_s / GIB == pytest.approx(published, rel=1e-3)
 
 
@@ -100,7 +100,7 @@ def test_two_ranks_need_six_steps_until_one_of_them_is_told_to_be_late(num_steps
 def test_too_few_steps_are_refused_with_what_chance_does_and_how_many_it_takes():
     refusal = measure_ranks(llama_70b_run()).straggler_refusal
     assert "rank 4 works longest in 2 of 2 steps" in refusal
-    assert "Among 8 equal ranks, this happens by chance in up to 12.5 % of runs." in refusal
+    assert "Among 8 equal ranks, this happens by chance in up to 12.5% of runs." in refusal
     assert "Record at least 3 timed steps." in refusal
 
 

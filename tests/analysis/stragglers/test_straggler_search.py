@@ -24,8 +24,8 @@ def rank_of(rank, exposed, step_time=1000):
     ("exposed", "suspected"),
     [
         pytest.param([100, 100, 100], False, id="all wait alike"),
-        pytest.param([100, 60, 100], False, id="4 % of the step"),
-        pytest.param([100, 50, 100], True, id="one waits 5 % of the step less"),
+        pytest.param([100, 60, 100], False, id="4% of the step"),
+        pytest.param([100, 50, 100], True, id="one waits 5% of the step less"),
         pytest.param([100, 400, 100], False, id="one waits more: it is early, nobody is late"),
         pytest.param([100], False, id="one rank"),
         pytest.param([], False, id="none"),

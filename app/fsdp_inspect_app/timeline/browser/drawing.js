@@ -181,7 +181,7 @@ class Drawing {
     const length = formatNs(this.columns.duration[position]);
     const busy = Math.round((this.columns.shade[position] / 255) * 100);
     const rows = lane.kind === "marks" ? [["within", length]]
-      : [["busy", `up to ${busy} % of ${length}`]];
+      : [["busy", `up to ${busy}% of ${length}`]];
     return [...rows, ["", "too many to tell apart: click to zoom in"]];
   }
 

@@ -1,14 +1,17 @@
-// How do numbers read? As fsdp_inspect.formatting writes them.
+// Format durations, bytes and rates as fsdp_inspect.formatting does.
+
+// From this fraction of a unit on, three digits round to the unit: 999.6 µs is 1.00 ms.
+const ROUNDS_UP = 0.9995;
 
 function threeDigits(value) {
   const magnitude = Math.abs(value);
-  if (magnitude >= 1000) return value.toFixed(0);
-  return magnitude >= 10 ? value.toFixed(1) : value.toFixed(2);
+  if (magnitude >= 99.95) return Math.round(value).toLocaleString("en-US");
+  return magnitude >= 9.995 ? value.toFixed(1) : value.toFixed(2);
 }
 
 function scaled(value, steps, fallback) {
   for (const [size, suffix] of steps) {
-    if (Math.abs(value) >= size) return `${threeDigits(value / size)} ${suffix}`;
+    if (Math.abs(value) >= size * ROUNDS_UP) return `${threeDigits(value / size)} ${suffix}`;
   }
   return fallback;
 }
