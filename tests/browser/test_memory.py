@@ -9,7 +9,7 @@ from fsdp_inspect.store.folder import list_runs
 from tests.app.synthetic import make_run, write_run
 from tests.browser.conftest import serve
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 SAMPLE = "tiny-2-ranks/run"
 
