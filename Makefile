@@ -38,8 +38,11 @@ test-all: $(READY) ## Run all tests except benchmarks, the exhaustive ones too, 
 	$(PYTEST) $(PARALLEL) --exhaustive $(ARGS)
 
 .PHONY: coverage
-coverage: $(READY) ## Measure line and branch coverage of all tests; takes twice as long as test-all
-	$(PYTEST) $(PARALLEL) --exhaustive --cov --cov-report term $(ARGS)
+coverage: $(READY) ## Measure line and branch coverage of all tests; takes longer than test-all
+	$(BIN)/coverage erase
+	$(PYTEST) $(PARALLEL) --exhaustive --cov --cov-report= $(ARGS)
+	$(BIN)/coverage combine --quiet --append || true  # processes that ended after their test
+	$(BIN)/coverage report
 
 .PHONY: check
 check: $(READY) ## Check format, lint, types and import directions

@@ -25,6 +25,8 @@ from tests.scheduling import Scheduling
 # two cores must not fight over threads, and gloo must not depend on the machine's host name.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+# torch.compile would start a pool of processes that import torch, for a handful of kernels.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # No test knows what the dashboards of whoever runs it have found out.
 os.environ.setdefault("FSDP_INSPECT_CACHE", "")

@@ -117,6 +117,7 @@ def _run(
         if isinstance(exit_.code, str):
             print(exit_.code, file=sys.stderr)
     except BaseException:
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()  # as the interpreter
         sys.excepthook(*sys.exc_info())
     finally:
         atexit._run_exitfuncs()

@@ -139,6 +139,7 @@ def test_a_check_without_a_verdict_fails_even_where_unjudged_is_allowed(
     assert "::error title=FSDP Inspect::The check ended without a verdict" in ended.log
 
 
+@pytest.mark.slow
 def test_a_forecast_of_the_repositorys_own_builder_is_made_and_checked(
     made: Path, tmp_path: Path
 ) -> None:
@@ -229,6 +230,7 @@ def test_the_step_in_the_docs_gives_inputs_that_the_action_has() -> None:
     assert set(step["with"]) <= set(action["inputs"])
 
 
+@pytest.mark.slow
 def test_the_gitlab_job_of_the_docs_fails_on_a_regression_and_reports(
     tmp_path: Path,
 ) -> None:

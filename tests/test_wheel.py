@@ -25,6 +25,8 @@ from packaging.utils import canonicalize_name
 from fsdp_inspect import __version__
 from tests.conftest import Torchrun
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE")
 PACKAGES = ("fsdp_inspect", "app/fsdp_inspect_app", "instrumented_trainer")

@@ -9,7 +9,7 @@ from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.plan import Plan
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

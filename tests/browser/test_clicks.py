@@ -8,7 +8,7 @@ from fsdp_inspect.analysis.step_times import measure_step_times
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 SAMPLE = "hsdp-4-ranks/run"
 NUM_RANKS, NUM_STEPS = 2, 8

@@ -6,7 +6,7 @@ from fsdp_inspect.comparison.comparison import compare_runs
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import pytest
 from tests.browser.conftest import serve
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 NAME = "<img src=x onerror=document.title='owned'>"
 

@@ -9,7 +9,7 @@ from fsdp_inspect.store.reader import open_run
 from tests.app.synthetic import make_run, write_run
 from tests.browser.conftest import serve
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 SAMPLE = "tiny-2-ranks/run"
 

@@ -10,7 +10,7 @@ from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 WHOLE = ("recorded", "imported", "many-ranks")
 OTHERS = {

@@ -9,7 +9,7 @@ from fsdp_inspect.report.ranks_wording import describe_answer, describe_rank
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 SAMPLE = "hsdp-4-ranks/run"
 

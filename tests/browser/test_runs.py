@@ -5,7 +5,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 RUNS = ("recorded", "imported", "crashed", "partial", "hostile", "newer", "many-ranks")
 NAME_X, BOX_X, FIRST_ROW_Y, ROW_HEIGHT = 70, 16, 52, 35

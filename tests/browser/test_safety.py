@@ -38,6 +38,7 @@ def test_names_from_a_run_are_text_on_every_page(states_server, tab, dialogs, na
         assert HOSTILE in shown.replace("\N{WORD JOINER}", "")
 
 
+@pytest.mark.slow
 def test_names_from_a_run_are_text_on_the_page_of_one_unit(states_server, tab, dialogs):
     dashboard = tab(states_server)
     dashboard.open("units", run="hostile", unit=HOSTILE)

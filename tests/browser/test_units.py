@@ -7,7 +7,7 @@ import pytest
 
 from fsdp_inspect.store.folder import list_runs
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 CARDS = (
     "Waits and their causes",

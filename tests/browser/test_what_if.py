@@ -12,7 +12,7 @@ from fsdp_inspect.simulation.simulate import simulate_plan
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
