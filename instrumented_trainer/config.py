@@ -104,10 +104,10 @@ class TrainerConfig(BaseModel):
         Section.DATA, "uint16", "Type of a token in a .bin file."
     )
     seq_len: PositiveInt | None = _setting(
-        Section.DATA, None, "Tokens per sequence; default: the preset's."
+        Section.DATA, None, "Tokens per sequence; overrides the preset."
     )
     batch_size: PositiveInt | None = _setting(
-        Section.DATA, None, "Sequences per rank and microbatch; default: the preset's."
+        Section.DATA, None, "Sequences per rank and microbatch; overrides the preset."
     )
 
     steps: PositiveInt = _setting(Section.TRAINING, 30, "Optimizer steps, counted from the start.")
@@ -135,7 +135,7 @@ class TrainerConfig(BaseModel):
     )
 
     lr: PositiveFloat | None = _setting(
-        Section.OPTIMIZER, None, "Peak learning rate of AdamW; default: the preset's."
+        Section.OPTIMIZER, None, "Peak learning rate of AdamW; overrides the preset."
     )
     lr_warmup: NonNegativeInt = _setting(
         Section.OPTIMIZER, 5, "Steps in which the learning rate rises to its peak."

@@ -70,8 +70,8 @@ def test_the_script_keeps_its_arguments():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--world-size", "16"), ["no bandwidth", "bandwidth=50GB/s"]),
-        (("--preset", "h200"), ["no preset", "Nearest: 'h200-ib400'"]),
+        (("--world-size", "16"), ["bandwidth is missing", "bandwidth=50GB/s"]),
+        (("--preset", "h200"), ["unknown preset 'h200'", "Nearest: 'h200-ib400'"]),
         (("--bandwidth", "9GB/s", "--world-size", "x"), ["world_size is 'x'"]),
         (("--preset", "h100-nvlink", "--world-size", "16"), ["16 ranks do not fit"]),
     ],

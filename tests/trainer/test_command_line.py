@@ -101,7 +101,7 @@ def test_help_names_every_setting_with_its_meaning_legal_values_and_default():
         (["--preset", "big"], "preset is 'big'. Expected 'tiny', 'small', 'llama-1b',"),
         (["--lr", "quick"], "Legal values of lr: a number above 0."),
         (["--compile", "maybe"], "Legal values of compile: true, false."),
-        (["--hf-config", "{"], "hf_config is '{', which is not JSON"),
+        (["--hf-config", "{"], "hf_config is '{', which is invalid JSON"),
         (["--config", "absent.toml"], "The settings file 'absent.toml' cannot be read"),
     ],
 )

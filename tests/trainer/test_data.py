@@ -138,8 +138,8 @@ def test_a_corpus_too_small_to_train_on_is_refused(tmp_path, content, complaint)
 @pytest.mark.parametrize(
     ("array", "complaint"),
     [
-        (np.zeros((2, 2), dtype=np.int64), r"holds int64 of shape \(2, 2\). Expected one row"),
-        (np.zeros(3), r"holds float64 of shape \(3,\). Expected one row of integers"),
+        (np.zeros((2, 2), dtype=np.int64), r"contains int64 of shape \(2, 2\). Expected one row"),
+        (np.zeros(3), r"contains float64 of shape \(3,\). Expected one row of integers"),
     ],
 )
 def test_an_array_that_is_no_row_of_tokens_is_refused(tmp_path, array, complaint):

@@ -170,7 +170,7 @@ def test_the_other_settings_reach_the_plan():
         ({"plan": "x.toml", "mesh": "2x2"}, "--mesh and --plan both define the sharding"),
         (
             {"plan": "x.toml", "microbatches": 4, "accumulation_sync": "last"},
-            "--microbatches, --accumulation-sync and --plan both say how to shard",
+            "--microbatches, --accumulation-sync and --plan both define the sharding",
         ),
     ],
 )
@@ -221,5 +221,5 @@ def test_a_plan_file_for_other_ranks_is_refused(tmp_path, text, complaint):
 def test_a_plan_file_that_shards_a_list_of_modules_is_refused(tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text('[[units]]\nmodules = ["layers"]\n')
-    with pytest.raises(ConfigError, match="which is a list of modules and never called"):
+    with pytest.raises(ConfigError, match="a list of modules, which is never called"):
         plan_of(plan=str(path))
