@@ -1,4 +1,4 @@
-"""Which tables of a run were decoded lately? Kept, since many analyses ask for the same rows."""
+"""Cache decoded tables, because many analyses read the same rows."""
 
 import threading
 from collections.abc import Hashable
@@ -6,31 +6,31 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 MOST_BYTES = 256 << 20
-"""Unless told otherwise; beyond it the tables that were asked for longest ago go. A step of a
-million events, with its memory samples, takes about 140 MB."""
+"""Default memory limit; above it, the least recently used tables are dropped. A step of a million
+events, with its memory samples, takes about 140 MB."""
 
 
 class Sized(Protocol):
-    """A table, or anything else that knows its size."""
+    """An object with a size, such as a table."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """Memory of the object, in bytes."""
         ...
 
 
 @dataclass
 class TableCache:
-    """Tables by what was asked for; nobody changes them; several threads may ask at once."""
+    """Immutable tables by key. Thread-safe."""
 
     most_bytes: int = MOST_BYTES
     _tables: dict[Hashable, Sized] = field(default_factory=dict)
-    """The one that was asked for last comes last."""
+    """The most recently used table comes last."""
     _num_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def find(self, *keys: Hashable) -> Any:
-        """The table of the first of these keys that has one; None if none has."""
+        """The table of the first of these keys that has a table; None without one."""
         with self._lock:
             for key in keys:
                 table = self._tables.pop(key, None)
@@ -40,7 +40,7 @@ class TableCache:
             return None
 
     def keep(self, key: Hashable, table: Sized) -> None:
-        """Keep a table, unless it is too large by itself."""
+        """Keep a table, unless it alone exceeds the limit."""
         if table.num_bytes > self.most_bytes:
             return
         with self._lock:
