@@ -146,7 +146,7 @@ class RemoteFiles:
         return bool(self._system.isfile(self._full(name)))
 
     def modified_unix_ns(self, name: str) -> int | None:
-        """When a file last changed; None if there is none, or the place does not tell."""
+        """Time of the last change of a file; None if it is missing or the time is unknown."""
         try:
             return int(self._system.modified(self._full(name)).timestamp() * 1e9)
         except (FileNotFoundError, NotImplementedError):

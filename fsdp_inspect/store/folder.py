@@ -133,9 +133,10 @@ def has_running_ranks(path: Path, attempt: int) -> bool:
     files = LocalFiles(path)
     for rank in rank_numbers(files.folders(attempt_name(attempt))):
         record = read_rank_record(rank_folder(path, attempt, rank))
-        if record is not None and record.status is RunStatus.RUNNING:
-            if is_alive(record, files, f"{attempt_name(attempt)}/{rank_name(rank)}"):
-                return True
+        if record is None or record.status is not RunStatus.RUNNING:
+            continue
+        if is_alive(record, files, f"{attempt_name(attempt)}/{rank_name(rank)}"):
+            return True
     return False
 
 

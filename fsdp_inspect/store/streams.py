@@ -364,7 +364,7 @@ class _StreamReading:
         self.torn_bytes = len(self._raw) - position
 
     def _has_whole_message_from(self, position: int) -> bool:
-        """Whether a complete message follows this position: then the stream is damaged, not torn."""
+        """Whether a complete message follows: then the stream is damaged, not torn."""
         everything = pa.py_buffer(self._raw)
         while position >= 0:
             try:

@@ -25,7 +25,7 @@ _MAX_CACHED_RANKS = 16
 
 
 class SummaryReader:
-    """The summary of one attempt. It caches the rows of whole steps, and of units of a few ranks."""
+    """The summary of one attempt, with a cache of whole steps and of the units of a few ranks."""
 
     def __init__(
         self,

@@ -210,7 +210,7 @@ class RankTail:
         return self._events.is_closed or self._events.is_gone
 
     def read_new(self) -> NewRows:
-        """Read the rows that were completed since the last call; raises as `StreamTail.read_new`."""
+        """Read the rows completed since the last call; raises as `StreamTail.read_new`."""
         return NewRows(
             events=self._events.read_new(),
             memory=self._memory.read_new(),
