@@ -1,1 +1,1 @@
-"""Recordings of other tools as run folders: Kineto traces and CUDA memory snapshots."""
+"""Import recordings of other tools as run folders: Kineto traces and CUDA memory snapshots."""

@@ -1,4 +1,4 @@
-"""Which unit owns each collective, who issued it, and on which stream did it run?"""
+"""Build the rows of the collectives of a trace: owner, issuing unit, stream, wait and group."""
 
 from dataclasses import dataclass
 
@@ -28,20 +28,20 @@ _STREAMS = {
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Of each collective; arrays of shape (n,). Units are positions in the rank's ranges."""
+    """The owner of each collective; arrays of shape (n,). Units are indices of the rank's units."""
 
     unit: Int64Array
     issued_by: Int64Array
     is_prefetched: NDArray[np.bool_]
     method_is_inferred: bool
-    """Whether the units are ours, by size and order, and not named by the trace."""
+    """Whether the units are inferred from size and order instead of named by the trace."""
 
 
 def find_owners(comms: Communications, ranges: UnitRanges) -> Owners:
-    """The unit in whose all-gather or reduction each collective was issued.
+    """Find the unit in whose all-gather or reduction range each collective was issued.
 
-    A gather inside `*_prefetch for X` is X's. It was issued by the unit whose `pre_backward` it is
-    inside, or, in a forward, whose `pre_forward` came last.
+    An all-gather inside `*_prefetch for X` belongs to X. Its issuing unit is the one whose
+    `pre_backward` contains it; in a forward, the unit with the last `pre_forward` before it.
     """
     thread, issue_ns = comms.thread, comms.issue_ns
     unit = ranges.unit_of(ranges.around(thread, issue_ns, *_OWNING))
@@ -56,19 +56,19 @@ def find_owners(comms: Communications, ranges: UnitRanges) -> Owners:
 
 
 def find_implied_owners(comms: Communications, implied: ImpliedUnits) -> Owners:
-    """Owners where no range names them: units by size and order."""
+    """The owners for a trace without ranges that name units: inferred from size and order."""
     unit = implied.unit
     return Owners(unit, unit, np.zeros(len(comms), dtype=bool), True)
 
 
 @dataclass(frozen=True, slots=True)
 class TraceWaits:
-    """When each collective ran, and was waited for; arrays of shape (n,), ns."""
+    """The times of each collective and its wait; arrays of shape (n,), ns."""
 
     need_ns: Int64Array
-    """-1: nobody waited, or not known."""
+    """-1: nothing waited, or unknown."""
     start_ns: Int64Array
-    """Of a call that blocked its thread: the call's."""
+    """For a call that blocked its thread: the start of the call."""
     end_ns: Int64Array
     method: NDArray[np.int8]
 
@@ -81,15 +81,15 @@ def make_collective_rows(
     names: RunNames,
     units: tuple[str, ...],
 ) -> EventTable:
-    """One row for each collective, numbered in its group in the order of issue.
+    """Build one row for each collective, numbered in its group in the order of issue.
 
     Args:
-        comms: All of a rank.
-        owners: Of each of them.
-        waits: Of each of them.
+        comms: All collectives of a rank.
+        owners: The owner of each collective.
+        waits: The wait of each collective.
         phases: The rank's phases.
         names: The run's units and groups.
-        units: What the positions in `owners` name.
+        units: The unit names that the indices in `owners` refer to.
     """
     in_run = np.append([names.unit_index(unit) for unit in units], NO_UNIT).astype(np.int64)
     group = _number_groups(comms, names)
@@ -117,15 +117,15 @@ def make_collective_rows(
 
 
 def _phases(comms: Communications, phases: PhaseRanges) -> NDArray[np.int8]:
-    """The phase of each issue; a reduction of gradients is backward, whatever thread issued it."""
+    """The phase of each issue; reductions of gradients are always backward, on any thread."""
     phase = phases.phase_of(comms.thread, comms.issue_ns)
     phase[(comms.kind == EventKind.REDUCE_SCATTER) & (phase == Phase.OUTSIDE)] = Phase.BACKWARD
     return phase
 
 
 def _number_groups(comms: Communications, names: RunNames) -> Int64Array:
-    """The run's number of each collective's group. Shape (n,)."""
-    # A group's key is one object for all of its messages: known by identity, it need not be hashed.
+    """The run's index of each collective's group. Shape (n,)."""
+    # All messages of a group share one key object, so its identity replaces a hash.
     numbers = {
         id(key): names.group_index(key) for key in {id(one): one for one in comms.group}.values()
     }

@@ -1,7 +1,7 @@
-"""Which of a trace's events communicate? On a device its kernels, on a CPU what gloo did.
+"""Find the events of a trace that communicate: kernels on a device, gloo's work on a CPU.
 
-A kernel is recognised by its metadata, then by the operator that it is linked to, and by its name
-last: names change with every version of NCCL and RCCL, and some say nothing.
+A kernel is recognised by its metadata, then by the operator that it is linked to, then by its name.
+Names come last, because they change with each version of NCCL and RCCL, and some are generic.
 """
 
 from collections.abc import Callable
@@ -37,20 +37,20 @@ _GLOO_NAMES = {
     EventKind.ALL_TO_ALL: "gloo:all_to_all",
     EventKind.BARRIER: "gloo:barrier",
 }
-"""gloo's own name of what an operator starts: a reduce-scatter is an all-reduce there."""
+"""gloo's annotation for the work of each kind: gloo runs a reduce-scatter as an all-reduce."""
 
 
 @dataclass(frozen=True, slots=True)
 class Issues:
-    """Where and when the host issued device events; arrays of shape (n,)."""
+    """The threads and times at which the host issued device events; arrays of shape (n,)."""
 
     thread: NDArray[np.int32]
     """-1: unknown."""
     time_ns: Int64Array
-    """The event's own start where unknown."""
+    """The event's own start if the issue is unknown."""
 
     def where(self, chosen: NDArray[np.generic]) -> "Issues":
-        """Those that a mask or an index array selects."""
+        """The issues that a mask or an index array selects."""
         return Issues(self.thread[chosen], self.time_ns[chosen])
 
 
@@ -60,11 +60,11 @@ class Communications:
 
     kind: NDArray[np.int8]
     bytes: Int64Array
-    """Of the full message; -1: unknown."""
+    """Bytes of the full message; -1: unknown."""
     dtype: NDArray[np.int8]
     group: tuple[GroupKey | None, ...]
     thread: NDArray[np.int32]
-    """Of the host, where it was issued; -1: unknown."""
+    """The host thread that issued it; -1: unknown."""
     issue_ns: Int64Array
     start_ns: Int64Array
     end_ns: Int64Array
@@ -74,11 +74,11 @@ class Communications:
 
 
 def find_issues(trace: KinetoTrace, events: EventColumns) -> Issues:
-    """Where the host launched device events: by correlation, else by the operator linked to them.
+    """Find the launch of each device event: by correlation, else by the operator linked to it.
 
     Args:
         trace: The whole trace.
-        events: Kernels or copies of it.
+        events: Kernels or copies of the trace.
     """
     launches, operators = trace.events[Category.LAUNCH], trace.events[Category.OPERATOR]
     thread = np.full(len(events), NOTHING, dtype=np.int32)
@@ -95,7 +95,7 @@ def find_issues(trace: KinetoTrace, events: EventColumns) -> Issues:
 
 
 def find_communication_kernels(trace: KinetoTrace) -> NDArray[np.bool_]:
-    """Which kernels communicate. Shape (number of kernels,)."""
+    """Mask of the kernels that communicate. Shape (number of kernels,)."""
     kernels, operators = trace.events[Category.KERNEL], trace.events[Category.OPERATOR]
     found = _by_name(trace, is_communication_kernel)[kernels.name]
     found[list(trace.messages[Category.KERNEL])] = True
@@ -109,20 +109,20 @@ def find_communication_kernels(trace: KinetoTrace) -> NDArray[np.bool_]:
 def describe_kernels(
     trace: KinetoTrace, chosen: Int64Array, issues: Issues, groups: GroupNames
 ) -> Communications:
-    """What the chosen kernels communicate.
+    """Describe the communication of the chosen kernels.
 
     Args:
         trace: The whole trace.
-        chosen: Shape (n,): positions among the kernels.
-        issues: Of the chosen kernels.
-        groups: The rank's process groups; those that only messages name are added.
+        chosen: Shape (n,): indices of kernels.
+        issues: The issues of the chosen kernels.
+        groups: The rank's process groups; groups that only messages name are added.
     """
     kernels = trace.events[Category.KERNEL].where(chosen)
     own, around = trace.messages[Category.KERNEL], _messages_around(trace, kernels, issues)
     messages, kinds = [], []
     for position, kernel in enumerate(chosen.tolist()):
-        operator, beside = around[position]
-        message = own.get(kernel) or beside or CollectiveMessage()
+        operator, operator_message = around[position]
+        message = own.get(kernel) or operator_message or CollectiveMessage()
         name = trace.names[kernels.name[position]]
         kinds.append(_kind((message.collective, operator, name)))
         messages.append(message)
@@ -131,7 +131,7 @@ def describe_kernels(
 
 @lru_cache(maxsize=4096)
 def _kind(names: tuple[str | None, ...]) -> EventKind:
-    """What the first name says that says anything."""
+    """The kind according to the first name that contains one."""
     kinds = [kind_of(name) for name in names if name]
     telling = [kind for kind in kinds if kind is not EventKind.OTHER_COLLECTIVE]
     return telling[0] if telling else EventKind.OTHER_COLLECTIVE
@@ -140,9 +140,9 @@ def _kind(names: tuple[str | None, ...]) -> EventKind:
 def _messages_around(
     trace: KinetoTrace, kernels: EventColumns, issues: Issues
 ) -> list[tuple[str | None, CollectiveMessage | None]]:
-    """The operator in which each kernel was issued, and what its arguments say.
+    """The operator that issued each kernel, and the message in the operator's arguments.
 
-    `record_param_comms` tells most; the `c10d::` operator around it knows the tensors.
+    `record_param_comms` has the most fields; the `c10d::` operator around it has the tensors.
     """
     around: list[tuple[str | None, CollectiveMessage | None]] = [(None, None)] * len(kernels)
     for category, prefixes in (
@@ -167,24 +167,24 @@ def _messages_around(
 def _richer(
     new: CollectiveMessage | None, known: CollectiveMessage | None
 ) -> CollectiveMessage | None:
-    """The one that tells the full message, in case of doubt the newer one."""
-    if new is None or (known is not None and _tells(known) > _tells(new)):
+    """The message with more information about its size; the new one if both have the same."""
+    if new is None or (known is not None and _size_information(known) > _size_information(new)):
         return known
     return new
 
 
-def _tells(message: CollectiveMessage) -> int:
-    """How much a message says about its size."""
+def _size_information(message: CollectiveMessage) -> int:
+    """Rank of the information that a message has about its size."""
     if message.elements is not None:
         return 3
     return sum(count > 0 for count in message.input_elements[:2])
 
 
 def find_gloo(trace: KinetoTrace, groups: GroupNames) -> Communications:
-    """What gloo communicated: each `c10d::` operator with the work that it started.
+    """Find gloo's communication: each `c10d::` operator with the work that it started.
 
-    The operator knows the message and the thread; gloo's own annotation, on a thread of its own,
-    knows when it ran. They have no id in common, but gloo works in the order of issue.
+    The operator has the message and the thread. gloo's annotation, on a separate thread, has the
+    times of the work. They share no id, but gloo works in the order of issue.
     """
     operators, places = _named(trace, Category.OPERATOR, ("c10d::",))
     order = np.argsort(operators.start_ns, kind="stable")
@@ -209,12 +209,12 @@ def find_gloo(trace: KinetoTrace, groups: GroupNames) -> Communications:
 
 
 def gloo_threads(trace: KinetoTrace) -> NDArray[np.int32]:
-    """The threads on which gloo works."""
+    """The threads on which gloo runs its work."""
     return np.unique(_named(trace, Category.ANNOTATION, (_GLOO,))[0].thread)
 
 
 class _GlooWorks:
-    """gloo's annotations, each given away once, in order."""
+    """gloo's annotations; each is matched once, in order."""
 
     def __init__(self, trace: KinetoTrace) -> None:
         self._messages = trace.messages[Category.ANNOTATION]
@@ -226,14 +226,14 @@ class _GlooWorks:
             self._waiting.setdefault(name, []).append(int(places[position]))
 
     def take(self, kind: EventKind, issue_ns: int) -> int | None:
-        """The next annotation of a kind that began after its issue; None if there is none."""
+        """The next annotation of a kind that started after the issue; None without one."""
         waiting = self._waiting.get(_GLOO_NAMES.get(kind, ""), [])
         while waiting and self._start_ns[waiting[-1]] < issue_ns:
-            waiting.pop()  # issued before the trace began
+            waiting.pop()  # issued before the start of the trace
         return waiting.pop() if waiting else None
 
     def message_of(self, annotation: int) -> CollectiveMessage:
-        """What it says about its tensors: those that one rank gives."""
+        """The message in its arguments, which list the input tensors of one rank."""
         return self._messages.get(annotation, CollectiveMessage())
 
 
@@ -246,7 +246,7 @@ def _ordered(
     end_ns: Int64Array,
 ) -> Communications:
     order = np.lexsort((start_ns, issues.time_ns))
-    # Equal messages are one object (MessageReader): each is looked at once, known by its identity.
+    # Equal messages are one object (MessageReader), so each object is described once.
     pairs = list(zip(map(id, messages), kinds, strict=True))
     places = {pair: place for place, pair in enumerate(pairs)}
     facts = {pair: _describe(messages[at], kinds[at], groups) for pair, at in places.items()}
@@ -265,7 +265,7 @@ def _ordered(
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """What a message says, in the run's words."""
+    """A message in the codes of the run."""
 
     bytes: int
     dtype: int
@@ -296,7 +296,7 @@ def _with_group_size(message: CollectiveMessage, key: GroupKey | None) -> Collec
 def _named(
     trace: KinetoTrace, category: Category, prefixes: tuple[str, ...]
 ) -> tuple[EventColumns, Int64Array]:
-    """The events of a category whose names begin so, and their positions in it."""
+    """The events of a category whose names have one of the prefixes, and their indices in it."""
     events = trace.events[category]
     places = np.flatnonzero(_by_name(trace, lambda name: name.startswith(prefixes))[events.name])
     return events.where(places), places
@@ -311,7 +311,7 @@ def _ranges(events: EventColumns) -> HostRanges:
 
 
 def _find_ids(ids: Int64Array, wanted: Int64Array) -> Int64Array:
-    """The first position of each wanted id; -1 for those that are missing, or no id."""
+    """The first index of each wanted id; -1 for missing and invalid ids."""
     if len(ids) == 0:
         return np.full(len(wanted), NOWHERE, dtype=np.int64)
     order = np.argsort(ids, kind="stable")

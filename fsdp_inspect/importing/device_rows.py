@@ -1,7 +1,7 @@
-"""What did the device do, and for whom? A trace with kernels, as rows of events.
+"""Convert a trace with kernels to event rows.
 
-Kernels that compute are joined where they touch or overlap, by phase and unit: what counts of them
-is their union. Copies and fills by the device (memcpy, memset) are no compute.
+Compute kernels of one phase and unit are joined if they touch or overlap, because analyses need
+only their union. Copies and fills by the device (memcpy, memset) are not compute.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ _COPY_STREAMS = {EventKind.ALL_GATHER_COPY_IN: Stream.ALL_GATHER_COPY_IN}
 
 @dataclass(frozen=True, slots=True)
 class DeviceWork:
-    """Kernels and copies of a rank, sorted out; every issue lies with its events."""
+    """The compute kernels, communication and copies of a rank, each with its issues."""
 
     comms: Communications
     compute: EventColumns
@@ -52,7 +52,7 @@ class DeviceWork:
 
     @classmethod
     def of(cls, trace: KinetoTrace, groups: GroupNames) -> "DeviceWork":
-        """The device's events of a trace."""
+        """Sort the device events of a trace."""
         kernels, copies = trace.events[Category.KERNEL], trace.events[Category.MEMORY_COPY]
         issues = find_issues(trace, kernels)
         communicates = find_communication_kernels(trace)
@@ -68,7 +68,7 @@ class DeviceWork:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """Makes the rows of one rank whose trace has kernels."""
+    """Build the rows of one rank whose trace has kernels."""
 
     trace: KinetoTrace
     work: DeviceWork
@@ -78,11 +78,11 @@ class DeviceRows:
     names: RunNames
 
     def make(self, owners: Owners, units: tuple[str, ...]) -> EventTable:
-        """All rows; those outside the steps are left out.
+        """Build all rows; rows outside the steps are left out.
 
         Args:
-            owners: Of each collective.
-            units: What the positions in `owners` name.
+            owners: The owner of each collective.
+            units: The unit names that the indices in `owners` refer to.
         """
         windows = self._windows()
         comms = self.work.comms
@@ -116,7 +116,7 @@ class DeviceRows:
         return StepWindows.on_device(self.marks.of_issue(issued), starts, ends)
 
     def _steps(self, windows: StepWindows) -> EventTable:
-        """Steps, each with an empty kernel: the mark of kernel traces (`reduction.step_parts`)."""
+        """The steps, each with an empty kernel that marks kernel traces (see `step_parts`)."""
         low, high = windows.bounds_ns[:-1], windows.bounds_ns[1:]
         step = self._numbers(np.arange(len(windows)))
         return EventTable.concat(
@@ -130,7 +130,7 @@ class DeviceRows:
         return np.array(self.marks.number, dtype=np.int64)[steps]
 
     def _in_steps(self, rows: EventTable, issue_ns: Int64Array) -> EventTable:
-        """The rows issued in a step, with its number."""
+        """The rows that were issued in a step, with its number."""
         return place_in_steps(rows, issue_ns, self.marks, self.ranges)
 
     def _compute(self, windows: StepWindows) -> list[EventTable]:
@@ -144,7 +144,7 @@ class DeviceRows:
         )
 
     def _fsdp_copies(self, windows: StepWindows) -> list[EventTable]:
-        """Kernels and copies that FSDP issued between parameters and communication buffers."""
+        """FSDP's kernels and copies between parameters and communication buffers."""
         work = self.work
         events = _join_columns(work.compute, work.copies)
         issues = Issues(
@@ -187,7 +187,7 @@ class DeviceRows:
         kind: EventKind,
         stream: Stream,
     ) -> list[EventTable]:
-        """One row for each stretch without a gap, by phase and unit, cut at the steps."""
+        """One row for each interval without a gap, by phase and unit, cut at the steps."""
         rows = []
         keys = phase * (len(self.ranges.units) + 1) + unit + 1
         for key in np.unique(keys).tolist():
@@ -213,7 +213,7 @@ class DeviceRows:
         return self.names.unit_index(self.ranges.units[place])
 
     def _unit_rows(self, kind: EventKind, phase: Phase, spans: UnitSpans) -> EventTable:
-        """From the first kernel issued in a unit's stretch of the host to the end of the last."""
+        """From the first start to the last end of the kernels issued in a unit's host span."""
         found = _issued_in(spans.ranges, self.work.compute, self.work.compute_issues)
         kept = np.flatnonzero(found.end_ns > found.start_ns)
         unit = np.array([self._unit_index(one) for one in spans.unit[kept].tolist()], np.int64)
@@ -247,10 +247,10 @@ class DeviceRows:
         return self._in_steps(rows, ranges.start_ns[kept])
 
     def _needs(self, owners: Owners) -> Int64Array:
-        """When the compute stream began to wait for each gather; -1 for everything else.
+        """The time at which the compute stream began to wait for each all-gather; -1 for the rest.
 
-        The wait stands before the copies out of the gather's buffer. On their stream the work
-        before them has ended by then, and the host has issued the wait: the later of the two.
+        The wait comes before the copies out of the all-gather's buffer. It begins when the work
+        before them on their stream has ended and the host has issued the wait.
         """
         need = np.full(len(self.work.comms), MISSING_INT, dtype=np.int64)
         copy_outs = self.ranges.which(Activity.COPY_OUT)
@@ -276,7 +276,7 @@ class DeviceRows:
 
 @dataclass(frozen=True, slots=True)
 class _DeviceSpans:
-    """First start and last end of what was issued in each range; 0, 0 if nothing was."""
+    """First start and last end of the events issued in each range; 0, 0 without events."""
 
     start_ns: Int64Array
     end_ns: Int64Array
@@ -302,16 +302,16 @@ def _issued_in(ranges: HostRanges, events: EventColumns, issues: Issues) -> _Dev
 def _reduce_slices(
     reduction: np.ufunc, values: Int64Array, lows: Int64Array, highs: Int64Array
 ) -> Int64Array:
-    """The reduction of each slice `values[low:high]`, none of them empty; shape of `lows`."""
+    """Reduce each slice `values[low:high]`, none of them empty; shape of `lows`."""
     if len(lows) == 0:
         return lows
     bounds = np.column_stack([lows, highs]).reshape(-1)
-    closed = np.append(values, values[-1])  # the last slice may end with the values
+    closed = np.append(values, values[-1])  # the last slice may end at the end of the values
     return np.asarray(reduction.reduceat(closed, bounds)[::2], dtype=np.int64)
 
 
 def _first_issued_in(ranges: HostRanges, events: EventColumns, issues: Issues) -> Int64Array:
-    """The first event that was issued in each range; -1: none."""
+    """Index of the first event issued in each range; -1: none."""
     found = np.full(len(ranges), NOWHERE, dtype=np.int64)
     for thread in np.unique(ranges.thread).tolist():
         mine = np.flatnonzero(ranges.thread == thread)
@@ -325,7 +325,7 @@ def _first_issued_in(ranges: HostRanges, events: EventColumns, issues: Issues) -
 
 
 def _ends_before(events: EventColumns, chosen: Int64Array) -> Int64Array:
-    """When the stream's work before each chosen event ended; 0 without any, or for -1."""
+    """The end of the stream's work before each chosen event; 0 without earlier work, or for -1."""
     ends = np.zeros(len(chosen), dtype=np.int64)
     streams = np.where(chosen == NOWHERE, NOWHERE, events.thread[np.maximum(chosen, 0)])
     for stream in np.unique(streams[streams != NOWHERE]).tolist():

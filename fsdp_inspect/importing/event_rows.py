@@ -1,4 +1,4 @@
-"""How do columns of an import become rows of events? With what an import never knows filled in."""
+"""Build event rows from imported columns, with defaults for the columns that imports lack."""
 
 from typing import Any
 
@@ -30,13 +30,13 @@ _BLANK: dict[str, int] = {
 def make_rows(
     kind: Any, start_ns: NDArray[np.int64], end_ns: NDArray[np.int64], **columns: Any
 ) -> EventTable:
-    """Rows from arrays of shape (n,) or single values; columns not given are unknown.
+    """Build rows from arrays of shape (n,) or single values; other columns are unknown.
 
     Args:
         kind: An `EventKind`, or one for each row.
         start_ns: Shape (n,).
         end_ns: Shape (n,).
-        **columns: Other columns of `EventTable`; `issue_ns` is the start unless given.
+        **columns: Other columns of `EventTable`; the default of `issue_ns` is the start.
     """
     given = {"issue_ns": start_ns, **_BLANK, **columns}
     return EventTable.from_columns(

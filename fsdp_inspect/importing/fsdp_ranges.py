@@ -1,9 +1,9 @@
-"""Which FSDP unit does a profiler range speak of, and what is done there?
+"""Parse the names of FSDP's profiler ranges to a unit and an activity.
 
-FSDP2 marks what it does by ranges named `FSDP::what (unit)`; the root has no name, a prefetch reads
-`FSDP::forward_prefetch for unit`, and a module with several groups adds ` [pg=size]`. Some ranges
-come and go with the version of torch (2.6 to 2.15 were looked at), so that no single one of them
-is relied on. FSDP1's ranges name no unit.
+FSDP2 names its ranges `FSDP::activity (unit)`. The root has no name, a prefetch has the name
+`FSDP::forward_prefetch for unit`, and a module with several groups adds ` [pg=size]`. The set of
+ranges differs between versions of torch (checked: 2.6 to 2.15), so the import depends on no single
+range. FSDP1's ranges name no unit.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state.py.
 """
@@ -23,22 +23,22 @@ _LABEL = re.compile(
 
 
 class Activity(Enum):
-    """What a range does; those of a unit unless said otherwise."""
+    """The activity of a range; it belongs to a unit unless stated otherwise."""
 
     PRE_FORWARD = "pre_forward"
     POST_FORWARD = "post_forward"
     PRE_BACKWARD = "pre_backward"
     POST_BACKWARD = "post_backward"
-    """Accumulating, resharding: the unit's own backward is over."""
+    """Accumulating and resharding, after the unit's own backward."""
     ALL_GATHER = "all_gather"
     COPY_OUT = "all_gather_copy_out"
     REDUCE = "post_backward_reduce"
     PREFETCH = "prefetch"
-    """Around the all-gather of a unit, in the name of another one."""
+    """Contains the all-gather of the named unit, which another unit issues."""
     ROOT_FORWARD = "root_pre_forward"
-    """Of no unit."""
+    """Belongs to no unit."""
     ROOT_BACKWARD = "root_post_backward_callback"
-    """Of no unit."""
+    """Belongs to no unit."""
     OTHER = "other"
 
 
@@ -74,18 +74,18 @@ _FSDP1_ACTIVITIES = {
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What a range's name says."""
+    """The parsed name of a range."""
 
     activity: Activity
     unit: str | None
-    """The unit's fqn, empty for the root, with ` [pg=size]` where several groups share it; None
-    for what belongs to no unit, and for FSDP1, whose ranges name none."""
+    """The unit's fqn, empty for the root, with ` [pg=size]` if several groups share it. None for
+    ranges that belong to no unit, and for FSDP1, whose ranges name no unit."""
     is_backward: bool
     is_fsdp1: bool = False
 
 
 def parse_label(name: str) -> Label | None:
-    """What the name of a range says; None if it is not FSDP's.
+    """Parse the name of a range; None if it is not FSDP's.
 
     >>> parse_label("FSDP::all_gather (layers.0)").unit
     'layers.0'
@@ -107,7 +107,7 @@ def parse_label(name: str) -> Label | None:
 
 
 def parse_labels(names: Sequence[str]) -> dict[int, Label]:
-    """The labels of all names that are FSDP's, by position."""
+    """The labels of all names of FSDP ranges, by index."""
     found = {position: parse_label(name) for position, name in enumerate(names)}
     return {position: label for position, label in found.items() if label is not None}
 

@@ -1,6 +1,6 @@
-"""In which range of the host was something issued? Ranges of each thread, asked by thread and time.
+"""Look up host ranges by thread and time.
 
-Ranges of one thread are nested, so at every moment one is the innermost.
+Ranges of one thread are nested, so each moment has one innermost range.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class HostRanges:
 
     @classmethod
     def empty(cls) -> "HostRanges":
-        """No range at all."""
+        """Build a set without ranges."""
         nothing = np.empty(0, dtype=np.int64)
         return cls(nothing.astype(np.int32), nothing, nothing)
 
@@ -38,14 +38,14 @@ class HostRanges:
         return HostRanges(self.thread[chosen], self.start_ns[chosen], self.end_ns[chosen])
 
     def innermost(self, thread: NDArray[np.int32], time_ns: Int64Array) -> Int64Array:
-        """The innermost range around each moment.
+        """The innermost range that contains each moment.
 
         Args:
             thread: Shape (q,).
-            time_ns: Shape (q,); a range holds its start and not its end.
+            time_ns: Shape (q,); a range contains its start but not its end.
 
         Returns:
-            Shape (q,): positions of ranges; -1 outside of all.
+            Shape (q,): indices of ranges; -1 outside all ranges.
         """
         found = np.full(len(thread), NOWHERE, dtype=np.int64)
         for one in np.unique(self.thread).tolist():
@@ -55,7 +55,7 @@ class HostRanges:
         return found
 
     def covers(self, thread: NDArray[np.int32], time_ns: Int64Array) -> NDArray[np.bool_]:
-        """Whether any range is around each moment; arguments as for `innermost`."""
+        """Whether any range contains each moment; arguments as for `innermost`."""
         inside = np.zeros(len(thread), dtype=bool)
         for one in np.unique(self.thread).tolist():
             mine, asked = self.thread == one, np.flatnonzero(thread == one)
@@ -64,7 +64,7 @@ class HostRanges:
         return inside
 
     def latest(self, thread: NDArray[np.int32], time_ns: Int64Array) -> Int64Array:
-        """The range of the same thread that started last, at each moment or before; -1: none."""
+        """The last range of the same thread that started at or before each moment; -1: none."""
         found = np.full(len(thread), NOWHERE, dtype=np.int64)
         for one in np.unique(self.thread).tolist():
             mine, asked = np.flatnonzero(self.thread == one), np.flatnonzero(thread == one)

@@ -1,8 +1,8 @@
-"""What did the host do, and for whom? A trace without kernels (CPU, gloo), as rows of events.
+"""Convert a trace without kernels (CPU, gloo) to event rows.
 
-With FSDP's ranges the rows are those of a recorded run: collectives with the moment from which the
-main thread waited for them. Without them nobody knows who waits: then the operators that call no
-other stand for kernels, and exposed is what they leave uncovered.
+With FSDP's ranges, the rows are as in a recorded run: collectives have the time at which the main
+thread begins to wait for them. Without the ranges, waits are unknown. The rows are then those of a
+kernel trace: leaf operators count as compute, and communication outside them is exposed.
 """
 
 from dataclasses import dataclass
@@ -32,11 +32,11 @@ _COPY_OPERATORS = {
     "fsdp::chunk_cat": EventKind.REDUCE_SCATTER_COPY_IN,
 }
 _RESULT_COPY = "aten::copy_"
-"""What gloo's reduce-scatter ends with, on the thread that waits: the own part of the result."""
+"""The last operator of gloo's reduce-scatter: the waiting thread copies its part of the result."""
 
 
 def operators_named(trace: KinetoTrace, name: str) -> HostRanges:
-    """The operators of exactly this name."""
+    """The operators with exactly this name."""
     operators = trace.events[Category.OPERATOR]
     if name not in trace.names:
         return HostRanges.empty()
@@ -73,7 +73,7 @@ def _host_rows(kind: EventKind, phase: Phase, ranges: HostRanges, marks: StepMar
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """Makes the rows of one rank whose trace has no kernels."""
+    """Build the rows of one rank whose trace has no kernels."""
 
     trace: KinetoTrace
     comms: Communications
@@ -83,11 +83,11 @@ class HostRows:
     names: RunNames
 
     def make(self, owners: Owners, units: tuple[str, ...]) -> EventTable:
-        """All rows; those outside the steps are left out.
+        """Build all rows; rows outside the steps are left out.
 
         Args:
-            owners: Of each collective.
-            units: What the positions in `owners` name.
+            owners: The owner of each collective.
+            units: The unit names that the indices in `owners` refer to.
         """
         collectives = make_collective_rows(
             self.comms, owners, self._waits(owners), self.phases, self.names, units
@@ -121,7 +121,7 @@ class HostRows:
         return make_rows(EventKind.STEP, low, high, step=step, stream=Stream.HOST)
 
     def _empty_kernels(self) -> EventTable:
-        """The mark of a kernel trace in each step (`reduction.step_parts`)."""
+        """One empty kernel in each step, which marks a kernel trace (`reduction.step_parts`)."""
         low, _ = self._bounds()
         step = np.array(self.marks.number, dtype=np.int64)
         return make_rows(EventKind.COMPUTE, low, low, step=step, stream=Stream.HOST)
@@ -129,7 +129,7 @@ class HostRows:
     def _in_steps(self, rows: EventTable) -> EventTable:
         return place_in_steps(rows, rows.issue_ns, self.marks, self.ranges)
 
-    # --- what the host did
+    # --- work of the host
 
     def _unit_rows(self, kind: EventKind, phase: Phase, spans: UnitSpans) -> EventTable:
         ranges = spans.ranges
@@ -167,7 +167,7 @@ class HostRows:
         return self._in_steps(rows)
 
     def _leaf_rows(self) -> EventTable:
-        """Operators that call no other, joined by phase; those of gloo's own threads left out."""
+        """Leaf operators, joined by phase, without those of gloo's own threads."""
         operators = self.trace.events[Category.OPERATOR]
         mine = ~np.isin(operators.thread, gloo_threads(self.trace))
         leaves = _leaves(operators.where(mine), self.trace.names)
@@ -189,10 +189,10 @@ class HostRows:
     # --- waits
 
     def _waits(self, owners: Owners) -> TraceWaits:
-        """A synchronous collective is waited for from its call; an asynchronous one from the copy.
+        """The wait for a synchronous collective begins at its call, else at the copy-out.
 
-        It is synchronous if the range around its call ends after it did, or, outside of all ranges,
-        if the thread did nothing else meanwhile.
+        A collective is synchronous if the range around its call ends after the collective. Outside
+        all ranges, it is synchronous if the thread ran no other operator before its end.
         """
         comms, ranges = self.comms, self.ranges
         around = ranges.around(comms.thread, comms.issue_ns, Activity.ALL_GATHER, Activity.REDUCE)
@@ -212,7 +212,7 @@ class HostRows:
         )
 
     def _copy_out_starts(self, owners: Owners) -> Int64Array:
-        """The next copy-out of the gather's unit, which begins by waiting; -1 without one."""
+        """The next copy-out of the all-gather's unit, which starts with the wait; -1: none."""
         starts = np.full(len(self.comms), MISSING_INT, dtype=np.int64)
         outs = self.ranges.which(Activity.COPY_OUT)
         gathers = (self.comms.kind == EventKind.ALL_GATHER) & (owners.unit != NO_UNIT)
@@ -225,7 +225,7 @@ class HostRows:
         return starts
 
     def _result_ends(self, limit: Int64Array) -> Int64Array:
-        """The end of the first copy that the waiting thread made after each collective ended."""
+        """The end of the waiting thread's first copy after the end of each collective."""
         copies = operators_named(self.trace, _RESULT_COPY)
         found = self.comms.end_ns.copy()
         for thread in np.unique(self.comms.thread).tolist():
@@ -240,7 +240,7 @@ class HostRows:
         return found
 
     def _is_idle_meanwhile(self) -> NDArray[np.bool_]:
-        """Whether the issuing thread began nothing between the call's end and the collective's."""
+        """Whether the issuing thread was idle from the end of the call to the collective's end."""
         operators = self.trace.events[Category.OPERATOR]
         idle = np.zeros(len(self.comms), dtype=bool)
         for thread in np.unique(self.comms.thread).tolist():
@@ -258,7 +258,7 @@ class HostRows:
 
 
 def _leaves(operators: EventColumns, names: tuple[str, ...]) -> EventColumns:
-    """Operators inside of which no other one of the same thread begins, communication left out."""
+    """Operators that contain no other operator of the same thread, without communication."""
     order = np.lexsort((-operators.end_ns, operators.start_ns, operators.thread))
     ordered = operators.where(order)
     is_leaf = np.ones(len(ordered), dtype=bool)

@@ -1,9 +1,9 @@
-"""What stands for units where no range names them? Collectives of one size, in their order.
+"""Infer units from the sizes and the order of collectives, for traces that name no units.
 
-FSDP1's ranges say when a unit does something and not which one: units are numbered by their first
-gather, and reductions, which come in the opposite order, are matched by their size. Without any
-ranges (DDP, DeepSpeed) collectives of the same kind, size and group are one; where a trace has
-steps, and each has the same number of them, the first of every step are one, the second another.
+FSDP1's ranges show the activity of a unit but not its name. Its units are numbered by their first
+all-gather. Reductions come in the opposite order and are matched by their size. Without any ranges
+(DDP, DeepSpeed), collectives of the same kind, size and group are one unit. If each step of the
+trace has the same number of them, their position in the step also distinguishes units.
 """
 
 from collections.abc import Sequence
@@ -23,26 +23,26 @@ from fsdp_inspect.trace.codes import NO_UNIT, EventKind
 Int64Array = NDArray[np.int64]
 
 MAX_IMPLIED = 1000
-"""With more kinds of collectives than this, they stand for nothing."""
+"""Above this number of different collectives, no units are inferred."""
 
 _SHARDING = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
 
 
 @dataclass(frozen=True, slots=True)
 class ImpliedUnits:
-    """Units that we made up."""
+    """Inferred units."""
 
     names: tuple[str, ...]
     unit: Int64Array
-    """Of each collective, shape (n,): position in `names`; -1: of none."""
+    """The unit of each collective, shape (n,), as index into `names`; -1: none."""
 
 
 def imply_by_size(comms: Communications, steps: Int64Array) -> ImpliedUnits:
-    """Units by kind, size, group and place in the step.
+    """Infer units from kind, size, group and position in the step.
 
     Args:
         comms: The collectives of a rank.
-        steps: Shape (n,): the ProfilerStep in which each was issued; -1 in none, or not known.
+        steps: Shape (n,): the ProfilerStep that issued each collective; -1: none or unknown.
     """
     members: dict[tuple[int, int, GroupKey | None], list[int]] = {}
     for position, kind in enumerate(comms.kind.tolist()):
@@ -67,7 +67,7 @@ def imply_by_size(comms: Communications, steps: Int64Array) -> ImpliedUnits:
 
 
 def _places_in_step(steps: Int64Array) -> list[int]:
-    """0 for the first of each step, 1 for the second, ...; all 0 if steps differ in number."""
+    """The position of each collective in its step, from 0; all 0 if the steps differ in number."""
     known, counts = np.unique(steps[steps >= 0], return_counts=True)
     if len(known) < 2 or int(counts.sum()) != len(steps) or len(set(counts.tolist())) != 1:
         return [0] * len(steps)
@@ -88,11 +88,11 @@ def _distinct(name: str, taken: Sequence[str]) -> str:
 
 
 def imply_by_order(comms: Communications, ranges: UnitRanges) -> ImpliedUnits:
-    """Units of FSDP1, by the order of their forwards.
+    """Infer the units of FSDP1 from the order of their forwards.
 
     Args:
         comms: The collectives of a rank.
-        ranges: FSDP1's ranges, which have no units.
+        ranges: FSDP1's ranges, which name no units.
     """
     passes = _forward_passes(ranges)
     gathers = np.flatnonzero(comms.kind == EventKind.ALL_GATHER)
@@ -113,7 +113,7 @@ def imply_by_order(comms: Communications, ranges: UnitRanges) -> ImpliedUnits:
 def _units_of_first_pass(
     gathers: Int64Array, forward_pass: Int64Array, elements: Int64Array
 ) -> list[int]:
-    """The number of elements of each unit, in the order of the fullest forward."""
+    """The elements of each unit, in the order of the forward with the most all-gathers."""
     numbers, counts = np.unique(forward_pass[forward_pass >= 0], return_counts=True)
     if len(numbers) == 0:
         return []
@@ -129,7 +129,7 @@ def _assign(
     *,
     is_reversed: bool,
 ) -> None:
-    """Give each member the next unit of its size, forwards or backwards; none twice."""
+    """Assign the next unit of its size to each member, in order or reversed; each unit once."""
     free = list(range(len(units)))[:: -1 if is_reversed else 1]
     for member in members.tolist():
         found = next((one for one in free if units[one] == elements[member]), None)
@@ -139,9 +139,9 @@ def _assign(
 
 
 def _elements(comms: Communications) -> Int64Array:
-    """Sizes that gathers and reductions of one unit have in common, in bytes of one width.
+    """Message sizes in elements, which the all-gathers and reductions of one unit share.
 
-    Gathers may be in another dtype than reductions.
+    Bytes are not comparable, because all-gathers and reductions may have different dtypes.
     """
     width = np.array([_WIDTHS.get(int(one), 1) for one in comms.dtype], dtype=np.int64)
     return comms.bytes // np.maximum(width, 1)
@@ -153,13 +153,13 @@ _WIDTHS = {1: 4, 2: 2, 3: 2, 4: 8, 7: 2, 8: 4, 9: 8, 15: 8}
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """When forwards begin, and when backwards do; ns, ascending."""
+    """The start times of forwards and of backwards; ns, ascending."""
 
     forwards: Int64Array
     backwards: Int64Array
 
     def pass_of(self, comms: Communications, members: Int64Array) -> Int64Array:
-        """The forward in which each was issued; -1 if a backward has begun since."""
+        """The forward that issued each member; -1 if a backward has started since that forward."""
         issue = comms.issue_ns[members]
         number = np.searchsorted(self.forwards, issue, side="right") - 1
         back = np.searchsorted(self.backwards, issue, side="right") - 1
@@ -184,7 +184,7 @@ def _forward_passes(ranges: UnitRanges) -> _Passes:
     inner = np.sort(ranges.ranges.start_ns[backs])
     if len(starts) == 0:
         return _Passes(starts, inner)
-    # FSDP1 marks a root pre-forward in every unit; a pass begins with the first after a backward.
+    # FSDP1 marks a root pre-forward in each unit; the first one after a backward starts a pass.
     after = np.searchsorted(inner, starts)
     opens = np.concatenate([[True], after[1:] != after[:-1]])
     return _Passes(starts[opens], inner)

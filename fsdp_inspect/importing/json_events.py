@@ -1,13 +1,13 @@
-"""Where does one event of a trace end and the next begin, without holding the trace?
+"""Split a trace file into batches of whole events, without holding the file in memory.
 
-A trace is a JSON object whose `traceEvents` array can be larger than memory (or, in the older form,
-only that array). The array is cut into stretches of whole events, of a megabyte each: that fits the
-processor's cache, where it is read three times.
+A trace is a JSON object whose `traceEvents` array can be larger than memory (in the older form, the
+file is only that array). The array is cut into batches of whole events, of one megabyte each. A
+batch is read three times, and this size fits the processor's cache.
 
-[Note: cutting] A stretch is cut where `}, {` stands. That may be inside a string, or inside an
-event's own lists; but a prefix of JSON has only one reading, so a stretch that decodes as a list
-was cut between events. Where it does not decode, and where the array ends, the structure is scanned
-exactly: strings, escapes, depth.
+[Note: cutting] A batch is cut at a `}, {`. This text may also occur inside a string or inside an
+event's own lists. But a prefix of JSON can be parsed in one way only, so a batch that decodes as a
+list was cut between events. If a batch does not decode, and at the end of the array, the structure
+is scanned exactly: strings, escapes, depth.
 """
 
 import json
@@ -35,46 +35,46 @@ _STRING_END = re.compile(rb'(?:[^"\\]|\\.)*"', re.DOTALL)
 _SCALAR_END = re.compile(rb"[,}\]\s]")
 
 _CANNOT_DECODE = (msgspec.DecodeError, ValueError, ArithmeticError, RecursionError)
-"""Foreign bytes in text raise a ValueError, absurd numbers an ArithmeticError."""
+"""Invalid bytes in text raise a ValueError, out-of-range numbers an ArithmeticError."""
 
 EventT = TypeVar("EventT")
 DecodeAll = Callable[[bytes], list[EventT]]
 """Decodes a JSON array of events, or raises one of `_CANNOT_DECODE`."""
 DecodeOne = Callable[[bytes], EventT | None]
-"""Decodes one event that is odd; None leaves it out. Raises ValueError or RecursionError where it
-is no JSON at all."""
+"""Decodes one unusual event; None leaves it out. Raises ValueError or RecursionError if the bytes
+are not JSON."""
 
 
 class EventReader:
-    """Reads one trace: its events in stretches, and what stands beside them."""
+    """Read one trace: its events in batches, and the other values of the object."""
 
     def __init__(self, blocks: Iterator[bytes], name: str, limits: ImportLimits) -> None:
-        """Nothing is read yet.
+        """Prepare to read; this reads no block.
 
         Args:
             blocks: The unpacked content.
             name: The file's name, for messages.
-            limits: How large one event may be.
+            limits: Contain the largest size of one event.
         """
-        self.beside: dict[str, Any] = {}
-        """The other values of the trace by key; whole once `stretches` has ended."""
+        self.other_values: dict[str, Any] = {}
+        """The other values of the trace by key; complete when `batches` has ended."""
         self._blocks = blocks
         self._name = name
         self._limits = limits
         self._buffer = b""
         self._at = 0
-        """How much of the buffer is used up."""
+        """Number of consumed bytes of the buffer."""
         self._buffer_offset = 0
-        """Where in the content the buffer begins."""
+        """Offset of the buffer in the content."""
         self._has_events = False
 
-    def stretches(
+    def batches(
         self, decode_all: DecodeAll[EventT], decode_one: DecodeOne[EventT]
     ) -> Iterator[list[EventT]]:
-        """The events, stretch by stretch, in the order of the file.
+        """Yield the events in batches, in the order of the file.
 
         Raises:
-            ImportingError: The file is no trace, is malformed or cut off, or an event is larger
+            ImportingError: The file is not a trace, is malformed or cut off, or an event is larger
                 than the limit.
         """
         first = self._peek()
@@ -94,21 +94,21 @@ class EventReader:
         if not self._has_events:
             raise ImportingError(
                 f"{self._name} is JSON without {EVENTS_KEY!r}: it has "
-                f"{', '.join(map(repr, list(self.beside)[:5])) or 'nothing'}. Expected a trace "
-                "written by torch.profiler. Export one with prof.export_chrome_trace(path)."
+                f"{', '.join(map(repr, list(self.other_values)[:5])) or 'no keys'}. Expected a "
+                "trace written by torch.profiler. Export one with prof.export_chrome_trace(path)."
             )
 
-    # --- beside the events
+    # --- other values than the events
 
     def _key(self) -> str:
-        """The next key; its value is taken too, unless it is that of the events."""
+        """Read the next key; also its value, except for the key of the events."""
         self._expect(b'"')
         key = self._take(self._find_string_end)
         name = str(self._decode_value(b'"' + key))
         self._expect(b":")
         if name != EVENTS_KEY:
             self._peek()
-            self.beside[name] = self._decode_value(self._take(self._find_value_end))
+            self.other_values[name] = self._decode_value(self._take(self._find_value_end))
         return name
 
     def _find_string_end(self) -> int | None:
@@ -141,7 +141,7 @@ class EventReader:
         return None
 
     def _take(self, find_end: Callable[[], int | None]) -> bytes:
-        """The bytes up to an end that may lie beyond what is read so far."""
+        """Take the bytes up to an end that may lie after the bytes read so far."""
         while True:
             end = find_end()
             if end is not None:
@@ -178,7 +178,7 @@ class EventReader:
                 continue
             wanted = STRETCH_BYTES
             yield events
-            del events  # frees them before the next ones: both would not fit the cache
+            del events  # free this batch before the next: two batches do not fit the cache
 
     def _ends_array(self) -> bool:
         if self._peek() == b",":
@@ -189,7 +189,7 @@ class EventReader:
         return True
 
     def _guess(self, decode_all: DecodeAll[EventT]) -> list[EventT] | None:
-        """The stretch up to a `}, {`; None if none of the last ones decodes."""
+        """Decode the batch up to a `}, {`; None if none of the last positions decodes."""
         if self._num_waiting < STRETCH_BYTES:
             return None
         at = len(self._buffer)
@@ -211,7 +211,7 @@ class EventReader:
     def _scan(
         self, decode_all: DecodeAll[EventT], decode_one: DecodeOne[EventT]
     ) -> list[EventT] | None:
-        """All whole events in the buffer, by an exact scan; None if there is not even one."""
+        """Decode all whole events in the buffer after an exact scan; None without a whole event."""
         ends = find_event_ends(self._buffer[self._at :]) + self._at
         if len(ends) == 0:
             return None
@@ -241,7 +241,7 @@ class EventReader:
 
     @property
     def _offset(self) -> int:
-        """How much of the content is used up."""
+        """Number of consumed bytes of the content."""
         return self._buffer_offset + self._at
 
     @property
@@ -249,7 +249,7 @@ class EventReader:
         return len(self._buffer) - self._at
 
     def _peek(self) -> bytes:
-        """The next byte that is not white space; it stays where it is."""
+        """The next byte that is not white space, without consuming it."""
         while True:
             self._skip_space()
             if self._offset == 0 and self._buffer.startswith(b"\xef\xbb\xbf"):
@@ -270,7 +270,7 @@ class EventReader:
         self._at += 1
 
     def _fill(self, wanted: int) -> bool:
-        """Read until that many bytes wait; False if not even one more came."""
+        """Read until `wanted` bytes are in the buffer; False at the end of the content."""
         blocks: list[bytes] = []
         waiting = self._num_waiting
         while waiting < wanted and (block := next(self._blocks, b"")):
@@ -283,14 +283,14 @@ class EventReader:
         self._at = 0
         return True
 
-    # --- what can be wrong
+    # --- errors
 
     def _check_size(self, what: str) -> None:
         if self._num_waiting > self._limits.max_event_bytes:
             raise ImportingError(
                 f"{what} of {self._name}, at byte {self._offset:,}, is larger than "
                 f"{format_bytes(self._limits.max_event_bytes)}. Expected a few kilobytes. The file "
-                "is damaged or no trace: export it again."
+                "is damaged or not a trace: export it again."
             )
 
     def _odd(self, verb: str, expected: str) -> ImportingError:
@@ -303,28 +303,28 @@ class EventReader:
     def _truncated(self) -> ImportingError:
         return ImportingError(
             f"{self._name} is cut off at byte {self._offset + self._num_waiting:,}. Expected a "
-            "whole trace, which ends with a closing bracket. Copy it again from where it was "
-            "written; a profiler that is killed leaves such files."
+            "complete trace, which ends with a closing bracket. Copy it again from where it was "
+            "written; a killed profiler leaves such files."
         )
 
     def _malformed(self, offset: int, error: BaseException) -> ImportingError:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         if "integer string conversion" in why:
-            why = "a number of thousands of digits"
+            why = "a number with thousands of digits"
         return ImportingError(
-            f"{self._name} is no JSON at byte {offset:,}: {why.rstrip('.')}. Expected a trace "
-            "written by torch.profiler. Export it again; if it was edited, undo that."
+            f"{self._name} has invalid JSON at byte {offset:,}: {why.rstrip('.')}. Expected a "
+            "trace written by torch.profiler. Export it again; if you edited it, undo the edit."
         )
 
 
 def find_event_ends(buffer: bytes) -> NDArray[np.int64]:
-    """Where the whole events at the front of a piece of an array end.
+    """Find the ends of the whole events at the front of a part of an array.
 
     Args:
-        buffer: Begins between two events, or before the first; may go on after the array.
+        buffer: Begins between two events or before the first; may continue after the array.
 
     Returns:
-        Shape (n,): the positions after their closing brackets; none behind the array's own `]`.
+        Shape (n,): the positions after their closing brackets; none after the array's own `]`.
     """
     content = np.frombuffer(buffer, dtype=np.uint8)
     quotes = np.flatnonzero(content == ord('"'))
@@ -346,14 +346,14 @@ def find_event_ends(buffer: bytes) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Runs of backslashes: where each ends, and how long it is there."""
+    """Runs of backslashes: the end and the length of each run."""
 
     ends: NDArray[np.int64]
     lengths: NDArray[np.int64]
 
 
 def _is_escaped(content: NDArray[np.uint8], quotes: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which quotes have an odd number of backslashes before them."""
+    """Mask of the quotes with an odd number of backslashes before them."""
     runs = _backslash_runs(np.flatnonzero(content == ord("\\")))
     found = np.searchsorted(runs.ends, quotes - 1)
     found = np.minimum(found, len(runs.ends) - 1)

@@ -1,7 +1,7 @@
-"""What did a training do, by the torch.profiler traces of its ranks? As a run folder.
+"""Import torch.profiler traces as a run folder.
 
-A file is a rank; a folder is as many ranks as it has traces. They are read one after the other, so
-that memory holds one of them, in columns. Nothing looks like a run before everything is read.
+A file is one rank; a folder has one rank for each trace. Traces are read one after the other, so
+memory holds the columns of one trace. The run folder appears only after all traces are read.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ from fsdp_inspect.trace.run import (
 from fsdp_inspect.trace.tables import EventTable
 
 CLOCK_UNCERTAINTY_NS = 1000
-"""Of a trace's wall time against its host's: traces are written in µs."""
+"""Uncertainty of a trace's wall time relative to its host's clock: traces are written in µs."""
 
 _NEVER_NS = 1 << 62
 _SUFFIXES = (".json", ".json.gz")
@@ -44,12 +44,12 @@ _RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
 _MAX_NOTED = 4
 
 OnProgress = Callable[[str, float], None]
-"""Takes the file's name and which part of it is read, 0 to 1."""
+"""Takes the file's name and the fraction of it that is read, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImportedTraces:
-    """What became of one or more traces."""
+    """The result of an import of traces."""
 
     path: Path
     """The run folder."""
@@ -60,23 +60,23 @@ class ImportedTraces:
     world_size: int
     backend: str
     num_steps: int
-    """Of each rank; 1 unless imported by step."""
+    """Steps of each rank; 1 unless imported by step."""
     num_trace_events: int
     """Events of all kinds in all files."""
     num_events: int
     """Rows of the run's events."""
     num_collectives: int
     units: tuple[str, ...]
-    """FSDP units by name, or what stands for them."""
+    """Names of the FSDP units, named by the traces or inferred."""
     notes: tuple[str, ...]
-    """What the traces do not tell."""
+    """Data that the traces do not contain."""
 
 
 def find_traces(path: Path) -> list[Path]:
-    """The trace files at a path: itself, or those in the folder, by name.
+    """The trace files at a path: the file itself, or the traces in the folder, by name.
 
     Raises:
-        ImportingError: There are none.
+        ImportingError: The path has no traces.
     """
     if path.is_dir():
         found = [file for file in sorted(path.iterdir()) if _is_trace_name(file)]
@@ -86,7 +86,7 @@ def find_traces(path: Path) -> list[Path]:
         expected = "a trace file, or a folder of them"
     if not found:
         raise ImportingError(
-            f"No trace at {str(path)!r}. Expected {expected}. Write one with "
+            f"No trace found at {str(path)!r}. Expected {expected}. Write one with "
             "prof.export_chrome_trace(path), one file for each rank."
         )
     return found
@@ -105,19 +105,19 @@ def import_traces(
 
     Args:
         path: A file (`.json`, `.json.gz`) or a folder of them.
-        out: The run folder to make; must not exist, or be empty.
-        by_step: One step for each ProfilerStep mark; else the whole trace is one step.
-        name: Shown for the run; default the name of the file or folder.
-        limits: What may be read.
+        out: The run folder to create; must not exist, or be empty.
+        by_step: One step for each ProfilerStep mark; otherwise the whole trace is one step.
+        name: Name of the run; the default is the name of the file or folder.
+        limits: Limits of the sizes to read.
         on_progress: Called while files are read.
 
     Returns:
-        What was imported.
+        A description of the imported run.
 
     Raises:
-        ImportingError: A file is damaged, hostile, too large or no trace, or two files are of one
-            rank. Nothing is left behind.
-        StoreError: `out` is taken, or cannot be written.
+        ImportingError: A file is damaged, hostile, too large or not a trace, or two files belong
+            to one rank. No run folder is left.
+        StoreError: `out` exists already or cannot be written.
     """
     files = find_traces(path)
     with write_finished_run(out) as run:
@@ -128,7 +128,7 @@ def import_traces(
 
 
 def _ignore(name: str, share: float) -> None:
-    """Nobody wants to know."""
+    """Ignore the progress."""
 
 
 def _is_trace_name(file: Path) -> bool:
@@ -137,14 +137,14 @@ def _is_trace_name(file: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """The collectives of one group on one rank, in short: how many, and a digest of what."""
+    """The collectives of one group on one rank: their number and a digest of their contents."""
 
     count: int
     digest: bytes
 
 
 class _Merged:
-    """Puts the ranks together, one after the other."""
+    """Join the ranks to one run, one after the other."""
 
     def __init__(
         self, path: Path, out: Path, files: Sequence[Path], name: str, by_step: bool
@@ -164,7 +164,7 @@ class _Merged:
         self, file: Path, run: FinishedRun, limits: ImportLimits, on_progress: OnProgress
     ) -> None:
         """Read one trace and write its events."""
-        # Nothing here may hold the trace itself: its parts go as soon as they are used.
+        # No name here may refer to the trace itself: its parts are freed after their last use.
         trace = read_rank(
             read_trace(file, limits, lambda share: on_progress(file.name, share)),
             self._names,
@@ -192,7 +192,7 @@ class _Merged:
         return_freed_memory()
 
     def finish(self, run: FinishedRun) -> ImportedTraces:
-        """Write what is known about the run as a whole."""
+        """Write the records of the ranks and the manifest."""
         notes = self._notes()
         for group in self._unequal_groups():
             for rank in self._traces:
@@ -230,14 +230,14 @@ class _Merged:
             rank = next(one for one in range(len(self._files) + 1) if one not in self._traces)
         if rank in self._traces:
             raise ImportingError(
-                f"{self._traces[rank][0]} and {file.name} are both of rank {rank}. Expected one "
-                "trace for each rank. Import the traces of one time only: move the others into a "
-                "folder of their own."
+                f"{self._traces[rank][0]} and {file.name} both belong to rank {rank}. Expected one "
+                "trace for each rank. Import one recording at a time: move the other traces into a "
+                "separate folder."
             )
         if rank >= 1 << 20:
             raise ImportingError(
-                f"{file.name} says that it is of rank {rank}. Expected less than {1 << 20:,}. The "
-                "trace is damaged, or was edited: export it again."
+                f"{file.name} has the invalid rank {rank}. Expected a rank below {1 << 20:,}. The "
+                "trace is damaged or was edited: export it again."
             )
         return rank
 
@@ -246,7 +246,7 @@ class _Merged:
         return max(max(said), max(self._traces) + 1, self._names.largest_group)
 
     def _unequal_groups(self) -> list[int]:
-        """Groups in which the ranks do not show the same collectives in the same order."""
+        """Groups whose ranks do not have the same collectives in the same order."""
         groups = {group for orders in self._orders.values() for group in orders}
         return [
             group
@@ -265,44 +265,44 @@ class _Merged:
         ]
         if self._has_guessed_ranks and len(self._traces) > 1:
             notes.append(
-                "Some traces do not say their rank: those are numbered in the order of their names."
+                "Some traces do not contain their rank: they are numbered in the order of their "
+                "file names."
             )
         unequal = self._unequal_groups()
         if unequal:
             names = [group.name for group in self._names.process_groups({})]
             notes.append(
-                "The ranks do not show the same collectives in process group "
+                "The ranks do not have the same collectives in process group "
                 f"{', '.join(repr(names[group]) for group in unequal[:_MAX_NOTED])} (traces of "
-                "other steps, or cut off): those are not matched between ranks."
+                "different steps, or cut off): these collectives are not matched between ranks."
             )
         notes += self._notes_on_groups()
         if any(trace.wall_start_ns is None for _, trace in self._traces.values()):
             notes.append(
-                "A trace has no wall time (baseTimeNanoseconds): the run is dated by its file."
+                "A trace has no wall time (baseTimeNanoseconds): the run has the date of its file."
             )
         return notes
 
     def _notes_on_groups(self) -> list[str]:
-        """What is inferred of ranks and process groups, and what is not known of them."""
+        """Note inferred and unknown properties of ranks and process groups."""
         notes = []
         if not any(trace.world_size for _, trace in self._traces.values()):
             notes.append(
-                "No trace says how many ranks took part (distributedInfo is missing): at least "
-                f"{self._world_size()}, by the traces that are here and the process groups that "
-                "messages name (inferred)."
+                "The traces do not contain the world size (distributedInfo is missing). It is at "
+                f"least {self._world_size()}, according to the number of traces and the process "
+                "groups of the messages (inferred)."
             )
         unlisted = self._names.unlisted
         if unlisted:
             notes.append(
                 f"No trace lists the ranks of process group "
-                f"{', '.join(repr(name) for name in unlisted[:_MAX_NOTED])}: they are counted from "
-                "0 (inferred); how many they are is known."
+                f"{', '.join(repr(name) for name in unlisted[:_MAX_NOTED])}: they are numbered "
+                "from 0 (inferred). Their number is known."
             )
         if self._counts["ungrouped"]:
             notes.append(
-                f"{self._counts['ungrouped']:,} collectives name no process group: how many ranks "
-                "took part in them is not known, and neither is their bus bandwidth nor a rank's "
-                "share of their units."
+                f"{self._counts['ungrouped']:,} collectives name no process group: their number of "
+                "ranks, their bus bandwidth and the shard sizes of their units are unknown."
             )
         return notes
 
@@ -345,7 +345,7 @@ def _without_events(trace: RankTrace) -> RankTrace:
 
 
 def _orders(collectives: EventTable) -> dict[int, _Order]:
-    """What each group did on a rank, in order."""
+    """The collectives of each group on a rank, in order."""
     orders = {}
     for group in np.unique(collectives.group[collectives.group >= 0]).tolist():
         own = collectives.where(collectives.group == group)
@@ -356,10 +356,10 @@ def _orders(collectives: EventTable) -> dict[int, _Order]:
 
 
 def _delays(traces: Mapping[int, RankTrace]) -> dict[int, int]:
-    """How much later each rank's first event is than the first of its host; by rank.
+    """The delay of each rank's first event after the first event of its host, by rank.
 
-    A trace begins its times anew; its host's wall clock, which all of its processes read, says how
-    they lie to each other. Without it, or without the host's name, nothing can be said: 0.
+    The times of each trace start from 0. The wall clock of the host, which all its processes share,
+    gives their offsets. Without the wall clock or the host's name the delay is unknown: 0.
     """
     first_ns: dict[str, int] = defaultdict(lambda: _NEVER_NS)
     for trace in traces.values():

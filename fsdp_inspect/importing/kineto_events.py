@@ -1,12 +1,12 @@
-"""What does a torch.profiler trace hold, in columns? Kernels, launches, host events, names.
+"""Read a torch.profiler trace to columns: kernels, launches, host events, names.
 
-Only the fields that are needed are decoded, and only columns are kept: some 40 bytes for an event
-that takes 300 in the file. Times are integer ns from the trace's own zero.
+Only the necessary fields are decoded, and only columns are kept: about 40 bytes for an event that
+takes 300 bytes in the file. Times are integer ns from the trace's own zero.
 
-[Note: exact times] A trace writes µs with three decimals. As a float such a number is off by less
-than half a nanosecond up to 2^43 µs, so the integer part and the fraction taken apart give the
-nanosecond exactly; that is why Kineto writes times from a base time. Traces before it has one write
-µs since 1970, which floats cannot tell to the nanosecond: those are decoded as decimals.
+[Note: exact times] A trace has times in µs with three decimals. As a float, such a number has an
+error below half a nanosecond up to 2^43 µs. Converting the integer part and the fraction separately
+gives the exact nanosecond. Newer traces have times from a base time and stay below this limit.
+Older traces have µs since 1970, for which floats are too coarse: these are decoded as decimals.
 """
 
 import gc
@@ -43,7 +43,7 @@ _MAX_NS = 1 << 62
 
 
 class Category(IntEnum):
-    """What kind of complete event it is; all others are left out."""
+    """The category of a complete event; events of other categories are left out."""
 
     KERNEL = 0
     MEMORY_COPY = 1
@@ -76,10 +76,10 @@ _CODES = {name: int(category) for name, category in _CATEGORIES.items()}
 """Plain numbers: an array of enum members takes three times as long to make."""
 
 COMMUNICATION_OPERATORS = ("record_param_comms", "c10d::", "nccl:", "gloo:", "rccl:", "ucc:")
-"""How the names of host events begin whose arguments say what is communicated."""
+"""Name prefixes of host events whose arguments describe a communication."""
 
 _TELLING_OPERATORS = (*COMMUNICATION_OPERATORS, "fsdp::", "autograd::engine")
-"""How the names of operators begin that say whose the kernels are which they launch."""
+"""Name prefixes of operators that identify the owner of the kernels that they launch."""
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -94,7 +94,7 @@ class _Event(msgspec.Struct, gc=False):
 
 
 class _ExactEvent(msgspec.Struct, gc=False):
-    """The same events, with decimals. See [Note: exact times]."""
+    """The same event with decimal times. See [Note: exact times]."""
 
     ph: str = ""
     cat: str = ""
@@ -113,13 +113,13 @@ class EventColumns:
     name: Int32Array
     """Index into the trace's names."""
     thread: Int32Array
-    """Of a host event its thread, of a device event its stream; numbered as they come."""
+    """The thread of a host event or the stream of a device event, numbered by first occurrence."""
     start_ns: Int64Array
     end_ns: Int64Array
     correlation: Int64Array
-    """Ties a launch to what ran on the device; -1: none."""
+    """Shared id of a launch and its device event; -1: none."""
     external: Int64Array
-    """Ties a device event to its host operator; -1: none."""
+    """Shared id of a device event and its host operator; -1: none."""
 
     def __len__(self) -> int:
         return len(self.name)
@@ -149,17 +149,17 @@ class KinetoTrace:
     """The file's name."""
     events: dict[Category, EventColumns]
     messages: dict[Category, dict[int, CollectiveMessage]]
-    """What the arguments say about communication, by position in the category's events."""
+    """Messages in the arguments of events, by index in the category's events."""
     names: tuple[str, ...]
-    beside: dict[str, Any]
-    """What stands beside the events: `distributedInfo`, `baseTimeNanoseconds`, ..."""
+    other_values: dict[str, Any]
+    """The other values of the file: `distributedInfo`, `baseTimeNanoseconds`, ..."""
     num_events: int
-    """Of all kinds, those that are left out included."""
+    """Events of all categories, including those left out."""
     num_odd: int
-    """Events that were left out since their times are missing, negative or absurd."""
+    """Events left out because their times are missing, negative or out of range."""
 
     def without(self, *categories: Category) -> "KinetoTrace":
-        """The same trace, with no events of some categories."""
+        """The same trace without the events of some categories."""
         events = {
             category: _NO_EVENTS if category in categories else columns
             for category, columns in self.events.items()
@@ -170,15 +170,15 @@ class KinetoTrace:
 def read_trace(
     path: Path, limits: ImportLimits, on_progress: OnProgress | None = None
 ) -> KinetoTrace:
-    """Read a trace, plain or gzipped, in memory that does not hold the file.
+    """Read a trace, plain or gzipped, without holding the whole file in memory.
 
     Args:
         path: The file.
-        limits: What may be read.
-        on_progress: Called with the part of the file that is read, 0 to 1.
+        limits: Limits of the sizes to read.
+        on_progress: Called with the fraction of the file that is read, 0 to 1.
 
     Raises:
-        ImportingError: It cannot be read, is no trace, or is beyond the limits.
+        ImportingError: The file cannot be read, is not a trace, or exceeds the limits.
     """
     reader = EventReader(read_blocks(path, limits, on_progress), path.name, limits)
     columns = _Columns()
@@ -190,9 +190,9 @@ def read_trace(
         return exact.decode(raw) if _needs_decimals(events) else events
 
     with _without_cycle_collection():
-        for stretch in reader.stretches(decode, columns.decode_odd):  # type: ignore[arg-type]
-            columns.add(stretch)
-            del stretch
+        for batch in reader.batches(decode, columns.decode_odd):  # type: ignore[arg-type]
+            columns.add(batch)
+            del batch
     columns.forget_unneeded()
     events = {category: columns.of(category) for category in Category}
     return_freed_memory()
@@ -201,7 +201,7 @@ def read_trace(
         events=events,
         messages=columns.messages,
         names=tuple(columns.names),
-        beside=reader.beside,
+        other_values=reader.other_values,
         num_events=columns.num_events + columns.num_unreadable,
         num_odd=columns.num_odd + columns.num_unreadable,
     )
@@ -209,7 +209,7 @@ def read_trace(
 
 @contextmanager
 def _without_cycle_collection() -> Iterator[None]:
-    """Events make no cycles, and looking for some in hundreds of thousands of them takes time."""
+    """Disable garbage collection of cycles: events have no cycles, and the search is slow."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -220,7 +220,7 @@ def _without_cycle_collection() -> Iterator[None]:
 
 
 def _needs_decimals(events: Sequence[_Event]) -> bool:
-    """Whether the times are too large for floats; all of a trace have the same zero."""
+    """Whether the times are too large for floats; all times of a trace have the same zero."""
     return bool(events) and any(event.ts >= _EXACT_US for event in (events[0], events[-1]))
 
 
@@ -228,7 +228,7 @@ KeyT = TypeVar("KeyT")
 
 
 class _Numbers(dict[KeyT, int]):
-    """Keys, numbered in the order in which they are first seen."""
+    """Numbers for keys, in the order of their first occurrence."""
 
     def __missing__(self, key: KeyT) -> int:
         number = self[key] = len(self)
@@ -241,7 +241,7 @@ class _Numbers(dict[KeyT, int]):
 
 @dataclass
 class _Columns:
-    """Grows stretch by stretch."""
+    """Columns that grow with each batch of events."""
 
     names: _Numbers[str] = field(default_factory=_Numbers)
     messages: dict[Category, dict[int, CollectiveMessage]] = field(
@@ -252,7 +252,7 @@ class _Columns:
     num_unreadable: int = 0
     _reader: MessageReader = field(default_factory=MessageReader)
     _communicates: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=bool))
-    """By name, as far as it was asked for."""
+    """For each name, whether it is a communication; computed on demand."""
     _threads: _Numbers[Any] = field(default_factory=_Numbers)
     _parts: dict[Category, list[EventColumns]] = field(
         default_factory=lambda: {category: [] for category in Category}
@@ -260,11 +260,12 @@ class _Columns:
     _counts: dict[Category, int] = field(default_factory=lambda: dict.fromkeys(Category, 0))
 
     def decode_odd(self, raw: bytes) -> _Event | None:
-        """One event that does not fit the types: what it has that does; None if that is nothing.
+        """Decode the valid fields of an event with invalid types; None without valid fields.
 
         Raises:
-            ValueError: It is no JSON, even as Python reads it (NaN, control characters).
-            RecursionError: It is nested too deeply.
+            ValueError: The bytes are not JSON, even with Python's extensions (NaN, control
+                characters).
+            RecursionError: The event is nested too deeply.
         """
         value = json.loads(raw.decode("utf-8", "replace"), strict=False)
         try:
@@ -274,14 +275,14 @@ class _Columns:
             return None
 
     def add(self, events: Sequence[_Event | _ExactEvent]) -> None:
-        """Keep what is needed of these events."""
+        """Append the necessary fields of these events."""
         self.num_events += len(events)
         kept = [one for one in events if one.ph == _COMPLETE and one.cat in _CODES]
         if kept:
             self._add(kept)
 
     def forget_unneeded(self) -> None:
-        """Drop host operators that tell nothing where kernels have launches to be found by."""
+        """Drop host operators without needed information if kernels have launches."""
         if not (self._counts[Category.KERNEL] and self._counts[Category.LAUNCH]):
             return
         tells = np.array([name.startswith(_TELLING_OPERATORS) for name in self.names], dtype=bool)
@@ -303,11 +304,11 @@ class _Columns:
             name: [getattr(part, name) for part in parts]
             for name in EventColumns.__dataclass_fields__
         }
-        parts.clear()  # each column's parts go as soon as they are joined
+        parts.clear()  # free the parts of each column after joining them
         return EventColumns(*(np.concatenate(columns.pop(name)) for name in list(columns)))
 
     def _add(self, events: list[Any]) -> None:
-        # Lists of an attribute: twice as fast as attrgetter under map.
+        # List comprehensions over one attribute are twice as fast as attrgetter with map.
         codes = np.array([_CODES[event.cat] for event in events], dtype=np.int8)
         start_ns, end_ns, is_sound = _times_ns(events)
         if not is_sound.all():
@@ -337,7 +338,7 @@ class _Columns:
     def _find_messages(
         self, codes: NDArray[np.int8], names: Int32Array, arguments: list[EventArguments]
     ) -> NDArray[np.bool_]:
-        """What says something of communication: kernels that carry it, host events by name."""
+        """Mask of events that describe a communication: kernels by fields, host events by name."""
         carries = np.array([one.collective is not None for one in arguments], dtype=bool)
         is_host = (codes == Category.OPERATOR) | (codes == Category.ANNOTATION)
         is_kernel = codes == Category.KERNEL
@@ -368,12 +369,12 @@ def _number_threads(events: list[Any], known: _Numbers[Any]) -> Int32Array:
     keys: list[Any] = [(event.pid, event.tid) for event in events]
     try:
         return known.of(keys)
-    except TypeError:  # lists and objects, which are no thread
+    except TypeError:  # lists and objects, which are no valid thread
         return known.of(list(map(repr, keys)))
 
 
 def _times_ns(events: list[Any]) -> tuple[Int64Array, Int64Array, NDArray[np.bool_]]:
-    """Starts, ends, and which of them can be believed."""
+    """Starts, ends, and a mask of the valid ones."""
     times_us = [event.ts for event in events] + [event.dur for event in events]
     if isinstance(events[0], _ExactEvent):
         both = np.array([_decimal_ns(time_us) for time_us in times_us], np.int64)
@@ -385,7 +386,7 @@ def _times_ns(events: list[Any]) -> tuple[Int64Array, Int64Array, NDArray[np.boo
 
 
 def _float_ns(times_us: NDArray[np.float64]) -> Int64Array:
-    """Integer ns of µs; -1 for what is not finite or absurd. See [Note: exact times]."""
+    """Convert µs to integer ns; -1 for infinite or out-of-range times. See [Note: exact times]."""
     is_sane = np.abs(times_us) < _MAX_NS / 1000
     sane_us = times_us if is_sane.all() else np.where(is_sane, times_us, -1.0)
     whole = np.floor(sane_us)
@@ -400,7 +401,7 @@ def _decimal_ns(time_us: Decimal) -> int:
 
 
 def _ids(values: list[Any]) -> Int64Array:
-    """Ids as they come: numbers, or numbers as text; -1 for what is neither."""
+    """Convert ids, which are numbers or numbers as text; -1 for all other values."""
     try:
         return np.fromiter(values, np.int64, len(values))
     except (TypeError, ValueError, OverflowError):

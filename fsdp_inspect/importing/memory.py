@@ -1,7 +1,7 @@
-"""How does freed memory go back to the system? The C library keeps it in the midst of its heap.
+"""Return freed memory to the operating system, because the C library keeps it in its heap.
 
-A trace is read in thousands of small arrays, which are joined into a few large ones: what the small
-ones leave behind fits none of the large ones, and would count beside them until the process ends.
+A trace is read as thousands of small arrays, which are joined to a few large arrays. The freed
+memory of the small arrays cannot hold the large ones. Without this, the process would keep both.
 """
 
 import ctypes
@@ -9,7 +9,7 @@ import sys
 
 
 def return_freed_memory() -> None:
-    """Give the heap's free pages back; does nothing where the C library cannot (not glibc)."""
+    """Return the heap's free pages; does nothing with C libraries other than glibc."""
     if not sys.platform.startswith("linux"):
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

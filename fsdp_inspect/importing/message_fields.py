@@ -1,4 +1,4 @@
-"""What do the arguments of a trace's event say? Ids, and the message of a communication."""
+"""Read the arguments of a trace's event: ids and the message of a communication."""
 
 import json
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 
 NOTHING = -1
-"""An id, a thread or a size that the event does not have."""
+"""The value of a missing id, thread or size."""
 
 MAX_ID = 1 << 62
-"""Ids and counts beyond this are none."""
+"""Larger ids and counts are invalid and count as missing."""
 
 
 _MAX_KNOWN = 10_000
-_SAID = attrgetter(
+_MESSAGE_FIELDS = attrgetter(
     "collective",
     "in_elements",
     "out_elements",
@@ -29,7 +29,7 @@ _SAID = attrgetter(
 
 
 class EventArguments(msgspec.Struct, gc=False):
-    """Of an event; anything may be missing or of another type."""
+    """The arguments of an event. Each field may be missing or have another type."""
 
     correlation: Any = NOTHING
     external: Any = msgspec.field(default=NOTHING, name="External id")
@@ -47,34 +47,34 @@ class EventArguments(msgspec.Struct, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveMessage:
-    """What an event's arguments say about one communication; None where they say nothing."""
+    """The message of one communication in an event's arguments; None for unknown fields."""
 
     collective: str | None = None
     elements: int | None = None
-    """Of the larger of input and output: the full message."""
+    """Elements of the full message: the larger of input and output."""
     dtype: str | None = None
-    """As torch names it: `BFloat16`, `c10::BFloat16`, `float`."""
+    """The dtype in torch's spelling: `BFloat16`, `c10::BFloat16`, `float`."""
     group_size: int | None = None
     group_name: str | None = None
     group_description: str | None = None
     group_ranks: tuple[int, ...] | None = None
-    """None also where the list is abbreviated."""
+    """Also None if the trace abbreviates the list."""
     input_elements: tuple[int, ...] = ()
-    """Of the first tensors of a host operator (`Input Dims`)."""
+    """Elements of the first input tensors of a host operator (`Input Dims`)."""
 
 
 class MessageReader:
-    """Reads messages; equal ones, of which a trace has many, are read once."""
+    """Read messages; equal messages, of which a trace has many, are read once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], CollectiveMessage] = {}
 
     def read(self, arguments: EventArguments) -> CollectiveMessage:
-        """What an event's arguments say about a communication."""
-        key = (*_SAID(arguments), bytes(arguments.dims), bytes(arguments.types))
+        """Read the message of a communication from an event's arguments."""
+        key = (*_MESSAGE_FIELDS(arguments), bytes(arguments.dims), bytes(arguments.types))
         try:
             known = self._known.get(key)
-        except TypeError:  # something is a list, as no trace of torch's has it
+        except TypeError:  # a field is a list, which torch never writes
             return read_message(arguments)
         if known is None:
             known = read_message(arguments)
@@ -84,7 +84,7 @@ class MessageReader:
 
 
 def read_message(arguments: EventArguments) -> CollectiveMessage:
-    """What an event's arguments say about a communication."""
+    """Read the message of a communication from an event's arguments."""
     sizes = [read_whole(one) for one in (arguments.in_elements, arguments.out_elements)]
     known = [size for size in sizes if size is not None]
     dims, types = _decode_raw(arguments.dims), _decode_raw(arguments.types)
@@ -101,7 +101,7 @@ def read_message(arguments: EventArguments) -> CollectiveMessage:
 
 
 def read_whole(value: Any) -> int | None:
-    """A whole number that is not negative, also as text; None for everything else."""
+    """Read a non-negative integer, also from text; None for all other values."""
     if isinstance(value, bool):
         return None
     if isinstance(value, float):
@@ -116,7 +116,7 @@ def _text(value: Any) -> str | None:
 
 
 def _ranks(value: Any) -> tuple[int, ...] | None:
-    """`[0, 1]`, as a list or as its text; None for `[0, 1, ..., 63]`."""
+    """Read a list of ranks or its text, such as `[0, 1]`; None for `[0, 1, ..., 63]`."""
     if isinstance(value, str):
         return _ranks_in(value)
     if not isinstance(value, list):
@@ -149,7 +149,7 @@ def _first_dtype(types: Any) -> str | None:
 
 
 def _element_counts(dims: Any) -> tuple[int, ...]:
-    """Elements of the first two inputs; a list of tensors counts as their sum."""
+    """Elements of the first two inputs; a list of tensors gives their sum."""
     if not isinstance(dims, list):
         return ()
     return tuple(_count_elements(one) for one in dims[:2])

@@ -1,4 +1,4 @@
-"""What is communicated, how much, in which group? From a trace's words to our codes."""
+"""Convert a trace's names of collectives, dtypes and process groups to the codes of a run."""
 
 import re
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ _KINDS = (
     ("send", EventKind.POINT_TO_POINT),
     ("recv", EventKind.POINT_TO_POINT),
 )
-"""Letters in the name of a collective (a kernel, an operator, its metadata); the first one counts,
-since a reduce-scatter kernel's name may also say `sum`."""
+"""Text in the name of a collective (a kernel, an operator, its metadata). The first match counts,
+because the name of a reduce-scatter kernel may also contain `sum`."""
 
 _COMMUNICATION_KERNEL = re.compile(r"nccl|rccl|msccl", re.IGNORECASE)
-"""NVIDIA's, AMD's and Microsoft's libraries; RCCL runs some of its collectives through the last."""
+"""Libraries of NVIDIA, AMD and Microsoft; RCCL runs some of its collectives with MSCCL."""
 _NOT_LETTERS = re.compile(r"[^a-z]")
 
 _DTYPES = {
@@ -44,20 +44,20 @@ _DTYPES = {
     "bool": "bool",
     "complexfloat": "complex64",
 }
-"""As torch names them in traces (ScalarType names and C++ types), in lower case."""
+"""Dtype names in torch's traces (ScalarType names and C++ types), in lower case."""
 
 _UNKNOWN_DTYPE = 0
 _NO_DESCRIPTION = frozenset({"", "undefined", "default_pg"})
 
 
 def is_communication_kernel(name: str) -> bool:
-    """Whether a kernel's name says that it communicates: `ncclDevKernel_...`, `mscclKernel_...`."""
+    """Whether this is the name of a communication kernel: `ncclDevKernel_...`, `mscclKernel_`."""
     return _COMMUNICATION_KERNEL.search(name.partition("(")[0]) is not None
 
 
 @lru_cache(maxsize=4096)
 def kind_of(name: str) -> EventKind:
-    """The collective that a name speaks of: `_allgather_base`, `ncclKernel_AllReduce_RING_LL`."""
+    """The kind of collective of a name: `_allgather_base`, `ncclKernel_AllReduce_RING_LL`."""
     letters = _NOT_LETTERS.sub("", name.partition("(")[0].lower())
     for part, kind in _KINDS:
         if part in letters:
@@ -67,18 +67,18 @@ def kind_of(name: str) -> EventKind:
 
 @lru_cache(maxsize=256)
 def dtype_code_of_name(name: str | None) -> int:
-    """Position in `codes.DTYPES`; 0 if unknown."""
+    """Index into `codes.DTYPES`; 0 if unknown."""
     plain = (name or "").lower().removeprefix("c10::")
     known = _DTYPES.get(plain, plain)
     return DTYPES.index(known) if known in DTYPES else _UNKNOWN_DTYPE
 
 
 def message_bytes_of(message: CollectiveMessage, kind: EventKind) -> int:
-    """The full message; -1 if the trace does not say.
+    """Bytes of the full message; -1 if the trace does not contain its size.
 
-    Metadata tells input and output, of which the larger is the full message. Of operators without
-    metadata the inputs are known: their largest; of an all-gather that lists only what one rank
-    gives, that times the size of the group.
+    With metadata, the full message is the larger of input and output. Operators without metadata
+    have only inputs, and the largest input is the message. An all-gather that lists only one rank's
+    input counts it once for each rank of the group.
     """
     code = dtype_code_of_name(message.dtype)
     if code == _UNKNOWN_DTYPE:
@@ -96,10 +96,10 @@ def message_bytes_of(message: CollectiveMessage, kind: EventKind) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """What makes process groups of different ranks the same one of the run.
+    """The key by which process groups of different ranks are one group of the run.
 
-    Each rank has its own shard group, under its own name; what they have in common is what the mesh
-    calls it, if it does, and the size.
+    Each rank has its own shard group with its own name. These groups share their size and the name
+    of the mesh dimension, if there is one.
     """
 
     name: str
@@ -113,11 +113,11 @@ class GroupNames:
     described: dict[str, tuple[GroupKey, tuple[int, ...]]] = field(default_factory=dict)
     world_size: int = 0
     only: GroupKey | None = None
-    """The one group that the process had, where the trace lists all of them and it is one."""
+    """The only group of the process, if the trace lists exactly one group."""
 
     @classmethod
     def of(cls, distributed: Mapping[str, Any]) -> "GroupNames":
-        """As `distributedInfo` lists them; anything may be missing from it."""
+        """Read the groups of `distributedInfo`, of which each field may be missing."""
         groups = cls()
         size = distributed.get("world_size")
         groups.world_size = size if isinstance(size, int) and 0 < size < 1 << 24 else 0

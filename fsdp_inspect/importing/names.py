@@ -1,4 +1,4 @@
-"""Which units and process groups does the run have? Numbered alike on every rank."""
+"""Number the units and process groups of an import, equally on all ranks."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,38 +19,38 @@ _ITEMSIZE_OF_UNKNOWN = 1
 
 @dataclass
 class RunNames:
-    """Numbers for names, in the order in which the ranks bring them."""
+    """Indices for names, in the order of their first occurrence over the ranks."""
 
     units: dict[str, int] = field(default_factory=dict)
     groups: dict[GroupKey, int] = field(default_factory=dict)
     _ranks: dict[GroupKey, tuple[int, ...]] = field(default_factory=dict)
 
     def unit_index(self, unit: str) -> int:
-        """The unit's number in the run.
+        """The unit's index in the run.
 
         Raises:
-            ImportingError: There are more units than a run can have.
+            ImportingError: The trace has more units than a run can have.
         """
         if unit not in self.units and len(self.units) >= MAX_UNITS:
             raise ImportingError(
-                f"The trace names more than {MAX_UNITS:,} FSDP units. Expected those of one model. "
-                "The trace is damaged, or was edited: export it again."
+                f"The trace names more than {MAX_UNITS:,} FSDP units. Expected the units of one "
+                "model. The trace is damaged or was edited: export it again."
             )
         return self.units.setdefault(unit, len(self.units))
 
     def group_index(self, key: GroupKey | None) -> int:
-        """The group's number in the run; -1 for an unknown one, and beyond what a run can have."""
+        """The group's index in the run; -1 if it is unknown or the run has too many groups."""
         if key is None or (key not in self.groups and len(self.groups) >= MAX_GROUPS):
             return -1
         return self.groups.setdefault(key, len(self.groups))
 
     def learn_ranks(self, groups: GroupNames) -> None:
-        """Keep the members of groups as the first rank of the import knows them."""
+        """Keep the ranks of groups from the first rank of the import that lists them."""
         for key in self.groups:
             self._ranks.setdefault(key, groups.ranks_of(key))
 
     def process_groups(self, roles: Mapping[int, str]) -> list[ProcessGroup]:
-        """All groups; a group whose list is abbreviated counts its ranks from 0."""
+        """All groups; the ranks of a group with an abbreviated list are numbered from 0."""
         return [
             ProcessGroup(
                 index=index,
@@ -62,23 +62,23 @@ class RunNames:
         ]
 
     def size_of(self, group: int) -> int | None:
-        """How many ranks a group has; None if unknown."""
+        """The number of ranks of a group; None if unknown."""
         sizes = {index: key.size for key, index in self.groups.items()}
         return sizes.get(group) or None
 
     @property
     def largest_group(self) -> int:
-        """Ranks of the largest group; 0 without a group whose size is known."""
+        """The number of ranks of the largest group; 0 without a group of known size."""
         return max((key.size for key in self.groups), default=0)
 
     @property
     def unlisted(self) -> tuple[str, ...]:
-        """Names of the groups whose ranks no trace lists, though it says how many they are."""
+        """Names of the groups of known size whose ranks no trace lists."""
         return tuple(key.name for key in self.groups if key.size and not self._ranks.get(key))
 
 
 def find_roles(events: EventTable) -> dict[int, str]:
-    """What the groups of a rank are for, by what FSDP does in them."""
+    """The roles of the groups of a rank, from FSDP's collectives in them."""
     of_unit = (events.unit != NO_UNIT) & (events.group >= 0)
     roles: dict[int, str] = {}
     for kind, role in (
@@ -94,18 +94,18 @@ def find_roles(events: EventTable) -> dict[int, str]:
 def describe_trace_units(
     names: RunNames, events: EventTable, *, origin: str, known: Iterable[Unit] = ()
 ) -> list[Unit]:
-    """What a trace tells about the units, from the collectives of one rank.
+    """Describe the units from the collectives of one rank.
 
     Args:
         names: The run's units.
         events: Collectives of a rank.
         origin: The `recorded_by` of the units.
-        known: Units that another rank has described; kept as they are.
+        known: Units that another rank has described; they stay unchanged.
 
     Returns:
-        Every unit of the run. Numbers of parameters count the padding, as messages do; where the
-        size of a message is not known, they may be 0 (`Unit.are_sizes_known`). Where the group is
-        not known, neither is a rank's share of a unit: 0.
+        All units of the run. Numbers of parameters include the padding, as messages do. They may be
+        0 if the size of a message is unknown (`Unit.are_sizes_known`). The shard size is 0 if the
+        group is unknown.
     """
     described = {unit.index: unit for unit in known if unit.unsharded_bytes or unit.reduce_bytes}
     return [
@@ -159,7 +159,7 @@ def _itemsize(dtype: str) -> int:
 
 
 def _reshards(gathers: EventTable, reductions: EventTable) -> bool | None:
-    """Whether it is gathered again in backward; None if no backward was seen."""
+    """Whether the unit is gathered again in backward; None without a backward in the trace."""
     if len(gathers) == 0 or len(reductions) == 0:
         return None
     return bool(np.any(gathers.phase == Phase.BACKWARD))

@@ -1,8 +1,11 @@
-"""In which phase of a step did the host issue something? By the ranges and threads of the trace.
+"""Find the phase of a step in which the host issued an event, from the ranges of the trace.
 
-Backward is what the autograd engine evaluates, and FSDP's ranges that say so; forward is what runs
-inside a range of that name or a unit's forward; the optimizer marks its own step. A forward that
-checkpointing repeats inside backward is backward. What none of them covers stays unknown.
+* backward: inside the autograd engine's operators, or inside FSDP's backward ranges. A forward that
+  activation checkpointing repeats inside backward is backward.
+* forward: inside a range named forward, or inside a unit's forward.
+* optimizer: inside the optimizer's own range.
+
+Other events have an unknown phase.
 """
 
 import re
@@ -38,7 +41,7 @@ class PhaseRanges:
 
     @classmethod
     def of(cls, trace: KinetoTrace, units: UnitRanges) -> "PhaseRanges":
-        """The ranges of a trace and those of its FSDP units."""
+        """Find the ranges of a trace, given the ranges of its FSDP units."""
         forwards = units.which(Activity.PRE_FORWARD, Activity.ROOT_FORWARD, Activity.POST_FORWARD)
         says_backward = np.flatnonzero(units.is_backward)
         return cls(
@@ -58,7 +61,7 @@ class PhaseRanges:
         )
 
     def phase_of(self, thread: NDArray[np.int32], time_ns: Int64Array) -> NDArray[np.int8]:
-        """The phase of each moment, OUTSIDE where it is unknown. Shape (q,)."""
+        """The phase of each moment; OUTSIDE if it is unknown. Shape (q,)."""
         phase = np.full(len(thread), Phase.OUTSIDE, dtype=np.int8)
         for ranges, code in (
             (self.data, Phase.DATA),
@@ -91,7 +94,7 @@ def _named(trace: KinetoTrace, category: Category, test: Callable[[str], bool]) 
 
 
 def _join(*parts: HostRanges) -> HostRanges:
-    """All of them; ranges of the same thread may overlap, as only their union is asked."""
+    """Join ranges; ranges of one thread may then overlap, because only their union is used."""
     return HostRanges(
         np.concatenate([part.thread for part in parts]),
         np.concatenate([part.start_ns for part in parts]),

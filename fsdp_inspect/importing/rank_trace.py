@@ -1,4 +1,4 @@
-"""What did one rank do, by its trace? Events of a run folder, and what the trace leaves open."""
+"""Convert the trace of one rank to events of a run, and note the data that the trace lacks."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from fsdp_inspect.trace.run import UNITS_FROM_FSDP1, UNITS_FROM_ORDER, UNITS_FRO
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable
 
 _UNIX_AGE_NS = 10**18
-"""Times beyond this are since 1970, and not since a base time that the trace names."""
+"""Larger times are since 1970 instead of since the base time of the trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class RankTrace:
     """One rank of an import."""
 
     rank: int | None
-    """As the trace says; None if it does not."""
+    """The rank according to the trace; None if the trace does not contain it."""
     world_size: int | None
     backend: str
     device_type: str
@@ -41,31 +41,31 @@ class RankTrace:
     host: str
     versions: dict[str, str]
     events: EventTable
-    """Times from the trace's first event."""
+    """The events; their times start from the trace's first event."""
     num_steps: int
     wall_start_ns: int | None
-    """When the first event was, since 1970; None if the trace does not say."""
+    """Time of the first event since 1970; None if the trace does not contain it."""
     unit_origin: str
     """The `recorded_by` of the units."""
     notes: tuple[str, ...]
-    """What this trace does not tell."""
+    """Data that this trace does not contain."""
     num_events: int
-    """Of the trace, of all kinds."""
+    """Events of all categories in the trace."""
 
 
 def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrace:
     """Turn a trace into a rank's events.
 
     Args:
-        trace: Of one process.
-        names: The run's units and groups; those that are new are added.
-        by_step: Whether each ProfilerStep is a step; else the whole trace is one.
+        trace: The trace of one process.
+        names: The run's units and groups; new ones are added.
+        by_step: Whether each ProfilerStep is a step; otherwise the whole trace is one step.
 
     Raises:
-        ImportingError: It holds neither kernels nor communication, or no ProfilerStep marks where
-            they are asked for.
+        ImportingError: The trace has neither kernels nor communication, or lacks the ProfilerStep
+            marks that `by_step` requires.
     """
-    distributed = trace.beside.get("distributedInfo")
+    distributed = trace.other_values.get("distributedInfo")
     distributed = distributed if isinstance(distributed, dict) else {}
     groups = GroupNames.of(distributed)
     has_kernels = len(trace.events[Category.KERNEL]) > 0
@@ -77,7 +77,7 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrac
     if has_kernels:
         work = DeviceWork.of(trace, groups)
         comms = work.comms
-        trace = trace.without(Category.KERNEL, Category.LAUNCH)  # all of it is in `work`
+        trace = trace.without(Category.KERNEL, Category.LAUNCH)  # `work` contains them
         maker = DeviceRows(trace, work, ranges, phases, marks, names)
     else:
         comms = find_gloo(trace, groups)
@@ -87,7 +87,7 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrac
     events = maker.make(owners, units)
     names.learn_ranks(groups)
     origin_ns = int(min(events.start_ns.min(), events.issue_ns.min()))
-    device = _device(trace.beside)
+    device = _device(trace.other_values)
     return RankTrace(
         rank=_whole(distributed.get("rank")),
         world_size=groups.world_size or None,
@@ -95,11 +95,11 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrac
         device_type="cuda" if has_kernels else "cpu",
         device_name=str(device.get("name", "")),
         device_memory_bytes=_whole(device.get("totalGlobalMem")),
-        host=str(trace.beside.get("host_name", "")),
-        versions=_versions(trace.beside, distributed),
+        host=str(trace.other_values.get("host_name", "")),
+        versions=_versions(trace.other_values, distributed),
         events=_shifted(events, origin_ns),
         num_steps=len(marks.number),
-        wall_start_ns=_wall_ns(trace.beside, origin_ns),
+        wall_start_ns=_wall_ns(trace.other_values, origin_ns),
         unit_origin=_origin(ranges),
         notes=tuple(
             _notes(trace, comms, ranges, marks, lacks_launches=has_kernels and not has_launches)
@@ -113,14 +113,14 @@ def _check_content(trace: KinetoTrace, comms: Communications, has_kernels: bool)
         return
     if trace.num_odd:
         raise ImportingError(
-            f"{trace.name} holds neither kernels nor communication, since {trace.num_odd:,} of its "
-            f"{trace.num_events:,} events were left out: their times are missing, NaN, negative or "
-            "absurd. Expected µs from 0. The trace is damaged, or was edited: export it again."
+            f"{trace.name} has no usable kernels or communication: {trace.num_odd:,} of its "
+            f"{trace.num_events:,} events have missing, NaN, negative or out-of-range times. "
+            "Expected µs from 0. The trace is damaged or was edited: export it again."
         )
     raise ImportingError(
-        f"{trace.name} holds {trace.num_events:,} events, and neither kernels nor communication "
-        "among them. Expected a trace of a distributed training. Profile with "
-        "ProfilerActivity.CUDA, or on a CPU after init_process_group."
+        f"{trace.name} has {trace.num_events:,} events, but no kernels and no communication. "
+        "Expected a trace of a distributed training. Profile with ProfilerActivity.CUDA, or on a "
+        "CPU after init_process_group."
     )
 
 
@@ -151,7 +151,7 @@ def _marked_steps(trace: KinetoTrace, comms: Communications) -> Any:
 
 
 def _shifted(events: EventTable, origin_ns: int) -> EventTable:
-    """The same events on a clock that begins with the first of them."""
+    """The same events on a clock that starts with the first event."""
     columns = events.columns()
     for name in ("issue_ns", "start_ns", "end_ns"):
         columns[name] = columns[name] - origin_ns
@@ -161,28 +161,28 @@ def _shifted(events: EventTable, origin_ns: int) -> EventTable:
     return EventTable.from_columns(columns)
 
 
-def _wall_ns(beside: dict[str, Any], origin_ns: int) -> int | None:
+def _wall_ns(other_values: dict[str, Any], origin_ns: int) -> int | None:
     if origin_ns > _UNIX_AGE_NS:
         return origin_ns
-    base = _whole(beside.get("baseTimeNanoseconds"))
+    base = _whole(other_values.get("baseTimeNanoseconds"))
     wall_ns = base + origin_ns if base and base > _UNIX_AGE_NS else None
     return _whole(wall_ns)
 
 
-def _device(beside: dict[str, Any]) -> dict[str, Any]:
-    listed = beside.get("deviceProperties")
+def _device(other_values: dict[str, Any]) -> dict[str, Any]:
+    listed = other_values.get("deviceProperties")
     if isinstance(listed, list) and listed and isinstance(listed[0], dict):
         return listed[0]
     return {}
 
 
-def _versions(beside: dict[str, Any], distributed: dict[str, Any]) -> dict[str, str]:
+def _versions(other_values: dict[str, Any], distributed: dict[str, Any]) -> dict[str, str]:
     known = {
         "nccl": distributed.get("nccl_version"),
-        "cuda_runtime": beside.get("cuda_runtime_version"),
-        "cuda_driver": beside.get("cuda_driver_version"),
-        "hip_runtime": beside.get("hip_runtime_version"),
-        "hip_driver": beside.get("hip_driver_version"),
+        "cuda_runtime": other_values.get("cuda_runtime_version"),
+        "cuda_driver": other_values.get("cuda_driver_version"),
+        "hip_runtime": other_values.get("hip_runtime_version"),
+        "hip_driver": other_values.get("hip_driver_version"),
     }
     return {name: str(value) for name, value in known.items() if value not in (None, "")}
 
@@ -203,27 +203,27 @@ def _notes(
     if trace.num_odd:
         notes.append(
             f"{trace.num_odd:,} of {trace.num_events:,} events were left out: their times are "
-            "missing, negative or absurd."
+            "missing, negative or out of range."
         )
     unknown = comms.bytes == NOTHING
     if np.any(unknown):
         kinds = Counter(EventKind(kind).label for kind in comms.kind[unknown].tolist())
         listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         notes.append(
-            f"The size of some messages is not known ({listed}): no bandwidth for them. Profile "
+            f"The size of some messages is unknown ({listed}), so they have no bandwidth. Profile "
             "with record_shapes=True."
         )
     if marks.is_whole_trace:
         steps = sum(name.startswith("ProfilerStep#") for name in trace.names)
         if steps > 1:
             notes.append(
-                f"All of the trace is one step here; it has {steps} ProfilerStep marks. Import "
-                "with --by-step for one step each."
+                f"The whole trace was imported as one step; it has {steps} ProfilerStep marks. "
+                "Import with --by-step for one step at each mark."
             )
     if lacks_launches:
         notes.append(
-            "The trace has no launches of kernels: which unit and phase a kernel belongs to is "
-            "known by its operator at best. Profile with ProfilerActivity.CPU too."
+            "The trace has no kernel launches: the unit and the phase of a kernel are known only "
+            "if its operator is known. Profile with ProfilerActivity.CPU too."
         )
     return notes
 
@@ -231,17 +231,17 @@ def _notes(
 def _note_on_units(ranges: UnitRanges) -> str:
     if len(ranges.units):
         return (
-            "Units come from FSDP's own ranges; their numbers of parameters are those of their "
-            "messages, padding included."
+            "Units come from FSDP's own ranges. Their numbers of parameters come from their "
+            "messages and include padding."
         )
     if ranges.is_fsdp1:
         return (
-            "FSDP1's ranges name no unit: units are numbered in the order of their first gather, "
-            "and gathers and reductions of the backward are given to them by their size and the "
-            "opposite order (inferred)."
+            "FSDP1's ranges name no unit: units are numbered in the order of their first "
+            "all-gather. All-gathers and reductions in backward are assigned by size and reversed "
+            "order (inferred)."
         )
     return (
-        "The trace has no FSDP ranges: collectives of one kind, size and group stand for a unit. "
-        "Which module they belong to, who prefetched them and where a forward or backward of a "
-        "unit begins cannot be known. Profile a fully_shard model with torch 2.6 or newer for that."
+        "The trace has no FSDP ranges: collectives of one kind, size and group form one unit "
+        "(inferred). Their modules, their prefetches and the forward and backward of each unit are "
+        "unknown. Profile a fully_shard model with torch 2.6 or newer to see them."
     )

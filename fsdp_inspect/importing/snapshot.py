@@ -1,8 +1,8 @@
-"""What filled memory, in a CUDA memory snapshot that somebody else took? As a run folder.
+"""Import CUDA memory snapshots as a run folder.
 
-One file (`torch.cuda.memory._dump_snapshot`) is one process, and becomes one rank; a folder of such
-files becomes as many ranks, in the order of the rank numbers in their names. Nothing is written
-until everything is read, and what a snapshot cannot tell is said in the run's notes.
+One file (`torch.cuda.memory._dump_snapshot`) is one process and becomes one rank. A folder of such
+files becomes one rank for each file, in the order of the rank numbers in their names. The run is
+written after all files are read. The run's notes list the data that a snapshot does not contain.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ _SETTINGS_KEYS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 @dataclass(frozen=True, slots=True)
 class ImportedSnapshot:
-    """What became of one or more snapshots."""
+    """The result of an import of snapshots."""
 
     path: Path
     """The run folder."""
@@ -56,15 +56,15 @@ class ImportedSnapshot:
     num_entries: int
     """Trace entries of all ranks."""
     failed_requests: tuple[FailedRequest, ...]
-    """The last failed request of each rank that had one."""
+    """The last failed allocation of each rank that had one."""
     notes: tuple[str, ...]
-    """What a snapshot cannot tell, or these do not."""
+    """Data that these snapshots do not contain."""
 
 
 def looks_like_snapshot(path: Path) -> bool:
-    """Whether a file, or every file of a folder, begins as a memory snapshot does.
+    """Whether a file, or each file of a folder, begins like a memory snapshot.
 
-    A pickle of something else looks the same from outside: importing it says what it is instead.
+    Other pickles begin alike: importing such a file reports what it contains.
     """
     if path.is_dir():
         files = _files_in(path)
@@ -86,23 +86,23 @@ def import_snapshot(
 
     Args:
         path: A pickle of protocol 2 to 5, or a folder that holds only such files.
-        out: The run folder to make; must not exist, or be empty.
-        name: Shown for the run; default the name of the file, of several that of `out`.
-        max_memory_bytes: What the values of one pickle may take in memory.
+        out: The run folder to create; must not exist, or be empty.
+        name: Name of the run; the default is the file's name, for several files the name of `out`.
+        max_memory_bytes: Memory limit for the values of one pickle.
 
     Returns:
-        What was imported.
+        A description of the imported run.
 
     Raises:
-        NotARunError: There is nothing at `path`.
-        CorruptFileError: A file is damaged, hostile, too large, or no snapshot. Nothing is left
-            behind.
-        StoreError: `out` is taken, or cannot be written.
+        NotARunError: `path` has no snapshots.
+        CorruptFileError: A file is damaged, hostile, too large, or not a snapshot. No run folder
+            is left.
+        StoreError: `out` exists already or cannot be written.
     """
     files = _by_rank(_files_in(path) if path.is_dir() else [path])
     if not files or not all(file.is_file() for file in files):
         raise NotARunError(
-            f"No memory snapshot at {str(path)!r}. Expected a file written by "
+            f"No memory snapshot found at {str(path)!r}. Expected a file written by "
             "torch.cuda.memory._dump_snapshot, or a folder of them. Name an existing file."
         )
     _check_free(out)
@@ -155,47 +155,47 @@ def _read(path: Path, max_memory_bytes: int) -> SnapshotContents:
 
 
 def _place(contents: SnapshotContents, name: str) -> RankSnapshot:
-    """The device that the process used most, with the program's positions."""
+    """Select the device that the process used most, with the program's positions."""
     devices = [
         device for device in contents.devices if len(device.trace) or len(device.segment_sizes)
     ]
     if not devices:
         raise CorruptFileError(
-            f"{name} is a memory snapshot without any memory: no segment and no trace entry. "
-            "Expected a process that had used CUDA. Call _record_memory_history before training "
-            "and _dump_snapshot after it, in the same process."
+            f"{name} is an empty memory snapshot: it has no segments and no trace entries. "
+            "Expected a process that used CUDA. Call _record_memory_history before training and "
+            "_dump_snapshot after it, in the same process."
         )
     device = max(devices, key=lambda one: (one.reserved_bytes, len(one.trace)))
     return RankSnapshot.of(device, follow_annotations(contents.annotations))
 
 
-# --- what is said about it
+# --- notes and the manifest
 
 
 def _general_notes(ranks: Sequence[RankSnapshot], files: Sequence[Path]) -> list[str]:
     units = unit_names(rank.positions for rank in ranks)
     notes = [
-        "A memory snapshot tells amounts of memory only: no times of steps, compute or "
-        "communication, no world size and no memory of the device; it is shown as "
+        "A memory snapshot contains sizes only: no times of steps, compute or communication, no "
+        "world size and no total memory of the device. This run has "
         f"{len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'} "
         f"({', '.join(file.name for file in files[:4])}{', ...' if len(files) > 4 else ''})."
     ]
     if units:
         notes.append(
-            "Numbers of parameters are not in a snapshot and read 0; the sizes of a unit are those "
-            "of its largest all-gather and reduce-scatter buffer in the trace. Owners and "
-            "categories are inferred from FSDP's annotations, to the microsecond."
+            "A snapshot does not contain numbers of parameters: they are 0. The sizes of a unit "
+            "are those of its largest all-gather and reduce-scatter buffers in the trace. Owners "
+            "and categories are inferred from FSDP's annotations, to the microsecond."
         )
     else:
         notes.append(
-            "No FSDP unit is named: the snapshot has no annotations of FSDP2. Record them with "
-            "torch.cuda.memory._record_memory_history(global_record_annotations=True), which "
-            "starts before the steps to be seen."
+            "No FSDP units are known: the snapshot has no annotations of FSDP2. Record them with "
+            "torch.cuda.memory._record_memory_history(global_record_annotations=True) before the "
+            "steps of interest."
         )
     if units and not any(rank.positions.has_backward for rank in ranks):
         notes.append(
-            "Nothing of the backward is annotated, since it runs in a thread of its own: what it "
-            "allocated has no owner. Record with global_record_annotations=True."
+            "The backward has no annotations, because it runs in a separate thread: its "
+            "allocations have no owner. Record with global_record_annotations=True."
         )
     return notes
 
@@ -203,7 +203,7 @@ def _general_notes(ranks: Sequence[RankSnapshot], files: Sequence[Path]) -> list
 def _notes_of_ranks(
     contents: Sequence[SnapshotContents], ranks: Sequence[RankSnapshot], files: Sequence[Path]
 ) -> list[str]:
-    """What single files lack; the same note of several is said once, with all their names."""
+    """Note the data that single files lack; equal notes are joined, with all file names."""
     found: dict[str, list[str]] = {}
     for one, rank, file in zip(contents, ranks, files, strict=True):
         for note in _notes_of_rank(one, rank):
@@ -218,34 +218,34 @@ def _notes_of_rank(contents: SnapshotContents, rank: RankSnapshot) -> list[str]:
     device, notes = rank.device, []
     if len(device.trace) == 0:
         notes.append(
-            "it holds no trace, only the moment of the snapshot: the peak before it is not known. "
-            "Call _record_memory_history() before the steps to be seen."
+            "it has no trace, only the moment of the snapshot: the peak before it is unknown. "
+            "Call _record_memory_history() before the steps of interest."
         )
     elif device.is_profile:
         notes.append(
-            "it was made from a profile (profile_plot): nothing of the allocator is in it, and "
-            "torch's categories do not tell sharded parameters and gradients from unsharded ones "
-            "(they are shown as sharded)."
+            "it was made from a profile (profile_plot): it has no data of the allocator. Torch's "
+            "categories do not distinguish sharded from unsharded parameters and gradients; all "
+            "are shown as sharded."
         )
     elif rank.timeline is None:
         notes.append(
-            "its trace contradicts its segments (a block allocated twice, or less than nothing in "
+            "its trace contradicts its segments (a block allocated twice, or negative memory in "
             "use), so only the moment of the snapshot is used."
         )
     else:
         notes.append(
-            f"its trace has {len(device.trace):,} entries; memory before the first one is not "
-            "known, and blocks that were freed before the snapshot count as asked for, rounded up "
-            "to 512 B."
+            f"its trace has {len(device.trace):,} entries. Memory before the first entry is "
+            "unknown. Blocks that were freed before the snapshot have their requested size, "
+            "rounded up to 512 B."
         )
     elsewhere = [one for one in contents.devices if one is not device and one.reserved_bytes]
     if elsewhere:
         held = ", ".join(
             f"{format_bytes(one.reserved_bytes)} on cuda:{one.device}" for one in elsewhere
         )
-        notes.append(f"beside cuda:{device.device}, the process reserved {held}; left out here.")
+        notes.append(f"the process also reserved {held}. Only cuda:{device.device} is shown.")
     if rank.failed_requests > 1:
-        notes.append(f"{rank.failed_requests} requests for memory failed; the last one is shown.")
+        notes.append(f"{rank.failed_requests} allocations failed; the last one is shown.")
     return notes
 
 
@@ -281,7 +281,7 @@ def _describe(
 
 
 def _taken_ns(rank: RankSnapshot, file: Path) -> int:
-    """When the snapshot was taken, wall time; the file's own time where the trace has none."""
+    """Wall time of the snapshot; without a time in the trace, the time of the file."""
     last = int(rank.device.trace.time_us.max(initial=-1))
     is_plausible = 0 < last < 1 << 52
     return last * 1000 if is_plausible else file.stat().st_mtime_ns
@@ -326,7 +326,7 @@ def _largest(ranks: Sequence[RankSnapshot], fqn: str, activity: FsdpActivity) ->
 def _check_free(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StoreError(
-            f"{str(out)!r} is there already. Expected a new folder for the run. Name another one, "
+            f"{str(out)!r} exists already. Expected a new folder for the run. Name another folder, "
             "or remove it."
         )
 
@@ -353,8 +353,8 @@ def _write(
         _remove(out, existed)
         if isinstance(error, OSError):
             raise StoreError(
-                f"The run cannot be written to {str(out)!r}: {error}. Expected a folder with room "
-                "for it. Name another folder."
+                f"The run cannot be written to {str(out)!r}: {error}. Expected a writable folder "
+                "with enough free space. Name another folder."
             ) from error
         raise
 

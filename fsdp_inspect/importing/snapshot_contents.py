@@ -1,9 +1,9 @@
-"""What did the allocator write down: segments, blocks, its trace, annotations?
+"""Convert an unpickled memory snapshot to columns and check it: segments, blocks, trace, ranges.
 
-Turns the dictionaries of `torch.cuda.memory._snapshot()` into columns, and checks them. Every
-version since torch 2.0 is read: keys that an older version did not write are optional. Names of
-actions and states are torch's (`torch.cuda.memory._snapshot`, torch 2.13; `active_pending_free` is
-what the code writes and `active_awaiting_free` what its documentation says).
+The input is the dictionaries of `torch.cuda.memory._snapshot()`. All versions since torch 2.0 are
+supported: keys that an older version did not write are optional. Names of actions and states are
+torch's (`torch.cuda.memory._snapshot`, torch 2.13; the code writes `active_pending_free`, its
+documentation has `active_awaiting_free`).
 
 Conventions: addresses and sizes are int64; times are microseconds of wall time, -1 if unknown.
 """
@@ -24,18 +24,18 @@ from fsdp_inspect.importing.snapshot_labels import UNLABELLED, Labels
 Int64Array = NDArray[np.int64]
 
 MAX_ROWS = 8_000_000
-"""Blocks, trace entries and annotations of one snapshot; what is shared could stand for many more
-of them than the file has bytes."""
+"""Limit of the blocks, trace entries and annotations of one snapshot. A pickle can list one shared
+object many times, so the file's size does not limit their number."""
 
 _REMEDY = "Dump it again with torch.cuda.memory._dump_snapshot."
 _MAX_BYTES = 1 << 50
-"""Of one device, or of one request: a pebibyte."""
+"""Limit of the memory of one device or one request: a pebibyte."""
 _MAX_TIME_US = 1 << 52
 _MAX_DEVICE = 1023
 
 
 class Action(IntEnum):
-    """What the allocator did; names as in torch's trace entries."""
+    """An action of the allocator; names as in torch's trace entries."""
 
     ALLOC = 0
     FREE_REQUESTED = 1
@@ -46,16 +46,16 @@ class Action(IntEnum):
     SEGMENT_UNMAP = 6
     OOM = 7
     OTHER = 8
-    """`snapshot`, and what later versions add: changes no amount of memory."""
+    """`snapshot`, and actions of later versions: they change no amount of memory."""
 
 
 class BlockState(IntEnum):
-    """What a block is used for."""
+    """The state of a block."""
 
     INACTIVE = 0
     ACTIVE = 1
     PENDING_FREE = 2
-    """Freed, but another stream may still use it."""
+    """The block is freed, but another stream may still use it."""
 
 
 _ACTIONS = {action.name.lower(): action for action in Action if action is not Action.OTHER}
@@ -66,7 +66,7 @@ _STATES = {
     "active_awaiting_free": BlockState.PENDING_FREE,
 }
 _ANNOTATION = "user_defined"
-"""The action under which torch 2.4 and 2.5 kept annotations inside the trace."""
+"""The action of annotations, which torch 2.4 and 2.5 store inside the trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,26 +75,26 @@ class Blocks:
 
     address: Int64Array
     size: Int64Array
-    """As carved out of the segment: rounded up."""
+    """Size in the segment, rounded up."""
     requested: Int64Array
     state: NDArray[np.int8]
     """A `BlockState`."""
     segment: Int64Array
-    """Which segment it lies in."""
+    """Index of the segment that contains the block."""
     label: NDArray[np.int8]
-    """What its frames say it is: a code of `Labels`."""
+    """The code of `Labels` for the block's metadata and stack."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What the allocator of one device did, in order; arrays of shape (entries,)."""
+    """The actions of the allocator of one device, in order; arrays of shape (entries,)."""
 
     action: NDArray[np.int8]
     """An `Action`."""
     address: Int64Array
-    """Of OOM entries: the bytes that were free on the device."""
+    """The address; for OOM entries, the free bytes of the device."""
     size: Int64Array
-    """As requested, before rounding; of segments: as taken from the device."""
+    """Requested size before rounding; for segments, the size taken from the device."""
     time_us: Int64Array
     label: NDArray[np.int8]
 
@@ -121,27 +121,27 @@ class DeviceMemory:
     blocks: Blocks
     trace: Trace
     is_profile: bool
-    """Made by torch from a profile (`_memory_viz.profile_plot`): of tensors, with categories, and
-    with one segment that is no more than the span of their addresses."""
+    """Whether torch made it from a profile (`_memory_viz.profile_plot`). It then has tensors with
+    categories, and one segment that is only the range of their addresses."""
 
     @property
     def reserved_bytes(self) -> int:
-        """All segments."""
+        """Bytes of all segments."""
         return int(self.segment_sizes.sum())
 
     @property
     def allocated_bytes(self) -> int:
-        """Blocks that tensors use, rounded up as torch counts `allocated_bytes`."""
+        """Bytes of blocks that tensors use, rounded up like torch's `allocated_bytes`."""
         return int(self.blocks.size[self.blocks.state == BlockState.ACTIVE].sum())
 
     @property
     def active_bytes(self) -> int:
-        """Those, and blocks that wait for another stream."""
+        """Allocated bytes plus blocks that wait for another stream."""
         return int(self.blocks.size[self.blocks.state != BlockState.INACTIVE].sum())
 
     @property
     def inactive_split_bytes(self) -> int:
-        """Free blocks in segments that are also in use: no `empty_cache()` gives them back."""
+        """Bytes of free blocks in partly used segments, which `empty_cache()` cannot return."""
         idle = self.blocks.state == BlockState.INACTIVE
         in_use = np.isin(self.blocks.segment, self.blocks.segment[~idle])
         return int(self.blocks.size[idle & in_use].sum())
@@ -152,31 +152,31 @@ class SnapshotContents:
     """A whole snapshot: one process, usually one device."""
 
     devices: tuple[DeviceMemory, ...]
-    """Those with a segment or a trace, by number."""
+    """Devices with a segment or a trace, by number."""
     annotations: tuple[Annotation, ...]
-    """By time."""
+    """The annotations, by time."""
     settings: Mapping[str, str]
-    """The allocator's, as text."""
+    """The allocator's settings, as text."""
 
 
 def parse_snapshot(value: Any, name: str) -> SnapshotContents:
-    """The columns of an unpickled snapshot.
+    """Convert an unpickled snapshot to columns.
 
     Args:
-        value: What the pickle held: the dictionary of `_snapshot()`, or only its list of segments.
+        value: The unpickled value: the dictionary of `_snapshot()`, or only its list of segments.
         name: The file's name, for messages.
 
     Raises:
-        CorruptFileError: It is no snapshot, or a value in it cannot be.
+        CorruptFileError: The value is not a snapshot, or a part of it is invalid.
     """
     try:
         return _parse(_as_snapshot(value))
     except _Complaint as complaint:
-        raise CorruptFileError(f"{name} is no memory snapshot: {complaint} {_REMEDY}") from None
+        raise CorruptFileError(f"{name} is not a memory snapshot: {complaint} {_REMEDY}") from None
 
 
 class _Complaint(Exception):
-    """What is wrong and what was expected, in two sentences."""
+    """Two sentences: the invalid value and the expected value."""
 
 
 def _as_snapshot(value: Any) -> Mapping[str, Any]:
@@ -185,7 +185,7 @@ def _as_snapshot(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict) or not ("segments" in value or "device_traces" in value):
         held = sorted(value)[:5] if isinstance(value, dict) else type(value).__name__
         raise _Complaint(
-            f"it holds {reprlib.repr(held)}. Expected a dictionary with 'segments' and "
+            f"it contains {reprlib.repr(held)}. Expected a dictionary with 'segments' and "
             "'device_traces'."
         )
     return value
@@ -263,8 +263,8 @@ class _DeviceBuilder:
             total -= size
         if total < 0:
             raise _Complaint(
-                f"segment {number} has blocks of {-total} bytes more than its own size. Expected "
-                "blocks that fit into it."
+                f"the blocks of segment {number} exceed its size by {-total} bytes. Expected "
+                "blocks that fit into the segment."
             )
 
     def add_entry(self, entry: Mapping[str, Any]) -> None:
@@ -330,17 +330,17 @@ def _integer(holder: Any, key: str, default: int | None = None, *, is_address: b
     if value is None and is_address:
         return default or 0
     if type(value) is not int:
-        raise _Complaint(f"{key!r} is {reprlib.repr(value)}. Expected a whole number.")
+        raise _Complaint(f"{key!r} is {reprlib.repr(value)}. Expected an integer.")
     if is_address:
-        # An unsigned address that torch wrote as a signed number, or the other way round.
+        # Torch may write an unsigned address as a signed number, or the reverse.
         return ((value + (1 << 63)) % (1 << 64)) - (1 << 63)
     if not 0 <= value <= _MAX_BYTES:
-        raise _Complaint(f"{key!r} is {value}. Expected a number of bytes from 0 on.")
+        raise _Complaint(f"{key!r} is {value}. Expected a number of bytes from 0.")
     return value
 
 
 def _time(holder: Any) -> int:
-    """Microseconds; -1 if the version did not write them, or they cannot be."""
+    """Time in microseconds; -1 if it is missing or invalid."""
     value = _mapping(holder).get("time_us", -1)
     return value if type(value) is int and 0 <= value < _MAX_TIME_US else -1
 
@@ -353,7 +353,7 @@ def _device(segment: Any) -> int:
 
 
 def _frames(holder: Mapping[str, Any]) -> Sequence[Any]:
-    """The stack that allocated it; older versions kept it in a history."""
+    """The stack of the allocation; older versions store it in a history."""
     if "frames" in holder:
         return _list(holder, "frames")
     history = _list(holder, "history")
@@ -372,7 +372,7 @@ def _annotation(entry: Any) -> Iterable[Annotation]:
 
 
 def _old_annotation(entry: Mapping[str, Any]) -> Iterable[Annotation]:
-    """An entry of the trace whose only frame is the annotation: its stage and its name."""
+    """Read a trace entry whose only frame is the annotation, with its stage and its name."""
     for frame in _list(entry, "frames")[:1]:
         stage, name = _text(frame, "name"), _text(frame, "filename")
         if stage in ("START", "END"):

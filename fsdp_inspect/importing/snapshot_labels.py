@@ -1,9 +1,9 @@
-"""What is this allocation, by what is written on it: a category, metadata, the code that made it?
+"""Label an allocation by its category, its metadata or its stack.
 
-In this order: the category that torch's memory profiler gave it (`profile_plot` snapshots), the
-user's own metadata where it names a category (`torch.cuda.memory._set_memory_metadata`), and the
-functions on its stack that only FSDP2 or an optimizer has (names as in torch 2.13). All of it is
-inferred except what was written on purpose.
+The label comes from the first of these that exists: the category of torch's memory profiler
+(`profile_plot` snapshots), the training script's metadata if it names a category
+(`torch.cuda.memory._set_memory_metadata`), and functions on the stack that only FSDP2 or an
+optimizer has (names as in torch 2.13). Labels from the stack are inferred.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 from fsdp_inspect.trace.codes import MemoryCategory
 
 UNLABELLED = -1
-"""Nothing is written on it."""
+"""The allocation has no category, metadata or known stack."""
 
 FROM_OPTIMIZER = 100
 """Allocated by an optimizer: state if it stays, temporary if it does not."""
@@ -27,7 +27,7 @@ _BY_PROFILER = {
     "parameter": MemoryCategory.SHARDED_PARAMETER,
     "optimizer_state": MemoryCategory.OPTIMIZER_STATE,
 }
-"""torch.profiler's categories, which do not tell sharded from unsharded."""
+"""torch.profiler's categories, which do not distinguish sharded from unsharded."""
 
 _BY_METADATA = {category.label: category for category in MemoryCategory}
 
@@ -46,14 +46,14 @@ _BY_FILE = {
     "torch/nn/modules/module.py": FROM_MODULE,
 }
 _STRONGEST_FIRST = tuple(dict.fromkeys([*map(int, _BY_FUNCTION.values()), *_BY_FILE.values()]))
-"""A stack that goes through several: the function says more than the file."""
+"""Order for a stack with several matches: functions take precedence over files."""
 
 
 class Labels:
     """Codes for allocations: a `MemoryCategory`, `FROM_...`, or `UNLABELLED`.
 
-    Frames and stacks that many allocations share are looked at once. What was seen is kept, so that
-    nothing else takes the identity of it.
+    Frames and stacks that many allocations share are labelled once, by identity. They are kept
+    alive, so that no other object gets the same identity.
     """
 
     def __init__(self) -> None:

@@ -1,14 +1,20 @@
-"""What does this pickle hold, if it may hold nothing but plain values?
+"""Read a pickle of plain values in bounded memory, without importing or calling anything.
 
-A pickle is a program for a small machine. This machine knows the instructions that build None,
-numbers, text, lists, tuples and dictionaries with text keys, of protocols 2 to 5; whatever would
-look up a class or call something is refused by name. Nothing is ever imported or called.
+A pickle is a program for a small machine. This machine supports the instructions that build None,
+numbers, text, lists, tuples and dictionaries with text keys, of protocols 2 to 5. It rejects
+instructions that look up a class or call a function, and names that class or function.
 
-It also pays for what it builds: each instruction adds what its result takes in memory, and a file
-that would take more than the budget is refused before it has. Every instruction reads at least one
-byte and takes constant time (or time that an earlier one paid for), so a file of n bytes ends after
-n instructions at most. Keys are text, whose hashes an attacker cannot choose; nested values are
-never hashed or compared.
+Memory is bounded: each instruction adds the memory of its result to a sum, and a file above the
+limit is rejected before it takes that memory. Time is bounded too: each instruction reads at least
+one byte and takes constant time, or time that an earlier instruction accounted for. Keys are text,
+whose hashes an attacker cannot choose; nested values are never hashed or compared.
+
+`pickle.Unpickler` with a `find_class` that refuses would not be enough, because it limits neither
+memory nor time. Measured with CPython 3.11: a file of 9 bytes (`LONG_BINPUT` with the index 2^27)
+takes 2 GiB, because the C unpickler keeps its memo in an array. A file of 1 MB takes 227 MiB
+(`EMPTY_SET`). 116 bytes take 1.3 s (a key of 26 nested pairs), and each further level doubles the
+time. The unpickler has no hook for these instructions, and a limit for the process
+(`RLIMIT_AS`) would need a child process that sends the values back.
 """
 
 import pickle
@@ -22,7 +28,7 @@ from typing import Any
 from fsdp_inspect.errors import CorruptFileError
 
 MAX_MEMORY_BYTES = 4 << 30
-"""What the values of one pickle may take in memory, as estimated below."""
+"""Memory limit of the values of one pickle, by the estimates below."""
 
 FIRST_PROTOCOL, LAST_PROTOCOL = 2, 5
 
@@ -31,7 +37,7 @@ _LONG_GETS = re.compile(rb"(?:j.{4})+", re.DOTALL)
 _LONG_NUMBER = struct.Struct("<xI")
 _REMEDY = "Dump the snapshot again with torch.cuda.memory._dump_snapshot."
 
-# What CPython 3.11 takes on 64 bits, rounded up.
+# Sizes of objects in 64-bit CPython 3.11, rounded up.
 _NUMBER_BYTES = 32
 _TEXT_BYTES = 56
 _LIST_BYTES = 88
@@ -45,16 +51,16 @@ _MEMO_BYTES = 100
 def read_plain_pickle(
     data: bytes | mmap, name: str, *, max_memory_bytes: int = MAX_MEMORY_BYTES
 ) -> Any:
-    """The value of a pickle that is made of plain values only.
+    """Read a pickle that contains plain values only.
 
     Args:
         data: The whole file, or a memory map of it.
         name: The file's name, for messages.
-        max_memory_bytes: What the values may take in memory.
+        max_memory_bytes: Memory limit of the values.
 
     Raises:
-        CorruptFileError: It is cut off, damaged, too large, of another protocol, or asks for
-            anything but plain values.
+        CorruptFileError: The file is cut off, damaged, too large or of another protocol, or it
+            contains other values than plain ones.
     """
     machine = _Machine(data, max_memory_bytes)
     try:
@@ -63,8 +69,8 @@ def read_plain_pickle(
         raise CorruptFileError(f"{name} {refusal}") from None
     except (IndexError, struct.error):
         raise CorruptFileError(
-            f"{name} ends or breaks off at byte {machine.at} of {len(data)}. Expected a whole "
-            f"pickle. Copy the file again from where it was written, or: {_REMEDY}"
+            f"{name} is cut off or damaged at byte {machine.at} of {len(data)}. Expected a "
+            f"complete pickle. Copy the file again from where it was written, or: {_REMEDY}"
         ) from None
     except (UnicodeDecodeError, TypeError, AttributeError, KeyError, ValueError) as error:
         raise CorruptFileError(
@@ -75,16 +81,16 @@ def read_plain_pickle(
 
 
 def starts_like_pickle(head: bytes) -> bool:
-    """Whether these first bytes are those of a pickle of protocol 2 to 5."""
+    """Whether these first bytes begin a pickle of protocol 2 to 5."""
     return head[:1] == pickle.PROTO and head[1:2] in (b"\2", b"\3", b"\4", b"\5")
 
 
 class _Refusal(Exception):
-    """What is wrong, as the rest of a sentence that begins with the file's name."""
+    """The error, as the rest of a sentence that begins with the file's name."""
 
 
 class _Machine:
-    """Runs the instructions of one pickle; see the module's docstring."""
+    """Run the instructions of one pickle; see the module's docstring."""
 
     def __init__(self, data: bytes | mmap, budget: int) -> None:
         self.at = 0
@@ -98,7 +104,7 @@ class _Machine:
             self._table[opcode[0]] = handler
 
     def run(self) -> Any:
-        """The value on top when the program stops."""
+        """Run the program; returns the value on top of the stack."""
         data, table, memo = self._data, self._table, self._memo
         get, stop = pickle.BINGET[0], pickle.STOP[0]
         if not starts_like_pickle(data[:2]):
@@ -106,11 +112,11 @@ class _Machine:
                 f"begins with {bytes(data[:4])!r}. Expected a pickle of protocol {FIRST_PROTOCOL} "
                 f"to {LAST_PROTOCOL}, as torch writes snapshots. {_REMEDY}"
             )
-        self._pay(_ITEM_BYTES * len(data))  # an instruction leaves one reference behind at most
+        self._pay(_ITEM_BYTES * len(data))  # an instruction leaves at most one reference
         while True:
             at = self.at
             opcode = data[at]
-            if opcode == get:  # by far the most frequent: keys, and the frames of stacks
+            if opcode == get:  # the most frequent instruction: keys, and the frames of stacks
                 self._stack.append(memo[data[at + 1]])
                 self.at = at + 2
             elif opcode == stop:
@@ -173,7 +179,7 @@ class _Machine:
         self._budget -= num_bytes
         if self._budget < 0:
             raise _Refusal(
-                f"would take more memory than a snapshot may (at byte {self.at} of "
+                f"would take more memory than the limit of a snapshot (at byte {self.at} of "
                 f"{len(self._data)}). Expected at most a few million trace entries. Record fewer: "
                 "torch.cuda.memory._record_memory_history(max_entries=100_000)."
             )
@@ -186,8 +192,8 @@ class _Machine:
     def _integer(self, size: int, *, is_signed: bool) -> None:
         if not 0 <= size <= _MAX_INTEGER_BYTES:
             raise _Refusal(
-                f"holds an integer of {size} bytes. Expected sizes and addresses of at most 8. "
-                f"{_REMEDY}"
+                f"has an invalid integer of {size} bytes. Expected sizes and addresses of at most "
+                f"8 bytes. {_REMEDY}"
             )
         end = self.at + size
         digits = self._data[self.at : end]
@@ -207,7 +213,7 @@ class _Machine:
         self._stack.append(self._unpack(">d", 8))
 
     def _get_several(self) -> None:
-        """What was remembered under numbers above 255; the frames of a stack follow each other."""
+        """Push memo entries above 255; one call handles the consecutive frames of a stack."""
         found = _LONG_GETS.match(self._data, self.at - 1)
         if found is None:
             raise IndexError
@@ -233,7 +239,7 @@ class _Machine:
             raise IndexError
         self._stack[-size:] = [tuple(self._stack[-size:])]
 
-    # --- what holds values
+    # --- containers
 
     def _mark(self) -> None:
         self._pay(_LIST_BYTES)
@@ -261,7 +267,7 @@ class _Machine:
         self._pay(_ITEM_BYTES * len(items))
         target = self._stack[-1]
         if type(target) is not list:
-            raise TypeError("items are added to something that is not a list")
+            raise TypeError("items are added to a value that is not a list")
         target.extend(items)
 
     def _set_item(self) -> None:
@@ -275,7 +281,7 @@ class _Machine:
         self._pay(_PAIR_BYTES * (len(items) // 2))
         target = self._stack[-1]
         if type(target) is not dict:
-            raise TypeError("keys are set on something that is not a dictionary")
+            raise TypeError("keys are set on a value that is not a dictionary")
         keys = items[::2]
         if not {*map(type, keys)} <= {str}:
             raise TypeError("a key of a dictionary is not text")
@@ -285,7 +291,7 @@ class _Machine:
         self._pay(_MEMO_BYTES)
         self._memo[index] = self._stack[-1]
 
-    # --- beginnings, and what is refused
+    # --- headers, and rejected instructions
 
     def _protocol(self) -> None:
         version = self._unpack("<B", 1)
@@ -296,13 +302,13 @@ class _Machine:
             )
 
     def _frame(self) -> None:
-        self.at += 8  # its length serves buffered readers only
+        self.at += 8  # only buffered readers use the length of a frame
 
     def _refuse_opcode(self) -> None:
         opcode = self._data[self.at - 1]
         raise _Refusal(
-            f"asks for {self._describe(bytes([opcode]))} at byte {self.at - 1}. Expected "
-            "dictionaries, lists, text and numbers only, as torch writes snapshots; nothing of it "
+            f"contains {self._describe(bytes([opcode]))} at byte {self.at - 1}. Expected "
+            "dictionaries, lists, text and numbers only, as torch writes snapshots. No code of it "
             f"was run. Do not unpickle this file with other tools unless you trust it. {_REMEDY}"
         )
 

@@ -1,12 +1,12 @@
-"""Where did the program stand at each moment: step, phase, FSDP unit, and what FSDP was doing?
+"""Find the program's position over time from a snapshot's annotations: step, phase, unit, activity.
 
-From the annotations of a snapshot: torch's own `record_function` ranges of FSDP2 (names in
-`_fsdp_param_group.py`, torch 2.6 to 2.15: the unit's name in parentheses, none for the root;
-`FSDP::forward_prefetch for NAME`), of optimizers (`Optimizer.step#AdamW.step`), of data loaders
-(`enumerate(DataLoader)#...`) and of the profiler's steps (`ProfilerStep#3`).
+The annotations are torch's `record_function` ranges of FSDP2 (names in `_fsdp_param_group.py`,
+torch 2.6 to 2.15: the unit's name in parentheses, none for the root; `FSDP::forward_prefetch for
+NAME`), of optimizers (`Optimizer.step#AdamW.step`), of data loaders (`enumerate(DataLoader)#...`)
+and of the profiler's steps (`ProfilerStep#3`).
 
-Unless recorded with `global_record_annotations=True`, only the thread that began the recording is
-annotated, and then a backward, which runs in a thread of its own, leaves no ranges.
+Without `global_record_annotations=True`, only the thread that started the recording has
+annotations. A backward, which runs in a separate thread, then has no ranges.
 """
 
 import re
@@ -24,7 +24,7 @@ _GROUP_SUFFIX = re.compile(r" \[pg=\d+\]$")
 _PROFILER_STEP = re.compile(r"ProfilerStep#(\d{1,9})")
 _OPTIMIZER_STEP = "Optimizer.step#"
 _MAX_OPEN = 256
-"""Ranges inside each other; more were begun and, for all that is known, never ended."""
+"""Limit of open nested ranges; above it, the ends of older ranges count as lost."""
 _DATA_LOADER = "enumerate(DataLoader)#"
 
 _OF_A_UNIT = frozenset(
@@ -44,17 +44,17 @@ _UNIT_DONE = {"post_forward": Phase.FORWARD, "post_backward_reshard": Phase.BACK
 
 
 class FsdpActivity(NamedCode):
-    """What FSDP did at a moment."""
+    """FSDP's activity at a moment."""
 
     NONE = 0
-    """Nothing known: outside all units."""
+    """Unknown, or outside all units."""
     COMPUTE = 1
-    """The unit's own forward or backward ran."""
+    """The unit's own forward or backward runs."""
     ALL_GATHER = 2
     COPY_OUT = 3
     REDUCE = 4
     OTHER = 5
-    """Inside another of FSDP's ranges."""
+    """Inside another FSDP range."""
 
 
 _ACTIVITIES = {
@@ -66,12 +66,12 @@ _ACTIVITIES = {
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Where the program stood; arrays of shape (moments,), by time."""
+    """The positions of the program; arrays of shape (moments,), by time."""
 
     units: tuple[str, ...]
-    """Names of the units, in the order in which they first appeared."""
+    """Names of the units, in the order of their first occurrence."""
     time_us: NDArray[np.int64]
-    """From when on the position held."""
+    """The time from which the position applies."""
     step: NDArray[np.int64]
     phase: NDArray[np.int64]
     """A `Phase`."""
@@ -80,20 +80,20 @@ class Positions:
     activity: NDArray[np.int64]
     """An `FsdpActivity`."""
     step_ends_us: tuple[int, ...]
-    """When each step ended, by step from 0; empty without optimizer or profiler ranges."""
+    """The end of each step, from step 0; empty without optimizer or profiler ranges."""
     has_backward: bool
-    """Whether any range of a backward was annotated."""
+    """Whether the annotations include a backward."""
 
     def at(self, time_us: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which moment each time belongs to: an index into the arrays.
+        """The moment to which each time belongs, as index into the arrays.
 
-        A range that begins or ends in the same microsecond has begun or ended.
+        A range that starts or ends in the same microsecond has already started or ended.
         """
         return np.searchsorted(self.time_us, time_us, side="right") - 1
 
 
 def follow_annotations(annotations: Sequence[Annotation]) -> Positions:
-    """Walk through the annotations, in order of time."""
+    """Compute the positions from the annotations, in order of time."""
     walk = _Walk()
     for annotation in annotations:
         walk.pass_by(annotation)
@@ -117,7 +117,7 @@ class _Walk:
     step: int = 0
     phase: Phase = Phase.OUTSIDE
     ranges: list[tuple[str, int, FsdpActivity]] = field(default_factory=list)
-    """FSDP's own ranges that are open: their name, unit and activity; innermost last."""
+    """Open FSDP ranges: name, unit and activity; innermost last."""
     running: list[tuple[int, Phase]] = field(default_factory=list)
     """Units whose forward or backward runs; innermost last."""
     step_ends_us: list[int] = field(default_factory=list)
@@ -209,5 +209,5 @@ class _Walk:
 
 
 def unit_names(positions: Iterable[Positions]) -> tuple[str, ...]:
-    """All units of several ranks, in the order of the first rank that knows them."""
+    """All units of several ranks, in the order of the first rank that has them."""
     return tuple(dict.fromkeys(name for one in positions for name in one.units))

@@ -1,9 +1,8 @@
-"""How does a snapshot read as memory samples of a run?
+"""Convert a snapshot to memory samples of a run.
 
-A long trace is cut into stretches of equally many entries; each becomes one sample, at its highest
-moment, so that no peak is lost. Beside them: the end of each step, the peak with what was alive
-then (by category, and by owning unit), and the moment of the snapshot itself, where every amount is
-exact.
+A long trace is cut into intervals with equal numbers of entries. Each interval gives one sample at
+its highest moment, so that no peak is lost. More samples show the end of each step, the peak with
+its live allocations by category and by owning unit, and the moment of the snapshot, which is exact.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,14 +19,14 @@ from fsdp_inspect.trace.run import FailedRequest
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
 
 MAX_SAMPLES = 4096
-"""Stretches of a trace; a trace with fewer entries has a sample for each."""
+"""Largest number of intervals; a trace with fewer entries has one sample for each entry."""
 
 Row = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RankSnapshot:
-    """One rank's snapshot, placed: what its rows are made from."""
+    """One rank's snapshot with positions and timeline."""
 
     device: DeviceMemory
     positions: Positions
@@ -36,24 +35,24 @@ class RankSnapshot:
 
     @classmethod
     def of(cls, device: DeviceMemory, positions: Positions) -> "RankSnapshot":
-        """Follow the trace of a device."""
+        """Compute the timeline of a device."""
         timeline = follow_trace(device) if len(device.trace) else None
         return cls(device, positions, timeline)
 
     @property
     def peak_alive(self) -> Alive | None:
-        """What lived at the highest moment; None without a timeline."""
+        """The live allocations at the highest moment; None without a timeline."""
         if self.timeline is None:
             return None
         return find_alive(self.timeline, self.positions, self.timeline.peak)
 
     @property
     def failed_requests(self) -> int:
-        """How many requests for memory failed, as far as the trace goes back."""
+        """Number of failed allocations in the trace."""
         return int(np.count_nonzero(self.device.trace.action == Action.OOM))
 
     def allocated_in(self, unit: int, activity: FsdpActivity) -> int:
-        """The largest allocation that a unit made in one of FSDP's own activities, bytes."""
+        """The largest allocation of a unit in one of FSDP's activities, bytes."""
         if self.timeline is None:
             return 0
         lives = self.timeline.allocations
@@ -64,10 +63,10 @@ class RankSnapshot:
 
 
 def memory_rows(snapshot: RankSnapshot, unit_index: Sequence[int]) -> list[Row]:
-    """The samples of one rank, in the column order of `MemoryTable`, by time.
+    """Build the samples of one rank, in the column order of `MemoryTable`, by time.
 
     Args:
-        snapshot: The rank's.
+        snapshot: The rank's snapshot.
         unit_index: For each unit of the positions, its index in the run's manifest.
     """
     writer = _Rows(snapshot, np.array([*unit_index, NO_UNIT], dtype=np.int64))
@@ -76,7 +75,7 @@ def memory_rows(snapshot: RankSnapshot, unit_index: Sequence[int]) -> list[Row]:
 
 
 def find_failed_request(snapshot: RankSnapshot, unit_index: Sequence[int]) -> FailedRequest | None:
-    """The last request for memory that failed; None if the trace has none."""
+    """The last failed allocation; None without one in the trace."""
     trace, positions, timeline = snapshot.device.trace, snapshot.positions, snapshot.timeline
     failed = np.flatnonzero(trace.action == Action.OOM)
     if len(failed) == 0:
@@ -99,7 +98,7 @@ _TIME = _COLUMNS.index("time_ns")
 
 
 class _Rows:
-    """Makes the rows of one rank."""
+    """Build the rows of one rank."""
 
     def __init__(self, snapshot: RankSnapshot, unit_index: NDArray[np.int64]) -> None:
         self._snapshot = snapshot
@@ -110,7 +109,7 @@ class _Rows:
         )
 
     def over_time(self) -> Iterator[Row]:
-        """The highest moment of each stretch of the trace."""
+        """The highest moment of each interval of the trace."""
         timeline = self._snapshot.timeline
         if timeline is None:
             return
@@ -122,7 +121,7 @@ class _Rows:
             yield self._moment(MemoryPoint.TIMELINE, moment, peak_reserved=int(reserved))
 
     def at_step_ends(self) -> Iterator[Row]:
-        """The last moment of each step that the trace reaches back to."""
+        """The last moment of each step in the trace."""
         timeline, positions = self._snapshot.timeline, self._snapshot.positions
         if timeline is None:
             return
@@ -132,7 +131,7 @@ class _Rows:
                 yield self._moment(MemoryPoint.STEP_END, moment, step=step)
 
     def at_peak(self) -> Iterator[Row]:
-        """What was alive at the highest moment: all of it, and by owning unit."""
+        """The live allocations at the highest moment: in total, and by owning unit."""
         timeline, alive = self._snapshot.timeline, self._snapshot.peak_alive
         if timeline is None or alive is None:
             return
@@ -166,7 +165,7 @@ class _Rows:
         return _row(point=MemoryPoint.SNAPSHOT, **exact)
 
     def _moment(self, point: MemoryPoint, moment: int, **columns: int) -> Row:
-        """A row at one moment of the timeline; `columns` win over what the timeline says."""
+        """A row at one moment of the timeline; `columns` override the timeline's values."""
         timeline, positions = self._snapshot.timeline, self._snapshot.positions
         assert timeline is not None
         time_us = int(timeline.time_us[moment])
@@ -198,7 +197,7 @@ def _row(**columns: int) -> Row:
 
 
 def _by_category(alive: Alive, chosen: NDArray[np.bool_]) -> dict[str, int]:
-    """What the chosen allocations hold, by category; what has none is left unattributed."""
+    """Bytes of the chosen allocations by category; those without a category are left out."""
     return {
         category.label: int(alive.size[chosen & (alive.category == category)].sum())
         for category in MemoryCategory

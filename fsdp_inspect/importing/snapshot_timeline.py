@@ -1,10 +1,9 @@
-"""How much was allocated at each moment, and what was alive at the highest one?
+"""Compute allocated memory over the trace of a snapshot, and the live allocations at its peak.
 
-A snapshot knows two things: how everything stood when it was taken, and the last allocations and
-frees before that (a ring buffer: earlier ones may be lost). So the amounts are exact at the end,
-and the trace is followed backwards from there. A trace entry gives the size that was asked for; a
-block that still lives has its true size, of one that is gone the size is rounded up to 512 bytes,
-as the allocator does at least.
+A snapshot contains the state at its end, and the last allocations and frees before it (in a ring
+buffer, so earlier ones may be lost). Memory at the end is exact, and earlier memory is computed
+backwards from there. A trace entry has the requested size. A live block has its true size. The size
+of a freed block is rounded up to 512 bytes, the smallest rounding of the allocator.
 """
 
 from dataclasses import dataclass
@@ -27,20 +26,20 @@ _NEVER = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, slots=True)
 class Allocations:
-    """Everything that was alive at some moment of the trace; arrays of shape (allocations,)."""
+    """All allocations that were live during the trace; arrays of shape (allocations,)."""
 
     size: Int64Array
     born: Int64Array
-    """Which trace entry allocated it; -1: it was there before the trace."""
+    """The trace entry that allocated it; -1: allocated before the trace."""
     died: Int64Array
-    """Which trace entry freed it; the largest integer: it lives on."""
+    """The trace entry that freed it; the largest integer: live at the end."""
     label: Int64Array
     """A code of `Labels`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Amounts after each trace entry; arrays of shape (entries + 1,), the first before them all."""
+    """Memory after each trace entry; arrays of shape (entries + 1,); index 0: before the trace."""
 
     allocated: Int64Array
     active: Int64Array
@@ -50,16 +49,16 @@ class Timeline:
 
     @property
     def peak(self) -> int:
-        """The moment with the most allocated; the first of several."""
+        """The moment with the highest allocated memory; the first of several."""
         return int(np.argmax(self.allocated))
 
 
 def follow_trace(device: DeviceMemory) -> Timeline | None:
-    """The amounts over the trace, backwards from the snapshot.
+    """Compute memory over the trace, backwards from the snapshot.
 
     Returns:
-        None if the trace and the segments contradict each other, so that no amount can be trusted:
-        a block is allocated twice, or an amount would fall below 0.
+        None if the trace contradicts the segments: a block is allocated twice, or memory would be
+        negative.
     """
     trace = device.trace
     walk = _LifeWalk(device)
@@ -73,7 +72,7 @@ def follow_trace(device: DeviceMemory) -> Timeline | None:
     completed = trace.action == Action.FREE_COMPLETED
     first_us = trace.time_us[:1] if len(trace) else np.array([-1], dtype=np.int64)
     timeline = Timeline(
-        allocated=_backwards(sizes * born - sizes * np.array(walk.dies), device.allocated_bytes),
+        allocated=_backwards(sizes * born - sizes * np.array(walk.frees), device.allocated_bytes),
         active=_backwards(sizes * born - sizes * completed, device.active_bytes),
         reserved=_backwards(sizes * taken - sizes * returned, device.reserved_bytes),
         time_us=np.concatenate([first_us, trace.time_us]),
@@ -91,7 +90,7 @@ def _backwards(deltas: Int64Array, end: int) -> Int64Array:
 
 
 class _LifeWalk:
-    """Matches what the trace frees with what it allocated, by address."""
+    """Match the frees of the trace with its allocations, by address."""
 
     def __init__(self, device: DeviceMemory) -> None:
         trace, blocks = device.trace, device.blocks
@@ -99,9 +98,9 @@ class _LifeWalk:
         rounded = -(-trace.size // step) * step
         is_block = trace.action <= Action.FREE_COMPLETED
         self.sizes: list[int] = np.where(is_block, rounded, trace.size).tolist()
-        """What each entry is about, as the allocator counts it."""
-        self.dies = [False] * len(trace)
-        """Which entries end the life of an allocation."""
+        """Size of each entry in the allocator's counting."""
+        self.frees = [False] * len(trace)
+        """Whether each entry frees an allocation."""
         self.contradicts = False
         self._actions = trace.action.tolist()
         self._addresses = trace.address.tolist()
@@ -114,7 +113,7 @@ class _LifeWalk:
         self._rows: list[tuple[int, int, int, int]] = []
 
     def pass_by(self, entry: int) -> None:
-        """Take in the next entry."""
+        """Process the next entry."""
         action, address = self._actions[entry], self._addresses[entry]
         if action == Action.ALLOC:
             self.contradicts |= address in self._open
@@ -128,7 +127,7 @@ class _LifeWalk:
                 self._end_life(address, entry)
 
     def finish(self) -> Allocations:
-        """Every allocation, once the whole trace is passed."""
+        """All allocations, after the last entry."""
         self.contradicts |= not self._open.keys() <= self._live.keys()
         for address, (size, label) in self._live.items():
             born = self._open.get(address, -1)
@@ -141,11 +140,11 @@ class _LifeWalk:
         return Allocations(sizes, born_column, died, labels)
 
     def _end_life(self, address: int, entry: int) -> int:
-        """Close what lives at an address; returns its size."""
+        """End the allocation at an address; returns its size."""
         born = self._open.pop(address, -1)
         if born >= 0:
             self.sizes[entry] = self.sizes[born]
-        self.dies[entry] = True
+        self.frees[entry] = True
         label = self._labels[born] if born >= 0 else UNLABELLED
         self._rows.append((self.sizes[entry], born, entry, label))
         return self.sizes[entry]
@@ -153,25 +152,25 @@ class _LifeWalk:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """What lived at one moment; arrays of shape (allocations,)."""
+    """The live allocations at one moment; arrays of shape (allocations,)."""
 
     size: Int64Array
     unit: Int64Array
-    """Index into the positions' units: who allocated it; -1: unknown, or no unit."""
+    """The owner, as index into the positions' units; -1: unknown, or no unit."""
     category: Int64Array
     """A `MemoryCategory`; -1: unknown."""
 
 
 def find_alive(timeline: Timeline, positions: Positions, moment: int) -> Alive:
-    """What lived after the trace entry before `moment`, with owner and category.
+    """Find the live allocations at a moment, with owner and category.
 
     Args:
-        timeline: Of the device.
-        positions: Where the program stood.
+        timeline: The timeline of the device.
+        positions: The positions of the program.
         moment: An index into the timeline's arrays.
 
     Returns:
-        The sizes add up to what was allocated at that moment.
+        The allocations; their sizes add up to the allocated memory at that moment.
     """
     lives = timeline.allocations
     entry = moment - 1
@@ -198,30 +197,32 @@ def _times_at(timeline: Timeline, entries: Int64Array) -> Int64Array:
 def _categorise(
     label: Int64Array, birth: Int64Array, death: Int64Array, positions: Positions
 ) -> Int64Array:
-    """A category for each allocation, from its label, or from where it was born and died.
+    """Find the category of each allocation from its label, or from its birth and death positions.
 
     Args:
         label: Shape (n,), codes of `Labels`.
-        birth: Shape (n,), moments of `positions`; 0 for what was there before the trace.
-        death: Shape (n,), moments; -1 for what lives on.
-        positions: Where the program stood.
+        birth: Shape (n,), moments of `positions`; 0 for allocations before the trace.
+        death: Shape (n,), moments; -1 for allocations that are live at the end.
+        positions: The positions of the program.
     """
     activity, phase = positions.activity[birth], positions.phase[birth]
-    dies = death >= 0
-    same_unit = dies & (positions.unit[death] == positions.unit[birth])
+    is_freed = death >= 0
+    same_unit = is_freed & (positions.unit[death] == positions.unit[birth])
     same_pass = (
-        dies & (positions.phase[death] == phase) & (positions.step[death] == positions.step[birth])
+        is_freed
+        & (positions.phase[death] == phase)
+        & (positions.step[death] == positions.step[birth])
     )
-    # What lives on in a pass that the trace does not see to its end may yet end in it.
+    # A live allocation of an unfinished last pass may still be freed in that pass.
     in_last_pass = (phase == positions.phase[-1]) & (positions.step[birth] == positions.step[-1])
-    outlives_pass = np.where(dies, ~same_pass, ~in_last_pass)
+    outlives_pass = np.where(is_freed, ~same_pass, ~in_last_pass)
     reduces = np.where(
         outlives_pass, MemoryCategory.SHARDED_GRADIENT, MemoryCategory.REDUCE_SCATTER_BUFFER
     )
     computes = activity == FsdpActivity.COMPUTE
     reduced = same_unit & (positions.activity[death] == FsdpActivity.REDUCE)
     category = np.full(len(label), UNLABELLED, dtype=np.int64)
-    # Later lines win over earlier ones.
+    # Later lines override earlier ones.
     for mask, value in (
         (
             label == FROM_MODULE,

@@ -1,7 +1,7 @@
-"""What are the bytes of a trace file? Plain or gzipped, in blocks, within stated limits.
+"""Read a trace file, plain or gzipped, in blocks and within limits.
 
-A gzipped file of a few kilobytes can hold terabytes: what comes out is counted as it comes, against
-a limit of its own and against the size of the file.
+A gzipped file of a few kilobytes can unpack to terabytes. The unpacked bytes are counted while they
+are read, and compared with a fixed limit and with the size of the file.
 """
 
 import gzip
@@ -17,37 +17,37 @@ GZIP_MAGIC = b"\x1f\x8b"
 BLOCK_BYTES = 1 << 20
 
 _RATIO_GRACE_BYTES = 64 << 20
-"""Files that unpack to less than this may be packed as tightly as they like."""
+"""The limit of the ratio applies only to files that unpack to more than this."""
 
 
 OnProgress = Callable[[float], None]
-"""Takes which part of the file is read, 0 to 1."""
+"""Takes the fraction of the file that is read, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImportLimits:
-    """What an import is willing to read; larger traces need larger limits."""
+    """Limits of an import; larger traces require larger limits."""
 
     max_bytes: int = 64 << 30
-    """Of one file, unpacked."""
+    """Largest unpacked size of one file."""
     max_ratio: int = 200
-    """Unpacked over packed. Traces reach 40; what reaches 1000 was made to."""
+    """Largest ratio of unpacked to packed size. Traces reach 40; hostile files reach 1000."""
     max_event_bytes: int = 64 << 20
-    """Of a single event, or of a single value beside the events."""
+    """Largest size of one event, or of one other value."""
 
 
 def read_blocks(
     path: Path, limits: ImportLimits, on_progress: OnProgress | None = None
 ) -> Iterator[bytes]:
-    """The content of a file, unpacked, block by block.
+    """Yield the unpacked content of a file in blocks.
 
     Args:
         path: The file.
-        limits: How much may come out of it.
-        on_progress: Called with each block.
+        limits: Limits of the unpacked size.
+        on_progress: Called after each block.
 
     Raises:
-        ImportingError: It cannot be opened, is empty, is cut off or damaged, or unpacks to more
+        ImportingError: The file cannot be opened, is empty, cut off or damaged, or unpacks to more
             than the limits allow.
     """
     count = 0
@@ -63,13 +63,13 @@ def read_blocks(
         place = f" after {format_bytes(count)}" if count else ""
         raise ImportingError(
             f"{path.name} cannot be unpacked{place}: "
-            f"{str(error).rstrip('.')}. Expected a whole gzip file. Copy it again from where it "
-            "was written; a profiler that is killed leaves such files."
+            f"{str(error).rstrip('.')}. Expected a complete gzip file. Copy it again from where it "
+            "was written; a killed profiler leaves such files."
         ) from error
     except OSError as error:
         raise ImportingError(
             f"{str(path)!r} cannot be read: {error.strerror or error}. Expected a file written by "
-            "torch.profiler (export_chrome_trace). Name an existing one that you may read."
+            "torch.profiler (export_chrome_trace). Name an existing file with read permission."
         ) from error
     if count == 0:
         raise ImportingError(
@@ -79,7 +79,7 @@ def read_blocks(
 
 
 def _raw_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Blocks, each with how much of the file has been taken by then."""
+    """Yield blocks, each with the number of bytes of the file read so far."""
     with path.open("rb") as file:
         is_packed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
         file.seek(0)
@@ -91,12 +91,12 @@ def _raw_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
 def _check(path: Path, count: int, packed: int, limits: ImportLimits) -> None:
     if count > limits.max_bytes:
         raise ImportingError(
-            f"{path.name} holds more than {format_bytes(limits.max_bytes)} unpacked. Expected a "
-            "trace of a few steps. Profile fewer steps, or raise the limit with --max-size."
+            f"{path.name} unpacks to more than {format_bytes(limits.max_bytes)}. Expected a trace "
+            "of a few steps. Profile fewer steps, or raise the limit with --max-size."
         )
     if count > _RATIO_GRACE_BYTES and count > packed * limits.max_ratio:
         raise ImportingError(
             f"{path.name} unpacks to over {limits.max_ratio} times its {format_bytes(packed)}. "
-            f"Expected at most {limits.max_ratio} times: this looks like a file made to fill "
-            "memory. If you trust it, say how large it may be with --max-size."
+            f"Expected at most {limits.max_ratio} times: larger ratios are typical of files made "
+            "to fill memory. If you trust the file, set its largest size with --max-size."
         )

@@ -1,4 +1,4 @@
-"""Whose is what the host issues? The ranges of FSDP's units, each with its unit and activity."""
+"""Find FSDP's profiler ranges in a trace, each with its unit and activity."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -18,21 +18,21 @@ _CODES = {activity: code for code, activity in enumerate(Activity)}
 
 @dataclass(frozen=True, slots=True)
 class UnitRanges:
-    """The ranges that FSDP marks, by start; arrays of shape (n,)."""
+    """FSDP's ranges, by start; arrays of shape (n,)."""
 
     ranges: HostRanges
     activity: Int64Array
     unit: Int64Array
-    """Position in `units`; -1: of none."""
+    """Index into `units`; -1: none."""
     is_backward: NDArray[np.bool_]
-    """Whether the range's name says backward."""
+    """Whether the range's name contains backward."""
     units: tuple[str, ...]
     """Names in the order of the first forward."""
     is_fsdp1: bool
 
     @classmethod
     def of(cls, trace: KinetoTrace) -> "UnitRanges":
-        """All FSDP ranges of a trace; none if it has none."""
+        """Find all FSDP ranges of a trace."""
         annotations = trace.events[Category.ANNOTATION]
         labels = parse_labels(trace.names)
         chosen = np.flatnonzero(np.isin(annotations.name, list(labels)))
@@ -55,13 +55,13 @@ class UnitRanges:
         return len(self.ranges)
 
     def which(self, *activities: Activity) -> Int64Array:
-        """Positions of the ranges that do one of these."""
+        """Indices of the ranges with one of these activities."""
         return np.flatnonzero(np.isin(self.activity, [_CODES[one] for one in activities]))
 
     def around(
         self, thread: NDArray[np.int32], time_ns: Int64Array, *activities: Activity
     ) -> Int64Array:
-        """The innermost range that does one of these around each moment; -1: none."""
+        """The innermost range with one of these activities around each moment; -1: none."""
         chosen = self.which(*activities)
         found = self.ranges.where(chosen).innermost(thread, time_ns)
         return _through(chosen, found)
@@ -69,41 +69,41 @@ class UnitRanges:
     def before(
         self, thread: NDArray[np.int32], time_ns: Int64Array, *activities: Activity
     ) -> Int64Array:
-        """The range that does one of these and started last, at each moment; -1: none."""
+        """The last range with one of these activities, started before each moment; -1: none."""
         chosen = self.which(*activities)
         return _through(chosen, self.ranges.where(chosen).latest(thread, time_ns))
 
     def unit_of(self, positions: Int64Array) -> Int64Array:
-        """The units of ranges; -1 where there is no range."""
+        """The units of ranges; -1 without a range."""
         if len(self) == 0:
             return np.full(len(positions), NO_UNIT, dtype=np.int64)
         return np.where(positions == NOWHERE, NO_UNIT, self.unit[np.maximum(positions, 0)])
 
     def num_passes(self, time_ns: Int64Array) -> Int64Array:
-        """How many forwards of the whole model had begun by each moment."""
+        """Number of forwards of the whole model that have started at each moment."""
         roots = self.ranges.start_ns[self.which(Activity.ROOT_FORWARD)]
         return np.searchsorted(np.sort(roots), time_ns, side="right").astype(np.int64)
 
     def forwards(self) -> "UnitSpans":
-        """Each unit's forward: its parameters are ready until its output is there."""
+        """The forward of each unit, from its parameters being ready to its output."""
         return self._spans(self.which(Activity.PRE_FORWARD), self.which(Activity.POST_FORWARD))
 
     def backwards(self) -> "UnitSpans":
-        """Each unit's backward: its parameters are ready until its gradients are complete."""
+        """The backward of each unit, from its parameters being ready to its complete gradients."""
         return self._spans(
             self.which(Activity.PRE_BACKWARD),
             self.which(Activity.POST_BACKWARD, Activity.REDUCE),
         )
 
     def _spans(self, opening: Int64Array, closing: Int64Array) -> "UnitSpans":
-        """From the end of each opening range to the next closing one of the same unit."""
+        """Spans from the end of each opening range to the next closing range of the same unit."""
         threads, starts, ends, units = [], [], [], []
         for unit in range(len(self.units)):
             opens = opening[self.unit[opening] == unit]
             closes = np.sort(self.ranges.start_ns[closing[self.unit[closing] == unit]])
             begin = self.ranges.end_ns[opens]
             place = np.searchsorted(closes, begin, side="left")
-            # A unit of several modules opens with each of them: the first one counts.
+            # A unit of several modules has an opening range for each module: the first one counts.
             closing_place, first = np.unique(place, return_index=True)
             first = first[closing_place < len(closes)]
             threads.append(self.ranges.thread[opens][first])
@@ -118,13 +118,13 @@ class UnitRanges:
 
 @dataclass(frozen=True, slots=True)
 class UnitSpans:
-    """Stretches of host time that belong to units; `unit` has shape (n,)."""
+    """Spans of host time that belong to units; `unit` has shape (n,)."""
 
     ranges: HostRanges
     unit: Int64Array
 
     def unit_around(self, thread: NDArray[np.int32], time_ns: Int64Array) -> Int64Array:
-        """The unit of the innermost stretch around each moment; -1: none."""
+        """The unit of the innermost span around each moment; -1: none."""
         found = self.ranges.innermost(thread, time_ns)
         if len(self.unit) == 0:
             return found
@@ -132,14 +132,14 @@ class UnitSpans:
 
 
 def _through(chosen: Int64Array, found: Int64Array) -> Int64Array:
-    """Positions in a selection as positions in the whole."""
+    """Convert indices into a selection to indices into the whole."""
     if len(chosen) == 0:
         return found
     return np.where(found == NOWHERE, NOWHERE, chosen[np.maximum(found, 0)])
 
 
 def _units_in_order(labels: Collection[Label]) -> tuple[str, ...]:
-    """Units by their first forward; those that never ran one come last."""
+    """Units by their first forward; units without a forward come last."""
     forwards = [one.unit for one in labels if one.activity is Activity.PRE_FORWARD]
     others = [one.unit for one in labels]
     return tuple(dict.fromkeys(unit for unit in (*forwards, *others) if unit is not None))

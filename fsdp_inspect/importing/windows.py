@@ -1,7 +1,7 @@
-"""Which step does an event of a trace belong to? One window over it all, or one a ProfilerStep.
+"""Assign the events of a trace to steps: one step for the whole trace, or one per ProfilerStep.
 
-On a device a step ends when the last thing that was issued in it has ended, as a step of a recorded
-run does; what the host issues ahead for the next step belongs to the next step.
+On a device, a step ends when the last event that was issued in it has ended, as in a recorded run.
+Events that the host issues ahead for the next step belong to the next step.
 """
 
 import re
@@ -33,15 +33,15 @@ class StepMarks:
 
     @classmethod
     def whole(cls) -> "StepMarks":
-        """One window over the whole trace, as step 0."""
+        """Build one window over the whole trace, as step 0."""
         return cls((0,), np.array([_EVER.min]), np.array([_EVER.max]), True)
 
     @classmethod
     def of(cls, trace: KinetoTrace) -> "StepMarks":
-        """The trace's ProfilerStep marks; a step lasts until the next one begins.
+        """Find the trace's ProfilerStep marks; a step lasts until the start of the next one.
 
         Raises:
-            ImportingError: There are none.
+            ImportingError: The trace has no such marks.
         """
         annotations = trace.events[Category.ANNOTATION]
         numbers = {
@@ -52,9 +52,9 @@ class StepMarks:
         marks = annotations.where(np.isin(annotations.name, list(numbers)))
         if len(marks) == 0:
             raise ImportingError(
-                f"{trace.name} has no ProfilerStep marks. Expected one for each step, as "
-                "profile(schedule=...) with prof.step() writes them. Import without --by-step for "
-                "one window over the whole trace."
+                f"{trace.name} has no ProfilerStep marks. Expected one mark for each step, as "
+                "profile(schedule=...) with prof.step() writes them. Import without --by-step to "
+                "get the whole trace as one step."
             )
         order = np.argsort(marks.start_ns, kind="stable")
         start_ns, end_ns = marks.start_ns[order], marks.end_ns[order]
@@ -68,7 +68,7 @@ class StepMarks:
         )
 
     def of_issue(self, issue_ns: Int64Array) -> Int64Array:
-        """The position of the step in which something was issued; -1: in none."""
+        """Index of the step that contains each issue; -1: none."""
         place = np.searchsorted(self.start_ns, issue_ns, side="right") - 1
         inside = (place >= 0) & (issue_ns < self.end_ns[np.maximum(place, 0)])
         return np.where(inside, place, -1)
@@ -76,12 +76,12 @@ class StepMarks:
     def count_within(
         self, steps: Int64Array, count: Int64Array, at_start: Int64Array
     ) -> Int64Array:
-        """A count that runs through the trace, from 0 in each step.
+        """Convert a running count over the trace to a count from 0 in each step.
 
         Args:
-            steps: Shape (n,): positions of steps.
-            count: Shape (n,): the count at each moment, one more with each beginning.
-            at_start: Shape (S,): the count when each step began.
+            steps: Shape (n,): indices of steps.
+            count: Shape (n,): the running count at each moment.
+            at_start: Shape (S,): the running count at the start of each step.
         """
         within = count - at_start[np.maximum(steps, 0)] - 1
         return np.asarray(np.clip(within, 0, _MAX_MICROBATCH), dtype=np.int64)
@@ -97,10 +97,10 @@ class StepWindows:
     def on_device(
         cls, steps: Int64Array, start_ns: Int64Array, end_ns: Int64Array
     ) -> "StepWindows":
-        """From what was issued in each step.
+        """Build the windows from the events issued in each step.
 
         Args:
-            steps: Shape (n,): positions of steps; -1 is left out.
+            steps: Shape (n,): indices of steps; -1 is left out.
             start_ns: Shape (n,).
             end_ns: Shape (n,).
         """
@@ -117,9 +117,9 @@ class StepWindows:
         return len(self.bounds_ns) - 1
 
     def cut(self, spans: Intervals) -> tuple[Int64Array, Intervals]:
-        """Spans cut at the bounds, each with the position of its step; the rest is left out.
+        """Cut spans at the bounds, each with the index of its step; times outside are left out.
 
-        Neighbouring windows touch, so the pieces of different steps are kept apart.
+        Neighbouring windows touch, so the pieces of different steps are returned separately.
         """
         pieces = [spans.clip(low, high) for low, high in pairwise(self.bounds_ns.tolist())]
         steps = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])

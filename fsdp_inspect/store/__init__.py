@@ -1,1 +1,1 @@
-"""The only reader and writer of run folders."""
+"""Read and write run folders. No other package accesses their files."""

@@ -1,7 +1,7 @@
-"""How do numpy columns become Arrow columns, and back one of our tables?
+"""Convert numpy columns to Arrow columns and back.
 
-Works on the buffers directly: pyarrow's own conversions import pandas on their first use, which
-costs a third of a second in the middle of a training step.
+The conversion works on the buffers directly. pyarrow's own conversions import pandas on their
+first use, which takes a third of a second in the middle of a training step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,21 +24,21 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "float": np.dtype(np.float32),
     "double": np.dtype(np.float64),
 }
-"""Arrow's name of a type to ours: what this version writes, and a later one may add."""
+"""Numpy type of each supported Arrow type: types of this version, and types a later one may add."""
 
 
 def to_arrow(values: NDArray[Any]) -> "pa.Array[Any]":
-    """A column without nulls, over the same memory if that is contiguous."""
+    """Convert a column without nulls; it shares the memory of a contiguous array."""
     memory: Any = np.ascontiguousarray(values)
     kind = pa.from_numpy_dtype(values.dtype)
     return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(memory)])
 
 
 def columns_of(batch: pa.RecordBatch) -> Columns:
-    """Every column as a read-only numpy array over the same memory.
+    """Convert each column to a read-only numpy array that shares the memory of the batch.
 
     Raises:
-        ValueError: A column holds nulls, or something other than plain numbers.
+        ValueError: A column contains nulls or values that are not plain numbers.
     """
     arrays: Sequence[Any] = batch.columns
     return {
@@ -50,16 +50,16 @@ def columns_of(batch: pa.RecordBatch) -> Columns:
 def build_table(
     file: TableFile[TableT], batches: Sequence[dict[str, NDArray[Any]]], name: str
 ) -> TableT:
-    """One table of all rows; columns that the file does not have read as -1.
+    """Join all batches to one table; columns that the file does not have read as -1.
 
     Args:
-        file: Which table.
-        batches: Columns of each batch, in the order of the rows; each column is taken out of them
-            as it is joined, so that memory holds little more than the table.
+        file: The specification of the table.
+        batches: Columns of each batch, in the order of the rows. Each column is removed from the
+            batches when it is joined, so that memory holds little more than the table.
         name: The file's name, for messages.
 
     Raises:
-        CorruptFileError: A column has another type than the schema says.
+        CorruptFileError: The type of a column differs from the schema.
     """
     counts = [num_rows_of(columns) for columns in batches]
     num_rows = sum(counts)
@@ -89,7 +89,7 @@ def num_rows_of(columns: Columns) -> int:
 def _from_arrow(name: str, array: "pa.Array[Any]") -> NDArray[Any]:
     dtype = _DTYPES.get(str(array.type))
     if dtype is None or array.null_count:
-        raise ValueError(f"column {name!r} holds nulls or {array.type}")
+        raise ValueError(f"column {name!r} has nulls or the unsupported type {array.type}")
     memory: Any = array.buffers()[1]
     if memory is None:
         return np.empty(0, dtype=dtype)

@@ -1,6 +1,6 @@
-"""Are these values the ones that were written? The CRC-32 of tables and texts.
+"""Compute the CRC-32 of tables and texts.
 
-Definitions: the text of `store.schema`.
+The docstring of `store.schema` defines the bytes that each checksum covers.
 """
 
 import zlib
@@ -17,7 +17,7 @@ def checksum_columns(
 
     Args:
         columns: One-dimensional arrays of equal length.
-        first_row: Number of the batch's first row in its stream; None outside streams.
+        first_row: Number of the batch's first row in its stream; None for compacted files.
     """
     checksum = 0 if first_row is None else zlib.crc32(str(first_row).encode())
     for name, values in columns.items():

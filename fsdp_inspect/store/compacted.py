@@ -1,8 +1,7 @@
-"""How is a finished table kept, small and fast to read?
+"""Write and read compacted tables: one Parquet file for each table (see `store.schema`).
 
-One Parquet file per table (see `store.schema`). Every row group is checked against its checksum
-after decoding, so a changed bit anywhere in the file gives an error or no difference, never other
-numbers.
+The reader compares each decoded row group with its checksum. A changed bit in the file gives an
+error or has no effect, but never other numbers.
 """
 
 import json
@@ -49,18 +48,18 @@ _SUMMARY_REMEDY = "Run `fsdp-inspect compact` on the run to make it again from t
 
 @dataclass(frozen=True, slots=True)
 class CompactedContents(Generic[TableT]):
-    """What a compacted file holds."""
+    """The contents of a compacted file."""
 
     table: TableT
-    """The rows that were asked for, in the order of the file."""
+    """The requested rows, in the order of the file."""
     covered_rows: int
-    """How many recorded rows the whole file stands for: stream rows below this are in it."""
+    """The number of recorded rows that the file covers: stream rows below it are in the file."""
     details: Mapping[str, Any]
-    """The footer's own fields."""
+    """The fields of the footer."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether no row of the file was left out."""
+        """Whether `table` has all rows of the file."""
         total: int = sum(rows for rows, *_ in self.details["groups"])
         return len(self.table) == total
 
@@ -74,18 +73,18 @@ def write_compacted(
     details: Mapping[str, Any] | None = None,
     breaks: Sequence[int] = (),
 ) -> None:
-    """Write a table in one instant and wait until it is on the disk.
+    """Write a table atomically and wait until it is on the disk.
 
     Args:
-        path: Where; its folder must exist.
-        file: Which table.
+        path: The file; its folder must exist.
+        file: The specification of the table.
         table: All rows; written in the order of `file.sort_by`.
-        covered_rows: Rows of the stream that this file replaces.
-        details: Further fields for the footer.
-        breaks: Rows, ascending, with which a row group begins though the one before is not full.
+        covered_rows: Number of rows of the stream that this file replaces.
+        details: More fields for the footer.
+        breaks: Rows, ascending, at which a new row group begins even if the last one is not full.
 
     Raises:
-        OSError: The disk refuses; nothing is left behind.
+        OSError: Writing failed; no temporary file is left.
     """
     columns = _to_stored(file, _sorted(file, table))
     bounds = _find_bounds(len(table), breaks)
@@ -124,15 +123,15 @@ def read_compacted(
     """Read a compacted table, or only the row groups that can hold some steps or kinds.
 
     Args:
-        source: The open file; only the parts that are needed are read.
-        file: Which table.
+        source: The open file; only the necessary parts are read.
+        file: The specification of the table.
         name: The file's name, for messages.
-        steps: Leave out row groups without any of them; rows of other steps may remain.
-        kinds: Likewise, in a file that lists the kinds of its row groups.
+        steps: Row groups without any of these steps are skipped; rows of other steps may remain.
+        kinds: Likewise, if the file lists the kinds of its row groups.
 
     Raises:
-        CorruptFileError: Foreign, cut off, or changed since it was written.
-        SchemaVersionError: Written by a newer version of FSDP Inspect.
+        CorruptFileError: The file is foreign, cut off, or changed since it was written.
+        SchemaVersionError: A newer version of FSDP Inspect wrote the file.
     """
     try:
         parquet = pq.ParquetFile(source, page_checksum_verification=True)
@@ -151,7 +150,7 @@ def read_compacted(
             f"{_remedy(file)}"
         ) from error
     table = build_table(file, batches, name)
-    if len(batches) > 1:  # else what is left is little, and the next read takes it again
+    if len(batches) > 1:  # otherwise little memory is unused, and the next read reuses it
         pa.default_memory_pool().release_unused()
     return CompactedContents(
         table,
@@ -163,11 +162,11 @@ def read_compacted(
 def read_footer(
     source: BinaryIO | pa.NativeFile, file: TableFile[Any], name: str
 ) -> Mapping[str, Any]:
-    """Only the footer's own fields: what the file stands for, without its rows.
+    """Read only the fields of the footer, without rows.
 
     Raises:
-        CorruptFileError: Foreign, cut off, or changed since it was written.
-        SchemaVersionError: Written by a newer version of FSDP Inspect.
+        CorruptFileError: The file is foreign, cut off, or changed since it was written.
+        SchemaVersionError: A newer version of FSDP Inspect wrote the file.
     """
     return read_compacted(source, file, name, steps=()).details
 
@@ -179,7 +178,7 @@ def _sorted(file: TableFile[TableT], table: TableT) -> TableT:
 
 
 def _to_stored(file: TableFile[TableT], table: TableT) -> Columns:
-    """The columns as the file holds them: some relative to another one."""
+    """The columns as stored in the file: some relative to another column."""
     relative = {column.name: column for column in file.relative_columns}
     stored: dict[str, NDArray[Any]] = {}
     for name, values in table.columns().items():
@@ -194,7 +193,7 @@ def _to_stored(file: TableFile[TableT], table: TableT) -> Columns:
 
 
 def _from_stored(file: TableFile[Any], stored: Columns) -> dict[str, NDArray[Any]]:
-    """The columns of the table again; those that the file does not have are left out."""
+    """Restore the columns of the table; columns that the file does not have are left out."""
     columns = dict(stored)
     for column in file.relative_columns:
         differences = columns.pop(column.stored_name, None)
@@ -210,7 +209,7 @@ _Bound = tuple[int, int]
 
 
 def _find_bounds(num_rows: int, breaks: Sequence[int]) -> list[_Bound]:
-    """The row groups: full ones, but for the last before each break and the last of all."""
+    """The bounds of the row groups; only the last one before each break and the end is not full."""
     sections = pairwise([0, *breaks, num_rows])
     starts = [start for section in sections for start in range(*section, ROW_GROUP_ROWS)]
     return list(pairwise([*starts, num_rows]))
@@ -233,7 +232,7 @@ def _describe_groups(columns: Columns, bounds: Sequence[_Bound]) -> list[list[in
 def _list_values(
     file: TableFile[Any], columns: Columns, bounds: Sequence[_Bound]
 ) -> dict[str, list[list[int]]]:
-    """`kinds`: which ones each row group holds, in a table that lists them."""
+    """The footer field `kinds` with the kinds of each row group, if the table lists them."""
     if not file.lists_kinds:
         return {}
     return {"kinds": [np.unique(columns["kind"][slice(*bound)]).tolist() for bound in bounds]}
@@ -285,13 +284,13 @@ def _read_footer(parquet: pq.ParquetFile, file: TableFile[Any], name: str) -> Ma
     if checksum_text(text) != stored:
         raise CorruptFileError(
             f"{name} has a footer with the checksum {checksum_text(text)}. Expected {stored!r}: "
-            f"bytes have changed since it was written. {_remedy(file)}"
+            f"the file has changed since it was written. {_remedy(file)}"
         )
     footer: dict[str, Any] = json.loads(text)
     check_version(footer["schema_version"], name)
     if footer["table"] != file.name or len(footer["groups"]) != parquet.num_row_groups:
         raise CorruptFileError(
-            f"{name} holds the table {footer['table']!r} in {parquet.num_row_groups} row groups. "
+            f"{name} has the table {footer['table']!r} in {parquet.num_row_groups} row groups. "
             f"Expected {file.name!r} in {len(footer['groups'])}. {_remedy(file)}"
         )
     return footer
@@ -300,7 +299,7 @@ def _read_footer(parquet: pq.ParquetFile, file: TableFile[Any], name: str) -> Ma
 def _choose_groups(
     footer: Mapping[str, Any], steps: Collection[int] | None, kinds: Collection[int] | None
 ) -> list[int]:
-    """Numbers of the row groups that can hold any of the steps and any of the kinds."""
+    """Numbers of the row groups that can contain any of the steps and any of the kinds."""
     groups = footer["groups"]
     listed = footer.get("kinds", [kinds] * len(groups))
     return [
@@ -320,8 +319,8 @@ def _read_group(
     actual = checksum_columns(columns)
     if actual != group[3]:
         raise CorruptFileError(
-            f"{name}: row group {number} has the checksum {actual}. Expected {group[3]}: bytes "
-            f"have changed since it was written. {remedy}"
+            f"{name}: row group {number} has the checksum {actual}. Expected {group[3]}: the file "
+            f"has changed since it was written. {remedy}"
         )
     return columns
 

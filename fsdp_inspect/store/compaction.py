@@ -1,8 +1,11 @@
-"""How do a run's streams become small, fast files? Compaction, safe to kill at any instant.
+"""Convert the live streams of a run to Parquet files; safe to kill at any instant.
 
-For each table: the Parquet file is written beside its place, waits until it is on the disk, is
-renamed into place, and only then is the stream removed. Killed between any two of these, the run
-reads the same, and the next compaction goes on. Ranks that still record are left alone.
+For each table, compaction writes a temporary Parquet file, waits until it is on the disk, renames
+it, and only then removes the stream. If it is killed between two of these steps, the run reads the
+same, and the next compaction continues. Ranks that still record are skipped.
+
+Compaction works on one run folder and does not compare its ranks. `store.merging` joins the parts
+that several nodes wrote: it checks that they belong to one run, copies them, and compacts the copy.
 """
 
 import contextlib
@@ -17,10 +20,10 @@ from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.reduction.rank_rows import WHOLE_STEP_KINDS, is_of_whole_step, summarise_rank
 from fsdp_inspect.store.compacted import read_footer, write_compacted
 from fsdp_inspect.store.files import LocalFiles, RunFiles
-from fsdp_inspect.store.folder import rank_folder
+from fsdp_inspect.store.folder import list_rank_places, rank_folder, read_rank_record
 from fsdp_inspect.store.liveness import is_alive
 from fsdp_inspect.store.rank_tables import read_table
-from fsdp_inspect.store.records import decode_record, encode_record, replace_file
+from fsdp_inspect.store.records import encode_record, replace_file
 from fsdp_inspect.store.schema import (
     EVENTS,
     MANIFEST_FILE,
@@ -30,9 +33,6 @@ from fsdp_inspect.store.schema import (
     SUMMARY,
     TableFile,
     TableT,
-    attempt_name,
-    attempt_numbers,
-    rank_numbers,
 )
 from fsdp_inspect.store.summary_files import (
     Place,
@@ -47,14 +47,14 @@ from fsdp_inspect.trace.run import RankRecord, RunStatus
 from fsdp_inspect.trace.tables import SummaryTable
 
 MAX_BYTES_AT_END = 64 << 20
-"""Streams of a rank that are larger than this are not compacted when its training ends."""
+"""Larger streams of a rank are not compacted when its training ends."""
 
 _UNFINISHED_AGE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class RankCompaction:
-    """What compaction did to one rank of one attempt."""
+    """The compaction of one rank of one attempt."""
 
     attempt: int
     rank: int
@@ -66,7 +66,7 @@ class RankCompaction:
 
 @dataclass(frozen=True, slots=True)
 class SkippedRank:
-    """A rank that compaction left as it was."""
+    """A rank that was not compacted."""
 
     attempt: int
     rank: int
@@ -75,14 +75,14 @@ class SkippedRank:
 
 @dataclass(frozen=True, slots=True)
 class CompactionResult:
-    """What compaction did to a run."""
+    """The compaction of a run."""
 
     path: Path
     compacted: list[RankCompaction] = field(default_factory=list)
-    """Ranks whose files are compacted now, whether by this call or before."""
+    """Ranks whose files are compacted now, by this call or an earlier one."""
     skipped: list[SkippedRank] = field(default_factory=list)
     has_run_summary: bool = False
-    """Whether the run's own `summary.parquet` stands for all ranks that are here."""
+    """Whether the run's own `summary.parquet` covers all ranks in the folder."""
 
     @property
     def rows(self) -> int:
@@ -91,7 +91,7 @@ class CompactionResult:
 
     @property
     def bytes_before(self) -> int:
-        """Size of the compacted ranks' tables before."""
+        """Size of the compacted ranks' tables before compaction."""
         return sum(rank.bytes_before for rank in self.compacted)
 
     @property
@@ -101,25 +101,25 @@ class CompactionResult:
 
 
 def compact_run(path: Path, *, max_bytes: int | None = None) -> CompactionResult:
-    """Compact every rank of every attempt that does not record any more; may be repeated.
+    """Compact all ranks of all attempts that have ended; may be repeated.
 
     Args:
         path: The run folder, on a local or mounted disk.
-        max_bytes: Leave ranks alone whose streams are larger; for a training that ends and must
-            not take long or much memory over it.
+        max_bytes: Skip ranks with larger streams, so that the end of a training does not take
+            long or much memory.
 
     Returns:
-        What was done; a damaged rank is skipped with the reason, and does not stop the others.
+        The compacted and the skipped ranks. A damaged rank is skipped with the reason.
 
     Raises:
-        NotARunError: The path holds no run.
-        OSError: The disk refuses; the run is as readable as before.
+        NotARunError: The path contains no run.
+        OSError: Writing failed; the run is as readable as before.
     """
-    places = _rank_places(path)
+    places = list_rank_places(path)
     if not places and not (path / MANIFEST_FILE).exists():
         raise NotARunError(
-            f"No run at {str(path)!r}: neither {MANIFEST_FILE} nor ranks in it. Expected the "
-            "folder of a run. `fsdp-inspect runs` lists those in a folder."
+            f"No run found at {str(path)!r}: {MANIFEST_FILE} and rank folders are missing. "
+            "Expected the folder of a run. List the runs of a folder with `fsdp-inspect runs`."
         )
     _forget_stale_summary(path, places)
     result = CompactionResult(path)
@@ -136,16 +136,16 @@ def compact_run(path: Path, *, max_bytes: int | None = None) -> CompactionResult
 def compact_rank(
     path: Path, attempt: int, rank: int, *, max_bytes: int | None = None
 ) -> RankCompaction:
-    """Compact one rank and sum it up; does nothing to what is compacted already.
+    """Compact one rank and write its summary; tables that are compacted already stay unchanged.
 
     Raises:
-        StoreError: The rank still records, its streams are larger than `max_bytes`, or a file of
-            it is damaged.
-        OSError: The disk refuses; the rank is as readable as before.
+        StoreError: The rank still records, its streams are larger than `max_bytes`, or one of its
+            files is damaged.
+        OSError: Writing failed; the rank is as readable as before.
     """
     _check_size(path, attempt, rank, max_bytes)
     folder = rank_folder(path, attempt, rank)
-    record = _read_record(folder)
+    record = read_rank_record(folder)  # the tables can be compacted without it
     if record is not None and record.status is RunStatus.RUNNING:
         if is_alive(record, LocalFiles(path), folder_of((attempt, rank))):
             raise StoreError(
@@ -163,17 +163,17 @@ def compact_rank(
 
 
 def write_run_summary(path: Path) -> bool:
-    """Write the run's summary from those of the ranks, if every rank that is here has one.
+    """Write the run's summary from the summaries of the ranks, if all ranks in the folder have one.
 
-    Only the rows of whole steps are read for it: a few seconds for a thousand ranks.
+    This reads only the rows of whole steps and takes a few seconds for a thousand ranks.
 
     Returns:
-        Whether the run's summary is in place now.
+        Whether the run has a current summary now.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: Writing failed.
     """
-    files, places = LocalFiles(path), _rank_places(path)
+    files, places = LocalFiles(path), list_rank_places(path)
     if not places or any(_has_open_stream(path, place) for place in places):
         return False
     if _summed_up(path) == set(places):
@@ -189,13 +189,13 @@ def write_run_summary(path: Path) -> bool:
 
 
 def _has_open_stream(path: Path, place: Place) -> bool:
-    """Whether the rank recorded what its summary does not hold."""
+    """Whether the rank has recorded rows that its summary does not cover."""
     folder = rank_folder(path, *place)
     return any((folder / file.live_name).exists() for file in (EVENTS, MEMORY))
 
 
 def _read_whole_steps(files: RunFiles, place: Place) -> SummaryTable | None:
-    """A rank's rows of whole steps; None if it has no current summary."""
+    """A rank's rows of whole steps; None without a current summary."""
     with contextlib.suppress(StoreError):
         rows = read_rank_summary(files, place, kinds=WHOLE_STEP_KINDS)
         return None if rows is None else rows.where(is_of_whole_step(rows))
@@ -203,7 +203,7 @@ def _read_whole_steps(files: RunFiles, place: Place) -> SummaryTable | None:
 
 
 def _compact_table(path: Path, attempt: int, rank: int, file: TableFile[TableT]) -> int:
-    """Compact one table; returns its rows."""
+    """Compact one table; returns its number of rows."""
     folder = rank_folder(path, attempt, rank)
     live, compacted = folder / file.live_name, folder / file.compacted_name
     if not live.exists():
@@ -217,14 +217,14 @@ def _compact_table(path: Path, attempt: int, rank: int, file: TableFile[TableT])
 
 
 def _forget_stale_summary(path: Path, places: Iterable[Place]) -> None:
-    """Remove the run's summary if one of these ranks went on after it had been summed up."""
+    """Remove the run's summary if one of these ranks recorded more after it was written."""
     gone_on = {place for place in places if _has_open_stream(path, place)}
     if gone_on and gone_on & _summed_up(path):
         (path / SUMMARY.compacted_name).unlink(missing_ok=True)
 
 
 def _summed_up(path: Path) -> frozenset[Place]:
-    """The ranks that the run's summary stands for; none if it must be made again."""
+    """The ranks that the run's summary covers; empty if it is missing or out of date."""
     with contextlib.suppress(StoreError):
         return summed_up(LocalFiles(path))
     return frozenset()
@@ -235,12 +235,13 @@ def _check_size(path: Path, attempt: int, rank: int, max_bytes: int | None) -> N
     if max_bytes is not None and size > max_bytes:
         raise StoreError(
             f"Rank {rank} of attempt {attempt} has {format_bytes(size)} of streams. Expected at "
-            f"most {format_bytes(max_bytes)} here. Run `fsdp-inspect compact` on the run later."
+            f"most {format_bytes(max_bytes)} at the end of training. Run `fsdp-inspect compact` "
+            "on the run."
         )
 
 
 def _summarise(path: Path, place: Place, memory_from: str) -> None:
-    """Write the rank's summary, unless there is a current one."""
+    """Write the rank's summary, unless it has a current one."""
     files, folder = LocalFiles(path), folder_of(place)
     with contextlib.suppress(StoreError):
         if has_rank_summary(files, place):
@@ -263,26 +264,9 @@ def _count_rows(path: Path, file: TableFile[TableT]) -> int:
         return sum(group[0] for group in read_footer(source, file, str(path))["groups"])
 
 
-def _read_record(folder: Path) -> RankRecord | None:
-    """The rank's record; None where it is missing or damaged: its tables can still be compacted."""
-    with contextlib.suppress(FileNotFoundError, StoreError):
-        return decode_record((folder / RANK_FILE).read_bytes(), RankRecord, RANK_FILE)
-    return None
-
-
 def _mark_crashed(folder: Path, record: RankRecord) -> None:
     crashed = record.model_copy(update={"status": RunStatus.CRASHED})
     replace_file(folder / RANK_FILE, encode_record(crashed))
-
-
-def _rank_places(path: Path) -> list[Place]:
-    """Attempt and rank of every rank folder, ascending."""
-    files = LocalFiles(path)
-    return [
-        (attempt, rank)
-        for attempt in attempt_numbers(files.folders(""))
-        for rank in rank_numbers(files.folders(attempt_name(attempt)))
-    ]
 
 
 def _size_of_streams(folder: Path) -> int:
@@ -302,7 +286,7 @@ def _size(path: Path) -> int:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove what killed processes left half written; a write that goes on is younger."""
+    """Remove temporary files of killed processes; those of a running write are younger."""
     for left_over in folder.glob("*.tmp-*"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - left_over.stat().st_mtime > _UNFINISHED_AGE_S:

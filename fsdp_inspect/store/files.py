@@ -1,7 +1,7 @@
-"""How are the files of a run reached, on a disk or behind a URL?
+"""Access the files of a run on a disk or at a URL.
 
-Names are relative to the run folder, with slashes. What does not exist is None or empty, never an
-error: a run may lack anything.
+Names are relative to the run folder, with slashes. A missing file or folder is None or empty and
+never an error, because any file of a run may be missing.
 """
 
 import os
@@ -28,7 +28,7 @@ class RunFiles(Protocol):
         ...
 
     def read_many(self, names: Sequence[str]) -> list[bytes | None]:
-        """All bytes of each file, in order; at once where that is quicker."""
+        """All bytes of each file, in order; with concurrent requests if that is faster."""
         ...
 
     def open(self, name: str) -> BinaryIO | pa.NativeFile | None:
@@ -44,7 +44,7 @@ class RunFiles(Protocol):
         ...
 
     def modified_unix_ns(self, name: str) -> int | None:
-        """When a file last changed; None if there is none, or the place does not tell."""
+        """Time of the last change of a file; None if it is missing or the time is unknown."""
         ...
 
 
@@ -86,7 +86,7 @@ class LocalFiles:
         return (self.path / name).is_file()
 
     def modified_unix_ns(self, name: str) -> int | None:
-        """When a file last changed; None if there is none."""
+        """Time of the last change of a file; None if it is missing."""
         try:
             return (self.path / name).stat().st_mtime_ns
         except (FileNotFoundError, NotADirectoryError):
@@ -94,17 +94,17 @@ class LocalFiles:
 
 
 class RemoteFiles:
-    """A run folder behind a URL that fsspec knows: `s3://`, `gs://`, `https://`, `memory://`."""
+    """A run folder at a URL that fsspec supports: `s3://`, `gs://`, `https://`, `memory://`."""
 
     def __init__(self, url: str) -> None:
         try:
-            from fsspec.core import url_to_fs  # takes a tenth of a second: only for URLs
+            from fsspec.core import url_to_fs  # the import takes 0.1 s: only for URLs
 
             self._system, self._root = url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise NotARunError(
-                f"No run at {url!r}: {error}. Expected a local path or a URL that fsspec can "
-                "open. Install the package that the message names, or copy the run to this disk."
+                f"No run found at {url!r}: {error}. Expected a local path or a URL that fsspec can "
+                "open. Install the package that the message names, or copy the run to a local disk."
             ) from error
         self._system.invalidate_cache()
         self.label = url
@@ -117,7 +117,7 @@ class RemoteFiles:
             return None
 
     def read_many(self, names: Sequence[str]) -> list[bytes | None]:
-        """All bytes of each file, in order; several requests are under way at once."""
+        """All bytes of each file, in order, with concurrent requests."""
         with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
             return list(pool.map(self.read, names))
 
@@ -146,7 +146,7 @@ class RemoteFiles:
         return bool(self._system.isfile(self._full(name)))
 
     def modified_unix_ns(self, name: str) -> int | None:
-        """When a file last changed; None if there is none, or the place does not tell."""
+        """Time of the last change of a file; None if it is missing or the time is unknown."""
         try:
             return int(self._system.modified(self._full(name)).timestamp() * 1e9)
         except (FileNotFoundError, NotImplementedError):
@@ -157,10 +157,10 @@ class RemoteFiles:
 
 
 def open_files(path: str | Path) -> RunFiles:
-    """The files at a path or URL.
+    """Access the files at a path or URL.
 
     Raises:
-        NotARunError: The URL's kind is unknown here.
+        NotARunError: fsspec cannot open the URL.
     """
     if isinstance(path, str) and "://" in path:
         if path.startswith("file://"):

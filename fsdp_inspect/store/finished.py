@@ -1,7 +1,7 @@
-"""How is a run written that is over before it is written? Whole tables at once, in one instant.
+"""Write a whole run at once, for imports.
 
-For imports: the folder is put together under a name that no listing shows, and takes its own name
-at the very end. What is aborted before leaves nothing that looks like a run.
+The folder has a hidden name while it is filled, and is renamed to its own name at the very end. An
+aborted import leaves no folder that looks like a run.
 """
 
 import os
@@ -27,7 +27,7 @@ _ATTEMPT = 0
 
 
 class FinishedRun:
-    """A run folder in the making; see `write_finished_run`."""
+    """A run folder that is being filled; see `write_finished_run`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,7 +43,7 @@ class FinishedRun:
         write_compacted(folder / EVENTS.compacted_name, EVENTS, events, covered_rows=len(events))
 
     def write_record(self, record: RankRecord) -> None:
-        """Write what is known about a rank.
+        """Write the record of a rank.
 
         Raises:
             OSError: The disk refuses.
@@ -53,7 +53,7 @@ class FinishedRun:
         replace_file(folder / RANK_FILE, encode_record(record))
 
     def forget_sequences(self, rank: int, groups: Collection[int]) -> None:
-        """Unnumber the collectives of some process groups of a rank."""
+        """Remove the sequence numbers of the collectives of some process groups of a rank."""
         events = self._events_of(rank)
         columns = events.columns()
         columns["sequence"] = np.where(
@@ -62,7 +62,7 @@ class FinishedRun:
         self.write_events(rank, EventTable.from_columns(columns))
 
     def delay(self, rank: int, by_ns: int) -> None:
-        """Move all events of a rank to later times; the moment of need where it is known."""
+        """Shift all events of a rank to later times, including known times of need."""
         events = self._events_of(rank)
         columns = events.columns()
         for name in ("issue_ns", "start_ns", "end_ns"):
@@ -76,7 +76,7 @@ class FinishedRun:
         return read_table(LocalFiles(self.path), folder, EVENTS).table
 
     def finish(self, manifest: RunManifest) -> None:
-        """Sum up all ranks and write the manifest.
+        """Write the summaries of all ranks and the manifest.
 
         Raises:
             OSError: The disk refuses.
@@ -87,10 +87,10 @@ class FinishedRun:
 
 @contextmanager
 def write_finished_run(out: Path) -> Iterator[FinishedRun]:
-    """A folder to fill, which becomes `out` if all goes well and vanishes if not.
+    """Yield a folder to fill. It becomes `out` on success and is removed on an error.
 
     Raises:
-        StoreError: `out` is taken, or cannot be written.
+        StoreError: `out` exists already or cannot be written.
     """
     _check_free(out)
     unfinished = out.parent / f".{out.name}.unfinished-{os.getpid()}"
@@ -104,7 +104,7 @@ def write_finished_run(out: Path) -> Iterator[FinishedRun]:
     except OSError as error:
         raise StoreError(
             f"The run cannot be written to {str(out)!r}: {error.strerror or error}. Expected a "
-            "folder with room for it. Name another folder."
+            "writable folder with enough free space. Name another folder."
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -113,6 +113,6 @@ def write_finished_run(out: Path) -> Iterator[FinishedRun]:
 def _check_free(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StoreError(
-            f"{str(out)!r} is there already. Expected a new folder for the run. Name another one, "
+            f"{str(out)!r} exists already. Expected a new folder for the run. Name another folder, "
             "or remove it."
         )

@@ -1,4 +1,4 @@
-"""Where does a run lie, and which runs are there? Making and listing run folders."""
+"""Create, find and list run folders."""
 
 import contextlib
 import re
@@ -22,27 +22,27 @@ from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
 
 _CREATED = re.compile(rb'"created_unix_ns"\s*:\s*(\d{1,19})\b')
 _LISTING_DEPTH = 2
-"""Runs lie in the listed folder, or one folder further down (`samples/<name>/run`)."""
+"""Levels below the listed folder that are searched (`samples/<name>/run` has two)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunEntry:
-    """One run of a folder of runs; its manifest is read at each access, and not kept."""
+    """One run in a folder of runs. Each access reads its manifest from the disk."""
 
     id: str
-    """Path below the listed folder, with slashes; `.` if that folder is itself the run."""
+    """Path below the listed folder, with slashes; `.` if that folder itself is the run."""
     path: Path
     created_unix_ns: int
-    """When it began, wall time; 0 if that cannot be read."""
+    """Wall time of the start of the run; 0 if it cannot be read."""
 
     @property
     def manifest(self) -> RunManifest | None:
-        """What is known about the run; None if it cannot be read."""
+        """The manifest of the run; None if it cannot be read."""
         return self._read()[0]
 
     @property
     def problem(self) -> str | None:
-        """Why the manifest cannot be read, in words; None when it can."""
+        """The error of reading the manifest; None without an error."""
         return self._read()[1]
 
     def _read(self) -> tuple[RunManifest | None, str | None]:
@@ -53,18 +53,18 @@ class RunEntry:
 
 
 def create_run(path: Path, manifest: RunManifest) -> int:
-    """Begin a run, or the next attempt of one that is there.
+    """Create a run, or the next attempt of an existing run.
 
     Args:
-        path: The run folder; made with its parents.
-        manifest: Written once; a restart leaves the first attempt's as it is.
+        path: The run folder; created with its parents.
+        manifest: Written once; a restart keeps the manifest of the first attempt.
 
     Returns:
         The number of the new attempt, whose folder now exists.
 
     Raises:
-        StoreError: The folder holds a run of another model, sharding or world size.
-        OSError: The folder cannot be made.
+        StoreError: The folder contains a run of another model, sharding or world size.
+        OSError: The folder cannot be created.
     """
     path.mkdir(parents=True, exist_ok=True)
     if not write_manifest_if_absent(path, manifest):
@@ -78,13 +78,13 @@ def create_run(path: Path, manifest: RunManifest) -> int:
 
 
 def write_manifest_if_absent(path: Path, manifest: RunManifest) -> bool:
-    """Write `run.json`, unless it is there; for the first rank of every node.
+    """Write `run.json` unless it exists; for the first rank of each node.
 
     Returns:
-        Whether it was written.
+        Whether the file was written.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     target = path / MANIFEST_FILE
     if target.exists():
@@ -95,12 +95,12 @@ def write_manifest_if_absent(path: Path, manifest: RunManifest) -> bool:
 
 
 def rewrite_manifest(path: Path, manifest: RunManifest) -> None:
-    """Replace `run.json` by what is known later in the same attempt (torch's first forward).
+    """Replace `run.json` when more is known in the same attempt, after the first forward.
 
-    When the run began stays as it was.
+    The start time of the run stays unchanged.
 
     Raises:
-        OSError: It cannot be written; the one before stays.
+        OSError: The file cannot be written; the previous file is unchanged.
     """
     with contextlib.suppress(StoreError):
         first = read_manifest(path)
@@ -111,46 +111,66 @@ def rewrite_manifest(path: Path, manifest: RunManifest) -> None:
 
 
 def read_manifest(path: Path) -> RunManifest:
-    """The manifest of a run on this disk.
+    """Read the manifest of a run on a local or mounted disk.
 
     Raises:
-        NotARunError: There is no `run.json`.
-        StoreError: It is damaged, or from a newer version.
+        NotARunError: `run.json` is missing.
+        StoreError: `run.json` is damaged or from a newer version.
     """
     target = path / MANIFEST_FILE
     try:
         encoded = target.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotARunError(
-            f"No run at {str(path)!r}: there is no {MANIFEST_FILE} in it. Record one with "
-            "fsdp_inspect.Recorder, or give the folder of a run."
+            f"No run found at {str(path)!r}: {MANIFEST_FILE} is missing. Expected the folder of a "
+            "run. Name another folder, or record a run with fsdp_inspect.Recorder."
         ) from error
     return decode_record(encoded, RunManifest, str(target))
 
 
 def has_running_ranks(path: Path, attempt: int) -> bool:
-    """Whether a rank of this attempt, among those that lie here, still records."""
+    """Whether a rank of this attempt in this folder still records."""
     files = LocalFiles(path)
     for rank in rank_numbers(files.folders(attempt_name(attempt))):
-        folder = f"{attempt_name(attempt)}/{rank_name(rank)}"
-        encoded = files.read(f"{folder}/{RANK_FILE}")
-        with contextlib.suppress(StoreError):
-            record = decode_record(encoded or b"", RankRecord, RANK_FILE)
-            if record.status is RunStatus.RUNNING and is_alive(record, files, folder):
-                return True
+        record = read_rank_record(rank_folder(path, attempt, rank))
+        if record is None or record.status is not RunStatus.RUNNING:
+            continue
+        if is_alive(record, files, f"{attempt_name(attempt)}/{rank_name(rank)}"):
+            return True
     return False
 
 
 def rank_folder(path: Path, attempt: int, rank: int) -> Path:
-    """Where one rank of one attempt writes."""
+    """The folder of one rank of one attempt."""
     return path / attempt_name(attempt) / rank_name(rank)
 
 
-def list_runs(directory: Path) -> list[RunEntry]:
-    """All runs in a folder, newest first; those whose beginning cannot be read come last.
+def list_rank_places(path: Path) -> list[tuple[int, int]]:
+    """Attempt and rank of each rank folder of a run, ascending."""
+    files = LocalFiles(path)
+    return [
+        (attempt, rank)
+        for attempt in attempt_numbers(files.folders(""))
+        for rank in rank_numbers(files.folders(attempt_name(attempt)))
+    ]
 
-    Looks into the folder itself and two levels down, and never into runs. A folder that does not
-    exist has no runs. Quick: thousands of runs take tenths of a second.
+
+def read_rank_record(folder: Path) -> RankRecord | None:
+    """Read the record in a rank's folder; None if it is missing or damaged.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with contextlib.suppress(FileNotFoundError, StoreError):
+        return decode_record((folder / RANK_FILE).read_bytes(), RankRecord, RANK_FILE)
+    return None
+
+
+def list_runs(directory: Path) -> list[RunEntry]:
+    """List all runs in a folder, newest first; runs with an unreadable start time come last.
+
+    It searches the folder itself and two levels below it, but not inside runs. A missing folder
+    has no runs. Listing thousands of runs takes tenths of a second.
     """
     entries = [
         RunEntry(path.relative_to(directory).as_posix(), path, _read_created(path))
@@ -172,7 +192,7 @@ def _find_runs(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def _read_created(path: Path) -> int:
-    """When a run began, without reading all of its manifest."""
+    """The start time of a run, without decoding its whole manifest."""
     try:
         found = _CREATED.search((path / MANIFEST_FILE).read_bytes())
     except OSError:
@@ -181,7 +201,7 @@ def _read_created(path: Path) -> int:
 
 
 def find_differences(there: RunManifest, new: RunManifest) -> list[str]:
-    """In what two manifests are not of one job, in words; empty if they can share tables."""
+    """Describe the differences of two manifests of one job; empty if they can share tables."""
     one, two = _identity(there), _identity(new)
     return [
         f"{name} is {one[name]} there and {two[name]} now" for name in one if one[name] != two[name]
@@ -192,13 +212,13 @@ def _check_same_run(path: Path, manifest: RunManifest) -> None:
     differences = find_differences(read_manifest(path), manifest)
     if differences:
         raise StoreError(
-            f"{str(path)!r} holds another run: {'; '.join(differences)}. Expected the same job, "
-            "started again. Record into another folder."
+            f"{str(path)!r} contains another run: {'; '.join(differences)}. Expected a restart of "
+            "the same job. Record into another folder."
         )
 
 
 def _identity(manifest: RunManifest) -> dict[str, object]:
-    """What an attempt must share with the first: what the tables' indices point to."""
+    """The properties that all attempts must share, because the tables' indices depend on them."""
     units = [
         f"{unit.fqn or '(root)'} ({unit.num_parameters} parameters)" for unit in manifest.units
     ]

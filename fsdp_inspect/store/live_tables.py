@@ -1,10 +1,9 @@
-"""What did the live streams of a run hold at its last opening? Kept, so that only the rest is read.
+"""Keep the rows of live streams between openings of a run, so that only new rows are read.
 
-A run that is being recorded is opened again whenever it is looked at. Its streams only grow, so of
-each only the bytes after the last whole batch are read; and a step that got no new row costs what
-it did, so only the others are reduced again. What comes out is to the last bit what reading
-everything gives. A stream that is damaged, foreign or was replaced is given up: whoever reads all
-of it then says what is wrong.
+The dashboard opens a live run again at each refresh. Its streams only grow, so each opening reads
+only the bytes after the last complete batch. Steps without new rows keep their summary; only the
+other steps are reduced again. The result is identical to reading everything. A stream that is
+damaged, foreign or replaced is dropped here, and reading all of it then reports the error.
 """
 
 import threading
@@ -22,62 +21,63 @@ from fsdp_inspect.store.tail import StreamTail
 from fsdp_inspect.trace.tables import EventTable, SummaryTable
 
 MOST_BYTES = 256 << 20
-"""Of rows that are kept; beyond it the streams that were read longest ago are read anew."""
+"""Memory limit of the kept rows. Above it, the least recently read streams are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reduced:
-    """The steps of a rank as they were reduced last."""
+    """The last reduction of the steps of a rank."""
 
     beginning: int
-    """Which beginning of the stream the events were of."""
+    """Number of the stream file (`StreamTail.num_beginnings`) that contained the events."""
     num_events: dict[int, int]
-    """By step."""
+    """Number of events by step."""
     rows: SummaryTable
 
 
 @dataclass(slots=True)
 class _Grown(Generic[TableT]):
-    """One stream: where the reading stopped, and the rows until there."""
+    """One stream: the position of the last read, and the rows before it."""
 
     tail: StreamTail[TableT]
     contents: StreamContents[TableT] | None = None
-    """Rows in the order of the table's file; None before the first reading."""
+    """Rows in the order of the compacted file; None before the first read."""
     beginning: int = 0
-    """Which beginning of the stream the rows are of, as the tail counts them."""
+    """Number of the stream file that contained the rows (`StreamTail.num_beginnings`)."""
     reduced: _Reduced | None = None
-    """Of a stream of events: its steps."""
+    """The reduced steps, for a stream of events."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that its rows take."""
+        """Memory of its rows, in bytes."""
         recorded = 0 if self.contents is None else self.contents.table.num_bytes
         return recorded + (0 if self.reduced is None else self.reduced.rows.num_bytes)
 
 
 @dataclass
 class LiveTables:
-    """The live tables of a run's ranks, for all its openings; several threads may ask at once."""
+    """The live tables of a run's ranks, shared by all openings of the run. Thread-safe."""
 
     most_bytes: int = MOST_BYTES
     _grown: dict[str, _Grown[Any]] = field(default_factory=dict)
-    """By path; the one that was asked for last comes last."""
+    """Streams by path; the most recently read stream comes last."""
     _num_bytes: int = 0
-    """Of all that are kept."""
+    """Memory of all kept streams."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, path: Path, file: TableFile[TableT]) -> StreamContents[TableT] | None:
-        """A whole live table, sorted as its file will be; only what is new of it is read.
+        """Return a whole live table, sorted as its compacted file; only new bytes are read.
 
         Args:
             path: The stream.
-            file: Which table.
+            file: The specification of the table.
 
         Returns:
-            None if there is none, or if it must be read as a whole to say what is wrong with it.
+            None if the stream is missing, or if it is damaged. Reading all of a damaged stream
+            reports the error.
 
         Raises:
-            OSError: It cannot be read.
+            OSError: The stream cannot be read.
         """
         name = str(path)
         with self._lock:
@@ -93,11 +93,11 @@ class LiveTables:
     def reduce(
         self, path: Path, events: EventTable, *, rank: int, attempt: int = 0
     ) -> SummaryTable:
-        """As `reduce_rank` of all events, of which only the steps with new rows are reduced.
+        """As `reduce_rank` for all events, but only steps with new rows are reduced again.
 
         Args:
-            path: The stream of events, as `read` was asked for it.
-            events: All that it holds.
+            path: The stream of events, the same path as for `read`.
+            events: All events of the stream.
             rank: Written into every row.
             attempt: Written into every row.
         """
@@ -113,14 +113,14 @@ class LiveTables:
         num_events = dict(zip(steps.tolist(), counts.tolist(), strict=True))
         rows = _reduce_new(before, num_events, events, rank, attempt)
         with self._lock:
-            if self._grown.get(name) is grown:  # else it was given up meanwhile
+            if self._grown.get(name) is grown:  # else another thread dropped it
                 self._drop(name)
                 grown.reduced = _Reduced(beginning, num_events, rows)
                 self._keep(name, grown)
         return rows
 
     def _keep(self, name: str, grown: _Grown[Any]) -> None:
-        """Keep a stream, whatever its size; the oldest others go where all are too large."""
+        """Keep a stream of any size; drop the oldest other streams above the memory limit."""
         self._grown[name] = grown
         self._num_bytes += grown.num_bytes
         while self._num_bytes > self.most_bytes and len(self._grown) > 1:
@@ -134,7 +134,7 @@ class LiveTables:
 
 
 def _follow(grown: _Grown[TableT], file: TableFile[TableT]) -> StreamContents[TableT] | None:
-    """Take in what is new of a stream; None if it is gone or not to be understood."""
+    """Read the new rows of a stream; None if the stream is gone or cannot be continued."""
     tail = grown.tail
     added = tail.read_new()
     if tail.is_gone or not tail.has_begun:

@@ -1,4 +1,4 @@
-"""Does this rank still record, or did its process die without a word?"""
+"""Decide whether a rank still records or its process has exited silently."""
 
 import os
 import socket
@@ -10,21 +10,22 @@ from fsdp_inspect.store.schema import RANK_FILE, RECORDED_TABLES
 from fsdp_inspect.trace.run import RankRecord
 
 SILENCE_S = 60.0
-"""Silence after which a rank on another host counts as dead; it says something every 15 s."""
+"""Time without writes after which a rank on another host counts as crashed. A live rank writes
+every 15 s."""
 
 _START_TIME_FIELD = 19
-"""Of /proc/<pid>/stat, counted after the command's closing parenthesis: proc(5), field 22."""
+"""Index in /proc/<pid>/stat, after the command's closing parenthesis: proc(5), field 22."""
 _START_TOLERANCE_S = 5.0
 
 
 def is_alive(record: RankRecord, files: RunFiles, folder: str) -> bool:
-    """Whether the process that writes this rank still runs, as far as can be told from here.
+    """Whether the process that records this rank still runs, as far as this process can see.
 
-    Where the rank's process number means something, the process table decides; elsewhere (another
-    host, another container) a rank whose files have not changed for a minute counts as dead.
+    In the rank's PID namespace, the process table decides. From another host or container, a rank
+    counts as crashed when its files have not changed for a minute.
 
     Args:
-        record: The rank, whose status says that it is running.
+        record: The record of a rank with the status `running`.
         files: The run.
         folder: The rank's folder in it.
     """
@@ -37,10 +38,10 @@ def is_alive(record: RankRecord, files: RunFiles, folder: str) -> bool:
 
 
 def pid_scope() -> str:
-    """Where this process's number names it: the machine's boot and the PID namespace.
+    """The scope in which this process's id is unique: the machine's boot and PID namespace.
 
-    Two containers of one pod share a host name and not their processes; two machines may share a
-    host name. Empty where /proc does not tell.
+    A host name is not enough: containers of one pod share it without sharing processes, and two
+    machines may have the same one. Empty without /proc.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -50,7 +51,7 @@ def pid_scope() -> str:
 
 
 def last_sign_unix_ns(record: RankRecord, files: RunFiles, folder: str) -> int:
-    """When this rank last wrote anything: wall time in ns."""
+    """Time of the last write of this rank: wall time, ns."""
     names = [RANK_FILE, *(file.live_name for file in RECORDED_TABLES)]
     times = (files.modified_unix_ns(f"{folder}/{name}") for name in names)
     return max(record.flushed_unix_ns, *(moment or 0 for moment in times))
@@ -66,12 +67,12 @@ def _process_runs(record: RankRecord) -> bool:
     started = _process_start_unix_s(record.pid)
     if started is None:
         return True
-    # A number given to a newer process: ours has written its record before that one began.
+    # If the id belongs to a newer process now, that process started after our record was written.
     return started <= record.clock_start.unix_ns / 1e9 + _START_TOLERANCE_S
 
 
 def _process_start_unix_s(pid: int) -> float | None:
-    """When a process began, wall time; None where /proc does not tell. Zombies never began."""
+    """Start time of a process, wall time; None without /proc. A zombie has the start `inf`."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         boot = next(

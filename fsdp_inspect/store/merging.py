@@ -1,11 +1,14 @@
-"""How do the parts of one run, written on several nodes, become one run folder?
+"""Join the parts of one run, written on several nodes, to one run folder.
 
-A node without a shared file system keeps its ranks on its own disk, with a copy of `run.json`. The
-parts are checked to be of one run, copied beside the new folder, compacted there, and renamed into
-place: killed at any instant, there is either the whole run or none. The parts stay as they are.
+A node without a shared file system writes its ranks to its own disk, with a copy of `run.json`. A
+merge checks that the parts belong to one run, copies them to a hidden folder, compacts that folder,
+and renames it. If it is killed at any instant, the new folder is either complete or missing. The
+parts stay unchanged.
+
+Copying all parts into one folder and compacting it gives the same run without these checks: parts
+of two runs with one name would mix, and a rank that was recorded twice would be overwritten.
 """
 
-import contextlib
 import filecmp
 import os
 import shutil
@@ -16,51 +19,43 @@ from pathlib import Path
 from fsdp_inspect.errors import NotARunError, StoreError
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.store.compaction import SkippedRank, compact_run
-from fsdp_inspect.store.files import LocalFiles
 from fsdp_inspect.store.folder import (
     find_differences,
     has_running_ranks,
+    list_rank_places,
     list_runs,
     rank_folder,
     read_manifest,
+    read_rank_record,
 )
-from fsdp_inspect.store.records import decode_record
-from fsdp_inspect.store.schema import (
-    COMPACTED_SUFFIX,
-    LIVE_SUFFIX,
-    MANIFEST_FILE,
-    RANK_FILE,
-    attempt_name,
-    attempt_numbers,
-    rank_numbers,
-)
+from fsdp_inspect.store.schema import COMPACTED_SUFFIX, LIVE_SUFFIX, MANIFEST_FILE
 from fsdp_inspect.store.summary_files import Place
 from fsdp_inspect.trace.run import RankRecord, RunManifest
 
 _KEPT_SUFFIXES = (LIVE_SUFFIX, COMPACTED_SUFFIX, ".json")
 _SPARE_BYTES = 64 << 20
-"""Room that compaction may need beside the copies."""
+"""Free space that compaction may need in addition to the copies."""
 _START_UP_NS = 600 * 10**9
-"""A rank may die before a slow node has started: it counts as there for so long."""
+"""Time for which a crashed rank counts as running: it may crash before a slow node has started."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergeResult:
-    """What a merge put together."""
+    """The result of a merge."""
 
     path: Path
     run_id: str
     world_size: int
     num_ranks: int
-    """Ranks of the last attempt that are here."""
+    """Number of ranks of the last attempt in the merged run."""
     missing_ranks: tuple[tuple[int, int], ...]
-    """Attempt and rank, of every attempt that is here."""
+    """Attempt and rank of each missing rank, for all attempts with data."""
     copies: tuple[tuple[int, int], ...]
-    """Attempt and rank of those that lay in several parts, byte for byte the same."""
+    """Attempt and rank of each rank with identical copies in several parts."""
     skipped: tuple[SkippedRank, ...]
-    """Ranks whose files are damaged: they were copied as they are."""
+    """Ranks with damaged files, which were copied without compaction."""
     bytes: int
-    """Size of what was copied."""
+    """Size of the copied files."""
     has_run_summary: bool
 
 
@@ -70,21 +65,21 @@ def merge_runs(
     *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> MergeResult:
-    """Put the parts of one run into one new run folder.
+    """Join the parts of one run to one new run folder.
 
     Args:
         parts: Run folders, each with some of the ranks.
-        out: The new run folder; must not be there yet.
-        on_progress: Called after each rank with how many of how many are copied.
+        out: The new run folder; must not exist.
+        on_progress: Called after each rank with the number of copied ranks and of all ranks.
 
     Returns:
-        What is in the new folder, and which ranks are still missing.
+        The contents of the new folder, and the missing ranks.
 
     Raises:
-        NotARunError: A part holds no run.
-        StoreError: The parts are of different runs, two of them hold different recordings of one
-            rank, a rank still records, `out` is there or in a part, or the disk is too small.
-        OSError: The disk refuses; nothing is left of the new folder.
+        NotARunError: A part contains no run.
+        StoreError: The parts belong to different runs, two parts have different recordings of one
+            rank, a rank still records, `out` exists or lies in a part, or the disk is too small.
+        OSError: Writing failed; the new folder does not exist.
     """
     found = [_find_part(path) for path in parts]
     _check_out(out, found)
@@ -92,7 +87,7 @@ def merge_runs(
     sources, copies = _choose_sources(found)
     _check_same_time(sources)
     size = _check_room(out, sources)
-    # Names that begin with a dot are no runs to whoever lists the folder.
+    # Listings ignore folders with a name that begins with a dot.
     unfinished = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     try:
         _copy(found, sources, unfinished, on_progress)
@@ -122,7 +117,7 @@ class _Part:
 
     path: Path
     manifest: RunManifest | None
-    """None where the node of rank 0 is elsewhere and left no copy."""
+    """None if the part has no copy of `run.json`."""
     places: tuple[Place, ...]
 
     @property
@@ -135,62 +130,53 @@ class _Part:
 
 
 def _find_part(path: Path) -> _Part:
-    """Read what a part is; the folder itself, or the only run in it."""
-    inside = [] if (path / MANIFEST_FILE).exists() or _places(path) else list_runs(path)
+    """Read a part: the folder itself, or the only run in it."""
+    inside = [] if (path / MANIFEST_FILE).exists() or list_rank_places(path) else list_runs(path)
     if len(inside) == 1:
         path = inside[0].path
-    places = _places(path)
+    places = list_rank_places(path)
     if not places:
-        several = f" It holds {len(inside)} runs: name one." if len(inside) > 1 else ""
+        several = f" It contains {len(inside)} runs: name one." if len(inside) > 1 else ""
         raise NotARunError(
-            f"No rank of a run at {str(path)!r}.{several} Expected a run folder with the ranks of "
-            "one node. Give the folder that lies on that node's disk."
+            f"No ranks of a run found at {str(path)!r}.{several} Expected a run folder with the "
+            "ranks of one node. Name the folder from that node's disk."
         )
     for attempt in {attempt for attempt, _ in places}:
         if has_running_ranks(path, attempt):
             raise StoreError(
-                f"{str(path)!r} holds ranks that still record. Expected parts of a job that is "
-                "over. Merge again when it has ended."
+                f"{str(path)!r} contains ranks that still record. Expected parts of a finished "
+                "job. Merge again when the job has ended."
             )
     has_manifest = (path / MANIFEST_FILE).exists()
     return _Part(path, read_manifest(path) if has_manifest else None, tuple(places))
 
 
-def _places(path: Path) -> list[Place]:
-    files = LocalFiles(path)
-    return [
-        (attempt, rank)
-        for attempt in attempt_numbers(files.folders(""))
-        for rank in rank_numbers(files.folders(attempt_name(attempt)))
-    ]
-
-
 def _check_out(out: Path, parts: Sequence[_Part]) -> None:
     if out.exists():
         raise StoreError(
-            f"{str(out)!r} is there already. Expected a new folder for the merged run. Give "
-            "another one with --out."
+            f"{str(out)!r} exists already. Expected a new folder for the merged run. Name "
+            "another folder with --out."
         )
     for part in parts:
         if part.path.resolve() in out.resolve().parents:
             raise StoreError(
-                f"{str(out)!r} lies in the part {part.name}, which stays as it is. Expected a "
-                "folder beside the parts. Give another one with --out."
+                f"{str(out)!r} is inside the part {part.name}, which a merge does not change. "
+                "Expected a folder outside the parts. Name another folder with --out."
             )
 
 
 def _check_one_run(parts: Sequence[_Part]) -> RunManifest | None:
-    """The manifest that describes the whole: of the part with rank 0, or the first."""
+    """The manifest of the merged run: from the part with rank 0, or else from the first part."""
     described = sorted(
         (part for part in parts if part.manifest is not None),
         key=lambda part: not part.has_first_rank,
     )
     sizes = {size: part for part in parts for size in [_recorded_world_size(part)]}
     if len(sizes) > 1:
-        told = ", ".join(f"{size} ranks in {part.name}" for size, part in sorted(sizes.items()))
+        listed = ", ".join(f"{size} ranks in {part.name}" for size, part in sorted(sizes.items()))
         raise StoreError(
-            f"The parts are of jobs of different size: {told}. Expected parts of one run. Leave "
-            "out those of the other."
+            f"The parts have different world sizes: {listed}. Expected parts of one run. Leave out "
+            "the parts of the other run."
         )
     if not described:
         return None
@@ -210,11 +196,11 @@ def _check_one_run(parts: Sequence[_Part]) -> RunManifest | None:
 
 
 def _recorded_world_size(part: _Part) -> int:
-    """As the part's manifest says, or else its first readable rank."""
+    """The world size according to the part's manifest, or else its first readable rank."""
     if part.manifest is not None:
         return part.manifest.world_size
     for place in part.places:
-        record = _read_record(rank_folder(part.path, *place))
+        record = read_rank_record(rank_folder(part.path, *place))
         if record is not None:
             return record.world_size
     return max(rank for _, rank in part.places) + 1
@@ -225,7 +211,7 @@ def _world_size_of(parts: Sequence[_Part]) -> int:
 
 
 def _choose_sources(parts: Sequence[_Part]) -> tuple[dict[Place, Path], list[Place]]:
-    """The folder of each rank, and which ranks lie in several parts."""
+    """The folder of each rank, and the ranks that several parts contain."""
     sources: dict[Place, Path] = {}
     copies: list[Place] = []
     for part in parts:
@@ -237,7 +223,7 @@ def _choose_sources(parts: Sequence[_Part]) -> tuple[dict[Place, Path], list[Pla
             if not _is_copy(other, folder):
                 raise StoreError(
                     f"Rank {place[1]} of attempt {place[0]} was recorded twice: {str(other)!r} and "
-                    f"{str(folder)!r} differ. Expected each rank once, or copies byte for byte. "
+                    f"{str(folder)!r} differ. Expected each rank once, or identical copies. "
                     "Leave out the part that is older or less complete."
                 )
             copies.append(place)
@@ -245,16 +231,16 @@ def _choose_sources(parts: Sequence[_Part]) -> tuple[dict[Place, Path], list[Pla
 
 
 def _check_same_time(sources: Mapping[Place, Path]) -> None:
-    """Refuse ranks of one attempt that did not record at the same time.
+    """Reject ranks of one attempt that did not record at the same time.
 
-    Runs that were given the same folder name have the same run id; but the ranks of one job all
-    wait for each other.
+    Runs with the same folder name have the same run id. The recordings of one job's ranks overlap,
+    because the ranks wait for each other.
     """
     for attempt in sorted({attempt for attempt, _ in sources}):
         known = {
             folder: record
             for place, folder in sources.items()
-            if place[0] == attempt and (record := _read_record(folder)) is not None
+            if place[0] == attempt and (record := read_rank_record(folder)) is not None
         }
         if not known:
             continue
@@ -263,9 +249,9 @@ def _check_same_time(sources: Mapping[Place, Path]) -> None:
         gap_ns = known[latest].clock_start.unix_ns - _end_unix_ns(known[earliest])
         if gap_ns > 0:
             raise StoreError(
-                f"{str(latest)!r} began {format_ns(gap_ns)} after {str(earliest)!r} had ended. "
-                "Expected ranks of one job, which record at the same time: these are parts of "
-                "different runs with one name. Leave out those of the other."
+                f"{str(latest)!r} started {format_ns(gap_ns)} after the end of {str(earliest)!r}. "
+                "Expected ranks of one job, which record at the same time. These parts belong to "
+                "different runs with one name: leave out the parts of the other run."
             )
 
 
@@ -273,13 +259,6 @@ def _end_unix_ns(record: RankRecord) -> int:
     if record.clock_end is not None:
         return record.clock_end.unix_ns
     return max(record.flushed_unix_ns, record.clock_start.unix_ns) + _START_UP_NS
-
-
-def _read_record(folder: Path) -> RankRecord | None:
-    """A rank's record; None where it is missing or damaged."""
-    with contextlib.suppress(StoreError, OSError):
-        return decode_record((folder / RANK_FILE).read_bytes(), RankRecord, RANK_FILE)
-    return None
 
 
 def _is_copy(one: Path, other: Path) -> bool:
@@ -290,22 +269,22 @@ def _is_copy(one: Path, other: Path) -> bool:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """The files of a rank; unfinished writes and what is not ours are left out."""
+    """The files of a rank, without temporary files and files of other programs."""
     return sorted(
         path for path in folder.iterdir() if path.is_file() and path.suffix in _KEPT_SUFFIXES
     )
 
 
 def _check_room(out: Path, sources: Mapping[Place, Path]) -> int:
-    """The bytes that will be copied, if there is room for them."""
+    """Return the size of the files to copy; raises if the disk is too small."""
     size = sum(file.stat().st_size for folder in sources.values() for file in _files_of(folder))
     there = next(parent for parent in out.absolute().parents if parent.exists())
     free = shutil.disk_usage(there).free
     if free < size + _SPARE_BYTES:
         raise StoreError(
-            f"The disk of {str(there)!r} has {format_bytes(free)} left. Expected at least "
-            f"{format_bytes(size + _SPARE_BYTES)} for the merged run. Give another place with "
-            "--out, or run `fsdp-inspect compact` on the parts first."
+            f"The disk of {str(there)!r} has {format_bytes(free)} free. Expected at least "
+            f"{format_bytes(size + _SPARE_BYTES)} for the merged run. Name a folder on another "
+            "disk with --out, or run `fsdp-inspect compact` on the parts first."
         )
     return size
 
@@ -329,7 +308,7 @@ def _copy(
 
 
 def _manifest_files(parts: Sequence[_Part]) -> Iterator[Path]:
-    """The manifests, that of rank 0's part first: it is rewritten when more is known."""
+    """The manifests, starting with the part of rank 0, whose manifest is the most complete."""
     for part in sorted(parts, key=lambda part: not part.has_first_rank):
         if part.manifest is not None:
             yield part.path / MANIFEST_FILE

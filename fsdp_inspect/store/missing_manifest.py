@@ -1,7 +1,7 @@
-"""What can be said about a run whose `run.json` is not here?
+"""Open a part of a run without `run.json`.
 
-The ranks of a node that shares no disk with rank 0 may lie alone. Their events are usable; what
-only the manifest knows (names, parameters, settings) is not guessed, it reads as empty or 0.
+A node that shares no disk with rank 0 has only its own ranks. Their events are usable. Names,
+parameters and settings are only in the manifest; they are empty or 0 here, never guessed.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ from fsdp_inspect.trace.run import RankRecord, RunManifest, Unit
 from fsdp_inspect.trace.tables import SummaryTable
 
 NOTE = (
-    "run.json is not in this folder (it lies where rank 0 ran): the units have no names, and "
-    "their parameters and settings are unknown. Copy it here to see them."
+    "run.json is missing in this folder (the node of rank 0 has it): unit names, parameters and "
+    "settings are unknown. Copy the file here to see them."
 )
 
 
 def manifest_from_ranks(folder_name: str, records: Sequence[RankRecord]) -> RunManifest:
-    """A manifest from the ranks alone, without units.
+    """Build a manifest without units from the records of the ranks.
 
     Args:
-        folder_name: Taken as the run's id.
-        records: At least one.
+        folder_name: Used as the run's id.
+        records: At least one record.
     """
     first = min(records, key=lambda record: record.clock_start.unix_ns)
     created_ns = first.clock_start.unix_ns
@@ -40,7 +40,7 @@ def manifest_from_ranks(folder_name: str, records: Sequence[RankRecord]) -> RunM
 
 
 def units_from_summary(summary: SummaryTable) -> list[Unit]:
-    """The units that the events speak of, with the bytes that they sent; inferred."""
+    """Infer the units from the summary, with their message bytes."""
     gathered = _message_bytes(summary, EventKind.ALL_GATHER)
     reduced = _message_bytes(summary, EventKind.REDUCE_SCATTER)
     last = int(summary.unit.max(initial=-1))

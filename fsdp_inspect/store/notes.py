@@ -1,4 +1,4 @@
-"""What is missing or odd in this run? One sentence each."""
+"""Describe missing and unusual data of a run, one note for each problem."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ _MAX_PROBLEMS = 10
 
 @contextmanager
 def noting(found: dict[str, None]) -> Iterator[None]:
-    """Turn a damaged file into a note, so that the rest of the run stays usable."""
+    """Turn the error of a damaged file into a note, so that the rest of the run stays usable."""
     try:
         yield
     except StoreError as error:
@@ -28,25 +28,25 @@ def describe_ranks(numbers: Sequence[int]) -> str:
 
 
 def note_missing(missing: Sequence[int], world_size: int) -> list[str]:
-    """Ranks that wrote nothing here."""
+    """Note the ranks without data in this folder."""
     if not missing:
         return []
     return [
         f"{_capital(describe_ranks(missing))} of world size {world_size} "
-        f"{'is' if len(missing) == 1 else 'are'} missing: nothing of "
-        f"{'it' if len(missing) == 1 else 'them'} lies in this folder."
+        f"{'is' if len(missing) == 1 else 'are'} missing: this folder has no data of "
+        f"{'it' if len(missing) == 1 else 'them'}."
     ]
 
 
 def note_ends(records: Sequence[RankRecord], last_signs: Mapping[int, int]) -> list[str]:
-    """Ranks that failed, or died without a word.
+    """Note the ranks that failed or crashed.
 
     Args:
         records: All ranks.
-        last_signs: When each crashed rank last wrote, wall time in ns.
+        last_signs: Time of the last write of each crashed rank, wall time in ns.
     """
     notes = [
-        f"Rank {record.rank} failed: {record.failure or 'it did not say why'}."
+        f"Rank {record.rank} failed: {record.failure or 'unknown error'}."
         for record in records
         if record.status is RunStatus.FAILED
     ][:_MAX_PROBLEMS]
@@ -56,14 +56,14 @@ def note_ends(records: Sequence[RankRecord], last_signs: Mapping[int, int]) -> l
         lost = max(record.flush_interval_s for record in crashed)
         notes.append(
             f"{_capital(describe_ranks([record.rank for record in crashed]))} stopped without "
-            f"saying so, last heard of at {_wall_time(latest)}; at most the last {lost:g} s of "
-            "recording are lost."
+            f"reporting an error. The last write was at {_wall_time(latest)}; at most {lost:g} s "
+            "of recording after it are lost."
         )
     return notes
 
 
 def note_losses(records: Sequence[RankRecord]) -> list[str]:
-    """What the writers say that they could not write, and why; the same of several ranks once."""
+    """Note the rows that ranks dropped and the problems that they reported, equal ones once."""
     notes: list[str] = []
     reporting: dict[str, list[int]] = {}
     for record in records:
@@ -83,37 +83,37 @@ def note_losses(records: Sequence[RankRecord]) -> list[str]:
     ]
     if len(notes) > _MAX_PROBLEMS:
         hidden = len(notes) - _MAX_PROBLEMS
-        return [*notes[:_MAX_PROBLEMS], f"{hidden} more such reports are in the rank.json files."]
+        return [*notes[:_MAX_PROBLEMS], f"The rank.json files contain {hidden} more reports."]
     return notes
 
 
 def note_stream(
     record: RankRecord | None, rank: int, name: str, stream: StreamContents[TableT]
 ) -> list[str]:
-    """What reading a live table brought to light.
+    """Note missing rows and unfinished writes of a live table.
 
     Args:
-        record: The rank's record, if there is one.
-        rank: Its number.
+        record: The rank's record, if it is readable.
+        rank: The number of the rank.
         name: The file's name.
-        stream: What was read.
+        stream: The contents of the file.
     """
     notes = []
     if stream.missing_rows:
         notes.append(
-            f"Rank {rank} dropped {stream.missing_rows} rows in the middle of {name}: the numbers "
-            "of its rows have gaps."
+            f"Rank {rank} dropped {stream.missing_rows} rows in the middle of {name}: its row "
+            "numbers have gaps."
         )
     ended = record is not None and record.status in (RunStatus.COMPLETE, RunStatus.FAILED)
     if ended and not stream.is_closed:
         notes.append(
-            f"{name} of rank {rank} was never closed though the rank ended: it is cut off after "
-            f"{len(stream.table)} rows."
+            f"{name} of rank {rank} is cut off after {len(stream.table)} rows: the rank ended, but "
+            "the file has no end mark."
         )
     elif stream.torn_bytes and not (record and record.status is RunStatus.RUNNING):
         notes.append(
             f"The last {stream.torn_bytes} bytes of {name} of rank {rank} are an unfinished "
-            f"write; the {len(stream.table)} rows before it are whole."
+            f"write. The {len(stream.table)} rows before it are complete."
         )
     return notes
 

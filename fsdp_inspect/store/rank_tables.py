@@ -1,8 +1,8 @@
-"""What did one rank record? Its tables, from the live stream, the compacted file, or both.
+"""Read the tables of one rank from the live stream, the compacted file, or both.
 
-Both lie side by side when a compaction was killed before it removed the stream, and when a rank
-that was taken for dead went on. The compacted file says how many recorded rows it stands for, so
-no row is read twice.
+Both files exist if a compaction was killed before it removed the stream, or if a rank that counted
+as crashed continued. The compacted file stores how many recorded rows it covers, so no row is read
+twice.
 """
 
 from collections.abc import Collection
@@ -17,16 +17,16 @@ from fsdp_inspect.store.streams import StreamContents, read_stream
 
 @dataclass(frozen=True, slots=True)
 class RecordedTable(Generic[TableT]):
-    """A table of one rank and what is known about its completeness."""
+    """A table of one rank, with its completeness."""
 
     table: TableT
-    """In the order of recording (stream) or of time (compacted), compacted rows first."""
+    """Rows of the compacted file by time, then rows of the stream in the order of recording."""
     stream: StreamContents[TableT] | None
-    """What the stream added; None if there is none."""
+    """The rows that the stream adds; None without a stream."""
     covered_rows: int
-    """Rows that were ever recorded, as far as the files tell, dropped ones included."""
+    """The number of recorded rows according to the files, including dropped rows."""
     is_whole: bool
-    """Whether no row was left out for being of other steps."""
+    """Whether the table has the rows of all steps."""
 
 
 def read_table(
@@ -41,15 +41,15 @@ def read_table(
     Args:
         files: The run.
         folder: The rank's folder in it.
-        file: Which table.
+        file: The specification of the table.
         steps: Parts of the file without these steps may be left out.
 
     Raises:
         CorruptFileError: A file is damaged or foreign.
         SchemaVersionError: A file was written by a newer version of FSDP Inspect.
     """
-    # The stream first: compaction puts the Parquet file in place before it removes the stream,
-    # so whoever finds no stream finds the Parquet file, if anything was recorded at all.
+    # Read the stream first. Compaction puts the Parquet file in place before it removes the
+    # stream, so if the stream is missing here, the Parquet file exists (if rows were recorded).
     live_name = f"{folder}/{file.live_name}"
     raw = files.read(live_name)
     compacted = read_compacted_table(files, folder, file, steps=steps)
@@ -74,14 +74,14 @@ def read_compacted_table(
     steps: Collection[int] | None = None,
     kinds: Collection[int] | None = None,
 ) -> CompactedContents[TableT] | None:
-    """Only the compacted file of a table; None if there is none.
+    """Read only the compacted file of a table; None if it is missing.
 
     Args:
         files: The run.
         folder: The folder in it; empty for the run folder itself.
-        file: Which table.
+        file: The specification of the table.
         steps: Row groups without these steps may be left out.
-        kinds: Likewise, where the file lists the kinds of its row groups.
+        kinds: Likewise, if the file lists the kinds of its row groups.
 
     Raises:
         CorruptFileError: The file is damaged or foreign.

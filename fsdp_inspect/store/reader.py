@@ -1,7 +1,7 @@
-"""What is in this run folder? Opens a run, whole or not, and reads its tables when asked.
+"""Open a run folder, complete or partial, and read its tables on request.
 
-Opening reads `run.json`; the ranks' records are read when first needed, tables at each call. A
-run that is still being written gives what is there now; open it again to see more.
+Opening reads `run.json`. The records of the ranks are read on first use, tables at each call. A
+live run gives its rows so far; open it again to see more.
 """
 
 from collections.abc import Collection, Sequence
@@ -64,18 +64,18 @@ def open_run(
 
     Args:
         path: The run folder, or its URL (any that fsspec can open).
-        attempt: Which start of the job; the last one unless given.
-        reuse: What it shares with other openings, of this run or of others; for those who open
-            runs again and again.
+        attempt: The attempt to open; by default the last one.
+        reuse: A cache shared with other openings of this run or other runs, for programs that
+            open runs repeatedly.
 
     Returns:
-        The run, whatever its state; `status` and `notes` say what is missing.
+        The run in any state; `status` and `notes` describe missing data.
 
     Raises:
-        NotARunError: There is no run.
-        SchemaVersionError: A newer version of FSDP Inspect wrote it.
+        NotARunError: The path contains no run.
+        SchemaVersionError: A newer version of FSDP Inspect wrote the run.
         CorruptFileError: `run.json` is damaged.
-        IncompleteRunError: There is no such attempt.
+        IncompleteRunError: The run does not have this attempt.
     """
     files = open_files(path)
     attempts = attempt_numbers(files.folders(""))
@@ -84,8 +84,8 @@ def open_run(
         raise NotARunError(_describe_no_run(path))
     if attempt is not None and attempt not in attempts:
         raise IncompleteRunError(
-            f"Run {files.label!r} has no attempt {attempt}. It has: {format_numbers(attempts)}. "
-            "Leave the attempt out to open the last one."
+            f"Run {files.label!r} has no attempt {attempt}. Expected one of: "
+            f"{format_numbers(attempts)}. Omit the attempt to open the last one."
         )
     chosen = attempt if attempt is not None else max(attempts, default=0)
     if encoded is None:
@@ -95,7 +95,7 @@ def open_run(
 
 
 class StoredRun:
-    """One attempt of a recorded run; a `trace.run.RunSource` over its files."""
+    """One attempt of a run; implements `trace.run.RunSource` with its files."""
 
     def __init__(
         self,
@@ -112,13 +112,13 @@ class StoredRun:
         self._found: dict[str, None] = dict.fromkeys(notes)
         self._reuse = reuse or ReaderCache()
         self.attempts = tuple(attempts)
-        """The starts of the job that left anything, ascending."""
+        """The attempts with data, ascending."""
         self.attempt = attempt
-        """The start that the tables are about."""
+        """The attempt whose tables are read."""
 
     @property
     def path(self) -> str:
-        """Where the run lies: a path or a URL."""
+        """The path or URL of the run."""
         return self._files.label
 
     @property
@@ -128,17 +128,17 @@ class StoredRun:
 
     @property
     def manifest(self) -> RunManifest:
-        """What is known about the run as a whole."""
+        """The manifest of the run."""
         return self._manifest
 
     @property
     def status(self) -> RunStatus:
-        """How the run ended, as far as its files tell: the worst of its ranks."""
+        """The status of the run: the worst status of its ranks, according to its files."""
         statuses = {record.status for record in self.ranks}
         for status in (RunStatus.RUNNING, RunStatus.FAILED, RunStatus.CRASHED):
             if status in statuses:
                 return status
-        if statuses == {RunStatus.IMPORTED}:  # traces of some ranks are a whole import
+        if statuses == {RunStatus.IMPORTED}:  # an import of some ranks is complete
             return RunStatus.IMPORTED
         if self._missing_ranks or not self.ranks:
             return RunStatus.PARTIAL
@@ -146,12 +146,12 @@ class StoredRun:
 
     @property
     def notes(self) -> Sequence[str]:
-        """What is missing or odd, one sentence each; grows as tables are read."""
+        """Missing or unusual data, one note for each; reading tables may add notes."""
         return [*self._standing_notes, *self._found]
 
     @property
     def ranks(self) -> Sequence[RankRecord]:
-        """The ranks that wrote something, by rank; one that died in silence reads crashed."""
+        """The records of the ranks with data, by rank; a rank that exited silently is crashed."""
         return [record for record in self._records.values() if record is not None]
 
     def events(
@@ -169,8 +169,8 @@ class StoredRun:
             kinds: Only these `EventKind`s.
 
         Raises:
-            IncompleteRunError: The rank wrote nothing here.
-            CorruptFileError: Its file is damaged.
+            IncompleteRunError: The folder has no data of the rank.
+            CorruptFileError: The file is damaged.
         """
         events = self._read(rank, EVENTS, steps)
         if steps is not None:
@@ -188,7 +188,7 @@ class StoredRun:
         return self._read(rank, DEVICE)
 
     def scalars(self, rank: int) -> ScalarTable:
-        """What the training loop logged on a rank, by time; raises as `events`."""
+        """The numbers that the training loop logged on a rank, by time; raises as `events`."""
         return self._read(rank, SCALARS)
 
     def summary(
@@ -197,12 +197,12 @@ class StoredRun:
         ranks: Collection[int] | None = None,
         kinds: Collection[int] | None = None,
     ) -> SummaryTable:
-        """The run in small, by rank and step; of some ranks and kinds only, where given.
+        """The summary, by rank and step; `ranks` and `kinds` limit the rows.
 
-        Rows of whole steps (`reduction.rank_rows.WHOLE_STEP_KINDS`) of all ranks lie in one file;
-        rows of units are read rank by rank, so ask for all ranks only if you need them all. What
-        has no current file is computed from the tables. A rank whose files are damaged has no
-        rows, and a note says so.
+        Rows of whole steps (`reduction.rank_rows.WHOLE_STEP_KINDS`) of all ranks are in one file.
+        Rows of units are in one file for each rank, so request them only for the ranks that you
+        need. A summary without a current file is computed from the tables. A rank with damaged
+        files has no rows, and a note reports it.
         """
         return self._summary.rows(ranks, kinds)
 
@@ -218,7 +218,7 @@ class StoredRun:
         )
 
     def _summarise_rank(self, rank: int) -> SummaryTable:
-        """The rank's part of the summary from its tables; damaged memory samples are noted."""
+        """The rank's summary, computed from its tables; damaged memory samples give a note."""
         record, memory = self._records[rank], MemoryTable.empty()
         with noting(self._found):
             memory = self.memory(rank)
@@ -231,7 +231,7 @@ class StoredRun:
     def _read(
         self, rank: int, file: TableFile[TableT], steps: Collection[int] | None = None
     ) -> TableT:
-        """A table of a rank, sorted; rows of other steps than these may be left out."""
+        """A table of a rank, sorted; rows of other steps may be left out."""
         if rank not in self._rank_numbers:
             raise IncompleteRunError(self._describe_missing_rank(rank))
         growing = self._read_growing(rank, file)
@@ -248,14 +248,14 @@ class StoredRun:
         return table
 
     def _state_of(self, rank: int, file: TableFile[TableT]) -> tuple[tuple[str, int | None], ...]:
-        """What tells the contents of a table's files from others: when each of them changed."""
+        """The state of a table's files: the time of the last change of each file."""
         names = (f"{self._folder(rank)}/{name}" for name in (file.live_name, file.compacted_name))
         return tuple((name, self._files.modified_unix_ns(name)) for name in names)
 
     def _decode(
         self, rank: int, file: TableFile[TableT], steps: Collection[int] | None
     ) -> tuple[TableT, bool]:
-        """A table from its files, sorted, and whether none of its rows was left out."""
+        """A table from its files, sorted, and whether it has all of its rows."""
         recorded = read_table(self._files, self._folder(rank), file, steps=steps)
         if recorded.stream is None:
             return recorded.table, recorded.is_whole
@@ -266,7 +266,7 @@ class StoredRun:
         return recorded.table.where(order), recorded.is_whole
 
     def _read_growing(self, rank: int, file: TableFile[TableT]) -> TableT | None:
-        """A table that lies on this disk as a stream and nothing else; None where it does not."""
+        """A table that is only a stream on a local disk; None for all other tables."""
         if not isinstance(self._files, LocalFiles):
             return None
         folder = self._folder(rank)
@@ -289,7 +289,7 @@ class StoredRun:
 
     @cached_property
     def _records(self) -> dict[int, RankRecord | None]:
-        """The record of every rank that has a folder, by rank; None where it is damaged."""
+        """The record of each rank that has a folder, by rank; None if the record is damaged."""
         return _read_records(self._files, self.attempt, self._rank_numbers, self._found)
 
     @cached_property
@@ -299,7 +299,7 @@ class StoredRun:
 
     @property
     def _missing_ranks(self) -> list[int]:
-        if self._manifest.source in ("emulated", "predicted"):  # rank 0 stands for all
+        if self._manifest.source in ("emulated", "predicted"):  # these have rank 0 only
             return []
         expected = range(self._manifest.world_size)
         return sorted({*expected}.difference(self._rank_numbers))
@@ -321,10 +321,10 @@ class StoredRun:
 
     def _describe_missing_rank(self, rank: int) -> str:
         return (
-            f"Run {self.path!r} holds nothing of rank {rank}. It holds "
-            f"{format_numbers(self._rank_numbers)} of world size {self._manifest.world_size} in "
-            f"attempt {self.attempt}. Copy {self._folder(rank)} here from the node where the rank "
-            "ran, or ask for a rank that is here."
+            f"Run {self.path!r} has no data of rank {rank}. Expected one of the ranks "
+            f"{format_numbers(self._rank_numbers)} (world size {self._manifest.world_size}, "
+            f"attempt {self.attempt}). Choose one of them, or copy {self._folder(rank)} from the "
+            "node of the rank."
         )
 
 
@@ -335,13 +335,13 @@ def _list_ranks(files: RunFiles, attempt: int) -> list[int]:
 def _read_records(
     files: RunFiles, attempt: int, numbers: Sequence[int], found: dict[str, None]
 ) -> dict[int, RankRecord | None]:
-    """The records of these ranks; what is wrong with one goes to `found`."""
+    """The records of these ranks; errors are added to `found`."""
     folders = [f"{attempt_name(attempt)}/{rank_name(rank)}" for rank in numbers]
     encoded = files.read_many([f"{folder}/{RANK_FILE}" for folder in folders])
     records: dict[int, RankRecord | None] = dict.fromkeys(numbers)
     for rank, folder, content in zip(numbers, folders, encoded, strict=True):
         if content is None:
-            note = f"Rank {rank} has no {RANK_FILE}: its clock and its end are unknown."
+            note = f"Rank {rank} has no {RANK_FILE}: its clock and its status are unknown."
             found[note] = None
             continue
         with noting(found):
@@ -350,7 +350,7 @@ def _read_records(
 
 
 def _read_record(files: RunFiles, folder: str, encoded: bytes) -> RankRecord:
-    """A rank's record; one that died without saying so reads crashed."""
+    """A rank's record; a rank that exited silently has the status crashed."""
     record = decode_record(encoded, RankRecord, _label(files, f"{folder}/{RANK_FILE}"))
     if record.status is RunStatus.RUNNING and not is_alive(record, files, folder):
         return record.model_copy(update={"status": RunStatus.CRASHED})
@@ -360,7 +360,7 @@ def _read_record(files: RunFiles, folder: str, encoded: bytes) -> RankRecord:
 def _open_without_manifest(
     files: RunFiles, attempts: Sequence[int], attempt: int, reuse: ReaderCache
 ) -> StoredRun:
-    """A part of a run: some ranks, without the manifest that rank 0 wrote elsewhere."""
+    """Open a part of a run: some ranks without the manifest, which the node of rank 0 has."""
     records = _read_records(files, attempt, _list_ranks(files, attempt), {})
     known = [record for record in records.values() if record is not None]
     if not known:
@@ -381,15 +381,15 @@ def _open_without_manifest(
 
 def _describe_no_run(path: str | Path) -> str:
     nearby = [] if "://" in str(path) else _runs_near(Path(path))
-    listed = f"Runs nearby: {', '.join(nearby)}." if nearby else "There are no runs nearby."
+    listed = f"Runs nearby: {', '.join(nearby)}." if nearby else "No runs nearby."
     return (
-        f"No run at {str(path)!r}: there is no {MANIFEST_FILE} in it. {listed} Give the folder of "
-        "a run, or record one with fsdp_inspect.Recorder."
+        f"No run found at {str(path)!r}: {MANIFEST_FILE} is missing. {listed} Expected the folder "
+        "of a run. Name another folder, or record a run with fsdp_inspect.Recorder."
     )
 
 
 def _runs_near(path: Path) -> list[str]:
-    """A few runs inside the folder, or else beside it."""
+    """A few runs inside the folder; without any, runs in its parent folder."""
     for place in (path, path.parent):
         entries = [str(entry.path) for entry in list_runs(place)[:_MAX_NEARBY]]
         if entries:

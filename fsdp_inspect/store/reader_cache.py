@@ -1,4 +1,4 @@
-"""What do openings of runs share? For those who open runs again and again, such as a dashboard."""
+"""Share decoded tables between openings of runs, for programs such as the dashboard."""
 
 from dataclasses import dataclass, field
 
@@ -8,9 +8,9 @@ from fsdp_inspect.store.table_cache import TableCache
 
 @dataclass(frozen=True, slots=True)
 class ReaderCache:
-    """What was read before."""
+    """Tables that were read before."""
 
     growing: LiveTables = field(default_factory=LiveTables)
-    """Of a run that is still being written only what is new since its last opening is read."""
+    """Live streams: a new opening reads only the rows that are new since the last one."""
     kept: TableCache = field(default_factory=TableCache)
-    """Tables that were decoded; one bound for all runs that share it."""
+    """Decoded tables, with one memory limit for all runs that share the cache."""

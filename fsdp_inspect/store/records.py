@@ -1,6 +1,6 @@
-"""How do `run.json` and `rank.json` get onto the disk and back?
+"""Write and read `run.json` and `rank.json`.
 
-A record is written beside its place and renamed, so that a reader never sees half of one.
+A record is written to a temporary file and renamed, so that a reader never sees half of it.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _CHECKSUM_FIELD = re.compile(rb'"crc32"\s*:\s*"([0-9a-f]{8})"\s*\}\s*\Z')
 
 
 def encode_record(record: RunManifest | RankRecord) -> bytes:
-    """A record as JSON, with a checksum as the last field."""
+    """Encode a record as JSON, with a checksum as the last field."""
     text = record.model_dump_json(indent=1, fallback=str)
     body = text.removesuffix("\n}") + ",\n "
     return f'{body}"crc32": "{checksum_text(body)}"\n}}\n'.encode()
@@ -36,12 +36,12 @@ def decode_record(encoded: bytes, kind: type[RecordT], name: str) -> RecordT:
 
     Args:
         encoded: The file's bytes.
-        kind: What it should be.
+        kind: The class of the record.
         name: The file's name, for messages.
 
     Raises:
-        SchemaVersionError: Written by a newer version of FSDP Inspect.
-        CorruptFileError: Cut off, changed, or something else.
+        SchemaVersionError: A newer version of FSDP Inspect wrote the file.
+        CorruptFileError: The file is cut off, changed, or no such record.
     """
     _check_integrity(encoded, name)
     try:
@@ -53,28 +53,28 @@ def decode_record(encoded: bytes, kind: type[RecordT], name: str) -> RecordT:
 
 
 def check_version(version: int, name: str) -> None:
-    """Refuse what a newer version wrote.
+    """Reject files of a newer schema version.
 
     Raises:
-        SchemaVersionError: `version` is above what this version reads.
+        SchemaVersionError: This version does not support `version`.
     """
     if version > SCHEMA_VERSION:
         raise SchemaVersionError(
-            f"{name} has schema version {version}. This fsdp-inspect reads up to version "
+            f"{name} has the unsupported schema version {version}. Expected a version up to "
             f"{SCHEMA_VERSION}. Update fsdp-inspect: pip install --upgrade fsdp-inspect."
         )
 
 
 def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Put a file in place in one instant; what was there stays until then.
+    """Replace a file atomically.
 
     Args:
-        path: Where; its folder must exist.
+        path: The file; its folder must exist.
         content: All bytes.
-        durable: Wait until the bytes are on the disk, so that a power cut cannot take them.
+        durable: Wait until the bytes are on the disk, so that a power failure cannot lose them.
 
     Raises:
-        OSError: The disk refuses; nothing is left behind, the old file is untouched.
+        OSError: Writing failed. The old file is unchanged, and no temporary file is left.
     """
     unfinished = unfinished_path(path)
     try:
@@ -91,7 +91,7 @@ def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
 
 
 def unfinished_path(path: Path) -> Path:
-    """Where this thread writes a file before it is renamed into place."""
+    """The temporary path to which this thread writes a file before it is renamed."""
     return path.with_name(f"{path.name}.tmp-{os.getpid()}-{threading.get_native_id()}")
 
 
@@ -99,7 +99,7 @@ _REMEDY = "Copy the file again from where it was recorded."
 
 
 def _diagnose(encoded: bytes, error: ValidationError, name: str) -> CorruptFileError:
-    """Why these bytes are no such record.
+    """Build the error for bytes that are no such record.
 
     Raises:
         SchemaVersionError: A newer version of FSDP Inspect wrote them.
@@ -108,19 +108,19 @@ def _diagnose(encoded: bytes, error: ValidationError, name: str) -> CorruptFileE
         fields = json.loads(encoded)
     except ValueError as reason:
         return CorruptFileError(
-            f"{name} holds {len(encoded)} bytes that are not JSON ({reason}). Expected the record "
+            f"{name} has {len(encoded)} bytes of invalid JSON ({reason}). Expected the record "
             f"of a run as UTF-8 JSON. {_REMEDY}"
         )
     if not isinstance(fields, dict) or not isinstance(fields.get("schema_version"), int):
         return CorruptFileError(
-            f"{name} is JSON, but has no schema_version. Expected a record written by "
+            f"{name} is JSON without a schema_version. Expected a record written by "
             f"fsdp-inspect. {_REMEDY}"
         )
     check_version(fields["schema_version"], name)
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     return CorruptFileError(
-        f"{name} has the value {reprlib.repr(first['input'])} at {where}: {first['msg']}. "
+        f"{name} has the invalid value {reprlib.repr(first['input'])} at {where}: {first['msg']}. "
         f"Expected a record of schema version {SCHEMA_VERSION}. {_REMEDY}"
     )
 
@@ -132,7 +132,7 @@ def _check_integrity(encoded: bytes, name: str) -> None:
     actual = zlib.crc32(encoded[: found.start()])
     if int(found[1], 16) != actual:
         raise CorruptFileError(
-            f"{name} has the checksum {actual:08x}. Expected {found[1].decode()}, which it carries "
-            "itself: its bytes have changed since it was written. Copy the file again from where "
-            "it was recorded; if you edited it by hand, remove its crc32 field."
+            f"{name} has the checksum {actual:08x}. Expected {found[1].decode()}, as its crc32 "
+            "field states: the file has changed since it was written. Copy the file again from "
+            "where it was recorded; if you edited it by hand, remove its crc32 field."
         )

@@ -1,101 +1,98 @@
-"""What lies in a run folder? Every file, column, code and rule of schema version 1.
+"""Define the format of a run folder: files, columns, codes and rules of schema version 1.
 
-This text is meant to be enough to write a reader or a writer in another language.
+This text is sufficient to write a reader or a writer in another language.
 
-**Layout.** One folder holds one run; a restart of the job is the next attempt and touches nothing
-that an earlier attempt wrote::
+**Layout.** One folder contains one run. A restart of the job is the next attempt and changes no
+file of an earlier attempt::
 
     <run>/
-      run.json                        the run as a whole; written before any event, and again when
-                                      more is known (process groups)
-      summary.parquet                 the steps of all ranks of all attempts in small; only after
+      run.json                        the manifest; written before any event, and again when more
+                                      is known (process groups)
+      summary.parquet                 the whole steps of all ranks of all attempts; only after
                                       compaction
       attempt-000/                    three digits or more, from 0
         rank-00000/                   five digits or more, the global rank
-          rank.json                   one rank of one attempt; rewritten now and then
+          rank.json                   one rank of one attempt; rewritten during the recording
           events.arrows               while recording: an Arrow IPC stream
           events.parquet              after compaction: the same rows, sorted
           memory.arrows, memory.parquet, device.arrows, device.parquet,
           scalars.arrows, scalars.parquet
-          summary.parquet             this rank in small; only after compaction
+          summary.parquet             the summary of this rank; only after compaction
 
-A table that was not recorded has no file. Names with `.tmp-` in them are unfinished writes, perhaps
-of a process that died: ignore them. A folder may lack ranks (they ran on nodes whose disk is
-elsewhere), and may lack `run.json` (the node of rank 0 is elsewhere): what is there stays usable.
-Merging the folders of two nodes by copying makes the run whole.
+A table that was not recorded has no file. Names with `.tmp-` in them are unfinished writes,
+possibly of a killed process: ignore them. A folder may lack ranks, and may lack `run.json`, if
+other nodes wrote them to their own disks. The other data stays usable. Copying the folders of all
+nodes of one run into one folder gives the complete run (`fsdp-inspect merge` also checks them).
 
 **JSON files** are UTF-8 objects: the fields of `trace.run.RunManifest` (`run.json`) and
 `trace.run.RankRecord` (`rank.json`), whose docstrings give meaning and units. Unknown fields are
 ignored. The last field may be `crc32`: eight lower-case hexadecimal digits, the CRC-32 (IEEE 802.3,
 as in zlib and gzip) of all bytes of the file before that field's opening quote. Without the field
-the file is taken as it is (so drop it when you edit by hand). Both files are replaced atomically
-(written beside, then renamed), so they are never half written.
+the file is not checked (remove the field when you edit the file by hand). Both files are replaced
+atomically (written to a temporary file, then renamed), so they are never half written.
 
 **Tables.** All columns are non-null little-endian integers, two's complement (`scalars.value` is an
-IEEE 754 double); their names, order and widths are `DTYPES` of the classes in `trace.tables`, which
-also say what each column means; codes are in `trace.codes` and, for the summary's `kind` from 100
-on, in `trace.codes.StepPart`. -1 means "not measured" or "none". Times are nanoseconds on the
-recording rank's monotonic clock; `rank.json` holds pairs of that clock and the wall clock. Amounts
-are bytes.
+IEEE 754 double). `DTYPES` of the classes in `trace.tables` defines their names, order and widths;
+the attribute docstrings define their meaning. Codes are in `trace.codes` and, for the summary's
+`kind` from 100, in `trace.codes.StepPart`. -1 means "not measured" or "none". Times are nanoseconds
+on the recording rank's monotonic clock; `rank.json` contains pairs of that clock and the wall
+clock. Sizes are bytes.
 
 ======== ============================ ============================================ ===============
 file     class                        one row is                                   parquet order
 ======== ============================ ============================================ ===============
-events   `trace.tables.EventTable`    something with a duration                    `start_ns`
+events   `trace.tables.EventTable`    an event with a duration                     `start_ns`
 memory   `trace.tables.MemoryTable`   a reading of the memory counters             `time_ns`
-device   `trace.tables.DeviceTable`   a sample of the machine                      `time_ns`
+device   `trace.tables.DeviceTable`   a sample of the device and the host          `time_ns`
 scalars  `trace.tables.ScalarTable`   a number that the training loop logged       `time_ns`
 summary  `trace.tables.SummaryTable`  sums of a rank, step, unit, phase and kind   see below
 ======== ============================ ============================================ ===============
 
-Rows that tie keep the order in which they were recorded.
+Rows with equal values keep the order in which they were recorded.
 
-**Live streams** (`.arrows`) are Arrow IPC streams: a schema message, record batches (each on its
-own either uncompressed or LZ4 frame, as its header says), and, once the writer has closed it, a
-record batch without rows and the end mark `FF FF FF FF 00 00 00 00`. Rows are in the order of
-recording, which is nearly but not quite the order of time. The schema's metadata has the key
-`fsdp_inspect` with the table's name and the schema version: `events 1`. Each record batch carries
-two pieces of custom metadata:
+**Live streams** (`.arrows`) are Arrow IPC streams: a schema message, record batches (each either
+uncompressed or an LZ4 frame, as its header states), and, after the writer has closed it, a record
+batch without rows and the end mark `FF FF FF FF 00 00 00 00`. Rows are in the order of recording,
+which is nearly the order of time. The schema's metadata has the key `fsdp_inspect` with the table's
+name and the schema version: `events 1`. Each record batch has two fields of custom metadata:
 
-* `first_row`: the number of its first row, counted from 0 over all rows that were ever recorded
-  into this table. A gap means that rows were dropped (a full disk), never that they are hidden.
+* `first_row`: the number of its first row, counted from 0 over all rows ever recorded into this
+  table. A gap means that rows were dropped, for example because the disk was full.
 * `crc32`: as above, of `first_row` in decimal ASCII, then for each column in file order its name in
   UTF-8 and its values as little-endian bytes without padding.
 
-A stream without the empty batch at its end is that of a running or killed process. Its last batch
-may be cut off anywhere (a torn tail): the batches before it are valid. A process that dies loses
-the rows since its last flush, at most `flush_interval_s` of `rank.json`; a machine that loses power
-may lose more, since nothing waits for the disk.
+A stream without the empty batch at its end belongs to a running or killed process. Its last batch
+may be cut off anywhere (a torn tail); the batches before it are valid. A killed process loses the
+rows since its last flush, at most `flush_interval_s` of `rank.json`. A power failure may lose more,
+because the writer does not wait for the disk.
 
-**Summaries** hold two sorts of rows: those of a whole step of a rank (`kind` 0 and from 100 on; at
-most one row for each of these kinds in a step) and those of units (all other kinds). A rank's
-summary has the rows of whole steps first, by kind and step, and the rows of units, by step, from
-the next row group on. The run's summary has the rows of whole steps of all ranks once more, by
-attempt, kind, rank and step, and no others: 1,000 ranks of 64 units have 50 times as many rows of
-units.
+**Summaries** have two sorts of rows: rows of a whole step of a rank (`kind` 0 and from 100; at most
+one row for each of these kinds in a step) and rows of units (all other kinds). A rank's summary has
+the rows of whole steps first, by kind and step. The rows of units follow, by step, in new row
+groups. The run's summary repeats the rows of whole steps of all ranks, by attempt, kind, rank and
+step. It has no rows of units: for 1,000 ranks of 64 units they would be 50 times as many.
 
 **Compacted files** (`.parquet`) are compressed with zstd, in row groups of at most 65,536 rows,
-with page checksums. A column named `X_minus_Y` holds X - Y, wrapping around at 64 bits, and the
-lowest 64-bit integer where X is -1 (`exposed_ns`: 0). Durations repeat where times never do, so
-`events` is half as large. The key-value pair `fsdp_inspect` is a JSON object:
+with page checksums. A column named `X_minus_Y` stores X - Y, wrapping around at 64 bits, and the
+lowest 64-bit integer if X is -1 (`exposed_ns`: 0). Durations repeat and times never do, so this
+halves the size of `events`. The key-value pair `fsdp_inspect` is a JSON object:
 
 * `schema_version`: of this file; `table`: its name, as above;
-* `covered_rows`: the rows [0, covered_rows) of the stream are in this file (or were dropped), so a
-  stream that still lies beside it adds only batches whose `first_row` is not below it;
-* `groups`: for each row group `[rows, lowest step, highest step, crc32]`, the checksum as in a
-  stream but without `first_row`, over the columns as this file names and holds them;
-  tables without a step have -1, -1;
-* summaries also have `kinds`: for each row group the `kind`s of its rows, ascending, and
-  `reduction`: the version of the formulas that made it. A reader that knows other formulas computes
+* `covered_rows`: the rows [0, covered_rows) of the stream are in this file (or were dropped). If
+  the stream still exists, it adds only batches with a `first_row` of at least `covered_rows`;
+* `groups`: for each row group `[rows, lowest step, highest step, crc32]`. The checksum is as in a
+  stream but without `first_row`, over the columns as this file names and stores them. Tables
+  without a step have -1, -1;
+* summaries also have `kinds`, the `kind`s of the rows of each row group, ascending, and
+  `reduction`, the version of the formulas that computed it. A reader with other formulas computes
   the summary from events and memory samples instead. The summary of the run also has `ranks`: for
-  each attempt (a decimal string) the list of ranks that it stands for; of other ranks in the folder
-  it says nothing.
+  each attempt (a decimal string) the list of ranks that it covers. It has no data of other ranks.
 
 The pair `fsdp_inspect_crc32` is the CRC-32 of that JSON text, in hexadecimal digits.
 
-**Versions.** `schema_version` is raised only when an older reader would misread a newer run; it
-then refuses. New fields, columns, codes and tables do not raise it: a reader ignores what it does
-not know, and reads a column that an older writer did not have as -1.
+**Versions.** `schema_version` increases only when an older reader would misread a newer run; that
+reader then rejects the run. New fields, columns, codes and tables do not increase it. A reader
+ignores unknown ones, and reads a column that an older writer did not have as -1.
 """
 
 import re
@@ -124,7 +121,7 @@ COMPACTED_SUFFIX = ".parquet"
 
 ROW_GROUP_ROWS = 65_536
 REDUCTION_VERSION = 2
-"""Raised when `reduction.rank_rows.summarise_rank` gives other rows for the same recording.
+"""Increased when `reduction.rank_rows.summarise_rank` gives other rows for the same recording.
 
 1: sums of events. 2: memory of each step; the number of collectives on STEP rows."""
 
@@ -145,34 +142,34 @@ TableT = TypeVar("TableT", bound=Table)
 
 @dataclass(frozen=True, slots=True)
 class RelativeColumn:
-    """A column that is compacted as `name - base`: the difference repeats where neither does."""
+    """A column that is compacted as `name - base`, because the difference repeats more often."""
 
     name: str
     base: str
     nothing: int = MISSING_INT
-    """The value that means that there is none; stored as the lowest integer."""
+    """The value for a missing entry; stored as the lowest integer."""
 
     @property
     def stored_name(self) -> str:
-        """Its name in the compacted file: `end_ns_minus_start_ns`."""
+        """The column's name in the compacted file: `end_ns_minus_start_ns`."""
         return f"{self.name}_minus_{self.base}"
 
 
 @dataclass(frozen=True, slots=True)
 class TableFile(Generic[TableT]):
-    """One table of a rank: its file names, columns and how it is compacted."""
+    """One table of a rank: its file names, its columns and its compacted form."""
 
     name: str
     """File name without suffix."""
     table: type[TableT]
     sort_by: str | None = None
-    """The column that orders the compacted rows; None: kept as they are."""
+    """The column that orders the compacted rows; None: rows keep their order."""
     relative_columns: tuple["RelativeColumn", ...] = ()
-    """Columns that are compacted as their difference to another one."""
+    """Columns that are compacted as their difference to another column."""
     split_columns: tuple[str, ...] = ()
-    """Columns whose bytes are compacted plane by plane, since only the low ones vary."""
+    """Columns stored with BYTE_STREAM_SPLIT, because only their low bytes vary."""
     lists_kinds: bool = False
-    """Whether the footer lists the `kind`s of each row group, so that readers may leave it out."""
+    """Whether the footer lists the `kind`s of each row group, so that readers can skip groups."""
 
     @property
     def live_name(self) -> str:
@@ -186,7 +183,7 @@ class TableFile(Generic[TableT]):
 
     @property
     def arrow_schema(self) -> pa.Schema:
-        """Columns and types in file order; no column holds nulls. Says what table it is."""
+        """Columns and types in file order, without nulls; the metadata names the table."""
         fields = [
             pa.field(name, pa.from_numpy_dtype(np.dtype(dtype)), nullable=False)
             for name, dtype in self.table.DTYPES.items()
@@ -220,7 +217,7 @@ SUMMARY = TableFile(
 RECORDED_TABLES: tuple[
     TableFile[EventTable], TableFile[MemoryTable], TableFile[DeviceTable], TableFile[ScalarTable]
 ] = (EVENTS, MEMORY, DEVICE, SCALARS)
-"""The tables that a rank appends to; the summary is derived from them."""
+"""The tables that a rank records; the summary is derived from them."""
 
 
 def attempt_name(attempt: int) -> str:

@@ -1,7 +1,7 @@
-"""How are rows appended while a run goes on, and what can be read back after a crash?
+"""Append rows to live streams, and read streams back while they grow and after a crash.
 
-A live table is an Arrow IPC stream (see `store.schema`). Every write goes to the offset after the
-last whole batch, so that a write that the disk refused halfway can be repeated.
+A live table is an Arrow IPC stream (see `store.schema`). Each write goes to the offset after the
+last complete batch, so that a write that failed halfway can be repeated.
 """
 
 import os
@@ -41,12 +41,12 @@ Row = tuple[float, ...]
 """One row in the column order of the table's DTYPES."""
 
 MAX_PENDING_BYTES = 32 << 20
-"""Encoded batches that wait for a disk that refuses them; older ones are dropped beyond this."""
+"""Limit of encoded batches that wait for a failing disk; above it, the oldest are dropped."""
 
 _COMPRESS_FROM_ROWS = 128
-"""Smaller batches are mostly headers: LZ4 would make them larger (measured)."""
+"""LZ4 makes smaller batches larger, because they are mostly headers (measured)."""
 _ROWS_PER_SLICE = 256
-"""Rows packed before other threads may run: about 0.15 ms."""
+"""Rows that are packed before other threads may run: about 0.15 ms."""
 _FORMATS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "float64": "d"}
 _CONTINUATION = b"\xff\xff\xff\xff"
 _REMEDY = (
@@ -55,7 +55,7 @@ _REMEDY = (
 
 
 class RowEncoder:
-    """Turns rows into record batches of one table, as bytes."""
+    """Encode rows as record batches of one table."""
 
     def __init__(self, file: TableFile[Any]) -> None:
         self._schema = file.arrow_schema
@@ -67,7 +67,7 @@ class RowEncoder:
         self.header = self._serialize(None, {})
 
     def pack(self, rows: Sequence[Row]) -> tuple[NDArray[Any], int]:
-        """Rows as one structured array, and how many did not fit the table and were left out."""
+        """Pack rows to one structured array; also returns the number of invalid rows left out."""
         packed: list[bytes] = []
         for start in range(0, len(rows), _ROWS_PER_SLICE):
             part = rows[start : start + _ROWS_PER_SLICE]
@@ -75,12 +75,12 @@ class RowEncoder:
                 packed.append(b"".join(starmap(self._packing.pack, part)))
             except (struct.error, TypeError, OverflowError):
                 packed.extend(self._pack_what_fits(part))
-            time.sleep(0)  # lets the training thread have the interpreter
+            time.sleep(0)  # releases the GIL for the training thread
         array = np.frombuffer(b"".join(packed), self._record_type)
         return array, len(rows) - len(array)
 
     def encode(self, rows: NDArray[Any], first_row: int) -> bytes:
-        """One record batch message with its row number and checksum."""
+        """Encode one record batch message with its row number and checksum."""
         columns = {name: np.ascontiguousarray(rows[name]) for name in self._schema.names}
         arrays = [to_arrow(values) for values in columns.values()]
         batch = pa.record_batch(arrays, schema=self._schema)
@@ -99,7 +99,7 @@ class RowEncoder:
         return packed
 
     def _serialize(self, batch: pa.RecordBatch | None, metadata: dict[bytes, bytes]) -> bytes:
-        """The schema message if there is no batch, else the batch's message alone."""
+        """Encode the schema message if there is no batch, else only the batch's message."""
         compress = batch is not None and batch.num_rows >= _COMPRESS_FROM_ROWS
         options = pa.ipc.IpcWriteOptions(compression="lz4" if compress else None, use_threads=False)
         sink = pa.BufferOutputStream()
@@ -131,14 +131,14 @@ class LiveStream:
 
     @property
     def num_pending_rows(self) -> int:
-        """Rows that the disk has not taken yet."""
+        """Number of encoded rows that are not written yet."""
         return sum(rows for _, rows in self._pending)
 
     def add(self, rows: Sequence[Row]) -> int:
         """Encode rows for the next write.
 
         Returns:
-            How many rows were dropped: those that do not fit the table, and old ones beyond
+            The number of dropped rows: invalid rows, and the oldest rows above
             `MAX_PENDING_BYTES`.
         """
         if not rows:
@@ -154,10 +154,10 @@ class LiveStream:
         return dropped
 
     def write(self) -> None:
-        """Append what is pending; opens the file with the first rows.
+        """Append the pending rows; the first rows create the file.
 
         Raises:
-            OSError: The disk refuses; the rows stay pending and the file ends with a whole batch.
+            OSError: Writing failed. The rows stay pending; the file ends with a complete batch.
         """
         if not self._pending:
             return
@@ -176,7 +176,7 @@ class LiveStream:
         """Write the closing batch and close. Rows that are still pending are lost.
 
         Raises:
-            OSError: The disk refuses the closing batch; the file is closed all the same.
+            OSError: Writing the closing batch failed; the file is closed nevertheless.
         """
         self._pending.clear()
         self._pending_bytes = 0
@@ -192,10 +192,10 @@ class LiveStream:
             self._fd = None
 
     def forget_deleted_file(self) -> int:
-        """If the file was deleted or replaced, close it, so that the next write begins a new one.
+        """Close the file if it was deleted or replaced, so that the next write creates a new one.
 
         Returns:
-            How many written rows were in it.
+            The number of written rows in the deleted file.
         """
         if self._fd is None or self._is_in_place(self._fd):
             return 0
@@ -231,18 +231,18 @@ class LiveStream:
 
 @dataclass(frozen=True, slots=True)
 class StreamContents(Generic[TableT]):
-    """What a stream holds, as far as it can be trusted."""
+    """The valid contents of a stream."""
 
     table: TableT
-    """All rows of whole batches, in the order of recording."""
+    """All rows of complete batches, in the order of recording."""
     next_row: int
-    """The number that the row after the last one would have."""
+    """The number of the next row after the last one."""
     missing_rows: int
     """Rows that the writer dropped between the batches."""
     torn_bytes: int
     """Bytes of an unfinished batch at the end."""
     is_closed: bool
-    """Whether the writer closed it."""
+    """Whether the writer closed the stream."""
 
 
 def read_stream(
@@ -252,13 +252,13 @@ def read_stream(
 
     Args:
         raw: The file's bytes.
-        file: Which table.
+        file: The specification of the table.
         name: The file's name, for messages.
         covered_rows: Leave out the rows before this number.
 
     Raises:
-        CorruptFileError: Foreign, or changed since it was written.
-        SchemaVersionError: Written by a newer version of FSDP Inspect.
+        CorruptFileError: The file is foreign, or has changed since it was written.
+        SchemaVersionError: A newer version of FSDP Inspect wrote the file.
     """
     reading = _StreamReading(raw, name)
     batches: list[dict[str, NDArray[Any]]] = []
@@ -266,9 +266,11 @@ def read_stream(
     is_closed = False
     for first_row, columns in reading.batches(file):
         if first_row < next_row:
-            raise reading.corrupt(f"row {first_row} again after row {next_row - 1}", "new rows")
+            raise reading.corrupt(
+                f"row {first_row} follows row {next_row - 1}", f"row {next_row} or a later one"
+            )
         if is_closed:
-            raise reading.corrupt("a batch after the closing one", "nothing there")
+            raise reading.corrupt("a batch follows the closing batch", "no data after it")
         rows = num_rows_of(columns)
         is_closed = rows == 0
         if first_row >= covered_rows:
@@ -293,7 +295,7 @@ class _StreamReading:
         self.torn_bytes = 0
 
     def batches(self, file: TableFile[Any]) -> list[tuple[int, Columns]]:
-        """The row number and columns of each whole batch."""
+        """The row number and columns of each complete batch."""
         source = pa.BufferReader(self._raw)
         found: list[tuple[int, Columns]] = []
         position = 0
@@ -331,7 +333,7 @@ class _StreamReading:
         marks = dict(metadata or {})
         first_row = marks.get(FIRST_ROW_KEY, b"")
         if not first_row.isdigit():
-            raise self.corrupt(f"the batch at byte {position} has no row number", "one")
+            raise self.corrupt(f"the batch at byte {position} has no row number", "a row number")
         actual = checksum_columns(columns, first_row=int(first_row))
         stored = marks.get(CHECKSUM_KEY, b"").decode(errors="replace")
         if actual != stored:
@@ -342,15 +344,15 @@ class _StreamReading:
         return int(first_row), columns
 
     def _end_at(self, position: int, end: int) -> None:
-        """Arrow saw the end of the stream, or of the file, or zeros as a power cut leaves them."""
+        """Handle the end of the stream or file, and zeros that a power failure leaves."""
         rest = self._raw[end:]
         if rest.strip(b"\0"):
-            raise self.corrupt(f"{len(rest)} bytes after the end mark", "nothing there")
+            raise self.corrupt(f"{len(rest)} bytes follow the end mark", "no data after it")
         is_marked = self._raw[position:end] == END_OF_STREAM
         self.torn_bytes = 0 if is_marked else len(self._raw) - position
 
     def _tear_at(self, position: int, error: BaseException) -> None:
-        """Arrow could not read on: a torn tail is normal, anything else is damage."""
+        """Handle a batch that Arrow cannot read: a torn tail is normal, all else is damage."""
         if self._raw[:4] != _CONTINUATION[: len(self._raw)]:
             raise self.corrupt(
                 f"it begins with {self._raw[:8]!r}", "an Arrow IPC stream"
@@ -362,7 +364,7 @@ class _StreamReading:
         self.torn_bytes = len(self._raw) - position
 
     def _has_whole_message_from(self, position: int) -> bool:
-        """Whether anything from here on is a whole message: then the tail is damaged, not torn."""
+        """Whether a complete message follows: then the stream is damaged, not torn."""
         everything = pa.py_buffer(self._raw)
         while position >= 0:
             try:
@@ -374,7 +376,7 @@ class _StreamReading:
         return False
 
     def _next_mark(self, position: int) -> int:
-        """Where a message may begin, from here on: they lie at multiples of 8. -1: nowhere."""
+        """The next possible start of a message, a multiple of 8; -1 if there is none."""
         position = self._raw.find(_CONTINUATION, position)
         while position % 8 and position >= 0:
             position = self._raw.find(_CONTINUATION, position + 1)

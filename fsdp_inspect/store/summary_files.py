@@ -1,9 +1,9 @@
-"""Where does the run in small lie, in which order, and is it up to date?
+"""Write and read the summary files of a run and its ranks, and check whether they are current.
 
-A rank's `summary.parquet` holds all its rows: those of whole steps first, then those of units. The
-run's holds the rows of whole steps once more, of all ranks and by kind, so that a question about
-all ranks opens one file and decodes of it only the kinds that it is about. A summary that other
-formulas made counts as absent.
+A rank's `summary.parquet` has all rows of the rank: rows of whole steps first, then rows of units.
+The run's `summary.parquet` repeats the rows of whole steps of all ranks, by kind. An analysis of
+all ranks therefore opens one file and decodes only the kinds that it needs. A summary of another
+`REDUCTION_VERSION` counts as missing.
 """
 
 from collections.abc import Collection, Mapping
@@ -32,21 +32,21 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class SummaryFile:
-    """What the run's own summary holds."""
+    """The contents of the run's own summary."""
 
     rows: SummaryTable
     """Rows of whole steps, by attempt, kind, rank and step."""
     places: frozenset[Place]
-    """The ranks that it stands for; empty if there is no current summary."""
+    """The ranks that the summary covers; empty without a current summary."""
     is_whole: bool
-    """Whether these are the rows of all kinds."""
+    """Whether `rows` has the rows of all kinds."""
 
 
 def write_rank_summary(folder: Path, rows: SummaryTable) -> None:
     """Write a rank's summary into its folder.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: Writing failed.
     """
     of_step = is_of_whole_step(rows)
     whole, units = rows.where(of_step), rows.where(~of_step)
@@ -66,10 +66,10 @@ def write_run_summary_file(path: Path, rows: SummaryTable, places: Collection[Pl
     Args:
         path: The run folder.
         rows: Rows of whole steps, in any order.
-        places: The ranks that they stand for, also those without a row.
+        places: The ranks that the rows cover, including ranks without a row.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: Writing failed.
     """
     listed: dict[str, list[int]] = {}
     for attempt, rank in sorted(places):
@@ -88,15 +88,15 @@ def write_run_summary_file(path: Path, rows: SummaryTable, places: Collection[Pl
 def read_rank_summary(
     files: RunFiles, place: Place, *, kinds: Collection[int] | None = None
 ) -> SummaryTable | None:
-    """A rank's summary by step, the row of the step itself first.
+    """Read a rank's summary, by step, with the STEP row first in each step.
 
     Args:
         files: The run.
-        place: Which rank.
-        kinds: Leave out the rows of whole steps, or those of units, if none is of these kinds.
+        place: The attempt and the rank.
+        kinds: Rows of whole steps or rows of units are left out if none has one of these kinds.
 
     Returns:
-        None if there is none, or one that must be made again.
+        None if the summary is missing or out of date.
 
     Raises:
         CorruptFileError: The file is damaged.
@@ -109,7 +109,7 @@ def read_rank_summary(
 
 
 def read_run_summary(files: RunFiles, *, kinds: Collection[int] | None = None) -> SummaryFile:
-    """The run's own summary; row groups without any of the kinds are not decoded.
+    """Read the run's own summary; row groups without any of the kinds are not decoded.
 
     Raises:
         CorruptFileError: The file is damaged.
@@ -135,7 +135,7 @@ def has_rank_summary(files: RunFiles, place: Place) -> bool:
 
 
 def summed_up(files: RunFiles) -> frozenset[Place]:
-    """The ranks that the run's summary stands for; only its footer is read.
+    """The ranks that the run's summary covers; only its footer is read.
 
     Raises:
         CorruptFileError: The file is damaged.
@@ -156,7 +156,7 @@ def _by_kind(rows: SummaryTable) -> SummaryTable:
 
 
 def _changes_of_kind(rows: SummaryTable) -> list[int]:
-    """Where a kind begins; none if all of them fit into one row group, which is smaller."""
+    """The first row of each kind; empty if all rows fit into one row group, which is smaller."""
     if len(rows) <= ROW_GROUP_ROWS:
         return []
     changes: list[int] = (np.flatnonzero(np.diff(rows.kind)) + 1).tolist()

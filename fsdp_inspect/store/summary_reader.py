@@ -1,7 +1,7 @@
-"""What does the run in small say about these ranks and kinds? Reads no more files than that needs.
+"""Read the summary of some ranks and kinds from as few files as possible.
 
-Rows of whole steps come from the run's summary, kind by kind; rows of units from each rank's own.
-Whatever has no current file is summed up from the rank's tables.
+Rows of whole steps come from the run's summary, one kind at a time. Rows of units come from the
+summary of each rank. A summary without a current file is computed from the rank's tables.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -25,7 +25,7 @@ _MAX_CACHED_RANKS = 16
 
 
 class SummaryReader:
-    """The summary of one attempt; what was read once is kept, the rows of units of a few ranks."""
+    """The summary of one attempt, with a cache of whole steps and of the units of a few ranks."""
 
     def __init__(
         self,
@@ -37,15 +37,15 @@ class SummaryReader:
         found: dict[str, None],
         summarise: Callable[[int], SummaryTable],
     ) -> None:
-        """Read nothing yet.
+        """Prepare to read; this reads no file.
 
         Args:
             files: The run.
-            attempt: Which start of the job.
+            attempt: The number of the attempt.
             ranks: The ranks that have a folder, ascending.
-            running: Those that still record: the run's summary is too old for them.
-            found: Where sentences about damaged files go, as keys.
-            summarise: Sums up a rank from its tables.
+            running: The ranks that still record; the run's summary is out of date for them.
+            found: Receives the notes about damaged files, as keys.
+            summarise: Computes the summary of a rank from its tables.
         """
         self._files = files
         self._attempt = attempt
@@ -55,16 +55,16 @@ class SummaryReader:
         self._summarise = summarise
         self._by_kind: dict[int, SummaryTable] = {}
         self._by_rank: dict[int, SummaryTable] = {}
-        """All rows of the ranks that were asked for last."""
+        """All rows of the most recently used ranks."""
         self._run_rows: dict[int, SummaryTable] = {}
-        """From the run's summary, by kind."""
+        """Rows of the run's summary, by kind."""
         self._whole_by_rank: dict[int, SummaryTable] = {}
-        """Of ranks that the run's summary does not cover."""
+        """Rows of whole steps of ranks that the run's summary does not cover."""
 
     def rows(self, ranks: Collection[int] | None, kinds: Collection[int] | None) -> SummaryTable:
-        """The rows of some ranks and kinds, by rank and step; None leaves a limit out.
+        """The rows of the given ranks and kinds, by rank and step; None selects all.
 
-        A rank whose files are damaged has no rows.
+        A rank with damaged files has no rows.
         """
         wanted = self._ranks if ranks is None else sorted({*self._ranks}.intersection(ranks))
         if kinds is not None and WHOLE_STEP_KINDS.issuperset(kinds):
@@ -92,7 +92,7 @@ class SummaryReader:
 
     @cached_property
     def _covered(self) -> frozenset[int]:
-        """The ranks whose whole steps are taken from the run's summary."""
+        """The ranks whose rows of whole steps come from the run's summary."""
         with noting(self._found):
             return self._covered_by(read_run_summary(self._files, kinds=()).places)
         return frozenset()
@@ -108,9 +108,9 @@ class SummaryReader:
         return self._run_rows.get(kind, SummaryTable.empty())
 
     def _load(self, kind: int) -> None:
-        """Read one kind, or all of a small file, whose rows lie together.
+        """Read one kind, or all kinds of a small file with one row group.
 
-        A summary that is damaged or gone covers no rank from now on.
+        If the summary is damaged or gone, it covers no rank from now on.
         """
         with noting(self._found):
             summary = read_run_summary(self._files, kinds=[kind])
@@ -130,7 +130,7 @@ class SummaryReader:
         """All rows of whole steps of a rank, from its own files."""
         if rank not in self._whole_by_rank:
             if rank in self._by_rank or self._grows(rank):
-                rows = self._rows_of_rank(rank)  # what is summed up now has all kinds
+                rows = self._rows_of_rank(rank)  # a summary computed now has all kinds
             else:
                 rows = self._read_rank(rank, WHOLE_STEP_KINDS)
             self._whole_by_rank[rank] = rows.where(is_of_whole_step(rows))
@@ -140,13 +140,13 @@ class SummaryReader:
         rows = self._by_rank.pop(rank, None)
         if rows is None:
             rows = self._read_rank(rank, None)
-        self._by_rank[rank] = rows  # the last one is the one used last
+        self._by_rank[rank] = rows  # the most recently used rank comes last
         if len(self._by_rank) > _MAX_CACHED_RANKS:
             del self._by_rank[next(iter(self._by_rank))]
         return rows
 
     def _read_rank(self, rank: int, kinds: Collection[int] | None) -> SummaryTable:
-        """A rank's rows, at least those of these kinds; none if its files are damaged."""
+        """A rank's rows with at least these kinds; no rows if its files are damaged."""
         with noting(self._found):
             place = (self._attempt, rank)
             rows = None
@@ -160,7 +160,7 @@ class SummaryReader:
         return SummaryTable.empty()
 
     def _grows(self, rank: int) -> bool:
-        """Whether there are streams that the rank's summary does not know."""
+        """Whether the rank has streams that its summary does not cover."""
         folder = folder_of((self._attempt, rank))
         return any(self._files.exists(f"{folder}/{file.live_name}") for file in (EVENTS, MEMORY))
 
@@ -170,7 +170,7 @@ def _split_by_kind(rows: SummaryTable) -> dict[int, SummaryTable]:
 
 
 def _in_order(parts: Sequence[SummaryTable]) -> SummaryTable:
-    """The rows by rank and step, in each step by kind; each part is in order."""
+    """Join sorted parts to rows by rank and step, in each step by kind."""
     filled = [part for part in parts if len(part)]
     if len(filled) == 1:
         return filled[0]

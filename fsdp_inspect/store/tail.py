@@ -1,9 +1,9 @@
-"""What was appended to a rank since the last look? Reads live streams from where it stopped.
+"""Follow live streams: read the rows that were appended since the last read.
 
-A run that is being recorded is looked at every few seconds, and its streams grow by the gigabyte:
-only the bytes after the last whole batch are read, and of a stream that is long at the first look
-only its end. An unfinished batch stays for the next look. When the rank ends its streams become
-compacted files: the tail then says that it is over.
+The dashboard and the metrics server read a live run every few seconds, and its streams may have
+gigabytes. Each read takes only the bytes after the last complete batch. The first read of a long
+stream takes only its end. An unfinished batch is left for the next read. When a rank ends, its
+streams are compacted, and the tail reports that the rank is over.
 """
 
 import os
@@ -19,10 +19,10 @@ from fsdp_inspect.store.streams import StreamContents, read_stream
 from fsdp_inspect.trace.tables import DeviceTable, EventTable, MemoryTable, ScalarTable
 
 FIRST_LOOK_BYTES = 8 << 20
-"""Of a longer stream only so much of the end is read at the first look."""
+"""The first read of a longer stream takes only this much of its end."""
 
 _MARK = b"\xff\xff\xff\xff"
-"""Begins every message of a stream, at a multiple of `_ALIGNMENT`."""
+"""The first bytes of each message of a stream, at a multiple of `_ALIGNMENT`."""
 _ALIGNMENT = 8
 
 
@@ -36,37 +36,37 @@ class StreamTail(Generic[TableT]):
         *,
         first_look_bytes: int | None = FIRST_LOOK_BYTES,
     ) -> None:
-        """Read nothing yet.
+        """Prepare to read; this reads no file.
 
         Args:
             path: The stream.
-            file: Which table.
-            first_look_bytes: Of a longer stream only so much of the end is read at first; None:
-                all of it.
+            file: The specification of the table.
+            first_look_bytes: The first read takes at most this much of the end of the stream;
+                None: all of it.
         """
         self._path = path
         self._file = file
         self._first_look_bytes = first_look_bytes
         self.num_beginnings = 0
-        """How often another file, or a shorter one, was found in its place."""
+        """How often the stream was replaced by another or a shorter file."""
         self._begin()
         self.is_gone = False
-        """Whether there was a stream, and is none any more."""
+        """Whether the stream existed and has been removed."""
         self.skipped_bytes = 0
-        """Of a stream that was long at the first look: what lies before the part that was read."""
+        """Bytes of a long stream that the first read skipped."""
 
     @property
     def has_begun(self) -> bool:
-        """Whether the beginning of a stream was read."""
+        """Whether the schema of the stream was read."""
         return bool(self._header)
 
     def read_new(self) -> TableT:
-        """The rows of the batches that became whole since the last call; often none.
+        """Read the rows of the batches that were completed since the last call; often none.
 
         Raises:
             CorruptFileError: The stream is foreign, or has changed since it was written.
-            SchemaVersionError: A newer version of FSDP Inspect wrote it.
-            OSError: It cannot be read.
+            SchemaVersionError: A newer version of FSDP Inspect wrote the stream.
+            OSError: The stream cannot be read.
         """
         try:
             with self._path.open("rb") as stream:
@@ -78,13 +78,13 @@ class StreamTail(Generic[TableT]):
 
     def _begin(self) -> None:
         self.identity: tuple[int, int] | None = None
-        """Which file it is, to the operating system; None before the first reading."""
+        """The file's device and inode; None before the first read."""
         self.next_row = 0
-        """The number that the row after the last one would have."""
+        """The number of the next row after the last one."""
         self.missing_rows = 0
         """Rows that the writer dropped between the batches that were read."""
         self.torn_bytes = 0
-        """Of an unfinished batch at the end."""
+        """Bytes of an unfinished batch at the end."""
         self.is_closed = False
         """Whether the writer closed the stream."""
         self._header = b""
@@ -109,7 +109,7 @@ class StreamTail(Generic[TableT]):
         return self._take(stream.read())
 
     def _take(self, added: bytes) -> TableT:
-        """The whole batches of these bytes, which follow what was read before."""
+        """Decode the complete batches of these bytes, which follow the bytes read before."""
         self.torn_bytes = 0
         if not added:
             return self._file.table.empty()
@@ -127,7 +127,7 @@ class StreamTail(Generic[TableT]):
         )
 
     def _read_end(self, stream: BinaryIO, start: int) -> TableT:
-        """The batches at the end of a long stream, from the first whole one after that byte."""
+        """Read the end of a long stream, from the first complete batch after the byte `start`."""
         start += -start % _ALIGNMENT
         stream.seek(start)
         end = stream.read()
@@ -137,7 +137,7 @@ class StreamTail(Generic[TableT]):
                 continue
             try:
                 contents = self._decode(end[place:], covered_rows=0)
-            except CorruptFileError:  # the mark was in the middle of some batch
+            except CorruptFileError:  # the mark was inside a batch
                 continue
             self.skipped_bytes = start + place - len(self._header)
             self._offset = start + len(end) - contents.torn_bytes
@@ -149,7 +149,7 @@ class StreamTail(Generic[TableT]):
 
 
 def _read_header(stream: BinaryIO) -> bytes:
-    """The schema message at the beginning; empty while it is not whole."""
+    """The schema message at the beginning; empty while it is incomplete."""
     stream.seek(0)
     beginning = stream.read(1 << 16)
     source = pa.BufferReader(beginning)
@@ -161,7 +161,7 @@ def _read_header(stream: BinaryIO) -> bytes:
 
 
 def _next_mark(content: bytes, place: int) -> int:
-    """Where a message may begin, from here on; -1: nowhere."""
+    """The next possible start of a message; -1 if there is none."""
     place = content.find(_MARK, place)
     while place >= 0 and place % _ALIGNMENT:
         place = content.find(_MARK, place + 1)
@@ -178,7 +178,7 @@ def _is_whole_message(content: bytes, place: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NewRows:
-    """What one rank appended since the last look."""
+    """The rows that one rank appended since the last read."""
 
     events: EventTable
     memory: MemoryTable
@@ -194,7 +194,7 @@ class RankTail:
     """Follows all live tables of one rank."""
 
     def __init__(self, folder: Path) -> None:
-        """Read nothing yet.
+        """Prepare to read; this reads no file.
 
         Args:
             folder: The rank's folder in its attempt (`store.folder.rank_folder`).
@@ -206,11 +206,11 @@ class RankTail:
 
     @property
     def is_over(self) -> bool:
-        """Whether the rank closed its events, or they were compacted."""
+        """Whether the rank closed its event stream, or the stream was compacted."""
         return self._events.is_closed or self._events.is_gone
 
     def read_new(self) -> NewRows:
-        """The rows that became whole since the last call; raises as `StreamTail.read_new`."""
+        """Read the rows completed since the last call; raises as `StreamTail.read_new`."""
         return NewRows(
             events=self._events.read_new(),
             memory=self._memory.read_new(),

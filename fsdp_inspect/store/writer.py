@@ -1,11 +1,11 @@
-"""How does a rank record without ever stopping or slowing its training?
+"""Write the tables of one rank from a background thread, without stopping or slowing training.
 
-The training thread only appends tuples to lists. A background thread takes them, encodes them and
-writes them; all file access is there. (Another one sees to it that little is waiting while the
-first hangs in a dead file system.) Whatever goes wrong, a full disk, a deleted folder or a
-mistake of ours, is counted and said once through the logger `fsdp_inspect.store`; nothing is
-raised into the training. (A logger and not `warnings`, since a warning that is raised in a
-background thread under `-W error` would be lost.)
+The training thread only appends tuples to lists. A background thread takes, encodes and writes
+them; all file access happens there. A second thread limits the waiting rows while the first one
+hangs in a dead file system. Errors (a full disk, a deleted folder, a bug of the recorder) are
+counted, and the first one is logged to the logger `fsdp_inspect.store`. No error is raised into the
+training. The log is used instead of `warnings`, because a warning in a background thread is lost
+under `-W error`.
 """
 
 import atexit
@@ -36,29 +36,29 @@ from fsdp_inspect.trace.run import RankRecord, RunStatus
 logger = logging.getLogger("fsdp_inspect.store")
 
 MAX_BUFFERED_ROWS = 100_000
-"""Rows of one table that may wait in memory (about 40 MB); the oldest are dropped beyond this."""
+"""Limit of the waiting rows of one table (about 40 MB); above it, the oldest are dropped."""
 
 _POLLS_PER_INTERVAL = 4
-"""How often the background thread looks whether a table has many rows."""
+"""How often in a flush interval the background thread checks the number of waiting rows."""
 _HEARTBEAT_S = 15.0
-"""`rank.json` is rewritten at least this often, so that a reader elsewhere sees a living rank."""
+"""`rank.json` is rewritten at least this often: readers on other hosts then see a live rank."""
 _SHORTEST_WAIT_S = 0.001
 _GUARD_S = 5.0
-"""How often the memory of waiting rows is bounded, also while the disk hangs."""
+"""Interval of the check that limits the waiting rows, also while the disk hangs."""
 _FLUSH_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 120.0
 _MAX_PROBLEMS = 20
 
 
 class RankWriter:
-    """Appends one rank's tables to its folder, from a background thread.
+    """Append one rank's tables to its folder from a background thread.
 
-    Use `writer.events.append(row)`, and so for `memory`, `devices` and `scalars`: a row is a tuple
-    in the column order of the table's DTYPES. The lists are emptied in place, so a bound
-    `append` may be kept.
+    Use `writer.events.append(row)`, and likewise `memory`, `devices` and `scalars`. A row is a
+    tuple in the column order of the table's DTYPES. The lists are emptied in place, so callers
+    may keep a bound `append`.
 
-    No method raises or waits for a disk longer than its stated limit. In a forked child every
-    method does nothing, and rows appended there go nowhere.
+    No method raises, or waits for a disk longer than its stated limit. In a forked child all
+    methods do nothing, and rows appended there are dropped.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class RankWriter:
         flush_interval_s: float = 1.0,
         flush_rows: int = 4096,
     ) -> None:
-        """Make the rank's folder and begin; waits for the disk at most ten seconds.
+        """Create the rank's folder and start; waits for the disk at most ten seconds.
 
         Args:
-            run_folder: The run's folder; attempt and rank are taken from the record.
-            record: What is known about this rank.
-            flush_interval_s: At most this much recording is lost when the process is killed.
-            flush_rows: Flush earlier once a table has this many rows.
+            run_folder: The run's folder; the record defines attempt and rank.
+            record: The record of this rank.
+            flush_interval_s: A killed process loses at most this much recording.
+            flush_rows: Flush earlier when a table has this many rows.
         """
         self.folder = rank_folder(run_folder, record.attempt, record.rank)
         self.events: list[Row] = []
@@ -115,11 +115,11 @@ class RankWriter:
 
     @property
     def record(self) -> RankRecord:
-        """What `rank.json` says, or will say at its next rewrite."""
+        """The contents of `rank.json`, or of its next rewrite."""
         return self._record
 
     def update(self, **fields: Any) -> None:
-        """Change fields of the record; `rank.json` follows within one flush interval."""
+        """Change fields of the record; `rank.json` is rewritten within one flush interval."""
         if not self._is_owner():
             return
         try:
@@ -128,7 +128,7 @@ class RankWriter:
             self._report(RANK_FILE, error)
 
     def flush(self) -> None:
-        """Have everything appended so far written; waits at most ten seconds."""
+        """Write all rows appended so far; waits at most ten seconds."""
         if not self._is_owner() or self._is_closed:
             return
         if self._thread.is_alive():
@@ -145,12 +145,12 @@ class RankWriter:
         failure: str | None = None,
         compact: bool = True,
     ) -> None:
-        """Write the rest and the end; further calls do nothing.
+        """Write the remaining rows and close the streams; further calls do nothing.
 
         Args:
-            status: How the training ended.
-            failure: What ended it, in words.
-            compact: Also turn the streams into Parquet files, unless they are very large.
+            status: The final status of the rank.
+            failure: The error that ended the training.
+            compact: Also convert the streams to Parquet files, unless they are very large.
         """
         if not self._is_owner() or self._is_closed:
             return
@@ -216,7 +216,7 @@ class RankWriter:
             raise
         if dropped:
             self._count_dropped(name, dropped)
-            self._report(name, ValueError("rows that do not fit, or waited too long, were dropped"))
+            self._report(name, ValueError("invalid rows, or rows above the limit, were dropped"))
         lost = stream.forget_deleted_file()
         if lost:
             self._count_dropped(name, lost)
@@ -248,7 +248,7 @@ class RankWriter:
         self._flush_safely()
         status, failure, compact = self._ending or (RunStatus.COMPLETE, None, False)
         for name, stream in self._streams.items():
-            self._count_dropped(name, stream.num_pending_rows)  # a full disk refuses the end, too
+            self._count_dropped(name, stream.num_pending_rows)  # the disk may still be full
             try:
                 stream.finish()
             except Exception as error:  # nothing may reach the training
@@ -263,12 +263,12 @@ class RankWriter:
             return
         try:
             compact_rank(self._run_folder, self._record.attempt, self._record.rank)
-        except Exception as error:  # the streams stay, and are as good
+        except Exception as error:  # the streams stay and hold the same rows
             self._report("compaction", error)
             self._write_record_safely()
 
     def _close_at_exit(self) -> None:
-        """The interpreter ends and nobody closed: say how, as far as Python knows."""
+        """Close at the exit of the interpreter, with the status that Python's exit state shows."""
         error = getattr(sys, "last_value", None)
         if error is None:
             self.close()
@@ -290,7 +290,7 @@ class RankWriter:
                 self._is_record_news = True
 
     def _watch(self) -> None:
-        """The second thread: bounds the memory while the first hangs in a dead file system."""
+        """The second thread: limits memory while the first one hangs in a dead file system."""
         while not self._has_ended.wait(_GUARD_S):
             self._shed_rows()
 
@@ -300,10 +300,10 @@ class RankWriter:
             if surplus > 0:
                 del buffer[:surplus]
                 self._count_dropped(name, surplus)
-                self._report(name, TimeoutError("the disk does not answer, rows were dropped"))
+                self._report(name, TimeoutError("the disk does not respond, rows were dropped"))
 
     def _report(self, what: str, error: BaseException) -> None:
-        """Keep the problem in the record, and say the first one."""
+        """Add the problem to the record, and log the first one."""
         problem = f"{what}: {error}" if str(error) else f"{what}: {type(error).__name__}"
         if problem in self._seen_problems or len(self._seen_problems) >= _MAX_PROBLEMS:
             return
@@ -319,11 +319,11 @@ class RankWriter:
     def _warn(self, problem: str) -> None:
         try:
             logger.warning(
-                "Rank %d cannot record everything (%s). Training goes on; what is dropped is "
-                "counted in %s. This is said once.",
+                "Rank %d cannot record all data (%s). Training continues. Dropped rows are "
+                "counted in %s. This message is logged once.",
                 self._record.rank,
                 problem,
                 self.folder / RANK_FILE,
             )
-        except Exception:  # a logging handler of the user's may raise
+        except Exception:  # a logging handler of the training script may raise
             return

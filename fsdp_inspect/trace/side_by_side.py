@@ -1,9 +1,9 @@
 """Place many steps side by side on one time axis, so that array operations treat them at once.
 
-The analysis of one step takes a few dozen array operations, whatever the number of its events. A
-thousand steps, one by one, take a thousand times as many operations. This module shifts each step
-to its own place on one axis, where no two steps touch. All steps then form one interval set, and
-unions, differences and sweeps give each step the same result as alone.
+The analysis of one step takes a few dozen array operations, for any number of events. A thousand
+steps, one by one, take a thousand times as many operations. This module shifts each step to its own
+place on one axis, where no two steps touch. All steps then form one interval set. Unions,
+differences and sweeps give each step the same result as if it were alone.
 """
 
 from collections.abc import Iterator

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 WHOLE = ("recorded", "imported", "many-ranks")
 OTHERS = {
-    "crashed": "stopped without saying so",
+    "crashed": "stopped without reporting an error",
     "partial": "fsdp-inspect merge",
     "newer": "newer version of FSDP Inspect",
 }

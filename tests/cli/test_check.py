@@ -116,7 +116,7 @@ def test_a_limit_in_the_baseline_is_kept_by_an_update(invoke, forecasts, baselin
     [
         ((), "Expected runs, or --record"),
         (("x",), "nothing to hold it against"),
-        (("x", "--baseline", "missing.json"), "No run at"),
+        (("x", "--baseline", "missing.json"), "No run found at"),
         (("x", "--baseline", "b.json", "--repeat", "5"), "--repeat and --out are about runs"),
         (("x", "--baseline", "b.json", "--json", "--format", "junit"), "Expected --json or"),
         (("--record", "true", "--baseline", "b.json"), "no place for its folder"),

@@ -50,7 +50,7 @@ def test_a_wrong_command_line_exits_two(invoke, arguments):
 def test_an_error_is_one_message_without_a_traceback(command, runs_folder):
     ended = command("summary", runs_folder / "nothing")
     assert (ended.code, ended.out) == (1, "")
-    assert ended.err.startswith("fsdp-inspect: No run at ")
+    assert ended.err.startswith("fsdp-inspect: No run found at ")
     assert "Traceback" not in ended.err
 
 

@@ -20,4 +20,4 @@ def test_json_tells_programs_what_was_done(invoke, tmp_path):
 def test_a_folder_without_a_run_is_an_error(invoke, tmp_path):
     ended = invoke("compact", tmp_path)
     assert ended.code == 1
-    assert "No run at" in ended.err
+    assert "No run found at" in ended.err

@@ -52,7 +52,7 @@ def test_runs_given_one_by_one_are_taken_together_by_their_settings(invoke, fold
         pytest.param(["before/0", "before/0"], 2, "run compared with itself", id="the same run"),
         pytest.param(["before", "before/3"], 2, "run compared with itself", id="one of the folder"),
         pytest.param(["before/0", "mixed/before"], 2, "run compared with itself", id="its copy"),
-        pytest.param(["before/0", "nowhere"], 1, "No run at", id="no run"),
+        pytest.param(["before/0", "nowhere"], 1, "No run found at", id="no run"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_with_the_way_out(invoke, folder, given, code, said):

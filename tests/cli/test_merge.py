@@ -26,4 +26,4 @@ def test_a_folder_that_is_there_is_refused(invoke, runs_folder, tmp_path):
     parts = make_parts(runs_folder / "four", tmp_path)
     ended = invoke("merge", *parts, "--out", tmp_path)
     assert ended.code == 1
-    assert "is there already" in ended.err
+    assert "exists already" in ended.err

@@ -40,7 +40,7 @@ def test_all_ranks_killed_at_once_leave_a_run_that_opens_and_compacts(
         killed_ns = time.monotonic_ns()
     opened = open_run(run)
     assert opened.status is RunStatus.CRASHED
-    assert "Ranks 0-1 stopped without saying so" in opened.notes[0]
+    assert "Ranks 0-1 stopped without reporting an error" in opened.notes[0]
     for rank in RANKS:
         assert_only_the_last_interval_is_missing(
             opened, rank, killed_ns=killed_ns, interval_s=INTERVAL_S

@@ -98,7 +98,7 @@ def test_a_file_over_the_limit_is_refused_and_a_higher_limit_reads_it(tmp_path, 
 
 def test_an_absurd_rank_is_refused(tmp_path, whole):
     content = whole.replace(b'"rank": 0', b'"rank": 99999999999')
-    with pytest.raises(ImportingError, match="Expected less than"):
+    with pytest.raises(ImportingError, match="Expected a rank below"):
         import_bytes(tmp_path, content)
 
 
@@ -106,13 +106,13 @@ def test_an_absurd_rank_is_refused(tmp_path, whole):
 def test_a_trace_without_one_sound_time_says_that_its_times_are_at_fault(tmp_path, whole, time):
     content = json.loads(whole)
     content["traceEvents"] = [{**event, "ts": time} for event in content["traceEvents"]]
-    with pytest.raises(ImportingError, match="NaN, negative or absurd") as raised:
+    with pytest.raises(ImportingError, match="NaN, negative or out-of-range") as raised:
         import_bytes(tmp_path, json.dumps(content).encode())
     assert "ProfilerActivity" not in str(raised.value)
 
 
 def test_a_folder_without_traces_is_said(tmp_path):
-    with pytest.raises(ImportingError, match="No trace at"):
+    with pytest.raises(ImportingError, match="No trace found at"):
         import_traces(tmp_path, tmp_path / "run")
 
 

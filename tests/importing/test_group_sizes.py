@@ -29,7 +29,7 @@ def imported(tmp_path, *, listed, named, world_size=8):
 def test_what_the_trace_lists_is_known_and_nothing_is_said(tmp_path):
     result, run = imported(tmp_path, listed=True, named=True)
     assert result.world_size == 8
-    assert not any("process group" in note or "ranks took part" in note for note in result.notes)
+    assert not any("process group" in note or "world size" in note for note in result.notes)
     assert {unit.sharded_bytes for unit in run.manifest.units} == {1024 // 8, 2048 // 8}
 
 
@@ -71,4 +71,4 @@ def test_ranks_of_a_group_that_are_not_listed_are_said_to_be_counted(tmp_path):
     trace.beside["distributedInfo"] = {"backend": "nccl", "rank": 0, "world_size": 64}
     trace.collective("allreduce", 20, 30, issued=1, **{"Process Group Ranks": "[0, 1, ..., 7]"})
     result = import_traces(trace.write(tmp_path / "trace.json"), tmp_path / "run")
-    assert any("counted from 0 (inferred)" in note for note in result.notes)
+    assert any("numbered from 0 (inferred)" in note for note in result.notes)

@@ -26,8 +26,8 @@ KEYS = st.dictionaries(TEXT.filter(lambda key: key != "traceEvents"), VALUES, ma
 def read(content, *, block=7, limits=None):
     blocks = (content[at : at + block] for at in range(0, len(content), block))
     reader = EventReader(blocks, "trace.json", limits or ImportLimits())
-    stretches = list(reader.stretches(msgspec.json.Decoder(list[dict]).decode, json.loads))
-    return [event for stretch in stretches for event in stretch], reader.beside
+    batches = list(reader.batches(msgspec.json.Decoder(list[dict]).decode, json.loads))
+    return [event for batch in batches for event in batch], reader.other_values
 
 
 @pytest.fixture

@@ -106,4 +106,4 @@ def test_an_abbreviated_list_of_ranks_is_no_list(tmp_path):
 def test_other_values_of_the_trace_are_kept(tmp_path):
     path = tmp_path / "trace.json"
     path.write_text('{"a": {"b": [1, "}"]}, "traceEvents": [], "baseTimeNanoseconds": 5}')
-    assert read(path).beside == {"a": {"b": [1, "}"]}, "baseTimeNanoseconds": 5}
+    assert read(path).other_values == {"a": {"b": [1, "}"]}, "baseTimeNanoseconds": 5}

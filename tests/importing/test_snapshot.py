@@ -161,7 +161,7 @@ def test_without_a_trace_the_moment_of_the_snapshot_is_all(tmp_path):
     import_snapshot(tmp_path / "old.pickle", tmp_path / "run")
     run = open_run(tmp_path / "run")
     assert measure_memory(run).peak_allocated_bytes == 3072
-    assert any("the peak before it is not known" in note for note in run.notes)
+    assert any("the peak before it is unknown" in note for note in run.notes)
 
 
 def test_a_trace_of_another_snapshot_is_not_believed(tmp_path):
@@ -225,7 +225,7 @@ def test_without_annotations_the_code_that_allocated_tells_the_category(tmp_path
     done, run = imported(allocator, tmp_path)
     held = {row.category: row.bytes // KIB for row in peak_of(run).categories}
     assert held == dict(zip(kept, range(1, 6), strict=True))
-    assert any("No FSDP unit is named" in note for note in done.notes)
+    assert any("No FSDP units are known" in note for note in done.notes)
 
 
 def test_metadata_that_names_a_category_wins(tmp_path):
@@ -297,7 +297,7 @@ def test_other_files_do_not_look_like_snapshots(tmp_path):
 
 
 def test_a_missing_file_is_said(tmp_path):
-    with pytest.raises(NotARunError, match="No memory snapshot at"):
+    with pytest.raises(NotARunError, match="No memory snapshot found at"):
         import_snapshot(tmp_path / "absent.pickle", tmp_path / "run")
 
 
@@ -305,7 +305,7 @@ def test_a_folder_that_is_taken_is_left_alone(tmp_path):
     path = train(FakeAllocator()).dump(tmp_path / "snapshot.pickle")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").write_text("precious")
-    with pytest.raises(StoreError, match="is there already"):
+    with pytest.raises(StoreError, match="exists already"):
         import_snapshot(path, tmp_path / "run")
     assert [one.name for one in (tmp_path / "run").iterdir()] == ["mine.txt"]
 

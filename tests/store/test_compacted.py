@@ -132,12 +132,12 @@ def test_parquet_file_of_someone_else_is_named_by_its_columns() -> None:
 def test_compacted_file_of_another_table_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "summary.parquet"
     write_compacted(path, SUMMARY, SummaryTable.empty(), covered_rows=0)
-    with pytest.raises(CorruptFileError, match=r"holds the table 'summary'.*Expected 'events'"):
+    with pytest.raises(CorruptFileError, match=r"has the table 'summary'.*Expected 'events'"):
         read_events(path.read_bytes())
 
 
 def test_compacted_file_of_a_newer_version_is_refused(path: Path) -> None:
-    with pytest.raises(SchemaVersionError, match=r"version 2.*up to version 1.*Update"):
+    with pytest.raises(SchemaVersionError, match=r"version 2.*a version up to 1.*Update"):
         read_events(rewrite_footer(path, schema_version=2))
 
 

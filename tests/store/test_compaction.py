@@ -132,7 +132,7 @@ def test_large_rank_is_skipped_when_a_limit_is_given(tmp_path: Path) -> None:
 
 
 def test_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(NotARunError, match=r"neither run\.json nor ranks"):
+    with pytest.raises(NotARunError, match=r"run\.json and rank folders are missing"):
         compact_run(tmp_path)
 
 

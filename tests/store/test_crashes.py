@@ -47,7 +47,7 @@ def assert_opens_after_kill(path: Path, killed_ns: int) -> None:
     run = open_run(path)
     assert run.status is RunStatus.CRASHED
     assert_only_the_last_interval_is_missing(run, 0, killed_ns=killed_ns, interval_s=INTERVAL_S)
-    assert "Rank 0 stopped without saying so" in run.notes[0]
+    assert "Rank 0 stopped without reporting an error" in run.notes[0]
 
 
 # ---- disks that refuse

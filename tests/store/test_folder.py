@@ -97,7 +97,7 @@ def test_unreadable_run_is_listed_last_with_the_reason(tmp_path: Path) -> None:
     assert (good.id, good.problem) == ("good", None)
     assert bad.manifest is None
     assert bad.problem is not None
-    assert "not JSON" in bad.problem
+    assert "invalid JSON" in bad.problem
 
 
 def test_folder_that_does_not_exist_has_no_runs(tmp_path: Path) -> None:

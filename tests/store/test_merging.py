@@ -106,7 +106,7 @@ def test_ranks_that_recorded_at_different_times_are_refused_whatever_their_name(
     parts = split((0, 1), (2, 3))
     move_in_time(rank_folder(parts[0], 0, 1), start_s=0, end_s=5)
     move_in_time(rank_folder(parts[1], 0, 3), start_s=15, end_s=20)
-    with pytest.raises(StoreError, match=r"rank-00003' began 10.0 s after"):
+    with pytest.raises(StoreError, match=r"rank-00003' started 10.0 s after"):
         merge_runs(parts, tmp_path / "merged")
 
 
@@ -142,13 +142,13 @@ def test_parts_without_any_manifest_are_merged(split, tmp_path):
 
 def test_a_folder_that_is_there_is_never_merged_into(split, tmp_path):
     (tmp_path / "merged").mkdir()
-    with pytest.raises(StoreError, match="is there already"):
+    with pytest.raises(StoreError, match="exists already"):
         merge_runs(split((0,), (1,)), tmp_path / "merged")
 
 
 def test_a_place_in_a_part_is_refused(split):
     parts = split((0, 1), (2, 3))
-    with pytest.raises(StoreError, match="lies in the part"):
+    with pytest.raises(StoreError, match="is inside the part"):
         merge_runs(parts, parts[0] / "merged")
 
 
@@ -158,7 +158,7 @@ def test_the_only_run_of_a_folder_may_be_named_by_the_folder(split, tmp_path):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(NotARunError, match="No rank of a run"):
+    with pytest.raises(NotARunError, match="No ranks of a run found"):
         merge_runs([tmp_path], tmp_path / "merged")
 
 
@@ -166,7 +166,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     split, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(merging, "_SPARE_BYTES", 1 << 60)
-    with pytest.raises(StoreError, match=r"has .* left"):
+    with pytest.raises(StoreError, match=r"has .* free"):
         merge_runs(split((0, 1), (2, 3)), tmp_path / "merged")
 
 

@@ -57,7 +57,7 @@ def test_record_edited_by_hand_opens_without_its_checksum() -> None:
 
 
 def test_record_cut_off_is_named_with_its_size() -> None:
-    with pytest.raises(CorruptFileError, match=r"run\.json holds 40 bytes that are not JSON"):
+    with pytest.raises(CorruptFileError, match=r"run\.json has 40 bytes of invalid JSON"):
         decode(encode_record(make_manifest())[:40])
 
 
@@ -67,12 +67,12 @@ def test_record_cut_off_is_named_with_its_size() -> None:
     ids=["object", "list", "odd version"],
 )
 def test_foreign_json_is_named_as_such(foreign: bytes) -> None:
-    with pytest.raises(CorruptFileError, match="no schema_version"):
+    with pytest.raises(CorruptFileError, match="JSON without a schema_version"):
         decode(foreign)
 
 
 def test_bytes_that_are_no_text_are_named_as_such() -> None:
-    with pytest.raises(CorruptFileError, match="not JSON"):
+    with pytest.raises(CorruptFileError, match="invalid JSON"):
         decode(b"\x80\x04\x95")
 
 
@@ -85,7 +85,7 @@ def test_impossible_value_is_named_with_its_place() -> None:
 
 
 def test_newer_record_is_refused_though_its_fields_are_unknown() -> None:
-    with pytest.raises(SchemaVersionError, match=r"version 7.*up to version 1.*Update"):
+    with pytest.raises(SchemaVersionError, match=r"version 7.*a version up to 1.*Update"):
         decode(b'{"schema_version": 7, "everything": "is different"}')
 
 

@@ -165,7 +165,7 @@ def test_file_in_the_place_of_the_folder_is_said_once_and_training_goes_on(
     assert writer.record.dropped == {"events": 100}
     assert any("Not a directory" in problem for problem in writer.record.problems)
     assert len(caplog.records) == 1
-    assert "Training goes on" in caplog.text
+    assert "Training continues" in caplog.text
 
 
 def test_deleted_folder_is_said_once_counted_and_not_made_again(
@@ -242,7 +242,7 @@ def test_rows_are_bounded_while_the_disk_hangs(
     answer.set()
     writer.close()
     assert rank_json(run_folder)["dropped"] == {"events": 30}
-    assert "the disk does not answer" in caplog.text
+    assert "the disk does not respond" in caplog.text
     assert len(open_run(run_folder).events(0)) == 11
 
 
