@@ -38,7 +38,7 @@ rank  step  step time   exposed   forward  backward  optimizer     data
 0        1    1.00 µs  250.0 ns  200.0 ns  320.0 ns   100.0 ns  50.0 ns
 1        1    1.00 µs  250.0 ns  200.0 ns  320.0 ns   100.0 ns  50.0 ns
 
-Recorded run hand-made. 3 of 4 finished steps are timed; left out: step 0
+Recorded run hand-made. 3 of 4 completed steps are timed; left out: step 0
 (warm-up)."""
 
 
