@@ -1,1 +1,1 @@
-"""One question a file, one result object, pure numbers."""
+"""Analyse a recorded run: each module answers one question with one result object."""

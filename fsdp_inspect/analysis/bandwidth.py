@@ -1,10 +1,11 @@
-"""How fast do the run's collectives move bytes, by kind and process group?
+"""Measure the bandwidth of a run's collectives, by kind and process group.
 
-A transfer is the part of a collective in which its own bytes travel: what is known of the other
-ranks (the minimum over ranks of the same collective, which waits for nobody) where it is given,
-else from its turn on its communicator (`analysis.collectives.queues`) to its end. The latter holds
-the wait for ranks that arrive later; on a backend that blocks the host also queueing and wake-up.
-Bus and algorithm bandwidth are those of nccl-tests (`trace.bus_bandwidth`).
+A transfer is the part of a collective in which its own bytes travel. If other ranks recorded the
+collective, it is the shortest duration over the ranks, because the last rank to arrive does not
+wait. Otherwise it is the time from the collective's turn on its communicator
+(`analysis.collectives.queues`) to its end. That time includes the wait for ranks that arrive later,
+and on a backend that blocks the host also queueing and wake-up. Bus and algorithm bandwidth are
+those of nccl-tests (`trace.bus_bandwidth`).
 """
 
 from dataclasses import dataclass
@@ -28,35 +29,35 @@ class KindBandwidth:
 
     kind: str
     group: int | None
-    """Index into the manifest's process groups; None: not known."""
+    """Index into the manifest's process groups; None if unknown."""
     group_role: str
-    """`shard`, `replicate`, `post_forward`, `other`, or `` where the group is not known."""
+    """`shard`, `replicate`, `post_forward`, `other`, or `` if the group is unknown."""
     group_size: int | None
-    """Ranks that take part."""
+    """Number of ranks that take part."""
     num_events: int
     num_sizes: int
     bytes_per_step: int
-    """Messages of the typical step added up."""
+    """Sum of the messages of the typical step."""
     transfer_ns: int | None
     """Median transfer of one collective."""
     transfer_from: str
     """`all_ranks`: the minimum over ranks; `rank`: this rank's own times; `mixed`."""
     method: str
-    """How the times were obtained: `measured`, `inferred`, `host_blocking`; several with `, `."""
+    """Method of the times: `measured`, `inferred`, `host_blocking`; several joined with `, `."""
     algorithm_bytes_per_s: float | None
-    """All messages / all transfer time: large messages weigh most."""
+    """Sum of the messages / sum of the transfer times: large messages have the largest weight."""
     bus_bytes_per_s: float | None
-    """The same for bus bytes; None where nothing travels on a ring, or the group is not known."""
+    """The same for bus bytes; None if the kind has no bus bytes, or the group is unknown."""
     median_bus_bytes_per_s: float | None
-    """Bus bandwidth of the median collective."""
+    """Median bus bandwidth over the collectives."""
     link: LinkFit | None
-    """Latency + bandwidth; None where no message has bytes and a duration. On collectives other
-    than all-gather, reduce-scatter and all-reduce the factor is 1."""
+    """Fit of latency + bandwidth; None if no message has bytes and a duration. The factor of
+    collectives other than all-gather, reduce-scatter and all-reduce is 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """What one rank's communicators achieve."""
+    """The bandwidth of one rank's communicators."""
 
     rank: int
     num_steps: int
@@ -71,21 +72,21 @@ def measure_bandwidth(
     unit: int | None = None,
     transfer_ns: NDArray[np.int64] | None = None,
 ) -> Bandwidth | None:
-    """How fast a rank's collectives are.
+    """Measure the bandwidth of a rank's collectives.
 
     Args:
         run: A recorded run.
-        rank: Default the median rank.
-        unit: Index of a unit, to limit the collectives to; the latency + bandwidth fit is always
-            that of all collectives of the kind and group.
-        transfer_ns: For each of the rank's `analysis.wait_causes.timed_collectives`, in that order,
-            how long its bytes travelled by what all ranks say; -1 unknown.
+        rank: Default: the median rank.
+        unit: Index of a unit, to limit the collectives. The fit of latency + bandwidth always uses
+            all collectives of the kind and group.
+        transfer_ns: The transfer time from all ranks, for each of the rank's
+            `analysis.wait_causes.timed_collectives` in their order; -1 if unknown.
 
     Returns:
         None if the rank has no timed step.
 
     Raises:
-        IncompleteRunError: The run holds nothing of that rank.
+        IncompleteRunError: The run has no data of the rank.
     """
     member = timed_rank(run, rank)
     if member is None:
@@ -111,7 +112,7 @@ def measure_bandwidth(
 
 @dataclass(frozen=True, slots=True)
 class _Transfers:
-    """Collectives that belong to training, and how long their bytes travelled."""
+    """The collectives of training, with their transfer times."""
 
     collectives: EventTable
     duration_ns: NDArray[np.int64]
@@ -129,7 +130,7 @@ class _Transfers:
         return cls(collectives.where(trained), duration[trained], from_all_ranks[trained])
 
     def kinds(self) -> list[tuple[int, int]]:
-        """Kind and group of the collectives that there are."""
+        """Return the pairs of kind and group of the collectives."""
         pairs = zip(self.collectives.kind.tolist(), self.collectives.group.tolist(), strict=True)
         return sorted(set(pairs))
 
@@ -140,12 +141,12 @@ class _Transfers:
         return self._where(self.collectives.unit == unit)
 
     def fit(self, factor: float) -> LinkFit | None:
-        """Latency + bandwidth of collectives of one kind and group."""
+        """Fit latency + bandwidth to collectives of one kind and group."""
         return fit_link(self.collectives.bytes[self.usable], self.duration_ns[self.usable], factor)
 
     @property
     def usable(self) -> NDArray[np.bool_]:
-        """Which have bytes and a duration. Some have an upper bound of it only."""
+        """Which collectives have bytes and a duration, not only an upper bound of the duration."""
         known: NDArray[np.bool_] = (self.collectives.bytes > 0) & (self.duration_ns > 0)
         known &= (self.collectives.flags & EventFlag.LATEST_END) == 0
         return known
@@ -157,7 +158,7 @@ class _Transfers:
 
     @property
     def source(self) -> str:
-        """Where the durations come from."""
+        """The source of the durations: `all_ranks`, `rank` or `mixed`."""
         if self.from_all_ranks.all():
             return "all_ranks"
         return "mixed" if self.from_all_ranks.any() else "rank"

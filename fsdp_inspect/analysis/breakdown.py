@@ -19,7 +19,7 @@ from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import SummaryTable, rows_of
 
 _KINDS = (EventKind.STEP, *PARTS_OF_STEP, StepPart.COMMUNICATION, StepPart.BETWEEN_STEPS)
-"""The rows of a step that a breakdown is made of."""
+"""The summary rows that a breakdown reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,30 +30,30 @@ class PartTime:
     """`forward`, `exposed_all_gather`, ...: a `StepPart`."""
     duration_ns: int
     ratio: float
-    """Share of the step, 0 to 1."""
+    """Fraction of the step, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepBreakdown:
-    """One step of one rank, or the mean over several, split."""
+    """The parts of one step of one rank, or of the mean over several steps."""
 
     rank: int
     steps: tuple[int, ...]
-    """The step, or the steps that every number is the mean over; ascending."""
+    """The step, or the steps behind the mean; ascending."""
     step_time_ns: int
     parts: tuple[PartTime, ...]
     """All of `PARTS_OF_STEP`, in that order; their durations add up to `step_time_ns` exactly."""
     exposed_ns: int
-    """The exposed parts together."""
+    """Sum of the exposed parts."""
     closest_step: int
-    """Of these steps the one whose time is closest to `step_time_ns`: the one to look at."""
+    """The step of `steps` whose time is closest to `step_time_ns`, as an example."""
     communication_ns: int
     """Union of the rank's running collectives; it overlaps the parts."""
     between_ns: int
     """Evaluation and checkpoints before the step; not in `step_time_ns`."""
 
     def duration_ns(self, part: StepPart) -> int:
-        """The time of one part."""
+        """Return the time of one part."""
         return next(row.duration_ns for row in self.parts if row.name == part.label)
 
 
@@ -68,7 +68,7 @@ class Breakdown:
 
 
 def measure_breakdown(run: RunSource) -> Breakdown:
-    """Where the time of the typical step goes, for the run and for each rank."""
+    """Split the typical step into parts, for the run and for each rank."""
     timed = timed_ranks(run)
     ranks = tuple(_split_typical_steps(run, timed.members))
     median = timed.median
@@ -79,34 +79,34 @@ def measure_breakdown(run: RunSource) -> Breakdown:
 
 
 def measure_step_breakdown(run: RunSource, *, rank: int, step: int) -> StepBreakdown:
-    """Where the time of one given step goes, be it timed or not.
+    """Split one step into parts; the step need not be a timed step.
 
     Raises:
-        IncompleteRunError: The rank did not finish that step.
+        IncompleteRunError: The rank did not complete this step.
     """
     rows = run.summary(ranks=[rank], kinds=_KINDS)
     finished = rows.step[rows.kind == EventKind.STEP]
     if step not in finished:
-        exists = f"{finished.min()} to {finished.max()}" if len(finished) else "none"
+        known = f"{finished.min()} to {finished.max()}" if len(finished) else "none"
         raise IncompleteRunError(
-            f"Rank {rank} of run {run.manifest.run_id!r} did not finish step {step}. "
-            f"Its finished steps: {exists}. Choose one of them."
+            f"Step {step} not found: rank {rank} of run {run.manifest.run_id!r} did not complete "
+            f"it. Completed steps: {known}. Choose one of them."
         )
     return _split(rows.where(rows.step == step))
 
 
 def split_typical_step(member: RankSteps) -> StepBreakdown:
-    """Where the time of a rank's typical step goes.
+    """Split the typical step of a rank into parts.
 
     Args:
-        member: Its steps, at least one.
+        member: The steps of the rank, at least one.
     """
     rows = rows_of(member.rows, kinds=_KINDS)
     return _split(rows.where(np.isin(rows.step, member.typical_steps)))
 
 
 def _split_typical_steps(run: RunSource, members: Sequence[RankSteps]) -> Iterator[StepBreakdown]:
-    """The typical step of each rank; the summary is read kind by kind, never as a whole."""
+    """Split the typical step of each rank. The summary is read by kind to limit memory."""
     keys = np.sort(
         np.concatenate(
             [_keys(np.int64(member.rank), member.typical_steps) for member in members]
@@ -121,20 +121,20 @@ def _split_typical_steps(run: RunSource, members: Sequence[RankSteps]) -> Iterat
 
 
 def _keys(rank: NDArray[np.int64] | np.int64, step: NDArray[np.int32]) -> NDArray[np.int64]:
-    """One number for each step of each rank."""
+    """Return one number for each pair of rank and step."""
     keys: NDArray[np.int64] = (rank << 32) + step
     return keys
 
 
 def _at(rows: SummaryTable, keys: NDArray[np.int64]) -> SummaryTable:
-    """The rows of some steps of some ranks; the keys ascend."""
+    """Return the rows with these keys; the keys ascend."""
     own = _keys(rows.rank.astype(np.int64), rows.step)
     place = np.minimum(np.searchsorted(keys, own), len(keys) - 1)
     return rows.where(keys[place] == own)
 
 
 def _split(rows: SummaryTable) -> StepBreakdown:
-    """The breakdown of the mean over the steps that the rows are of, all of one rank."""
+    """Split the mean over the steps of the rows; all rows are of one rank."""
     steps, whole = np.unique(rows.step), rows.where(rows.kind == EventKind.STEP)
 
     def mean(kind: int) -> int:

@@ -21,26 +21,26 @@ from fsdp_inspect.trace.run import RunSource
 
 @dataclass(frozen=True, slots=True)
 class BreakdownCauses(TableResult):
-    """A step, split by part and its waits by cause, and the typical step of each rank."""
+    """A step split by part, its waits split by cause, and the typical step of each rank."""
 
     run_id: str
     source: str
     """`recorded`, `emulated`, `imported` or `predicted`."""
     shown: StepBreakdown | None
-    """The step that was asked for, by default the typical step of the median rank; None where no
-    step is timed."""
+    """The selected step, by default the typical step of the median rank; None without a timed
+    step."""
     is_typical: bool
-    """Whether it is the typical step of its rank, not one step that was asked for."""
+    """Whether `shown` is the typical step of its rank and not one selected step."""
     largest: PartTime | None
     """The largest part of the shown step."""
     exposed_ratio: float | None
-    """The exposed parts of the shown step as a share of it."""
+    """Exposed time / time of the shown step."""
     causes_ns: dict[str, int]
     """The exposed parts by cause, largest first; they add up to `shown.exposed_ns`."""
     arrivals: ArrivalsKnown | None
-    """How far stragglers are known."""
+    """The ranks whose arrivals are known, for the cause `straggler`."""
     left_out: str
-    """Which steps count and which do not, in words."""
+    """The number of timed steps and the steps that are left out, in words."""
     ranks: tuple[StepBreakdown, ...]
     """The typical step of each rank, by rank."""
 
@@ -61,15 +61,15 @@ class BreakdownCauses(TableResult):
 def measure_breakdown_causes(
     run: RunSource, *, rank: int | None = None, step: int | None = None
 ) -> BreakdownCauses:
-    """Where a step goes.
+    """Split a step by part and its waits by cause.
 
     Args:
         run: A recorded run.
-        rank: Default the median rank.
-        step: Any finished step; default the typical step of the rank.
+        rank: Default: the median rank.
+        step: Any completed step; default: the typical step of the rank.
 
     Raises:
-        IncompleteRunError: The run holds nothing of that rank, or it did not finish that step.
+        IncompleteRunError: The run has no data of the rank, or the rank did not complete the step.
     """
     ranks = measure_breakdown(run).ranks
     member = timed_rank(run, rank)
@@ -99,10 +99,11 @@ def measure_breakdown_causes(
 
 
 def find_causes(run: RunSource, shown: StepBreakdown) -> tuple[dict[str, int], ArrivalsKnown]:
-    """The causes of the exposed time of a breakdown, and how far stragglers are known.
+    """Split the exposed time of a breakdown by cause.
 
     Returns:
-        ns by cause, those above 0, largest first; they add up to `shown.exposed_ns`.
+        The causes in ns, only causes above 0, largest first; they add up to `shown.exposed_ns`.
+        And the ranks whose arrivals are known.
     """
     steps = list(shown.steps)
     collectives = run.events(shown.rank, steps=steps, kinds=sorted(COLLECTIVES))

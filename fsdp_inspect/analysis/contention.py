@@ -1,19 +1,19 @@
-"""How much slower does the same compute run while communication runs beside it?
+"""Measure the slowdown of compute while communication runs.
 
-Kernels that communicate take memory bandwidth and cores from kernels that compute (RULES R24): of
-a wait that is hidden, (slowdown - 1) x the time beside it is paid in compute. The measure needs
-the same compute with and without communication beside it: a unit's own passes, or those of units
-alike (same class, same number of parameters), whose kernels are the same.
+Communication kernels take memory bandwidth and cores from compute kernels (RULES R24). The
+measurement requires the same compute with and without simultaneous communication: passes of one
+unit, or passes of similar units (same class, same number of parameters), which run the same
+kernels.
 
-A pass is a unit's forward or backward less nested units, copies and waits; of kernel traces its
-compute kernels. With `d` its time, `o` the part of it beside communication and `alone` the median
-time of the passes that had next to none, the work done beside communication would have taken
-alone - (d - o), so that
+A pass is a unit's forward or backward without nested units, copies and waits; in kernel traces it
+is the unit's compute kernels. Let `d` be its time, `o` the part of it during communication, and
+`alone` the median time of the passes with almost no communication. Without communication, the work
+of the part `o` would take alone - (d - o). So
 
     slowdown = o / (alone - (d - o))
 
-and the result is the median over the passes. Where nothing varies there is no answer, and the
-reason is given.
+and the result is the median over the passes. If all passes overlap communication equally, there is
+no result, but a reason.
 """
 
 from collections.abc import Iterator
@@ -40,11 +40,11 @@ from fsdp_inspect.trace.run import RunSource, Unit
 from fsdp_inspect.trace.tables import EventTable, positions_by_value
 
 ALONE_RATIO = 0.1
-"""A pass with at most this share of itself beside communication counts as alone."""
+"""A pass counts as alone if at most this fraction of it runs during communication."""
 BESIDE_RATIO = 0.3
-"""A pass with at least this share of itself beside communication counts as slowed."""
+"""A pass counts as slowed if at least this fraction of it runs during communication."""
 MIN_PASSES = 5
-"""So many of either are needed."""
+"""Required number of passes of either kind."""
 
 _PASSES = (EventKind.FORWARD, EventKind.BACKWARD)
 _IDLE = frozenset({*COPIES, *WAIT_OF.values(), EventKind.OTHER_WAIT})
@@ -61,39 +61,39 @@ class UnitContention:
     phase: str
     """`forward` or `backward`."""
     num_alone: int
-    """Passes with next to no communication beside them."""
+    """Passes that run almost without communication."""
     num_beside: int
-    """Passes with communication beside at least `BESIDE_RATIO` of them."""
+    """Passes of which at least `BESIDE_RATIO` runs during communication."""
     compute_ns: int
     """Median time of one pass, without nested units, copies and waits."""
     beside_ratio: float
-    """Share of the passes beside which communication ran, 0 to 1."""
+    """Fraction of the compute that runs during communication, 0 to 1."""
     slowdown: float | None
-    """Time beside communication / time of the same work alone; 1 is none. None: see `reason`."""
+    """Time during communication / time of the same work alone; 1: none. None: see `reason`."""
     low: float | None
-    """Tenth percentile over the single passes: their spread, not a confidence interval."""
+    """Tenth percentile over the passes: their spread, not a confidence interval."""
     high: float | None
-    """Ninetieth percentile over the single passes."""
+    """Ninetieth percentile over the passes."""
     compared_with: str
-    """What stands for the compute alone: `itself`, `alike` (units of its class and size) or ``."""
+    """Source of `alone`: `itself`, `alike` (units of the same class and size) or ``."""
     reason: str | None
     """Why there is no slowdown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """What communication costs the compute beside it, on one rank."""
+    """The slowdown of compute during communication, on one rank."""
 
     rank: int
     num_steps: int
     slowdown: float | None
-    """Median over all units' passes beside communication; None: see `reason`."""
+    """Median over the slowed passes of all units; None: see `reason`."""
     low: float | None
-    """Tenth percentile over those passes: their spread, not a confidence interval."""
+    """Tenth percentile over these passes: their spread, not a confidence interval."""
     high: float | None
-    """Ninetieth percentile over those passes."""
+    """Ninetieth percentile over these passes."""
     is_clear: bool
-    """Whether the spread leaves out 1: if not, the slowdown cannot be told from noise."""
+    """Whether the spread excludes 1; otherwise the slowdown can be noise."""
     reason: str | None
     units: tuple[UnitContention, ...]
     """In order of execution; forward before backward."""
@@ -102,18 +102,18 @@ class Contention:
 def measure_contention(
     run: RunSource, *, rank: int | None = None, unit: int | None = None
 ) -> Contention | None:
-    """How much communication slows the compute beside it.
+    """Measure the slowdown of compute during communication.
 
     Args:
         run: A recorded run.
-        rank: Default the median rank.
-        unit: Index of a unit, to limit the answer to; others still stand in for it.
+        rank: Default: the median rank.
+        unit: Index of a unit, to limit the result; similar units still provide its time alone.
 
     Returns:
         None if the rank has no timed step.
 
     Raises:
-        IncompleteRunError: The run holds nothing of that rank.
+        IncompleteRunError: The run has no data of the rank.
     """
     member = timed_rank(run, rank)
     if member is None:
@@ -130,14 +130,14 @@ def measure_contention(
             low=None,
             high=None,
             is_clear=False,
-            reason="The ends of asynchronous collectives were not measured, so it is not known "
-            "which compute ran beside communication.",
+            reason="The ends of asynchronous collectives were not measured, so it is unknown "
+            "which compute ran during communication.",
             units=(),
         )
     passes = _Passes.of(events)
     units = sorted(run.manifest.units, key=_execution_order)
-    asked = [one for one in units if unit is None or one.index == unit]
-    measured = [_measure_unit(passes, one, kind, units) for one in asked for kind in _PASSES]
+    selected = [one for one in units if unit is None or one.index == unit]
+    measured = [_measure_unit(passes, one, kind, units) for one in selected for kind in _PASSES]
     slowdowns = np.concatenate([np.empty(0), *(slowed for _, slowed in measured)])
     rows = tuple(row for row, _ in measured if row is not None)
     low, middle, high = _spread(slowdowns)
@@ -165,7 +165,7 @@ class _Passes:
     kind: NDArray[np.int64]
     compute_ns: NDArray[np.int64]
     beside_ns: NDArray[np.int64]
-    """The part of `compute_ns` beside communication."""
+    """The part of `compute_ns` during communication."""
 
     @classmethod
     def of(cls, events: EventTable) -> "_Passes":
@@ -182,7 +182,7 @@ class _Passes:
 
     @property
     def ratio(self) -> NDArray[np.float64]:
-        """Share of each pass beside communication."""
+        """Fraction of each pass during communication."""
         return self.beside_ns / np.maximum(self.compute_ns, 1)
 
     def alone(self) -> "_Passes":
@@ -193,11 +193,14 @@ class _Passes:
 
 
 def _passes_of(events: EventTable) -> NDArray[np.int64]:
-    """Of one step: unit, kind, own compute and its part beside communication, shape (4, passes)."""
+    """Return unit, kind, own compute and its part during communication, shape (4, passes).
+
+    The events are those of one step.
+    """
     communication = _spans(events, np.isin(events.kind, list(COLLECTIVES)))
     computing = _computing(events)
     trained = np.isin(events.phase, (Phase.FORWARD, Phase.BACKWARD)) & (events.unit != NO_UNIT)
-    # A forward inside backward is recomputation: part of its unit's backward, if that is open.
+    # A forward inside backward is recompute: part of its unit's backward, if that is open.
     is_pass = (events.kind == EventKind.FORWARD) & (events.phase == Phase.FORWARD)
     is_pass |= events.kind == EventKind.BACKWARD
     passes = events.where(is_pass & trained)
@@ -213,7 +216,7 @@ def _passes_of(events: EventTable) -> NDArray[np.int64]:
 
 
 def _nested_passes(passes: EventTable) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Each pass that holds passes of other units, with these."""
+    """Yield each pass that contains passes of other units, with those passes."""
     order = np.argsort(passes.start_ns, kind="stable")
     starts = passes.start_ns[order]
     lows = np.searchsorted(starts, passes.start_ns, side="left")
@@ -228,7 +231,7 @@ def _nested_passes(passes: EventTable) -> Iterator[tuple[int, NDArray[np.int64]]
 
 
 def _computing(events: EventTable) -> Intervals:
-    """When the rank computes: its kernels, or all the time but copies and waits on its clock."""
+    """Return when the rank computes: its kernels, or all time except copies and waits."""
     kernels = _spans(events, events.kind == EventKind.COMPUTE)
     if len(kernels):
         return kernels
@@ -245,7 +248,7 @@ def _spans(events: EventTable, mask: NDArray[np.bool_]) -> Intervals:
 def _measure_unit(
     passes: _Passes, unit: Unit, kind: EventKind, units: list[Unit]
 ) -> tuple[UnitContention | None, NDArray[np.float64]]:
-    """A unit's row, and the slowdown of each of its passes that tells one."""
+    """Return a unit's row, and the slowdowns of its passes."""
     own = passes.of_units([unit.index], kind)
     if len(own.unit) == 0:
         return None, np.empty(0)
@@ -275,7 +278,7 @@ def _measure_unit(
 
 
 def _spread(values: NDArray[np.float64]) -> tuple[float | None, float | None, float | None]:
-    """Tenth percentile, median and ninetieth percentile."""
+    """Return tenth percentile, median and ninetieth percentile."""
     if len(values) == 0:
         return None, None, None
     low, middle, high = np.percentile(values, (10, 50, 90)).tolist()
@@ -288,25 +291,28 @@ def _is_alike(unit: Unit, other: Unit) -> bool:
 
 def _refuse(num_alone: int, num_beside: int) -> str | None:
     if num_beside < MIN_PASSES:
-        return f"Communication ran beside {num_beside} of its passes; {MIN_PASSES} are needed."
+        return (
+            f"Communication ran during {num_beside} of its passes. At least {MIN_PASSES} are "
+            "required."
+        )
     if num_alone < MIN_PASSES:
         return (
-            f"Communication ran beside nearly all passes of it and of units alike: {num_alone} "
-            f"ran alone; {MIN_PASSES} are needed."
+            f"Only {num_alone} passes of this unit and of similar units ran without "
+            f"communication. At least {MIN_PASSES} are required."
         )
     return None
 
 
 def _slowdowns(beside: _Passes, alone_ns: int) -> NDArray[np.float64]:
-    """Of each pass; one that left no time for the work beside communication tells nothing."""
+    """Return the slowdown of each pass, without passes that leave no time for the slowed work."""
     work_ns = alone_ns - (beside.compute_ns - beside.beside_ns)
-    tells = work_ns > 0
-    return beside.beside_ns[tells] / work_ns[tells]
+    is_usable = work_ns > 0
+    return beside.beside_ns[is_usable] / work_ns[is_usable]
 
 
 def _explain(rows: tuple[UnitContention, ...]) -> str:
     if not rows:
         return "No forward or backward of a unit was recorded in the timed steps."
     if not any(row.num_beside for row in rows):
-        return "No communication ran beside a unit's compute."
-    return "In no unit did the same compute run both beside communication and alone."
+        return "No communication ran during the compute of a unit."
+    return "No unit ran the same compute both during communication and alone."

@@ -1,4 +1,4 @@
-"""What does an analysis say of a run, a part of which may be damaged?"""
+"""Run an analysis on a run whose files may be damaged."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,11 +10,17 @@ _AnswerT = TypeVar("_AnswerT")
 
 
 def try_measure(
-    question: Callable[[RunSource], _AnswerT], run: RunSource, damage: list[str]
+    measure: Callable[[RunSource], _AnswerT], run: RunSource, damage: list[str]
 ) -> _AnswerT | None:
-    """The answer, or None where the files that it needs are damaged; `damage` says so."""
+    """Return the result of an analysis, or None if a file that it needs is damaged.
+
+    Args:
+        measure: The analysis.
+        run: The run.
+        damage: Receives the error message if a file is damaged.
+    """
     try:
-        return question(run)
+        return measure(run)
     except StoreError as error:
         damage.append(str(error))
         return None

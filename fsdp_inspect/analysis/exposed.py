@@ -1,11 +1,10 @@
-"""Measure whose communication makes a rank wait, for how long, and why.
+"""Measure the exposed communication of a rank, by owner and by cause.
 
-Exposure is attributed to the collective that is waited for, hence to the unit that owns it. Two
-collectives that are waited for at once are both charged, so the owners may add up to more than
-the step's exposed time: the step's number is the union, theirs never is. The causes of a wait are
-those of `analysis.wait_causes`. Every time is that of the rank's typical step ([Note: the typical
-step] in `analysis.step_selection`), so causes add up to the exposed time and kinds to that of the
-breakdown.
+Exposed time belongs to the collective that is waited for, and so to the unit that owns it. If a
+rank waits for two collectives at once, the time counts for both. So the owners can add up to more
+than the step's exposed time, which is a union. `analysis.wait_causes` defines the causes. Every
+time is a time of the rank's typical step ([Note: the typical step] in `analysis.step_selection`),
+so causes add up to the exposed time, and kinds to the exposed time of the breakdown.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.tables import EventTable, SummaryTable, positions_by_value, rows_of
 
 MOST_EVIDENCE = 10
-"""How many waits are named as evidence."""
+"""Number of waits that are listed as evidence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +30,15 @@ class ExposedOwner:
     """One unit's collectives of one kind in one phase, in the typical step."""
 
     unit: int
-    """Index into the manifest's units; -1: of none."""
+    """Index into the manifest's units; -1: no unit."""
     fqn: str | None
-    """None for communication of no unit."""
+    """None for communication without a unit."""
     is_fsdp: bool | None
-    """Whether FSDP issued it; None where the source does not tell (traces without ranges)."""
+    """Whether FSDP issued it; None if the source does not record it (traces without ranges)."""
     kind: str
     """`all_gather`, `reduce_scatter`, ..."""
     phase: str
-    """`forward`, `backward`, ...: where in the step it was issued."""
+    """`forward`, `backward`, ...: the phase in which it was issued."""
     count_per_step: float
     duration_ns: int
     """Time in flight per step, exposed or not."""
@@ -48,9 +47,9 @@ class ExposedOwner:
     floor_ns: int
     """The part of `exposed_ns` that belongs to the structural floor."""
     step_ratio: float
-    """Exposed time as a share of the step, 0 to 1."""
+    """Exposed time / step time, 0 to 1."""
     causes_ns: dict[str, int]
-    """By `Cause`, those above 0, largest first; they add up to `exposed_ns`."""
+    """By `Cause`, only causes above 0, largest first; they add up to `exposed_ns`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +59,22 @@ class ExposedPass:
     kind: str
     phase: str
     num_units: int
-    """Units that own some; 0: none of them belongs to a unit."""
+    """Number of units that own these collectives; 0: none of them has a unit."""
     count_per_step: float
     exposed_ns: int
-    """Per step; what is waited for at once is charged to each."""
+    """Per step; simultaneous waits count for each collective."""
     causes_ns: dict[str, int]
-    """By `Cause`, those above 0, largest first; they add up to `exposed_ns`."""
+    """By `Cause`, only causes above 0, largest first; they add up to `exposed_ns`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """The collective right ahead of another one in the queue of their communicator."""
+    """The previous collective in the queue of the communicator."""
 
     fqn: str | None
-    """None: of no unit."""
+    """None: it belongs to no unit."""
     is_fsdp: bool | None
-    """As of an owner."""
+    """See `ExposedOwner`."""
     kind: str
     end_ns: int
     """From the start of the step."""
@@ -83,35 +82,35 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True)
 class ExposedWait:
-    """One exposed wait; all times but durations count from the start of its step."""
+    """One exposed wait; all times except durations count from the start of its step."""
 
     step: int
     microbatch: int
     fqn: str | None
-    """Whose collective was waited for; None: of no unit."""
+    """The unit whose collective is waited for; None: no unit."""
     is_fsdp: bool | None
-    """As of an owner."""
+    """See `ExposedOwner`."""
     kind: str
     phase: str
     issue_ns: int
-    """When the host issued the collective."""
+    """The host issues the collective."""
     start_ns: int
-    """When the collective began on its stream."""
+    """The collective starts on its stream."""
     need_ns: int
-    """When the compute stream (CPU: the main thread) began to wait for it."""
+    """The compute stream (CPU: the main thread) begins to wait for it."""
     end_ns: int
     exposed_ns: int
     cause: str
     """The largest of `causes_ns`."""
     causes_ns: dict[str, int]
-    """By `Cause`, those above 0, largest first; they add up to `exposed_ns`."""
+    """By `Cause`, only causes above 0, largest first; they add up to `exposed_ns`."""
     ahead: Ahead | None
-    """None: nothing, in this step."""
+    """None: no collective is ahead of it in this step."""
     bytes: int | None
     group: int | None
     """Index into the manifest's process groups."""
     sequence: int | None
-    """Its number in that group: the same collective on every rank."""
+    """Sequence number in the group: the same collective has it on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,29 +119,29 @@ class Exposed:
 
     rank: int
     num_steps: int
-    """The typical steps that every time is the mean over."""
+    """Number of typical steps; every time is a mean over them."""
     step_time_ns: int
     communication_ns: int
     exposed_ns: int
     step_ratio: float
-    """Exposed time as a share of the step, 0 to 1."""
+    """Exposed time / step time, 0 to 1."""
     floor_ns: int
     """The part that no setting can hide: the first gather of each forward and the last reduction
-    of each backward, which have no compute beside them; waits for stragglers at them included."""
+    of each backward, because no compute runs next to them; includes their waits for stragglers."""
     backward_gathers_ns: int
-    """Of FSDP's all-gathers in backward, which `reshard_after_forward=False` removes."""
+    """Exposed time of FSDP's all-gathers in backward; `reshard_after_forward=False` removes it."""
     by_kind_ns: dict[str, int]
     """By collective: `all_gather`, `reduce_scatter`, `all_reduce`, `other`."""
     causes_ns: dict[str, int]
-    """By `Cause`, those above 0, largest first; they add up to `exposed_ns`. Empty where the
+    """By `Cause`, only causes above 0, largest first; they add up to `exposed_ns`. Empty if the
     rank's events are missing."""
     passes: tuple[ExposedPass, ...]
     """Every kind of collective in every phase, most exposed first."""
     owners: tuple[ExposedOwner, ...]
     """Every owner of communication, most exposed first."""
     evidence: tuple[ExposedWait, ...]
-    """The longest waits of the timed steps, longest first: of each owner its longest one, of a
-    single unit simply the longest; at most `MOST_EVIDENCE`."""
+    """The longest waits of the timed steps, longest first, at most `MOST_EVIDENCE`: the longest
+    wait of each owner, or the longest waits of a selected unit."""
 
 
 def measure_exposed(
@@ -153,22 +152,22 @@ def measure_exposed(
     unit: int | None = None,
     last_arrival_ns: NDArray[np.int64] | None = None,
 ) -> Exposed | None:
-    """How long a rank waits for communication, whose, and why.
+    """Measure the exposed communication of a rank, by owner and by cause.
 
     Args:
         run: A recorded run.
-        rank: Default the median rank.
-        step: One of its timed steps, to ask about that step alone; default all of them.
-        unit: Index of a unit, to limit passes, owners and evidence to; the rank's numbers stay.
-        last_arrival_ns: For each of the rank's `analysis.wait_causes.timed_collectives`, in that
-            order, when the last rank arrived, on this rank's clock; -1 unknown; those of `step`
-            only where one is given. Without it no wait is called a straggler's.
+        rank: Default: the median rank.
+        step: One timed step of the rank; default: the typical step.
+        unit: Index of a unit: limits passes, owners and evidence, but not the rank's numbers.
+        last_arrival_ns: The arrival of the last rank, on this rank's clock, for each of the rank's
+            `analysis.wait_causes.timed_collectives` in their order (with `step`: only those of the
+            step); -1 if unknown. Without it, no wait has the cause `straggler`.
 
     Returns:
         None if the rank has no timed step.
 
     Raises:
-        IncompleteRunError: The run holds nothing of that rank.
+        IncompleteRunError: The run has no data of the rank.
     """
     member = timed_rank(run, rank)
     if member is None:
@@ -208,17 +207,17 @@ def measure_causes(
     exposed_ns: int,
     last_arrival_ns: NDArray[np.int64] | None = None,
 ) -> dict[str, int]:
-    """The causes of the exposed time of some steps of a rank, timed or not, per step.
+    """Split the exposed time of some steps of a rank by cause, per step.
 
     Args:
         run: A recorded run.
-        rank: Of which rank.
-        steps: Steps that it finished, at least one.
-        exposed_ns: Their mean exposed time.
-        last_arrival_ns: As for `measure_exposed`, for the collectives of these steps.
+        rank: The rank.
+        steps: Completed steps of the rank, timed or not, at least one.
+        exposed_ns: Mean exposed time of these steps.
+        last_arrival_ns: See `measure_exposed`, for the collectives of these steps.
 
     Returns:
-        ns by `Cause`, those above 0, largest first; they add up to `exposed_ns`.
+        ns by `Cause`, only causes above 0, largest first; they add up to `exposed_ns`.
     """
     events = run.events(rank, steps=list(steps), kinds=sorted(NEEDED_KINDS))
     typical = _TypicalWaits(split_waits(events, last_arrival_ns=last_arrival_ns), len(steps))
@@ -233,7 +232,7 @@ def _backward_gathers(member: RankSteps) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _TypicalWaits:
-    """The waits of the typical steps, and means over these steps."""
+    """The waits of the typical steps, with means over these steps."""
 
     waits: Waits
     num_steps: int
@@ -242,12 +241,12 @@ class _TypicalWaits:
         return _TypicalWaits(self.waits.where(mask), self.num_steps)
 
     def causes_ns(self, by_cause_ns: NDArray[np.int64], exposed_ns: int | None) -> dict[str, int]:
-        """The causes per step, those above 0, largest first.
+        """Return the causes per step, only causes above 0, largest first.
 
         Args:
             by_cause_ns: Shape (n, len(Cause)), of these waits.
-            exposed_ns: What they add up to; None, or a number that the events do not bear out
-                (some are missing): their own sum.
+            exposed_ns: The sum of the causes. If it is None, or differs from the events because
+                some are missing, the sum of the events applies.
         """
         means = by_cause_ns.sum(axis=0) / max(self.num_steps, 1)
         total = float(means.sum())
@@ -256,13 +255,13 @@ class _TypicalWaits:
         return _by_name(apportion(means, exposed_ns))
 
     def floor_ns(self, by_cause_ns: NDArray[np.int64]) -> int:
-        """The waits per step for the floor's collectives, waits for stragglers included."""
+        """Return the waits per step for floor collectives, with their waits for stragglers."""
         floor = by_cause_ns[self.waits.is_floor][:, [Cause.FLOOR, Cause.STRAGGLER]]
         return round(float(floor.sum() / max(self.num_steps, 1)))
 
 
 def _by_name(by_cause_ns: NDArray[np.int64]) -> dict[str, int]:
-    """The causes above 0, largest first."""
+    """Return the causes above 0, largest first."""
     causes = sorted(Cause, key=lambda cause: -int(by_cause_ns[cause]))
     return {cause.label: int(by_cause_ns[cause]) for cause in causes if by_cause_ns[cause]}
 
@@ -297,9 +296,9 @@ def _find_owners(
     step_time = member.typical(member.step_time_ns)
     rows = collective_rows(member.rows)
     waits_of = dict(positions_by_value(_owners(typical.waits.collectives)))
-    nobody, owners = np.empty(0, np.int64), []
+    no_waits, owners = np.empty(0, np.int64), []
     for owner, positions in positions_by_value(_owners(rows)):
-        own, owned = rows.where(positions), typical.where(waits_of.get(owner, nobody))
+        own, owned = rows.where(positions), typical.where(waits_of.get(owner, no_waits))
         unit, phase, kind = int(own.unit[0]), Phase(int(own.phase[0])), EventKind(int(own.kind[0]))
         if only_unit is not None and unit != only_unit:
             continue
@@ -323,7 +322,7 @@ def _find_owners(
 
 
 def _owners(table: EventTable | SummaryTable) -> NDArray[np.int64]:
-    """One number for each row, equal for those of one unit, phase and kind, in that order."""
+    """Return one number per row, equal for equal unit, phase and kind, and sorted like them."""
     unit, phase, kind = (
         column.astype(np.int64) for column in (table.unit, table.phase, table.kind)
     )
@@ -343,7 +342,7 @@ class _Evidence:
         self._waits = waits
 
     def collect(self, unit: int | None) -> tuple[ExposedWait, ...]:
-        """The longest waits of a unit, or of every owner its longest one."""
+        """Return the longest waits of a unit, or the longest wait of every owner."""
         collectives, exposed = self._waits.collectives, self._waits.exposed_ns
         is_candidate = (exposed > 0) & (collectives.phase != Phase.EVALUATION)
         if unit is not None:

@@ -1,11 +1,10 @@
-"""How many all-gathers had the host issued that were not complete, at the worst moment?
+"""Find the highest number of all-gathers that are issued but not complete.
 
 FSDP1 allocates the output of an all-gather when the host issues it. Its limiter
-(`limit_all_gathers`) holds the host back, so that no more than two are under way; without it a host
-that runs ahead of the device allocates one unit after the other, and the allocator has to free its
-cache, which stalls the device (RULES R12). FSDP2 has no such limit and needs none: its streams wait
-for the copy-out of the unit before the last one. The number is told for every run; what follows
-from it is for advice to say.
+(`limit_all_gathers`) blocks the host, so that at most two all-gathers are pending. Without it, a
+host that runs ahead of the device allocates one unit after the other, and the allocator must free
+its cache, which stalls the device (RULES R12). FSDP2 needs no such limit: its streams wait for the
+copy-out of the unit before the last one. This module only measures the number, for every run.
 
 Source: torch `_runtime_utils._unshard` and `_FreeEventQueue`, at most two inflight all-gathers.
 """
@@ -21,35 +20,35 @@ from fsdp_inspect.trace.run import RunSource
 
 @dataclass(frozen=True, slots=True)
 class GathersInFlight:
-    """The moment with the most all-gathers under way, of one rank's timed steps."""
+    """The moment with the most pending all-gathers in one rank's timed steps."""
 
     rank: int
     most: int
-    """Issued by the host and not complete on the device."""
+    """All-gathers that the host issued and the device has not completed."""
     step: int
     phase: str
     issue_ns: int
-    """When the last of them was issued, from the start of the step."""
+    """Issue of the last of them, from the start of the step."""
     bytes: int
-    """Their messages added up; those of unknown size count 0."""
+    """Sum of their messages; an unknown size counts 0."""
     bytes_of_last_two: int
-    """What two of them hold: the largest two, so that the difference is not told too large."""
+    """Sum of the largest two messages: the memory that a limit of two would at most need."""
     fqns: tuple[str, ...]
     """Their units, in the order of issue."""
 
 
 def measure_gathers_in_flight(run: RunSource, *, rank: int | None = None) -> GathersInFlight | None:
-    """The most all-gathers of units that were under way at once.
+    """Find the moment with the most pending all-gathers of units.
 
     Args:
         run: A run on a device; on CPU the host waits for each one, or issues it as work.
-        rank: Default the median rank.
+        rank: Default: the median rank.
 
     Returns:
-        None if no timed step of the rank gathered a unit.
+        None if no timed step of the rank gathers a unit.
 
     Raises:
-        IncompleteRunError: The run holds nothing of that rank.
+        IncompleteRunError: The run has no data of the rank.
     """
     member = timed_rank(run, rank)
     if member is None:

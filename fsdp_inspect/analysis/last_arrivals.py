@@ -1,4 +1,4 @@
-"""What do the other ranks tell about a rank's collectives: who arrived last, what was transfer?"""
+"""Read from the other ranks when the last rank arrived at a collective, and its transfer time."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable
 
 MOST_RANKS_ALIGNED = 12
-"""Beyond it only some ranks are read to find the last arrival, spread over all."""
+"""In a run with more ranks, the last arrival comes from this number of evenly spread ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalsKnown:
-    """How far it is known when the other ranks arrived at a collective."""
+    """The ranks whose arrivals at a collective are known."""
 
     num_ranks: int
-    """Ranks whose clocks are aligned with that of the rank in question, itself included."""
+    """Ranks with a clock that is aligned with the given rank's, the given rank included."""
     num_refused: int
-    """Ranks that were read and could not be aligned."""
+    """Ranks that were read but could not be aligned."""
     uncertainty_ns: int | None
-    """Largest uncertainty between two of the aligned ranks; None with one rank."""
+    """Largest uncertainty between two aligned ranks; None with one rank."""
     sentence: str
     """The same in words."""
 
@@ -33,10 +33,11 @@ class ArrivalsKnown:
 def find_last_arrivals(
     run: RunSource, rank: int, collectives: EventTable
 ) -> tuple[ArrivalsKnown, NDArray[np.int64]]:
-    """When the last rank arrived at some of a rank's collectives, as far as it is known.
+    """Find the arrival of the last rank at some of a rank's collectives.
 
     Returns:
-        How far it is known; and one time for each collective, on the rank's clock, -1: unknown.
+        The ranks whose arrivals are known; and one time for each collective, on the rank's clock,
+        -1 if unknown.
     """
     ranks = _some_ranks([record.rank for record in run.ranks], rank)
     alignment = align_clocks(run, ranks)
@@ -45,7 +46,7 @@ def find_last_arrivals(
 
 
 def read_transfers(run: RunSource, rank: int, collectives: EventTable) -> NDArray[np.int64]:
-    """How long the bytes of a rank's collectives travelled, by what the ranks tell.
+    """Read the transfer time of a rank's collectives: the shortest duration over the ranks.
 
     Returns:
         One duration for each collective, ns; -1: unknown.
@@ -55,7 +56,7 @@ def read_transfers(run: RunSource, rank: int, collectives: EventTable) -> NDArra
 
 
 def _some_ranks(ranks: Collection[int], own: int) -> list[int]:
-    """All ranks, or some of many, evenly spread; the rank in question is among them."""
+    """Return all ranks, or a sample of many ranks, evenly spread and with the given rank."""
     ordered = sorted(ranks)
     places = np.linspace(0, len(ordered) - 1, min(len(ordered), MOST_RANKS_ALIGNED))
     return sorted({own, *(ordered[round(place)] for place in places.tolist())})
@@ -65,13 +66,15 @@ def _describe(alignment: Alignment, num_ranks: int) -> ArrivalsKnown:
     aligned, refused = len(alignment.ranks), len(alignment.refusals)
     uncertainty = alignment.uncertainty_ns if aligned > 1 else None
     if num_ranks == 1:
-        sentence = "The run holds one rank, so no wait can be told to be a straggler's."
+        sentence = "The run has one rank, so waits for stragglers are unknown."
     elif aligned < 2:
         reason = next(iter(alignment.refusals.values()), "No other rank was recorded.")
-        sentence = f"No wait can be told to be a straggler's. {reason}"
+        sentence = f"Waits for stragglers are unknown. {reason}"
     else:
         clocks = (
             f"clocks aligned to within {format_ns(uncertainty)}" if uncertainty else "one clock"
         )
-        sentence = f"Stragglers by the arrivals of {aligned} of {num_ranks} ranks, {clocks}."
+        sentence = (
+            f"Waits for stragglers use the arrivals of {aligned} of {num_ranks} ranks, {clocks}."
+        )
     return ArrivalsKnown(aligned, refused, uncertainty, sentence)

@@ -1,12 +1,12 @@
-"""How long does a message of so many bytes take here? Latency plus bandwidth, fitted to a run.
+"""Fit latency and bandwidth to the durations of a run's collectives.
 
     duration = latency + message x factor / bus bandwidth
 
-with the factor of nccl-tests (`trace.bus_bandwidth`), so that the bandwidth compares with the
-link's. Both are non-negative. The fit minimises the relative error (of the logarithm), and large
-errors count linearly, not squared: collectives are delayed now and then by ten times their
-duration. A latency can only be told from messages of different sizes; where that fails, the object
-says why and holds the bandwidth alone.
+The factor is that of nccl-tests (`trace.bus_bandwidth`), so the bandwidth is comparable with the
+bandwidth of the link. Both results are non-negative. The fit minimises the relative error (of the
+logarithm). Large errors count linearly and not squared, because some collectives are delayed by
+ten times their duration. A latency requires messages of different sizes. Without them, the result
+has the bandwidth only, and the reason.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_SIZE_RATIO = 1.5
-"""The largest message must be so many times the smallest for a latency to be told."""
+"""Lowest ratio of the largest to the smallest message from which a latency is fitted."""
 MIN_EXPLAINED_RATIO = 0.05
-"""A line that explains less of how durations differ is no better than one duration for all."""
+"""A line that explains less of the differences is not better than a constant duration."""
 MIN_GROWTH_RATIO = 0.01
-"""The share of the longest predicted duration that must come from the bytes."""
+"""Lowest fraction of the longest predicted duration that must come from the bytes."""
 _OUTLIER_RATIO = 0.1
-"""From this relative error on a duration counts linearly."""
+"""Above this relative error, a duration counts linearly."""
 _SPREAD_PERCENT = (10, 90)
 
 _Float64 = NDArray[np.float64]
@@ -32,33 +32,33 @@ class LinkFit:
     """The time of one kind of collective on one process group, as a function of its message."""
 
     latency_ns: float
-    """0 where it could not be told."""
+    """0 if it is unknown."""
     bus_bytes_per_s: float
     bus_factor: float
-    """Bus bytes for each byte of a message."""
+    """Bus bytes per byte of a message."""
     num_events: int
     num_sizes: int
-    """Distinct messages."""
+    """Number of distinct message sizes."""
     smallest_bytes: int
     largest_bytes: int
     residual_ratio: float
     """Median of |duration - predicted| / predicted."""
     explained_ratio: float
-    """1 - the sum of the errors / that of a single constant, both of the logarithm: 1 is perfect,
-    0 no better than one duration for every message (as R squared, without squares)."""
+    """1 - sum of the errors / sum of the errors of a constant, both of the logarithm. 1 is
+    perfect; 0 is not better than a constant duration (like R squared, without squares)."""
     low_ratio: float
     """Tenth percentile of duration / predicted."""
     high_ratio: float
     """Ninetieth percentile of duration / predicted."""
     refusal: str | None
-    """Why there is no latency, in words; None where both were fitted."""
+    """Why there is no latency, in words; None if both were fitted."""
 
     def predict_ns(self, message_bytes: float) -> float:
-        """The typical duration of a message."""
+        """Return the typical duration of a message."""
         return self.latency_ns + message_bytes * self.bus_factor / self.bus_bytes_per_s * 1e9
 
     def predict_bus_bytes_per_s(self, message_bytes: float) -> float | None:
-        """The bus bandwidth of a typical message, latency included; None if it takes no time."""
+        """Return the bus bandwidth of a message, latency included; None if it takes no time."""
         typical = self.predict_ns(message_bytes)
         return message_bytes * self.bus_factor / typical * 1e9 if typical else None
 
@@ -70,8 +70,8 @@ def fit_link(
 
     Args:
         message_bytes: Shape (n,), full messages.
-        duration_ns: Shape (n,); of the transfer, where that is known.
-        bus_factor: Bus bytes for each byte of a message, above 0.
+        duration_ns: Shape (n,); the duration of the transfer, if it is known.
+        bus_factor: Bus bytes per byte of a message, above 0.
 
     Returns:
         None if no message has both bytes and a duration.
@@ -89,9 +89,9 @@ def fit_link(
     fit = sample.describe(latency, slope, None)
     if fit.explained_ratio < MIN_EXPLAINED_RATIO:
         return sample.bandwidth_only(
-            f"Size explains {max(fit.explained_ratio, 0):.0%} of how the durations differ, less "
-            f"than {MIN_EXPLAINED_RATIO:.0%}: they scatter by {fit.residual_ratio:.0%} around the "
-            "best line."
+            f"The size explains {max(fit.explained_ratio, 0):.0%} of the differences between "
+            f"durations, less than {MIN_EXPLAINED_RATIO:.0%}: they scatter by "
+            f"{fit.residual_ratio:.0%} around the best line."
         )
     return fit
 
@@ -107,20 +107,20 @@ class _Sample:
         self.bus_factor = bus_factor
 
     def refusal(self) -> str | None:
-        """Why these messages cannot tell a latency, if so."""
+        """Return why these messages give no latency; None if they do."""
         smallest, largest = int(self.sizes.min()), int(self.sizes.max())
         if smallest == largest:
             return f"All {len(self.sizes)} messages have the same size, {smallest} bytes."
         if largest < MIN_SIZE_RATIO * smallest:
             return (
-                f"The messages differ too little: {smallest} to {largest} bytes, "
-                f"less than {MIN_SIZE_RATIO} x."
+                f"The message sizes are too similar: {smallest} to {largest} bytes, less than "
+                f"{MIN_SIZE_RATIO}x."
             )
         return None
 
     def solve(self) -> tuple[float, float]:
-        """Latency and slope by least squares of the logarithm, large errors counted linearly."""
-        from scipy.optimize import least_squares  # slow to import, and only needed here
+        """Fit latency and slope by least squares of the logarithm; large errors count linearly."""
+        from scipy.optimize import least_squares  # slow to import, and needed only here
 
         size, duration = float(self.sizes.max()), float(np.median(self.durations))
         sizes, logs = self.sizes / size, np.log(self.durations / duration)
@@ -138,11 +138,11 @@ class _Sample:
         return float(latency) * duration, float(slope) * duration / size
 
     def bandwidth_only(self, refusal: str) -> LinkFit:
-        """The line without latency through the median rate."""
+        """Return the line without latency through the median rate."""
         return self.describe(0.0, float(np.median(self.durations / self.sizes)), refusal)
 
     def describe(self, latency: float, slope: float, refusal: str | None) -> LinkFit:
-        """A line and how well it fits."""
+        """Return a line and the quality of its fit."""
         ratios = self.durations / (latency + slope * self.sizes)
         logs = np.log(self.durations)
         constant = np.abs(logs - np.median(logs)).sum()

@@ -1,4 +1,4 @@
-"""How were the times of some events obtained? The methods by group of numbers."""
+"""Name the methods by which the times of events were obtained, by group of numbers."""
 
 from collections.abc import Mapping
 
@@ -25,13 +25,14 @@ _PHASE_OF_GROUP = {
     "backward": Phase.BACKWARD,
     "optimizer": Phase.OPTIMIZER,
 }
-"""Parts of a step that are compute kernels of a phase, in a kernel trace."""
+"""Parts of a step that consist of the compute kernels of one phase, in a kernel trace."""
 
 
 def name_methods(events: EventTable) -> dict[str, str]:
-    """By group of numbers (`step`, `all_gather`, `forward`, ...) how its times were obtained.
+    """Return the methods of each group of numbers (`step`, `all_gather`, `forward`, ...).
 
-    `measured`, `inferred`, `host_blocking`, or several of them; groups without an event are absent.
+    A value is `measured`, `inferred`, `host_blocking`, or several of them. Groups without an event
+    are absent.
     """
     methods = {
         group: ", ".join(labels_of(Method, _methods(events, group))) for group in _KINDS_OF_GROUP
@@ -40,7 +41,7 @@ def name_methods(events: EventTable) -> dict[str, str]:
 
 
 def _methods(events: EventTable, group: str) -> NDArray[np.int8]:
-    """How each event of a group was obtained."""
+    """Return the method of each event of a group."""
     own = events.method[np.isin(events.kind, _KINDS_OF_GROUP[group])]
     kernels = events.kind == EventKind.COMPUTE
     if group in _PHASE_OF_GROUP and np.any(kernels & (events.phase == _PHASE_OF_GROUP[group])):
@@ -49,5 +50,5 @@ def _methods(events: EventTable, group: str) -> NDArray[np.int8]:
 
 
 def labels_of(codes: type[NamedCode], column: NDArray[np.int8]) -> tuple[str, ...]:
-    """The names of the codes in a column, each once."""
+    """Return the distinct names of the codes in a column."""
     return tuple(codes(code).label for code in np.unique(column).tolist())

@@ -1,16 +1,18 @@
-"""Does the first all-gather of a step wait for work that follows the optimizer?
+"""Measure how long the first all-gather of a step waits for work that follows the optimizer.
 
-Unless told otherwise FSDP2 makes its all-gather streams wait for all that the compute stream holds
-when the root's forward begins, since the optimizer might still be writing. Work between the two
-(an average of the weights, metrics, a fill) is waited for as well, though no all-gather needs it;
-`set_post_optim_event` names the moment to wait for instead (RULES R33). With
+By default, FSDP2 makes its all-gather streams wait for everything that is queued on the compute
+stream when the root's forward begins, because the optimizer may still write parameters. So they
+also wait for work between the optimizer and the forward (an average of the weights, metrics, a
+fill), although no all-gather needs it. `set_post_optim_event` sets another event to wait for
+(RULES R33). The analysis uses:
 
     from     the later of the optimizer's end and the all-gather's issue
-    delay    what passes from there to the start of its copy-in, less other communication
+    delay    the time from there to the start of its copy-in, without other communication
 
-an event behind the optimizer lets the all-gather run beside that work, and the next one too if the
-host has issued it by then (two outputs may be alive, the third waits for a copy-out). So the step
-is shorter by the smaller of the delay and what these two were waited for, at least by the first.
+With an event right after the optimizer, the all-gather runs during that work, and so does the next
+all-gather if the host has issued it (two outputs can be alive; the third waits for a copy-out). So
+the step becomes shorter by min(delay, exposed time of these two), and by at least
+min(delay, exposed time of the first).
 
 Source: `FSDPState._root_pre_forward` and `FSDPModule.set_post_optim_event`, torch 2.13.
 """
@@ -27,7 +29,7 @@ from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable
 
 MIN_STEPS = 3
-"""So many steps that follow a step are needed for an answer."""
+"""Number of steps that follow another step, required for a result."""
 _KINDS = frozenset(
     {
         *COLLECTIVES,
@@ -41,36 +43,36 @@ _KINDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class DelayedGather:
-    """The first all-gather behind one optimizer step; times in ns from the start of its step."""
+    """The first all-gather after one optimizer step; times in ns from the start of its step."""
 
     step: int
     fqn: str
     issue_ns: int
     start_ns: int
-    """Of its copy-in, where that was seen."""
+    """Start of its copy-in, if that is recorded."""
     end_ns: int
     optimizer_end_ns: int
-    """Below 0: in the step before."""
+    """Below 0 if it lies in the step before."""
     delay_ns: int
     exposed_ns: int
-    """How long it was waited for."""
+    """Exposed time of the all-gather."""
     next_exposed_ns: int
-    """How long the all-gather behind it was waited for."""
+    """Exposed time of the next all-gather."""
 
     @property
     def least_gain_ns(self) -> int:
-        """What the step loses to it at least."""
+        """Lower bound of the time that the step loses."""
         return min(self.delay_ns, self.exposed_ns)
 
     @property
     def gain_ns(self) -> int:
-        """What the step loses to it where the host runs ahead."""
+        """Time that the step loses if the host runs ahead."""
         return min(self.delay_ns, self.exposed_ns + self.next_exposed_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerWait:
-    """How long the first all-gathers of one rank waited for work behind the optimizer."""
+    """The wait of one rank's first all-gathers for work that follows the optimizer."""
 
     rank: int
     delay_ns: int
@@ -78,48 +80,49 @@ class OptimizerWait:
     gain_ns: int
     """Median over the steps."""
     gain_low_ns: int
-    """Tenth percentile over the steps of the least gain."""
+    """Tenth percentile of the lower bound, over the steps."""
     gain_high_ns: int
     """Ninetieth percentile over the steps."""
     gathers: tuple[DelayedGather, ...]
-    """One for each step that was looked at, the longest delay first."""
+    """One for each analysed step, longest delay first."""
 
 
 def measure_optimizer_wait(run: RunSource, *, rank: int | None = None) -> OptimizerWait | None:
-    """How long the first all-gather of a step waits for work that follows the optimizer.
+    """Measure how long the first all-gather of a step waits for work that follows the optimizer.
 
     Args:
         run: A run on a device with streams.
-        rank: Default the median rank.
+        rank: Default: the median rank.
 
     Returns:
-        None on CPU, where nothing runs beside the main thread's order, and where fewer than
-        `MIN_STEPS` pairs of an optimizer and the all-gather behind it were seen.
+        None on CPU, where everything runs in the order of the main thread, and with fewer than
+        `MIN_STEPS` pairs of an optimizer step and the next all-gather.
 
     Raises:
-        IncompleteRunError: The run holds nothing of that rank.
+        IncompleteRunError: The run has no data of the rank.
     """
     member = timed_rank(run, rank)
     if member is None or run.manifest.device_type == "cpu":
         return None
     events = run.events(member.rank, steps=member.steps.tolist(), kinds=sorted(_KINDS))
     fqns = {unit.index: unit.fqn for unit in run.manifest.units}
-    gathers = [found for found in _find_gathers(events, fqns) if found is not None]
+    gathers = [gather for gather in _find_gathers(events, fqns) if gather is not None]
     if len(gathers) < MIN_STEPS:
         return None
-    gains, least = ([each.gain_ns for each in gathers], [each.least_gain_ns for each in gathers])
+    gains = [gather.gain_ns for gather in gathers]
+    least = [gather.least_gain_ns for gather in gathers]
     return OptimizerWait(
         rank=member.rank,
-        delay_ns=median([each.delay_ns for each in gathers]) or 0,
+        delay_ns=median([gather.delay_ns for gather in gathers]) or 0,
         gain_ns=median(gains) or 0,
         gain_low_ns=percentile(least, 10) or 0,
         gain_high_ns=percentile(gains, 90) or 0,
-        gathers=tuple(sorted(gathers, key=lambda each: -each.delay_ns)),
+        gathers=tuple(sorted(gathers, key=lambda gather: -gather.delay_ns)),
     )
 
 
 def _find_gathers(events: EventTable, fqns: dict[int, str]) -> list[DelayedGather | None]:
-    """What follows each optimizer step, up to the next one."""
+    """Find the first all-gather after each optimizer step."""
     updates = events.where(events.kind == EventKind.OPTIMIZER)
     updates = updates.where(np.argsort(updates.end_ns, kind="stable"))
     gathers = events.where(
@@ -130,7 +133,7 @@ def _find_gathers(events: EventTable, fqns: dict[int, str]) -> list[DelayedGathe
     first = np.searchsorted(gathers.start_ns, updates.end_ns)
     found = []
     for position in np.unique(first[first < len(gathers)]).tolist():
-        # Several optimizers of one step end one behind the other: the last one counts.
+        # Several optimizers of one step end one after the other: the last one counts.
         last = int(np.flatnonzero(first == position)[-1])
         is_next = 0 <= gathers.step[position] - updates.step[last] <= 1
         if is_next:
@@ -142,7 +145,7 @@ def _find_gathers(events: EventTable, fqns: dict[int, str]) -> list[DelayedGathe
 def _follow(
     events: EventTable, first_two: EventTable, optimizer_end: int, fqns: dict[int, str]
 ) -> DelayedGather | None:
-    """The all-gather behind an optimizer step; None where something else lies between them."""
+    """Describe the all-gather after an optimizer step; None if evaluation lies between them."""
     gather, behind = first_two.where(np.array([0])), first_two.where(np.arange(1, len(first_two)))
     behind = behind.where(behind.step == gather.step[0])
     step, unit = int(gather.step[0]), int(gather.unit[0])
@@ -174,7 +177,7 @@ def _follow(
 
 
 def _waited_ns(gather: EventTable) -> int:
-    """From the start of the wait, but not before its own start, to its end; 0 for none."""
+    """Return the time from the later of need and start to the end; 0 without an all-gather."""
     if len(gather) == 0:
         return 0
     need, start, end = (

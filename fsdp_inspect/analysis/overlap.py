@@ -16,13 +16,13 @@ class RankOverlap:
     num_steps: int
     step_time_ns: int
     communication_ns: int
-    """Union of the rank's running collectives over all streams: two at once count once."""
+    """Union of the rank's running collectives over all streams."""
     exposed_ns: int
-    """The part during which the compute stream (CPU: the main thread) stood waiting for it."""
+    """The part during which the compute stream (CPU: the main thread) waits for a collective."""
     overlap_ratio: float
-    """1 - exposed / communication, 0 to 1; 1.0 when nothing is communicated."""
+    """1 - exposed / communication, 0 to 1; 1.0 without communication."""
     communication_bytes: int | None
-    """Messages of one step, full and padded, added up; None where the sizes of some are unknown."""
+    """Sum of the full padded messages of one step; None if some sizes are unknown."""
     collectives_per_step: float
 
 
@@ -37,7 +37,7 @@ class Overlap:
 
 
 def measure_overlap(run: RunSource) -> Overlap:
-    """How much communication each rank has, and how much of it is exposed.
+    """Measure the communication of each rank and its exposed part.
 
     Source:
         The complement of HTA's communication/computation overlap: 1 - exposed / communication.
@@ -46,9 +46,9 @@ def measure_overlap(run: RunSource) -> Overlap:
     hosts = {record.rank: record.host for record in run.ranks}
     is_sized = not run.manifest.num_unsized_collectives
     ranks = tuple(_measure_rank(member, hosts, is_sized=is_sized) for member in timed.members)
-    middle = timed.median.rank if timed.median else None
+    median_rank = timed.median.rank if timed.median else None
     return Overlap(
-        run=next((one for one in ranks if one.rank == middle), None),
+        run=next((overlap for overlap in ranks if overlap.rank == median_rank), None),
         ranks=ranks,
     )
 

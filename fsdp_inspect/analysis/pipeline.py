@@ -1,9 +1,9 @@
-"""Do ranks pass activations on, and is every unit gathered again for each microbatch?
+"""Detect pipeline parallelism and units that are gathered again for each microbatch.
 
-A pipeline shows in sends and receives between ranks. Its schedule runs several forwards before
-their backwards, and with `reshard_after_forward=True` each of them gathers its unit again, in
-backward once more: all-gathers = microbatches x units (RULES R31). Kept unsharded, a unit is
-gathered once a step.
+Sends and receives between ranks indicate a pipeline. Its schedule runs several forwards before
+their backwards. With `reshard_after_forward=True` each forward gathers its unit again, and so does
+each backward: all-gathers = microbatches x units (RULES R31). A unit that stays unsharded is
+gathered once per step.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _SENDS = EventKind.POINT_TO_POINT
 
 @dataclass(frozen=True, slots=True)
 class RepeatedUnit:
-    """A unit that is gathered more than once a step; counts are medians over the timed steps."""
+    """A unit that is gathered more than once per step; medians over the timed steps."""
 
     fqn: str
     forwards_per_step: int
@@ -33,35 +33,35 @@ class RepeatedUnit:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A run whose ranks send to each other; one rank's typical step."""
+    """A run whose ranks send to each other; numbers of the typical step of one rank."""
 
     rank: int
     transfers_per_step: float
-    """Sends and receives."""
+    """Number of sends and receives."""
     forwards_per_step: int
-    """Of a unit; the median over units. 0: the source does not tell."""
+    """Forwards of a unit: median over steps and units. 0 if the source does not record them."""
     units: tuple[RepeatedUnit, ...]
-    """Those that every one of several forwards gathers again."""
+    """Units that several forwards of a step gather again each time."""
     repeated_gathers_per_step: float
-    """All-gathers of these units beyond the first of each in a step."""
+    """All-gathers of these units beyond the first one of each unit in a step."""
     repeated_ns: int
-    """How long they are under way, per step."""
+    """Their time in flight per step."""
     repeated_exposed_ns: int
-    """How long they are waited for, per step; what is waited for at once is charged once."""
+    """Their exposed time per step; simultaneous waits count once."""
 
 
 def measure_pipeline(run: RunSource, *, rank: int | None = None) -> Pipeline | None:
-    """Whether a run is a pipeline, and what it gathers in vain.
+    """Measure the repeated all-gathers of a pipeline.
 
     Args:
         run: A recorded run.
-        rank: Default the median rank.
+        rank: Default: the median rank.
 
     Returns:
-        None if no timed step holds a send or a receive.
+        None if no timed step has a send or a receive.
 
     Raises:
-        IncompleteRunError: The run holds nothing of that rank.
+        IncompleteRunError: The run has no data of the rank.
     """
     member = timed_rank(run, rank)
     if member is None or not len(run.summary(ranks=[member.rank], kinds=[_SENDS])):
@@ -88,7 +88,7 @@ def measure_pipeline(run: RunSource, *, rank: int | None = None) -> Pipeline | N
 
 
 def _forwards(events: EventTable) -> EventTable:
-    """Of units, without those that checkpointing repeats."""
+    """Return the forwards of units, without the ones that checkpointing repeats."""
     is_own = (events.kind == EventKind.FORWARD) & (events.unit != NO_UNIT)
     is_own &= (events.phase == Phase.FORWARD) & ((events.flags & EventFlag.RECOMPUTE) == 0)
     return events.where(is_own)
@@ -105,7 +105,7 @@ def _per_step(events: EventTable, member: RankSteps, unit: int) -> int:
 def _repeated(
     run: RunSource, member: RankSteps, collectives: EventTable, forwards: dict[int, int]
 ) -> list[tuple[int, RepeatedUnit]]:
-    """Units that run forward several times a step, and are gathered for each of these."""
+    """Find units that run forward several times per step and are gathered each time."""
     gathers = collectives.where(collectives.kind == EventKind.ALL_GATHER)
     in_forward = gathers.where(gathers.phase == Phase.FORWARD)
     return [
@@ -125,7 +125,7 @@ def _repeated(
 
 
 def _beyond_first(collectives: EventTable, units: list[int]) -> NDArray[np.bool_]:
-    """All-gathers of some units that are not the first of their unit in their step."""
+    """Return which all-gathers are not the first of their unit in their step."""
     mine = np.isin(collectives.unit, units) & (collectives.kind == EventKind.ALL_GATHER)
     chosen = np.flatnonzero(mine & (collectives.phase != Phase.EVALUATION))
     order = chosen[np.lexsort((collectives.start_ns[chosen], collectives.unit[chosen],

@@ -1,11 +1,14 @@
-"""Was each all-gather issued early enough, and did anybody use it?
+"""Classify each all-gather by how it was issued: early enough, too late, or unused.
 
-An all-gather that runs while the unit before it computes is hidden. FSDP2 gets there in two ways
-(RULES C): another unit's hook issues it (`set_modules_to_forward_prefetch`, and by default the
-next unit of backward): *explicit*; or its own unit issues it, but the host runs so far ahead of
-the compute stream that it is nonetheless early: *implicit*. One that its own unit issued when the
-compute stream asked for it was *missed* (R9). One that blocks the host hides nothing,
-whoever issued it: *blocked*. The first one of a forward has nothing before it: *first*.
+An all-gather that runs while the previous unit computes is hidden. The classes (RULES C):
+
+    explicit   the hook of another unit issues it (`set_modules_to_forward_prefetch`, and by default
+               for the next unit of backward)
+    implicit   its own unit issues it, but early, because the host runs ahead of the compute stream
+    missed     its own unit issues it when the compute stream needs it (R9)
+    blocked    it blocks the host, so nothing hides it
+    first      it is the first one of a forward, and no compute precedes it
+    unused     nothing waits for it
 """
 
 from collections import Counter
@@ -23,13 +26,13 @@ from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import positions_by_value
 
 MISSED_RATIO = 0.1
-"""A gather of its own unit whose lead is less than this share of its flight was missed."""
+"""An all-gather that its own unit issues is missed if its lead / time in flight is lower."""
 MOST_SWAPPED = 10
-"""How many pairs of units in the wrong order are named."""
+"""Number of pairs of units in the wrong order that are reported."""
 
 
 class Issue(StrEnum):
-    """How an all-gather came to be issued."""
+    """How an all-gather was issued."""
 
     EXPLICIT = "explicit"
     IMPLICIT = "implicit"
@@ -48,24 +51,24 @@ class UnitPrefetch:
     phase: str
     num_gathers: int
     num_by_issue: dict[str, int]
-    """By `Issue`, those above 0; they add up to `num_gathers`."""
+    """By `Issue`, only numbers above 0; they add up to `num_gathers`."""
     issued_by: tuple[str, ...]
-    """Units whose hooks issued it, most frequent first; its own is left out."""
+    """Other units whose hooks issue it, most frequent first."""
     lead_ns: int | None
-    """Median time from issue to need; negative: needed before it was issued. None: unknown."""
+    """Median time from issue to need; negative: needed before it is issued. None: unknown."""
     duration_ns: int
-    """Median time in flight of one gather."""
+    """Median time in flight of one all-gather."""
     hidden_ratio: float | None
-    """Share of the time in flight beside which the rank did not wait; None without any."""
+    """Fraction of the time in flight in which the rank does not wait; None without any."""
     exposed_ns: int
-    """Per typical step."""
+    """Exposed time in the typical step."""
     unused_bytes: int
-    """Messages that were gathered and never used, over all timed steps."""
+    """Messages of unused all-gathers, over all timed steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class SwappedPair:
-    """Two units whose gathers were issued in one order and needed in the other (R11)."""
+    """Two units whose all-gathers are issued in one order and needed in the other (R11)."""
 
     phase: str
     issued_first: str
@@ -73,43 +76,43 @@ class SwappedPair:
     num_times: int
     """Over all timed steps."""
     waited_ns: int
-    """How long the one needed first was waited for while queued; over all timed steps."""
+    """Time that the rank waits for `needed_first` while it is queued, over all timed steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """How one rank's all-gathers were issued, over its timed steps."""
+    """One rank's all-gathers by class, over its timed steps."""
 
     rank: int
     num_steps: int
     num_gathers: int
     num_by_issue: dict[str, int]
-    """By `Issue`, those above 0; they add up to `num_gathers`."""
+    """By `Issue`, only numbers above 0; they add up to `num_gathers`."""
     hidden_ratio: float | None
-    """Share of their time in flight beside which the rank did not wait; None without any."""
+    """Fraction of the time in flight in which the rank does not wait; None without any."""
     unused_bytes: int
-    """Messages gathered for nobody, over all timed steps."""
+    """Messages of unused all-gathers, over all timed steps."""
     units: tuple[UnitPrefetch, ...]
     """In order of execution; forward before backward."""
     swapped: tuple[SwappedPair, ...]
-    """The most frequent pairs in the wrong order; empty: every order of issue is that of use."""
+    """The most frequent pairs in the wrong order; empty: all are issued in the order of need."""
 
 
 def measure_prefetch(
     run: RunSource, *, rank: int | None = None, unit: int | None = None
 ) -> Prefetch | None:
-    """How a rank's FSDP all-gathers were issued, and whether early enough.
+    """Classify a rank's FSDP all-gathers by how they were issued.
 
     Args:
         run: A recorded run.
-        rank: Default the median rank.
-        unit: Index of a unit, to limit everything to its gathers.
+        rank: Default: the median rank.
+        unit: Index of a unit, to limit the result to its all-gathers.
 
     Returns:
         None if the rank has no timed step.
 
     Raises:
-        IncompleteRunError: The run holds nothing of that rank.
+        IncompleteRunError: The run has no data of the rank.
     """
     member = timed_rank(run, rank)
     if member is None:
@@ -142,7 +145,7 @@ def _position(execution_index: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Gathers:
-    """All-gathers of units, and how each was issued."""
+    """All-gathers of units, with their class."""
 
     waits: Waits
     issues: NDArray[np.str_]
@@ -152,7 +155,7 @@ class _Gathers:
     def of(cls, waits: Waits) -> "_Gathers":
         gathers = waits.collectives
         flight = gathers.end_ns - waits.turn_ns
-        # A kernel trace does not say who waited since when: there the lead is what was hidden.
+        # A kernel trace does not record waits: there the lead is the hidden time.
         hidden = flight - waits.exposed_ns
         lead = np.where(gathers.need_ns >= 0, gathers.need_ns - gathers.issue_ns, hidden)
         is_unused = (gathers.flags & EventFlag.UNUSED) != 0
@@ -174,7 +177,7 @@ class _Gathers:
         return _Gathers(self.waits.where(mask), self.issues[mask])
 
     def owners(self) -> set[tuple[int, int]]:
-        """Unit and phase of the gathers that there are."""
+        """Return the pairs of unit and phase of the all-gathers."""
         gathers = self.waits.collectives
         return set(zip(gathers.unit.tolist(), gathers.phase.tolist(), strict=True))
 
@@ -183,25 +186,25 @@ class _Gathers:
         return self.where((gathers.unit == unit) & (gathers.phase == phase))
 
     def count(self) -> dict[str, int]:
-        """How many were issued in each way, those above 0."""
+        """Return the number of all-gathers in each class, only numbers above 0."""
         counted = Counter(self.issues.tolist())
         return {issue.value: counted[issue] for issue in Issue if counted[issue]}
 
     @property
     def duration_ns(self) -> NDArray[np.int64]:
-        """Time in flight of each, from its own turn on."""
+        """Time in flight of each all-gather, from its turn on the communicator."""
         return self.waits.collectives.end_ns - self.waits.turn_ns
 
     @property
     def hidden_ratio(self) -> float | None:
-        """Share of the time in flight beside which the rank did not wait."""
+        """Fraction of the time in flight in which the rank does not wait."""
         flight = int(self.duration_ns.sum())
         exposed = int(np.minimum(self.waits.exposed_ns, self.duration_ns).sum())
         return 1 - exposed / flight if flight else None
 
     @property
     def unused_bytes(self) -> int:
-        """Messages that nobody used."""
+        """Messages of unused all-gathers."""
         message = np.maximum(self.waits.collectives.bytes, 0)
         return int(message[self.issues == Issue.UNUSED].sum())
 
@@ -229,7 +232,7 @@ def _measure_unit(own: _Gathers, fqns: dict[int, str], member: RankSteps) -> Uni
 def _find_swapped(
     gathers: _Gathers, fqns: dict[int, str], only_unit: int | None
 ) -> tuple[SwappedPair, ...]:
-    """Pairs of units whose gathers were needed in another order than they were issued in."""
+    """Find pairs of units whose all-gathers are needed in another order than they are issued."""
     times: Counter[tuple[int, int, int]] = Counter()
     waited: Counter[tuple[int, int, int]] = Counter()
     used = gathers.where(gathers.waits.collectives.need_ns >= 0).waits

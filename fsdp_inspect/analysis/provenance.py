@@ -1,8 +1,8 @@
-"""Find how the numbers of a run were obtained.
+"""Find the source and the method of a run's numbers.
 
-The methods are read from the events of one typical step of the median rank; a kind whose events
-were obtained in several ways names them all. In a kernel trace forward, backward and optimizer are
-the compute kernels of that phase: the kernels are measured, their phase is inferred.
+The methods are read from the events of one typical step of the median rank. A kind with several
+methods names them all. In a kernel trace, forward, backward and optimizer are the compute kernels
+of that phase: the kernels are measured, their phase is inferred.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _SHARDING_KINDS = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER)
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where the numbers come from, and how they were obtained."""
+    """The sources and methods of a run's numbers."""
 
     sources: tuple[str, ...]
     """`recorded`, `emulated`, `imported` or `predicted`; several in a mixed run."""
@@ -29,12 +29,12 @@ class Provenance:
     memory: str | None
     """`cuda_allocator` or `storage_tracker`; None if no memory was recorded."""
     blocks_host: bool
-    """Every all-gather and reduce-scatter of FSDP stood in the host's way, as gloo's do by default:
-    that they are exposed is then a property of the backend, not of the plan."""
+    """Every all-gather and reduce-scatter of FSDP blocks the host, as gloo does by default. Their
+    exposure is then a property of the backend, not of the plan."""
 
 
 def measure_provenance(run: RunSource) -> Provenance:
-    """How times and memory were obtained."""
+    """Find the sources and methods of times and memory."""
     chosen = timed_rank(run)
     memory = next((record.memory_from for record in run.ranks if record.memory_from), None)
     if chosen is None:

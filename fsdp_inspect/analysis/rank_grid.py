@@ -1,8 +1,8 @@
-"""How does one number differ over ranks and steps? A value for every rank and every finished step.
+"""Lay out one metric as a grid of ranks and steps.
 
-Whole-step numbers come from the run's summary, so a thousand ranks of a hundred steps take a
-moment. How late a rank arrives is in the events: it is read of a sample of ranks and steps, and
-only where clocks are aligned.
+Metrics of a whole step come from the run's summary, so a thousand ranks and a hundred steps are
+fast. Lateness comes from events: it is read for a sample of ranks and steps, and only if clocks
+are aligned.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class GridCell:
 
 @dataclass(frozen=True, slots=True)
 class RankGrid:
-    """One number of R ranks in S steps."""
+    """One metric of R ranks in S steps."""
 
     metric: str
     """One of `GRID_METRICS`."""
@@ -47,43 +47,43 @@ class RankGrid:
     steps: tuple[int, ...]
     """Ascending."""
     values: _Grid
-    """Shape (R, S), ns or bytes; NaN where not known."""
+    """Shape (R, S), ns or bytes; NaN if unknown."""
     middle: _Grid
-    """Shape (S,): the median over the ranks that know it."""
+    """Shape (S,): the median over the ranks with a known value."""
     left_out: tuple[int, ...]
-    """Those of the steps that no median counts: warm-up and memory steps."""
+    """The steps that are not timed: warm-up and memory steps."""
     low: float
-    """The 1st percentile of the values that count, where colours may begin."""
+    """The 1st percentile of the values in the other steps, for the colour scale."""
     high: float
-    """Their 99th percentile."""
+    """The 99th percentile of these values."""
     highest: GridCell | None
-    """Of those that count; None without any."""
+    """The highest of these values; None without any."""
     num_all_ranks: int
-    """Ranks that the run knows of; more than R where a sample was read."""
+    """Number of ranks in the run; larger than R if a sample was read."""
     refusals: tuple[str, ...]
-    """Ranks that have no value, and why."""
+    """Why ranks have no value, one sentence for each reason."""
 
     def of_rank(self, rank: int) -> _Grid | None:
-        """The values of one rank, shape (S,); None if it is not in the grid."""
+        """Return the values of one rank, shape (S,); None if it is not in the grid."""
         return self.values[self.ranks.index(rank)] if rank in self.ranks else None
 
 
 def measure_rank_grid(run: RunSource, *, metric: str) -> RankGrid:
-    """Lay a number out by rank and step.
+    """Lay out a metric by rank and step.
 
     Args:
         run: A recorded or imported run.
         metric: One of `GRID_METRICS`.
 
     Returns:
-        Every rank and finished step; of `lateness_ns` a sample of both.
+        A grid of all ranks and completed steps; of `lateness_ns`, a sample of both.
 
     Raises:
-        ValueError: There is no such metric.
+        ValueError: The metric is unsupported.
     """
     if metric not in GRID_METRICS:
         raise ValueError(
-            f"There is no grid of {metric!r}. Expected one of {', '.join(GRID_METRICS)}."
+            f"Unsupported metric {metric!r}. Expected one of {', '.join(GRID_METRICS)}."
         )
     return GRID_METRICS[metric](run)
 
@@ -109,7 +109,7 @@ def _peaks(run: RunSource) -> RankGrid:
 
 
 def _lateness(run: RunSource) -> RankGrid:
-    """The median time after the first rank at the collectives of each step."""
+    """Lay out the median time from the first arrival to the rank's arrival, for each step."""
     members = timed_ranks(run).members
     here = {record.rank for record in run.ranks}
     sample = sample_ranks([one for one in members if one.rank in here], MAX_LATE_RANKS)
@@ -126,7 +126,7 @@ def _lateness(run: RunSource) -> RankGrid:
 
 
 def _typical_lateness(arrivals: Arrivals) -> _Grid:
-    """Shape (ranks,); NaN for a rank that took part in none of them at a known time."""
+    """Return the median lateness, shape (ranks,); NaN for a rank without a known arrival."""
     typical = np.full(len(arrivals.ranks), np.nan)
     if len(arrivals) == 0:
         return typical
@@ -145,7 +145,7 @@ GRID_METRICS: dict[str, Callable[[RunSource], RankGrid]] = {
     "peak_allocated_bytes": _peaks,
     "lateness_ns": _lateness,
 }
-"""What can be laid out, each a metric."""
+"""The supported metrics, each with the function that lays it out."""
 
 
 def _lay_out(
@@ -166,7 +166,7 @@ def _describe(
     refusals: tuple[str, ...],
 ) -> RankGrid:
     selection = select_steps(run)
-    # Where memory is counted in memory steps only, those are all there is: they count.
+    # If only memory steps have values (memory on CPU), they count.
     skipped = {*selection.warmup, *selection.memory}
     left_out = tuple(step for step in steps if step in skipped)
     counts = np.array([step not in skipped for step in steps], dtype=bool)

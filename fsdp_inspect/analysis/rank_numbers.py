@@ -1,7 +1,7 @@
-"""Measure the few numbers of a rank that a monitor shows, by unit.
+"""Measure the numbers of a rank that a monitor shows, by unit.
 
-They are those of the typical step among the given ones: of a finished run the timed steps, of a
-live one the last ones.
+They are the numbers of the typical step of the given steps: the timed steps of a completed run, or
+the last steps of a live run.
 """
 
 from collections import Counter
@@ -20,20 +20,20 @@ class UnitNumbers:
     """One unit's communication, per step."""
 
     name: str
-    """Its fqn; the root's is `(root)`; with its index where several units have one name."""
+    """The fqn, `(root)` for the root, with the index if several units have the same fqn."""
     exposed_ns: int
-    """Of all its collectives."""
+    """Exposed time of all its collectives."""
     all_gather_ns: int
-    """Time that its all-gathers are in flight, exposed or not."""
+    """Time in flight of its all-gathers, exposed or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankNumbers:
-    """One rank's steps."""
+    """The typical step of one rank."""
 
     last_step: int
     num_steps: int
-    """Steps that were given."""
+    """Number of given steps."""
     step_time_ns: int
     exposed_ns: int
     communication_ns: int
@@ -43,17 +43,17 @@ class RankNumbers:
 
 
 def measure_rank_numbers(member: RankSteps, units: Sequence[Unit]) -> RankNumbers:
-    """The numbers of a rank's typical step.
+    """Measure the typical step of a rank.
 
     Args:
-        member: Its steps, at least one.
-        units: Those of the model.
+        member: The steps of the rank, at least one.
+        units: The units of the model.
     """
     data = rows_of(member.rows, kinds=[StepPart.DATA])
     trained = member.rows.where(member.rows.phase != Phase.EVALUATION)
     collectives = rows_of(trained, kinds=sorted(COLLECTIVES))
     gathers = rows_of(trained, kinds=[EventKind.ALL_GATHER])
-    times = Counter(unit.fqn for unit in units)
+    num_units = Counter(unit.fqn for unit in units)
     return RankNumbers(
         last_step=int(member.steps[-1]),
         num_steps=len(member.steps),
@@ -63,7 +63,7 @@ def measure_rank_numbers(member: RankSteps, units: Sequence[Unit]) -> RankNumber
         data_ns=member.typical_per_step(data, "duration_ns"),
         units=tuple(
             UnitNumbers(
-                name=_name(unit, is_alone=times[unit.fqn] == 1),
+                name=_name(unit, is_unique=num_units[unit.fqn] == 1),
                 exposed_ns=member.typical_per_step(
                     collectives.where(collectives.unit == unit.index), "exposed_ns"
                 ),
@@ -76,6 +76,6 @@ def measure_rank_numbers(member: RankSteps, units: Sequence[Unit]) -> RankNumber
     )
 
 
-def _name(unit: Unit, *, is_alone: bool) -> str:
+def _name(unit: Unit, *, is_unique: bool) -> str:
     name = format_unit(unit.fqn)
-    return name if is_alone else f"{name} [{unit.index}]"
+    return name if is_unique else f"{name} [{unit.index}]"

@@ -1,7 +1,7 @@
-"""What is there to say about a rank's waits for communication, all in one object?
+"""Collect all analyses of a rank's waits for communication in one object.
 
-Who is waited for and why, whether all-gathers were issued early, how fast the links are, and what
-communication costs the compute beside it: for `fsdp-inspect exposed` and the dashboard.
+They are exposed time by owner and cause, prefetch, bandwidth and the slowdown of compute. They are
+shown by `fsdp-inspect exposed` and the dashboard.
 """
 
 from collections.abc import Sequence
@@ -36,12 +36,12 @@ class RankWaits(TableResult):
     """`recorded`, `emulated`, `imported` or `predicted`."""
     backend: str
     unit: str | None
-    """The unit that owners, gathers, bandwidth and evidence are limited to; None: all."""
+    """The unit that limits owners, all-gathers, bandwidth and evidence; None: all units."""
     num_timed_steps: int
     left_out: str
-    """Which steps count and which do not, in words."""
+    """The number of timed steps and the steps that are left out, in words."""
     exposed: Exposed | None
-    """None without a timed step, like the others."""
+    """None without a timed step, like the fields below."""
     prefetch: Prefetch | None
     bandwidth: Bandwidth | None
     contention: Contention | None
@@ -81,16 +81,16 @@ class RankWaits(TableResult):
 def measure_rank_waits(
     run: RunSource, *, rank: int | None = None, unit: str | None = None
 ) -> RankWaits:
-    """Ask everything about a rank's waits, and put the answers side by side.
+    """Run all analyses of a rank's waits.
 
     Args:
         run: A recorded run.
-        rank: Default the median rank.
-        unit: Name of a unit to limit the answers to; `(root)` is the root.
+        rank: Default: the median rank.
+        unit: Name of a unit, to limit the results; `(root)` is the root.
 
     Raises:
-        IncompleteRunError: The run holds nothing of that rank.
-        MissingDataError: It has no unit of that name.
+        IncompleteRunError: The run has no data of the rank.
+        MissingDataError: The run has no unit with this name.
     """
     chosen = None if unit is None else find_unit(run.manifest, unit)
     index = None if chosen is None else chosen.index

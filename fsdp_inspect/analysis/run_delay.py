@@ -1,7 +1,7 @@
-"""Had the threads that train a core when they were ready to run?
+"""Measure how long the training threads are ready to run but have no CPU core.
 
-Other programs on the machine, too many data loader workers and too small a CPU quota show here, and
-nowhere else: on the host's clock a thread without a core looks like one that works slowly.
+Other programs on the machine, too many data loader workers and a too small CPU quota show only
+here: on the host's clock, a thread without a core looks like a thread that works slowly.
 """
 
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ from fsdp_inspect.trace.tables import MISSING_INT
 
 @dataclass(frozen=True, slots=True)
 class RunDelay:
-    """The rank whose training thread waited most for a core."""
+    """The rank whose training thread waits most for a core."""
 
     rank: int
     run_delay_ratio: float
-    """Share of the recording in which it was ready to run and had none; measured by Linux's
-    scheduler."""
+    """Fraction of the recording in which the thread is ready but has no core, as the Linux
+    scheduler measures it."""
 
 
 def measure_run_delay(run: RunSource) -> RunDelay | None:
-    """How long the training threads waited for a core, from the first sample to the last.
+    """Measure how long the training threads wait for a core, from the first to the last sample.
 
     Returns:
-        None where no rank's scheduler was sampled: imports, predictions, other systems.
+        None if no rank has scheduler samples: imports, predictions, systems other than Linux.
     """
     ratios = {record.rank: _of(run, record.rank) for record in run.ranks}
     known = {rank: ratio for rank, ratio in ratios.items() if ratio is not None}

@@ -1,4 +1,4 @@
-"""Which run is this, and which step stands for it? What is told before any wait is looked at."""
+"""Measure the heading of a run: its identity, its status and the breakdown of its typical step."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,7 +12,7 @@ from fsdp_inspect.trace.run import RunSource
 
 
 class Heading(Protocol):
-    """What a page or a report says of a run at its top."""
+    """The fields that a page or a report shows at its top."""
 
     @property
     def run_id(self) -> str:
@@ -21,33 +21,33 @@ class Heading(Protocol):
 
     @property
     def status(self) -> str:
-        """As `RunStatus` writes it."""
+        """The value of a `RunStatus`."""
         ...
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is missing or odd about the run, in words."""
+        """Missing or unusual data of the run, in words."""
         ...
 
     @property
     def identity(self) -> RunIdentity:
-        """What ran, where."""
+        """Command, model, device and versions of the run."""
         ...
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks of the job."""
         ...
 
     @property
     def backend(self) -> str:
-        """What moved the bytes."""
+        """The backend of `torch.distributed`, such as `nccl`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RunHeading:
-    """A run's heading, and the step that stands for it; a small part of its `RunDigest`."""
+    """The heading of a run and its typical step: a small part of its `Summary`."""
 
     run_id: str
     status: str
@@ -57,12 +57,15 @@ class RunHeading:
     backend: str
     median_rank: int | None
     breakdown: StepBreakdown | None
-    """The median step of the median rank; None without a timed step."""
+    """The typical step of the median rank; None without a timed step."""
     provenance: Provenance | None
 
 
 def measure_run_heading(run: RunSource) -> RunHeading:
-    """Of steps only what the summaries tell; of what is damaged only what that needs."""
+    """Measure the heading of a run from its summary, without waits.
+
+    If a file is damaged, the numbers that need it are None, and `notes` gives the reason.
+    """
     damage: list[str] = []
     breakdown = measure_breakdown(run).headline
     provenance = try_measure(measure_provenance, run, damage)

@@ -1,4 +1,4 @@
-"""What ran, where?"""
+"""Describe a run: command, model, device, mesh, versions, environment and code."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from fsdp_inspect.trace.run import RunManifest
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """What ran, where."""
+    """The description of a run, from its manifest."""
 
     name: str
     created: str
@@ -25,7 +25,7 @@ class RunIdentity:
 
 
 def identify(manifest: RunManifest) -> RunIdentity:
-    """As the manifest says."""
+    """Return the description of a run."""
     return RunIdentity(
         name=manifest.name,
         created=manifest.created,

@@ -1,7 +1,7 @@
-"""Which runs are in this folder, how did each end, and what does a step of each cost?
+"""List the runs of a folder, with their status and key numbers.
 
-A listing reads only the small records (`run.json`, `rank.json`), no table: it stays quick. The
-numbers of one run (`measure_key_numbers`) come from its summary, some milliseconds a run.
+A listing reads only the small records (`run.json`, `rank.json`) and no table, so it is fast. The
+key numbers of a run (`measure_key_numbers`) come from its summary, in some milliseconds per run.
 """
 
 from dataclasses import dataclass
@@ -21,22 +21,22 @@ class ListedRun:
     """One run of a folder of runs."""
 
     run_id: str | None
-    """None, as all but `notes`, `id` and `path`, where `run.json` cannot be read."""
+    """None if `run.json` cannot be read, like all fields except `notes`, `id` and `path`."""
     source: str | None
     """`recorded`, `emulated`, `imported` or `predicted`."""
     notes: tuple[str, ...]
-    """What is missing or odd, in words; why it cannot be read, where it cannot."""
+    """Missing or unusual data, or why the run cannot be read, in words."""
     id: str
-    """Path below the listed folder, with slashes."""
+    """Path relative to the listed folder, with slashes."""
     path: Path
     created: str | None
     """ISO 8601, UTC."""
     status: str | None
     world_size: int | None
     num_ranks: int | None
-    """Ranks that wrote something."""
+    """Number of ranks that wrote data."""
     num_steps: int | None
-    """Steps that the furthest rank has reported."""
+    """Number of steps of the rank that reported most."""
     backend: str | None
     device: str | None
     model: str | None
@@ -45,19 +45,19 @@ class ListedRun:
 
 @dataclass(frozen=True, slots=True)
 class RunKeyNumbers:
-    """How one run ended, and what a step of it costs.
+    """The status and the key numbers of one run.
 
-    The numbers are those of the digest: medians over the timed steps of the median rank, and the
-    highest peak of all ranks.
+    The numbers equal those of the summary: the typical step of the median rank, and the highest
+    peak of all ranks.
     """
 
     status: str
     source: str
     """`recorded`, `emulated`, `imported` or `predicted`."""
     num_steps: int
-    """Finished steps."""
+    """Number of completed steps."""
     step_time_ns: int | None
-    """None, like the next two, without a timed step."""
+    """None without a timed step, like `exposed_ns` and `overlap_ratio`."""
     exposed_ns: int | None
     overlap_ratio: float | None
     peak_allocated_bytes: int | None
@@ -65,28 +65,32 @@ class RunKeyNumbers:
 
 
 def measure_key_numbers(run: RunSource) -> RunKeyNumbers:
-    """What a table of runs shows about a run; raises what its files make the analyses raise."""
-    times, middle = measure_step_times(run), measure_overlap(run).run
+    """Measure the key numbers of a run for a table of runs.
+
+    Raises:
+        StoreError: A file of the run is damaged.
+    """
+    times, overlap = measure_step_times(run), measure_overlap(run).run
     return RunKeyNumbers(
         status=run.status.value,
         source=run.manifest.source,
         num_steps=len(times.selection.finished),
         step_time_ns=times.step_time_ns.typical if times.step_time_ns else None,
-        exposed_ns=middle.exposed_ns if middle else None,
-        overlap_ratio=middle.overlap_ratio if middle else None,
+        exposed_ns=overlap.exposed_ns if overlap else None,
+        overlap_ratio=overlap.overlap_ratio if overlap else None,
         peak_allocated_bytes=highest_peak_bytes(run),
     )
 
 
 def change_ratio(value: int | None, reference: int | None) -> float | None:
-    """How much larger a number is than the baseline's, as a share of that; None without both."""
+    """Return (value - reference) / reference; None if either is missing or the reference is 0."""
     if value is None or not reference:
         return None
     return value / reference - 1
 
 
 def list_recorded_runs(directory: Path) -> tuple[ListedRun, ...]:
-    """All runs in a folder, newest first; those that cannot be read come last, with the reason."""
+    """List all runs in a folder, newest first; unreadable runs come last, with the reason."""
     return tuple(_describe(entry) for entry in list_runs(directory))
 
 

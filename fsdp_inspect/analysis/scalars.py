@@ -1,4 +1,4 @@
-"""What did the training loop log: does the loss fall?"""
+"""Read the numbers that the training loop logged, such as the loss."""
 
 from dataclasses import dataclass
 
@@ -8,21 +8,21 @@ from fsdp_inspect.trace.tables import ScalarTable
 
 @dataclass(frozen=True, slots=True)
 class ScalarSeries:
-    """One logged number over steps, as the lowest rank that logged it wrote it."""
+    """One logged number over steps, from the lowest rank that logged it."""
 
     name: str
     rank: int
     steps: tuple[int, ...]
-    """Ascending; a step logged twice keeps its last value."""
+    """Ascending; of a step that is logged twice, the last value counts."""
     values: tuple[float, ...]
 
 
 def measure_scalars(run: RunSource) -> tuple[ScalarSeries, ...]:
-    """Every number that the training loop logged, by name; empty if it logged none."""
+    """Return every number that the training loop logged, by name; empty without any."""
     series: dict[str, ScalarSeries] = {}
     for record in sorted(run.ranks, key=lambda record: record.rank):
         if series.keys() >= {*record.scalar_names}:
-            continue  # a thousand ranks log the same loss: one of them is read
+            continue  # a thousand ranks log the same loss: read only the first
         table = run.scalars(record.rank)
         for index, name in enumerate(record.scalar_names):
             logged = table.where(table.name == index)

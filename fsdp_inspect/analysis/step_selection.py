@@ -1,16 +1,16 @@
-"""Select the steps that count, and the rank and steps that stand for the run.
+"""Select the timed steps, the typical steps and the median rank of a run.
 
-Timed steps are the finished ones after warm-up that were not memory steps.
+Timed steps are the completed steps that are neither warm-up steps nor memory steps.
 
 [Note: the typical step] Every scalar over steps is the mean over the typical steps of one rank:
-the middle half of its timed steps by step time. One set of steps serves all quantities, so parts
-add up to their total, on every page and in every command.
+the middle half of its timed steps by step time. All quantities use the same steps, so parts add up
+to their total, on every page and in every command.
 
-[Note: the median rank] Collectives tie the ranks together, so all of them take the same time for
-a step; what differs is how long each one waits. The rank that stands for the run is therefore the
-one whose typical exposed communication is the median over ranks (of two, the lower), not the one
-whose step time is: by step time a single straggler, which waits for nobody, could be picked by
-noise. Ties go by step time, then communication, then rank.
+[Note: the median rank] Collectives synchronise the ranks, so a step takes the same time on all of
+them; they differ in how long they wait. So the rank that represents the run is the one whose
+typical exposed communication is the median over ranks (of two, the lower). By step time, noise
+could select a straggler, which does not wait for other ranks. Ties are resolved by step time, then
+communication, then rank.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -32,34 +32,34 @@ from fsdp_inspect.trace.tables import SummaryTable, rows_of
 
 @dataclass(frozen=True, slots=True)
 class StepSelection:
-    """The finished steps of a run, and which of them are left out of every time."""
+    """The completed steps of a run: timed steps and steps that are left out of every time."""
 
     finished: tuple[int, ...]
-    """Steps that at least one rank finished."""
+    """Steps that at least one rank completed."""
     timed: tuple[int, ...]
-    """Those that count."""
+    """Steps that times are taken from."""
     warmup: tuple[int, ...]
-    """Left out: the first steps hold allocator growth, communicator set-up, compilation."""
+    """Left out: the first steps contain allocator growth, communicator set-up, compilation."""
     memory: tuple[int, ...]
-    """Left out: recorded under the storage tracker, which slows them."""
+    """Left out: memory steps run under the storage tracker, which slows them."""
 
     @property
     def sentence(self) -> str:
-        """What counts and what does not, in words."""
+        """The number of timed steps and the steps that are left out, in words."""
         left_out = [
             f"{_numbered(steps)} {reason}"
             for steps, reason in (
                 (self.warmup, "(warm-up)"),
-                (self.memory, "(under the memory tracker)"),
+                (self.memory, "(memory)"),
             )
             if steps
         ]
-        counted = f"{len(self.timed)} of {len(self.finished)} finished steps are timed"
+        counted = f"{len(self.timed)} of {len(self.finished)} completed steps are timed"
         return f"{counted}; left out: {', '.join(left_out)}." if left_out else f"{counted}."
 
 
 def select_steps(run: RunSource) -> StepSelection:
-    """Sort the finished steps into timed, warm-up and memory steps; warm-up wins over memory."""
+    """Classify the completed steps as timed, warm-up or memory; warm-up wins over memory."""
     return remember(run, "step selection", partial(_select_steps, run))
 
 
@@ -85,19 +85,19 @@ def timed_summary(
     ranks: Collection[int] | None = None,
     kinds: Collection[int] | None = None,
 ) -> SummaryTable:
-    """The rows of the run's summary that belong to timed steps, of some ranks and kinds only.
+    """Return the summary rows of timed steps, of some ranks and kinds only.
 
-    All ranks and all kinds together are 900 rows a rank and step for 64 units: give one of them.
+    With 64 units, the summary has 900 rows per rank and step: limit the ranks or the kinds.
     """
     rows = run.summary(ranks=ranks, kinds=kinds)
     return _of_steps(rows, select_steps(run).timed)
 
 
 def split_by_rank(rows: SummaryTable) -> dict[int, SummaryTable]:
-    """The rows of each rank, without copying them; for many ranks at once.
+    """Split the rows by rank, without copying them.
 
     Args:
-        rows: By rank, as `RunSource.summary` gives them.
+        rows: Sorted by rank, as `RunSource.summary` returns them.
     """
     ranks, firsts = np.unique(rows.rank, return_index=True)
     bounds = pairwise([*firsts.tolist(), len(rows)])
@@ -105,7 +105,7 @@ def split_by_rank(rows: SummaryTable) -> dict[int, SummaryTable]:
 
 
 def collective_rows(rows: SummaryTable) -> SummaryTable:
-    """The rows of collectives that belong to training: those of evaluation passes are left out."""
+    """Return the rows of collectives in training, without evaluation passes."""
     rows = rows_of(rows, kinds=COLLECTIVES)
     return rows.where(rows.phase != Phase.EVALUATION)
 
@@ -120,19 +120,19 @@ class RankSteps:
     exposed_ns: NDArray[np.int64]
     communication_ns: NDArray[np.int64]
     communication_bytes: NDArray[np.int64]
-    """Messages of the step's collectives, those of evaluation passes left out, added up."""
+    """Sum of the messages of the step's collectives, without evaluation passes."""
     num_collectives: NDArray[np.int32]
-    """How many they are."""
+    """Number of these collectives."""
     read_rows: Callable[[], SummaryTable] = field(repr=False, compare=False)
-    """Gives `rows`."""
+    """Reads `rows`."""
 
     @cached_property
     def rows(self) -> SummaryTable:
-        """All rows of the rank in these steps, by step; read when first asked for."""
+        """All summary rows of the rank in these steps, by step; read on first access."""
         return self.read_rows()
 
     def only(self, step: int) -> "RankSteps":
-        """The same rank with one of its steps."""
+        """Return the same rank with one of its steps."""
         return self._where(self.steps == step)
 
     def _where(self, chosen: NDArray[np.bool_]) -> "RankSteps":
@@ -150,45 +150,45 @@ class RankSteps:
 
     @cached_property
     def is_typical(self) -> NDArray[np.bool_]:
-        """Which steps are in the middle half by step time. See [Note: the typical step]."""
+        """True for the steps in the middle half by step time. See [Note: the typical step]."""
         return middle_half(self.step_time_ns)
 
     @cached_property
     def typical_steps(self) -> NDArray[np.int32]:
-        """The steps in the middle half, ascending; empty only without any step."""
+        """The steps in the middle half, ascending; empty only if there is no step."""
         return self.steps[self.is_typical]
 
     def typical(self, values: NDArray[np.integer]) -> int:
-        """The mean over the typical steps of values of shape (S,); 0 without any step."""
+        """Return the mean of values of shape (S,) over the typical steps; 0 without any step."""
         return round(self.typical_mean(values))
 
     def typical_mean(self, values: NDArray[np.integer]) -> float:
-        """As `typical`, not rounded: for counts, of which a step may have none."""
+        """Return the mean like `typical`, but not rounded: for counts."""
         chosen = values[self.is_typical]
         return float(chosen.mean()) if len(chosen) else 0.0
 
     def typical_per_step(self, rows: SummaryTable, column: str) -> int:
-        """Mean over the typical steps of a column's sum in each step.
+        """Return the mean over the typical steps of a column's sum in each step.
 
         Args:
-            rows: Some of the rank's rows; a step without any counts 0.
-            column: A column of `SummaryTable` that can be added up.
+            rows: Some of the rank's rows; a step without a row counts 0.
+            column: A column of `SummaryTable` that can be summed.
         """
         return round(self.typical_mean_per_step(rows, column))
 
     def typical_mean_per_step(self, rows: SummaryTable, column: str) -> float:
-        """As `typical_per_step`, not rounded: for counts."""
+        """Return the mean like `typical_per_step`, but not rounded: for counts."""
         return self.typical_mean(sum_per_step(rows.step, getattr(rows, column), self.steps))
 
     @property
     def closest_step(self) -> int:
-        """The step whose time is closest to the typical one, the earliest of equals: to look at."""
+        """The step whose time is closest to the typical step, the earliest of equals."""
         distance = np.abs(self.step_time_ns - self.typical_mean(self.step_time_ns))
         return int(self.steps[np.argmin(distance)])
 
 
 def steps_by_rank(rows: SummaryTable) -> Iterator[RankSteps]:
-    """The finished steps that the rows hold, rank by rank; ranks without one are left out."""
+    """Yield the completed steps in the rows, rank by rank; ranks without one are left out."""
     ordered = _ordered(rows)
 
     def rows_of_rank(rank: int) -> SummaryTable:
@@ -207,7 +207,7 @@ def _members(
     communication: SummaryTable,
     rows_of_rank: Callable[[int], SummaryTable],
 ) -> Iterator[RankSteps]:
-    """The steps of each rank; both tables are by rank and step, and have the same steps."""
+    """Yield the steps of each rank; both tables are by rank and step, and have the same steps."""
     ranks, firsts = np.unique(steps.rank, return_index=True)
     bounds = [*firsts.tolist(), len(steps)]
     for position, rank in enumerate(ranks.tolist()):
@@ -225,7 +225,7 @@ def _members(
 
 
 def _ordered(rows: SummaryTable) -> SummaryTable:
-    """The rows by rank and step; a summary that is in order already, as stored ones are, as is."""
+    """Sort the rows by rank and step; stored summaries are sorted already and returned as is."""
     same_rank = rows.rank[1:] == rows.rank[:-1]
     is_ordered = (rows.rank[1:] > rows.rank[:-1]) | (same_rank & (rows.step[1:] >= rows.step[:-1]))
     return rows if is_ordered.all() else rows.where(np.lexsort((rows.step, rows.rank)))
@@ -238,14 +238,15 @@ class TimedRanks:
     members: tuple[RankSteps, ...]
     """By rank; ranks without a timed step are absent."""
     median: RankSteps | None
-    """The rank that stands for the run; None without members. See [Note: the median rank]."""
+    """The median rank, which represents the run; None without members. See
+    [Note: the median rank]."""
 
 
 def timed_ranks(run: RunSource) -> TimedRanks:
-    """The timed steps of every rank, and the rank that stands for the run.
+    """Return the timed steps of every rank, and the median rank.
 
-    A rank whose own files are missing (the run's summary may still know it) stands for the run
-    only if there is no other.
+    A rank whose own files are missing (the run's summary can still contain it) becomes the median
+    rank only if there is no other rank.
     """
     return remember(run, "timed ranks", partial(_timed_ranks, run))
 
@@ -269,13 +270,13 @@ def _of_steps(rows: SummaryTable, steps: Collection[int]) -> SummaryTable:
 
 
 def timed_rank(run: RunSource, rank: int | None = None) -> RankSteps | None:
-    """The timed steps of a rank, by default of the one that stands for the run.
+    """Return the timed steps of a rank, by default of the median rank.
 
     Returns:
         None if the rank has no timed step.
 
     Raises:
-        IncompleteRunError: The run holds nothing of that rank.
+        IncompleteRunError: The run has no data of the rank.
     """
     ranks = timed_ranks(run)
     if rank is None:
@@ -284,14 +285,14 @@ def timed_rank(run: RunSource, rank: int | None = None) -> RankSteps | None:
     known = sorted({record.rank for record in run.ranks})
     if not found and rank not in known:
         raise IncompleteRunError(
-            f"Run {run.manifest.run_id!r} holds nothing of rank {rank}. It holds the ranks "
+            f"Rank {rank} not found in run {run.manifest.run_id!r}. The run has the ranks "
             f"{format_numbers(known)}. Choose one of them."
         )
     return found[0] if found else None
 
 
 def _middle(members: Sequence[RankSteps]) -> RankSteps | None:
-    """The rank that stands for these. See [Note: the median rank]."""
+    """Return the median rank of these ranks. See [Note: the median rank]."""
     if not members:
         return None
     by_rank = {member.rank: member for member in members}
@@ -311,10 +312,10 @@ def _middle(members: Sequence[RankSteps]) -> RankSteps | None:
 def sum_per_step(
     rows_step: NDArray[np.integer], values: NDArray[np.integer], steps: NDArray[np.integer]
 ) -> NDArray[np.int64]:
-    """Add up the values of each step; a step without rows counts 0.
+    """Sum the values of each step; a step without rows counts 0.
 
     Args:
-        rows_step: Shape (n,), the step of each value; every one is in `steps`.
+        rows_step: Shape (n,), the step of each value; each is in `steps`.
         values: Shape (n,).
         steps: Shape (S,), ascending, distinct.
 

@@ -25,12 +25,12 @@ class RankStepTime:
     rank: int
     step_time_ns: Distribution
     closest_step: int
-    """The step whose time is closest to the typical one; the earliest of equals."""
+    """The step whose time is closest to the typical step, the earliest of equals."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPoint:
-    """One finished step of the median rank, for a line over steps."""
+    """One completed step of the median rank, for a chart over steps."""
 
     step: int
     step_time_ns: int
@@ -46,15 +46,15 @@ class StepTimes(TableResult):
 
     selection: StepSelection
     median_rank: int | None
-    """The rank that stands for the run ([Note: the median rank] in `analysis.step_selection`)."""
+    """The rank that represents the run ([Note: the median rank] in `analysis.step_selection`)."""
     closest_step: int | None
-    """Its step that is closest to the typical one; None without a timed step."""
+    """The step of this rank that is closest to its typical step; None without a timed step."""
     step_time_ns: Distribution | None
     """Step time of the median rank; None without a timed step."""
     ranks: tuple[RankStepTime, ...]
     """By rank; ranks without a timed step are absent."""
     over_steps: tuple[StepPoint, ...]
-    """Every finished step of the median rank, timed or not, by step."""
+    """Every completed step of the median rank, timed or not, by step."""
 
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Steps of the median rank",
@@ -77,7 +77,7 @@ class StepTimes(TableResult):
 
 
 def measure_step_times(run: RunSource) -> StepTimes:
-    """How long the steps take: over the timed steps of each rank and of the median rank."""
+    """Measure the step time over the timed steps of each rank and of the median rank."""
     selection = select_steps(run)
     timed = timed_ranks(run)
     ranks = tuple(
@@ -99,7 +99,7 @@ def measure_step_times(run: RunSource) -> StepTimes:
 def _over_steps(
     run: RunSource, selection: StepSelection, rank: int | None
 ) -> tuple[StepPoint, ...]:
-    """The steps of the rank; without a median rank, those of the first rank with any step."""
+    """Return the steps of a rank; without a rank, the steps of the first rank that has one."""
     kinds = (EventKind.STEP, StepPart.COMMUNICATION)
     rows = run.summary(ranks=None if rank is None else [rank], kinds=kinds)
     chosen = islice(steps_by_rank(rows), 1)

@@ -1,7 +1,7 @@
-"""Which collectives of one step is a rank waiting for, why, and how fast were they?
+"""Measure the waits of one step and describe its events, for the timeline.
 
-For the timeline: the step need not be a timed one, and each event is asked about by its position
-among the events of that rank and step.
+The step need not be a timed step. An event is identified by its position among the events of its
+rank and step.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable
 
 MOST_NAMED = 4
-"""How many waits are named as the longest."""
+"""Number of waits that are reported as the longest."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepWaits:
-    """The waits of one rank in one step; arrays of shape (n,), one row a collective."""
+    """The waits of one rank in one step; arrays of shape (n,), one row per collective."""
 
     rank: int
     step: int
@@ -33,20 +33,20 @@ class StepWaits:
     by_cause_ns: NDArray[np.int64]
     """Shape (n, len(Cause)); the sum of a row is its exposed time."""
     arrivals: str
-    """How far it is known when the other ranks arrived, in words."""
+    """The ranks whose arrivals are known, in words."""
 
     def longest(self) -> list[int]:
-        """The events of the longest waits, at most `MOST_NAMED`, longest first."""
+        """Return the events of the longest waits, at most `MOST_NAMED`, longest first."""
         order = np.argsort(-self.exposed_ns, kind="stable")[:MOST_NAMED]
         return [int(self.event[row]) for row in order if self.exposed_ns[row] > 0]
 
     def exposed(self, event: int) -> int:
-        """How long an event was waited for; 0 for what is no collective."""
+        """Return the exposed time of an event; 0 for an event that is no collective."""
         row = self._row(event)
         return 0 if row is None else int(self.exposed_ns[row])
 
     def causes(self, event: int) -> dict[str, int]:
-        """Why, in ns by `Cause`, those above 0, largest first; adds up to its exposed time."""
+        """Return the exposed time of an event by `Cause`, only causes above 0, largest first."""
         row = self._row(event)
         if row is None:
             return {}
@@ -65,15 +65,15 @@ class StepWaits:
 
 @dataclass(frozen=True, slots=True)
 class EventFacts:
-    """One event of a step; what is not known, or makes no sense for its kind, is None."""
+    """One event of a step; None for values that are unknown or do not apply to its kind."""
 
     kind: str
     """An `EventKind`: `all_gather`, `forward`, ..."""
     fqn: str | None
-    """None: of no FSDP unit."""
+    """None: the event belongs to no FSDP unit."""
     phase: str
     issued_by: str | None
-    """The unit whose hook issued it, where that is another one."""
+    """The unit whose hook issued it, if that is another unit."""
     start_ns: int
     """From the start of the step."""
     duration_ns: int
@@ -83,9 +83,9 @@ class EventFacts:
     """Name of the process group."""
     bus_bytes_per_s: float | None
     fit_bus_bytes_per_s: float | None
-    """What a message of this size reaches by the fit to the run's collectives of the kind."""
+    """Bus bandwidth of a message of this size, by the fit to the run's collectives of this kind."""
     lead_ns: int | None
-    """How long before it was needed it was issued; negative: after."""
+    """Need - issue; negative if it is issued after it is needed."""
     exposed_ns: int | None
     causes_ns: dict[str, int]
     """By `Cause`, largest first."""
@@ -98,11 +98,11 @@ def measure_step_waits(run: RunSource, *, rank: int, step: int) -> StepWaits:
 
     Args:
         run: A recorded run.
-        rank: Of which rank.
-        step: Any step that it has events of.
+        rank: The rank.
+        step: Any step with events of the rank.
 
     Raises:
-        IncompleteRunError: The run holds nothing of that rank.
+        IncompleteRunError: The run has no data of the rank.
     """
     events = run.events(rank, steps=[step])
     positions = np.flatnonzero(np.isin(events.kind, list(COLLECTIVES)))
@@ -126,14 +126,14 @@ def describe_event(
     waits: StepWaits,
     bandwidth: Bandwidth | None,
 ) -> EventFacts:
-    """Everything that is known of one event.
+    """Describe one event.
 
     Args:
-        manifest: Of its run.
-        events: All events of its rank and step.
-        event: Position in them.
-        waits: Of the same rank and step.
-        bandwidth: Of the same rank; None: the run has none.
+        manifest: The manifest of the run.
+        events: All events of the rank and step.
+        event: Position of the event in `events`.
+        waits: The waits of the same rank and step.
+        bandwidth: The bandwidth of the same rank; None if the run has none.
     """
     row = {name: int(column[event]) for name, column in events.columns().items()}
     fqns = {unit.index: unit.fqn for unit in manifest.units}
@@ -163,7 +163,7 @@ def describe_event(
 
 
 def _fitted(row: dict[str, int], bandwidth: Bandwidth | None) -> float | None:
-    """The bus bandwidth of a message of that size, by the fit to its kind and group."""
+    """Return the bus bandwidth of a message of this size, by the fit to its kind and group."""
     if bandwidth is None or row["kind"] not in COLLECTIVES or row["bytes"] <= 0:
         return None
     kind = EventKind(row["kind"]).label

@@ -1,9 +1,8 @@
-"""Compose the answers of every analysis about a run in one object.
+"""Collect the results of all analyses of a run in one object.
 
-The analyses answer one question each and do not know each other; this puts their answers side by
-side, for `fsdp-inspect summary`, the dashboard's Overview and the end of a recording. The fields
-are the keys of `summary --json`, with the units in their names. Times are those of the typical
-step of the median rank unless a field says otherwise ([Note: the typical step] in
+`fsdp-inspect summary`, the dashboard's Overview and the end of a recording show this object. Its
+fields are the keys of `summary --json`, with the units in their names. Times are times of the
+typical step of the median rank, unless a field states otherwise ([Note: the typical step] in
 `analysis.step_selection`).
 """
 
@@ -37,7 +36,7 @@ from fsdp_inspect.trace.run import RunSource
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """How the logged loss went."""
+    """The first and the last value of the logged loss."""
 
     first: float
     last: float
@@ -46,7 +45,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class StepsLeftOut:
-    """Which finished steps no time is taken from."""
+    """The completed steps that no time is taken from."""
 
     warmup: tuple[int, ...]
     memory: tuple[int, ...]
@@ -55,22 +54,22 @@ class StepsLeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Summary(Result):
-    """A run in numbers; the fields are the keys of `summary --json`."""
+    """The summary of a run; the fields are the keys of `summary --json`."""
 
     run_id: str
     status: str
     """`complete`, `running`, `crashed`, `failed`, `partial` or `imported`."""
     notes: tuple[str, ...]
-    """What is missing or odd about the run, in words."""
+    """Missing or unusual data of the run, in words."""
     is_kernel_trace: bool
-    """Imported from a device's kernels: metrics are defined otherwise (`metrics.define_metric`)."""
+    """Imported kernel trace: some metrics have another definition (`metrics.define_metric`)."""
     identity: RunIdentity
     world_size: int
     num_ranks: int
-    """Ranks that wrote something."""
+    """Number of ranks that wrote data."""
     backend: str
     num_steps: int
-    """Finished steps, those that are left out of times included."""
+    """Number of completed steps, including steps that are left out of times."""
     num_timed_steps: int
     left_out: StepsLeftOut
     median_rank: int | None
@@ -80,11 +79,11 @@ class Summary(Result):
     communication_ns: int | None
     exposed_ns: int | None
     overlap_ratio: float | None
-    """1 - exposed_ns / communication_ns; 1.0 when nothing is communicated."""
+    """1 - exposed_ns / communication_ns; 1.0 without communication."""
     floor_ns: int | None
     """The part of exposed_ns that no setting can hide."""
     communication_bytes: int | None
-    """Messages of one step, full and padded, added up."""
+    """Sum of the full padded messages of one step."""
     collectives_per_step: float | None
     peak_allocated_bytes: int | None
     """Highest of all ranks; None if memory was not recorded."""
@@ -93,23 +92,23 @@ class Summary(Result):
     breakdown: StepBreakdown | None
     """The typical step of the median rank; its parts add up to it."""
     exposed: Exposed | None
-    """The waits of the same step by owner and cause, waits for stragglers told apart; the causes
-    add up to the exposed parts of `breakdown`."""
+    """The waits of the typical step by owner and cause, with waits for stragglers; the causes add
+    up to the exposed parts of `breakdown`."""
     memory: Memory
     loss: Loss | None
     units: tuple[UnitCost, ...]
     ranks: tuple[RankOverlap, ...]
     verdict: Verdict
     rank_verdicts: tuple[RankVerdict, ...]
-    """What limits each rank, by rank."""
+    """The limit of each rank, by rank."""
     plan_check: PlanCheck | None
-    """Whether the collectives that ran are those that the plan asks for."""
+    """Whether the collectives match the plan."""
 
 
 def measure_summary(run: RunSource) -> Summary:
-    """Ask every analysis, and put the answers side by side.
+    """Run all analyses of a run.
 
-    A question whose files are damaged has no answer; `notes` says why, and the others stand.
+    An analysis whose files are damaged has no result; `notes` gives the reason.
     """
     damage: list[str] = []
     times, overlap = measure_step_times(run), measure_overlap(run)
@@ -130,10 +129,12 @@ def measure_summary(run: RunSource) -> Summary:
             growth=try_measure(measure_memory_growth, run, damage),
             plan_check=plan_check,
             provenance=provenance,
-            straggler=try_measure(lambda one: find_straggler(one, overlap.ranks), run, damage),
+            straggler=try_measure(
+                lambda source: find_straggler(source, overlap.ranks), run, damage
+            ),
         )
     )
-    manifest, steps, middle = run.manifest, times.selection, overlap.run
+    manifest, steps, typical = run.manifest, times.selection, overlap.run
     return Summary(
         run_id=manifest.run_id,
         status=run.status.value,
@@ -149,12 +150,12 @@ def measure_summary(run: RunSource) -> Summary:
         median_rank=times.median_rank,
         provenance=provenance,
         step_time_ns=times.step_time_ns,
-        communication_ns=middle.communication_ns if middle else None,
-        exposed_ns=middle.exposed_ns if middle else None,
-        overlap_ratio=middle.overlap_ratio if middle else None,
+        communication_ns=typical.communication_ns if typical else None,
+        exposed_ns=typical.exposed_ns if typical else None,
+        overlap_ratio=typical.overlap_ratio if typical else None,
         floor_ns=exposed.floor_ns if exposed else None,
-        communication_bytes=middle.communication_bytes if middle else None,
-        collectives_per_step=middle.collectives_per_step if middle else None,
+        communication_bytes=typical.communication_bytes if typical else None,
+        collectives_per_step=typical.collectives_per_step if typical else None,
         peak_allocated_bytes=memory.peak_allocated_bytes,
         peak_reserved_bytes=memory.peak_reserved_bytes,
         breakdown=breakdown.headline,
@@ -170,7 +171,7 @@ def measure_summary(run: RunSource) -> Summary:
 
 
 def _measure_waits(run: RunSource) -> Exposed | None:
-    """The waits of the median rank, those for stragglers told apart in its typical steps."""
+    """Measure the waits of the median rank; waits for stragglers in its typical steps only."""
     member = timed_rank(run)
     if member is None:
         return None
@@ -182,7 +183,7 @@ def _measure_waits(run: RunSource) -> Exposed | None:
 
 
 def _measure_allocator(run: RunSource, memory: Memory) -> AllocatorUse | None:
-    """Of the rank with the highest peak, where an allocator was counted at all."""
+    """Measure the allocator of the rank with the highest peak; None without an allocator."""
     if memory.peak_rank is None or memory.peak_reserved_bytes is None:
         return None
     return measure_allocator(run, rank=memory.peak_rank)

@@ -1,11 +1,11 @@
-"""How did one unit's collectives go, one by one over the steps, and what does it hold meanwhile?
+"""List the collectives of one unit over the steps, and the memory that the unit holds in a step.
 
-A unit holds memory beyond its shards in three ways, each from the events of one step (inferred,
-since no event tells of the allocator) with the sizes that the unit's record states:
+A unit holds memory beyond its shards in three forms. Their times come from the events of one step
+(inferred, because no event records the allocator), their sizes from the unit's record:
 
-    all-gather buffer      from the copy-in (or the gather) to the end of the copy-out
-    unsharded parameters   from the copy-out (or the gather's end) to the end of the last pass of
-                           the unit before it is gathered again: kept parameters show as one span
+    all-gather buffer      from the copy-in (or the all-gather) to the end of the copy-out
+    unsharded parameters   from the copy-out (or the end of the all-gather) to the end of the unit's
+                           last pass before it is gathered again: kept parameters are one interval
     reduce-scatter buffer  from the copy-in (or the reduction) to the end of the reduction
 """
 
@@ -42,7 +42,7 @@ class OneCollective:
     duration_ns: int
     exposed_ns: int
     bus_bytes_per_s: float | None
-    """None where nothing travels, or the sizes are not known."""
+    """None if no bytes are sent, or the sizes are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +52,30 @@ class CollectiveHistory:
     kind: str
     phase: str
     group: int | None
-    """Index into the manifest's process groups; None: not known."""
+    """Index into the manifest's process groups; None if unknown."""
     bytes: int | None
-    """Full padded message, the largest; None if unknown."""
+    """Largest full padded message; None if unknown."""
     method: str
-    """How the times were obtained; several with `, `."""
+    """Method of the times; several are joined with `, `."""
     duration_ns: Distribution
-    """Over the collectives (its `num_steps` counts them)."""
+    """Distribution over the collectives (`num_steps` is their number)."""
     bus_bytes_per_s: int | None
-    """Their median bus bandwidth; None where nothing travels, or the sizes are not known."""
+    """Median bus bandwidth; None if no bytes are sent, or the sizes are unknown."""
     collectives: tuple[OneCollective, ...]
     """In the order of issue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Memory that the unit holds for a part of a step, as its events tell (inferred)."""
+    """Memory that the unit holds during a part of a step, inferred from its events."""
 
     category: str
     """`unsharded_parameter`, `all_gather_buffer` or `reduce_scatter_buffer`."""
     start_ns: int
-    """From the start of the step, as `end_ns`."""
+    """From the start of the step, like `end_ns`."""
     end_ns: int
     bytes: int | None
-    """None where the run does not tell the unit's sizes."""
+    """None if the run does not record the unit's sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class UnitHistory:
     histories: tuple[CollectiveHistory, ...]
     """All-gathers before reductions, forward before backward."""
     step: int
-    """The rank's median step, which `holds` is of."""
+    """The step of `holds`: the one whose time is closest to the rank's typical step."""
     step_time_ns: int
     holds: tuple[Hold, ...]
     """By start."""
@@ -96,18 +96,18 @@ class UnitHistory:
 def measure_unit_history(
     run: RunSource, *, unit: int, rank: int | None = None
 ) -> UnitHistory | None:
-    """How the collectives of one unit went, and when it holds memory.
+    """List the collectives of one unit, and the intervals in which it holds memory.
 
     Args:
         run: A recorded run.
         unit: Index of the unit.
-        rank: Default the median rank.
+        rank: Default: the median rank.
 
     Returns:
         None if the rank has no timed step.
 
     Raises:
-        IncompleteRunError: The run holds nothing of that rank.
+        IncompleteRunError: The run has no data of the rank.
     """
     member = timed_rank(run, rank)
     if member is None:
@@ -178,7 +178,7 @@ _Held = tuple[int, int, str, int | None]
 
 
 def _find_holds(events: EventTable, unit: Unit, step_end: int) -> Iterator[_Held]:
-    """What one unit holds, from its events of one step."""
+    """Infer the memory that one unit holds from its events of one step."""
     full = unit.unsharded_bytes if unit.are_sizes_known else None
     reduced = unit.reduce_bytes if unit.are_sizes_known else None
     gathers, outs = _of(events, EventKind.ALL_GATHER), _of(events, EventKind.ALL_GATHER_COPY_OUT)
@@ -196,11 +196,11 @@ def _find_holds(events: EventTable, unit: Unit, step_end: int) -> Iterator[_Held
 
 
 def _of(events: EventTable, kind: EventKind) -> list[tuple[int, int]]:
-    """Start and end of the events of a kind, by start."""
+    """Return start and end of the events of a kind, by start."""
     own = events.where(events.kind == kind)
     return sorted(zip(own.start_ns.tolist(), own.end_ns.tolist(), strict=True))
 
 
 def _first_copy(copies: list[tuple[int, int]], begin: int) -> int:
-    """When the copy right before a collective began; without one the collective's own begin."""
+    """Return the start of the last copy before a collective, or else the collective's start."""
     return max((start for start, _ in copies if start <= begin), default=begin)

@@ -1,4 +1,4 @@
-"""Which unit does a name that somebody typed stand for?"""
+"""Find a unit by its name."""
 
 from fsdp_inspect.error_text import suggest
 from fsdp_inspect.errors import MissingDataError
@@ -7,17 +7,17 @@ from fsdp_inspect.trace.run import RunManifest, Unit
 
 
 def find_unit(manifest: RunManifest, name: str) -> Unit:
-    """The unit of that name; the root is `(root)` or the empty text.
+    """Return the unit with this name; `(root)` or the empty string is the root.
 
     Raises:
-        MissingDataError: The run has none; the message names the nearest.
+        MissingDataError: The run has no such unit; the message names the closest names.
     """
     units = {format_unit(unit.fqn): unit for unit in manifest.units}
     found = units.get(format_unit(name))
     if found is None:
         nearest = suggest(name, list(units), what="units")
         raise MissingDataError(
-            f"Run {manifest.run_id!r} has no unit {name!r}. {nearest} `fsdp-inspect units RUN` "
-            "lists them all."
+            f"Unit {name!r} not found in run {manifest.run_id!r}. {nearest} `fsdp-inspect units "
+            "RUN` lists all units."
         )
     return found

@@ -1,8 +1,8 @@
-"""Measure what each FSDP unit costs: its collectives, copies, forward and backward.
+"""Measure the cost of each FSDP unit: its collectives, copies, forward and backward.
 
-All numbers are those of the typical step of one rank ([Note: the typical step] in
-`analysis.step_selection`), per step unless said otherwise.
-Bus bandwidth is that of nccl-tests (`trace.bus_bandwidth`).
+All numbers are per step, in the typical step of one rank ([Note: the typical step] in
+`analysis.step_selection`), unless stated otherwise. Bus bandwidth is that of nccl-tests
+(`trace.bus_bandwidth`).
 """
 
 from collections.abc import Callable, Sequence
@@ -29,23 +29,22 @@ class UnitCollective:
     """One unit's collectives of one kind."""
 
     count_per_step: float
-    """Mean over the typical steps; 0 when the unit has none: a group of one rank, or frozen
-    parameters."""
+    """Mean over the typical steps; 0 for a group of one rank, or for frozen parameters."""
     bytes: int | None
     """Full padded message of one collective: all-gather output, reduce-scatter input."""
     group_size: int | None
-    """Ranks that take part; None without a group."""
+    """Number of ranks that take part; None without a group."""
     duration_ns: int | None
     """Mean duration of one collective."""
     exposed_ns: int
-    """Per step: how long the rank waits for them."""
+    """Exposed time per step."""
     bus_bytes_per_s: float | None
     """None for a group of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """One FSDP unit: what it is, and what it costs per step."""
+    """One FSDP unit and its cost per step."""
 
     index: int
     fqn: str
@@ -54,7 +53,7 @@ class UnitCost:
     execution_index: int | None
     """Position in the first recorded forward; None if it never ran."""
     num_parameters: int | None
-    """None where an import does not tell, as with the next four."""
+    """None if an import does not record it, like the next four fields."""
     num_trainable_parameters: int | None
     unsharded_bytes: int | None
     sharded_bytes: int | None
@@ -65,20 +64,20 @@ class UnitCost:
     all_gather: UnitCollective
     reduce_scatter: UnitCollective
     all_reduce: UnitCollective
-    """HSDP; count 0 elsewhere."""
+    """HSDP only; the count is 0 without HSDP."""
     exposed_ns: int
-    """Of all its collectives, per step."""
+    """Exposed time of all its collectives, per step."""
     prefetched_per_step: float
-    """All-gathers issued before their own unit asked for them."""
+    """All-gathers issued before their own unit needs them."""
     copies_ns: int | None
-    """FSDP's copies between parameters and communication buffers; None, like the next two, where
-    an import does not tell."""
+    """FSDP's copies between parameters and communication buffers; None if an import does not
+    record them, like the next two fields."""
     forward_ns: int | None
-    """From parameters ready to output; holds nested units."""
+    """Time from parameters ready to output; includes nested units."""
     backward_ns: int | None
-    """From parameters ready to gradients complete; holds nested units and recomputation."""
+    """Time from parameters ready to gradients complete; includes nested units and recompute."""
     recompute_ns: int
-    """Forward work repeated in backward by activation checkpointing; inside `backward_ns`."""
+    """Forward work that activation checkpointing repeats in backward; part of `backward_ns`."""
 
 
 def _collective_columns(kind: str) -> tuple[Column, ...]:
@@ -106,18 +105,18 @@ def _collective_columns(kind: str) -> tuple[Column, ...]:
 
 @dataclass(frozen=True, slots=True)
 class UnitCosts(TableResult):
-    """All units of the model, as one rank saw them."""
+    """The costs of all units of the model, on one rank."""
 
     run_id: str
     source: str
     """`recorded`, `emulated`, `imported` or `predicted`."""
     notes: tuple[str, ...]
-    """What is missing or odd about the run, in words."""
+    """Missing or unusual data of the run, in words."""
     rank: int | None
-    """None: no timed step, so every time is 0 or None."""
+    """None without a timed step; every time is then 0 or None."""
     num_steps: int
     units: tuple[UnitCost, ...]
-    """In order of execution, those that never ran last."""
+    """In order of execution; units that never run come last."""
 
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Units in the typical step",
@@ -149,14 +148,14 @@ class UnitCosts(TableResult):
 
 
 def measure_units(run: RunSource, *, rank: int | None = None) -> UnitCosts:
-    """What each unit costs per step.
+    """Measure the cost of each unit per step.
 
     Args:
         run: A recorded run.
-        rank: Default the median rank.
+        rank: Default: the median rank.
 
     Raises:
-        IncompleteRunError: The run holds nothing of that rank.
+        IncompleteRunError: The run has no data of the rank.
     """
     member = timed_rank(run, rank)
     if member is None:
@@ -185,7 +184,7 @@ def measure_units(run: RunSource, *, rank: int | None = None) -> UnitCosts:
 
 @dataclass(frozen=True, slots=True)
 class _UnitRows:
-    """Summary rows of one rank's typical steps, and how many steps these are."""
+    """Summary rows of one rank's typical steps, and the number of these steps."""
 
     rows: SummaryTable
     num_steps: int
@@ -200,11 +199,11 @@ class _UnitRows:
         return _UnitRows(chosen, self.num_steps)
 
     def mean_per_step(self, column: str) -> float:
-        """Mean over the steps of the column's sum in each step."""
+        """Return the mean over the steps of the column's sum in each step."""
         return float(getattr(self.rows, column).sum() / max(self.num_steps, 1))
 
     def per_step(self, column: str) -> int:
-        """The same, rounded."""
+        """Return `mean_per_step`, rounded."""
         return round(self.mean_per_step(column))
 
 
@@ -251,28 +250,28 @@ def _measure_unit(
         ),
         exposed_ns=own.of_kind(*_COLLECTIVES_OF_A_UNIT).per_step("exposed_ns"),
         prefetched_per_step=len(prefetched) / max(own.num_steps, 1),
-        copies_ns=_told(own.of_kind(*sorted(COPIES)), manifest),
-        forward_ns=_told(own.of_kind(EventKind.FORWARD, phase=Phase.FORWARD), manifest),
-        backward_ns=_told(own.of_kind(EventKind.BACKWARD), manifest),
+        copies_ns=_known_time(own.of_kind(*sorted(COPIES)), manifest),
+        forward_ns=_known_time(own.of_kind(EventKind.FORWARD, phase=Phase.FORWARD), manifest),
+        backward_ns=_known_time(own.of_kind(EventKind.BACKWARD), manifest),
         recompute_ns=recompute_ns,
     )
 
 
 def _known(unit: Unit, value: int) -> int | None:
-    """A number of a unit; None where 0 says only that an import does not tell."""
+    """Return a number of a unit; None if it is 0 because an import does not record it."""
     return value if value or unit.are_sizes_known else None
 
 
-def _told(own: _UnitRows, manifest: RunManifest) -> int | None:
-    """A time per step; None where an import holds no such event, which need not mean no time."""
+def _known_time(own: _UnitRows, manifest: RunManifest) -> int | None:
+    """Return a time per step; None if an import has no such event, because it may lack them."""
     if manifest.source == "imported" and not len(own.rows):
         return None
     return own.per_step("duration_ns")
 
 
 def _measure_collective(own: _UnitRows, group_size: int | None, factor: float) -> UnitCollective:
-    """Sum up one kind of collective; `factor` turns message bytes into bus bytes."""
-    # A message of 0 bytes is one whose size was not recorded.
+    """Measure the collectives of one kind; `factor` converts message bytes to bus bytes."""
+    # A size of 0 bytes means that the size was not recorded.
     message = median(own.rows.bytes // np.maximum(own.rows.count, 1)) or None
     count = int(own.rows.count.sum())
     total_ns = int(own.rows.duration_ns.sum())
@@ -290,10 +289,10 @@ def _measure_collective(own: _UnitRows, group_size: int | None, factor: float) -
 
 
 def _gather_factor(gathers: _UnitRows, unit: Unit, shard: int | None) -> float:
-    """The mean of (N-1)/N over the unit's gathers of a step.
+    """Return the mean of (N-1)/N over the unit's all-gathers of a step.
 
-    With an integer `reshard_after_forward` the gathers of backward run in the smaller group of
-    that size; elsewhere every gather runs in the shard group.
+    With an integer `reshard_after_forward`, the all-gathers of backward run in the smaller group
+    of that size. Otherwise every all-gather runs in the shard group.
     """
     reshard = unit.reshard_after_forward
     in_shard_group = bus_factor(EventKind.ALL_GATHER, shard or 0)

@@ -1,34 +1,34 @@
-"""Why does a rank wait for a collective? Each exposed wait, split by cause to the nanosecond.
+"""Split each exposed wait for a collective by cause, to the nanosecond.
 
-The wait for a collective is exposed as `reduction.step_parts` defines it. It is split, not
-labelled: the causes of one collective add up to its exposed time exactly. With
+`reduction.step_parts` defines when a wait is exposed. A wait has several causes, not one label: the
+causes of one collective add up to its exposed time exactly. The split uses these moments:
 
-    from      when the compute stream began to wait (kernel traces: the collective's start)
-    ready     when the collective could have begun as far as its stream is concerned: a reduction
-              when its gradients are complete, an all-gather when the step has begun, the optimizer
-              has ended and the copy-outs have run that torch makes its stream wait for
-    ahead     the end of the previous collective on that communicator
+    from      the compute stream begins to wait (kernel traces: the collective's start)
+    ready     the dependencies of its stream have ended. For a reduction: its gradients are
+              complete. For an all-gather: the step has begun, the optimizer has ended, and the
+              copy-outs that torch makes its stream wait for have run
+    ahead     the end of the previous collective on the communicator
     turn      the later of its start and `ahead`: from then on its own bytes travel
     earliest  the later of `ready` and `ahead` (DESIGN section 4)
 
-the causes claim in this order, each from what is left:
+The causes take their part in this order, each from the rest:
 
-1. serialized: before its turn, while a collective ahead of it runs. And of the transfer, as much
-   as it stood behind a collective of *another* stream (an all-gather behind a reduce-scatter that
-   shares its communicator, RULES R25): without it the wait would have ended that much earlier.
-   Behind one of its own stream is the stream's order, hence no such delay;
-2. straggler: from its turn to the arrival of the last rank, where clocks are aligned;
+1. serialized: the time before its turn during which a collective ahead of it runs. Also the part of
+   the transfer that it lost behind a collective of *another* stream (an all-gather behind a
+   reduce-scatter that shares its communicator, RULES R25): without it the wait would end that much
+   earlier. A collective of its own stream does not count, because the order of a stream is fixed;
+2. straggler: from its turn to the arrival of the last rank, if clocks are aligned;
 3. floor: the rest, if it is the first-completed all-gather of a forward or the last-completed
-   reduction of a backward (under HSDP an all-reduce): no compute lies beside it;
-4. blocking: the rest, if the collective blocked the host (gloo unless asked otherwise);
-5. late issue: min(rest, issue - earliest), with `from` in the place of `issue` where the host
-   issued after the wait had begun: what it lost after that is host-bound idle, no exposure;
+   reduction of a backward (under HSDP an all-reduce): no compute runs next to it;
+4. blocking: the rest, if the collective blocks the host (gloo by default);
+5. late issue: min(rest, issue - earliest). If the host issues the collective after the wait begins,
+   `from` replaces `issue`: the time that it loses after that is host-bound, not exposed;
 6. bandwidth: the rest.
 
-Where it is not known what a collective depended on (one that FSDP did not issue, or in the midst
-of the optimizer), no part of it is late.
+If the dependencies of a collective are unknown (FSDP did not issue it, or the optimizer runs), no
+part of its wait is late issue.
 
-Source: what all-gathers depend on: `FSDPParamGroup.wait_for_unshard`, torch 2.13: in forward the
+Source: dependencies of all-gathers: `FSDPParamGroup.wait_for_unshard`, torch 2.13: in forward the
 all-gather streams wait for the copy-out before the last one, in backward for the last one.
 """
 
@@ -59,7 +59,7 @@ _Int64 = NDArray[np.int64]
 
 
 class Cause(NamedCode):
-    """Why a rank waits, in the order in which the causes claim their part."""
+    """The cause of an exposed wait, in the order in which the causes take their part."""
 
     SERIALIZED = 0
     STRAGGLER = 1
@@ -80,44 +80,47 @@ NEEDED_KINDS = frozenset(
         EventKind.COMPUTE,
     }
 )
-"""The kinds of events that `split_waits` looks at."""
+"""The event kinds that `split_waits` reads."""
 
 _REDUCTIONS = (EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
 _CAUSES_OF_REDUCTIONS = (
     (EventKind.REDUCE_SCATTER, EventKind.BACKWARD),
     (EventKind.ALL_REDUCE, EventKind.REDUCE_SCATTER),
 )
-"""What the input of a unit's reduction comes from."""
+"""The kind of a unit's reduction, and the kind of event that produces its input."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Every collective of some steps of one rank, and what its wait is made of; n collectives."""
+    """The n collectives of some steps of one rank, and the causes of their waits."""
 
     collectives: EventTable
     """In the order of the given events."""
     begin_ns: _Int64
-    """Shape (n,). When the wait began; the collective's end where nobody waited."""
+    """Shape (n,). Start of the wait; the collective's end if there is no wait."""
     exposed_ns: _Int64
-    """Shape (n,). Two collectives that are waited for at once are both charged."""
+    """Shape (n,). Simultaneous waits count for each collective."""
     by_cause_ns: _Int64
     """Shape (n, len(Cause)); the sum of a row is its exposed time."""
     share_by_cause_ns: _Int64
-    """Shape (n, len(Cause)). As `by_cause_ns`, with every instant charged once, to the wait that
-    began first: what the rows of a step add up to is the exposed time of the step."""
+    """Shape (n, len(Cause)). Like `by_cause_ns`, but every instant counts once, for the wait that
+    began first: the rows of a step add up to the exposed time of the step."""
     ahead: _Int64
-    """Shape (n,). Position of the collective ahead in the communicator's queue; -1: none."""
+    """Shape (n,). Position of the previous collective in the communicator's queue; -1: none."""
     turn_ns: _Int64
-    """Shape (n,). From when on its own bytes travelled."""
+    """Shape (n,). Moment from which its own bytes travel."""
     step_start_ns: _Int64
-    """Shape (n,). When its step began."""
+    """Shape (n,). Start of its step."""
     is_floor: NDArray[np.bool_]
     """Shape (n,). Whether it is the first gather of a forward or the last reduction of a
     backward."""
 
     def where(self, mask: NDArray[np.generic]) -> "Waits":
-        """The collectives that a mask or an index array selects; `ahead` keeps its meaning."""
-        rows = np.flatnonzero(mask) if mask.dtype == bool else mask  # once, and not once a column
+        """Return the collectives that a mask or an index array selects.
+
+        `ahead` still refers to positions in the original table.
+        """
+        rows = np.flatnonzero(mask) if mask.dtype == bool else mask  # once for all columns
         return Waits(
             collectives=self.collectives.where(rows),
             begin_ns=self.begin_ns[rows],
@@ -146,7 +149,7 @@ def read_waits(
 
 
 def timed_collectives(run: RunSource, member: RankSteps) -> EventTable:
-    """The collectives of a rank's timed steps, in the order in which `read_waits` has them."""
+    """Return the collectives of a rank's timed steps, in the order of `read_waits`."""
     return run.events(member.rank, steps=member.steps.tolist(), kinds=sorted(COLLECTIVES))
 
 
@@ -154,11 +157,11 @@ def split_waits(events: EventTable, *, last_arrival_ns: _Int64 | None = None) ->
     """Split the exposed wait for every collective by cause.
 
     Args:
-        events: All events of some steps of one rank, at least those of `NEEDED_KINDS`. In a step
-            that did not finish nothing is exposed: nobody knows yet what it waits for.
-        last_arrival_ns: For each collective among the events, in their order, when the last rank
-            of its group arrived, on this rank's clock; -1 where it is not known. Without it no
-            wait is called a straggler's.
+        events: All events of some steps of one rank, at least of `NEEDED_KINDS`. An incomplete step
+            has no exposed time, because its waits are unknown.
+        last_arrival_ns: The arrival of the last rank of the group, on this rank's clock, for each
+            collective among the events in their order; -1 if unknown. Without it, no wait has the
+            cause `straggler`.
 
     Returns:
         The waits of the collectives among the events, in their order.
@@ -199,23 +202,23 @@ def _blank(collectives: EventTable) -> Waits:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """Steps of one rank side by side: their n collectives, and what their waits are judged by.
+    """The n collectives of steps of one rank that lie side by side on one time axis.
 
-    Times are on the axis.
+    All times are times on that axis.
     """
 
     collectives: EventTable
     shift_ns: _Int64
-    """What was added to the times of each."""
+    """The time added to the times of each collective."""
     start_ns: _Int64
-    """When the step of each began."""
+    """Start of the step of each collective."""
     begin_ns: _Int64
     last_arrival_ns: _Int64
     queue: Queue
     ready_ns: _Int64
     is_floor: NDArray[np.bool_]
     exposing: Intervals
-    """When a wait is exposed."""
+    """The intervals in which a wait is exposed."""
 
     @classmethod
     def of(cls, axis: SideBySide, last_arrival_ns: _Int64) -> "_Steps":
@@ -239,7 +242,7 @@ class _Steps:
         )
 
     def share_begins(self) -> _Int64:
-        """From when on no wait that began earlier covers each wait."""
+        """Return the moment from which no earlier wait covers each wait."""
         shared = self.begin_ns.copy()
         order = np.lexsort((self.collectives.end_ns, shared))
         reach = np.maximum.accumulate(self.collectives.end_ns[order])
@@ -247,7 +250,7 @@ class _Steps:
         return shared
 
     def split(self, begin_ns: _Int64) -> _Int64:
-        """The causes of the waits that begin at `begin_ns`, shape (n, len(Cause))."""
+        """Split the waits that begin at `begin_ns` by cause, shape (n, len(Cause))."""
         collectives, queue, covered = self.collectives, self.queue, self.exposing.covered_ns
         end, issue = collectives.end_ns, collectives.issue_ns
         turn = np.clip(queue.turn_ns, begin_ns, np.maximum(begin_ns, end))
@@ -280,7 +283,7 @@ def _spans(events: EventTable, kind: EventKind) -> Intervals:
 
 
 def _find_starts(axis: SideBySide) -> _Int64:
-    """When each step began; one that did not finish, with the first of its events."""
+    """Return the start of each step; an incomplete step starts with its first event."""
     events = axis.events
     starts = np.minimum.reduceat(events.start_ns, axis.firsts)
     lasting = (events.kind == EventKind.STEP) & (events.end_ns > events.start_ns)
@@ -290,7 +293,7 @@ def _find_starts(axis: SideBySide) -> _Int64:
 
 
 def _find_ready(axis: SideBySide, collectives: EventTable, place: _Int64, start: _Int64) -> _Int64:
-    """When each collective could have begun; the time of issue where that is not known."""
+    """Return when the dependencies of each collective ended; its issue if that is unknown."""
     events, ready = axis.events, collectives.issue_ns.copy()
     own_begin = axis.begin_ns[place]
     by_fsdp = collectives.unit != NO_UNIT
@@ -310,7 +313,7 @@ def _find_ready(axis: SideBySide, collectives: EventTable, place: _Int64, start:
 def _parameters_ready(
     events: EventTable, gathers: EventTable, own_begin: _Int64, start: _Int64
 ) -> _Int64:
-    """When each all-gather had its input and a buffer: not before the step or the optimizer."""
+    """Return when each all-gather has its input and a buffer: after step start and optimizer."""
     updates = events.kind == EventKind.OPTIMIZER
     updates |= (events.kind == EventKind.COMPUTE) & (events.phase == Phase.OPTIMIZER)
     updated = np.concatenate([[-1], np.sort(events.end_ns[updates])])
@@ -324,7 +327,7 @@ def _parameters_ready(
 def _buffers_freed(
     events: EventTable, gathers: EventTable, own_begin: _Int64, default: _Int64
 ) -> _Int64:
-    """When the copy-outs had run that torch makes the all-gather streams wait for."""
+    """Return the end of the copy-outs that torch makes the all-gather streams wait for."""
     on_stream = events.stream == Stream.COMPUTE
     copies = events.where((events.kind == EventKind.ALL_GATHER_COPY_OUT) & on_stream)
     copies = copies.where(np.argsort(copies.issue_ns, kind="stable"))
@@ -338,7 +341,7 @@ def _buffers_freed(
 
 
 def _last_of_unit(causes: EventTable, reductions: EventTable, own_begin: _Int64) -> _Int64:
-    """When the last cause of the same unit before each reduction ended; its issue without one."""
+    """Return the end of the unit's last cause before each reduction; the issue without one."""
     ends, starts = causes.end_ns, reductions.start_ns
     if len(causes) == 0 or len(reductions) == 0:
         return reductions.issue_ns
@@ -354,10 +357,10 @@ def _last_of_unit(causes: EventTable, reductions: EventTable, own_begin: _Int64)
 
 
 def _find_floor(collectives: EventTable, place: _Int64) -> NDArray[np.bool_]:
-    """Which collectives are the structural floor of their microbatch.
+    """Return which collectives are the structural floor of their microbatch.
 
-    A forward cannot begin before its first gather has ended, nor a step end before its last
-    reduction has.
+    A forward cannot begin before its first all-gather ends, and a step cannot end before its last
+    reduction ends.
     """
     floor = np.zeros(len(collectives), dtype=bool)
     by_fsdp = collectives.unit != NO_UNIT
@@ -372,7 +375,7 @@ def _find_floor(collectives: EventTable, place: _Int64) -> NDArray[np.bool_]:
 
 
 def _outermost(rows: _Int64, ends: _Int64, groups: _Int64, *, first: bool) -> _Int64:
-    """The row of each group that ends first, or last; of equal ones the first, or the last."""
+    """Return the row of each group that ends first (or last); of equals, the first (or last)."""
     ordered = rows[np.lexsort((ends[rows], groups[rows]))]
     changes = groups[ordered[1:]] != groups[ordered[:-1]]
     edge = np.ones(min(len(ordered), 1), dtype=bool)

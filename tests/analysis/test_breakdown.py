@@ -70,7 +70,7 @@ def test_evaluation_between_steps_is_shown_beside_the_step():
 
 
 def test_a_step_that_the_rank_did_not_finish_is_refused_with_those_it_did():
-    with pytest.raises(IncompleteRunError, match=r"did not finish step 9.*0 to 3.*Choose"):
+    with pytest.raises(IncompleteRunError, match=r"Step 9 not found.*0 to 3.*Choose"):
         measure_step_breakdown(steady_run(), rank=0, step=9)
 
 

@@ -64,14 +64,14 @@ def test_a_unit_of_another_size_does_not_stand_in():
 def test_too_few_passes_on_either_side_are_refused_with_the_number():
     row = forward_of(run_of(*ALONE, *SLOWED[1:]))
     assert (row.slowdown, row.low, row.compared_with) == (None, None, "")
-    assert row.reason == "Communication ran beside 4 of its passes; 5 are needed."
+    assert row.reason == "Communication ran during 4 of its passes. At least 5 are required."
 
 
 @pytest.mark.parametrize(
     ("passes", "reason"),
     [
-        pytest.param(ALONE, "No communication ran beside a unit's compute.", id="blocking"),
-        pytest.param(SLOWED, "In no unit did the same compute run both", id="always"),
+        pytest.param(ALONE, "No communication ran during the compute of a unit.", id="blocking"),
+        pytest.param(SLOWED, "No unit ran the same compute both", id="always"),
     ],
 )
 def test_a_run_without_variation_has_a_reason_and_no_number(passes, reason):

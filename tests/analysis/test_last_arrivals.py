@@ -35,7 +35,7 @@ def test_ranks_of_one_machine_tell_who_arrived_last():
     known, arrivals = find_last_arrivals(run, 0, collectives_of(run))
     assert arrivals.tolist() == [400]
     assert (known.num_ranks, known.num_refused, known.uncertainty_ns) == (3, 0, 0)
-    assert known.sentence == "Stragglers by the arrivals of 3 of 3 ranks, one clock."
+    assert known.sentence == "Waits for stragglers use the arrivals of 3 of 3 ranks, one clock."
 
 
 def test_the_transfer_is_that_of_the_last_to_arrive():

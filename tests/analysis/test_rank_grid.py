@@ -82,5 +82,5 @@ def test_a_run_without_steps_has_an_empty_grid(measure):
 
 
 def test_a_grid_of_anything_else_is_refused():
-    with pytest.raises(ValueError, match="no grid of 'speed'"):
+    with pytest.raises(ValueError, match="Unsupported metric 'speed'"):
         measure_rank_grid(steady_run(), metric="speed")

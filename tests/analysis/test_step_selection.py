@@ -52,13 +52,12 @@ def test_memory_steps_are_left_out_by_flag_and_by_manifest():
 def test_what_is_left_out_is_said_in_words():
     run = steady_run(num_steps=6, warmup_steps=2, memory_steps=[4])
     assert select_steps(run).sentence == (
-        "3 of 6 finished steps are timed; left out: steps 0-1 (warm-up), "
-        "step 4 (under the memory tracker)."
+        "3 of 6 completed steps are timed; left out: steps 0-1 (warm-up), step 4 (memory)."
     )
 
 
 def test_a_run_without_a_step_selects_nothing():
-    assert select_steps(RunBuilder().build()).sentence == "0 of 0 finished steps are timed."
+    assert select_steps(RunBuilder().build()).sentence == "0 of 0 completed steps are timed."
 
 
 def test_the_median_rank_is_the_one_that_waits_as_the_middle_rank_does():

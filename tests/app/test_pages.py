@@ -138,7 +138,7 @@ def test_every_chart_of_the_overview_has_a_table_and_a_csv(shown):
 def test_overview_says_how_its_numbers_were_obtained(shown):
     text = read(shown("overview", "whole"))
     assert "Recorded, measured." in text
-    assert "6 of 8 finished steps are timed; left out: steps 0-1 (warm-up)." in text
+    assert "6 of 8 completed steps are timed; left out: steps 0-1 (warm-up)." in text
 
 
 def test_a_run_that_failed_is_announced_before_its_numbers(shown):

@@ -18,5 +18,5 @@ def test_the_parts_in_json_add_up(invoke, runs_folder):
 def test_a_step_that_was_not_finished_is_refused_with_those_that_were(invoke, runs_folder):
     ended = invoke("breakdown", runs_folder / "steady", "--step", "9")
     assert ended.code == 1
-    assert "did not finish step 9" in ended.err
+    assert "Step 9 not found" in ended.err
     assert "0 to 3" in ended.err

@@ -152,5 +152,5 @@ def test_what_a_builder_does_not_take_is_said_and_the_rest_is_answered(builder, 
     words = " ".join(ended.out.split())
     assert ended.code == 0, ended.err
     assert "It does not fit into 10.0 KiB on 8 ranks" in words
-    assert "The largest batch is not known: the builder takes no batch_size" in words
-    assert "What would make it fit was not tried" in words
+    assert "The largest batch is unknown: the builder has no keyword batch_size" in words
+    assert "No change was tried: the builder has none of the keywords" in words

@@ -33,4 +33,4 @@ def test_an_imported_snapshot_is_a_run_like_any_other(invoke, tmp_path):
 def test_a_rank_that_is_not_there_is_refused(invoke):
     ended = invoke("memory", SAMPLES[0], "--rank", 99)
     assert ended.code == 1
-    assert "holds nothing of rank 99" in ended.err
+    assert "Rank 99 not found" in ended.err

@@ -39,7 +39,7 @@ rank  steps  step time   exposed   forward  backward  optimizer     data
 0         3    1.00 µs  250.0 ns  200.0 ns  320.0 ns   100.0 ns  50.0 ns
 1         3    1.00 µs  250.0 ns  200.0 ns  320.0 ns   100.0 ns  50.0 ns
 
-Recorded run hand-made. 3 of 4 finished steps are timed; left out: step 0
+Recorded run hand-made. 3 of 4 completed steps are timed; left out: step 0
 (warm-up)."""
 
 

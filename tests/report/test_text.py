@@ -61,7 +61,7 @@ rank  host  step time  communication   exposed  overlap
 Declared against observed
 The run follows its plan: 18 collectives in 3 steps of 2 units, as expected.
 
-Recorded run. 3 of 4 finished steps are timed; left out: step 0 (warm-up).
+Recorded run. 3 of 4 completed steps are timed; left out: step 0 (warm-up).
 Times by method. measured: step, all-gather, reduce-scatter, all-reduce, copies,
 forward, backward, optimizer, data."""
 

@@ -1,1 +1,1 @@
-"""Which runs fit into a memory, by forecasts."""
+"""Find the runs that fit into a device's memory, with forecasts."""

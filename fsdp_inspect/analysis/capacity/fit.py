@@ -1,7 +1,6 @@
-"""What fits into a memory? The fewest ranks, the largest batch, and what to change if nothing does.
+"""Find the fewest ranks, the largest batch, and the changes that fit into a device's memory.
 
-Every answer is a forecast that was made, none is interpolated: interpolation only chooses what to
-forecast next.
+Every result is a real forecast. Interpolation only chooses the next forecast.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +10,9 @@ from typing import Any
 from fsdp_inspect.errors import FsdpInspectError
 
 WORLD_SIZES: tuple[int, ...] = tuple(1 << power for power in range(13))
-"""1 to 4096: where the fewest ranks are looked for."""
+"""1 to 4096: the world sizes in the search for the fewest ranks."""
 MOST_SEQUENCES = 4096
-"""Where the search for the largest batch ends."""
+"""Upper limit of the search for the largest batch."""
 REMEDIES: tuple[Mapping[str, Any], ...] = (
     {"reshard_after_forward": "true"},
     {"checkpointing": "selective"},
@@ -22,69 +21,69 @@ REMEDIES: tuple[Mapping[str, Any], ...] = (
     {"checkpointing": "full", "batch_size": 1},
     {"checkpointing": "full", "batch_size": 1, "offload": "cpu"},
 )
-"""What is tried where a step does not fit, from the cheapest in time to the dearest."""
+"""Changes to try if a step does not fit, sorted by their cost in step time."""
 
 Peak = Callable[[int, Mapping[str, Any]], int]
-"""World size and changed settings to bytes at the peak, the allowance included."""
+"""Returns the peak in bytes, overhead included, for a world size and changed settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change of settings, and what came of it."""
+    """A change of settings and its forecast."""
 
     settings: Mapping[str, Any]
     peak_bytes: int | None
-    """None: it could not be tried."""
+    """None: the forecast failed."""
     fits: bool
     problem: str | None
-    """Why it could not be tried."""
+    """Why the forecast failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What fits into a memory."""
+    """The configurations that fit into a device's memory."""
 
     limit_bytes: int
     world_size: int
-    """Ranks that the batch and the remedies are for."""
+    """World size of the batch and of the remedies."""
     peak_bytes: int
-    """As asked for, on that many ranks."""
+    """Peak of the given configuration on `world_size` ranks."""
     fits: bool
     smallest_world_size: int | None
-    """Fewest of `WORLD_SIZES` that fit as asked for; 0: not even the most do; None: not known."""
+    """Smallest of `WORLD_SIZES` that fits the given configuration; 0: none fits; None: unknown."""
     largest_batch_size: int | None
-    """Sequences on a rank that fit on `world_size` ranks; 0: not even one; None: not known."""
+    """Largest batch per rank that fits on `world_size` ranks; 0: none fits; None: unknown."""
     remedies: tuple[Remedy, ...]
-    """Tried in order until one fitted; empty if it fits as asked for."""
+    """Tried in order until one fits; empty if the given configuration fits."""
     unknown: tuple[str, ...]
-    """What could not be found out, one sentence each, with the reason and what to do."""
+    """Unknown results, one sentence each, with the reason and what to do."""
 
     @property
     def spare_bytes(self) -> int:
-        """What is left of the memory; negative: what is missing."""
+        """Memory limit - peak; negative if memory is missing."""
         return self.limit_bytes - self.peak_bytes
 
 
 def find_fit(
     peak: Peak, limit_bytes: int, *, world_size: int, accepted: Sequence[str] | None
 ) -> Fit:
-    """Forecast until it is known what fits.
+    """Make forecasts until the configurations that fit are known.
 
     Args:
         peak: Makes a forecast.
-        limit_bytes: The memory.
-        world_size: Ranks that the batch and the remedies are for.
+        limit_bytes: Memory of the device.
+        world_size: World size of the batch and of the remedies.
         accepted: The settings that can be changed; None: any.
 
     Raises:
-        FsdpInspectError: What was asked for cannot be forecast.
+        FsdpInspectError: The forecast of the given configuration fails.
     """
-    asked = peak(world_size, {})
-    search = _Search(peak, limit_bytes, world_size, accepted, fits=asked <= limit_bytes)
+    given_peak = peak(world_size, {})
+    search = _Search(peak, limit_bytes, world_size, accepted, fits=given_peak <= limit_bytes)
     return Fit(
         limit_bytes=limit_bytes,
         world_size=world_size,
-        peak_bytes=asked,
+        peak_bytes=given_peak,
         fits=search.fits,
         smallest_world_size=search.smallest_world_size(),
         largest_batch_size=search.largest_batch(),
@@ -94,7 +93,7 @@ def find_fit(
 
 
 class _Search:
-    """The three questions; what cannot be forecast leaves its question open, and the others not."""
+    """The three searches. A failed forecast makes its own search unknown, and not the others."""
 
     def __init__(
         self,
@@ -113,7 +112,7 @@ class _Search:
         self.unknown: list[str] = []
 
     def smallest_world_size(self) -> int | None:
-        """Memory falls as ranks are added: halve the range until the first that fits is known."""
+        """Search the smallest world size that fits, by bisection: more ranks need less memory."""
         known, fits = self._world_size, self.fits
         candidates = [size for size in WORLD_SIZES if (size < known if fits else size > known)]
         low, high = 0, len(candidates)
@@ -126,7 +125,8 @@ class _Search:
                     low = middle + 1
         except FsdpInspectError as error:
             self.unknown.append(
-                f"The fewest ranks are not known: {candidates[middle]} cannot be forecast. {error}"
+                f"The fewest ranks are unknown: the forecast for {candidates[middle]} ranks "
+                f"failed. {error}"
             )
             return None
         if low < len(candidates):
@@ -134,17 +134,17 @@ class _Search:
         return known if fits else 0
 
     def largest_batch(self) -> int | None:
-        """Between a batch that fits and one that does not, guess by the line through both."""
+        """Search the largest batch that fits; a line through two forecasts gives the next guess."""
         if not self._can_set({"batch_size": 1}):
             self.unknown.append(
-                "The largest batch is not known: the builder takes no batch_size. Expected that "
-                "keyword. Add it to the function."
+                "The largest batch is unknown: the builder has no keyword batch_size. Add it to "
+                "the function."
             )
             return None
         try:
             return self._search_batch()
         except FsdpInspectError as error:
-            self.unknown.append(f"The largest batch is not known. {error}")
+            self.unknown.append(f"The largest batch is unknown. {error}")
             return None
 
     def _search_batch(self) -> int:
@@ -163,12 +163,12 @@ class _Search:
             if high - low <= 1:
                 return low
             guess = _line(held, self._limit)
-            # If the guess is known to fit, the next one is asked; never outside of what is open.
+            # If the guess is known to fit, try the next size; stay inside the open interval.
             size = min(max(guess if guess > low else guess + 1, low + 1), high - 1)
             held[size] = peak_with(size)
 
     def remedies(self) -> tuple[Remedy, ...]:
-        """From the cheapest to the dearest, until one fits."""
+        """Try the remedies by cost until one fits."""
         tried: list[Remedy] = []
         for settings in filter(self._can_set, REMEDIES):
             try:
@@ -182,9 +182,8 @@ class _Search:
         if not tried:
             names = sorted({name for settings in REMEDIES for name in settings})
             self.unknown.append(
-                "What would make it fit was not tried: the builder takes none of "
-                f"{', '.join(names)}. Expected at least one of these keywords. Add it to the "
-                "function."
+                f"No change was tried: the builder has none of the keywords {', '.join(names)}. "
+                "Expected at least one of them. Add it to the function."
             )
         return tuple(tried)
 
@@ -193,7 +192,7 @@ class _Search:
 
 
 def _line(held: Mapping[int, int], limit: int) -> int:
-    """Where the line through the largest two batches reaches the limit."""
+    """Return where the line through the largest two batches reaches the limit."""
     first, second = sorted(held)[-2:]
     slope = (held[second] - held[first]) / (second - first)
     return MOST_SEQUENCES if slope <= 0 else int(first + (limit - held[first]) / slope)

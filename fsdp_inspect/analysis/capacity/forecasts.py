@@ -1,4 +1,4 @@
-"""What is there to say about forecasts of one model? A row for each world size, and what fits."""
+"""Collect the forecasts of one model in a table: one row per world size, and the fit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ class ForecastRow:
 
     world_size: int
     peak_bytes: int
-    """Storages at the highest moment of rank 0."""
+    """Storages at the peak of rank 0."""
     resting_bytes: int
-    """What the step leaves."""
+    """Allocated at the end of the step."""
     phase: str
-    """Where the peak is reached, as the next."""
+    """Phase of the peak."""
     phases: dict[str, int]
-    """The highest moment of each phase, in the order of the step."""
+    """Peak of each phase, in the order of the step."""
     fqn: str | None
-    """The innermost unit; None: outside all units."""
+    """Innermost unit at the peak; None: outside all units."""
     categories: tuple[CategoryBytes, ...]
     """At the peak, largest first."""
 
@@ -40,15 +40,15 @@ class ForecastTable:
     num_parameters: int
     torch_version: str
     rows: tuple[ForecastRow, ...]
-    """By world size, in the order asked for."""
+    """One for each world size, in the given order."""
     allowance_bytes: int | None
-    """What is added for what a forecast leaves out; None: nothing was given or measured."""
+    """Added for device memory that a forecast leaves out; None: neither given nor measured."""
     allowance: DeviceOverhead | None
-    """Where it was measured; None: it was given, or there is none."""
+    """The measurement of `allowance_bytes`; None: it was given, or there is none."""
     fit: Fit | None
-    """None: no memory was named."""
+    """None: no memory limit was given."""
     memory: MemoryOverview
-    """Of the first world size, in full."""
+    """The memory of the first world size, in full."""
     notes: tuple[str, ...]
 
 
@@ -59,13 +59,13 @@ def collect_forecasts(
     allowance: DeviceOverhead | None = None,
     fit: Fit | None = None,
 ) -> ForecastTable:
-    """Put forecasts of one model side by side.
+    """Collect forecasts of one model.
 
     Args:
         runs: One for each world size, at least one.
-        allowance_bytes: What is added for what they leave out.
-        allowance: Where that was measured.
-        fit: What fits into a memory.
+        allowance_bytes: Device memory to add, because forecasts leave it out.
+        allowance: The measurement of `allowance_bytes`.
+        fit: The configurations that fit into a device's memory.
     """
     first = runs[0].manifest
     return ForecastTable(
@@ -83,10 +83,10 @@ def collect_forecasts(
 
 
 def peak_of(run: RunSource) -> int:
-    """Storages at the highest moment of a forecast.
+    """Return the storages at the peak of a forecast, in bytes.
 
     Raises:
-        ForecastError: The run holds none.
+        ForecastError: The run is not a forecast.
     """
     return _row(run).peak_bytes
 
@@ -96,8 +96,8 @@ def _row(run: RunSource) -> ForecastRow:
     peak = memory.peak
     if peak is None or memory.peak_allocated_bytes is None:
         raise ForecastError(
-            f"Run {run.manifest.run_id!r} holds no forecast: nothing of its memory is known. "
-            "Expected a folder that fsdp-inspect forecast wrote. Make it again."
+            f"Run {run.manifest.run_id!r} is not a forecast: its memory is missing. Expected a "
+            "folder that `fsdp-inspect forecast` wrote. Make the forecast again."
         )
     return ForecastRow(
         world_size=run.manifest.world_size,

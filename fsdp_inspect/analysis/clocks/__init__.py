@@ -1,1 +1,1 @@
-"""The clocks of the ranks on one time axis."""
+"""Align the clocks of the ranks on one time axis."""

@@ -1,11 +1,11 @@
-"""How do the clocks of different ranks compare? From the collectives that they share.
+"""Align the clocks of different ranks with the collectives that they share.
 
-Ranks of one boot of one machine read the same clock; where traces were imported, unless their
-collectives contradict it. Between machines only the collectives tell:
-nobody leaves one before the last rank has entered (see [Note: bounds on a clock] in `clock_fit`).
-Wall clocks are never used: they are set while a run goes on, and are wrong by more than the
-differences that matter. Machines that share no collective with the reference are reached through
-others, and the uncertainties add up. What cannot be told is refused with the reason.
+Ranks of one boot of one machine read the same clock. For imported traces, this is checked with
+their collectives. Between machines, only collectives give the offset: no rank leaves one before
+the last rank has entered (see [Note: bounds on a clock] in `clock_fit`). Wall clocks are never
+used: they can be set during a run, and their error is larger than the differences that matter.
+Machines that share no collective with the reference are aligned through other machines, and the
+uncertainties add up. A clock that cannot be aligned is refused with a reason.
 """
 
 import math
@@ -39,7 +39,7 @@ from fsdp_inspect.trace.tables import EventTable
 _Int64 = NDArray[np.int64]
 
 MAX_UNCERTAINTY_RATIO = 0.1
-"""Of the median step: a clock that is less certain says nothing about who is late."""
+"""Highest accepted uncertainty / median step time: a less certain clock shows no late ranks."""
 _MAX_STEPS = 16
 _MAX_RANKS_READ = 64
 _MAX_PARENTS = 8
@@ -47,36 +47,36 @@ _MAX_PARENTS = 8
 
 @dataclass(frozen=True, slots=True)
 class RankClock:
-    """One rank's clock as seen from that of the reference rank."""
+    """One rank's clock, relative to the clock of the reference rank."""
 
     clock: LinearClock
     machine: str
-    """Ranks with an equal one read the same clock."""
+    """Ranks with the same value read the same clock."""
     machine_uncertainty_ns: int
-    """How wrong `clock` can be, within the time that the alignment was made from."""
+    """Largest error of `clock`, within the time span of the alignment."""
     event_uncertainty_ns: int
-    """How far the rank's event times can be from its own clock (CUDA events; 0 on CPU)."""
+    """Largest error of the rank's event times on its own clock (CUDA events; 0 on CPU)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """The clocks of some ranks on one of them."""
+    """The clocks of some ranks, relative to the clock of one rank."""
 
     reference: int | None
     """The rank whose clock all times are mapped to; None without ranks."""
     clocks: Mapping[int, RankClock]
-    """By rank, for those that could be aligned; the reference is among them."""
+    """By rank, for the aligned ranks, including the reference."""
     refusals: Mapping[int, str]
-    """By rank, for the others: why not, as a sentence."""
+    """By rank, for the other ranks: the reason, as a sentence."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that are aligned, ascending."""
+        """The aligned ranks, ascending."""
         return tuple(sorted(self.clocks))
 
     @property
     def uncertainty_ns(self) -> int:
-        """The largest uncertainty between any two of the aligned ranks; 0 for fewer than two."""
+        """The largest uncertainty between two aligned ranks; 0 for fewer than two."""
         by_machine: dict[str, list[RankClock]] = defaultdict(list)
         for known in self.clocks.values():
             by_machine[known.machine].append(known)
@@ -89,7 +89,7 @@ class Alignment:
         return max((sum(pair) for pair in pairs if len(pair) > 1), default=0)
 
     def between_ns(self, rank: int, other: int) -> int:
-        """How wrong a difference between times of two aligned ranks can be."""
+        """Return the largest error of a difference between times of two aligned ranks."""
         one, two = self.clocks[rank], self.clocks[other]
         if rank == other:
             return 0
@@ -99,11 +99,11 @@ class Alignment:
         return machines + one.event_uncertainty_ns + two.event_uncertainty_ns
 
     def to_reference(self, rank: int, times_ns: _Int64) -> _Int64:
-        """A rank's times on the clock of the reference rank."""
+        """Map a rank's times to the clock of the reference rank."""
         return self.clocks[rank].clock.to_reference(times_ns)
 
     def from_reference(self, rank: int, times_ns: _Int64) -> _Int64:
-        """Times of the reference rank on a rank's own clock."""
+        """Map times of the reference rank to a rank's own clock."""
         return self.clocks[rank].clock.from_reference(times_ns)
 
 
@@ -113,18 +113,17 @@ def align_clocks(
     *,
     steps: Collection[int] | None = None,
 ) -> Alignment:
-    """Put the clocks of ranks onto that of the first of them.
+    """Align the clocks of some ranks with the clock of the first of them.
 
     Args:
         run: A recorded run.
-        ranks: Which; default all that wrote something. Others are read where the way leads
-            through them.
-        steps: The steps from whose collectives the clocks are compared; default some over the
-            whole run. The stated uncertainty holds within their span of time.
+        ranks: The ranks; default: all that wrote data. Other ranks are read if they connect two
+            machines.
+        steps: The steps whose collectives are used; default: a sample of the whole run. The
+            uncertainty holds within their time span.
 
     Returns:
-        Every one of the ranks, aligned or refused. Each is certain to within its uncertainty if
-        clocks drift evenly.
+        All of the ranks, aligned or refused. The uncertainties hold if clocks drift evenly.
     """
     key = ("alignment", *(None if each is None else tuple(sorted(each)) for each in (ranks, steps)))
     return remember(run, key, lambda: _align_clocks(run, ranks, steps))
@@ -148,22 +147,22 @@ def _align_clocks(
 
 
 def last_arrivals(run: RunSource, rank: int, events: EventTable, alignment: Alignment) -> _Int64:
-    """When the last rank arrived at each collective, on the clock of `rank`.
+    """Return the arrival of the last rank at each collective, on the clock of `rank`.
 
-    A rank arrives when its stream reaches the collective and the one ahead on its communicator has
-    ended. The times are certain: those of other ranks are moved forward by the uncertainty of
-    their clocks, so that no rank is called late that may not be. Ranks that are not aligned are
-    not counted: the true last one is no earlier.
+    A rank arrives when its stream reaches the collective and the previous collective on its
+    communicator has ended. The arrivals are lower bounds: arrivals of other ranks are moved
+    earlier by the uncertainty of their clocks, so that no rank is late by error. Ranks that are
+    not aligned are ignored: the true last arrival is not earlier.
 
     Args:
         run: A recorded run.
         rank: The rank that waits.
-        events: Events of that rank; those that are not collectives are passed over.
-        alignment: Its ranks are read, in the steps of the events.
+        events: Events of this rank; events that are no collectives are ignored.
+        alignment: The ranks to read, in the steps of the events.
 
     Returns:
-        One time for each collective of `events`, in their order; -1 where it is not known: the
-        rank is not aligned, or no other rank shows the same collective.
+        One time for each collective of `events`, in their order; -1 if unknown: the rank is not
+        aligned, or no other rank recorded the collective.
     """
     own = events.where(np.isin(events.kind, list(COLLECTIVES)))
     unknown = np.full(len(own), -1, dtype=np.int64)
@@ -189,7 +188,7 @@ def _partners(matching: Matching, events: EventTable, rank: int) -> set[int]:
 
 
 def _look_up(keys: _Int64, among: _Int64) -> tuple[_Int64, NDArray[np.bool_]]:
-    """For each key its place in `among`, and whether it is there."""
+    """Return the position of each key in `among`, and whether it is there."""
     order = np.argsort(among, kind="stable")
     if len(order) == 0:
         return np.zeros(len(keys), dtype=np.int64), np.zeros(len(keys), dtype=bool)
@@ -198,10 +197,10 @@ def _look_up(keys: _Int64, among: _Int64) -> tuple[_Int64, NDArray[np.bool_]]:
 
 
 def _is_one_clock(records: Sequence[RankRecord]) -> bool:
-    """Whether they read one clock without doubt.
+    """Return whether these ranks certainly read one clock.
 
-    What an import says of its host is held against the collectives: a profiler places each
-    process on the wall clock by itself, and traces can be of different times.
+    An import is always checked with the collectives: a profiler maps each process to the wall clock
+    on its own, and traces can come from different times.
     """
     machines = {_machine(record) for record in records}
     is_imported = len(records) > 1 and any(one.clock == IMPORTED_CLOCK for one in records)
@@ -209,7 +208,7 @@ def _is_one_clock(records: Sequence[RankRecord]) -> bool:
 
 
 def _machine(record: RankRecord) -> str:
-    """What tells clocks apart: the boot, or else the host; empty where neither is known."""
+    """Return what identifies a clock: the boot, or else the host; empty if both are unknown."""
     if record.clock == UNPLACED_CLOCK:
         return ""
     boot = record.pid_scope.split(" ")[0]
@@ -219,7 +218,7 @@ def _machine(record: RankRecord) -> str:
 def _to_read(
     asked: Sequence[int], machines: Mapping[int, str], records: Mapping[int, RankRecord]
 ) -> list[int]:
-    """All ranks if they are few, else one of each machine, the same on every machine."""
+    """Return all ranks if they are few, else one per machine, with the same local rank."""
     if len(asked) <= _MAX_RANKS_READ:
         return list(asked)
     chosen: dict[str, int] = {}
@@ -229,7 +228,7 @@ def _to_read(
 
 
 def _choose_steps(run: RunSource, steps: Collection[int] | None) -> list[int] | None:
-    """Steps spread over the time of the run, the first and the last among them; None: all."""
+    """Return steps spread over the run, including the first and the last; None: all."""
     if steps is not None:
         return sorted(steps)
     finished = np.unique(run.summary(kinds=[EventKind.STEP]).step)
@@ -246,7 +245,7 @@ def _uncertainty_limit(run: RunSource) -> float:
 
 
 class _Placing:
-    """Finds the clocks of machines, outward from the reference."""
+    """Aligns the clocks of machines, starting from the reference."""
 
     def __init__(
         self,
@@ -261,15 +260,14 @@ class _Placing:
         self._syncs: dict[str, Synchronisations] = {}
 
     def place(self, wanted: set[str]) -> None:
-        """Place these machines, by as few intermediate ones as possible."""
+        """Align these machines, through as few other machines as possible."""
         self._spread({*wanted, *self._of_read_ranks()})
         unreached = wanted - set(self.fits) - set(self.refusals)
         if unreached and self._widen():
             self._spread({*self._machines.values()})
         for machine in wanted - set(self.fits) - set(self.refusals):
             self.refusals[machine] = (
-                "it has no collective in common with the ranks that are aligned, not even through "
-                "others"
+                "it shares no collective with an aligned rank, not even through other ranks"
             )
 
     def _of_read_ranks(self) -> set[str]:
@@ -277,7 +275,7 @@ class _Placing:
         return {machine for machine in known if self._reader.has_read(machine, self._machines)}
 
     def _widen(self) -> bool:
-        """Read more ranks of every machine; whether there were any."""
+        """Read more ranks of every machine; return whether there were any."""
         self._syncs.clear()
         every = sorted(set(self._machines.values()))
         added = [self._reader.read_more(machine, self._machines) for machine in every]
@@ -296,7 +294,7 @@ class _Placing:
             frontier = list(placed)
 
     def _best_fit(self, machine: str, parents: Sequence[str]) -> ClockFit | None:
-        """The most certain way to a machine over one of the parents; None if there is none."""
+        """Return the most certain fit of a machine through one of the parents; None without one."""
         fits = []
         for parent in parents[:_MAX_PARENTS]:
             fit = self._fit_pair(parent, machine)
@@ -306,8 +304,8 @@ class _Placing:
         if best is None or best.uncertainty_ns <= self._limit_ns:
             return best
         self.refusals[machine] = (
-            f"its clock is known only to within {format_ns(best.uncertainty_ns)}, which is more "
-            f"than {format_ratio(MAX_UNCERTAINTY_RATIO)} of the median step"
+            f"the uncertainty of its clock is {format_ns(best.uncertainty_ns)}, more than "
+            f"{format_ratio(MAX_UNCERTAINTY_RATIO)} of the median step"
         )
         return None
 
@@ -322,8 +320,8 @@ class _Placing:
         if len(different):
             key = int(one.key[at_one[different[0]]])
             self.refusals[machine] = (
-                f"{describe_key(key)} is another one there (kind or message differ), so that what "
-                "belongs together is not known"
+                f"{describe_key(key)} has another kind or message there, so its collectives cannot "
+                "be matched"
             )
             return None
         bounds = Bounds.of(
@@ -332,8 +330,8 @@ class _Placing:
         fit = fit_clock(bounds, _span(one, two, int(bounds.high_ns[0])))
         if fit is None:
             self.refusals[machine] = (
-                f"no offset and drift of its clock satisfies the {len(bounds)} collectives that it "
-                "shares with an aligned rank: their order contradicts itself"
+                f"no offset and drift of its clock fits the {len(bounds)} collectives that it "
+                "shares with an aligned rank: their order is contradictory"
             )
             return None
         nearer = self.fits[parent]
@@ -348,7 +346,7 @@ class _Placing:
 
 
 def _span(one: Synchronisations, two: Synchronisations, offset_ns: int) -> tuple[int, int]:
-    """The time of the collectives of two machines on the clock of the first, roughly."""
+    """Return the approximate time span of two machines' collectives, on the first one's clock."""
     first = min(int(one.start_ns.min()), int(two.start_ns.min()) - offset_ns)
     return first, max(int(one.end_ns.max()), int(two.end_ns.max()) - offset_ns)
 
@@ -360,7 +358,7 @@ def _placed(
     fits: Mapping[str, ClockFit],
     refusals: Mapping[str, str] | None = None,
 ) -> Alignment:
-    """What was found about machines, by rank."""
+    """Convert the fits and refusals of machines to ranks."""
     aligned = [rank for rank in asked if machines[rank] in fits]
     return Alignment(
         reference=asked[0],

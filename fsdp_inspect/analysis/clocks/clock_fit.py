@@ -1,15 +1,15 @@
-"""What does one clock show when another shows t? A straight line inside hard bounds.
+"""Fit the difference between two clocks with a straight line inside hard bounds.
 
-[Note: bounds on a clock] No rank leaves a synchronising collective before the last one has
-entered. With d(t) = what clock b shows minus what clock a shows when a shows t:
+[Note: bounds on a clock] No rank leaves a synchronising collective before the last rank has
+entered. Let d(t) be the time of clock b minus the time of clock a when a shows t:
 
     b ends after a started      d(start_a) <= end_b - start_a
     a ends after b started      d(end_a)   >= start_b - end_a
 
-Two clocks of quartz drift apart evenly: d is a straight line, and each bound is a half plane of its
-two coefficients. Their intersection is a convex polygon, exact, whatever the distribution of the
-transfer times; no fit by least squares has that property. Every line of the polygon is possible,
-so the uncertainty is how far the estimate can be from any of them.
+Two quartz clocks drift apart evenly: d is a straight line, and each bound is a half plane of its
+two coefficients. The intersection is a convex polygon. It is exact for any distribution of the
+transfer times, unlike a fit by least squares. Every line of the polygon is possible, so the
+uncertainty is the largest distance of the estimate from any of them.
 """
 
 import math
@@ -23,39 +23,39 @@ _Int64 = NDArray[np.int64]
 _Float64 = NDArray[np.float64]
 
 MAX_DRIFT = 1e-3
-"""Two clocks differ by less than this: Linux slews one by at most 500 ppm (adjtimex)."""
+"""Largest drift between two clocks: Linux slews a clock by at most 500 ppm (adjtimex)."""
 _MAX_BOUNDS = 64
-"""Bounds of a direction that are used, the tightest of as many equal spans of time. Leaving one
-out widens the polygon, and never makes it wrong."""
+"""Number of bounds per direction: the tightest bound of each of as many equal time spans. Leaving
+a bound out widens the polygon, and never makes it wrong."""
 _ROUNDING_NS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class LinearClock:
-    """A clock as seen from a reference clock; both count ns."""
+    """A clock relative to a reference clock; both count ns."""
 
     anchor_ns: int = 0
     """A moment on the reference clock."""
     offset_ns: int = 0
-    """What the clock shows then, less `anchor_ns`."""
+    """Time of the clock at this moment - `anchor_ns`."""
     drift: float = 0.0
     """ns that the clock gains in one ns of the reference clock."""
 
     def from_reference(self, times_ns: _Int64) -> _Int64:
-        """What the clock shows at these moments of the reference clock."""
+        """Convert times of the reference clock to times of this clock."""
         gained: _Int64 = np.rint(self.drift * (times_ns - self.anchor_ns)).astype(np.int64)
         shown: _Int64 = times_ns + self.offset_ns + gained
         return shown
 
     def to_reference(self, times_ns: _Int64) -> _Int64:
-        """What the reference clock shows at these moments of the clock."""
+        """Convert times of this clock to times of the reference clock."""
         elapsed = times_ns - (self.anchor_ns + self.offset_ns)
         gained: _Int64 = np.rint(elapsed * (self.drift / (1 + self.drift))).astype(np.int64)
         shown: _Int64 = self.anchor_ns + elapsed - gained
         return shown
 
     def seen_through(self, nearer: Self) -> "LinearClock":
-        """This clock as seen from the reference of `nearer`, itself the reference of this one."""
+        """Return this clock relative to the reference of `nearer`, its own reference."""
         anchor = int(nearer.to_reference(np.array([self.anchor_ns]))[0])
         return LinearClock(
             anchor_ns=anchor,
@@ -66,7 +66,7 @@ class LinearClock:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What is certain about d(t): `d(at_high) <= high` and `d(at_low) >= low`; shapes (n,)."""
+    """Bounds of d(t): `d(at_high) <= high` and `d(at_low) >= low`; arrays of shape (n,)."""
 
     at_high_ns: _Int64
     high_ns: _Int64
@@ -78,28 +78,28 @@ class Bounds:
 
     @classmethod
     def of(cls, start_a: _Int64, end_a: _Int64, start_b: _Int64, end_b: _Int64) -> Self:
-        """The bounds of n collectives; see [Note: bounds on a clock]."""
+        """Return the bounds of n collectives; see [Note: bounds on a clock]."""
         return cls(start_a, end_b - start_a, end_a, start_b - end_a)
 
 
 @dataclass(frozen=True, slots=True)
 class ClockFit:
-    """A clock, and how wrong it can be within the span that it was fitted for."""
+    """A fitted clock, and its largest error within the time span of the fit."""
 
     clock: LinearClock
     uncertainty_ns: int
 
 
 def fit_clock(bounds: Bounds, span: tuple[int, int]) -> ClockFit | None:
-    """The clock b as seen from clock a.
+    """Fit clock b relative to clock a.
 
     Args:
-        bounds: At least one.
+        bounds: The bounds of at least one collective.
         span: The first and the last moment, on clock a, for which the uncertainty must hold.
 
     Returns:
-        None if no line satisfies the bounds: the rows do not belong together, or the clocks do
-        not run evenly.
+        None if no line satisfies the bounds: the rows are matched wrongly, or the clocks do not
+        run evenly.
     """
     first = int(min(span[0], bounds.at_high_ns.min(), bounds.at_low_ns.min()))
     last = int(max(span[1], bounds.at_high_ns.max(), bounds.at_low_ns.max()))
@@ -112,7 +112,7 @@ def fit_clock(bounds: Bounds, span: tuple[int, int]) -> ClockFit | None:
 
 
 def _box(bounds: Bounds, base: int, span: int) -> _Float64:
-    """A polygon around everything possible: (offset at the anchor, drift), shape (4, 2)."""
+    """Return a polygon around all possible lines: (offset at the anchor, drift), shape (4, 2)."""
     reach = MAX_DRIFT * span + 10 * _ROUNDING_NS
     high = float(int(bounds.high_ns.max()) - base) + reach
     low = float(int(bounds.low_ns.min()) - base) - reach
@@ -121,7 +121,7 @@ def _box(bounds: Bounds, base: int, span: int) -> _Float64:
 
 
 def _half_planes(bounds: Bounds, anchor: int, base: int) -> _Float64:
-    """Each bound as a, b and c of a * offset + b * drift <= c, shape (n, 3)."""
+    """Return each bound as a, b and c of a * offset + b * drift <= c, shape (n, 3)."""
     planes = []
     for at, limit, sign in (
         (*_tightest(bounds.at_high_ns, bounds.high_ns, 1), 1.0),
@@ -134,7 +134,7 @@ def _half_planes(bounds: Bounds, anchor: int, base: int) -> _Float64:
 
 
 def _tightest(at: _Int64, limit: _Int64, sign: int) -> tuple[_Int64, _Int64]:
-    """The lowest limit (sign -1: the highest) of each of `_MAX_BOUNDS` spans of time."""
+    """Return the lowest limit (sign -1: the highest) in each of `_MAX_BOUNDS` time spans."""
     span = int(at.max() - at.min()) + 1
     bins = ((at - at.min()).astype(np.float64) * (_MAX_BOUNDS / span)).astype(np.int64)
     order = np.lexsort((sign * limit, bins))
@@ -143,9 +143,9 @@ def _tightest(at: _Int64, limit: _Int64, sign: int) -> tuple[_Int64, _Int64]:
 
 
 def _clip_by_all(polygon: _Float64, planes: _Float64) -> _Float64:
-    """The part of a convex polygon in all of the half planes.
+    """Return the part of a convex polygon that lies in all half planes.
 
-    The one that cuts off most comes next: few do, once those have.
+    The half plane that cuts off most comes next: then few others cut anything.
     """
     left = np.ones(len(planes), dtype=bool)
     while len(polygon):
@@ -160,7 +160,7 @@ def _clip_by_all(polygon: _Float64, planes: _Float64) -> _Float64:
 
 
 def _clip(polygon: _Float64, a: float, b: float, limit: float) -> _Float64:
-    """The part of a convex polygon where a * offset + b * drift <= limit, shape (V, 2)."""
+    """Return the part of a convex polygon with a * offset + b * drift <= limit, shape (V, 2)."""
     excess = polygon @ np.array([a, b]) - limit
     inside = excess <= 0
     if inside.all():
@@ -175,7 +175,7 @@ def _clip(polygon: _Float64, a: float, b: float, limit: float) -> _Float64:
 
 
 def _centre(polygon: _Float64, ends: _Float64, anchor: int, base: int) -> ClockFit:
-    """The mean of the lines that are extreme at either end: possible, and in the middle."""
+    """Return the mean of the lines that are extreme at either end: a possible, central line."""
     values = polygon[:, :1] + polygon[:, 1:] * ends
     extremes = np.concatenate([values.argmax(axis=0), values.argmin(axis=0)])
     offset, drift = polygon[extremes].mean(axis=0).tolist()

@@ -1,1 +1,1 @@
-"""The same collective on several ranks."""
+"""Match the collectives of several ranks, and derive queues and transfers from them."""

@@ -1,8 +1,8 @@
-"""Which rows of different ranks are one and the same collective?
+"""Match the rows of different ranks that belong to the same collective.
 
-Equal process group and equal `sequence`. The manifest describes each process group as one rank
-sees it; the ranks outside it have groups of their own by the same index, the translates of a
-device mesh's dimension: with the ranks 0, 2 of a world of four also 1, 3.
+They have the same process group and the same `sequence`. The manifest describes each process group
+of one rank. The other ranks have groups of their own with the same index, along the same dimension
+of the device mesh: for the group of ranks 0 and 2 in a world of four, this is the group of 1 and 3.
 """
 
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ from fsdp_inspect.trace.run import ProcessGroup
 from fsdp_inspect.trace.tables import EventTable
 
 NO_KEY = -1
-"""The key of a row that cannot be matched."""
+"""The key of a row without a match."""
 _SEQUENCE_BITS, _RANK_BITS = 31, 20
 _MAX_SEQUENCE, _MAX_RANK = 1 << _SEQUENCE_BITS, 1 << _RANK_BITS
 _MAX_GROUP = 1 << (62 - _SEQUENCE_BITS - _RANK_BITS)
 
 
 def members_of(group: ProcessGroup, rank: int, world_size: int) -> tuple[int, ...]:
-    """The ranks that communicate with a rank when it uses a process group.
+    """Return the ranks that communicate with a rank when it uses a process group.
 
     Returns:
-        Global ranks, the rank among them; empty where that cannot be known: the rank is outside
-        of a group that is no dimension of a mesh.
+        Global ranks, including the rank; empty if unknown: the rank is outside the group, and the
+        group is no dimension of a mesh.
     """
     ranks = group.ranks
     if rank in ranks:
@@ -42,27 +42,27 @@ def members_of(group: ProcessGroup, rank: int, world_size: int) -> tuple[int, ..
 
 
 def _first_of(rank: int, stride: int, size: int) -> int:
-    """The first rank of a mesh dimension that holds a rank."""
+    """Return the first rank of the mesh dimension that contains a rank."""
     return rank - rank // stride % size * stride
 
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """How a run's collectives are matched."""
+    """Matches the collectives of a run."""
 
     groups: Sequence[ProcessGroup]
     world_size: int
 
     def members(self, group: int, rank: int) -> tuple[int, ...]:
-        """The ranks that a rank communicates with by a group's index; empty if not known."""
-        found = [known for known in self.groups if known.index == group]
-        return members_of(found[0], rank, self.world_size) if found else ()
+        """Return the ranks that a rank communicates with in a group; empty if unknown."""
+        groups = [known for known in self.groups if known.index == group]
+        return members_of(groups[0], rank, self.world_size) if groups else ()
 
     def keys(self, events: EventTable, rank: int) -> NDArray[np.int64]:
-        """A number for each row, equal on two ranks where they are the same collective.
+        """Return a key for each row; two ranks have the same key for the same collective.
 
         Returns:
-            Shape (len(events),); `NO_KEY` for what cannot be matched.
+            Shape (len(events),); `NO_KEY` for rows that cannot be matched.
         """
         first = np.full(len(events), NO_KEY, dtype=np.int64)
         for group in np.unique(events.group).tolist():
@@ -74,6 +74,6 @@ class Matching:
 
 
 def describe_key(key: int) -> str:
-    """A collective in words: `collective 17 of process group 0`."""
+    """Name a collective: `collective 17 of process group 0`."""
     group = key >> (_SEQUENCE_BITS + _RANK_BITS)
     return f"collective {key % _MAX_SEQUENCE} of process group {group}"

@@ -1,9 +1,8 @@
-"""Which collective stood ahead of another on its communicator, and when did its own turn come?
+"""Find the previous collective on the communicator of each collective, and the start of its turn.
 
-Collectives of one process group run one after the other, in the order in which the host issued
-them, whatever streams they were issued on (NCCL; gloo as far as one context has one thread to
-spare). The event that marks a start lies on the stream that issues, so a collective that queues
-behind another one seems to run: its turn comes when the one ahead has ended.
+Collectives of one process group run one after the other in the order of issue, on any streams
+(NCCL; gloo if a context has one thread). The event that marks a start is on the issuing stream, so
+a queued collective seems to run. Its turn starts when the previous collective ends.
 """
 
 from dataclasses import dataclass
@@ -14,10 +13,10 @@ from numpy.typing import NDArray
 from fsdp_inspect.trace.tables import EventTable
 
 NOTHING_AHEAD = -1
-"""The position of the collective ahead where there is none."""
+"""The value of `Queue.ahead` without a previous collective."""
 _LONG_AGO = np.iinfo(np.int64).min // 4
 _GROUP_BITS = 16
-"""What the number of a process group takes."""
+"""Number of bits for the index of a process group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,25 +24,25 @@ class Queue:
     """The place of each collective in the queue of its communicator; arrays of shape (n,)."""
 
     ahead: NDArray[np.int64]
-    """Position of the collective right ahead of it, or `NOTHING_AHEAD`."""
+    """Position of the previous collective, or `NOTHING_AHEAD`."""
     ahead_end_ns: NDArray[np.int64]
-    """When the one ahead ended; long ago where there is none."""
+    """End of the previous collective; a very early time without one."""
     same_stream_end_ns: NDArray[np.int64]
-    """When the last one before it on its own stream and communicator ended: the order of a stream
-    holds with any number of communicators."""
+    """End of the previous collective on the same stream and communicator: the order of a stream
+    is fixed for any number of communicators."""
     turn_ns: NDArray[np.int64]
-    """From when on its own bytes can have travelled: its start, or the end of the one ahead."""
+    """Moment from which its own bytes can travel: the later of its start and `ahead_end_ns`."""
 
 
 def queue_up(collectives: EventTable, *, apart: NDArray[np.integer] | None = None) -> Queue:
-    """The queues of all communicators of one rank.
+    """Compute the queues of all communicators of one rank.
 
     Args:
-        collectives: Collectives of one rank, in any order. One without a process group is alone on
-            a communicator of its own. One that ended before the one issued before it did was not
-            queued behind it: the backend runs several at a time.
-        apart: Shape (n,), not negative. Where two differ in it neither is ahead of the other, as
-            in steps that are looked at one by one.
+        collectives: Collectives of one rank, in any order. A collective without a process group
+            has its own communicator. A collective that ends before the one issued before it was
+            not queued: the backend runs several at a time.
+        apart: Shape (n,), not negative. Collectives with different values are never in one queue,
+            for example collectives of steps that are analysed one by one.
     """
     nothing = np.full(len(collectives), NOTHING_AHEAD, dtype=np.int64)
     in_group = nothing.copy()
@@ -65,7 +64,7 @@ def queue_up(collectives: EventTable, *, apart: NDArray[np.integer] | None = Non
 
 
 def _link(previous: NDArray[np.int64], order: NDArray[np.int64], keys: NDArray[np.integer]) -> None:
-    """Write into `previous` the member of the same key that comes before, by `order`."""
+    """Write the previous member with the same key into `previous`, in the order of `order`."""
     by_key = order[np.argsort(keys[order], kind="stable")]
     same = keys[by_key[1:]] == keys[by_key[:-1]]
     previous[by_key[1:][same]] = by_key[:-1][same]
@@ -74,7 +73,7 @@ def _link(previous: NDArray[np.int64], order: NDArray[np.int64], keys: NDArray[n
 def _ended_before(
     collectives: EventTable, previous: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The predecessors that ended no later than their successors, and their ends."""
+    """Return the predecessors that end no later than their successors, and their ends."""
     if len(collectives) == 0:
         return previous, np.empty(0, dtype=np.int64)
     ends = collectives.end_ns[previous]

@@ -1,8 +1,8 @@
-"""When did ranks enter and leave the collectives that tie them together?
+"""Read when ranks enter and leave the collectives that synchronise them.
 
-No rank leaves an all-gather, a reduce-scatter, an all-reduce or a barrier before the last one has
-entered. Several ranks that read one clock speak with one voice: the last of them to enter, the
-first of them to leave.
+No rank leaves an all-gather, a reduce-scatter, an all-reduce or a barrier before the last rank has
+entered. Ranks that read one clock are joined: the last of them to enter and the first of them to
+leave count.
 """
 
 from collections import defaultdict
@@ -22,25 +22,25 @@ _Int64 = NDArray[np.int64]
 SYNCHRONISING = frozenset(
     {EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE, EventKind.BARRIER}
 )
-"""The collectives that no rank can leave before every rank has entered."""
+"""The collectives that no rank leaves before every rank has entered."""
 _MAX_READ_MORE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Synchronisations:
-    """Synchronising collectives of one rank, or of several that share a clock; by key, unique."""
+    """Synchronising collectives of one rank, or of ranks with one clock, sorted by unique key."""
 
     key: _Int64
     start_ns: _Int64
-    """When the last of the ranks entered, at the earliest."""
+    """Lower bound of the time at which the last of the ranks enters."""
     end_ns: _Int64
-    """When the first of the ranks left, at the latest."""
+    """Upper bound of the time at which the first of the ranks leaves."""
     what: _Int64
-    """Kind and message: must be equal where the key is."""
+    """Kind and message: equal for equal keys."""
 
     @classmethod
     def joined(cls, members: Iterable["Synchronisations"]) -> Self:
-        """What several ranks of one clock say together."""
+        """Join the collectives of several ranks with one clock."""
         nothing = np.empty(0, dtype=np.int64)
         parts: list[Synchronisations] = [cls(nothing, nothing, nothing, nothing), *members]
         keys = np.concatenate([part.key for part in parts])
@@ -62,40 +62,41 @@ class SynchronisationReader:
         self._read: dict[int, Synchronisations] = {}
 
     def check(self, machines: Mapping[int, str], ranks: Iterable[int]) -> dict[int, str]:
-        """Read these ranks; those of one machine that contradict each other stand alone.
+        """Read these ranks, and return the machine of every rank.
 
-        A rank whose machine is not known stands alone too.
+        If ranks of one machine contradict each other, each of them becomes a machine of its own. So
+        does a rank whose machine is unknown.
         """
         named = {rank: machine or f"rank {rank}" for rank, machine in machines.items()}
         by_machine: dict[str, list[int]] = defaultdict(list)
         for rank in ranks:
             self._read[rank] = self._read_rank(rank)
             by_machine[named[rank]].append(rank)
-        torn = {
+        contradictory = {
             machine
             for machine, members in by_machine.items()
             if _contradicts(Synchronisations.joined(self._read[rank] for rank in members))
         }
         return {
-            rank: f"{machine} rank {rank}" if machine in torn else machine
+            rank: f"{machine} rank {rank}" if machine in contradictory else machine
             for rank, machine in named.items()
         }
 
     def of_machine(self, machine: str, machines: Mapping[int, str]) -> Synchronisations:
-        """What the ranks of a machine that were read say together."""
+        """Join the collectives of a machine's ranks that were read."""
         return Synchronisations.joined(
             syncs for rank, syncs in self._read.items() if machines[rank] == machine
         )
 
     def read_more(self, machine: str, machines: Mapping[int, str]) -> bool:
-        """Read the other ranks of a machine; whether there were any."""
+        """Read other ranks of a machine; return whether there were any."""
         others = [rank for rank in machines if machines[rank] == machine and rank not in self._read]
         for rank in others[:_MAX_READ_MORE]:
             self._read[rank] = self._read_rank(rank)
         return bool(others)
 
     def has_read(self, machine: str, machines: Mapping[int, str]) -> bool:
-        """Whether a rank of the machine was read."""
+        """Return whether a rank of the machine was read."""
         return any(machines[rank] == machine for rank in self._read)
 
     def _read_rank(self, rank: int) -> Synchronisations:

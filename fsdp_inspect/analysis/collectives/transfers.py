@@ -1,7 +1,7 @@
-"""How long did the bytes of a rank's collectives travel? The shortest duration over the ranks.
+"""Measure the pure transfer of a rank's collectives: the shortest duration over the ranks.
 
-All ranks leave a collective together, so the last one to arrive waits for nobody: its duration is
-the transfer alone. It needs no clocks, only the same collective on several ranks.
+All ranks leave a collective together, so the last rank to arrive does not wait: its duration is the
+pure transfer. This needs no aligned clocks, only the same collective on several ranks.
 """
 
 from collections.abc import Collection
@@ -21,18 +21,18 @@ _Int64 = NDArray[np.int64]
 def find_transfers(
     run: RunSource, rank: int, collectives: EventTable, ranks: Collection[int]
 ) -> _Int64:
-    """The transfer of each collective of a rank, as far as some ranks tell.
+    """Measure the transfer of each collective of a rank from some other ranks.
 
     Args:
         run: A recorded run.
-        rank: Whose collectives these are.
+        rank: The rank of the collectives.
         collectives: Some of its collectives.
-        ranks: Other ranks to read, in the steps of the collectives. Of a group that is read in part
-            the true transfer may be shorter.
+        ranks: Other ranks to read, in the steps of the collectives. If only a part of a group is
+            read, the true transfer can be shorter.
 
     Returns:
-        Shape (len(collectives),), ns; -1 where no other rank shows the same collective, or where
-        ranks need not wait for each other in it.
+        Shape (len(collectives),), ns; -1 if no other rank recorded the collective, or if its kind
+        does not synchronise the ranks.
     """
     matching = Matching(run.manifest.process_groups, run.manifest.world_size)
     keys = np.where(

@@ -1,1 +1,1 @@
-"""A run while it is being recorded."""
+"""Follow a live run: its state, its last steps and the numbers for monitors."""

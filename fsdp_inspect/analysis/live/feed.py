@@ -1,7 +1,7 @@
-"""Is the run still being recorded, does it move, and what were its last steps?
+"""Follow one rank of a live run: the state of the run and the rank's last steps.
 
-Joins what the run folder says (who records, who died) with the rows that one rank appended since
-the last look.
+The state comes from the run folder (the status of every rank). The steps come from the rows that
+the rank appended since the last update.
 """
 
 import threading
@@ -19,50 +19,50 @@ from fsdp_inspect.trace.run import RankRecord, RunStatus
 
 
 class LiveState(StrEnum):
-    """How a run goes, in a word."""
+    """The state of a live run."""
 
     STARTING = "starting"
-    """Recorded, and no step has ended yet."""
+    """The run is being recorded, but no step has ended yet."""
     RUNNING = "running"
     STALLED = "stalled"
-    """Its processes live, and no step ends any more."""
+    """The processes exist, but no step ends."""
     DIED = "died"
-    """A rank stopped without a word."""
+    """A rank stopped without reporting an error."""
     FAILED = "failed"
-    """A rank said why it failed."""
+    """A rank reported an exception."""
     ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True)
 class LiveStatus:
-    """A run at one moment, one of its ranks in detail."""
+    """The state of a run at one moment, with one of its ranks in detail."""
 
     run_id: str
     state: LiveState
     rank: int
     view: LiveView
     now_ns: int
-    """The moment on that rank's clock."""
+    """The moment, on the rank's clock."""
     silent_ns: int | None
-    """Since its last step ended; None before the first."""
+    """Time since the rank's last step ended; None before the first step."""
     ranks: tuple[RankRecord, ...]
-    """All that wrote something."""
+    """All ranks that wrote data."""
     culprits: tuple[int, ...]
     """Ranks that died or failed."""
     failure: str | None
-    """Of the first that said why."""
+    """The error of the first rank that reported one."""
 
 
 class LiveFeed:
-    """Follows one rank of a run; several sessions may share it."""
+    """Follows one rank of a run; several threads can share a feed."""
 
     def __init__(self, path: Path, attempt: int, rank: int) -> None:
-        """Read nothing yet.
+        """Create a feed; reading starts with `look`.
 
         Args:
             path: The run folder.
-            attempt: Which start of the job.
-            rank: Which rank.
+            attempt: The attempt of the job.
+            rank: The rank.
         """
         self._tail = RankTail(rank_folder(path, attempt, rank))
         self._gathered = LiveRank()
@@ -70,10 +70,10 @@ class LiveFeed:
         self._lock = threading.Lock()
 
     def look(self, run: StoredRun) -> LiveStatus:
-        """Take in what is new, and say how the run goes.
+        """Read the new rows, and return the state of the run.
 
         Args:
-            run: The run, opened for this look.
+            run: The run, opened for this update.
 
         Raises:
             StoreError: A stream is damaged.
@@ -98,21 +98,23 @@ class LiveFeed:
             silent_ns=max(now_ns - view.steps[-1].end_ns, 0) if view.steps else None,
             ranks=records,
             culprits=tuple(
-                one.rank for one in records if one.status in (RunStatus.CRASHED, RunStatus.FAILED)
+                record.rank
+                for record in records
+                if record.status in (RunStatus.CRASHED, RunStatus.FAILED)
             ),
-            failure=next((one.failure for one in records if one.failure), None),
+            failure=next((record.failure for record in records if record.failure), None),
         )
 
 
 def _now_on(record: RankRecord | None) -> int:
-    """The present on the rank's clock, by the wall clock that it noted at its start."""
+    """Return the current time on the rank's clock, from the wall clock that it recorded first."""
     if record is None:
         return 0
     return time.time_ns() - record.clock_start.unix_ns + record.clock_start.monotonic_ns
 
 
 def _judge(records: Sequence[RankRecord], view: LiveView, now_ns: int) -> LiveState:
-    """One rank that is gone decides: the others wait for it in their next collective."""
+    """Derive the state. One lost rank decides it: the others wait for it in a collective."""
     statuses = {record.status for record in records}
     if RunStatus.FAILED in statuses:
         return LiveState.FAILED

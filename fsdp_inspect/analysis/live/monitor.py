@@ -1,4 +1,4 @@
-"""Which numbers of a run does a monitor keep? The same, whether it ended or goes on."""
+"""Measure the numbers of a live or ended run for monitors such as Prometheus."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from fsdp_inspect.store.reader import StoredRun
 from fsdp_inspect.trace.run import RunManifest, RunSource, RunStatus
 
 MOST_RANKS = 16
-"""So many ranks are told unless others are asked for."""
+"""Default number of monitored ranks."""
 _STATES = {
     RunStatus.RUNNING: LiveState.RUNNING,
     RunStatus.CRASHED: LiveState.DIED,
@@ -26,33 +26,34 @@ _OF_A_UNIT = ("all_gather", "reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True, slots=True)
 class MonitoredRank:
-    """One rank."""
+    """The numbers of one rank."""
 
     rank: int
     numbers: RankNumbers | None
     """None before its first timed step."""
     allocated_bytes: int | None
-    """Highest; None where memory was not counted."""
+    """Highest allocated bytes; None if memory is not recorded."""
     reserved_bytes: int | None
-    """None on CPU, like the next three."""
+    """Highest reserved bytes; None on CPU, like the next three fields."""
     reserved_ratio: float | None
-    """Of the device's memory, 0 to 1."""
+    """Reserved / memory of the device, 0 to 1."""
     num_alloc_retries: int | None
-    """Since the first sample, as the next."""
+    """Since the first sample, like `num_ooms`."""
     num_ooms: int | None
     memory_method: str
-    """Who counted it; empty where nobody did."""
+    """`cuda_allocator`, `storage_tracker` or `memory_snapshot`; empty if memory is not recorded."""
     scalars: Mapping[str, float]
     """The last value of each number that the training loop logged."""
     step_method: str
-    """How the times of steps were obtained: `measured`, ..."""
+    """Method of the step times: `measured`, ..."""
     gather_method: str
+    """Method of the all-gather times."""
     unit_method: str
-    """Of all collectives of units."""
+    """Method of the times of all collectives of units."""
 
     @property
     def data_ratio(self) -> float | None:
-        """Waiting for the next batch as a share of the step; None before the first timed step."""
+        """Time waiting for data / step time; None before the first timed step."""
         if self.numbers is None or not self.numbers.step_time_ns:
             return None
         return self.numbers.data_ns / self.numbers.step_time_ns
@@ -60,34 +61,34 @@ class MonitoredRank:
 
 @dataclass(frozen=True, slots=True)
 class MonitoredRun:
-    """A run at one moment, or as it ended."""
+    """The numbers of a live run at one moment, or of an ended run."""
 
     manifest: RunManifest
     state: LiveState
     over: str
-    """Which steps the typical step is taken from, in words."""
+    """The steps that the typical step is taken from, in words."""
     ranks: tuple[MonitoredRank, ...]
 
 
 def choose_ranks(run: RunSource, asked: Collection[int] | None) -> tuple[int, ...]:
-    """The ranks to tell of; by default the first `MOST_RANKS` that wrote something."""
+    """Return the ranks to monitor; by default the first `MOST_RANKS` that wrote data."""
     known = sorted(record.rank for record in run.ranks)
     return tuple(known[:MOST_RANKS] if asked is None else sorted(asked))
 
 
 def monitor_run(run: RunSource, ranks: Collection[int]) -> MonitoredRun:
-    """The numbers of a whole run: its typical step."""
+    """Measure the numbers of an ended run: the typical step of its timed steps."""
     members = {member.rank: member for member in timed_ranks(run).members}
     memory = {row.rank: row for row in measure_memory(run).ranks}
     provenance = measure_provenance(run)
     methods = provenance.methods if provenance else {}
-    told = []
+    monitored = []
     for record in run.ranks:
         if record.rank not in ranks:
             continue
         member, held = members.get(record.rank), memory.get(record.rank)
         use = measure_allocator(run, rank=record.rank)
-        told.append(
+        monitored.append(
             MonitoredRank(
                 rank=record.rank,
                 numbers=measure_rank_numbers(member, run.manifest.units) if member else None,
@@ -102,7 +103,7 @@ def monitor_run(run: RunSource, ranks: Collection[int]) -> MonitoredRun:
             )
         )
     state = _STATES.get(run.status, LiveState.ENDED)
-    return MonitoredRun(run.manifest, state, "the timed steps of the run", tuple(told))
+    return MonitoredRun(run.manifest, state, "the timed steps of the run", tuple(monitored))
 
 
 def _last_logged(run: RunSource, rank: int, names: Sequence[str]) -> dict[str, float]:
@@ -123,26 +124,26 @@ def _name_methods(methods: Mapping[str, str]) -> dict[str, str]:
 
 
 class Monitor:
-    """Follows some ranks of a run that is being recorded, by what is new at each look."""
+    """Follows some ranks of a live run; each update reads the new rows only."""
 
     def __init__(self, path: Path, attempt: int, ranks: Sequence[int]) -> None:
-        """Read nothing yet."""
+        """Create a monitor; reading starts with `look`."""
         self._feeds = {rank: LiveFeed(path, attempt, rank) for rank in ranks}
 
     def look(self, run: StoredRun) -> MonitoredRun:
-        """The numbers now: the typical step of the last ones.
+        """Measure the current numbers: the typical step of the last steps.
 
         Raises:
             StoreError: A stream is damaged.
             OSError: A stream cannot be read.
         """
-        seen = [feed.look(run) for feed in self._feeds.values()]
-        state = seen[0].state if seen else LiveState.STARTING
-        ranks = tuple(_tell(live, run.manifest) for live in seen)
+        statuses = [feed.look(run) for feed in self._feeds.values()]
+        state = statuses[0].state if statuses else LiveState.STARTING
+        ranks = tuple(_measure_live(status, run.manifest) for status in statuses)
         return MonitoredRun(run.manifest, state, f"the last {TYPICAL_STEPS} steps", ranks)
 
 
-def _tell(live: LiveStatus, manifest: RunManifest) -> MonitoredRank:
+def _measure_live(live: LiveStatus, manifest: RunManifest) -> MonitoredRank:
     view = live.view
     member = next(steps_by_rank(view.recent), None)
     recent = view.memory[-TYPICAL_STEPS:]

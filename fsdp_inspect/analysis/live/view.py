@@ -1,8 +1,8 @@
-"""How does a run go that is being recorded: its last steps, its memory, its machine?
+"""Collect the last steps, the memory and the machine samples of one rank of a live run.
 
-Fed with what one rank appended since the last look. Only what is shown is kept: the last steps as
-numbers, the events of the newest ones (rows of a step can come after the row that ends it), the
-last samples of the machine.
+The input is the rows that the rank appended since the last update. Only the shown data is kept: the
+numbers of the last steps, the events of the newest steps (rows of a step can arrive after the row
+that ends it), and the last samples of the machine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,22 +26,22 @@ from fsdp_inspect.trace.tables import (
 )
 
 MAX_STEPS = 200
-"""Steps that are kept."""
+"""Number of steps that are kept."""
 MAX_DEVICE_SAMPLES = 240
 TYPICAL_STEPS = 20
-"""The last so many steps say how long a step takes."""
+"""Number of last steps that the current step time is measured over."""
 STALL_STEPS = 10
-"""A run is called stalled after so many typical steps without the end of one."""
+"""A run is stalled if no step ends for this number of median step times."""
 LEAST_STALL_NS = 20_000_000_000
-"""But never before that: compilation and checkpoints make single steps long."""
+"""A run is never stalled before this time: compilation and checkpoints make single steps long."""
 _ALLOCATOR_COUNTERS = ("num_alloc_retries", "num_ooms")
 _KEPT_STEPS = 2
-"""Finished steps whose events are kept, since more of them may come."""
+"""Number of completed steps whose events are kept, because more events can arrive."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveStep:
-    """One finished step of the followed rank."""
+    """One completed step of the followed rank."""
 
     step: int
     end_ns: int
@@ -50,7 +50,7 @@ class LiveStep:
     exposed_ns: int
     communication_ns: int
     is_memory_step: bool
-    """Under the storage tracker: its time is not representative."""
+    """Memory step: the storage tracker slows it."""
 
     @property
     def exposed_ratio(self) -> float | None:
@@ -60,7 +60,7 @@ class LiveStep:
 
 @dataclass(frozen=True, slots=True)
 class LiveMemory:
-    """The highest readings of one step of the followed rank."""
+    """The highest memory readings of one step of the followed rank."""
 
     step: int
     allocated_bytes: int
@@ -70,15 +70,15 @@ class LiveMemory:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSeries:
-    """One number of the machine over the last minutes."""
+    """One metric of the machine over the last minutes."""
 
     name: str
-    """A column of `DeviceTable`, counters as their rate."""
+    """A column of `DeviceTable`; counters are converted to rates."""
     label: str
     unit: str
     """`%`, `bytes`, `bytes/s`, `W` or `MHz`."""
     seconds: tuple[float, ...]
-    """Before the newest sample, at most 0."""
+    """Time relative to the newest sample, at most 0."""
     values: tuple[float, ...]
 
 
@@ -93,33 +93,33 @@ class LiveScalar:
 
 @dataclass(frozen=True, slots=True)
 class LiveView:
-    """What is known of the followed rank now."""
+    """The current data of the followed rank."""
 
     steps: tuple[LiveStep, ...]
-    """The last ones, by number."""
+    """The last steps, by number."""
     typical_step_ns: int | None
     """The mean over the middle half of the last `TYPICAL_STEPS`, memory steps left out; None
     before the first."""
     memory: tuple[LiveMemory, ...]
     """By step."""
     devices: tuple[DeviceSeries, ...]
-    """Those that the machine tells."""
+    """The metrics that the machine provides."""
     scalars: tuple[LiveScalar, ...]
     last_event_ns: int | None
-    """When the newest event ended, on the rank's clock."""
+    """End of the newest event, on the rank's clock."""
     recent: SummaryTable
-    """Of the last `TYPICAL_STEPS`, memory steps left out: their rows of the run's summary."""
+    """Summary rows of the last `TYPICAL_STEPS` without memory steps."""
     methods: Mapping[str, str]
-    """How the times of the newest step were obtained, by group of numbers."""
+    """Methods of the times of the newest step, by group of numbers."""
     num_alloc_retries: int | None
-    """Since the first sample that was seen; None where no allocator is counted, as the next."""
+    """Since the first sample of the feed; None without an allocator, like `num_ooms`."""
     num_ooms: int | None
 
     def is_stalled(self, now_ns: int) -> bool:
-        """Whether far more time than a step takes has passed without the end of one.
+        """Return whether no step has ended for much longer than a step takes.
 
         Args:
-            now_ns: The present on the rank's clock.
+            now_ns: The current time on the rank's clock.
         """
         if not self.steps or self.typical_step_ns is None:
             return False
@@ -128,13 +128,13 @@ class LiveView:
 
 
 class LiveRank:
-    """Gathers what a view of one rank needs."""
+    """Collects the data of one rank for a view."""
 
     def __init__(self, *, memory_from: str = "", scalar_names: Sequence[str] = ()) -> None:
         self.memory_from = memory_from
-        """Who counts the rank's memory, as its record says; may be learned later."""
+        """Source of the rank's memory readings, from its record; may be set later."""
         self.scalar_names = tuple(scalar_names)
-        """As the record says; grows while the run goes on."""
+        """Names from the record; they grow during the run."""
         self._events = EventTable.empty()
         self._steps: dict[int, LiveStep] = {}
         self._memory: dict[int, LiveMemory] = {}
@@ -152,7 +152,7 @@ class LiveRank:
         devices: DeviceTable,
         scalars: ScalarTable,
     ) -> None:
-        """Take in new rows."""
+        """Add new rows."""
         if len(events):
             self._add_events(events)
         if len(memory):
@@ -166,7 +166,7 @@ class LiveRank:
             self._scalars[int(name)] = (int(step), float(value))
 
     def view(self) -> LiveView:
-        """What is known now."""
+        """Return the current view."""
         steps = tuple(self._steps[step] for step in sorted(self._steps))
         typical = [one.step_time_ns for one in steps if not one.is_memory_step][-TYPICAL_STEPS:]
         spread = Distribution.of(typical)
@@ -190,7 +190,9 @@ class LiveRank:
     def _add_events(self, events: EventTable) -> None:
         self._last_event_ns = max(self._last_event_ns or 0, int(events.end_ns.max()))
         newest = int(events.step.max())
-        events = events.where(events.step > newest - MAX_STEPS)  # a first look may bring thousands
+        events = events.where(
+            events.step > newest - MAX_STEPS
+        )  # the first update can add thousands
         self._events = EventTable.concat([self._events, events])
         finished = np.unique(self._events.step[self._events.kind == EventKind.STEP])
         if len(finished) == 0:
@@ -235,7 +237,7 @@ def _forget_oldest(kept: dict[int, LiveStep] | dict[int, LiveMemory]) -> None:
 
 
 def _join_recent(before: SummaryTable, rows: SummaryTable) -> SummaryTable:
-    """The rows of the last timed steps; a step that was reduced again counts as it is now."""
+    """Return the rows of the last timed steps; newly reduced rows replace older ones."""
     slowed = rows.step[(rows.flags & StepFlag.MEMORY_STEP) != 0]
     kept = [
         before.where(~np.isin(before.step, rows.step)),
@@ -275,13 +277,13 @@ _LEVELS = (
     ("process_rss", "memory of the process", "bytes", 1.0),
     ("host_memory_used", "host memory in use", "bytes", 1.0),
 )
-"""Column, words, unit, and what one of the column is of it."""
+"""Column, label, unit, and the factor from the column to the unit."""
 _COUNTERS = (
     ("nvlink_tx_bytes", "NVLink, sent", "bytes/s", 1.0),
     ("nvlink_rx_bytes", "NVLink, received", "bytes/s", 1.0),
-    ("run_delay_ns", "training thread ready, without a core", "%", 1e-7),
+    ("run_delay_ns", "training thread waits for a core", "%", 1e-7),
 )
-"""Column, words, unit, and what one of the column in a second is of it."""
+"""Column, label, unit, and the factor from a rate of the column per second to the unit."""
 
 
 def _series_of(devices: DeviceTable) -> tuple[DeviceSeries, ...]:
@@ -311,7 +313,8 @@ def _series_of(devices: DeviceTable) -> tuple[DeviceSeries, ...]:
 def _rates_of(
     seconds: NDArray[np.float64], counter: NDArray[np.float64]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Times and rates a second, between neighbours; a counter that began anew gives none there."""
-    passed, grown = np.diff(seconds), np.diff(counter)
-    sound = (passed > 0) & (grown >= 0)
-    return tuple(seconds[1:][sound].tolist()), tuple((grown[sound] / passed[sound]).tolist())
+    """Return times and rates per second between samples, without intervals of a counter reset."""
+    elapsed, increase = np.diff(seconds), np.diff(counter)
+    is_valid = (elapsed > 0) & (increase >= 0)
+    rates = increase[is_valid] / elapsed[is_valid]
+    return tuple(seconds[1:][is_valid].tolist()), tuple(rates.tolist())

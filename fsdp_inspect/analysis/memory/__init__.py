@@ -1,1 +1,1 @@
-"""The memory of a run: peak, owners, growth, allocator."""
+"""Analyse the memory of a run: peak, owners, growth and allocator."""

@@ -1,9 +1,9 @@
-"""How much of what the allocator took from the device do tensors use?
+"""Measure how much of the CUDA allocator's reserved memory is in use.
 
-Reserved is what the CUDA allocator took; active is what blocks in use hold; the rest of reserved
-lies idle in its cache. At the moment of the highest allocated, memory that lay idle because no
-request fitted into it is fragmentation. What the device holds beyond what was reserved (by NVML)
-belongs to the CUDA context, NCCL, libraries, or other processes. Nothing of this exists on CPU.
+Reserved memory is what the allocator took from the device; active memory is in blocks in use; the
+rest is cached. Cached memory at the moment of the highest allocated is fragmentation, because no
+request fitted into it. Device memory in use (NVML) beyond reserved memory belongs to the CUDA
+context, NCCL, libraries, or other processes. A run on CPU has no such numbers.
 """
 
 from dataclasses import dataclass
@@ -24,29 +24,29 @@ class AllocatorUse:
     step: int
     """The step of the sample with the most allocated."""
     allocated_bytes: int
-    """At that sample, as the next two."""
+    """At this sample, like the next two fields."""
     active_bytes: int | None
     reserved_bytes: int
     fragmentation_ratio: float | None
-    """(reserved - active) / reserved at that sample, 0 to 1."""
+    """(reserved - active) / reserved at this sample, 0 to 1."""
     inactive_split_bytes: int | None
-    """At that sample; where it was not counted, the last time that it was."""
+    """At this sample; if it lacks the value, the last recorded value."""
     num_alloc_retries: int | None
-    """Between the first and the last sample; what happened before the first if it is the only."""
+    """Between the first and the last sample; before the first sample if there is only one."""
     num_ooms: int | None
     device_used_bytes: int | None
-    """The most that NVML saw in use on the whole device."""
+    """Highest memory in use on the whole device (NVML)."""
     outside_allocator_bytes: int | None
-    """What NVML saw beyond what this rank's allocator had reserved then."""
+    """`device_used_bytes` - the memory that this rank's allocator reserves at that moment."""
 
 
 def measure_allocator(run: RunSource, *, rank: int) -> AllocatorUse | None:
-    """Reserved against active against what the device holds, on one rank.
+    """Measure reserved memory, active memory and device memory of one rank.
 
     Returns:
-        None if no sample of the rank knows what was reserved (CPU), or they cannot be read.
+        None if the rank has no sample of reserved memory (CPU), or its samples cannot be read.
     """
-    record = next((one for one in run.ranks if one.rank == rank), None)
+    record = next((record for record in run.ranks if record.rank == rank), None)
     if record is None:
         return None
     try:
@@ -58,7 +58,7 @@ def measure_allocator(run: RunSource, *, rank: int) -> AllocatorUse | None:
         return None
     top = samples.where(np.array([int(np.argmax(samples.allocated))]))
     reserved, active = int(top.reserved[0]), _known(int(top.active[0]))
-    used, outside = _beyond(samples, _devices(run, rank))
+    used, outside = _device_memory(samples, _devices(run, rank))
     return AllocatorUse(
         rank=rank,
         step=int(top.step[0]),
@@ -94,7 +94,7 @@ def _split_at(samples: MemoryTable, top: MemoryTable) -> int | None:
 
 
 def _counted(samples: MemoryTable, name: str) -> int | None:
-    """How far a counter of the process rose over the samples."""
+    """Return the increase of a counter over the samples."""
     column = getattr(samples, name)
     counted = column[column != MISSING_INT]
     if len(counted) == 0:
@@ -102,15 +102,15 @@ def _counted(samples: MemoryTable, name: str) -> int | None:
     return int(counted[-1] - counted[0]) if len(counted) > 1 else int(counted[0])
 
 
-def _beyond(samples: MemoryTable, devices: DeviceTable) -> tuple[int | None, int | None]:
-    """The most in use on the device, and how much of it this allocator had not reserved then."""
-    seen = devices.where(devices.gpu_memory_used > 0)
-    if len(seen) == 0:
+def _device_memory(samples: MemoryTable, devices: DeviceTable) -> tuple[int | None, int | None]:
+    """Return the highest memory in use on the device, and the part outside the allocator."""
+    known = devices.where(devices.gpu_memory_used > 0)
+    if len(known) == 0:
         return None, None
-    top = int(np.argmax(seen.gpu_memory_used))
-    used = int(seen.gpu_memory_used[top])
+    top = int(np.argmax(known.gpu_memory_used))
+    used = int(known.gpu_memory_used[top])
     order = np.argsort(samples.time_ns, kind="stable")
-    before = np.searchsorted(samples.time_ns[order], seen.time_ns[top], side="right") - 1
+    before = np.searchsorted(samples.time_ns[order], known.time_ns[top], side="right") - 1
     if before < 0:
         return used, None
     return used, max(used - int(samples.reserved[order[before]]), 0)

@@ -1,10 +1,10 @@
-"""Does memory grow from step to step, how fast, and when is the device full?
+"""Test whether memory grows from step to step, how fast, and when the device is full.
 
-A step should leave as much allocated as it found. What is allocated at the end of each step after
-warm-up is tested for a trend by Mann-Kendall (Kendall's tau against the step's number: only the
-order counts, so one outlier does not), and its slope is that of Theil and Sen (the median of the
-slopes between all pairs of steps: up to 29 % of the steps may be anything). A rise that happens
-once, as when a cache fills, has a median slope of 0 and is no growth.
+A step should end with as much allocated memory as it starts with. The memory at the end of each
+step after warm-up is tested for a trend by Mann-Kendall (Kendall's tau with the step number: only
+the order counts, so one outlier has no effect). The slope is that of Theil and Sen (the median of
+the slopes between all pairs of steps: up to 29% of the steps can be outliers). A single rise, for
+example when a cache fills, has a median slope of 0 and is not growth.
 
 Sources: Mann (1945) and Kendall (1975) for the test; Sen (1968) and Theil (1950) for the slope.
 """
@@ -20,43 +20,43 @@ from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import SummaryTable
 
 MIN_STEPS = 6
-"""Fewer steps cannot reach the significance below, whatever they hold."""
+"""Fewer steps cannot reach `SIGNIFICANCE`."""
 SIGNIFICANCE = 0.01
 _MOST_STEPS = 512
-"""More are thinned out evenly: the slopes of all pairs are looked at."""
+"""Longer runs are sampled evenly, because the test computes the slopes of all pairs."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryGrowth:
-    """How what is allocated at the end of a step goes over the steps of one rank."""
+    """The trend of the memory that is allocated at the end of a step, on one rank."""
 
     rank: int
-    """The rank whose memory rose most from the first to the last of the steps."""
+    """The given rank, or the rank whose memory rises most from the first to the last step."""
     num_steps: int
-    """Steps that were looked at, after warm-up."""
+    """Number of tested steps, after warm-up."""
     first_bytes: int
-    """Allocated at the end of the first of them."""
+    """Allocated at the end of the first tested step."""
     last_bytes: int
     grows: bool | None
-    """None if there are too few steps to tell."""
+    """None with too few steps for the test."""
     growth_bytes_per_step: float | None
-    """The median slope; None if memory does not grow, or that cannot be told."""
+    """The median slope; None if memory does not grow, or if that is unknown."""
     p_value: float | None
-    """Of a trend this strong in either direction among steps without one."""
+    """Two-sided p-value of the trend."""
     steps_until_full: int | None
-    """Steps after the last one until the step's peak fills the device, if it goes on like this;
-    at the latest, since fragmentation takes its part. None without growth or without a device."""
+    """Steps after the last one until the peak fills the device at this slope: an upper bound,
+    because fragmentation needs memory too. None without growth, or if the device is unknown."""
 
 
 def measure_memory_growth(run: RunSource, *, rank: int | None = None) -> MemoryGrowth | None:
-    """Test what is allocated at the end of each step for a trend.
+    """Test the memory at the end of each step for a trend.
 
     Args:
         run: A recorded or imported run.
-        rank: Which rank; the one whose memory rose most by default.
+        rank: The rank; default: the rank whose memory rises most.
 
     Returns:
-        None if fewer than two steps after warm-up know what was allocated at their end.
+        None if fewer than two steps after warm-up have a sample at their end.
     """
     parts = memory_parts(run)
     ends = _after_warmup(parts.where(parts.kind == StepPart.ALLOCATED_AT_END), run)
@@ -80,9 +80,9 @@ def measure_memory_growth(run: RunSource, *, rank: int | None = None) -> MemoryG
 
 
 def _after_warmup(ends: SummaryTable, run: RunSource) -> SummaryTable:
-    """The rows of steps that count, by rank and step.
+    """Return the rows of steps after warm-up, by rank and step.
 
-    Where memory is counted only in memory steps those count, warm-up or not: nothing else is known.
+    If all rows belong to warm-up steps (memory steps on CPU), all of them count.
     """
     order = np.lexsort((ends.step, ends.rank))
     ends = ends.where(order)
@@ -95,7 +95,7 @@ def _after_warmup(ends: SummaryTable, run: RunSource) -> SummaryTable:
 def _pick(
     ends: SummaryTable, rank: int | None
 ) -> tuple[int, NDArray[np.int64], NDArray[np.int64]] | None:
-    """The rank that rose most (or the given one), with its steps and what was allocated."""
+    """Return the rank with the largest rise (or the given one), its steps and their memory."""
     ranks, firsts = np.unique(ends.rank, return_index=True)
     lasts = np.append(firsts[1:], len(ends)) - 1
     eligible = lasts > firsts if rank is None else (lasts > firsts) & (ranks == rank)
@@ -108,7 +108,7 @@ def _pick(
 
 
 def _test(steps: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[float, float] | None:
-    """The median slope in bytes per step, and the probability of such a trend by chance."""
+    """Return the median slope in bytes per step, and the p-value of the trend."""
     if len(steps) < MIN_STEPS:
         return None
     if np.all(values == values[0]):

@@ -1,6 +1,6 @@
-"""What is there to say about the memory of a run, all in one object?
+"""Collect all memory analyses of a run in one object.
 
-For `fsdp-inspect memory` and the dashboard's Memory page; the fields are the keys of
+`fsdp-inspect memory` and the dashboard's Memory page show it; the fields are the keys of
 `memory --json`.
 """
 
@@ -30,20 +30,20 @@ class MemoryOverview(TableResult):
     run_id: str
     status: str
     notes: tuple[str, ...]
-    """What is missing or odd, in words."""
+    """Missing or unusual data, in words."""
     source: str
     """`recorded`, `emulated`, `imported` or `predicted`."""
     device_type: str
     num_ranks: int
     rank: RankMemory | None
-    """The rank that is shown; None if no rank knows its memory."""
+    """The rank in detail; None if no rank recorded its memory."""
     memory: Memory
     allocator: AllocatorUse | None
-    """Of that rank; None on CPU."""
+    """The allocator of this rank; None on CPU."""
     growth: MemoryGrowth | None
-    """Of that rank if one was asked for, else of the rank whose memory rose most."""
+    """The growth of the given rank, or else of the rank whose memory rises most."""
     failed_unit: str | None
-    """Where the request that failed was made; None outside all units, or without one."""
+    """The unit of the failed allocation; None outside all units, or without a failure."""
 
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Memory at the peak by owner",
@@ -72,14 +72,14 @@ class MemoryOverview(TableResult):
 
 
 def measure_memory_overview(run: RunSource, *, rank: int | None = None) -> MemoryOverview:
-    """Ask everything about memory.
+    """Run all memory analyses.
 
     Args:
         run: A recorded or imported run.
-        rank: Which rank in detail; the one with the highest peak by default.
+        rank: The rank in detail; default: the rank with the highest peak.
 
     Raises:
-        IncompleteRunError: The run holds nothing of that rank.
+        IncompleteRunError: The run has no data of the rank.
     """
     memory = measure_memory(run, rank=rank)
     shown = memory.shown_rank

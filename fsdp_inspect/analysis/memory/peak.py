@@ -1,12 +1,12 @@
-"""What fills memory at the peak: how much, where, in which category, owned by which unit?
+"""Measure the peak of memory on each rank, and its position, categories and owners.
 
-Allocator counters (CUDA) exist at every unit boundary of every step. On CPU there is no allocator
-to ask: samples exist only in memory steps, from the storage tracker, and nothing is reserved.
-Imported memory snapshots hold a whole trace of the allocator. What was not measured is None, never
-0.
+On CUDA, the allocator is sampled at every unit boundary of every step. On CPU there is no
+allocator: samples exist only in memory steps, from the storage tracker, and nothing is reserved.
+Imported memory snapshots contain a whole trace of the allocator. A value that was not measured is
+None, never 0.
 
-Peaks of all ranks come from the run's summary; the samples themselves are read of one rank only, so
-that a thousand ranks stay quick.
+Peaks of all ranks come from the run's summary. Samples are read for one rank only, so a thousand
+ranks are fast.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,28 +27,28 @@ from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable, SummaryTable
 
 @dataclass(frozen=True, slots=True)
 class CategoryBytes:
-    """What one category holds."""
+    """The memory of one category."""
 
     category: str
-    """A `MemoryCategory`, or `unattributed`: allocated less what is known."""
+    """A `MemoryCategory`, or `unattributed`: allocated - all known categories."""
     bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerBytes:
-    """What one unit owns at the peak."""
+    """The memory that one unit owns at the peak."""
 
     unit: int
-    """-1: what no FSDP unit owns."""
+    """-1: memory that no FSDP unit owns."""
     fqn: str | None
     bytes: int
     categories: tuple[CategoryBytes, ...]
-    """Those above 0, largest first."""
+    """Categories above 0, largest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeakMoment:
-    """The highest moment of a memory step, where every live storage has an owner."""
+    """The highest moment of a memory step, in which every live storage has an owner."""
 
     rank: int
     step: int
@@ -58,14 +58,14 @@ class PeakMoment:
     fqn: str | None
     bytes: int
     categories: tuple[CategoryBytes, ...]
-    """Those above 0, largest first; they add up to `bytes`, `outside_allocator` aside."""
+    """Categories above 0, largest first; without `outside_allocator` they add up to `bytes`."""
     owners: tuple[OwnerBytes, ...]
     """Largest first; empty if owners were not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class PositionBytes:
-    """The highest reading while the program stood at one place, over all steps of one rank."""
+    """The highest reading at one position (unit and phase), over all steps of one rank."""
 
     unit: int
     """The innermost unit on the host's stack; -1: outside all units."""
@@ -82,14 +82,14 @@ class RankMemory:
 
     rank: int
     method: str
-    """`cuda_allocator`, `storage_tracker` or `memory_snapshot`: who counted."""
+    """Source of the readings: `cuda_allocator`, `storage_tracker` or `memory_snapshot`."""
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     """None on CPU."""
     resting_bytes: int | None
-    """Allocated at the end of the last sampled step: what a step starts from."""
+    """Allocated at the end of the last sampled step."""
     step_adds_bytes: int | None
-    """Peak allocated less resting."""
+    """Peak allocated - resting."""
     device_bytes: int | None
     """Memory of the device; None on CPU."""
     device_ratio: float | None
@@ -97,7 +97,7 @@ class RankMemory:
 
     @property
     def headroom_bytes(self) -> int | None:
-        """What the allocator never took of the device; None on CPU."""
+        """Memory of the device - peak reserved; None on CPU."""
         if self.peak_reserved_bytes is None or self.device_bytes is None:
             return None
         return max(self.device_bytes - self.peak_reserved_bytes, 0)
@@ -105,7 +105,7 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class RankSpread:
-    """How unequal the ranks' peaks are."""
+    """The spread of the peaks over the ranks."""
 
     lowest_bytes: int
     lowest_rank: int
@@ -121,10 +121,10 @@ class MemoryOfStep:
 
     step: int
     highest_allocated_bytes: int
-    """The highest of the samples at unit boundaries and of the peaks known between them."""
+    """The highest of the samples at unit boundaries and of the known peaks between them."""
     highest_reserved_bytes: int | None
     allocated_at_end_bytes: int | None
-    """What the step left allocated; None if its end was not sampled."""
+    """Allocated at the end of the step; None without a sample there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,48 +132,49 @@ class Memory:
     """Memory of the run."""
 
     peak_allocated_bytes: int | None
-    """Of the rank with the highest peak; None if memory was not recorded."""
+    """Highest peak allocated over the ranks; None if memory was not recorded."""
     peak_reserved_bytes: int | None
-    """Of the rank with the highest; None on CPU."""
+    """Highest peak reserved over the ranks; None on CPU."""
     peak_rank: int | None
     """The rank with the highest peak allocated."""
     device_bytes: int | None
-    """The smallest device among the ranks; None on CPU."""
+    """Memory of the smallest device among the ranks; None on CPU."""
     device_ratio: float | None
-    """The highest share of a device that a rank's allocator reserved, 0 to 1; None on CPU."""
+    """Highest peak reserved / memory of the device over the ranks, 0 to 1; None on CPU."""
     peak: PeakMoment | None
     """Composition at the highest peak of the memory steps of `shown_rank`; None without any."""
     ranks: tuple[RankMemory, ...]
     """By rank."""
     over_steps: tuple[MemoryOfStep, ...]
-    """Of `shown_rank`, by step."""
+    """The steps of `shown_rank`, by step."""
     unreadable: tuple[str, ...]
-    """Why samples of a rank could not be read, one sentence a rank."""
+    """Why samples of a rank cannot be read, one sentence per rank."""
     shown_rank: int | None
-    """The rank that `peak`, `over_steps` and `positions` are about; the peak rank by default."""
+    """The rank of `peak`, `over_steps` and `positions`; by default the peak rank."""
     positions: tuple[PositionBytes, ...]
     """Highest readings of `shown_rank` by unit and phase, largest first."""
     spread: RankSpread | None
-    """None if fewer than two ranks know their peak."""
+    """None if fewer than two ranks have a known peak."""
     failed_request: FailedRequest | None
-    """What did not fit, of `shown_rank`, or of the first rank that knows one."""
+    """The failed allocation of `shown_rank`, or of the first rank that has one."""
     phases: tuple[PeakMoment, ...] = ()
     """The highest moment of each phase of the step of `peak`, in the order of the step."""
     resting: PeakMoment | None = None
-    """What that step left, by owner; None where owners were not recorded."""
+    """Memory at the end of that step, by owner; None if owners were not recorded."""
 
 
 def measure_memory(run: RunSource, *, rank: int | None = None, with_warmup: bool = True) -> Memory:
-    """How high memory rises on each rank, and what fills it at the highest moment.
+    """Measure the peak of memory on each rank, and its composition on one rank.
 
     Args:
         run: A recorded or imported run.
-        rank: Whose composition, steps and positions; the rank with the highest peak by default.
-        with_warmup: Whether steps of warming up count. The device must have room for them; for a
-            comparison they say nothing.
+        rank: The rank for composition, steps and positions; default: the rank with the highest
+            peak.
+        with_warmup: Whether warm-up steps count. The device must have room for them, but a
+            comparison should leave them out.
 
     Raises:
-        IncompleteRunError: The run holds nothing of that rank.
+        IncompleteRunError: The run has no data of the rank.
     """
     left_out = () if with_warmup else select_steps(run).warmup
     parts = memory_parts(run)
@@ -213,14 +214,14 @@ def _existing(run: RunSource, rank: int) -> int:
     known = [record.rank for record in run.ranks]
     if rank not in known:
         raise IncompleteRunError(
-            f"Run {run.manifest.run_id!r} holds nothing of rank {rank}. It holds {len(known)} "
+            f"Rank {rank} not found in run {run.manifest.run_id!r}. The run has {len(known)} "
             f"ranks, {min(known, default=0)} to {max(known, default=0)}. Choose one of them."
         )
     return rank
 
 
 def _read(run: RunSource, rank: int | None) -> tuple[MemoryTable, tuple[str, ...]]:
-    """The samples of a rank; if they cannot be read, none, and why."""
+    """Return the samples of a rank; if they cannot be read, an empty table and the reason."""
     if rank is None:
         return MemoryTable.empty(), ()
     try:
@@ -283,12 +284,12 @@ def _find_failed(records: Iterable[RankRecord], shown: int | None) -> FailedRequ
 
 
 def _positions(run: RunSource, samples: MemoryTable, method: str) -> tuple[PositionBytes, ...]:
-    """The highest reading of each unit and phase."""
+    """Return the highest reading of each unit and phase."""
     reached = samples.allocated
-    if method == STORAGE_TRACKER:  # whose peaks are those since the reading before
+    if method == STORAGE_TRACKER:  # its peaks count from the previous reading
         reached = np.maximum(reached, samples.peak_allocated)
     known = np.flatnonzero(reached != MISSING_INT)
-    # Highest last, so that it is the one that stays in the dictionary; of equal ones the first.
+    # The highest comes last, so that the dictionary keeps it; of equals, the first.
     order = known[np.lexsort((-known, reached[known]))]
     places = zip(samples.unit[order].tolist(), samples.phase[order].tolist(), strict=True)
     highest = dict(zip(places, order.tolist(), strict=True))
@@ -307,7 +308,7 @@ def _positions(run: RunSource, samples: MemoryTable, method: str) -> tuple[Posit
 
 
 def _find_peak(run: RunSource, rank: int, table: MemoryTable) -> PeakMoment | None:
-    """The highest moment of the rank's memory steps, if it had any."""
+    """Return the highest moment of the rank's memory steps, if it has any."""
     peaks = table.where((table.point == MemoryPoint.PEAK) & (table.allocated != MISSING_INT))
     if len(peaks) == 0:
         return None
@@ -338,7 +339,7 @@ def _find_resting(run: RunSource, peak: PeakMoment, table: MemoryTable) -> PeakM
 
 
 def _moment(run: RunSource, rank: int, row: MemoryTable, owners: MemoryTable) -> PeakMoment:
-    """One row that tells categories, with the rows of its owners."""
+    """Convert one row with categories, and the rows of its owners."""
     fqns, unit = _fqns(run), int(row.unit[0])
     return PeakMoment(
         rank=rank,
@@ -370,7 +371,7 @@ def _owners(rows: MemoryTable, fqns: dict[int, str]) -> tuple[OwnerBytes, ...]:
 
 
 def _categories(rows: MemoryTable, position: int) -> tuple[CategoryBytes, ...]:
-    """What one row holds by category, largest first, with what is left as `unattributed`."""
+    """Return the categories of one row, largest first; the rest is `unattributed`."""
     held = {
         category: max(int(getattr(rows, category.label)[position]), 0)
         for category in MemoryCategory
@@ -382,7 +383,7 @@ def _categories(rows: MemoryTable, position: int) -> tuple[CategoryBytes, ...]:
 
 
 def _maximum(column: NDArray[np.int64]) -> int | None:
-    """The highest measured value; None if none was measured."""
+    """Return the highest measured value; None if none was measured."""
     measured = column[column != MISSING_INT]
     return int(measured.max()) if len(measured) else None
 

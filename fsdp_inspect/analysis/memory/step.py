@@ -1,9 +1,9 @@
-"""How did memory go through one step of one rank, reading by reading?
+"""Read the memory of one rank through one step, for a chart over time.
 
-Lines (allocated, reserved) come from whoever counts the rank's memory, at the boundaries of its
-units. Areas (categories) come from the storage tracker, which counts in memory steps only, or from
-the categories that an import tells. Between two readings only the highest amount is known, not its
-moment: `highest_bytes` says what was reached by the time of the reading.
+Allocated and reserved come from the rank's allocator or storage tracker, at the boundaries of its
+units. Categories come from the storage tracker, which runs in memory steps only, or from an import.
+Between two readings only the highest amount is known, not its moment: `highest_bytes` is the
+highest amount since the previous reading.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from fsdp_inspect.trace.run import RankRecord, RunSource
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
 
 _LEAST_COMPOSED = 2
-"""Readings that make an area; the composition of a single moment is `PeakMoment`'s."""
+"""Lowest number of readings for a composition over time; `PeakMoment` has a single moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class MemoryReading:
     """One reading of a rank's memory."""
 
     offset_ns: int
-    """Since the first reading of the step."""
+    """Time since the first reading of the step."""
     phase: str
     fqn: str | None
     """The innermost unit on the host's stack; None: outside all units."""
@@ -35,39 +35,39 @@ class MemoryReading:
     """A `MemoryPoint`: `forward_start`, ..."""
     allocated_bytes: int
     highest_bytes: int
-    """The most that is known of the time since the reading before; at least `allocated_bytes`."""
+    """Highest known amount since the previous reading; at least `allocated_bytes`."""
     reserved_bytes: int | None
     """None on CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class CategorySeries:
-    """What one category held at each reading of a composition."""
+    """The memory of one category at each reading of a composition."""
 
     category: str
-    """A `MemoryCategory`, or `unattributed`: allocated less what is known."""
+    """A `MemoryCategory`, or `unattributed`: allocated - all known categories."""
     bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """What memory was made of through the step; the series add up to what was allocated."""
+    """The categories of memory through the step; the series add up to the allocated bytes."""
 
     offsets_ns: tuple[int, ...]
-    """Of the readings, as `MemoryReading.offset_ns`."""
+    """Times of the readings, like `MemoryReading.offset_ns`."""
     series: tuple[CategorySeries, ...]
-    """In the order of `MemoryCategory`, those that ever hold anything; `outside_allocator` is not
-    among them."""
+    """Categories that are ever above 0, in the order of `MemoryCategory`, without
+    `outside_allocator`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceSpan:
-    """A part of the step in which the program stood at one place."""
+    """An interval of the step in which the program is in one phase or unit."""
 
     name: str | None
     """A phase, or the fqn of a unit; None: outside all units."""
     start_ns: int
-    """As `MemoryReading.offset_ns`."""
+    """Like `MemoryReading.offset_ns`."""
     end_ns: int
 
 
@@ -80,15 +80,15 @@ class StepMemory:
     sampled_steps: tuple[int, ...]
     """The steps of the rank that have readings, ascending."""
     is_allocator: bool
-    """Whether an allocator counted; elsewhere the storage tracker or an imported trace."""
+    """Whether an allocator made the readings, and not the storage tracker or an import."""
     readings: tuple[MemoryReading, ...]
     """By time."""
     composition: Composition | None
-    """None where fewer than two readings of the step know their categories."""
+    """None if fewer than two readings of the step have categories."""
     phases: tuple[PlaceSpan, ...]
     units: tuple[PlaceSpan, ...]
     peak: MemoryReading
-    """The reading by which the most was reached; of equals that with the most allocated itself."""
+    """The reading with the highest `highest_bytes`; of equals, the one with the most allocated."""
 
 
 def measure_step_memory(run: RunSource, *, rank: int, step: int | None = None) -> StepMemory | None:
@@ -96,16 +96,16 @@ def measure_step_memory(run: RunSource, *, rank: int, step: int | None = None) -
 
     Args:
         run: A recorded or imported run.
-        rank: Of which rank.
-        step: Which step; by default that in which memory rose highest, a step whose composition
-            is known before others.
+        rank: The rank.
+        step: The step; default: the step with the highest peak, if possible among steps with a
+            composition.
 
     Returns:
-        None if the rank has no reading at all, or none of that step.
+        None if the rank has no reading of this step, or none at all.
 
     Raises:
-        IncompleteRunError: The run holds nothing of that rank.
-        StoreError: Its samples cannot be read.
+        IncompleteRunError: The run has no data of the rank.
+        StoreError: The samples of the rank cannot be read.
     """
     record = _find_record(run, rank)
     table = run.memory(rank)
@@ -140,7 +140,7 @@ def _find_record(run: RunSource, rank: int) -> RankRecord:
     record = next((one for one in run.ranks if one.rank == rank), None)
     if record is None:
         raise IncompleteRunError(
-            f"Run {run.manifest.run_id!r} holds nothing of rank {rank}. It holds "
+            f"Rank {rank} not found in run {run.manifest.run_id!r}. The run has "
             f"{len(run.ranks)} ranks. Choose one of them."
         )
     return record
@@ -149,7 +149,7 @@ def _find_record(run: RunSource, rank: int) -> RankRecord:
 def _choose_step(
     table: MemoryTable, readings: MemoryTable, highest: NDArray[np.int64]
 ) -> int | None:
-    """The step with the highest moment; among steps with a composition where there are any."""
+    """Return the step with the highest peak, among steps with a composition if there are any."""
     tracked = table.where(_knows_categories(table) & (table.allocated != MISSING_INT))
     if len(tracked):
         return int(tracked.step[np.argmax(tracked.allocated)])
@@ -173,7 +173,7 @@ def _readings(
 
 
 def _knows_categories(table: MemoryTable) -> NDArray[np.bool_]:
-    """Readings of the whole that tell at least one category."""
+    """Return which readings of all memory have at least one category."""
     known: NDArray[np.bool_] = np.zeros(len(table), dtype=bool)
     for category in MemoryCategory:
         known |= getattr(table, category.label) != MISSING_INT
@@ -182,7 +182,7 @@ def _knows_categories(table: MemoryTable) -> NDArray[np.bool_]:
 
 
 def _compose(table: MemoryTable, start_ns: int) -> Composition | None:
-    """The categories over time; what they do not explain of allocated is the last series."""
+    """Return the categories over time; the last series is the unattributed rest."""
     rows = table.where(_knows_categories(table) & (table.allocated != MISSING_INT))
     if len(rows) < _LEAST_COMPOSED:
         return None
@@ -204,7 +204,7 @@ def _compose(table: MemoryTable, start_ns: int) -> Composition | None:
 def _stretches(
     names: list[str] | list[str | None], offsets_ns: NDArray[np.int64]
 ) -> tuple[PlaceSpan, ...]:
-    """Where the program stood, from the first reading there to the first one elsewhere."""
+    """Return the interval of each name, from its first reading to the first one of the next."""
     starts = [place for place, name in enumerate(names) if place == 0 or name != names[place - 1]]
     ends = [*starts[1:], len(names) - 1]
     return tuple(

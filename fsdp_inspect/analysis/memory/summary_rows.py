@@ -1,7 +1,6 @@
-"""How much memory did each step of each rank take? Without reading the ranks' samples.
+"""Read the memory of each step of each rank from the run's summary, without samples.
 
-The rows are in the run's summary. A source whose summary has none (one that was made before they
-were part of it) is asked for the samples themselves.
+If the summary has no memory rows (an older run), they are computed from the samples.
 """
 
 import contextlib
@@ -16,11 +15,10 @@ from fsdp_inspect.trace.tables import SummaryTable
 
 
 def memory_parts(run: RunSource) -> SummaryTable:
-    """The memory rows of all ranks and steps; see `reduction.memory_parts` for their meaning.
+    """Return the memory rows of all ranks and steps; `reduction.memory_parts` defines them.
 
     Returns:
-        Rows of the kinds `MEMORY_PARTS`, by rank and step. A rank whose samples are damaged has
-        none.
+        Rows of the kinds `MEMORY_PARTS`, by rank and step. A rank with damaged samples has none.
     """
     rows = run.summary(kinds=[int(part) for part in MEMORY_PARTS])
     if len(rows):
@@ -34,8 +32,8 @@ def memory_parts(run: RunSource) -> SummaryTable:
 
 
 def highest_peak_bytes(run: RunSource) -> int | None:
-    """The highest allocated of all ranks that are here; None if memory was not recorded."""
+    """Return the highest peak allocated over the recorded ranks; None without memory."""
     rows = memory_parts(run)
-    here = [record.rank for record in run.ranks]
-    peaks = rows.bytes[(rows.kind == StepPart.PEAK_ALLOCATED) & np.isin(rows.rank, here)]
+    recorded = [record.rank for record in run.ranks]
+    peaks = rows.bytes[(rows.kind == StepPart.PEAK_ALLOCATED) & np.isin(rows.rank, recorded)]
     return int(peaks.max()) if len(peaks) else None

@@ -13,5 +13,5 @@ def test_what_was_not_recorded_counts_nothing():
 
 
 def test_a_run_on_cpu_is_refused_with_what_to_do():
-    with pytest.raises(MissingDataError, match=r"no samples of a CUDA allocator.*--allowance"):
+    with pytest.raises(MissingDataError, match=r"CUDA allocator samples missing.*--allowance"):
         measure_device_overhead(steady_run())

@@ -76,7 +76,7 @@ def test_what_cannot_be_set_is_not_tried_and_that_is_said():
 
     assert (fit.remedies, fit.largest_batch_size) == ((), None)
     batch, change = fit.unknown
-    assert batch.startswith("The largest batch is not known: the builder takes no batch_size.")
+    assert batch.startswith("The largest batch is unknown: the builder has no keyword batch_size.")
     assert "none of batch_size, checkpointing, offload, reshard_after_forward, wrap" in change
 
 
@@ -92,7 +92,7 @@ def test_a_number_of_ranks_that_cannot_be_forecast_leaves_only_that_question_ope
 
     assert (fit.fits, fit.largest_batch_size, fit.smallest_world_size) == (True, 90, None)
     assert fit.unknown == (
-        "The fewest ranks are not known: 2 cannot be forecast. The mesh is 2x4.",
+        "The fewest ranks are unknown: the forecast for 2 ranks failed. The mesh is 2x4.",
     )
 
 

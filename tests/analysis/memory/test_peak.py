@@ -151,7 +151,7 @@ def test_another_rank_can_be_asked_for():
 
 
 def test_a_rank_that_is_not_there_is_refused():
-    with pytest.raises(IncompleteRunError, match="holds nothing of rank 7"):
+    with pytest.raises(IncompleteRunError, match="Rank 7 not found"):
         measure_memory(cuda_run(), rank=7)
 
 

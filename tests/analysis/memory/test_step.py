@@ -101,7 +101,7 @@ def test_a_step_without_readings_has_nothing_to_show():
 
 
 def test_a_rank_that_is_not_there_is_refused():
-    with pytest.raises(IncompleteRunError, match="holds nothing of rank 9"):
+    with pytest.raises(IncompleteRunError, match="Rank 9 not found"):
         measure_step_memory(tracked_run(), rank=9)
 
 

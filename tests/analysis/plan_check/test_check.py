@@ -214,10 +214,10 @@ def test_a_unit_without_gradients_among_others_is_named():
 @pytest.mark.parametrize(
     ("sent", "meaning"),
     [
-        pytest.param(128, "as float32 in place of a 16-bit type makes", id="twice"),
+        pytest.param(128, "as with float32 instead of a 16-bit dtype", id="twice"),
         pytest.param(32, "as a 16-bit type in place of float32 makes", id="half"),
-        pytest.param(50, "some of its parameters got no gradient", id="less"),
-        pytest.param(80, "other parameters or padding", id="more"),
+        pytest.param(50, "some of its parameters get no gradient", id="less"),
+        pytest.param(80, "its parameters or its padding differ", id="more"),
     ],
 )
 def test_messages_of_another_size_than_declared_are_explained(sent, meaning):
