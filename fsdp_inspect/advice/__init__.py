@@ -1,1 +1,1 @@
-"""What to change in a run's plan, by how much that helps, and what to look at before."""
+"""Advice on a run: changes of its plan with their gain, and problems to fix first."""

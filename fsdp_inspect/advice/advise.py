@@ -1,4 +1,4 @@
-"""What should be changed about a run, in which order, and what does each change bring?"""
+"""Give advice on a run: findings first, then changes of the plan with their predicted gain."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from fsdp_inspect.advice.slowdown import Slowdown
 from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion
 from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO
 from fsdp_inspect.errors import MissingDataError
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_signed
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.results import Result
 from fsdp_inspect.simulation.recorded import Execution
 from fsdp_inspect.trace.codes import EventKind
@@ -36,59 +36,59 @@ class ParetoPoint:
 
 @dataclass(frozen=True, slots=True)
 class PlanAdvice:
-    """What the simulator makes of other plans."""
+    """The simulated plans of a run, and the changes that are worth making."""
 
     rank: int
     execution: str
     """`stream`, `host` or `blocking_host`."""
     num_steps: int
     recorded_step_ns: int
-    """Measured."""
+    """Measured step time."""
     replayed_step_ns: int
-    """The recorded plan, played: what every change is measured against."""
+    """Simulated step time of the recorded plan. Every gain is relative to it."""
     replay_error: float
-    """Of the recorded plan on its own network: played / measured - 1."""
+    """Self-check: simulated / measured step time of the recorded plan on its own network, - 1."""
     is_other_network: bool
-    """Plans are played on the network that was asked for, not on the recorded one."""
+    """True if plans are simulated on a requested network instead of the recorded one."""
     replayed_peak_bytes: int | None
     memory_limit_bytes: int | None
-    """None: no limit, or memory that is not known."""
+    """None: there is no limit, or the run's memory is unknown."""
     fits: bool
-    """Whether any plan that was played is within the limit."""
+    """Whether any simulated plan is within the limit."""
     num_plans: int
-    """Plans played."""
+    """The number of simulated plans."""
     suggestions: tuple[Suggestion, ...]
-    """Steps to the fastest plan, the largest first, each on top of those before: their savings add
-    up. Empty: change nothing."""
+    """Changes that lead to the fastest plan, the largest gain first. Each builds on those before
+    it, and their gains add up. Empty: change nothing."""
     fastest: Proposal
-    """The recorded plan where nothing is worth changing."""
+    """The recorded plan if no change is worth making."""
     smallest: Proposal | None
-    """An alternative to `fastest`, not on top of it: the lowest peak within the time limit (unless
-    given, the recorded step); None if no plan saves `WORTH_RATIO` of the peak."""
+    """The plan with the lowest peak within the time limit (default: the recorded step). It is an
+    alternative to `fastest`. None if no plan lowers the peak by `WORTH_RATIO`."""
     front: tuple[ParetoPoint, ...]
     notes: tuple[str, ...]
     snippet: str
     """Python that applies the written plan."""
     verify: tuple[str, ...]
-    """Commands that record it and compare."""
+    """Commands that record the plan and compare it with the baseline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice(Result):
-    """What to do about a run."""
+    """Advice on a run."""
 
     run_id: str
     answer: str
-    """In words, with the number."""
+    """One sentence with the number that matters."""
     findings: tuple[Finding, ...]
-    """What comes before the plan."""
+    """Problems that no plan can fix."""
     plan: PlanAdvice | None
-    """None: the run cannot be simulated; `refusal` says why."""
+    """None: the run cannot be simulated; `refusal` states the reason."""
     refusal: str | None
 
     @property
     def chosen(self) -> Plan | None:
-        """The plan to run next; the recorded one where nothing is worth changing."""
+        """The plan to run next: the recorded one if no change is worth making."""
         return self.plan.fastest.plan if self.plan is not None else None
 
     @property
@@ -100,30 +100,30 @@ class Advice(Result):
 def give_advice(
     run: RunSource,
     evidence: Evidence,
-    wishes: AdviceRequest,
+    request: AdviceRequest,
     *,
     on_play: Callable[[int], object] = lambda _: None,
 ) -> Advice:
-    """Findings first, then the plans that are worth a change.
+    """Collect the findings, then search for plans that are worth a change.
 
     Args:
         run: A recorded or emulated run.
-        evidence: What the analyses say about it.
-        wishes: What the advice is for.
-        on_play: Called with the number of plans played so far.
+        evidence: The results of the analyses of the run.
+        request: The limits and the network of the advice.
+        on_play: Called with the number of plans simulated so far.
     """
     findings = find_first_things(evidence)
     try:
         bench = PlanScorer(
             run,
             on_play,
-            bus_bytes_per_s=wishes.bus_bytes_per_s,
-            latency_ns=wishes.latency_ns,
+            bus_bytes_per_s=request.bus_bytes_per_s,
+            latency_ns=request.latency_ns,
             slowdown=slowdown_of(evidence),
-            node=wishes.node,
+            node=request.node,
         )
     except MissingDataError as error:
-        answer = findings[0].sentence if findings else f"No plan can be advised: {error}"
+        answer = findings[0].sentence if findings else f"This run cannot be simulated: {error}"
         return Advice(
             run.manifest.run_id,
             answer,
@@ -131,24 +131,24 @@ def give_advice(
             None,
             str(error),
         )
-    limit = evidence.device_bytes if wishes.memory_limit is None else wishes.memory_limit
+    limit = evidence.device_bytes if request.memory_limit is None else request.memory_limit
     search = Search(
-        bench, limit, allow_dtypes=wishes.allow_dtypes, time_limit_ns=wishes.time_limit_ns
+        bench, limit, allow_dtypes=request.allow_dtypes, time_limit_ns=request.time_limit_ns
     )
-    plan = _advise_plan(bench, evidence, search, wishes, limit)
+    plan = _advise_plan(bench, evidence, search, request, limit)
     answer = _answer(plan, findings)
     settled = attribute_gains(findings, can_play=True, has_changes=bool(plan.suggestions))
     return Advice(run.manifest.run_id, answer, settled, plan, None)
 
 
 def slowdown_of(evidence: Evidence) -> Slowdown:
-    """What communication costs the compute beside it, as far as the run tells."""
+    """The slowdown of compute by communication, as far as the run shows it."""
     is_emulated = evidence.manifest.source == "emulated"
     return Slowdown.of(evidence.contention, is_emulated=is_emulated)
 
 
 def _advise_plan(
-    bench: PlanScorer, evidence: Evidence, search: Search, wishes: AdviceRequest, limit: int | None
+    bench: PlanScorer, evidence: Evidence, search: Search, request: AdviceRequest, limit: int | None
 ) -> PlanAdvice:
     found = search.run()
     narrator = Narrator(bench, evidence)
@@ -171,21 +171,21 @@ def _advise_plan(
         suggestions=tuple(
             replace(
                 narrator.suggestion(each),
-                verify=how_to_verify(evidence.manifest, wishes, take=place),
+                verify=how_to_verify(evidence.manifest, request, take=place),
             )
             for place, each in enumerate(increments, 1)
         ),
         fastest=narrator.proposal(target),
         smallest=_smallest(bench, narrator, found.smallest, target),
         front=tuple(_point(bench, choice) for choice in found.front),
-        notes=(*_notes(bench, limit), *_limits_of_play(bench, wishes, fits=found.fits)),
-        snippet=how_to_apply(wishes.plan_file),
-        verify=how_to_verify(evidence.manifest, wishes),
+        notes=(*_notes(bench, limit), *_limits_of_play(bench, request, fits=found.fits)),
+        snippet=how_to_apply(request.plan_file),
+        verify=how_to_verify(evidence.manifest, request),
     )
 
 
 def _exceeds_error(bench: PlanScorer, choice: Choice) -> bool:
-    """Whether a plan gains more than the replay of the recorded one is off."""
+    """Whether a plan gains more than the error of the self-check."""
     saved = bench.recorded.step_ns - bench.score(choice).step_ns
     return saved > abs(bench.replay_error) * bench.recorded.step_ns
 
@@ -214,65 +214,66 @@ def _notes(bench: PlanScorer, limit: int | None) -> list[str]:
     notes = []
     if bench.network.is_changed:
         notes.append(
-            "Plans are played on the network that was asked for, the recorded plan too; what the "
-            "trace says is of the recorded one."
+            "All plans, also the recorded one, are simulated on the requested network. The trace "
+            "shows the recorded network."
         )
     if bench.work.execution is Execution.BLOCKING_HOST:
         notes.append(
-            "This backend's collectives hold the main thread, so prefetch cannot help here unless "
-            "units gather asynchronously (unshard_async_op): only fewer or smaller collectives do."
+            "Collectives of this backend block the main thread, so prefetch cannot help unless "
+            "units gather asynchronously (unshard_async_op). Fewer or smaller collectives help."
         )
     if bench.recorded.peak_bytes is None:
-        words = "" if limit is None else f", so the limit of {format_bytes(limit)} was not applied"
+        words = "" if limit is None else f", so the limit of {format_bytes(limit)} is not applied"
         notes.append(
-            f"Memory cannot be told: the run has no memory step that tells categories{words}. "
-            "Record one: Recorder(..., memory_steps=[3])."
+            f"Memory is unknown: the run has no memory step that records categories{words}. "
+            "Record one with Recorder(..., memory_steps=[3])."
         )
     elif limit is not None:
-        notes.append("The limit is held against the predicted peak of allocated memory.")
+        notes.append("The limit applies to the predicted peak of allocated memory.")
     if not any(unit.parameters for unit in bench.work.units):
         notes.append(
-            "The run does not tell the parameters of its units, so no unit was split. "
-            "Record it again with this version."
+            "The run does not contain the parameters of its units, so no unit was split. "
+            "Record the run again with this version."
         )
     if bench.work.spread_ratio >= PROCESS_NOISE_RATIO:
+        spread = format_ratio(bench.work.spread_ratio)
         notes.append(
-            f"The recorded steps vary by {format_ratio(bench.work.spread_ratio)} to both sides of "
-            "their mean, even the middle half of them: the machine was busy, or steps are unequal. "
-            "Record again where it is quiet, before a small gain is believed."
+            f"The middle half of the recorded steps varies by {spread} around its mean: the "
+            "machine was busy, or the steps are unequal. "
+            "Record the run again on a quiet machine before you rely on a small gain."
         )
     refused = bench.space.refused
     if refused:
         first = next(iter(refused))
-        notes.append(f"Left out for its risk: {', '.join(refused)}. {refused[first]}")
+        notes.append(f"Not tried because of its risk: {', '.join(refused)}. {refused[first]}")
     return notes
 
 
-def _limits_of_play(bench: PlanScorer, wishes: AdviceRequest, *, fits: bool) -> Iterator[str]:
-    """What was not played, since it was not asked for, or one recorded run does not tell it."""
-    if not wishes.allow_dtypes and _sends_float32(bench):
-        yield "Messages in float32 stay so: --allow-dtypes plays bfloat16, too (R13, R14)."
-    limit_ns = wishes.time_limit_ns
+def _limits_of_play(bench: PlanScorer, request: AdviceRequest, *, fits: bool) -> Iterator[str]:
+    """Kinds of plans that were not simulated, because of the options or of missing data."""
+    if not request.allow_dtypes and _sends_float32(bench):
+        yield "All messages stay in float32. --allow-dtypes also tries bfloat16 (R13, R14)."
+    limit_ns = request.time_limit_ns
     if limit_ns is not None and all(each.step_ns > limit_ns for each in bench.scores.values()):
         least = min(each.step_ns for each in bench.scores.values())
         yield f"No plan takes at most {format_ns(limit_ns)}: the fastest takes {format_ns(least)}."
     if bench.mesh.world_size > 1 and EventKind.ALL_REDUCE not in bench.network.lines:
         yield (
-            "Replicas (HSDP) were not tried: the run has no all-reduce to learn its time from. "
-            "Record a run with a mesh of replicas, or give both --bandwidth and --latency."
+            "Replicas (HSDP) were not tried: the run contains no all-reduce to measure. "
+            "Record a run with a mesh of replicas, or set both --bandwidth and --latency."
         )
     if bench.tells_no_node_link:
         yield (
-            "Resharding to a node (R7) was not played: the run tells which ranks share a node, and "
-            "has no all-gather within one. Give --node-bandwidth and --node-latency, or record a "
-            "run with reshard_after_forward=N."
+            "Resharding to a node (R7) was not tried: the run has no all-gather within a node, so "
+            "the speed of that link is unknown. Set --node-bandwidth and --node-latency, or record "
+            "a run with reshard_after_forward=N."
         )
     if not fits and not any("checkpointing" in each.changed for each in bench.scores):
         repeated = sum(piece.forward_ns for piece in bench.work.workload.pieces)
         yield (
-            "Activation checkpointing (R18) was not played: how much memory it frees one run does "
-            f"not tell. It repeats forwards, so it costs at most {format_ns(repeated)} a "
-            "microbatch. Record a run with it."
+            "Activation checkpointing (R18) was not tried: one run does not show how much memory "
+            f"it frees. It repeats forwards, so it costs at most {format_ns(repeated)} a "
+            "microbatch. Record a run with checkpointing."
         )
 
 
@@ -282,34 +283,18 @@ def _sends_float32(bench: PlanScorer) -> bool:
 
 
 def _answer(plan: PlanAdvice, findings: tuple[Finding, ...]) -> str:
-    gain = _say_gain(plan)
     limit = next((each for each in findings if each.limits), None)
-    return gain if limit is None else f"First: {limit.sentence} Of the plan: {gain}"
+    return _say_gain(plan) if limit is None else limit.sentence
 
 
 def _say_gain(plan: PlanAdvice) -> str:
-    fastest = plan.fastest
-    if not plan.fits:
-        return (
-            f"No plan of {plan.num_plans} fits into {format_bytes(plan.memory_limit_bytes)}: the "
-            f"smallest peak is {format_bytes(fastest.peak_bytes)}."
-        )
-    if not plan.suggestions:
-        return (
-            f"Change nothing: of {plan.num_plans} plans played, none saves more than "
-            f"{100 * max(WORTH_RATIO, abs(plan.replay_error)):.1f} % of the "
-            f"{format_ns(plan.replayed_step_ns)} step."
-        )
-    ratio = fastest.saved_ns / plan.replayed_step_ns
     peak, limit = plan.replayed_peak_bytes, plan.memory_limit_bytes
+    if not plan.fits:
+        return f"No simulated plan fits into {format_bytes(limit)}."
+    if not plan.suggestions:
+        least = max(WORTH_RATIO, abs(plan.replay_error))
+        return f"Change nothing: no simulated plan saves more than {100 * least:.1f}% of a step."
     if peak is not None and limit is not None and peak > limit:
-        return (
-            f"{fastest.what}: the recorded plan peaks at {format_bytes(peak)} and does not fit "
-            f"into {format_bytes(limit)}; this one peaks at {format_bytes(fastest.peak_bytes)} and "
-            f"takes {format_ns(fastest.step_ns)} a step "
-            f"({format_signed(-ratio)})."
-        )
-    return (
-        f"{fastest.what}: {format_ns(fastest.step_ns)} a step predicted instead of "
-        f"{format_ns(plan.replayed_step_ns)} ({100 * ratio:.1f} % less)."
-    )
+        return f"The recorded plan exceeds {format_bytes(limit)}. The recommended plan fits."
+    ratio = plan.fastest.saved_ns / plan.replayed_step_ns
+    return f"The recommended plan saves {100 * ratio:.1f}% of the step time (predicted)."

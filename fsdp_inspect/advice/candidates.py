@@ -1,7 +1,7 @@
-"""Which plans are worth a run of their own? The advised one, then the best of each other kind.
+"""Choose the plans to run: the advised plan, then the best plan of each other kind.
 
-Plans of one kind change the same settings; of each only the fastest is run. One that does what a
-chosen one does, and something besides that gains nothing, is left out.
+Plans of one kind change the same settings. Only the fastest plan of each kind runs. A plan is left
+out if it makes the changes of a chosen plan, plus changes that gain nothing.
 """
 
 from collections.abc import Iterator
@@ -13,19 +13,19 @@ from fsdp_inspect.advice.search import WORTH_RATIO, Search, split_gain
 from fsdp_inspect.advice.suggestions import Narrator, Proposal
 
 PRICE_OF_A_CHANGE = 3
-"""What one more change must save to be tried first, in units of the search's noise."""
+"""The gain that each further change must bring, as a multiple of the noise of the search."""
 
 
 def find_candidates(
     bench: PlanScorer, evidence: Evidence, search: Search, count: int
 ) -> tuple[Proposal, ...]:
-    """The plans to run, best first; none where nothing is worth a change.
+    """Find the plans to run, best first; none if no change is worth making.
 
     Args:
-        bench: Of the baseline.
-        evidence: What the analyses say about it.
-        search: On that bench, with the limit that plans must fit.
-        count: Most that are wanted.
+        bench: Simulates plans of the baseline.
+        evidence: The results of the analyses of the baseline.
+        search: A search on `bench`, with the memory limit.
+        count: The highest number of plans.
     """
     found = search.run()
     if not found.fits:
@@ -41,7 +41,7 @@ def find_candidates(
 
 
 def _best_of_each_kind(bench: PlanScorer, noise_ns: float) -> Iterator[Choice]:
-    """Fastest first, where every change has to earn `PRICE_OF_A_CHANGE` of the noise."""
+    """Fastest first; each change must gain `PRICE_OF_A_CHANGE` times the noise."""
     scores = bench.scores
     price = PRICE_OF_A_CHANGE * noise_ns
     kinds: set[tuple[str, ...]] = set()

@@ -1,4 +1,4 @@
-"""How does a change of the plan read, and which tuning rule is it?"""
+"""Describe the changes of a plan in words, and name the tuning rule of each."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,9 +10,9 @@ def rule_of(choice: Choice, name: str, rules: Mapping[str, str]) -> str:
     """The tuning rule behind one change.
 
     Args:
-        choice: What is changed.
+        choice: The changed settings.
         name: The setting.
-        rules: Of each grouping of units.
+        rules: The rule of each grouping of units.
     """
     if name == "reshard":
         return _rule_of_reshard(choice.reshard)
@@ -39,12 +39,12 @@ def rule_of(choice: Choice, name: str, rules: Mapping[str, str]) -> str:
 
 
 def say_changes(choice: Choice) -> str:
-    """What a choice changes, in words."""
+    """The changes of a choice in words."""
     return _sentence(", ".join(_words(choice))) or "Change nothing"
 
 
 def _words(choice: Choice) -> Iterator[str]:
-    """Each change; what is left as it was recorded is not said."""
+    """The words of each change."""
     values = {name: getattr(choice, name) for name in choice.changed}
     yield from (_WORDS[name](value) for name, value in values.items())
 
@@ -62,7 +62,7 @@ _WORDS: Mapping[str, Callable[[Any], str]] = {
     "backward_prefetch": lambda value: f"prefetch {_counted(value)} ahead in backward",
     "reduce_buffers": lambda value: f"allow {value} reduce-scatter inputs at once",
     "separate_reduce_group": lambda value: (
-        f"give reduce-scatter {'a' if value else 'no'} communicator of its own"
+        f"use {'a separate' if value else 'no separate'} communicator for reduce-scatter"
     ),
     "async_gathers": lambda value: f"gather asynchronously (unshard_async_op={value})",
     "embedding_in_backward": lambda value: (
@@ -86,14 +86,14 @@ _WORDS: Mapping[str, Callable[[Any], str]] = {
 
 def _say_reshard(reshard: bool | int) -> str:
     if isinstance(reshard, bool):
-        done = "drop parameters after" if reshard else "keep parameters unsharded after"
+        done = "reshard parameters after" if reshard else "keep parameters unsharded after"
     else:
-        done = f"keep parameters spread over {reshard} ranks after"
+        done = f"keep parameters sharded over {reshard} ranks after"
     return f"{done} forward (reshard_after_forward={reshard})"
 
 
 def _rule_of_reshard(reshard: bool | int | None) -> str:
-    """Kept whole (R6), dropped (R5), or kept by the ranks of a node (R7)."""
+    """R6: kept unsharded. R5: resharded. R7: resharded to the ranks of a node."""
     if isinstance(reshard, bool) or reshard is None:
         return "R5" if reshard else "R6"
     return "R7"

@@ -1,4 +1,4 @@
-"""What is advice made of? What the analyses say, the rows it rests on, and what comes of it."""
+"""The input and the parts of advice: results of the analyses, events of the trace, findings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,39 +16,39 @@ from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.trace.run import RunManifest
 
 MOST_ROWS = 3
-"""Events that stand for all of their kind."""
+"""The highest number of events that a finding or a suggestion shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLinks:
-    """A shard group that crosses nodes: how fast it is, and how fast a node is inside."""
+    """A shard group that crosses nodes, with its bandwidth across and within nodes."""
 
     num_nodes: int
     ranks_per_node: int
-    """Of the group, the same on every node, and neighbours in it."""
+    """Ranks of the group on each node; consecutive, and equally many on every node."""
     across_bytes_per_s: float
-    """Bus bandwidth of its all-gathers, measured."""
+    """Measured bus bandwidth of the group's all-gathers."""
     within_bytes_per_s: float | None
-    """Bus bandwidth inside a node; None: nothing that ran there tells."""
+    """Bus bandwidth within a node; None: unknown, since no collective ran within a node."""
     within_from: str
-    """What tells it, in words; empty if nothing does."""
+    """The source of `within_bytes_per_s` in words; empty if it is None."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One event of the trace that advice rests on; times count from the start of its step."""
+    """One event of the trace that supports advice. Times count from the start of its step."""
 
     step: int
     microbatch: int
     fqn: str | None
-    """None: of no unit."""
+    """None: the event belongs to no unit."""
     kind: str
     phase: str
     start_ns: int
     end_ns: int
     exposed_ns: int
     what: str
-    """What it shows, in words."""
+    """A description of the event."""
 
 
 def _row_of(wait: ExposedWait) -> TraceRow:
@@ -68,25 +68,25 @@ def _row_of(wait: ExposedWait) -> TraceRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What the analyses say about a run; None where a question has no answer."""
+    """The results of the analyses of a run; None where an analysis has no result."""
 
     manifest: RunManifest
     verdict: Verdict
     plan_check: PlanCheck | None
     allocator: AllocatorUse | None
     causes_ns: Mapping[str, int]
-    """Exposed time of a step by cause."""
+    """Exposed time of a step by cause, ns."""
     exposed_by_kind_ns: Mapping[str, int]
     backward_gathers_ns: int
     device_bytes: int | None
     step_time_ns: int | None = None
-    """Of the typical step."""
+    """Time of the typical step."""
     peak_bytes: int | None = None
-    """Highest peak allocated of all ranks."""
+    """The highest peak allocated over all ranks."""
     peak_unit: str | None = None
-    """Where the program stood at the highest moment of a memory step."""
+    """The unit that runs at the peak of a memory step."""
     activation_bytes: int | None = None
-    """Of that moment."""
+    """Activation bytes at that peak."""
     waits: tuple[ExposedWait, ...] = ()
     """The longest waits of the timed steps, longest first."""
     contention: Contention | None = None
@@ -96,58 +96,58 @@ class Evidence:
     optimizer_wait: OptimizerWait | None = None
 
     def is_worth_naming(self, duration_ns: float) -> bool:
-        """Whether a time is so large a part of the step that it may be advised on."""
+        """Whether a time is a large enough part of the step to be worth advice."""
         return bool(self.step_time_ns) and duration_ns >= WORTH_NAMING_RATIO * (
             self.step_time_ns or 0
         )
 
     def rows(self, is_meant: Callable[[ExposedWait], bool]) -> tuple[TraceRow, ...]:
-        """The longest waits of a kind, longest first."""
+        """The longest waits that match, longest first."""
         meant = [wait for wait in self.waits if is_meant(wait)]
         return tuple(_row_of(wait) for wait in meant[:MOST_ROWS])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """What it would bring to mend a finding: bounds from the trace, nothing that was played."""
+    """The effect of fixing a finding: bounds from the trace, without a simulation."""
 
     sentence: str
-    """With the numbers; where none can be given it says so, and why."""
+    """The effect with its numbers, or the reason why none is predicted."""
     saved_low_ns: int | None = None
-    """Of a step; None: no time is predicted."""
+    """Time saved a step; None: no time is predicted."""
     saved_high_ns: int | None = None
     added_low_bytes: int | None = None
-    """To the peak; below 0: it falls. None: no memory is predicted."""
+    """Bytes added to the peak; negative: the peak falls. None: no memory is predicted."""
     added_high_bytes: int | None = None
     played_by: str = ""
-    """The plans that tell what time it saves, where any can be played; empty: none do."""
+    """The plans whose simulation predicts the time; empty: no plan does."""
     is_exposed: bool = False
-    """The time is exposed communication, which changes of the plan may claim: then it is not
-    claimed here ([Note: no ms twice] in `advice.gain_attribution`)."""
+    """The time is exposed communication. Changes of the plan may save the same time: then this
+    effect does not count it ([Note: no ms twice] in `advice.gain_attribution`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something about a run that no plan of units and prefetch mends."""
+    """A problem that no sharding plan can fix."""
 
     rule: str
     """The tuning rule (`advice.rules`); empty if none."""
     units: tuple[str, ...]
-    """Fqns; empty: the run as a whole."""
+    """Fqns; empty: the whole run."""
     sentence: str
     evidence: str
-    """What it rests on."""
+    """The measurement that supports the sentence."""
     do: tuple[str, ...]
     numbers: dict[str, float | int | None] = field(default_factory=dict)
-    """Those of the sentence, by metric name."""
+    """The numbers of the sentence, by metric name."""
     limits: bool = False
-    """It limits the step, or the plan's predictions do not hold while it is so: it comes before all
-    else."""
+    """True if it limits the step, or if it makes the predictions of plans invalid. It is then shown
+    before everything else."""
     rows: tuple[TraceRow, ...] = ()
-    """Events that show it; empty where it is told from settings or sums."""
+    """Events that show the problem; empty if it comes from settings or sums."""
     effect: Effect = Effect(sentence="None is predicted.")
     assumptions: tuple[str, ...] = ()
     snippet: str = ""
-    """Lines to paste; empty where it is no line of code that mends it."""
+    """Lines to paste; empty if no line of code fixes the problem."""
     verify: str = ""
-    """How to see that it is mended."""
+    """How to check that the problem is fixed."""

@@ -1,10 +1,9 @@
-"""What should be looked at before the plan? Stragglers, a slow host or input, settings that cost.
+"""Collect the findings of a run: problems that no sharding plan can fix.
 
-Nothing is measured here: what the analyses found is turned into findings, the limit of the step
-first, then what the run's own traffic shows (`advice.trace_findings`), then what its settings cost
-(`advice.setting_findings`). What a finding names as a cost is the analysis' own number; what it
-says of the effect of mending it are bounds, never claimed twice ([Note: no ms twice] in
-`advice.gain_attribution`).
+The order is: the limit of the step, problems in the trace (`advice.trace_findings`), costly
+settings (`advice.setting_findings`). The findings take their numbers from the analyses and measure
+nothing. The cost of a finding is the number of an analysis. Its effect is a bound, and no time is
+counted twice ([Note: no ms twice] in `advice.gain_attribution`).
 """
 
 from collections.abc import Iterator
@@ -32,24 +31,24 @@ _COSTS = {
     Limit.HOST: "host_bound_ns",
     Limit.INPUT: "data_ns",
 }
-"""What each limit costs a step, as the verdict names it."""
+"""The cost of each limit a step: the name of the verdict's number."""
 
 
 def find_first_things(evidence: Evidence) -> tuple[Finding, ...]:
-    """What comes before advice on the plan: the limit of the step, then what settings cost."""
+    """All findings: the limit of the step, then the trace, then the settings."""
     finds = (_limit, _also, _broken_plan, find_in_trace, find_costly_settings)
     return tuple(_verifiable(finding) for find in finds for finding in find(evidence))
 
 
 def _verifiable(finding: Finding) -> Finding:
-    """How to see what came of it, where it does not say so itself."""
+    """Add a way to check the fix, unless the finding has one."""
     if finding.verify:
         return finding
     return replace(finding, verify="Record again, then: fsdp-inspect compare RUN NEW_RUN")
 
 
 def _limit(evidence: Evidence) -> Iterator[Finding]:
-    """What limits the step, unless that is communication or compute."""
+    """The limit of the step, unless it is communication or compute."""
     verdict = evidence.verdict
     if verdict.limit in _BEFORE_COMMUNICATION:
         rule = _RULES.get(verdict.limit, "")
@@ -81,15 +80,13 @@ def _rows(evidence: Evidence, limit: Limit) -> tuple[TraceRow, ...]:
 
 
 def _effect(evidence: Evidence, limit: Limit) -> Effect:
-    """At most what it costs; of memory and unrecorded parts nothing can be said."""
+    """At most the cost of the limit; for memory and unrecorded parts no effect is known."""
     name = _COSTS.get(limit)
     cost = evidence.verdict.numbers.get(name) if name else None
     if cost is None:
-        return Effect(
-            sentence="None is predicted: nothing that was recorded tells what mending it saves."
-        )
+        return Effect(sentence="None is predicted: the recorded data does not show the saving.")
     return Effect(
-        sentence=f"Saves between nothing and {format_ns(cost)} a step, which is all that it costs.",
+        sentence=f"Saves at most {format_ns(cost)} a step, the whole cost.",
         saved_low_ns=0,
         saved_high_ns=round(cost),
         is_exposed=limit is Limit.STRAGGLER,
@@ -97,16 +94,16 @@ def _effect(evidence: Evidence, limit: Limit) -> Effect:
 
 
 def _also(evidence: Evidence) -> Iterator[Finding]:
-    """What is above its threshold too, beside the limit."""
+    """Further costs above their thresholds, other than the limit."""
     numbers = evidence.verdict.numbers
     step = numbers.get("step_time_ns") or 0
     known = (
-        (Limit.STRAGGLER, STRAGGLER_RATIO, "One late rank costs",
-         "See who it is: fsdp-inspect ranks RUN."),
-        (Limit.HOST, HOST_RATIO, "The device starves for",
-         "Give the host less to issue: torch.compile, a larger microbatch, fewer units."),
+        (Limit.STRAGGLER, STRAGGLER_RATIO, "Waiting for the straggler takes",
+         "Find the straggler: fsdp-inspect ranks RUN."),
+        (Limit.HOST, HOST_RATIO, "The device is host-bound for",
+         "Reduce the host's work: torch.compile, a larger microbatch, or fewer units."),
         (Limit.INPUT, INPUT_RATIO, "Waiting for the next batch takes",
-         "Load batches ahead of the step: more loader workers, prefetching, pinned memory."),
+         "Load batches ahead of the step: more loader workers, prefetching or pinned memory."),
     )  # fmt: skip
     for limit, least, words, do in known:
         name = _COSTS[limit]
@@ -135,11 +132,11 @@ def _broken_plan(evidence: Evidence) -> Iterator[Finding]:
             next((each.rule for each in contradictions if each.rule), ""),
             tuple(dict.fromkeys(fqn for each in contradictions for fqn in each.fqns)),
             check.sentence,
-            f"Counted on rank {check.rank} in {len(check.steps)} timed steps.",
+            f"Counted on rank {check.rank} over {len(check.steps)} timed steps.",
             (
-                "Find out why before changing the plan: predictions below assume that a plan is "
-                "kept.",
+                "Find the reason before you change the plan: the predictions assume that the run "
+                "follows its plan.",
             ),
             limits=True,
-            effect=Effect(sentence="None is predicted: the plan that was declared never ran."),
+            effect=Effect(sentence="None is predicted: the run did not follow the declared plan."),
         )

@@ -1,6 +1,6 @@
-"""Do the all-gathers of units cross nodes, and how fast is the bus inside a node beside that?
+"""Find shard groups that cross nodes, and measure their bandwidth across and within nodes.
 
-Where the node of a rank of the group is not known (`trace.nodes`), nothing is said.
+There is no result if the node of a rank is unknown (`trace.nodes`).
 """
 
 from fsdp_inspect.advice.evidence import NodeLinks
@@ -12,11 +12,11 @@ from fsdp_inspect.trace.run import ProcessGroup, RunSource
 
 
 def find_node_links(run: RunSource) -> NodeLinks | None:
-    """The shard group that crosses nodes, with its speed and that of a node inside.
+    """The shard group that crosses nodes, with its bandwidth across and within nodes.
 
     Returns:
-        None where no group of all-gathers crosses nodes, where not as many neighbours of it share
-        each node, or where their nodes or its bandwidth are not known.
+        None if no shard group with all-gathers crosses nodes, if its ranks are not spread evenly
+        over consecutive ranks of each node, or if their nodes or the bandwidth are unknown.
     """
     nodes = hosts_of(run)
     shards = [group for group in run.manifest.process_groups if group.role == "shard"]
@@ -35,7 +35,7 @@ def find_node_links(run: RunSource) -> NodeLinks | None:
 
 
 def _spread(group: ProcessGroup, nodes: dict[int, str]) -> tuple[int, int] | None:
-    """Nodes of a group and neighbours on each; None: one node, one rank a node, or not known."""
+    """Nodes of a group and ranks on each; None: one node, one rank a node, or unknown."""
     size = ranks_per_node(nodes.get(rank) for rank in group.ranks)
     if size is None or size in (1, len(group.ranks)):
         return None
@@ -45,10 +45,10 @@ def _spread(group: ProcessGroup, nodes: dict[int, str]) -> tuple[int, int] | Non
 def _within(
     run: RunSource, kinds: tuple[KindBandwidth, ...], nodes: dict[int, str]
 ) -> tuple[float | None, str]:
-    """The bus inside a node, the emulated one or the fastest that ran, and what tells it."""
+    """The bandwidth within a node, emulated or the fastest measured, and its source."""
     link = run.manifest.emulation.get("intra")
     if isinstance(link, dict):
-        return float(link["bandwidth_bytes_per_s"]), "the emulation's own link"
+        return float(link["bandwidth_bytes_per_s"]), "the emulated link"
     groups = {group.index: group for group in run.manifest.process_groups}
     known = [
         (kind.bus_bytes_per_s, kind)

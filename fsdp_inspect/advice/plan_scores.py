@@ -1,9 +1,8 @@
-"""How long does a plan take, and how high does memory rise? Plans played quickly, each once.
+"""Predict step time and peak memory of plans by simulation, each plan once.
 
-[Note: what is shared] Parameters, messages, compute and memory of a workload depend on how a plan
-cuts the units, on its dtypes, mesh and accumulation; reshard, prefetch and buffers only change how
-it is scheduled. So
-a workload is derived once for each cut, and plans that cut alike share it.
+[Note: what is shared] Parameters, messages, compute and memory of a workload depend on the units of
+a plan, its dtypes, mesh and accumulation. Reshard, prefetch and buffers only change the schedule.
+So plans with the same units, dtypes, mesh and accumulation share one workload.
 """
 
 from collections.abc import Callable
@@ -36,18 +35,18 @@ AS_RECORDED = Choice()
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a plan was played to take."""
+    """The simulated step time and peak memory of a plan."""
 
     step_ns: int
-    """With what hiding more than the recorded plan does costs."""
+    """Includes the cost of hiding more communication than the recorded plan does."""
     peak_bytes: int | None
-    """None: the run has no memory step that tells categories."""
+    """None: the run has no memory step that records categories."""
     paid: Paid = NOTHING_PAID
     """Part of `step_ns`; see [Note: what hiding costs] in `advice.slowdown`."""
 
 
 class PlanScorer:
-    """Plays the plans of one run."""
+    """Simulates the plans of one run, each once."""
 
     def __init__(
         self,
@@ -59,19 +58,19 @@ class PlanScorer:
         slowdown: Slowdown | None = None,
         node: NodeLink | None = None,
     ) -> None:
-        """Read the run's work.
+        """Read the recorded work of the run.
 
         Args:
             run: A recorded or emulated run with timed steps and an observed plan.
-            on_play: Called with the number of plans played so far, after each.
-            bus_bytes_per_s: Of another network; None: the run's own.
-            latency_ns: Of another network; None: the run's own.
-            slowdown: Of compute beside communication; None: none.
-            node: The link within a node; None: as far as the run tells.
+            on_play: Called with the number of plans simulated so far, after each plan.
+            bus_bytes_per_s: Bandwidth of another network; None: the run's own.
+            latency_ns: Latency of another network; None: the run's own.
+            slowdown: The slowdown of compute by communication; None: no slowdown.
+            node: The link within a node; None: as measured in the run.
 
         Raises:
-            MissingDataError: The run holds too little to simulate from.
-            ValueError: An impossible network.
+            MissingDataError: The run lacks data that the simulation needs.
+            ValueError: The network is invalid.
         """
         self._run = run
         self._on_play = on_play
@@ -83,31 +82,31 @@ class PlanScorer:
         self.space: Space = make_space(self.work, plan)
         self._scenarios: dict[object, Scenario] = {}
         self.scores: dict[Choice, Score] = {}
-        """Every plan that was played, in order."""
+        """Every simulated plan, in order."""
         self.slowdown = slowdown or Slowdown()
         step = self.work.play()
         self._hidden_ns = hidden_ns(step) if self.slowdown.is_told else 0
         self.replay_error = step.duration_ns / self.work.step_time_ns - 1
-        """The recorded plan's played step / its measured one - 1."""
+        """The self-check: simulated / measured step time of the recorded plan, - 1."""
         measured = self.work.peak_bytes
         self.memory_error = step.peak_bytes / measured - 1 if step.peak_bytes and measured else None
-        """The same of its peak memory; None: not known."""
+        """Simulated / measured peak memory of the recorded plan, - 1; None: unknown."""
         self.recorded = Score(step.duration_ns, step.peak_bytes)
-        """The recorded plan, on the network."""
+        """The recorded plan on the requested network."""
         if self.network.is_changed:
             self.recorded = self._play(AS_RECORDED, self.network)
         self.scores[AS_RECORDED] = self.recorded
 
     @property
     def tells_no_node_link(self) -> bool:
-        """Whether all ranks lie on nodes that are known, and how fast one is inside is not."""
+        """Whether the nodes of all ranks are known, but not the bandwidth within a node."""
         ranks, shard = self.network.node.num_ranks, self.mesh.shard
         if ranks is None or not 1 < ranks < shard or shard % ranks:
             return False
         return self.network.line_of_smaller(ranks, shard)[0] is None
 
     def score(self, choice: Choice) -> Score:
-        """What a plan takes; played at most once."""
+        """The score of a plan. Each plan is simulated at most once."""
         known = self.scores.get(choice)
         if known is None:
             known = self.scores[choice] = self._play(choice, self.network)
@@ -115,7 +114,7 @@ class PlanScorer:
         return known
 
     def range_ns(self, choice: Choice) -> tuple[int, int]:
-        """The step with messages as fast, and as slow, as the run's own lie about their lines."""
+        """Step time with the fastest and the slowest messages that the run's own fit allows."""
         if choice == AS_RECORDED:
             return self.recorded.step_ns, self.recorded.step_ns
         steps = []
@@ -127,7 +126,7 @@ class PlanScorer:
         return min(own, *steps), max(own, *steps)
 
     def scenario(self, choice: Choice) -> Scenario:
-        """The plan as work: its resolved plan, units and assumptions."""
+        """The work under a plan: its resolved plan, units and assumptions."""
         plan = self.space.plan_of(choice)
         return replace(self._scenario(plan, self.network, "own"), plan=plan)
 

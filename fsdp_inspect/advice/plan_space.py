@@ -1,7 +1,7 @@
-"""Which other plans are worth playing? A recorded plan with some of its settings changed.
+"""Define the plans that the search tries: the recorded plan with some settings changed.
 
-A `Choice` names what is changed and nothing else, so that "simpler" means "fewer changes", and the
-gain of a plan can be told change by change.
+A `Choice` names only the changed settings. So a simpler plan is one with fewer changes, and the
+gain of a plan can be split by change.
 """
 
 import re
@@ -26,90 +26,91 @@ from fsdp_inspect.trace.plan import FloatDtype, Plan, UnitPlan, owned_parameters
 
 Sync = Literal["every", "last", "all_reduce_last"]
 GROUP_SIZES = (1, 2, 3, 4, 6, 8)
-"""Blocks a unit."""
+"""Numbers of blocks in a unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is changed in the recorded plan; None leaves a setting as it was recorded."""
+    """Changes to the recorded plan; None keeps a setting as recorded."""
 
     grouping: str | None = None
     """A key of `Space.groupings`."""
     reshard: bool | int | None = None
-    """After forward, of every unit but the root; an int is the size of the group that keeps it."""
+    """After forward, for every unit but the root. An int is the size of the group that keeps the
+    parameters."""
     num_kept: int | None = None
-    """So many of the last of them stay unsharded after forward."""
+    """The number of last units that stay unsharded after forward."""
     forward_prefetch: int | None = None
     backward_prefetch: int | None = None
     reduce_buffers: int | None = None
     separate_reduce_group: bool | None = None
     async_gathers: bool | None = None
-    """Whether all-gathers are issued as work to wait for (`unshard_async_op`)."""
+    """Whether all-gathers return work to wait for (`unshard_async_op`)."""
     replicas: int | None = None
-    """Copies of the model (HSDP)."""
+    """The number of copies of the model (HSDP)."""
     embedding_in_backward: bool | None = None
-    """Whether embeddings are gathered for backward, which uses no parameters of them."""
+    """Whether embeddings are gathered for backward, which does not use their parameters."""
     accumulation_sync: Sync | None = None
     keep_between_microbatches: bool | None = None
     """Whether parameters stay unsharded after backward (`reshard_after_backward`)."""
     checkpointing: Literal["full"] | None = None
-    """Of every block: backward repeats its forward."""
+    """For every block: backward repeats its forward."""
     param_dtype: FloatDtype | None = None
     reduce_dtype: FloatDtype | None = None
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """The names of the settings that it changes."""
+        """The names of the changed settings."""
         return tuple(field.name for field in fields(self) if getattr(self, field.name) is not None)
 
     @property
     def effort(self) -> tuple[int, int]:
-        """How simple it is: the number of changes, then how deep it prefetches."""
+        """The number of changes, then the prefetch depth: lower is simpler."""
         depth = (self.forward_prefetch or 0) + (self.backward_prefetch or 0)
         return len(self.changed), depth
 
     def take(self, other: "Choice", names: Sequence[str]) -> "Choice":
-        """This choice with some settings of another one."""
+        """This choice with some settings taken from another choice."""
         return replace(self, **{name: getattr(other, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The recorded plan, and how its units can be cut otherwise."""
+    """The recorded plan, and other ways to make units of its modules."""
 
     plan: Plan
-    """Recorded and resolved."""
+    """The recorded plan, resolved."""
     groupings: dict[str, Plan]
-    """By what is done, in words; none brings a risk that the recorded plan does not have."""
+    """By the change in words. None adds a risk that the recorded plan does not have."""
     holds_host: bool
-    """The backend holds the main thread until a collective ends, so that nothing is gained by an
-    early issue unless gathers are asynchronous."""
+    """The backend blocks the main thread until a collective ends. An early issue gains nothing
+    unless gathers are asynchronous."""
     rules: dict[str, str]
     """The tuning rule of each grouping."""
     refused: Mapping[str, str]
-    """Groupings that were left out, with the risk that they would bring."""
+    """Groupings that were left out, each with the risk that it would add."""
     embeddings: frozenset[str]
-    """Units that are an embedding and nothing else, and that backward gathers again."""
+    """Units that contain only an embedding, and that backward gathers again."""
     find_risks: Callable[[Plan], list[str]]
-    """Of a plan for this model, one sentence each."""
+    """The risks of a plan for this model, one sentence each."""
     parameters: Mapping[str, Sequence[int]]
     """Shape of each parameter, by name."""
 
     def can_prefetch(self, choice: Choice) -> bool:
-        """Whether gathers can run beside compute under a choice."""
+        """Whether gathers can run in parallel with compute under a choice."""
         is_async = any(unit.unshard_async_op for unit in self.plan.units)
         return not self.holds_host or (choice.async_gathers or is_async)
 
     def add_merge(self, grouping: str | None, first: str, second: str) -> str | None:
-        """A grouping with two units of another one merged.
+        """Add a grouping that merges two units of another grouping.
 
         Args:
-            grouping: The other one; None: as recorded.
+            grouping: The grouping to change; None: the recorded one.
             first: A unit's name.
-            second: The name of the unit that runs behind it.
+            second: The name of the unit that runs after it.
 
         Returns:
-            Its key in `groupings`; None where it would bring a risk.
+            Its key in `groupings`; None if it would add a risk.
         """
         start = self.groupings[grouping] if grouping is not None else self.plan
         merged = with_units(start, start.merge([first, second]).units)
@@ -121,7 +122,7 @@ class Space:
         return name
 
     def plan_of(self, choice: Choice) -> Plan:
-        """The recorded plan with a choice's changes."""
+        """The recorded plan with the changes of a choice."""
         plan = self.groupings[choice.grouping] if choice.grouping is not None else self.plan
         inner = [unit for unit in plan.units if not unit.is_root]
         reshards = _reshards(inner, choice)
@@ -147,10 +148,10 @@ class Space:
 
 
 def make_space(work: RecordedWork, plan: Plan) -> Space:
-    """How the units of a recorded plan can be cut otherwise.
+    """Find other ways to make units of the modules of a recorded plan.
 
     Args:
-        work: Of the run.
+        work: The recorded work of the run.
         plan: The recorded plan, resolved.
     """
     parameters = {name: shape for unit in work.units for name, shape in unit.parameters.items()}
@@ -189,7 +190,7 @@ def make_space(work: RecordedWork, plan: Plan) -> Space:
 
 
 def _reshards(inner: Sequence[UnitPlan], choice: Choice) -> dict[str, bool | int]:
-    """`reshard_after_forward` of the inner units that a choice sets."""
+    """`reshard_after_forward` of the inner units that a choice changes."""
     reshards: dict[str, bool | int] = {}
     if choice.reshard is not None:
         reshards = {unit.name: choice.reshard for unit in inner}
@@ -219,7 +220,7 @@ def _changed(unit: UnitPlan, choice: Choice, reshard: bool | int | None) -> Unit
 def _groupings(
     work: RecordedWork, plan: Plan, parameters: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, str, Plan]]:
-    """What is done, in words; its rule; the plan."""
+    """Yield the change in words, its rule and the plan."""
     yield from _regrouped(plan)
     yield from _unwrapped(plan, parameters)
     sizes = {unit.fqn: unit.num_parameters for unit in work.units}
@@ -258,7 +259,7 @@ def _wrapped(plan: Plan, policy: str) -> Plan | None:
 def _unwrapped(
     plan: Plan, parameters: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, str, Plan]]:
-    """Blocks whose parameters the root holds become units of their own (R1)."""
+    """Make units of the blocks whose parameters the root unit holds (R1)."""
     root = next((unit for unit in plan.units if unit.is_root), None)
     if root is None:
         return

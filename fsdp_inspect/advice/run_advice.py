@@ -1,4 +1,4 @@
-"""What should be changed about a run? The analyses' answers as evidence for the advice."""
+"""Advise on a run: collect the results of its analyses, then give advice."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,70 +26,72 @@ from fsdp_inspect.trace.run import RunSource
 
 @dataclass(frozen=True, slots=True)
 class PlansToRun:
-    """The plans of which a run would tell most."""
+    """The plans that are worth running, and the number of simulated plans."""
 
     proposals: tuple[Proposal, ...]
     """Best first; empty: change nothing."""
     num_plans: int
-    """Plans played."""
+    """The number of simulated plans."""
 
 
 def advise_run(
     run: RunSource,
-    wishes: AdviceRequest,
+    request: AdviceRequest,
     *,
     digest: Summary | None = None,
     on_play: Callable[[int], object] = lambda _: None,
 ) -> Advice:
-    """Digest a run, and advise on it.
+    """Measure a run, and give advice on it.
 
     Args:
-        run: A run; one that cannot be simulated still has its findings.
-        wishes: What the advice is for.
-        digest: Of the run, where it is known already.
-        on_play: Called with the number of plans played so far.
+        run: A run. A run that cannot be simulated still has findings.
+        request: The limits and the network of the advice.
+        digest: The summary of the run, if it is known already.
+        on_play: Called with the number of plans simulated so far.
     """
-    return give_advice(run, _evidence(run, digest or measure_summary(run)), wishes, on_play=on_play)
+    return give_advice(
+        run, _evidence(run, digest or measure_summary(run)), request, on_play=on_play
+    )
 
 
 def find_plans_to_run(
     run: RunSource,
-    wishes: AdviceRequest,
+    request: AdviceRequest,
     count: int,
     *,
     on_play: Callable[[int], object] = lambda _: None,
 ) -> PlansToRun:
-    """Digest a run, and choose plans to try.
+    """Measure a run, and choose the plans to run.
 
     Args:
         run: A recorded or emulated run.
-        wishes: What the plans are for.
-        count: Most plans that are wanted.
-        on_play: Called with the number of plans played so far.
+        request: The limits of the plans.
+        count: The highest number of plans.
+        on_play: Called with the number of plans simulated so far.
 
     Raises:
-        MissingDataError: The run holds too little to simulate from.
+        MissingDataError: The run lacks data that the simulation needs.
     """
     evidence = _evidence(run, measure_summary(run))
-    limit = evidence.device_bytes if wishes.memory_limit is None else wishes.memory_limit
+    limit = evidence.device_bytes if request.memory_limit is None else request.memory_limit
     bench = PlanScorer(run, on_play, slowdown=slowdown_of(evidence))
-    search = Search(bench, limit, allow_dtypes=wishes.allow_dtypes)
+    search = Search(bench, limit, allow_dtypes=request.allow_dtypes)
     proposals = find_candidates(bench, evidence, search, count)
     return PlansToRun(proposals, len(bench.scores))
 
 
 def find_findings(run: RunSource, *, digest: Summary | None = None) -> tuple[Finding, ...]:
-    """What comes before any plan of a run.
+    """The findings of a run: problems that no sharding plan can fix.
 
     Args:
         run: A run.
-        digest: Of the run, where it is known already.
+        digest: The summary of the run, if it is known already.
     """
     return find_first_things(_evidence(run, digest or measure_summary(run), for_plans=False))
 
 
 def _evidence(run: RunSource, digest: Summary, *, for_plans: bool = True) -> Evidence:
-    """The digest's answers, and what only advice asks for; damaged files leave questions open."""
+    """The summary, plus measurements that only advice needs; damaged files leave fields empty."""
     is_device = run.manifest.device_type != "cpu"
     exposed, peak_rank = digest.exposed, digest.memory.peak_rank
     peak, damage = digest.memory.peak, list[str]()
@@ -123,7 +125,7 @@ def _held(peak: PeakMoment | None, category: MemoryCategory) -> int | None:
 
 
 def _contention(run: RunSource, damage: list[str]) -> Contention | None:
-    """Not under emulation: its links are waits that take nothing from the compute beside them."""
+    """None under emulation: an emulated link takes no bandwidth or cores from compute."""
     return (
         None if run.manifest.source == "emulated" else try_measure(measure_contention, run, damage)
     )

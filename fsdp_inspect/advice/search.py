@@ -1,11 +1,11 @@
-"""Which plan is fastest within a memory limit, and which is smallest without being slower?
+"""Search the fastest plan within a memory limit, and the smallest plan within a time limit.
 
-A beam, not a grid: how units are cut, resharded and prefetched is searched together, since these
-decide each other; how deep, how many buffers and which dtypes are then tried on the best of them.
-How many of the last units stay unsharded is found by bisection: memory rises with each.
+The search is a beam search. Units, reshard and prefetch are searched together because they depend
+on each other. Depth, buffers and dtypes are then tried on the best of these plans. Bisection finds
+how many of the last units can stay unsharded, because memory rises with each one.
 
-[Note: the simplest] The played best is not the best: of the plans within the noise of it the one
-with the fewest changes is taken. Noise is 1 % of the step, or the replay's own error up to 2 %.
+[Note: the simplest] Of all plans within the noise of the fastest one, the search takes the plan
+with the fewest changes. The noise is 1% of the step, or the error of the self-check, up to 2%.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,12 +21,12 @@ from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import FloatDtype
 
 WORTH_RATIO = 0.02
-"""Nothing below this share of the step, or of the peak, is advised."""
+"""Gains below this fraction of the step, or of the peak, are not suggested."""
 BEAM = 4
 MAX_DEPTH = 3
 MAX_BUFFERS = 3
 MAX_MERGES, MAX_PAIRS = 3, 40
-"""Neighbours are merged so often, one pair at a time, in models of no more pairs than that."""
+"""At most `MAX_MERGES` merges, one pair at a time; none in models with over `MAX_PAIRS` units."""
 _NOISE_RATIO, _MOST_NOISE_RATIO = 0.01, 0.02
 _DTYPE: FloatDtype = "bfloat16"
 
@@ -36,18 +36,18 @@ class SearchResult:
     """The outcome of a search."""
 
     fastest: Choice
-    """The simplest plan within the noise of the fastest that fits; as recorded: change nothing."""
+    """The simplest plan within the noise of the fastest that fits; the recorded plan: no change."""
     smallest: Choice
-    """The simplest of the plans with the lowest peak within the time limit (unless given, the
-    recorded step); as recorded where no plan is."""
+    """The simplest plan with the lowest peak within the time limit (default: the recorded step);
+    the recorded plan if no plan is within it."""
     front: tuple[Choice, ...]
     """Plans that no other beats in both step time and peak, fastest first."""
     fits: bool
-    """Whether any plan fits the limit; if none does, `fastest` is the one with the lowest peak."""
+    """Whether any plan fits the limit. If none does, `fastest` has the lowest peak."""
 
 
 class Search:
-    """Looks for plans on a bench."""
+    """Searches for plans with a scorer."""
 
     def __init__(
         self,
@@ -57,14 +57,14 @@ class Search:
         allow_dtypes: bool,
         time_limit_ns: int | None = None,
     ) -> None:
-        """Nothing is played yet.
+        """Prepare the search without simulating any plan.
 
         Args:
-            bench: Of the run.
-            memory_limit: Bytes that a plan's peak must not exceed; None, or a run whose memory is
-                not known: any plan fits.
+            bench: The scorer of the run.
+            memory_limit: Bytes that the peak of a plan must not exceed. Any plan fits if this is
+                None, or if the run's memory is unknown.
             allow_dtypes: Whether messages may become bfloat16.
-            time_limit_ns: The longest step of the smallest plan; None: the recorded one.
+            time_limit_ns: The longest step of the smallest plan; None: the recorded step.
         """
         self._bench = bench
         self._limit = memory_limit if bench.recorded.peak_bytes is not None else None
@@ -72,7 +72,7 @@ class Search:
         self._longest_ns = bench.recorded.step_ns if time_limit_ns is None else time_limit_ns
 
     def run(self) -> SearchResult:
-        """Search, and choose."""
+        """Simulate the plans, and choose the fastest, the smallest and the front."""
         for choices in (
             self._cuts,
             self._smaller_groups,
@@ -100,7 +100,7 @@ class Search:
         """Whether a plan's peak is within the limit."""
         return self._limit is None or score.peak_bytes is None or score.peak_bytes <= self._limit
 
-    # --- what is tried
+    # --- plans to try
 
     def _cuts(self) -> Iterator[Choice]:
         space = self._bench.space
@@ -114,14 +114,14 @@ class Search:
             yield replace(start, grouping=grouping, reshard=reshard)
 
     def _smaller_groups(self) -> Iterator[Choice]:
-        """Fewer ranks that keep the parameters: more memory for shorter gathers."""
+        """Fewer ranks that keep the parameters: gathers take less time, and memory rises."""
         for choice, group in product(self._beam(), self._groups_in_a_node()[1:]):
             yield replace(choice, reshard=group, num_kept=None)
 
     def _groups_in_a_node(self) -> list[int]:
-        """Sizes of groups that lie in a node, the largest first, where all ranks do not.
+        """Sizes of groups within a node, the largest first.
 
-        With all ranks in one node a smaller group has no faster link than they have.
+        Empty if all ranks share one node: a smaller group then has no faster link.
         """
         network, shard = self._bench.network, self._bench.mesh.shard
         ranks = network.node.num_ranks
@@ -138,7 +138,7 @@ class Search:
 
     def _queues(self) -> Iterator[Choice]:
         if self._bench.space.holds_host:
-            return  # reductions hold the main thread, whatever their queue
+            return  # reductions block the main thread on any communicator
         buffers = (None, *range(2, MAX_BUFFERS + 1))
         for choice, count, is_apart in product(self._beam(), buffers, (None, True)):
             yield replace(choice, reduce_buffers=count, separate_reduce_group=is_apart)
@@ -152,7 +152,7 @@ class Search:
         return [each for each in self._beam() if self._bench.space.can_prefetch(each)]
 
     def _loops(self) -> Iterator[Choice]:
-        """When gradients of several microbatches are reduced, and what stays between them."""
+        """When microbatches reduce their gradients, and whether parameters stay between them."""
         accumulation = self._bench.space.plan.accumulation
         if accumulation.microbatches < 2:
             return
@@ -164,7 +164,7 @@ class Search:
             )
 
     def _meshes(self) -> Iterator[Choice]:
-        """Fewer ranks that shard, where the run tells how long an all-reduce takes."""
+        """Smaller shard groups, if the run contains an all-reduce."""
         if EventKind.ALL_REDUCE not in self._bench.network.lines:
             return
         shard = self._bench.mesh.shard
@@ -178,13 +178,13 @@ class Search:
                 yield replace(choice, replicas=replicas * factor)
 
     def _shards_over(self, choice: Choice, shard: int) -> bool:
-        """Whether so many ranks hold whole groups of those that keep parameters."""
+        """Whether `shard` ranks are a multiple of every group that keeps parameters."""
         units = self._bench.space.plan_of(choice).units
         groups = [smaller_group(unit.reshard_after_forward) or 1 for unit in units]
         return all(shard % group == 0 for group in groups)
 
     def _merge(self) -> None:
-        """Merge neighbours of the fastest plan, the best pair first, while the step falls."""
+        """Merge neighbours of the fastest plan, the best pair first, as long as the step falls."""
         space, bench = self._bench.space, self._bench
         for _ in range(MAX_MERGES):
             best = self._fastest()
@@ -205,9 +205,10 @@ class Search:
                 yield replace(choice, param_dtype=gathers, reduce_dtype=reduces)
 
     def _checkpointed(self) -> Iterator[Choice]:
-        """Blocks whose forward backward repeats, where memory is limited and the run tells it.
+        """Full checkpointing of all blocks, if memory is limited and the run records their memory.
 
-        Where nothing fits so far, every cut is tried with it: the rest of the search starts there.
+        If no plan fits so far, checkpointing is tried with every grouping, and the search continues
+        from there.
         """
         recorded = self._bench.space.plan.checkpointing
         if self._limit is None or recorded.full or recorded.selective:
@@ -216,17 +217,17 @@ class Search:
         fits = any(self.fits(score) for score in scores.values())
         for choice in self._beam() if fits else list(scores):
             repeating = replace(choice, checkpointing="full")
-            if self._tells_memory(repeating):
+            if self._has_memory(repeating):
                 yield repeating
 
-    def _tells_memory(self, choice: Choice) -> bool:
+    def _has_memory(self, choice: Choice) -> bool:
         try:
             return self._bench.scenario(choice).memory_refusal is None
         except (MissingDataError, PlanError):
             return False
 
     def _tails(self) -> Iterator[Choice]:
-        """Some of the last units unsharded: as many as fit, and a few steps for the front."""
+        """Keep some of the last units unsharded: as many as fit, and a few counts for the front."""
         for choice in self._beam():
             plan = self._bench.space.plan_of(choice)
             units = sum(not unit.is_root for unit in plan.units)
@@ -236,7 +237,7 @@ class Search:
                 yield _keeping(choice, self._most_kept(choice, units), units)
 
     def _most_kept(self, choice: Choice, units: int) -> int:
-        """How many of the last units can stay unsharded within the limit."""
+        """The highest number of last units that can stay unsharded within the limit."""
         low, high = 0, units
         while low < high:
             middle = (low + high + 1) // 2
@@ -247,7 +248,7 @@ class Search:
         return low
 
     def _beam(self) -> list[Choice]:
-        """The fastest that fit, one a cut and reshard, and the smallest."""
+        """The fastest plans that fit, one for each grouping and reshard, and the smallest plan."""
         scores = self._bench.scores
         fitting = [choice for choice in scores if self.fits(scores[choice])]
         best: dict[object, Choice] = {}
@@ -256,11 +257,11 @@ class Search:
         smallest = min(scores, key=lambda each: (self._peak(each), scores[each].step_ns))
         return list(dict.fromkeys([*list(best.values())[:BEAM], smallest, AS_RECORDED]))
 
-    # --- what is chosen
+    # --- plans to choose
 
     @property
     def noise_ns(self) -> float:
-        """Within so much two played plans are alike. See [Note: the simplest]."""
+        """Plans within this step time of each other count as equal. See [Note: the simplest]."""
         error = min(abs(self._bench.replay_error), _MOST_NOISE_RATIO)
         return max(_NOISE_RATIO, error) * self._bench.recorded.step_ns
 
@@ -291,7 +292,7 @@ class Search:
         return min(alike, key=lambda each: (each.effort, self._peak(each)))
 
     def _simplified(self, choice: Choice, is_enough: Callable[[Score], bool]) -> Choice:
-        """Without the changes that do nothing for it, and with no deeper prefetch than it needs."""
+        """Drop changes and prefetch depth that the plan does not need."""
         for name in choice.changed:
             simpler: list[Any] = [None, 1] if name.endswith("_prefetch") else [None]
             for value in simpler:
@@ -313,7 +314,7 @@ class Search:
 
 
 def _keeping(choice: Choice, count: int, units: int) -> Choice:
-    """The choice with so many of the last units unsharded after forward."""
+    """The choice with the last `count` units unsharded after forward."""
     if count == units:
         return replace(choice, reshard=False, num_kept=None)
     return replace(choice, reshard=None, num_kept=count or None)
@@ -321,7 +322,7 @@ def _keeping(choice: Choice, count: int, units: int) -> Choice:
 
 @dataclass(frozen=True, slots=True)
 class Increment:
-    """Changes that belong together, made on top of those before."""
+    """Changes that belong together, on top of earlier changes."""
 
     names: tuple[str, ...]
     """Settings of `Choice`."""
@@ -332,10 +333,10 @@ class Increment:
 def split_gain(
     bench: PlanScorer, choice: Choice, fits: Callable[[Score], bool]
 ) -> tuple[Increment, ...]:
-    """A plan's gain, change by change, the largest first: no ms is counted twice.
+    """Split the gain of a plan by change, the largest first. No time counts twice.
 
-    A change that gains less than `WORTH_RATIO` by itself goes with the next one that needs it; what
-    gains nothing at the end is left out, unless the plan does not fit without it.
+    A change that gains less than `WORTH_RATIO` alone is joined with the next change that needs it.
+    Changes that gain nothing at the end are dropped, unless the plan does not fit without them.
     """
     worth = WORTH_RATIO * bench.recorded.step_ns
     increments: list[Increment] = []

@@ -1,6 +1,6 @@
-"""Which settings cost something that no plan of units and prefetch gives back?
+"""Find costs of settings: units, dtypes, the environment, the allocator and offload.
 
-Told from the manifest, the plan check and the allocator's counters.
+The findings come from the manifest, the plan check and the allocator's counters.
 """
 
 import math
@@ -18,17 +18,17 @@ from fsdp_inspect.trace.codes import ITEMSIZE
 from fsdp_inspect.trace.run import Unit
 
 OVERSIZED_RATIO = 2.0
-"""A unit with more than so many times the median unit's bytes is worth splitting (R3)."""
+"""A unit above this multiple of the median unit's bytes is worth splitting (R3)."""
 FROZEN_RATIO = 0.05
-"""A model of which less than that is trained is mostly frozen (R29)."""
+"""Below this fraction of trained parameters, a model counts as mostly frozen (R29)."""
 _MOST_NAMED = 3
-_FROM_UNITS = "Told from the units of the run."
-_PLANS = "plans that do it, which are among those that were played"
-_PLANS_IN_16_BITS = "the plans of --allow-dtypes"
+_FROM_UNITS = "Derived from the units of the run."
+_PLANS = "the simulated plans"
+_PLANS_IN_16_BITS = "the plans with --allow-dtypes"
 
 
 def find_costly_settings(evidence: Evidence) -> Iterator[Finding]:
-    """Units that are cut badly, waste, dtypes, the environment, the allocator, offload."""
+    """Badly sized units, waste, dtypes, the environment, the allocator, offload."""
     for find in (_one_unit, _large_unit, _waste, _full_precision, _frozen, _connections,
                  _fragmentation, _retries, _offload):  # fmt: skip
         yield from find(evidence)
@@ -45,13 +45,13 @@ def _one_unit(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         "R1",
         (largest.fqn,),
-        f"Unit {name} holds {format_ratio(ratio)} of the parameters: nothing computes beside its "
-        "gathers.",
-        f"It gathers {format_bytes(largest.unsharded_bytes)} at once.",
+        f"Unit {name} holds {format_ratio(ratio)} of the parameters: no compute hides its "
+        "all-gathers.",
+        f"The unit gathers {format_bytes(largest.unsharded_bytes)} at once.",
         ("Call fully_shard on every transformer block, and on the model last.",),
-        effect=Effect(sentence="One gather becomes many smaller ones.", played_by=_PLANS),
+        effect=Effect(sentence="One all-gather becomes many smaller ones.", played_by=_PLANS),
         snippet=(
-            "for block in model.layers:  # the blocks, however your model calls them\n"
+            "for block in model.layers:  # the blocks of your model\n"
             "    fully_shard(block, mesh=mesh)\n"
             "fully_shard(model, mesh=mesh)"
         ),
@@ -59,7 +59,7 @@ def _one_unit(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _large_unit(evidence: Evidence) -> Iterator[Finding]:
-    """A unit that is far larger than the others, though it does not dominate the model."""
+    """Units far larger than the others, without most of the model's parameters."""
     units = evidence.manifest.units
     total = sum(unit.num_parameters for unit in units)
     typical = median([unit.unsharded_bytes for unit in units]) or 0
@@ -68,7 +68,7 @@ def _large_unit(evidence: Evidence) -> Iterator[Finding]:
         if is_dominant or not typical or unit.unsharded_bytes <= OVERSIZED_RATIO * typical:
             continue
         if _largest_tensor_bytes(unit) > OVERSIZED_RATIO * typical:
-            continue  # no part of it would be smaller: torch gathers a tensor whole
+            continue  # splitting would not help: torch gathers a tensor whole
         excess = unit.unsharded_bytes - typical
         if evidence.peak_bytes and excess < WORTH_NAMING_RATIO * evidence.peak_bytes:
             continue
@@ -82,8 +82,8 @@ def _large_unit(evidence: Evidence) -> Iterator[Finding]:
             + _place_of_peak(evidence, unit),
             ("Call fully_shard on its parts, each with the norm that feeds it.",),
             effect=Effect(
-                sentence=f"The peak falls by {format_bytes(excess)} at most, and only if it is "
-                "reached while this unit is whole.",
+                sentence=f"The peak falls by at most {format_bytes(excess)}, and only if memory "
+                "reaches it while this unit is unsharded.",
                 played_by=_PLANS,
                 added_low_bytes=-excess,
                 added_high_bytes=0,
@@ -101,12 +101,12 @@ def _place_of_peak(evidence: Evidence, unit: Unit) -> str:
     if evidence.peak_unit is None:
         return ""
     if evidence.peak_unit == unit.fqn:
-        return " The memory step was at its peak inside this unit."
-    return f" The memory step was at its peak in {format_unit(evidence.peak_unit)}."
+        return " The peak of the memory step is inside this unit."
+    return f" The peak of the memory step is in {format_unit(evidence.peak_unit)}."
 
 
 def _full_precision(evidence: Evidence) -> Iterator[Finding]:
-    """Every unit gathers in float32 on a device that computes in 16 bits twice as fast."""
+    """Every unit gathers in float32, on a device that is twice as fast in 16 bits."""
     manifest = evidence.manifest
     dtypes = {unit.param_dtype for unit in manifest.units}
     if manifest.device_type != "cuda" or dtypes != {"float32"}:
@@ -116,17 +116,17 @@ def _full_precision(evidence: Evidence) -> Iterator[Finding]:
         "R14",
         (),
         f"Every unit gathers in float32: {format_bytes(gathered)} a pass.",
-        f"{_FROM_UNITS} Autocast leaves the gathers as they are.",
+        f"{_FROM_UNITS} Autocast does not change the all-gathers.",
         (
-            "If the model may compute in 16 bits, gather in them: "
+            "If the model may compute in 16 bits, gather in 16 bits: "
             "MixedPrecisionPolicy(param_dtype=torch.bfloat16) halves the messages. "
-            "fsdp-inspect advise --allow-dtypes says what that saves.",
+            "fsdp-inspect advise --allow-dtypes shows the gain.",
         ),
         effect=Effect(
-            sentence=f"{format_bytes(gathered // 2)} less are gathered a pass.",
+            sentence=f"Each pass gathers {format_bytes(gathered // 2)} less.",
             played_by=_PLANS_IN_16_BITS,
         ),
-        assumptions=("The model trains as well when it computes in 16 bits: see its loss.",),
+        assumptions=("The model trains equally well in 16 bits: check its loss.",),
         snippet=(
             "policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
             "reduce_dtype=torch.float32)\n"
@@ -136,7 +136,7 @@ def _full_precision(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _frozen(evidence: Evidence) -> Iterator[Finding]:
-    """Most parameters are not trained: sharding them saves no gradients, and costs gathers."""
+    """Most parameters are frozen: sharding them saves no gradients and costs all-gathers."""
     units = evidence.manifest.units
     total = sum(unit.num_parameters for unit in units)
     trained = sum(unit.num_trainable_parameters for unit in units)
@@ -150,16 +150,16 @@ def _frozen(evidence: Evidence) -> Iterator[Finding]:
         tuple(unit.fqn for unit in units if not unit.num_trainable_parameters),
         f"{format_ratio(1 - trained / total)} of the parameters are frozen, and every pass gathers "
         "them.",
-        f"All units gather {format_bytes(gathered)} a pass; a rank holds {format_bytes(sharded)}.",
+        f"All units gather {format_bytes(gathered)} a pass; a rank stores {format_bytes(sharded)}.",
         (
-            f"If a whole copy of {format_bytes(gathered)} fits, leave frozen modules out of "
+            f"If a full copy of {format_bytes(gathered)} fits, leave frozen modules out of "
             "fully_shard, or keep them unsharded (reshard_after_forward=False and "
             "set_reshard_after_backward(False)).",
         ),
         rows=evidence.rows(lambda wait: wait.kind == "all_gather"),
         effect=Effect(
-            sentence=f"Saves between nothing and {format_ns(waited)} a step, all that is waited "
-            f"for all-gathers; a rank then holds {format_bytes(max(gathered - sharded, 0))} more.",
+            sentence=f"Saves at most {format_ns(waited)} a step, all waits for all-gathers. A rank "
+            f"then stores {format_bytes(max(gathered - sharded, 0))} more.",
             saved_low_ns=0,
             saved_high_ns=waited,
             added_low_bytes=0,
@@ -175,7 +175,7 @@ def _frozen(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _waste(evidence: Evidence) -> Iterator[Finding]:
-    """Full-precision gathers, tied weights, padding: as `fsdp-inspect check` tells them."""
+    """Mixed dtypes, tied weights and padding, as `fsdp-inspect check` reports them."""
     findings = evidence.plan_check.findings if evidence.plan_check is not None else ()
     by_rule: dict[str, list[tuple[tuple[str, ...], str]]] = {}
     for each in findings:
@@ -204,26 +204,26 @@ def _waste(evidence: Evidence) -> Iterator[Finding]:
 
 
 _DO_ABOUT_WASTE = {
-    "": ("Find out why it never runs, and leave it out of the model, or freeze it.",),
-    "R14": ("Give every fully_shard call the same MixedPrecisionPolicy.",),
+    "": ("Find out why the unit never runs. Remove it from the model, or freeze it.",),
+    "R14": ("Pass the same MixedPrecisionPolicy to every fully_shard call.",),
     "R27": ("Call fully_shard once with both modules: fully_shard([embedding, head]).",),
     "R30": (
-        "Choose sizes that the ranks divide, or shard another dimension: "
+        "Choose sizes that are divisible by the number of ranks, or shard another dimension: "
         "fully_shard(..., shard_placement_fn=lambda parameter: Shard(1)).",
     ),
 }
 _EFFECT_OF_WASTE = {
-    "": "Its shard, gradient and optimizer state are freed. Time: none, since it never ran.",
-    "R14": "Their messages are halved.",
-    "R27": "One all-gather and one reduce-scatter of it fewer a pass. Time: none is predicted, "
-    "since tied weights are not played as one unit.",
-    "R30": "So much less is gathered and reduced. Time: none is predicted, since other sizes are "
-    "another model.",
+    "": "Frees its shard, gradient and optimizer state. Saves no time, since the unit never ran.",
+    "R14": "Halves their messages.",
+    "R27": "Saves one all-gather and one reduce-scatter a pass. No time is predicted: the "
+    "simulation cannot combine tied weights into one unit.",
+    "R30": "Removes these bytes from all-gathers and reduce-scatters. No time is predicted: other "
+    "sizes make another model.",
 }
 
 
 def _is_padding_worth_naming(evidence: Evidence, fqns: tuple[str, ...]) -> bool:
-    """Whether padding is more than 2 % of what all units gather: less is less of the step, too."""
+    """Whether padding is at least 2% of all gathered bytes; less is under 2% of the step."""
     units = evidence.manifest.units
     wasted = sum(padding_bytes(unit) for unit in units if unit.fqn in fqns)
     return wasted >= WORTH_NAMING_RATIO * sum(unit.unsharded_bytes for unit in units)
@@ -241,20 +241,19 @@ def _connections(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         "R20",
         (),
-        "CUDA_DEVICE_MAX_CONNECTIONS is 1: streams share one queue, so reduce-scatter does not run "
-        "beside compute.",
+        "CUDA_DEVICE_MAX_CONNECTIONS is 1: streams share one queue, so reduce-scatter does not "
+        "overlap with compute.",
         f"Reduce-scatter is exposed for {format_ns(waited)} a step.",
-        ("Unset it for FSDP2 (it is meant for tensor parallelism), and record again.",),
+        ("Unset the variable for FSDP2 (it serves tensor parallelism), and record again.",),
         {"exposed_reduce_scatter_ns": waited},
         rows=evidence.rows(lambda wait: wait.kind == "reduce_scatter"),
         effect=Effect(
-            sentence=f"Saves between nothing and {format_ns(waited)} a step: all that is waited "
-            "for reduce-scatter.",
+            sentence=f"Saves at most {format_ns(waited)} a step, all waits for reduce-scatter.",
             saved_low_ns=0,
             saved_high_ns=waited,
             is_exposed=True,
         ),
-        assumptions=("Nothing else in the job needs the order that one queue brings.",),
+        assumptions=("No other part of the job needs the order of one queue.",),
         snippet="unset CUDA_DEVICE_MAX_CONNECTIONS  # in the shell that starts the job",
     )
 
@@ -269,16 +268,16 @@ def _fragmentation(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         "R21",
         (),
-        f"{format_bytes(unused)} of the reserved memory ({format_ratio(ratio)}) lay unused at the "
-        "peak: it is fragmented.",
+        f"{format_bytes(unused)} of the reserved memory ({format_ratio(ratio)}) is unused at the "
+        "peak because of fragmentation.",
         f"Rank {allocator.rank}, step {allocator.step}: {format_bytes(allocator.reserved_bytes)} "
         f"reserved, {format_bytes(allocator.active_bytes)} in use; "
         f"{allocator.num_alloc_retries or 0} allocation retries.",
         ("Set PYTORCH_ALLOC_CONF=expandable_segments:True.",),
         {"fragmentation_ratio": ratio},
         effect=Effect(
-            sentence=f"Reserved memory falls by {format_bytes(unused)} at most; what tensors hold "
-            "stays. Time: none is predicted.",
+            sentence=f"Reserved memory falls by at most {format_bytes(unused)}; allocated memory "
+            "stays the same. No time is predicted.",
             added_low_bytes=-unused,
             added_high_bytes=0,
         ),
@@ -287,11 +286,13 @@ def _fragmentation(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-_EXPANDABLE = "export PYTORCH_ALLOC_CONF=expandable_segments:True  # in the shell that starts it"
+_EXPANDABLE = (
+    "export PYTORCH_ALLOC_CONF=expandable_segments:True  # in the shell that starts the job"
+)
 
 
 def _retries(evidence: Evidence) -> Iterator[Finding]:
-    """The allocator freed its cache to go on, though it is not fragmented: memory is short."""
+    """The allocator retried allocations without much fragmentation: memory is short."""
     allocator = evidence.allocator
     is_said = evidence.verdict.limit is Limit.MEMORY
     ratio = allocator.fragmentation_ratio if allocator is not None else None
@@ -302,16 +303,16 @@ def _retries(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         "R21",
         (),
-        f"The allocator freed its cache {allocator.num_alloc_retries} times to go on: each time "
-        "the device stands still.",
+        f"The allocator emptied its cache and retried an allocation {allocator.num_alloc_retries} "
+        "times. The device idles during each retry.",
         f"Rank {allocator.rank}: {format_bytes(allocator.reserved_bytes)} reserved at the highest "
         "sample.",
         (
-            "Make room: a smaller peak (advise --memory-limit), or a smaller microbatch.",
+            "Reduce the peak (advise --memory-limit), or the microbatch.",
             "Set PYTORCH_ALLOC_CONF=expandable_segments:True.",
         ),
         {"num_alloc_retries": allocator.num_alloc_retries},
-        effect=Effect(sentence="None is predicted: how long a retry lasts is not recorded."),
+        effect=Effect(sentence="None is predicted: the duration of a retry is not recorded."),
         snippet=_EXPANDABLE,
         verify="Record again, then: fsdp-inspect memory NEW_RUN",
     )
@@ -325,14 +326,14 @@ def _offload(evidence: Evidence) -> Iterator[Finding]:
             "R26",
             units,
             f"{len(units)} units are offloaded to pageable CPU memory: copies to the device are "
-            "slow and hold the host.",
-            "Told from the recorded plan.",
+            "slow and block the host.",
+            "Derived from the recorded plan.",
             ('Pin it: CPUOffloadPolicy(pin_memory=True), or offload = "cpu_pinned" in the plan.',),
             effect=Effect(
-                sentence="None is predicted: how fast pinned copies are on this machine was not "
+                sentence="None is predicted: the speed of pinned copies on this machine is not "
                 "recorded."
             ),
-            assumptions=("The host has that much memory to pin.",),
+            assumptions=("The host has enough memory to pin.",),
             snippet="fully_shard(module, mesh=mesh, "
             "offload_policy=CPUOffloadPolicy(pin_memory=True))",
         )

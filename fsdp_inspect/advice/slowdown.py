@@ -1,10 +1,10 @@
-"""What does communication cost the compute that hides it?
+"""Estimate how much communication slows the compute that hides it.
 
-[Note: what hiding costs] Kernels that communicate take bandwidth and cores from kernels that
-compute: of every ns of a wait that a plan hides, slowdown - 1 is paid in compute (RULES R24). The
-recorded compute holds what the recorded plan pays already. So a played plan is charged for what it
-hides more than the recorded one, and credited with what it hides less. Only a slowdown that the run
-tells clearly counts (`analysis.contention`); without one nothing is charged, and advice says so.
+[Note: what hiding costs] Communication kernels take bandwidth and cores from compute kernels. Each
+hidden ns costs (slowdown - 1) ns of compute (rule R24). The recorded compute already includes this
+cost for the recorded plan. So a simulated plan is charged for hiding more than the recorded plan,
+and credited for hiding less. Only a clear slowdown counts (`analysis.contention`). Without one
+nothing is charged, and the advice states this assumption.
 """
 
 from dataclasses import dataclass
@@ -19,34 +19,34 @@ from fsdp_inspect.trace.intervals import Intervals
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """How many times as long compute takes beside communication, with the spread of passes."""
+    """The factor by which compute slows next to communication, with the spread of passes."""
 
     middle: float = 1.0
     low: float = 1.0
     high: float = 1.0
     reason: str = ""
-    """Why it is taken to be none; empty: it is told."""
+    """Why no slowdown is assumed; empty: the slowdown was measured."""
 
     @classmethod
     def of(cls, contention: Contention | None, *, is_emulated: bool) -> "Slowdown":
-        """The slowdown that a run tells, or none and why."""
+        """The measured slowdown, or none with the reason."""
         if is_emulated:
-            return cls(reason="emulated links take nothing from it")
+            return cls(reason="emulated links take no resources from compute")
         if contention is None or contention.slowdown is None:
             why = contention.reason if contention is not None else None
-            return cls(reason=_clause(why or "No step was timed."))
+            return cls(reason=_clause(why or "No timed step exists."))
         if not contention.is_clear or contention.slowdown <= 1:
-            return cls(reason="single passes vary by more than the slowdown that they show")
+            return cls(reason="the times of single passes vary by more than the measured slowdown")
         low, high = contention.low or 1.0, contention.high or 1.0
         return cls(contention.slowdown, max(low, 1.0), max(high, contention.slowdown))
 
     @property
     def is_told(self) -> bool:
-        """Whether anything is charged."""
+        """Whether a slowdown was measured, so that hiding is charged."""
         return self.middle > 1
 
     def paid(self, hidden_more_ns: int) -> "Paid":
-        """What it costs to hide so much more; below 0: what it gains to hide less."""
+        """The cost of hiding so much more; negative: the gain of hiding less."""
         return Paid(*(round((each - 1) * hidden_more_ns) for each in self._all))
 
     @property
@@ -56,11 +56,11 @@ class Slowdown:
 
 @dataclass(frozen=True, slots=True)
 class Paid:
-    """Compute that a step takes more, ns; see [Note: what hiding costs]."""
+    """Additional compute of a step, ns; see [Note: what hiding costs]."""
 
     value_ns: int = 0
     low_ns: int = 0
-    """By the lowest slowdown among single passes."""
+    """At the lowest slowdown of single passes."""
     high_ns: int = 0
 
 
@@ -68,7 +68,7 @@ NOTHING_PAID = Paid()
 
 
 def hidden_ns(step: PlayedStep) -> int:
-    """How long communication runs beside compute in a played step."""
+    """The time of a simulated step during which communication and compute both run."""
     compute = [span for span in step.spans if span.kind is EventKind.COMPUTE]
     communication = [span for span in step.spans if span.kind in COLLECTIVES]
     both = (
@@ -83,5 +83,5 @@ def hidden_ns(step: PlayedStep) -> int:
 
 
 def _clause(sentence: str) -> str:
-    """A sentence as the end of another one."""
+    """A sentence as the last clause of another sentence."""
     return sentence[:1].lower() + sentence[1:].rstrip(".")

@@ -1,7 +1,7 @@
-"""Which lines of torch make a change by hand, in a script that calls `fully_shard` itself?
+"""Write the torch code of a change, for scripts that call `fully_shard` themselves.
 
-`model`, `mesh` and `module` (one of the user's own `fully_shard` calls) are names of the user's.
-A plan file does the same without these lines; a change that is not known here has none.
+The code uses the names `model`, `mesh` and `module` (the argument of a `fully_shard` call) of the
+user's script. A plan file makes the same change without code. Some changes have no code.
 """
 
 import re
@@ -13,7 +13,7 @@ from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.trace.plan import Plan, UnitPlan, entry_order
 
 MOST_CALLS = 4
-"""Of `fully_shard`, of many alike, that are written out."""
+"""The highest number of similar `fully_shard` calls in a snippet."""
 _WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _NUMBERED = re.compile(r"([\w.]+)\.(\d+)")
 
@@ -21,13 +21,13 @@ _NUMBERED = re.compile(r"([\w.]+)\.(\d+)")
 def write_snippet(
     choice: Choice, before: Plan, after: Plan, *, without: Collection[str] = ()
 ) -> str:
-    """The lines that take one plan to another; empty where no change of it has any.
+    """The code that changes one plan into another; empty if no change has code.
 
     Args:
-        choice: What is changed.
+        choice: The changed settings.
         before: The resolved plan without the change.
-        after: The same with it.
-        without: Names of units that manage no parameters, which prefetch passes over.
+        after: The resolved plan with the change.
+        without: Names of units without parameters, which prefetch skips.
     """
     lines: list[str] = []
     for name in choice.changed:
@@ -59,8 +59,8 @@ def _lines(name: str, choice: Choice, before: Plan, after: Plan) -> Iterator[str
 
 _OF_ALL: Mapping[str, Callable[[Any], str]] = {
     "reshard": lambda value: (
+        "# every call except the root's\n"
         f"fully_shard(module, mesh=mesh, reshard_after_forward={value})"
-        "  # each of your calls but the model's own"
     ),
     "reduce_buffers": lambda value: f"model.set_reduce_scatter_max_input_buffers({value})",
     "separate_reduce_group": lambda value: f"model.set_separate_reduce_scatter_group({value})",
@@ -80,11 +80,11 @@ _OF_ALL: Mapping[str, Callable[[Any], str]] = {
         f"mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.{value}))"
     ),
 }
-"""Changes that every unit gets alike."""
+"""Changes that apply to every unit alike."""
 
 
 def _checkpoint(after: Plan) -> Iterator[str]:
-    """Wrappers around the modules, before any `fully_shard`."""
+    """Wrap the modules before any `fully_shard` call."""
     yield f"from {_WRAPPER} import checkpoint_wrapper"
     yield f"for name in {_listed(after.checkpointing.full)}:  # before fully_shard"
     yield "    parent, _, child = name.rpartition('.')"
@@ -93,19 +93,19 @@ def _checkpoint(after: Plan) -> Iterator[str]:
 
 
 def _calls(before: Plan, after: Plan) -> Iterator[str]:
-    """`fully_shard` of the units that are new, inner ones first, or the calls to leave out."""
+    """`fully_shard` calls of the new units, inner units first, or the calls to remove."""
     known, kept = ({unit.modules for unit in plan.units} for plan in (before, after))
     new = [unit for unit in after.units if unit.modules not in known]
     if not new:
         gone = [name for unit in before.units if unit.modules not in kept for name in unit.modules]
-        yield "# leave out your calls for these; their parameters join the unit around them"
+        yield "# remove your calls for these modules; the enclosing unit takes their parameters"
         yield f"names = {_listed(gone)}"
         return
     calls = [f"fully_shard({_modules(unit)}, mesh=mesh)" for unit in _root_last(new)]
-    yield "# in place of your calls for the same modules"
+    yield "# replaces your calls for the same modules"
     yield from calls[:MOST_CALLS]
     if len(calls) > MOST_CALLS:
-        yield f"# and {len(calls) - MOST_CALLS} more alike: the plan file lists them"
+        yield f"# and {len(calls) - MOST_CALLS} similar calls: the plan file lists them"
 
 
 def _root_last(units: Sequence[UnitPlan]) -> list[UnitPlan]:
@@ -146,7 +146,7 @@ def _modules(unit: UnitPlan) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Names as a list of Python, those that are numbered in a row as one expression."""
+    """Names as a Python list; consecutive numbered names become one expression."""
     parts: list[str] = []
     for prefix, group in groupby(names, key=_prefix):
         run = list(group)
@@ -165,6 +165,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _prefix(name: str) -> str:
-    """What stands before the last number of a name; empty where it ends with none."""
+    """The name before its final number; empty if it does not end in one."""
     found = _NUMBERED.fullmatch(name)
     return found[1] if found else ""

@@ -1,4 +1,4 @@
-"""How is a better plan said: what to change, why, by how much, and at what risk?"""
+"""Describe a better plan: the changes, their reasons, gain, memory and risk."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -35,88 +35,89 @@ _AGAINST: Mapping[str, tuple[tuple[str, str], ...]] = {
     "accumulation_sync": (_SCATTERS, _REDUCES),
     "checkpointing": (),
 }
-"""The waits that a change of each setting is against, by kind and phase; others: all of them."""
+"""The waits that a change of each setting reduces, by kind and phase; default: all waits."""
 
 _ROUNDING_BYTES = 1024
-"""Each unit's memory is a whole number of bytes."""
+"""Smaller differences of a peak come from rounding: each unit's memory is whole bytes."""
 _NO_MEMORY = (
-    "The run has no memory step, so its memory cannot be told: see that it fits before a long run."
+    "Memory is unknown, because the run has no memory step. Check that the plan fits before a long "
+    "run."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A change of the plan, on top of the suggestions before it."""
+    """A change of the plan, on top of the earlier suggestions."""
 
     rules: tuple[str, ...]
     what: str
-    """To be done, in words."""
+    """The change in words."""
     units: tuple[str, ...]
-    """Fqns of the units that change, as the plan names them; empty: all of them."""
+    """Fqns of the units that change, as in the plan; empty: all units."""
     evidence: tuple[str, ...]
-    """What the trace says, one sentence each."""
+    """Facts from the trace, one sentence each."""
     rows: tuple[TraceRow, ...]
-    """The longest waits of the kind that it is against, longest first; empty: none was exposed."""
+    """The longest waits that the change reduces, longest first; empty: none was exposed."""
     saved_ns: int
-    """Of a step, predicted, beyond the suggestions before it; negative: it costs."""
+    """Predicted gain a step, beyond the earlier suggestions; negative: the step takes longer."""
     saved_low_ns: int
     saved_high_ns: int
-    """With messages as fast or slow as the run's own lie about their lines; to both sides the
-    replay's error of the recorded step, and of what is saved the share by which its steps vary."""
+    """Bounds of the gain. They cover fast and slow messages within the run's own fit, the error of
+    the self-check, and the variation of the recorded steps."""
     step_ns: int
-    """With it, and all suggestions before it."""
+    """Step time with this suggestion and all earlier ones."""
     added_bytes: int | None
-    """To the peak; None: the run's memory is not known, as with the next two."""
+    """Added to the peak; None: the run's memory is unknown. This also holds for the bounds."""
     added_low_bytes: int | None
-    """With the error of the recorded plan's peak, played, to both sides."""
+    """Bounds: plus and minus the error of the recorded plan's simulated peak."""
     added_high_bytes: int | None
     peak_bytes: int | None
     assumptions: tuple[str, ...]
     risks: tuple[str, ...]
     paid: Paid
-    """Part of `step_ns`: what hiding more communication costs the compute beside it (R24)."""
+    """Part of `step_ns`: the slowdown of compute by more hidden communication (R24)."""
     plan: Plan
-    """With it, and all suggestions before it."""
+    """The plan with this suggestion and all earlier ones."""
     snippet: str
-    """Lines of torch that do it by hand; empty: only the plan file does."""
+    """Torch code of the change; empty: only the plan file can make it."""
     verify: tuple[str, ...] = ()
-    """Commands: write the plan up to here with its prediction, run it, compare."""
+    """Commands that write the plan up to here with its prediction, run it, and compare."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A whole plan: what it takes, and how to run it."""
+    """A whole plan with its predicted step time, peak and risk."""
 
     what: str
     changes: tuple[str, ...]
-    """Settings that differ from the recorded plan."""
+    """The settings that differ from the recorded plan."""
     step_ns: int
     step_low_ns: int
     step_high_ns: int
     saved_ns: int
-    """Of the recorded plan's step, both played."""
+    """Simulated step time of the recorded plan, minus that of this plan."""
     peak_bytes: int | None
     peak_low_bytes: int | None
-    """With the error of the recorded plan's peak, played, to both sides."""
+    """Bounds: plus and minus the error of the recorded plan's simulated peak."""
     peak_high_bytes: int | None
     added_bytes: int | None
     paid: Paid
-    """Part of `step_ns`: what hiding more communication costs the compute beside it (R24)."""
+    """Part of `step_ns`: the slowdown of compute by more hidden communication (R24)."""
     assumptions: tuple[str, ...]
     risks: tuple[str, ...]
     plan: Plan
 
 
 class Narrator:
-    """Puts choices into words and numbers."""
+    """Describes choices in words and numbers."""
 
     def __init__(self, bench: PlanScorer, evidence: Evidence) -> None:
-        """Plays what has not been played when it is asked for."""
+        """Prepare the descriptions. Plans are simulated when a description needs them."""
         self._bench = bench
         self._evidence = evidence
 
     def suggestion(self, increment: Increment) -> Suggestion:
-        """One step on the way to a plan."""
+        """One change on the way to a plan."""
         before, after = (self._bench.score(c) for c in (increment.before, increment.after))
         low, high = self._saved_range(increment.before, increment.after)
         choice = AS_RECORDED.take(increment.after, increment.names)
@@ -178,7 +179,7 @@ class Narrator:
         )
 
     def _empty_units(self, choice: Choice) -> list[str]:
-        """Units that manage no parameters, where the run tells its units' parameters."""
+        """Units without parameters, if the run contains the parameters of its units."""
         space = self._bench.space
         owned = owned_parameters(space.plan_of(choice).units, space.parameters)
         return [name for name, own in owned.items() if space.parameters and not own]
@@ -187,7 +188,7 @@ class Narrator:
         return round(abs(self._bench.memory_error or 0.0) * (peak_bytes or 0))
 
     def _assumed(self, increment: Increment, choice: Choice) -> Iterator[str]:
-        """What the change rests on, beyond the changes before it."""
+        """The assumptions of the change, beyond those of the earlier changes."""
         known = self._bench.scenario(increment.before).assumptions
         after = self._bench.scenario(increment.after).assumptions
         yield from (each for each in after if each not in known)
@@ -195,32 +196,32 @@ class Narrator:
         yield from self._assume_contention(increment.before, increment.after)
 
     def _assume_contention(self, before: Choice, after: Choice) -> Iterator[str]:
-        """What hiding communication costs compute (R24), or why that is taken to be nothing."""
+        """The slowdown of compute by communication (R24), or why none is assumed."""
         slowdown = self._bench.slowdown
         if not slowdown.is_told:
             why = f": {slowdown.reason}" if slowdown.reason else ""
-            yield f"Compute takes no longer for communication beside it{why}."
+            yield f"Communication does not slow compute{why}."
             return
         paid = [self._bench.score(each).paid.value_ns for each in (before, after)]
-        verb = "costs" if paid[1] >= paid[0] else "gives back"
+        verb = "costs" if paid[1] >= paid[0] else "gains"
         yield (
-            f"Communication slows the compute beside it {slowdown.middle:.2f} times "
-            f"({slowdown.low:.2f} to {slowdown.high:.2f}, R24): what is hidden more or less {verb} "
-            f"{format_ns(abs(paid[1] - paid[0]))} of the step, which is in the numbers."
+            f"Communication slows compute by a factor of {slowdown.middle:.2f} "
+            f"({slowdown.low:.2f} to {slowdown.high:.2f}, R24). The changed overlap {verb} "
+            f"{format_ns(abs(paid[1] - paid[0]))} of the step, included in the numbers."
         )
 
     def _rows(self, choice: Choice) -> tuple[TraceRow, ...]:
-        """The longest waits of the kinds and phases that the changes are against."""
+        """The longest waits of the kinds and phases that the changes reduce."""
         wanted = {pair for name in choice.changed for pair in _AGAINST.get(name, _ANYTHING)}
         return self._evidence.rows(lambda wait: (wait.kind, wait.phase) in wanted)
 
     def _saved_range(self, before: Choice, after: Choice) -> tuple[int, int]:
-        """Fast messages against fast ones, slow against slow ones."""
+        """The gain with fast messages under both plans, and with slow messages under both."""
         margin = abs(self._bench.replay_error) * self._bench.recorded.step_ns
         own = self._bench.score(before).step_ns - self._bench.score(after).step_ns
         pairs = zip(self._bench.range_ns(before), self._bench.range_ns(after), strict=True)
         saved = [own, *(first - second for first, second in pairs)]
-        # What is saved is made of stretches that vary as the steps do that they are the mean of.
+        # The recorded times behind the gain vary as much as the recorded steps.
         margin += self._bench.work.spread_ratio * abs(own)
         return round(min(saved) - margin), round(max(saved) + margin)
 
@@ -230,14 +231,14 @@ class Narrator:
         return tuple(unit.name for unit in after if before.get(unit.name) != unit)
 
     def _why(self, choice: Choice) -> Iterator[str]:
-        """What the trace says about the waits that a change is for."""
+        """Facts from the trace about the waits that a change reduces."""
         if choice.grouping is not None:
             yield from self._cut(self._bench.space.rules[choice.grouping])
         if choice.reshard not in (None, True) or choice.num_kept:
             yield from self._gathered_again()
         if "checkpointing" in choice.changed and self._evidence.activation_bytes is not None:
             held = format_bytes(self._evidence.activation_bytes)
-            yield f"Activations hold {held} at the peak of the memory step."
+            yield f"Activations take {held} at the peak of the memory step."
         yield from self._causes(choice)
         exposed = self._evidence.exposed_by_kind_ns
         if choice.accumulation_sync is not None:
@@ -245,7 +246,7 @@ class Narrator:
             yield f"A step has {count} microbatches."
         if choice.async_gathers:
             yield (
-                "The backend holds the main thread in its collectives: in all-gathers for "
+                "The backend blocks the main thread in its collectives; all-gathers block it for "
                 f"{format_ns(exposed.get('all_gather', 0))} a step."
             )
         if choice.reduce_buffers or choice.accumulation_sync is not None:
@@ -255,7 +256,7 @@ class Narrator:
             )
 
     def _causes(self, choice: Choice) -> Iterator[str]:
-        """The causes of waiting that a change is against."""
+        """The causes of waits that a change reduces."""
         wanted = {
             Cause.LATE_ISSUE: choice.forward_prefetch or choice.backward_prefetch,
             Cause.SERIALIZED: choice.separate_reduce_group,
@@ -268,13 +269,13 @@ class Narrator:
                 yield f"Exposed by {words}: {format_ns(causes[cause.label])} a step."
 
     def _cut(self, rule: str) -> Iterator[str]:
-        """Why units of this size are not the best ones."""
+        """Facts about the size of the recorded units."""
         units = self._bench.work.units
         line = self._bench.network.lines.get(EventKind.ALL_GATHER)
         if rule == "R2" and line is not None and line.latency_ns:
             yield (
-                f"{len(units)} units gather, each for {format_ns(line.latency_ns)} of latency "
-                "beside its bytes (fitted to the run's own all-gathers)."
+                f"{len(units)} units gather, each with a latency of {format_ns(line.latency_ns)} "
+                "(fitted to the run's all-gathers)."
             )
         if rule != "R2":
             largest = max(units, key=lambda unit: unit.unsharded_bytes)
@@ -286,7 +287,7 @@ class Narrator:
         yield f"{len(units)} units expose {format_ns(exposed)} of communication a step."
 
     def _gathered_again(self) -> Iterator[str]:
-        """What the all-gathers of backward cost, waits and work."""
+        """The cost of the all-gathers in backward: waits and work."""
         work = self._bench.work.workload
         again = [
             unit
@@ -299,9 +300,9 @@ class Narrator:
         )
         link = sum(unit.gather_backward_ns or unit.gather_ns for unit in again)
         yield (
-            f"Backward gathers {len(again)} units again: {format_ns(link)} on the link a pass, "
-            f"{format_ns(busy)} of copies and hooks, exposed for "
-            f"{format_ns(self._evidence.backward_gathers_ns)} a step."
+            f"Backward gathers {len(again)} units again. One pass takes {format_ns(link)} on the "
+            f"link and {format_ns(busy)} in copies and hooks; "
+            f"{format_ns(self._evidence.backward_gathers_ns)} a step are exposed."
         )
 
     def _risks(self, before: Choice, choice: Choice) -> Iterator[str]:
@@ -314,28 +315,28 @@ class Narrator:
             yield f"The peak rises by {format_bytes(added)}."
         if choice.accumulation_sync is not None:
             yield (
-                "The training loop decides when gradients are reduced: a plan file changes it only "
-                "where the loop reads one (set_requires_gradient_sync)."
+                "The training loop decides when gradients are reduced. A plan file changes this "
+                "only if the loop reads the plan (set_requires_gradient_sync)."
             )
         if choice.replicas is not None:
-            yield "A checkpoint of the recorded mesh must be resharded when it is loaded."
+            yield "Checkpoints of the recorded mesh must be resharded when they are loaded."
         if choice.param_dtype or choice.reduce_dtype:
             yield "bfloat16 changes the numbers: check that the loss still falls."
         units = self._bench.scenario(after).units
         if choice.grouping is not None and len(units) == 1:
             yield (
-                "One unit hides nothing where collectives can run beside compute, as on GPUs, and "
-                "gathers the whole model at once (R1)."
+                "One unit hides no communication on backends that overlap collectives with "
+                "compute, as on GPUs, and gathers the whole model at once (R1)."
             )
 
 
 def _assume_dtypes(choice: Choice) -> Iterator[str]:
     if choice.param_dtype is not None:
-        yield f"Compute takes as long in {choice.param_dtype} as it was recorded."
+        yield f"Compute takes as long in {choice.param_dtype} as in the recorded dtype."
 
 
 def _difference(after: int | None, before: int | None) -> int | None:
-    """Bytes; what rounding may have added up to is none."""
+    """Difference in bytes; 0 if it is within rounding."""
     if after is None or before is None:
         return None
     return after - before if abs(after - before) > _ROUNDING_BYTES else 0

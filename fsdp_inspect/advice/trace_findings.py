@@ -1,8 +1,8 @@
-"""What does the run's own traffic show that no play of plans can mend, or knows of?
+"""Find problems in the trace that the simulation of plans does not cover.
 
-R7 (all-gathers that cross nodes), R12 (FSDP1 without its limiter), R23 (compute slowed by
-communication), R31 (a pipeline that gathers for each microbatch), R33 (all-gathers that wait for
-work behind the optimizer). Each effect is a bound from the trace, not a simulation.
+The rules are R7 (all-gathers that cross nodes), R12 (FSDP1 without its limiter), R23 (compute that
+communication slows), R31 (a pipeline that gathers for each microbatch) and R33 (all-gathers that
+wait for work after the optimizer). Each effect is a bound from the trace, not a simulation.
 """
 
 from collections.abc import Iterator
@@ -32,15 +32,15 @@ from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import Unit
 
 FASTER_INSIDE = 3.0
-"""So many times as fast must a node be inside as across nodes (R7)."""
+"""The bus within a node must be at least this many times as fast as across nodes (R7)."""
 INFLIGHT_LIMIT = 2
-"""All-gathers that FSDP1's limiter lets be under way at once (R12)."""
+"""All-gathers that FSDP1's limiter allows in flight at once (R12)."""
 SLOWDOWN = 1.05
-"""Compute beside communication that is slowed by less is not worth other buffers (R23)."""
+"""A smaller slowdown of compute does not justify other communication buffers (R23)."""
 
 
 def find_in_trace(evidence: Evidence) -> Iterator[Finding]:
-    """What stands in the way of predictions first, then what costs time."""
+    """Findings that make predictions invalid first, then findings that cost time."""
     for find in (_pipeline, _across_nodes, _unlimited_gathers, _slowed_compute, _after_optimizer):
         yield from find(evidence)
 
@@ -68,10 +68,10 @@ def _pipeline(evidence: Evidence) -> Iterator[Finding]:
         effect=_effect_in_pipeline(evidence, pipeline)
         if repeats
         else Effect(sentence="None is predicted: no unit is gathered again for each microbatch."),
-        assumptions=("All microbatches of a step find the parameters where the first left them.",)
+        assumptions=("Parameters stay unsharded between the microbatches of a step.",)
         if repeats
         else (),
-        snippet="fully_shard(block, mesh=mesh, reshard_after_forward=False)  # each of the stage"
+        snippet="fully_shard(block, mesh=mesh, reshard_after_forward=False)  # every block"
         if repeats
         else "",
         verify="Record again, then: fsdp-inspect units NEW_RUN (all-gathers a step)"
@@ -83,19 +83,19 @@ def _pipeline(evidence: Evidence) -> Iterator[Finding]:
 def _say_pipeline(pipeline: Pipeline) -> str:
     first = pipeline.units[0]
     return (
-        f"Under a pipeline {len(pipeline.units)} units are gathered for each microbatch, "
-        f"{format_unit(first.fqn)} {first.gathers_per_step} times a step: that is exposed for "
-        f"{format_ns(pipeline.repeated_exposed_ns)}."
+        f"A pipeline gathers {len(pipeline.units)} units for each microbatch. Unit "
+        f"{format_unit(first.fqn)} is gathered {first.gathers_per_step} times a step, and "
+        f"{format_ns(pipeline.repeated_exposed_ns)} are exposed."
     )
 
 
 _BEWARE_IN_PIPELINE = (
-    "Do not rely on the plans below: they play the backward of each microbatch behind its forward, "
-    "which a pipeline's schedule does not.",
+    "Do not rely on the plans below. The simulation runs each backward right after its forward, "
+    "unlike a pipeline schedule.",
 )
 _DO_IN_PIPELINE = (
     "Keep parameters unsharded within a step: reshard_after_forward=False for the units of a "
-    "stage. torch.distributed.pipelining reshards them behind the last backward.",
+    "stage. torch.distributed.pipelining reshards them after the last backward.",
     *_BEWARE_IN_PIPELINE,
 )
 
@@ -105,10 +105,10 @@ def _effect_in_pipeline(evidence: Evidence, pipeline: Pipeline) -> Effect:
     held = sum(unit.unsharded_bytes for unit in pipeline.units)
     two = sum(sorted(unit.unsharded_bytes for unit in pipeline.units)[-2:])
     return Effect(
-        sentence=f"Saves {format_ns(exposed)} a step at most, what is waited for the "
-        f"{pipeline.repeated_gathers_per_step} all-gathers beyond the first of each unit. The peak "
-        f"rises by {format_bytes(held - two)} to {format_bytes(held)}: two units are whole at once "
-        "already.",
+        sentence=f"Saves at most {format_ns(exposed)} a step, the waits for the "
+        f"{pipeline.repeated_gathers_per_step} all-gathers after the first of each unit. The peak "
+        f"rises by {format_bytes(held - two)} to {format_bytes(held)}, since two units are already "
+        "unsharded at once.",
         saved_low_ns=0,
         saved_high_ns=exposed,
         added_low_bytes=held - two,
@@ -135,20 +135,18 @@ def _across_nodes(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         "R7",
         tuple(unit.fqn for unit in units),
-        f"All-gathers of backward cross {links.num_nodes} nodes, exposed for {format_ns(exposed)} "
-        "a step: they need not leave the node.",
+        f"All-gathers of backward cross {links.num_nodes} nodes and are exposed for "
+        f"{format_ns(exposed)} a step.",
         _say_links(links),
         (
             f"Reshard after forward to the {size} ranks of a node: reshard_after_forward={size}. "
-            "See that it fits: out of memory was reported of it (pytorch#147179).",
+            "Check that the plan fits: out of memory was reported for it (pytorch#147179).",
         ),
         {"backward_gathers_ns": exposed},
         rows=_gather_rows(evidence, "backward"),
         effect=_effect_in_node(evidence, links, units),
-        assumptions=(
-            "A message inside a node takes as long as its bytes: its latency is not known.",
-        ),
-        snippet=f"fully_shard(block, mesh=mesh, reshard_after_forward={size})  # in each call",
+        assumptions=("The latency within a node is 0: the run does not show it.",),
+        snippet=f"fully_shard(block, mesh=mesh, reshard_after_forward={size})  # every call",
     )
 
 
@@ -158,27 +156,25 @@ def _resharded(evidence: Evidence) -> list[Unit]:
 
 
 def _say_links(links: NodeLinks) -> str:
-    across = f"Across nodes their bus carries {format_bytes_per_s(links.across_bytes_per_s)}"
+    across = f"Bus bandwidth across nodes: {format_bytes_per_s(links.across_bytes_per_s)}"
     if links.within_bytes_per_s is None:
-        return (
-            f"{across}; how much it carries inside a node was not recorded: no group lies in one."
-        )
+        return f"{across}. The bandwidth within a node is unknown: no collective ran within a node."
     return (
-        f"{across}, inside a node {format_bytes_per_s(links.within_bytes_per_s)} "
+        f"{across}; within a node: {format_bytes_per_s(links.within_bytes_per_s)} "
         f"({links.within_from})."
     )
 
 
 def _effect_in_node(evidence: Evidence, links: NodeLinks, units: list[Unit]) -> Effect:
-    """The waits of backward, less what the gathers take inside a node, up to all of them."""
+    """From the waits in backward minus the gather time within a node, to all these waits."""
     exposed, size = evidence.backward_gathers_ns, links.ranks_per_node
     gathered = sum(unit.unsharded_bytes for unit in units)
     added = sum(_kept_in_node(unit, links) for unit in units)
-    memory = f"The peak rises by {format_bytes(added)}: a share of 1/{size} stays of every unit."
+    memory = f"The peak rises by {format_bytes(added)}: each rank keeps 1/{size} of every unit."
     if links.within_bytes_per_s is None:
         return Effect(
-            sentence=f"Saves between nothing and {format_ns(exposed)} a step, as fast as a node is "
-            f"inside. {memory}",
+            sentence=f"Saves at most {format_ns(exposed)} a step, depending on the bandwidth "
+            f"within a node. {memory}",
             saved_low_ns=0,
             saved_high_ns=exposed,
             added_low_bytes=added,
@@ -189,8 +185,8 @@ def _effect_in_node(evidence: Evidence, links: NodeLinks, units: list[Unit]) -> 
     inside = round(gathered * factor / links.within_bytes_per_s * 1e9)
     low = max(exposed - inside, 0)
     return Effect(
-        sentence=f"Saves {format_ns(low)} to {format_ns(exposed)} a step: inside a node these "
-        f"all-gathers take {format_ns(inside)} a pass, exposed or not. {memory}",
+        sentence=f"Saves {format_ns(low)} to {format_ns(exposed)} a step: within a node these "
+        f"all-gathers take {format_ns(inside)} a pass. {memory}",
         saved_low_ns=low,
         saved_high_ns=exposed,
         added_low_bytes=added,
@@ -200,7 +196,7 @@ def _effect_in_node(evidence: Evidence, links: NodeLinks, units: list[Unit]) -> 
 
 
 def _kept_in_node(unit: Unit, links: NodeLinks) -> int:
-    """Bytes of the unit that a rank keeps from forward to backward, beside its own shard."""
+    """Bytes of the unit that a rank keeps from forward to backward, in addition to its shard."""
     in_node = unit.model_copy(update={"reshard_after_forward": links.ranks_per_node})
     return share_of(in_node, links.num_nodes * links.ranks_per_node).kept
 
@@ -216,22 +212,22 @@ def _unlimited_gathers(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         "R12",
         flight.fqns,
-        f"FSDP1 had {flight.most} all-gathers under way at once: its host runs ahead without a "
-        "limit, and allocates for all of them.",
+        f"FSDP1 had {flight.most} all-gathers in flight at once: its host runs ahead without a "
+        "limit and allocates memory for each one.",
         f"Rank {flight.rank}, step {flight.step}, {flight.phase}: {format_bytes(flight.bytes)} "
-        "were being gathered. The limiter lets two be under way.",
-        ("Leave limit_all_gathers at True, or move to fully_shard, which needs no limit.",),
+        "in flight. The limiter allows two all-gathers.",
+        ("Keep limit_all_gathers=True, or move to fully_shard, which needs no limit.",),
         {"gathers_in_flight": flight.most},
         rows=(_row_of_flight(flight),),
         effect=Effect(
-            sentence=f"Memory of all-gathers falls by up to {format_bytes(surplus)}. Time: none is "
-            "predicted, since retries of the allocator are not in a profiler's trace.",
+            sentence=f"All-gather memory falls by at most {format_bytes(surplus)}. No time is "
+            "predicted: profiler traces contain no allocation retries.",
             added_low_bytes=-surplus,
             added_high_bytes=0,
         ),
         assumptions=("FSDP1 allocates the output of an all-gather when the host issues it.",),
         snippet="FullyShardedDataParallel(module, limit_all_gathers=True, ...)",
-        verify="Profile and import again: fsdp-inspect advise NEW_RUN says it no more",
+        verify="Profile and import again: fsdp-inspect advise NEW_RUN no longer reports it",
     )
 
 
@@ -245,7 +241,7 @@ def _row_of_flight(flight: GathersInFlight) -> TraceRow:
         start_ns=flight.issue_ns,
         end_ns=flight.issue_ns,
         exposed_ns=0,
-        what=f"issued as the {flight.most}th that is not complete",
+        what=f"issued while {flight.most - 1} others were in flight",
     )
 
 
@@ -264,26 +260,26 @@ def _slowed_compute(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         "R23",
         tuple(dict.fromkeys(unit.fqn for unit in found.units if unit.slowdown is not None)),
-        f"Communication slows the compute beside it by {format_ratio(found.slowdown - 1)}: "
+        f"Communication slows compute by {format_ratio(found.slowdown - 1)}, "
         f"{format_ns(middle)} of the step.",
-        f"The same compute alone and beside communication, on rank {found.rank} in "
-        f"{found.num_steps} steps; single passes lie between {found.low:.2f} and {found.high:.2f} "
-        "times.",
+        f"The same compute was measured alone and next to communication, on rank {found.rank} in "
+        f"{found.num_steps} steps. The factor of single passes is {found.low:.2f} to "
+        f"{found.high:.2f}.",
         (
-            "On GPUs linked by NVLink let the process group own the buffers, so that copy engines "
-            "or the switch move the bytes: set_symm_mem_for_comm, or "
-            "set_allocate_memory_from_process_group_for_comm. Before a recorder attaches.",
+            "On GPUs with NVLink, let the process group own the buffers, so that copy engines or "
+            "the switch move the bytes. Call set_symm_mem_for_comm or "
+            "set_allocate_memory_from_process_group_for_comm before you attach a recorder.",
         ),
         {"slowdown": found.slowdown},
         effect=Effect(
-            sentence=f"Saves {format_ns(0)} to {format_ns(high)} a step: at most what the slowdown "
-            f"costs ({format_ns(low)} to {format_ns(high)} by the spread of the passes).",
+            sentence=f"Saves at most {format_ns(high)} a step, the cost of the slowdown "
+            f"({format_ns(low)} to {format_ns(high)} over single passes).",
             saved_low_ns=0,
             saved_high_ns=high,
         ),
         assumptions=(
-            "The ranks are linked by NVLink, and NCCL can use it so: neither is recorded.",
-            "Reductions may be sums only (set_force_sum_reduction_for_comms).",
+            "The ranks are linked by NVLink, and NCCL can use it in this way: neither is recorded.",
+            "All reductions may be sums (set_force_sum_reduction_for_comms).",
         ),
         snippet=(
             'os.environ["NCCL_CTA_POLICY"] = "2"  # before init_process_group\n'
@@ -291,14 +287,14 @@ def _slowed_compute(evidence: Evidence) -> Iterator[Finding]:
             "    if isinstance(module, FSDPModule):\n"
             '        module.set_symm_mem_for_comm("NCCL")'
         ),
-        verify="Record again: the slowdown stands on the page Units, and here",
+        verify="Record again: the page Units and this command show the slowdown",
     )
 
 
 def _paid_ns(found: Contention, slowdown: float | None) -> int:
-    """What a step's compute beside communication takes more than it would alone."""
-    beside = sum(unit.compute_ns * unit.beside_ratio for unit in found.units)
-    return round(beside * (1 - 1 / slowdown)) if slowdown and slowdown > 1 else 0
+    """The additional compute time of a step because of communication."""
+    overlapping_ns = sum(unit.compute_ns * unit.beside_ratio for unit in found.units)
+    return round(overlapping_ns * (1 - 1 / slowdown)) if slowdown and slowdown > 1 else 0
 
 
 # --- R33
@@ -311,32 +307,32 @@ def _after_optimizer(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         "R33",
         tuple(dict.fromkeys(gather.fqn for gather in wait.gathers)),
-        f"The first all-gather of a step waits {format_ns(wait.delay_ns)} for work that follows "
-        "the optimizer, though it needs none of it.",
-        f"On rank {wait.rank}, median of {len(wait.gathers)} steps, from the optimizer's end (or "
-        "the all-gather's issue, where that is later) to its copy-in.",
+        f"The first all-gather of a step waits {format_ns(wait.delay_ns)} for work after "
+        "the optimizer, but does not need its results.",
+        f"Rank {wait.rank}, median of {len(wait.gathers)} steps, from the optimizer's end (or "
+        "the all-gather's issue, if that is later) to its copy-in.",
         (
-            "Record an event behind optimizer.step() and let the all-gathers wait for that: "
-            "set_post_optim_event, anew in every step.",
+            "Record an event after optimizer.step(), and let the all-gathers wait for that event: "
+            "call set_post_optim_event in every step.",
         ),
         {"post_optimizer_wait_ns": wait.delay_ns},
         rows=_rows_of_optimizer(wait),
         effect=Effect(
             sentence=f"Saves {format_ns(wait.gain_low_ns)} to {format_ns(wait.gain_high_ns)} a "
-            f"step (median {format_ns(wait.gain_ns)}): it then runs beside that work, and the next "
-            "one with it where the host runs ahead.",
+            f"step (median {format_ns(wait.gain_ns)}). The all-gather then overlaps with that "
+            "work. If the host runs ahead, the next all-gather does too.",
             saved_low_ns=wait.gain_low_ns,
             saved_high_ns=wait.gain_high_ns,
             is_exposed=True,
         ),
-        assumptions=("Nothing behind the optimizer changes parameters that are gathered.",),
+        assumptions=("No work after the optimizer changes the gathered parameters.",),
         snippet=(
             "optimizer.step()\n"
             "event = torch.cuda.Event()\n"
             "event.record()\n"
-            "model.set_post_optim_event(event)  # the root; again in each step"
+            "model.set_post_optim_event(event)  # on the root, in each step"
         ),
-        verify="Record again: the first all-gather of a step begins behind the optimizer "
+        verify="Record again: the first all-gather of a step starts right after the optimizer "
         "(fsdp-inspect exposed NEW_RUN)",
     )
 
@@ -352,7 +348,7 @@ def _rows_of_optimizer(wait: OptimizerWait) -> tuple[TraceRow, ...]:
             start_ns=gather.start_ns,
             end_ns=gather.end_ns,
             exposed_ns=gather.exposed_ns,
-            what=f"began {format_ns(gather.delay_ns)} late, behind other work",
+            what=f"started {format_ns(gather.delay_ns)} late, after other work",
         )
         for gather in wait.gathers[:MOST_ROWS]
     )

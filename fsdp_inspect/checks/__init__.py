@@ -1,1 +1,1 @@
-"""The gate: what a change may cost in memory and time, and whether it does."""
+"""The gate: check a run against a baseline and limits of memory and time."""

@@ -1,8 +1,8 @@
-"""What was it before? A file that is kept with the code, made for review.
+"""Read and write baseline files, which are committed with the code.
 
-JSON, sorted; alike units are written together. It holds the numbers, what filled the peak by unit
-and category, and the settings of the run that it was made from, so that a later run can say what
-differs. Nothing in it names a folder, a machine or a time: two files of the same program are alike.
+The file is sorted JSON, and similar units share a row. It contains the numbers, the composition of
+the peak by unit and category, and the settings of its run. So a later check can name the
+differences. It contains no folder, machine or time: two files of one program are equal.
 """
 
 import json
@@ -56,7 +56,7 @@ _DROPPED_OF_UNITS = {
 _DROPPED_CONFIG = {"runs_dir", "name", "tag"}
 _INNERMOST = re.compile(r"([\[{])\n\s+([^\[\]{}]*?)\n\s*([\]}])")
 _LONGEST_TABLE = 140
-"""Characters of a table on one line; a longer one has a line for each of its entries."""
+"""Longest table in characters that stays on one line."""
 
 
 def _unfold(held: Any) -> Any:
@@ -68,11 +68,11 @@ def _fold(held: dict[str, dict[str, int]]) -> list[dict[str, Any]]:
 
 
 _ByUnit = Annotated[dict[str, dict[str, int]], BeforeValidator(_unfold), PlainSerializer(_fold)]
-"""Amounts by unit, then by name; in the file units that have the same are one row."""
+"""Amounts by unit, then by name. In the file, units with equal amounts share a row."""
 
 
 class MomentRecord(BaseModel):
-    """What filled memory at the highest moment of a phase, or after the step."""
+    """The composition of memory at the peak of a phase, or after the step."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -83,7 +83,7 @@ class MomentRecord(BaseModel):
 
     @property
     def moment(self) -> MemoryMoment:
-        """As a reading has it."""
+        """The moment in the form of a reading."""
         return MemoryMoment(self.bytes, self.unit, _flat(self.held))
 
 
@@ -94,27 +94,26 @@ class Baseline(BaseModel):
 
     schema_version: Literal[1] = 1
     run: dict[str, Any]
-    """The settings of the run, as `run.json` has them."""
+    """The settings of the run, as in `run.json`."""
     method: str
-    """Who counted the memory."""
+    """The method that counted the memory."""
     memory: dict[str, int]
     """Bytes by metric."""
     times: dict[str, list[int]] = Field(default_factory=dict)
-    """ns by metric, one number a run; empty: times are not gated."""
+    """ns by metric, one number per run; empty: times are not gated."""
     parts: dict[str, int] = Field(default_factory=dict)
-    """ns of the parts of a step, where times are gated: to say what takes longer."""
+    """ns of the parts of a step, if times are gated: they show which part takes longer."""
     waits: _ByUnit = Field(default_factory=dict)
-    """ns a step by unit, then collective and phase, that its collectives are waited for; with
-    `parts`."""
+    """Exposed ns a step by unit, then by collective and phase; present with `parts`."""
     run_delays: tuple[float, ...] = ()
-    """Of each run, the share of the time for which a training thread had no core; where times are
-    gated: other work on the machine is no change of the program."""
+    """For each run, the fraction of time in which a training thread had no core; present if times
+    are gated. It detects other work on the machine."""
     phase: str | None = None
-    """Where the peak was reached."""
+    """The phase of the peak."""
     moments: dict[str, MomentRecord] = Field(default_factory=dict)
     """By phase, and after the step."""
     limits: dict[str, str] = Field(default_factory=dict)
-    """What is allowed, by metric; written by hand, kept by an update."""
+    """Limits by metric; written by hand, and kept by an update."""
 
     @field_validator("run")
     @classmethod
@@ -125,7 +124,7 @@ class Baseline(BaseModel):
 
     @property
     def manifest(self) -> RunManifest:
-        """The settings of the run that it was made from."""
+        """The settings of the baseline's run."""
         units = [
             {**settings, "index": index, "fqn": fqn, "modules": fqn.split(", ")}
             for index, (fqn, settings) in enumerate(unfold(self.run.get("units", ())))
@@ -140,22 +139,22 @@ class Baseline(BaseModel):
 
     @property
     def waited(self) -> Held:
-        """`waits` as a reading has them."""
+        """`waits` in the form of a reading."""
         return _flat(self.waits)
 
     def parsed_limits(self) -> dict[str, GateLimit]:
-        """Its limits, by metric.
+        """The limits by metric.
 
         Raises:
-            CheckError: One of them is no limit.
+            CheckError: A limit is invalid.
         """
         return parse_limits(self.limits)
 
 
 def make_baseline(reading: GateMeasurements, *, limits: dict[str, str] | None = None) -> Baseline:
-    """The baseline that a reading amounts to.
+    """Make the baseline of a reading.
 
-    Times go in from `RUNS_FOR_A_TEST` repeats on: fewer prove nothing later.
+    Times require at least `RUNS_FOR_A_TEST` repeats, because fewer are not significant later.
     """
     times = {
         name: sorted(times)
@@ -180,7 +179,7 @@ def make_baseline(reading: GateMeasurements, *, limits: dict[str, str] | None = 
 
 
 def why_no_baseline(reading: GateMeasurements) -> str | None:
-    """Why a reading can be no baseline; None: it can."""
+    """Why a reading cannot be a baseline; None: it can."""
     if reading.problems:
         return reading.problems[0]
     if "peak_allocated_bytes" in reading.memory:
@@ -188,9 +187,9 @@ def why_no_baseline(reading: GateMeasurements) -> str | None:
     if any(len(times) >= RUNS_FOR_A_TEST for times in reading.times.values()):
         return None
     return (
-        "No memory was recorded in a step after warm-up, so there is nothing to keep. On CPU it is "
-        "counted in memory steps: run two steps or more, or pass memory_steps=[N] to the Recorder. "
-        f"Times are kept of {RUNS_FOR_A_TEST} runs or more."
+        "No memory is recorded in a step after warm-up. Expected a run with memory or at least "
+        f"{RUNS_FOR_A_TEST} timed runs. On CPU, memory comes from memory steps: run at least two "
+        "steps, or pass memory_steps=[N] to the Recorder."
     )
 
 
@@ -206,12 +205,12 @@ def _flat(nested: dict[str, dict[str, int]]) -> Held:
 
 
 def torch_release(manifest: RunManifest) -> str:
-    """The version without its local part: CPU and CUDA builds run the same code of FSDP."""
+    """The torch version without its local part: CPU and CUDA builds have the same FSDP code."""
     return manifest.versions.get("torch", "unknown").partition("+")[0]
 
 
 def _settings_of(manifest: RunManifest, *, is_timed: bool) -> dict[str, Any]:
-    """What decides memory; the device's name and an emulated network only beside times."""
+    """Settings that decide memory; with times also the device's name and the emulated network."""
     kept = manifest.model_dump(mode="json", include=_KEPT)
     kept["versions"] = {"torch": torch_release(manifest)}
     kept["device_name"] = manifest.device_name if is_timed else ""
@@ -232,7 +231,7 @@ def _without(table: dict[str, Any], names: set[str]) -> dict[str, Any]:
 
 
 def render_baseline(baseline: Baseline) -> str:
-    """The file's text: sorted, innermost lists and tables on one line, a newline at its end."""
+    """The file's text: sorted, with innermost lists and tables on one line."""
     plain = baseline.model_dump(mode="json")
     text = json.dumps(plain, indent=1, sort_keys=True, ensure_ascii=False)
     return _INNERMOST.sub(_on_one_line, text) + "\n"
@@ -247,19 +246,19 @@ def _on_one_line(found: re.Match[str]) -> str:
 def write_baseline(
     reading: GateMeasurements, path: Path, *, dry: bool = False
 ) -> tuple[Baseline, str]:
-    """Keep what a reading amounts to; limits that the file has stay.
+    """Write the baseline of a reading. Limits in an existing file are kept.
 
     Args:
-        reading: One that can be a baseline (`why_no_baseline`).
-        path: Of the file; its folders are made.
-        dry: Only tell what would become of it.
+        reading: A reading that can be a baseline (`why_no_baseline`).
+        path: The file. Missing folders are created.
+        dry: Only report the result, without writing.
 
     Returns:
-        The baseline, and what became of the file: `wrote`, `rewrote` or `unchanged`.
+        The baseline, and the result for the file: `wrote`, `rewrote` or `unchanged`.
 
     Raises:
-        CheckError: The file is there, and is no baseline.
-        OSError: It cannot be written.
+        CheckError: The existing file is not a baseline.
+        OSError: The file is not writable.
     """
     limits = read_baseline(path).limits if path.exists() else {}
     before = path.read_bytes() if path.exists() else None
@@ -276,25 +275,25 @@ def read_baseline(path: Path) -> Baseline:
     """Read a baseline file.
 
     Raises:
-        CheckError: There is none, or it is none.
+        CheckError: The file is missing or is not a baseline.
     """
     try:
         baseline = Baseline.model_validate_json(path.read_text(encoding="utf-8"))
         _ = baseline.manifest
     except FileNotFoundError as error:
         raise CheckError(
-            f"There is no baseline at {str(path)!r}. Expected a file that --update has written. "
-            "Run the same check with --update once, on the code as it should be, and commit it."
+            f"Baseline not found at {str(path)!r}. Expected a file that --update wrote. "
+            "Run the same check with --update once on correct code, and commit the file."
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise CheckError(
-            f"The baseline {str(path)!r} cannot be read: {error}. Expected JSON. Write it again "
+            f"Cannot read the baseline {str(path)!r}: {error}. Expected JSON. Write it again "
             "with --update."
         ) from error
     except ValidationError as error:
         raise CheckError(
-            f"{str(path)!r} is no baseline of this version: {describe_validation_error(error)} "
-            "Move it away, and write it again with --update; limits that were written into it by "
-            "hand are lost otherwise."
+            f"Invalid baseline {str(path)!r}: {describe_validation_error(error)} "
+            "Copy its hand-written limits, remove the file, and write it again with --update: "
+            "otherwise these limits are lost."
         ) from error
     return baseline

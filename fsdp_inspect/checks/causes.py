@@ -1,8 +1,8 @@
-"""What most likely made memory or time grow? Differences of the observed plan, then of the numbers.
+"""Find the likely causes of more memory or time: differences of the observed plan, then of numbers.
 
-A plan that differs though nobody changed its settings is the first suspect: it is what the code
-really did with `fully_shard`. Only what can have done it is named: a unit that keeps less unsharded
-is no reason for memory, and one that keeps more is none for time.
+A difference of the observed plan is the first suspect, since the plan shows the effect of the
+code's `fully_shard` calls. Only possible causes are named: a unit that keeps less unsharded does
+not add memory, and a unit that keeps more does not add time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,19 +16,19 @@ from fsdp_inspect.trace.run import RunManifest, Unit
 
 _PLAN_OF_THE_WHOLE = ("forward_prefetch", "backward_prefetch", "checkpointing", "accumulation")
 _KEEPS = (
-    "something keeps {what} of {where}: look for tensors that outlive their use (a list, a hook, "
+    "{what} of {where} stay allocated: look for tensors that outlive their use (a list, a hook, "
     "an attribute, a graph that is not freed)"
 )
 _BY_CATEGORY = {
     "activation": _KEEPS.format(what="activations", where="{where}"),
     "temporary": _KEEPS.format(what="temporaries", where="{where}"),
-    "optimizer_state": "the optimizer keeps {ratio} as much for each parameter of {where}: "
+    "optimizer_state": "the optimizer state of {where} is {ratio} as large per parameter: "
     "another optimizer, or another dtype of its state",
     "sharded_gradient": "gradients of {where} stay allocated: zero_grad(set_to_none=True) frees "
     "them",
-    "sharded_parameter": "the parameters of {where} take {ratio} as much: more of them, or "
+    "sharded_parameter": "the parameters of {where} are {ratio} as large: more parameters, or "
     "another dtype",
-    "input": "the batch is larger, or an earlier one is still referenced",
+    "input": "the batch is larger, or an earlier batch is still referenced",
 }
 
 
@@ -40,14 +40,14 @@ def find_causes(
     of_memory: bool,
     of_time: bool,
 ) -> Iterator[str]:
-    """The likeliest causes, one sentence each, best evidence first.
+    """The likely causes, one sentence each, best evidence first.
 
     Args:
         before: The settings of the baseline.
-        after: Those of the run.
-        growth: What grew in memory, largest first.
-        of_memory: Whether memory grew beyond its limit.
-        of_time: Whether a time did.
+        after: The settings of the run.
+        growth: Increases of memory, largest first.
+        of_memory: Whether memory exceeds its limit.
+        of_time: Whether a time exceeds its limit.
     """
     was = {unit.fqn: unit for unit in before.units}
     shared = [unit for unit in after.units if unit.fqn in was]
@@ -68,7 +68,7 @@ def _regrouped(before: Sequence[Unit], after: Sequence[Unit]) -> Iterator[str]:
     known, now = {unit.fqn for unit in before}, {unit.fqn for unit in after}
     gone = [unit for unit in before if unit.fqn not in now]
     if not gone or len(before) == len(after):
-        return  # renamed at most
+        return  # at most renamed
     larger = [
         (unit, old)
         for unit in after
@@ -78,18 +78,18 @@ def _regrouped(before: Sequence[Unit], after: Sequence[Unit]) -> Iterator[str]:
     names = abbreviate_units([format_unit(unit.fqn) for unit in gone])
     for unit, old in larger:
         yield (
-            f"`{names}` {'is no unit' if len(gone) == 1 else 'are no units'} any more; "
+            f"`{names}` {'is no longer a unit' if len(gone) == 1 else 'are no longer units'}, and "
             f"`{format_unit(unit.fqn)}` holds {'its' if len(gone) == 1 else 'their'} parameters: "
             f"it unshards {format_bytes(unit.unsharded_bytes)} instead of "
             f"{format_bytes(old.unsharded_bytes)}"
         )
     if not larger:
         new = [format_unit(unit.fqn) for unit in after if unit.fqn not in known]
-        yield f"the units are others: `{names}` became `{abbreviate_units(new) or 'none'}`"
+        yield f"the units changed: `{names}` became `{abbreviate_units(new) or 'none'}`"
 
 
 def _kept_longer(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[str]:
-    """Units that keep more between forward and backward than they did."""
+    """Units that keep more between forward and backward than in the baseline."""
     for now, units in _resharding(was, shared, keeps_more=True).items():
         names = abbreviate_units([format_unit(unit.fqn) for unit in units])
         number, noun = len(units), "block" if len(units) == 1 else "blocks"
@@ -101,13 +101,13 @@ def _kept_longer(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[str]:
             )
         else:
             yield (
-                f"`{names}` now reshard_after_forward={now}: {number} {noun} sharded over {now} "
-                "ranks only, between forward and backward"
+                f"`{names}` now reshard_after_forward={now}: {number} {noun} sharded over only "
+                f"{now} ranks between forward and backward"
             )
 
 
 def _gathered_again(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[str]:
-    """Units that backward has to gather more of than it did."""
+    """Units of which backward gathers more than in the baseline."""
     for now, units in _resharding(was, shared, keeps_more=False).items():
         names = abbreviate_units([format_unit(unit.fqn) for unit in units])
         held = format_bytes(sum(unit.unsharded_bytes for unit in units))
@@ -120,7 +120,7 @@ def _gathered_again(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[st
 def _resharding(
     was: dict[str, Unit], shared: Sequence[Unit], *, keeps_more: bool
 ) -> dict[bool | int, list[Unit]]:
-    """The units that keep more after forward (or less) than they did, by what they do now."""
+    """The units that keep more (or less) after forward than before, by their new setting."""
     changed: dict[bool | int, list[Unit]] = {}
     for unit in shared:
         old, now = was[unit.fqn].reshard_after_forward, unit.reshard_after_forward
@@ -132,14 +132,14 @@ def _resharding(
 
 
 def _kept(reshard_after_forward: bool | int) -> float:
-    """The share of a unit that stays after forward, for comparing: none, a part, all of it."""
+    """The fraction of a unit that stays after forward: none, a part, or all of it."""
     if isinstance(reshard_after_forward, bool):
         return 0.0 if reshard_after_forward else 1.0
     return 1 / reshard_after_forward
 
 
 def _dtypes(was: dict[str, Unit], shared: Sequence[Unit], *, of_time: bool) -> Iterator[str]:
-    """Other dtypes; narrower ones can only be a reason for time."""
+    """Changed dtypes; a narrower dtype can only explain time."""
     for name, what in (("param_dtype", "all-gathers"), ("reduce_dtype", "gradient reduction")):
         changed: dict[tuple[str, str], list[str]] = {}
         for unit in shared:
@@ -158,7 +158,7 @@ def _whole_plan(before: RunManifest, after: RunManifest) -> Iterator[str]:
 
 
 def _sizes(before: RunManifest, after: RunManifest) -> Iterator[str]:
-    """Settings that say how much is computed, and the size of the model itself."""
+    """Settings that decide how much is computed, and the size of the model."""
     for difference in compare_settings([before, after]):
         old, new = difference.values
         is_size = difference.group == "config" and decides_shape(difference.name)
@@ -177,7 +177,7 @@ def _from_numbers(growth: Sequence[Increase]) -> Iterator[str]:
     for one in growth[:2]:
         words = _BY_CATEGORY.get(one.category)
         if words is not None:
-            ratio = f"{one.after / one.before:.3g} times" if one.before else "anew"
+            ratio = f"{one.after / one.before:.3g} times" if one.before else "newly"
             yield words.format(where=one.where, ratio=ratio)
         elif one.category in ("all_gather_buffer", "unsharded_parameter"):
-            yield f"more of {one.where} is unsharded at once: another gather is in flight"
+            yield f"more of {one.where} is unsharded at once: another all-gather is in flight"

@@ -1,9 +1,9 @@
-"""Does a run hold what it did before? Each gated metric is judged, then all of them together.
+"""Check a run against its baseline and budget: judge each gated metric, then all together.
 
-Memory that is counted storage by storage is deterministic where the other ranks are emulated or
-forecast: it is compared to the byte, unless a limit says otherwise. What an allocator counts, and
-what gloo's threads hold of several real ranks, varies a little from run to run. Times are judged as
-`comparison.noise` says: what cannot be told from the noise of processes is no pass.
+The storage tracker's memory is deterministic if the other ranks are emulated or forecast. It is
+compared to the byte, unless a limit is set. An allocator's counts vary slightly from run to run.
+The memory that gloo's threads hold with several real ranks varies too. Times are judged as in
+`comparison.noise`. A difference that is not significant does not pass the gate.
 """
 
 import json
@@ -34,31 +34,31 @@ from fsdp_inspect.trace.plan import DECIDED_BY_PLAN
 from fsdp_inspect.trace.run import RunManifest
 
 SIGNIFICANCE = 0.01
-"""What stops a merge is told more surely than what a comparison names: five runs against five must
-not overlap."""
+"""Stricter than in a comparison, since the gate stops a merge: with five runs a side, the two sides
+must not overlap."""
 MOST_RUN_DELAY = 0.05
-"""Sides whose training threads were without a core for so different shares of the time are not
-compared: other programs had it."""
+"""The largest difference of run delay between comparable sides. Above it, other programs took the
+cores of one side."""
 EXACT_METHOD = "storage_tracker"
 DEFAULT_LIMITS = {
     "peak_allocated_bytes": GateLimit("+1%", beyond_ratio=0.01),
     "peak_reserved_bytes": GateLimit("+2%", beyond_ratio=0.02),
     "resting_bytes": GateLimit("+1%", beyond_ratio=0.01),
 }
-"""What an allocator's counts may rise where no limit is written."""
+"""Default limits for counts of an allocator."""
 EXACT = GateLimit("to the byte", beyond=0)
 REAL_RANKS = GateLimit("+10%", beyond_ratio=0.10)
-"""For real ranks on CPU: gloo's threads free what they send when they come to run. Peaks of eight
-runs of one program were up to 4.2 % apart."""
+"""Limit for real ranks on CPU: gloo's threads free sent buffers at varying moments. Peaks of eight
+runs of one program differed by up to 4.2%."""
 ALWAYS = tuple(name for name in MEMORY_METRICS if name != "step_adds_bytes")
-"""Metrics of memory that are gated wherever the baseline has them; what a step adds rises, too,
-where what rests falls."""
+"""Memory metrics that are gated if the baseline has them. `step_adds_bytes` is not one of them: it
+also rises when resting memory falls."""
 DECLARED = tuple(name for name in DECIDED_BY_PLAN if name != "mesh")
-"""Settings of a run's configuration that declare its plan; the mesh is compared as it ran."""
+"""Settings of a run's configuration that declare its plan. The mesh is compared as observed."""
 
 
 class CheckOutcome(StrEnum):
-    """What became of a metric, or of all."""
+    """The outcome of a metric, or of the whole check."""
 
     HOLDS = "holds"
     REGRESSION = "regression"
@@ -75,19 +75,19 @@ class MetricCheck:
     name: str
     outcome: CheckOutcome
     before: int | None
-    """The baseline's, bytes or ns (median of its runs); None without one."""
+    """The baseline's value, bytes or ns (median of its runs); None without a baseline."""
     after: int | None
-    """The run's; median of several."""
+    """The run's value; the median of several runs."""
     allowed: int | None
-    """The most that it may be; None where noise decides alone."""
+    """The highest allowed value; None if only the noise decides."""
     limit: str
-    """As it was written, or the default."""
+    """The written limit, or the default."""
     reason: str
-    """Why, in a sentence; empty where it simply holds."""
+    """The reason in one sentence; empty if the metric simply passes."""
 
     @property
     def change(self) -> int | None:
-        """After less before."""
+        """After minus before."""
         return None if self.before is None or self.after is None else self.after - self.before
 
 
@@ -97,32 +97,32 @@ class CheckResult(Result):
 
     outcome: CheckOutcome
     exit_code: int
-    """0 holds, 1 a regression, 2 cannot be judged."""
+    """0 passes, 1 regression, 2 cannot be judged."""
     name: str
     run_ids: tuple[str, ...]
     source: str
     """`recorded`, `emulated`, `imported` or `predicted`."""
     method: str
-    """Who counted the memory."""
+    """The method that counted the memory."""
     metrics: tuple[MetricCheck, ...]
     growth: tuple[Increase, ...]
-    """What grew at the peak, by category and units, largest first; of a regression of memory."""
+    """Increases at the peak by category and units, largest first; for a regression of memory."""
     longer: tuple[Increase, ...]
-    """What takes longer where a time rose: parts of the step, then waits by collective, phase and
-    units, each longest first; in ns."""
+    """Increases of time, ns: parts of the step, then waits by collective, phase and units, each
+    longest first."""
     phase: str | None
-    """The phase whose highest moment grew (`resting`: what the step leaves), and of a run that
-    holds the phase of its peak; None: composition was not recorded."""
+    """The phase whose peak increased (`resting`: after the step). If the run passes, the phase of
+    its peak. None: the composition was not recorded."""
     unit: str | None
-    """Position of that moment: the innermost unit on the host's stack."""
+    """Position of that peak: the innermost unit on the host's stack."""
     causes: tuple[str, ...]
-    """What most likely made it grow, best evidence first."""
+    """Likely causes of the increase, best evidence first."""
     settings: tuple[SettingDifference, ...]
-    """In which settings the run differs from the baseline's."""
+    """Settings in which the run differs from the baseline."""
     reasons: tuple[str, ...]
-    """Why it cannot be judged, each with what to do; empty if it can."""
+    """Why the run cannot be judged, each with a remedy; empty if it can be."""
     improved: tuple[str, ...]
-    """Metrics that are lower than before, beyond noise."""
+    """Metrics that decreased significantly."""
 
 
 def check_run(
@@ -130,15 +130,15 @@ def check_run(
     baseline: Baseline | None,
     budget: Mapping[str, GateLimit] | None = None,
 ) -> CheckResult:
-    """Hold a run against its baseline, a budget, or both.
+    """Check a run against its baseline, a budget, or both.
 
     Args:
-        reading: What the run, or its repeats, took.
-        baseline: What it took before.
-        budget: Limits by metric; they go over the baseline's own.
+        reading: The measurements of the run, or of its repeats.
+        baseline: The baseline.
+        budget: Limits by metric. They override the baseline's own limits.
 
     Raises:
-        CheckError: The baseline's limits cannot be read.
+        CheckError: A limit of the baseline is invalid.
     """
     limits = {**(baseline.parsed_limits() if baseline else {}), **(budget or {})}
     before = baseline.manifest if baseline else None
@@ -148,8 +148,8 @@ def check_run(
     reasons += [one.reason for one in metrics if one.outcome is CheckOutcome.UNTOLD]
     if not metrics and not reasons:
         reasons.append(
-            "Nothing is gated: neither baseline nor budget has a metric that the run knows. Write "
-            "a baseline with --update from a run that recorded memory."
+            "Nothing is gated: neither the baseline nor the budget has a metric of the run. "
+            "Expected at least one. Write a baseline with --update from a run that recorded memory."
         )
     outcome = _altogether(metrics, reasons)
     failed = [one.name for one in metrics if one.outcome is CheckOutcome.REGRESSION]
@@ -184,7 +184,7 @@ def check_run(
 
 
 def _phase_to_explain(reading: GateMeasurements, failed: Sequence[str]) -> str | None:
-    """Of the first metric that failed; several are mostly one growth seen in several phases."""
+    """The phase of the first failed metric; several failures are mostly one increase."""
     for name in failed:
         if name == "resting_bytes":
             return RESTING
@@ -199,7 +199,7 @@ def _phase_to_explain(reading: GateMeasurements, failed: Sequence[str]) -> str |
 def _grown(
     reading: GateMeasurements, baseline: Baseline | None, phase: str | None
 ) -> tuple[Increase, ...]:
-    """What grew at the same moment of the step."""
+    """Increases at the same moment of the step."""
     if baseline is None or phase not in baseline.moments or phase not in reading.moments:
         return ()
     return find_increases(baseline.moments[phase].moment.held, reading.moments[phase].held)
@@ -208,7 +208,7 @@ def _grown(
 def _longer(
     reading: GateMeasurements, baseline: Baseline | None, failed: Sequence[str]
 ) -> tuple[Increase, ...]:
-    """What takes longer; of a rise of exposed communication alone only the waits."""
+    """Parts of the step that take longer; if only exposed communication increased, only waits."""
     if baseline is None or not failed:
         return ()
     is_of_step = "step_time_ns" in failed
@@ -221,7 +221,7 @@ def _longer(
 
 
 def _altogether(metrics: Sequence[MetricCheck], reasons: Sequence[str]) -> CheckOutcome:
-    """A regression is one whatever else cannot be told."""
+    """A regression overrides metrics that cannot be judged."""
     if any(one.outcome is CheckOutcome.REGRESSION for one in metrics):
         return CheckOutcome.REGRESSION
     return CheckOutcome.UNTOLD if reasons else CheckOutcome.HOLDS
@@ -233,30 +233,30 @@ def _is_improved(one: MetricCheck) -> bool:
     return one.name not in TIME_METRICS or one.reason != ""  # a change beyond noise
 
 
-# --- what has to be the same
+# --- required equality of settings
 
 
 def _other_keys(baseline: Baseline | None, reading: GateMeasurements) -> Iterator[str]:
-    """Why the baseline is of something else; each a sentence with what to do."""
+    """Why the baseline does not match the run, one sentence each with a remedy."""
     if baseline is None:
         return
     before = baseline.manifest
     after = _comparable(reading.manifest, before)
-    remedy = "Write a baseline for it with --update, or run the check as the baseline was made."
+    remedy = "Write a new baseline with --update, or run the check as for the baseline."
     pairs = {name: (value_of(before), value_of(after)) for name, value_of in _KEYS.items()}
     if baseline.method and reading.method:
-        pairs["memory counted by the"] = (baseline.method, reading.method)
+        pairs["memory counter"] = (baseline.method, reading.method)
     if before.world_size != after.world_size:
         del pairs["mesh"]  # follows from it
     for name, (was, now) in pairs.items():
         if was != now:
-            yield f"The baseline is of {name} {was}, and the run of {now}: no comparison. {remedy}"
+            yield f"The baseline has {name} {was}, and the run has {now}: no comparison. {remedy}"
     for name in DECLARED:
         if name in before.config and name in after.config:
             was, now = before.config[name], after.config[name]
             if was != now:
                 yield (
-                    f"The plan was changed on purpose: {name} is {now!r} in the run's "
+                    f"The declared plan changed: {name} is {now!r} in the run's "
                     f"configuration and {was!r} in the baseline's. {remedy}"
                 )
 
@@ -272,7 +272,7 @@ _KEYS: Mapping[str, Callable[[RunManifest], str]] = {
 
 
 def _comparable(manifest: RunManifest, before: RunManifest) -> RunManifest:
-    """Without what the baseline does not keep: the device's name and network only beside times."""
+    """The manifest without settings that the baseline does not contain."""
     kept: dict[str, Any] = {
         "versions": {"torch": torch_release(manifest)},
         "device_name": manifest.device_name if before.device_name else "",
@@ -301,10 +301,10 @@ def _judge_all(
 
 
 def _has_no_peak(name: str, reading: GateMeasurements) -> bool:
-    """Whether it is the peak of a phase in which nothing was allocated or freed.
+    """Whether the metric is the peak of a phase in which nothing was allocated or freed.
 
-    That phase is as high as its neighbours, and whether a thread of gloo frees a buffer in it or
-    later is chance.
+    Such a phase is as high as its neighbours. A thread of gloo may free a buffer in it or later, by
+    chance.
     """
     is_of_phase = name in {f"peak_{phase}_bytes" for phase in PHASES}
     return is_of_phase and bool(reading.moments) and name not in reading.memory
@@ -320,11 +320,11 @@ def _judge_memory(
         what = (
             "the run did not record it in a step after warm-up"
             if after is None
-            else "the baseline does not have it"
+            else "the baseline does not contain it"
         )
         reason = (
-            f"{name} cannot be judged: {what}. Record memory (memory_steps on CPU), or leave it "
-            "out of the limits."
+            f"{name} cannot be judged: {what}. Record memory (memory_steps on CPU), or remove it "
+            "from the limits."
         )
         return MetricCheck(name, CheckOutcome.UNTOLD, before, after, allowed, limit.text, reason)
     outcome = CheckOutcome.REGRESSION if after > allowed else CheckOutcome.HOLDS
@@ -358,7 +358,7 @@ def _judge_time(
     allowed = limit.allowed(before) if limit else None
     if after is None or ((limit is None or limit.absolute is None) and before is None):
         what = "run" if after is None else "baseline"
-        reason = f"{name} cannot be judged: the {what} has no timed steps. Record some."
+        reason = f"{name} cannot be judged: the {what} has no timed steps. Record timed steps."
         return MetricCheck(name, CheckOutcome.UNTOLD, before, after, allowed, text, reason)
     if limit is not None and limit.absolute is not None:
         outcome, reason = _judge_absolute(name, second, after, limit.absolute)
@@ -379,13 +379,13 @@ def _judge_time(
 def _hindrance(
     name: str, outcome: CheckOutcome, before: Sequence[float], after: Sequence[float]
 ) -> str | None:
-    """Why other work on the machine may have made an outcome; None: it has not.
+    """Why other work on the machine may explain an outcome; None: it does not.
 
     Args:
-        name: Of the metric.
-        outcome: As the times alone say.
-        before: Run delays of the baseline's runs; empty: not known, or held against a constant.
-        after: Of the runs.
+        name: The metric.
+        outcome: The outcome by the times alone.
+        before: Run delays of the baseline's runs; empty: unknown, or the limit is absolute.
+        after: Run delays of the runs.
     """
     if not after or outcome is CheckOutcome.UNTOLD:
         return None
@@ -393,18 +393,18 @@ def _hindrance(
     is_slower = outcome is CheckOutcome.REGRESSION
     if abs(now - was) <= MOST_RUN_DELAY or (now > was) is not is_slower:
         return None
-    told = f"a training thread was ready and had no core for {now:.0%} of the time"
-    against = f" ({was:.0%} in the baseline's runs)" if before else ""
+    delay = f"a training thread was ready but had no core for {now:.0%} of the time"
+    in_baseline = f" ({was:.0%} in the baseline's runs)" if before else ""
     remedy = (
-        "Free the machine of other work, or give each rank cores of its own, and record again."
+        "Stop other work on the machine, or give each rank its own cores, and record again."
         if is_slower
-        else "Write the baseline's times anew with --update, on a machine as free as this one."
+        else "Write the baseline's times again with --update, on a machine as free as this one."
     )
-    return f"{name} cannot be judged: {told}{against}. {remedy}"
+    return f"{name} cannot be judged: {delay}{in_baseline}. {remedy}"
 
 
 def _room(allowed: int | None, before: int | None, after: int) -> float:
-    """The rise that a limit allows, as a share of what was before; of nothing none, or any."""
+    """The increase that a limit allows, as a fraction of the value before."""
     if allowed is None:
         return 0.0
     if not before:
@@ -415,23 +415,23 @@ def _room(allowed: int | None, before: int | None, after: int) -> float:
 def _judge_absolute(
     name: str, times: Sequence[int], after: int, allowed: int
 ) -> tuple[CheckOutcome, str]:
-    """Few runs may miss a limit, or keep it, by chance where it is near."""
+    """With few runs, a value near its limit may be above or below it by chance."""
     is_few = len(times) < RUNS_FOR_A_TEST
     if is_few and abs(after - allowed) < PROCESS_NOISE_RATIO * allowed:
         return CheckOutcome.UNTOLD, (
-            f"{name} is within {PROCESS_NOISE_RATIO:.0%} of its limit, which {len(times)} of "
-            f"{RUNS_FOR_A_TEST} runs cannot tell from process noise. {_more(len(times))}"
+            f"{name} is within {PROCESS_NOISE_RATIO:.0%} of its limit. With {len(times)} of "
+            f"{RUNS_FOR_A_TEST} runs this is not significant. {_more(len(times))}"
         )
     return (CheckOutcome.REGRESSION if after > allowed else CheckOutcome.HOLDS), ""
 
 
 def _judge_change(name: str, judgement: Judgement, room: float) -> tuple[CheckOutcome, str]:
-    """A rise is what counts: that it may as well have fallen leaves nothing open.
+    """Judge a change. Only an increase counts; a possible decrease needs no further runs.
 
     Args:
-        name: Of the metric.
-        judgement: Of its change.
-        room: The rise that is allowed, as a share.
+        name: The metric.
+        judgement: The judgement of its change.
+        room: The allowed increase, as a fraction.
     """
     change = math.inf if judgement.change is None else judgement.change
     amount = "from nothing" if judgement.change is None else f"by {change:+.1%}"
@@ -442,14 +442,14 @@ def _judge_change(name: str, judgement: Judgement, room: float) -> tuple[CheckOu
     if judgement.telling is Telling.SAME or is_bounded:
         return CheckOutcome.HOLDS, ""
     lacking = max(judgement.more_runs)
-    told = f"{name} changed {amount}, which cannot be told from process noise"
-    return CheckOutcome.UNTOLD, f"{told}. {_more(RUNS_FOR_A_TEST - lacking)}"
+    sentence = f"{name} changed {amount}, which is not significant"
+    return CheckOutcome.UNTOLD, f"{sentence}. {_more(RUNS_FOR_A_TEST - lacking)}"
 
 
 def _more(num_runs: int) -> str:
     if num_runs < RUNS_FOR_A_TEST:
         return (
-            f"Give {RUNS_FOR_A_TEST} runs or more: check RUN RUN ..., or --record 'COMMAND' "
+            f"Pass at least {RUNS_FOR_A_TEST} runs: check RUN RUN ..., or --record 'COMMAND' "
             f"--repeat {RUNS_FOR_A_TEST}."
         )
-    return "Record more runs, or on a quieter machine."
+    return "Record more runs, or use a quieter machine."

@@ -1,8 +1,8 @@
-"""What grew: which category of memory, or which part of the step, in which units, by how much?
+"""Find increases of memory by category and unit, and of time by part of the step and wait.
 
-Two moments are compared unit by unit and category by category; two steps part by part, and wait by
-wait. What grew is named until it accounts for nearly all that grew; alike units (`layers.0`,
-`layers.1`) are named together.
+Two moments are compared by unit and category, and two steps by part and wait. The largest increases
+are named until they cover nearly all of the total. Similar units (`layers.0`, `layers.1`) are named
+together.
 """
 
 import re
@@ -14,44 +14,44 @@ from fsdp_inspect.checks.unit_rows import in_words_and_numbers
 
 _NEARLY_ALL = 0.95
 _LEAST_SHARE = 0.05
-"""Of all that grew; less is named only if nothing else is left."""
+"""Smaller fractions of the total increase are named only if nothing else is."""
 _BESIDE_THE_LONGEST = 0.25
-"""Times vary: of what takes longer only that is named which grew by this share of the most."""
+"""Times vary. An increase of time is named from this fraction of the largest increase."""
 _EXPOSED = "exposed_"
-"""How the parts of a step that are waits begin."""
+"""Prefix of the parts of a step that are waits."""
 _NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class Increase:
-    """One category of memory that grew in some units, or one part of the step that takes longer."""
+    """One category of memory that increased in some units, or one part of the step."""
 
     category: str
-    """`activation`; of times a part of the step (`exposed_all_gather`), or what is waited for and
-    where (`all_gather in backward`)."""
+    """A category (`activation`), a part of the step (`exposed_all_gather`), or a wait with its
+    phase (`all_gather in backward`)."""
     units: tuple[str, ...]
-    """Those that grew, by name; none for a part of the step."""
+    """Names of the units with the increase; empty for a part of the step."""
     before: int
-    """Bytes at the moment, or ns a step, of these units together."""
+    """Bytes at the moment, or ns a step, summed over these units."""
     after: int
 
     @property
     def increase(self) -> int:
-        """By how much, bytes or ns."""
+        """The increase, bytes or ns."""
         return self.after - self.before
 
     @property
     def where(self) -> str:
-        """The units in short: `layers.*` for several whose names differ in a number."""
+        """The units in short form: `layers.*` for several whose names differ in a number."""
         return abbreviate_units(self.units)
 
 
 def find_increases(before: Held, after: Held) -> tuple[Increase, ...]:
-    """What grew between two moments, largest first.
+    """Increases between two moments, largest first.
 
     Args:
         before: Bytes by unit and category at the baseline's moment.
-        after: At the run's.
+        after: Bytes by unit and category at the run's moment.
     """
     grown = [
         _grown(category, units, before, after)
@@ -67,13 +67,13 @@ def find_longer(
     waits_before: Held,
     waits_after: Held,
 ) -> tuple[Increase, ...]:
-    """What of a step takes longer: its parts, then the waits inside of them, each longest first.
+    """Increases of a step's parts, then of the waits in them, each longest first.
 
     Args:
-        parts_before: ns by part of the step, in the baseline; empty: only waits are in question.
-        parts_after: In the run.
-        waits_before: ns a step by unit and what is waited for, in the baseline.
-        waits_after: In the run.
+        parts_before: ns by part of the step, in the baseline; empty: compare only waits.
+        parts_after: The same in the run.
+        waits_before: ns a step by unit and wait, in the baseline.
+        waits_after: The same in the run.
     """
     parts = [
         Increase(name, (), parts_before.get(name, 0), amount)
@@ -94,7 +94,7 @@ def find_longer(
 
 
 def _rises(before: Held, after: Held) -> dict[str, list[str]]:
-    """The units in which each category rose."""
+    """The units in which each category increased."""
     rises: dict[str, list[str]] = {}
     for unit, category in dict.fromkeys([*after, *before]):
         if after.get((unit, category), 0) > before.get((unit, category), 0):
@@ -112,7 +112,7 @@ def _grown(category: str, units: Sequence[str], before: Held, after: Held) -> In
 
 
 def _is_net(category: str, before: Held, after: Held) -> bool:
-    """Whether a category grew altogether, and did not only move from unit to unit."""
+    """Whether a category increased in total, and did not only move between units."""
     return _total(category, after) > _total(category, before)
 
 
@@ -138,7 +138,7 @@ def _beside_the_longest(longer: Sequence[Increase]) -> list[Increase]:
 
 
 def abbreviate_units(units: Sequence[str]) -> str:
-    """`layers.3`; `layers.*` for three or more that differ in a number; else the names."""
+    """`layers.3`; `layers.*` for at least three that differ in a number; else the names."""
     patterns = list(dict.fromkeys(_NUMBER.sub("*", unit) for unit in units))
     if len(units) > 2 and len(patterns) < len(units):
         return ", ".join(patterns)

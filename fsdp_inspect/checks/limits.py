@@ -1,4 +1,4 @@
-"""How much is allowed? `38 GiB`, `420 ms`: an absolute limit; `+2%`, `+1 MiB`: beyond the baseline.
+"""Parse limits of the gate: absolute (`38 GiB`, `420 ms`) or relative (`+2%`, `+1 MiB`).
 
 A budget is a TOML file:
 
@@ -7,7 +7,7 @@ A budget is a TOML file:
     step_time_ns = "+5%"
     "category.activation" = "+256 MiB"
 
-A baseline may hold such limits too; the budget's go over them.
+A baseline may contain such limits too. The budget's limits override them.
 """
 
 import tomllib
@@ -21,7 +21,7 @@ from fsdp_inspect.quantities import parse_bytes, parse_time_ns
 from fsdp_inspect.trace.codes import MemoryCategory
 
 PHASES = ("forward", "backward", "optimizer")
-"""Whose peaks are gated each: what grows below the peak of the step is seen, too."""
+"""Phases with a gated peak each, so that increases below the peak of the step are found too."""
 MEMORY_METRICS = (
     "peak_allocated_bytes",
     "peak_reserved_bytes",
@@ -31,25 +31,25 @@ MEMORY_METRICS = (
 )
 TIME_METRICS = ("step_time_ns", "exposed_ns")
 CATEGORY_METRICS = tuple(f"category.{category.label}" for category in MemoryCategory)
-"""What a category holds at the peak."""
+"""The memory of each category at the peak."""
 METRICS = (*MEMORY_METRICS, *TIME_METRICS, *CATEGORY_METRICS)
 
 
 @dataclass(frozen=True, slots=True)
 class GateLimit:
-    """What a metric may be at most."""
+    """The highest allowed value of a metric."""
 
     text: str
-    """As a person wrote it."""
+    """The limit as written."""
     absolute: int | None = None
     """Bytes or ns."""
     beyond: int | None = None
-    """Bytes or ns more than the baseline."""
+    """Allowed increase over the baseline, bytes or ns."""
     beyond_ratio: float | None = None
-    """Share of the baseline more than it."""
+    """Allowed increase as a fraction of the baseline."""
 
     def allowed(self, baseline: int | None) -> int | None:
-        """The most that is allowed; None: it needs a baseline, and there is none."""
+        """The highest allowed value; None: the limit requires a baseline, and there is none."""
         if self.absolute is not None:
             return self.absolute
         if baseline is None:
@@ -58,15 +58,15 @@ class GateLimit:
 
 
 def parse_gate_limit(metric: str, text: str) -> GateLimit:
-    """Read a limit.
+    """Parse a limit.
 
     Raises:
-        CheckError: There is no such metric, or the text is no limit of it.
+        CheckError: The metric is unknown, or the limit is invalid.
     """
     if metric not in METRICS:
         raise CheckError(
-            f"{metric!r} cannot be limited. Expected one of {', '.join(METRICS[:6])}, or a "
-            f"category of memory. {suggest(metric, METRICS, what='metrics')}"
+            f"Unknown metric {metric!r} in the limits. Expected one of {', '.join(METRICS[:6])}, "
+            f"or a category of memory. {suggest(metric, METRICS, what='metrics')}"
         )
     stripped = text.strip()
     if stripped.startswith("+") and stripped.endswith("%"):
@@ -77,8 +77,8 @@ def parse_gate_limit(metric: str, text: str) -> GateLimit:
     if amount is None:
         example = "420 ms" if metric in TIME_METRICS else "38 GiB"
         raise CheckError(
-            f"The limit of {metric} is {text!r}. Expected {example!r}, or beyond the baseline "
-            f"'+2%' or '+{example}'. Correct it."
+            f"Invalid limit of {metric}: {text!r}. Expected {example!r}, or relative to the "
+            f"baseline '+2%' or '+{example}'. Correct the limit."
         )
     if stripped.startswith("+"):
         return GateLimit(text, beyond=amount)
@@ -86,30 +86,30 @@ def parse_gate_limit(metric: str, text: str) -> GateLimit:
 
 
 def read_budget(path: Path) -> dict[str, GateLimit]:
-    """The limits of a budget file, by metric.
+    """Read the limits of a budget file, by metric.
 
     Raises:
-        CheckError: It cannot be read, is not TOML, or limits what is no metric.
+        CheckError: The file is unreadable or not TOML, or it names an unknown metric.
     """
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise CheckError(
-            f"No budget can be read from {str(path)!r}: {error}. Expected TOML with a table "
+            f"Cannot read the budget {str(path)!r}: {error}. Expected TOML with a table "
             "[limits]. See fsdp-inspect check --help."
         ) from error
     limits = tables.pop("limits", None)
     if not isinstance(limits, Mapping) or tables:
         found = ", ".join(tables) or "no table [limits]"
         raise CheckError(
-            f"The budget {str(path)!r} has {found}. Expected the table [limits] and nothing else. "
+            f"Invalid budget {str(path)!r}: it has {found}. Expected only the table [limits]. "
             "Move the limits there."
         )
     return parse_limits({name: str(value) for name, value in _flat(limits).items()})
 
 
 def parse_limits(texts: Mapping[str, str]) -> dict[str, GateLimit]:
-    """Several limits, by metric; raises as `parse_gate_limit`."""
+    """Parse several limits, by metric. Errors are those of `parse_gate_limit`."""
     return {metric: parse_gate_limit(metric, text) for metric, text in texts.items()}
 
 

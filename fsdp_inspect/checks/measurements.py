@@ -1,8 +1,8 @@
-"""What of a run does the gate look at? One number a metric and run, and what it is made of.
+"""Measure what the gate checks: one number per metric and run, and its composition.
 
-Several runs are repeats of one program: of memory the highest counts, of times one number a run.
-Steps of warming up count nowhere: the first steps hold what later ones do not (libraries load their
-workspaces, the allocator grows, the optimizer makes its state).
+Several runs are repeats of one program. Memory is the highest over the runs, and a time has one
+number per run. Warm-up steps do not count, because they allocate memory that later steps do not:
+libraries load workspaces, the allocator grows, and the optimizer creates its state.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,14 +26,14 @@ _USABLE = (RunStatus.COMPLETE, RunStatus.IMPORTED)
 _MOST_NAMED = 3
 
 RESTING = "resting"
-"""The name of the moment after a step."""
+"""The name of the moment at the end of a step."""
 Held = dict[tuple[str, str], int]
-"""Bytes at a moment by unit and category; or ns a step by unit and what it waits for."""
+"""Bytes at a moment by unit and category, or ns a step by unit and wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryMoment:
-    """What was alive at the highest moment of a phase, or after the step."""
+    """Live memory at the peak of a phase, or after the step."""
 
     bytes: int
     unit: str
@@ -43,42 +43,42 @@ class MemoryMoment:
 
 @dataclass(frozen=True, slots=True)
 class GateMeasurements:
-    """What one or more repeats of a program took."""
+    """The measurements of one or more repeats of a program."""
 
     manifest: RunManifest
-    """Of the run with the highest peak."""
+    """The manifest of the run with the highest peak."""
     run_ids: tuple[str, ...]
     method: str
-    """Who counted the memory: `cuda_allocator`, `storage_tracker`, `memory_snapshot`; or empty."""
+    """Memory counter: `cuda_allocator`, `storage_tracker`, `memory_snapshot`; or empty."""
     memory: dict[str, int] = field(default_factory=dict)
-    """Highest over the runs, by metric; what was not recorded is left out."""
+    """Highest value over the runs, by metric; unrecorded metrics are missing."""
     times: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """The typical step of each run, by metric."""
+    """Typical step of each run, by metric."""
     phase: str | None = None
-    """Where the peak was reached; None: composition was not recorded."""
+    """The phase of the peak; None: the composition was not recorded."""
     moments: dict[str, MemoryMoment] = field(default_factory=dict)
     """By phase, and `RESTING`; of the run with the highest peak."""
     parts: dict[str, int] = field(default_factory=dict)
-    """ns of the parts of a step; medians over the runs' typical steps."""
+    """ns of the parts of a step: medians over the runs' typical steps."""
     waits: Held = field(default_factory=dict)
-    """ns a step, by unit and by collective and phase (`all_gather in backward`), for which its
-    collectives are waited; medians over the runs."""
+    """Exposed ns a step, by unit and by collective and phase (`all_gather in backward`): medians
+    over the runs."""
     run_delays: tuple[float, ...] = ()
-    """Of each run with timed steps, the share of the time for which a training thread had no core;
-    empty where that is not known of each."""
+    """For each run with timed steps, the fraction of time in which a training thread had no core;
+    empty unless known for every run."""
     problems: tuple[str, ...] = ()
     """Why a run cannot be judged."""
 
     def value(self, metric: str) -> int | None:
-        """A metric of memory; None: not recorded."""
+        """A memory metric; None: not recorded."""
         return self.memory.get(metric)
 
 
 def read_runs(runs: Sequence[RunSource]) -> GateMeasurements:
-    """Look at repeats of one program.
+    """Measure repeats of one program.
 
     Args:
-        runs: At least one.
+        runs: The repeats; at least one.
     """
     timings = [_measure_times(run) for run in runs]
     memories = [measure_memory(run, with_warmup=False) for run in runs]
@@ -128,7 +128,7 @@ def _memory_of(memory: Memory) -> dict[str, int]:
 
 
 def _highest(amounts: Iterable[int | None]) -> int | None:
-    """Of those that are known; None: none is."""
+    """The highest known amount; None: all are unknown."""
     return max((amount for amount in amounts if amount is not None), default=None)
 
 
@@ -163,13 +163,13 @@ def _name(fqn: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Timing:
-    """How long one run took; None without a timed step."""
+    """The times of one run; None without a timed step."""
 
     middle: RankOverlap | None
-    """Of the median rank."""
+    """Times of the median rank."""
     breakdown: StepBreakdown | None
     exposed: Exposed | None
-    """None as well where the files that tell are damaged."""
+    """Also None if the required files are damaged."""
 
 
 def _measure_times(run: RunSource) -> _Timing:
@@ -218,7 +218,7 @@ def _run_delays_of(runs: Sequence[RunSource], timings: Sequence[_Timing]) -> tup
     return delays if len(delays) == len(timed) else ()
 
 
-# --- what forbids a judgement
+# --- problems that prevent a judgement
 
 
 def _problems(runs: Sequence[RunSource]) -> Iterator[str]:
@@ -226,7 +226,7 @@ def _problems(runs: Sequence[RunSource]) -> Iterator[str]:
         if run.status not in _USABLE:
             yield (
                 f"Run {run.manifest.run_id!r} is {run.status.value}: it did not end normally on "
-                "every rank, and may lack its peak. Record it again."
+                "every rank, so its peak may be missing. Record the run again."
             )
     first = runs[0].manifest
     for run in runs[1:]:
@@ -235,5 +235,5 @@ def _problems(runs: Sequence[RunSource]) -> Iterator[str]:
             names = quote_all(dict.fromkeys(one.name for one in others[:_MOST_NAMED]))
             yield (
                 f"Runs {first.run_id!r} and {run.manifest.run_id!r} differ in {names}. Expected "
-                "repeats of one program, which have the same settings. Check them apart."
+                "repeats of one program with equal settings. Check them separately."
             )

@@ -1,7 +1,7 @@
-"""How does a baseline say only once what many units share?
+"""Store units with equal settings in one row of a baseline.
 
-Units that follow each other and have the same settings, or hold the same at a moment, are one row:
-a model of 80 blocks takes as many lines as one of two, and a block that differs stands out.
+Consecutive units with the same settings, or the same memory at a moment, share a row. A model of 80
+blocks then takes as many lines as one of two, and a different block is easy to see.
 """
 
 import re
@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def fold(named: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Neighbours that are alike as one row: `each` is what each of its `units` has.
+    """Merge equal neighbours into one row: `each` is the value of each of its `units`.
 
     Args:
         named: The units by name, in order.
@@ -23,18 +23,18 @@ def fold(named: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]
 
 
 def unfold(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """What was folded, in its order.
+    """Expand the rows of `fold` in their order.
 
     Raises:
-        ValueError: A row is none.
+        ValueError: A row is invalid.
     """
     try:
         return [(str(name), dict(row["each"])) for row in rows for name in row["units"]]
     except (KeyError, TypeError) as error:
-        raise ValueError("a row of units lacks `each` or `units`") from error
+        raise ValueError("Invalid row of units: `each` or `units` is missing") from error
 
 
 def in_words_and_numbers(name: str) -> list[tuple[str, int]]:
-    """Sorts `layers.2` before `layers.10`."""
+    """A sort key that puts `layers.2` before `layers.10`."""
     numbers = [int(number) for number in _NUMBER.findall(name)] or [-1]
     return list(zip(_NUMBER.split(name), [*numbers, -1], strict=False))

@@ -1,4 +1,4 @@
-"""`fsdp-inspect advise`: what should be changed about a run, and what does each change bring?"""
+"""The command `fsdp-inspect advise`: recommend changes of a run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,14 +43,14 @@ def advise(  # noqa: PLR0913 - one argument an option
     memory_limit: Annotated[
         str | None,
         typer.Option(
-            help="Most that a plan's peak may take; the device's memory unless given.",
+            help="Highest allowed peak of a plan. Default: the memory of the device.",
             metavar="SIZE",
         ),
     ] = None,
     time_limit: Annotated[
         str | None,
         typer.Option(
-            help="Longest step of the smallest plan; the recorded one unless given.",
+            help="Longest allowed step of the smallest plan. Default: the recorded step.",
             metavar="TIME",
         ),
     ] = None,
@@ -64,30 +64,38 @@ def advise(  # noqa: PLR0913 - one argument an option
     write: Annotated[
         Path | None,
         typer.Option(
-            help="Write the fastest plan within the limit, to run it, and beside it its "
-            "prediction, to verify it: plan.toml, plan.prediction.json.",
+            help="Write the fastest plan within the limit, and next to it its prediction for "
+            "`verify`: plan.toml and plan.prediction.json.",
             metavar="FILE",
         ),
     ] = None,
     take: Annotated[
         int | None,
-        typer.Option(help="With --write: only the first so many changes.", min=1, metavar="N"),
+        typer.Option(help="With --write: only the first N changes.", min=1, metavar="N"),
     ] = None,
     rules: Annotated[
         bool,
         typer.Option(
             "--rules",
-            help="List the tuning rules R1 to R34 and what sets each off, then exit.",
+            help="List the tuning rules R1 to R34 with their triggers, then exit.",
             is_eager=True,
             callback=_print_rules,
         ),
     ] = False,
+    details: Annotated[
+        bool,
+        typer.Option(
+            "--details",
+            help="Show all changes and findings, evidence, simulated plans, assumptions and "
+            "earlier predictions. JSON always has them.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Rank what to change: first what no plan mends, then plans by predicted gain.
+    """Recommend a change with its gain, memory cost, risk and code.
 
-    Every plan is played from the recorded run. Savings are told change by change and add up. Below
-    stands how earlier predictions came out that were verified with the runs of this folder.
+    Problems that no sharding plan can fix come first, then plans by predicted gain. Each plan is
+    simulated from the recorded run. The gains of the changes add up.
 
     Example: `fsdp-inspect advise runs/demo --memory-limit 80GiB --write plan.toml`
     """
@@ -97,7 +105,7 @@ def advise(  # noqa: PLR0913 - one argument an option
     from fsdp_inspect.report.json import render_run_json
     from fsdp_inspect.results import to_plain
 
-    wishes = AdviceRequest(
+    request = AdviceRequest(
         memory_limit=parse_memory_limit(memory_limit),
         time_limit_ns=_parse_time_limit(time_limit),
         allow_dtypes=allow_dtypes,
@@ -109,16 +117,17 @@ def advise(  # noqa: PLR0913 - one argument an option
     )
     if take is not None and write is None:
         raise typer.BadParameter(
-            "It says how many changes the written plan has. Name the file too: --write plan.toml.",
+            "Missing --write: --take limits the changes of the written plan. Expected a file, for "
+            "example --write plan.toml.",
             param_hint="--take",
         )
     for file in (write, write and prediction_file_of(write)):
         require_new_file("--write", file)
     source = open_stored_argument(run)
     with show_progress() as on_play:
-        advice = advise_run(source, wishes, on_play=on_play)
+        advice = advise_run(source, request, on_play=on_play)
     if write is not None:
-        _write(source, advice, wishes, write, take)
+        _write(source, advice, request, write, take)
     record = _earlier(source, advice)
     if as_json:
         print(render_run_json(source, {**to_plain(advice), "track_record": record.tally}))
@@ -128,14 +137,15 @@ def advise(  # noqa: PLR0913 - one argument an option
     from fsdp_inspect.report.advice import render_advice
     from fsdp_inspect.report.verification import render_track_record
 
-    print_renderable(Group(render_advice(advice), *render_track_record(record)))
+    earlier = render_track_record(record) if details else ()
+    print_renderable(Group(render_advice(advice, details=details), *earlier))
 
 
 def parse_memory_limit(text: str | None) -> int | None:
-    """Bytes of `--memory-limit`; None: it was not given.
+    """Parse `--memory-limit` to bytes; None if it is not given.
 
     Raises:
-        typer.BadParameter: It is no amount of memory above 0.
+        typer.BadParameter: The text is not an amount of memory above 0.
     """
     from fsdp_inspect.quantities import parse_bytes
 
@@ -144,7 +154,8 @@ def parse_memory_limit(text: str | None) -> int | None:
     limit = parse_bytes(text)
     if not limit:
         raise typer.BadParameter(
-            f"{text!r} is no amount of memory. Expected a number above 0 with a unit, like 80GiB.",
+            f"Invalid amount of memory: {text!r}. Expected a number above 0 with a unit, for "
+            "example 80GiB.",
             param_hint="--memory-limit",
         )
     return limit
@@ -154,30 +165,32 @@ def _parse_time_limit(text: str | None) -> int | None:
     limit = parse_time("--time-limit", text, "300ms")
     if limit == 0:
         raise typer.BadParameter(
-            f"{text!r} is no time for a step. Expected one above 0, like 300ms.",
+            f"Invalid step time: {text!r}. Expected a time above 0, for example 300ms.",
             param_hint="--time-limit",
         )
     return None if limit is None else round(limit)
 
 
 def _write(
-    run: "StoredRun", advice: "Advice", wishes: "AdviceRequest", path: Path, take: int | None
+    run: "StoredRun", advice: "Advice", request: "AdviceRequest", path: Path, take: int | None
 ) -> None:
-    """The plan, and beside it what is predicted of it."""
+    """Write the plan, and its prediction next to it."""
     from fsdp_inspect.predictions.creation import predict_advised
     from fsdp_inspect.predictions.files import prediction_file_of, write_prediction
 
     if advice.plan is None:
         raise typer.BadParameter(
-            f"There is no plan to write: {advice.refusal}", param_hint="--write"
+            f"No plan to write: this run cannot be simulated. {advice.refusal}",
+            param_hint="--write",
         )
     if take is not None and take > len(advice.plan.suggestions):
         raise typer.BadParameter(
-            f"{take} changes are asked for, and {len(advice.plan.suggestions) or 'none'} suggested."
-            " Leave it out to write all of them.",
+            f"Invalid number of changes: {take}. Expected at most "
+            f"{len(advice.plan.suggestions)}, the number of suggested changes. Leave out --take to "
+            "write all changes.",
             param_hint="--take",
         )
-    prediction = predict_advised(run, advice.plan, wishes, take=take)
+    prediction = predict_advised(run, advice.plan, request, take=take)
     plan = advice.plan.fastest.plan if take is None else advice.plan.suggestions[take - 1].plan
     plan.dump(path)
     write_prediction(prediction, prediction_file_of(path))
@@ -185,7 +198,7 @@ def _write(
 
 
 def _earlier(run: "StoredRun", advice: "Advice") -> "TrackRecord":
-    """How predictions came out that are kept with this run."""
+    """The track record of the verified predictions next to this run."""
     from fsdp_inspect.predictions.creation import changed_settings
     from fsdp_inspect.predictions.ledger import find_ledger, read_ledger
     from fsdp_inspect.predictions.records import Ledger

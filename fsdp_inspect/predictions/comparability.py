@@ -1,7 +1,7 @@
-"""May a run be held against a prediction? What ran otherwise than it was predicted for.
+"""Decide whether a run is comparable with a prediction.
 
-What changes what a step computes or sends forbids a judgement; what may move a time a little is
-said beside it.
+A difference in what a step computes or sends makes a run incomparable. A difference that may only
+shift times a little is a caveat.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +13,11 @@ from fsdp_inspect.trace.plan import DECIDED_BY_PLAN, Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource, RunStatus
 
 _WORDS_OF_SHAPE = ("batch", "seq", "length", "compile", "dim", "layers", "heads", "vocab")
-"""What names a setting of a script that decides how much is computed."""
+"""Words in the name of a script's setting that decides how much a step computes."""
 
 
 def differences_of(plan: Mapping[str, Any], manifest: RunManifest) -> tuple[PlanDifference, ...]:
-    """In what another plan ran than the one asked for; nothing where none was observed."""
+    """Differences between the predicted plan and the plan that ran; empty if none was observed."""
     if not manifest.plan:
         return ()
     return find_plan_differences(
@@ -30,36 +30,36 @@ def differences_of(plan: Mapping[str, Any], manifest: RunManifest) -> tuple[Plan
 def find_obstacles(
     prediction: Prediction, runs: Sequence[RunSource], baselines: Sequence[RunSource]
 ) -> Iterator[str]:
-    """Why nothing can be judged, one sentence each.
+    """The reasons why the prediction cannot be judged, one sentence each.
 
     Args:
-        prediction: Made before.
-        runs: That should have run the predicted plan.
-        baselines: That should have run the plan that it was predicted from.
+        prediction: The prediction.
+        runs: Runs of the predicted plan.
+        baselines: Runs of the plan that the prediction was made from.
     """
     for run in runs:
         manifest = run.manifest
         if manifest.run_id == prediction.run_id:
             yield (
-                f"Run {manifest.run_id} is the baseline that the prediction was made from. "
+                f"Run {manifest.run_id} is the baseline of the prediction. "
                 "Expected a run of the predicted plan."
             )
         elif not manifest.plan:
-            yield f"Run {manifest.run_id} has no observed plan, so what ran is not known."
+            yield f"Run {manifest.run_id} has no observed plan, so its plan is unknown."
         yield from _other_circumstances(_expected(prediction), manifest)
         if manifest.plan != runs[0].manifest.plan:
             yield f"Runs {runs[0].manifest.run_id} and {manifest.run_id} ran different plans."
     if differences_of(prediction.plan, runs[0].manifest):
-        yield "Another plan ran than the one asked for."
+        yield "The plan of the run differs from the predicted plan."
     for run in baselines:
         for sentence in _other_circumstances(prediction.circumstances, run.manifest):
             yield f"Baseline: {sentence}"
         if differences_of(prediction.baseline_plan, run.manifest):
-            yield f"Baseline: {run.manifest.run_id} ran another plan than the one predicted from."
+            yield f"Baseline: {run.manifest.run_id} ran a plan other than the predicted baseline."
 
 
 def _expected(prediction: Prediction) -> Circumstances:
-    """Those of the baseline, with the ranks and the network that the prediction is for."""
+    """The baseline's circumstances, with the ranks and the network of the prediction."""
     there = prediction.circumstances
     world_size = prediction.plan.get("world_size") or there.world_size
     emulation = dict(there.emulation)
@@ -76,7 +76,7 @@ def _expected(prediction: Prediction) -> Circumstances:
 
 
 def _given(bytes_per_s: float | None, latency_ns: float | None) -> dict[str, float]:
-    """What was asked for of a link, as an emulation names it."""
+    """The requested values of a link, with the names that an emulation uses."""
     asked = {"bandwidth_bytes_per_s": bytes_per_s, "latency_ns": latency_ns}
     return {name: value for name, value in asked.items() if value is not None}
 
@@ -113,7 +113,7 @@ def _other_circumstances(expected: Circumstances, manifest: RunManifest) -> Iter
 
 
 def _is_implied(name: str, ran: Circumstances) -> bool:
-    """Whether a value follows from the world size where it is not given by itself."""
+    """Whether a value follows from the world size instead of being set."""
     return name == "gpus_per_node" and ran.emulation.get("inter") is None
 
 
@@ -123,28 +123,28 @@ def _other_settings(expected: Mapping[str, Any], ran: Mapping[str, Any]) -> list
 
 
 def decides_shape(name: str) -> bool:
-    """Whether a setting of this name says how much a step computes, by the words in it."""
+    """Whether the words of a setting's name show that it decides how much a step computes."""
     words = name.lower()
     return not words.startswith("eval") and any(part in words for part in _WORDS_OF_SHAPE)
 
 
 _HARMLESS = ("name", "runs_dir", "tag", "steps", "emulate", "fixed_compute")
-"""Settings of the trainer that change no step, or that are compared by what came of them."""
+"""Settings of the trainer that do not change a step, or whose effect is compared elsewhere."""
 
 
 def find_prediction_caveats(
     prediction: Prediction, runs: Sequence[RunSource], baselines: Sequence[RunSource]
 ) -> Iterator[str]:
-    """What to know before the numbers are believed, one sentence each."""
+    """Caveats of the comparison, one sentence each."""
     for run in (*runs, *baselines):
         if run.status not in (RunStatus.COMPLETE, RunStatus.IMPORTED):
-            yield f"Run {run.manifest.run_id} is {run.status.value}: it may lack steps."
+            yield f"Run {run.manifest.run_id} is {run.status.value}: steps may be missing."
     before, after = prediction.circumstances.config, runs[0].manifest.config
     for name in _other_settings(before, after):
         if name not in _HARMLESS and not decides_shape(name):
-            yield f"{name} is {after[name]!r}, and was {before[name]!r} in the baseline."
+            yield f"{name} is {after[name]!r}; the baseline has {before[name]!r}."
     if not baselines:
         yield (
-            "No run of the baseline was given, so its numbers are those that the prediction holds, "
-            "of one process. Give it, better several: --baseline RUN."
+            "No run of the baseline is given, so the comparison uses the prediction's numbers of "
+            "one process. Pass one or, better, several runs: --baseline RUN."
         )

@@ -1,4 +1,4 @@
-"""What is said before a plan runs, so that it can be held against what then happens?"""
+"""Create predictions: a simulation of a plan as a record that is verified after the plan ran."""
 
 import time
 import uuid
@@ -23,33 +23,33 @@ from fsdp_inspect.version import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where a prediction comes from."""
+    """The origin of a prediction."""
 
     made_by: str
-    """The command."""
+    """The command that makes the prediction."""
     what: str = ""
-    """What the plan changes, in words; empty: the names of the settings."""
+    """The changes of the plan in words; empty: the names of the settings."""
     rules: Sequence[str] = ()
     assumptions: Sequence[str] = ()
-    """Beside those of the simulation."""
+    """Assumptions in addition to those of the simulation."""
     bus_bytes_per_s: float | None = None
     latency_ns: float | None = None
     node: NodeLink | None = None
-    """The link within a node that was asked for; None: as far as the run tells."""
+    """The requested link within a node; None: as measured in the run."""
     paid: Paid = NOTHING_PAID
-    """What hiding communication costs compute, on top of the simulation (`advice.slowdown`)."""
+    """The cost of hiding communication, on top of the simulation (`advice.slowdown`)."""
 
 
 def predict_advised(
-    run: RunSource, advised: PlanAdvice, wishes: AdviceRequest, *, take: int | None = None
+    run: RunSource, advised: PlanAdvice, request: AdviceRequest, *, take: int | None = None
 ) -> Prediction:
-    """What is predicted of the plan that was advised.
+    """Predict the advised plan.
 
     Args:
         run: The baseline: the run that the advice is for.
         advised: The advice.
-        wishes: What it was for: it may be another network.
-        take: Only the first so many of its changes; None: all of them.
+        request: The request for the advice. It may name another network.
+        take: Only the first `take` changes; None: all changes.
     """
     taken = advised.suggestions[:take]
     target: Proposal | Suggestion = advised.fastest if take is None else taken[-1]
@@ -61,27 +61,27 @@ def predict_advised(
         if take is None
         else [line for each in taken for line in each.assumptions],
         paid=target.paid,
-        bus_bytes_per_s=wishes.bus_bytes_per_s,
-        latency_ns=wishes.latency_ns,
-        node=wishes.node,
+        bus_bytes_per_s=request.bus_bytes_per_s,
+        latency_ns=request.latency_ns,
+        node=request.node,
     )
     simulation = simulate_plan(
         run,
         target.plan,
-        bus_bytes_per_s=wishes.bus_bytes_per_s,
-        latency_ns=wishes.latency_ns,
-        node=wishes.node,
+        bus_bytes_per_s=request.bus_bytes_per_s,
+        latency_ns=request.latency_ns,
+        node=request.node,
     )
     return make_prediction(run, simulation, origin)
 
 
 def make_prediction(run: RunSource, simulation: Simulation, origin: Origin) -> Prediction:
-    """A simulation as the record that is verified later.
+    """Make the record of a simulation that is verified later.
 
     Args:
-        run: The baseline: the run that was simulated from.
-        simulation: Of the plan.
-        origin: Who asked for it, and for which network.
+        run: The baseline: the run that the simulation starts from.
+        simulation: The simulation of the plan.
+        origin: The command and the network of the prediction.
     """
     recorded = resolve_plan(observed_plan(run), run.manifest)
     changes = changed_settings(recorded, simulation.plan)
@@ -127,14 +127,14 @@ def make_prediction(run: RunSource, simulation: Simulation, origin: Origin) -> P
 
 
 def now() -> dict[str, str | int]:
-    """The moment, as records keep it."""
+    """The current time in the form of the records."""
     unix_ns = time.time_ns()
     moment = datetime.fromtimestamp(unix_ns / 1e9, tz=UTC)
     return {"created": moment.isoformat(timespec="seconds"), "created_unix_ns": unix_ns}
 
 
 def changed_settings(before: Plan, after: Plan) -> list[str]:
-    """The names of the settings in which a plan differs from another of the same model."""
+    """The names of the settings in which two plans of one model differ."""
     names = {*before.unit_names, *after.unit_names}
     differences = find_plan_differences(after, before, with_parameters=names)
     return list(dict.fromkeys(difference.name for difference in differences))
@@ -145,7 +145,7 @@ def _name_changes(changes: Sequence[str]) -> str:
 
 
 def _exposed(value: int, step: Estimate) -> Estimate:
-    """Compute stays what it is, so all that the step may be longer or shorter by is waiting."""
+    """The interval of the step, moved to the exposed time: compute stays the same."""
     return Estimate(
         value=value,
         low=max(value - (step.value - step.low), 0),

@@ -1,4 +1,4 @@
-"""How does a prediction reach a file, and come back checked?"""
+"""Write and read prediction files."""
 
 import json
 from pathlib import Path
@@ -14,23 +14,23 @@ _HOW_TO_WRITE = "Write one with `fsdp-inspect simulate RUN ... --write-predictio
 
 
 def prediction_file_of(plan_file: Path) -> Path:
-    """Where the prediction of a plan file lies: `plan.prediction.json` beside `plan.toml`."""
+    """The prediction file of a plan file: `plan.prediction.json` next to `plan.toml`."""
     return plan_file.with_name(f"{plan_file.stem}.prediction.json")
 
 
 def write_prediction(prediction: Prediction, path: Path) -> None:
-    """Write a prediction file; an existing one is replaced as a whole.
+    """Write a prediction file. An existing file is replaced atomically.
 
     Raises:
-        PredictionError: The place cannot be written to.
+        PredictionError: The path is not writable.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, f"{prediction.model_dump_json(indent=1)}\n".encode())
     except OSError as error:
         raise PredictionError(
-            f"The prediction cannot be written to {str(path)!r}: {error.strerror or error}. "
-            "Expected a place that this user may write to. Choose another file."
+            f"Cannot write the prediction to {str(path)!r}: {error.strerror or error}. "
+            "Expected a writable path. Choose another file."
         ) from error
 
 
@@ -38,15 +38,15 @@ def read_prediction(path: Path) -> Prediction:
     """Read a prediction file.
 
     Raises:
-        PredictionError: There is no such file, it is something else, a newer version wrote it, or
-            a value in it is not legal; says which.
+        PredictionError: The file is missing, is not a prediction, has a newer schema version, or
+            contains an invalid value. The message names the problem.
     """
     try:
         encoded = path.read_bytes()
     except OSError as error:
         raise PredictionError(
-            f"No prediction can be read from {str(path)!r}: {error.strerror or error}. Expected a "
-            f"file written before the plan ran. {_HOW_TO_WRITE}."
+            f"Cannot read a prediction from {str(path)!r}: {error.strerror or error}. Expected a "
+            f"prediction file. {_HOW_TO_WRITE}."
         ) from error
     fields = _fields_of(encoded, path)
     version = fields.get("schema_version")
@@ -59,7 +59,7 @@ def read_prediction(path: Path) -> Prediction:
         return Prediction.model_validate(fields)
     except ValidationError as error:
         raise PredictionError(
-            f"The prediction {str(path)!r} cannot be used. {describe_validation_error(error)} "
+            f"Invalid prediction {str(path)!r}: {describe_validation_error(error)} "
             f"Restore the file, or write it again: {_HOW_TO_WRITE[0].lower()}{_HOW_TO_WRITE[1:]}."
         ) from error
 
@@ -68,14 +68,14 @@ def _fields_of(encoded: bytes, path: Path) -> dict[str, object]:
     try:
         fields = json.loads(encoded)
     except ValueError as error:
-        beside = prediction_file_of(path)
-        hint = f" Did you mean {str(beside)!r}?" if beside.exists() and beside != path else ""
+        sibling = prediction_file_of(path)
+        hint = f" Did you mean {str(sibling)!r}?" if sibling.exists() and sibling != path else ""
         raise PredictionError(
             f"{str(path)!r} is not JSON ({error}). Expected a prediction.{hint} {_HOW_TO_WRITE}."
         ) from error
     if not isinstance(fields, dict) or fields.get("format") != PREDICTION_FORMAT:
         raise PredictionError(
-            f"{str(path)!r} is JSON, but does not call itself {PREDICTION_FORMAT!r}. Expected a "
-            f"prediction. {_HOW_TO_WRITE}."
+            f"Invalid prediction {str(path)!r}: its format is not {PREDICTION_FORMAT!r}. Expected "
+            f"a prediction. {_HOW_TO_WRITE}."
         )
     return fields

@@ -1,22 +1,30 @@
-"""Did a prediction hold? Predicted numbers against measured ones, as far as noise lets one tell.
+"""Judge a prediction: compare predicted numbers with measured ones, given the process noise.
 
-Steps of one process are not independent (`comparison.noise`), so a run of a plan gives one number,
-and times are judged as changes against the baseline's runs: what the machine does to both cancels.
+Steps of one process are not independent (`comparison.noise`), so each run gives one number. Times
+are judged as changes against the baseline's runs, because an effect of the machine on both sides
+cancels.
 
-[Note: compute stays] A plan moves waiting, not compute, and a busy machine moves compute: its own
-processes are slowed, an emulated link or another rank is not, so the change of the step that a plan
-brings is another one there. What compute differs by between the sides is noise of the machine,
-but for what the plan is predicted to pay for hiding communication (`advice.slowdown`).
+[Note: compute stays] A plan changes waits, not compute. A busy machine changes compute: it slows
+its processes, but not an emulated link or another rank. So the change that a plan brings differs
+there. A difference in compute between the sides counts as noise of the machine, except for the
+predicted cost of hiding communication (`advice.slowdown`).
 
-With `RUNS_FOR_A_TEST` processes or more on both sides the change has a 95 % interval. The
-prediction did not hold if that lies wholly outside of its own interval, `WORTH_NAMING_RATIO` of the
-step aside. It held if the estimated change lies inside, and either the whole interval does, or the
-change is told from none and goes the predicted way. With fewer processes noise is the largest of 10
-% of the step, what runs of one plan differ by, and what compute differs by: it did not hold if it
-is off by that much; it held if predicted and measured change are both at least as large, and go
-the same way. All else cannot be told.
+With at least `RUNS_FOR_A_TEST` runs on both sides, the measured change has a 95% interval.
 
-Memory is counted, not timed: it held if the peak is within its interval and 2 % of it.
+- It did not hold if this interval lies outside the predicted interval, which is first widened by
+  `WORTH_NAMING_RATIO` of the step on both sides.
+- It held if the estimated change lies inside, and one of two conditions is met: the whole measured
+  interval lies inside, or the change is significant and has the predicted sign.
+
+With fewer runs, the noise is the largest of 10% of the step, the spread of the runs of each side,
+and the difference in compute.
+
+- It did not hold if the measured change misses the predicted interval by at least the noise.
+- It held if the predicted and the measured change are both at least the noise, with the same sign.
+
+Otherwise the outcome is not significant.
+
+Memory is counted, not timed. It held if the peak misses its interval by at most 2%.
 """
 
 from collections.abc import Sequence
@@ -36,7 +44,7 @@ from fsdp_inspect.statistics import median
 
 @dataclass(frozen=True, slots=True)
 class JudgedTime:
-    """A predicted time beside the measured one."""
+    """A predicted time with the measured one."""
 
     ruling: Ruling
     measured_ns: int
@@ -44,27 +52,27 @@ class JudgedTime:
     baseline_ns: int
     """The median over the baseline's runs."""
     shift_ns: float
-    """Measured, plan against baseline: the difference of the medians; with enough runs the
+    """Measured change, plan minus baseline: the difference of the medians, or with enough runs the
     Hodges-Lehmann estimate."""
     shift_low_ns: float
-    """95 % interval with enough runs, else less the noise."""
+    """With enough runs the 95% interval, else the change minus the noise."""
     shift_high_ns: float
     noise_ns: float
-    """What is taken for noise: 2 % of the step where it was tested, 10 % or more where not."""
+    """2% of the step with enough runs for a test, at least 10% without."""
     is_tested: bool
-    """Both sides have enough runs for a test."""
+    """True if both sides have enough runs for a test."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """One time, measured under the plan and under the baseline's; ns, one number a run."""
+    """One time, measured under the plan and under the baseline's plan; ns, one number per run."""
 
     runs: Sequence[int]
-    """Of the plan; not empty."""
+    """Runs of the plan; not empty."""
     baselines: Sequence[int]
-    """Not empty."""
+    """Runs of the baseline; not empty."""
     moved_ns: int = 0
-    """What compute differs by between them; see [Note: compute stays]."""
+    """The difference in compute between the sides; see [Note: compute stays]."""
 
 
 def judge_time(
@@ -75,14 +83,14 @@ def judge_time(
     step_ns: int,
     scale: float = 1.0,
 ) -> JudgedTime:
-    """Whether a predicted time holds.
+    """Judge a predicted time.
 
     Args:
-        estimate: Predicted, of the plan.
-        replayed_ns: The same of the baseline's plan, played: a prediction is a change against it.
-        sides: Measured.
-        step_ns: The baseline's measured step, which the time is a part of.
-        scale: How many times as long as the replayed step it is: a prediction is a share of it.
+        estimate: The predicted time of the plan.
+        replayed_ns: The simulated time of the baseline's plan. A prediction is a change against it.
+        sides: The measured times.
+        step_ns: The baseline's measured step, which contains the time.
+        scale: Measured / simulated step of the baseline. It scales the predicted change.
     """
     bounds = (estimate.value, estimate.low, estimate.high)
     predicted = Shift(*(scale * (bound - replayed_ns) for bound in bounds))
@@ -92,8 +100,8 @@ def judge_time(
     if is_tested:
         noise = WORTH_NAMING_RATIO * step_ns
         measured = Shift(*estimate_shift(baselines, runs))
-        is_told = rank_test(baselines, runs) < SIGNIFICANCE
-        ruling = _rule_tested(predicted, measured, noise, is_told=is_told)
+        is_significant = rank_test(baselines, runs) < SIGNIFICANCE
+        ruling = _rule_tested(predicted, measured, noise, is_significant=is_significant)
     else:
         spread = max(max(side) - min(side) for side in (runs, baselines))
         noise = max(PROCESS_NOISE_RATIO * step_ns, spread, abs(sides.moved_ns))
@@ -113,13 +121,13 @@ def judge_time(
 
 
 def judge_peak(estimate: Estimate, measured: int) -> Ruling:
-    """Whether a predicted peak of memory holds."""
+    """Judge a predicted peak of memory."""
     is_near = estimate.distance(measured) <= WORTH_NAMING_RATIO * estimate.value
     return Ruling.HELD if is_near else Ruling.DID_NOT_HOLD
 
 
 def judge_together(step: Ruling, peak: Ruling | None) -> Ruling:
-    """The whole prediction: one of the two that did not hold is enough; the step decides else."""
+    """The outcome of the whole prediction: did not hold if either part did not, else the step's."""
     return Ruling.DID_NOT_HOLD if Ruling.DID_NOT_HOLD in (step, peak) else step
 
 
@@ -132,27 +140,31 @@ class Shift:
     high: float
 
     def distance(self, value: float) -> float:
-        """How far a number lies outside, from 0."""
+        """The distance of a number to the interval; 0 inside."""
         return max(self.low - value, value - self.high, 0)
 
 
-def _rule_tested(predicted: Shift, measured: Shift, noise: float, *, is_told: bool) -> Ruling:
+def _rule_tested(
+    predicted: Shift, measured: Shift, noise: float, *, is_significant: bool
+) -> Ruling:
     wide = Shift(predicted.value, predicted.low - noise, predicted.high + noise)
     if measured.high < wide.low or measured.low > wide.high:
         return Ruling.DID_NOT_HOLD
     is_inside = wide.low <= measured.low and measured.high <= wide.high
-    goes_its_way = is_told and abs(measured.value) >= noise and _agree(predicted, measured.value)
+    has_predicted_sign = (
+        is_significant and abs(measured.value) >= noise and _agree(predicted, measured.value)
+    )
     is_near = wide.distance(measured.value) == 0
-    return Ruling.HELD if is_near and (is_inside or goes_its_way) else Ruling.CANNOT_BE_TOLD
+    return Ruling.HELD if is_near and (is_inside or has_predicted_sign) else Ruling.CANNOT_BE_TOLD
 
 
 def _rule_few(predicted: Shift, shift: float, noise: float) -> Ruling:
     if predicted.distance(shift) >= noise:
         return Ruling.DID_NOT_HOLD
-    is_told = min(abs(predicted.value), abs(shift)) >= noise
-    return Ruling.HELD if is_told and _agree(predicted, shift) else Ruling.CANNOT_BE_TOLD
+    is_significant = min(abs(predicted.value), abs(shift)) >= noise
+    return Ruling.HELD if is_significant and _agree(predicted, shift) else Ruling.CANNOT_BE_TOLD
 
 
 def _agree(predicted: Shift, shift: float) -> bool:
-    """Whether both go the same way."""
+    """Whether both changes have the same sign."""
     return predicted.value * shift > 0

@@ -1,8 +1,8 @@
-"""Which predictions were made of the runs in this folder, and what became of them?
+"""Read and append the prediction history of a folder of runs.
 
-`predictions.jsonl` lies with the runs: one line a prediction or an outcome, appended and never
-changed. A line is written at once under a lock, so that writers do not mix; one that was cut off by
-a crash is closed by the next writer, and passed over by readers, who say so.
+`predictions.jsonl` lies next to the runs. Each line is a prediction or an outcome. Lines are
+appended under a lock and never changed. If a crash truncates a line, the next writer ends it.
+Readers skip the truncated line and add a note.
 """
 
 import contextlib
@@ -23,24 +23,24 @@ LEDGER_FILE = "predictions.jsonl"
 Entry = Prediction | Outcome
 _KINDS: dict[str, type[Entry]] = {"prediction": Prediction, "outcome": Outcome}
 _DAMAGED, _NEWER, _UNKNOWN = (
-    "cut off or damaged",
-    "written by a newer version of fsdp-inspect",
-    "of a kind that this version does not know",
+    "truncated or damaged",
+    "from a newer version of fsdp-inspect",
+    "of an unknown kind",
 )
 
 
 def find_ledger(run: Path) -> Path:
-    """Where the ledger of a run lies: beside it, or one folder above where there is one already."""
+    """The path of a run's prediction history: next to it, or an existing one a folder above."""
     folders = run.absolute().parents[:2]
     places = [folder / LEDGER_FILE for folder in folders]
     return next((place for place in places if place.exists()), places[0])
 
 
 def append_entries(path: Path, entries: Sequence[Entry]) -> None:
-    """Add to a ledger; it is made with its folder where there is none.
+    """Append to a prediction history. The file and its folder are created if missing.
 
     Raises:
-        PredictionError: It cannot be written.
+        PredictionError: The file is not writable.
     """
     lines = b"".join(_encode(entry) for entry in entries)
     try:
@@ -52,19 +52,19 @@ def append_entries(path: Path, entries: Sequence[Entry]) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise PredictionError(
-            f"The ledger {str(path)!r} cannot be written: {error.strerror or error}. Expected a "
-            "folder of runs that this user may write to. Copy the runs to one."
+            f"Cannot write the prediction history {str(path)!r}: {error.strerror or error}. "
+            "Expected a writable folder of runs. Copy the runs to one."
         ) from error
 
 
 def read_ledger(path: Path) -> Ledger:
-    """All of a ledger that can be read, with notes on the rest; one that is not there is empty."""
+    """Read all valid lines, with notes on the rest; a missing file is empty."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return Ledger()
     except OSError as error:
-        return Ledger(notes=(f"{path} cannot be read ({error.strerror or error}).",))
+        return Ledger(notes=(f"Cannot read {path}: {error.strerror or error}.",))
     entries: list[Entry] = []
     refused: Counter[str] = Counter()
     for line in filter(None, lines):
@@ -82,7 +82,7 @@ def read_ledger(path: Path) -> Ledger:
 
 def _say_refused(path: Path, count: int, reason: str) -> str:
     lines = "1 line" if count == 1 else f"{count} lines"
-    return f"{lines} of {path.name} {'is' if count == 1 else 'are'} {reason}, and left out."
+    return f"{lines} of {path.name} {'is' if count == 1 else 'are'} {reason} and ignored."
 
 
 def _encode(entry: Entry) -> bytes:
@@ -93,7 +93,7 @@ def _encode(entry: Entry) -> bytes:
 
 
 def _decode(line: bytes) -> Entry | str:
-    """An entry, or why there is none."""
+    """An entry, or the reason why the line is invalid."""
     try:
         fields = json.loads(line)
         version, kind, entry = fields["schema_version"], fields["kind"], fields["entry"]
@@ -113,7 +113,7 @@ def _ends_with_line(descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def _locked(descriptor: int) -> Iterator[None]:
-    """Alone with the file; some network disks know no locks, and an append is whole there too."""
+    """Lock the file. Some network file systems have no locks, but appends are whole there too."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:

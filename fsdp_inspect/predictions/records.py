@@ -1,8 +1,8 @@
-"""What is a prediction, and what is its outcome? The records that are kept of both.
+"""Define the records of predictions and their outcomes.
 
-A prediction says what a plan will take before it runs, from one recorded run (its baseline). An
-outcome says what it took, and whether the prediction held. Both are read leniently (unknown fields
-are kept out of the way) and written strictly, as `run.json` is.
+A prediction states the step time and the memory of a plan before it runs, from one recorded run
+(the baseline). An outcome states the measured numbers and whether the prediction held. Readers
+ignore unknown fields, and writers are strict, as for `run.json`.
 """
 
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from fsdp_inspect.trace.run import Record, RunManifest
 
 PREDICTION_VERSION = 1
-"""Raised when an older reader would misread a newer prediction or outcome."""
+"""Increased when an older reader would misread a newer prediction or outcome."""
 PREDICTION_FORMAT: Final = "fsdp-inspect prediction"
-"""What the file calls itself."""
+"""The format name in the file."""
 
 
 class Estimate(Record):
@@ -30,25 +30,25 @@ class Estimate(Record):
     def _check_order(self) -> Self:
         if not self.low <= self.value <= self.high:
             raise ValueError(
-                f"An interval goes from {self.low} to {self.high} around {self.value}. Expected "
+                f"Invalid interval: {self.low} to {self.high} around {self.value}. Expected "
                 "low <= value <= high"
             )
         return self
 
     def distance(self, measured: float) -> float:
-        """How far a number lies outside of the interval, from 0."""
+        """The distance of a number to the interval; 0 inside."""
         return max(self.low - measured, measured - self.high, 0)
 
 
 class UnitExposure(Record):
-    """How long a step waits for one unit's collectives."""
+    """The exposed time of a step for one unit's collectives."""
 
     fqn: str
     exposed_ns: NonNegativeInt
 
 
 class Circumstances(Record):
-    """What a run must share with another one for their times to be comparable."""
+    """Properties that two runs must share for their times to be comparable."""
 
     model: str
     num_parameters: int
@@ -60,11 +60,11 @@ class Circumstances(Record):
     torch: str
     emulation: dict[str, Any] = Field(default_factory=dict)
     config: dict[str, Any] = Field(default_factory=dict)
-    """What the training script said about itself."""
+    """The configuration that the training script logged."""
 
     @classmethod
     def of(cls, manifest: RunManifest) -> Self:
-        """Those of a run."""
+        """The circumstances of a run."""
         return cls(
             model=manifest.model.class_name,
             num_parameters=manifest.model.num_parameters,
@@ -79,7 +79,7 @@ class Circumstances(Record):
 
 
 class Prediction(Record):
-    """What a plan is predicted to take, and what that rests on."""
+    """The prediction of a plan, with its source and its assumptions."""
 
     format: Literal["fsdp-inspect prediction"] = PREDICTION_FORMAT
     schema_version: int = PREDICTION_VERSION
@@ -91,72 +91,72 @@ class Prediction(Record):
     made_by: str
     """The command: `simulate`, `advise` or `tune`."""
     what: str
-    """What the plan changes, in words."""
+    """The changes of the plan in words."""
     changes: list[str] = Field(default_factory=list)
-    """Settings of the plan that differ from the baseline's (`units`: how the model is cut)."""
+    """Settings of the plan that differ from the baseline's (`units`: the cut of the model)."""
     rules: list[str] = Field(default_factory=list)
-    """Tuning rules behind it; empty: the user's own idea."""
+    """Tuning rules behind the plan; empty: the user chose the plan."""
     run_id: str
     """The baseline."""
     circumstances: Circumstances
-    """Of the baseline."""
+    """The circumstances of the baseline."""
     baseline_plan: dict[str, Any]
     plan: dict[str, Any]
-    """The plan asked for (`trace.plan.Plan`), resolved."""
+    """The resolved predicted plan (`trace.plan.Plan`)."""
     bus_bytes_per_s: float | None = None
-    """Of another network than the baseline's; None: its own."""
+    """Bandwidth of a network other than the baseline's; None: the baseline's own."""
     latency_ns: float | None = None
     node_bus_bytes_per_s: float | None = None
-    """The same of the link within a node, for groups that gather there."""
+    """Bandwidth of the link within a node, for groups that gather there."""
     node_latency_ns: float | None = None
     rank: int
     execution: str
     """`stream`, `host` or `blocking_host`: how the baseline's device runs work."""
     num_steps: PositiveInt
-    """Recorded steps that it rests on."""
+    """The number of recorded steps behind the prediction."""
     recorded_step_ns: PositiveInt
-    """Measured: the mean of these steps."""
+    """Measured mean of these steps."""
     replayed_step_ns: PositiveInt
-    """The baseline's own plan, played: what the change is measured against."""
+    """Simulated step of the baseline's own plan. The predicted change is relative to it."""
     replay_error: float
     """replayed / recorded - 1."""
     step_time_ns: Estimate
     paid_ns: int = 0
-    """Part of it: compute that the plan adds by hiding more communication (RULES R24); below 0: it
-    hides less."""
+    """Part of `step_time_ns`: compute that the plan adds by hiding more communication (rule R24);
+    negative: it hides less."""
     replayed_exposed_ns: NonNegativeInt
     exposed_ns: Estimate
-    """The interval is as wide as the step's: compute stays, waiting does not."""
+    """Its interval is as wide as the step's, because only waits vary."""
     units: list[UnitExposure] = Field(default_factory=list)
     recorded_peak_bytes: int | None = None
-    """Measured in the baseline's memory step; None, as the next two: it had none."""
+    """Measured in the baseline's memory step; None, like the next two: it had none."""
     memory_error: float | None = None
-    """Of the baseline's own peak, played."""
+    """Simulated / measured peak of the baseline, - 1."""
     peak_bytes: Estimate | None = None
-    """Peak allocated; the interval is `memory_error` to both sides."""
+    """Peak allocated. Its interval is plus and minus `memory_error`."""
     assumptions: list[str] = Field(default_factory=list)
 
     @property
     def change(self) -> float:
-        """Of the step: predicted / replayed - 1."""
+        """Predicted change of the step: predicted / replayed - 1."""
         return self.step_time_ns.value / self.replayed_step_ns - 1
 
 
 class Ruling(StrEnum):
-    """What became of a prediction."""
+    """The outcome of a verification."""
 
     HELD = "held"
     DID_NOT_HOLD = "did_not_hold"
     CANNOT_BE_TOLD = "cannot_be_told"
-    """Neither can be told from what processes of one and the same plan differ by."""
+    """Not significant: process noise is larger than the difference."""
     FAILED = "failed"
-    """The plan did not run to its end."""
+    """The plan did not run to completion."""
     NOT_COMPARABLE = "not_comparable"
-    """Another plan ran, or under other circumstances: says nothing of the prediction."""
+    """Another plan ran, or the circumstances differ. The prediction is not judged."""
 
 
 class Outcome(Record):
-    """What became of a prediction when its plan ran."""
+    """The outcome of a prediction after its plan ran."""
 
     schema_version: int = PREDICTION_VERSION
     prediction_id: str = Field(min_length=1)
@@ -167,13 +167,13 @@ class Outcome(Record):
     ruling: Ruling
     sentence: str
     run_ids: list[str] = Field(default_factory=list)
-    """The runs of the plan, one a process group."""
+    """The runs of the plan, one per process group."""
     baseline_run_ids: list[str] = Field(default_factory=list)
-    """What they were measured against."""
+    """The runs of the baseline."""
     step_time_ns: int | None = None
     """Measured: the median over the runs of their typical steps."""
     measured_change: float | None = None
-    """Of the step, against the baseline's runs."""
+    """Measured change of the step against the baseline's runs."""
     step_error: float | None = None
     """(1 + measured change) / (1 + predicted change) - 1."""
     exposed_ns: int | None = None
@@ -181,14 +181,14 @@ class Outcome(Record):
     memory_error: float | None = None
     """measured / predicted - 1."""
     failure: str | None = None
-    """Why the plan did not run to its end."""
+    """Why the plan did not run to completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Predictions and outcomes that are kept with runs, in the order they were written."""
+    """The predictions and outcomes of a prediction history, in the order of writing."""
 
     predictions: tuple[Prediction, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
     notes: tuple[str, ...] = ()
-    """What could not be read, one sentence each."""
+    """Notes on unreadable lines, one sentence each."""

@@ -1,6 +1,6 @@
-"""How did earlier predictions come out? The ledger, added up, newest first.
+"""Sum up the outcomes of earlier predictions from the prediction history.
 
-Where a prediction was verified more than once, its last outcome counts.
+The last outcome of a prediction counts.
 """
 
 from collections.abc import Collection, Sequence
@@ -12,63 +12,63 @@ from fsdp_inspect.predictions.records import Ledger, Outcome, Prediction, Ruling
 
 @dataclass(frozen=True, slots=True)
 class VerifiedPrediction:
-    """A prediction and what became of it."""
+    """A prediction and its outcome."""
 
     prediction: Prediction
     outcome: Outcome | None
-    """None: its plan has not been verified yet."""
+    """None: the plan has not been verified yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """How often predictions held."""
+    """Counts and errors of predictions."""
 
     num_predictions: int
 
     num_verified: int
-    """Held or not; those that cannot be told, failed or have not run do not count."""
+    """Held or did not hold. Not significant, failed and pending predictions do not count."""
     num_held: int
     num_untold: int
     num_failed: int
     median_step_error: float | None
-    """Of |step_error|, over all whose step was measured; None without one."""
+    """Median of |step_error| over all measured predictions; None without one."""
     median_memory_error: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class TallyOfChange:
-    """The tally of predictions that changed one setting, perhaps among others."""
+    """The tally of predictions that changed one setting, possibly among others."""
 
     change: str
-    """A setting of plans; `units`: how the model is cut."""
+    """A setting of plans; `units`: the cut of the model."""
     tally: Tally
 
 
 @dataclass(frozen=True, slots=True)
 class TrackRecord:
-    """How predictions came out here."""
+    """The outcomes of the predictions in one history."""
 
     sentence: str
-    """Empty where none was made."""
+    """Empty without predictions."""
     tally: Tally
     by_change: tuple[TallyOfChange, ...]
-    """Of the settings that were asked about."""
+    """One tally for each requested setting."""
     predictions: tuple[VerifiedPrediction, ...]
     """Newest first."""
     notes: tuple[str, ...]
-    """What could not be read of the ledger."""
+    """Notes on unreadable lines of the history."""
 
 
 def measure_track_record(
     ledger: Ledger, *, run_id: str | None = None, changes: Collection[str] = ()
 ) -> TrackRecord:
-    """Predictions and outcomes of a ledger.
+    """Sum up a prediction history.
 
     Args:
-        ledger: Of a folder of runs.
-        run_id: Only those made from this baseline; None: all. The dashboard's Advice page asks so
-            for what became of a run's suggestions.
-        changes: Settings to tally apart (`Prediction.changes`): those that new advice changes.
+        ledger: The prediction history of a folder of runs.
+        run_id: Only predictions from this baseline; None: all. The Advice page of the dashboard
+            uses it for the outcomes of a run's suggestions.
+        changes: Settings with a separate tally (`Prediction.changes`).
     """
     last = {outcome.prediction_id: outcome for outcome in ledger.outcomes}
     made = {each.prediction_id: each for each in ledger.predictions}
@@ -108,7 +108,7 @@ def _tally(found: Sequence[VerifiedPrediction]) -> Tally:
 
 
 def _middle(errors: Sequence[float | None]) -> float | None:
-    """The median size of those that are known; of an even number the mean of the middle two."""
+    """The median absolute error; None without a known error."""
     sizes = sorted(abs(error) for error in errors if error is not None)
     if not sizes:
         return None
@@ -119,12 +119,12 @@ def _middle(errors: Sequence[float | None]) -> float | None:
 def _say(tally: Tally, by_change: Sequence[TallyOfChange]) -> str:
     parts = [f"{tally.num_held} of {tally.num_verified} verified predictions held here"]
     if not tally.num_verified:
-        parts = ["Whether a prediction held here could not be told yet"]
+        parts = ["No prediction could be judged yet"]
     if tally.num_untold:
         more = " more" if tally.num_verified else ""
-        parts.append(f"{tally.num_untold}{more} cannot be told from process noise")
+        parts.append(f"{tally.num_untold}{more} not significant")
     if tally.num_failed:
-        parts.append(f"{tally.num_failed} did not run to their end")
+        parts.append(f"{tally.num_failed} did not run to completion")
     if tally.median_step_error is not None:
         parts.append(f"median error {format_ratio(tally.median_step_error)} of the step")
     apart = [

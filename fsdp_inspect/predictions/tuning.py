@@ -1,4 +1,4 @@
-"""Which plan is the fastest that was measured, and which predictions held? A session added up."""
+"""Sum up a tuning session: the fastest measured plan, and the outcomes of the predictions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,61 +17,61 @@ from fsdp_inspect.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A plan of a session and what is there of it."""
+    """A plan of a session with its runs."""
 
     number: int
     prediction: Prediction
     plan_file: str
     runs: tuple[RunSource, ...]
     failure: str | None
-    """Why a run of it did not end well; None: all did, or none was tried."""
+    """Why a run of the plan failed; None: no run failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TunedPlan:
-    """A plan of a session: predicted, measured."""
+    """A plan of a session: predicted and measured."""
 
     number: int
     what: str
     plan_file: str
     prediction: Prediction
     ruling: Ruling | None
-    """None: it has not run yet."""
+    """None: the plan has not run yet."""
     verification: Verification | None
-    """None: it has not run, or not to its end."""
+    """None: the plan has not run, or not to completion."""
     outcome: Outcome | None
     failure: str | None
     is_faster: bool
-    """Measured to be faster than the baseline, beyond noise."""
+    """Measured to be significantly faster than the baseline."""
 
     @property
     def is_measured(self) -> bool:
-        """Whether its step was measured under the circumstances that were predicted for."""
+        """Whether the step was measured under the circumstances of the prediction."""
         change = self.verification.measured_change if self.verification else None
         return change is not None and self.ruling is not Ruling.NOT_COMPARABLE
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What a session found."""
+    """The result of a session."""
 
     answer: str
-    """In words, with the number."""
+    """One sentence with the number that matters."""
     findings: tuple[Finding, ...]
-    """What comes before any plan."""
+    """Problems that no plan can fix."""
     baseline_run_ids: tuple[str, ...]
     baseline_step_ns: int | None
     """Measured: the median over the baseline's runs of their typical steps."""
     same_error: float | None
-    """A/A: how far the baseline's slowest run lies above its fastest; None with one run."""
+    """A/A: slowest / fastest run of the baseline, - 1; None with one run."""
     plans: tuple[TunedPlan, ...]
     best: TunedPlan | None
-    """The fastest of those that are faster; None: none is."""
+    """The fastest of the faster plans; None: no plan is faster."""
     num_held: int
     num_judged: int
-    """Held or not."""
+    """Held or did not hold."""
     is_whole: bool
-    """Everything ran that was to run."""
+    """True if all runs of the session are complete."""
 
 
 def measure_tuning(
@@ -85,11 +85,11 @@ def measure_tuning(
     """Verify every plan of a session against the session's own baseline runs.
 
     Args:
-        trials: The plans, in the order in which they were chosen.
-        baselines: Runs of the baseline; the plans were predicted from the first.
-        findings: What comes before any plan.
+        trials: The plans, in the order of their choice.
+        baselines: Runs of the baseline. The predictions start from the first one.
+        findings: Problems that no plan can fix.
         memory_limit: Bytes that the best plan's measured peak must not exceed.
-        is_whole: Whether everything ran that was to run.
+        is_whole: Whether all runs of the session are complete.
     """
     plans = tuple(_judge(trial, baselines) for trial in trials)
     steps = [_step_of(run) for run in baselines]
@@ -138,7 +138,7 @@ def _failed(trial: Trial, baselines: Sequence[RunSource]) -> Outcome:
         tool_version=__version__,
         **now(),
         ruling=Ruling.FAILED,
-        sentence=f"The plan did not run to its end: {trial.failure}",
+        sentence=f"The plan did not run to completion: {trial.failure}",
         run_ids=[run.manifest.run_id for run in trial.runs],
         baseline_run_ids=[run.manifest.run_id for run in baselines],
         failure=trial.failure,
@@ -167,27 +167,27 @@ def _change(plan: TunedPlan) -> float:
 
 def _answer(plans: Sequence[TunedPlan], best: TunedPlan | None) -> str:
     if not plans:
-        return "Change nothing: no plan is predicted to save enough to be worth a run."
+        return "Change nothing: no plan has a large enough predicted gain."
     if best is not None and best.ruling is not None:
         return (
-            f"Plan {best.number} is the fastest that was measured: {_saving(best)} a step. "
-            f"Predicted: {_percent(best.prediction.change)}, which {_HOW[best.ruling]}."
+            f"Plan {best.number} is the fastest measured plan: {_saving(best)} a step. "
+            f"Its prediction of {_percent(best.prediction.change)} {_HOW[best.ruling]}."
         )
     measured = [plan for plan in plans if plan.is_measured]
     if not measured:
-        return "No plan ran to its end, so nothing is known of any."
+        return "No plan ran to completion, so no result is known."
     first = min(measured, key=_change)
     return (
-        f"No plan is faster than the baseline beyond noise. The fastest measured is plan "
-        f"{first.number}, {_saving(first)} a step. {RUNS_FOR_A_TEST} runs a side tell smaller "
-        "changes."
+        f"No plan is significantly faster than the baseline. The fastest measured plan is plan "
+        f"{first.number}, {_saving(first)} a step. Use {RUNS_FOR_A_TEST} runs a side to detect "
+        "smaller changes."
     )
 
 
 _HOW = {
     Ruling.HELD: "held",
     Ruling.DID_NOT_HOLD: "did not hold",
-    Ruling.CANNOT_BE_TOLD: "cannot be told from noise",
+    Ruling.CANNOT_BE_TOLD: "is not significant",
 }
 
 
@@ -196,8 +196,8 @@ def _saving(plan: TunedPlan) -> str:
     if step is None or plan.verification is None:
         return ""
     return (
-        f"{_percent(_change(plan))} ({format_ns(step.measured)} against "
-        f"{format_ns(step.baseline)} of the baseline)"
+        f"{_percent(_change(plan))} ({format_ns(step.measured)}, baseline "
+        f"{format_ns(step.baseline)})"
     )
 
 

@@ -1,7 +1,7 @@
-"""What has a tuning session done so far? Its folder, from which it is resumed.
+"""Read and write the state of a tuning session. A session can be resumed from its folder.
 
-`session.json` is rewritten whole after each run; the runs lie beside it, and so do the plans
-(`plan-1.toml`) and what is predicted of them (`plan-1.prediction.json`).
+`session.json` is replaced after each run. The folder also contains the runs, the plans
+(`plan-1.toml`) and their predictions (`plan-1.prediction.json`).
 """
 
 from pathlib import Path
@@ -16,42 +16,42 @@ from fsdp_inspect.trace.run import Record
 SESSION_FILE = "session.json"
 SESSION_VERSION = 1
 BASELINE = 0
-"""The number of the plan that runs before any change."""
+"""The number of the unchanged plan."""
 
 
 class TriedRun(Record):
-    """One training that the session started, and that ended."""
+    """One finished training of the session."""
 
     plan: NonNegativeInt
-    """From 1; `BASELINE`: as the user's own command shards."""
+    """From 1; `BASELINE`: the sharding of the user's own command."""
     round: NonNegativeInt
     folder: str | None = None
-    """The run's folder, below the session's; None: it left none."""
+    """The run folder, relative to the session's folder; None: there is no run."""
     failure: str | None = None
-    """Why it did not end well; None: it did."""
+    """Why the training failed; None: it succeeded."""
     took_s: float
 
 
 class TuningSession(Record):
-    """A session's settings and what it has done."""
+    """The settings and the progress of a session."""
 
     session_version: int = SESSION_VERSION
     command: list[str]
-    """Of a training, with `{plan}`, `{runs}`, `{name}` and `{config}` in it."""
+    """Command of a training, with the placeholders `{plan}`, `{runs}`, `{name}` and `{config}`."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """What a training's environment has beside the user's own."""
+    """Environment variables of a training, in addition to the user's own."""
     budget: PositiveInt
-    """Most plans to run."""
+    """The highest number of plans to run."""
     repeats: PositiveInt
-    """Rounds: runs of each plan."""
+    """Rounds: the number of runs of each plan."""
     memory_limit: int | None = None
     allow_dtypes: bool = False
     num_plans: int | None = None
-    """Plans that were chosen; None: not yet."""
+    """The number of chosen plans; None: not chosen yet."""
     tried: list[TriedRun] = Field(default_factory=list)
 
     def find(self, plan: int, round_: int) -> TriedRun | None:
-        """The training of a plan in a round; None: it is still to be done."""
+        """The training of a plan in a round; None: it has not finished."""
         return next((t for t in self.tried if (t.plan, t.round) == (plan, round_)), None)
 
     def of_plan(self, plan: int) -> list[TriedRun]:
@@ -60,10 +60,10 @@ class TuningSession(Record):
 
 
 def write_session(folder: Path, session: TuningSession) -> None:
-    """Keep a session.
+    """Write the session file.
 
     Raises:
-        StoreError: The folder cannot be written to.
+        StoreError: The folder is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,8 +71,8 @@ def write_session(folder: Path, session: TuningSession) -> None:
         replace_file(folder / SESSION_FILE, f"{text}\n".encode())
     except OSError as error:
         raise StoreError(
-            f"The session {str(folder)!r} cannot be written: {error.strerror or error}. Expected a "
-            "folder that this user may write to. Choose another --runs-dir."
+            f"Cannot write the session {str(folder)!r}: {error.strerror or error}. Expected a "
+            "writable folder. Choose another --runs-dir."
         ) from error
 
 
@@ -80,20 +80,21 @@ def read_session(folder: Path) -> TuningSession:
     """Read a session.
 
     Raises:
-        StoreError: There is none, or it cannot be used.
+        StoreError: The file is missing or invalid.
     """
     path = folder / SESSION_FILE
     try:
         session = TuningSession.model_validate_json(path.read_bytes())
     except OSError as error:
         raise StoreError(
-            f"No tuning session at {str(folder)!r}: {error.strerror or error} ({SESSION_FILE}). "
-            "Expected the folder that `fsdp-inspect tune` named. Name that, or begin anew."
+            f"Tuning session not found at {str(folder)!r}: {error.strerror or error} "
+            f"({SESSION_FILE}). Expected the folder that `fsdp-inspect tune` printed. Pass that "
+            "folder, or start a new session."
         ) from error
     except ValidationError as error:
         raise StoreError(
-            f"The session {str(path)!r} cannot be used. {describe_validation_error(error)} Restore "
-            "the file, or begin anew with fsdp-inspect tune."
+            f"Invalid session {str(path)!r}: {describe_validation_error(error)} Restore the file, "
+            "or start a new session with fsdp-inspect tune."
         ) from error
     if session.session_version > SESSION_VERSION:
         raise StoreError(
@@ -104,5 +105,5 @@ def read_session(folder: Path) -> TuningSession:
 
 
 def plan_file(folder: Path, plan: int) -> Path:
-    """Where a plan of a session lies."""
+    """The path of a plan of a session."""
     return folder / f"plan-{plan}.toml"

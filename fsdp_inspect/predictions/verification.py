@@ -1,8 +1,8 @@
-"""Did a plan do what was predicted of it? The prediction and the runs of the plan, side by side.
+"""Verify a prediction: compare it with the runs of its plan.
 
-First it is checked that the predicted plan ran, on the machine and network that it was predicted
-for: else nothing is judged. Then step time and peak memory are judged (`predictions.judgement`);
-exposed time is shown beside them, since it is part of the step.
+The plan, the machine and the network of the runs must be those of the prediction, else the outcome
+is "cannot be judged". Step time and peak memory are judged (`predictions.judgement`). Exposed time
+is only shown, since it is part of the step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ from fsdp_inspect.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """One number: predicted, measured."""
+    """One number: predicted and measured."""
 
     name: str
     """A metric's name: `step_time_ns`, `exposed_ns`, `peak_allocated_bytes`."""
@@ -48,21 +48,21 @@ class Quantity:
     measured: int | None
     """The median over the plan's runs."""
     measured_low: int | None
-    """Over the plan's runs: the lowest, and the highest."""
+    """The lowest value over the plan's runs; `measured_high` is the highest."""
     measured_high: int | None
     baseline: int | None
     """Measured: the median over the baseline's runs."""
     method: str
-    """How it was measured."""
+    """The method of the measurement."""
     error: float | None
-    """measured / predicted - 1, as they stand."""
+    """measured / predicted - 1, without a correction for the machine."""
     ruling: Ruling | None
-    """None: it is not judged by itself, or there is nothing to judge."""
+    """None: not judged alone, or a value is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedUnit:
-    """How long a step waits for one unit, predicted and measured."""
+    """The exposed time of a step for one unit, predicted and measured."""
 
     fqn: str
     predicted_ns: int | None
@@ -74,45 +74,46 @@ class VerifiedUnit:
 
 @dataclass(frozen=True, slots=True)
 class Verification(Result):
-    """A prediction beside what then happened."""
+    """The result of a verification."""
 
     prediction: Prediction
     ruling: Ruling
     answer: str
-    """In words, with the numbers."""
+    """One sentence with the numbers."""
     obstacles: tuple[str, ...]
-    """Why nothing can be judged; empty: it can."""
+    """Why the prediction cannot be judged; empty: it can be."""
     plan_differences: tuple[PlanDifference, ...]
-    """In what another plan ran than the one asked for."""
+    """Differences between the predicted plan and the plan that ran."""
     caveats: tuple[str, ...]
     source: str
-    """Of the runs: `recorded` or `emulated`."""
+    """Source of the runs: `recorded` or `emulated`."""
     run_ids: tuple[str, ...]
     baseline_run_ids: tuple[str, ...]
-    """Empty: the baseline's numbers are those that the prediction holds."""
+    """Empty: the baseline's numbers come from the prediction."""
     predicted_change: float
-    """Of the step, both played."""
+    """Change of the step: simulated plan / simulated baseline - 1."""
     predicted_change_low: float
     predicted_change_high: float
     measured_change: float | None
-    """Of the step, against the baseline's runs."""
+    """Change of the step against the baseline's runs."""
     measured_change_low: float | None
-    """95 % interval with enough processes, else less and more the noise."""
+    """With enough runs the 95% interval, else plus and minus the noise."""
     measured_change_high: float | None
     step_error: float | None
-    """(1 + measured change) / (1 + predicted change) - 1: without what the machine did to both."""
+    """(1 + measured change) / (1 + predicted change) - 1. An equal effect of the machine on both
+    sides cancels."""
     is_tested: bool
-    """Enough processes on both sides for a test."""
+    """True if both sides have enough runs for a test."""
     compute_change: float | None
-    """Of forward and backward, against the baseline's runs, less what hiding communication was
-    predicted to cost: what the machine did. None: no run of the baseline, or a plan that does
-    change what is computed."""
+    """Change of forward and backward against the baseline's runs, without the predicted cost of
+    hiding communication. It shows the effect of the machine. None: no run of the baseline, or the
+    plan changes the computation."""
     quantities: tuple[Quantity, ...]
     units: tuple[VerifiedUnit, ...]
-    """Those that are waited for most, first."""
+    """Longest waits first."""
 
     def outcome(self) -> Outcome:
-        """As the ledger keeps it."""
+        """The outcome as stored in the prediction history."""
         by_name = {quantity.name: quantity for quantity in self.quantities}
         return Outcome(
             prediction_id=self.prediction.prediction_id,
@@ -134,13 +135,13 @@ class Verification(Result):
 def verify_prediction(
     prediction: Prediction, runs: Sequence[RunSource], baselines: Sequence[RunSource] = ()
 ) -> Verification:
-    """Hold a prediction against the runs of its plan.
+    """Compare a prediction with the runs of its plan.
 
     Args:
-        prediction: Made before.
-        runs: One or more that ran the plan; not empty.
-        baselines: Runs of the plan that it was predicted from; with none, the numbers in the
-            prediction stand for one.
+        prediction: The prediction.
+        runs: Runs of the plan; not empty.
+        baselines: Runs of the baseline's plan. If empty, the prediction's own numbers of the
+            baseline are used.
     """
     measured = [_measure(run, prediction) for run in runs]
     before = [_measure(run, prediction) for run in baselines]
@@ -190,12 +191,12 @@ def verify_prediction(
     )
 
 
-# --- what was measured
+# --- measurements
 
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """What one run took; None: it does not tell."""
+    """The measurements of one run; None where the run has no value."""
 
     run_id: str
     step_ns: int | None
@@ -205,11 +206,11 @@ class _Measured:
     peak_bytes: int | None
     methods: Mapping[str, str]
     memory: str
-    """Who counted the memory."""
+    """The method that counted the memory."""
 
 
 def _measure(run: RunSource, prediction: Prediction) -> _Measured:
-    """Of the median rank, as everywhere; memory of the rank that the prediction is about."""
+    """Measure the median rank; memory is that of the prediction's rank."""
     middle = measure_overlap(run).run
     step = measure_breakdown(run).headline
     provenance = measure_provenance(run)
@@ -225,7 +226,7 @@ def _measure(run: RunSource, prediction: Prediction) -> _Measured:
 
 
 def _measure_peak(run: RunSource, rank: int) -> int | None:
-    """The highest moment of the rank's memory step: what is predicted is of one, too."""
+    """The peak of the rank's memory step, as in the prediction."""
     try:
         return measure_work(run, rank=rank).peak_bytes
     except (MissingDataError, IncompleteRunError):
@@ -236,7 +237,7 @@ _COMPUTE = (StepPart.FORWARD, StepPart.BACKWARD)
 _CHANGING_COMPUTE = frozenset(
     {"accumulation", "checkpointing", "mesh", "offload", "param_dtype", "world_size"}
 )
-"""Settings of a plan that may change what is computed, or how long that takes."""
+"""Settings of a plan that may change the computation or its duration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +247,11 @@ class _Moved:
     before_ns: int
     after_ns: int
     paid_ns: int
-    """Part of `after_ns`: what the plan was predicted to add."""
+    """Part of `after_ns`: the predicted cost of hiding communication."""
 
     @property
     def shift_ns(self) -> int:
-        """What the machine did."""
+        """The effect of the machine on compute, ns."""
         return self.after_ns - self.paid_ns - self.before_ns
 
     @property
@@ -261,7 +262,7 @@ class _Moved:
 def _moved_compute(
     prediction: Prediction, runs: Sequence[_Measured], baselines: Sequence[_Measured]
 ) -> _Moved | None:
-    """What the machine did to compute; None where it is not known, or the plan may have."""
+    """Compute on both sides; None if it is unknown, or if the plan may change it."""
     before = median([each.compute_ns for each in baselines if each.compute_ns])
     after = median([each.compute_ns for each in runs if each.compute_ns])
     if not before or not after or _CHANGING_COMPUTE.intersection(prediction.changes):
@@ -360,29 +361,28 @@ def _peak(
 
 
 def _about_compute(moved: _Moved | None, step: JudgedTime | None) -> tuple[str, ...]:
-    """Said where the machine was so different that the step is by more than noise."""
+    """A caveat if the machine changed the step by more than the noise."""
     if moved is None or step is None:
         return ()
     if abs(moved.shift_ns) < PROCESS_NOISE_RATIO * step.baseline_ns:
         return ()
     longer = "longer" if moved.change > 0 else "less"
     numbers = f"{format_ns(moved.before_ns)} before, {format_ns(moved.after_ns)} after"
-    reason = "no plan changes it"
+    reason = "the plan does not change it"
     if moved.paid_ns:
-        numbers = f"{numbers}, {format_ns(moved.paid_ns)} of it by what the plan hides"
-        reason = "no plan changes it otherwise"
+        numbers = f"{numbers}, including {format_ns(moved.paid_ns)} for hiding communication"
+        reason = "the plan does not explain the rest"
     return (
-        f"Compute took {format_ratio(abs(moved.change))} {longer} than in the baseline "
-        f"({numbers}), though {reason}: the machine was busier in one of them. Repeat both in "
-        "turn.",
+        f"Compute takes {format_ratio(abs(moved.change))} {longer} than in the baseline "
+        f"({numbers}), and {reason}: the machine was busier in one of them. Repeat both in turn.",
     )
 
 
 def _about_memory(prediction: Prediction, peak: Quantity) -> tuple[str, ...]:
     if prediction.peak_bytes is None:
-        return ("Memory was not predicted: the baseline has no memory step.",)
+        return ("Memory is not predicted: the baseline has no memory step.",)
     if peak.measured is None:
-        return ("Memory was not measured: record a memory step, Recorder(..., memory_steps=[3]).",)
+        return ("Memory is not measured: record a memory step, Recorder(..., memory_steps=[3]).",)
     return ()
 
 
@@ -395,7 +395,7 @@ def _error(measured: int | None, estimate: Estimate | None) -> float | None:
 def _units(
     prediction: Prediction, runs: Sequence[RunSource], timed: Sequence[_Measured]
 ) -> tuple[VerifiedUnit, ...]:
-    """Of the run with the median step time; the lower of two."""
+    """The units of the run with the median step; of two runs, the faster one."""
     if not timed:
         return ()
     ordered = sorted(timed, key=lambda each: each.step_ns or 0)
@@ -433,11 +433,11 @@ def _answer(
     quantities: Sequence[Quantity],
 ) -> str:
     if ruling is None or step is None:
-        return f"Cannot be judged: {obstacles[0] if obstacles else 'no step was timed.'}"
+        return f"Cannot be judged: {obstacles[0] if obstacles else 'no step is timed.'}"
     shift = step.shift_ns / step.baseline_ns
     numbers = (
         f"predicted {format_signed(prediction.change)} a step, measured {format_signed(shift)} "
-        f"({format_ns(step.measured_ns)} against {format_ns(step.baseline_ns)} of the baseline)"
+        f"({format_ns(step.measured_ns)}, baseline {format_ns(step.baseline_ns)})"
     )
     peak = quantities[-1]
     if peak.ruling is Ruling.DID_NOT_HOLD and peak.predicted is not None:
@@ -448,14 +448,14 @@ def _answer(
     beginning = {
         Ruling.HELD: "Held",
         Ruling.DID_NOT_HOLD: "Did not hold",
-        Ruling.CANNOT_BE_TOLD: "Cannot be told from process noise",
+        Ruling.CANNOT_BE_TOLD: "Not significant",
     }[ruling]
     return f"{beginning}: {numbers}.{'' if step.is_tested else _say_noise(ruling, step)}"
 
 
 def _say_noise(ruling: Ruling, step: JudgedTime) -> str:
-    """What so few processes can tell."""
+    """The resolution of fewer runs than a test needs."""
     noise = format_ns(step.noise_ns)
     if ruling is Ruling.CANNOT_BE_TOLD:
-        return f" Fewer than {RUNS_FOR_A_TEST} processes on a side tell nothing below {noise}."
-    return f" Fewer than {RUNS_FOR_A_TEST} processes on a side: to within {noise}."
+        return f" With fewer than {RUNS_FOR_A_TEST} runs a side, only changes above {noise} count."
+    return f" With fewer than {RUNS_FOR_A_TEST} runs a side, the noise is {noise}."

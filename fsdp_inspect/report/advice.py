@@ -1,12 +1,13 @@
-"""How does advice read in a terminal? The answer, what comes first, the changes, the plan.
+"""Render advice for the terminal: one screen with the recommended change, or all details.
 
 Nothing is computed here. Names from the run are put in as plain text, never as rich markup.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -20,44 +21,231 @@ from fsdp_inspect.report.wording import format_change, format_error
 
 MOST_UNITS = 4
 MOST_POINTS = 12
-_RULES_ARE_READ = (
-    "What the rules in brackets say, and what sets each off: fsdp-inspect advise --rules"
-)
+SCREEN_LINES = 23
+"""Lines of the short form: a terminal of 24 lines, without the line of the prompt."""
+_TITLE_LINES, _TEXT_LINES, _ROW_LINES = 2, 3, 2
+"""The highest number of lines of the headline, of a paragraph and of a row."""
+_RULES_COMMAND = "fsdp-inspect advise --rules lists the rules in brackets with their triggers."
 
 
-def render_advice(advice: Advice) -> RenderableType:
-    """What to look at first, what to change, what it brings, and how to check it."""
-    return Group(Text(advice.answer, style="bold"), *_parts(advice))
+def render_advice(advice: Advice, *, details: bool = False) -> RenderableType:
+    """Advice for the terminal.
+
+    Args:
+        advice: The advice on a run.
+        details: False: the recommended change with its gain, memory, risk and code, in at most
+            `SCREEN_LINES` lines of 80 columns. True: all findings and changes with their evidence.
+    """
+    if details:
+        return Group(Text(advice.answer, style="bold"), *_all_parts(advice))
+    return _OneScreen(advice)
 
 
-def _parts(advice: Advice) -> Iterator[RenderableType]:
+# --- one screen
+
+
+class _OneScreen:
+    """The headline, the recommended change, and where to find the rest."""
+
+    def __init__(self, advice: Advice) -> None:
+        self._advice = advice
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        advice = self._advice
+        head = [_Clipped(advice.answer, _TITLE_LINES, style="bold")]
+        code: list[Sequence[str]] = []
+        finding, suggestion = _recommended(advice)
+        if finding is not None:
+            head += [*section(f"Recommended fix{_rule([finding.rule])}"), _fix(finding, advice)]
+            code = [finding.snippet.splitlines()]
+        elif advice.plan is not None and suggestion is not None and _exceeds_limit(advice.plan):
+            head += [*section(_title_of_plan(advice.plan)), _plan(advice.plan)]
+            code = [_code_of_plan(advice.plan, "--write FILE")]
+        elif suggestion is not None and advice.plan is not None:
+            head += [*section(_title(suggestion, advice.plan)), _change(suggestion, advice.plan)]
+            code = [
+                suggestion.snippet.splitlines(),
+                _code_of_plan(advice.plan, "--take 1 --write FILE"),
+            ]
+        if advice.refusal:
+            text = f"No plan was simulated. {advice.refusal}"
+            head += ["", _Clipped(text, _TEXT_LINES)]
+        before = console.render_lines(Group(*head), options, pad=False)
+        after = console.render_lines(Group(*_rest(advice)), options, pad=False)
+        most = SCREEN_LINES - len(before) - len(after)
+        middle = _first_that_fits(console, options, code, most)
+        for line in (*before, *middle, *after):
+            yield from (*line, Segment.line())
+
+
+def _recommended(advice: Advice) -> tuple[Finding | None, Suggestion | None]:
+    """A finding that limits the step, else the first change of the plan, else the first finding."""
+    limit = next((each for each in advice.findings if each.limits), None)
+    if limit is not None:
+        return limit, None
+    if advice.plan is not None and advice.plan.suggestions:
+        return None, advice.plan.suggestions[0]
+    return next(iter(advice.findings), None), None
+
+
+def _title(suggestion: Suggestion, plan: PlanAdvice) -> str:
+    number = len(plan.suggestions)
+    place = f" (first of {number})" if number > 1 else ""
+    return f"Recommended change{place}{_rule(suggestion.rules)}"
+
+
+def _change(suggestion: Suggestion, plan: PlanAdvice) -> RenderableType:
+    saving = describe_saving(suggestion, plan)
+    return _summary(
+        suggestion.what,
+        ("Gain", saving[:1].upper() + saving[1:]),
+        ("Memory", f"Peak {describe_plan_peak(suggestion)}"),
+        ("Risk", " ".join(suggestion.risks) or "None known"),
+        ("Code", "" if suggestion.snippet else "None: only the plan file makes this change"),
+    )
+
+
+def _exceeds_limit(plan: PlanAdvice) -> bool:
+    """Whether the first change alone does not fit the memory limit."""
+    peak, limit = plan.suggestions[0].peak_bytes, plan.memory_limit_bytes
+    return peak is not None and limit is not None and peak > limit
+
+
+def _title_of_plan(plan: PlanAdvice) -> str:
+    return "Recommended plan" if plan.fits else "Plan with the lowest peak"
+
+
+def _plan(plan: PlanAdvice) -> RenderableType:
+    fastest = plan.fastest
+    change = format_change(-fastest.saved_ns / plan.replayed_step_ns)
+    interval = f"{format_ns(fastest.step_low_ns)} to {format_ns(fastest.step_high_ns)}"
+    return _summary(
+        fastest.what,
+        ("Step", f"{format_ns(fastest.step_ns)} ({change}; {interval})"),
+        ("Memory", f"Peak {describe_plan_peak(fastest)}"),
+        ("Risk", " ".join(fastest.risks) or "None known"),
+        ("Code", ""),
+    )
+
+
+def _fix(finding: Finding, advice: Advice) -> RenderableType:
+    sentence = () if finding.sentence == advice.answer else (finding.sentence,)
+    return _summary(
+        " ".join([*sentence, *finding.do]),
+        ("Gain", finding.effect.sentence),
+        ("Memory", _added_memory(finding)),
+        ("Risk", " ".join(f"Assumed: {line}" for line in finding.assumptions) or "None known"),
+        ("Code", "" if finding.snippet else "None: no line of code fixes this"),
+    )
+
+
+def _summary(text: str, *rows: tuple[str, str]) -> RenderableType:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column()
+    for name, value in rows:
+        table.add_row(name, _Clipped(value, _ROW_LINES))
+    return Padding(Group(_Clipped(text, _TEXT_LINES), table), (0, 0, 0, 2))
+
+
+def _added_memory(finding: Finding) -> str:
+    low, high = finding.effect.added_low_bytes, finding.effect.added_high_bytes
+    if low is None or high is None:
+        return "No change of the peak is predicted"
+    span = _signed_bytes(low) if low == high else f"{_signed_bytes(low)} to {_signed_bytes(high)}"
+    return f"Peak {span}"
+
+
+def _code_of_plan(plan: PlanAdvice, options: str) -> list[str]:
+    """The change as a plan file, for changes with too many lines of code."""
+    return [f"# advise ... {options} writes the plan file", *plan.snippet.splitlines()[1:]]
+
+
+def _rest(advice: Advice) -> Iterator[RenderableType]:
+    """The whole plan in a sentence, and the options that show and write the rest."""
+    finding, _ = _recommended(advice)
+    plan, options = advice.plan, ["--details shows the evidence and everything else."]
+    yield ""
+    if plan is not None and plan.suggestions:
+        if finding is not None or (len(plan.suggestions) > 1 and not _exceeds_limit(plan)):
+            yield _Clipped(_whole_plan(plan), _ROW_LINES)
+        options.append("--write FILE saves the plan.")
+    more = len(advice.findings) - (finding is not None)
+    if more:
+        options.insert(0, f"{more} further {'finding' if more == 1 else 'findings'}.")
+    yield _Clipped(" ".join(options), _ROW_LINES, style="dim")
+
+
+def _whole_plan(plan: PlanAdvice) -> str:
+    number = len(plan.suggestions)
+    changes = "The change of the plan" if number == 1 else f"All {number} changes of the plan"
+    return (
+        f"{changes}: {format_ns(plan.fastest.step_ns)} a step instead of "
+        f"{format_ns(plan.replayed_step_ns)}, peak {describe_plan_peak(plan.fastest)}."
+    )
+
+
+def _first_that_fits(
+    console: Console, options: ConsoleOptions, codes: Iterable[Sequence[str]], most: int
+) -> list[list[Segment]]:
+    """The lines of the first code with at most `most` lines, else of the last one."""
+    lines: list[list[Segment]] = []
+    for code in codes:
+        lines = console.render_lines(_indented(_code("\n".join(code))), options, pad=False)
+        if not code or len(lines) <= most:
+            break
+    return lines
+
+
+class _Clipped:
+    """Text in at most so many lines; an ellipsis marks a cut."""
+
+    def __init__(self, text: str, most: int, style: str = "") -> None:
+        self._text = text
+        self._most = most
+        self._style = style
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = Text(self._text, style=self._style).wrap(console, options.max_width)
+        if len(lines) > self._most:
+            last = lines[self._most - 1]
+            last.rstrip()
+            last.truncate(options.max_width - 1)
+            last.append("…")
+        yield from lines[: self._most]
+
+
+# --- all details
+
+
+def _all_parts(advice: Advice) -> Iterator[RenderableType]:
     if advice.findings:
-        yield from section("Before the plan", *(_finding(each) for each in advice.findings))
+        yield from section("Findings", *(_finding(each) for each in advice.findings))
     if advice.plan is None:
-        yield from section("No plan was played", _indented([advice.refusal or ""]))
+        yield from section("No plan was simulated", _indented([advice.refusal or ""]))
         return
     plan = advice.plan
     if plan.suggestions:
         steps = (_suggestion(at, each, plan) for at, each in enumerate(plan.suggestions, 1))
-        yield from section("Changes, each on top of those before", *steps)
+        yield from section("Changes, each on top of the previous ones", *steps)
     if plan.smallest is not None:
         yield from section(
-            "Instead, for less memory (an alternative, not on top)",
+            "Alternative for less memory (replaces the changes above)",
             _alternative(plan.smallest, plan),
         )
     if len(plan.front) > 1:
-        yield from section("Step time against peak memory, of all plans played", _front(plan))
+        yield from section("Fastest simulated plans for each peak memory", _front(plan))
     if plan.suggestions:
-        yield from section("To run it", _indented([plan.snippet]))
-        yield from section("To verify it", _indented(plan.verify))
+        yield from section("Apply the plan", _indented([plan.snippet]))
+        yield from section("Verify the plan", _indented(plan.verify))
     yield ""
-    yield from (dim(line) for line in (*_assumptions(plan), describe_plans(plan), _RULES_ARE_READ))
+    yield from (dim(line) for line in (*_assumptions(plan), describe_plans(plan), _RULES_COMMAND))
 
 
 def _finding(finding: Finding) -> RenderableType:
     lines = [f"{finding.sentence}{_rule([finding.rule])}"]
     lines += [f"Why: {finding.evidence}"] if finding.evidence else []
-    lines += [f"Seen: {describe_row(row)}" for row in finding.rows]
+    lines += [f"Event: {describe_row(row)}" for row in finding.rows]
     lines += [f"Do: {step}" for step in finding.do]
     lines += _code(finding.snippet)
     lines += [f"Effect: {finding.effect.sentence}"]
@@ -74,7 +262,7 @@ def _suggestion(number: int, suggestion: Suggestion, plan: PlanAdvice) -> Render
         f"   Units: {_units(suggestion.units)}",
     ]
     lines += [f"   Evidence: {line}" for line in suggestion.evidence]
-    lines += [f"   Seen: {describe_row(row)}" for row in suggestion.rows]
+    lines += [f"   Event: {describe_row(row)}" for row in suggestion.rows]
     lines += [f"   Assumed: {line}" for line in suggestion.assumptions]
     lines += [f"   {line}" for line in _code(suggestion.snippet)]
     lines += [f"   Risk: {line}" for line in suggestion.risks]
@@ -89,26 +277,24 @@ def _alternative(proposal: Proposal, plan: PlanAdvice) -> RenderableType:
 
 
 def render_rules() -> RenderableType:
-    """The tuning rules: what each says, how it comes up, what sets it off, what cannot be seen."""
-    parts: list[RenderableType] = [
-        Text("The tuning rules, and what sets each of them off.", style="bold")
-    ]
+    """The tuning rules: title, kind, trigger, and triggers that no run shows."""
+    parts: list[RenderableType] = [Text("The tuning rules and their triggers", style="bold")]
     for number, rule in RULES.items():
         lines = [f"{number}: {rule.title} [{', '.join(rule.comes)}]", f"   {rule.trigger}"]
-        lines += [f"   Not seen: {rule.unseen}"] if rule.unseen else []
+        lines += [f"   Not detected: {rule.unseen}"] if rule.unseen else []
         parts.append(_indented(lines))
     parts += [
         "",
         dim(
-            "finding: said before any plan. change: of the plan, played on the recorded run. "
-            "check: the run does not do what its plan says. always: part of every number."
+            "finding: a problem that no plan fixes. change: a change of the plan, simulated on the "
+            "recorded run. check: the run differs from its plan. always: part of every number."
         ),
     ]
     return Group(*parts)
 
 
 def describe_saving(suggestion: Suggestion, plan: PlanAdvice) -> str:
-    """`saves 4.1 ms a step (3.2 %; 2.0 ms to 5.0 ms)`, or what it costs."""
+    """The gain or the cost: `saves 4.1 ms a step (3.2%; 2.0 ms to 5.0 ms)`."""
     saved, low, high = suggestion.saved_ns, suggestion.saved_low_ns, suggestion.saved_high_ns
     verb = "saves"
     if saved < 0:
@@ -118,7 +304,7 @@ def describe_saving(suggestion: Suggestion, plan: PlanAdvice) -> str:
 
 
 def describe_alternative(proposal: Proposal, plan: PlanAdvice) -> str:
-    """What a plan for less memory takes, of memory and of a step."""
+    """The peak memory and the step time of a plan for less memory."""
     change = format_change(-proposal.saved_ns / plan.replayed_step_ns)
     interval = f"{format_ns(proposal.step_low_ns)} to {format_ns(proposal.step_high_ns)}"
     return (
@@ -128,16 +314,16 @@ def describe_alternative(proposal: Proposal, plan: PlanAdvice) -> str:
 
 
 def describe_plan_peak(what: Suggestion | Proposal) -> str:
-    """The peak and what it gains: `28.4 MiB (+2.0 MiB; +1.0 MiB to +3.0 MiB)`."""
+    """The peak and its change: `28.4 MiB (+2.0 MiB; +1.0 MiB to +3.0 MiB)`."""
     if what.peak_bytes is None or what.added_bytes is None:
-        return "not known"
+        return "unknown"
     if not what.added_bytes:
         return f"{format_bytes(what.peak_bytes)} as before"
     return f"{format_bytes(what.peak_bytes)} ({_signed_bytes(what.added_bytes)}{_interval(what)})"
 
 
 def _interval(what: Suggestion | Proposal) -> str:
-    """`; +1.0 MiB to +3.0 MiB`, of what is added; of a whole plan that of its peak."""
+    """The interval of a suggestion's added bytes (`; +1.0 MiB to +3.0 MiB`) or of a plan's peak."""
     if isinstance(what, Suggestion):
         bounds = (what.added_low_bytes, what.added_high_bytes)
         low, high = (_signed_bytes(bound or 0) for bound in bounds)
@@ -166,14 +352,13 @@ def _assumptions(plan: PlanAdvice) -> Iterator[str]:
 
 
 def describe_plans(plan: PlanAdvice) -> str:
-    """What the predictions rest on."""
-    network = ", on another network" if plan.is_other_network else ""
+    """The number of simulated plans, their source, and the error of the self-check."""
+    network = "the requested network" if plan.is_other_network else "the recorded network"
     return (
-        f"Predicted: {plan.num_plans} plans played on {plan.num_steps} recorded steps of rank "
-        f"{plan.rank}{network}. The recorded plan was measured to take "
-        f"{format_ns(plan.recorded_step_ns)} a step; played on its own network it is "
-        f"{format_error(plan.replay_error)} off, which is part of every interval. "
-        "Of plans within the noise of the fastest the simplest is advised."
+        f"{plan.num_plans} plans were simulated on {network}, from {plan.num_steps} steps of rank "
+        f"{plan.rank}. The recorded plan takes {format_ns(plan.recorded_step_ns)} a step "
+        f"(measured). Self-check: its simulation is {format_error(plan.replay_error)} off. Every "
+        "interval includes this error. Among equally fast plans, the advice takes the simplest."
     )
 
 
@@ -189,7 +374,7 @@ def describe_row(row: TraceRow) -> str:
 
 
 def _code(snippet: str) -> list[str]:
-    """Lines of code, or of a shell, in their own column."""
+    """Lines of code or shell commands, indented."""
     return [f"    {line}" for line in snippet.splitlines()]
 
 
@@ -201,7 +386,7 @@ def _units(units: tuple[str, ...]) -> str:
 
 
 def _indented(lines: Iterable[str]) -> RenderableType:
-    """Lines two columns in, and further by their own leading spaces, also where they wrap."""
+    """Lines indented by two columns plus their leading spaces. Wrapped lines keep the indent."""
     return Group(*(_line(line) for text in lines for line in text.splitlines()))
 
 

@@ -1,1 +1,1 @@
-"""The same step under another plan: FSDP2's schedule on virtual time, without torch."""
+"""Simulate a step under another plan: FSDP2's schedule on virtual time, without torch."""

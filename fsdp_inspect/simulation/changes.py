@@ -1,6 +1,6 @@
-"""Which plan does a single change make of another? `--wrap every:2`, depth of prefetch, reshard.
+"""Change single settings of a plan, such as `--wrap every:2`, prefetch depth or reshard.
 
-Each change returns a new plan and leaves what it does not name as it was.
+Each change returns a new plan. Unnamed settings stay as they are.
 """
 
 import math
@@ -30,13 +30,13 @@ WRAPS = "`root`, `block`, `every:N` with N from 1, or `split` (halves of blocks)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What to change in a plan; None leaves it as it was."""
+    """Changes to a plan; None keeps a setting."""
 
     wrap: str | None = None
     forward_prefetch: int | None = None
     backward_prefetch: int | None = None
     reshard_after_forward: bool | int | None = None
-    """Of every unit but the root, which torch treats by itself, and units kept unsharded."""
+    """For every unit but the root, which torch treats separately, and units kept unsharded."""
     param_dtype: FloatDtype | None = None
     reduce_dtype: FloatDtype | None = None
     reduce_scatter_buffers: int | None = None
@@ -47,7 +47,7 @@ class Changes:
     microbatches: int | None = None
     accumulation_sync: AccumulationSync | None = None
     checkpointing: CheckpointingMode | None = None
-    """Of every block: `full` forgets its activations in forward and repeats it in backward."""
+    """For every block: `full` drops its activations in forward and repeats it in backward."""
 
 
 _OF_INNER_UNITS = {"reshard_after_forward": "reshard_after_forward"}
@@ -57,21 +57,21 @@ _OF_ALL_UNITS = {
     "reduce_scatter_buffers": "reduce_scatter_max_input_buffers",
     "separate_reduce_scatter_group": "separate_reduce_scatter_group",
 }
-"""Settings of units: the change, and what a plan calls it."""
+"""Settings of units: the name of the change, and its name in a plan."""
 
 
 def apply_changes(
     plan: Plan, changes: Changes, parameters: Mapping[str, Sequence[int]] | None = None
 ) -> Plan:
-    """The plan with the changes.
+    """Apply changes to a plan.
 
     Args:
         plan: A resolved plan: names, no patterns.
-        changes: Each one optional.
-        parameters: Shape of each parameter, by name; needed to split blocks.
+        changes: The changes.
+        parameters: Shape of each parameter, by name; required to split blocks.
 
     Raises:
-        PlanError: A change is not legal, or does not fit the plan.
+        PlanError: A change is invalid, or does not fit the plan.
     """
     if changes.wrap is not None:
         plan = wrap(plan, changes.wrap, parameters or {})
@@ -103,12 +103,12 @@ def apply_changes(
 def checkpoint(
     plan: Plan, mode: CheckpointingMode, parameters: Mapping[str, Sequence[int]]
 ) -> Checkpointing:
-    """Activation checkpointing of every block, or of nothing.
+    """Activation checkpointing of every block, or of none.
 
     Args:
-        plan: Resolved.
-        mode: What to do.
-        parameters: Shape of each parameter, by name: tells blocks that are no units.
+        plan: A resolved plan.
+        mode: The mode.
+        parameters: Shape of each parameter, by name: it shows blocks that are not units.
 
     Raises:
         PlanError: There are no numbered blocks.
@@ -120,27 +120,27 @@ def checkpoint(
     blocks = dict.fromkeys(found[0] for name in names if (found := BLOCK.match(name)))
     if not blocks:
         raise PlanError(
-            "The plan has no block to checkpoint: no module is numbered, as layers.0 is. Name the "
-            "modules in a plan file: [checkpointing] full = [...]."
+            "The plan has no block to checkpoint: no module is numbered. Expected names such as "
+            "layers.0. Name the modules in a plan file: [checkpointing] full = [...]."
         )
     return Checkpointing(full=tuple(blocks))
 
 
 def is_wrap(policy: str) -> bool:
-    """Whether there is such a wrap policy: see `WRAPS`."""
+    """Whether a wrap policy is valid: see `WRAPS`."""
     return re.fullmatch(r"root|block|split|every:[1-9][0-9]*", policy) is not None
 
 
 def wrap(plan: Plan, policy: str, parameters: Mapping[str, Sequence[int]] | None = None) -> Plan:
-    """The plan with its numbered blocks grouped otherwise; prefetch by name becomes torch's own.
+    """Group the numbered blocks of a plan. Prefetch by name becomes torch's own prefetch.
 
     Args:
-        plan: Units of single blocks (`layers.0`, ...), as recorded with one unit a block.
+        plan: Units of single blocks (`layers.0`, ...), as recorded with one unit per block.
         policy: See `WRAPS`.
-        parameters: Shape of each parameter, by name; needed to split blocks.
+        parameters: Shape of each parameter, by name; required to split blocks.
 
     Raises:
-        PlanError: No such policy, or no blocks to split.
+        PlanError: The policy is invalid, or there are no blocks to split.
     """
     if policy == "split":
         return _halved(wrap(plan, "block"), parameters or {})
@@ -149,7 +149,7 @@ def wrap(plan: Plan, policy: str, parameters: Mapping[str, Sequence[int]] | None
         alone = root.model_copy(update={"modules": (ROOT,), "reshard_after_forward": None})
         return with_units(plan, [alone])
     if not is_wrap(policy):
-        raise PlanError(f"The wrap policy is {policy!r}. Expected {WRAPS}.")
+        raise PlanError(f"Invalid wrap policy: {policy!r}. Expected {WRAPS}.")
     size = 1 if policy == "block" else int(policy.removeprefix("every:"))
     grouped = [_grouped(members, size) for members in _runs_of_blocks(plan.units)]
     return with_units(plan, [unit for units in grouped for unit in units])
@@ -160,23 +160,22 @@ def _halved(plan: Plan, parameters: Mapping[str, Sequence[int]]) -> Plan:
     split = split_units(plan, blocks, parameters)
     if split == plan:
         raise PlanError(
-            "The plan has no block to split: none is a unit of several modules that hold matrices, "
-            "with its parameters recorded. Expected numbered blocks, such as layers.0, with parts. "
+            "The plan has no block to split: no block is a unit of several modules with matrices "
+            "and recorded parameters. Expected numbered blocks with parts, such as layers.0. "
             "Choose another wrap, or name the parts in a plan file."
         )
     return split
 
 
 def split_units(plan: Plan, names: Iterable[str], parameters: Mapping[str, Sequence[int]]) -> Plan:
-    """The plan with units of one module cut into that module's children.
+    """Split units of one module into that module's children.
 
-    A norm goes with what it feeds, so that each new unit holds a matrix. Units that cannot be cut
-    so stay as they are, and so does the root; prefetch that names a unit that was cut becomes
-    torch's own.
+    A norm joins the module that it feeds, so each new unit holds a matrix. The root and units that
+    cannot be split stay as they are. Prefetch that names a split unit becomes torch's own prefetch.
 
     Args:
-        plan: Resolved.
-        names: Of units.
+        plan: A resolved plan.
+        names: Names of units.
         parameters: Shape of each parameter of the model, by name.
     """
     parts = {name: found for name in names if (found := _parts(plan, name, parameters))}
@@ -189,7 +188,7 @@ def split_units(plan: Plan, names: Iterable[str], parameters: Mapping[str, Seque
 def _parts(
     plan: Plan, name: str, parameters: Mapping[str, Sequence[int]]
 ) -> list[list[str]] | None:
-    """A unit's children in groups that each hold a matrix: a norm goes with what it feeds."""
+    """A unit's children in groups with a matrix each: a norm joins the module that it feeds."""
     unit = next((each for each in plan.units if each.name == name), None)
     if unit is None or unit.is_root or len(unit.modules) != 1:
         return None
@@ -203,18 +202,18 @@ def _parts(
         parts[-1].append(child)
         if any(len(parameters[p]) > 1 for p in owned if p.startswith(f"{child}.")):
             parts.append([])
-    # Vectors behind the last matrix feed nothing that is known: the order does not tell.
+    # Vectors after the last matrix feed no known module: the order does not show it.
     return parts[:-1] if not parts[-1] and len(parts) > 2 else None
 
 
 def _child(parameter: str, module: str) -> str | None:
-    """The child of a module that holds a parameter; None: the module itself does."""
+    """The child of a module that holds a parameter; None: the module itself holds it."""
     segments = parameter.removeprefix(f"{module}.").split(".")
     return f"{module}.{segments[0]}" if len(segments) > 1 else None
 
 
 def _runs_of_blocks(units: Sequence[UnitPlan]) -> Iterator[list[UnitPlan]]:
-    """Consecutive units of blocks of one list (`layers.0`, `layers.1`), and all others alone."""
+    """Consecutive units of blocks of one list (`layers.0`, `layers.1`); other units alone."""
     for stem, members in groupby(units, key=_stem):
         run = list(members)
         if stem is None:
@@ -224,7 +223,7 @@ def _runs_of_blocks(units: Sequence[UnitPlan]) -> Iterator[list[UnitPlan]]:
 
 
 def _stem(unit: UnitPlan) -> str | None:
-    """The list whose blocks a unit holds; None: it holds something else."""
+    """The list whose blocks a unit holds; None: the unit holds other modules."""
     stems = {found[1] if (found := _NUMBERED.fullmatch(name)) else None for name in unit.modules}
     return stems.pop() if len(stems) == 1 else None
 
@@ -241,7 +240,7 @@ def _grouped(units: Sequence[UnitPlan], size: int) -> list[UnitPlan]:
 
 
 def with_units(plan: Plan, units: Sequence[UnitPlan]) -> Plan:
-    """The plan with other units; prefetch that names units that are gone is left to torch."""
+    """The plan with other units. Prefetch that names a removed unit becomes torch's own."""
     fields = plan.to_dict()
     names = {unit.name for unit in units}
     for direction in ("forward_prefetch", "backward_prefetch"):
@@ -252,18 +251,18 @@ def with_units(plan: Plan, units: Sequence[UnitPlan]) -> Plan:
 
 
 def resized(plan: Plan, world_size: int | None, replicas: int | None) -> dict[str, object]:
-    """The mesh of another world size, or of other replicas; what is not named stays."""
+    """The mesh for another world size, or for other replicas; an unnamed one stays."""
     replicate = plan.mesh.get("replicate", 1) if replicas is None else replicas
     ranks = world_size or plan.world_size or math.prod(plan.mesh.values())
     if not plan.mesh and world_size is None and plan.world_size is None:
         raise PlanError(
-            "The plan does not say how many ranks there are. Expected the world size beside the "
-            "replicas. Name it as well."
+            "The number of ranks is unknown: the plan has no world size. Expected a world size "
+            "with the replicas. Set both."
         )
     if ranks % replicate:
         raise PlanError(
-            f"The world size is {ranks}, with {replicate} replicas. Expected a multiple of "
-            f"{replicate}. Change the world size or the replicas."
+            f"Invalid mesh: a world size of {ranks} with {replicate} replicas. Expected a multiple "
+            f"of {replicate}. Change the world size or the replicas."
         )
     mesh: dict[str, int] = {"replicate": replicate} if replicate > 1 else {}
     return {"world_size": ranks, "mesh": {**mesh, "shard": ranks // replicate}}

@@ -1,12 +1,12 @@
-"""How long does the host take to issue a step, and how far does it run ahead of the device?
+"""Measure the host's pace: the time to issue a step, and the lead over the device.
 
-On a device with streams the host issues work and goes on; what it issues is waited for only where
-the device has nothing else to do. A recorded event holds the host's time of its issue beside the
-device's times, so the host's own pace is known also in a step that did not wait for it, and a
-plan that takes waits away meets it.
+On a device with streams, the host issues work and continues. The device waits for an issue only if
+it has no other work. A recorded event contains the host's time of issue and the device's times. So
+the host's pace is known also for steps that did not wait for it. A plan that removes waits may
+then be limited by this pace.
 
-Host time between two boundaries goes to the unit whose forward or backward was entered last, with
-torch's hooks around it.
+Host time between two boundaries belongs to the unit whose forward or backward was entered last,
+including torch's hooks around it.
 """
 
 from collections import defaultdict
@@ -21,21 +21,22 @@ from fsdp_inspect.trace.tables import EventTable
 
 @dataclass(frozen=True, slots=True)
 class HostPace:
-    """What the host takes, means over passes, ns."""
+    """Host times, means over passes, ns."""
 
     forward_ns: dict[int, int] = field(default_factory=dict)
-    """By unit of the manifest: from its forward to the next boundary."""
+    """By unit of the manifest: from the entry of its forward to the next boundary."""
     backward_ns: dict[int, int] = field(default_factory=dict)
-    """The same of its backward, up to its reduction at most."""
+    """By unit of the manifest: from the entry of its backward to the next boundary or its
+    reduction."""
     ahead_ns: int | None = None
-    """How far ahead of the device a forward began to be issued; None: not known."""
+    """Lead of the host over the device at the start of a forward; None: unknown."""
 
 
 def measure_host_pace(events: EventTable) -> HostPace:
-    """The host's pace in some steps of one rank on a device with streams.
+    """Measure the host's pace in some steps of one rank on a device with streams.
 
     Args:
-        events: Of timed steps.
+        events: Events of timed steps.
     """
     repeated = (events.flags & EventFlag.RECOMPUTE) != 0
     events = events.where((events.phase != Phase.EVALUATION) & ~repeated)
@@ -61,21 +62,21 @@ def measure_host_pace(events: EventTable) -> HostPace:
 
 
 def _forward(events: EventTable) -> Iterator[tuple[int, int]]:
-    """Each unit of a pass, and the host's time from its entry to the next one's."""
+    """Each unit of a forward, with the host's time from its entry to the next entry."""
     turns = (events.kind == EventKind.BACKWARD) & (events.unit == NO_UNIT)
     ends = events.issue_ns[turns].tolist()
     return _between(events, EventKind.FORWARD, ends)
 
 
 def _backward(events: EventTable) -> Iterator[tuple[int, int]]:
-    """The same of backward; a unit's reduction ends its time."""
+    """Each unit of a backward, with the host's time to the next entry or its reduction."""
     reductions = (events.kind == EventKind.REDUCE_SCATTER) & (events.unit != NO_UNIT)
     return _between(events, EventKind.BACKWARD, events.issue_ns[reductions].tolist())
 
 
 def _between(events: EventTable, kind: EventKind, ends: list[int]) -> Iterator[tuple[int, int]]:
     rows = events.where((events.kind == kind) & (events.unit != NO_UNIT))
-    # At one time the outer of two units is entered first: it ends last.
+    # At equal times the outer of two units is entered first: it ends last.
     order = np.lexsort((-rows.end_ns, rows.issue_ns))
     entries = list(zip(rows.issue_ns[order].tolist(), rows.unit[order].tolist(), strict=True))
     for position, (entered, unit) in enumerate(entries):

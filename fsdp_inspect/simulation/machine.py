@@ -1,11 +1,11 @@
-"""When does work run that is put on streams? One rank's host, streams and communicators, in ns.
+"""Simulate one rank's host, streams and communicators in virtual time (ns).
 
 Two execution models share one interface:
 
-- `StreamMachine` (CUDA): the host issues work and runs ahead; each stream runs its work in order;
-  an event is the moment at which a stream has run everything before it.
-- `HostMachine` (CPU): every stream is the main thread, so work happens when it is issued;
-  collectives alone run beside it, unless the backend is synchronous.
+- `StreamMachine` (CUDA): the host issues work and runs ahead. Each stream runs its work in order.
+  An event is the moment at which a stream has run everything before it.
+- `HostMachine` (CPU): every stream is the main thread, so work runs when it is issued. Only
+  collectives run in parallel, unless the backend is synchronous.
 
 Collectives of one communicator run one at a time, in the order of issue.
 """
@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 
 
 class VirtualStream:
-    """A queue of work; `free_ns` is when all of it has run."""
+    """A queue of work; `free_ns` is the end of its last work."""
 
     __slots__ = ("free_ns",)
 
@@ -23,7 +23,7 @@ class VirtualStream:
 
 
 class Communicator:
-    """What runs the collectives of one process group, one after the other."""
+    """Runs the collectives of one process group, one after the other."""
 
     __slots__ = ("free_ns",)
 
@@ -32,7 +32,7 @@ class Communicator:
 
 
 class Machine(ABC):
-    """What the schedule needs of a rank."""
+    """The interface of a rank for the schedule."""
 
     compute: VirtualStream
     copy_in: VirtualStream
@@ -47,18 +47,18 @@ class Machine(ABC):
 
     @abstractmethod
     def launch(self, duration_ns: int) -> None:
-        """The host is busy issuing."""
+        """Keep the host busy with issuing work."""
 
     @abstractmethod
     def run(self, stream: VirtualStream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
-        """Put work on a stream, whose issuing takes the host a time; returns its start and end."""
+        """Put work on a stream. Issuing takes `launch_ns` of the host. Returns start and end."""
 
     @abstractmethod
     def hold_back(self, ahead_ns: int) -> None:
-        """The host waits until it is no further ahead of the compute stream than that."""
+        """Let the host wait until its lead over the compute stream is at most `ahead_ns`."""
 
     def holds(self, *, is_async: bool) -> bool:
-        """Whether a collective keeps the stream that it is put on until its end."""
+        """Whether a collective blocks its stream until it ends."""
         return not is_async
 
     def transfer(
@@ -72,8 +72,8 @@ class Machine(ABC):
     ) -> tuple[int, int]:
         """Put a collective on a stream; returns its start and end.
 
-        It runs behind the stream's work and behind the communicator's collectives. One that does
-        not hold the stream is waited for by whoever needs it.
+        It runs after the stream's work and after the communicator's collectives. If it does not
+        block the stream, the work that needs it waits for it.
         """
         start = max(self.reached(stream), communicator.free_ns, not_before_ns)
         communicator.free_ns = end = start + duration_ns
@@ -82,12 +82,12 @@ class Machine(ABC):
         return start, end
 
     def wait(self, stream: VirtualStream, event_ns: int) -> None:
-        """Nothing put on the stream from now on runs before the event."""
+        """Delay work that is put on the stream from now on until the event."""
         if event_ns > stream.free_ns:
             stream.free_ns = event_ns
 
     def reached(self, stream: VirtualStream) -> int:
-        """When the stream has run everything that is on it: an event recorded now."""
+        """The end of all work on the stream so far: the time of an event recorded now."""
         return max(stream.free_ns, self.host_ns)
 
 
@@ -105,18 +105,18 @@ class StreamMachine(Machine):
         return self._host_ns
 
     def launch(self, duration_ns: int) -> None:
-        """The host is busy issuing."""
+        """Keep the host busy with issuing work."""
         self._host_ns += duration_ns
 
     def hold_back(self, ahead_ns: int) -> None:
-        """The host waits until it is no further ahead of the compute stream than that."""
+        """Let the host wait until its lead over the compute stream is at most `ahead_ns`."""
         self._host_ns = max(self._host_ns, self.compute.free_ns - ahead_ns)
 
     def run(self, stream: VirtualStream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
-        """Work starts once its first kernel is issued, and cannot end before its last one is.
+        """Work starts when its first kernel is issued, and ends after its last one is issued.
 
-        [Note: launching] A piece is many kernels, issued one by one while the first ones run. It
-        starts when the host begins to issue it, and ends no earlier than the host has issued all.
+        [Note: launching] A piece is many kernels, and the first ones run while others are issued.
+        The piece starts when the host begins to issue it, and ends after the host has issued all.
         """
         start = self.reached(stream)
         self._host_ns += launch_ns
@@ -125,14 +125,14 @@ class StreamMachine(Machine):
 
 
 class HostMachine(Machine):
-    """A CPU: one thread does everything but the collectives."""
+    """A CPU: one thread runs everything but the collectives."""
 
     def __init__(self, *, is_blocking: bool) -> None:
-        """A thread at time 0.
+        """Start the thread at time 0.
 
         Args:
-            is_blocking: The backend's collectives hold the thread until they end (gloo); else
-                they run beside it until somebody needs them (an emulated link).
+            is_blocking: The backend's collectives block the thread until they end (gloo). Else they
+                run in parallel until their result is needed (an emulated link).
         """
         self._thread = VirtualStream()
         self._is_blocking = is_blocking
@@ -144,18 +144,18 @@ class HostMachine(Machine):
         return self._thread.free_ns
 
     def launch(self, duration_ns: int) -> None:
-        """The thread is busy."""
+        """Keep the thread busy."""
         self._thread.free_ns += duration_ns
 
     def hold_back(self, ahead_ns: int) -> None:
-        """The thread is never ahead of itself."""
+        """Do nothing: the thread has no lead over itself."""
 
     def run(self, stream: VirtualStream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
-        """Work happens now; issuing it is part of it."""
+        """Run the work now; issuing is part of it."""
         start = stream.free_ns
         stream.free_ns = start + duration_ns
         return start, stream.free_ns
 
     def holds(self, *, is_async: bool) -> bool:
-        """A blocking backend's synchronous collectives hold the thread."""
+        """Whether a collective blocks the thread: a blocking backend's synchronous ones do."""
         return self._is_blocking and not is_async

@@ -1,12 +1,12 @@
-"""How high does memory rise under a plan? A ledger of what a step allocates and frees.
+"""Simulate the memory of a step: account for all bytes that it allocates and frees.
 
-The allocator works in the order in which the host issues, so the ledger is kept by the schedule
-as it plays, whatever runs when. Units: their unsharded parameters, all-gather outputs, gradients
-and reduce-scatter buffers follow from the plan, by FSDP2's rules (2.13): in forward an all-gather's
-output lives until the next unit's copy-out, in backward until its own; a reduce-scatter's input
-until compute waits for it. Pieces: what a forward keeps for backward, and how far memory rises
-above its start while a piece runs, are those of the recorded memory step. So is the loss: what it
-leaves goes with the first backward.
+The allocator follows the order in which the host issues work. So the schedule updates the account
+in this order, independent of the execution times. The unsharded parameters, all-gather outputs,
+gradients and reduce-scatter buffers of units follow from the plan, by FSDP2's rules (2.13). In
+forward, the output of an all-gather lives until the next unit's copy-out, and in backward until its
+own. The input of a reduce-scatter lives until compute waits for it. The activations that a forward
+keeps, and the rise of memory while a piece runs, come from the recorded memory step. The memory of
+the loss does too; the first backward frees it.
 """
 
 from collections.abc import Sequence
@@ -20,40 +20,40 @@ from fsdp_inspect.trace.codes import NO_UNIT
 
 @dataclass(frozen=True, slots=True)
 class PieceMemory:
-    """What a piece of compute holds, bytes."""
+    """The memory of a piece of compute, bytes."""
 
     kept: int = 0
-    """Activations that its forward leaves for backward."""
+    """Activations that its forward keeps for backward."""
     forward_rise: int = 0
-    """The highest moment of its forward above its start."""
+    """The peak of its forward above its start."""
     backward_rise: int = 0
-    """The same of its backward, gradients included."""
+    """The peak of its backward above its start, including gradients."""
     gradients: int = 0
-    """Unsharded gradients that its backward leaves."""
+    """Unsharded gradients after its backward."""
     output: int = 0
-    """What of `kept` is the unit's output, as far as its gradient tells; 0: not known."""
+    """The unit's output within `kept`, derived from its gradient; 0: unknown."""
     forward: Course | None = None
-    """How memory goes in its forward; None: not known, or not its own any more."""
+    """The course of memory in its forward; None: unknown, or no longer valid."""
     backward: Course | None = None
     used: frozenset[str] = frozenset()
-    """The parameters that it is known to use; empty: not known, or none."""
+    """The parameters that it is known to use; empty: unknown, or none."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitMemory:
-    """What a unit's parameters and communication hold, bytes."""
+    """The memory of a unit's parameters and communication, bytes."""
 
     unsharded: int
     """Parameters after copy-out; also the all-gather's output."""
     reduce_input: int
     sharded_gradients: int
-    """What a reduction leaves, in the parameters' own dtype."""
+    """Gradients after a reduction, in the parameters' own dtype."""
     resting: int
     """Sharded parameters and optimizer state."""
     last_gradient: int = 0
-    """Of its last parameter: torch (2.13) holds it until the reduction is issued."""
+    """The gradient of its last parameter: torch (2.13) keeps it until the reduction is issued."""
     share: Share = NO_SHARE
-    """What a smaller group keeps of it between forward and backward."""
+    """The share that a smaller group keeps between forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,49 +63,49 @@ class MemoryWork:
     pieces: Sequence[PieceMemory]
     units: Sequence[UnitMemory]
     rest: int
-    """What a step starts with besides the units' own: inputs, buffers, what is not attributed."""
+    """Other memory at the start of a step: inputs, buffers and unattributed bytes."""
     copies_reduce_input: bool = False
     """The backend works on a copy of a reduce-scatter's input, as gloo does."""
     loss: PieceMemory = PieceMemory()
-    """What runs between forward and backward: as a forward."""
+    """Memory between forward and backward, in the fields of a forward."""
 
     @classmethod
     def unknown(cls, num_pieces: int, num_units: int) -> "MemoryWork":
-        """Where memory is not known: everything holds nothing."""
+        """Placeholder for unknown memory: all sizes are 0."""
         return cls([PieceMemory()] * num_pieces, [UnitMemory(0, 0, 0, 0)] * num_units, 0)
 
     @property
     def resting(self) -> int:
-        """Allocated between steps."""
+        """Allocated bytes between steps."""
         return self.rest + sum(unit.resting for unit in self.units)
 
 
 class Held(IntEnum):
-    """What a byte of a played step is held for."""
+    """The use of a byte in a simulated step."""
 
     RESTING = 0
     """Sharded parameters and optimizer state."""
     REST = 1
-    """Inputs, buffers, what was not attributed."""
+    """Inputs, buffers and unattributed bytes."""
     UNSHARDED_PARAMETER = 2
     ALL_GATHER_BUFFER = 3
     ACTIVATION = 4
     TEMPORARY = 5
-    """Of a piece while it runs: its activations in the making, too."""
+    """Memory of a running piece, including its future activations."""
     UNSHARDED_GRADIENT = 6
     REDUCE_SCATTER_BUFFER = 7
     SHARDED_GRADIENT = 8
     SHARDED_PARAMETER = 9
-    """What smaller groups keep between forward and backward."""
+    """Shares that smaller groups keep between forward and backward."""
 
     @property
     def label(self) -> str:
-        """The name in data, as of a memory category where it is one."""
+        """The name in data; equal to the memory category if there is one."""
         return self.name.lower()
 
 
 class MemoryLedger:
-    """Keeps account while steps are played."""
+    """Accounts for memory while steps are simulated."""
 
     def __init__(self, work: MemoryWork) -> None:
         self._work = work
@@ -115,31 +115,31 @@ class MemoryLedger:
         self._amounts[Held.REST] = work.rest
         self.peak = self.allocated
         self.peak_unit = NO_UNIT
-        """The unit that ran or gathered at the highest moment; -1: none did, as in the loss."""
+        """The unit that ran or gathered at the peak; -1: none, as in the loss."""
         self.peak_amounts = tuple(self._amounts)
-        """What was held then, by `Held`; adds up to `peak`."""
-        self._held: int | None = None  # whose all-gather output waits for the next copy-out
+        """Bytes at the peak by `Held`; they add up to `peak`."""
+        self._held: int | None = None  # the unit whose output is kept until the next copy-out
         self._piece_gradients: dict[int, int] = {}
         self._sharded_gradients: dict[int, int] = {}
         self._shares: set[int] = set()
         self._of_loss = 0
 
     def begin(self) -> None:
-        """A step begins: gradients are gone, parameters that stayed unsharded are still there."""
+        """Start a step: gradients are freed, and unsharded parameters stay."""
         self._free(Held.SHARDED_GRADIENT, sum(self._sharded_gradients.values()))
         self._sharded_gradients.clear()
         self.peak, self.peak_unit = self.allocated, NO_UNIT
         self.peak_amounts = tuple(self._amounts)
 
     def gather(self, unit: int) -> None:
-        """An all-gather's output is allocated."""
+        """Allocate the output of an all-gather."""
         self._add(Held.ALL_GATHER_BUFFER, self._work.units[unit].unsharded, unit)
 
     def copy_out(self, unit: int, *, keeps_output: bool) -> None:
-        """The unsharded parameters are allocated; the output is freed unless it is kept.
+        """Allocate the unsharded parameters, and free the output unless it is kept.
 
-        In forward, torch keeps it for the next unit's copy-out, and behind the copy frees that of
-        the unit before.
+        In forward, torch keeps the output until the next unit's copy-out, and then frees the output
+        of the previous unit.
         """
         self._add(Held.UNSHARDED_PARAMETER, self._work.units[unit].unsharded, unit)
         if keeps_output:
@@ -149,23 +149,23 @@ class MemoryLedger:
             self.drop_output(unit)
 
     def free_held(self) -> None:
-        """The output that forward kept is not needed any more."""
+        """Free the output that forward kept."""
         if self._held is not None:
             self.drop_output(self._held)
             self._held = None
 
     def drop_output(self, unit: int) -> None:
-        """An all-gather's output is freed."""
+        """Free the output of an all-gather."""
         self._free(Held.ALL_GATHER_BUFFER, self._work.units[unit].unsharded)
 
     def free_unsharded(self, unit: int) -> None:
-        """Parameters are resharded."""
+        """Free the unsharded parameters of a resharded unit."""
         self._free(Held.UNSHARDED_PARAMETER, self._work.units[unit].unsharded)
 
     def keep_share(self, unit: int) -> None:
-        """A smaller group copies its share of the parameters, and the rest of them goes.
+        """Copy a smaller group's share of the parameters, and free the other parameters.
 
-        The copies of the step before are still there if no backward gathered them.
+        The copies of the previous step still exist if no backward gathered them.
         """
         memory = self._work.units[unit]
         self._rise(Held.SHARDED_PARAMETER, memory.share.rise, unit)
@@ -175,25 +175,25 @@ class MemoryLedger:
             self._add(Held.SHARDED_PARAMETER, memory.share.kept, unit)
 
     def free_share(self, unit: int) -> None:
-        """A smaller group has gathered the parameters again: its share goes."""
+        """Free the share of a smaller group after it gathered the parameters again."""
         if unit in self._shares:
             self._shares.remove(unit)
             self._free(Held.SHARDED_PARAMETER, self._work.units[unit].share.kept)
 
     def forward(self, piece: int, unit: int) -> None:
-        """A piece runs forward."""
+        """Run the forward of a piece."""
         memory = self._work.pieces[piece]
         self._rise(Held.TEMPORARY, memory.forward_rise, unit)
         self._add(Held.ACTIVATION, memory.kept, unit)
 
     def loss(self) -> None:
-        """The loss is computed, and its own backward."""
+        """Run the loss and its own backward."""
         self._rise(Held.TEMPORARY, self._work.loss.forward_rise, NO_UNIT)
         self._of_loss = self._work.loss.kept
         self._add(Held.ACTIVATION, self._of_loss, NO_UNIT)
 
     def backward(self, piece: int, unit: int) -> None:
-        """A piece runs backward: its activations go; its gradients come, or are added to."""
+        """Run the backward of a piece: free activations, and add or accumulate gradients."""
         memory = self._work.pieces[piece]
         self._rise(Held.TEMPORARY, memory.backward_rise, unit)
         new = 0 if piece in self._piece_gradients else memory.gradients
@@ -205,7 +205,7 @@ class MemoryLedger:
         self._add(Held.UNSHARDED_GRADIENT, new, unit)
 
     def reduce(self, unit: int, pieces: Sequence[int]) -> None:
-        """Gradients go into a reduce-scatter's input, and its output is allocated."""
+        """Copy gradients into a reduce-scatter's input, and allocate its output."""
         memory = self._work.units[unit]
         self._add(Held.REDUCE_SCATTER_BUFFER, memory.reduce_input, unit)
         gradients = sum(self._piece_gradients.pop(piece, 0) for piece in pieces)
@@ -221,7 +221,7 @@ class MemoryLedger:
             self._add(Held.SHARDED_GRADIENT, memory.sharded_gradients, unit)
 
     def reduced(self, unit: int) -> None:
-        """A reduce-scatter's input is freed."""
+        """Free the input of a reduce-scatter."""
         self._free(Held.REDUCE_SCATTER_BUFFER, self._work.units[unit].reduce_input)
 
     def _free(self, what: Held, amount: int) -> None:
@@ -234,7 +234,7 @@ class MemoryLedger:
         self._rise(what, 0, unit)
 
     def _rise(self, what: Held, amount: int, unit: int) -> None:
-        """Memory rises by an amount for a moment."""
+        """Raise memory by an amount for a moment, and update the peak."""
         if self.allocated + amount > self.peak:
             self.peak, self.peak_unit = self.allocated + amount, unit
             amounts = self._amounts.copy()

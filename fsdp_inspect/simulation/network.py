@@ -1,9 +1,9 @@
-"""How long does a message take on the run's own network? One line a kind of collective.
+"""Predict the duration of collectives on the run's own network or on a requested network.
 
-Lines come from the run (`analysis.link_fit`: latency + bus bytes / bandwidth, fitted to its own
-collectives) or from what the user says of another network. All-gathers of a group that is smaller
-than the one that shards (an integer `reshard_after_forward`) have lines of their own: such a group
-is meant to lie within a node, where links are faster than between nodes.
+Each kind of collective has a cost line. The line comes from the run (`analysis.link_fit`: latency +
+bus bytes / bandwidth, fitted to its own collectives) or from the user's values. All-gathers of a
+group that is smaller than the shard group (an integer `reshard_after_forward`) have separate lines:
+such a group usually lies within a node, where links are faster than between nodes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,16 +27,16 @@ class CostLine:
     latency_ns: float
     bus_bytes_per_s: float
     fit: LinkFit | None = None
-    """What it rests on; None: as the user said, or as an emulated network has it."""
+    """The fit behind the line; None: values of the user or of an emulated network."""
 
     def duration_ns(self, message_bytes: int, factor: float) -> int:
-        """Of a message in a group whose bus factor is given; 0 where nothing travels."""
+        """Duration of a message in a group with this bus factor; 0 if no bytes travel."""
         if message_bytes <= 0 or factor <= 0:
             return 0
         return round(self.latency_ns + message_bytes * factor / self.bus_bytes_per_s * 1e9)
 
     def shifted(self, *, quickly: bool) -> "CostLine":
-        """Moved by the typical distance of its collectives from it."""
+        """The line shifted by the typical residual of its collectives."""
         if self.fit is None:
             return self
         residual = min(self.fit.residual_ratio, 0.9)
@@ -46,24 +46,24 @@ class CostLine:
         )
 
     def changed(self, bus_bytes_per_s: float | None, latency_ns: float | None) -> "CostLine":
-        """With another bandwidth, latency, or both; itself with neither."""
-        given = {"bus_bytes_per_s": bus_bytes_per_s, "latency_ns": latency_ns}
-        update = {name: value for name, value in given.items() if value is not None}
+        """The line with another bandwidth, latency or both; unchanged without values."""
+        values = {"bus_bytes_per_s": bus_bytes_per_s, "latency_ns": latency_ns}
+        update = {name: value for name, value in values.items() if value is not None}
         return replace(self, fit=None, **update) if update else self
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What is known about the ranks that share a node."""
+    """The known properties of the ranks that share a node."""
 
     num_ranks: int | None = None
-    """None: not known."""
+    """Ranks per node; None: unknown."""
     line: CostLine | None = None
-    """All-gathers among them; None: not known."""
+    """Cost line of all-gathers within a node; None: unknown."""
     source: str = ""
-    """What a fitted line was fitted to, in words."""
+    """The source of a fitted line in words."""
     is_changed: bool = False
-    """The line is what the user says: no measured duration of a smaller group holds."""
+    """The line comes from the user: measured durations of smaller groups are invalid."""
 
 
 UNKNOWN_NODE = Node()
@@ -71,7 +71,7 @@ UNKNOWN_NODE = Node()
 
 @dataclass(frozen=True, slots=True)
 class NodeLink:
-    """What the user says of the link within a node; None: as it was."""
+    """The user's values of the link within a node; None: unchanged."""
 
     bus_bytes_per_s: float | None = None
     latency_ns: float | None = None
@@ -79,50 +79,50 @@ class NodeLink:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The lines of a run's collectives."""
+    """The cost lines of a run's collectives."""
 
     lines: dict[EventKind, CostLine]
     is_changed: bool = False
-    """It, or who takes part, is not the run's own: no measured duration holds."""
+    """The network or the set of ranks differs from the run's: measured durations are invalid."""
     smaller: Mapping[int, CostLine] = field(default_factory=dict)
-    """All-gathers of groups that are smaller than the one that shards, by their ranks."""
+    """Cost lines of all-gathers in groups smaller than the shard group, by number of ranks."""
     node: Node = UNKNOWN_NODE
 
     def duration_ns(self, kind: EventKind, message_bytes: int, num_ranks: int) -> int | None:
-        """Duration of a collective; None where the run had none of that kind."""
+        """Duration of a collective; None if the run has no collective of that kind."""
         line = self.lines.get(kind)
         return line.duration_ns(message_bytes, bus_factor(kind, num_ranks)) if line else None
 
     def line_of_smaller(self, num_ranks: int, shard: int) -> tuple[CostLine | None, str]:
-        """All-gathers of a group that is smaller than the one that shards.
+        """The cost line of all-gathers in a group smaller than the shard group.
 
         Args:
-            num_ranks: Of the group; divides `shard`. Its ranks are neighbours.
-            shard: Ranks that shard.
+            num_ranks: Consecutive ranks of the group; divides `shard`.
+            shard: Ranks of the shard group.
 
         Returns:
-            Its line, or None where it is not known, and what is taken for granted in it, one
-            sentence; empty: nothing.
+            The line, or None if it is unknown; and its assumption in one sentence, or an empty
+            text.
         """
         if num_ranks in self.smaller:
             return self.smaller[num_ranks], ""
-        taken = f"A group of {num_ranks} ranks is taken to be as fast as"
+        taken = f"A group of {num_ranks} ranks is assumed to be as fast as"
         size = self.node.num_ranks
         is_given = self.node.line is not None and self.node.is_changed
         if size is not None and size < shard and size % num_ranks and not is_given:
-            # No node holds it. Whole nodes are what the group that shards has.
+            # No node holds the group. Whole nodes are as fast as the shard group.
             line = self.lines.get(EventKind.ALL_GATHER) if num_ranks % size == 0 else None
-            return line, f"{taken} all ranks that shard: both span whole nodes of {size} ranks."
+            return line, f"{taken} the shard group: both span whole nodes of {size} ranks."
         if self.node.line is not None:
             is_exact = self.node.line.fit is None
             return self.node.line, "" if is_exact else f"{taken} {self.node.source}."
         larger = [measured for measured in self.smaller if measured % num_ranks == 0]
         if not larger:
             return None, ""
-        return self.smaller[min(larger)], f"{taken} the run's own groups of {min(larger)}."
+        return self.smaller[min(larger)], f"{taken} the run's groups of {min(larger)} ranks."
 
     def shifted(self, *, quickly: bool) -> "Network":
-        """Every line moved by the typical distance of its collectives from it."""
+        """The network with every line shifted by the typical residual of its collectives."""
         line = self.node.line
         return replace(
             self,
@@ -134,13 +134,13 @@ class Network:
     def change(
         self, *, bus_bytes_per_s: float | None = None, latency_ns: float | None = None
     ) -> "Network":
-        """The network with another bandwidth or latency for every kind; itself with neither.
+        """The network with another bandwidth or latency for every kind; unchanged without values.
 
-        Given both, kinds of which the run has none get a line, too. Smaller groups have the same
-        network, unless `change_node` said otherwise.
+        With both values, kinds that the run lacks get a line too. Smaller groups use the same
+        values, unless `change_node` set others.
 
         Raises:
-            ValueError: A bandwidth that is not above 0, or a latency below 0.
+            ValueError: The bandwidth is not above 0, or the latency is below 0.
         """
         _check(bus_bytes_per_s, latency_ns)
         if bus_bytes_per_s is None and latency_ns is None:
@@ -165,15 +165,15 @@ class Network:
         """The network with another bandwidth, latency or both for groups within a node.
 
         Raises:
-            ValueError: As `change`; or a latency alone, where the bandwidth is not known.
+            ValueError: As in `change`; or only a latency is given and the bandwidth is unknown.
         """
         _check(link.bus_bytes_per_s, link.latency_ns)
         if link.bus_bytes_per_s is None and link.latency_ns is None:
             return self
         if link.bus_bytes_per_s is None and self.node.line is None:
             raise ValueError(
-                f"The latency within a node is {link.latency_ns} ns, and its bandwidth is not "
-                "known. Expected both. Give the bandwidth within a node as well."
+                f"Missing bandwidth within a node: only the latency of {link.latency_ns} ns is "
+                "given. Expected both values. Set the bandwidth within a node too."
             )
         start = self.node.line or CostLine(0.0, link.bus_bytes_per_s or 0.0)
         line = start.changed(link.bus_bytes_per_s, link.latency_ns)
@@ -182,16 +182,16 @@ class Network:
 
 def _check(bus_bytes_per_s: float | None, latency_ns: float | None) -> None:
     if bus_bytes_per_s is not None and not bus_bytes_per_s > 0:
-        raise ValueError(f"The bandwidth is {bus_bytes_per_s} bytes/s. It must be above 0.")
+        raise ValueError(f"Invalid bandwidth: {bus_bytes_per_s} bytes/s. Expected a value above 0.")
     if latency_ns is not None and not latency_ns >= 0:
-        raise ValueError(f"The latency is {latency_ns} ns. It must not be below 0.")
+        raise ValueError(f"Invalid latency: {latency_ns} ns. Expected at least 0.")
 
 
 def fit_network(events: EventTable, groups: Iterable[ProcessGroup]) -> Network:
-    """The lines of FSDP's own collectives among the events; of nodes nothing is said.
+    """Fit the cost lines of FSDP's own collectives; nodes stay unknown.
 
     Args:
-        events: Of one rank, timed steps.
+        events: Events of one rank in timed steps.
         groups: The run's process groups.
     """
     described = list(groups)
@@ -205,7 +205,7 @@ def fit_network(events: EventTable, groups: Iterable[ProcessGroup]) -> Network:
 
 
 def _fit_smaller(events: EventTable, sizes: dict[int, int]) -> dict[int, CostLine]:
-    """One line a size of group: each unit has a group of its own."""
+    """One line for each size of group, since each unit has its own group."""
     gathers = events.where(events.kind == EventKind.ALL_GATHER)
     ranks = np.array([sizes[group] for group in gathers.group.tolist()], dtype=np.int64)
     found = {
@@ -218,13 +218,13 @@ def _fit_smaller(events: EventTable, sizes: dict[int, int]) -> dict[int, CostLin
 def _fit(rows: EventTable, kind: EventKind, group_sizes: dict[int, int]) -> CostLine | None:
     """One line for all groups of the kind: bus bytes make their messages comparable.
 
-    The fit goes through typical durations, and a step adds up all of them, the long ones too: the
-    line is scaled so that it keeps their sum.
+    The fit passes through typical durations, but a step contains the long ones too. So the line is
+    scaled to keep the sum of all durations.
     """
     factors = np.array(_factors(rows.group.tolist(), kind, group_sizes))
     if not len(rows) or not factors.max(initial=0.0) > 0:
         return None
-    # Of some only an upper bound is known: they may have ended long before.
+    # Some durations are only upper bounds: these collectives may have ended long before.
     moves = (factors > 0) & (rows.bytes > 0) & ((rows.flags & EventFlag.LATEST_END) == 0)
     bus_bytes = np.round(rows.bytes[moves] * factors[moves]).astype(np.int64)
     durations = (rows.end_ns - rows.start_ns)[moves]

@@ -1,7 +1,8 @@
-"""Which of a run's ranks share a node, and how fast is a group within one?
+"""Find the ranks that share a node, and the cost line of groups within a node.
 
-Groups of neighbouring ranks gather in backward with an integer `reshard_after_forward`. A run that
-had none tells their link only if all ranks that shard share a node, or if its network is emulated.
+With an integer `reshard_after_forward`, groups of consecutive ranks gather in backward. A run
+without such groups shows their link only in two cases: all ranks of the shard group share a node,
+or the network is emulated.
 """
 
 from collections.abc import Sequence
@@ -13,12 +14,12 @@ from fsdp_inspect.trace.run import RunManifest, RunSource
 
 
 def find_node(run: RunSource, network: Network, shard_ranks: Sequence[int]) -> Node:
-    """What the run tells of its nodes.
+    """The node properties that the run shows.
 
     Args:
         run: A recorded or emulated run.
-        network: Fitted to its collectives.
-        shard_ranks: The ranks of one group that shards.
+        network: The network fitted to the run's collectives.
+        shard_ranks: The ranks of one shard group.
     """
     size = emulated_ranks_per_node(run.manifest) or _recorded_size(run)
     if size is None:
@@ -27,21 +28,21 @@ def find_node(run: RunSource, network: Network, shard_ranks: Sequence[int]) -> N
     line, source = _emulated_line(run.manifest), ""
     if line is None and is_whole_group:
         line = network.lines.get(EventKind.ALL_GATHER)
-        source = "all ranks that shard: they share a node"
+        source = "the shard group, which lies within a node"
     within = [measured for measured in network.smaller if size % measured == 0]
     if line is None and within:
         line = network.smaller[max(within)]
-        source = f"the run's own groups of {max(within)}, in a node, too"
+        source = f"the run's groups of {max(within)} ranks within a node"
     return Node(size, line, source)
 
 
 def _emulated_line(manifest: RunManifest) -> CostLine | None:
-    """The emulated link within a node, which holds for any group there."""
+    """The emulated link within a node, which is valid for any group there."""
     link = manifest.emulation.get("intra")
     return None if link is None else CostLine(link["latency_ns"], link["bandwidth_bytes_per_s"])
 
 
 def _recorded_size(run: RunSource) -> int | None:
-    """Ranks on each host, if all hosts are known and have as many neighbours each."""
+    """Ranks on each host, if all hosts are known and have equally many consecutive ranks."""
     hosts = hosts_of(run)
     return ranks_per_node(hosts.get(rank) for rank in range(run.manifest.world_size))

@@ -1,9 +1,9 @@
-"""How many bytes do a unit's parameters take: whole, padded, and the share that a group keeps?
+"""Compute the bytes of a unit's parameters: whole, padded, and the share that a group keeps.
 
-With an integer `reshard_after_forward` torch (2.13) drops a unit's whole parameters after forward
-and keeps a share of them, split among that many ranks, until backward gathers them again. The
-share is a copy in the dtype of compute, beside the sharded parameters, not in their place. It is
-copied parameter by parameter, each one's whole being dropped behind its copy.
+With an integer `reshard_after_forward` torch (2.13) frees a unit's whole parameters after forward.
+It keeps a share of them, split among that many ranks, until backward gathers them again. The share
+is a copy in the dtype of compute, in addition to the sharded parameters. Torch copies one parameter
+at a time, and frees its whole after the copy.
 """
 
 import math
@@ -17,23 +17,23 @@ from fsdp_inspect.trace.run import Unit
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a smaller group keeps of a unit between forward and backward, bytes."""
+    """The share that a smaller group keeps of a unit between forward and backward, bytes."""
 
     kept: int = 0
     rise: int = 0
-    """How far memory rises above its start while the copies are made."""
+    """The rise of memory above its start while torch makes the copies."""
 
 
 NO_SHARE = Share()
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element; 4 for a dtype that is not known."""
+    """Bytes of an element; 4 for an unknown dtype."""
     return ITEMSIZE.get(dtype, 4)
 
 
 def parameters_of(unit: Unit) -> dict[str, list[int]]:
-    """Shapes by name; a unit whose parameters were not recorded is one lump."""
+    """Shapes by name; a unit without recorded parameters has a single entry."""
     if unit.parameters:
         return unit.parameters
     anchor = unit.modules[0] if unit.modules else unit.fqn
@@ -41,7 +41,7 @@ def parameters_of(unit: Unit) -> dict[str, list[int]]:
 
 
 def is_inside(name: str, module: str) -> bool:
-    """Whether a parameter or module lies in a module; everything lies in the model itself."""
+    """Whether a parameter or module is inside a module; everything is inside the model itself."""
     return module == ROOT or name.startswith(f"{module}.")
 
 
@@ -52,10 +52,10 @@ def padded_numel(shape: Sequence[int], ranks: int) -> int:
 
 
 def smaller_group(reshard_after_forward: bool | int | None) -> int | None:
-    """The ranks that keep a unit between forward and backward; None: all of them, or each whole.
+    """The number of ranks that share a unit between forward and backward; None: no such group.
 
     Args:
-        reshard_after_forward: As it runs (`policies.reshard_of`), which a manifest has, too.
+        reshard_after_forward: The effective setting (`policies.reshard_of`), as in a manifest.
     """
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return None
@@ -63,11 +63,11 @@ def smaller_group(reshard_after_forward: bool | int | None) -> int | None:
 
 
 def share_of(unit: Unit, shard: int) -> Share:
-    """What the unit's smaller group keeps; nothing where it has none.
+    """The share that the unit's smaller group keeps; zero without such a group.
 
     Args:
-        unit: With its setting of `reshard_after_forward`.
-        shard: Ranks that shard it.
+        unit: The unit with its `reshard_after_forward`.
+        shard: Ranks of its shard group.
     """
     group = smaller_group(unit.reshard_after_forward)
     if group is None:
@@ -81,7 +81,7 @@ def share_of(unit: Unit, shard: int) -> Share:
 
 
 def last_gradient_of(unit: Unit) -> int:
-    """Bytes of the gradient of the unit's last parameter; 0 where it is not known."""
+    """Bytes of the gradient of the unit's last parameter; 0 if it is unknown."""
     if not unit.parameters or not unit.num_trainable_parameters:
         return 0
     *_, shape = unit.parameters.values()
@@ -89,7 +89,7 @@ def last_gradient_of(unit: Unit) -> int:
 
 
 def _whole_bytes(unit: Unit, shard: int) -> list[int]:
-    """Of each parameter, padded; all at once where they were not recorded."""
+    """Padded bytes of each parameter; their sum if they were not recorded."""
     width = itemsize(unit.param_dtype)
     sizes = [padded_numel(shape, shard) * width for shape in unit.parameters.values()]
     return sizes or [unit.unsharded_bytes]

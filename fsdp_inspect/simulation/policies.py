@@ -1,4 +1,4 @@
-"""How does a plan schedule its units? A plan's settings as the policies that the schedule plays."""
+"""Convert the settings of a plan into the policies that the schedule follows."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,10 +17,10 @@ def policies_of(
     Args:
         plan: A resolved plan (names, no patterns).
         unit_names: The units with parameters, by index; the plan may have more.
-        shard: Ranks that shard; None: not known, so that no number of ranks means all of them.
+        shard: Ranks of the shard group; None: unknown, so no number of ranks means all of them.
 
     Raises:
-        PlanError: The plan lacks a unit, or prefetches one that there is not.
+        PlanError: The plan lacks a unit, or prefetches an unknown unit.
     """
     index = {name: position for position, name in enumerate(unit_names)}
     without = [unit.name for unit in plan.units if unit.name not in index]
@@ -38,14 +38,14 @@ def policies_of(
 
 
 def reshard_of(unit: UnitPlan, shard: int | None = None) -> bool | int:
-    """What the unit does after forward as torch runs it; an int is the size of a smaller group.
+    """The effective reshard of the unit after forward; an int is the size of a smaller group.
 
-    Torch keeps the parameters whole for a group of one rank, and takes a group of all ranks for
-    True.
+    For a group of one rank, torch keeps the parameters whole. A group of all ranks has the same
+    effect as True.
 
     Args:
-        unit: Of a plan.
-        shard: Ranks that shard it; None: not known.
+        unit: A unit of a plan.
+        shard: Ranks of its shard group; None: unknown.
     """
     wanted = unit.reshard_after_forward
     if wanted is None or isinstance(wanted, bool):
@@ -76,7 +76,7 @@ def _indices(names: Sequence[str], index: Mapping[str, int]) -> tuple[int, ...]:
     for name in names:
         if name not in index:
             raise PlanError(
-                f"The plan prefetches {name!r}, which is no unit with parameters. "
+                f"Invalid prefetch of {name!r}: it is not a unit with parameters. "
                 f"{suggest(name, list(index), what='units')} Correct the prefetch."
             )
     return tuple(index[name] for name in names)
@@ -95,7 +95,7 @@ def microbatches_of(accumulation: Accumulation) -> tuple[Microbatch, ...]:
 
 
 def accumulation_of(microbatches: Sequence[Microbatch]) -> Accumulation:
-    """What a training loop with these passes does; the inverse of `microbatches_of`."""
+    """The accumulation of a training loop with these passes; the inverse of `microbatches_of`."""
     *before, last = microbatches
     skips = [pass_ for pass_ in before if last.reduces and not pass_.reduces]
     waits = [pass_ for pass_ in before if last.all_reduces and not pass_.all_reduces]

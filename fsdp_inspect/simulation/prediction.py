@@ -1,7 +1,7 @@
-"""How does a played step read as a run? Spans on virtual time as the event table of a rank.
+"""Convert a simulated step into the event table of a rank.
 
-With it, every analysis, the timeline and the reports take a prediction as they take a recording;
-its rows say `predicted`.
+All analyses, the timeline and the reports then accept a prediction like a recording. The source of
+its rows is `predicted`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,18 +32,18 @@ _STREAMS = {
     EventKind.ALL_REDUCE: Stream.ALL_REDUCE,
     EventKind.ALL_GATHER_COPY_IN: Stream.ALL_GATHER_COPY_IN,
 }
-"""On a device with streams; everything else runs on the compute stream."""
+"""Streams on a device with streams; other kinds run on the compute stream."""
 
 
 def predicted_events(
     steps: Sequence[PlayedStep], units: Sequence[Unit], *, on_host: bool
 ) -> EventTable:
-    """The events of steps that were played one after the other, numbered from 0.
+    """The events of consecutive simulated steps, numbered from 0.
 
     Args:
-        steps: In order.
+        steps: The steps in order.
         units: By index in the workload; `unit` of a row is the index in the manifest.
-        on_host: One thread does everything but the collectives (CPU).
+        on_host: One thread runs everything but the collectives (CPU).
 
     Returns:
         Rows sorted by start.
@@ -55,7 +55,7 @@ def predicted_events(
 
 
 class _Writer:
-    """Turns spans into rows."""
+    """Converts spans into rows."""
 
     def __init__(self, units: Sequence[Unit], *, on_host: bool) -> None:
         self._units = units
@@ -90,7 +90,7 @@ class _Writer:
                 yield self._row(number, span)
 
     def _communication(self, number: int, span: Span) -> Iterator[dict[str, int]]:
-        """A collective, and the wait for it."""
+        """The rows of a collective and of the wait for it."""
         unit = self._units[span.unit]
         gathers = span.kind is EventKind.ALL_GATHER
         group = self._group(unit, span)
@@ -121,7 +121,7 @@ class _Writer:
             }
 
     def _group(self, unit: Unit, span: Span) -> int:
-        """The communicator; a smaller group's is the unit's own, behind all that are known."""
+        """The communicator; a smaller group has its own number above all known groups."""
         if span.kind is EventKind.ALL_REDUCE:
             return unit.replicate_group
         is_smaller = smaller_group(unit.reshard_after_forward) is not None

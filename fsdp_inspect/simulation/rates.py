@@ -1,4 +1,4 @@
-"""What do copies and hooks cost in a run? Lines over the bytes and tensors of its units."""
+"""Fit the costs of copies and hooks in a run to the bytes and tensors of its units."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,16 +11,17 @@ from fsdp_inspect.trace.run import Unit
 
 
 def copy_of_share(work: UnitWork, group: int, shard: int) -> int:
-    """How long a copy takes of what a smaller group keeps of a unit on each rank, ns.
+    """Duration of the copy of the share that a smaller group keeps on each rank, ns.
 
-    Copy-in copies what all ranks keep, copy-out copies all parameters; the share lies between.
+    Copy-in copies the shards of all ranks, and copy-out copies all parameters. The share is between
+    the two.
     """
     weight = (1 / group - 1 / shard) / (1 - 1 / shard)
     return round(work.copy_in_ns + weight * max(work.copy_out_ns - work.copy_in_ns, 0))
 
 
 class Rates:
-    """What copies and hooks cost in the run: lines over the bytes and tensors of its units."""
+    """Lines of the costs of copies and hooks over the bytes and tensors of the run's units."""
 
     def __init__(self, work: RecordedWork) -> None:
         works = work.workload.units
@@ -31,7 +32,7 @@ class Rates:
         self._reduce_copy_in = _Line(
             reduced, [each.reduce_copy_in_ns for each in works], in_proportion=True
         )
-        # The first unit's hooks lie before the forward, where they are not told from the loop's.
+        # The first unit's hooks lie before the forward, mixed with those of the loop.
         first = next(index for op, index in work.workload.tape if op is Op.ENTER)
         others = [at for at in range(len(works)) if at != first] or [first]
         tensors = [unit.num_tensors or len(unit.parameters) for unit in work.units]
@@ -42,7 +43,7 @@ class Rates:
         self._reduce = _Line(tensors, [each.reduce_launch_ns for each in works])
 
     def copies(self, work: UnitWork, unit: Unit) -> UnitWork:
-        """The work with copies of a unit's messages."""
+        """The work with the copies of a unit's messages."""
         return replace(
             work,
             copy_in_ns=self._copy_in.at(unit.unsharded_bytes),
@@ -51,7 +52,7 @@ class Rates:
         )
 
     def hooks(self, num_tensors: int) -> UnitWork:
-        """A unit of that many tensors with its hooks, and nothing else."""
+        """The hooks of a unit with that many tensors, without other work."""
         return UnitWork(
             gather_ns=0,
             reduce_ns=0,
@@ -62,10 +63,10 @@ class Rates:
 
 
 class _Line:
-    """A constant and a slope, neither below 0, by least squares; units of size 0 do not count.
+    """A constant and a slope, both at least 0, by least squares; units of size 0 do not count.
 
-    Units of one size alone do not tell the two apart: bytes are then taken to cost in proportion
-    (a device is bound by them), tensors to cost nothing beside the hook itself.
+    Units of a single size cannot separate the two. Bytes then cost in proportion (the device is
+    bound by them), and tensors cost nothing besides the hook itself.
     """
 
     def __init__(
@@ -84,5 +85,5 @@ class _Line:
         self._constant, self._slope = found / scale
 
     def at(self, size: int) -> int:
-        """The duration for a size, ns; 0 for none."""
+        """The duration for a size, ns; 0 for size 0."""
         return round(float(self._constant + self._slope * size)) if size else 0

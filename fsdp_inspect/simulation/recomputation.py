@@ -1,13 +1,13 @@
-"""What changes where a plan checkpoints other units? Backward repeats their forwards, or does not.
+"""Change the activation checkpointing of the recorded work: repeat forwards in backward, or not.
 
-Under full activation checkpointing torch (2.13, the non-reentrant kind) keeps what goes into a unit
-and forgets what its forward saved; backward repeats the forward before it begins. So that forward
-is added to backward, where it hides communication, too; of the unit's activations the output
-stays, and the others are there only while its own backward runs.
+Under full activation checkpointing torch (2.13, the non-reentrant kind) keeps the input of a unit
+and drops what its forward saved. Backward repeats the forward before it begins. So that forward is
+added to backward, where it hides communication too. Of the unit's activations the output stays, and
+the others exist only while its own backward runs.
 
-A recorded memory step tells what a forward keeps, how high memory rises in it, and how large the
-gradient is that its backward begins with: as large as the output. What the forward of a unit that
-is checkpointed would keep without is told by nothing that is recorded.
+A recorded memory step shows the activations that a forward keeps, the rise of memory in it, and the
+size of the gradient with which its backward begins, which equals the output's size. No recorded
+data shows the activations that a checkpointed unit would keep without checkpointing.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -23,14 +23,14 @@ from fsdp_inspect.trace.plan import ROOT, Checkpointing, Plan, owned_parameters
 from fsdp_inspect.trace.run import Unit
 
 _REPEATED = (
-    "A repeated forward takes as long as the forward did; torch stops it behind the last tensor "
+    "A repeated forward takes as long as the recorded one. Torch stops it after the last tensor "
     "that it needs, so it may take less."
 )
 _OUTPUT_STAYS = (
-    "Of a checkpointed unit's activations its output stays, as large as the gradient that its "
-    "backward began with."
+    "Of a checkpointed unit's activations, the output stays. Its size equals the gradient with "
+    "which backward began."
 )
-_FORECAST = "`fsdp-inspect forecast` tells it without a run: --set checkpointing={}."
+_FORECAST = "`fsdp-inspect forecast` computes it without a run: --set checkpointing={}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,19 @@ class Recomputation:
     work: RecordedWork
     assumptions: tuple[str, ...] = ()
     memory_refusal: str | None = None
-    """Why the memory of this work is not known, in words; None: it is, or the run's was not."""
+    """Why the memory of this work is unknown; None: it is known, or the run's was unknown."""
 
 
 def recompute(work: RecordedWork, recorded: Plan, wanted: Plan) -> Recomputation:
-    """The recorded work, checkpointed as another plan wants it.
+    """Change the checkpointing of the recorded work to that of another plan.
 
     Args:
-        work: Of the run.
+        work: The recorded work of the run.
         recorded: The plan that ran.
-        wanted: Resolved.
+        wanted: The other plan, resolved.
 
     Raises:
-        MissingDataError: What is checkpointed otherwise is no whole unit, or is so selectively.
+        MissingDataError: The change affects a part of a unit, or selective checkpointing.
         PlanError: The other plan newly checkpoints the model itself.
     """
     before, after = recorded.checkpointing, wanted.checkpointing
@@ -79,45 +79,45 @@ def recompute(work: RecordedWork, recorded: Plan, wanted: Plan) -> Recomputation
 
 def _refuse_selective(before: Checkpointing, after: Checkpointing) -> MissingDataError:
     return MissingDataError(
-        f"The plan checkpoints {len(after.selective)} modules selectively, the run did "
-        f"{len(before.selective)}: what that keeps and what it repeats the run does not tell. "
-        "Expected full checkpointing of whole units, or none. Record a run of the plan; for its "
-        "memory alone: fsdp-inspect forecast --set checkpointing=selective."
+        f"Unsupported change of selective checkpointing: the plan has {len(after.selective)} "
+        f"modules, the run {len(before.selective)}, and the run does not show their memory and "
+        "repeated work. Expected full checkpointing of whole units, or none. Record a run of the "
+        "plan, or forecast its memory: fsdp-inspect forecast --set checkpointing=selective."
     )
 
 
 def _check_whole(module: str, work: RecordedWork, wanted: Plan, changed: Collection[str]) -> None:
-    """See to it that a checkpointed module is a unit, or one of its modules, in run and plan.
+    """Check that a checkpointed module is a unit, or one of its modules, in the run and the plan.
 
     Raises:
-        MissingDataError: It is not.
-        PlanError: The plan names the model itself, as `apply_plan` refuses it.
+        MissingDataError: The module is not a unit.
+        PlanError: The plan names the model itself, which `apply_plan` rejects too.
     """
     if module == ROOT and module in wanted.checkpointing.full:
         raise PlanError(
-            "The plan checkpoints the model itself. Expected parts of it, whose parent can hold "
-            "torch's wrapper. Name its blocks instead, such as 'layers.*'."
+            "Invalid checkpointing of the model itself. Expected modules with a parent that can "
+            "hold torch's wrapper. Name its blocks instead, such as 'layers.*'."
         )
     names = [name for unit in work.units for name in parameters_of(unit)]
     planned = owned_parameters(wanted.units, [name for name in names if is_inside(name, module)])
     inside = [unit for unit in work.units if any(is_inside(p, module) for p in parameters_of(unit))]
     if sum(bool(owned) for owned in planned.values()) > 1 or len(inside) > 1:
         raise MissingDataError(
-            f"The plan checkpoints {module!r} otherwise, in which several units gather: their "
-            "all-gathers would move into the repeated forward, which is not played. Expected "
-            "whole units. Make it one unit, or checkpoint its parts."
+            f"Unsupported change of the checkpointing of {module!r}: several units gather in it, "
+            "and their all-gathers would move into the repeated forward. Expected whole units. "
+            "Make the module one unit, or checkpoint its parts."
         )
     for unit in inside:
         if not all(_is_around(each, changed) for each in unit.modules):
             raise MissingDataError(
-                f"The plan checkpoints {module!r} otherwise, which ran as a part of the unit "
-                f"{format_unit(unit.fqn)}: what that part takes and keeps the run does not tell. "
-                "Expected whole units. Record a run in which it is a unit by itself."
+                f"Unsupported change of the checkpointing of {module!r}: it ran as a part of the "
+                f"unit {format_unit(unit.fqn)}, and the run does not show the part's time and "
+                "memory. Expected whole units. Record a run in which it is a separate unit."
             )
 
 
 def _covered(units: Sequence[Unit], modules: Collection[str]) -> set[int]:
-    """The units, by index in the workload, that lie within some modules."""
+    """The units, by index in the workload, that are inside some modules."""
     return {
         at
         for at, unit in enumerate(units)
@@ -133,7 +133,7 @@ def _is_around(module: str, others: Collection[str]) -> bool:
 
 
 def _repeated(workload: Workload, added: Collection[int], removed: Collection[int]) -> list[Piece]:
-    """The pieces, of which those inside some units are repeated in backward, or are no more."""
+    """The pieces, with added or removed repetition for the pieces inside some units."""
     inside = set(_inside(workload))
     return [
         _repeating(piece)
@@ -166,7 +166,7 @@ def _repeating(piece: Piece) -> Piece:
 
 
 def _not_repeating(piece: Piece) -> Piece:
-    """Where the run does not tell what was repeated, that is the forward."""
+    """Without a record of the repeated work, it counts as long as the forward."""
     unknown = 0 if piece.recompute_ns else piece.forward_ns
     return replace(
         piece,
@@ -182,26 +182,26 @@ def _not_repeating(piece: Piece) -> Piece:
 def _refuse_memory(
     work: RecordedWork, memory: MemoryWork, added: Collection[int], removed: Collection[int]
 ) -> str | None:
-    """Why the memory is not known; None: it is."""
+    """Why the memory is unknown; None: it is known."""
     if removed:
         return (
-            "Memory cannot be told: what a forward keeps without checkpointing is not seen in a "
-            "run with it. " + _FORECAST.format("none")
+            "Memory is unknown: a run with checkpointing does not show the activations of a "
+            "forward without it. " + _FORECAST.format("none")
         )
     pairs = zip(work.workload.pieces, memory.pieces, strict=True)
     kept = [(piece.unit, each) for piece, each in pairs if piece.unit in added and each.kept]
-    is_told = all(len(work.units[unit].modules) == 1 and 0 < each.output <= each.kept
+    is_known = all(len(work.units[unit].modules) == 1 and 0 < each.output <= each.kept
                   for unit, each in kept)  # fmt: skip
-    if is_told:
+    if is_known:
         return None
     return (
-        "Memory cannot be told: the run does not tell how much of the activations of each "
-        "checkpointed module is its output. " + _FORECAST.format("full")
+        "Memory is unknown: the run does not show the output's part of the activations of each "
+        "checkpointed module. " + _FORECAST.format("full")
     )
 
 
 def _forgetting(memory: MemoryWork, pieces: Sequence[Piece], added: Collection[int]) -> MemoryWork:
-    """The memory with some units' activations forgotten in forward."""
+    """The memory if some units drop their activations in forward."""
     return replace(
         memory,
         pieces=[
@@ -212,7 +212,7 @@ def _forgetting(memory: MemoryWork, pieces: Sequence[Piece], added: Collection[i
 
 
 def _forgotten(piece: PieceMemory) -> PieceMemory:
-    """In forward the output stays; in backward the rest comes back before anything else does."""
+    """The output stays in forward; in backward the other activations return first."""
     saved = piece.kept - piece.output
     return replace(
         piece,

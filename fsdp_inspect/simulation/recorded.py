@@ -1,7 +1,7 @@
-"""Read the work of the recorded steps: a run's events as a `Workload` that can be simulated.
+"""Measure the work of the recorded steps as a `Workload` that can be simulated.
 
-Compute, copies and hooks are what is left of the clock when waiting for collectives is taken away:
-they stay under another plan, waiting does not.
+Compute, copies and hooks are the time of the clock without waits for collectives. They stay the
+same under another plan, but waits change.
 
 [Note: means] The recorded step time is that of the rank's typical step, as in every other command.
 Every duration of the work is the mean over its typical steps ([Note: the typical step] in
@@ -37,24 +37,24 @@ from fsdp_inspect.trace.run import RunSource, Unit
 from fsdp_inspect.trace.tables import EventTable
 
 MAX_STEPS = 64
-"""Steps that means are taken over; more add nothing but time."""
+"""The highest number of steps in the means; more only cost time."""
 
 
 _ENTRY_OF = {ClockPart.GATHER: ClockPart.ENTRY, ClockPart.GATHER_BACKWARD: ClockPart.ENTRY_BACKWARD}
 
 
 class Execution(StrEnum):
-    """How the recorded device runs work; see `simulation.machine`."""
+    """The execution model of the recorded device; see `simulation.machine`."""
 
     STREAM = "stream"
     """CUDA: the host runs ahead of the streams."""
     HOST = "host"
-    """CPU, with collectives beside the main thread (emulated)."""
+    """CPU, with collectives in parallel to the main thread (emulated)."""
     BLOCKING_HOST = "blocking_host"
-    """CPU, with a backend that holds the main thread (gloo)."""
+    """CPU, with a backend that blocks the main thread (gloo)."""
 
     def machine(self) -> Machine:
-        """A fresh machine of this kind."""
+        """A new machine of this kind."""
         if self is Execution.STREAM:
             return StreamMachine()
         return HostMachine(is_blocking=self is Execution.BLOCKING_HOST)
@@ -62,7 +62,7 @@ class Execution(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RecordedWork:
-    """The work of a run's steps, and what they took."""
+    """The work of a run's steps with its times and memory."""
 
     rank: int
     steps: tuple[int, ...]
@@ -71,38 +71,38 @@ class RecordedWork:
     """Of the rank's typical step."""
     execution: Execution
     units: tuple[Unit, ...]
-    """Those that ran, by their index in the workload."""
+    """The units that ran, by their index in the workload."""
     workload: Workload
     network: Network
-    """The lines of the run's own collectives."""
+    """The cost lines of the run's own collectives."""
     spread_ratio: float = 0.0
     """Half of what the durations of `steps` span, as a share of their mean."""
     peak_bytes: int | None = None
-    """The highest moment of the memory step that the workload's memory is from; None: no such."""
+    """The peak of the memory step behind the workload's memory; None: there is none."""
 
     def play(self) -> PlayedStep:
-        """The recorded plan, played: what the simulation makes of the run itself."""
+        """Simulate the recorded plan."""
         return play(self.workload, self.execution)
 
 
 def play(workload: Workload, execution: Execution) -> PlayedStep:
-    """A steady step: the second one, since the first finds every queue empty."""
+    """Simulate a steady step: the second one, since the first starts with empty queues."""
     schedule = Schedule(workload, execution.machine())
     schedule.play()
     return schedule.play()
 
 
 def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
-    """The work that a rank's timed steps held.
+    """Measure the work in a rank's timed steps.
 
     Args:
         run: A recorded or emulated run.
-        rank: Default the median rank.
+        rank: Default: the median rank.
 
     Raises:
-        IncompleteRunError: The run holds nothing of that rank.
-        MissingDataError: No timed step with the forward and backward of units, no plan, or
-            collectives of units whose durations are upper bounds only.
+        IncompleteRunError: The run has no data of that rank.
+        MissingDataError: The run has no timed step with the forward and backward of units, or no
+            plan, or the durations of its units' collectives are only upper bounds.
     """
     member = timed_rank(run, rank)
     readings = _alike(_readings(run, member)) if member is not None else []
@@ -120,26 +120,25 @@ def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
 
 
 def _expect_measured_collectives(run: RunSource, events: EventTable) -> None:
-    """See to it that the durations of FSDP's collectives are known.
+    """Check that the durations of FSDP's collectives are known.
 
     Raises:
-        MissingDataError: Some are upper bounds: asynchronous all-gathers on CUDA.
+        MissingDataError: Some durations are upper bounds: asynchronous all-gathers on CUDA.
     """
     of_units = np.isin(events.kind, list(COLLECTIVES)) & (events.unit >= 0)
     if np.any(of_units & ((events.flags & EventFlag.LATEST_END) != 0)):
         raise MissingDataError(
             f"Run {run.manifest.run_id!r} cannot be simulated: it issued all-gathers "
-            "asynchronously on CUDA (unshard_async_op), and of these only an upper bound of the "
-            "duration is recorded. Expected measured durations. Record a run without "
-            "unshard_async_op to simulate plans."
+            "asynchronously on CUDA (unshard_async_op), so only upper bounds of their durations "
+            "are recorded. Expected measured durations. Record a run without unshard_async_op."
         )
 
 
 def with_own_turns(events: EventTable) -> EventTable:
-    """The events with each collective starting when its turn on its communicator came.
+    """The events, with each collective starting at its turn on its communicator.
 
     A collective that queues behind one of another stream seems to run
-    (`analysis.collectives.queues`); the schedule has a queue of its own.
+    (`analysis.collectives.queues`). The schedule models this queue itself.
     """
     collectives = np.flatnonzero(np.isin(events.kind, list(COLLECTIVES)))
     turns = queue_up(events.where(collectives)).turn_ns
@@ -149,17 +148,17 @@ def with_own_turns(events: EventTable) -> EventTable:
 
 
 def observed_plan(run: RunSource) -> Plan:
-    """The plan that the recorder saw on the model, with the accumulation that the steps show.
+    """The plan that the recorder observed, with the accumulation of the recorded steps.
 
     Raises:
-        MissingDataError: The run has none.
+        MissingDataError: The run has no observed plan.
     """
     if not run.manifest.plan:
         remedy = "Record the run again with this version."
         if run.manifest.source == "imported":
-            remedy = "A trace does not tell it: record the training with fsdp_inspect.Recorder."
+            remedy = "A trace does not contain it: record the job with fsdp_inspect.Recorder."
         raise MissingDataError(
-            f"Run {run.manifest.run_id!r} has no observed plan, so its schedule is not known. "
+            f"Run {run.manifest.run_id!r} has no observed plan, so its schedule is unknown. "
             f"Expected the plan that the recorder writes. {remedy}"
         )
     plan = Plan.from_dict(run.manifest.plan)
@@ -177,14 +176,14 @@ def _observed_accumulation(run: RunSource) -> Accumulation:
 
 
 def _microbatches(events: EventTable) -> tuple[Microbatch, ...]:
-    """The passes of steps that are alike, with what each one reduces."""
+    """The microbatches of similar steps, with the reductions of each."""
     mine = events.where((events.unit >= 0) & (events.phase != Phase.EVALUATION))
     count = 1 + int(mine.microbatch.max(initial=0))
     reduced, all_reduced = (
         set(mine.microbatch[mine.kind == kind].tolist())
         for kind in (EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
     )
-    all_reduced = all_reduced or reduced  # without replicas: where it reduces, with them it would
+    all_reduced = all_reduced or reduced  # without replicas: as if replicas followed the reduction
     return tuple(
         Microbatch(reduces=number in reduced, all_reduces=number in all_reduced)
         for number in range(count)
@@ -281,7 +280,7 @@ class _Builder:
         )
 
     def _shard_ranks(self) -> Sequence[int]:
-        """The ranks that shard the units; one that is not known counts as one."""
+        """The ranks of the shard group; an unknown group counts as one rank."""
         groups = {unit.shard_group for unit in self._units}
         known = (each for each in self._run.manifest.process_groups if each.index in groups)
         return max((each.ranks for each in known), key=len, default=[self._rank])
@@ -292,9 +291,9 @@ class _Builder:
         return _mean([ns for stretch, ns in self._stretches if stretch.part is part])
 
     def _find_hooks(self, part: ClockPart, gather: ClockPart) -> dict[int, int]:
-        """Time of each gathered unit in stretches of one part; the median where it has none.
+        """Hook time of each gathered unit in one part; the median for units without such time.
 
-        Inside a unit with parameters a stretch holds that unit's compute too, so no more than the
+        Inside a unit with parameters, the time also contains that unit's compute. So at most the
         median counts as hooks there.
         """
         found: dict[int, list[int]] = defaultdict(list)
@@ -309,14 +308,14 @@ class _Builder:
         return {unit: min(ns, typical) if unit in enclosed else ns for unit, ns in hooks.items()}
 
     def _beyond_hooks(self, stretch: ClockStretch, ns: int) -> int:
-        """What of a stretch before a unit is compute."""
+        """The compute in the time before a unit."""
         for gather, entry in _ENTRY_OF.items():
             if stretch.part is entry and (gather, stretch.unit) not in self._gathered:
                 return ns
         return max(ns - self._hooks[stretch.part][stretch.unit], 0)
 
     def _pieces(self) -> tuple[list[Piece], tuple[tuple[Op, int], ...]]:
-        """The compute between boundaries, forward and backward of the same code together."""
+        """The compute between boundaries, with forward and backward of the same code together."""
         backward = self._backward_slots()
         pieces: list[Piece] = []
         tape: list[tuple[Op, int]] = []
@@ -328,7 +327,7 @@ class _Builder:
             if stretch.part is ClockPart.GATHER:
                 continue
             enters = stretch.part is ClockPart.ENTRY
-            # Outside of all units: the code between two units goes with the one entered.
+            # Outside of all units: code between two units belongs to the next unit.
             owner = stretch.enclosing if enters and stretch.enclosing >= 0 else stretch.unit
             back = backward[slot].pop() if backward[slot] else 0
             if compute or back:
@@ -339,38 +338,38 @@ class _Builder:
             tape.append((op, self._position[stretch.unit]))
             slot, compute = ("first" if enters else "after", stretch.unit), 0
         if any(backward[slot]):
-            # The backward of what follows the last unit: before the first unit's backward.
+            # The backward of code after the last unit runs before the first unit's backward.
             tape.append((Op.RUN, len(pieces)))
             pieces.append(Piece(self._position[slot[1]], 0, backward[slot].pop()))
         return pieces, tuple(tape)
 
     def _with_repeated_forwards(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """What activation checkpointing repeated, told from the rest of a unit's backward."""
+        """The pieces with the repeated forwards separated from the rest of the backward."""
         again = self._events.where(self._events.kind == EventKind.RECOMPUTE)
         passes = len(self._readings) * len(_microbatches(self._events))
-        told = list(pieces)
+        split = list(pieces)
         for position, unit in enumerate(self._units):
             rows = again.where(again.unit == unit.index)
-            own = [at for at, piece in enumerate(told) if piece.unit == position]
+            own = [at for at, piece in enumerate(split) if piece.unit == position]
             if len(rows) and own:
-                at = max(own, key=lambda each: told[each].backward_ns)
-                total = told[at].backward_ns
+                at = max(own, key=lambda each: split[each].backward_ns)
+                total = split[at].backward_ns
                 spent = min(round(int((rows.end_ns - rows.start_ns).sum()) / passes), total)
-                told[at] = replace(told[at], backward_ns=total - spent, recompute_ns=spent)
-        return told
+                split[at] = replace(split[at], backward_ns=total - spent, recompute_ns=spent)
+        return split
 
     def _launches(self, slot: tuple[str, int]) -> tuple[int, int]:
-        """Host time of what follows a unit's entry, forward and backward."""
+        """Host time after a unit's entry, forward and backward."""
         place, unit = slot
         if place != "first":
             return 0, 0
         return self._pace.forward_ns.get(unit, 0), self._pace.backward_ns.get(unit, 0)
 
     def _backward_slots(self) -> dict[tuple[str, int], list[int]]:
-        """Backward compute by the forward boundary that its code follows.
+        """Backward compute by the forward boundary that precedes its code.
 
-        What runs before a unit's backward is the backward of what followed its forward; what runs
-        up to the end of its backward is that of what followed its entry.
+        Compute before a unit's backward is the backward of the code after its forward. Compute up
+        to the end of its backward is the backward of the code after its entry.
         """
         slots: dict[tuple[str, int], list[int]] = defaultdict(list)
         parts = (ClockPart.GATHER_BACKWARD, ClockPart.ENTRY_BACKWARD, ClockPart.BACKWARD)
@@ -386,7 +385,7 @@ class _Builder:
         return slots
 
     def _of_one_microbatch(self, *parts: ClockPart) -> Iterator[tuple[ClockStretch, int]]:
-        """The stretches of the first microbatch, each with its mean over all of them."""
+        """The stretches of the first microbatch, each with its mean over all microbatches."""
         passes: dict[int, list[tuple[ClockStretch, int]]] = defaultdict(list)
         for stretch, ns in self._stretches:
             if stretch.part in parts:
@@ -395,7 +394,7 @@ class _Builder:
             yield alike[0][0], _mean([ns for _, ns in alike])
 
     def _deferred(self) -> Iterator[int]:
-        """The order behind the backward; units that do not reduce there do not matter."""
+        """The order after the backward; units without a reduction there may come in any order."""
         order = [self._position[unit] for unit in self._readings[0].reduce_order]
         yield from order
         yield from (position for position in range(len(self._units)) if position not in order)
@@ -428,11 +427,11 @@ class _Builder:
 
     def _hook(self, unit: int, gather: ClockPart) -> int:
         if self._execution is Execution.STREAM:
-            return 0  # the host's time is that of the pieces
+            return 0  # the pieces contain the host's time
         return self._hooks[gather][unit] + self._hooks[_ENTRY_OF[gather]][unit]
 
     def _ends_late(self, unit: int) -> bool:
-        """Its reduction was issued behind the last unit's backward compute."""
+        """Whether its reduction was issued after the last unit's backward compute."""
         order = self._readings[0].backward_order
         return unit in order[-1:]
 

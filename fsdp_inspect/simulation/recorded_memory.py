@@ -1,13 +1,13 @@
-"""What memory did the recorded step's units and pieces hold? From the samples of a memory step.
+"""Measure the memory of the recorded step's units and pieces from the samples of a memory step.
 
-Only a memory step tells categories, so the work's memory comes from one of those (the first with
-samples of every unit's forward and backward); its times count for nothing. A piece's memory is what
-changed between the boundaries of units before and behind it, without what communication holds.
+Only memory steps record categories. The work's memory comes from the first memory step with samples
+of every unit's forward and backward; its times are not used. A piece's memory is the change between
+the unit boundaries around it, without the memory of communication.
 
 [Note: older runs]
-Runs recorded before the columns `parameter` and `peak_compute` tell neither what rises between two
-units nor which part of a unit does: there a unit that encloses others is known by its gradients
-alone, and the loss holds nothing.
+Runs without the columns `parameter` and `peak_compute` do not show the rise between two units, or
+the part of a unit that rises. There, a unit that encloses others has only its gradients, and the
+memory of the loss is 0.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,14 +28,14 @@ from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
 def measure_memory_work(
     samples: MemoryTable, units: Sequence[Unit], pieces: Sequence[Piece], tape: Tape, shard: int
 ) -> tuple[MemoryWork, int] | None:
-    """The memory of a workload, and the highest moment of the step that it comes from.
+    """The memory of a workload, and the peak of its memory step.
 
     Args:
-        samples: Of one rank.
-        units: By index in the workload.
-        pieces: Of the workload; `unit` is that index.
-        tape: Of the workload.
-        shard: Ranks that shard.
+        samples: Samples of one rank.
+        units: Units by index in the workload.
+        pieces: Pieces of the workload; `unit` is that index.
+        tape: Tape of the workload.
+        shard: Ranks of the shard group.
 
     Returns:
         None if no memory step has samples of every unit.
@@ -51,7 +51,7 @@ def measure_memory_work(
 
 
 class _Stretch(NamedTuple):
-    """Pieces that run between two boundaries of units."""
+    """Pieces between two boundaries of units."""
 
     pieces: Sequence[int]
     begin: int
@@ -73,11 +73,11 @@ class _Reader:
             for row, (point, unit) in enumerate(zip(samples.point, samples.unit, strict=True))
             if samples.phase[row] in (Phase.FORWARD, Phase.BACKWARD)
         }
-        self._tells_gaps = bool(np.any(samples.peak_compute != MISSING_INT))
+        self._records_rises = bool(np.any(samples.peak_compute != MISSING_INT))
 
     @property
     def is_whole(self) -> bool:
-        """Whether every unit without others inside has its four samples."""
+        """Whether every unit without inner units has its four samples."""
         points = (
             MemoryPoint.FORWARD_START,
             MemoryPoint.FORWARD_END,
@@ -103,7 +103,7 @@ class _Reader:
     # --- pieces
 
     def _pieces(self, pieces: Sequence[Piece]) -> list[PieceMemory]:
-        """Of pieces in one stretch the longest has its memory."""
+        """The longest piece of each stretch gets the stretch's memory."""
         memory = [PieceMemory()] * len(pieces)
         for stretch in self._known(self._forward(), pieces):
             at = _longest(stretch, pieces)
@@ -123,18 +123,18 @@ class _Reader:
                 output=self._category(MemoryCategory.TEMPORARY, stretch.begin),
             )
         memory = [replace(each, used=_used(each)) for each in memory]
-        return memory if self._tells_gaps else self._with_late_gradients(memory, pieces)
+        return memory if self._records_rises else self._with_late_gradients(memory, pieces)
 
     def _known(self, stretches: Iterable[_Stretch], pieces: Sequence[Piece]) -> Iterator[_Stretch]:
-        """Those of units without others inside, if the run tells no more."""
+        """The stretches with known memory: only units without inner units in older runs."""
         for stretch in stretches:
-            if self._tells_gaps or pieces[stretch.pieces[0]].unit in self._leaves:
+            if self._records_rises or pieces[stretch.pieces[0]].unit in self._leaves:
                 yield stretch
 
     def _with_late_gradients(
         self, memory: Sequence[PieceMemory], pieces: Sequence[Piece]
     ) -> list[PieceMemory]:
-        """Gradients of an enclosing unit come with its first piece, the last one of backward."""
+        """Add the gradients of an enclosing unit to its first piece, the last one of backward."""
         first = {piece.unit: at for at, piece in reversed([*enumerate(pieces)])}
         late = {at: self._units[unit] for unit, at in first.items() if unit not in self._leaves}
         return [
@@ -169,18 +169,18 @@ class _Reader:
             begin, pieces = end if leaves else self._reduced(end), []
 
     def _reduced(self, end: int | None) -> int | None:
-        """Where a unit's gradients were handed over, behind the end of its backward."""
+        """The sample after a unit's reduction, which follows the end of its backward."""
         if end is None:
             return None
         later = np.flatnonzero(self._samples.point[end:] == MemoryPoint.AFTER_REDUCE)
         return end + int(later[0]) if len(later) else end
 
     def _loss(self) -> PieceMemory:
-        """What rises and comes between the last forward of a unit and the first backward."""
+        """Memory between the last forward of a unit and the first backward."""
         samples = self._samples
         ends = np.flatnonzero(samples.point == MemoryPoint.FORWARD_END)
         begins = np.flatnonzero(samples.point == MemoryPoint.BACKWARD_START)
-        if not self._tells_gaps or not len(ends) or not len(begins) or ends[-1] > begins[0]:
+        if not self._records_rises or not len(ends) or not len(begins) or ends[-1] > begins[0]:
             return PieceMemory()
         stretch = _Stretch((), int(ends[-1]), int(begins[0]))
         return PieceMemory(
@@ -189,10 +189,10 @@ class _Reader:
         )
 
     def _rise(self, stretch: _Stretch) -> int:
-        """The highest moment of a stretch above its begin.
+        """The peak of a stretch above its begin.
 
-        Where communication is not known to be left out of it, it is what communication holds at
-        the end: prefetched all-gathers are issued right behind the begin.
+        If the samples include communication, its memory at the end is subtracted: prefetched
+        all-gathers are issued right after the begin.
         """
         samples, end = self._samples, stretch.end
         high = int(samples.peak_compute[stretch.begin + 1 : end + 1].max())
@@ -202,7 +202,7 @@ class _Reader:
         return max(high - self._compute(stretch.begin), 0)
 
     def _course(self, stretch: _Stretch, piece: Piece) -> Course | None:
-        """The uses of the unit's parameters in the stretch; None where there are none."""
+        """The uses of the unit's parameters in the stretch; None without uses."""
         samples, unit = self._samples, self._units[piece.unit]
         names = [*unit.parameters]
         own = (samples.point == MemoryPoint.PARAMETER_USE) & (samples.unit == unit.index)
@@ -240,7 +240,7 @@ class _Reader:
         )
 
     def _state_ratio(self) -> float:
-        """Optimizer state for each byte of trained sharded parameters."""
+        """Bytes of optimizer state per byte of trained sharded parameters."""
         sharded = sum(
             unit.sharded_bytes * unit.num_trainable_parameters / max(unit.num_parameters, 1)
             for unit in self._units
@@ -249,13 +249,13 @@ class _Reader:
         return states / sharded if sharded else 0.0
 
     def _rest(self, units: Sequence[UnitMemory]) -> int:
-        """At the first sample, what is neither at rest in a unit nor communication."""
+        """Memory at the first sample without the units' resting memory and communication."""
         return self._compute(0) - sum(unit.resting for unit in units)
 
     # --- samples
 
     def _compute(self, row: int) -> int:
-        """Allocated, less what communication holds."""
+        """Allocated bytes without the memory of communication."""
         return int(self._samples.allocated[row]) - self._communication(row)
 
     def _communication(self, row: int) -> int:
@@ -272,7 +272,7 @@ class _Reader:
 
 
 def _stretch(pieces: Sequence[int], begin: int | None, end: int | None) -> Iterator[_Stretch]:
-    """If there are pieces and both boundaries have samples."""
+    """A stretch if there are pieces and both boundaries have samples."""
     if pieces and begin is not None and end is not None and begin < end:
         yield _Stretch(tuple(pieces), begin, end)
 
@@ -287,7 +287,7 @@ def _longest(stretch: _Stretch, pieces: Sequence[Piece]) -> int:
 
 
 def _leaves(tape: Tape) -> set[int]:
-    """Units with no other unit inside."""
+    """Units without inner units."""
     inside: list[int] = []
     leaves, enclosing = set(), set()
     for op, unit in tape:

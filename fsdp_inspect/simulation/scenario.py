@@ -1,16 +1,16 @@
-"""What would the recorded work look like under another plan? The same compute, cut otherwise.
+"""Derive the recorded work under another plan: the same compute in other units.
 
-What was measured stays: compute goes with the parameters that it uses, and a unit that the plan
-leaves as it was keeps its own measured communication. What changes is derived:
+Measured values stay. Compute moves with the parameters that it uses, and an unchanged unit keeps
+its measured communication. Other values are derived:
 
 - messages: parameters padded to the shard group, as torch pads them, in the plan's dtypes;
-- their durations: the network's lines (`simulation.network`);
-- copies: a line over bytes, fitted to the run's units: each copy has a launch, too;
-- hooks: a line over the number of tensors, fitted likewise, since torch's hooks run a piece of
-  Python for each;
-- compute of a unit that is split: by how long its parts took in the memory step where the host
-  computes, else by the share of its parameters (matrix products take time in proportion to their
-  weights). Either is an assumption; the scenario names it.
+- their durations: the network's cost lines (`simulation.network`);
+- copies: a line over bytes, fitted to the run's units, since each copy has a launch too;
+- hooks: a line over the number of tensors, fitted in the same way, since torch's hooks run Python
+  code for each tensor;
+- compute of a split unit: if the host computes, by the time of its parts in the memory step. Else
+  by the fraction of its parameters, since matrix products take time in proportion to their weights.
+  Either is an assumption, and the scenario names it.
 """
 
 import math
@@ -57,20 +57,18 @@ from fsdp_inspect.trace.plan import Plan, UnitPlan, check_reshard_sizes
 from fsdp_inspect.trace.run import RunManifest, Unit
 
 _DIVIDED_BY_TIME = (
-    "Compute of a unit that is split is divided by how long its parts took in the memory step."
+    "The compute of a split unit is divided by the time of its parts in the memory step."
 )
-_DIVIDED_BY_PARAMETERS = (
-    "Compute of a unit that is split is divided by the share of its parameters."
-)
+_DIVIDED_BY_PARAMETERS = "The compute of a split unit is divided by the fraction of its parameters."
 _OWN_COMMUNICATORS = (
-    "Each unit gathers in backward on a communicator of its own: it does not queue behind "
+    "Each unit gathers in backward on its own communicator. Its all-gather does not queue behind "
     "reductions, and neither slows the other."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """How many ranks shard, and how many copies there are."""
+    """The number of ranks that shard, and the number of replicas."""
 
     shard: int
     replicate: int = 1
@@ -87,33 +85,33 @@ class _Cut:
 
     piece: int
     unit: int
-    """Of the plan."""
+    """Unit of the plan, by index."""
     share: float
-    """Of the piece's parameters."""
+    """Fraction of the piece's parameters."""
     share_of_largest: float
     """1 for the largest part of its piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A plan, as work that the schedule plays."""
+    """A plan as work that can be simulated."""
 
     plan: Plan
-    """Resolved."""
+    """The resolved plan."""
     units: tuple[Unit, ...]
-    """Those with parameters, by index in the workload."""
+    """The units with parameters, by index in the workload."""
     workload: Workload
     assumptions: tuple[str, ...]
-    """What was not measured, one sentence each."""
+    """Assumptions instead of measurements, one sentence each."""
     memory_refusal: str | None = None
-    """Why the workload has no memory, in words; None: it has, or the run tells none."""
+    """Why the workload has no memory; None: it has, or the run has none."""
 
 
 def mesh_of(plan: Plan, manifest: RunManifest) -> Mesh:
-    """The mesh that a plan asks for; what it leaves open is the run's.
+    """The mesh of a plan; missing sizes come from the run.
 
     Raises:
-        PlanError: Its mesh does not make up its world size.
+        PlanError: The mesh does not match the world size.
     """
     sizes = dict(plan.mesh or manifest.mesh)
     replicate = sizes.get("replicate", 1)
@@ -121,41 +119,41 @@ def mesh_of(plan: Plan, manifest: RunManifest) -> Mesh:
     shard = sizes.get("shard", world_size // replicate)
     if plan.world_size and plan.mesh and shard * replicate != plan.world_size:
         raise PlanError(
-            f"The plan's mesh is {plan.mesh} with a world size of {plan.world_size}. Expected a "
-            "mesh whose sizes multiply to the world size. Correct one of the two."
+            f"Invalid mesh {plan.mesh} for a world size of {plan.world_size}. Expected a mesh "
+            "whose sizes multiply to the world size. Correct one of the two."
         )
     return Mesh(shard=shard, replicate=replicate)
 
 
 def resolve_plan(plan: Plan, manifest: RunManifest) -> Plan:
-    """The plan for the model of a run: patterns become names.
+    """The plan for the model of a run, with names instead of patterns.
 
     Raises:
-        PlanError: It names what the model does not have.
+        PlanError: The plan names a module that the model does not have.
     """
     return plan.resolve(_module_names(manifest))
 
 
 def shapes_of(manifest: RunManifest) -> dict[str, list[int]]:
-    """The shape of each parameter that the run tells, by name."""
+    """The shape of each recorded parameter, by name."""
     return {name: shape for unit in manifest.units for name, shape in unit.parameters.items()}
 
 
 def make_scenario(
     work: RecordedWork, manifest: RunManifest, plan: Plan, network: Network
 ) -> Scenario:
-    """The recorded work under a plan.
+    """Derive the recorded work under a plan.
 
     Args:
-        work: Of the run.
-        manifest: The run's.
-        plan: With patterns or without.
-        network: The run's own lines, or others.
+        work: The recorded work of the run.
+        manifest: The run's manifest.
+        plan: The plan, with or without patterns.
+        network: The run's own network, or another one.
 
     Raises:
-        MissingDataError: The plan needs what the run does not tell: a link, a collective, what
-            checkpointing keeps.
-        PlanError: The plan names what the model does not have, or leaves parameters out.
+        MissingDataError: The plan needs data that the run does not contain: a link, a collective,
+            or the memory under checkpointing.
+        PlanError: The plan names unknown modules, or leaves parameters out.
     """
     resolved = resolve_plan(plan, manifest)
     mesh = mesh_of(resolved, manifest)
@@ -174,7 +172,7 @@ def make_scenario(
 
 
 def _module_names(manifest: RunManifest) -> list[str]:
-    """Every module that a plan may name: the model, those of units, those that own parameters."""
+    """Every module that a plan may name: the model, modules of units, owners of parameters."""
     names = {"": None}
     for unit in manifest.units:
         for parameter in parameters_of(unit):
@@ -186,7 +184,7 @@ def _module_names(manifest: RunManifest) -> list[str]:
 
 
 class _Regrouping:
-    """Moves parameters and compute of the recorded units into those of a plan."""
+    """Moves parameters and compute of the recorded units into the units of a plan."""
 
     def __init__(
         self, work: RecordedWork, plan: Plan, mesh: Mesh, network: Network, recorded_shard: int
@@ -212,7 +210,7 @@ class _Regrouping:
 
     @cached_property
     def _rates(self) -> Rates:
-        """Fitted only where a unit is cut otherwise, or its messages changed."""
+        """Fitted only if a unit or its messages changed."""
         return Rates(self._work)
 
     def build(self) -> Scenario:
@@ -242,7 +240,7 @@ class _Regrouping:
         return max(setting(unit) for unit in self._plan.units)
 
     def _microbatches(self) -> Sequence[Microbatch]:
-        """As they ran, unless the plan accumulates otherwise."""
+        """The recorded microbatches, unless the plan accumulates differently."""
         recorded = self._work.workload.microbatches
         if self._plan.accumulation == accumulation_of(recorded):
             return recorded
@@ -250,14 +248,14 @@ class _Regrouping:
         if len(passes) != len(recorded):
             self._assumptions[
                 f"A microbatch takes as long as a recorded one: the plan has {len(passes)} a step, "
-                f"the run had {len(recorded)}."
+                f"the run {len(recorded)}."
             ] = None
         return passes
 
     # --- parameters
 
     def _assign(self) -> dict[str, str]:
-        """The plan's unit of each parameter: that of the innermost module around it."""
+        """The plan's unit of each parameter: the unit of the innermost module around it."""
         unit_of = {module: unit.name for unit in self._plan.units for module in unit.modules}
         owners = {}
         for unit in self._work.units:
@@ -265,15 +263,15 @@ class _Regrouping:
                 around = [module for module in unit_of if is_inside(parameter, module)]
                 if not around:
                     raise PlanError(
-                        f"The plan leaves the parameter {parameter!r} in no unit, so every rank "
-                        "would keep a whole copy. Expected a unit around every parameter. Add a "
+                        f"The plan has no unit for the parameter {parameter!r}, so every rank "
+                        "would keep a full copy. Expected a unit around every parameter. Add a "
                         'unit for its module, or for the whole model (modules = [""]).'
                     )
                 owners[parameter] = unit_of[max(around, key=len)]
         return owners
 
     def _unit(self, index: int, name: str) -> Unit:
-        """What the manifest would say of the plan's unit."""
+        """The plan's unit in the form of a manifest."""
         planned, members = self._plan.unit(name), self._members[name]
         before = self._unchanged(name)
         source = before or self._work.units[0]
@@ -304,7 +302,7 @@ class _Regrouping:
         )
 
     def _sharded_bytes(self, members: Mapping[str, Sequence[int]], padded: int) -> int:
-        """One rank's share, in the parameters' own dtype: that of the units they came from."""
+        """Bytes of one rank, in the dtypes of the recorded units that own the parameters."""
         recorded = {name: unit for unit in self._work.units for name in parameters_of(unit)}
         total = own = 0
         for unit in {recorded[name].index: recorded[name] for name in members}.values():
@@ -320,7 +318,7 @@ class _Regrouping:
         return padded_numel(shape, self._mesh.shard)
 
     def _trained_ratio(self, members: Mapping[str, Sequence[int]]) -> float:
-        """The share of the parameters that are trained, by those of the units they came from."""
+        """The fraction of trained parameters, derived from the recorded units."""
         total = trained = 0.0
         for unit in self._work.units:
             own = sum(math.prod(members[name]) for name in parameters_of(unit) if name in members)
@@ -339,7 +337,7 @@ class _Regrouping:
     # --- compute
 
     def _cuts(self) -> Iterator[_Cut]:
-        """The recorded pieces in order, each cut among the plan's units with its parameters."""
+        """The recorded pieces in order, each divided among the plan's units."""
         position = {name: index for index, name in enumerate(self._names)}
         run = [index for op, index in self._work.workload.tape if op is Op.RUN]
         for index, shares in zip(run, self._shares_of(run), strict=True):
@@ -348,10 +346,10 @@ class _Regrouping:
                 yield _Cut(index, position[name], share, share / largest)
 
     def _shares_of(self, pieces: Sequence[int]) -> list[dict[str, float]]:
-        """How each piece divides among the plan's units, in order.
+        """The division of each piece among the plan's units, in order.
 
-        A piece that uses no parameters goes with what follows it, as code between units does, or
-        else with what is before it.
+        A piece that uses no parameters belongs to the next piece, like code between units, or else
+        to the previous one.
         """
         shares = [self._shares(piece) for piece in pieces]
         for after, at in pairwise(reversed(range(len(shares)))):
@@ -370,10 +368,9 @@ class _Regrouping:
         return pieces, tape_of(pieces, self._root())
 
     def _shares_of_time(self, cut: _Cut) -> tuple[float, float]:
-        """A cut's shares of its piece's forward and backward.
+        """The fractions of a piece's forward and backward in a cut.
 
-        Where the host computes they are those of the memory step; where a device does, its times
-        are not in there.
+        On a CPU they come from the memory step. A memory step does not contain a device's times.
         """
         memory = self._work.workload.memory
         if cut.share == 1:
@@ -393,7 +390,7 @@ class _Regrouping:
     # --- memory
 
     def _memory(self, cuts: Sequence[_Cut], units: Sequence[Unit]) -> MemoryWork | None:
-        """Activations go with the compute; what parameters hold follows from the plan."""
+        """Activations move with the compute; the memory of parameters follows from the plan."""
         before = self._work.workload.memory
         if before is None:
             return None
@@ -406,10 +403,9 @@ class _Regrouping:
         )
 
     def _piece_memory(self, memory: PieceMemory, cut: _Cut, units: Sequence[Unit]) -> PieceMemory:
-        """Gradients as wide as the unit's compute.
+        """The memory of a cut; gradients have the dtype of the unit's compute.
 
-        Where the run does not tell when which parameter was used, the largest part rises as high
-        as the whole.
+        Without recorded uses of parameters, the largest part rises as high as the whole piece.
         """
         old = self._work.units[self._work.workload.pieces[cut.piece].unit]
         width = itemsize(units[cut.unit].param_dtype) / itemsize(old.param_dtype)
@@ -448,10 +444,10 @@ class _Regrouping:
         return roots[0] if roots else None
 
     def _shares(self, piece: int) -> dict[str, float]:
-        """How a piece divides among the plan's units, in order; empty: it uses no parameters."""
+        """The division of a piece among the plan's units; empty: it uses no parameters."""
         unit = self._work.workload.pieces[piece].unit
         parameters = parameters_of(self._work.units[unit])
-        used = self._used(piece) if self._tells_uses(unit) else set(parameters)
+        used = self._used(piece) if self._records_uses(unit) else set(parameters)
         numels: dict[str, int] = defaultdict(int)
         for parameter, shape in parameters.items():
             if parameter in used:
@@ -460,12 +456,12 @@ class _Regrouping:
         return {name: numel / total for name, numel in numels.items()}
 
     def _used(self, piece: int) -> Set[str]:
-        """The parameters that the recorded piece used, as far as a memory step told."""
+        """The parameters that the recorded piece used, as recorded by a memory step."""
         memory = self._work.workload.memory
         return memory.pieces[piece].used if memory is not None else frozenset()
 
-    def _tells_uses(self, unit: int) -> bool:
-        """Whether the run tells where a unit that is cut uses the parameters of each part."""
+    def _records_uses(self, unit: int) -> bool:
+        """Whether the run records the uses of parameters of each part of a split unit."""
         parts = {self._owners[name] for name in parameters_of(self._work.units[unit])}
         if len(parts) < 2:
             return False
@@ -473,7 +469,7 @@ class _Regrouping:
         return {self._owners[name] for name in used} == parts
 
     def _ending_late(self, tape: Tape) -> set[int]:
-        """The units that are entered before any compute, if such a unit ended late in the run."""
+        """The units entered before any compute, if such a unit ended late in the run."""
         first_run = next(at for at, (op, _) in enumerate(tape) if op is Op.RUN)
         ends_late = any(unit.ends_with_backward for unit in self._work.workload.units)
         return {unit for op, unit in tape[:first_run] if op is Op.ENTER} if ends_late else set()
@@ -515,13 +511,13 @@ class _Regrouping:
     def _with_smaller_group(
         self, unit: Unit, work: UnitWork, before: Unit | None, *, is_measured: bool
     ) -> UnitWork:
-        """An integer `reshard_after_forward` gathers in backward over a smaller group.
+        """Add an integer `reshard_after_forward`: backward gathers over a smaller group.
 
         Args:
-            unit: Of the plan.
-            work: Of its gathers over all ranks that shard.
-            before: The recorded unit with its parameters; None: they were in others.
-            is_measured: The work was measured on it, and still holds.
+            unit: A unit of the plan.
+            work: The work of its gathers over the whole shard group.
+            before: The recorded unit with the same parameters; None: there is none.
+            is_measured: The work was measured on this unit, and is still valid.
         """
         group = smaller_group(unit.reshard_after_forward)
         is_as_before = before is not None and group == smaller_group(before.reshard_after_forward)
@@ -531,7 +527,7 @@ class _Regrouping:
             return replace(work, gather_backward_ns=None)
         gather_ns = self._smaller_gather_ns(unit.unsharded_bytes, group)
         if is_as_before:
-            # Its share is copied in the recorded compute, its copies-in are means of both passes.
+            # The recorded compute contains the copy of its share; copy-in is a mean of passes.
             return replace(work, gather_backward_ns=gather_ns)
         copied = copy_of_share(work, group, self._mesh.shard)
         return replace(
@@ -557,29 +553,29 @@ class _Regrouping:
         duration = self._network.duration_ns(kind, message_bytes, ranks or self._mesh.shard)
         if duration is None:
             raise MissingDataError(
-                f"The run has no {kind.label} of FSDP to learn the network from, and the plan "
-                "needs one. Expected a run whose mesh has the same dimensions. Record one, or "
-                "plan within the run's own mesh."
+                f"The run has no {kind.label} of FSDP, and the plan needs one to predict its "
+                "duration. Expected a run whose mesh has the same dimensions. Record such a run, "
+                "or choose a plan within the run's own mesh."
             )
         return duration
 
 
 def _unknown_link(group: int, per_node: int | None) -> MissingDataError:
     if per_node is None:
-        why = "the run does not tell which of its ranks share a node"
+        why = "the ranks that share a node are unknown"
     elif per_node % group:
-        why = f"such groups lie across the nodes of {per_node} ranks"
+        why = f"such groups cross the nodes of {per_node} ranks"
     else:
-        why = f"its nodes hold {per_node} ranks, and it has no all-gather within one"
+        why = f"its nodes have {per_node} ranks, and no all-gather ran within a node"
     return MissingDataError(
-        f"With reshard_after_forward={group} backward gathers in groups of {group} ranks, and how "
-        f"fast these are is not known: {why}. Expected groups within a node, and their link. Give "
-        "both --node-bandwidth and --node-latency, or record a run with that setting."
+        f"The speed of groups of {group} ranks (reshard_after_forward={group}) is unknown: {why}. "
+        "Expected groups within a node with a known link. Set both --node-bandwidth and "
+        "--node-latency, or record a run with that setting."
     )
 
 
 def _scaled(piece: Piece, unit: int, forward: float, backward: float) -> Piece:
-    """A share of the forward and one of the backward, as a unit's own."""
+    """A part of a piece as compute of another unit."""
     return Piece(
         unit,
         forward_ns=round(piece.forward_ns * forward),

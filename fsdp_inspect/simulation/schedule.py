@@ -1,19 +1,19 @@
-"""When does everything in a step happen? FSDP2's schedule, played on a machine of virtual time.
+"""Simulate FSDP2's schedule of a step in virtual time.
 
-This follows the order of calls in torch's `FSDPParamGroup` (2.13): what is issued when, and what
-waits for what. It is written from that behaviour, and tests hold it against torch's own code on
-virtual streams, so that a torch that schedules otherwise is noticed. The rules:
+The schedule follows the order of calls in torch's `FSDPParamGroup` (2.13): when work is issued, and
+which work waits for which. Tests compare it with torch's own code on virtual streams, so a torch
+version with another schedule is noticed. The rules:
 
-- Forward of a unit: issue its all-gather unless it was prefetched; both gather streams wait for
-  the copy-out of the unit before the previous one (two outputs alive); compute waits for the
-  all-gather; copy-out; explicit prefetches; compute; reshard. A smaller group copies its share
-  first, and the unit's next all-gather waits for that copy.
-- Backward of a unit: as forward, except that the gather streams wait for its own copy-out and the
-  unit before it in forward order is prefetched unless others are named (a smaller group gathers
-  on a communicator that each unit has for itself); then compute; reshard;
-  compute waits until fewer than `max_reduce_buffers` reduce-scatters are in flight; copy-in;
-  reduce-scatter; all-reduce.
-- Behind the backward: units whose inputs need no gradient reduce now; compute waits for every
+- Forward of a unit: issue its all-gather unless it was prefetched. Both gather streams wait for the
+  copy-out of the unit before the previous one (two outputs alive). Compute waits for the
+  all-gather. Then follow copy-out, explicit prefetches, compute and reshard. A smaller group copies
+  its share before reshard, and the unit's next all-gather waits for that copy.
+- Backward of a unit: as in forward, with two differences. The gather streams wait for its own
+  copy-out. The previous unit in forward order is prefetched unless others are named (a smaller
+  group gathers on the unit's own communicator). After compute and reshard, compute waits until
+  fewer than `max_reduce_buffers` reduce-scatters are in flight. Then follow copy-in, reduce-scatter
+  and all-reduce.
+- After the backward: units whose inputs need no gradient reduce now. Compute waits for every
   reduction.
 """
 
@@ -28,10 +28,10 @@ from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that happened, on the machine's clock, ns.
+    """An operation on the machine's clock, ns.
 
-    As in a recorded run, FORWARD and BACKWARD of a unit run from its parameters being ready to its
-    end and hold what is nested in them; without a unit they are a whole pass. COMPUTE is a piece.
+    As in a recorded run, FORWARD and BACKWARD of a unit last from ready parameters to the unit's
+    end and contain nested units. Without a unit they are a whole pass. COMPUTE is a piece.
     """
 
     kind: EventKind
@@ -42,9 +42,9 @@ class Span:
     start_ns: int
     end_ns: int
     need_ns: int = -1
-    """When the compute stream began to wait for it; -1: never."""
+    """The moment at which the compute stream began to wait for it; -1: never."""
     issued_by: int = NO_UNIT
-    """The unit whose hook issued a collective."""
+    """The unit whose hook issued the collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class PlayedStep:
     end_ns: int
     spans: Sequence[Span]
     peak_bytes: int | None = None
-    """The highest moment of memory; None: no memory was given."""
+    """The peak of memory; None: the memory is unknown."""
     peak_unit: int = NO_UNIT
-    """The unit that ran or gathered then."""
+    """The unit that ran or gathered at the peak."""
     peak_amounts: tuple[int, ...] = ()
-    """What was held then, by `memory.Held`; adds up to the peak."""
+    """Bytes at the peak by `memory.Held`; they add up to the peak."""
 
     @property
     def duration_ns(self) -> int:
@@ -75,12 +75,12 @@ class _Transfer:
     start_ns: int
     end_ns: int
     held_ns: int | None
-    """When it began to hold the main thread, for a backend that does."""
+    """The moment at which it began to block the main thread, for a blocking backend."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    """An all-gather that nothing has waited for."""
+    """An all-gather without a wait so far."""
 
     transfer: _Transfer
     issued_by: int
@@ -90,7 +90,7 @@ class _Gather:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Reduction:
-    """A reduction that nothing has waited for."""
+    """A reduction without a wait so far."""
 
     kind: EventKind
     unit: int
@@ -103,19 +103,19 @@ class _UnitState:
     gather: _Gather | None = None
     is_unsharded: bool = False
     reduced_ns: int | None = None
-    """The end of its last reduction, until something waited for it."""
+    """The end of its last reduction, until a wait for it."""
     kept_ns: int | None = None
-    """When a smaller group had copied its share, until an all-gather waited for it."""
+    """The end of a smaller group's copy of its share, until an all-gather waits for it."""
     forwards: list[int] = field(default_factory=list)
-    """Positions in the order of the forward that have not had their backward."""
+    """Positions in forward order of the passes without a backward so far."""
     is_done: bool = False
-    """Its post-backward ran."""
+    """True after its post-backward."""
     ready_ns: list[int] = field(default_factory=list)
-    """When the passes that are open began."""
+    """The start of each open pass."""
 
 
 class Schedule:
-    """Plays steps of a workload on a machine; state that torch keeps between steps is kept."""
+    """Simulates steps of a workload on a machine, with the state that torch keeps between steps."""
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self._work = workload
@@ -142,7 +142,7 @@ class Schedule:
         self._root = workload.tape[0][1] if workload.tape[0][0] is Op.ENTER else NO_UNIT
 
     def play(self) -> PlayedStep:
-        """One step; the next call plays the next one, behind it."""
+        """Simulate one step; the next call simulates the next step."""
         machine, work = self._machine, self._work
         self._spans = []
         self._memory.begin()
@@ -238,7 +238,7 @@ class Schedule:
         self._units[unit].ready_ns.append(self._machine.reached(self._machine.compute))
 
     def _backward_targets(self, unit: int) -> Sequence[int]:
-        """The units that are prefetched while this one computes."""
+        """The units to prefetch while this unit computes."""
         state, named = self._units[unit], self._work.policies[unit].backward_prefetch
         position = state.forwards.pop() if state.forwards else 0
         if named is not None:
@@ -266,7 +266,7 @@ class Schedule:
         self._hook_unit = NO_UNIT
 
     def _finish_backward(self, microbatch: Microbatch) -> None:
-        """Torch's callback behind the backward: unit by unit, each waiting for all before it."""
+        """Torch's callback after the backward: each unit waits for all earlier reductions."""
         for unit in self._work.final_order:
             if not self._units[unit].is_done:
                 self._post_backward(unit, microbatch)
@@ -331,13 +331,13 @@ class Schedule:
         return machine.copy_in, machine.gather
 
     def _link_of(self, unit: int) -> Communicator:
-        """What carries the unit's all-gather."""
+        """The communicator of the unit's all-gather."""
         is_smaller = self._work.policies[unit].smaller_group is not None
         in_backward = self._phase is Phase.BACKWARD
         return self._smaller_links[unit] if is_smaller and in_backward else self._gather_link
 
     def _of_phase(self, forward_ns: int, backward_ns: int | None) -> int:
-        """The duration that holds in the phase that runs; None: backward is as forward."""
+        """The duration for the current phase; None: backward equals forward."""
         if self._phase is Phase.BACKWARD and backward_ns is not None:
             return backward_ns
         return forward_ns
@@ -409,7 +409,7 @@ class Schedule:
         return reduction
 
     def _await(self, reduction: _Reduction) -> None:
-        """Compute waits for a reduction; its span is complete now."""
+        """Let compute wait for a reduction, and complete its span."""
         if reduction not in self._outstanding:
             return
         self._outstanding.remove(reduction)
@@ -423,16 +423,16 @@ class Schedule:
         )
 
     def _wait_for(self, transfer: _Transfer) -> int:
-        """Compute waits for a collective; returns since when."""
+        """Let compute wait for a collective; returns the start of the wait."""
         machine = self._machine
         need_ns = machine.reached(machine.compute)
         machine.wait(machine.compute, transfer.end_ns)
         return need_ns if transfer.held_ns is None else transfer.held_ns
 
-    # --- what is noted
+    # --- spans
 
     def _drop_unused_gather(self, unit: int) -> None:
-        """Torch waits for a gather that no backward used, and forgets it."""
+        """Wait for a gather that no backward used and drop it, as torch does."""
         gather = self._units[unit].gather
         if gather is not None:
             self._machine.wait(self._machine.compute, gather.transfer.end_ns)

@@ -1,8 +1,8 @@
-"""What would a step take under another plan, by how much may that be wrong, and what moves?
+"""Simulate a step under another plan, with its interval, waits and memory.
 
-First the recorded plan itself is played; the error of that is part of every interval. The rest of
-the interval is how far the run's own collectives lie from the fitted lines, for messages that did
-not run.
+The recorded plan itself is simulated first. The error of this self-check is part of every interval.
+The interval also contains the residuals of the run's collectives from the fitted lines, for
+messages that did not run, and the spread of the recorded steps.
 """
 
 from dataclasses import dataclass, replace
@@ -41,76 +41,77 @@ from fsdp_inspect.trace.tables import EventTable, SummaryTable, rows_of
 
 @dataclass(frozen=True, slots=True)
 class UnitOfPlan:
-    """One unit in a played step."""
+    """One unit in a simulated step."""
 
     fqn: str
     num_parameters: int
     unsharded_bytes: int
     gathers_per_step: int
     gather_ns: int
-    """One all-gather of the forward."""
+    """One all-gather in forward."""
     exposed_ns: int
-    """Of all its collectives in a step."""
+    """Exposed time of all its collectives in a step."""
     causes_ns: dict[str, int]
-    """The same by `Cause`, those above 0."""
+    """`exposed_ns` by `Cause`, causes above 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """One plan, played."""
+    """The simulation of one plan."""
 
     step_time_ns: int
     exposed_ns: int
     causes_ns: dict[str, int]
-    """Exposed time by `Cause`, every instant charged once; those above 0. Nobody is late here: a
-    straggler is no cause."""
+    """Exposed time by `Cause`, causes above 0; every instant counts once. A straggler is never a
+    cause, since the simulation has one rank."""
     communication_ns: int
     peak_bytes: int | None
-    """Peak allocated, by the ledger; None: the run has no memory step that tells categories."""
+    """Simulated peak allocated; None: the run has no memory step that records categories."""
     peak_unit: str | None
-    """The unit that ran or gathered at the highest moment."""
+    """The unit that ran or gathered at the peak."""
     peak_categories: dict[str, int]
-    """Bytes held at the peak by `memory.Held`, those above 0; adds up to `peak_bytes`."""
+    """Bytes at the peak by `memory.Held`, above 0; they add up to `peak_bytes`."""
     parts_ns: dict[str, int]
-    """The step's breakdown by `StepPart`; adds up to the step."""
+    """The step's breakdown by `StepPart`; it adds up to the step."""
     units: tuple[UnitOfPlan, ...]
     """In the order of the workload."""
     events: EventTable | None
-    """The step, on virtual time; `source` is predicted."""
+    """The step in virtual time; `source` is predicted."""
     event_units: tuple[Unit, ...]
-    """The units that the events number; empty without them."""
+    """The units of the events' indices; empty without events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation(Result):
-    """A plan's predicted step beside the recorded one."""
+    """The predicted step of a plan with the recorded step."""
 
     run_id: str
     rank: int
     execution: str
-    """`stream`, `host` or `blocking_host`: how the recorded device runs work."""
+    """`stream`, `host` or `blocking_host`: the execution model of the recorded device."""
     num_steps: int
-    """Recorded steps whose work was simulated."""
+    """The number of recorded steps behind it."""
     recorded_step_ns: int
     """Measured: the typical step of the rank."""
     replayed: Played
-    """The recorded plan, played."""
+    """The recorded plan, simulated."""
     replay_error: float
     """replayed / recorded - 1."""
     recorded_peak_bytes: int | None
-    """Measured: the highest moment of the memory step; None without one."""
+    """Measured peak of the memory step; None without one."""
     memory_error: float | None
     """replayed / recorded peak - 1."""
     predicted: Played
     low_ns: int
     high_ns: int
-    """The interval of the predicted step time: messages as fast or slow as the run's own lie about
-    their lines, the replay's error, and half of what the recorded steps' middle half spans."""
+    """The interval of the predicted step time. It contains fast and slow messages within the
+    residuals of the fit, the error of the self-check, and half of the range of the recorded
+    steps."""
     change: float
-    """predicted / replayed - 1: both played, so that the replay's own error cancels."""
+    """predicted / replayed - 1. Both are simulated, so the error of the self-check cancels."""
     assumptions: tuple[str, ...]
     memory_refusal: str | None
-    """Why the prediction has no peak although the recorded plan has one; None: it has one."""
+    """Why the prediction has no peak although the recorded plan has one; None: it has a peak."""
     plan: Plan
 
     @property
@@ -139,20 +140,20 @@ def simulate_plan(
     latency_ns: float | None = None,
     node: NodeLink | None = None,
 ) -> Simulation:
-    """Play a plan on a recorded run's own work.
+    """Simulate a plan from the recorded work of a run.
 
     Args:
         run: A recorded or emulated run with timed steps and an observed plan.
-        plan: The plan to play, with patterns or without.
-        rank: Whose work; default the median rank.
-        bus_bytes_per_s: Of another network; None: the run's own.
-        latency_ns: Of another network; None: the run's own.
-        node: The link within a node, for groups that gather there; None: as far as the run tells.
+        plan: The plan to simulate, with or without patterns.
+        rank: The rank of the work; default: the median rank.
+        bus_bytes_per_s: Bandwidth of another network; None: the run's own.
+        latency_ns: Latency of another network; None: the run's own.
+        node: The link within a node, for groups that gather there; None: as measured in the run.
 
     Raises:
-        MissingDataError: The run holds too little to simulate from.
+        MissingDataError: The run lacks data that the simulation needs.
         PlanError: The plan does not fit the model.
-        ValueError: An impossible network.
+        ValueError: The network is invalid.
     """
     return simulate_work(
         measure_work(run, rank=rank),
@@ -164,7 +165,7 @@ def simulate_plan(
     )
 
 
-def simulate_work(  # noqa: PLR0913 - what `simulate` takes, and what is known already
+def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and known results
     work: RecordedWork,
     manifest: RunManifest,
     plan: Plan,
@@ -174,14 +175,14 @@ def simulate_work(  # noqa: PLR0913 - what `simulate` takes, and what is known a
     latency_ns: float | None = None,
     node: NodeLink | None = None,
 ) -> Simulation:
-    """As `simulate`, on work that is measured already: for playing many plans of one run.
+    """Simulate a plan from measured work, so that many plans of one run share the measurement.
 
     Args:
-        work: Of the run.
-        manifest: The run's.
-        plan: The plan to play, with patterns or without.
-        replayed: What `replay` says of the work, where it is known already.
-        bus_bytes_per_s: As of `simulate`, as are the next two.
+        work: The recorded work of the run.
+        manifest: The run's manifest.
+        plan: The plan to simulate, with or without patterns.
+        replayed: The result of `replay` for the work, if it is known already.
+        bus_bytes_per_s: As in `simulate_plan`, like the next two.
         latency_ns: See above.
         node: See above.
     """
@@ -213,12 +214,12 @@ def simulate_work(  # noqa: PLR0913 - what `simulate` takes, and what is known a
 
 
 def replay(work: RecordedWork) -> Played:
-    """The recorded plan, played."""
+    """Simulate the recorded plan."""
     return _play(work.workload, work.execution, work.units)
 
 
 def without_events(simulation: Simulation) -> Simulation:
-    """The numbers without the timelines."""
+    """The simulation without its event tables."""
     return replace(
         simulation,
         replayed=replace(simulation.replayed, events=None, event_units=()),
@@ -231,9 +232,9 @@ def _ratio(played: int | None, measured: int | None) -> float | None:
 
 
 def _refusals(network: Network) -> list[str]:
-    """What the run's collectives could not tell."""
+    """Assumptions about latencies that the run's collectives do not show."""
     return [
-        f"Latency of {kind.label.replace('_', '-')} is taken as 0: {line.fit.refusal}"
+        f"The latency of {kind.label.replace('_', '-')} is assumed to be 0: {line.fit.refusal}"
         for kind, line in network.lines.items()
         if line.fit is not None and line.fit.refusal
     ]
@@ -242,7 +243,7 @@ def _refusals(network: Network) -> list[str]:
 def _interval(
     manifest: RunManifest, work: RecordedWork, scenario: Scenario, network: Network, error: float
 ) -> tuple[int, int]:
-    """The step with fast messages and with slow ones, less and plus the margin of both runs."""
+    """The step with fast and with slow messages, minus and plus the margin of both errors."""
     margin = error + work.spread_ratio
     steps = [play(scenario.workload, work.execution).duration_ns]
     steps += [
@@ -288,7 +289,7 @@ def _duration(rows: SummaryTable, part: int) -> int:
 
 
 def _waits(events: EventTable, execution: Execution) -> Waits:
-    """Each wait by cause; a collective that holds the host from its issue on is blocking."""
+    """Each wait by cause; a collective that blocks the host from its issue has cause blocking."""
     if execution is Execution.BLOCKING_HOST:
         holds = np.isin(events.kind, list(COLLECTIVES)) & (events.need_ns == events.issue_ns)
         method = np.where(holds, Method.HOST_BLOCKING, events.method).astype(events.method.dtype)
@@ -297,7 +298,7 @@ def _waits(events: EventTable, execution: Execution) -> Waits:
 
 
 def _by_cause(by_cause_ns: NDArray[np.int64]) -> dict[str, int]:
-    """Shape (n, len(Cause)) to the sums above 0, the largest first."""
+    """Convert shape (n, len(Cause)) to the sums above 0, the largest first."""
     sums = by_cause_ns.sum(axis=0).tolist()
     named = [(cause.label, duration) for cause, duration in zip(Cause, sums, strict=True)]
     return {name: ns for name, ns in sorted(named, key=lambda pair: -pair[1]) if ns}

@@ -1,13 +1,13 @@
-"""What did one recorded step do between which boundaries? The pieces of a step, without waits.
+"""Split a recorded step at the boundaries of its units into compute and hooks, without waits.
 
-Works on one clock, that of the compute stream (CPU: the main thread). What is left of it when
-waits for collectives and FSDP's copies are taken away is compute and hooks.
+The split uses one clock, that of the compute stream (CPU: the main thread). Compute and hooks are
+the time of this clock without waits for collectives and FSDP's copies.
 
 [Note: hooks] Between the end of one unit's compute and the start of the next one's, torch runs its
-hooks. That time comes and goes with the communication that is issued in it: all-gathers, of the
-unit that is entered or of those that it prefetches (`GATHER`, and `ENTRY` for the rest), and a
-reduction (`REDUCE`). In a unit that encloses others (a root with parameters) it also holds the
-enclosing unit's own compute; `recorded` tells the two apart.
+hooks. This time depends on the communication that the hooks issue: all-gathers of the entered unit
+or of prefetched units (`GATHER`, and `ENTRY` for the rest), and a reduction (`REDUCE`). In a unit
+that encloses others (a root with parameters), it also contains the enclosing unit's own compute;
+`recorded` separates the two.
 """
 
 from collections.abc import Iterator
@@ -36,15 +36,15 @@ _WAITS = (*WAIT_OF.values(), EventKind.OTHER_WAIT)
 
 
 class ClockPart(IntEnum):
-    """What a stretch of the clock between two boundaries was."""
+    """The kind of a stretch of the clock between two boundaries."""
 
     FORWARD = 0
     """A unit's own compute, up to its next boundary."""
     BACKWARD = 1
     GATHER = 2
-    """Before a unit's forward, up to the issue of an all-gather: `unit` is the one gathered."""
+    """Before a unit's forward, up to the issue of an all-gather; `unit` is the gathered unit."""
     ENTRY = 3
-    """The rest before a unit's forward."""
+    """The rest of the time before a unit's forward."""
     GATHER_BACKWARD = 4
     ENTRY_BACKWARD = 5
     REDUCE = 6
@@ -56,52 +56,52 @@ class ClockPart(IntEnum):
 
 
 _Boundary = tuple[int, bool, int]
-"""When, whether a unit opens there or closes, which unit."""
+"""Time, whether a unit opens or closes there, and the unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClockStretch:
-    """One stretch of the clock, waits and copies taken out."""
+    """One stretch of the clock without waits and copies."""
 
     part: ClockPart
     unit: int
-    """The unit that it belongs to; -1: none."""
+    """The unit of the stretch; -1: none."""
     enclosing: int
-    """The innermost unit around it; -1: none."""
+    """The innermost unit around the stretch; -1: none."""
     microbatch: int
     duration_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepReading:
-    """One step, cut at the boundaries of its units."""
+    """One step, split at the boundaries of its units."""
 
     step: int
     duration_ns: int
     stretches: tuple[ClockStretch, ...]
-    """In the order of time; with the waits and copies they make up the step."""
+    """In the order of time; together with the waits and copies they are the whole step."""
     tape: tuple[tuple[Op, int], ...]
     """ENTER and LEAVE of the first microbatch's forward."""
     backward_order: tuple[int, ...]
-    """Units of the first microbatch, in the order in which their backward ended."""
+    """Units of the first microbatch, in the order of their backward ends."""
     reduce_order: tuple[int, ...]
     """Units of the first microbatch, in the order in which their reductions were issued."""
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """Equal for steps that met the same boundaries in the same order."""
+        """Equal for steps with the same boundaries in the same order."""
         places = tuple((each.part, each.unit, each.microbatch) for each in self.stretches)
         return (places, self.tape, self.reduce_order)
 
 
 def read_step(events: EventTable) -> StepReading | None:
-    """Cut one finished step of one rank at its boundaries.
+    """Split one finished step of one rank at its boundaries.
 
     Args:
         events: All events of that step and rank.
 
     Returns:
-        None if no unit ran a forward and a backward in it.
+        None if no unit ran a forward and a backward in the step.
     """
     window = events.where(events.kind == EventKind.STEP)
     reader = _Reader(events, _taken(events))
@@ -122,7 +122,7 @@ def read_step(events: EventTable) -> StepReading | None:
 
 
 def _taken(events: EventTable) -> Intervals:
-    """What is no compute on the clock: waits for FSDP's collectives, its copies, evaluation."""
+    """Clock time that is not compute: waits for FSDP's collectives, its copies, evaluation."""
     on_clock = np.isin(events.stream, _ON_CLOCK)
     mine = events.unit != NO_UNIT
     spans = on_clock & mine & np.isin(events.kind, [*COPIES, *_WAITS])
@@ -142,7 +142,7 @@ def _reduce_order(events: EventTable) -> tuple[int, ...]:
 
 
 class _Reader:
-    """Walks the boundaries of a step."""
+    """Reads the stretches between the boundaries of a step."""
 
     def __init__(self, events: EventTable, taken: Intervals) -> None:
         self._events = events
@@ -201,10 +201,10 @@ class _Reader:
         """The stretches of a forward or backward, each with its end.
 
         Args:
-            parts: Those before an all-gather, before a boundary that opens, before one that closes.
-            boundaries: In the order of time.
-            now: Where the pass begins.
-            microbatch: Of the step.
+            parts: The parts before an all-gather, before an opening and before a closing boundary.
+            boundaries: The boundaries in the order of time.
+            now: The start of the pass.
+            microbatch: The microbatch of the step.
         """
         gather, entry, own = parts
         inside: list[int] = []
@@ -229,7 +229,7 @@ class _Reader:
     def _gathers(
         self, part: ClockPart, around: int, microbatch: int, low: int, high: int
     ) -> Iterator[tuple[ClockStretch, int]]:
-        """One stretch for each all-gather issued up to `high`, which it ends at."""
+        """One stretch for each all-gather issued up to `high`, ending at its issue."""
         while self._issues and self._issues[0][0] <= high:
             issue_ns, unit = self._issues.pop(0)
             end = max(issue_ns, low)
@@ -243,7 +243,7 @@ class _Reader:
         return ClockStretch(part, unit, around, microbatch, max(high - low, 0) - covered)
 
     def _boundaries(self, microbatch: int) -> tuple[list[_Boundary], ...]:
-        """Where units' forwards and backwards open and close, in the order of time."""
+        """The boundaries of units' forwards and backwards, in the order of time."""
         repeated = (self._events.flags & EventFlag.RECOMPUTE) != 0
         forward = self._rows(EventKind.FORWARD) & ~repeated
         backward = self._rows(EventKind.BACKWARD)
@@ -258,7 +258,7 @@ class _Reader:
         return [(order[0], opens, unit) for order, opens, unit in sorted(boundaries)]
 
     def _pass_starts(self, microbatch: int) -> tuple[int, int]:
-        """When the forward and the backward of a microbatch began."""
+        """The start of the forward and of the backward of a microbatch."""
         events = self._events
         of_loop = (events.unit == NO_UNIT) & (events.microbatch == microbatch)
         starts = []
@@ -272,7 +272,7 @@ class _Reader:
         return starts[0], starts[1]
 
     def _reduction_start(self, unit: int, after_ns: int) -> int | None:
-        """When the unit's next reduce-scatter was issued."""
+        """The issue of the unit's next reduce-scatter."""
         events = self._events
         rows = (events.kind == EventKind.REDUCE_SCATTER) & (events.unit == unit)
         later = events.issue_ns[rows & (events.issue_ns >= after_ns)]
@@ -287,10 +287,10 @@ class _Reader:
 
 
 def _nesting_order(start: int, end: int) -> tuple[tuple[tuple[int, int, int], bool], ...]:
-    """Keys that sort a span's two ends among others so that equal times nest.
+    """Sort keys of a span's two ends, such that spans with equal times nest.
 
-    At one time spans close before others open; the inner of two closes first, and opens last; a
-    span without length opens and closes behind the others.
+    At equal times, spans close before others open. The inner of two spans closes first and opens
+    last. A span without duration opens and closes after the others.
     """
     closing = 2 if start == end else 0
     return ((start, 1, -end), True), ((end, closing, -start), False)

@@ -176,7 +176,7 @@ def test_a_large_unit_is_named_only_where_it_matters_for_the_peak():
     (found,) = (
         each for each in find_first_things(replace(small, peak_bytes=10**8)) if each.rule == "R3"
     )
-    assert "at its peak in layers.0" in found.evidence
+    assert "peak of the memory step is in layers.0" in found.evidence
     assert found.effect.added_low_bytes == -(8_000_000 - 64)
 
 

@@ -46,7 +46,7 @@ def test_an_emulated_node_has_the_link_that_was_asked_for():
 def test_an_emulated_link_is_known_and_not_measured():
     emulation = {"gpus_per_node": 2, "intra": {"bandwidth_bytes_per_s": 400e9, "latency_ns": 0}}
     links = find_node_links(run_of(source="emulated", emulation=emulation))
-    assert (links.within_bytes_per_s, links.within_from) == (400e9, "the emulation's own link")
+    assert (links.within_bytes_per_s, links.within_from) == (400e9, "the emulated link")
 
 
 def test_nothing_is_said_of_one_node_of_uneven_ones_and_of_unknown_ones():

@@ -27,7 +27,7 @@ def manifest_of(*flags: str) -> RunManifest:
 )
 def test_flags_that_the_trainer_refuses_beside_a_plan_are_named(flags, named):
     again, _ = how_to_verify(manifest_of(*flags), AdviceRequest())
-    assert again.endswith(f" --plan plan.toml  # without {named}: the plan says it")
+    assert again.endswith(f" --plan plan.toml  # without {named}: the plan sets it")
 
 
 def test_a_command_without_such_flags_is_printed_alone():

@@ -62,7 +62,7 @@ def device_run(*, delay: int, receives: bool = False):
 
 def test_work_behind_the_optimizer_is_seen_from_two_hundredths_of_the_step_on():
     wait = finding_of(device_run(delay=400), "R33")
-    assert "waits 400 ns for work that follows the optimizer" in wait.sentence
+    assert "waits 400 ns for work after the optimizer" in wait.sentence
     assert (wait.effect.saved_low_ns, wait.effect.saved_high_ns) == (400, 400)
     assert finding_of(device_run(delay=150), "R33") is None
 

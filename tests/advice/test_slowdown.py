@@ -27,11 +27,11 @@ def test_a_clear_slowdown_is_charged_with_its_spread():
 @pytest.mark.parametrize(
     ("contention", "is_emulated", "reason"),
     [
-        (CLEAR, True, "emulated links take nothing from it"),
-        (replace(CLEAR, is_clear=False), False, "single passes vary by more"),
-        (replace(CLEAR, slowdown=0.9), False, "single passes vary by more"),
+        (CLEAR, True, "emulated links take no resources from compute"),
+        (replace(CLEAR, is_clear=False), False, "the times of single passes vary by more"),
+        (replace(CLEAR, slowdown=0.9), False, "the times of single passes vary by more"),
         (replace(CLEAR, slowdown=None, reason="No pass ran alone."), False, "no pass ran alone"),
-        (None, False, "no step was timed"),
+        (None, False, "no timed step exists"),
     ],
 )
 def test_what_is_not_clear_is_not_charged_and_the_reason_is_kept(contention, is_emulated, reason):

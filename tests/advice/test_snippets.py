@@ -70,13 +70,13 @@ def test_new_units_are_sharded_inner_ones_first_and_the_rest_is_counted():
     ast.parse(snippet)
     alone = Plan(units=(UnitPlan(modules=("",)),))
     many = write_snippet(Choice(grouping="each"), alone, PLAN)
-    assert "# and 2 more alike: the plan file lists them" in many
+    assert "# and 2 similar calls: the plan file lists them" in many
 
 
 def test_units_that_only_go_are_named():
     whole = PLAN.model_copy(update={"units": (UnitPlan(modules=("",)),)})
     snippet = write_snippet(Choice(grouping="the whole model as one unit"), PLAN, whole)
-    assert "leave out your calls for these" in snippet
+    assert "remove your calls for these modules" in snippet
     assert "names = ['embedding', *(f\"layers.{at}\" for at in range(0, 5))]" in snippet
     ast.parse(snippet)
 

@@ -88,7 +88,7 @@ def test_gathers_across_nodes_are_told_with_what_a_node_would_take():
 def test_a_node_whose_speed_is_not_known_says_so_and_promises_nothing():
     unknown = replace(LINKS, within_bytes_per_s=None, within_from="")
     finding = only(found(links=unknown, backward_gathers_ns=600))
-    assert "was not recorded" in finding.evidence
+    assert "is unknown" in finding.evidence
     assert finding.effect.saved_low_ns == 0
 
 
@@ -117,7 +117,7 @@ def test_fsdp1_that_runs_ahead_is_told_with_the_memory_that_two_would_leave():
     assert (finding.rule, finding.units) == ("R12", FLIGHT.fqns)
     assert (finding.effect.added_low_bytes, finding.effect.added_high_bytes) == (-250, 0)
     assert finding.effect.saved_high_ns is None
-    assert "Time: none is predicted" in finding.effect.sentence
+    assert "No time is predicted" in finding.effect.sentence
     assert found(units=fsdp1, in_flight=replace(FLIGHT, most=2)) == []
 
 
@@ -138,7 +138,7 @@ def contention(slowdown: float, *, is_clear: bool = True) -> Contention:
 def test_compute_that_communication_slows_is_told_with_what_it_costs():
     finding = only(found(contention=contention(1.25)))
     assert finding.rule == "R23"
-    assert "by 25%: 100 ns of the step" in finding.sentence  # 500 ns x (1 - 1 / 1.25)
+    assert "by 25%, 100 ns of the step" in finding.sentence  # 500 ns x (1 - 1 / 1.25)
     assert finding.effect.saved_low_ns == 0
     assert finding.effect.saved_high_ns == 115  # 500 ns x (1 - 1 / 1.3)
     assert not finding.effect.is_exposed

@@ -118,7 +118,7 @@ def test_the_sentence_holds_the_number_and_the_why_the_owner():
     verdict = give_verdict(facts(exposed_ns=15 * MS, top=waiting()))
     assert verdict.sentence == "Communication is exposed for 15.0% of the step."
     assert verdict.why == (
-        "15.0 ms of the typical step of 100.0 ms are exposed. The longest wait is for the "
+        "15.0 ms of the typical step of 100 ms are exposed. The longest wait is for the "
         "all-gather of layers.7 in forward: 8.00 ms."
     )
 
@@ -127,7 +127,7 @@ def test_the_why_tells_the_kinds_of_communication_apart():
     kinds = {"all_gather": 4 * MS, "reduce_scatter": 9 * MS, "all_reduce": 0, "other": 2 * MS}
     verdict = give_verdict(facts(exposed_ns=15 * MS, exposed_by_kind_ns=kinds))
     assert verdict.why == (
-        "15.0 ms of the typical step of 100.0 ms are exposed: reduce-scatter 9.00 ms, all-gather "
+        "15.0 ms of the typical step of 100 ms are exposed: reduce-scatter 9.00 ms, all-gather "
         "4.00 ms, not FSDP 2.00 ms."
     )
 
@@ -135,7 +135,7 @@ def test_the_why_tells_the_kinds_of_communication_apart():
 def test_the_longest_wait_is_the_one_beyond_the_floor():
     verdict = give_verdict(facts(exposed_ns=15 * MS, floor_ns=5 * MS, top=waiting()))
     assert verdict.why == (
-        "15.0 ms of the typical step of 100.0 ms are exposed. Beyond the floor, the longest wait "
+        "15.0 ms of the typical step of 100 ms are exposed. Beyond the floor, the longest wait "
         "is for the all-gather of layers.7 in forward: 8.00 ms. 5.00 ms of the exposed time is the "
         "floor, which no setting hides."
     )
@@ -165,7 +165,7 @@ def test_where_it_is_not_known_what_fsdp_issued_nothing_is_said_of_it():
     known = {"top": top, "exposed_by_kind_ns": kinds, "knows_fsdp": False}
     verdict = give_verdict(facts(exposed_ns=15 * MS, **known))
     assert verdict.why == (
-        "15.0 ms of the typical step of 100.0 ms are exposed: other collectives 8.00 ms. The "
+        "15.0 ms of the typical step of 100 ms are exposed: other collectives 8.00 ms. The "
         "longest wait is for the all-reduce: 8.00 ms."
     )
 
@@ -174,7 +174,7 @@ def test_a_wait_outside_fsdp_is_not_blamed_on_a_unit():
     top = Waiting(fqn=None, kind="all_reduce", phase="outside", exposed_ns=8 * MS)
     verdict = give_verdict(facts(exposed_ns=15 * MS, top=top))
     assert verdict.why == (
-        "15.0 ms of the typical step of 100.0 ms are exposed. The longest wait is for the "
+        "15.0 ms of the typical step of 100 ms are exposed. The longest wait is for the "
         "all-reduce that FSDP did not issue: 8.00 ms."
     )
 
@@ -236,7 +236,7 @@ def test_a_straggler_is_named_with_its_price_and_what_it_does_meanwhile():
     verdict = give_verdict(facts(straggler=straggler()))
     assert verdict.sentence == "Rank 4 is a straggler: it costs 10.0% of the step."
     assert verdict.why == (
-        "Without its extra work the typical step of 100.0 ms is 10.0 ms shorter. It arrives last "
+        "Without its extra work the typical step of 100 ms is 10.0 ms shorter. It arrives last "
         "at 86.1% of the collectives, by 2.00 ms, most of all in backward. On this rank data "
         "takes 9.00 ms longer per step than on the other ranks."
     )
@@ -259,7 +259,7 @@ def test_the_causes_of_waits_are_part_of_the_why():
     causes = {"late_issue": 8 * MS, "floor": 4 * MS, "bandwidth": 3 * MS}
     verdict = give_verdict(facts(exposed_ns=15 * MS, floor_ns=4 * MS, causes_ns=causes))
     assert verdict.why == (
-        "15.0 ms of the typical step of 100.0 ms are exposed. By cause: late issue 8.00 ms, floor "
+        "15.0 ms of the typical step of 100 ms are exposed. By cause: late issue 8.00 ms, floor "
         "4.00 ms, bandwidth 3.00 ms. No setting hides the floor."
     )
 

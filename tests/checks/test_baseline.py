@@ -130,7 +130,7 @@ def test_rows_that_are_none_are_a_clear_error(reading: GateMeasurements, tmp_pat
     path = tmp_path / "baseline.json"
     path.write_text(json.dumps(plain))
 
-    with pytest.raises(CheckError, match="is no baseline of this version") as raised:
+    with pytest.raises(CheckError, match="Invalid baseline") as raised:
         read_baseline(path)
     assert "--update" in str(raised.value)
 

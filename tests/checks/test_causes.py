@@ -31,7 +31,7 @@ KEPT, FREED, PARTLY = ({"reshard_after_forward": value} for value in (False, Tru
     ("before", "after", "of_memory", "words"),
     [
         (FREED, KEPT, True, "`layers.*` now reshard_after_forward=False: +3 unsharded blocks"),
-        (FREED, PARTLY, True, "now reshard_after_forward=2: 3 blocks sharded over 2 ranks only"),
+        (FREED, PARTLY, True, "now reshard_after_forward=2: 3 blocks sharded over only 2 ranks"),
         (KEPT, FREED, False, "now reshard_after_forward=True: backward gathers them again"),
         (KEPT, PARTLY, False, "now reshard_after_forward=2: backward gathers them again"),
     ],
@@ -48,7 +48,7 @@ def test_resharding_is_a_cause_of_what_it_costs(
 def test_what_frees_memory_is_no_cause_of_more_of_it() -> None:
     (found,) = causes(manifest(KEPT), manifest(FREED))
 
-    assert found.startswith("something keeps activations of layers.0")
+    assert found.startswith("activations of layers.0 stay allocated")
 
 
 def test_a_narrower_dtype_is_no_cause_of_more_memory() -> None:
@@ -57,7 +57,7 @@ def test_a_narrower_dtype_is_no_cause_of_more_memory() -> None:
     (wider,) = causes(manifest(narrow), manifest(wide))
     assert "now reduce_dtype=float32 instead of bfloat16" in wider
     (other,) = causes(manifest(wide), manifest(narrow))
-    assert "something keeps" in other
+    assert "stay allocated" in other
 
 
 def test_a_larger_batch_is_the_cause_and_no_leak_is_suspected() -> None:

@@ -67,7 +67,7 @@ def test_a_plan_that_was_changed_on_purpose_is_no_regression(reading):
     result = check_run(after, make_baseline(before))
 
     assert result.exit_code == 2
-    assert "changed on purpose: wrap" in result.reasons[0]
+    assert "The declared plan changed: wrap" in result.reasons[0]
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_a_run_without_memory_or_times_makes_no_baseline(invoke, runs_folder, tm
     ended = invoke("check", runs_folder / "steady", "--baseline", path, "--update")
 
     assert (ended.code, path.exists()) == (2, False)
-    assert "No memory was recorded in a step after warm-up" in ended.err
+    assert "No memory is recorded in a step after warm-up" in ended.err
 
 
 def test_runs_that_are_no_repeats_cannot_be_judged(invoke, forecasts, baseline):

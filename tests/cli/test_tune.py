@@ -68,7 +68,7 @@ def test_a_plan_that_runs_out_of_memory_is_an_outcome_and_no_end(tmp_path):
     assert first["ruling"] == "failed"
     assert "CUDA out of memory" in first["failure"]
     assert second["ruling"] == "not_comparable"
-    assert "Another plan ran" in second["verification"]["answer"]
+    assert "The plan of the run differs" in second["verification"]["answer"]
     assert done.result["best"] is None
     ledger = read_ledger(tmp_path / "runs" / LEDGER_FILE)
     assert [each.ruling for each in ledger.outcomes] == [Ruling.FAILED]
@@ -134,7 +134,7 @@ def test_a_baseline_that_leaves_no_run_says_where_one_was_expected(invoke, tmp_p
         (("--steps", "3", "--", "python", "train.py", "{plan}"), 2, "Expected one of them"),
         (("--resume", "nowhere"), 1, "No tuning session at 'nowhere'"),
         (("--resume", "nowhere", "--config", "a.toml"), 2, "--config would be another one"),
-        (("--memory-limit", "much"), 2, "is no amount of memory"),
+        (("--memory-limit", "much"), 2, "Invalid amount of memory: 'much'."),
     ],
 )
 def test_a_mistake_is_named_before_anything_runs(invoke, tmp_path, arguments, code, complaint):

@@ -69,7 +69,7 @@ def test_a_prediction_that_does_not_hold_ends_with_1(tuned, invoke, tmp_path):
 @pytest.mark.serial
 @pytest.mark.distributed
 def test_new_advice_says_how_earlier_predictions_came_out(tuned, invoke):
-    ended = invoke("advise", tuned.run("baseline-0"))
+    ended = invoke("advise", tuned.run("baseline-0"), "--details")
     assert "1 of 1 verified predictions held here" in " ".join(ended.out.split())
     result = json.loads(invoke("advise", tuned.run("baseline-0"), "--json").out)
     assert result["track_record"]["num_held"] == 1
@@ -83,7 +83,7 @@ def test_a_run_of_another_plan_cannot_be_judged_and_is_named(told, invoke):
     assert ended.code == 2
     words = " ".join(ended.out.split())
     assert words.startswith("Cannot be judged: ")
-    assert "Another plan ran than the one asked for." in words
+    assert "The plan of the run differs from the predicted plan." in words
     assert "Not as asked: reshard_after_forward of" in words
     assert "Nothing is kept in the ledger." in words
     assert not (run.parent / LEDGER_FILE).exists()
@@ -93,7 +93,7 @@ def test_the_baseline_itself_cannot_be_judged(told, invoke):
     run, file = told
     ended = invoke("verify", file, run)
     assert ended.code == 2
-    assert "is the baseline that the prediction was made from" in " ".join(ended.out.split())
+    assert "is the baseline of the prediction" in " ".join(ended.out.split())
 
 
 def test_a_run_under_other_circumstances_cannot_be_judged(told, invoke):
@@ -116,8 +116,11 @@ def test_a_run_that_is_given_twice_is_refused(told, invoke):
 @pytest.mark.parametrize(
     ("file", "complaint"),
     [
-        ("nowhere.json", "No prediction can be read"),
-        (SAMPLES / "tiny-2-ranks" / "run" / "run.json", "does not call itself"),
+        ("nowhere.json", "Cannot read a prediction from"),
+        (
+            SAMPLES / "tiny-2-ranks" / "run" / "run.json",
+            "its format is not 'fsdp-inspect prediction'",
+        ),
     ],
 )
 def test_a_file_that_is_no_prediction_ends_with_2(invoke, file, complaint):

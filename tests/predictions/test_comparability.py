@@ -101,7 +101,7 @@ def test_a_run_without_an_observed_plan_cannot_be_judged():
 def test_settings_that_a_plan_decides_and_names_are_no_caveat_but_others_are():
     config = {**CONFIG, "seed": 1, "wrap": "every:2", "name": "after"}
     found = list(find_prediction_caveats(predicted(), [run(config=config)], [run(run_id="before")]))
-    assert found == ["seed is 1, and was 0 in the baseline."]
+    assert found == ["seed is 1; the baseline has 0."]
 
 
 def test_a_verification_without_a_baseline_says_so():
@@ -119,4 +119,4 @@ def test_a_baseline_of_another_plan_is_named():
         run_id="b2", plan={"units": [{"modules": [""]}], "accumulation": {"microbatches": 2}}
     )
     (found,) = find_obstacles(predicted(), [run()], [other])
-    assert found == "Baseline: b2 ran another plan than the one predicted from."
+    assert found == "Baseline: b2 ran a plan other than the predicted baseline."

@@ -29,7 +29,7 @@ def test_a_prediction_lies_beside_its_plan(path):
         ({"step_time_ns": {"value": 5, "low": 6, "high": 7}}, "low <= value <= high"),
         ({"recorded_step_ns": 0}, "recorded_step_ns is 0. Expected greater than 0"),
         ({"run_id": None}, "run_id is None"),
-        ({"format": "a poem"}, "does not call itself 'fsdp-inspect prediction'"),
+        ({"format": "a poem"}, "its format is not 'fsdp-inspect prediction'"),
     ],
 )
 def test_a_value_that_is_not_legal_is_named(path, changes, complaint):
@@ -51,5 +51,5 @@ def test_a_file_that_is_not_there_says_how_to_write_one(tmp_path):
 
 
 def test_a_place_that_cannot_be_written_is_named(path):
-    with pytest.raises(PredictionError, match="cannot be written"):
+    with pytest.raises(PredictionError, match="Cannot write the prediction to"):
         write_prediction(prediction(), path / "below-a-file.json")

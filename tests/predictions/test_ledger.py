@@ -30,7 +30,7 @@ def test_a_ledger_that_cannot_be_read_is_empty_and_says_why(path):
     path.mkdir(parents=True)
     ledger = read_ledger(path)
     assert ledger.predictions == ()
-    assert "cannot be read (Is a directory)" in ledger.notes[0]
+    assert ledger.notes == (f"Cannot read {path}: Is a directory.",)
 
 
 def test_a_line_that_was_cut_off_is_left_out_and_said_and_the_next_one_stands(path):
@@ -40,15 +40,15 @@ def test_a_line_that_was_cut_off_is_left_out_and_said_and_the_next_one_stands(pa
     ledger = read_ledger(path)
     assert [each.prediction_id for each in ledger.predictions] == ["p1", "p2"]
     assert ledger.outcomes == ()
-    assert ledger.notes == ("1 line of predictions.jsonl is cut off or damaged, and left out.",)
+    assert ledger.notes == ("1 line of predictions.jsonl is truncated or damaged and ignored.",)
 
 
 @pytest.mark.parametrize(
     ("changes", "note"),
     [
-        ({"schema_version": 2}, "written by a newer version of fsdp-inspect"),
-        ({"kind": "wager"}, "of a kind that this version does not know"),
-        ({"entry": {"prediction_id": ""}}, "cut off or damaged"),
+        ({"schema_version": 2}, "from a newer version of fsdp-inspect"),
+        ({"kind": "wager"}, "of an unknown kind"),
+        ({"entry": {"prediction_id": ""}}, "truncated or damaged"),
     ],
 )
 def test_lines_that_this_version_cannot_read_are_left_out_and_said(path, changes, note):
@@ -88,7 +88,7 @@ def test_two_writers_at_once_lose_and_mix_nothing(path):
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(PredictionError, match="cannot be written"):
+    with pytest.raises(PredictionError, match="Cannot write the prediction history"):
         append_entries(tmp_path / "file" / LEDGER_FILE, [outcome()])
 
 

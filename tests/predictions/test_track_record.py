@@ -35,8 +35,8 @@ def test_what_cannot_be_told_and_what_failed_are_no_verified_predictions():
     )
     record = measure_track_record(made)
     assert record.sentence == (
-        "2 of 3 verified predictions held here; 1 more cannot be told from process noise; 1 did "
-        "not run to their end; median error 2% of the step."
+        "2 of 3 verified predictions held here; 1 more not significant; 1 did not run to "
+        "completion; median error 2% of the step."
     )
     assert record.tally.num_predictions == 6
 
@@ -66,11 +66,8 @@ def test_what_could_not_be_read_is_said():
 
 
 def test_where_none_could_be_told_no_share_of_none_is_said():
-    assert measure_track_record(ledger(None)).sentence == (
-        "Whether a prediction held here could not be told yet."
-    )
+    assert measure_track_record(ledger(None)).sentence == ("No prediction could be judged yet.")
     untold = measure_track_record(ledger(Ruling.CANNOT_BE_TOLD, errors=(0.25,)))
     assert untold.sentence == (
-        "Whether a prediction held here could not be told yet; 1 cannot be told from process "
-        "noise; median error 25% of the step."
+        "No prediction could be judged yet; 1 not significant; median error 25% of the step."
     )

@@ -41,7 +41,7 @@ def verified(after: RunSource, **fields: Any) -> Verification:
 def test_a_prediction_that_came_true_held_with_the_compute_of_the_baseline():
     held = verified(run_of("after", compute=70, waiting=10))
     assert (held.ruling, held.compute_change, held.caveats) == (
-        Ruling.HELD, 0.0, ("Memory was not predicted: the baseline has no memory step.",),
+        Ruling.HELD, 0.0, ("Memory is not predicted: the baseline has no memory step.",),
     )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def test_a_busier_machine_is_told_from_a_wrong_prediction():
     assert busy.compute_change == pytest.approx(0.3)
     assert busy.ruling is Ruling.CANNOT_BE_TOLD  # off by 19 ms, and compute by 21
     assert busy.caveats[0].startswith(
-        "Compute took 30% longer than in the baseline (70.0 ms before, 91.0 ms after)"
+        "Compute takes 30% longer than in the baseline (70.0 ms before, 91.0 ms after)"
     )
 
 
@@ -76,6 +76,6 @@ def test_what_the_plan_adds_is_scaled_to_the_measured_baseline_and_named():
     )
     assert busy.compute_change == pytest.approx(0.2)
     assert busy.caveats[0].startswith(
-        "Compute took 20% longer than in the baseline (70.0 ms before, 91.0 ms after, 7.00 ms "
-        "of it by what the plan hides), though no plan changes it otherwise"
+        "Compute takes 20% longer than in the baseline (70.0 ms before, 91.0 ms after, "
+        "including 7.00 ms for hiding communication), and the plan does not explain the rest"
     )

@@ -1,11 +1,14 @@
-"""Does advice say of each change what it saves or costs, what memory it takes, and between what?"""
+"""Test the terminal form of advice: one screen, intervals of gains and of memory."""
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from fsdp_inspect.advice.advise import PlanAdvice
+from fsdp_inspect.advice.advise import Advice, PlanAdvice
+from fsdp_inspect.advice.evidence import Effect, Finding
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run
 from fsdp_inspect.advice.suggestions import Suggestion
@@ -14,19 +17,157 @@ from fsdp_inspect.report.advice import (
     describe_plan_peak,
     describe_plans,
     describe_saving,
+    render_advice,
 )
 from fsdp_inspect.store.reader import open_run
 from tests.builders import MIB
 
 SAMPLE = Path(__file__).parents[2] / "samples" / "tiny-2-ranks" / "run"
 US = 1_000
+LONG_NAMES = tuple(
+    f"language_model.decoder.transformer.encoder_stack.layers.{at:05d}" for at in range(4)
+)
+LONG_CODE = "\n".join(
+    f"fully_shard([model.get_submodule(name) for name in ['{name}', '{name}']], mesh=mesh)"
+    for name in LONG_NAMES
+)
+STRAGGLER = Finding(
+    rule="R32",
+    units=(),
+    sentence="Rank 1 is a straggler and costs 40.0 ms a step.",
+    evidence="Rank 1 arrives last in 90% of the collectives.",
+    do=("Find the straggler: fsdp-inspect ranks RUN.",),
+    limits=True,
+    effect=Effect(sentence="Saves at most 40.0 ms a step, the whole cost."),
+)
 
 
 @pytest.fixture(scope="module")
-def plan() -> PlanAdvice:
-    advised = advise_run(open_run(SAMPLE), AdviceRequest()).plan
-    assert advised is not None
-    return replace(advised, replayed_step_ns=128_000 * US)
+def advice() -> Advice:
+    return advise_run(open_run(SAMPLE), AdviceRequest())
+
+
+@pytest.fixture(scope="module")
+def plan(advice: Advice) -> PlanAdvice:
+    assert advice.plan is not None
+    return replace(advice.plan, replayed_step_ns=128_000 * US)
+
+
+def read(advice: Advice, *, details: bool = False) -> list[str]:
+    """The lines that a terminal of 80 columns shows."""
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console.print(render_advice(advice, details=details))
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def with_first(advice: Advice, **changes: object) -> Advice:
+    """The advice with other fields of its first suggestion."""
+    assert advice.plan is not None
+    first, *rest = advice.plan.suggestions
+    suggestions = (replace(first, **changes), *rest)  # type: ignore[arg-type]
+    return replace(advice, plan=replace(advice.plan, suggestions=suggestions))
+
+
+def test_one_screen_shows_the_change_its_gain_memory_risk_and_code(advice: Advice) -> None:
+    lines = read(advice)
+    assert len(lines) <= 23
+    first = lines.index("Recommended change (first of 3) [R6]")
+    assert lines[first + 1] == (
+        "  Keep parameters unsharded after forward (reshard_after_forward=False)"
+    )
+    assert [line[:10] for line in lines[first + 2 : first + 6]] == [
+        "  Gain    ", "  Memory  ", "  Risk    ", "  Code",
+    ]  # fmt: skip
+    assert "Saves 51.1 ms a step" in lines[first + 2]
+    assert "Peak 28.1 MiB (+2.94 MiB)" in lines[first + 3]
+    assert "The peak rises by 2.94 MiB." in lines[first + 4]
+    assert lines[first + 7] == ("      fully_shard(module, mesh=mesh, reshard_after_forward=False)")
+    assert any(line.startswith("All 3 changes of the plan: 165.5 ms a step") for line in lines)
+    assert "--details" in lines[-1]
+
+
+def test_evidence_and_further_changes_are_details(advice: Advice) -> None:
+    assert advice.plan is not None
+    short, full = (" ".join(" ".join(read(advice, details=one)).split()) for one in (False, True))
+    for suggestion in advice.plan.suggestions[1:]:
+        assert suggestion.what not in short
+        assert suggestion.what in full
+    for line in (*advice.plan.suggestions[0].evidence, *advice.plan.notes):
+        assert line not in short
+        assert line in full
+
+
+def test_long_names_and_texts_fit_on_one_screen(advice: Advice) -> None:
+    assert advice.plan is not None
+    long = with_first(
+        advice,
+        what=f"Merge {' with '.join(LONG_NAMES)}",
+        risks=("The peak rises by 2.94 MiB.", "A risk in many words. " * 20),
+        snippet=LONG_CODE,
+    )
+    lines = read(replace(long, answer="An answer in many words. " * 20))
+    assert len(lines) <= 23
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    assert f"Merge {LONG_NAMES[0]}" in text
+    assert text.count("…") == 3
+    assert "fully_shard([" not in text
+    assert "      # advise ... --take 1 --write FILE writes the plan file" in lines
+    assert "      fsdp_inspect.apply_plan(model, plan, mesh)  # instead of fully_shard" in lines
+    assert LONG_NAMES[-1] in "\n".join(read(long, details=True))
+
+
+def test_code_that_fits_is_shown_with_long_names(advice: Advice) -> None:
+    call = LONG_CODE.splitlines()[0]
+    lines = read(with_first(advice, snippet=call))
+    assert len(lines) <= 23
+    at = next(at for at, line in enumerate(lines) if line.startswith("      fully_shard(["))
+    shown = "".join(line.strip() for line in lines[at : at + 5]).replace(" ", "")
+    assert shown.startswith(call.replace(" ", ""))
+
+
+def test_a_finding_that_limits_the_step_comes_before_the_plan(advice: Advice) -> None:
+    limited = replace(advice, findings=(STRAGGLER,), answer=STRAGGLER.sentence)
+    lines = read(limited)
+    assert len(lines) <= 23
+    assert lines[:5] == [
+        "Rank 1 is a straggler and costs 40.0 ms a step.",
+        "",
+        "Recommended fix [R32]",
+        "  Find the straggler: fsdp-inspect ranks RUN.",
+        "  Gain    Saves at most 40.0 ms a step, the whole cost.",
+    ]
+    assert "  Code    None: no line of code fixes this" in lines
+    assert any(line.startswith("All 3 changes of the plan: ") for line in lines)
+    assert "Recommended change" not in "\n".join(lines)
+
+
+def test_other_findings_are_counted_on_one_screen(advice: Advice) -> None:
+    minor = replace(STRAGGLER, limits=False)
+    for findings, words in (
+        ((minor,), "1 further finding."),
+        ((STRAGGLER, minor), "1 further finding."),
+        ((minor, minor), "2 further findings."),
+    ):
+        assert words in "\n".join(read(replace(advice, findings=findings))[-2:])
+    assert "further" not in "\n".join(read(replace(advice, findings=(STRAGGLER,))))
+
+
+def test_a_run_without_a_simulation_shows_its_reason(advice: Advice) -> None:
+    reason = "The run has no observed plan."
+    lines = read(replace(advice, plan=None, refusal=reason))
+    assert f"No plan was simulated. {reason}" in lines
+    assert "--write" not in "\n".join(lines)
+
+
+def test_a_change_that_exceeds_the_limit_alone_is_shown_as_a_whole_plan(advice: Advice) -> None:
+    assert advice.plan is not None
+    plan = replace(advice.plan, memory_limit_bytes=20 * MIB)
+    lines = read(replace(advice, plan=plan))
+    assert "Recommended plan" in lines
+    assert "      # advise ... --write FILE writes the plan file" in lines
+    assert "Plan with the lowest peak" in read(replace(advice, plan=replace(plan, fits=False)))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +221,7 @@ def test_the_memory_of_a_change_has_its_interval(
 
 
 def test_memory_that_nobody_measured_is_not_known(suggestion: Suggestion) -> None:
-    assert describe_plan_peak(replace(suggestion, peak_bytes=None, added_bytes=None)) == "not known"
+    assert describe_plan_peak(replace(suggestion, peak_bytes=None, added_bytes=None)) == "unknown"
 
 
 @pytest.mark.parametrize(
@@ -112,4 +253,4 @@ def test_an_alternative_says_its_memory_and_its_step(
 
 
 def test_a_replay_that_is_all_but_right_has_no_sign(plan: PlanAdvice) -> None:
-    assert "it is 0.0% off" in describe_plans(replace(plan, replay_error=-0.00001))
+    assert "its simulation is 0% off" in describe_plans(replace(plan, replay_error=-0.00001))

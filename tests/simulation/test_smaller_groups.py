@@ -128,7 +128,7 @@ def test_groups_that_do_not_divide_the_ranks_are_refused_with_those_that_do():
 @pytest.mark.parametrize(
     ("node", "why"),
     [
-        (Node(), "does not tell which of its ranks share a node"),
+        (Node(), "the ranks that share a node are unknown"),
         (Node(4), "its nodes hold 4 ranks, and it has no all-gather within one"),
         (Node(6), "lie across the nodes of 6 ranks"),
     ],
