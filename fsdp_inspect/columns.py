@@ -22,7 +22,7 @@ _SCALES = {
     MetricUnit.BYTES: ("MiB", float(1 << 20)),
     MetricUnit.BYTES_PER_S: ("GB/s", 1e9),
 }
-"""What a table on a page shows numbers in, so that a column can be sorted and compared."""
+"""The unit of all numbers in one column of a page, so that it can be sorted and compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,10 @@ class Column:
     """None: text."""
     value: Callable[[Any], Any]
     """The raw value of a row; None where it is missing."""
+    show: Callable[[Any], str] | None = None
+    """Formats a value that is not missing; default by its unit."""
+    names_unit: bool = False
+    """Whether the values are names of units, which a narrow table may shorten."""
 
     @property
     def is_text(self) -> bool:
@@ -58,7 +62,10 @@ class Column:
 
     def text(self, row: Any) -> str:
         """The value of a row as short text with its unit."""
-        return format_value(self.unit, self.value(row))
+        value = self.value(row)
+        if self.show is not None and value is not None:
+            return self.show(value)
+        return format_value(self.unit, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,15 @@ class TableSpec:
     def with_values(self, rows: Sequence[Any]) -> TableSpec:
         """The same table without the columns that have no value in any of the rows."""
         kept = (column for column in self.columns if any(_has(column, row) for row in rows))
+        return TableSpec(self.title, tuple(kept))
+
+    def without_empty_words(self, rows: Sequence[Any]) -> TableSpec:
+        """The same table without the columns of words that have no value in any of the rows."""
+        kept = (
+            column
+            for column in self.columns
+            if not column.is_text or not rows or any(_has(column, row) for row in rows)
+        )
         return TableSpec(self.title, tuple(kept))
 
     def records(self, rows: Iterable[Any]) -> list[dict[str, Any]]:
@@ -123,20 +139,43 @@ def metric_column(
 
 
 def text_column(
-    name: str, definition: str, value: Callable[[Any], Any] | None = None, *, label: str = ""
+    name: str,
+    definition: str,
+    value: Callable[[Any], Any] | None = None,
+    *,
+    label: str = "",
+    show: Callable[[Any], str] | None = None,
 ) -> Column:
     """A column of names or words; its label is its name unless one is given."""
-    return Column(
-        name, label or name.replace("_", " "), definition, None, value or _attribute(name)
-    )
+    given = label or name.replace("_", " ")
+    return Column(name, given, definition, None, value or _attribute(name), show)
+
+
+def unit_column(
+    definition: str,
+    value: Callable[[Any], str | None] | None = None,
+    *,
+    name: str = "unit",
+    label: str = "",
+) -> Column:
+    """A column of names of units.
+
+    Args:
+        definition: Which unit it is.
+        value: Reads the name from a row; default `format_unit` of the attribute `fqn`.
+        name: The column's name.
+        label: Default the name.
+    """
+    read = value or _name_of_unit
+    return Column(name, label or name.replace("_", " "), definition, None, read, names_unit=True)
 
 
 def number_column(
     name: str, definition: str, value: Callable[[Any], Any] | None = None, *, label: str = ""
 ) -> Column:
-    """A column of counts and numbers that are no metric, such as a rank or a step."""
+    """A column of whole numbers that are no metric, such as a rank or a step."""
     given = label or name.replace("_", " ")
-    return Column(name, given, definition, MetricUnit.COUNT, value or _attribute(name))
+    return Column(name, given, definition, MetricUnit.COUNT, value or _attribute(name), str)
 
 
 def format_value(unit: MetricUnit | None, value: Any) -> str:
@@ -145,7 +184,7 @@ def format_value(unit: MetricUnit | None, value: Any) -> str:
         return formatting.MISSING
     match unit:
         case None:
-            return str(value)
+            return ("yes" if value else "no") if isinstance(value, bool) else str(value)
         case MetricUnit.NS:
             return formatting.format_ns(value)
         case MetricUnit.BYTES:
@@ -158,6 +197,10 @@ def format_value(unit: MetricUnit | None, value: Any) -> str:
             return formatting.format_count(value)
         case MetricUnit.NUMBER:
             return f"{value:.4g}"
+
+
+def _name_of_unit(row: Any) -> str:
+    return formatting.format_unit(row.fqn)
 
 
 def _attribute(name: str) -> Callable[[Any], Any]:

@@ -6,13 +6,19 @@ formatted as an en dash: a missing number is never shown as 0.
 """
 
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 
 MISSING = "–"
+ELLIPSIS = "..."
+LONGEST_NAME = 16
+"""The longest name of a unit that a table shows whole."""
+_MODULES = ", "
+"""Joins the modules of a unit."""
 _LAYOUT = frozenset("\n\t")
 _CONTROL_PICTURES = 0x2400
 _UNSHOWN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Unicode's categories of what moves a cursor, turns text around or cannot be encoded."""
+"""Unicode categories of control, direction, surrogate and line-separator characters."""
 
 _TIME_STEPS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"), (1, "ns"))
 _MEMORY_STEPS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
@@ -68,7 +74,7 @@ def format_signed(ratio: float) -> str:
 
 
 def find_spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Runs of neighbouring numbers as the first and last of each, ascending."""
+    """Group neighbouring numbers into the first and last of each group, ascending."""
     spans: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:
@@ -79,33 +85,103 @@ def find_spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def format_numbers(numbers: Iterable[int]) -> str:
-    """Whole numbers as text, runs of them in short: `0-3, 7`; `none` if there are none."""
+    """Format whole numbers, neighbouring ones as a range: `0-3, 7`; `none` for no number."""
     spans = find_spans(numbers)
     return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans) or "none"
 
 
 def format_unit(fqn: str) -> str:
-    """The name of an FSDP unit; the root's empty name reads `(root)`."""
+    """Format the name of a unit: the empty name of the root unit is shown as `(root)`."""
     return fqn or "(root)"
 
 
+def format_category(category: str) -> str:
+    """Format a memory category: `all-gather buffer`."""
+    hyphenated = category.replace("all_gather", "all-gather")
+    return hyphenated.replace("reduce_scatter", "reduce-scatter").replace("_", " ")
+
+
 def format_owner(fqn: str | None, is_fsdp: bool | None) -> str:
-    """Whose communication: a unit's, or nobody's that is known.
+    """Format the owner of a collective: the name of its unit, or why it has none.
 
     Args:
-        fqn: Of the unit; None: it belongs to none.
-        is_fsdp: False: FSDP did not issue it. None: the source does not tell who did.
+        fqn: The fqn of the unit; None if the collective belongs to no unit.
+        is_fsdp: False if FSDP did not issue the collective; None if that is unknown.
     """
     if fqn is not None:
         return format_unit(fqn)
     return "(not FSDP)" if is_fsdp is False else "(no unit)"
 
 
-def show_controls(text: str) -> str:
-    """The same text with control characters as pictures of themselves (`␛[31m`), one for one.
+@dataclass(frozen=True, slots=True)
+class ShortNames:
+    """Names of units without the prefix that they share."""
 
-    For text that holds names from elsewhere and goes to a terminal, which would obey them; line
-    ends and tabs stay.
+    prefix: str
+    """Ends with a dot; empty if the names stay as they are."""
+
+    def __call__(self, name: str) -> str:
+        """Shorten a name: `model.decoder.layers.0` to `...layers.0`.
+
+        A unit of several modules (`norm, lm_head`) has each module shortened.
+        """
+        if not self.prefix:
+            return name
+        return _MODULES.join(
+            f"{ELLIPSIS}{module.removeprefix(self.prefix)}"
+            if module.startswith(self.prefix)
+            else module
+            for module in name.split(_MODULES)
+        )
+
+
+def shorten_names(names: Iterable[str], longest: int = LONGEST_NAME) -> ShortNames:
+    """Find the prefix to leave out of the names of units in a table.
+
+    The prefix ends before the list that numbers the blocks, so `layers.0` stays whole. Two
+    different names stay different, and each shortened name ends as its original.
+
+    Args:
+        names: All names of the table.
+        longest: Names of at most this length stay as they are, if all are so short.
+    """
+    distinct = set(names)
+    if all(len(name) <= longest for name in distinct):
+        return ShortNames("")
+    prefixes = {
+        prefix
+        for name in distinct
+        for module in name.split(_MODULES)
+        for prefix in _prefixes(module)
+        if len(prefix) > len(ELLIPSIS)
+    }
+    best = ShortNames("")
+    for prefix in sorted(prefixes):
+        short = ShortNames(prefix)
+        is_distinct = len(set(map(short, distinct))) == len(distinct)
+        if is_distinct and _lengths(short, distinct) < _lengths(best, distinct):
+            best = short
+    return best
+
+
+def _lengths(short: ShortNames, names: Collection[str]) -> tuple[int, int]:
+    """The longest of the shortened names, which decides the width of a table, and their sum."""
+    lengths = [len(short(name)) for name in names]
+    return max(lengths), sum(lengths)
+
+
+def _prefixes(module: str) -> Iterator[str]:
+    """The prefixes of a module's fqn that end before its last part and before its first list."""
+    parts = module.split(".")
+    listed = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
+    for end in range(1, min(len(parts), listed)):
+        yield ".".join(parts[:end]) + "."
+
+
+def show_controls(text: str) -> str:
+    """Replace each control character with a visible one (`␛[31m`), except line ends and tabs.
+
+    A terminal executes control characters, and names in traces and run folders are not trusted.
     """
     if text.isprintable():
         return text
@@ -123,10 +199,10 @@ def _show_control(character: str) -> str:
 
 def _scale(value: float, steps: Iterable[tuple[float, str]], separator: str = " ") -> str:
     """The value in the largest unit in which it is at least 1; below all units, in the last."""
-    size, suffix = 1.0, ""
-    for size, suffix in steps:
-        if abs(value) >= size * _ROUNDS_UP:
-            break
+    ordered = tuple(steps)
+    size, suffix = next(
+        (step for step in ordered if abs(value) >= step[0] * _ROUNDS_UP), ordered[-1]
+    )
     is_whole = size == 1 and float(value).is_integer()
     digits = f"{value:,.0f}" if is_whole else _three_digits(value / size)
     return f"{digits}{separator}{suffix}"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from fsdp_inspect.analysis.exposed import ExposedOwner
 from fsdp_inspect.analysis.summary import Summary
+from fsdp_inspect.formatting import format_category as name_category
 from fsdp_inspect.formatting import format_ns, format_ratio, format_unit
 from fsdp_inspect.report.causes import format_cause
 from fsdp_inspect.report.figure_style import plain_label as label
@@ -20,7 +21,6 @@ from fsdp_inspect.report.wording import (
     describe_provenance,
     describe_run,
     describe_step,
-    name_category,
 )
 
 __all__ = [

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from fsdp_inspect.analysis.link_fit import LinkFit, fit_link
 from fsdp_inspect.analysis.step_selection import RankSteps, sum_per_step, timed_rank
 from fsdp_inspect.analysis.wait_causes import Waits, read_waits
+from fsdp_inspect.columns import Column, TableSpec, metric_column, number_column, text_column
+from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Method, Phase
@@ -53,6 +55,47 @@ class KindBandwidth:
     link: LinkFit | None
     """Fit of latency + bandwidth; None if no message has bytes and a duration. The factor of
     collectives other than all-gather, reduce-scatter and all-reduce is 1."""
+
+
+def _group_of(row: KindBandwidth) -> str | None:
+    return None if row.group is None else f"{row.group_role} of {row.group_size or '?'}"
+
+
+def _fit_of(row: KindBandwidth) -> LinkFit | None:
+    return row.link if row.link is not None and row.link.refusal is None else None
+
+
+LINKS = TableSpec(
+    "Bandwidth by collective",
+    (
+        text_column(
+            "collective", "The kind of collective.", lambda row: row.kind.replace("_", "-")
+        ),
+        text_column("group", "The role of the process group and its size.", _group_of),
+        number_column("num_events", "The collectives of the timed steps.", label="n"),
+        metric_column("bytes_per_step", metric="communication_bytes", label="per step"),
+        metric_column("transfer_ns"),
+        metric_column(
+            "algorithm_bytes_per_s", metric="bus_bytes_per_s", label="algorithm bandwidth"
+        ),
+        metric_column("bus_bytes_per_s", label="bus"),
+        metric_column("latency_ns", lambda row: fit.latency_ns if (fit := _fit_of(row)) else None),
+        metric_column(
+            "fit_bus_bytes_per_s",
+            lambda row: fit.bus_bytes_per_s if (fit := _fit_of(row)) else None,
+            metric="bus_bytes_per_s",
+            label="bus of the fit",
+        ),
+        Column(
+            "residual_ratio",
+            "residual",
+            "median distance of the collectives from the fit",
+            MetricUnit.RATIO,
+            lambda row: fit.residual_ratio if (fit := _fit_of(row)) else None,
+        ),
+    ),
+)
+"""The columns of `KindBandwidth`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,19 @@ from fsdp_inspect.analysis.breakdown import (
 from fsdp_inspect.analysis.exposed import measure_causes
 from fsdp_inspect.analysis.last_arrivals import ArrivalsKnown, find_last_arrivals
 from fsdp_inspect.analysis.step_selection import select_steps, timed_rank
-from fsdp_inspect.columns import TableSpec, metric_column, text_column
+from fsdp_inspect.columns import Column, TableSpec, metric_column, number_column, text_column
+from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.results import TableResult
-from fsdp_inspect.trace.codes import COLLECTIVES
+from fsdp_inspect.trace.codes import COLLECTIVES, PARTS_OF_STEP, StepPart
 from fsdp_inspect.trace.run import RunSource
+
+
+def _label_of_part(name: str) -> str:
+    return find_metric(f"{name}_ns").label
+
+
+def _part_column(part: StepPart) -> Column:
+    return metric_column(f"{part.label}_ns", lambda row: row.duration_ns(part))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +56,35 @@ class BreakdownCauses(TableResult):
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Parts of the step",
         (
-            text_column("part", "A part of the step's time.", lambda part: part.name),
+            text_column(
+                "part", "A part of the step's time.", lambda part: part.name, show=_label_of_part
+            ),
             metric_column("duration_ns", metric="step_time_ns", label="time"),
-            metric_column("ratio", metric="step_ratio", label="share of the step"),
+            metric_column("ratio", metric="step_ratio", label="share"),
+            text_column(
+                "definition",
+                "The definition of the part.",
+                lambda part: find_metric(f"{part.name}_ns").definition,
+            ),
         ),
     )
+    RANKS: ClassVar[TableSpec] = TableSpec(
+        "Typical step of each rank",
+        (
+            number_column("rank", "The rank."),
+            number_column(
+                "num_steps",
+                "The steps that every number is the mean over.",
+                lambda row: len(row.steps),
+                label="steps",
+            ),
+            metric_column("step_time_ns"),
+            metric_column("exposed_ns", label="exposed"),
+            *(_part_column(part) for part in PARTS_OF_STEP),
+            metric_column("between_ns"),
+        ),
+    )
+    """Of `ranks`."""
 
     def rows(self) -> Sequence[PartTime]:
         """The parts of the step, in order; they add up to it."""

@@ -7,8 +7,9 @@ time is a time of the rank's typical step ([Note: the typical step] in `analysis
 so causes add up to the exposed time, and kinds to the exposed time of the breakdown.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,9 @@ from numpy.typing import NDArray
 from fsdp_inspect.analysis.breakdown import split_typical_step
 from fsdp_inspect.analysis.step_selection import RankSteps, collective_rows, timed_rank
 from fsdp_inspect.analysis.wait_causes import NEEDED_KINDS, Cause, Waits, read_waits, split_waits
+from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column, unit_column
+from fsdp_inspect.formatting import format_owner
+from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.statistics import apportion
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.run import RunManifest, RunSource
@@ -65,6 +69,105 @@ class ExposedPass:
     """Per step; simultaneous waits count for each collective."""
     causes_ns: dict[str, int]
     """By `Cause`, only causes above 0, largest first; they add up to `exposed_ns`."""
+
+
+def _kind_of(row: ExposedOwner | ExposedPass) -> str:
+    return row.kind.replace("_", "-")
+
+
+def format_cause_ratios(causes_ns: Mapping[str, int]) -> str:
+    """Causes with their fractions of an exposed time: `floor 60%, late issue 40%`."""
+    total = sum(causes_ns.values())
+    return ", ".join(
+        f"{cause.replace('_', ' ')} {duration / total:.0%}" for cause, duration in causes_ns.items()
+    )
+
+
+def _causes_of(row: ExposedOwner | ExposedPass) -> str:
+    return format_cause_ratios(row.causes_ns)
+
+
+def _caused_ns(cause: str, row: ExposedOwner) -> int:
+    return row.causes_ns.get(cause, 0)
+
+
+OWNERS = TableSpec(
+    "Exposed communication by unit",
+    (
+        unit_column(
+            "The unit whose collective is waited for.",
+            lambda owner: format_owner(owner.fqn, owner.is_fsdp),
+        ),
+        text_column("collective", "The kind of collective.", _kind_of),
+        text_column("phase", "The phase in which it was issued."),
+        metric_column("exposed_ns", label="exposed"),
+        metric_column("floor_ns", label="floor"),
+        metric_column("step_ratio"),
+        metric_column("duration_ns", metric="communication_ns", label="in flight"),
+        metric_column("count_per_step"),
+        text_column("causes", "Fractions of the exposed time by cause.", _causes_of),
+        *(
+            metric_column(
+                f"cause_{cause.label}_ns",
+                partial(_caused_ns, cause.label),
+                metric=f"{cause.label}_ns",
+            )
+            for cause in Cause
+        ),
+    ),
+)
+"""The columns of `ExposedOwner`."""
+
+PASSES = TableSpec(
+    "Exposed communication by collective",
+    (
+        text_column("collective", "The kind of collective.", _kind_of),
+        text_column("phase", "The phase in which it was issued."),
+        metric_column("count_per_step"),
+        number_column("num_units", "The units that own some.", label="units"),
+        metric_column("exposed_ns", label="exposed"),
+        text_column("causes", "Fractions of the exposed time by cause.", _causes_of),
+    ),
+)
+"""The columns of `ExposedPass`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CauseTime:
+    """The exposed time of one cause."""
+
+    name: str
+    """A `Cause`."""
+    duration_ns: int
+    ratio: float
+    """Fraction of the exposed time, 0 to 1."""
+
+
+CAUSES = TableSpec(
+    "Exposed communication by cause",
+    (
+        text_column(
+            "cause",
+            "Why the rank waits.",
+            lambda row: row.name,
+            show=lambda name: name.replace("_", " "),
+        ),
+        metric_column("duration_ns", metric="exposed_ns", label="exposed"),
+        metric_column("ratio", metric="step_ratio", label="share"),
+        text_column(
+            "definition",
+            "The definition of the cause.",
+            lambda row: find_metric(f"{row.name}_ns").definition,
+        ),
+    ),
+)
+"""The columns of `CauseTime`."""
+
+
+def list_causes(causes_ns: Mapping[str, int]) -> list[CauseTime]:
+    """Causes as rows of `CAUSES`, in the given order."""
+    total = sum(causes_ns.values()) or 1
+    return [CauseTime(name, duration, duration / total) for name, duration in causes_ns.items()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.step_selection import RankSteps, sum_per_step, timed_rank
 from fsdp_inspect.analysis.wait_causes import Cause, Waits, read_waits
+from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column, unit_column
+from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Method, Phase
 from fsdp_inspect.trace.run import RunSource
@@ -64,6 +66,34 @@ class UnitPrefetch:
     """Exposed time in the typical step."""
     unused_bytes: int
     """Messages of unused all-gathers, over all timed steps."""
+
+
+GATHERS = TableSpec(
+    "All-gathers by unit and phase",
+    (
+        unit_column("The unit that is gathered."),
+        text_column("phase", "The phase of the all-gathers."),
+        number_column("num_gathers", "All-gathers over all timed steps.", label="n"),
+        text_column(
+            "issue",
+            "How the all-gathers were issued, most frequent first.",
+            lambda row: ", ".join(row.num_by_issue),
+            label="issued",
+        ),
+        unit_column(
+            "The unit whose hook issued most of them, if it is another unit.",
+            lambda row: format_unit(row.issued_by[0]) if row.issued_by else None,
+            name="issued_by",
+            label="by",
+        ),
+        metric_column("lead_ns"),
+        metric_column("duration_ns", label="in flight"),
+        metric_column("hidden_ratio"),
+        metric_column("exposed_ns", label="exposed"),
+        metric_column("unused_bytes"),
+    ),
+)
+"""The columns of `UnitPrefetch`."""
 
 
 @dataclass(frozen=True, slots=True)

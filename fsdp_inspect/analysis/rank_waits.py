@@ -6,25 +6,19 @@ shown by `fsdp-inspect exposed` and the dashboard.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from fsdp_inspect.analysis.bandwidth import Bandwidth, measure_bandwidth
 from fsdp_inspect.analysis.contention import Contention, measure_contention
-from fsdp_inspect.analysis.exposed import Exposed, ExposedOwner, measure_exposed
+from fsdp_inspect.analysis.exposed import OWNERS, Exposed, ExposedOwner, measure_exposed
 from fsdp_inspect.analysis.last_arrivals import ArrivalsKnown, find_last_arrivals, read_transfers
 from fsdp_inspect.analysis.prefetch import Prefetch, measure_prefetch
 from fsdp_inspect.analysis.step_selection import select_steps, timed_rank
 from fsdp_inspect.analysis.unit_names import find_unit
-from fsdp_inspect.analysis.wait_causes import Cause, timed_collectives
-from fsdp_inspect.columns import TableSpec, metric_column, text_column
-from fsdp_inspect.formatting import format_owner
+from fsdp_inspect.analysis.wait_causes import timed_collectives
+from fsdp_inspect.columns import TableSpec
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.trace.run import RunSource
-
-
-def _caused_ns(cause: str, owner: ExposedOwner) -> int:
-    return owner.causes_ns.get(cause, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,31 +41,7 @@ class RankWaits(TableResult):
     contention: Contention | None
     arrivals: ArrivalsKnown | None
 
-    TABLE: ClassVar[TableSpec] = TableSpec(
-        "Exposed communication by unit",
-        (
-            text_column(
-                "unit",
-                "The unit whose collective is waited for.",
-                lambda owner: format_owner(owner.fqn, owner.is_fsdp),
-            ),
-            text_column("collective", "Its kind.", lambda owner: owner.kind.replace("_", "-")),
-            text_column("phase", "Where in the step it was issued."),
-            metric_column("exposed_ns", label="exposed"),
-            metric_column("floor_ns", label="floor"),
-            metric_column("step_ratio", metric="step_ratio", label="share of the step"),
-            metric_column("duration_ns", metric="communication_ns", label="in flight"),
-            metric_column("count_per_step", label="per step"),
-            *(
-                metric_column(
-                    f"cause_{cause.label}_ns",
-                    partial(_caused_ns, cause.label),
-                    metric=f"{cause.label}_ns",
-                )
-                for cause in Cause
-            ),
-        ),
-    )
+    TABLE: ClassVar[TableSpec] = OWNERS
 
     def rows(self) -> Sequence[ExposedOwner]:
         """The owners of communication, most exposed first."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from fsdp_inspect.analysis.memory.summary_rows import highest_peak_bytes
 from fsdp_inspect.analysis.overlap import measure_overlap
 from fsdp_inspect.analysis.step_times import measure_step_times
+from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.store.folder import RunEntry, list_runs
 from fsdp_inspect.store.reader import open_run
@@ -41,6 +42,38 @@ class ListedRun:
     device: str | None
     model: str | None
     num_parameters: int | None
+
+
+def _ranks_of(run: ListedRun) -> str | None:
+    if run.num_ranks == run.world_size:
+        return None if run.world_size is None else str(run.world_size)
+    return f"{run.num_ranks} of {run.world_size}"
+
+
+LISTED = TableSpec(
+    "Runs",
+    (
+        text_column("run", "The run folder.", lambda run: run.id),
+        text_column(
+            "created",
+            "The start of the run, in UTC.",
+            label="created (UTC)",
+            show=lambda created: created[:16].replace("T", " "),
+        ),
+        text_column(
+            "status", "How the run ended, or `live`.", lambda run: run.status or "unreadable"
+        ),
+        text_column("ranks", "The ranks that recorded something.", _ranks_of),
+        number_column("num_steps", "The steps that the last rank reported.", label="steps"),
+        text_column(
+            "backend",
+            "The backend of torch.distributed.",
+            lambda run: "emulated" if run.backend == "fake" else run.backend,
+        ),
+        metric_column("num_parameters", label="params"),
+    ),
+)
+"""The columns of `ListedRun`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fsdp_inspect.analysis.step_selection import timed_rank
-from fsdp_inspect.columns import Column, TableSpec, metric_column, text_column
-from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.columns import (
+    Column,
+    TableSpec,
+    metric_column,
+    number_column,
+    text_column,
+    unit_column,
+)
+from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.bus_bandwidth import bus_factor
@@ -104,6 +111,21 @@ def _collective_columns(kind: str) -> tuple[Column, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class UnitKindCost:
+    """The collectives of one kind of one unit: a row of `UnitCosts.COLLECTIVES`."""
+
+    fqn: str
+    """Empty for the root."""
+    kind: str
+    """`all_gather`, `reduce_scatter` or `all_reduce`."""
+    collective: UnitCollective
+
+
+def _read_collective(name: str) -> Callable[[UnitKindCost], Any]:
+    return lambda row: getattr(row.collective, name)
+
+
+@dataclass(frozen=True, slots=True)
 class UnitCosts(TableResult):
     """The costs of all units of the model, on one rank."""
 
@@ -121,26 +143,83 @@ class UnitCosts(TableResult):
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Units in the typical step",
         (
-            text_column("unit", "The unit's name.", lambda unit: format_unit(unit.fqn)),
+            unit_column("The name of the unit."),
             metric_column("exposed_ns", label="exposed"),
             metric_column("forward_ns"),
             metric_column("backward_ns"),
-            metric_column("recompute_ns"),
+            metric_column(
+                "recompute_ns",
+                lambda unit: None if unit.backward_ns is None else unit.recompute_ns,
+            ),
             metric_column("copies_ns"),
             *_collective_columns("all_gather"),
             *_collective_columns("reduce_scatter"),
             *_collective_columns("all_reduce"),
             metric_column("prefetched_per_step"),
-            metric_column("num_parameters"),
+            metric_column("num_parameters", label="params"),
+            number_column(
+                "num_trainable_parameters", "Parameters with a gradient.", label="trainable"
+            ),
             metric_column("unsharded_bytes"),
+            Column(
+                "sharded_bytes",
+                "sharded",
+                "the rank's shard of the parameters, padding included",
+                MetricUnit.BYTES,
+                lambda unit: unit.sharded_bytes,
+            ),
             text_column(
                 "reshard_after_forward",
                 "The setting: True, False, or the number of ranks that keep a copy.",
-                lambda unit: str(unit.reshard_after_forward),
+                lambda unit: (
+                    None
+                    if unit.reshard_after_forward is None
+                    else str(unit.reshard_after_forward).lower()
+                ),
+                label="reshard",
             ),
             text_column("module_class", "The class of its first module.", label="class"),
+            text_column("param_dtype", "The dtype of unsharded parameters."),
+            text_column("reduce_dtype", "The dtype of gradients in a reduction."),
+            metric_column("reduce_bytes", metric="bytes", label="gradient message"),
+            number_column("index", "The index of the unit in the manifest."),
+            number_column(
+                "execution_index", "The position in the first recorded forward.", label="order"
+            ),
         ),
     )
+    COLLECTIVES: ClassVar[TableSpec] = TableSpec(
+        "Collectives of each unit",
+        (
+            unit_column("The name of the unit."),
+            text_column(
+                "collective", "The kind of collective.", lambda row: row.kind.replace("_", "-")
+            ),
+            metric_column("count_per_step", _read_collective("count_per_step"), label="n"),
+            metric_column("bytes", _read_collective("bytes")),
+            metric_column("duration_ns", _read_collective("duration_ns")),
+            metric_column("exposed_ns", _read_collective("exposed_ns"), label="exposed"),
+            metric_column("bus_bytes_per_s", _read_collective("bus_bytes_per_s"), label="bus"),
+            number_column(
+                "group_size", "The ranks that take part.", _read_collective("group_size")
+            ),
+        ),
+    )
+    """Of `collectives()`."""
+
+    def collectives(self) -> Sequence[UnitKindCost]:
+        """The collectives by unit and kind, without the kinds that no unit has."""
+        kinds = [
+            kind.label
+            for kind in _COLLECTIVES_OF_A_UNIT
+            if kind is not EventKind.ALL_REDUCE
+            or any(unit.all_reduce.count_per_step for unit in self.units)
+        ]
+        return [
+            UnitKindCost(unit.fqn, kind, getattr(unit, kind))
+            for unit in self.units
+            for kind in kinds
+        ]
 
     def rows(self) -> Sequence[UnitCost]:
         """The units in order of execution, those that never ran last."""

@@ -1,4 +1,4 @@
-"""`fsdp-inspect app`: look at runs in a browser."""
+"""`fsdp-inspect app`: serve the dashboard in a browser."""
 
 from pathlib import Path
 from typing import Annotated, NoReturn

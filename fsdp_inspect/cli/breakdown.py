@@ -1,4 +1,4 @@
-"""`fsdp-inspect breakdown`: where does a step go, to the nanosecond?"""
+"""`fsdp-inspect breakdown`: show the parts of a step."""
 
 from typing import Annotated
 

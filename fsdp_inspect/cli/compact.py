@@ -1,4 +1,4 @@
-"""`fsdp-inspect compact`: make a run small and quick to open."""
+"""`fsdp-inspect compact`: convert the streams of a run to Parquet files."""
 
 from pathlib import Path
 from typing import Annotated

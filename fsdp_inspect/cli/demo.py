@@ -1,4 +1,4 @@
-"""`fsdp-inspect demo`: two short recorded runs that differ in one setting, side by side."""
+"""`fsdp-inspect demo`: record two short runs that differ in one setting, and compare them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

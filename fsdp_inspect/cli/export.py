@@ -1,4 +1,4 @@
-"""`fsdp-inspect export`: how do other programs get a run's numbers?"""
+"""`fsdp-inspect export`: export a run for other programs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""`fsdp-inspect exposed`: which unit's communication makes a rank wait, and why?"""
+"""`fsdp-inspect exposed`: show exposed communication by unit and cause."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""`fsdp-inspect units`: what does each FSDP unit cost?"""
+"""`fsdp-inspect units`: show the cost of each unit."""
 
 from typing import Annotated
 

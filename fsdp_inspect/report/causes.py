@@ -1,40 +1,32 @@
-"""How do the causes of a wait read? One word for tables, a phrase for sentences."""
+"""Format the causes of a wait: a word for tables, a phrase for sentences."""
 
 from collections.abc import Mapping
 
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
-from fsdp_inspect.formatting import format_ns, format_ratio
-from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.report.layout import new_table
+from fsdp_inspect.analysis.exposed import CAUSES, list_causes
+from fsdp_inspect.report.layout import render_table
 
 _PHRASES = {
     "serialized": "queued behind another collective",
-    "straggler": "until a later rank arrived",
-    "floor": "the floor, which no setting hides",
-    "blocking": "blocking the host",
+    "straggler": "waiting for the last rank to arrive",
+    "floor": "the floor, which no setting can hide",
+    "blocking": "collectives block the host",
     "late_issue": "issued too late",
-    "bandwidth": "for want of bandwidth",
+    "bandwidth": "limited by bandwidth",
 }
 
 
 def format_cause(cause: str) -> str:
-    """A cause in a table: `late issue`."""
+    """Format a cause for a table: `late issue`."""
     return cause.replace("_", " ")
 
 
 def phrase_cause(cause: str) -> str:
-    """A cause in a sentence: `issued too late`."""
+    """Format a cause for a sentence: `issued too late`."""
     return _PHRASES[cause]
 
 
-def causes_table(causes_ns: Mapping[str, int]) -> Table:
-    """Causes of exposed time, each with its share of it and its meaning."""
-    table = new_table("cause", "exposed", "share", "<")
-    total = sum(causes_ns.values())
-    for cause, duration in causes_ns.items():
-        meaning = Text(find_metric(f"{cause}_ns").definition, style="dim")
-        share = format_ratio(duration / total)
-        table.add_row(format_cause(cause), format_ns(duration), share, meaning)
-    return table
+def causes_table(causes_ns: Mapping[str, int]) -> RenderableType:
+    """Causes of an exposed time, each with its fraction of that time and its definition."""
+    return render_table(CAUSES, list_causes(causes_ns))

@@ -1,7 +1,6 @@
-"""How does a check read: in a terminal, in a job's summary, as annotations, as JUnit XML?
+"""Render the result of a check for a terminal, as Markdown, as annotations and as JUnit XML.
 
-All four say the same verdict. Names of units come from a run that others wrote: they are escaped
-for each form.
+All four state the same outcome. Names of units are not trusted and are escaped for each format.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,10 +17,9 @@ from fsdp_inspect.checks.limits import TIME_METRICS
 from fsdp_inspect.checks.measurements import RESTING
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.settings import SettingDifference
-from fsdp_inspect.formatting import format_bytes, format_ns
+from fsdp_inspect.formatting import format_bytes, format_category, format_ns
 from fsdp_inspect.report.layout import dim, new_table, section
 from fsdp_inspect.report.values import format_method
-from fsdp_inspect.report.wording import name_category
 
 _STYLES = {
     CheckOutcome.HOLDS: "green",
@@ -32,7 +30,7 @@ _MOST_SETTINGS = 12
 
 
 def describe_outcome(result: CheckResult) -> str:
-    """The verdict in one sentence, the worst metric with its numbers."""
+    """State the outcome in one sentence, with the numbers of the worst metric."""
     if result.outcome is CheckOutcome.UNTOLD:
         return f"{result.name}: cannot be judged. {result.reasons[0]}"
     failed = [one for one in result.metrics if one.outcome is CheckOutcome.REGRESSION]
@@ -45,19 +43,22 @@ def describe_outcome(result: CheckResult) -> str:
 
 
 def describe_baseline(baseline: Baseline, *, num_runs: int) -> str:
-    """What a baseline that was just written gates, of so many runs."""
+    """Describe the metrics that a new baseline gates."""
     count = len(baseline.memory)
     gated = f"{count} {'metric' if count == 1 else 'metrics'} of memory"
     if baseline.times:
-        return f"{gated}, and times of {num_runs} runs, are gated."
-    runs = "this is 1" if num_runs == 1 else f"these are {num_runs}"
-    return f"{gated} are gated; times are not, which want {RUNS_FOR_A_TEST} runs ({runs})."
+        return f"The gate checks {gated} and the times of {num_runs} runs."
+    runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
+    return (
+        f"The gate checks {gated}. It does not check times: they require {RUNS_FOR_A_TEST} runs, "
+        f"and the baseline has {runs}."
+    )
 
 
 def _excess(one: MetricCheck) -> str:
-    """By how much it is too much: than before, or than its limit if it did not rise."""
+    """The increase of a metric, or the limit that it exceeds if it did not rise."""
     if one.before is None or not one.change or one.change < 0:
-        return f"is {_value(one, one.after)}, above its limit {one.limit}"
+        return f"is {_value(one, one.after)}, above the limit {one.limit}"
     share = f" ({one.change / one.before:+.1%})" if one.before else ""
     course = f"from {_value(one, one.before)} to {_value(one, one.after)}"
     return f"rose by {_value(one, one.change)}{share}, {course}"
@@ -73,7 +74,7 @@ def _where(result: CheckResult, worst: MetricCheck) -> str:
 
 
 def _most_told(longer: Sequence[Increase]) -> list[Increase]:
-    """The part of the step that grew most, and the wait that did."""
+    """The part of the step and the wait that grew most."""
     parts = [one for one in longer if not one.units][:1]
     return parts + [one for one in longer if one.units][:1]
 
@@ -81,20 +82,20 @@ def _most_told(longer: Sequence[Increase]) -> list[Increase]:
 def _describe_longer(one: Increase) -> str:
     where = f" of {one.where}" if one.units else ""
     return (
-        f"{name_category(one.category)}{where} +{format_ns(one.increase)} "
+        f"{format_category(one.category)}{where} +{format_ns(one.increase)} "
         f"({format_ns(one.before)} to {format_ns(one.after)})"
     )
 
 
 def _place(result: CheckResult) -> str:
     if result.phase == RESTING:
-        return " of what the step leaves"
-    return f" at the peak of {result.phase}, reached in {result.unit}"
+        return " in resting memory"
+    return f" at the peak of {result.phase}, in {result.unit}"
 
 
 def _describe_growth(one: Increase) -> str:
     return (
-        f"{name_category(one.category)} of {one.where} +{format_bytes(one.increase)} "
+        f"{format_category(one.category)} of {one.where} +{format_bytes(one.increase)} "
         f"({format_bytes(one.before)} to {format_bytes(one.after)})"
     )
 
@@ -104,7 +105,7 @@ def _value(one: MetricCheck, value: int | None) -> str:
 
 
 def describe_settings(settings: Iterable[SettingDifference]) -> list[str]:
-    """The differences, one line each: `plan.reshard_after_forward (layers.*): True -> False`."""
+    """List differences of settings: `plan.reshard_after_forward (layers.*): True -> False`."""
     lines = []
     for difference in settings:
         where = f" ({difference.where})" if difference.where else ""
@@ -123,7 +124,7 @@ def _provenance(result: CheckResult) -> str:
 
 
 def render_check(result: CheckResult) -> RenderableType:
-    """For a terminal."""
+    """Render a check for a terminal."""
     return Group(*_parts(result))
 
 
@@ -143,8 +144,8 @@ def _parts(result: CheckResult) -> Iterable[RenderableType]:
     if differences:
         shown = [Text(f"  {line}") for line in differences[:_MOST_SETTINGS]]
         more = len(differences) - len(shown)
-        rest = [Text(f"  and {more} more, which --json lists")] if more > 0 else []
-        yield from section("Settings that differ from the baseline's", *shown, *rest)
+        rest = [Text(f"  {more} more in --json")] if more > 0 else []
+        yield from section("Settings that differ from the baseline", *shown, *rest)
     yield ""
     yield dim(_provenance(result))
 
@@ -167,7 +168,7 @@ def _growth_table(growth: Iterable[Increase], write: Callable[[float | None], st
     table = new_table("what", "units", "before", "after", "change", names=2)
     for one in growth:
         table.add_row(
-            name_category(one.category),
+            format_category(one.category),
             Text(one.where),
             write(one.before),
             write(one.after),
@@ -180,7 +181,7 @@ def _growth_table(growth: Iterable[Increase], write: Callable[[float | None], st
 
 
 def render_markdown(results: Iterable[CheckResult]) -> str:
-    """For a job's summary: one heading a check."""
+    """Render checks as Markdown for the summary of a job, one heading per check."""
     return "\n".join(line for result in results for line in _markdown_lines(result)) + "\n"
 
 
@@ -217,17 +218,17 @@ def _growth_lines(
     yield "|---|---|---:|---:|---:|"
     for one in growth:
         amounts = (write(one.before), write(one.after), f"+{write(one.increase)}")
-        cells = [name_category(one.category), one.where, *amounts]
+        cells = [format_category(one.category), one.where, *amounts]
         yield f"| {' | '.join(_escape(cell) for cell in cells)} |"
     yield ""
 
 
 def _escape(text: str) -> str:
-    """Text that Markdown and HTML show as it is: no markup, no entity, no link, no formula."""
+    """Escape text, so that Markdown and HTML show it without markup, links or formulas."""
     one_line = " ".join(text.split())
     for character in "\\`*_{}[]|<>#&~$!":
         one_line = one_line.replace(character, f"\\{character}")
-    # GitHub makes links of bare addresses.
+    # GitHub turns plain addresses into links.
     return one_line.replace("://", ":\\//").replace("www.", "www\\.")
 
 
@@ -235,7 +236,7 @@ def _escape(text: str) -> str:
 
 
 def render_annotations(results: Iterable[CheckResult]) -> str:
-    """Workflow commands: an error for each regression, a warning for what cannot be judged."""
+    """Render GitHub workflow commands: errors for regressions, warnings for unknown outcomes."""
     lines = []
     for result in results:
         if result.outcome is CheckOutcome.HOLDS:
@@ -247,7 +248,7 @@ def render_annotations(results: Iterable[CheckResult]) -> str:
 
 
 def _encode(text: str) -> str:
-    """As GitHub's runner reads the data of a workflow command."""
+    """Encode the data of a GitHub workflow command."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
@@ -255,7 +256,7 @@ def _encode(text: str) -> str:
 
 
 def render_junit(results: Iterable[CheckResult]) -> str:
-    """One suite a check, one case a metric; what cannot be judged is an error, not a pass."""
+    """Render JUnit XML: a suite per check, a case per metric; an unknown outcome is an error."""
     root = ElementTree.Element("testsuites", name="fsdp-inspect")
     for result in results:
         _add_suite(root, result)
@@ -276,7 +277,7 @@ def _add_suite(root: ElementTree.Element, result: CheckResult) -> None:
         failures=str(failures),
         errors=str(1 if is_unjudged else untold),
     )
-    # Tools tell cases apart by both names together: several checks of one job stay apart.
+    # Tools identify a case by class and name, so the class contains the check.
     of_check = {"classname": f"fsdp_inspect.{name}"}
     if is_unjudged:
         case = ElementTree.SubElement(suite, "testcase", of_check, name="check")
@@ -306,5 +307,5 @@ def _add_problem(case: ElementTree.Element, tag: str, text: str) -> None:
 
 
 def _printable(text: str) -> str:
-    """XML has no place for control characters."""
+    """Replace control characters, which XML does not allow."""
     return "".join(character if character.isprintable() else " " for character in text)

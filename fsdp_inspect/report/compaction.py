@@ -1,4 +1,4 @@
-"""What did compaction do to a run?"""
+"""Render the result of a compaction."""
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -10,7 +10,7 @@ from fsdp_inspect.trace.run import RunSource
 
 
 def render_compaction(result: CompactionResult) -> RenderableType:
-    """What was compacted, how small it is now, and what was left as it was."""
+    """Render the compacted ranks, the sizes, and the ranks that were skipped."""
     ranks = f"{len(result.compacted)} {'rank' if len(result.compacted) == 1 else 'ranks'}"
     lines = [
         Text(
@@ -21,8 +21,7 @@ def render_compaction(result: CompactionResult) -> RenderableType:
     for skipped in result.skipped:
         lines.append(
             Text(
-                f"rank {skipped.rank} of attempt {skipped.attempt} was left as it was: "
-                f"{skipped.reason}",
+                f"Rank {skipped.rank} of attempt {skipped.attempt} was skipped: {skipped.reason}",
                 style="yellow",
             )
         )
@@ -30,7 +29,7 @@ def render_compaction(result: CompactionResult) -> RenderableType:
 
 
 def render_compaction_json(run: RunSource, result: CompactionResult) -> str:
-    """The same for programs."""
+    """Render the result of a compaction as JSON."""
     return render_run_json(
         run,
         {

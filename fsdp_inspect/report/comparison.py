@@ -1,6 +1,6 @@
-"""How do runs read beside each other? What differs in words first, then the tables.
+"""Render a comparison of runs for a terminal: differences in words, then tables.
 
-Each side but the reference gets tables of its own, so that any number of sides fits 80 columns.
+Each side except the reference has its own tables, so any number of sides fits 80 columns.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,24 +19,27 @@ from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST, 
 from fsdp_inspect.comparison.settings import SettingDifference
 from fsdp_inspect.formatting import (
     MISSING,
+    ShortNames,
     format_bytes,
+    format_category,
     format_count,
     format_ns,
     format_ratio,
     format_signed,
     format_unit,
+    shorten_names,
 )
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.causes import format_cause
-from fsdp_inspect.report.layout import dim, new_table, section
+from fsdp_inspect.report.layout import dim, new_table, section, with_prefix
 from fsdp_inspect.report.values import format_kind, format_metric
 
 MOST_UNITS = 5
-"""How many units a table names, those whose exposed time changed most."""
+"""The most units in a table; those with the largest change of exposed time."""
 
-_UNIT_WIDTH = 18
+_WHOLE = ShortNames("")
 MOST_MESSAGES = 8
-"""How many collectives whose number or size changed are listed."""
+"""The most collectives with a changed number or size to list."""
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -50,8 +53,8 @@ _TELLINGS = {
 
 
 def render_comparison(comparison: Comparison) -> RenderableType:
-    """Runs beside each other: cautions, settings, conclusions, numbers, units, memory."""
-    parts: list[RenderableType] = [Text("How they differ", style="bold")]
+    """Render cautions, settings, conclusions, metrics, units and memory of the compared runs."""
+    parts: list[RenderableType] = [Text("Compared runs", style="bold")]
     parts += map(_side, comparison.sides)
     parts += [Text(f"caution: {caveat}", style="yellow") for caveat in comparison.caveats]
     parts += _settings(comparison)
@@ -66,16 +69,16 @@ def render_comparison(comparison: Comparison) -> RenderableType:
 def _side(side: Side) -> Text:
     if len(side.runs) == 1:
         return Text(f"{side.label}  {side.median_run}")
-    return Text(f"{side.label}  {len(side.runs)} runs; {side.median_run} has the median step time")
+    return Text(f"{side.label}  {len(side.runs)} runs; median step time: {side.median_run}")
 
 
 def _settings(comparison: Comparison) -> Iterator[RenderableType]:
     if not comparison.settings:
-        yield Text("Their settings are the same.")
+        yield Text("The settings are equal.")
     for setting in comparison.settings:
         values = " -> ".join(map(_written, setting.values))
         where = f" ({setting.where})" if setting.where else ""
-        yield Text(f"differs in {_setting_name(setting)}{where}: {values}")
+        yield Text(f"{_setting_name(setting)}{where}: {values}")
 
 
 def _setting_name(setting: SettingDifference) -> str:
@@ -97,10 +100,12 @@ def _conclusion(conclusion: Conclusion) -> Iterator[RenderableType]:
 
 def _tables(comparison: Comparison, other: int) -> Iterator[RenderableType]:
     labels = (comparison.sides[0].label, comparison.sides[other].label)
-    yield from section(f"{labels[1]} against {labels[0]}", _metrics(comparison, labels, other))
+    yield from section(
+        f"{labels[1]} compared with {labels[0]}", _metrics(comparison, labels, other)
+    )
     if comparison.parts:
         yield from section(
-            "Where their typical steps go (the changes add up)",
+            "Parts of the typical step (the changes add up)",
             _parts_table(comparison.parts, labels, other, _part_name),
         )
     yield from _unit_tables(comparison, labels, other)
@@ -112,15 +117,15 @@ def _unit_tables(
     comparison: Comparison, labels: Sequence[str], other: int
 ) -> Iterator[RenderableType]:
     if comparison.causes:
-        title = "Why they wait (the exposed parts of their typical steps, by cause)"
+        title = "Causes of the exposed communication"
         yield from section(title, _parts_table(comparison.causes, labels, other, format_cause))
     rows = _most_changed(comparison.units, other)
     if rows:
-        shown = f"the {len(rows)} of {len(comparison.units)} whose exposed time changed most"
-        yield from section(f"Units, {shown}", _units(rows, labels, other))
+        shown = f"{len(rows)} of {len(comparison.units)} with the largest change of exposed time"
+        yield from section(f"Units: {shown}", _units(rows, labels, other))
     messages = _messages(comparison.units, other)
     if messages:
-        title = "Collectives that changed in number or size, per step"
+        title = "Collectives with a changed number or size, per step"
         if len(messages) > MOST_MESSAGES:
             title += f" (the first {MOST_MESSAGES} of {len(messages)})"
         yield from section(title, _messages_table(messages[:MOST_MESSAGES], labels))
@@ -184,7 +189,7 @@ def _memory(comparison: Comparison, labels: Sequence[str], other: int) -> Table:
     table = new_table("", *labels, "change")
     for row in comparison.memory:
         table.add_row(
-            row.category.replace("_", " "),
+            format_category(row.category),
             format_bytes(row.values[0]),
             format_bytes(row.values[other]),
             _signed(row.changes[other - 1], format_bytes),
@@ -206,18 +211,20 @@ def _most_changed(units: Sequence[UnitComparison], other: int) -> list[UnitCompa
     return sorted(both, key=lambda unit: -abs(unit.exposed_changes_ns[other - 1] or 0))[:MOST_UNITS]
 
 
-def _units(rows: Sequence[UnitComparison], labels: Sequence[str], other: int) -> Table:
+def _units(rows: Sequence[UnitComparison], labels: Sequence[str], other: int) -> RenderableType:
     headers = [header for label in labels for header in (label, "exposed", "bus")]
     table = new_table("unit", *headers)
-    table.columns[0].max_width = _UNIT_WIDTH
     table.padding = (0, 1, 0, 0)
+    short = shorten_names(
+        format_unit(fqn) for row in rows for side in row.sides if side for fqn in side.fqns
+    )
     for row in rows:
         before, after = row.sides[0], row.sides[other]
         if before is None or after is None:
             continue
-        table.add_row(Text(_names(before.fqns), style="bold"))
+        table.add_row(Text(_names(before.fqns, short), style="bold"))
         if before.fqns != after.fqns:
-            table.add_row(Text(f"in {labels[1]}: {_names(after.fqns)}"))
+            table.add_row(Text(f"in {labels[1]}: {_names(after.fqns, short)}"))
         for kind in _KINDS:
             first, second = getattr(before, kind), getattr(after, kind)
             if first.count_per_step or second.count_per_step:
@@ -225,10 +232,10 @@ def _units(rows: Sequence[UnitComparison], labels: Sequence[str], other: int) ->
         for name in ("forward", "backward"):
             spans = [getattr(side, f"{name}_ns") for side in (before, after)]
             if not any(spans):
-                continue  # an imported trace does not tell when a unit ran
+                continue  # an imported trace does not contain the times of units
             times = [format_ns(span) for span in spans]
             table.add_row(f"  {name}", times[0], "", "", times[1], "", "")
-    return table
+    return with_prefix(short, table)
 
 
 def _times(collective: UnitCollective) -> Iterator[str]:
@@ -236,8 +243,10 @@ def _times(collective: UnitCollective) -> Iterator[str]:
         yield format_metric(name, getattr(collective, name))
 
 
-def _messages(units: Sequence[UnitComparison], other: int) -> list[tuple[str, str, str, str]]:
-    """Collectives whose number or size changed: unit, kind, before, after."""
+def _messages(
+    units: Sequence[UnitComparison], other: int
+) -> list[tuple[tuple[str, ...], str, str, str]]:
+    """Collectives whose number or size changed: units, kind, before, after."""
     rows = []
     for unit in units:
         before, after = unit.sides[0], unit.sides[other]
@@ -246,15 +255,18 @@ def _messages(units: Sequence[UnitComparison], other: int) -> list[tuple[str, st
         for kind in _KINDS:
             sizes = [_message(getattr(side, kind)) for side in (before, after)]
             if sizes[0] != sizes[1]:
-                rows.append((_names(unit.fqns), format_kind(kind), sizes[0], sizes[1]))
+                rows.append((tuple(unit.fqns), format_kind(kind), sizes[0], sizes[1]))
     return rows
 
 
-def _messages_table(rows: Sequence[tuple[str, str, str, str]], labels: Sequence[str]) -> Table:
+def _messages_table(
+    rows: Sequence[tuple[tuple[str, ...], str, str, str]], labels: Sequence[str]
+) -> RenderableType:
+    short = shorten_names(format_unit(fqn) for row in rows for fqn in row[0])
     table = new_table("unit", "", *labels, names=2)
-    for name, kind, before, after in rows:
-        table.add_row(Text(name), kind, before, after)
-    return table
+    for fqns, kind, before, after in rows:
+        table.add_row(Text(_names(fqns, short)), kind, before, after)
+    return with_prefix(short, table)
 
 
 def _message(collective: UnitCollective) -> str:
@@ -262,21 +274,18 @@ def _message(collective: UnitCollective) -> str:
     return f"{format_count(collective.count_per_step)}{size}"
 
 
-def _names(fqns: Sequence[str]) -> str:
-    return " + ".join(format_unit(fqn) for fqn in fqns)
+def _names(fqns: Sequence[str], short: ShortNames = _WHOLE) -> str:
+    return " + ".join(short(format_unit(fqn)) for fqn in fqns)
 
 
 def _footer(comparison: Comparison) -> Text:
     limit = format_ratio(PROCESS_NOISE_RATIO)
-    lines = [
-        "Times are those of the typical step, one number a run: steps of one process are not "
-        "independent."
-    ]
+    lines = ["Each run gives one time, because steps of one process are not independent."]
     if any(len(side.runs) < RUNS_FOR_A_TEST for side in comparison.sides):
         lines.append(
-            f"With fewer than {RUNS_FOR_A_TEST} runs a side, times closer than {limit} cannot be "
-            "told from process noise; counts and bytes are compared exactly."
+            f"With fewer than {RUNS_FOR_A_TEST} runs a side, changes of times below {limit} are "
+            "within noise. Counts and bytes are compared exactly."
         )
     else:
-        lines.append("Intervals are 95% of the change (Hodges-Lehmann, exact rank test).")
+        lines.append("Intervals: 95% confidence (Hodges-Lehmann, exact rank test).")
     return dim("\n".join(lines))

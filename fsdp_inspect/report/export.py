@@ -1,4 +1,4 @@
-"""How does a finished export read in a terminal?"""
+"""Render the result of an export."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -11,9 +11,9 @@ from fsdp_inspect.report.tables import TablesExport
 
 
 def render_export(result: PerfettoExport | TablesExport | MetricsExport) -> RenderableType:
-    """What was written, where, and how to open it."""
+    """Render the files of an export and how to open them."""
     if isinstance(result, MetricsExport):
-        samples = f"{result.num_samples} numbers of {result.num_families} metrics"
+        samples = f"{result.num_samples} samples of {result.num_families} metrics"
         return Text(f"Wrote {result.path}: {samples}, as OpenMetrics text.")
     if isinstance(result, PerfettoExport):
         return _render_trace(result)
@@ -31,7 +31,7 @@ def _render_trace(result: PerfettoExport) -> RenderableType:
     if result.not_drawn:
         lines.append(
             Text(
-                f"Left out {result.not_drawn} slices that hundreds of others overlap.",
+                f"{result.not_drawn} slices are left out, because hundreds of others overlap them.",
                 style="yellow",
             )
         )

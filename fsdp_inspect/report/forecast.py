@@ -1,4 +1,4 @@
-"""How does a forecast read in a terminal? What is needed, what fits, then what it is made of."""
+"""Render a forecast for a terminal: the peak, the fit, then categories and units."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,15 +9,15 @@ from rich.text import Text
 
 from fsdp_inspect.analysis.capacity.fit import Fit
 from fsdp_inspect.analysis.capacity.forecasts import ForecastRow, ForecastTable
-from fsdp_inspect.formatting import format_bytes, format_count, format_unit
-from fsdp_inspect.report.layout import dim, new_table, section
-from fsdp_inspect.report.wording import name_category
+from fsdp_inspect.analysis.memory.overview import MemoryOverview
+from fsdp_inspect.formatting import format_bytes, format_category, format_count, format_unit
+from fsdp_inspect.report.layout import dim, new_table, render_table, section
 
 MOST_OWNERS = 8
 
 
 def render_forecast(digest: ForecastTable) -> RenderableType:
-    """All that a forecast has to say."""
+    """Render a forecast with its fit, categories, units and notes."""
     return Group(*_parts(digest))
 
 
@@ -26,23 +26,18 @@ def _parts(digest: ForecastTable) -> Iterable[RenderableType]:
     if digest.fit is not None:
         for sentence in _describe_fit(digest.fit):
             yield Text(f"  {sentence}")
-    yield from section("What fills it at the peak, on rank 0", _sizes_table(digest))
+    yield from section("Memory of rank 0 at the peak", _sizes_table(digest))
     owners = digest.memory.memory.peak.owners if digest.memory.memory.peak else ()
     if owners:
-        table = new_table("unit", "", "<most of it", "")
-        for owner in owners[:MOST_OWNERS]:
-            main = owner.categories[0]
-            name = "(no unit)" if owner.fqn is None else format_unit(owner.fqn)
-            table.add_row(
-                Text(name),
-                format_bytes(owner.bytes),
-                name_category(main.category),
-                format_bytes(main.bytes),
-            )
+        table = render_table(
+            MemoryOverview.TABLE,
+            owners[:MOST_OWNERS],
+            *("unit", "bytes", "main_category", "main_category_bytes"),
+        )
         size = digest.rows[0].world_size
-        yield from section(f"By the unit that allocated it, {_ranks(size)}", table)
+        yield from section(f"Memory at the peak by unit, {_ranks(size)}", table)
     if digest.fit is not None and digest.fit.remedies:
-        yield from section("What would make it fit", _remedies_table(digest.fit))
+        yield from section("Changes that reduce the peak", _remedies_table(digest.fit))
     yield ""
     yield dim(_provenance(digest))
 
@@ -51,8 +46,7 @@ def _headline(digest: ForecastTable) -> str:
     first = digest.rows[0]
     return (
         f"{digest.name} ({format_count(digest.num_parameters)} parameters) on "
-        f"{_ranks(first.world_size)}: {format_bytes(first.peak_bytes)} at the peak, "
-        f"{_place(first)}."
+        f"{_ranks(first.world_size)}: peak {format_bytes(first.peak_bytes)}, {_place(first)}."
     )
 
 
@@ -68,21 +62,21 @@ def _ranks(count: int) -> str:
 def _describe_fit(fit: Fit) -> Iterable[str]:
     limit, on_ranks = format_bytes(fit.limit_bytes), f"on {_ranks(fit.world_size)}"
     if fit.fits:
-        yield f"It fits into {limit} {on_ranks}, {format_bytes(fit.spare_bytes)} to spare."
+        yield f"It fits into {limit} {on_ranks}. Headroom: {format_bytes(fit.spare_bytes)}."
     else:
-        yield f"It does not fit into {limit} {on_ranks}: {format_bytes(-fit.spare_bytes)} too much."
+        yield f"It does not fit into {limit} {on_ranks}: {format_bytes(-fit.spare_bytes)} missing."
     if fit.smallest_world_size == 0:
-        yield "No number of ranks up to 4096 makes it fit: what one rank computes is too much."
+        yield "It does not fit on any number of ranks up to 4,096: activations alone exceed it."
     elif fit.smallest_world_size is not None:
-        yield f"Fewest ranks (powers of two) that fit: {fit.smallest_world_size}."
+        yield f"Smallest world size (power of two) that fits: {fit.smallest_world_size}."
     if fit.largest_batch_size == 0:
-        yield f"Not even a batch of 1 on each rank fits {on_ranks}."
+        yield f"A batch of 1 per rank does not fit {on_ranks}."
     elif fit.largest_batch_size is not None:
-        yield f"Largest batch that fits {on_ranks}: {fit.largest_batch_size} on each rank."
+        yield f"Largest batch that fits {on_ranks}: {fit.largest_batch_size} per rank."
     if fit.remedies:
         found = next((remedy for remedy in fit.remedies if remedy.fits), None)
         if found is None:
-            yield "None of the changes tried below makes it fit."
+            yield "It does not fit with any of the changes below."
         else:
             yield f"It fits with {_settings(found.settings)}."
     yield from fit.unknown
@@ -93,12 +87,12 @@ def _settings(settings: Mapping[str, Any]) -> str:
 
 
 def _sizes_table(digest: ForecastTable) -> Table:
-    """Categories down, world sizes across: both grow without the table growing too wide."""
+    """A row per category and a column per world size."""
     held = [{one.category: one.bytes for one in row.categories} for row in digest.rows]
     categories = list(dict.fromkeys(category for row in held for category in row))
     table = new_table("", *(_ranks(row.world_size) for row in digest.rows))
     for category in categories:
-        table.add_row(name_category(category), *(format_bytes(row.get(category)) for row in held))
+        table.add_row(format_category(category), *(format_bytes(row.get(category)) for row in held))
     peaks = [Text(format_bytes(row.peak_bytes), style="bold") for row in digest.rows]
     table.add_row(Text("= peak", style="bold"), *peaks)
     phases = dict.fromkeys(phase for row in digest.rows for phase in row.phases)
@@ -133,16 +127,16 @@ def _provenance(digest: ForecastTable) -> str:
             f"Allowance {format_bytes(digest.allowance_bytes)}, measured on rank {measured.rank} "
             f"of run {measured.run_id}: "
             f"{format_bytes(measured.reserved_beyond_allocated_bytes)} reserved and not "
-            f"allocated, {outside}. It counts in what fits, not in the peaks."
+            f"allocated, {outside}. It counts for the fit, not for the peaks."
         )
     elif digest.allowance_bytes is not None:
         added = (
-            f"Allowance {format_bytes(digest.allowance_bytes)}, as given. It counts in what fits, "
-            "not in the peaks."
+            f"Allowance: {format_bytes(digest.allowance_bytes)}. It counts for the fit, not for "
+            "the peaks."
         )
     else:
         added = (
-            "No allowance for what is left out: measure it on a recorded GPU run with "
-            "--allowance-from RUN, or give one with --allowance."
+            "The fit has no allowance for memory outside the forecast. Measure it on a recorded "
+            "GPU run with --allowance-from RUN, or set it with --allowance."
         )
     return "\n".join([f"Predicted with torch {digest.torch_version}.", *digest.notes, added])

@@ -1,4 +1,4 @@
-"""What became of somebody else's traces?"""
+"""Render the result of an import."""
 
 import shlex
 
@@ -12,7 +12,7 @@ _SHOWN_UNITS = 3
 
 
 def render_import(imported: ImportedTraces) -> RenderableType:
-    """What was read, what is in the run now, what it cannot tell, and what to do next."""
+    """Render the imported ranks, events and units, the notes, and the next command."""
     lines = [
         Text(
             f"{_count(len(imported.ranks), 'rank')} of {imported.world_size} imported "
@@ -30,7 +30,7 @@ def render_import(imported: ImportedTraces) -> RenderableType:
 
 
 def render_snapshot(imported: ImportedSnapshot) -> RenderableType:
-    """What memory snapshots became, what they cannot tell, and what to do next."""
+    """Render the imported memory snapshots, the notes, and the next command."""
     lines = [
         Text(
             f"{_count(len(imported.files), 'memory snapshot')} imported, "

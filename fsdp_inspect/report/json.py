@@ -1,4 +1,4 @@
-"""Write result objects as JSON: their own fields, nothing renamed."""
+"""Render results as JSON, with the names of their fields as keys."""
 
 import json
 from typing import Any
@@ -8,20 +8,19 @@ from fsdp_inspect.trace.run import RunSource
 
 
 def render_json(result: object) -> str:
-    """A result object as JSON text, keys in the order of its fields.
+    """Render a result as JSON text, with keys in the order of its fields.
 
-    A value that JSON does not know (a loss of NaN or infinity) is null, so that every parser reads
-    the output.
+    NaN and infinity are not valid in JSON, so they become null.
     """
     return _dump(_plain(result))
 
 
 def render_run_json(run: RunSource, result: object) -> str:
-    """What was asked about one run as JSON text.
+    """Render a result about one run as JSON text.
 
-    Every command begins alike: `run_id`, `source` (`recorded`, `emulated`, `imported`,
-    `predicted`) and `notes` (what is missing or odd); then the result's own fields. Notes of the
-    result win, which may know more than those of the run.
+    The first keys are `run_id`, `source` (`recorded`, `emulated`, `imported`, `predicted`) and
+    `notes` (missing or unusual data). The fields of the result follow. If the result has notes,
+    they replace the notes of the run.
     """
     head = {
         "run_id": run.manifest.run_id,

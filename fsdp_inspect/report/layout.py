@@ -1,22 +1,32 @@
-"""How are reports laid out in a terminal? Tables without borders, titled sections, bars."""
+"""Lay out reports for a terminal: tables from column specifications, titled sections, bars."""
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_inspect.formatting import format_owner, format_unit, show_controls
+from fsdp_inspect.columns import Column, TableSpec
+from fsdp_inspect.formatting import (
+    ELLIPSIS,
+    ShortNames,
+    format_owner,
+    format_unit,
+    shorten_names,
+    show_controls,
+)
 
 BAR_WIDTH = 32
+_LONGEST_WORD = len("reduce-scatter")
 
 
 class Harmless:
-    """Anything to print, its texts with control characters shown: a terminal obeys none of them.
+    """Prints a renderable with visible control characters, so that the terminal executes none.
 
-    Names of units and hosts come from traces and run folders that others wrote.
+    Names of units and hosts come from traces and run folders that are not trusted.
     """
 
     def __init__(self, renderable: RenderableType) -> None:
@@ -28,22 +38,92 @@ class Harmless:
             yield Segment(text, segment.style, segment.control)
 
 
-def new_table(*headers: str, names: int = 1) -> Table:
-    """A borderless table whose first `names` columns are names and whose others are numbers.
+def render_table(
+    spec: TableSpec,
+    rows: Sequence[Any],
+    *names: str,
+    bar_of: Callable[[Any], RenderableType] | None = None,
+    totals: Sequence[Sequence[str]] = (),
+) -> RenderableType:
+    """Render the rows of a result as a table without borders.
 
-    A header that begins with `<` makes its column one of words: to the left, and folded.
+    Long names of units lose the prefix that they share; a line above the table states it.
+
+    Args:
+        spec: The columns.
+        rows: The rows, in order.
+        names: The columns to show, in this order; default all. Columns of words without any value
+            are left out.
+        bar_of: Draws a bar at the end of each row.
+        totals: The cells of further rows at the end.
+    """
+    chosen = spec.only(*names) if names else spec
+    shown = chosen.without_empty_words(rows)
+    short = shorten_names(
+        str(column.value(row))
+        for column in shown.columns
+        if column.names_unit
+        for row in rows
+        if column.value(row) is not None
+    )
+    table = _empty_table()
+    for column in shown.columns:
+        table.add_column(
+            column.label,
+            justify="left" if column.is_text else "right",
+            overflow="fold" if column.is_text else "ellipsis",
+            no_wrap=not column.is_text or _is_narrow(column, rows),
+        )
+    if bar_of is not None:
+        table.add_column("", no_wrap=True)
+    for row in rows:
+        cells: list[RenderableType] = [_cell(column, row, short) for column in shown.columns]
+        table.add_row(*cells, *([bar_of(row)] if bar_of else []))
+    for cells_of_total in totals:
+        table.add_row(*map(Text, cells_of_total))
+    return with_prefix(short, table)
+
+
+def _is_narrow(column: Column, rows: Sequence[Any]) -> bool:
+    """Whether a column of words never folds, because all of its words are short."""
+    is_short = all(len(column.text(row)) <= _LONGEST_WORD for row in rows)
+    return is_short and not column.names_unit
+
+
+def _cell(column: Column, row: Any, short: ShortNames) -> Text:
+    text = column.text(row)
+    return Text(short(text) if column.names_unit else text)
+
+
+def with_prefix(short: ShortNames, table: Table) -> RenderableType:
+    """The table, below a line that states the prefix that its names of units lack."""
+    if not short.prefix:
+        return table
+    return Group(dim(f"Unit names: {ELLIPSIS} is {short.prefix}"), table)
+
+
+def new_table(*headers: str, names: int = 1) -> Table:
+    """A table without borders. Words are left-aligned and fold; numbers are right-aligned.
+
+    Args:
+        headers: The headers. `<` before a header makes a column of words.
+        names: This many columns at the start are words without `<`.
     """
     has_header = any(header.strip("<") for header in headers)
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=has_header, header_style="dim")
+    table = _empty_table(has_header=has_header)
     for position, header in enumerate(headers):
-        is_name = position < names or header.startswith("<")
+        is_words = position < names or header.startswith("<")
         table.add_column(
             header.removeprefix("<"),
-            justify="left" if is_name else "right",
-            overflow="fold" if is_name else "ellipsis",
-            no_wrap=not is_name,
+            justify="left" if is_words else "right",
+            overflow="fold" if is_words else "ellipsis",
+            no_wrap=not is_words,
         )
     return table
+
+
+def _empty_table(*, has_header: bool = True) -> Table:
+    return Table(box=None, padding=(0, 2, 0, 0), show_header=has_header, header_style="dim")
 
 
 def section(title: str, *bodies: RenderableType) -> Iterator[RenderableType]:
@@ -54,29 +134,34 @@ def section(title: str, *bodies: RenderableType) -> Iterator[RenderableType]:
 
 
 def bar(ratio: float, block: str = "█") -> Text:
-    """A share from 0 to 1 as a bar; the smallest share is still seen."""
-    return Text(block * round(ratio * BAR_WIDTH) or "▏")
+    """A ratio from 0 to 1 as a bar; the smallest ratio is still visible."""
+    return Text(block * round(ratio * BAR_WIDTH) or "▏", no_wrap=True)
+
+
+def indented(text: str) -> RenderableType:
+    """A sentence below a headline."""
+    return Padding(Text(text), (0, 0, 0, 2))
 
 
 def dim(text: str) -> Text:
-    """Small print."""
+    """Secondary text."""
     return Text(text, style="dim")
 
 
 class Owned(Protocol):
-    """Communication that may belong to a unit."""
+    """Communication, which may belong to a unit."""
 
     @property
     def fqn(self) -> str | None:
-        """None: it belongs to none."""
+        """None if it belongs to no unit."""
 
     @property
     def is_fsdp(self) -> bool | None:
-        """None where the source does not tell."""
+        """None if the source does not record it."""
 
 
 def owner_name(owned: Owned) -> Text:
-    """Whose communication it is, as plain text, never markup."""
+    """The owner of communication as plain text, never markup."""
     return Text(format_owner(owned.fqn, owned.is_fsdp))
 
 

@@ -1,4 +1,4 @@
-"""What did a merge put together?"""
+"""Render the result of a merge."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from fsdp_inspect.store.merging import MergeResult
 
 
 def render_merge(result: MergeResult) -> RenderableType:
-    """What is in the new folder, and what is still missing."""
+    """Render the content of the merged run folder and the missing ranks."""
     return Group(*_lines(result))
 
 
@@ -21,7 +21,7 @@ def _lines(result: MergeResult) -> Iterator[Text]:
     )
     if result.copies:
         several = format_numbers(sorted({rank for _, rank in result.copies}))
-        yield Text(f"Identical copies of the ranks {several} lay in several parts.")
+        yield Text(f"Several parts contain identical copies of the ranks {several}.")
     for attempt in sorted({attempt for attempt, _ in result.missing_ranks}):
         missing = [rank for number, rank in result.missing_ranks if number == attempt]
         yield Text(
@@ -31,9 +31,9 @@ def _lines(result: MergeResult) -> Iterator[Text]:
         )
     for skipped in result.skipped:
         yield Text(
-            f"rank {skipped.rank} of attempt {skipped.attempt} was copied as it is: "
+            f"Rank {skipped.rank} of attempt {skipped.attempt} was copied without changes: "
             f"{skipped.reason}",
             style="yellow",
         )
     if not result.has_run_summary:
-        yield Text("The run has no summary: it opens more slowly.", style="yellow")
+        yield Text("The run has no summary file, so it opens more slowly.", style="yellow")

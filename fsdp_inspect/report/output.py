@@ -1,7 +1,7 @@
-"""How does an export reach the disk? Whole or not at all, and never over what was there before.
+"""Write exports completely or not at all.
 
-Everything is written beside its place and renamed when it is complete, so that Ctrl-C, a full disk
-or an error leaves no half file. What already lies there is replaced only when that was asked for.
+An export is written to a temporary path next to its destination and renamed when it is complete.
+Ctrl-C, a full disk or an error leaves no partial file. Existing files are replaced only on request.
 """
 
 import shutil
@@ -15,17 +15,17 @@ from fsdp_inspect.store.records import unfinished_path
 
 @contextmanager
 def whole_file(path: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """A file to write; it takes its place when the block ends well, and is gone otherwise.
+    """Write a file that appears at its path only if the block succeeds.
 
     Args:
-        path: Its place; missing folders above it are made.
-        replaces: A file that is there already may be replaced.
+        path: The destination. Missing parent folders are created.
+        replaces: Whether an existing file may be replaced.
 
     Yields:
-        Where to write.
+        The temporary path to write to.
 
     Raises:
-        ExportError: Something is there already, or the place cannot be written to.
+        ExportError: The path exists, or it cannot be written.
     """
     _require_free(path, replaces=replaces)
     unfinished = unfinished_path(path)
@@ -42,9 +42,9 @@ def whole_file(path: Path, *, replaces: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """As `whole_file`, for a folder of files.
+    """Write a folder of files, as `whole_file` writes one file.
 
-    In a folder that exists, files of the same name are replaced and all others are left alone.
+    In an existing folder, files with the same names are replaced. Other files stay.
     """
     if not path.is_dir() or any(path.iterdir()):
         _require_free(path, replaces=replaces and path.is_dir())
@@ -72,13 +72,13 @@ def _require_free(path: Path, *, replaces: bool) -> None:
         what = "a folder" if path.is_dir() else "a file"
         if not replaces or (path.is_dir() and path.suffix):
             raise ExportError(
-                f"There is {what} at {str(path)!r} already. Expected a new place. Choose another "
-                "--out, or add --force to replace what an earlier export wrote there."
+                f"{str(path)!r} already exists: it is {what}. Expected a new path. Choose another "
+                "--out, or add --force to replace an earlier export."
             )
 
 
 def _describe_refusal(path: Path, error: OSError) -> ExportError:
     return ExportError(
-        f"Cannot write {str(path)!r}: {error.strerror or error}. Expected a place on a disk with "
-        "room that this user may write to. Nothing was left behind; choose another --out."
+        f"Cannot write {str(path)!r}: {error.strerror or error}. Expected a writable path with "
+        "enough free space. No partial file remains. Choose another --out."
     )

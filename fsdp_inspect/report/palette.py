@@ -1,8 +1,8 @@
-"""Which colour means what? One fixed, colour-blind-safe look for each kind of time.
+"""Define one colour-blind-safe look for each kind of time and memory.
 
-Okabe and Ito's eight colours, used alike by charts and timeline, in light and in dark. A wait that
-is exposed has the colour of the collective that is waited for and is hatched as well, so that it
-reads without colour. `ink` is the colour of text on the fill.
+Charts and the timeline use the eight colours of Okabe and Ito, in light and dark mode. An exposed
+wait has the colour of its collective and is hatched, so it is visible without colour. `ink` is the
+colour of text on the fill.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _BLACK, _WHITE = "#111418", "#FFFFFF"
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How one kind of time is drawn and named."""
+    """The colours and the name of one kind of time."""
 
     label: str
     colour: str
@@ -65,7 +65,7 @@ _WAIT_LOOKS = {
 
 
 def look_of_wait(kind: str, fqn: str | None) -> Look:
-    """The look of waiting for a collective of that kind; those of no unit are drawn alike."""
+    """The look of a wait for a collective of that kind; all waits without a unit look alike."""
     return EXPOSED_OTHER if fqn is None else _WAIT_LOOKS.get(kind, EXPOSED_OTHER)
 
 
@@ -84,5 +84,5 @@ MEMORY_LOOKS = {
     "outside_allocator": Look("outside allocator", "#4A5560", _WHITE),
     "unattributed": Look("unattributed", "#B9C0C7", _BLACK),
 }
-"""The look of every memory category: parameters blue, gradients orange; what FSDP makes for a
-moment of either is lighter, its buffers are darker."""
+"""The look of each memory category: parameters are blue and gradients orange. Unsharded ones are
+lighter, and buffers are darker."""

@@ -1,6 +1,6 @@
-"""How are the ranks of a run against each other put into words?
+"""Describe the comparison of a run's ranks in sentences that all reports share.
 
-The text is plain: whoever shows it escapes it for the place where it is shown.
+The text is plain: each report escapes it for its format.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from fsdp_inspect.report.values import format_metric
 
 
 def describe_answer(ranks: Ranks) -> tuple[str, ...]:
-    """Whether there is a straggler and what it costs, the answer first."""
+    """Describe the straggler and its cost, or that there is none; the headline first."""
     if ranks.straggler is not None and ranks.replay is not None:
         lines = [
             _straggler(ranks.straggler),
@@ -26,85 +26,84 @@ def describe_answer(ranks: Ranks) -> tuple[str, ...]:
             lines.append(_imbalance(ranks, ranks.replay))
     if ranks.skewed_ratio is not None:
         lines.append(
-            "Ranks arrive further apart than the transfer takes at "
+            "The skew is longer than the transfer at "
             f"{format_metric('skewed_ratio', ranks.skewed_ratio)} of the collectives."
         )
     return tuple(lines)
 
 
 def describe_rank(row: RankRow) -> str:
-    """One rank in a line: its step, its waiting, its own work, and when it arrives."""
+    """Describe the step, the exposed waits, the own work and the arrivals of one rank."""
     where = f" ({row.host})" if row.host else ""
     arrives = ""
     if row.last_ratio is not None:
         arrives = (
             f" It arrives last at {format_metric('last_ratio', row.last_ratio)} of the "
-            f"collectives, typically {format_metric('lateness_ns', row.lateness_ns)} after the "
-            "first rank."
+            f"collectives, {format_metric('lateness_ns', row.lateness_ns)} after the first rank "
+            "(median)."
         )
     return (
-        f"Rank {row.rank}{where} takes {format_metric('step_time_ns', row.step_time_ns)} a step, "
-        f"waits {format_metric('exposed_ns', row.exposed_ns)} of it for the others and works "
-        f"{format_metric('own_work_ns', row.own_work_ns)} itself.{arrives}"
+        f"Rank {row.rank}{where}: {format_metric('step_time_ns', row.step_time_ns)} a step, of "
+        f"which {format_metric('exposed_ns', row.exposed_ns)} exposed and "
+        f"{format_metric('own_work_ns', row.own_work_ns)} own work.{arrives}"
     )
 
 
 def _straggler(straggler: Straggler) -> str:
     where = f" ({straggler.host})" if straggler.host else ""
     return (
-        f"Rank {straggler.rank}{where} is a straggler: it arrives last at "
-        f"{format_metric('last_ratio', straggler.last_ratio)} of the collectives, and costs "
-        f"{format_metric('cost_ns', straggler.cost_ns)} of each step "
-        f"({format_metric('cost_ratio', straggler.cost_ratio)})."
+        f"Rank {straggler.rank}{where} is a straggler and costs "
+        f"{format_metric('cost_ns', straggler.cost_ns)} a step."
     )
 
 
 def _meanwhile(straggler: Straggler) -> str:
     return (
-        f"Where it is last, it comes {format_metric('late_ns', straggler.late_ns)} after the rank "
-        f"in the middle, most of all in {straggler.phase}. Meanwhile: its "
-        f"{straggler.meanwhile.replace('_', ' ')} takes "
-        f"{format_metric('meanwhile_ns', straggler.meanwhile_ns)} longer per step than the others'."
+        f"It arrives last at {format_metric('last_ratio', straggler.last_ratio)} of the "
+        f"collectives, {format_metric('late_ns', straggler.late_ns)} after the median rank, mostly "
+        f"in {straggler.phase}. Its {straggler.meanwhile.replace('_', ' ')} takes "
+        f"{format_metric('meanwhile_ns', straggler.meanwhile_ns)} longer per step than on other "
+        f"ranks. The cost is {format_metric('cost_ratio', straggler.cost_ratio)} of the step."
     )
 
 
 def _replay(replay: StepReplay, straggler: Straggler) -> str:
     return (
-        f"Predicted: without what rank {straggler.rank} regularly works longer than rank "
-        f"{straggler.like_rank}, {_steps(replay.steps)} take "
+        f"Predicted: if rank {straggler.rank} worked as long as rank {straggler.like_rank}, "
+        f"{_steps(replay.steps)} would take "
         f"{format_metric('step_time_ns', replay.replayed_ns - straggler.cost_ns)} a step instead "
         f"of {format_metric('step_time_ns', replay.replayed_ns)}. {_self_check(replay)}"
     )
 
 
 def _self_check(replay: StepReplay) -> str:
-    """What the replay's agreement with its own steps says, and what it does not."""
+    """State the error of the replay on the recorded steps."""
     return (
-        "Self-check: the replay gives the steps that it was read from to within "
-        f"{format_metric('error_ratio', replay.error_ratio)}, so their order is understood; how "
-        "far a changed step would be off is not known."
+        "Self-check: the replay differs from the recorded steps by "
+        f"{format_metric('error_ratio', replay.error_ratio)}. Its error on changed steps is "
+        "unknown."
     )
 
 
 def _no_straggler(ranks: Ranks) -> str:
     if not ranks.ranks:
-        return "No step counts yet, so no rank can be compared."
+        return "Ranks cannot be compared: the run has no timed step."
     if len(ranks.ranks) == 1:
-        return "Only one rank is in this run folder: there is no other to compare it with."
+        return "Ranks cannot be compared: the run folder has one rank only."
     if ranks.straggler_refusal is not None:
-        return f"Whether there is a straggler cannot be told: {ranks.straggler_refusal}"
+        return f"It is unknown whether there is a straggler: {ranks.straggler_refusal}"
     if ranks.replay is not None:
         return (
-            "No straggler: no rank works longest in three quarters of the steps, makes the others "
-            f"wait and costs {format_ratio(LEAST_COST_RATIO)} of a step."
+            "No straggler: no rank works longest in 75% of the steps, delays the other ranks and "
+            f"costs {format_ratio(LEAST_COST_RATIO)} of a step."
         )
     least = _waits_least(ranks.ranks)
     if least is None:
-        return "Whether there is a straggler is not known: no collective of two ranks matches."
+        return "It is unknown whether there is a straggler: no collective of two ranks matches."
     return (
-        f"What a straggler costs is not known. Rank {least.rank} waits least: "
+        f"The cost of a straggler is unknown. Rank {least.rank} waits least: "
         f"{format_metric('shortest_ratio', least.shortest_ratio)} of the collectives are shortest "
-        "on it, which is a sign of arriving last."
+        "on it, a sign that it arrives last."
     )
 
 
@@ -115,9 +114,9 @@ def _waits_least(rows: Sequence[RankRow]) -> RankRow | None:
 
 def _imbalance(ranks: Ranks, replay: StepReplay) -> str:
     return (
-        f"All lateness together costs {format_metric('imbalance_ns', ranks.imbalance_ns)} of a "
-        f"step of {format_metric('step_time_ns', replay.replayed_ns)}: replayed with every rank "
-        f"working alike (predicted from {_steps(replay.steps)}), chance differences included. "
+        f"Imbalance costs {format_metric('imbalance_ns', ranks.imbalance_ns)} of a step of "
+        f"{format_metric('step_time_ns', replay.replayed_ns)} (predicted from "
+        f"{_steps(replay.steps)}, with equal work on all ranks; random differences count). "
         f"{_self_check(replay)}"
     )
 
@@ -127,11 +126,11 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 def describe_comparing(ranks: Ranks) -> str:
-    """How the ranks were compared, one sentence a line."""
-    lines = ["Times of ranks: measured, the typical step of each."]
+    """Describe how the ranks were compared, one sentence a line."""
+    lines = ["Times are measured, of the typical step of each rank."]
     if ranks.sampled_ranks and ranks.sampled_steps:
         lines.append(
-            f"Collectives: of {len(ranks.sampled_ranks)} of {len(ranks.ranks)} ranks in "
+            f"Collectives: {len(ranks.sampled_ranks)} of {len(ranks.ranks)} ranks in "
             f"{len(ranks.sampled_steps)} timed steps, matched by process group and number. "
             f"Transfer: {find_metric('pure_transfer_ns').definition}."
         )

@@ -1,4 +1,4 @@
-"""Which ranks and steps of a run does an export hold?"""
+"""Select the ranks and steps of a run for an export."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from fsdp_inspect.trace.run import RankRecord, RunSource
 from fsdp_inspect.trace.tables import EventTable
 
 _STEPS_AT_ONCE = 32
-"""So many steps of one rank are in memory at a time."""
+"""The number of steps of one rank to hold in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Selection:
     records: tuple[RankRecord, ...]
     """By rank."""
     steps: frozenset[int] | None
-    """None: all, an unfinished one at the end included."""
+    """None: all steps, including an unfinished last one."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -32,17 +32,17 @@ class Selection:
 def select(
     run: RunSource, *, ranks: Collection[int] | None, steps: Collection[int] | None
 ) -> Selection:
-    """The ranks and steps that were asked for; None stands for all.
+    """Select ranks and steps; None selects all.
 
     Raises:
-        IncompleteRunError: The run does not hold one of the ranks, or none of the steps.
+        IncompleteRunError: A rank or all steps are missing in the run.
     """
     known = {record.rank: record for record in sorted(run.ranks, key=lambda one: one.rank)}
     missing = sorted(set(ranks or ()) - set(known))
     if missing or not known:
         raise IncompleteRunError(
-            f"Run {run.manifest.run_id!r} holds nothing of rank {missing[0] if missing else 0}. "
-            f"It holds {len(known)} ranks: {_few(known)}. Choose among them with --ranks."
+            f"Rank {missing[0] if missing else 0} not found in run {run.manifest.run_id!r}. "
+            f"Expected one of its {len(known)} ranks: {_few(known)}. Choose with --ranks."
         )
     if steps is not None:
         _require_steps(run, known if ranks is None else ranks, steps)
@@ -53,12 +53,12 @@ def select(
 
 
 def event_blocks(run: RunSource, selection: Selection, rank: int) -> Iterator[EventTable]:
-    """The events of one rank, some steps at a time, by step."""
+    """Read the events of one rank in blocks of steps, ordered by step."""
     finished = run.summary(ranks=[rank], kinds=[EventKind.STEP]).step
     if selection.steps is not None:
         chosen = sorted(selection.steps)
     elif len(finished):
-        # What was recorded after the last finished step belongs to the next one.
+        # Events after the last finished step belong to the next step.
         last = int(finished.max())
         chosen = [*np.unique(finished).tolist(), last + 1, last + 2]
     else:
@@ -69,7 +69,7 @@ def event_blocks(run: RunSource, selection: Selection, rank: int) -> Iterator[Ev
 
 
 def steps_in(events: EventTable) -> Iterator[EventTable]:
-    """The events of each step, by step."""
+    """Split events by step, in ascending order."""
     for step in np.unique(events.step).tolist():
         yield events.where(events.step == step)
 
@@ -80,8 +80,8 @@ def _require_steps(run: RunSource, ranks: Collection[int], steps: Collection[int
     if not set(steps) & begun:
         exist = f"{finished[0]} to {finished[-1]}" if finished else "none"
         raise IncompleteRunError(
-            f"Run {run.manifest.run_id!r} finished none of the steps {_few(sorted(steps))}. "
-            f"Its finished steps: {exist}. Choose among them with --steps."
+            f"Steps {_few(sorted(steps))} not found in run {run.manifest.run_id!r}. Expected "
+            f"finished steps: {exist}. Choose with --steps."
         )
 
 

@@ -1,16 +1,16 @@
-"""How do a run's tables read in other programs? CSV or Parquet, words instead of codes.
+"""Export the tables of a run as CSV or Parquet files.
 
-One file a table, with a `rank` column, written rank by rank so that memory does not grow with the
-run. Codes become their names, unit numbers the unit's fqn (the root reads `(root)`), -1 becomes
-"missing" (an empty cell, a null), and every number's unit is in its column's name. Times are ns on
-the recording rank's own clock.
+Each table is one file with a `rank` column. The files are written rank by rank, so memory does not
+grow with the run. Codes become names, unit indices become fqns (the root unit is `(root)`), and -1
+becomes a missing value (an empty cell, a null). The name of a column ends in its unit. Times are
+nanoseconds on the clock of the recording rank.
 
-A text that a spreadsheet would run as a formula is preceded by `'` in CSV files.
+In CSV files, `'` precedes a text that a spreadsheet would execute as a formula.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,14 +43,18 @@ from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource
 from fsdp_inspect.trace.tables import MISSING_INT, Table
 
 Progress = Callable[[int, int], None]
-"""Called with the number of ranks that are done, and of all."""
+"""Called with the number of exported ranks and the number of all ranks."""
 
 Columns = dict[str, Any]
 """Arrow arrays of equal length by name."""
 
 
+_FQN_COLUMN = "unit_fqn"
+"""The column that names the unit in every table, so that tables can be joined on it."""
+
+
 class TableFormat(StrEnum):
-    """What the files are."""
+    """The format of the files."""
 
     CSV = "csv"
     PARQUET = "parquet"
@@ -58,7 +62,7 @@ class TableFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WrittenTable:
-    """One file."""
+    """One exported file."""
 
     name: str
     file: str
@@ -68,7 +72,7 @@ class WrittenTable:
 
 @dataclass(frozen=True, slots=True)
 class TablesExport:
-    """What was written."""
+    """The files of an export."""
 
     path: Path
     ranks: tuple[int, ...]
@@ -84,15 +88,15 @@ def write_tables(
     table_format: TableFormat,
     progress: Progress = lambda done, total: None,
 ) -> TablesExport:
-    """Write every table of some ranks and steps of a run.
+    """Write all tables for some ranks and steps of a run.
 
     Args:
         run: A recorded run.
-        selection: Which ranks and steps; device samples, which know no step, are written whole.
-        path: Named in the result.
+        selection: The ranks and steps. Device samples have no step and are always complete.
+        path: The path to state in the result.
         place: The folder to write into.
         table_format: CSV or Parquet.
-        progress: Told after each rank.
+        progress: Called after each rank.
     """
     words, timed = _Words.of(run.manifest), select_steps(run).timed
     with ExitStack() as stack:
@@ -139,7 +143,7 @@ def _of_steps(table: Any, selection: Selection) -> Any:
 def _step_columns(
     run: RunSource, rank: int, selection: Selection, timed: Collection[int]
 ) -> Columns:
-    """One row a finished step: its time, the parts that add up to it, its memory."""
+    """One row per finished step: its time, the parts that add up to it, and its memory."""
     kinds = [EventKind.STEP, *StepPart]
     rows = _of_steps(run.summary(ranks=[rank], kinds=kinds), selection)
     steps, position = np.unique(rows.step, return_inverse=True)
@@ -165,32 +169,19 @@ def _step_columns(
 
 
 def _unit_columns(run: RunSource) -> Columns:
-    """One row a unit, as the median rank saw it; nested results become `all_gather_bytes`."""
+    """The columns of `UnitCosts.TABLE` on the median rank, one row a unit."""
     costs = measure_units(run)
-    rows = [{"rank": costs.rank, **_flat(unit)} for unit in costs.units]
-    if not rows:
+    if not costs.units:
         return {}
-    return {name: pa.array([row[name] for row in rows]) for name in rows[0]}
-
-
-def _flat(result: Any, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for field in fields(result):
-        value, name = getattr(result, field.name), f"{prefix}{field.name}"
-        if is_dataclass(value):
-            flat |= _flat(value, f"{name}_")
-        elif name == "fqn":
-            flat["unit_fqn"] = format_unit(value)
-        elif name == "reshard_after_forward":
-            flat[name] = None if value is None else str(value).lower()
-        else:
-            flat[name] = value
-    return flat
+    table = costs.to_arrow()
+    rank = pa.array([costs.rank] * len(table), pa.int32())
+    named = {_FQN_COLUMN if name == "unit" else name: table[name] for name in table.column_names}
+    return {"rank": rank, **named}
 
 
 @dataclass(frozen=True, slots=True)
 class _Labels:
-    """The words of one column's codes; a code without one is missing."""
+    """The names of the codes of one column. A code without a name is missing."""
 
     by_code: Mapping[int, str]
 
@@ -205,7 +196,7 @@ class _Labels:
 
 
 def _flag_labels() -> _Labels:
-    """Every combination of flags in words: `async, prefetched`."""
+    """A name for each combination of flags: `async, prefetched`."""
     flags = list(EventFlag)
     named = [str(flag.name).lower().replace("_", " ") for flag in flags]
     combinations: dict[int, str] = {}
@@ -251,12 +242,12 @@ _SUMMARY_WORDS: Mapping[str, _Labels] = {
     "kind": _Labels.of(EventKind, StepPart),
 }
 _NUMBERS = frozenset({"step", "microbatch", "count", "attempt"})
-"""Columns in which every number counts, -1 too."""
+"""Columns in which -1 is a value, not a missing one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """Turns the columns of a run's tables into words and missing values."""
+    """Replaces the codes in a run's tables by names and missing values."""
 
     units: _Labels
     groups: _Labels
@@ -280,18 +271,18 @@ class _Words:
         words: Mapping[str, _Labels],
         names: Mapping[str, str],
     ) -> Columns:
-        """The columns of a table, with the rank in front.
+        """The columns of a table, after a column with the rank.
 
         Args:
-            rank: Whose table it is.
-            table: Its rows.
-            words: For columns that hold codes.
-            names: New names, for columns whose name lacks its unit.
+            rank: The rank that recorded the table.
+            table: The rows.
+            words: The names of codes, by column.
+            names: New names of columns whose name lacks the unit.
         """
         labelled: Columns = {"rank": pa.array(np.full(len(table), rank, dtype=np.int32))}
         for name, values in table.columns().items():
             if name == "unit":
-                labelled["unit_fqn"] = self.units.apply(values)
+                labelled[_FQN_COLUMN] = self.units.apply(values)
             elif name == "issued_by":
                 labelled["issued_by_fqn"] = self.units.apply(values)
             elif name == "group":
@@ -309,7 +300,7 @@ def _nullable(values: NDArray[Any]) -> Any:
 
 
 class _Sheet(Protocol):
-    """What writes tables of one schema into one file."""
+    """Writes tables of one schema into one file."""
 
     def write_table(self, table: pa.Table) -> None:
         """Append the rows."""
@@ -319,12 +310,12 @@ class _Sheet(Protocol):
 
 
 class _TableFile:
-    """One file of an export, made when the first rows come."""
+    """One file of an export. The first rows create it."""
 
     def __init__(self, name: str, folder: Path, table_format: TableFormat) -> None:
         self._name = name
         self._format = table_format
-        self._place = folder / f"{name}.{table_format}"
+        self._path = folder / f"{name}.{table_format}"
         self._sheet: _Sheet | None = None
         self._schema = pa.schema([])
         self._num_rows = 0
@@ -338,47 +329,47 @@ class _TableFile:
 
     @property
     def written(self) -> WrittenTable:
-        """What the file holds by now."""
-        return WrittenTable(self._name, self._place.name, self._num_rows, tuple(self._schema.names))
+        """The file as written so far."""
+        return WrittenTable(self._name, self._path.name, self._num_rows, tuple(self._schema.names))
 
     def write(self, columns: Columns) -> None:
-        """Append rows; no columns at all write nothing."""
+        """Append rows. Without columns, nothing is written."""
         if not columns:
             return
         table = pa.table(columns)
         if self._format is TableFormat.CSV:
-            table = _defused(table)
+            table = _without_formulas(table)
         if self._sheet is None:
             self._schema = table.schema
-            self._sheet = _open_sheet(self._place, table.schema, self._format)
+            self._sheet = _open_sheet(self._path, table.schema, self._format)
         self._sheet.write_table(table)
         self._num_rows += len(table)
 
 
-def _open_sheet(place: Path, schema: pa.Schema, table_format: TableFormat) -> _Sheet:
+def _open_sheet(path: Path, schema: pa.Schema, table_format: TableFormat) -> _Sheet:
     sheet: _Sheet
     if table_format is TableFormat.CSV:
-        sheet = pyarrow.csv.CSVWriter(str(place), schema)
+        sheet = pyarrow.csv.CSVWriter(str(path), schema)
     else:
-        sheet = pyarrow.parquet.ParquetWriter(str(place), schema, compression="zstd")
+        sheet = pyarrow.parquet.ParquetWriter(str(path), schema, compression="zstd")
     return sheet
 
 
 _FORMULA = r"^\s*[=+\-@]|^[\t\r\n]"
 
 
-def _defused(table: pa.Table) -> pa.Table:
-    """The same table with texts that a spreadsheet and a terminal show and never run."""
+def _without_formulas(table: pa.Table) -> pa.Table:
+    """The same table, with texts that a spreadsheet or a terminal cannot execute."""
     for position, field in enumerate(table.schema):
         if pa.types.is_string(field.type):
-            texts = _shown(table.column(position))
+            texts = _with_visible_controls(table.column(position))
             quoted = pc.replace_substring_regex(texts, "^", "'", max_replacements=1)
             harmless = pc.if_else(pc.match_substring_regex(texts, _FORMULA), quoted, texts)
             table = table.set_column(position, field, harmless)
     return table
 
 
-def _shown(texts: "pa.ChunkedArray[Any]") -> "pa.Array[Any]":
+def _with_visible_controls(texts: "pa.ChunkedArray[Any]") -> "pa.Array[Any]":
     encoded = texts.combine_chunks().dictionary_encode()
     names = [show_controls(str(text)) for text in encoded.dictionary.to_pylist()]
     return pa.array(names, pa.string()).take(encoded.indices)

@@ -1,7 +1,4 @@
-"""How does a tuning session read in a terminal? The answer, what held, what to do next.
-
-Nothing is computed here.
-"""
+"""Render a tuning session for a terminal: the answer, the plans, what to do next."""
 
 from collections.abc import Iterator, Sequence
 
@@ -22,15 +19,15 @@ _EXPLAINED = (Ruling.DID_NOT_HOLD, Ruling.NOT_COMPARABLE)
 
 
 def render_tuning(tuning: Tuning, next_steps: Sequence[str]) -> RenderableType:
-    """What a session found, plan by plan, and what to do next."""
+    """Render the result of a session, its plans, and what to do next."""
     return Group(Text(tuning.answer, style="bold"), *_parts(tuning, next_steps))
 
 
 def _parts(tuning: Tuning, next_steps: Sequence[str]) -> Iterator[RenderableType]:
     if not tuning.is_whole:
-        yield Text("The session is not done: plans without numbers have not run.", style="yellow")
+        yield Text("The session is incomplete: plans without numbers have not run.", style="yellow")
     if tuning.findings:
-        yield from section("Before any plan", *(_line(one.sentence) for one in tuning.findings))
+        yield from section("Findings", *(_line(one.sentence) for one in tuning.findings))
     if tuning.plans:
         yield from section("Step time and peak, predicted and measured", _table(tuning.plans))
         yield from section("The plans", *(_line(line) for line in _plans(tuning.plans)))
@@ -63,25 +60,24 @@ def _plans(plans: Sequence[TunedPlan]) -> Iterator[str]:
     for plan in plans:
         yield f"{plan.number}. {plan.what}  [{plan.plan_file}]"
         if plan.failure is not None:
-            yield f"   Did not run to its end: {plan.failure}."
+            yield f"   Failed: {plan.failure}."
         if plan.verification is not None and plan.ruling in _EXPLAINED:
             yield f"   {plan.verification.answer}"
 
 
 def _provenance(tuning: Tuning) -> str:
     same = (
-        f"{format_ratio(tuning.same_error)} between its slowest and fastest run (A/A)"
+        f"its slowest and fastest run differ by {format_ratio(tuning.same_error)}"
         if tuning.same_error is not None
         else MISSING
     )
     return (
         f"Baseline: {format_ns(tuning.baseline_step_ns)} a step, the median of "
-        f"{len(tuning.baseline_run_ids)} runs; {same}. Measured: the typical step of "
-        "each run. *: faster than the baseline beyond noise. Change: against the baseline's runs. "
-        "Error of the step: of that change; of the peak: measured against predicted. Fewer than "
-        f"{RUNS_FOR_A_TEST} runs a side tell nothing below 10% of the step, or below what runs of "
-        "one plan differ by. "
-        f"{tuning.num_held} of {tuning.num_judged} predictions that could be told held."
+        f"{len(tuning.baseline_run_ids)} runs; {same}. *: faster than the baseline beyond noise. "
+        "Change: compared with the baseline. First error: of the change of the step time; second "
+        f"error: of the peak. With fewer than {RUNS_FOR_A_TEST} runs a side, changes below 10% of "
+        "the step, or below the spread between runs of one plan, are within noise. "
+        f"{tuning.num_held} of {tuning.num_judged} judged predictions held."
     )
 
 

@@ -1,6 +1,6 @@
-"""How does a verified prediction read in a terminal? The ruling, the numbers, the units.
+"""Render a verified prediction for a terminal: the ruling, the numbers, the units.
 
-Nothing is computed here. Names from the run are put in as plain text, never as rich markup.
+Names from the run are plain text, never rich markup.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,15 +28,15 @@ RULINGS = {
     Ruling.FAILED: "failed",
     Ruling.NOT_COMPARABLE: "not judged",
 }
-"""In tables."""
+"""The rulings as tables show them."""
 
 
 def render_verification(verification: Verification) -> RenderableType:
-    """Whether a prediction held: in a sentence, then number by number, then unit by unit."""
+    """Render whether a prediction held: in a sentence, then by number, then by unit."""
     prediction = verification.prediction
     parts: list[RenderableType] = [Text(verification.answer, style="bold")]
     parts += [_line(f"Predicted: {prediction.what}.")]
-    parts += [_line(f"Not as asked: {_difference(each)}") for each in _differences(verification)]
+    parts += [_line(f"Plan differs in {_difference(each)}") for each in _differences(verification)]
     parts += [_line(obstacle) for obstacle in verification.obstacles[1:]]
     parts += [Text(f"caution: {caveat}", style="yellow") for caveat in verification.caveats]
     parts += section("Predicted and measured", _quantities(verification.quantities))
@@ -50,7 +50,7 @@ def render_verification(verification: Verification) -> RenderableType:
 
 
 def render_track_record(record: TrackRecord) -> Iterator[RenderableType]:
-    """How earlier predictions came out; nothing where none was made."""
+    """Render the outcomes of earlier predictions; nothing without predictions."""
     if record.sentence:
         yield from section("Earlier predictions", _line(record.sentence))
     for note in record.notes:
@@ -69,11 +69,11 @@ def _differences(verification: Verification) -> Iterator[tuple[str, str, str]]:
 
 def _difference(words: tuple[str, str, str]) -> str:
     name, asked, ran = words
-    return f"{name}: {asked} was asked for, {ran} ran."
+    return f"{name}: {asked} was predicted, {ran} ran."
 
 
 def _written(value: object) -> str:
-    """A setting as plan files write it."""
+    """Format a setting as plan files do."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -138,19 +138,19 @@ def _provenance(verification: Verification) -> Iterator[str]:
     num_runs, num_baselines = len(verification.run_ids), len(verification.baseline_run_ids)
     yield (
         f"Predicted by `{prediction.made_by}` on {prediction.created[:16].replace('T', ' ')} UTC "
-        f"from {prediction.num_steps} steps of run {prediction.run_id}, whose own plan plays with "
-        f"an error of {format_error(prediction.replay_error)}."
+        f"from {prediction.num_steps} steps of run {prediction.run_id}. Error of its self-check: "
+        f"{format_error(prediction.replay_error)}."
     )
     yield (
         f"Measured ({verification.source}): medians of {_processes(num_runs)} of the plan and "
-        f"{_processes(num_baselines) if num_baselines else 'the one in the prediction'} of the "
-        "baseline. Judged: the change against the baseline, so that what the machine does to both "
-        "cancels; error: the numbers as they stand. "
+        f"{_processes(num_baselines) if num_baselines else 'the run in the prediction'} of the "
+        "baseline. The ruling compares the changes from the baseline, so effects of the machine on "
+        "both cancel. "
         + (
-            "Intervals: 95%, of a rank test."
+            "Intervals: 95% confidence (rank test)."
             if verification.is_tested
-            else "Too few for a test: noise is the most of 10% of the step, of what runs of one "
-            "plan differ by, and of what compute differs by."
+            else "Too few runs for a test. Noise is the largest of 10% of the step, the spread "
+            "between runs of one plan, and the spread of compute."
         )
     )
     yield from (f"Assumed: {assumption}" for assumption in prediction.assumptions)

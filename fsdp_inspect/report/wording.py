@@ -1,6 +1,6 @@
-"""How is a run put into plain words? Sentences and facts that every report says alike.
+"""Describe a run in sentences and facts that all reports share.
 
-The text is plain: whoever shows it escapes it for the place where it is shown.
+The text is plain: each report escapes it for its format.
 """
 
 from collections import Counter
@@ -15,17 +15,11 @@ from fsdp_inspect.report.values import format_kind, format_method
 from fsdp_inspect.trace.run import RunManifest
 
 _NO_NETWORK = "fake"
-"""The backend of torch that an emulated run uses: its collectives move nothing."""
-
-
-def name_category(category: str) -> str:
-    """A memory category as the field writes it: `all-gather buffer`."""
-    hyphenated = category.replace("all_gather", "all-gather")
-    return hyphenated.replace("reduce_scatter", "reduce-scatter").replace("_", " ")
+"""The backend of torch for an emulated run; its collectives transfer no data."""
 
 
 def describe_plan(manifest: RunManifest) -> str:
-    """The sharding in a few words: `10 units, resharded but for the root, 4 ranks shard`."""
+    """Describe the sharding in short: `10 units, reshard after forward, bfloat16`."""
     units = manifest.units
     facts = [f"{len(units)} {'unit' if len(units) == 1 else 'units'}", _describe_reshard(manifest)]
     mesh = " x ".join(f"{size} {name}" for name, size in manifest.mesh.items() if size > 1)
@@ -44,7 +38,7 @@ def _describe_reshard(manifest: RunManifest) -> str:
 
 
 def describe_run(heading: Heading) -> str:
-    """What ran where: `2 ranks · gloo · cpu · Decoder, 1.24M parameters`."""
+    """Describe ranks, backend, device and model: `2 ranks · gloo · cpu · Decoder`."""
     identity = heading.identity
     ranks = f"{heading.world_size} {'rank' if heading.world_size == 1 else 'ranks'}"
     model = identity.model
@@ -56,14 +50,14 @@ def describe_run(heading: Heading) -> str:
 
 
 def name_backend(backend: str | None) -> str:
-    """What moves the bytes: `nccl`, `emulated`; empty where it is not known."""
+    """The backend as text: `nccl`, `emulated`; empty if it is unknown."""
     return "emulated" if backend == _NO_NETWORK else backend or ""
 
 
 def describe_provenance(provenance: Provenance | None, *groups: str) -> str:
-    """How the numbers of these groups were obtained, such as `Recorded, measured`."""
+    """Describe how the numbers of these groups were obtained, such as `Recorded, measured`."""
     if provenance is None:
-        return "How these numbers were obtained cannot be read."
+        return "The source of these numbers is unknown: their files are damaged."
     source = " and ".join(provenance.sources).capitalize()
     by_method: dict[str, list[str]] = {}
     for group in groups:
@@ -77,18 +71,18 @@ def describe_provenance(provenance: Provenance | None, *groups: str) -> str:
 
 
 def describe_memory_method(memory: Memory) -> str:
-    """Who counted the memory of the rank with the highest peak: `storage tracker`."""
+    """The tool that counted memory on the rank with the highest peak: `storage tracker`."""
     methods = {row.rank: row.method for row in memory.ranks}
     return format_method(methods.get(memory.peak_rank or 0, ""))
 
 
 def describe_methods(methods: str) -> str:
-    """Comma-separated methods in words: `measured`, `host-blocking`."""
+    """Format comma-separated methods: `measured and host-blocking`."""
     return " and ".join(format_method(method) for method in methods.split(", "))
 
 
 def describe_step(breakdown: StepBreakdown) -> str:
-    """How long one step took and how much of it was exposed."""
+    """Describe the time of a step and its exposed part."""
     total = format_ns(breakdown.step_time_ns)
     place = f"Step {breakdown.closest_step}, rank {breakdown.rank}"
     if breakdown.exposed_ns == 0:
@@ -97,19 +91,19 @@ def describe_step(breakdown: StepBreakdown) -> str:
 
 
 def format_change(change: float | None) -> str:
-    """A relative change with its sign: `-22.7%`; `=` where there is none."""
+    """Format a relative change with its sign: `-22.7%`; no change is `=`."""
     if change is None:
         return MISSING
     return "=" if change == 0 else format_signed(change)
 
 
 def format_error(error: float | None) -> str:
-    """A relative error with its sign: `+0.2%`; none at all is `0.0%`."""
+    """Format a relative error with its sign: `+0.2%`; no error is `0%`."""
     return MISSING if error is None else format_signed(error)
 
 
 def describe_judgement(judgement: Judgement) -> str:
-    """What may be said of a difference, in a few words."""
+    """Describe in short whether a difference is beyond noise."""
     if judgement.low is not None and judgement.high is not None:
         interval = f"{format_change(judgement.low)} to {format_change(judgement.high)}"
         return f"{_TELLINGS[judgement.telling]} ({interval})"
@@ -122,6 +116,6 @@ _TELLINGS = {
     Telling.EQUAL: "exactly equal",
     Telling.DIFFERENT: "different",
     Telling.SAME: "no difference",
-    Telling.UNKNOWN: "cannot be told from noise",
+    Telling.UNKNOWN: "within noise",
     Telling.MISSING: "not recorded on both sides",
 }

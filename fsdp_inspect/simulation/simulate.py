@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.step_selection import collective_rows
 from fsdp_inspect.analysis.wait_causes import Cause, Waits, split_waits
+from fsdp_inspect.columns import TableSpec, metric_column, unit_column
 from fsdp_inspect.reduction.step_parts import reduce_rank
 from fsdp_inspect.results import Result, to_plain
 from fsdp_inspect.simulation.memory import Held
@@ -53,6 +54,20 @@ class UnitOfPlan:
     """Exposed time of all its collectives in a step."""
     causes_ns: dict[str, int]
     """`exposed_ns` by `Cause`, causes above 0."""
+
+
+UNITS_OF_PLAN = TableSpec(
+    "Units of the plan",
+    (
+        unit_column("The name of the unit."),
+        metric_column("num_parameters", label="params"),
+        metric_column("unsharded_bytes"),
+        metric_column("gathers_per_step", metric="count_per_step", label="gathers"),
+        metric_column("gather_ns", metric="duration_ns", label="all-gather"),
+        metric_column("exposed_ns", label="exposed"),
+    ),
+)
+"""The columns of `UnitOfPlan`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@ import json
 
 def test_where_the_typical_step_goes_is_said_first(invoke, runs_folder):
     ended = invoke("breakdown", runs_folder / "steady")
-    assert ended.out.startswith("The typical step of rank 0 takes 1.00 µs and waits 250.0 ns")
+    assert ended.out.startswith("Typical step of rank 0: 1.00 µs.\n  Exposed communication: 250 ns")
 
 
 def test_the_parts_in_json_add_up(invoke, runs_folder):

@@ -68,7 +68,7 @@ def test_the_numbers_of_a_real_run_hold_together(digests):
 @pytest.mark.distributed
 def test_the_demo_prints_both_summaries_and_how_they_differ(demonstrated):
     printed = demonstrated[1]
-    assert printed.count("Typical step of rank") == 2
+    assert printed.count("Typical step of rank 0 (mean over") == 2
     assert "differs in reshard_after_forward: true -> false" in printed
     assert "Open one again: fsdp-inspect summary recorded/" in printed
 

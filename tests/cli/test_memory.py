@@ -13,7 +13,7 @@ SAMPLES = sorted((Path(__file__).parents[2] / "samples").glob("*/run"))
 def test_memory_of_a_sample_is_told(invoke, sample):
     ended = invoke("memory", sample)
     assert ended.code == 0
-    assert "allocated at the peak" in ended.out
+    assert "Peak allocated: " in ended.out
 
 
 def test_json_has_the_same_numbers(invoke):
@@ -26,7 +26,7 @@ def test_json_has_the_same_numbers(invoke):
 
 def test_an_imported_snapshot_is_a_run_like_any_other(invoke, tmp_path):
     import_snapshot(train(FakeAllocator()).dump(tmp_path / "a.pickle"), tmp_path / "run")
-    assert "158 KiB allocated at the peak" in invoke("memory", tmp_path / "run").out
+    assert "Peak allocated: 158 KiB" in invoke("memory", tmp_path / "run").out
     assert "imported" in invoke("summary", tmp_path / "run").out
 
 

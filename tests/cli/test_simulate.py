@@ -11,8 +11,8 @@ SAMPLE = Path(__file__).parents[2] / "samples" / "tiny-2-ranks" / "run"
 def test_a_prediction_says_by_how_much_with_its_interval_and_the_replays_error(invoke):
     ended = invoke("simulate", SAMPLE, "--wrap", "every:2")
     assert ended.code == 0
-    assert "a step predicted (" in ended.out
-    assert "The recorded plan itself plays in" in ended.out
+    assert ended.out.startswith("Predicted: ")
+    assert "Self-check: the recorded plan is simulated at" in ended.out
     assert "layers.0, layers.1" in ended.out
 
 

@@ -13,8 +13,8 @@ def test_every_cause_has_words_and_a_definition(cause):
     assert f"{cause.label}_ns" in METRICS
 
 
-def test_causes_are_listed_with_their_share_of_the_exposed_time():
+def test_causes_are_listed_with_their_fraction_and_definition():
     lines = text_of(causes_table({"floor": 150, "late_issue": 100})).splitlines()
-    assert lines[0].split() == ["cause", "exposed", "share"]
-    assert lines[1].startswith("floor       150.0 ns  60.0%  ")
-    assert any(line.startswith("late issue  100.0 ns  40.0%  ") for line in lines)
+    assert lines[0].split() == ["cause", "exposed", "share", "definition"]
+    assert lines[1].startswith("floor        150 ns    60%  exposed time of the first all-gather")
+    assert any(line.startswith("late issue   100 ns    40%  exposed time") for line in lines)

@@ -126,4 +126,4 @@ def test_what_is_above_its_limit_and_did_not_rise_is_not_said_to_have_risen() ->
 
     sentence = describe_outcome(replace(MEMORY, metrics=(metric,), growth=()))
 
-    assert sentence == "Decoder: peak_allocated_bytes is 3.00 KiB, above its limit 2 KiB."
+    assert sentence == "Decoder: peak_allocated_bytes is 3.00 KiB, above the limit 2 KiB."

@@ -16,7 +16,7 @@ RESULT = CompactionResult(
 def test_compaction_says_what_it_did_and_what_it_left():
     assert text_of(render_compaction(RESULT)) == (
         "1 rank compacted, 10 rows, 4.00 KiB -> 1.00 KiB: runs/a\n"
-        "rank 1 of attempt 0 was left as it was: it still records."
+        "Rank 1 of attempt 0 was skipped: it still records."
     )
 
 

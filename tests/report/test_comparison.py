@@ -5,44 +5,37 @@ from tests.builders import RunBuilder, steady_run
 from tests.comparison.test_comparison import repeats, run_of_step
 from tests.report.terminal_text import text_of
 
-TWO_RUNS = """\
-How they differ
+HEAD = """\
+Compared runs
 A  kept
 B  freed
-differs in reshard: false -> true
+reshard: false -> true
 
-B is 50.0% slower than A. The step takes 150.0 ns instead of 100.0 ns. Not
-tested: record 4 more runs of A and 4 more of B.
-  The typical step changes by +50.0 ns: exposed all-gather +40.0 ns.
-  The cause of waits that changes most is floor: +40.0 ns.
-  The unit with the largest change in exposed all-gather is layers.0: +40.0 ns
-  per step.
-  The only setting that differs is reshard: the likely reason, unless the
-  machine was busier in one of the runs.
+"""
+TABLES = """\
+B compared with A
+                            A       B  change
+step time              100 ns  150 ns    +50%
+communication           10 ns   50 ns   +400%
+exposed communication   10 ns   50 ns   +400%
+collectives                 1       1       =  exactly equal
+communicated             64 B    64 B       =  exactly equal
+peak allocated              –       –       –
+peak reserved               –       –       –
 
-B against A
-                              A         B    change
-step time              100 ns  150 ns   +50%
-communication           10 ns   50 ns  +400%
-exposed communication   10 ns   50 ns  +400%
-collectives                   1         1         =  exactly equal
-communicated bytes         64 B      64 B         =  exactly equal
-peak allocated                –         –         –
-peak reserved                 –         –         –
-
-Where their typical steps go (the changes add up)
-                          A         B    change
+Parts of the typical step (the changes add up)
+                        A       B  change
 forward             90 ns  100 ns  +10 ns
 exposed all-gather  10 ns   50 ns  +40 ns
 
-Why they wait (the exposed parts of their typical steps, by cause)
-             A        B    change
+Causes of the exposed communication
+           A      B  change
 floor  10 ns  50 ns  +40 ns
 
-Units, the 2 of 2 whose exposed time changed most
-unit               A exposed       bus        B exposed        bus
+Units: 2 of 2 with the largest change of exposed time
+unit             A exposed       bus      B exposed      bus
 layers.0
-  all-gather 10 ns 10 ns 3.20 GB/s  50 ns 50 ns 640 MB/s
+  all-gather 10 ns   10 ns 3.20 GB/s  50 ns   50 ns 640 MB/s
   forward    90 ns                   100 ns
 """
 
@@ -54,36 +47,41 @@ def text_of_runs(*runs):
 def test_two_runs_read_settings_first_then_words_then_tables():
     first = run_of_step(100, exposed=10, run_id="kept", config={"reshard": False})
     second = run_of_step(150, exposed=50, run_id="freed", config={"reshard": True})
-    shown = text_of_runs(first, second)
-    assert shown.startswith(TWO_RUNS)
+    comparison = compare_runs(first, second)
+    shown = text_of(render_comparison(comparison))
+    assert shown.startswith(HEAD)
+    assert TABLES in shown
+    (conclusion,) = comparison.conclusions
+    between = " ".join(shown.removeprefix(HEAD).partition(TABLES)[0].split())
+    assert between == " ".join([conclusion.sentence, *conclusion.reasons])
 
 
 def test_a_small_difference_of_times_is_marked_as_noise():
     shown = text_of_runs(run_of_step(100), run_of_step(104))
     assert "+4%  within noise" in shown
-    assert "times closer than 10% cannot be" in shown
+    assert "changes of times below 10% are within noise" in shown
 
 
 def test_equal_runs_are_called_equal():
     shown = text_of_runs(steady_run(run_id="a"), steady_run(run_id="b"))
-    assert "Their settings are the same." in shown
-    assert "388 B     388 B       =  exactly equal" in shown
+    assert "The settings are equal." in shown
+    assert "388 B    388 B       =  exactly equal" in shown
 
 
 def test_a_tested_side_shows_its_interval():
     before = repeats([100, 101, 102, 103, 104], git_commit="old")
     after = repeats([105, 106, 107, 108, 109], git_commit="new")
     shown = text_of_runs(before, after)
-    assert "A  5 runs; old-2 has the median step time" in shown
-    assert "+4.9%  +2% to +7.8%" in shown
+    assert "A  5 runs; median step time: old-2" in shown
+    assert "+4.9%  +2.0% to +7.8%" in shown
     assert "Hodges-Lehmann" in shown
 
 
 def test_each_side_but_the_reference_has_tables_of_its_own():
     shown = text_of_runs(*(run_of_step(100 * n, git_commit=str(n)) for n in (1, 2, 3)))
-    assert "B against A" in shown
-    assert "C against A" in shown
-    assert "differs in code: git_commit: 1 -> 2 -> 3" in shown
+    assert "B compared with A" in shown
+    assert "C compared with A" in shown
+    assert "code: git_commit: 1 -> 2 -> 3" in shown
 
 
 def test_cautions_come_before_the_settings():
@@ -98,7 +96,7 @@ def test_collectives_that_changed_are_listed_with_number_and_size():
     rank.all_gather("layers.0", 0, 10, bytes=64)
     rank.all_gather("layers.0", 20, 30, bytes=64)
     shown = text_of_runs(run_of_step(100, exposed=10), second.build())
-    assert "Collectives that changed in number or size, per step" in shown
+    assert "Collectives with a changed number or size, per step" in shown
     assert "layers.0  all-gather  1 x 64 B  2 x 64 B" in shown
 
 
@@ -132,6 +130,6 @@ def test_of_many_units_the_most_changed_are_named():
             rank.all_gather(name, 100 * place, 100 * place + 10 + longer * place, need=100 * place)
         runs.append(builder.build())
     shown = text_of_runs(*runs)
-    assert f"Units, the {MOST_UNITS} of 9 whose exposed time changed most" in shown
+    assert f"Units: {MOST_UNITS} of 9 with the largest change of exposed time" in shown
     assert "layers.8" in shown
     assert "layers.0\n" not in shown

@@ -8,46 +8,43 @@ from tests.builders import RunBuilder, steady_run
 from tests.report.terminal_text import text_of
 
 HEADLINE = """\
-Rank 0 waits 250.0 ns a step for communication (25.0% of 1.00 µs), 60.0% of it
-the floor, which no setting hides. The longest wait, 100.0 ns, is for the
-reduce-scatter of layers.0 in backward.
+Rank 0 waits 250 ns of its 1.00 µs step for communication.
+  Main cause: the floor, which no setting can hide (60% of the exposed time).
+  Longest wait: 100 ns for the reduce-scatter of layers.0 in backward.
 """
 PASSES = """\
 By collective, typical step of rank 0
-collective      phase     n  units   exposed  why
-all-gather      forward   2      2  100.0 ns  floor 50%, bandwidth 40%, late
-                                              issue 10%
-reduce-scatter  backward  2      2  100 ns  floor 100%
-all-gather      backward  2      2   30 ns  late issue 100%
-all-reduce      backward  1      0   20 ns  bandwidth 100%
+collective      phase     per step  units  exposed  causes
+all-gather      forward          2      2   100 ns  floor 50%, bandwidth 40%,
+                                                    late issue 10%
+reduce-scatter  backward         2      2   100 ns  floor 100%
+all-gather      backward         2      2    30 ns  late issue 100%
+all-reduce      backward         1      0    20 ns  bandwidth 100%
 """
 OWNERS = """\
 By unit, typical step of rank 0
-unit        collective      phase     n   exposed  why
-layers.0    reduce-scatter  backward  1  100.0 ns  floor 100%
-layers.0    all-gather      forward   1   50.0 ns  floor 100%
-layers.1    all-gather      forward   1   50.0 ns  bandwidth 80%, late issue
-                                                   20%
-layers.1    all-gather      backward  1   30 ns  late issue 100%
-(not FSDP)  all-reduce      backward  1   20 ns  bandwidth 100%
+unit        collective      phase     exposed  causes
+layers.0    reduce-scatter  backward   100 ns  floor 100%
+layers.0    all-gather      forward     50 ns  floor 100%
+layers.1    all-gather      forward     50 ns  bandwidth 80%, late issue 20%
+layers.1    all-gather      backward    30 ns  late issue 100%
+(not FSDP)  all-reduce      backward    20 ns  bandwidth 100%
 """
 GATHERS = """\
 All-gathers over 3 steps: 6 explicit, 3 missed, 3 first
-unit      phase     issued        lead  in flight   hidden
-layers.0  forward   first         0 ns    50 ns    0%
-layers.0  backward  explicit  110 ns    70 ns  100%
-layers.1  forward   explicit  100 ns   150 ns   66.7%
-layers.1  backward  missed        0 ns    30 ns    0%
+unit      phase     issued      lead  in flight  hidden
+layers.0  forward   first       0 ns      50 ns      0%
+layers.0  backward  explicit  110 ns      70 ns    100%
+layers.1  forward   explicit  100 ns     150 ns   66.7%
+layers.1  backward  missed      0 ns      30 ns      0%
 """
 BANDWIDTH = """\
-Bandwidth (bytes-weighted), and latency where sizes tell it
-collective      group       per step  transfer         bus  latency  scatter
-all-gather      shard of 2     256 B   50 ns  427 MB/s        –        –
-reduce-scatter  shard of 2     128 B   80 ns  356 MB/s        –        –
-all-reduce      –                4 B   20 ns           –        –        –
-Transfer: this rank's own time, in which it may wait for other ranks.
-all-gather, shard of 2: no latency. All 12 messages have the same size, 64
-bytes.
+Bandwidth, weighted by bytes
+collective      group       per step  transfer       bus  latency  residual
+all-gather      shard of 2     256 B     50 ns  427 MB/s        –         –
+reduce-scatter  shard of 2     128 B     80 ns  356 MB/s        –         –
+all-reduce      –                4 B     20 ns         –        –         –
+Transfer: time on this rank, which may include waits for other ranks.
 """
 
 
@@ -76,7 +73,9 @@ def test_the_waits_of_a_rank_read_so():
 
 def test_one_unit_reads_so():
     text = shown(steady_run(), unit="layers.1")
-    assert text.startswith("In each step rank 0 waits for layers.1: 50 ns for the all-gather in")
+    assert text.startswith(
+        "In its typical step, rank 0 waits for layers.1: 50 ns for the all-gather in\nforward "
+    )
     assert "layers.0  " not in text
 
 
@@ -92,7 +91,7 @@ def test_evidence_names_the_place_in_the_step_and_what_was_ahead():
 
 
 def test_a_unit_that_is_never_waited_for_says_so():
-    assert "does not wait for communication of layers.1" in shown(
+    assert "Rank 0 does not wait for layers.1 in its typical step." in shown(
         one_step()[0].build(), unit="layers.1"
     )
 
@@ -101,12 +100,12 @@ def test_bandwidth_and_stragglers_are_not_told_apart_by_one_rank():
     builder, rank = one_step()
     rank.all_gather("layers.1", ms(10), ms(60), need=ms(30), issue_ns=ms(0))
     text = " ".join(shown(builder.build()).split())
-    assert "of it for want of bandwidth or for later ranks, which cannot be told apart" in text
+    assert "limited by bandwidth, or waiting for other ranks (one rank cannot show which)" in text
 
 
 def test_a_rank_that_waits_for_nothing_says_so():
     text = shown(one_step()[0].build())
-    assert text.startswith("Rank 0 waits for no communication in its typical step of 100.0 ms.")
+    assert text.startswith("Rank 0 has no exposed communication in its 100 ms step.")
 
 
 def test_gathers_that_block_the_host_need_no_table():
@@ -114,7 +113,7 @@ def test_gathers_that_block_the_host_need_no_table():
     columns = {"method": Method.HOST_BLOCKING, "stream": Stream.HOST}
     rank.all_gather("layers.1", ms(2), ms(3), need=ms(2), **columns)
     text = shown(builder.build())
-    assert "They block the host, so that nothing runs beside them." in text
+    assert "They block the host, so no compute hides them." in text
     assert "lead" not in text
 
 
@@ -123,8 +122,8 @@ def test_waste_and_a_wrong_order_of_prefetch_are_pointed_out():
     pair = SwappedPair("forward", "layers.2", "layers.1", 3, ms(2))
     prefetch = replace(digest.prefetch, unused_bytes=4096, swapped=(pair,))
     text = text_of(render_waits(replace(digest, prefetch=prefetch)))
-    assert "Gathered and never used: 4.00 KiB over these steps." in text
-    assert "Issued layers.2 before layers.1, needed the other way round in forward: 3 times" in text
+    assert "Unused all-gathers: 4.00 KiB over these steps." in text
+    assert "In forward, layers.2 is issued before layers.1, but needed later: 3 times" in text
 
 
 def test_many_owners_are_listed_in_part():
@@ -138,8 +137,8 @@ def test_many_owners_are_listed_in_part():
 def test_a_slowdown_is_shown_with_its_spread_and_whether_it_is_clear():
     digest = measure_rank_waits(steady_run())
     for is_clear, words in (
-        (True, "It takes 1.20 x as long"),
-        (False, "cannot be told from noise"),
+        (True, "Compute takes 1.20 times as long (1.10 to 1.30 in single passes)."),
+        (False, "in single passes). This is within noise."),
     ):
         told = replace(digest.contention, slowdown=1.2, low=1.1, high=1.3, is_clear=is_clear)
         text = text_of(render_waits(replace(digest, contention=told)))
@@ -154,4 +153,6 @@ def test_a_unit_name_is_never_read_as_markup():
 
 
 def test_without_a_timed_step_there_is_a_reason():
-    assert shown(RunBuilder().build()).startswith("What is exposed cannot be told")
+    assert shown(RunBuilder().build()).startswith(
+        "Exposed communication is unknown: the run has no timed step."
+    )

@@ -23,11 +23,11 @@ def test_a_result_keeps_its_own_names_and_their_order():
     digest = json.loads(render_json(measure_summary(steady_run())))
     assert list(digest)[:4] == ["run_id", "status", "notes", "is_kernel_trace"]
     assert digest["step_time_ns"] == {
-        "typical": 1000,
         "median": 1000,
         "p10": 1000,
         "p90": 1000,
         "num_steps": 3,
+        "typical": 1000,
     }
     assert digest["verdict"]["limit"] == "communication"
 

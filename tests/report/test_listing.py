@@ -9,8 +9,8 @@ from tests.report.terminal_text import text_of
 def test_a_listing_has_a_line_for_each_run(tmp_path):
     write_run(steady_run(), tmp_path / "first")
     assert text_of(render_listing(list_recorded_runs(tmp_path), tmp_path)) == (
-        "run    created (UTC)     status    ranks  steps  on    params\n"
-        "first  2026-01-01 00:00  complete      2      4  gloo     200"
+        "run    created (UTC)     status    ranks  steps  backend  params\n"
+        "first  2026-01-01 00:00  complete  2          4  gloo        200"
     )
 
 

@@ -46,26 +46,26 @@ def cuda_run(*, leak=0, ranks=2):
 
 def test_the_answer_comes_first_with_its_number():
     assert shown(tracked_run()).startswith(
-        "100 MiB allocated at the peak: in backward of layers.1, step 1. Filled by activation "
-        "70.0 MiB, unsharded parameter 30.0 MiB. The largest unit is layers.0: 60.0 MiB."
+        "Peak allocated: 100 MiB, in backward of layers.1, step 1. Largest categories: activation "
+        "70.0 MiB, unsharded parameter 30.0 MiB. Largest unit: layers.0, 60.0 MiB."
     )
 
 
 def test_a_peak_without_composition_names_the_highest_reading_and_what_to_do():
     text = shown(cuda_run())
     assert text.startswith(
-        "31.0 GiB allocated at the peak on rank 1; highest reading 31.0 GiB, in backward of "
-        "layers.1, step 0."
+        "Peak allocated: 31.0 GiB on rank 1. Highest reading: 31.0 GiB, in backward of layers.1, "
+        "step 0."
     )
-    assert "it takes a memory step" in text
-    assert "40.0 GiB reserved at most: 50% of 80.0 GiB, 40.0 GiB left." in text
+    assert "they require a memory step" in text
+    assert "Peak reserved: 40.0 GiB, 50% of 80.0 GiB. Headroom: 40.0 GiB." in text
 
 
 def test_growth_is_told_with_what_it_leads_to():
     text = shown(cuda_run(leak=GIB, ranks=1))
-    assert "It grows by 1.00 GiB per step over 10 steps of rank 0" in text
-    assert "The device is full in 41 steps at the latest." in text
-    assert "It does not grow over 10 steps of rank 0." in shown(cuda_run(ranks=1))
+    assert "Memory grows by 1.00 GiB per step over 10 steps of rank 0" in text
+    assert "The device is full after at most 41 more steps." in text
+    assert "Memory does not grow over 10 steps of rank 0." in shown(cuda_run(ranks=1))
 
 
 def test_the_allocator_is_shown_against_the_device():
@@ -88,20 +88,20 @@ def test_a_failed_request_is_said_before_everything_else():
     )
     run.ranks[0] = run.ranks[0].model_copy(update={"failed_request": failed})
     assert shown(run).startswith(
-        "2.00 GiB were asked for and could not be had, with 1.00 GiB free on the device: in "
-        "forward of layers.1, step 1."
+        "Out of memory: allocating 2.00 GiB failed in forward of layers.1, step 1. Free on the "
+        "device: 1.00 GiB."
     )
 
 
 def test_a_run_without_memory_says_how_to_record_it():
     text = shown(steady_run())
-    assert text.startswith("No memory was recorded.")
+    assert text.startswith("Memory was not recorded.")
     assert "memory_steps=[3]" in text
 
 
 def test_an_imported_trace_without_memory_says_what_has_it():
     text = shown(steady_run(source="imported"))
-    assert text.startswith("No memory is in this import")
+    assert text.startswith("Memory is missing in this import")
     assert "_dump_snapshot" in text
 
 

@@ -34,10 +34,10 @@ def test_a_whole_run_is_one_line():
 def test_what_is_missing_is_said_with_what_to_do():
     text = shown(num_ranks=6, missing_ranks=((0, 2), (0, 3)), copies=((0, 1),))
     assert "Missing in attempt 0: ranks 2-3. Merge again with the parts" in text
-    assert "Identical copies of the ranks 1 lay in several parts." in text
+    assert "Several parts contain identical copies of the ranks 1." in text
 
 
 def test_damaged_ranks_are_said():
     text = shown(skipped=(SkippedRank(0, 5, "it is torn"),), has_run_summary=False)
-    assert "rank 5 of attempt 0 was copied as it is: it is torn" in text
+    assert "Rank 5 of attempt 0 was copied without changes: it is torn" in text
     assert "The run has no summary" in text

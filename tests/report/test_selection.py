@@ -25,9 +25,9 @@ def test_long_runs_come_in_blocks_of_steps():
 
 def test_what_a_run_does_not_hold_is_refused_with_what_it_holds():
     run = steady_run()
-    with pytest.raises(IncompleteRunError, match=r"rank 7.*2 ranks: 0, 1"):
+    with pytest.raises(IncompleteRunError, match=r"Rank 7 not found.*2 ranks: 0, 1"):
         select(run, ranks=[0, 7], steps=None)
-    with pytest.raises(IncompleteRunError, match=r"steps 90.*0 to 3"):
+    with pytest.raises(IncompleteRunError, match=r"Steps 90 not found.*0 to 3"):
         select(run, ranks=None, steps=[90])
 
 

@@ -28,14 +28,14 @@ def test_an_error_that_rounds_to_nothing_has_no_sign(simulation: Simulation) -> 
         predicted=replace(simulation.predicted, peak_bytes=MIB),
     )
     shown = text_of(render_simulation(close), width=400)
-    assert "measured: an error of 0.0%." in shown
-    assert "own peak plays with an error of 0.0%." in shown
+    assert "measured at 101 ms, an error of 0.0%." in shown
+    assert "peak of the recorded plan has an error of 0.0%." in shown
 
 
 def test_without_a_memory_step_it_is_said_what_to_record(simulation: Simulation) -> None:
     why = why_no_memory(simulation)
     assert why == (
-        "Memory cannot be told: the run has no memory step that tells categories "
+        "Memory cannot be predicted: the run has no memory step with categories "
         "(Recorder(..., memory_steps=[3]))."
     )
     assert why in text_of(render_simulation(simulation), width=400)

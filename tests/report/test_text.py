@@ -14,75 +14,66 @@ SUMMARY = """\
 hand-made  complete
 2 ranks · gloo · cpu · Decoder, 200 parameters
 
-Communication is exposed for 25.0% of the step.
-  Why: 250.0 ns of the typical step of 1.00 µs are exposed: all-gather 130.0 ns,
-  reduce-scatter 100.0 ns, not FSDP 20.0 ns. By cause: floor 150.0 ns, bandwidth
-  60.0 ns, late issue 40.0 ns. No setting hides the floor. Beyond the floor, the
-  longest wait is for the all-gather of layers.1 in forward: 50.0 ns.
-  Next: Try reshard_after_forward=False if memory allows: the backward gathers
-  again, exposed for 30 ns.
-  Or: Prefetch one unit ahead, so that the all-gather is issued earlier.
+{verdict}
 
 Typical step of rank 0 (mean over 3 steps)
-forward                 200.0 ns  20.0%  ██████
-backward                320.0 ns  32.0%  ██████████
-FSDP copies              20.0 ns   2.0%  █
-exposed all-gather      130.0 ns  13.0%  ▒▒▒▒
-exposed reduce-scatter  100.0 ns  10.0%  ▒▒▒
-exposed other            20.0 ns   2.0%  ▒
-optimizer               100.0 ns  10.0%  ███
-data                     50.0 ns   5.0%  ██
-other                    60.0 ns   6.0%  ██
-= step                   1.00 µs
+part                       time  share
+forward                  200 ns    20%  ██████
+backward                 320 ns    32%  ██████████
+FSDP copies               20 ns     2%  █
+exposed all-gather       130 ns    13%  ▒▒▒▒
+exposed reduce-scatter   100 ns    10%  ▒▒▒
+exposed, other            20 ns     2%  ▒
+optimizer                100 ns    10%  ███
+data                      50 ns     5%  ██
+other                     60 ns     6%  ██
+= step                  1.00 µs   100%
 
-Typical step of 3 timed steps of rank 0
-step time               1.00 µs  p10 1.00 µs, p90 1.00 µs
-communication          500.0 ns
-exposed communication  250.0 ns
-exposed floor          150.0 ns
-overlap                  50.0%
-peak allocated                –
-peak reserved                 –  no allocator reserves memory on CPU
-loss                          1  from 4
+Key numbers of rank 0 (3 timed steps)
+step time              1.00 µs  p10 1.00 µs, p90 1.00 µs
+communication           500 ns
+exposed communication   250 ns
+exposed, floor          150 ns
+overlap                    50%
+peak allocated               –
+peak reserved                –  not reserved on CPU
+loss                         1  from 4
 
-Waited for most, per typical step of rank 0
-unit        collective      phase     n  in flight   exposed     floor
-layers.0    reduce-scatter  backward  1   100 ns  100 ns  100 ns
-layers.0    all-gather      forward   1    50 ns   50 ns   50 ns
-layers.1    all-gather      forward   1   150 ns   50 ns
-layers.1    all-gather      backward  1    30 ns   30 ns
-(not FSDP)  all-reduce      backward  1    20 ns   20 ns
+Longest exposed waits of rank 0
+unit        collective      phase     in flight  exposed   floor
+layers.0    reduce-scatter  backward     100 ns   100 ns  100 ns
+layers.0    all-gather      forward       50 ns    50 ns   50 ns
+layers.1    all-gather      forward      150 ns    50 ns    0 ns
+layers.1    all-gather      backward      30 ns    30 ns    0 ns
+(not FSDP)  all-reduce      backward      20 ns    20 ns    0 ns
 
-Ranks (typical step of each)
-rank  host  step time  communication   exposed  overlap
-0             1.00 µs       500 ns  250 ns   50%
-1             1.00 µs       500 ns  250 ns   50%
+Typical step of each rank
+rank  step time  communication  exposed  overlap
+   0    1.00 µs         500 ns   250 ns      50%
+   1    1.00 µs         500 ns   250 ns      50%
 
-Declared against observed
-The run follows its plan: 18 collectives in 3 steps of 2 units, as expected.
+Declared and observed plan
+{plan_check}
 
-Recorded run. 3 of 4 completed steps are timed; left out: step 0 (warm-up).
-Times by method. measured: step, all-gather, reduce-scatter, all-reduce, copies,
-forward, backward, optimizer, data."""
+{provenance}"""
 
 UNITS = """\
 Collectives of each unit
-unit      collective      n  message  duration   exposed  bus bandwidth
-layers.0  all-gather      2     64 B   60.0 ns   50.0 ns     533.3 MB/s
-          reduce-scatter  1     64 B  100.0 ns  100.0 ns     320.0 MB/s
-layers.1  all-gather      2     64 B   90.0 ns   80.0 ns     355.6 MB/s
-          reduce-scatter  1     64 B   80.0 ns      0 ns     400.0 MB/s
+unit      collective      n  message  duration  exposed       bus
+layers.0  all-gather      2     64 B     60 ns    50 ns  533 MB/s
+layers.0  reduce-scatter  1     64 B    100 ns   100 ns  320 MB/s
+layers.1  all-gather      2     64 B     90 ns    80 ns  356 MB/s
+layers.1  reduce-scatter  1     64 B     80 ns     0 ns  400 MB/s
 
-Compute and copies of each unit, per step
-unit      params   forward  backward  recompute   copies  prefetched
-layers.0     100  100 ns  160 ns          –  10 ns           1
-layers.1     100  100 ns  160 ns          –  10 ns           1
+Compute and copies of each unit
+unit      params  forward  backward  recompute  copies  prefetched
+layers.0     100   100 ns    160 ns       0 ns   10 ns           1
+layers.1     100   100 ns    160 ns       0 ns   10 ns           1
 
-Typical step of 3 timed steps of rank 0. n: per step. duration: mean of one
-collective; exposed: of all of them in a step. forward and backward hold nested
-units. bus bandwidth: message x (N-1)/N / duration for all-gather and
-reduce-scatter, 2(N-1)/N for all-reduce, N ranks in the group (nccl-tests);
-missing for N = 1."""
+Typical step of rank 0, from 3 timed steps. n: collectives per step. duration:
+of one collective. exposed: of all n. forward and backward include nested units.
+bus: message x (N-1)/N / duration for all-gather and reduce-scatter, 2(N-1)/N
+for all-reduce, N ranks in the group (nccl-tests); missing for N = 1."""
 
 
 def summary_of(run):
@@ -96,17 +87,29 @@ def one_rank(**manifest):
 
 
 def test_a_summary_fits_eighty_columns_and_reads_so():
-    assert summary_of(steady_run()) == SUMMARY
+    digest = measure_summary(steady_run())
+    shown, check = text_of(render_summary(digest)), digest.plan_check.sentence
+    assert max(map(len, shown.splitlines())) <= 80
+    provenance = (
+        f"Recorded run. {digest.left_out.sentence}\nTimes by method. measured: step, all-gather, "
+        "reduce-scatter, all-reduce, copies, forward, backward, optimizer, data."
+    )
+    assert shown == SUMMARY.format(
+        verdict=text_of(render_verdict(digest.verdict)),
+        plan_check=text_of(check),
+        provenance=text_of(provenance),
+    )
 
 
 def test_units_read_so():
     assert text_of(render_units(measure_units(steady_run()))) == UNITS
 
 
-def test_a_verdict_alone_is_the_verdict_of_the_summary():
-    verdict = text_of(render_verdict(measure_summary(steady_run()).verdict))
-    assert verdict in SUMMARY
-    assert verdict.startswith("Communication is exposed")
+def test_a_verdict_states_its_reason_and_what_to_try_next():
+    verdict = replace(
+        measure_summary(steady_run()).verdict, sentence="A.", why="B.", next_steps=("C.", "D.")
+    )
+    assert text_of(render_verdict(verdict)) == "A.\n  Why: B.\n  Next: C.\n  Or: D."
 
 
 def test_a_unit_name_is_never_read_as_markup():
@@ -144,9 +147,10 @@ def test_what_fills_memory_is_shown_by_category_and_owner():
     rank.memory(MemoryPoint.PEAK, 8 * MIB, phase=Phase.BACKWARD, activation=6 * MIB)
     rank.memory(MemoryPoint.PEAK_BY_OWNER, 5 * MIB, unit="layers.1")
     shown = summary_of(builder.build())
-    assert "What fills 8.00 MiB at the peak of memory step 7, rank 0, in backward" in shown
-    assert "activation    6.00 MiB  layers.1  5.00 MiB" in shown
-    assert "unattributed  2.00 MiB" in shown
+    assert "Memory at the peak: 8.00 MiB in backward, memory step 7, rank 0" in shown
+    assert "activation       6.00 MiB" in shown
+    assert "unattributed     2.00 MiB" in shown
+    assert "layers.1     5.00 MiB" in shown
     assert "Memory counted by the storage tracker." in shown
 
 
@@ -162,8 +166,8 @@ def test_reserved_memory_is_set_against_the_device():
 def test_many_ranks_are_cut_and_counted():
     shown = summary_of(steady_run(world_size=MOST_RANKS + 3))
     assert f"the first {MOST_RANKS} of {MOST_RANKS + 3}" in shown
-    assert f"\n{MOST_RANKS - 1} " in shown
-    assert f"\n{MOST_RANKS} " not in shown
+    assert f"\n  {MOST_RANKS - 1} " in shown
+    assert f"\n  {MOST_RANKS} " not in shown
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -183,7 +187,7 @@ def test_the_verdict_comes_before_the_notes():
 
 
 def test_a_single_timed_step_is_one_step():
-    assert "The one timed step of rank 0\n" in summary_of(steady_run(num_steps=2))
+    assert "Key numbers of rank 0 (1 timed step)\n" in summary_of(steady_run(num_steps=2))
 
 
 def test_units_of_an_import_show_no_time_that_its_trace_does_not_tell():
@@ -191,7 +195,9 @@ def test_units_of_an_import_show_no_time_that_its_trace_does_not_tell():
     rank = builder.rank(0)
     rank.step(0, 0, 100)
     rank.all_gather("layers.0", 10, 50)
-    compute = text_of(render_units(measure_units(builder.build()))).split("per step\n")[1]
+    compute = text_of(render_units(measure_units(builder.build()))).split("copies of each unit\n")[
+        1
+    ]
     assert "0 ns" not in compute
     assert compute.splitlines()[1].split()[-5:-1] == ["–"] * 4
 

@@ -41,8 +41,8 @@ def test_no_plan_worth_a_run_says_change_nothing():
 
 def test_a_plan_that_failed_says_why_and_one_that_has_not_run_says_so(tuning):
     text = text_of(render_tuning(tuning, []))
-    assert "The session is not done" in text
-    assert "Did not run to its end: CUDA out of memory." in text
+    assert "The session is incomplete" in text
+    assert "Failed: CUDA out of memory." in text
     rows = [line for line in text.splitlines() if "80.0 ms (-20%)" in line]
     assert [row.split()[-1] for row in rows] == ["failed", "run"]
 

@@ -12,8 +12,8 @@ from typing import ClassVar
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse, measure_allocator
 from fsdp_inspect.analysis.memory.growth import MemoryGrowth, measure_memory_growth
 from fsdp_inspect.analysis.memory.peak import Memory, OwnerBytes, RankMemory, measure_memory
-from fsdp_inspect.columns import TableSpec, metric_column, text_column
-from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column, unit_column
+from fsdp_inspect.formatting import format_category, format_owner, format_unit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.trace.codes import MemoryCategory
 from fsdp_inspect.trace.run import RunSource
@@ -48,23 +48,75 @@ class MemoryOverview(TableResult):
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Memory at the peak by owner",
         (
-            text_column(
-                "unit",
-                "The owner of the storages.",
-                lambda owner: "(no unit)" if owner.fqn is None else format_unit(owner.fqn),
+            unit_column(
+                "The unit that allocated the storages.",
+                lambda owner: format_owner(owner.fqn, None),
             ),
             metric_column("bytes", metric="peak_allocated_bytes", label="at the peak"),
+            text_column(
+                "main_category",
+                "The category of most of these bytes.",
+                lambda owner: owner.categories[0].category if owner.categories else None,
+                label="most of it",
+                show=format_category,
+            ),
+            metric_column(
+                "main_category_bytes",
+                lambda owner: owner.categories[0].bytes if owner.categories else None,
+                metric="peak_allocated_bytes",
+                label="in this category",
+            ),
             *(
                 metric_column(
                     f"{category.label}_bytes",
                     partial(_bytes_of_category, category.label),
                     metric="peak_allocated_bytes",
-                    label=category.label.replace("_", " "),
+                    label=format_category(category.label),
                 )
                 for category in MemoryCategory
             ),
         ),
     )
+    CATEGORIES: ClassVar[TableSpec] = TableSpec(
+        "Memory at the peak by category",
+        (
+            text_column("category", "The kind of a live byte.", show=format_category),
+            metric_column("bytes", metric="peak_allocated_bytes", label="at the peak"),
+        ),
+    )
+    """Of `memory.peak.categories`."""
+    POSITIONS: ClassVar[TableSpec] = TableSpec(
+        "Highest readings by position",
+        (
+            unit_column(
+                "The unit that runs at the reading.",
+                lambda row: "(outside units)" if row.fqn is None else format_unit(row.fqn),
+            ),
+            text_column("phase", "The phase of the step."),
+            number_column("step", "The step of the reading."),
+            metric_column("bytes", metric="peak_allocated_bytes", label="allocated"),
+        ),
+    )
+    """Of `memory.positions`."""
+    RANKS: ClassVar[TableSpec] = TableSpec(
+        "Memory of each rank",
+        (
+            number_column("rank", "The rank."),
+            metric_column("peak_allocated_bytes"),
+            metric_column("peak_reserved_bytes"),
+            metric_column("resting_bytes"),
+            metric_column("step_adds_bytes"),
+            metric_column("device_ratio"),
+            metric_column("headroom_bytes"),
+            text_column(
+                "method",
+                "The tool that counted.",
+                label="counted by",
+                show=lambda method: method.replace("_", " ").replace("cuda", "CUDA"),
+            ),
+        ),
+    )
+    """Of `memory.ranks`."""
 
     def rows(self) -> Sequence[OwnerBytes]:
         """The owners at the highest moment of the memory step, largest first."""

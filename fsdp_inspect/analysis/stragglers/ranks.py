@@ -181,16 +181,32 @@ class Ranks(TableResult):
             text_column("host", "The machine that it ran on."),
             metric_column("step_time_ns"),
             metric_column("communication_ns"),
-            metric_column("exposed_ns"),
+            metric_column("exposed_ns", label="exposed"),
             metric_column("overlap_ratio"),
             metric_column("own_work_ns"),
             metric_column("busiest_ratio"),
             metric_column("lateness_ns"),
             metric_column("last_ratio"),
             metric_column("shortest_ratio"),
-            metric_column("peak_allocated_bytes"),
+            metric_column("peak_allocated_bytes", label="peak"),
         ),
     )
+    SKEWS: ClassVar[TableSpec] = TableSpec(
+        "Skew of the collectives",
+        (
+            text_column(
+                "collective", "The kind of collective.", lambda row: row.kind.replace("_", "-")
+            ),
+            metric_column("bytes", lambda row: row.bytes if row.bytes >= 0 else None),
+            number_column("num_ranks", "The ranks that take part.", label="ranks"),
+            number_column("num_collectives", "The sampled collectives.", label="n"),
+            metric_column("skew_ns"),
+            metric_column("skew_p90_ns", metric="skew_ns", label="p90"),
+            metric_column("pure_transfer_ns", label="transfer"),
+            metric_column("bus_bytes_per_s", label="bus"),
+        ),
+    )
+    """Of `skews`."""
 
     def rows(self) -> Sequence[RankRow]:
         """The ranks, by rank."""

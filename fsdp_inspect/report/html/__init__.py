@@ -1,4 +1,4 @@
-"""A run, or several side by side, as one HTML file that needs nothing else."""
+"""Render a run or a comparison as one self-contained HTML file."""
 
 from fsdp_inspect.report.html.contents import (
     ComparisonContents,

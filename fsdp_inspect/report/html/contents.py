@@ -1,4 +1,4 @@
-"""What does an HTML report hold? Of one run the digest, of several what sets them apart."""
+"""Collect the results that an HTML report shows for one run or for several."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,23 +17,23 @@ from fsdp_inspect.trace.run import RunManifest, RunSource
 
 @dataclass(frozen=True, slots=True)
 class RunContents:
-    """Everything that is shown about a run. None: the files that it needs are damaged."""
+    """The results about one run. A result is None if its files are damaged."""
 
     manifest: RunManifest
     digest: Summary
     times: StepTimes
     scalars: tuple[ScalarSeries, ...]
-    """What the training loop logged."""
+    """The numbers that the training loop logged."""
     waits: RankWaits | None
     ranks: Ranks | None
     growth: MemoryGrowth | None
-    """None also where too few steps know their memory."""
+    """None also if too few steps recorded their memory."""
     unanswered: tuple[str, ...]
-    """Why an answer is missing, one sentence each."""
+    """One sentence for each missing result."""
 
 
 def read_contents(run: RunSource) -> RunContents:
-    """Ask every analysis of a run."""
+    """Run all analyses that the report of a run shows."""
     damage: list[str] = []
     digest = measure_summary(run)
     contents = RunContents(
@@ -52,11 +52,11 @@ def read_contents(run: RunSource) -> RunContents:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonContents:
-    """Everything that is shown about several runs."""
+    """The results about several runs."""
 
     comparison: Comparison
     digests: tuple[Summary, ...]
-    """Of the run that stands for each side, in the order of the sides."""
+    """The summary of the median run of each side, in the order of the sides."""
 
 
 def read_comparison(
@@ -68,10 +68,10 @@ def read_comparison(
 
     Args:
         given: As for `comparison.comparison.compare_runs`.
-        digest: Gives the digest of a run, for a caller that may have it already.
+        digest: Returns the summary of a run; a caller can return a cached one.
 
     Raises:
-        ValueError: There are fewer than two.
+        ValueError: Fewer than two runs are given.
     """
     sides = form_sides(given, digest=digest)
     return ComparisonContents(

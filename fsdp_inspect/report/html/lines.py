@@ -1,8 +1,7 @@
-"""How does a line over steps become a picture? Shares of its width and height, and round ticks.
+"""Compute the positions of line charts over steps for the HTML report.
 
-The picture itself is drawn by the template: an SVG that stretches with the page, with its words
-beside it as text, so that they stay readable at every width and on paper. Positions are percent
-from the left and from the top.
+The template draws the chart as an SVG that stretches with the page. Labels are HTML text, so they
+stay readable at every width and in print. Positions are percentages from the left and the top.
 """
 
 import math
@@ -17,7 +16,7 @@ _MOST_MARKERS = 60
 _STEP_TICKS = 6
 _VALUE_TICKS = 4
 _LEAST_SPAN = 1e-9
-"""A range narrower than this share of its values is one value."""
+"""A range that is narrower than this fraction of its values counts as one value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Steps that are set apart."""
+    """Shaded steps."""
 
     left: float
     width: float
@@ -74,7 +73,7 @@ class LineChart:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """From steps and values to percent."""
+    """Converts steps and values to percent."""
 
     first: float
     last: float
@@ -99,19 +98,19 @@ def draw_lines(  # noqa: PLR0913 (every argument is a part of a chart, all but o
     level: float | None = None,
     from_zero: bool = True,
 ) -> LineChart | None:
-    """Lay out some series over steps.
+    """Compute a chart of series over steps.
 
     Args:
         lines: The series.
-        alt: The chart in one sentence, for those who cannot see it.
+        alt: The chart in one sentence, for screen readers.
         format_value: A value as text with its unit.
-        top: What is higher leaves the picture at the top; the highest value unless given.
-        bands: Steps to set apart, each with a word.
+        top: Values above it are cut off; default the highest value.
+        bands: Steps to shade, each with a label.
         level: A dotted level.
-        from_zero: The axis begins at 0; otherwise at the lowest value.
+        from_zero: Whether the axis starts at 0 instead of the lowest value.
 
     Returns:
-        None if there is nothing to draw.
+        The chart; None without any value.
     """
     steps = sorted({step for line in lines for step in line.steps})
     values = [
@@ -139,7 +138,7 @@ def draw_lines(  # noqa: PLR0913 (every argument is a part of a chart, all but o
 
 
 def round_ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers that enclose low to high: 1, 2 or 5 times a power of ten apart."""
+    """Round numbers around low to high, with distances of 1, 2 or 5 times a power of ten."""
     span = high - low
     if span <= _LEAST_SPAN * max(abs(low), abs(high)):
         span = abs(high) or 1.0

@@ -1,9 +1,8 @@
-"""How does a run read as one HTML file? Verdict first, then the numbers, then how they were got.
+"""Render a run or a comparison as one HTML file: the verdict, the numbers, then their methods.
 
-The file needs nothing but itself: no script, no font, no picture from elsewhere, and a policy in
-it forbids the browser to ask for any. Bars are styled boxes, lines are inline SVG: a report has
-some 60 KB, where plotly alone would add 4.8 MB of script to every file, and prints like text.
-Everything from the run is escaped by the templates; nothing is computed here.
+The file has no script and loads nothing. Its content security policy forbids requests. Bars are
+styled boxes and lines are inline SVG, so a report has about 60 KB and prints well (plotly would add
+4.8 MB to each file). The templates escape all text from the run.
 """
 
 import re
@@ -18,7 +17,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
 from jinja2.runtime import Context
 
 from fsdp_inspect import formatting
+from fsdp_inspect.analysis.exposed import CAUSES, list_causes
+from fsdp_inspect.analysis.memory.overview import MemoryOverview
+from fsdp_inspect.analysis.prefetch import GATHERS
+from fsdp_inspect.analysis.rank_waits import RankWaits
 from fsdp_inspect.analysis.step_times import StepTimes
+from fsdp_inspect.analysis.stragglers.ranks import Ranks
+from fsdp_inspect.columns import Column
 from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST, Judgement, Telling
 from fsdp_inspect.metrics import Better, define_metric, find_metric
 from fsdp_inspect.report import palette, wording
@@ -29,17 +34,17 @@ from fsdp_inspect.trace.codes import StepPart
 from fsdp_inspect.version import __version__
 
 MOST_OWNERS = 40
-"""How many owners of exposed communication are listed."""
+"""The most owners of exposed communication to list."""
 MOST_RANKS = 256
-"""How many ranks are listed."""
+"""The most ranks to list."""
 _ROOM_FOR_WARMUP = 1.25
 _LABELLED_RATIO = 0.11
-"""The least share of a bar's width that has room for a label."""
+"""The smallest fraction of a bar's width with room for a label."""
 _PARTS = {part.label: part for part in StepPart}
 
 
 def render_run(contents: RunContents) -> str:
-    """One run as a whole HTML document."""
+    """Render one run as an HTML document."""
     return (
         _environment()
         .get_template("run.html")
@@ -56,7 +61,7 @@ def render_run(contents: RunContents) -> str:
 
 
 def render_comparison_page(contents: ComparisonContents) -> str:
-    """Several runs beside each other as a whole HTML document."""
+    """Render the comparison of several runs as an HTML document."""
     breakdowns = [digest.breakdown for digest in contents.digests]
     units = [side for row in contents.comparison.units for side in row.sides if side is not None]
     return (
@@ -76,22 +81,22 @@ def render_comparison_page(contents: ComparisonContents) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WrittenReport:
-    """What `report` wrote."""
+    """The file that `report` wrote."""
 
     path: str
     bytes: int
     runs: tuple[str, ...]
-    """Their ids; of several repeats the one that stands for them."""
+    """The ids of the runs; of repeats, the id of the median run."""
     sections: tuple[str, ...]
     """The headings, from top to bottom."""
 
 
 def describe_page(page: str, path: Path, runs: Sequence[str]) -> WrittenReport:
-    """What a program may want to know of a page that was written.
+    """Describe a written page for programs.
 
     Args:
-        page: The document, as it was rendered.
-        path: Where it was written, in UTF-8.
+        page: The rendered document.
+        path: The path of the file, in UTF-8.
         runs: The ids of the runs that it shows.
     """
     sections = re.findall("<h2>([^<]*)</h2>", page)
@@ -119,11 +124,12 @@ def _environment() -> Environment:
         "kind": format_kind,
         "words": lambda name: name.replace("_", " "),
         "method": format_method,
-        "category": wording.name_category,
+        "category": formatting.format_category,
         "metric": lambda value, name: format_metric(name, value),
         "width": _width,
         "label": lambda name: find_metric(name).label,
         "definition": _define,
+        "cell": _cell,
         "change": lambda ratio: formatting.format_signed(ratio).replace("-", "−"),
         "setting": _setting,
     }
@@ -131,7 +137,9 @@ def _environment() -> Environment:
         "version": __version__,
         "wording": wording,
         "part_look": lambda name: palette.PART_LOOKS[_PARTS[name]],
-        "kind_look": palette.look_of_wait,
+        "look_of_owner": lambda owner: palette.look_of_wait(owner.kind, owner.fqn),
+        "list_causes": list_causes,
+        "tables": _TABLES,
         "methods": _methods,
         "largest": _largest,
         "has_room": lambda part, whole: part > _LABELLED_RATIO * whole,
@@ -142,24 +150,41 @@ def _environment() -> Environment:
     return environment
 
 
+_TABLES = {
+    "causes": CAUSES,
+    "owners": RankWaits.TABLE,
+    "gathers": GATHERS,
+    "steps": StepTimes.TABLE,
+    "memory": MemoryOverview,
+    "ranks": Ranks,
+}
+"""The column specifications of the page's tables."""
+
+
+def _cell(column: Column, row: object) -> str:
+    """The text of a table's cell on one line; numbers keep their unit next to them."""
+    text = column.text(row)
+    return _one_line(text) if column.is_text else text.replace(" ", "\N{NO-BREAK SPACE}")
+
+
 @pass_context
 def _define(context: Context, name: str) -> str:
-    """What a metric means in the run that the page shows."""
+    """The definition of a metric for the run of the page."""
     return define_metric(name, in_kernel_trace=context.get("is_kernel_trace", False))
 
 
 def _unbroken(format_number: Callable[[float | None], str]) -> Callable[[float | None], str]:
-    """The same text on one line: a number is never parted from its unit."""
+    """Format a number with a no-break space before its unit."""
     return lambda value: format_number(value).replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def _one_line(text: object) -> str:
-    """A name with what cannot be printed as spaces; the template escapes it."""
+    """Replace unprintable characters of a name by spaces; the template escapes the rest."""
     return "".join(character if character.isprintable() else " " for character in str(text))
 
 
 def _setting(value: object) -> str:
-    """A setting as configuration files write it."""
+    """Format a setting as configuration files do."""
     if value is None:
         return "(not set)"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -169,13 +194,13 @@ _TELLINGS = {
     Telling.EQUAL: "",
     Telling.DIFFERENT: "",
     Telling.SAME: "no difference",
-    Telling.UNKNOWN: "cannot be told from noise",
+    Telling.UNKNOWN: "within noise",
     Telling.MISSING: "",
 }
 
 
 def _tendency(name: str, judgement: Judgement) -> str:
-    """`better` or `worse` where a change is told and the metric has a better way."""
+    """`better` or `worse` for a change beyond noise of a metric with a direction."""
     better = find_metric(name).better
     if judgement.telling is not Telling.DIFFERENT or not judgement.change:
         return ""
@@ -185,19 +210,19 @@ def _tendency(name: str, judgement: Judgement) -> str:
 
 
 def _width(value: float | None, whole: float | None) -> str:
-    """The length of a bar, for CSS: a share of the whole in percent."""
+    """The width of a bar for CSS, in percent of the whole."""
     if not value or not whole:
         return "0%"
     return f"{min(max(100 * value / whole, 0), 100):.4g}%"
 
 
 def _largest(members: Iterable[Any], attribute: str) -> float:
-    """The highest value of an attribute, 0 without one: a table's bars are measured by it."""
+    """The highest value of an attribute, or 0: the full width of a bar."""
     return max((getattr(member, attribute) or 0 for member in members), default=0)
 
 
 def _methods(methods: Mapping[str, str]) -> list[tuple[str, str]]:
-    """How the groups of numbers were obtained: the method in words, and the groups it serves."""
+    """The methods of the numbers, each with the groups that it applies to."""
     ordered = sorted(methods.items(), key=lambda item: item[1])
     return [
         (format_method(method), ", ".join(format_kind(name) for name, _ in members))
@@ -233,7 +258,7 @@ def _draw_step_times(times: StepTimes) -> LineChart | None:
         alt=f"Step time of each of {len(points)} steps, and the part of it that is exposed "
         "communication.",
         format_value=formatting.format_ns,
-        # Warm-up may leave at the top: its height would flatten the steps that count.
+        # Cut off warm-up steps: their height would flatten the timed steps.
         top=_ROOM_FOR_WARMUP * max(timed) if timed else None,
         bands=_bands(times),
         level=spread.typical if spread else None,

@@ -1,7 +1,7 @@
-"""Where on the trace's one time axis does each rank lie?
+"""Place the times of each rank on the time axis of a trace.
 
-Clocks are compared by `analysis.clocks.alignment`. Ranks that it refuses are not guessed at: each
-of them begins at 0, on an axis of its own, and the trace says so with the reason.
+`analysis.clocks.alignment` aligns the clocks. A rank that it cannot align starts at 0 on a separate
+axis, and the trace states the reason.
 """
 
 from collections.abc import Mapping

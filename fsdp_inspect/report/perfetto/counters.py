@@ -1,7 +1,6 @@
-"""Which counters show a rank's memory, machine and logged numbers over time?
+"""Write memory, device samples and logged numbers of a rank as counters.
 
-A value that was not measured is absent, never 0: the track keeps its last value there, as every
-counter track does.
+A missing value is absent, never 0: the counter track keeps its last value.
 """
 
 from collections.abc import Iterator, Mapping
@@ -73,7 +72,7 @@ def read_counters(
 
 
 def _read_memory(table: MemoryTable, counted_by: str) -> Iterator[CounterSample]:
-    # An allocator knows nothing of the tracker's rows, and what one unit owns is no total.
+    # Rows of the storage tracker and of single units are not totals of the allocator.
     left_out = [*DETAILS]
     if counted_by != _STORAGE_TRACKER:
         left_out.append(MemoryPoint.PEAK)

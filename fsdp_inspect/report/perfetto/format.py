@@ -1,8 +1,8 @@
-"""How is an event of the Trace Event Format written? One JSON object an event, streamed.
+"""Stream events in the Trace Event Format, one JSON object per event.
 
-The fields and phases are those of Google's "Trace Event Format" document, as far as Perfetto reads
-them: `X` complete slices, `s`, `t` and `f` flows, `C` counters, `M` names. Times are microseconds;
-here every one is given in ns and written with three decimals, so none is rounded.
+Fields and phases are those of Google's "Trace Event Format" document that Perfetto supports: `X`
+complete slices, `s`, `t` and `f` flows, `C` counters, `M` names. Times are given in nanoseconds and
+written in microseconds with three decimals, so they are exact.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
-"""On which track does a slice lie, and in which of its lanes?
+"""Assign each slice to a track and to a lane of the track.
 
-Perfetto draws one row of slices a thread, and a slice inside another one below it. Two slices that
-overlap without one holding the other cannot share a row: they go to further lanes of their track.
-Every lane is a thread of its own, with a number that sorts it.
+Perfetto draws one row of slices per thread, and draws nested slices below their parent. Two slices
+that overlap without being nested cannot share a row, so they use different lanes of their track.
+Each lane is a thread, with a number that sorts it.
 """
 
 from dataclasses import dataclass, field

@@ -1,10 +1,9 @@
-"""Which slices and arrows show one rank's events? Named, placed, with what is known as arguments.
+"""Convert the events of a rank to slices and arrows.
 
-Events become slices from their start to their end on the track of their stream; FSDP's collectives
-lie on the track of their kind, also where the host itself ran them (synchronous gloo). Beside them
-each collective has the moment at which the host issued it, and each exposed wait is a slice of its
-own on the track that waits. Arrows lead from the issue to the collective, and on to the copy-out
-or wait in which the rank took its result.
+An event becomes a slice from its start to its end on the track of its stream. FSDP's collectives
+are on the track of their kind, also if the host ran them (synchronous gloo). Each collective has a
+slice for its issue, and each exposed wait is a slice on the track that waits. Arrows connect the
+issue, the collective, and the copy-out or wait that uses its result.
 """
 
 from collections.abc import Iterator, Mapping

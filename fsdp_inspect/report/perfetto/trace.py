@@ -1,8 +1,8 @@
-"""How does a run look in Perfetto? Chrome trace JSON with named tracks, arrows and counters.
+"""Write a run as a Chrome trace with named tracks, arrows and counters.
 
-Open it at https://ui.perfetto.dev or in chrome://tracing. A process is a rank; its tracks are in
-`lanes`, what lies on them in `slices`, the counters in `counters`. Ranks are read one after the
-other and some steps at a time, so that memory does not grow with the run.
+Open it at https://ui.perfetto.dev or in chrome://tracing. A process of the trace is a rank. Its
+tracks are defined in `lanes`, their slices in `slices` and its counters in `counters`. Ranks are
+read one by one in blocks of steps, so memory does not grow with the run.
 """
 
 import gzip
@@ -30,18 +30,18 @@ from fsdp_inspect.trace.tables import EventTable
 from fsdp_inspect.version import __version__
 
 DEFAULT_LIMIT_MB = 200
-"""How large a trace may be, before compression, unless the user says otherwise."""
+"""The default size limit of a trace before compression."""
 _BYTES_PER_EVENT = 450
-"""About what one event takes with its arrows, measured on the samples."""
+"""The approximate size of one event with its arrows, measured on the samples."""
 _FIRST_STEP_KINDS = 100
 
 Progress = Callable[[int, int], None]
-"""Called with the number of ranks that are done, and of all."""
+"""Called with the number of written ranks and the number of all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class PerfettoExport:
-    """What was written."""
+    """The written trace."""
 
     path: Path
     ranks: tuple[int, ...]
@@ -264,7 +264,7 @@ def _memory_span(run: RunSource, selection: Selection, rank: int) -> tuple[int, 
 
 
 def _require_size(run: RunSource, selection: Selection, limit_bytes: int) -> None:
-    """Refuse at once what would surely be too large: by one rank, since ranks do alike."""
+    """Reject a trace that would exceed the limit, estimated from one rank."""
     rows = run.summary(ranks=selection.ranks[:1])
     if selection.steps is not None:
         rows = rows.where(np.isin(rows.step, list(selection.steps)))

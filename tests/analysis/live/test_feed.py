@@ -50,9 +50,7 @@ def test_a_run_that_moves_says_its_last_step(path):
     writers = [write_steps(path, rank) for rank in (0, 1)]
     live = look(path)
     assert live.state is LiveState.RUNNING
-    assert describe_live(live).startswith(
-        "Step 2 took 1.00 µs and waited 200 ns of it for communication; it ended "
-    )
+    assert describe_live(live).startswith("Step 2 took 1.00 µs, of which 200 ns exposed. It ended ")
     assert describe_pace(live).startswith("Rank 0. Typical: 1.00 µs a step")
     assert advise_live(live) == ""
     for writer in writers:
@@ -64,7 +62,7 @@ def test_a_run_without_a_step_is_starting(path):
     live = look(path)
     assert live.state is LiveState.STARTING
     assert describe_live(live) == (
-        "The run has begun: rank 0 of it recorded, and no step has ended yet."
+        "The run has started: rank 0 recorded data, and no step has ended yet."
     )
     writer.close(RunStatus.COMPLETE)
 
@@ -83,7 +81,7 @@ def test_one_dead_rank_decides_while_the_others_go_on(path):
     live = look(path)
     assert live.state is LiveState.DIED
     assert live.culprits == (1,)
-    assert describe_live(live) == "Rank 1 stopped without a word. The last step was 2."
+    assert describe_live(live) == "Rank 1 stopped without reporting an error. The last step was 2."
     assert "out-of-memory killer" in advise_live(live)
     for writer in writers:
         writer.close(RunStatus.COMPLETE)

@@ -52,14 +52,13 @@ def test_a_report_holds_the_numbers_of_the_digest(contents):
         assert format_bytes(category.bytes) in text
 
 
-def test_causes_are_times_and_shares_of_the_exposed_time_of_the_typical_step(contents):
+def test_causes_have_their_time_and_their_fraction_of_the_exposed_time(contents):
     text, exposed = Page(render_run(contents)).text, contents.waits.exposed
     plain = text.replace("\N{NO-BREAK SPACE}", " ")
-    assert sum(exposed.causes_ns.values()) == exposed.exposed_ns > 0
+    assert exposed.causes_ns
     for cause, duration in exposed.causes_ns.items():
         share = format_ratio(duration / exposed.exposed_ns)
         assert f"{cause.replace('_', ' ')} {format_ns(duration)} {share}" in plain
-    assert f"{format_ns(exposed.step_time_ns)} typical step of rank {exposed.rank}" in plain
 
 
 def test_a_report_says_how_its_numbers_were_obtained(contents):
@@ -207,7 +206,7 @@ def test_noise_is_called_noise():
             add_steady_step(rank, 0, start=0)
             rank.events[0] |= {"end_ns": end}
     text = Page(render_comparison_page(read_comparison([one.build() for one in builders]))).text
-    assert "cannot be told from noise" in text
+    assert "within noise" in text
 
 
 def test_a_run_without_a_timed_step_can_be_compared():

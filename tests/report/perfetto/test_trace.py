@@ -216,7 +216,7 @@ def test_the_limit_holds_also_where_the_summary_expects_less(tmp_path, monkeypat
 
 
 def test_a_rank_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(IncompleteRunError, match="rank 9"):
+    with pytest.raises(IncompleteRunError, match="Rank 9 not found"):
         export(steady_run(), tmp_path, ranks=[9])
 
 
