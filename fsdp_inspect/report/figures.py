@@ -45,6 +45,7 @@ from fsdp_inspect.report.figure_style import (
     styled,
 )
 from fsdp_inspect.report.palette import Look
+from fsdp_inspect.report.wording import name_category
 from fsdp_inspect.statistics import Distribution
 from fsdp_inspect.trace.codes import StepPart
 
@@ -321,7 +322,7 @@ def draw_peak(peak: PeakMoment) -> go.Figure:
         cliponaxis=False,
         hovertemplate=f"%{{x:,.2f}} {suffix}<extra></extra>",
     )
-    name_rows(figure, [category.category.replace("_", " ") for category in peak.categories])
+    name_rows(figure, [name_category(category.category) for category in peak.categories])
     largest = max((category.bytes for category in peak.categories), default=0)
     figure.update_xaxes(ticksuffix=f" {suffix}", range=[0, 1.25 * largest / size], nticks=6)
     return styled(figure, height=PAIRED_HEIGHT)

@@ -7,6 +7,7 @@ from urllib.parse import parse_qs
 
 import pytest
 
+from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.store.reader import open_run
@@ -66,7 +67,7 @@ def test_runs_lists_every_run_with_its_status(open_app, runs_folder):
 def test_runs_shows_the_numbers_of_the_digest(shown, runs_folder):
     digest = measure_summary(open_run(runs_folder / "whole"))
     frame = shown("runs", "whole").dataframe[0].value.set_index("run")
-    assert frame.loc["whole", "step time (ms)"] == digest.step_time_ns.median / 1e6
+    assert frame.loc["whole", "step time (ms)"] == digest.step_time_ns.typical / 1e6
     assert frame.loc["whole", "exposed (ms)"] == digest.exposed_ns / 1e6
     assert frame.loc["whole", "overlap"] == digest.overlap_ratio
 
@@ -110,7 +111,7 @@ def test_overview_says_the_verdict_first_and_then_the_digests_numbers(shown, run
     assert digest.verdict.sentence in read(app)
     assert digest.verdict.why in read(app)
     assert [metric.value for metric in app.metric] == [
-        format_ns(digest.step_time_ns.median),
+        format_ns(digest.step_time_ns.typical),
         format_ns(digest.exposed_ns),
         format_ratio(digest.overlap_ratio),
         format_bytes(digest.peak_allocated_bytes),
@@ -178,7 +179,7 @@ def test_the_address_chooses_run_step_ranks_and_unit(open_app, runs_folder):
     assert app.query_params["rank"] == "1"
     assert app.query_params["unit"] == HOSTILE_UNIT
     assert app.multiselect[0].value == [1]
-    assert "of step 4" in read(app)
+    assert "Step 4, rank 1: " in read(app)
 
 
 @pytest.mark.parametrize(
@@ -203,10 +204,12 @@ def test_what_the_address_names_wrongly_is_as_if_not_named(open_app, runs_folder
 def test_timeline_opens_at_the_median_step_and_says_how_long_it_waited(shown, runs_folder):
     breakdown = measure_summary(open_run(runs_folder / "whole")).breakdown
     app = shown("timeline", "whole")
-    assert app.query_params["step"] == str(breakdown.step)
+    run = open_run(runs_folder / "whole")
+    step = measure_step_breakdown(run, rank=breakdown.rank, step=breakdown.closest_step)
+    assert app.query_params["step"] == str(breakdown.closest_step)
     assert (
-        f"{format_ns(breakdown.exposed_ns)} of the {format_ns(breakdown.step_time_ns)} of step "
-        f"{breakdown.step}" in read(app)
+        f"Step {breakdown.closest_step}, rank {breakdown.rank}: {format_ns(step.exposed_ns)} of "
+        f"{format_ns(step.step_time_ns)} exposed." in read(app)
     )
 
 
@@ -224,7 +227,7 @@ def test_timeline_follows_the_step_picker(open_app, runs_folder):
     app = open_app(runs_folder, "timeline", run="whole")
     [picker] = [box for box in app.selectbox if box.label == "Step"]
     picker.set_value(4).run()
-    assert "of step 4" in read(app)
+    assert "Step 4, rank " in read(app)
     assert app.query_params["step"] == "4"
     app.button(key=f"Next step of {picker.key}").click().run()
     assert app.query_params["step"] == "5"
@@ -253,7 +256,7 @@ def test_units_bars_show_what_is_chosen(open_app, runs_folder, measure):
 def test_overview_names_the_causes_of_the_step_that_its_bar_shows(shown, runs_folder):
     digest = measure_summary(open_run(runs_folder / "whole"))
     text = read(shown("overview", "whole"))
-    for cause, duration in digest.exposed_in_step.causes_ns.items():
+    for cause, duration in digest.exposed.causes_ns.items():
         assert f"{cause.replace('_', ' ')} **{format_ns(duration)}**" in text
 
 
@@ -264,7 +267,7 @@ def test_overview_leads_to_the_timeline_at_the_unit_that_is_waited_for_most(show
     assert links["Show me"].page == "timeline"
     assert shown_me == {
         "run": ["whole"],
-        "step": [str(digest.breakdown.step)],
+        "step": [str(digest.breakdown.closest_step)],
         "rank": [str(digest.breakdown.rank)],
         "unit": ["norm, lm_head"],
     }
