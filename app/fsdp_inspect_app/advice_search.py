@@ -2,13 +2,11 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import fields
 
 import streamlit as st
 
-from fsdp_inspect.advice.advise import Advice
-from fsdp_inspect.advice.request import AdviceRequest
-from fsdp_inspect.advice.run_advice import advise_run
-from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect.result_types import Advice, AdviceRequest, RunEntry
 from fsdp_inspect_app import loading
 
 _SAY_EVERY_S = 0.4
@@ -21,10 +19,11 @@ def advice_of(entry: RunEntry, wishes: AdviceRequest) -> Advice:
     """
     memo = _memo(str(entry.path), loading.contents_of(entry), wishes)
     if not memo:
-        run, digest = loading.open_entry(entry), loading.summary_of_entry(entry)
         place = st.empty()
         say = _every_so_often(lambda count: place.caption(f"Playing plans: {count} so far"))
-        memo.append(advise_run(run, wishes, digest=digest, on_play=say))
+        request = {field.name: getattr(wishes, field.name) for field in fields(wishes)}
+        limit = request.pop("memory_limit")
+        memo.append(loading.open_entry(entry).advise(limit, on_progress=say, **request))
         place.empty()
     return memo[0]
 

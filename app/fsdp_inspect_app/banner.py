@@ -6,8 +6,7 @@ from typing import Literal
 
 import streamlit as st
 
-from fsdp_inspect.analysis.run_heading import Heading
-from fsdp_inspect.trace.run import RunManifest, RunStatus
+from fsdp_inspect.result_types import Heading, RunManifest, RunStatus
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.selection import chosen_entry, page_link
 from fsdp_inspect_app.wording import plain

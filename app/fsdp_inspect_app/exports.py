@@ -2,11 +2,8 @@
 
 import streamlit as st
 
-from fsdp_inspect.analysis.step_times import StepTimes
-from fsdp_inspect.analysis.summary import Summary
-from fsdp_inspect.report.html import read_contents, render_run
+from fsdp_inspect import Run
 from fsdp_inspect.report.json import render_run_json
-from fsdp_inspect.store.reader import StoredRun
 from fsdp_inspect_app.frames.overview import frame_steps
 from fsdp_inspect_app.frames.units import frame_units
 from fsdp_inspect_app.frames.values import to_csv
@@ -21,20 +18,18 @@ def show_share_button(page: str) -> None:
         st.code(f"{base}/{page_address(page)}", language=None, wrap_lines=True)
 
 
-def show_export_button(run: StoredRun, digest: Summary, times: StepTimes) -> None:
+def show_export_button(run: Run) -> None:
     """The run as files; each is made when it is clicked."""
-    name = "".join(
-        letter if letter.isalnum() or letter in "-_" else "_" for letter in digest.run_id
-    )
+    name = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in run.id)
     files = (
         ("Report (HTML, one file)", f"{name}.html", "text/html",
-         lambda: render_run(read_contents(run)).encode()),
+         lambda: run.report().encode()),
         ("All numbers (JSON)", f"{name}.json", "application/json",
-         lambda: render_run_json(run, digest).encode()),
+         lambda: render_run_json(run.source, run.summary()).encode()),
         ("Units (CSV)", f"{name}-units.csv", "text/csv",
-         lambda: to_csv(frame_units(digest.units))),
+         lambda: to_csv(frame_units(run.units().units))),
         ("Steps (CSV)", f"{name}-steps.csv", "text/csv",
-         lambda: to_csv(frame_steps(times.over_steps))),
+         lambda: to_csv(frame_steps(run.step_times().over_steps))),
     )  # fmt: skip
     with st.popover("Export", icon=":material/download:", type="tertiary", key="export"):
         for label, file_name, mime, make in files:

@@ -4,13 +4,9 @@ from collections.abc import Sequence
 
 import streamlit as st
 
-from fsdp_inspect.advice.evidence import Finding
-from fsdp_inspect.analysis.plan_check.check import PlanCheck
-from fsdp_inspect.analysis.rank_waits import RankWaits, measure_rank_waits
-from fsdp_inspect.analysis.verdict import Limit, Verdict
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import format_unit
-from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect.result_types import Finding, Limit, PlanCheck, RankWaits, RunEntry, Verdict
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.pages import find_page
 from fsdp_inspect_app.selection import page_link
@@ -32,7 +28,7 @@ _PAGE_OF_LIMIT = {
 def find_waits(entry: RunEntry) -> RankWaits | None:
     """Who is waited for, and why; None where events are damaged, which the digest's notes say."""
     try:
-        return loading.result_of(entry, measure_rank_waits)
+        return loading.open_entry(entry).exposed()
     except StoreError:
         return None
 

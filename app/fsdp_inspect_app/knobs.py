@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from fsdp_inspect.quantities import parse_bytes_per_s, parse_time_ns
-from fsdp_inspect.simulation.changes import Changes, CheckpointingMode
-from fsdp_inspect.simulation.network import NodeLink
+from fsdp_inspect.result_types import (
+    Changes,
+    Checkpointing,
+    NodeLink,
+    Plan,
+    RunManifest,
+)
+from fsdp_inspect.simulation.changes import CheckpointingMode
 from fsdp_inspect.simulation.scenario import mesh_of
-from fsdp_inspect.trace.plan import AccumulationSync, Checkpointing, FloatDtype, Plan
-from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.trace.plan import AccumulationSync, FloatDtype
 
 AS_RECORDED = "as recorded"
 _MOST_RANKS = 4096

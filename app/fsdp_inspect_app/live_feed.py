@@ -4,9 +4,8 @@ from pathlib import Path
 
 import streamlit as st
 
-from fsdp_inspect.analysis.live.feed import LiveFeed, LiveStatus
-from fsdp_inspect.store.folder import RunEntry
-from fsdp_inspect.store.reader import StoredRun
+from fsdp_inspect.analysis.live.feed import LiveFeed
+from fsdp_inspect.result_types import LiveStatus, RunEntry
 from fsdp_inspect_app import loading
 
 _MOST_FEEDS = 16
@@ -19,7 +18,7 @@ def look_at(entry: RunEntry, *, rank: int) -> LiveStatus:
         StoreError: The run, or a stream of the rank, cannot be read.
         OSError: Likewise.
     """
-    run: StoredRun = loading.open_entry(entry)
+    run = loading.open_stored(entry)
     return _feed(entry.path.as_posix(), run.attempt, rank).look(run)
 
 

@@ -1,10 +1,9 @@
-"""Which runs are there, and what do they say? Streamlit's caches around the library.
+"""List the runs of the folder and open them, with Streamlit's caches around the library.
 
-A run is cached under its files' newest change and total size, so that a run that grew is read
-again. One that is still being written (it has live streams) is also looked at again after a few
-seconds, since a process that died changes no file. All caches are bounded and hold immutable
-results, shared by all sessions. Of a run that grew only what is new is read (`LiveTables`), and
-whatever a page asks, the run is digested once.
+A run is cached under the newest change and the total size of its files, so that a run that grew is
+opened again. A run with live streams is also opened again after a few seconds, because a process
+that is killed changes no file. All caches are bounded and hold immutable results, which all
+sessions share. Of a run that grew, only the new part is read (`LiveTables`).
 """
 
 import sys
@@ -17,8 +16,10 @@ from typing import Any, TypeVar
 
 import streamlit as st
 
-from fsdp_inspect.analysis.summary import Summary, measure_summary
-from fsdp_inspect.store.folder import RunEntry, list_runs
+from fsdp_inspect import Run
+from fsdp_inspect.report.html import ComparisonContents, read_comparison
+from fsdp_inspect.result_types import Ranks, RunEntry, RunSource, Summary
+from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.live_tables import LiveTables
 from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.store.reader_cache import ReaderCache
@@ -33,6 +34,7 @@ _LISTING_LIFE_S = 3
 _LIVE_LIFE_S = 10
 _STATE_LIFE_S = 1
 _LIVE_SUFFIX = ".arrows"
+_MOST_OPEN_RUNS = 32
 _MOST_TABLE_BYTES = 512 << 20
 """Of tables that were decoded, over all runs."""
 _MOST_TIMELINE_BYTES = 512 << 20
@@ -78,51 +80,55 @@ def _list_entries(folder: str) -> tuple[list[RunEntry], list[str]]:
     return inside, [entry.id for entry in entries if entry.id not in known]
 
 
-def open_entry(entry: RunEntry) -> StoredRun:
-    """The run of an entry.
+def open_entry(entry: RunEntry) -> Run:
+    """The run of an entry, which keeps its answers until the files change.
 
     Raises:
-        StoreError: It cannot be read.
+        StoreError: The run cannot be read.
     """
-    return _open(str(entry.path), _state_of(entry.path))
+    return _open(str(entry.path), _state_of(entry.path)).run
 
 
-def summary_of_entry(entry: RunEntry) -> Summary:
-    """All analyses of a run side by side; raises as `open_entry`."""
-    return _digest(str(entry.path), _state_of(entry.path))
+def open_stored(entry: RunEntry) -> StoredRun:
+    """The files of an entry's run; raises as `open_entry`."""
+    return _open(str(entry.path), _state_of(entry.path)).stored
+
+
+def read_summary(entry: RunEntry) -> Summary:
+    """The summary of an entry's run, computed under a spinner; raises as `open_entry`."""
+    return _read_summary(str(entry.path), _state_of(entry.path))
+
+
+def read_ranks(entry: RunEntry) -> Ranks:
+    """The ranks of an entry's run, compared under a spinner; raises as `open_entry`."""
+    return _read_ranks(str(entry.path), _state_of(entry.path))
 
 
 def result_of(entry: RunEntry, measure: Callable[..., T], **arguments: Hashable) -> T:
-    """What an analysis, called with a run and the arguments, says; raises as it and `open_entry`.
+    """The result of an analysis that `Run` has no method for.
 
-    For results of at most some MiB: the cache is bounded by their number.
-    """
-    given = tuple(sorted(arguments.items()))
-    result: T = _result(str(entry.path), _state_of(entry.path), _name(measure), given, measure)
-    return result
-
-
-def result_on_summary(entry: RunEntry, measure: Callable[..., T]) -> T:
-    """As `result_of`, of an analysis that builds on the run's digest.
+    The cache is bounded by the number of results, so a result has at most some MiB.
 
     Args:
         entry: The run.
-        measure: Called with the run and with `digest`.
+        measure: Called with the run's tables (`Run.source`) and the arguments.
+        arguments: Part of the cache's key.
+
+    Raises:
+        FsdpInspectError: As `open_entry` and the analysis.
     """
-    result: T = _on_digest(str(entry.path), _state_of(entry.path), _name(measure), measure)
+    key = tuple(sorted(arguments.items()))
+    result: T = _result(str(entry.path), _state_of(entry.path), _name(measure), key, measure)
     return result
 
 
-def result_on_summaries(entries: Sequence[RunEntry], measure: Callable[..., T]) -> T:
-    """As `result_on_summary`, of several runs at once.
+def comparison_of(entries: Sequence[RunEntry]) -> ComparisonContents:
+    """The comparison of several runs, the first of which is the reference.
 
-    Args:
-        entries: The runs.
-        measure: Called with the list of runs and with `digest`, which gives that of each of them.
+    Raises:
+        FsdpInspectError: A run cannot be read, or the runs cannot be compared.
     """
-    paths = tuple((str(entry.path), _state_of(entry.path)) for entry in entries)
-    result: T = _on_digests(paths, _name(measure), measure)
-    return result
+    return _comparison(tuple((str(entry.path), _state_of(entry.path)) for entry in entries))
 
 
 def timeline_of(entry: RunEntry, *, step: int, ranks: tuple[int, ...]) -> TrackSet:
@@ -149,34 +155,47 @@ def _tables() -> TableCache:
     return TableCache(_MOST_TABLE_BYTES)
 
 
+@dataclass(frozen=True, slots=True)
+class _OpenRun:
+    """One run, opened in one state of its files."""
+
+    state: _State
+    stored: StoredRun
+    run: Run
+
+
 @dataclass
 class _Opening:
-    """A run as it was opened last, and what its live streams have held so far."""
+    """The last opening of a run, and what its live streams have held so far."""
 
     growing: LiveTables = field(default_factory=LiveTables)
-    state: _State | None = None
-    run: StoredRun | None = None
+    last: _OpenRun | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def _open(path: str, state: _State) -> StoredRun:
-    """The run in that state; what it was in an earlier one is given up."""
+def _open(path: str, state: _State) -> _OpenRun:
+    """The run in that state. An opening in an earlier state is dropped with its answers."""
     opening = _opening(path)
     with opening.lock:
-        if opening.run is None or opening.state != state:
-            opening.run = open_run(path, reuse=ReaderCache(opening.growing, _tables()))
-            opening.state = state
-        return opening.run
+        if opening.last is None or opening.last.state != state:
+            stored = open_run(path, reuse=ReaderCache(opening.growing, _tables()))
+            opening.last = _OpenRun(state, stored, Run(stored))
+        return opening.last
 
 
-@st.cache_resource(max_entries=16, show_spinner=False)
+@st.cache_resource(max_entries=_MOST_OPEN_RUNS, show_spinner=False)
 def _opening(path: str) -> _Opening:
     return _Opening()
 
 
 @st.cache_resource(max_entries=512, show_spinner="Reading the run")
-def _digest(path: str, state: _State) -> Summary:
-    return measure_summary(_open(path, state))
+def _read_summary(path: str, state: _State) -> Summary:
+    return _open(path, state).run.summary()
+
+
+@st.cache_resource(max_entries=512, show_spinner="Comparing the ranks")
+def _read_ranks(path: str, state: _State) -> Ranks:
+    return _open(path, state).run.ranks()
 
 
 @st.cache_resource(max_entries=512, show_spinner="Reading the run")
@@ -187,29 +206,20 @@ def _result(
     arguments: tuple[tuple[str, Hashable], ...],
     _measure: Callable[..., Any],
 ) -> Any:
-    return _measure(_open(path, state), **dict(arguments))
-
-
-@st.cache_resource(max_entries=512, show_spinner="Reading the run")
-def _on_digest(path: str, state: _State, name: str, _measure: Callable[..., Any]) -> Any:
-    return _measure(_open(path, state), digest=_digest(path, state))
+    return _measure(_open(path, state).run.source, **dict(arguments))
 
 
 @st.cache_resource(max_entries=32, show_spinner="Comparing the runs")
-def _on_digests(
-    places: tuple[tuple[str, _State], ...], name: str, _measure: Callable[..., Any]
-) -> Any:
-    place_of = {_open(*place): place for place in places}
-
-    def digest(run: StoredRun) -> Summary:
-        return _digest(*place_of[run])
-
-    return _measure(list(place_of), digest=digest)
+def _comparison(places: tuple[tuple[str, _State], ...]) -> ComparisonContents:
+    runs: dict[RunSource, Run] = {
+        run.source: run for run in (_open(*place).run for place in places)
+    }
+    return read_comparison(list(runs), digest=lambda source: runs[source].summary())
 
 
 @st.cache_resource(max_entries=1, show_spinner="Laying out the step")
 def _timeline(path: str, state: _State, step: int, ranks: tuple[int, ...]) -> TrackSet:
-    run = _open(path, state)
+    run = _open(path, state).run.source
     return TrackSet(build_timeline(run, step=step, ranks=ranks), run.manifest)
 
 

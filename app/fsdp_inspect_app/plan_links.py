@@ -10,7 +10,7 @@ import binascii
 import zlib
 
 from fsdp_inspect.errors import PlanError
-from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.result_types import Plan
 
 _LONGEST_ADDRESS = 6_000
 _LONGEST_PLAN = 500_000

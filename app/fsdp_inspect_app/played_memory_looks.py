@@ -2,7 +2,7 @@
 
 from fsdp_inspect.report import palette
 from fsdp_inspect.report.palette import Look
-from fsdp_inspect.simulation.memory import Held
+from fsdp_inspect.result_types import Held
 
 _RESTING = palette.MEMORY_LOOKS["sharded_parameter"]
 

@@ -23,7 +23,7 @@ import streamlit as st
 
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_unit
-from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect.result_types import RunEntry
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.empty_states import show_no_runs, show_unreadable
 from fsdp_inspect_app.pages import find_page
@@ -201,13 +201,13 @@ def entry_or_stop(ask: Callable[[RunEntry], object] | None = None) -> RunEntry:
     """The chosen run, readable; without one the page says why and ends.
 
     Args:
-        ask: What the page rests on; None: the run's digest.
+        ask: What the page rests on; None: the run's summary.
     """
     entry = chosen_entry()
     if entry is None:
         show_no_runs()
         st.stop()
-    answer_or_stop(entry, ask or loading.summary_of_entry)
+    answer_or_stop(entry, ask or loading.read_summary)
     return entry
 
 

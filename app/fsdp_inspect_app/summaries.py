@@ -17,9 +17,9 @@ from pathlib import Path
 import streamlit as st
 from pydantic import TypeAdapter, ValidationError
 
-from fsdp_inspect.analysis.run_list import RunKeyNumbers, measure_key_numbers
+from fsdp_inspect.analysis.run_list import measure_key_numbers
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect.result_types import RunEntry, RunKeyNumbers, RunStatus
 from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.store.schema import (
     REDUCTION_VERSION,
@@ -28,7 +28,7 @@ from fsdp_inspect.store.schema import (
     rank_name,
     rank_numbers,
 )
-from fsdp_inspect.trace.run import SCHEMA_VERSION, RunStatus
+from fsdp_inspect.trace.run import SCHEMA_VERSION
 from fsdp_inspect.version import __version__
 from fsdp_inspect_app.boundary import refuse_links_out
 from fsdp_inspect_app.findings_cache import CachedFinding, FindingsCache, findings_file

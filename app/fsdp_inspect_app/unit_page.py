@@ -5,13 +5,7 @@ from collections.abc import Mapping, Sequence
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-from fsdp_inspect.analysis.bandwidth import Bandwidth
-from fsdp_inspect.analysis.exposed import Exposed
-from fsdp_inspect.analysis.link_fit import LinkFit
-from fsdp_inspect.analysis.rank_waits import RankWaits, measure_rank_waits
-from fsdp_inspect.analysis.summary import Summary
-from fsdp_inspect.analysis.unit_history import UnitHistory, measure_unit_history
-from fsdp_inspect.analysis.units import UnitCost
+from fsdp_inspect import Run
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import (
     format_bytes,
@@ -22,9 +16,17 @@ from fsdp_inspect.formatting import (
 )
 from fsdp_inspect.report.causes import format_cause
 from fsdp_inspect.report.values import format_kind
-from fsdp_inspect.store.folder import RunEntry
-from fsdp_inspect.trace.run import RunManifest, Unit
-from fsdp_inspect_app import loading, wording
+from fsdp_inspect.result_types import (
+    Bandwidth,
+    Exposed,
+    LinkFit,
+    RankWaits,
+    Summary,
+    Unit,
+    UnitCost,
+    UnitHistory,
+)
+from fsdp_inspect_app import wording
 from fsdp_inspect_app.cards import (
     show_card,
     show_chart_card,
@@ -50,39 +52,36 @@ from fsdp_inspect_app.wording import code, plain
 
 
 def show_unit(
-    entry: RunEntry,
-    manifest: RunManifest,
-    digest: Summary,
+    run: Run,
     unit: UnitCost,
     answer: DeltaGenerator,
 ) -> None:
-    """Everything about one unit.
+    """Show everything about one unit.
 
     Args:
-        entry: The run.
-        manifest: Of the run.
-        digest: Of the run.
-        unit: Which one.
-        answer: Where the page's answer goes.
+        run: The run.
+        unit: The unit.
+        answer: The place of the page's headline.
     """
+    summary = run.summary()
     name = format_unit(unit.fqn)
-    record = next(one for one in manifest.units if one.index == unit.index)
-    _show_neighbours(digest.units, unit)
+    record = next(one for one in run.manifest.units if one.index == unit.index)
+    _show_neighbours(summary.units, unit)
     waits: RankWaits | None = None
     history: UnitHistory | None = None
     try:
-        waits = loading.result_of(entry, measure_rank_waits, unit=name)
-        history = loading.result_of(entry, measure_unit_history, unit=unit.index)
+        waits = run.exposed(unit=name)
+        history = run.unit_history(name)
     except StoreError as error:
         st.warning(plain(str(error)), icon=":material/warning:")
     with answer:
-        show_headline(_describe_waits(unit, waits, digest))
+        show_headline(_describe_waits(unit, waits, summary))
     st.markdown(plain(_describe_unit(unit)))
-    _show_waits(unit, waits, digest)
+    _show_waits(unit, waits, summary)
     if history is not None and history.histories:
-        _show_collectives(history, _fits_of(history, waits.bandwidth if waits else None), digest)
+        _show_collectives(history, _fits_of(history, waits.bandwidth if waits else None), summary)
     _show_prefetch(waits)
-    _show_memory(unit, history, digest)
+    _show_memory(unit, history, summary)
     _show_parameters(record)
 
 
@@ -101,14 +100,14 @@ def _show_neighbours(units: Sequence[UnitCost], unit: UnitCost) -> None:
         st.caption(f"{position + 1} of {len(units)} in order of execution", width="content")
 
 
-def _describe_waits(unit: UnitCost, waits: RankWaits | None, digest: Summary) -> str:
+def _describe_waits(unit: UnitCost, waits: RankWaits | None, summary: Summary) -> str:
     """The unit's answer: how long it is waited for, and why."""
     name = code(format_unit(unit.fqn))
     if waits is None:
         return f"How long {name} is waited for cannot be read\\."
-    if waits.exposed is None or digest.step_time_ns is None:
+    if waits.exposed is None or summary.step_time_ns is None:
         return f"No step counts yet, so what {name} costs cannot be told\\."
-    step = format_ns(digest.step_time_ns.typical)
+    step = format_ns(summary.step_time_ns.typical)
     if unit.exposed_ns == 0:
         return f"{name} " + plain(f"is never waited for in a step of {step}.")
     why = wording.describe_main_cause(waits.exposed.owners)
@@ -129,7 +128,7 @@ def _describe_unit(unit: UnitCost) -> str:
     return " ".join(facts)
 
 
-def _show_waits(unit: UnitCost, waits: RankWaits | None, digest: Summary) -> None:
+def _show_waits(unit: UnitCost, waits: RankWaits | None, summary: Summary) -> None:
     exposed = waits.exposed if waits is not None else None
     if exposed is None or not exposed.owners:
         show_empty_card("Waits and their causes", "It has no timed collective.", key="unit-waits")
@@ -145,7 +144,7 @@ def _show_waits(unit: UnitCost, waits: RankWaits | None, digest: Summary) -> Non
         _show_longest_wait(exposed, unit)
         arrivals = waits.arrivals.sentence if waits is not None and waits.arrivals else ""
         provenance = wording.describe_provenance(
-            digest.provenance, "all_gather", "reduce_scatter", "all_reduce"
+            summary.provenance, "all_gather", "reduce_scatter", "all_reduce"
         )
         st.caption(plain(f"Typical step of rank {exposed.rank}. {provenance} {arrivals}"))
 
@@ -177,9 +176,9 @@ def _fits_of(history: UnitHistory, bandwidth: Bandwidth | None) -> dict[str, Lin
     return {name: fit for name, fit in found.items() if fit is not None}
 
 
-def _show_collectives(history: UnitHistory, fits: Mapping[str, LinkFit], digest: Summary) -> None:
+def _show_collectives(history: UnitHistory, fits: Mapping[str, LinkFit], summary: Summary) -> None:
     provenance = wording.describe_provenance(
-        digest.provenance, "all_gather", "reduce_scatter", "all_reduce"
+        summary.provenance, "all_gather", "reduce_scatter", "all_reduce"
     )
     left, right = st.columns(2)
     with left:
@@ -239,7 +238,7 @@ def _show_prefetch(waits: RankWaits | None) -> None:
         )
 
 
-def _show_memory(unit: UnitCost, history: UnitHistory | None, digest: Summary) -> None:
+def _show_memory(unit: UnitCost, history: UnitHistory | None, summary: Summary) -> None:
     left, right = st.columns([3, 2])
     with left:
         if history is None or not history.holds:
@@ -258,11 +257,11 @@ def _show_memory(unit: UnitCost, history: UnitHistory | None, digest: Summary) -
                 "of its parameters; its shards are there all the time.",
             )
     with right:
-        _show_owned(unit, digest)
+        _show_owned(unit, summary)
 
 
-def _show_owned(unit: UnitCost, digest: Summary) -> None:
-    peak = digest.memory.peak
+def _show_owned(unit: UnitCost, summary: Summary) -> None:
+    peak = summary.memory.peak
     frame = None if peak is None else frame_owned(peak, unit.index)
     if peak is None or frame is None or frame.empty:
         show_empty_card(

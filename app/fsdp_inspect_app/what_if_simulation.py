@@ -3,13 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fsdp_inspect.result_types import Plan, Played, RecordedWork, RunManifest, RunSource, Simulation
 from fsdp_inspect.simulation.changes import apply_changes
-from fsdp_inspect.simulation.recorded import RecordedWork, measure_work, observed_plan
+from fsdp_inspect.simulation.recorded import measure_work, observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan, shapes_of
-from fsdp_inspect.simulation.simulate import Played, Simulation, replay, simulate_work
-from fsdp_inspect.store.reader import StoredRun
-from fsdp_inspect.trace.plan import Plan
-from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.simulation.simulate import replay, simulate_work
 from fsdp_inspect_app.knobs import KNOBS_OF_NETWORK, Knob, changes_of, network_of, node_link_of
 
 
@@ -23,7 +21,7 @@ class PreparedRun:
     """The recorded one, resolved."""
 
 
-def prepare(run: StoredRun) -> PreparedRun:
+def prepare(run: RunSource) -> PreparedRun:
     """Measure a run's work, once for all that is asked of it.
 
     Raises:

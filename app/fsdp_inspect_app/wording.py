@@ -7,8 +7,6 @@ Names come from whoever recorded the run. Markdown and chart labels must show th
 import re
 from collections.abc import Sequence
 
-from fsdp_inspect.analysis.exposed import ExposedOwner
-from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.formatting import format_category as name_category
 from fsdp_inspect.formatting import format_ns, format_ratio, format_unit
 from fsdp_inspect.report.causes import format_cause
@@ -22,6 +20,7 @@ from fsdp_inspect.report.wording import (
     describe_run,
     describe_step,
 )
+from fsdp_inspect.result_types import ExposedOwner, Summary
 
 __all__ = [
     "code",
@@ -62,27 +61,27 @@ def _one_line(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text)
 
 
-def describe_longest_wait(digest: Summary, owners: Sequence[ExposedOwner] = ()) -> str:
+def describe_longest_wait(summary: Summary, owners: Sequence[ExposedOwner] = ()) -> str:
     """Which unit is waited for most, as Markdown.
 
     Args:
-        digest: Of the run.
+        summary: Of the run.
         owners: Its waits, longest first, which tell why; none where they cannot be read.
     """
-    if digest.step_time_ns is None:
+    if summary.step_time_ns is None:
         return "No step counts yet, so what each unit costs cannot be told\\."
-    top = max(digest.units, key=lambda unit: unit.exposed_ns, default=None)
+    top = max(summary.units, key=lambda unit: unit.exposed_ns, default=None)
     if top is None:
         return "This model has no FSDP unit\\."
     if top.exposed_ns == 0:
-        return plain(f"No unit's communication is waited for: all {len(digest.units)} hide it.")
+        return plain(f"No unit's communication is waited for: all {len(summary.units)} hide it.")
     why = describe_main_cause([owner for owner in owners if owner.fqn == top.fqn])
     return (
         plain(
-            f"{format_ns(top.exposed_ns)} of every {format_ns(digest.step_time_ns.typical)} step "
+            f"{format_ns(top.exposed_ns)} of every {format_ns(summary.step_time_ns.typical)} step "
         )
         + f"are spent waiting for {code(format_unit(top.fqn))}"
-        + plain(f"{why}. No other of the {len(digest.units)} units takes more.")
+        + plain(f"{why}. No other of the {len(summary.units)} units takes more.")
     )
 
 

@@ -7,6 +7,7 @@ and calls `remember`; with a plain run the value is computed at each call.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -26,18 +27,21 @@ class RunContext:
     """A run with the values that its analyses share.
 
     The values are those of the moment at which they were first needed. For a run that is still
-    being recorded, open it again to see more.
+    being recorded, open it again to see more. Threads may share a context: each value is computed
+    once.
     """
 
     def __init__(self, source: RunSource) -> None:
         self.source = source
         self._values: dict[Hashable, Any] = {}
+        self._lock = threading.RLock()
 
     def remember(self, key: Hashable, compute: Callable[[], T]) -> T:
         """The value of a key, computed at the first call."""
-        if key not in self._values:
-            self._values[key] = compute()
-        value: T = self._values[key]
+        with self._lock:
+            if key not in self._values:
+                self._values[key] = compute()
+            value: T = self._values[key]
         return value
 
     @property

@@ -22,6 +22,7 @@ from fsdp_inspect.analysis.units import UnitCost, UnitCosts
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import (
     format_bytes,
+    format_category,
     format_ns,
     format_owner,
     format_ratio,
@@ -321,7 +322,7 @@ def draw_peak(peak: PeakMoment) -> go.Figure:
         cliponaxis=False,
         hovertemplate=f"%{{x:,.2f}} {suffix}<extra></extra>",
     )
-    name_rows(figure, [category.category.replace("_", " ") for category in peak.categories])
+    name_rows(figure, [format_category(category.category) for category in peak.categories])
     largest = max((category.bytes for category in peak.categories), default=0)
     figure.update_xaxes(ticksuffix=f" {suffix}", range=[0, 1.25 * largest / size], nticks=6)
     return styled(figure, height=PAIRED_HEIGHT)

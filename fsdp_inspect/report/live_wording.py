@@ -59,7 +59,8 @@ def describe_pace(live: LiveStatus) -> str:
         return "No step has ended yet."
     return (
         f"Rank {live.rank}. Typical: {format_ns(live.view.typical_step_ns)} a step, the mean over "
-        f"the middle half of the last {TYPICAL_STEPS} steps without memory steps. At the start, it includes warm-up."
+        f"the middle half of the last {TYPICAL_STEPS} steps without memory steps. At the start, it "
+        "includes warm-up."
     )
 
 

@@ -204,10 +204,9 @@ def test_what_the_address_names_wrongly_is_as_if_not_named(open_app, runs_folder
 def test_timeline_opens_at_the_step_closest_to_the_typical_one(shown, runs_folder):
     breakdown = measure_summary(open_run(runs_folder / "whole")).breakdown
     app = shown("timeline", "whole")
+    run = open_run(runs_folder / "whole")
+    step = measure_step_breakdown(run, rank=breakdown.rank, step=breakdown.closest_step)
     assert app.query_params["step"] == str(breakdown.closest_step)
-    step = measure_step_breakdown(
-        open_run(runs_folder / "whole"), rank=breakdown.rank, step=breakdown.closest_step
-    )
     assert (
         f"Step {breakdown.closest_step}, rank {breakdown.rank}: {format_ns(step.exposed_ns)} of "
         f"{format_ns(step.step_time_ns)} exposed." in read(app)

@@ -1,9 +1,9 @@
-"""Which step does the timeline show where only some kept their events, and what of the others?"""
+"""Test the timeline page of runs that kept the events of only some steps."""
 
 import pytest
-from fsdp_inspect_app import loading
 from fsdp_inspect_app.timeline.steps import find_drawable_steps, find_sampled_steps
 
+from fsdp_inspect import Run
 from fsdp_inspect.store.compacted import write_compacted
 from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.folder import rank_folder
@@ -35,11 +35,11 @@ def test_steps_that_kept_their_events_are_told_from_those_that_did_not(thinned):
     assert find_sampled_steps(open_run(thinned / "some")) == tuple(range(8))
 
 
-def test_a_step_is_drawn_without_a_digest_of_the_run(thinned, monkeypatch):
-    def refuse(entry: object) -> None:
-        raise AssertionError("The page needs the run's outline, not its waits.")
+def test_a_step_is_drawn_without_the_summary_of_the_run(thinned, monkeypatch):
+    def refuse(run: object) -> None:
+        raise AssertionError("The page needs the heading of the run, not its exposed waits.")
 
-    monkeypatch.setattr(loading, "summary_of_entry", refuse)
+    monkeypatch.setattr(Run, "summary", refuse)
     app = start_app(thinned, "timeline", run="some", step="5")
     assert not app.exception
     assert app.query_params["step"] in ("5", ["5"])

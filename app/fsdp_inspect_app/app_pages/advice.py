@@ -7,12 +7,8 @@ from typing import Any, TypeVar
 
 import streamlit as st
 
-from fsdp_inspect.advice.advise import Advice, ParetoPoint, PlanAdvice
-from fsdp_inspect.advice.evidence import Finding
-from fsdp_inspect.advice.request import AdviceRequest
+from fsdp_inspect import Run
 from fsdp_inspect.advice.rules import title_of
-from fsdp_inspect.advice.suggestions import Proposal, Suggestion
-from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.errors import PredictionError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
 from fsdp_inspect.predictions.creation import predict_advised
@@ -28,9 +24,19 @@ from fsdp_inspect.report.advice import (
 )
 from fsdp_inspect.report.figure_style import CONFIG
 from fsdp_inspect.report.wording import format_error
-from fsdp_inspect.store.folder import RunEntry
-from fsdp_inspect.trace.plan import Plan
-from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.result_types import (
+    Advice,
+    AdviceRequest,
+    Finding,
+    ParetoPoint,
+    Plan,
+    PlanAdvice,
+    Proposal,
+    RunEntry,
+    RunManifest,
+    Suggestion,
+    Summary,
+)
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.advice_search import advice_of
 from fsdp_inspect_app.banner import show_run_header
@@ -63,9 +69,9 @@ _FLOOR = (
 )
 
 
-def show_page(entry: RunEntry, manifest: RunManifest, digest: Summary) -> None:
-    """The answer, what comes before the plan, the changes, how to run them, and other plans."""
-    show_run_header(manifest, digest)
+def show_page(entry: RunEntry, run: Run) -> None:
+    """Show the headline, findings, suggestions, how to run them, and other plans."""
+    show_run_header(run.manifest, run.summary())
     answer = st.container()
     question = _ask(entry)
     if question is None:
@@ -76,12 +82,12 @@ def show_page(entry: RunEntry, manifest: RunManifest, digest: Summary) -> None:
     with answer:
         show_headline(plain(advice.answer))
     if advice.findings:
-        _show_findings(advice.findings, manifest)
+        _show_findings(advice.findings, run.manifest)
     if advice.plan is None:
         _show_refusal(advice)
-        _show_outcomes(entry, manifest.run_id)
+        _show_outcomes(entry, run.id)
         return
-    _show_plan(entry, advice, question, digest)
+    _show_plan(entry, run, advice, question)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +226,13 @@ def _link_units(units: Sequence[str], manifest: RunManifest, *, key: str) -> Non
 # --- the plan
 
 
-def _show_plan(entry: RunEntry, advice: Advice, question: Question, digest: Summary) -> None:
-    plan, manifest = advice.plan, loading.open_entry(entry).manifest
+def _show_plan(entry: RunEntry, run: Run, advice: Advice, question: Question) -> None:
+    plan = advice.plan
     if plan is None:
         return
     _show_numbers(plan)
     for place, suggestion in enumerate(plan.suggestions, 1):
-        _show_suggestion(place, suggestion, plan, question, manifest)
+        _show_suggestion(place, suggestion, plan, question, run.manifest)
     if plan.suggestions:
         _show_how_to_run(entry, plan, question)
     _show_outcomes(entry, advice.run_id)
@@ -236,7 +242,7 @@ def _show_plan(entry: RunEntry, advice: Advice, question: Question, digest: Summ
     with right:
         if plan.smallest is not None:
             _show_alternative(plan.smallest, plan, question)
-        _show_rest(plan, digest)
+        _show_rest(plan, run.summary())
     st.caption(plain(describe_plans(plan)))
 
 
@@ -325,7 +331,7 @@ def _show_how_to_run(entry: RunEntry, plan: PlanAdvice, question: Question) -> N
         st.download_button(
             _PREDICTION_FILE,
             lambda: predict_advised(
-                loading.open_entry(entry), plan, question.wishes
+                loading.open_entry(entry).source, plan, question.wishes
             ).model_dump_json(indent=1),
             file_name=_PREDICTION_FILE,
             mime="application/json",
@@ -432,13 +438,13 @@ def _show_outcomes(entry: RunEntry, run_id: str) -> None:
             st.caption(plain(note))
 
 
-def _show_rest(plan: PlanAdvice, digest: Summary) -> None:
+def _show_rest(plan: PlanAdvice, summary: Summary) -> None:
     with show_card("What will not help, and what is assumed", key="rest"):
-        lines = [_FLOOR.format(floor=format_ns(digest.floor_ns))] if digest.floor_ns else []
+        lines = [_FLOOR.format(floor=format_ns(summary.floor_ns))] if summary.floor_ns else []
         lines += plan.notes
         lines += [f"Assumed: {line}" for line in plan.fastest.assumptions]
         st.markdown("\n".join(f"- {plain(line)}" for line in lines))
 
 
 entry = entry_or_stop()
-show_page(entry, loading.open_entry(entry).manifest, loading.summary_of_entry(entry))
+show_page(entry, loading.open_entry(entry))

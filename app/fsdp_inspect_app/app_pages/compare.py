@@ -6,16 +6,14 @@ from dataclasses import replace
 
 import streamlit as st
 
-from fsdp_inspect.comparison.comparison import Comparison, Side
-from fsdp_inspect.comparison.differences import UnitMeasure, find_unit_changes
+from fsdp_inspect.comparison.differences import find_unit_changes
 from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.settings import find_shared_settings
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.report.html import ComparisonContents, read_comparison, render_comparison_page
-from fsdp_inspect.store.folder import RunEntry
-from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.report.html import ComparisonContents, render_comparison_page
+from fsdp_inspect.result_types import Comparison, RunEntry, RunManifest, Side, UnitMeasure
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.cards import (
     show_card,
@@ -97,7 +95,7 @@ def show_page() -> None:
     chosen = [entries[name] for name in (baseline, *others)]
     try:
         _refuse_copies(chosen)
-        contents = loading.result_on_summaries(chosen, read_comparison)
+        contents = loading.comparison_of(chosen)
         manifests = [loading.open_entry(entry).manifest for entry in chosen]
     except FsdpInspectError as error:
         with answer:
@@ -271,9 +269,9 @@ def _describe_noise() -> str:
 def _show_steps(contents: ComparisonContents) -> None:
     comparison = contents.comparison
     steps = [
-        (side.label, digest.breakdown)
-        for side, digest in zip(comparison.sides, contents.digests, strict=True)
-        if digest.breakdown is not None
+        (side.label, summary.breakdown)
+        for side, summary in zip(comparison.sides, contents.digests, strict=True)
+        if summary.breakdown is not None
     ]
     if not steps:
         show_empty_card("Where their steps go", "No side has a step that counts.", key="steps")
@@ -295,8 +293,8 @@ def _show_steps(contents: ComparisonContents) -> None:
 def _describe_origins(contents: ComparisonContents) -> str:
     """How the steps of each side were obtained; said once where it is the same for all."""
     origins = [
-        wording.describe_provenance(digest.provenance, "step", "forward", "backward", "all_gather")
-        for digest in contents.digests
+        wording.describe_provenance(summary.provenance, "step", "forward", "backward", "all_gather")
+        for summary in contents.digests
     ]
     if len(set(origins)) == 1:
         return f"All sides: {origins[0]}"

@@ -4,15 +4,12 @@ from collections.abc import Sequence
 
 import streamlit as st
 
-from fsdp_inspect.analysis.live.feed import LiveState, LiveStatus
-from fsdp_inspect.analysis.live.view import DeviceSeries
+from fsdp_inspect import Run
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.live_wording import advise_live, describe_live, describe_pace
-from fsdp_inspect.store.folder import RunEntry
-from fsdp_inspect.store.reader import StoredRun
-from fsdp_inspect.trace.run import RunStatus
+from fsdp_inspect.result_types import DeviceSeries, LiveState, LiveStatus, RunEntry, RunStatus
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.cards import (
     show_card,
@@ -48,13 +45,13 @@ _REFRESH_KEY = "live: refreshes"
 _SEEN_KEY = "live: state that is shown"
 
 
-def show_page(entry: RunEntry, run: StoredRun) -> None:
+def show_page(entry: RunEntry, run: Run) -> None:
     """The run as it is now, again every few seconds; of a run that is over, where to look.
 
     It asks no analysis of the whole run: of a long one that takes longer than a refresh may.
     """
     _show_header(run)
-    recorded = [record.rank for record in run.ranks]
+    recorded = [record.rank for record in run.ranks_recorded]
     is_recording = run.status is RunStatus.RUNNING
     was_followed = st.session_state.get(_SEEN_KEY, ("", False))[0] == entry.id
     has_streams = is_recording or run.status is RunStatus.CRASHED
@@ -65,15 +62,15 @@ def show_page(entry: RunEntry, run: StoredRun) -> None:
     st.fragment(_show_now, run_every=every)(entry, run, recorded)
 
 
-def _show_header(run: StoredRun) -> None:
+def _show_header(run: Run) -> None:
     with st.container(horizontal=True, vertical_alignment="center", gap="small", key="run-header"):
-        st.markdown(f"**{plain(run.run_id)}**", width="content")
+        st.markdown(f"**{plain(run.id)}**", width="content")
         is_recording = run.status is RunStatus.RUNNING
         st.badge(run.status.value, color="blue" if is_recording else "gray")
         st.caption(plain(describe_plan(run.manifest)), width="content")
 
 
-def _show_over(run: StoredRun) -> None:
+def _show_over(run: Run) -> None:
     show_nothing(
         f"This run is not being recorded: it is {run.status.value}.",
         "Live shows runs while they are recorded. Everything that this one left is on the other "
@@ -91,9 +88,9 @@ def _show_links() -> None:
         page_link("memory", "Memory", icon=":material/memory:")
 
 
-def _pick_rank(run: StoredRun, recorded: Sequence[int]) -> int:
+def _pick_rank(run: Run, recorded: Sequence[int]) -> int:
     """The rank that is followed; of a run that is recorded also whether the page refreshes."""
-    key = f"live rank of {run.run_id}"
+    key = f"live rank of {run.id}"
     follow(RANK_KEY, key, {str(rank): rank for rank in recorded}, recorded[0])
     left, right = st.columns([1, 3], vertical_alignment="bottom")
     with left:
@@ -117,7 +114,7 @@ def _wants_refresh() -> bool:
     return bool(st.session_state.get(_REFRESH_KEY, True))
 
 
-def _show_now(entry: RunEntry, run: StoredRun, recorded: Sequence[int]) -> None:
+def _show_now(entry: RunEntry, run: Run, recorded: Sequence[int]) -> None:
     """The answer, numbers, the last steps, memory, the machine, the ranks."""
     answer = st.container()
     rank = _pick_rank(run, recorded)

@@ -1,25 +1,26 @@
 """What fills memory at the peak, where, how close is the limit, and does it grow?"""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import pandas as pd
 import streamlit as st
 
-from fsdp_inspect.analysis.memory.growth import MemoryGrowth
-from fsdp_inspect.analysis.memory.overview import MemoryOverview, measure_memory_overview
-from fsdp_inspect.analysis.memory.peak import PeakMoment
-from fsdp_inspect.analysis.memory.step import StepMemory, measure_step_memory
-from fsdp_inspect.analysis.step_times import measure_step_times
-from fsdp_inspect.analysis.summary import Summary
+from fsdp_inspect import Run
+from fsdp_inspect.analysis.memory.step import measure_step_memory
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import memory_wording
 from fsdp_inspect.report.figures import draw_alive
 from fsdp_inspect.report.values import format_metric
-from fsdp_inspect.store.folder import RunEntry
-from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.result_types import (
+    MemoryGrowth,
+    MemoryOverview,
+    PeakMoment,
+    RunEntry,
+    StepMemory,
+)
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
@@ -77,10 +78,10 @@ torchrun --nproc-per-node 2 -m fsdp_inspect.record --memory-steps 3 train.py
 torchrun --nproc-per-node 2 -m instrumented_trainer --memory-steps 3"""
 
 
-def show_page(entry: RunEntry, manifest: RunManifest, run_digest: Summary) -> None:
-    """The answer, one step of one rank, what is alive, growth, ranks, the allocator."""
-    show_run_header(manifest, run_digest)
-    whole = loading.result_of(entry, measure_memory_overview)
+def show_page(entry: RunEntry, run: Run) -> None:
+    """Show the headline, one step of one rank, the peak, growth, ranks, and the allocator."""
+    show_run_header(run.manifest, run.summary())
+    whole = run.memory()
     if whole.rank is None or whole.memory.shown_rank is None:
         show_nothing(
             "No memory was recorded, so what fills it cannot be told.",
@@ -94,31 +95,31 @@ def show_page(entry: RunEntry, manifest: RunManifest, run_digest: Summary) -> No
     left, right = st.columns([1, 3], vertical_alignment="bottom")
     with left:
         rank = _pick_rank(whole)
-    digest = loading.result_of(entry, measure_memory_overview, rank=rank)
+    overview = run.memory(rank=rank)
     with answer:
-        _show_answer(digest)
+        _show_answer(overview)
     with right:
         memory = _pick_step(entry, rank)
-    _show_tiles(digest)
-    _show_step(digest, memory)
-    _show_peak(digest)
-    _show_over_steps(entry, digest, whole.growth)
+    _show_tiles(overview)
+    _show_step(overview, memory)
+    _show_peak(overview)
+    _show_over_steps(run, overview, whole.growth)
 
 
-def _show_answer(digest: MemoryOverview) -> None:
-    failed = digest.memory.failed_request
+def _show_answer(overview: MemoryOverview) -> None:
+    failed = overview.memory.failed_request
     if failed is not None:
-        show_headline(plain(memory_wording.describe_failed_request(digest, failed)))
-        st.markdown(plain(memory_wording.describe_memory(digest)))
+        show_headline(plain(memory_wording.describe_failed_request(overview, failed)))
+        st.markdown(plain(memory_wording.describe_memory(overview)))
     else:
-        show_headline(plain(memory_wording.describe_memory(digest)))
+        show_headline(plain(memory_wording.describe_memory(overview)))
 
 
-def _pick_rank(digest: MemoryOverview) -> int:
-    ranks = [row.rank for row in digest.memory.ranks]
+def _pick_rank(overview: MemoryOverview) -> int:
+    ranks = [row.rank for row in overview.memory.ranks]
     legal = {str(rank): rank for rank in ranks}
-    key = f"memory rank of {digest.run_id}"
-    follow(RANK_KEY, key, legal, digest.memory.shown_rank or 0)
+    key = f"memory rank of {overview.run_id}"
+    follow(RANK_KEY, key, legal, overview.memory.shown_rank or 0)
     chosen = st.selectbox("Rank", ranks, key=key)
     link(RANK_KEY, str(chosen))
     return chosen
@@ -146,8 +147,8 @@ def _pick_step(entry: RunEntry, rank: int) -> StepMemory | None:
     return loading.result_of(entry, measure_step_memory, rank=rank, step=chosen)
 
 
-def _show_tiles(digest: MemoryOverview) -> None:
-    rank = digest.rank
+def _show_tiles(overview: MemoryOverview) -> None:
+    rank = overview.rank
     names = [name for name in _TILES if getattr(rank, name) is not None]
     if not names:
         return
@@ -160,13 +161,13 @@ def _show_tiles(digest: MemoryOverview) -> None:
             height="stretch",
             help=plain(metric.definition),
         )
-    sentences = [memory_wording.describe_filling(digest.memory.peak)]
+    sentences = [memory_wording.describe_filling(overview.memory.peak)]
     if rank is not None:
-        sentences.append(memory_wording.describe_limit(digest, rank))
+        sentences.append(memory_wording.describe_limit(overview, rank))
     st.caption(plain(" ".join(sentences)))
 
 
-def _show_step(digest: MemoryOverview, memory: StepMemory | None) -> None:
+def _show_step(overview: MemoryOverview, memory: StepMemory | None) -> None:
     if memory is None:
         show_empty_card(
             "Through one step",
@@ -190,7 +191,7 @@ def _show_step(digest: MemoryOverview, memory: StepMemory | None) -> None:
         f"{highest}, {place}",
         note=f"{areas}Strip below: the innermost unit on the host's stack. Between two readings "
         f"lines are straight; the peak counts what was reached between them. "
-        f"{memory_wording.describe_counting(digest)}",
+        f"{memory_wording.describe_counting(overview)}",
     )
     page_link(
         "timeline",
@@ -201,17 +202,17 @@ def _show_step(digest: MemoryOverview, memory: StepMemory | None) -> None:
     )
 
 
-def _show_peak(digest: MemoryOverview) -> None:
-    peak = digest.memory.peak
+def _show_peak(overview: MemoryOverview) -> None:
+    peak = overview.memory.peak
     if peak is None:
         show_empty_card(
             "What is alive at the peak", memory_wording.describe_filling(None), key="memory-alive"
         )
-        _show_places(digest)
+        _show_places(overview)
         return
     if not peak.owners:
         _show_owners_missing(peak)
-        _show_places(digest)
+        _show_places(overview)
         return
     place = memory_wording.describe_place(peak.fqn, peak.phase, peak.step)
     owners = peak.owners[:_MOST_OWNERS]
@@ -227,12 +228,12 @@ def _show_peak(digest: MemoryOverview) -> None:
             f"{name_place(owners[0].fqn)} with {format_bytes(owners[0].bytes)}",
             note=f"Reached {place}. By the unit that allocated it, the largest "
             f"{len(owners)} of {len(peak.owners)}. Click a bar for its unit. "
-            f"{memory_wording.describe_counting(digest)}",
+            f"{memory_wording.describe_counting(overview)}",
         )
         fqns = [owner.fqn for owner in owners]
         open_on_click("chart-memory-alive", lambda click: open_unit(click.pick(fqns)))
     with right:
-        _show_places(digest)
+        _show_places(overview)
     _show_owners(peak, frame)
 
 
@@ -268,18 +269,16 @@ def _show_owners_missing(peak: PeakMoment) -> None:
     )
 
 
-def _show_over_steps(
-    entry: RunEntry, digest: MemoryOverview, most_grown: MemoryGrowth | None
-) -> None:
+def _show_over_steps(run: Run, overview: MemoryOverview, most_grown: MemoryGrowth | None) -> None:
     cards: list[Callable[[], None]] = []
-    if len(digest.memory.over_steps) < 2:
-        _show_growth(entry, digest, most_grown)
+    if len(overview.memory.over_steps) < 2:
+        _show_growth(run, overview, most_grown)
     else:
-        cards.append(lambda: _show_growth(entry, digest, most_grown))
-    if len(digest.memory.ranks) > 1:
-        cards.append(lambda: _show_ranks(digest))
-    if digest.allocator is not None:
-        cards.append(lambda: _show_allocator(digest))
+        cards.append(lambda: _show_growth(run, overview, most_grown))
+    if len(overview.memory.ranks) > 1:
+        cards.append(lambda: _show_ranks(overview))
+    if overview.allocator is not None:
+        cards.append(lambda: _show_allocator(overview))
     for first in range(0, len(cards), 2):
         row = cards[first : first + 2]
         for column, show in zip(st.columns(len(row)), row, strict=True):
@@ -287,21 +286,22 @@ def _show_over_steps(
                 show()
 
 
-def _show_growth(entry: RunEntry, digest: MemoryOverview, most_grown: MemoryGrowth | None) -> None:
+def _show_growth(run: Run, overview: MemoryOverview, most_grown: MemoryGrowth | None) -> None:
     """Over the steps of the shown rank, and what is said of the rank that rose most."""
-    steps = digest.memory.over_steps
-    verdict = memory_wording.describe_growth(digest.growth)
-    here = digest.growth
+    steps = overview.memory.over_steps
+    verdict = memory_wording.describe_growth(overview.growth)
+    here = overview.growth
     if most_grown is not None and most_grown.grows and not (here and here.grows):
         verdict += f" Another rank: {memory_wording.describe_growth(most_grown)}"
     if len(steps) < 2:
-        where = "" if digest.device_type != "cpu" else " On CPU memory is counted in memory steps."
+        where = (
+            "" if overview.device_type != "cpu" else " On CPU memory is counted in memory steps."
+        )
         show_empty_card("Does it grow?", f"{verdict}{where}", key="memory-growth")
         return
-    warmup: Sequence[int] = loading.result_of(entry, measure_step_times).selection.warmup
     show_chart_card(
         "Does it grow?",
-        draw_growth(steps, warmup),
+        draw_growth(steps, run.steps.warmup),
         frame_growth(steps),
         key="memory-growth",
         alt=f"Highest memory of {len(steps)} steps, and what each leaves allocated. {verdict}",
@@ -317,12 +317,12 @@ def _open_step(steps: Collection[int], click: Click) -> None:
         switch_page("memory", **{STEP_KEY: step})
 
 
-def _show_ranks(digest: MemoryOverview) -> None:
-    ranks = digest.memory.ranks
-    spread = memory_wording.describe_spread(digest.memory)
+def _show_ranks(overview: MemoryOverview) -> None:
+    ranks = overview.memory.ranks
+    spread = memory_wording.describe_spread(overview.memory)
     show_chart_card(
         "Are the ranks alike?",
-        draw_rank_memory(ranks, digest.memory.shown_rank),
+        draw_rank_memory(ranks, overview.memory.shown_rank),
         frame_rank_memory(ranks),
         key="memory-ranks",
         alt=f"Peak memory of {len(ranks)} ranks. {spread}",
@@ -339,8 +339,8 @@ def _open_rank(ranks: Collection[int], click: Click) -> None:
         switch_page("memory", **{RANK_KEY: rank})
 
 
-def _show_allocator(digest: MemoryOverview) -> None:
-    use = digest.allocator
+def _show_allocator(overview: MemoryOverview) -> None:
+    use = overview.allocator
     assert use is not None
     numbers = [
         f"{find_metric(name).label} {format_metric(name, getattr(use, name))}"
@@ -350,7 +350,7 @@ def _show_allocator(digest: MemoryOverview) -> None:
     facts = [f"Rank {use.rank}, at its highest sample (step {use.step}), measured."]
     facts += [f"{'; '.join(numbers)}."] if numbers else []
     facts += ["NVML was not sampled."] if use.device_used_bytes is None else []
-    device_bytes = digest.rank.device_bytes if digest.rank else None
+    device_bytes = overview.rank.device_bytes if overview.rank else None
     show_chart_card(
         "Allocated, reserved, and the device",
         draw_allocator(use, device_bytes),
@@ -362,12 +362,12 @@ def _show_allocator(digest: MemoryOverview) -> None:
     )
 
 
-def _show_places(digest: MemoryOverview) -> None:
-    positions = digest.memory.positions
+def _show_places(overview: MemoryOverview) -> None:
+    positions = overview.memory.positions
     if not positions:
         return
     frame = frame_positions(positions)
-    title = f"Highest readings of rank {digest.memory.shown_rank} by the place of the program"
+    title = f"Highest readings of rank {overview.memory.shown_rank} by the place of the program"
     with show_card(title, key="memory-places") as header:
         with header:
             show_csv_button(frame, key="memory-places-rows")
@@ -379,4 +379,4 @@ def _show_places(digest: MemoryOverview) -> None:
 
 
 entry = entry_or_stop()
-show_page(entry, loading.open_entry(entry).manifest, loading.summary_of_entry(entry))
+show_page(entry, loading.open_entry(entry))

@@ -1,18 +1,12 @@
 """What limits this run, and where does its step go?"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import streamlit as st
 
+from fsdp_inspect import Run
 from fsdp_inspect.advice.run_advice import find_findings
-from fsdp_inspect.analysis.breakdown import StepBreakdown
-from fsdp_inspect.analysis.exposed import Exposed, ExposedOwner
-from fsdp_inspect.analysis.memory.peak import PeakMoment
-from fsdp_inspect.analysis.rank_waits import RankWaits
-from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
-from fsdp_inspect.analysis.step_times import StepTimes, measure_step_times
-from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.errors import FsdpInspectError, StoreError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.metrics import define_metric, find_metric
@@ -27,9 +21,18 @@ from fsdp_inspect.report.figures import (
     draw_step_times,
 )
 from fsdp_inspect.report.values import format_kind
-from fsdp_inspect.store.folder import RunEntry
-from fsdp_inspect.store.reader import StoredRun
-from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.result_types import (
+    Exposed,
+    ExposedOwner,
+    PeakMoment,
+    RankWaits,
+    RunEntry,
+    RunManifest,
+    ScalarSeries,
+    StepBreakdown,
+    StepTimes,
+    Summary,
+)
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
@@ -69,85 +72,92 @@ _TOP_UNITS = 3
 _FEW_STEPS = 3
 
 
-def show_page(entry: RunEntry, run: StoredRun, digest: Summary) -> None:
-    """Verdict, key numbers, the step, who is waited for, what stands out, and the steps."""
-    manifest, times = run.manifest, loading.result_of(entry, measure_step_times)
-    show_run_header(manifest, digest, beside=partial(_show_buttons, run, digest, times))
-    _show_answer(digest)
-    _show_key_numbers(digest)
+def show_page(entry: RunEntry, run: Run) -> None:
+    """Show the verdict, key numbers, the step, exposed waits by unit, findings, and all steps."""
+    manifest, summary, times = run.manifest, run.summary(), run.step_times()
+    show_run_header(manifest, summary, beside=partial(_show_buttons, run))
+    _show_answer(summary)
+    _show_key_numbers(summary)
     waits = find_waits(entry)
-    _show_step(digest)
+    _show_step(summary)
     left, right = st.columns(2)
     with left:
-        _show_owners(waits, digest)
+        _show_owners(waits, summary)
     with right:
-        _show_step_times(digest, times)
+        _show_step_times(summary, times)
     left, right = st.columns(2)
     with left:
-        _show_next_steps(digest)
+        _show_next_steps(summary)
     with right:
-        _show_findings(entry, digest)
-    _show_over_steps(entry, digest, times)
-    _show_about(manifest, digest)
+        _show_findings(run)
+    _show_over_steps(run)
+    _show_about(manifest, summary)
 
 
-def _show_buttons(run: StoredRun, digest: Summary, times: StepTimes) -> None:
-    """What can be done with the run as a whole."""
+def _show_buttons(run: Run) -> None:
+    """Show the buttons for the whole run."""
     with st.container(horizontal=True, horizontal_alignment="right", vertical_alignment="center"):
         page_link("compare", "Compare", icon=":material/compare_arrows:")
         show_share_button("overview")
-        show_export_button(run, digest, times)
+        show_export_button(run)
 
 
-def _show_answer(digest: Summary) -> None:
+def _show_answer(summary: Summary) -> None:
     """The verdict, why, and where it is to be seen."""
-    show_headline(plain(digest.verdict.sentence))
-    st.markdown(plain(digest.verdict.why))
-    if digest.breakdown is not None:
-        page = page_of_limit(digest.verdict)
-        shown = _evidence_of(page, digest.breakdown, digest)
+    show_headline(plain(summary.verdict.sentence))
+    st.markdown(plain(summary.verdict.why))
+    if summary.breakdown is not None:
+        page = page_of_limit(summary.verdict)
+        shown = _evidence_of(page, summary.breakdown, summary)
         page_link(page, "Show me", icon=":material/arrow_forward:", **shown)
 
 
-def _evidence_of(page: str, step: StepBreakdown, digest: Summary) -> dict[str, Value]:
+def _evidence_of(page: str, step: StepBreakdown, summary: Summary) -> dict[str, Value]:
     """What the link to that page names, so that it shows what the verdict is about."""
     if page == "memory":
-        return {RANK_KEY: digest.memory.peak_rank, STEP_KEY: None}
+        return {RANK_KEY: summary.memory.peak_rank, STEP_KEY: None}
     if page == "ranks":
-        rank = digest.verdict.numbers["straggler_rank"]
+        rank = summary.verdict.numbers["straggler_rank"]
         return {RANK_KEY: None if rank is None else int(rank), STEP_KEY: None}
     shown: dict[str, Value] = {STEP_KEY: step.closest_step, RANK_KEY: step.rank}
-    owner = next(iter(digest.exposed.owners), None) if digest.exposed else None
+    owner = next(iter(summary.exposed.owners), None) if summary.exposed else None
     if owner is not None and owner.fqn is not None:
         shown[UNIT_KEY] = format_unit(owner.fqn)
     return shown
 
 
-def _show_next_steps(digest: Summary) -> None:
+def _show_next_steps(summary: Summary) -> None:
     with show_card("What to try next", key="verdict"):
-        st.markdown("\n".join(f"- {plain(step)}" for step in digest.verdict.next_steps))
+        st.markdown("\n".join(f"- {plain(step)}" for step in summary.verdict.next_steps))
 
 
-def _show_findings(entry: RunEntry, digest: Summary) -> None:
+def _show_findings(run: Run) -> None:
+    summary = run.summary()
     try:
-        findings = loading.result_on_summary(entry, find_findings)
+        findings = run.source.remember(
+            "findings of the overview", lambda: find_findings(run.source, digest=summary)
+        )
     except FsdpInspectError as error:
         show_empty_card("What stands out", str(error), key="findings")
         return
     with show_card("What stands out", key="findings"):
-        show_findings(findings, digest.verdict, digest.plan_check)
+        show_findings(findings, summary.verdict, summary.plan_check)
 
 
-def _show_key_numbers(digest: Summary) -> None:
-    times, memory = digest.step_time_ns, digest.memory
+def _show_key_numbers(summary: Summary) -> None:
+    times, memory = summary.step_time_ns, summary.memory
     spread = f"{format_ns(times.p10)} to {format_ns(times.p90)}" if times else None
-    floor = f"of it floor {format_ns(digest.floor_ns)}" if digest.floor_ns is not None else None
-    communication = f"of {format_ns(digest.communication_ns)}"
+    floor = f"of it floor {format_ns(summary.floor_ns)}" if summary.floor_ns is not None else None
+    communication = f"of {format_ns(summary.communication_ns)}"
     numbers = [
         ("step_time_ns", format_ns(times.typical if times else None), spread),
-        ("exposed_ns", format_ns(digest.exposed_ns), floor),
-        ("overlap_ratio", format_ratio(digest.overlap_ratio), communication),
-        ("peak_allocated_bytes", format_bytes(digest.peak_allocated_bytes), _memory_detail(digest)),
+        ("exposed_ns", format_ns(summary.exposed_ns), floor),
+        ("overlap_ratio", format_ratio(summary.overlap_ratio), communication),
+        (
+            "peak_allocated_bytes",
+            format_bytes(summary.peak_allocated_bytes),
+            _memory_detail(summary),
+        ),
     ]
     tightest = min(
         (rank for rank in memory.ranks if rank.headroom_bytes is not None),
@@ -167,26 +177,26 @@ def _show_key_numbers(digest: Summary) -> None:
             delta_arrow="off",
             border=True,
             height="stretch",
-            help=plain(define_metric(name, in_kernel_trace=digest.is_kernel_trace)),
+            help=plain(define_metric(name, in_kernel_trace=summary.is_kernel_trace)),
         )
     origin = (
-        f"Typical step of rank {digest.median_rank}; below the step time its p10 to p90. "
+        f"Typical step of rank {summary.median_rank}; below the step time its p10 to p90. "
         if times
         else ""
     )
-    st.caption(plain(origin + digest.left_out.sentence))
+    st.caption(plain(origin + summary.left_out.sentence))
 
 
-def _memory_detail(digest: Summary) -> str | None:
-    if digest.peak_allocated_bytes is None:
+def _memory_detail(summary: Summary) -> str | None:
+    if summary.peak_allocated_bytes is None:
         return "not recorded"
-    if digest.peak_reserved_bytes is not None:
-        return f"reserved {format_bytes(digest.peak_reserved_bytes)}"
-    return f"by the {wording.describe_memory_method(digest.memory)}"
+    if summary.peak_reserved_bytes is not None:
+        return f"reserved {format_bytes(summary.peak_reserved_bytes)}"
+    return f"by the {wording.describe_memory_method(summary.memory)}"
 
 
-def _show_step(digest: Summary) -> None:
-    breakdown = digest.breakdown
+def _show_step(summary: Summary) -> None:
+    breakdown = summary.breakdown
     if breakdown is None:
         st.info("No step counts yet: a step does once it has ended after warm-up.")
         return
@@ -198,7 +208,7 @@ def _show_step(digest: Summary) -> None:
     with show_card(f"Typical step: {format_ns(breakdown.step_time_ns)}", key="breakdown") as header:
         with header:
             show_table_button(
-                frame_breakdown(breakdown, in_kernel_trace=digest.is_kernel_trace),
+                frame_breakdown(breakdown, in_kernel_trace=summary.is_kernel_trace),
                 key="breakdown",
                 alt="The parts of the step",
             )
@@ -208,14 +218,19 @@ def _show_step(digest: Summary) -> None:
             config=CONFIG,
             alt=f"One bar of {format_ns(breakdown.step_time_ns)}, made of {parts}",
         )
-        if digest.exposed is not None and digest.exposed.causes_ns:
-            st.markdown(_describe_causes(digest.exposed))
+        if summary.exposed is not None and summary.exposed.causes_ns:
+            st.markdown(_describe_causes(summary.exposed))
         st.caption(
             plain(
                 f"Typical step of rank {breakdown.rank}: the mean over "
                 f"{len(breakdown.steps)} steps. The parts add up. Hatching marks exposed waits. "
                 + wording.describe_provenance(
-                    digest.provenance, "step", "forward", "backward", "all_gather", "reduce_scatter"
+                    summary.provenance,
+                    "step",
+                    "forward",
+                    "backward",
+                    "all_gather",
+                    "reduce_scatter",
                 )
             )
         )
@@ -230,7 +245,7 @@ def _describe_causes(exposed: Exposed) -> str:
     return f"Waits by cause, {plain(format_ns(exposed.exposed_ns))} in all: {causes}"
 
 
-def _show_owners(waits: RankWaits | None, digest: Summary) -> None:
+def _show_owners(waits: RankWaits | None, summary: Summary) -> None:
     exposed = waits.exposed if waits is not None else None
     if exposed is None or not any(owner.exposed_ns for owner in exposed.owners):
         show_empty_card("Waited for most", "No communication is waited for.", key="owners")
@@ -255,7 +270,7 @@ def _show_owners(waits: RankWaits | None, digest: Summary) -> None:
                 f"Exposed time in the typical step of rank {exposed.rank}. Two waits at once "
                 "count for both units, so bars may add up to more than the step's exposed time. "
                 "Click a bar for its unit. "
-                + wording.describe_provenance(digest.provenance, "all_gather", "reduce_scatter")
+                + wording.describe_provenance(summary.provenance, "all_gather", "reduce_scatter")
             )
         )
 
@@ -274,7 +289,7 @@ def _show_owner(owner: ExposedOwner) -> None:
     page_link("units", f"{code(name)}{sentence}", icon=":material/stacks:", **{UNIT_KEY: name})
 
 
-def _show_step_times(digest: Summary, times: StepTimes) -> None:
+def _show_step_times(summary: Summary, times: StepTimes) -> None:
     if not times.over_steps:
         return
     show_chart_card(
@@ -289,7 +304,7 @@ def _show_step_times(digest: Summary, times: StepTimes) -> None:
             if times.median_rank is not None
             else ""
         )
-        + wording.describe_provenance(digest.provenance, "step"),
+        + wording.describe_provenance(summary.provenance, "step"),
     )
     open_on_click("chart-step-times", partial(_open_step, times))
 
@@ -301,16 +316,17 @@ def _open_step(times: StepTimes, click: Click) -> None:
         switch_page("timeline", **{STEP_KEY: step, RANK_KEY: times.median_rank, UNIT_KEY: None})
 
 
-def _show_over_steps(entry: RunEntry, digest: Summary, times: StepTimes) -> None:
-    """What the training loop logged, if anything, and memory."""
-    scalars: Sequence[ScalarSeries] = ()
+def _show_over_steps(run: Run) -> None:
+    """Show the numbers that the training loop logged, if any, and memory."""
+    summary, times = run.summary(), run.step_times()
+    scalars: Mapping[str, ScalarSeries] = {}
     problem = ""
     try:
-        scalars = loading.result_of(entry, measure_scalars)
+        scalars = run.scalars()
     except StoreError as error:
         problem = str(error)
     if not scalars and not problem:
-        _show_memory(digest, times)
+        _show_memory(summary, times)
         return
     left, right = st.columns(2)
     with left:
@@ -319,12 +335,12 @@ def _show_over_steps(entry: RunEntry, digest: Summary, times: StepTimes) -> None
         else:
             _show_scalar(scalars, times)
     with right:
-        _show_memory(digest, times)
+        _show_memory(summary, times)
 
 
-def _show_scalar(scalars: Sequence[ScalarSeries], times: StepTimes) -> None:
-    """The loss, or else the first number that was logged."""
-    first = next((series for series in scalars if series.name == "loss"), scalars[0])
+def _show_scalar(scalars: Mapping[str, ScalarSeries], times: StepTimes) -> None:
+    """Show the loss, or else the first logged number."""
+    first = scalars.get("loss") or next(iter(scalars.values()))
     show_chart_card(
         f"{first.name.capitalize()} over steps",
         draw_scalar(first, times.selection.warmup),
@@ -336,8 +352,8 @@ def _show_scalar(scalars: Sequence[ScalarSeries], times: StepTimes) -> None:
     )
 
 
-def _show_memory(digest: Summary, times: StepTimes) -> None:
-    memory = digest.memory
+def _show_memory(summary: Summary, times: StepTimes) -> None:
+    memory = summary.memory
     if not memory.over_steps:
         show_empty_card(
             "Memory over steps",
@@ -378,15 +394,15 @@ def _show_peak(peak: PeakMoment) -> None:
     )
 
 
-def _show_about(manifest: RunManifest, digest: Summary) -> None:
+def _show_about(manifest: RunManifest, summary: Summary) -> None:
     with st.expander("About this run"):
         st.code(
             " ".join(manifest.command) or "(no command recorded)", language=None, wrap_lines=True
         )
         st.dataframe(
-            frame_about(manifest, digest), hide_index=True, alt="What is known about this run"
+            frame_about(manifest, summary), hide_index=True, alt="What is known about this run"
         )
 
 
 entry = entry_or_stop()
-show_page(entry, loading.open_entry(entry), loading.summary_of_entry(entry))
+show_page(entry, loading.open_entry(entry))

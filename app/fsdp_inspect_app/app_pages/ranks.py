@@ -6,20 +6,23 @@ from math import isnan
 
 import streamlit as st
 
+from fsdp_inspect import Run
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
-from fsdp_inspect.analysis.rank_grid import RankGrid, measure_rank_grid
-from fsdp_inspect.analysis.step_times import measure_step_times
-from fsdp_inspect.analysis.stragglers.ranks import RankRow, Ranks, measure_ranks
-from fsdp_inspect.analysis.summary import Summary
-from fsdp_inspect.analysis.verdict import RankVerdict
+from fsdp_inspect.analysis.rank_grid import measure_rank_grid
 from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import ranks_wording
 from fsdp_inspect.report.figure_style import CONFIG
 from fsdp_inspect.report.figures import draw_breakdown
 from fsdp_inspect.report.values import format_metric
-from fsdp_inspect.store.folder import RunEntry
-from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.result_types import (
+    RankGrid,
+    RankRow,
+    Ranks,
+    RankVerdict,
+    RunEntry,
+    Summary,
+)
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
@@ -65,27 +68,26 @@ _PICKER_PX = 210
 _TILES = ("step_time_ns", "own_work_ns", "exposed_ns", "lateness_ns", "peak_allocated_bytes")
 
 
-def show_page(entry: RunEntry, manifest: RunManifest, digest: Summary) -> None:
-    """The answer, the map of ranks and steps, one rank, all ranks, the skew of collectives."""
-    show_run_header(manifest, digest)
-    ranks = answer_or_stop(entry, lambda one: loading.result_of(one, measure_ranks))
+def show_page(entry: RunEntry, run: Run) -> None:
+    """Show the headline, the map of ranks and steps, one rank, all ranks, and skews."""
+    summary = run.summary()
+    show_run_header(run.manifest, summary)
+    ranks = answer_or_stop(entry, loading.read_ranks)
     answer = st.container()
     left, right = st.columns([3, 2], vertical_alignment="bottom")
     with left:
         measure = _pick_measure()
     with right:
-        rank = _pick_rank(
-            digest.run_id, [record.rank for record in loading.open_entry(entry).ranks]
-        )
+        rank = _pick_rank(run.id, [record.rank for record in run.ranks_recorded])
     row = next((one for one in ranks.ranks if one.rank == rank), None)
     with answer:
         _show_answer(ranks, rank, row)
     grid = loading.result_of(entry, measure_rank_grid, metric=measure)
     step = None
     if rank is not None:
-        step = _show_rank(entry, digest, grid, rank, row)
-    _show_grid(grid, digest, rank, step)
-    _show_all(ranks, digest.run_id, rank)
+        step = _show_rank(entry, run, grid, rank, row)
+    _show_grid(grid, summary, rank, step)
+    _show_all(ranks, run.id, rank)
 
 
 def _show_answer(ranks: Ranks, rank: int | None, row: RankRow | None) -> None:
@@ -144,7 +146,7 @@ def _picker_of(run_id: str) -> str:
     return f"rank of {run_id}"
 
 
-def _show_grid(grid: RankGrid, digest: Summary, rank: int | None, step: int | None) -> None:
+def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | None) -> None:
     metric = find_metric(grid.metric)
     if grid.highest is None:
         with show_card(f"{metric.label.capitalize()} by rank and step", key="rank-grid"):
@@ -179,7 +181,7 @@ def _show_grid(grid: RankGrid, digest: Summary, rank: int | None, step: int | No
                 f"{len(grid.steps)} steps. Highest that counts: {amount} on rank {highest.rank} in "
                 f"step {highest.step}. Colours span the 1st to the 99th percentile of what counts. "
                 "Click a cell to open that step of that rank. "
-                + wording.describe_provenance(digest.provenance, "step")
+                + wording.describe_provenance(summary.provenance, "step")
             )
         )
         _show_grid_table(grid)
@@ -216,29 +218,28 @@ def _show_grid_table(grid: RankGrid) -> None:
 
 
 def _show_rank(
-    entry: RunEntry, digest: Summary, grid: RankGrid, rank: int, row: RankRow | None
+    entry: RunEntry, run: Run, grid: RankGrid, rank: int, row: RankRow | None
 ) -> int | None:
     """One rank: its numbers, where else it is shown, one of its steps and why, all its steps.
 
     Returns:
         The step that is shown; None without any.
     """
-    verdict = next((one for one in digest.rank_verdicts if one.rank == rank), None)
+    verdict = next((one for one in run.summary().rank_verdicts if one.rank == rank), None)
     with show_card(f"Rank {rank}", key="one-rank"):
         if row is not None:
             _show_tiles(row)
-        closest = _closest_step(entry, rank)
+        closest = _closest_step(run, rank)
         step = _pick_step(entry, rank, closest)
         _show_links(rank, step)
     if step is not None:
-        _show_rank_step(entry, digest, rank, step, verdict if step == closest else None)
+        _show_rank_step(entry, run, rank, step, verdict if step == closest else None)
     _show_rank_steps(grid, rank)
     return step
 
 
-def _closest_step(entry: RunEntry, rank: int) -> int | None:
-    times = loading.result_of(entry, measure_step_times)
-    return next((one.closest_step for one in times.ranks if one.rank == rank), None)
+def _closest_step(run: Run, rank: int) -> int | None:
+    return next((one.closest_step for one in run.step_times().ranks if one.rank == rank), None)
 
 
 def _pick_step(entry: RunEntry, rank: int, closest: int | None) -> int | None:
@@ -316,7 +317,7 @@ def _open_step(grid: RankGrid, rank: int, click: Click) -> None:
 
 
 def _show_rank_step(
-    entry: RunEntry, digest: Summary, rank: int, step: int, verdict: RankVerdict | None
+    entry: RunEntry, run: Run, rank: int, step: int, verdict: RankVerdict | None
 ) -> None:
     """Where one of its steps goes; of the one closest to its typical step also what limits it."""
     breakdown = loading.result_of(entry, measure_step_breakdown, rank=rank, step=step)
@@ -330,7 +331,7 @@ def _show_rank_step(
         f"{rank}",
         note=f"{verdict.sentence if verdict else ''} A real step, so the parts add up. Hatched: "
         "standing still for communication. "
-        + wording.describe_provenance(digest.provenance, "step", "forward", "backward"),
+        + wording.describe_provenance(run.summary().provenance, "step", "forward", "backward"),
     )
 
 
@@ -390,4 +391,4 @@ def _show_skews(ranks: Ranks) -> None:
 
 
 entry = entry_or_stop()
-show_page(entry, loading.open_entry(entry).manifest, loading.summary_of_entry(entry))
+show_page(entry, loading.open_entry(entry))

@@ -6,7 +6,7 @@ import pandas as pd
 import streamlit as st
 
 from fsdp_inspect.formatting import MISSING, format_ns
-from fsdp_inspect.store.folder import RunEntry
+from fsdp_inspect.result_types import RunEntry
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.cards import column_formats, show_csv_button, show_headline
 from fsdp_inspect_app.empty_states import show_no_runs

@@ -6,17 +6,14 @@ from functools import partial
 
 import streamlit as st
 
+from fsdp_inspect import Run
 from fsdp_inspect.analysis.bandwidth import measure_bandwidth
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
-from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
-from fsdp_inspect.analysis.run_heading import RunHeading, measure_run_heading
-from fsdp_inspect.analysis.step_selection import StepSelection
-from fsdp_inspect.analysis.step_times import measure_step_times
-from fsdp_inspect.analysis.step_waits import EventFacts, describe_event, measure_step_waits
+from fsdp_inspect.analysis.run_heading import measure_run_heading
+from fsdp_inspect.analysis.step_waits import describe_event, measure_step_waits
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_ns, format_unit
-from fsdp_inspect.store.folder import RunEntry
-from fsdp_inspect.store.reader import StoredRun
+from fsdp_inspect.result_types import EventFacts, Memory, RunEntry, RunHeading, StepSelection
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import show_csv_button, show_headline, show_table
@@ -61,17 +58,16 @@ _HEADINGS = {
 """Above the lanes, by the run's source."""
 
 
-def show_page(entry: RunEntry, run: StoredRun, outline: RunHeading) -> None:
+def show_page(entry: RunEntry, run: Run, outline: RunHeading) -> None:
     """Controls, the answer for the chosen step, the canvas, and its table."""
     show_run_header(run.manifest, outline)
-    recorded = [record.rank for record in run.ranks]
-    selection = loading.result_of(entry, measure_step_times).selection
+    recorded = [record.rank for record in run.ranks_recorded]
     drawable = _drawable_steps(entry, recorded, outline)
     if not drawable:
-        _show_no_steps(selection, loading.result_of(entry, measure_memory))
+        _show_no_steps(run.steps, run.memory().memory)
         return
     answer = st.container()
-    step, ranks = _show_controls(outline, selection, drawable, recorded)
+    step, ranks = _show_controls(outline, run.steps, drawable, recorded)
     try:
         tracks = loading.timeline_of(entry, step=step, ranks=ranks)
     except FsdpInspectError as error:

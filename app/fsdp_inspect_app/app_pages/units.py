@@ -4,14 +4,12 @@ from collections.abc import Sequence
 
 import streamlit as st
 
-from fsdp_inspect.analysis.summary import Summary
-from fsdp_inspect.analysis.units import UnitCost
+from fsdp_inspect import Run
 from fsdp_inspect.formatting import MISSING, format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.figure_style import CONFIG
 from fsdp_inspect.report.figures import UNIT_MEASURES, draw_units
-from fsdp_inspect.store.folder import RunEntry
-from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.result_types import RunEntry, Summary, UnitCost
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
@@ -33,24 +31,25 @@ _BARS_HEIGHT = 720
 _UNIT_COLUMN = "unit"
 
 
-def show_page(entry: RunEntry, manifest: RunManifest, digest: Summary) -> None:
-    """One unit in detail, or all of them: the answer, bars, and the sortable table."""
-    show_run_header(manifest, digest)
+def show_page(entry: RunEntry, run: Run) -> None:
+    """Show one unit in detail, or all of them: the headline, bars, and the sortable table."""
+    summary = run.summary()
+    show_run_header(run.manifest, summary)
     answer = st.container()
-    if not digest.units:
+    if not summary.units:
         with answer:
-            show_headline(wording.describe_longest_wait(digest))
+            show_headline(wording.describe_longest_wait(summary))
         return
-    unit = _pick_unit(digest.units)
+    unit = _pick_unit(summary.units)
     if unit is not None:
-        show_unit(entry, manifest, digest, unit, answer)
+        show_unit(run, unit, answer)
         return
     waits = find_waits(entry)
     owners = waits.exposed.owners if waits is not None and waits.exposed is not None else ()
     with answer:
-        show_headline(wording.describe_longest_wait(digest, owners))
-    _show_bars(digest)
-    _show_table(digest)
+        show_headline(wording.describe_longest_wait(summary, owners))
+    _show_bars(summary)
+    _show_table(summary)
 
 
 def _pick_unit(units: Sequence[UnitCost]) -> UnitCost | None:
@@ -64,7 +63,7 @@ def _pick_unit(units: Sequence[UnitCost]) -> UnitCost | None:
     return None if chosen is None else by_name[chosen]
 
 
-def _show_bars(digest: Summary) -> None:
+def _show_bars(summary: Summary) -> None:
     names = {name: name for name in UNIT_MEASURES}
     follow(_MEASURE_KEY, _MEASURE_KEY, names, "exposed")
     chosen = st.segmented_control("Bars show", list(names), required=True, key=_MEASURE_KEY)
@@ -72,32 +71,32 @@ def _show_bars(digest: Summary) -> None:
     link(_MEASURE_KEY, measure)
     with show_card(UNIT_MEASURES[measure], key="units-bars"):
         # Hundreds of bars scroll inside their card, so that the table stays within reach.
-        scrolls = len(digest.units) > _MOST_BARS
+        scrolls = len(summary.units) > _MOST_BARS
         with st.container(height=_BARS_HEIGHT if scrolls else "content", border=False):
             st.plotly_chart(
-                draw_units(digest.units, measure=measure),
+                draw_units(summary.units, measure=measure),
                 key="chart-units",
                 config=CONFIG,
-                alt=f"{UNIT_MEASURES[measure]}: one bar for each of {len(digest.units)} units, "
+                alt=f"{UNIT_MEASURES[measure]}: one bar for each of {len(summary.units)} units, "
                 "in order of execution; the table below holds the numbers",
             )
-            fqns = [unit.fqn for unit in digest.units]
+            fqns = [unit.fqn for unit in summary.units]
             open_on_click("chart-units", lambda click: open_unit(click.pick(fqns)))
-        st.caption(plain(f"{_describe_numbers(digest)} Click a bar for its unit."))
+        st.caption(plain(f"{_describe_numbers(summary)} Click a bar for its unit."))
 
 
-def _describe_numbers(digest: Summary) -> str:
+def _describe_numbers(summary: Summary) -> str:
     provenance = wording.describe_provenance(
-        digest.provenance, "all_gather", "reduce_scatter", "forward", "backward"
+        summary.provenance, "all_gather", "reduce_scatter", "forward", "backward"
     )
     return (
-        f"In order of execution. Typical step of {digest.num_timed_steps} timed steps of rank "
-        f"{digest.median_rank}; forward and backward hold nested units. {provenance}"
+        f"In order of execution. Typical step of {summary.num_timed_steps} timed steps of rank "
+        f"{summary.median_rank}; forward and backward hold nested units. {provenance}"
     )
 
 
-def _show_table(digest: Summary) -> None:
-    frame = frame_units(digest.units)
+def _show_table(summary: Summary) -> None:
+    frame = frame_units(summary.units)
     with show_card("All numbers, sortable", key="units-table") as header:
         with header:
             show_csv_button(frame, key="units")
@@ -121,9 +120,9 @@ def _show_table(digest: Summary) -> None:
             )
         )
     for row, column in state["selection"]["cells"]:
-        if column == _UNIT_COLUMN and row < len(digest.units):
-            open_unit(digest.units[row].fqn)
+        if column == _UNIT_COLUMN and row < len(summary.units):
+            open_unit(summary.units[row].fqn)
 
 
 entry = entry_or_stop()
-show_page(entry, loading.open_entry(entry).manifest, loading.summary_of_entry(entry))
+show_page(entry, loading.open_entry(entry))

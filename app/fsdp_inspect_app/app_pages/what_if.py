@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import streamlit as st
 
-from fsdp_inspect.analysis.summary import Summary
+from fsdp_inspect import Run
 from fsdp_inspect.errors import FsdpInspectError, MissingDataError, PlanError
 from fsdp_inspect.formatting import format_bytes, format_bytes_per_s, format_ns
-from fsdp_inspect.predictions.creation import Origin, make_prediction
+from fsdp_inspect.predictions.creation import make_prediction
 from fsdp_inspect.report.simulation import (
     answer_simulation,
     describe_simulation,
@@ -17,13 +17,15 @@ from fsdp_inspect.report.simulation import (
 )
 from fsdp_inspect.report.values import format_kind
 from fsdp_inspect.report.wording import format_error
-from fsdp_inspect.simulation.recorded import RecordedWork
+from fsdp_inspect.result_types import (
+    Origin,
+    Plan,
+    RecordedWork,
+    RunEntry,
+    RunManifest,
+    Simulation,
+)
 from fsdp_inspect.simulation.scenario import resolve_plan
-from fsdp_inspect.simulation.simulate import Simulation
-from fsdp_inspect.store.folder import RunEntry
-from fsdp_inspect.store.reader import StoredRun
-from fsdp_inspect.trace.plan import Plan
-from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
@@ -65,15 +67,15 @@ _PLAN_FILE, _PREDICTION_FILE = "plan.toml", "plan.prediction.json"
 _PLAN_KEY = "plan"
 
 
-def show_page(entry: RunEntry, run: StoredRun, digest: Summary) -> None:
+def show_page(entry: RunEntry, run: Run) -> None:
     """The answer, the knobs, and what they make of the step."""
-    show_run_header(run.manifest, digest)
+    show_run_header(run.manifest, run.summary())
     try:
         bench = loading.result_of(entry, prepare)
     except MissingDataError as error:
         _show_refusal(str(error))
         return
-    _show_bench(entry, run, digest, bench)
+    _show_bench(entry, run, bench)
 
 
 def _show_refusal(reason: str) -> None:
@@ -87,7 +89,7 @@ def _show_refusal(reason: str) -> None:
 
 
 @st.fragment
-def _show_bench(entry: RunEntry, run: StoredRun, digest: Summary, bench: PreparedRun) -> None:
+def _show_bench(entry: RunEntry, run: Run, bench: PreparedRun) -> None:
     """Everything that moves with the knobs; turning one runs only this part of the page again."""
     answer = st.container()
     start, problem = _linked_plan(run.manifest)
@@ -110,7 +112,7 @@ def _show_bench(entry: RunEntry, run: StoredRun, digest: Summary, bench: Prepare
         _show_steps(simulation)
         _show_peaks(simulation)
         _show_keep(entry, simulation, chosen, knobs, is_linked=start is not None)
-    _show_timelines(entry, run.manifest, digest, simulation)
+    _show_timelines(entry, run, simulation)
     _show_units(simulation)
     st.caption(plain(describe_simulation(simulation)))
 
@@ -262,12 +264,11 @@ def _show_peaks(simulation: Simulation) -> None:
     )
 
 
-def _show_timelines(
-    entry: RunEntry, manifest: RunManifest, digest: Summary, simulation: Simulation
-) -> None:
+def _show_timelines(entry: RunEntry, run: Run, simulation: Simulation) -> None:
     tracks = []
-    if digest.breakdown is not None:
-        step, rank = digest.breakdown.closest_step, simulation.rank
+    breakdown = run.summary().breakdown
+    if breakdown is not None:
+        step, rank = breakdown.closest_step, simulation.rank
         try:
             recorded = loading.timeline_of(entry, step=step, ranks=(rank,))
             tracks.append(replace(recorded, title=f"Recorded, step {step}"))
@@ -276,7 +277,7 @@ def _show_timelines(
     after = simulation.predicted
     if after.events is not None:
         drawn = draw_events(after.events, rank=simulation.rank)
-        named = manifest.model_copy(update={"units": list(after.event_units)})
+        named = run.manifest.model_copy(update={"units": list(after.event_units)})
         tracks.append(TrackSet(drawn, named, title="This plan, predicted"))
     with show_card("The recorded step and the predicted one", key="timelines"):
         show_timeline(tracks, key="timelines")
@@ -320,7 +321,7 @@ def _show_keep(
             st.download_button(
                 _PREDICTION_FILE,
                 lambda: make_prediction(
-                    loading.open_entry(entry), simulation, origin
+                    loading.open_entry(entry).source, simulation, origin
                 ).model_dump_json(indent=1),
                 file_name=_PREDICTION_FILE,
                 mime="application/json",
@@ -353,4 +354,4 @@ def _command(
 
 
 entry = entry_or_stop()
-show_page(entry, loading.open_entry(entry), loading.summary_of_entry(entry))
+show_page(entry, loading.open_entry(entry))

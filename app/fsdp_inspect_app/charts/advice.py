@@ -2,9 +2,9 @@
 
 import plotly.graph_objects as go
 
-from fsdp_inspect.advice.advise import PlanAdvice
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.report.figure_style import NEUTRAL, memory_unit, styled
+from fsdp_inspect.result_types import PlanAdvice
 from fsdp_inspect_app import wording
 from fsdp_inspect_app.frames.values import ms
 

@@ -6,7 +6,6 @@ from textwrap import wrap
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from fsdp_inspect.analysis.live.view import DeviceSeries, LiveMemory, LiveStep
 from fsdp_inspect.report.figure_style import (
     NEUTRAL,
     line_mode,
@@ -15,6 +14,7 @@ from fsdp_inspect.report.figure_style import (
     shade_steps,
     styled,
 )
+from fsdp_inspect.result_types import DeviceSeries, LiveMemory, LiveStep
 from fsdp_inspect_app.frames.live import format_sample
 from fsdp_inspect_app.frames.values import ms
 

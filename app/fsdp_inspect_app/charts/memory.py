@@ -4,9 +4,6 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from fsdp_inspect.analysis.memory.allocator import AllocatorUse
-from fsdp_inspect.analysis.memory.peak import MemoryOfStep, RankMemory
-from fsdp_inspect.analysis.memory.step import PlaceSpan, StepMemory
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.report import palette
 from fsdp_inspect.report.figure_style import (
@@ -20,6 +17,7 @@ from fsdp_inspect.report.figure_style import (
     shade_steps,
     styled,
 )
+from fsdp_inspect.result_types import AllocatorUse, MemoryOfStep, PlaceSpan, RankMemory, StepMemory
 from fsdp_inspect_app import wording
 from fsdp_inspect_app.frames.memory import name_place
 from fsdp_inspect_app.frames.values import ms

@@ -3,9 +3,9 @@
 import numpy as np
 import plotly.graph_objects as go
 
-from fsdp_inspect.analysis.rank_grid import RankGrid
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.figure_style import NEUTRAL, line_mode, over_steps, shade_steps, styled
+from fsdp_inspect.result_types import RankGrid
 from fsdp_inspect_app.frames.ranks import unit_of_grid
 
 _ROW_PX = 22

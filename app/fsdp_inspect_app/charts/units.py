@@ -4,8 +4,6 @@ from collections.abc import Mapping
 
 import plotly.graph_objects as go
 
-from fsdp_inspect.analysis.link_fit import LinkFit
-from fsdp_inspect.analysis.unit_history import UnitHistory
 from fsdp_inspect.formatting import format_bytes, format_bytes_per_s
 from fsdp_inspect.report import palette
 from fsdp_inspect.report.figure_style import (
@@ -15,6 +13,7 @@ from fsdp_inspect.report.figure_style import (
     over_steps,
     styled,
 )
+from fsdp_inspect.result_types import LinkFit, UnitHistory
 from fsdp_inspect_app import wording
 from fsdp_inspect_app.frames.units import name_history
 from fsdp_inspect_app.frames.values import ms

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from fsdp_inspect.advice.advise import PlanAdvice
-from fsdp_inspect.predictions.track_record import VerifiedPrediction
 from fsdp_inspect.report.verification import RULINGS
 from fsdp_inspect.report.wording import format_change
+from fsdp_inspect.result_types import PlanAdvice, VerifiedPrediction
 from fsdp_inspect_app.frames.values import mib, ms
 
 

@@ -5,20 +5,21 @@ from typing import Any
 
 import pandas as pd
 
-from fsdp_inspect.analysis.units import UnitCollective
-from fsdp_inspect.comparison.comparison import Comparison
-from fsdp_inspect.comparison.differences import (
-    CategoryComparison,
-    MetricComparison,
-    PartComparison,
-    UnitChange,
-    UnitSide,
-)
-from fsdp_inspect.comparison.settings import SettingDifference, SharedSetting
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.values import format_metric
 from fsdp_inspect.report.wording import describe_judgement, format_change
+from fsdp_inspect.result_types import (
+    CategoryComparison,
+    Comparison,
+    MetricComparison,
+    PartComparison,
+    SettingDifference,
+    SharedSetting,
+    UnitChange,
+    UnitCollective,
+    UnitSide,
+)
 from fsdp_inspect_app import wording
 from fsdp_inspect_app.frames.values import mib, ms
 

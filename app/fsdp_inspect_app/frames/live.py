@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from fsdp_inspect.analysis.live.view import DeviceSeries, LiveMemory, LiveStep
 from fsdp_inspect.formatting import format_bytes, format_bytes_per_s
-from fsdp_inspect.trace.run import RankRecord
+from fsdp_inspect.result_types import DeviceSeries, LiveMemory, LiveStep, RankRecord
 from fsdp_inspect_app.frames.values import mib, ms
 
 

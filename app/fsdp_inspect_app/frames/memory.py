@@ -4,11 +4,17 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from fsdp_inspect.analysis.memory.allocator import AllocatorUse
-from fsdp_inspect.analysis.memory.peak import MemoryOfStep, PeakMoment, PositionBytes, RankMemory
-from fsdp_inspect.analysis.memory.step import Composition, StepMemory
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.result_types import (
+    AllocatorUse,
+    Composition,
+    MemoryOfStep,
+    PeakMoment,
+    PositionBytes,
+    RankMemory,
+    StepMemory,
+)
 from fsdp_inspect_app import wording
 from fsdp_inspect_app.frames.values import mib, ms
 

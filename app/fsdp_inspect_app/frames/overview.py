@@ -4,14 +4,17 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from fsdp_inspect.analysis.breakdown import StepBreakdown
-from fsdp_inspect.analysis.exposed import ExposedOwner
-from fsdp_inspect.analysis.memory.peak import MemoryOfStep, PeakMoment
-from fsdp_inspect.analysis.scalars import ScalarSeries
-from fsdp_inspect.analysis.step_times import StepPoint
 from fsdp_inspect.formatting import format_owner
 from fsdp_inspect.metrics import define_metric, find_metric
 from fsdp_inspect.report.values import format_kind
+from fsdp_inspect.result_types import (
+    ExposedOwner,
+    MemoryOfStep,
+    PeakMoment,
+    ScalarSeries,
+    StepBreakdown,
+    StepPoint,
+)
 from fsdp_inspect_app import wording
 from fsdp_inspect_app.frames.values import mib, ms
 

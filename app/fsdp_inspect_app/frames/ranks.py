@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from fsdp_inspect.analysis.rank_grid import RankGrid
-from fsdp_inspect.analysis.stragglers.ranks import CollectiveSkew, RankRow
 from fsdp_inspect.metrics import MetricUnit, find_metric
 from fsdp_inspect.report.values import format_kind
+from fsdp_inspect.result_types import CollectiveSkew, RankGrid, RankRow
 from fsdp_inspect_app.frames.values import BYTES_PER_MIB, NS_PER_MS, gb_per_s, mib, ms
 
 

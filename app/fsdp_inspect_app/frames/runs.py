@@ -5,10 +5,8 @@ from typing import Any
 
 import pandas as pd
 
-from fsdp_inspect.analysis.run_list import RunKeyNumbers, change_ratio
-from fsdp_inspect.analysis.summary import Summary
-from fsdp_inspect.store.folder import RunEntry
-from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.analysis.run_list import change_ratio
+from fsdp_inspect.result_types import RunEntry, RunKeyNumbers, RunManifest, Summary
 from fsdp_inspect_app import wording
 from fsdp_inspect_app.frames.values import mib, ms
 from fsdp_inspect_app.summaries import KnownRuns, RunRow
@@ -102,16 +100,16 @@ def _searched(entry: RunEntry, row: RunRow | None) -> str:
     return " ".join((entry.id, *facts)).lower()
 
 
-def frame_about(manifest: RunManifest, digest: Summary) -> pd.DataFrame:
+def frame_about(manifest: RunManifest, summary: Summary) -> pd.DataFrame:
     """What is known about the run as a whole: one row a fact, as text."""
     facts = {
-        "run id": digest.run_id,
+        "run id": summary.run_id,
         "recorded (UTC)": manifest.created,
-        "status": digest.status,
+        "status": summary.status,
         "model": manifest.model.class_name,
         "plan": wording.describe_plan(manifest),
         "mesh": ", ".join(f"{name} {size}" for name, size in manifest.mesh.items()),
-        "ranks": f"{digest.num_ranks} recorded of {digest.world_size}",
+        "ranks": f"{summary.num_ranks} recorded of {summary.world_size}",
         "device": manifest.device_name or manifest.device_type,
         "source": manifest.source,
         "git commit": manifest.git_commit or "",

@@ -6,17 +6,21 @@ from typing import Any
 
 import pandas as pd
 
-from fsdp_inspect.analysis.exposed import ExposedOwner
-from fsdp_inspect.analysis.link_fit import LinkFit
-from fsdp_inspect.analysis.memory.peak import PeakMoment
-from fsdp_inspect.analysis.prefetch import UnitPrefetch
-from fsdp_inspect.analysis.unit_history import CollectiveHistory, UnitHistory
-from fsdp_inspect.analysis.units import UnitCollective, UnitCost
-from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.report.causes import format_cause
 from fsdp_inspect.report.values import format_kind
-from fsdp_inspect.trace.run import Unit
+from fsdp_inspect.result_types import (
+    Cause,
+    CollectiveHistory,
+    ExposedOwner,
+    LinkFit,
+    PeakMoment,
+    Unit,
+    UnitCollective,
+    UnitCost,
+    UnitHistory,
+    UnitPrefetch,
+)
 from fsdp_inspect_app import wording
 from fsdp_inspect_app.frames.values import gb_per_s, mib, ms
 

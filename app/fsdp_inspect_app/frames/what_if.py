@@ -4,7 +4,7 @@ import pandas as pd
 
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.simulation.simulate import Played, Simulation
+from fsdp_inspect.result_types import Played, Simulation
 from fsdp_inspect_app.frames.values import mib, ms
 from fsdp_inspect_app.played_memory_looks import HELD_LOOKS
 

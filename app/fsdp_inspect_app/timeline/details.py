@@ -1,6 +1,5 @@
 """How does one event of a timeline read, in a line?"""
 
-from fsdp_inspect.analysis.step_waits import EventFacts
 from fsdp_inspect.formatting import (
     format_bytes,
     format_bytes_per_s,
@@ -8,6 +7,7 @@ from fsdp_inspect.formatting import (
     format_unit,
 )
 from fsdp_inspect.report.values import format_kind, format_method
+from fsdp_inspect.result_types import EventFacts
 from fsdp_inspect_app.wording import code, plain
 
 

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.formatting import format_ns
+from fsdp_inspect.result_types import RunManifest
 from fsdp_inspect.trace.bus_bandwidth import bus_bytes_per_s
 from fsdp_inspect.trace.codes import NO_UNIT, Method, Phase, Source
-from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect_app.timeline.lod import MAX_RECTANGLES, MAX_SPANS, Drawing, OnAxis, View, draw
 from fsdp_inspect_app.timeline.memory import MemoryCurve
 from fsdp_inspect_app.timeline.packing import pack

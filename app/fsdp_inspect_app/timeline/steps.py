@@ -6,8 +6,8 @@ Long runs keep the events of only some steps, and on CPU memory is read in memor
 import numpy as np
 
 from fsdp_inspect.analysis.memory.summary_rows import memory_parts
+from fsdp_inspect.result_types import RunSource
 from fsdp_inspect.trace.codes import EventKind, StepPart
-from fsdp_inspect.trace.run import RunSource
 
 
 def find_drawable_steps(run: RunSource, *, rank: int) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.result_types import RunManifest
 from fsdp_inspect.trace.codes import COPIES
-from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect.trace.tables import is_any_of
 from fsdp_inspect_app.timeline.tracks import DrawnRank, StepTimeline
 

@@ -13,12 +13,11 @@ from functools import partial
 
 import numpy as np
 
-from fsdp_inspect.analysis.clocks.alignment import Alignment, RankClock, align_clocks
-from fsdp_inspect.analysis.clocks.clock_fit import LinearClock
+from fsdp_inspect.analysis.clocks.alignment import align_clocks
 from fsdp_inspect.errors import IncompleteRunError
 from fsdp_inspect.report.perfetto.axes import place_ranks
+from fsdp_inspect.result_types import Alignment, LinearClock, RankClock, RankRecord, RunSource
 from fsdp_inspect.trace.codes import EventKind
-from fsdp_inspect.trace.run import RankRecord, RunSource
 from fsdp_inspect.trace.tables import EventTable
 from fsdp_inspect_app.timeline.memory import find_sampled_ranks, read_curve
 from fsdp_inspect_app.timeline.rank_layout import Lane, RankLayout, RankWindow, lay_out_rank
