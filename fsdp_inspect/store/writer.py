@@ -319,7 +319,7 @@ class RankWriter:
     def _warn(self, problem: str) -> None:
         try:
             logger.warning(
-                "Rank %d cannot record all data (%s). Training continues. Dropped rows are "
+                "Rank %d cannot record all data (%s). Training goes on. Dropped rows are "
                 "counted in %s. This message is logged once.",
                 self._record.rank,
                 problem,

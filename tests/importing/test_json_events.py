@@ -81,9 +81,9 @@ def test_a_cut_inside_a_string_is_not_taken(small_stretches):
         pytest.param(b'{"traceEvents": [{"a": 1}]', "is cut off", id="open object"),
         pytest.param(b'{"traceEvents": {}}', "Expected '['", id="no array"),
         pytest.param(b'{"events": [], "x": 1}', "it has 'events', 'x'", id="no events"),
-        pytest.param(b"{}", "it has nothing", id="nothing"),
-        pytest.param(b'{"traceEvents": [{"a": }]}', "is no JSON at byte", id="no value"),
-        pytest.param(b'{"traceEvents": [{"a": 1} 7 {}]}', "is no JSON at byte", id="rubbish"),
+        pytest.param(b"{}", "it has no keys", id="nothing"),
+        pytest.param(b'{"traceEvents": [{"a": }]}', "has invalid JSON at byte", id="no value"),
+        pytest.param(b'{"traceEvents": [{"a": 1} 7 {}]}', "has invalid JSON at byte", id="rubbish"),
         pytest.param(
             b'{"traceEvents": [{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}]}",
             "nested too deeply",

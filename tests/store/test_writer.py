@@ -165,7 +165,7 @@ def test_file_in_the_place_of_the_folder_is_said_once_and_training_goes_on(
     assert writer.record.dropped == {"events": 100}
     assert any("Not a directory" in problem for problem in writer.record.problems)
     assert len(caplog.records) == 1
-    assert "Training continues" in caplog.text
+    assert "Training goes on" in caplog.text
 
 
 def test_deleted_folder_is_said_once_counted_and_not_made_again(
