@@ -87,7 +87,7 @@ def test_what_is_offloaded_is_not_the_devices_memory(tmp_path: Path) -> None:
     )
     assert after == {name: held for name, held in before.items() if name not in on_host}
     assert offloaded.ranks[0].resting_bytes == before["buffer"] + before["input"]
-    assert any("offloaded" in note for note in open_run(tmp_path / "offloaded").notes)
+    assert any("Offloaded tensors" in note for note in open_run(tmp_path / "offloaded").notes)
 
 
 def test_on_a_cpu_offloading_moves_nothing(tmp_path: Path) -> None:
