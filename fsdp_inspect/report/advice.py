@@ -52,7 +52,7 @@ class _OneScreen:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         advice = self._advice
-        head = [_Clipped(advice.answer, _TITLE_LINES, style="bold")]
+        head: list[RenderableType] = [_Clipped(advice.answer, _TITLE_LINES, style="bold")]
         code: list[Sequence[str]] = []
         finding, suggestion = _recommended(advice)
         if finding is not None:
