@@ -135,7 +135,7 @@ def test_a_check_without_a_verdict_fails_even_where_unjudged_is_allowed(
     )
 
     assert ended.code == 2
-    assert "There is no baseline at 'missing.json'" in ended.log
+    assert "Baseline not found at 'missing.json'" in ended.log
     assert "::error title=FSDP Inspect::The check ended without a verdict" in ended.log
 
 

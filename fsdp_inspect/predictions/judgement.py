@@ -24,7 +24,8 @@ and the difference in compute.
 
 Otherwise the outcome is not significant.
 
-Memory is counted, not timed. It held if the peak misses its interval by at most 2%.
+Memory is counted, not timed. It held if the peak misses its interval by at most 2% of the predicted
+peak.
 """
 
 from collections.abc import Sequence

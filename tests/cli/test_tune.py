@@ -132,7 +132,7 @@ def test_a_baseline_that_leaves_no_run_says_where_one_was_expected(invoke, tmp_p
         (("--", "python", "train.py"), 2, "has no {plan} in it"),
         (("--config", "nowhere.toml"), 1, "No settings can be read"),
         (("--steps", "3", "--", "python", "train.py", "{plan}"), 2, "Expected one of them"),
-        (("--resume", "nowhere"), 1, "No tuning session at 'nowhere'"),
+        (("--resume", "nowhere"), 1, "Tuning session not found at 'nowhere'"),
         (("--resume", "nowhere", "--config", "a.toml"), 2, "--config would be another one"),
         (("--memory-limit", "much"), 2, "Invalid amount of memory: 'much'."),
     ],

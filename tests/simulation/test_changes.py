@@ -99,7 +99,7 @@ def test_replicas_divide_the_ranks_that_there_are():
 
 
 def test_replicas_that_do_not_divide_the_ranks_are_refused():
-    with pytest.raises(PlanError, match="world size is 8, with 3 replicas"):
+    with pytest.raises(PlanError, match="world size of 8 with 3 replicas"):
         apply_changes(plan(world_size=8, mesh={"shard": 8}), Changes(replicas=3))
 
 

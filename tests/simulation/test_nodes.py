@@ -35,7 +35,7 @@ def test_ranks_of_one_host_gather_as_fast_in_groups_as_all_together():
     found, assumption = network.line_of_smaller(4, 8)
     assert found == line
     assert assumption == (
-        "A group of 4 ranks is taken to be as fast as all ranks that shard: they share a node."
+        "A group of 4 ranks is assumed to be as fast as the shard group, which lies within a node."
     )
 
 

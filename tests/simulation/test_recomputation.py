@@ -130,7 +130,7 @@ def test_a_block_of_several_units_is_refused():
 
 def test_the_model_itself_is_refused_as_where_a_plan_is_applied():
     work, manifest = run()
-    with pytest.raises(PlanError, match="checkpoints the model itself"):
+    with pytest.raises(PlanError, match="Invalid checkpointing of the model itself"):
         make_scenario(work, manifest, checkpointed(""), NETWORK)
 
 

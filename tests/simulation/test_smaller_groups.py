@@ -129,8 +129,8 @@ def test_groups_that_do_not_divide_the_ranks_are_refused_with_those_that_do():
     ("node", "why"),
     [
         (Node(), "the ranks that share a node are unknown"),
-        (Node(4), "its nodes hold 4 ranks, and it has no all-gather within one"),
-        (Node(6), "lie across the nodes of 6 ranks"),
+        (Node(4), "its nodes have 4 ranks, and no all-gather ran within a node"),
+        (Node(6), "cross the nodes of 6 ranks"),
     ],
 )
 def test_a_link_that_is_not_known_is_refused_with_the_option_that_tells_it(node: Node, why: str):
