@@ -442,7 +442,7 @@ _ALL = (
         "shortest_ratio",
         "shortest collectives",
         _RATIO,
-        "fraction of the collectives whose shortest duration is on this rank: it waits least; "
+        "fraction of the collectives that are shortest on this rank, because it waits least; "
         "needs no aligned clocks",
         Better.NEITHER,
     ),
@@ -465,10 +465,9 @@ _ALL = (
         "straggler cost",
         _NS,
         "decrease of the typical step without the straggler's systematic extra work; the "
-        "smallest of (1) its median extra work, (2) the replayed step - the replayed step in "
-        "which the straggler works like the median of the other ranks, (3) the replayed step in "
-        "which all ranks work like the straggler - the one in which all work like that median "
-        "rank",
+        "smallest of (1) its median extra work, (2) the replayed step - the step replayed with the "
+        "work of the median other rank instead of its own, (3) the step replayed with its work on "
+        "all ranks - the step replayed with the work of the median other rank on all ranks",
     ),
     Metric("cost_ratio", "straggler cost ratio", _RATIO, "straggler cost / typical step"),
     Metric(

@@ -140,11 +140,11 @@ def measure_contention(
     measured = [_measure_unit(passes, one, kind, units) for one in selected for kind in _PASSES]
     slowdowns = np.concatenate([np.empty(0), *(slowed for _, slowed in measured)])
     rows = tuple(row for row, _ in measured if row is not None)
-    low, middle, high = _spread(slowdowns)
+    low, median_slowdown, high = _spread(slowdowns)
     return Contention(
         rank=member.rank,
         num_steps=len(member.steps),
-        slowdown=middle,
+        slowdown=median_slowdown,
         low=low,
         high=high,
         is_clear=low is not None and high is not None and not low <= 1 <= high,
@@ -259,7 +259,7 @@ def _measure_unit(
         alone, compared_with = passes.of_units(alike, kind).alone(), "alike"
     reason = _refuse(len(alone.unit), len(beside.unit))
     slowdowns = np.empty(0) if reason else _slowdowns(beside, median(alone.compute_ns) or 0)
-    low, middle, high = _spread(slowdowns)
+    low, median_slowdown, high = _spread(slowdowns)
     row = UnitContention(
         unit=unit.index,
         fqn=unit.fqn,
@@ -268,7 +268,7 @@ def _measure_unit(
         num_beside=len(beside.unit),
         compute_ns=median(own.compute_ns) or 0,
         beside_ratio=float(own.beside_ns.sum() / max(own.compute_ns.sum(), 1)),
-        slowdown=middle,
+        slowdown=median_slowdown,
         low=low,
         high=high,
         compared_with="" if reason else compared_with,

@@ -180,7 +180,7 @@ def _describe(
         ranks=tuple(ranks),
         steps=tuple(steps),
         values=values,
-        middle=_middle(values),
+        middle=_medians(values),
         left_out=left_out,
         low=float(low),
         high=float(high),
@@ -190,12 +190,12 @@ def _describe(
     )
 
 
-def _middle(values: _Grid) -> _Grid:
-    middle = np.full(values.shape[1], np.nan)
+def _medians(values: _Grid) -> _Grid:
+    medians = np.full(values.shape[1], np.nan)
     known = ~np.isnan(values).all(axis=0)
     if known.any():
-        middle[known] = np.nanmedian(values[:, known], axis=0)
-    return middle
+        medians[known] = np.nanmedian(values[:, known], axis=0)
+    return medians
 
 
 def _find_highest(counted: _Grid, ranks: list[int], steps: list[int]) -> GridCell:

@@ -262,7 +262,7 @@ def _timed_ranks(run: RunSource) -> TimedRanks:
     members = tuple(_members(steps, communication, rows_of_rank))
     here = {record.rank for record in run.ranks}
     candidates = [member for member in members if member.rank in here] or members
-    return TimedRanks(members, _middle(candidates))
+    return TimedRanks(members, _select_median(candidates))
 
 
 def _of_steps(rows: SummaryTable, steps: Collection[int]) -> SummaryTable:
@@ -291,7 +291,7 @@ def timed_rank(run: RunSource, rank: int | None = None) -> RankSteps | None:
     return found[0] if found else None
 
 
-def _middle(members: Sequence[RankSteps]) -> RankSteps | None:
+def _select_median(members: Sequence[RankSteps]) -> RankSteps | None:
     """Return the median rank of these ranks. See [Note: the median rank]."""
     if not members:
         return None

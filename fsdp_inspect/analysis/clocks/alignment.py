@@ -133,17 +133,19 @@ def _align_clocks(
     run: RunSource, ranks: Collection[int] | None, steps: Collection[int] | None
 ) -> Alignment:
     records = {record.rank: record for record in run.ranks}
-    asked = sorted(records if ranks is None else set(ranks) & set(records))
-    if not asked:
+    selected = sorted(records if ranks is None else set(ranks) & set(records))
+    if not selected:
         return Alignment(None, {}, {})
     machines = {rank: _machine(records[rank]) for rank in records}
-    if _is_one_clock([records[rank] for rank in asked]):
-        return _placed(asked, records, machines, {machines[asked[0]]: ClockFit(LinearClock(), 0)})
+    if _is_one_clock([records[rank] for rank in selected]):
+        return _placed(
+            selected, records, machines, {machines[selected[0]]: ClockFit(LinearClock(), 0)}
+        )
     reader = SynchronisationReader(run, _choose_steps(run, steps))
-    machines = reader.check(machines, _to_read(asked, machines, records))
-    placing = _Placing(reader, machines, machines[asked[0]], _uncertainty_limit(run))
-    placing.place({machines[rank] for rank in asked})
-    return _placed(asked, records, machines, placing.fits, placing.refusals)
+    machines = reader.check(machines, _to_read(selected, machines, records))
+    placing = _Placing(reader, machines, machines[selected[0]], _uncertainty_limit(run))
+    placing.place({machines[rank] for rank in selected})
+    return _placed(selected, records, machines, placing.fits, placing.refusals)
 
 
 def last_arrivals(run: RunSource, rank: int, events: EventTable, alignment: Alignment) -> _Int64:
@@ -216,15 +218,15 @@ def _machine(record: RankRecord) -> str:
 
 
 def _to_read(
-    asked: Sequence[int], machines: Mapping[int, str], records: Mapping[int, RankRecord]
+    selected: Sequence[int], machines: Mapping[int, str], records: Mapping[int, RankRecord]
 ) -> list[int]:
     """Return all ranks if they are few, else one per machine, with the same local rank."""
-    if len(asked) <= _MAX_RANKS_READ:
-        return list(asked)
+    if len(selected) <= _MAX_RANKS_READ:
+        return list(selected)
     chosen: dict[str, int] = {}
-    for rank in sorted(asked, key=lambda rank: (records[rank].local_rank, rank)):
+    for rank in sorted(selected, key=lambda rank: (records[rank].local_rank, rank)):
         chosen.setdefault(machines[rank] or f"rank {rank}", rank)
-    return sorted({*chosen.values(), asked[0]})
+    return sorted({*chosen.values(), selected[0]})
 
 
 def _choose_steps(run: RunSource, steps: Collection[int] | None) -> list[int] | None:
@@ -352,16 +354,16 @@ def _span(one: Synchronisations, two: Synchronisations, offset_ns: int) -> tuple
 
 
 def _placed(
-    asked: Sequence[int],
+    selected: Sequence[int],
     records: Mapping[int, RankRecord],
     machines: Mapping[int, str],
     fits: Mapping[str, ClockFit],
     refusals: Mapping[str, str] | None = None,
 ) -> Alignment:
     """Convert the fits and refusals of machines to ranks."""
-    aligned = [rank for rank in asked if machines[rank] in fits]
+    aligned = [rank for rank in selected if machines[rank] in fits]
     return Alignment(
-        reference=asked[0],
+        reference=selected[0],
         clocks={
             rank: RankClock(
                 clock=fits[machines[rank]].clock,
@@ -373,7 +375,7 @@ def _placed(
         },
         refusals={
             rank: f"The clock of rank {rank} cannot be aligned: {(refusals or {})[machines[rank]]}."
-            for rank in asked
+            for rank in selected
             if rank not in aligned
         },
     )

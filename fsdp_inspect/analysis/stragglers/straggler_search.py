@@ -17,26 +17,26 @@ from fsdp_inspect.trace.run import RunSource
 def may_have_straggler(ranks: Sequence[RankOverlap]) -> bool:
     """Return whether one rank's extra work is large enough to make the step longer."""
     work = [row.step_time_ns - row.exposed_ns for row in ranks]
-    middle, step_time = median(work), median([row.step_time_ns for row in ranks])
-    if len(work) < 2 or middle is None or not step_time:
+    median_work, step_time = median(work), median([row.step_time_ns for row in ranks])
+    if len(work) < 2 or median_work is None or not step_time:
         return False
-    return max(work) - middle >= STRAGGLER_RATIO * step_time
+    return max(work) - median_work >= STRAGGLER_RATIO * step_time
 
 
 def find_straggler(run: RunSource, ranks: Sequence[RankOverlap]) -> StragglerFacts | None:
     """Return the rank that the other ranks wait for, confirmed by a replay; None without one."""
     if not may_have_straggler(ranks):
         return None
-    found = measure_ranks(run).straggler
-    if found is None:
+    straggler = measure_ranks(run).straggler
+    if straggler is None:
         return None
     return StragglerFacts(
-        rank=found.rank,
-        host=found.host,
-        cost_ns=found.cost_ns,
-        last_ratio=found.last_ratio,
-        late_ns=found.late_ns,
-        phase=found.phase,
-        meanwhile=found.meanwhile,
-        meanwhile_ns=found.meanwhile_ns,
+        rank=straggler.rank,
+        host=straggler.host,
+        cost_ns=straggler.cost_ns,
+        last_ratio=straggler.last_ratio,
+        late_ns=straggler.late_ns,
+        phase=straggler.phase,
+        meanwhile=straggler.meanwhile,
+        meanwhile_ns=straggler.meanwhile_ns,
     )
