@@ -150,7 +150,7 @@ def test_a_frozen_base_is_named_where_something_else_is_trained(trained: int, ex
 
 
 def test_retries_of_the_allocator_are_named_once_fragmented_or_not():
-    for ratio, words in ((0.05, "retried an allocation 2 times"), (0.3, "because of fragmentation")):
+    for ratio, words in ((0.05, "retried an allocation 2 times"), (0.3, "of fragmentation")):
         use = AllocatorUse(0, 3, 600, 700, 1000, ratio, None, 2, 0, None, None)
         (found,) = (each for each in findings(allocator=use) if each.rule == "R21")
         assert words in found.sentence

@@ -211,7 +211,7 @@ def test_a_network_is_learnt_from_messages_of_different_sizes():
 
 @pytest.mark.parametrize("change", [{"bus_bytes_per_s": 0.0}, {"latency_ns": -1.0}])
 def test_an_impossible_network_is_refused(change: dict[str, float]):
-    with pytest.raises(ValueError, match="Invalid (bandwidth|latency)"):
+    with pytest.raises(ValueError, match=r"Invalid (bandwidth|latency): "):
         NETWORK.change(**change)
 
 
