@@ -49,7 +49,7 @@ def test_the_advised_plan_can_be_written_and_takes_the_advised_time(invoke, tmp_
     [
         (("--memory-limit", "much"), "is no amount of memory"),
         (("--memory-limit", "0GiB"), "is no amount of memory"),
-        (("--write", SAMPLE), "exists. Name a new file."),
+        (("--write", SAMPLE), "already exists. Expected a new file."),
         (("--write", SAMPLE / "run.json" / "plan.toml"), "run.json is no folder."),
         (("--take", "1"), "Name the file too"),
         (("--take", "0", "--write", "plan.toml"), "greater than or equal to 1"),

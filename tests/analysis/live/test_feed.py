@@ -50,9 +50,7 @@ def test_a_run_that_moves_says_its_last_step(path):
     writers = [write_steps(path, rank) for rank in (0, 1)]
     live = look(path)
     assert live.state is LiveState.RUNNING
-    assert describe_live(live).startswith(
-        "Step 2 took 1.00 µs, of which 200 ns exposed. It ended "
-    )
+    assert describe_live(live).startswith("Step 2 took 1.00 µs, of which 200 ns exposed. It ended ")
     assert describe_pace(live).startswith("Rank 0. Typical: 1.00 µs a step")
     assert advise_live(live) == ""
     for writer in writers:
@@ -73,7 +71,7 @@ def test_a_run_whose_processes_live_but_end_no_step_is_stalled(path):
     writer = write_steps(path, 0, ago_s=100)
     live = look(path)
     assert live.state is LiveState.STALLED
-    assert describe_live(live).startswith("Stalled: no step has ended for 100.")
+    assert describe_live(live).startswith("Stalled: no step has ended for 100 s.")
     assert "hangs in a collective" in advise_live(live)
     writer.close(RunStatus.COMPLETE)
 
@@ -104,7 +102,7 @@ def test_a_run_that_was_followed_to_its_end_keeps_its_last_steps(path):
     assert live.state is LiveState.ENDED
     assert [one.step for one in live.view.steps] == [0, 1, 2]
     assert describe_live(live) == (
-        "The run is not being recorded any more: it is over. The last step was 2."
+        "The run has ended. The last step was 2."
     )
 
 
