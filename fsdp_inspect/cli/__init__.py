@@ -1,7 +1,7 @@
-"""The `fsdp-inspect` command. One file a subcommand; only this package prints and exits.
+"""The `fsdp-inspect` command, with one file per subcommand. Only this package prints and exits.
 
-Exit codes: 0 done, 1 an error that the message explains, 2 a wrong command line, 130 Ctrl-C.
-Whatever a subcommand needs is imported when it runs, so that `--help` and errors come at once.
+Exit codes: 0 success, 1 an error with a message, 2 an invalid command line, 130 Ctrl-C. A
+subcommand imports its modules when it runs, so `--help` is fast.
 """
 
 import os
@@ -26,7 +26,6 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        # The reader has gone (`| head`). Point stdout away, or the interpreter's own flush at
-        # exit complains.
+        # The reader closed the pipe (`| head`). Redirect stdout, or the flush at exit raises.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

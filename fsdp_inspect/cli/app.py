@@ -19,7 +19,10 @@ def app(
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; the default is for this machine only.")
+        str,
+        typer.Option(
+            help="Address to listen on; the default accepts connections from this machine only."
+        ),
     ] = "127.0.0.1",
     port: Annotated[
         int | None,
@@ -34,16 +37,16 @@ def app(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Host name of a proxy that you put in front; requests for others are refused.",
+            help="Host name of a reverse proxy; requests with other host names are rejected.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
     """Serve the dashboard until Ctrl-C.
 
-    It binds 127.0.0.1, so nobody else can reach it. From another machine, forward the port:
-    `ssh -L 8501:127.0.0.1:8501 HOST`. With another --host it says what that exposes, and how to
-    put a login in front.
+    It listens on 127.0.0.1, so other machines cannot reach it. To use it from another machine,
+    forward the port: `ssh -L 8501:127.0.0.1:8501 HOST`. There is no authentication. With another
+    --host, the dashboard warns about this.
 
     Example: `fsdp-inspect app runs/`
     """
@@ -53,7 +56,7 @@ def app(
 def serve(
     directory: Path | None, *, host: str, port: int | None, proxy_name: str | None = None
 ) -> NoReturn:
-    """Become the server of the dashboard, so that a signal to this process ends the server.
+    """Replace this process by the dashboard server, so that signals reach the server.
 
     Args:
         directory: A folder of runs; None for the samples, or else `./runs`.
@@ -62,7 +65,7 @@ def serve(
         proxy_name: Host name of a proxy in front.
 
     Raises:
-        FsdpInspectError: Nothing to serve, no dashboard installed, or the port is taken.
+        FsdpInspectError: There are no runs, the dashboard is not installed, or the port is in use.
     """
     import os
     import sys
@@ -70,7 +73,7 @@ def serve(
     _require_dashboard()
     folder = _find_folder(directory)
     chosen = _find_port(host, port)
-    # An address that listens everywhere is not one to open.
+    # A browser cannot open a wildcard address.
     address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     print(f"Dashboard of {folder}: http://{address}:{chosen} (Ctrl-C ends it)", flush=True)
     command = [sys.executable, "-m", "fsdp_inspect_app", str(folder)]
@@ -88,7 +91,7 @@ def _require_dashboard() -> None:
     missing = [name for name in ("fsdp_inspect_app", "streamlit") if find_spec(name) is None]
     if missing:
         raise FsdpInspectError(
-            f"The dashboard is not installed: there is no module {missing[0]!r}. Expected the "
+            f"The dashboard is not installed: module {missing[0]!r} not found. Expected the "
             "extra [app]. Install it with: pip install 'fsdp-inspect[app]'"
         )
 
@@ -100,16 +103,16 @@ def _find_folder(directory: Path | None) -> Path:
         if directory.is_dir():
             return directory
         raise NotARunError(
-            f"No folder at {str(directory)!r}. Expected a folder that holds runs. Record some "
-            "with `fsdp-inspect demo`, or leave the folder out to see the samples."
+            f"Folder {str(directory)!r} not found. Expected a folder of runs. Record runs with "
+            "`fsdp-inspect demo`, or omit the folder to show the samples."
         )
     samples = Path(__file__).resolve().parents[2] / "samples"
     for candidate in (samples, Path("runs")):
         if candidate.is_dir():
             return candidate
     raise NotARunError(
-        "No runs to show: there is neither a folder of samples nor ./runs. Expected a folder that "
-        "holds runs. Record some with `fsdp-inspect demo`, or name one: fsdp-inspect app DIR"
+        "No runs found: there are no samples and no ./runs. Expected a folder of runs. Record runs "
+        "with `fsdp-inspect demo`, or give a folder: fsdp-inspect app DIR"
     )
 
 
@@ -125,12 +128,12 @@ def _find_port(host: str, port: int | None) -> int:
     tried = f"{candidates[0]}" if port else f"{candidates[0]} to {candidates[-1]}"
     raise FsdpInspectError(
         f"Cannot listen on {host} port {tried}: {reason}. Expected an address of this machine and "
-        "a free port. Choose others with --host and --port."
+        "a free port. Choose them with --host and --port."
     )
 
 
 def _why_not_listen(host: str, port: int) -> str:
-    """What the system says against listening there; empty if nothing."""
+    """The reason why the system rejects the address; empty if it accepts it."""
     import socket
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,4 +1,4 @@
-"""Which subcommands are there? Put together here, each with its help in its own file."""
+"""Build the command line from its subcommands."""
 
 from typing import Annotated
 
@@ -58,7 +58,7 @@ def build_application() -> typer.Typer:
     """The command line with all subcommands."""
     application = typer.Typer(
         help="Record, inspect and tune PyTorch FSDP runs, one unit at a time.",
-        epilog="Begin with: fsdp-inspect demo",
+        epilog="Start with: fsdp-inspect demo",
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode="markdown",

@@ -1,4 +1,4 @@
-"""Which arguments do several subcommands share, and what do they stand for?"""
+"""Arguments and parsers that several subcommands share."""
 
 import os
 import shlex
@@ -20,40 +20,48 @@ RunArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        help="Folder of a run, its URL, or a folder that holds exactly one run.",
+        help="Run folder, its URL, or a folder with exactly one run.",
     ),
 ]
 
 BandwidthOption = Annotated[
     str | None,
-    typer.Option("--bandwidth", help="Bus bandwidth of another network: 50GB/s.", metavar="RATE"),
+    typer.Option(
+        "--bandwidth",
+        help="Bus bandwidth of the network, for example 50GB/s; default as recorded.",
+        metavar="RATE",
+    ),
 ]
 LatencyOption = Annotated[
     str | None,
-    typer.Option("--latency", help="Latency of another network: 20us.", metavar="TIME"),
+    typer.Option(
+        "--latency",
+        help="Latency of the network, for example 20us; default as recorded.",
+        metavar="TIME",
+    ),
 ]
 
 NodeBandwidthOption = Annotated[
     str | None,
     typer.Option(
         "--node-bandwidth",
-        help="Bus bandwidth within a node, where reshard_after_forward=N gathers: 350GB/s.",
+        help="Bus bandwidth within a node, for example 350GB/s.",
         metavar="RATE",
     ),
 ]
 NodeLatencyOption = Annotated[
     str | None,
-    typer.Option("--node-latency", help="Latency within a node: 30us.", metavar="TIME"),
+    typer.Option("--node-latency", help="Latency within a node, for example 30us.", metavar="TIME"),
 ]
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def open_run_argument(run: str) -> "Run":
-    """Open what a user gave as RUN.
+    """Open the run that RUN names.
 
     Raises:
-        NotARunError: There is no run, or more than one; the message names those nearby.
+        NotARunError: There is no run, or more than one.
         StoreError: The run cannot be read.
     """
     from fsdp_inspect.run import Run
@@ -62,7 +70,7 @@ def open_run_argument(run: str) -> "Run":
 
 
 def open_stored_argument(run: str) -> "StoredRun":
-    """As `open_run_argument`, for commands that need the files of the run.
+    """Open the run that RUN names, for commands that need its files.
 
     Raises:
         NotARunError: There is no run, or more than one; the message names those nearby.
@@ -82,20 +90,22 @@ def open_stored_argument(run: str) -> "StoredRun":
 
 
 def require_new_file(option: str, path: Path | None) -> None:
-    """Refuse to write over a file, or where nothing can be written, before anything else is done.
+    """Check that a new file can be written, before any work.
 
     Raises:
-        typer.BadParameter: There is something at that place, or no folder to write to.
+        typer.BadParameter: The path exists, or its folder is not writable.
     """
     if path is None:
         return
     if path.exists():
-        raise typer.BadParameter(f"{path} exists. Name a new file.", param_hint=option)
+        raise typer.BadParameter(
+            f"{path} already exists. Expected a new file. Choose another name.", param_hint=option
+        )
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        what = "is no folder" if not folder.is_dir() else "may not be written to"
+        what = "is not a folder" if not folder.is_dir() else "is not writable"
         raise typer.BadParameter(
-            f"{path} cannot be written: {folder} {what}. Name a file in a folder of yours.",
+            f"{path} cannot be written: {folder} {what}. Choose a file in a writable folder.",
             param_hint=option,
         )
 
@@ -125,7 +135,7 @@ def parse_node_link(bandwidth: str | None, latency: str | None) -> "NodeLink | N
     rate = _parse("--node-bandwidth", bandwidth, parse_bytes_per_s, "350GB/s")
     if rate == 0:
         raise typer.BadParameter(
-            f"{bandwidth!r} is no bandwidth. Expected one above 0, like 350GB/s.",
+            f"invalid bandwidth {bandwidth!r}. Expected a value above 0, such as 350GB/s.",
             param_hint="--node-bandwidth",
         )
     return NodeLink(rate, parse_time("--node-latency", latency, "30us"))
@@ -159,20 +169,39 @@ def _parse(
     value = parse(text)
     if value is None:
         raise typer.BadParameter(
-            f"{text!r} is no such quantity. Expected a number with a unit, like {example}.",
+            f"invalid quantity {text!r}. Expected a number with a unit, such as {example}.",
             param_hint=option,
         )
     return value
 
 
+def parse_memory(text: str) -> int:
+    """Parse an amount of memory, for `typer.Option(parser=...)`: `80GiB`, `500 MB`, `1000000`.
+
+    Raises:
+        typer.BadParameter: It is not an amount above 0.
+    """
+    from fsdp_inspect.quantities import parse_bytes
+
+    amount = parse_bytes(text)
+    if not amount:
+        raise typer.BadParameter(
+            f"invalid amount of memory {text!r}. Expected a number with a unit, such as 80GiB."
+        )
+    return amount
+
+
 def say_how_to_verify(prediction: Path) -> None:
-    """What to do with a prediction that was written; on stderr, that output stays what it is."""
+    """Print how to verify a written prediction, on stderr."""
     command = f"fsdp-inspect verify {shlex.quote(str(prediction))} NEW_RUN"
-    print(f"Predicted in {prediction}. Once the plan ran: {command}", file=sys.stderr)
+    print(
+        f"Wrote the prediction {prediction}. After running the plan, verify it: {command}",
+        file=sys.stderr,
+    )
 
 
 def print_renderable(renderable: "RenderableType") -> None:
-    """Print to stdout, in colour where it is a terminal; names from a run command nothing."""
+    """Print to stdout, in colour on a terminal, with visible control characters."""
     from rich.console import Console
 
     from fsdp_inspect.report.layout import Harmless

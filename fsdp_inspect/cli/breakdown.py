@@ -10,15 +10,15 @@ from fsdp_inspect.cli.arguments import JsonOption, RunArgument, open_run_argumen
 def breakdown(
     run: RunArgument,
     rank: Annotated[
-        int | None, typer.Option(help="Of which rank; the median rank unless given.", min=0)
+        int | None, typer.Option(help="The rank to show; default the median rank.", min=0)
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option(help="Which step; the typical step of the rank unless given.", min=0),
+        typer.Option(help="The step to show; default the typical step.", min=0),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show where a step goes: parts that add up to it, why it waits, and every rank beside it.
+    """Show the parts of a step, the causes of its exposed waits, and the step of each rank.
 
     Example: `fsdp-inspect breakdown runs/demo --rank 1 --step 12`
     """

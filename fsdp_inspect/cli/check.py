@@ -1,4 +1,4 @@
-"""`fsdp-inspect check`: did a change make memory or waiting worse?"""
+"""`fsdp-inspect check`: compare a run with its baseline or a budget (the CI gate)."""
 
 import shlex
 import tempfile
@@ -23,7 +23,7 @@ _FOLDER = "{runs}"
 
 
 class Format(StrEnum):
-    """How a check is printed."""
+    """The output format of a check."""
 
     TEXT = "text"
     MARKDOWN = "markdown"
@@ -36,64 +36,66 @@ def check(  # noqa: PLR0913 - one argument an option
         list[str] | None,
         typer.Argument(
             metavar="[RUN...]",
-            help="A run or a forecast; several, or a folder of them, are repeats of one program.",
+            help="A run or a forecast; several, or a folder of them, are repeats.",
             show_default=False,
         ),
     ] = None,
     baseline: Annotated[
         Path | None,
-        typer.Option(help="What it took before, as --update has written it.", metavar="FILE"),
+        typer.Option(help="Baseline file, as --update writes it.", metavar="FILE"),
     ] = None,
     budget: Annotated[
         Path | None,
-        typer.Option(help="TOML file of limits, absolute or beyond the baseline.", metavar="FILE"),
+        typer.Option(
+            help="TOML file of limits, absolute or relative to the baseline.", metavar="FILE"
+        ),
     ] = None,
     update: Annotated[
-        bool, typer.Option("--update", help="Write the baseline anew instead of judging.")
+        bool, typer.Option("--update", help="Write the baseline instead of checking.")
     ] = False,
     record: Annotated[
         str | None,
         typer.Option(
-            help="Make the runs first: a command with {runs} where its folder of runs goes.",
+            help="Record the runs with this command; {runs} is replaced by their folder.",
             metavar="COMMAND",
         ),
     ] = None,
     repeat: Annotated[
-        int, typer.Option(help="How often to run it; times want 5.", min=1, metavar="N")
+        int, typer.Option(help="Number of runs to record; times require 5.", min=1, metavar="N")
     ] = 1,
     out: Annotated[
         Path | None,
-        typer.Option(help="Keep the recorded runs in this new folder.", metavar="DIR"),
+        typer.Option(help="New folder to keep the recorded runs in.", metavar="DIR"),
     ] = None,
-    output: Annotated[
-        Format, typer.Option("--format", help="How to print the verdict.")
-    ] = Format.TEXT,
+    output: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
     markdown: Annotated[
-        Path | None, typer.Option(help="Add the verdict to this file, too.", metavar="FILE")
+        Path | None, typer.Option(help="File to append the result to as Markdown.", metavar="FILE")
     ] = None,
     junit: Annotated[
-        Path | None, typer.Option(help="Write JUnit XML there, too.", metavar="FILE")
+        Path | None, typer.Option(help="File to write as JUnit XML.", metavar="FILE")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Hold a run against its baseline, a budget, or both: 0 holds, 1 a regression, 2 unjudged.
+    """Compare a run with its baseline, a budget, or both.
 
-    Memory of forecasts and emulated runs is compared to the byte; of real ranks it may vary. Times
-    are judged only with five repeats a side; what cannot be told from noise is 2, never a pass. A
-    baseline is of one torch version, world size, mesh, device and declared plan. Steps of warming
-    up never count.
+    Exits with 0 if all limits hold, with 1 for a regression, and with 2 if the result is unknown.
+
+    Memory of forecasts and emulated runs is compared exactly; memory of real ranks may vary. Times
+    require five repeats a side, and a change within noise is unknown, not a pass. A baseline
+    belongs to one torch version, world size, mesh, device and declared plan. Warm-up steps never
+    count.
 
     Example: `fsdp-inspect check forecasts/llama-8b-8-ranks --baseline baselines/llama-8b-8.json`
     """
     from fsdp_inspect.errors import FsdpInspectError
 
     wrong_use = {
-        "Expected runs, or --record 'COMMAND', and not both.": (runs is None) == (record is None),
-        "There is nothing to hold it against. Give --baseline, --budget.": baseline is None
+        "Expected either runs or --record 'COMMAND'.": (runs is None) == (record is None),
+        "Nothing to compare with: --baseline or --budget is missing.": baseline is None
         and (budget is None or update),
-        "--repeat and --out are about runs that are made. Give --record 'COMMAND', or leave them "
-        "out.": record is None and (repeat > 1 or out is not None),
-        "Expected --json or --format, and not both.": as_json and output is not Format.TEXT,
+        "--repeat and --out require --record 'COMMAND'. Add it, or omit them.": record is None
+        and (repeat > 1 or out is not None),
+        "Expected either --json or --format.": as_json and output is not Format.TEXT,
     }
     for message, applies in wrong_use.items():
         if applies:
@@ -111,24 +113,23 @@ def check(  # noqa: PLR0913 - one argument an option
         raise typer.Exit(_UNJUDGED) from error
     _print(result, output, as_json=as_json)
     if record is not None and out is None and result.exit_code:
-        typer.echo("The recorded runs are gone. Keep them to look into: --out DIR.", err=True)
+        typer.echo("The recorded runs were deleted. To keep them, use --out DIR.", err=True)
     are_written = _write_files(result, markdown, junit)
     raise typer.Exit(result.exit_code or (0 if are_written else _UNJUDGED))
 
 
 def _split(record: str) -> list[str]:
-    """The words of a command, as a shell would split them."""
+    """Split a command into words as a shell does."""
     try:
         words = shlex.split(record)
     except ValueError as error:
         raise typer.BadParameter(
-            f"{record!r} cannot be split into words: {error}. Expected a command as a shell would "
-            "take it. Close the quote.",
+            f"invalid command {record!r}: {error}. Expected a shell command. Close the quote.",
             param_hint="--record",
         ) from error
     if not any(_FOLDER in word for word in words):
         raise typer.BadParameter(
-            "The command has no place for its folder of runs. Expected {runs} in it, as in "
+            "{runs} is missing in the command. Expected it as the folder of runs, for example "
             "'torchrun train.py --runs-dir {runs}'.",
             param_hint="--record",
         )
@@ -148,7 +149,7 @@ def _read(
 
 @contextmanager
 def _folder_of_runs(out: Path | None) -> Iterator[Path]:
-    """Where to record: a new folder that stays, or a temporary one."""
+    """Create the folder for recorded runs: the given one, or a temporary one."""
     from fsdp_inspect.errors import CheckError
 
     if out is None:
@@ -159,8 +160,8 @@ def _folder_of_runs(out: Path | None) -> Iterator[Path]:
         out.mkdir(parents=True)
     except OSError as error:
         raise CheckError(
-            f"{str(out)!r} cannot be made for the runs: {error.strerror or error}. Expected a new "
-            "folder. Name another --out."
+            f"Folder {str(out)!r} cannot be created: {error.strerror or error}. Expected a new "
+            "folder. Choose another --out."
         ) from error
     yield out
 
@@ -198,8 +199,8 @@ def _record(command: Sequence[str], repeat: int, folder: Path, *, keeps: bool) -
         entries = list_runs(into)
         if len(entries) != 1:
             raise CheckError(
-                f"The command left {len(entries)} runs in its folder. Expected one. Pass {{runs}} "
-                "on to the recorder's path, as --runs-dir does for the trainer."
+                f"The command recorded {len(entries)} runs. Expected one. Pass {{runs}} to the "
+                "recorder, as --runs-dir does for the trainer."
             )
         found.append(open_run(entries[0].path))
     return found
@@ -218,11 +219,11 @@ def _write_baseline(reading: "GateMeasurements", path: Path) -> None:
     except OSError as error:
         raise CheckError(
             f"The baseline {str(path)!r} cannot be written: {error.strerror or error}. Expected a "
-            "place that this user may write to. Choose another one."
+            "writable path. Choose another one."
         ) from error
     typer.echo(
-        f"Wrote {path} from {', '.join(reading.run_ids)}: "
-        f"{describe_baseline(baseline, num_runs=len(reading.run_ids))} Review it, and commit it."
+        f"Wrote {path} from {', '.join(reading.run_ids)}. "
+        f"{describe_baseline(baseline, num_runs=len(reading.run_ids))} Review and commit it."
     )
 
 
@@ -257,7 +258,7 @@ def _print(result: "CheckResult", output: Format, *, as_json: bool) -> None:
 
 
 def _write_files(result: "CheckResult", markdown: Path | None, junit: Path | None) -> bool:
-    """Whether all that was asked for could be written; says what could not."""
+    """Write the requested files; False and a message if one cannot be written."""
     from fsdp_inspect.report import check as report
 
     try:
@@ -265,14 +266,14 @@ def _write_files(result: "CheckResult", markdown: Path | None, junit: Path | Non
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
         if markdown is not None:
-            with markdown.open("a", encoding="utf-8") as file:  # a job's summary has other parts
+            with markdown.open("a", encoding="utf-8") as file:  # other parts of the job's summary
                 file.write(report.render_markdown([result]))
         if junit is not None:
             junit.write_text(report.render_junit([result]), encoding="utf-8")
     except OSError as error:
         typer.echo(
-            f"Error: the verdict cannot be written to {error.filename!r}: {error.strerror}. "
-            "Expected a place that this user may write to. Choose another one.",
+            f"Error: the result cannot be written to {error.filename!r}: {error.strerror}. "
+            "Expected a writable path. Choose another one.",
             err=True,
         )
         return False

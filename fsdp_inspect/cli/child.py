@@ -1,4 +1,4 @@
-"""How does a long-running child show its progress, and fail in a readable way?"""
+"""Run a child process with progress, and report its failure with the end of its output."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ from typing import TextIO
 from fsdp_inspect.errors import FsdpInspectError
 
 TRAINER = "instrumented_trainer"
-"""The reference client; a module of its own, which is started and never imported."""
+"""The reference trainer, which is started as a process and never imported."""
 
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _POLL_S = 0.2
@@ -23,7 +23,7 @@ _NOT_FOUND = 127
 
 
 class ChildError(FsdpInspectError):
-    """A child ended with a code other than 0."""
+    """A child process failed."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class ChildError(FsdpInspectError):
 
 
 def require_trainer(who: str) -> None:
-    """Refuse where there is nothing to train with.
+    """Check that torch and the trainer are installed.
 
     Args:
         who: The command, as the beginning of a sentence.
@@ -43,15 +43,15 @@ def require_trainer(who: str) -> None:
     missing = [name for name in ("torch", TRAINER) if importlib.util.find_spec(name) is None]
     if missing:
         raise FsdpInspectError(
-            f"{who} trains a model, and there is no module {missing[0]!r}. Expected the extra "
+            f"{who} trains a model, but module {missing[0]!r} is not installed. Expected the extra "
             "[record]. Install it with: pip install 'fsdp-inspect[record]'"
         )
 
 
 def torchrun_words(num_ranks: int) -> list[str]:
-    """What starts so many ranks on this machine.
+    """The torchrun command for ranks on this machine.
 
-    On loopback only: neither the rendezvous nor gloo may depend on the machine's host name.
+    It uses loopback only, so that it does not depend on the host name.
     """
     return [
         *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"),
@@ -60,9 +60,9 @@ def torchrun_words(num_ranks: int) -> list[str]:
 
 
 def training_environment(num_ranks: int) -> dict[str, str]:
-    """What ranks on this machine find unless the user decided: one thread each, loopback.
+    """Default environment of ranks on this machine: one thread each, loopback.
 
-    A single GPU is hidden from several ranks: NCCL refuses two on one device, so they train on CPU.
+    With several ranks and one GPU, the ranks train on CPU: NCCL supports one rank per device.
     """
     environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     if Path("/sys/class/net/lo").exists():
@@ -74,7 +74,7 @@ def training_environment(num_ranks: int) -> dict[str, str]:
 
 
 def count_gpus() -> int:
-    """How many GPUs torch sees; asked of a process of its own, where there is a driver at all."""
+    """The number of GPUs that torch finds, counted in a child process if a driver exists."""
     if not any(Path(device).exists() for device in _GPU_DRIVERS):
         return 0
     script = "import torch; print(torch.cuda.device_count())"
@@ -92,21 +92,21 @@ def run_child(
     environment: Mapping[str, str],
     keeps_log: bool = True,
 ) -> float:
-    """Run a command to its end, with its last line of output shown while it runs.
+    """Run a command, and show its last line of output while it runs.
 
     Args:
         command: Program and arguments.
-        what: What it does, for people: `recording demo-reshard`.
-        log: Where its output goes.
+        what: A description of the command: `recording demo-reshard`.
+        log: The file for its output.
         environment: All of the child's environment.
-        keeps_log: Whether the log is still there for whoever reads the message of a failure.
+        keeps_log: Whether the log still exists after a failure.
 
     Returns:
-        How long it took, seconds.
+        The duration in seconds.
 
     Raises:
-        ChildError: It cannot be started, or ended with a code other than 0; the message holds the
-            end of the log.
+        ChildError: It cannot be started, or its exit code is not 0. The message contains the end
+            of the log.
     """
     started = time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def run_child(
         finally:
             _stop(child)
     if child.returncode != 0:
-        place = f", all of which is in {log}" if keeps_log else ""
+        place = f" (complete in {log})" if keeps_log else ""
         raise ChildError(
             f"{what} ended with exit code {child.returncode}. Expected 0. The end of its "
             f"output{place}:\n\n{_tail(log)}",
@@ -139,8 +139,8 @@ def _start(
         )
     except OSError as error:
         raise ChildError(
-            f"{what} cannot start {command[0]!r}: {error.strerror or error}. Expected a program "
-            "that is found on PATH, and its arguments. Correct the command.",
+            f"{what}: cannot start {command[0]!r}: {error.strerror or error}. Expected a program "
+            "on PATH with its arguments. Correct the command.",
             _NOT_FOUND,
         ) from error
 
@@ -162,7 +162,7 @@ def _follow(child: "subprocess.Popen[bytes]", what: str, log: Path) -> None:
 
 
 def _stop(child: "subprocess.Popen[bytes]") -> None:
-    """End a child that still runs; torchrun passes the signal on to its workers."""
+    """Terminate a running child; torchrun forwards the signal to its workers."""
     if child.poll() is not None:
         return
     child.terminate()

@@ -12,9 +12,10 @@ def compact(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Compact the live streams of a run into Parquet files; safe to interrupt and to repeat.
+    """Convert the live streams of a run to Parquet files.
 
-    A run that ends normally is compacted by itself: this is for runs that were killed, or large.
+    A run that ends normally is compacted automatically. Use this command for large or killed runs.
+    You can interrupt and repeat it.
 
     Example: `fsdp-inspect compact runs/demo`
     """

@@ -1,4 +1,4 @@
-"""`fsdp-inspect compare`: how do runs differ, in settings, time, units and memory?"""
+"""`fsdp-inspect compare`: compare runs by settings, times, units and memory."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,19 +14,19 @@ SidesArgument = Annotated[
     list[str],
     typer.Argument(
         metavar="A B [C ...]",
-        help="Runs, the first is the reference. A folder of several runs of the same settings "
-        "stands for one side of repeats.",
+        help="Runs to compare with the first. A folder of runs with equal settings is one side "
+        "of repeats.",
         show_default=False,
     ),
 ]
 
 
 def compare(sides: SidesArgument, as_json: JsonOption = False) -> None:
-    """Compare two or more runs: settings first, then what they cost and whether it is noise.
+    """Compare two or more runs: settings, times, units and memory.
 
-    Runs with the same settings are repeats of one side. Steps of one process are not independent,
-    so times are judged by one number a run: with five runs a side by a rank test, with fewer only
-    differences from 10% on are told from noise. Counts and bytes are compared exactly.
+    Runs with equal settings are repeats of one side. Each run gives one time, because steps of one
+    process are not independent. With five runs a side, a rank test compares the times. With fewer,
+    changes below 10% are within noise. Counts and bytes are compared exactly.
 
     Example: `fsdp-inspect compare runs/before runs/after`
     """
@@ -43,7 +43,7 @@ def compare(sides: SidesArgument, as_json: JsonOption = False) -> None:
 
 
 def open_sides(given: list[str]) -> "list[StoredRun | list[StoredRun]]":
-    """Open what a user gave, each as a run or as a side of repeats.
+    """Open each argument as a run or as a side of repeats.
 
     Raises:
         BadParameter: Fewer than two, or the same run twice.
@@ -54,8 +54,8 @@ def open_sides(given: list[str]) -> "list[StoredRun | list[StoredRun]]":
         number = len(opened[0]) if isinstance(opened[0], list) else 1
         found = "one run" if number == 1 else f"{number} runs of the same settings"
         raise typer.BadParameter(
-            f"{given[0]!r} holds {found}, which is one side. Expected two or more runs. Give the "
-            "runs one by one: fsdp-inspect compare A B"
+            f"{given[0]!r} contains {found}, which is one side. Expected two or more sides. Give "
+            "the runs separately: fsdp-inspect compare A B"
         )
     _refuse_twins(given, opened)
     # A folder with one run is that run, and may repeat another that was given.
@@ -84,7 +84,7 @@ def open_side(given: str) -> "StoredRun | list[StoredRun]":
 
 
 def _refuse_mixture(given: str, names: list[str], runs: "list[StoredRun]") -> None:
-    """A folder is a side of repeats only if its runs have the same settings."""
+    """Reject a folder of runs with different settings."""
     from fsdp_inspect.comparison.settings import are_repeats, compare_settings
     from fsdp_inspect.errors import FsdpInspectError
 
@@ -94,22 +94,22 @@ def _refuse_mixture(given: str, names: list[str], runs: "list[StoredRun]") -> No
         differing = compare_settings([runs[0].manifest, run.manifest])[0]
         first, second = differing.values
         raise FsdpInspectError(
-            f"The folder {given!r} holds {len(runs)} runs that differ: {differing.name} is "
+            f"The folder {given!r} contains {len(runs)} different runs: {differing.name} is "
             f"{first!r} in {names[0]} and {second!r} in {name}. Expected a run, or a folder of "
-            f"runs with the same settings. Give the runs one by one: fsdp-inspect compare "
+            f"runs with equal settings. Give the runs separately: fsdp-inspect compare "
             f"{Path(given) / names[0]} {Path(given) / name}"
         )
 
 
 def _refuse_twins(given: list[str], opened: "list[StoredRun | list[StoredRun]]") -> None:
-    """A run, or a copy of it, must not be compared with itself."""
+    """Reject a comparison of a run with itself or its copy."""
     seen: dict[str, str] = {}
     for name, side in zip(given, opened, strict=True):
         for run in side if isinstance(side, list) else [side]:
             run_id = run.manifest.run_id
             if run_id in seen:
                 raise typer.BadParameter(
-                    f"{name!r} holds run {run_id!r}, which {seen[run_id]!r} holds too. Expected "
-                    "different runs: a run compared with itself never differs. Leave one out."
+                    f"{name!r} and {seen[run_id]!r} contain the same run {run_id!r}. Expected "
+                    "different runs. Leave one out."
                 )
             seen[run_id] = name

@@ -33,21 +33,21 @@ _RUNS = (
 
 def demo(
     runs_dir: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where the two runs are written.")
+        Path, typer.Option(metavar="DIR", help="The folder for the two runs.")
     ] = Path("runs"),
     steps: Annotated[int, typer.Option(help="Steps of each run.", min=1)] = DEFAULT_STEPS,
     should_serve: Annotated[
-        bool, typer.Option("--serve/--no-serve", help="Serve the dashboard in the end.")
+        bool, typer.Option("--serve/--no-serve", help="Serve the dashboard afterwards.")
     ] = True,
     port: Annotated[
         int | None,
-        typer.Option(help="Port of the dashboard; the first free one unless given.", min=1),
+        typer.Option(help="Port of the dashboard; default the first free one.", min=1),
     ] = None,
 ) -> None:
-    """Record two short 2-rank runs that differ in one setting, and show them.
+    """Record two short 2-rank runs that differ in one setting, and compare them.
 
-    Trains the `tiny` preset on this machine (on two GPUs if it has them, else on CPU), once with
-    the parameters freed after forward and gathered again in backward, once with them kept.
+    The demo trains the `tiny` preset on two GPUs, or on CPU if there are fewer. One run reshards
+    parameters after forward, the other keeps them.
 
     Example: `fsdp-inspect demo --no-serve`
     """
@@ -64,7 +64,7 @@ def demo(
         print_renderable(render_summary(measure_summary(run)))
         print()
     print_renderable(render_comparison(compare_runs(*recorded)))
-    print(f"\nOpen one again: fsdp-inspect summary {recorded[0].path}", flush=True)
+    print(f"\nShow a run again: fsdp-inspect summary {recorded[0].path}", flush=True)
     if should_serve:
         serve(runs_dir, host="127.0.0.1", port=port)
 
@@ -72,7 +72,7 @@ def demo(
 def _record(
     run: _DemoRun, runs_dir: Path, steps: int, environment: Mapping[str, str]
 ) -> "StoredRun":
-    """Train once, as a child; the run that it leaves."""
+    """Train once in a child process and open the recorded run."""
     from fsdp_inspect.cli.child import run_child
     from fsdp_inspect.errors import NotARunError
     from fsdp_inspect.store.folder import list_runs
@@ -89,8 +89,8 @@ def _record(
     new = [entry for entry in list_runs(runs_dir) if entry.id not in before]
     if not new:
         raise NotARunError(
-            f"The training of {run.name} ended well, but left no run in {runs_dir}. Expected one "
-            f"folder more there. Its output is in {log}."
+            f"The training of {run.name} ended without an error, but no run was found in "
+            f"{runs_dir}. Expected a new run folder. Check its output in {log}."
         )
     print(f"Recorded {new[0].path} in {took_s:.0f} s: {' '.join(run.settings)}", flush=True)
     return open_run(new[0].path)
@@ -107,12 +107,14 @@ def _command(run: _DemoRun, runs_dir: Path, steps: int) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, and what ranks on one machine need."""
+    """The environment of this process, with the settings for ranks on one machine."""
     import os
 
     from fsdp_inspect.cli.child import training_environment
 
     environment = training_environment(_NUM_RANKS)
     if environment.get("CUDA_VISIBLE_DEVICES") == "":
-        print(f"One GPU here, and the demo has {_NUM_RANKS} ranks: it trains on CPU.", flush=True)
+        print(
+            f"The demo has {_NUM_RANKS} ranks and found one GPU, so it trains on CPU.", flush=True
+        )
     return {**os.environ, **environment}

@@ -27,7 +27,7 @@ _MOST_NUMBERS = 1_000_000
 
 
 class ExportFormat(StrEnum):
-    """What an export is for."""
+    """The format of an export."""
 
     PERFETTO = "perfetto"
     CSV = "csv"
@@ -38,48 +38,45 @@ class ExportFormat(StrEnum):
 def export(  # noqa: PLR0913 (every option is a parameter)
     run: RunArgument,
     export_format: Annotated[
-        ExportFormat, typer.Option("--format", help="What to write.", show_default=False)
+        ExportFormat, typer.Option("--format", help="The format to write.", show_default=False)
     ],
     out: Annotated[
         Path,
         typer.Option(
             metavar="PATH",
-            help="perfetto: a file, .json or .json.gz. openmetrics: a file. Others: a folder.",
+            help="A .json or .json.gz file for perfetto, a file for openmetrics, else a folder.",
             show_default=False,
         ),
     ],
     steps: Annotated[
-        str | None, typer.Option(metavar="3-5,8", help="Only these steps; all unless given.")
+        str | None, typer.Option(metavar="3-5,8", help="Steps to export; default all.")
     ] = None,
     ranks: Annotated[
-        str | None, typer.Option(metavar="0,1", help="Only these ranks; all unless given.")
+        str | None, typer.Option(metavar="0,1", help="Ranks to export; default all.")
     ] = None,
     max_mb: Annotated[
         int,
-        typer.Option(
-            help="perfetto: refuse a trace that is larger than this, uncompressed.", min=1
-        ),
+        typer.Option(help="Largest uncompressed size of a perfetto trace.", min=1),
     ] = DEFAULT_MAX_MB,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace what an earlier export left at --out.")
+        bool, typer.Option("--force", help="Replace an earlier export at --out.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a run for other programs: a Perfetto trace, its tables, or its numbers for a monitor.
+    """Export a run as a Perfetto trace, as tables, or as metrics.
 
-    **perfetto** is a Chrome trace: open it at https://ui.perfetto.dev. A process is a rank; its
-    tracks are the step, the main thread or compute stream with every exposed wait, and each kind
-    of collective. Arrows lead from the issue to the collective and to where its result was taken;
-    memory and device samples are counters. Keep it small: 50 MB opens at once.
+    **perfetto** writes a Chrome trace for https://ui.perfetto.dev. Each rank is a process with
+    tracks for the step, the compute stream or main thread with its exposed waits, and each kind of
+    collective. Arrows connect the issue, the collective and the use of its result. Memory and
+    device samples are counters. A trace of 50 MB opens quickly.
 
-    **csv** and **parquet** write events, memory, devices, scalars, summary, steps and units, one
-    file each, with words instead of codes and the unit of measure in each column's name. Times are
-    ns on the recording rank's own clock.
+    **csv** and **parquet** write one file each for events, memory, devices, scalars, summary, steps
+    and units. Codes become names, and the name of a column ends in its unit. Times are ns on the
+    clock of the recording rank.
 
-    **openmetrics** is a text file of what `fsdp-inspect metrics` serves: the numbers of the typical
-    step, for a monitoring system.
+    **openmetrics** writes the numbers that `fsdp-inspect metrics` serves to a text file.
 
-    Nothing is left behind when it is interrupted.
+    An interrupted export leaves no partial files.
 
     Example: `fsdp-inspect export runs/demo --format perfetto --steps 10-12 --out demo.json.gz`
 
@@ -126,8 +123,8 @@ def _export_trace(
 
     if not out.name.endswith((".json", ".json.gz")):
         raise typer.BadParameter(
-            f"a trace cannot be called {out.name!r}. Expected a name that ends in .json or "
-            f".json.gz, by which Perfetto knows it. Give for example --out {out.name}.json.gz",
+            f"invalid file name {out.name!r}. Expected a name that ends in .json or .json.gz. Use, "
+            f"for example, --out {out.name}.json.gz",
             param_hint="--out",
         )
     with whole_file(out, replaces=replaces) as place:
@@ -143,7 +140,7 @@ def _export_metrics(
 
     if selection.steps is not None:
         raise typer.BadParameter(
-            "metrics describe the typical step. Leave it out for --format openmetrics.",
+            "openmetrics covers all timed steps. Omit --steps.",
             param_hint="--steps",
         )
     with whole_file(out, replaces=replaces) as place:
@@ -164,8 +161,8 @@ def _export_tables(
 
     if out.suffix in (".csv", ".parquet"):
         raise typer.BadParameter(
-            f"several tables do not fit into one file, {out.name!r}. Expected a folder, which gets "
-            f"one file a table. Give for example --out {out.stem}-tables",
+            f"{out.name!r} names a file, and there is one file per table. Expected a folder. Use, "
+            f"for example, --out {out.stem}-tables",
             param_hint="--out",
         )
     with whole_folder(out, replaces=replaces) as place:
@@ -180,10 +177,10 @@ def _export_tables(
 
 
 def parse_numbers(text: str | None, *, option: str) -> list[int] | None:
-    """Numbers as people list them: `3-5,8` is 3, 4, 5 and 8; None stays None.
+    """Parse a list of numbers and ranges: `3-5,8` is 3, 4, 5 and 8; None stays None.
 
     Raises:
-        BadParameter: It is no such list.
+        BadParameter: The list is invalid.
     """
     if text is None:
         return None
@@ -193,12 +190,12 @@ def parse_numbers(text: str | None, *, option: str) -> list[int] | None:
         low, high = first.strip(), last.strip() if dash else first.strip()
         if not (low.isdecimal() and high.isdecimal()) or int(high) < int(low):
             raise typer.BadParameter(
-                f"{part.strip()!r} is no number and no range. Expected for example 3-5,8.",
+                f"invalid number or range {part.strip()!r}. Expected, for example, 3-5,8.",
                 param_hint=option,
             )
         if int(high) - int(low) >= _MOST_NUMBERS:
             raise typer.BadParameter(
-                f"{part.strip()!r} holds more than {_MOST_NUMBERS} numbers. Give a shorter range.",
+                f"range {part.strip()!r} has more than {_MOST_NUMBERS:,} numbers. Shorten it.",
                 param_hint=option,
             )
         numbers.update(range(int(low), int(high) + 1))
@@ -207,7 +204,7 @@ def parse_numbers(text: str | None, *, option: str) -> list[int] | None:
 
 @contextmanager
 def _progress(description: str) -> Iterator[Progress]:
-    """A bar on stderr while the block runs, where someone looks at it."""
+    """Show a progress bar on stderr if it is a terminal."""
     from rich.console import Console
     from rich.progress import Progress as Bar
 

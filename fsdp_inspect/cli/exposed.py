@@ -10,18 +10,18 @@ from fsdp_inspect.cli.arguments import JsonOption, RunArgument, open_run_argumen
 def exposed(
     run: RunArgument,
     rank: Annotated[
-        int | None, typer.Option(help="Of which rank; the median rank unless given.", min=0)
+        int | None, typer.Option(help="The rank to show; default the median rank.", min=0)
     ] = None,
     unit: Annotated[
         str | None,
-        typer.Option(help="Everything about one unit's collectives.", metavar="FQN"),
+        typer.Option(help="The unit to show in detail.", metavar="FQN"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show whose communication a rank waits for and why, prefetch, bandwidth, and the evidence.
+    """Show exposed communication by unit and cause, prefetch, bandwidth and the longest waits.
 
-    Each wait is split by cause; the causes add up to it. The longest waits are named with their
-    place in the step, so that they can be looked up in the timeline.
+    Each exposed wait is split into causes, which add up to it. The longest waits are listed with
+    their step and time, so that you can find them in the timeline.
 
     Example: `fsdp-inspect exposed runs/demo --unit layers.1`
     """

@@ -1,4 +1,4 @@
-"""`fsdp-inspect import`: somebody else's recording as a run, to be read by every other command."""
+"""`fsdp-inspect import`: convert profiler traces or memory snapshots to a run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdp_inspect.cli.arguments import JsonOption, print_renderable
+from fsdp_inspect.cli.arguments import JsonOption, parse_memory, print_renderable
 
 if TYPE_CHECKING:
     from fsdp_inspect.importing.kineto import ImportedTraces, OnProgress
@@ -21,44 +21,41 @@ def import_(
         typer.Argument(
             metavar="PATH",
             help="A torch.profiler trace (.json, .json.gz), a CUDA memory snapshot, or a folder "
-            "with one of them for each rank.",
+            "with one file per rank.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="RUN", help="Folder of the run to make.")],
+    out: Annotated[Path, typer.Option("--out", metavar="RUN", help="The run folder to create.")],
     by_step: Annotated[
         bool,
-        typer.Option(
-            "--by-step", help="One step for each ProfilerStep mark; else the trace is one step."
-        ),
+        typer.Option("--by-step", help="Split the trace into steps at its ProfilerStep marks."),
     ] = False,
-    name: Annotated[
-        str, typer.Option(help="How the run is called; default the name of PATH.")
-    ] = "",
+    name: Annotated[str, typer.Option(help="Name of the run; default the name of PATH.")] = "",
     max_size: Annotated[
-        str | None,
+        int | None,
         typer.Option(
             metavar="SIZE",
-            help="Read files that hold up to this, however tightly packed; default 64GiB, and 200 "
-            "times the size of a packed file. Of a snapshot: what its values may take in memory.",
+            parser=parse_memory,
+            help="Largest uncompressed size of a trace, or memory of a snapshot; default 64GiB and "
+            "200 times the size of a compressed file.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Import traces of torch.profiler (CUDA, ROCm, CPU) or CUDA memory snapshots as a run.
 
-    Units come from FSDP's own ranges where the trace has them; what it cannot tell is said. Large
-    traces are read in little memory, and nothing is left behind when an import fails.
+    Units come from the profiler ranges of FSDP. Notes list the data that a trace lacks. Large
+    traces are read in little memory, and a failed import leaves no partial run.
 
     Example: `fsdp-inspect import traces/ --out runs/imported`
     """
     _check_path(path)
-    max_bytes = None if max_size is None else _parse_size(max_size)
     if _is_snapshot(path):
         if by_step:
             raise typer.BadParameter(
-                "a memory snapshot has no ProfilerStep marks; leave it out", param_hint="--by-step"
+                "a memory snapshot has no ProfilerStep marks. Omit --by-step.",
+                param_hint="--by-step",
             )
-        _import_snapshot(path, out, name, max_bytes, as_json=as_json)
+        _import_snapshot(path, out, name, max_size, as_json=as_json)
         return
     from fsdp_inspect.importing.kineto import import_traces
     from fsdp_inspect.report.importing import render_import
@@ -69,7 +66,7 @@ def import_(
             out,
             by_step=by_step,
             name=name,
-            limits=_choose_limits(max_bytes),
+            limits=_choose_limits(max_size),
             on_progress=on_progress,
         )
     if as_json:
@@ -86,13 +83,15 @@ def _print_json(out: Path, imported: "ImportedTraces | ImportedSnapshot") -> Non
 
 
 def _check_path(path: Path) -> None:
-    """Whatever is neither a file nor a folder (a pipe, a device, a socket) may never end."""
+    """Reject pipes, devices and sockets, because reading them may never end."""
     if not path.exists():
-        raise typer.BadParameter(f"there is nothing at {str(path)!r}", param_hint="PATH")
+        raise typer.BadParameter(
+            f"path {str(path)!r} not found. Expected a file or a folder.", param_hint="PATH"
+        )
     if not path.is_file() and not path.is_dir():
         raise typer.BadParameter(
-            f"{str(path)!r} is neither a file nor a folder, but a pipe, a device or a socket. "
-            "Write what it holds into a file first",
+            f"{str(path)!r} is a pipe, a device or a socket. Expected a file or a folder. Write "
+            "its content to a file first.",
             param_hint="PATH",
         )
 
@@ -119,7 +118,7 @@ def _import_snapshot(
 
 @contextmanager
 def _progress() -> "Iterator[OnProgress]":
-    """A bar on stderr where that is a terminal."""
+    """Show a progress bar on stderr if it is a terminal."""
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
@@ -140,15 +139,3 @@ def _choose_limits(max_bytes: int | None) -> "ImportLimits":
     if max_bytes is None:
         return ImportLimits()
     return ImportLimits(max_bytes=max_bytes, max_ratio=max_bytes)
-
-
-def _parse_size(text: str) -> int:
-    """`64GiB`, `500 MB`, `1000000`: bytes."""
-    from fsdp_inspect.quantities import parse_bytes
-
-    size = parse_bytes(text)
-    if not size:
-        raise typer.BadParameter(
-            f"{text!r} is no size; expected bytes such as 64GiB or 500MiB", param_hint="--max-size"
-        )
-    return size

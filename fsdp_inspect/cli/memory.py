@@ -1,4 +1,4 @@
-"""`fsdp-inspect memory`: what fills memory at the peak, how close is the limit, does it grow?"""
+"""`fsdp-inspect memory`: show the peak by unit and category, the device limit, and growth."""
 
 from typing import Annotated
 
@@ -11,13 +11,11 @@ def memory(
     run: RunArgument,
     rank: Annotated[
         int | None,
-        typer.Option(
-            help="Of which rank in detail; the one with the highest peak unless given.", min=0
-        ),
+        typer.Option(help="The rank to show; default the rank with the highest peak.", min=0),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what fills memory at the peak: which unit, phase and category; the limit; growth.
+    """Show memory at the peak by unit, phase and category, the device limit, and growth.
 
     Works on recorded runs and on imported memory snapshots.
 

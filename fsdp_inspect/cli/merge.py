@@ -1,4 +1,4 @@
-"""`fsdp-inspect merge`: make one run of the parts that several nodes wrote."""
+"""`fsdp-inspect merge`: join the parts of a run that several nodes wrote."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,9 +16,9 @@ def merge(
     out: Annotated[Path, typer.Option("--out", help="The new run folder.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Put the parts of one run, written on nodes without a shared disk, into one folder.
+    """Join the parts of a run that nodes without a shared disk wrote.
 
-    The parts stay as they are; the new folder appears when it is whole.
+    The parts stay unchanged. The new folder appears when it is complete.
 
     Example: `fsdp-inspect merge node-0/run node-1/run --out runs/merged`
     """

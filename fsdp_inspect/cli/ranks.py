@@ -1,4 +1,4 @@
-"""`fsdp-inspect ranks`: is there a straggler, and what does it cost?"""
+"""`fsdp-inspect ranks`: show the straggler, its cost, and the skew of the ranks."""
 
 from typing import Annotated
 
@@ -10,14 +10,15 @@ from fsdp_inspect.cli.arguments import JsonOption, RunArgument, open_run_argumen
 def ranks(
     run: RunArgument,
     rank: Annotated[
-        int | None, typer.Option(help="Show this rank only; all, or the extremes, unless given.")
+        int | None,
+        typer.Option(help="The rank to show; default all, or the most different ones of many."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare the ranks: who is late at the collectives, why, and what that costs per step.
+    """Compare the ranks: the straggler, the reason for its lateness, and its cost per step.
 
-    The clocks of different machines are aligned by the collectives that they share. Where that
-    cannot be done it is refused with the reason, and told what needs no clock.
+    Clocks of different machines are aligned by the collectives that they share. If that is
+    impossible, the output states the reason and shows the results that need no clock.
 
     Example: `fsdp-inspect ranks runs/demo`
     """
@@ -26,7 +27,7 @@ def ranks(
 
     opened = open_run_argument(run)
     if rank is not None:
-        timed_rank(opened.source, rank)  # refuses a rank that the run does not hold
+        timed_rank(opened.source, rank)  # raises for a rank that the run lacks
     measured = opened.ranks()
     if as_json:
         print(render_run_json(opened.source, measured))

@@ -1,4 +1,4 @@
-"""`fsdp-inspect report`: a run, or several side by side, as one HTML file to keep and to send."""
+"""`fsdp-inspect report`: write a run or a comparison of runs as one HTML file."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,8 +13,8 @@ def report(
         list[str],
         typer.Argument(
             metavar="RUN [RUN ...]",
-            help="One run, or several to compare; the first is the reference. A folder of several "
-            "runs of the same settings stands for one side of repeats.",
+            help="One run, or several to compare with the first. A folder of runs with equal "
+            "settings is one side of repeats.",
             show_default=False,
         ),
     ],
@@ -26,10 +26,9 @@ def report(
 ) -> None:
     """Write an HTML report of one run, or of a comparison of several.
 
-    The file needs nothing but itself: it loads nothing, runs no script, and reads in light, in
-    dark and on paper. One run: the verdict, where a step goes, who is waited for and why, memory,
-    ranks, the plan, the environment, and how every number was obtained. Several: what differs in
-    their settings, what it changed and whether that is noise, unit by unit.
+    The file is self-contained: it loads nothing and runs no script. The report of one run shows
+    the verdict, the breakdown, exposed communication, memory, ranks, the plan and the environment.
+    A comparison shows the differences in settings, metrics and units, and which are noise.
 
     Example: `fsdp-inspect report runs/demo --out demo.html`
 
@@ -39,8 +38,8 @@ def report(
 
     if out.suffix not in (".html", ".htm"):
         raise typer.BadParameter(
-            f"a report cannot be called {out.name!r}. Expected a name that ends in .html, by which "
-            f"a browser knows it. Give for example --out {out.name}.html",
+            f"invalid file name {out.name!r}. Expected a name that ends in .html. Use, for "
+            f"example, --out {out.name}.html",
             param_hint="--out",
         )
     make = _report_run if len(runs) == 1 else _report_sides
@@ -50,11 +49,11 @@ def report(
     if as_json:
         print(described)
     else:
-        print(f"Wrote {out}. Open it in a browser: it needs nothing else.")
+        print(f"Wrote {out}. Open it in a browser.")
 
 
 def _report_run(runs: list[str], out: Path) -> tuple[str, str]:
-    """The page of one run, and what programs want to know of it."""
+    """Render the page of one run, and its description as JSON."""
     from fsdp_inspect.report import html
     from fsdp_inspect.report.json import render_run_json
 
@@ -65,7 +64,7 @@ def _report_run(runs: list[str], out: Path) -> tuple[str, str]:
 
 
 def _report_sides(runs: list[str], out: Path) -> tuple[str, str]:
-    """The page of a comparison, and what programs want to know of it."""
+    """Render the page of a comparison, and its description as JSON."""
     from fsdp_inspect.cli.compare import open_sides
     from fsdp_inspect.report import html
     from fsdp_inspect.report.json import render_json

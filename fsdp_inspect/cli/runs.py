@@ -1,4 +1,4 @@
-"""`fsdp-inspect runs`: which runs are in a folder?"""
+"""`fsdp-inspect runs`: list the runs in a folder."""
 
 from pathlib import Path
 from typing import Annotated
@@ -25,8 +25,8 @@ def runs(
 
     if not directory.is_dir():
         raise NotARunError(
-            f"No folder at {str(directory)!r}. Expected a folder that holds runs. "
-            "Record some with `fsdp-inspect demo`, or give another folder."
+            f"Folder {str(directory)!r} not found. Expected a folder of runs. Record runs with "
+            "`fsdp-inspect demo`, or give another folder."
         )
     listed = list_recorded_runs(directory)
     if as_json:

@@ -1,7 +1,8 @@
-"""`fsdp-inspect simulate`: what would a step take under another plan?"""
+"""`fsdp-inspect simulate`: predict a step under another plan."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -21,74 +22,126 @@ from fsdp_inspect.cli.arguments import (
     say_how_to_verify,
 )
 
-if TYPE_CHECKING:
+
+def _parse_wrap(text: str) -> str:
+    from fsdp_inspect.simulation.changes import WRAPS, is_wrap
+
+    if is_wrap(text):
+        return text
+    raise typer.BadParameter(f"invalid wrap policy {text!r}. Expected {WRAPS}.")
+
+
+def _parse_reshard(text: str) -> bool | int:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise typer.BadParameter(
+        f"invalid setting {text!r}. Expected true, false, or a number of ranks above 0."
+    )
+
+
+def _parse_sync(text: str) -> str:
+    from fsdp_inspect.trace.plan import AccumulationSync
+
+    return _choose(text, get_args(AccumulationSync))
+
+
+def _parse_dtype(text: str) -> str:
+    from fsdp_inspect.trace.plan import FloatDtype
+
+    return _choose(text, get_args(FloatDtype))
+
+
+def _parse_checkpointing(text: str) -> str:
     from fsdp_inspect.simulation.changes import CheckpointingMode
-    from fsdp_inspect.trace.plan import AccumulationSync, FloatDtype
+
+    hint = " A run does not record what selective checkpointing keeps: use fsdp-inspect forecast."
+    return _choose(text, get_args(CheckpointingMode), hint)
+
+
+def _choose(text: str, choices: Sequence[str], hint: str = "") -> str:
+    """Return one of the choices, whose types are imported when the option is used."""
+    if text in choices:
+        return text
+    raise typer.BadParameter(f"invalid value {text!r}. Expected {', '.join(choices)}.{hint}")
 
 
 def simulate(  # noqa: PLR0913 - one argument an option
     run: RunArgument,
     plan: Annotated[
         Path | None,
-        typer.Option(help="A plan file; the recorded plan unless given.", metavar="FILE"),
+        typer.Option(help="The plan to simulate; default the recorded plan.", metavar="FILE"),
     ] = None,
     wrap: Annotated[
         str | None,
-        typer.Option(help="Units of the blocks: root, block, every:N, or split.", metavar="POLICY"),
+        typer.Option(
+            help="Wrap policy: root, block, every:N or split.", metavar="POLICY", parser=_parse_wrap
+        ),
     ] = None,
     forward_prefetch: Annotated[
-        int | None, typer.Option(help="Units gathered ahead in forward.", min=0, metavar="N")
+        int | None, typer.Option(help="Units to prefetch in forward.", min=0, metavar="N")
     ] = None,
     backward_prefetch: Annotated[
-        int | None, typer.Option(help="Units gathered ahead in backward.", min=0, metavar="N")
+        int | None, typer.Option(help="Units to prefetch in backward.", min=0, metavar="N")
     ] = None,
     reshard_after_forward: Annotated[
-        str | None,
+        Any,
         typer.Option(
-            help="Of every unit but the root: true, false, or how many ranks keep a copy together "
-            "until backward gathers it among them.",
+            help="Setting of all units except the root; N reshards to groups of N ranks.",
             metavar="true|false|N",
+            parser=_parse_reshard,
         ),
     ] = None,
     param_dtype: Annotated[
-        str | None, typer.Option(help="Of all-gathers: bfloat16, float32, ...", metavar="DTYPE")
+        Any,
+        typer.Option(
+            help="Dtype of all-gathers, for example bfloat16.", metavar="DTYPE", parser=_parse_dtype
+        ),
     ] = None,
     reduce_dtype: Annotated[
-        str | None, typer.Option(help="Of gradient reduction.", metavar="DTYPE")
+        Any,
+        typer.Option(help="Dtype of gradient reductions.", metavar="DTYPE", parser=_parse_dtype),
     ] = None,
     reduce_scatter_buffers: Annotated[
-        int | None, typer.Option(help="Reduce-scatter inputs alive at once.", min=1, metavar="N")
+        int | None,
+        typer.Option(help="Reduce-scatter inputs that may be alive at once.", min=1, metavar="N"),
     ] = None,
     separate_reduce_scatter_group: Annotated[
         bool | None,
         typer.Option(
             "--separate-reduce-scatter-group/--shared-reduce-scatter-group",
-            help="Whether reduce-scatter has a communicator of its own.",
+            help="Whether reduce-scatter uses a separate communicator.",
             show_default=False,
         ),
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option(help="Ranks; more of them shard.", min=1, metavar="N")
+        int | None, typer.Option(help="Number of ranks.", min=1, metavar="N")
     ] = None,
     replicas: Annotated[
         int | None,
-        typer.Option(help="Copies of the model (HSDP); 1: all ranks shard.", min=1, metavar="N"),
+        typer.Option(
+            help="Replicas of the model (HSDP); with 1, all ranks shard.", min=1, metavar="N"
+        ),
     ] = None,
     microbatches: Annotated[
         int | None,
-        typer.Option(help="Forward and backward passes of a step.", min=1, metavar="N"),
+        typer.Option(help="Microbatches per step.", min=1, metavar="N"),
     ] = None,
     accumulation_sync: Annotated[
-        str | None,
+        Any,
         typer.Option(
-            help="Which of them reduce gradients: every, last, or all_reduce_last (HSDP).",
+            help="Microbatches that reduce gradients: every, last, or all_reduce_last (HSDP).",
             metavar="WHEN",
+            parser=_parse_sync,
         ),
     ] = None,
     checkpointing: Annotated[
-        str | None,
+        Any,
         typer.Option(
-            help="Of every block: none, or full (backward repeats its forward).", metavar="MODE"
+            help="Activation checkpointing of all blocks: none or full.",
+            metavar="MODE",
+            parser=_parse_checkpointing,
         ),
     ] = None,
     bandwidth: BandwidthOption = None,
@@ -97,19 +150,21 @@ def simulate(  # noqa: PLR0913 - one argument an option
     node_latency: NodeLatencyOption = None,
     write_plan: Annotated[
         Path | None,
-        typer.Option(help="Write the simulated plan, to run it.", metavar="FILE"),
+        typer.Option(help="Write the simulated plan to a new file.", metavar="FILE"),
     ] = None,
     write_prediction: Annotated[
         Path | None,
-        typer.Option(help="Write the prediction, to verify it once the plan ran.", metavar="FILE"),
+        typer.Option(
+            help="Write the prediction to a new file, for `fsdp-inspect verify`.", metavar="FILE"
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict a step under another plan, from one recorded run.
 
-    First the recorded plan itself is played; how far that is off is shown beside the prediction.
-    Single changes apply to the recorded plan, or to the one of `--plan`. A prediction that is
-    written is held against the run of its plan by `fsdp-inspect verify`.
+    The recorded plan is simulated first. Its error (self-check) is shown with the prediction.
+    Options change the recorded plan, or the plan of `--plan`. After you run the plan,
+    `fsdp-inspect verify` compares a written prediction with the run.
 
     Example: `fsdp-inspect simulate runs/demo --wrap every:2 --forward-prefetch 1`
     """
@@ -128,19 +183,19 @@ def simulate(  # noqa: PLR0913 - one argument an option
         bandwidth=network[0],
         latency_ns=network[1],
         node=node,
-        wrap=_check_wrap(wrap),
+        wrap=wrap,
         forward_prefetch=forward_prefetch,
         backward_prefetch=backward_prefetch,
-        reshard_after_forward=_parse_reshard(reshard_after_forward),
-        param_dtype=_parse_dtype(param_dtype, "--param-dtype"),
-        reduce_dtype=_parse_dtype(reduce_dtype, "--reduce-dtype"),
+        reshard_after_forward=reshard_after_forward,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
         reduce_scatter_buffers=reduce_scatter_buffers,
         separate_reduce_scatter_group=separate_reduce_scatter_group,
         world_size=world_size,
         replicas=replicas,
         microbatches=microbatches,
-        accumulation_sync=_parse_sync(accumulation_sync),
-        checkpointing=_parse_checkpointing(checkpointing),
+        accumulation_sync=accumulation_sync,
+        checkpointing=checkpointing,
     )
     if write_plan is not None:
         result.plan.dump(write_plan)
@@ -156,69 +211,3 @@ def simulate(  # noqa: PLR0913 - one argument an option
     from fsdp_inspect.report.simulation import render_simulation
 
     print_renderable(render_simulation(result))
-
-
-def _check_wrap(policy: str | None) -> str | None:
-    from fsdp_inspect.simulation.changes import WRAPS, is_wrap
-
-    if policy is None or is_wrap(policy):
-        return policy
-    raise typer.BadParameter(
-        f"{policy!r} is no wrap policy. Expected {WRAPS}.", param_hint="--wrap"
-    )
-
-
-def _parse_reshard(text: str | None) -> bool | int | None:
-    if text is None:
-        return None
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise typer.BadParameter(
-        f"{text!r} is no setting of it. Expected true, false, or a number of ranks from 1.",
-        param_hint="--reshard-after-forward",
-    )
-
-
-def _parse_sync(text: str | None) -> "AccumulationSync | None":
-    from fsdp_inspect.trace.plan import AccumulationSync
-
-    if text is None:
-        return None
-    legal: dict[str, AccumulationSync] = {sync: sync for sync in get_args(AccumulationSync)}
-    if text not in legal:
-        raise typer.BadParameter(
-            f"{text!r} is no such moment. Expected one of {', '.join(legal)}.",
-            param_hint="--accumulation-sync",
-        )
-    return legal[text]
-
-
-def _parse_checkpointing(text: str | None) -> "CheckpointingMode | None":
-    from fsdp_inspect.simulation.changes import CheckpointingMode
-
-    if text is None:
-        return None
-    legal: dict[str, CheckpointingMode] = {mode: mode for mode in get_args(CheckpointingMode)}
-    if text not in legal:
-        raise typer.BadParameter(
-            f"{text!r} is not played. Expected one of {', '.join(legal)}. What selective "
-            "checkpointing keeps a run does not tell: fsdp-inspect forecast does.",
-            param_hint="--checkpointing",
-        )
-    return legal[text]
-
-
-def _parse_dtype(text: str | None, option: str) -> "FloatDtype | None":
-    from fsdp_inspect.trace.plan import FloatDtype
-
-    if text is None:
-        return None
-    legal: dict[str, FloatDtype] = {dtype: dtype for dtype in get_args(FloatDtype)}
-    if text not in legal:
-        raise typer.BadParameter(
-            f"{text!r} is no dtype of a plan. Expected one of {', '.join(legal)}.",
-            param_hint=option,
-        )
-    return legal[text]

@@ -1,4 +1,4 @@
-"""`fsdp-inspect summary`: where does a step go, and what limits it?"""
+"""`fsdp-inspect summary`: show the limit of the step, its parts, memory and ranks."""
 
 from typing import Annotated
 
@@ -11,13 +11,16 @@ def summary(
     run: RunArgument,
     as_json: JsonOption = False,
     verdict: Annotated[
-        bool, typer.Option("--verdict", help="Only what limits the step, and what to try next.")
+        bool,
+        typer.Option(
+            "--verdict", help="Show only the verdict: the limit of the step, and what to try next."
+        ),
     ] = False,
 ) -> None:
-    """Show one run: what limits the step, where it goes, memory, ranks.
+    """Show one run: the limit of the step, its parts, memory and ranks.
 
-    Times are medians over the timed steps of the median rank; warm-up and memory steps are left
-    out, and the output says which.
+    Times are those of the typical step of the median rank. Warm-up and memory steps are not timed,
+    and the output lists them.
 
     Example: `fsdp-inspect summary runs/demo --json`
     """

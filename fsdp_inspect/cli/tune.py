@@ -1,4 +1,4 @@
-"""`fsdp-inspect tune`: which plan is fastest on this machine, and were the predictions right?"""
+"""`fsdp-inspect tune`: run the best plans on this machine and verify the predictions."""
 
 import sys
 from datetime import datetime
@@ -23,9 +23,8 @@ def tune(  # noqa: PLR0913 - one argument an option
         list[str] | None,
         typer.Argument(
             metavar="-- COMMAND",
-            help="Your own training with {plan} where the plan file goes and {runs} where the "
-            "folder of runs goes ({name}: what to call the run). For the baseline the words with "
-            "{plan} are left out, with the option before them.",
+            help="Your training command. {plan}, {runs} and {name} are replaced by the plan file, "
+            "the folder of runs and the name of the run. The baseline omits {plan} and its option.",
             show_default=False,
         ),
     ] = None,
@@ -35,62 +34,67 @@ def tune(  # noqa: PLR0913 - one argument an option
     ] = None,
     budget: Annotated[
         int | None,
-        typer.Option(help=f"Most plans to run. [default: {_BUDGET}]", min=1, metavar="N"),
+        typer.Option(
+            help=f"Largest number of plans to run. [default: {_BUDGET}]", min=1, metavar="N"
+        ),
     ] = None,
     repeats: Annotated[
         int | None,
         typer.Option(
-            help=f"Runs of each plan; 5 tell changes below 10%. [default: {_REPEATS}]",
+            help=f"Runs of each plan; changes below 10% require 5. [default: {_REPEATS}]",
             min=1,
             metavar="N",
         ),
     ] = None,
     nproc_per_node: Annotated[
         int | None,
-        typer.Option(help="Ranks on this machine; 2 unless given.", min=1, metavar="K"),
+        typer.Option(help="Ranks on this machine; default 2.", min=1, metavar="K"),
     ] = None,
     emulate: Annotated[
         str | None,
-        typer.Option(help="One process as rank 0 of many: world_size=8,...", metavar="SPEC"),
+        typer.Option(help="Emulate rank 0 of many ranks: world_size=8,...", metavar="SPEC"),
     ] = None,
     fixed_compute: Annotated[
         str | None,
-        typer.Option(help="Under emulation: forward=2ms,backward=4ms.", metavar="TIMES"),
+        typer.Option(
+            help="Compute times under emulation: forward=2ms,backward=4ms.", metavar="TIMES"
+        ),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Steps of each training.", min=1, metavar="N")
+        int | None, typer.Option(help="Steps of each run.", min=1, metavar="N")
     ] = None,
     memory_limit: Annotated[
         str | None,
-        typer.Option(help="Most that a plan's peak may take: 80GiB.", metavar="SIZE"),
+        typer.Option(help="Largest peak memory of a plan, for example 80GiB.", metavar="SIZE"),
     ] = None,
     allow_dtypes: Annotated[
-        bool, typer.Option("--allow-dtypes", help="Also try bfloat16 messages.")
+        bool, typer.Option("--allow-dtypes", help="Allow plans with bfloat16 messages.")
     ] = False,
     runs_dir: Annotated[
-        Path, typer.Option(help="Folder of runs; the session is a folder in it.", metavar="DIR")
+        Path,
+        typer.Option(help="Folder of runs, in which the session gets a folder.", metavar="DIR"),
     ] = Path("runs"),
     write: Annotated[
         Path | None,
         typer.Option(
-            help=f"Where the best plan goes; {_BEST_PLAN} in the session unless given.",
+            help=f"File for the best plan; default {_BEST_PLAN} in the session.",
             metavar="FILE",
         ),
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(help="Go on with a session that was stopped.", metavar="DIR"),
+        typer.Option(help="Continue the session in this folder.", metavar="DIR"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Record, advise, run the best plans, verify, and say what held.
+    """Record, advise, run the best plans and the baseline, and verify.
 
-    Trains once as it is (the baseline), plays plans on that run, then trains the best ones and the
-    baseline in turn. Every prediction is written down before its plan runs, and every outcome is
-    kept in predictions.jsonl of the runs. A plan that crashes or runs out of memory is an outcome.
-    The best plan that is faster beyond noise is written to a file. Ctrl-C keeps what has ended.
+    The session records the baseline, simulates plans on it, and runs the best plans and the
+    baseline in turn. It writes each prediction before its plan runs, and each outcome to
+    predictions.jsonl. A plan that crashes or runs out of memory is an outcome. The fastest plan
+    beyond noise is written to a file. Ctrl-C keeps all completed runs.
 
-    Without a command of yours the trainer of this package trains, with the settings of `--config`.
+    Without a command, the reference trainer runs with the settings of `--config`.
 
     Example: `fsdp-inspect tune --budget 3 -- torchrun train.py --plan {plan} --runs-dir {runs}`
     """
@@ -123,8 +127,8 @@ def _refuse_with_resume(given: dict[str, object]) -> None:
     named = [name for name, value in given.items() if value]
     if named:
         raise typer.BadParameter(
-            f"A session is resumed as it was begun, and {', '.join(named)} would be another one. "
-            "Expected --repeats at most. Leave the rest out, or begin anew without --resume.",
+            f"--resume cannot be combined with {', '.join(named)}: a session keeps its settings. "
+            "Expected --repeats at most. Omit the other options, or start a new session.",
             param_hint="--resume",
         )
 

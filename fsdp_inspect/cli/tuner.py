@@ -1,8 +1,7 @@
-"""How does a tuning session go? Baseline, predictions, plans and baseline in turn, outcomes.
+"""Run a tuning session: the baseline, predictions, then plans and baseline in turn.
 
-Whatever ends is written down at once, so that Ctrl-C loses the training that runs and nothing else.
-Rounds alternate: the baseline, the plans, the baseline again, the plans in reverse order, and so
-on, that a machine which drifts does not favour a plan.
+Each outcome is written at once, so Ctrl-C loses the current run only. Rounds alternate (baseline,
+plans, baseline, plans in reverse order, ...), so that drift of the machine does not favour a plan.
 """
 
 import os

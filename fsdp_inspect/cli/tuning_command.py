@@ -1,8 +1,8 @@
-"""Which command trains once, with a plan or without? The user's own, or the trainer's.
+"""Build the training command of a plan or of the baseline.
 
-A command is kept as words with placeholders: `{plan}` (the plan file), `{runs}` (the folder for the
-recorded run), `{name}` (what to call it) and `{config}` (settings of the trainer). The baseline has
-no plan file, so there the words with `{plan}` are left out, each with the option before it.
+A command is a list of words with placeholders: `{plan}` (the plan file), `{runs}` (the folder for
+the recorded run), `{name}` (the name of the run) and `{config}` (settings of the trainer). The
+baseline has no plan file: its command omits the words with `{plan}` and the options before them.
 """
 
 import sys

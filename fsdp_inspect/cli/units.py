@@ -10,11 +10,11 @@ from fsdp_inspect.cli.arguments import JsonOption, RunArgument, open_run_argumen
 def units(
     run: RunArgument,
     rank: Annotated[
-        int | None, typer.Option(help="Of which rank; the median rank unless given.", min=0)
+        int | None, typer.Option(help="The rank to show; default the median rank.", min=0)
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what each FSDP unit costs per step: collectives, waits, copies, compute.
+    """Show the cost of each FSDP unit per step: collectives, exposed waits, copies, compute.
 
     Example: `fsdp-inspect units runs/demo --rank 1`
     """

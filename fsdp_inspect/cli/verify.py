@@ -1,4 +1,4 @@
-"""`fsdp-inspect verify`: did a plan do what was predicted of it?"""
+"""`fsdp-inspect verify`: compare a prediction with the run of its plan."""
 
 import sys
 from collections import Counter
@@ -39,28 +39,28 @@ def verify(
         list[str] | None,
         typer.Option(
             metavar="RUN",
-            help="A run of the plan that it was predicted from, or a folder of them; may be given "
-            "several times. The run that it was made from is looked for beside RUN unless given.",
+            help="A run of the baseline plan, or a folder of them; repeat for more. Default the "
+            "run of the prediction, if it is next to RUN.",
         ),
     ] = None,
     ledger: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Where the outcome is kept; predictions.jsonl beside the baseline unless given.",
+            help="File for the outcome; default predictions.jsonl next to the baseline.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Hold a prediction against the run of its plan: step time, exposed time, peak memory.
+    """Compare a prediction with the run of its plan: step time, exposed time, peak memory.
 
-    Judged is the change against the baseline. One process is not enough to tell small changes:
-    with fewer than five on a side, less than 10% of a step is noise. The outcome is kept in a
-    ledger beside the runs, which new advice shows.
+    The ruling compares the change from the baseline. With fewer than five runs a side, changes
+    below 10% of a step are within noise. The outcome is added to a file next to the runs, and
+    `advise` shows it.
 
-    Exits with 0 where the prediction held or nothing can be told from noise, with 1 where it did
-    not hold, with 2 where it cannot be judged: another plan ran, another machine, model or network,
-    or a file that cannot be read. Then nothing is kept.
+    Exits with 0 if the prediction held or is within noise, with 1 if it did not hold, and with 2 if
+    it cannot be judged: another plan, machine, model or network, or an unreadable file. In the last
+    case, no outcome is written.
 
     Example: `fsdp-inspect verify plan.prediction.json runs/after --baseline runs/before`
     """
@@ -116,7 +116,7 @@ def _open_all(given: list[str]) -> "list[StoredRun]":
 
 
 def _find_baseline(prediction: "Prediction", run: "StoredRun") -> "list[StoredRun]":
-    """The run that was predicted from, where it lies beside the new one."""
+    """Find the run of the prediction next to the new run."""
     from fsdp_inspect.store.folder import list_runs
     from fsdp_inspect.store.reader import open_run
 
@@ -130,15 +130,17 @@ def _find_baseline(prediction: "Prediction", run: "StoredRun") -> "list[StoredRu
 
 
 def _keep(verification: "Verification", ledger: Path | None, beside: "StoredRun") -> str:
-    """Write the outcome down; says where, or why not."""
+    """Write the outcome; return a sentence with its file, or with the reason for no file."""
     from fsdp_inspect.errors import PredictionError
     from fsdp_inspect.predictions.ledger import append_entries, find_ledger, read_ledger
     from fsdp_inspect.predictions.records import Ruling
 
     if verification.ruling is Ruling.NOT_COMPARABLE:
-        return "Nothing is kept in the ledger."
+        return "No outcome is written."
     if ledger is None and "://" in beside.path:
-        return "The outcome is not kept: the runs are behind a URL. Name a file: --ledger FILE."
+        return (
+            "The outcome is not written: the runs are behind a URL. Give a file with --ledger FILE."
+        )
     place = ledger or find_ledger(Path(beside.path))
     prediction = verification.prediction
     try:
@@ -146,5 +148,5 @@ def _keep(verification: "Verification", ledger: Path | None, beside: "StoredRun"
         new = [] if prediction.prediction_id in known else [prediction]
         append_entries(place, [*new, verification.outcome()])
     except PredictionError as error:
-        return f"The outcome is not kept. {error}"
-    return f"Kept in {place}."
+        return f"The outcome is not written. {error}"
+    return f"Wrote the outcome to {place}."

@@ -80,7 +80,7 @@ def test_a_run_without_memory_says_how_to_record_it(shown):
 def test_a_snapshot_says_first_what_did_not_fit(open_app, snapshots):
     app = open_app(snapshots, "memory", run="oom")
     assert not app.exception
-    headline = next(one.value for one in app.markdown if "were asked for" in one.value)
+    headline = next(one.value for one in app.markdown if "Out of memory" in one.value)
     assert "Out of memory: allocating 2.00 GiB failed" in headline.replace("\\", "")
     assert "in forward of layers.1, step 2" in read(app)
 

@@ -50,7 +50,7 @@ def test_a_port_that_is_taken_is_refused(executed, tmp_path):
 
 
 def test_a_folder_that_is_not_there_is_refused(executed, tmp_path):
-    with pytest.raises(NotARunError, match="No folder at"):
+    with pytest.raises(NotARunError, match="not found"):
         app_command.serve(tmp_path / "nothing", host="127.0.0.1", port=None)
 
 

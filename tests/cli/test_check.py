@@ -114,15 +114,15 @@ def test_a_limit_in_the_baseline_is_kept_by_an_update(invoke, forecasts, baselin
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "Expected runs, or --record"),
-        (("x",), "nothing to hold it against"),
+        ((), "Expected either runs or --record"),
+        (("x",), "--baseline or --budget is missing"),
         (("x", "--baseline", "missing.json"), "No run found at"),
-        (("x", "--baseline", "b.json", "--repeat", "5"), "--repeat and --out are about runs"),
-        (("x", "--baseline", "b.json", "--json", "--format", "junit"), "Expected --json or"),
-        (("--record", "true", "--baseline", "b.json"), "no place for its folder"),
-        (("--record", "a ' {runs}", "--baseline", "b.json"), "cannot be split into words"),
+        (("x", "--baseline", "b.json", "--repeat", "5"), "--repeat and --out require --record"),
+        (("x", "--baseline", "b.json", "--json", "--format", "junit"), "Expected either --json or"),
+        (("--record", "true", "--baseline", "b.json"), "{runs} is missing in the command"),
+        (("--record", "a ' {runs}", "--baseline", "b.json"), "invalid command"),
         (("--record", "no-such-program {runs}", "--baseline", "b.json"), "'no-such-program'"),
-        (("--record", "true {runs}", "--baseline", "b.json"), "left 0 runs in its folder"),
+        (("--record", "true {runs}", "--baseline", "b.json"), "The command recorded 0 runs."),
     ],
     ids=[
         "nothing",

@@ -24,7 +24,7 @@ def test_help_names_every_command_and_where_to_begin(invoke):
     ended = invoke("--help")
     assert ended.code == 0
     assert all(f" {name} " in ended.out for name in COMMANDS)
-    assert "Begin with: fsdp-inspect demo" in ended.out
+    assert "Start with: fsdp-inspect demo" in ended.out
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -23,8 +23,8 @@ def folder(tmp_path_factory):
 def test_two_runs_are_compared(invoke, folder):
     done = invoke("compare", folder / "before" / "0", folder / "after" / "0")
     assert done.code == 0
-    assert "differs in code: git_commit: old -> new" in done.out
-    assert "B and A do not differ significantly in step time: +5.0%" in done.out
+    assert "code: git_commit: old -> new" in done.out
+    assert "B and A do not differ significantly in step time: +5%" in done.out
 
 
 def test_folders_of_repeats_are_sides(invoke, folder):
@@ -44,14 +44,14 @@ def test_runs_given_one_by_one_are_taken_together_by_their_settings(invoke, fold
 @pytest.mark.parametrize(
     ("given", "code", "said"),
     [
-        pytest.param(["before/0"], 2, "holds one run, which is one side", id="one run"),
+        pytest.param(["before/0"], 2, "contains one run, which is one side", id="one run"),
         pytest.param(["before"], 2, "5 runs of the same settings, which is", id="one folder"),
         pytest.param(
-            ["mixed", "before/1"], 1, "runs that differ: git_commit is 'new' in after", id="mixed"
+            ["mixed", "before/1"], 1, "different runs: git_commit is 'new' in after", id="mixed"
         ),
-        pytest.param(["before/0", "before/0"], 2, "run compared with itself", id="the same run"),
-        pytest.param(["before", "before/3"], 2, "run compared with itself", id="one of the folder"),
-        pytest.param(["before/0", "mixed/before"], 2, "run compared with itself", id="its copy"),
+        pytest.param(["before/0", "before/0"], 2, "contain the same run", id="the same run"),
+        pytest.param(["before", "before/3"], 2, "contain the same run", id="one of the folder"),
+        pytest.param(["before/0", "mixed/before"], 2, "contain the same run", id="its copy"),
         pytest.param(["before/0", "nowhere"], 1, "No run found at", id="no run"),
     ],
 )

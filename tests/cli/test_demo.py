@@ -70,7 +70,7 @@ def test_the_demo_prints_both_summaries_and_how_they_differ(demonstrated):
     printed = demonstrated[1]
     assert printed.count("Typical step of rank 0 (mean over") == 2
     assert "differs in reshard_after_forward: true -> false" in printed
-    assert "Open one again: fsdp-inspect summary recorded/" in printed
+    assert "Show a run again: fsdp-inspect summary recorded/" in printed
 
 
 def test_without_the_trainer_the_remedy_is_named(monkeypatch, invoke, tmp_path):
@@ -96,5 +96,5 @@ def test_a_single_gpu_is_hidden_since_two_ranks_cannot_share_it(monkeypatch, num
 
 def test_a_training_that_leaves_no_run_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "_command", lambda *_: [sys.executable, "-c", "print('hello')"])
-    with pytest.raises(FsdpInspectError, match="left no run"):
+    with pytest.raises(FsdpInspectError, match="no run was found"):
         demo.demo(runs_dir=tmp_path, should_serve=False)

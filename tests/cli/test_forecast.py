@@ -46,7 +46,7 @@ def test_a_table_by_world_size_and_what_fits(invoke, tmp_path):
     assert ended.code == 0, ended.err
     assert "on 2 ranks" in ended.out
     assert "= peak" in ended.out
-    assert "Fewest ranks (powers of two) that fit:" in ended.out
+    assert "Smallest world size (power of two) that fits:" in ended.out
     assert "Largest batch that fits on 2 ranks:" in ended.out
     assert "Predicted with torch" in ended.out
     assert "forecasting tiny on 8 ranks" in ended.err

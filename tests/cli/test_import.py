@@ -60,7 +60,7 @@ def test_a_damaged_trace_is_said_and_leaves_nothing(tmp_path):
 def test_a_path_that_is_not_there_is_a_usage_error(tmp_path):
     result = run_import(tmp_path / "nothing", "--out", tmp_path / "run")
     assert result.exit_code == 2
-    assert "there is nothing at" in result.output
+    assert "Expected a file or a" in result.output
 
 
 def test_what_is_neither_file_nor_folder_is_a_usage_error(tmp_path):
@@ -68,7 +68,7 @@ def test_what_is_neither_file_nor_folder_is_a_usage_error(tmp_path):
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         result = run_import(path, "--out", tmp_path / "run")
         assert result.exit_code == 2
-        assert "neither a file nor a folder" in result.output
+        assert "Expected a file or a folder" in result.output
     assert not (tmp_path / "run").exists()
 
 

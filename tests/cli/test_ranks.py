@@ -4,7 +4,7 @@ import json
 def test_ranks_are_compared(invoke, runs_folder):
     ended = invoke("ranks", runs_folder / "four")
     assert ended.code == 0
-    assert "Ranks (typical step of each)" in ended.out
+    assert "Typical step of each rank" in ended.out
 
 
 def test_ranks_are_given_to_programs(invoke, runs_folder):

@@ -16,7 +16,7 @@ def test_json_lists_them_for_programs(invoke, runs_folder):
 def test_a_folder_that_is_not_there_is_an_error(invoke, tmp_path):
     ended = invoke("runs", tmp_path / "nothing")
     assert ended.code == 1
-    assert "No folder at" in ended.err
+    assert "not found. Expected a folder of runs." in " ".join(ended.err.split())
 
 
 def test_the_folder_is_runs_unless_given(invoke, tmp_path, monkeypatch):

@@ -133,7 +133,7 @@ def test_a_baseline_that_leaves_no_run_says_where_one_was_expected(invoke, tmp_p
         (("--config", "nowhere.toml"), 1, "No settings can be read"),
         (("--steps", "3", "--", "python", "train.py", "{plan}"), 2, "Expected one of them"),
         (("--resume", "nowhere"), 1, "Tuning session not found at 'nowhere'"),
-        (("--resume", "nowhere", "--config", "a.toml"), 2, "--config would be another one"),
+        (("--resume", "nowhere", "--config", "a.toml"), 2, "cannot be combined with --config"),
         (("--memory-limit", "much"), 2, "Invalid amount of memory: 'much'."),
     ],
 )

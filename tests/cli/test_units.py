@@ -23,7 +23,7 @@ def hostile_run(tmp_path_factory):
 def test_units_are_shown_for_the_median_rank(invoke, runs_folder):
     ended = invoke("units", runs_folder / "steady")
     assert "layers.1  all-gather" in ended.out
-    assert "timed steps of rank 0" in ended.out
+    assert "Typical step of rank 0, from" in ended.out
 
 
 def test_another_rank_can_be_asked_for(invoke, runs_folder):

@@ -71,7 +71,7 @@ def test_a_run_whose_processes_live_but_end_no_step_is_stalled(path):
     writer = write_steps(path, 0, ago_s=100)
     live = look(path)
     assert live.state is LiveState.STALLED
-    assert describe_live(live).startswith("Stalled: no step has ended for 100.")
+    assert describe_live(live).startswith("Stalled: no step has ended for 100 s.")
     assert "hangs in a collective" in advise_live(live)
     writer.close(RunStatus.COMPLETE)
 
@@ -101,9 +101,7 @@ def test_a_run_that_was_followed_to_its_end_keeps_its_last_steps(path):
     live = look(path, feed)
     assert live.state is LiveState.ENDED
     assert [one.step for one in live.view.steps] == [0, 1, 2]
-    assert describe_live(live) == (
-        "The run is not being recorded any more: it is over. The last step was 2."
-    )
+    assert describe_live(live) == ("The run has ended. The last step was 2.")
 
 
 def test_the_present_is_told_on_the_ranks_own_clock(path):
