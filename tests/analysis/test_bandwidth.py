@@ -95,5 +95,5 @@ def test_a_rank_without_a_timed_step_has_no_bandwidth():
 
 
 def test_a_rank_that_is_not_there_is_refused():
-    with pytest.raises(IncompleteRunError, match="nothing of rank 9"):
+    with pytest.raises(IncompleteRunError, match="Rank 9 not found"):
         measure_bandwidth(steady_run(), rank=9)

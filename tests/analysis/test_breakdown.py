@@ -75,7 +75,7 @@ def test_a_step_that_the_rank_did_not_finish_is_refused_with_those_it_did():
 
 
 def test_a_rank_without_steps_is_refused():
-    with pytest.raises(IncompleteRunError, match="finished steps: none"):
+    with pytest.raises(IncompleteRunError, match="Completed steps: none"):
         measure_step_breakdown(steady_run(), rank=7, step=0)
 
 

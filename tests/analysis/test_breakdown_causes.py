@@ -35,7 +35,7 @@ def test_without_a_timed_step_only_a_step_that_is_named_is_shown():
 
 
 def test_what_is_not_there_is_refused():
-    with pytest.raises(IncompleteRunError, match="nothing of rank 7"):
+    with pytest.raises(IncompleteRunError, match="Rank 7 not found"):
         measure_breakdown_causes(steady_run(), rank=7)
     with pytest.raises(IncompleteRunError, match="Step 9 not found"):
         measure_breakdown_causes(steady_run(), step=9)

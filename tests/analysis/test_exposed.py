@@ -115,7 +115,7 @@ def test_a_rank_without_a_timed_step_has_no_exposure():
 
 
 def test_a_rank_that_is_not_there_is_refused_with_those_that_are():
-    with pytest.raises(IncompleteRunError, match=r"nothing of rank 9.*the ranks 0-3\. Choose"):
+    with pytest.raises(IncompleteRunError, match=r"Rank 9 not found.*the ranks 0-3\. Choose"):
         measure_exposed(steady_run(world_size=4), rank=9)
 
 

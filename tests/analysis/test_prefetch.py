@@ -122,5 +122,5 @@ def test_a_run_without_gathers_hides_nothing():
 
 
 def test_a_rank_that_is_not_there_is_refused():
-    with pytest.raises(IncompleteRunError, match="nothing of rank 9"):
+    with pytest.raises(IncompleteRunError, match="Rank 9 not found"):
         measure_prefetch(steady_run(), rank=9)

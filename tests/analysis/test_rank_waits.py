@@ -34,12 +34,12 @@ def test_the_root_is_asked_for_by_the_name_that_it_is_shown_by():
 
 
 def test_a_unit_that_is_not_there_is_refused_with_the_nearest():
-    with pytest.raises(MissingDataError, match=r"no unit 'layer\.1'\. Nearest: 'layers\.1'"):
+    with pytest.raises(MissingDataError, match=r"Unit 'layer\.1' not found.* Nearest: 'layers\.1'"):
         measure_rank_waits(steady_run(), unit="layer.1")
 
 
 def test_a_rank_that_is_not_there_is_refused():
-    with pytest.raises(IncompleteRunError, match="nothing of rank 7"):
+    with pytest.raises(IncompleteRunError, match="Rank 7 not found"):
         measure_rank_waits(steady_run(), rank=7)
 
 

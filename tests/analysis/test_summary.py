@@ -61,8 +61,11 @@ def test_the_verdict_rests_on_the_typical_step():
     verdict = measure_summary(steady_run()).verdict
     assert verdict.limit is Limit.COMMUNICATION
     assert verdict.numbers["exposed_ns"] == 250
-    assert "longest wait, 50 ns, is for the all-gather of layers.1 in forward" in verdict.why
-    assert verdict.why.startswith("All-gather 130 ns, reduce-scatter 100 ns, not FSDP 20 ns.")
+    assert "longest wait is for the all-gather of layers.1 in forward: 50 ns." in verdict.why
+    assert verdict.why.startswith(
+        "250 ns of the typical step of 1.00 µs are exposed: all-gather 130 ns, reduce-scatter "
+        "100 ns, not FSDP 20 ns."
+    )
 
 
 def test_a_run_that_never_waits_beyond_the_floor_names_no_owner():
@@ -139,7 +142,7 @@ def test_the_straggler_of_llama_70b_comes_before_its_communication():
     digest, straggler = measure_summary(run), measure_ranks(run).straggler
     assert digest.verdict.limit is Limit.STRAGGLER
     assert digest.verdict.numbers["straggler_rank"] == STRAGGLER
-    assert f"({format_ratio(straggler.cost_ratio)})" in digest.verdict.sentence
+    assert f"costs {format_ratio(straggler.cost_ratio)} of the step" in digest.verdict.sentence
     assert "86.1%" in digest.verdict.why
     assert [one.rank for one in digest.rank_verdicts if one.differs] == [STRAGGLER]
 
@@ -173,7 +176,7 @@ def test_an_imported_kernel_trace_is_judged_by_what_it_knows():
     rank.add(EventKind.ALL_GATHER, 600, 750, stream=Stream.OTHER, bytes=64)
     digest = measure_summary(builder.build())
     assert digest.verdict.limit is Limit.HOST
-    assert "a wait for the next batch is part of it" in digest.verdict.why
+    assert "this time includes waits for the next batch" in digest.verdict.why
     assert digest.exposed_ns == 50
     assert digest.plan_check.is_consistent is None
 
@@ -217,5 +220,5 @@ def test_data_parallel_alone_is_advised_nothing_about_gathers():
     verdict = measure_summary(builder.build()).verdict
     assert verdict.limit is Limit.COMMUNICATION
     assert verdict.next_steps == (
-        "Look at the most exposed collective first: fsdp-inspect exposed RUN.",
+        "Start with the most exposed collective: `fsdp-inspect exposed RUN` shows it.",
     )

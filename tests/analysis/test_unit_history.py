@@ -75,5 +75,5 @@ def test_without_a_timed_step_there_is_no_history():
 
 
 def test_a_rank_that_is_not_there_is_refused():
-    with pytest.raises(IncompleteRunError, match="rank 7"):
+    with pytest.raises(IncompleteRunError, match="Rank 7 not found"):
         measure_unit_history(two_units(), unit=0, rank=7)

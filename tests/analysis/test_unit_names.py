@@ -20,7 +20,9 @@ def test_the_root_is_found_by_the_name_that_it_is_shown_by(name):
 
 
 def test_a_name_that_does_not_exist_is_refused_with_the_nearest():
-    with pytest.raises(MissingDataError, match=r"no unit 'layers\.9'\. Nearest: 'layers\.0'"):
+    with pytest.raises(
+        MissingDataError, match=r"Unit 'layers\.9' not found.* Nearest: 'layers\.0'"
+    ):
         find_unit(manifest_of("layers.0", "layers.1"), "layers.9")
 
 

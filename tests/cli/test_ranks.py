@@ -16,4 +16,4 @@ def test_ranks_are_given_to_programs(invoke, runs_folder):
 def test_a_rank_that_is_not_there_is_refused(invoke, runs_folder):
     ended = invoke("ranks", runs_folder / "four", "--rank", "9")
     assert ended.code == 1
-    assert "rank 9" in ended.err
+    assert "Rank 9 not found" in ended.err

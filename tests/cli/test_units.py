@@ -36,7 +36,7 @@ def test_another_rank_can_be_asked_for(invoke, runs_folder):
 def test_a_rank_that_is_not_there_is_refused_with_those_that_are(invoke, runs_folder):
     ended = invoke("units", runs_folder / "four", "--rank", "9")
     assert ended.code == 1
-    assert "rank 9" in ended.err
+    assert "Rank 9 not found" in ended.err
     assert "0-3" in ended.err
 
 

@@ -77,7 +77,10 @@ def test_what_cannot_be_set_is_not_tried_and_that_is_said():
     assert (fit.remedies, fit.largest_batch_size) == ((), None)
     batch, change = fit.unknown
     assert batch.startswith("The largest batch is unknown: the builder has no keyword batch_size.")
-    assert "none of batch_size, checkpointing, offload, reshard_after_forward, wrap" in change
+    assert (
+        "none of the keywords batch_size, checkpointing, offload, reshard_after_forward, wrap"
+        in change
+    )
 
 
 def test_a_number_of_ranks_that_cannot_be_forecast_leaves_only_that_question_open():

@@ -35,7 +35,7 @@ def test_everything_is_about_a_rank_that_is_asked_for():
 
 
 def test_a_rank_that_is_not_there_is_refused():
-    with pytest.raises(IncompleteRunError, match="rank 5"):
+    with pytest.raises(IncompleteRunError, match="Rank 5 not found"):
         measure_memory_overview(two_ranks(), rank=5)
 
 

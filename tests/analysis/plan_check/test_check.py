@@ -215,7 +215,7 @@ def test_a_unit_without_gradients_among_others_is_named():
     ("sent", "meaning"),
     [
         pytest.param(128, "as with float32 instead of a 16-bit dtype", id="twice"),
-        pytest.param(32, "as a 16-bit type in place of float32 makes", id="half"),
+        pytest.param(32, "as with a 16-bit dtype instead of float32", id="half"),
         pytest.param(50, "some of its parameters get no gradient", id="less"),
         pytest.param(80, "its parameters or its padding differ", id="more"),
     ],
