@@ -135,3 +135,9 @@ def _three_digits(value: float) -> str:
     if magnitude >= 100:
         return f"{value:.1f}" if magnitude < 1000 else f"{value:.0f}"
     return f"{value:.1f}" if magnitude >= 10 else f"{value:.2f}"
+
+
+def format_category(category: str) -> str:
+    """A memory category in words: `all-gather buffer`."""
+    hyphenated = category.replace("all_gather", "all-gather")
+    return hyphenated.replace("reduce_scatter", "reduce-scatter").replace("_", " ")

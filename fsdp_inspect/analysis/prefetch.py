@@ -11,12 +11,22 @@ whoever issued it: *blocked*. The first one of a forward has nothing before it: 
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.step_selection import RankSteps, sum_per_step, timed_rank
 from fsdp_inspect.analysis.wait_causes import Cause, Waits, read_waits
+from fsdp_inspect.columns import (
+    TableSpec,
+    metric_column,
+    number_column,
+    text_column,
+    value_column,
+)
+from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Method, Phase
 from fsdp_inspect.trace.run import RunSource
@@ -61,6 +71,36 @@ class UnitPrefetch:
     """Per step, median."""
     unused_bytes: int
     """Messages that were gathered and never used, over all timed steps."""
+
+    TABLE: ClassVar[TableSpec] = TableSpec(
+        "Prefetch of all-gathers",
+        (
+            text_column("unit", "The unit.", lambda row: format_unit(row.fqn)),
+            text_column("phase", "The part of the step."),
+            number_column("num_gathers", "All-gathers over all timed steps.", label="all-gathers"),
+            text_column(
+                "num_by_issue",
+                "How they were issued: explicit, implicit, missed, blocked, first or unused.",
+                lambda row: ", ".join(f"{how} {count}" for how, count in row.num_by_issue.items()),
+                label="issued",
+            ),
+            text_column(
+                "issued_by",
+                "The units whose hooks issued them.",
+                lambda row: ", ".join(map(format_unit, row.issued_by)) or "its own hooks",
+                label="issued by",
+            ),
+            metric_column("lead_ns"),
+            value_column(
+                "duration_ns",
+                MetricUnit.NS,
+                "Median time in flight of one all-gather.",
+                label="in flight",
+            ),
+            metric_column("hidden_ratio"),
+            metric_column("exposed_ns", label="exposed per step"),
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)

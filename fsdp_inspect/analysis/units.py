@@ -12,7 +12,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fsdp_inspect.analysis.step_selection import timed_rank
-from fsdp_inspect.columns import Column, TableSpec, metric_column, text_column
+from fsdp_inspect.columns import (
+    Column,
+    TableSpec,
+    metric_column,
+    number_column,
+    text_column,
+)
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.statistics import median
@@ -102,6 +108,20 @@ def _collective_columns(kind: str) -> tuple[Column, ...]:
             ("bus_bytes_per_s", "bus"),
         )
     )
+
+
+COLLECTIVES_TABLE = TableSpec(
+    "Collectives of the unit in the typical step",
+    (
+        metric_column("count_per_step"),
+        metric_column("bytes"),
+        number_column("group_size", "Ranks of the process group.", label="ranks"),
+        metric_column("duration_ns"),
+        metric_column("exposed_ns", label="exposed per step"),
+        metric_column("bus_bytes_per_s"),
+    ),
+)
+"""The columns of `UnitCollective`."""
 
 
 @dataclass(frozen=True, slots=True)

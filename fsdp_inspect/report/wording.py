@@ -10,7 +10,7 @@ from fsdp_inspect.analysis.memory.peak import Memory
 from fsdp_inspect.analysis.provenance import Provenance
 from fsdp_inspect.analysis.run_heading import Heading
 from fsdp_inspect.comparison.noise import Judgement, Telling
-from fsdp_inspect.formatting import MISSING, format_count, format_ns, format_signed
+from fsdp_inspect.formatting import MISSING, format_category, format_count, format_ns, format_signed
 from fsdp_inspect.report.values import format_kind, format_method
 from fsdp_inspect.trace.run import RunManifest
 
@@ -20,8 +20,7 @@ _NO_NETWORK = "fake"
 
 def name_category(category: str) -> str:
     """A memory category as the field writes it: `all-gather buffer`."""
-    hyphenated = category.replace("all_gather", "all-gather")
-    return hyphenated.replace("reduce_scatter", "reduce-scatter").replace("_", " ")
+    return format_category(category)
 
 
 def describe_plan(manifest: RunManifest) -> str:

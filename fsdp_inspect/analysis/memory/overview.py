@@ -13,7 +13,7 @@ from fsdp_inspect.analysis.memory.allocator import AllocatorUse, measure_allocat
 from fsdp_inspect.analysis.memory.growth import MemoryGrowth, measure_memory_growth
 from fsdp_inspect.analysis.memory.peak import Memory, OwnerBytes, RankMemory, measure_memory
 from fsdp_inspect.columns import TableSpec, metric_column, text_column
-from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.formatting import format_category, format_unit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.trace.codes import MemoryCategory
 from fsdp_inspect.trace.run import RunSource
@@ -59,7 +59,7 @@ class MemoryOverview(TableResult):
                     f"{category.label}_bytes",
                     partial(_bytes_of_category, category.label),
                     metric="peak_allocated_bytes",
-                    label=category.label.replace("_", " "),
+                    label=format_category(category.label),
                 )
                 for category in MemoryCategory
             ),
