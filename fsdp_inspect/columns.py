@@ -178,6 +178,18 @@ def number_column(
     return Column(name, given, definition, MetricUnit.COUNT, value or _attribute(name), str)
 
 
+def value_column(
+    name: str,
+    unit: MetricUnit,
+    definition: str,
+    value: Callable[[Any], Any] | None = None,
+    *,
+    label: str,
+) -> Column:
+    """A column of times, sizes or ratios that are no metric, such as the memory of one step."""
+    return Column(name, label, definition, unit, value or _attribute(name))
+
+
 def format_value(unit: MetricUnit | None, value: Any) -> str:
     """A value as short text with its unit; a missing one is never shown as 0."""
     if value is None:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         OneCollective,
         UnitHistory,
     )
-    from fsdp_inspect.analysis.units import UnitCollective, UnitCost
+    from fsdp_inspect.analysis.units import UnitCollective, UnitCost, UnitCosts
     from fsdp_inspect.analysis.verdict import Limit, RankVerdict, Verdict
     from fsdp_inspect.analysis.wait_causes import Cause
     from fsdp_inspect.checks.check import CheckResult
@@ -165,6 +165,7 @@ __all__ = [
     "UnitChange",
     "UnitCollective",
     "UnitCost",
+    "UnitCosts",
     "UnitHistory",
     "UnitMeasure",
     "UnitPrefetch",
@@ -257,6 +258,7 @@ _HOMES = {
     "UnitChange": "fsdp_inspect.comparison.differences",
     "UnitCollective": "fsdp_inspect.analysis.units",
     "UnitCost": "fsdp_inspect.analysis.units",
+    "UnitCosts": "fsdp_inspect.analysis.units",
     "UnitHistory": "fsdp_inspect.analysis.unit_history",
     "UnitMeasure": "fsdp_inspect.comparison.differences",
     "UnitPrefetch": "fsdp_inspect.analysis.prefetch",

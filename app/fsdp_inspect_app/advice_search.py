@@ -1,4 +1,4 @@
-"""What is advised for a run? The search for plans, done once, with its progress on the page."""
+"""Search for plans once per run and request, with progress on the page."""
 
 import time
 from collections.abc import Callable
@@ -13,14 +13,14 @@ _SAY_EVERY_S = 0.4
 
 
 def advice_of(entry: RunEntry, wishes: AdviceRequest) -> Advice:
-    """What to change about a run; raises as `loading.open_entry`.
+    """The advice for a run; raises as `loading.open_entry`.
 
     The memo is cached and not the function that fills it, which may write to the page.
     """
     memo = _memo(str(entry.path), loading.contents_of(entry), wishes)
     if not memo:
         place = st.empty()
-        say = _every_so_often(lambda count: place.caption(f"Playing plans: {count} so far"))
+        say = _every_so_often(lambda count: place.caption(f"Simulating plans: {count} so far"))
         request = {field.name: getattr(wishes, field.name) for field in fields(wishes)}
         limit = request.pop("memory_limit")
         memo.append(loading.open_entry(entry).advise(limit, on_progress=say, **request))

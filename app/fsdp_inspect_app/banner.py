@@ -1,4 +1,4 @@
-"""What run is this, and is it whole? The lines at the top of every page about one run."""
+"""Show the name, state and notes of a run at the top of its pages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _SEEN_KEY = "contents that are shown"
 
 @dataclass(frozen=True, slots=True)
 class _Advice:
-    """What a state of a run means for what is shown, and where to look next."""
+    """The consequence of a run's state for its pages, and the page to open next."""
 
     sentence: str
     page: str
@@ -32,23 +32,22 @@ class _Advice:
 
 _ADVICE: dict[RunStatus, _Advice] = {
     RunStatus.RUNNING: _Advice(
-        "The run is still being recorded: the pages follow it by themselves.",
-        *("live", "Watch it live", ":material/sensors:"),
+        "The run is being recorded. The pages update themselves.",
+        *("live", "Open Live", ":material/sensors:"),
     ),
     RunStatus.CRASHED: _Advice(
-        "What was written until then is shown. A process that ends without a word was killed from "
-        "outside: ask the log of its node for the out-of-memory killer, the scheduler or a lost "
-        "connection.",
+        "The pages show what was written before. A rank that exits silently was killed externally: "
+        "check the node's log for the out-of-memory killer, the scheduler or a lost connection.",
         *("memory", "Memory before the end", ":material/memory:"),
     ),
     RunStatus.FAILED: _Advice(
-        "What was recorded until the failure is shown.",
+        "The pages show what was recorded before the failure.",
         *("memory", "Memory before the failure", ":material/memory:"),
     ),
     RunStatus.PARTIAL: _Advice(
-        "Everything here is of the ranks that are here. Copy the folders of the others to it, or "
-        "join the parts of several nodes with fsdp-inspect merge.",
-        *("ranks", "The ranks that are here", ":material/grid_on:"),
+        "All results are of the ranks in this folder. Copy the folders of the missing ranks to it, "
+        "or join the parts of several nodes with fsdp-inspect merge.",
+        *("ranks", "Open Ranks", ":material/grid_on:"),
     ),
 }
 

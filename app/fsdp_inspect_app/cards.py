@@ -1,4 +1,4 @@
-"""How does one answer look on a page? A card: title, chart, how it was obtained, table."""
+"""Show results in cards: a title, a chart, a note, and the table with its CSV."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,13 +10,14 @@ from streamlit.delta_generator import DeltaGenerator
 from streamlit.elements.lib.column_types import ColumnConfig
 
 from fsdp_inspect.formatting import MISSING
+from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.report.figure_style import CONFIG
 from fsdp_inspect_app.frames.values import to_csv
 from fsdp_inspect_app.wording import plain
 
 
 def show_headline(markdown: str) -> None:
-    """The page's answer, first on the page."""
+    """Show the headline of the page."""
     with st.container(key="headline"):
         st.markdown(markdown)
 
@@ -99,17 +100,22 @@ def show_csv_button(frame: pd.DataFrame | Callable[[], pd.DataFrame], *, key: st
 
 
 def column_formats(frame: pd.DataFrame) -> dict[str, ColumnConfig]:
-    """How many digits the columns of a table show, by their unit."""
-    return {
-        column: st.column_config.NumberColumn(format=digits)
-        for column in frame.columns
-        if (digits := _digits(column)) is not None
-    }
+    """The digits that the columns of a table show, and their definitions as tooltips."""
+    definitions, units = frame.attrs.get("definitions", {}), frame.attrs.get("units", {})
+    formats: dict[str, ColumnConfig] = {}
+    for column in frame.columns:
+        digits, definition = _digits(column, units.get(column)), definitions.get(column)
+        if digits is not None:
+            formats[column] = st.column_config.NumberColumn(format=digits, help=definition)
+        elif definition is not None:
+            formats[column] = st.column_config.Column(help=definition)
+    return formats
 
 
-def _digits(column: str) -> str | None:
+def _digits(column: str, unit: str | None) -> str | None:
     if column.endswith(("(ms)", "(GB/s)")):
         return "%.3f"
     if column.endswith("(MiB)"):
         return "%.1f"
-    return "percent" if column in ("share of the step", "overlap", "hidden") else None
+    is_ratio = unit == MetricUnit.RATIO or column in ("share of the step", "overlap")
+    return "percent" if is_ratio else None

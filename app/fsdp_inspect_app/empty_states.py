@@ -1,4 +1,4 @@
-"""What does a page say where it has nothing to show, and what should be done then?"""
+"""Show why a page is empty, and what to do."""
 
 import streamlit as st
 
@@ -11,35 +11,37 @@ from fsdp_inspect_app.wording import code, plain
 _RECORD = """# a small demonstration on this machine
 fsdp-inspect demo
 
-# or one line in your own training script, after fully_shard
+# or one line in your training script, after fully_shard
 with Recorder(model, optimizer=optimizer, path="runs/first") as recorder: ...
 
-# or no line at all
+# or an unmodified training script
 torchrun --nproc-per-node 2 -m fsdp_inspect.record train.py"""
 
 
 def show_no_runs() -> None:
-    """The folder holds no run: how one gets there."""
-    show_headline("There is no run here yet\\.")
-    st.markdown(f"Looked in {code(str(loading.runs_folder()))} and two folders down\\. Record one:")
+    """Show how to record a first run."""
+    show_headline("No run found\\.")
+    st.markdown(
+        f"Searched {code(str(loading.runs_folder()))} and two levels below\\. Record a run:"
+    )
     st.code(_RECORD, language="bash")
-    st.markdown("A trace of torch\\.profiler, or a memory snapshot, becomes a run by importing it:")
+    st.markdown("Or import a torch\\.profiler trace or a memory snapshot:")
     st.code("fsdp-inspect import TRACE --out runs/imported", language="bash")
 
 
 def show_unreadable(entry: RunEntry, error: FsdpInspectError) -> None:
-    """The run cannot be read: why, and what helps."""
+    """Show why the run cannot be read, and what to do."""
     show_headline(f"{code(entry.id)} {_SENTENCES.get(type(error), 'cannot be read')}\\.")
     st.error(plain(str(error)), icon=":material/error:")
     remedy = _REMEDIES.get(type(error))
     if remedy:
         st.code(remedy, language="bash")
-    st.caption("The other runs of the folder are not affected: choose one at the left\\.")
+    st.caption("Choose another run in the sidebar\\.")
 
 
 _SENTENCES: dict[type[FsdpInspectError], str] = {
     SchemaVersionError: "was written by a newer version of FSDP Inspect than this one",
-    NotARunError: "is gone",
+    NotARunError: "was not found",
 }
 _REMEDIES: dict[type[FsdpInspectError], str] = {
     SchemaVersionError: "pip install --upgrade fsdp-inspect  # then start the dashboard again",

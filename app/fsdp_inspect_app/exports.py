@@ -1,25 +1,27 @@
-"""How does a run leave the dashboard? As a file for somebody without it, or as an address."""
+"""Export a run as files, and share the address of a page."""
 
+import pandas as pd
 import streamlit as st
 
 from fsdp_inspect import Run
 from fsdp_inspect.report.json import render_run_json
-from fsdp_inspect_app.frames.overview import frame_steps
-from fsdp_inspect_app.frames.units import frame_units
-from fsdp_inspect_app.frames.values import to_csv
+from fsdp_inspect.results import TableResult
+from fsdp_inspect_app.frames.values import frame_of, to_csv
 from fsdp_inspect_app.selection import page_address
 
 
 def show_share_button(page: str) -> None:
-    """The address of the page as it is shown, ready to be copied."""
+    """Show the address of the page with the present selection, ready to copy."""
     with st.popover("Share", icon=":material/link:", type="tertiary", key="share"):
-        st.caption("Opens this page with this selection, for whoever can reach this dashboard.")
+        st.caption(
+            "This address opens the page with this selection. It needs access to this dashboard."
+        )
         base = (st.context.url or "").rpartition("/")[0]
         st.code(f"{base}/{page_address(page)}", language=None, wrap_lines=True)
 
 
 def show_export_button(run: Run) -> None:
-    """The run as files; each is made when it is clicked."""
+    """Show a button for each file; a file is made when its button is clicked."""
     name = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in run.id)
     files = (
         ("Report (HTML, one file)", f"{name}.html", "text/html",
@@ -27,9 +29,9 @@ def show_export_button(run: Run) -> None:
         ("All numbers (JSON)", f"{name}.json", "application/json",
          lambda: render_run_json(run.source, run.summary()).encode()),
         ("Units (CSV)", f"{name}-units.csv", "text/csv",
-         lambda: to_csv(frame_units(run.units().units))),
+         lambda: to_csv(_frame_of(run.units()))),
         ("Steps (CSV)", f"{name}-steps.csv", "text/csv",
-         lambda: to_csv(frame_steps(run.step_times().over_steps))),
+         lambda: to_csv(_frame_of(run.step_times()))),
     )  # fmt: skip
     with st.popover("Export", icon=":material/download:", type="tertiary", key="export"):
         for label, file_name, mime, make in files:
@@ -42,4 +44,8 @@ def show_export_button(run: Run) -> None:
                 on_click="ignore",
                 width="stretch",
             )
-        st.caption("The report holds everything this page shows, and needs no dashboard.")
+        st.caption("The report contains everything on this page. It opens without the dashboard.")
+
+
+def _frame_of(result: TableResult) -> pd.DataFrame:
+    return frame_of(result.TABLE, result.rows())

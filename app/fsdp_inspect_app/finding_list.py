@@ -1,4 +1,4 @@
-"""Where is a finding to be seen? Which page shows what a sentence about a run rests on."""
+"""List findings with a link to the page that shows the evidence."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ _PAGE_OF_LIMIT = {
 
 
 def find_waits(entry: RunEntry) -> RankWaits | None:
-    """Who is waited for, and why; None where events are damaged, which the digest's notes say."""
+    """The exposed waits of a run; None if its events are damaged, which the notes report."""
     try:
         return loading.open_entry(entry).exposed()
     except StoreError:
@@ -41,14 +41,14 @@ def page_of_limit(verdict: Verdict) -> str:
 def show_findings(
     findings: Sequence[Finding], verdict: Verdict, plan_check: PlanCheck | None
 ) -> None:
-    """Each finding in a line, with a link to the page that shows it."""
+    """Show each finding in one line, with a link to its evidence."""
     for finding in findings:
         _show_line(finding.sentence, _page_of(finding, verdict), finding.units)
     if plan_check is not None and plan_check.is_consistent is not False:
         _show_line(plan_check.sentence, "units", ())
     if not findings:
-        st.markdown(plain("Apart from what another plan would change, nothing stands out."))
-    page_link("advice", "What to change: Advice", icon=":material/lightbulb:")
+        st.markdown(plain("No finding. Advice lists changes of the plan."))
+    page_link("advice", "Open Advice", icon=":material/lightbulb:")
 
 
 def _page_of(finding: Finding, verdict: Verdict) -> str:
@@ -63,4 +63,4 @@ def _show_line(sentence: str, page: str, units: Sequence[str]) -> None:
     st.markdown(plain(sentence))
     named = {"unit": format_unit(units[0])} if len(units) == 1 else {"unit": None}
     file = find_page(page)
-    page_link(page, f"Seen in {file.title}", icon=file.icon, **named)
+    page_link(page, f"Show in {file.title}", icon=file.icon, **named)

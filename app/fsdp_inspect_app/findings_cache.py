@@ -1,4 +1,4 @@
-"""What did an earlier dashboard find out about these runs? Kept in the user's own cache folder.
+"""Keep the key numbers of runs in the user's cache folder, for later dashboards.
 
 One small SQLite file for all folders of runs: `findings.sqlite` in the folder that the environment
 names as FSDP_INSPECT_CACHE (empty: nothing is kept), or else in `fsdp-inspect` below XDG_CACHE_HOME

@@ -1,4 +1,4 @@
-"""How does a knob look on a page? A slider or a picker, whose value is in the address."""
+"""Show a setting as a slider or a picker, and keep its value in the address."""
 
 import streamlit as st
 

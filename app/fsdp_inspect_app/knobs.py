@@ -1,4 +1,4 @@
-"""What can be turned in What-if? The options of `fsdp-inspect simulate`, as widgets and addresses.
+"""Define the settings of What-if: the options of `fsdp-inspect simulate`.
 
 A knob has the name of the command's option, and its values are the option's own texts, so that
 address, command and widget say the same. A knob that is left as recorded is in none of them.

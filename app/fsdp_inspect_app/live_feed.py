@@ -1,4 +1,4 @@
-"""What did a run that is being recorded append since the last look? One feed for all sessions."""
+"""Read what a live run appended since the last look, with one feed for all sessions."""
 
 from pathlib import Path
 

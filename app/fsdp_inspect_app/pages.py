@@ -1,4 +1,4 @@
-"""Which pages are there, in which order? One line a page; a page is there once its file is."""
+"""List the pages of the navigation, in order."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which run, step, rank and unit does the address name? Deep links, every value checked.
+"""Read and write the selection in the address: run, step, rank and unit, all validated.
 
 An address holds names and numbers from listings, never a path: what is not in the listing is as
 if it were not there. The parameters, on all pages:

@@ -1,4 +1,4 @@
-"""Where does each question go? Navigation and the run picker; everything else is a page.
+"""Run the dashboard: navigation, the run picker, and the chosen page.
 
 streamlit run app/fsdp_inspect_app/streamlit_app.py -- RUNS_DIR
 """
@@ -31,7 +31,7 @@ def pick_run() -> None:
     lost = lost_run()
     if lost is not None:
         st.warning(
-            f"The link names {code(lost[:_MOST_LETTERS])}, and there is no such run here: this is "
+            f"Run {code(lost[:_MOST_LETTERS])} of the link was not found\\. Shown instead: "
             f"{code(chosen)}\\.",
             icon=":material/link_off:",
         )

@@ -1,4 +1,4 @@
-"""What does a step of each listed run cost? Found in the background, so that a list shows at once.
+"""Measure the key numbers of the listed runs in the background, so that the list shows at once.
 
 A folder may hold thousands of runs, each some milliseconds of reading. One thread goes through
 them, newest first, and keeps what it found together with the state of the run's files: as long as

@@ -1,4 +1,4 @@
-"""What is there to see about one unit? Its waits, collectives, memory, parameters, neighbours."""
+"""Show one unit: exposed waits, collectives, prefetch, memory and parameters."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,6 +6,7 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from fsdp_inspect import Run
+from fsdp_inspect.analysis.prefetch import GATHERS
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import (
     format_bytes,
@@ -43,12 +44,17 @@ from fsdp_inspect_app.frames.units import (
     frame_holds,
     frame_owned,
     frame_parameters,
-    frame_prefetches,
     frame_spreads,
     name_history,
 )
+from fsdp_inspect_app.frames.values import frame_of
 from fsdp_inspect_app.selection import RANK_KEY, STEP_KEY, UNIT_KEY, Value, page_link
 from fsdp_inspect_app.wording import code, plain
+
+_PREFETCH_COLUMNS = (
+    *("phase", "num_gathers", "issue", "issued_by"),
+    *("lead_ns", "duration_ns", "hidden_ratio", "exposed_ns"),
+)
 
 
 def show_unit(
@@ -86,13 +92,13 @@ def show_unit(
 
 
 def _show_neighbours(units: Sequence[UnitCost], unit: UnitCost) -> None:
-    """Links to the unit before and the unit after, in order of execution, and to all of them."""
+    """Show links to the previous unit, the next unit and all units, in order of execution."""
     position = [one.index for one in units].index(unit.index)
     with st.container(horizontal=True, vertical_alignment="center", key="neighbours"):
         page_link("units", "All units", icon=":material/list:", **{UNIT_KEY: None})
         for words, icon, place in (
-            ("Before it", ":material/arrow_back:", position - 1),
-            ("After it", ":material/arrow_forward:", position + 1),
+            ("Previous", ":material/arrow_back:", position - 1),
+            ("Next", ":material/arrow_forward:", position + 1),
         ):
             if 0 <= place < len(units):
                 name = format_unit(units[place].fqn)
@@ -101,29 +107,26 @@ def _show_neighbours(units: Sequence[UnitCost], unit: UnitCost) -> None:
 
 
 def _describe_waits(unit: UnitCost, waits: RankWaits | None, summary: Summary) -> str:
-    """The unit's answer: how long it is waited for, and why."""
+    """The headline: the exposed wait of the unit and its main cause."""
     name = code(format_unit(unit.fqn))
     if waits is None:
-        return f"How long {name} is waited for cannot be read\\."
+        return f"The waits of {name} cannot be read\\."
     if waits.exposed is None or summary.step_time_ns is None:
-        return f"No step counts yet, so what {name} costs cannot be told\\."
-    step = format_ns(summary.step_time_ns.typical)
+        return f"{name}: no timed step yet\\."
     if unit.exposed_ns == 0:
-        return f"{name} " + plain(f"is never waited for in a step of {step}.")
+        return f"{name}: no exposed wait\\."
     why = wording.describe_main_cause(waits.exposed.owners)
-    return f"{name} " + plain(
-        f"is waited for {format_ns(unit.exposed_ns)} of every {step} step{why}."
-    )
+    return f"{name}: " + plain(f"{format_ns(unit.exposed_ns)} exposed per step{why}.")
 
 
 def _describe_unit(unit: UnitCost) -> str:
     facts = [
         f"{unit.module_class or 'Unit'}: {format_count(unit.num_parameters)} parameters in "
-        f"{unit.param_dtype}, {format_bytes(unit.unsharded_bytes)} when unsharded, "
-        f"{format_bytes(unit.sharded_bytes)} on this rank otherwise.",
+        f"{unit.param_dtype}, {format_bytes(unit.unsharded_bytes)} unsharded, "
+        f"{format_bytes(unit.sharded_bytes)} sharded on this rank.",
         f"reshard_after_forward={unit.reshard_after_forward}.",
         f"Per step: forward {format_ns(unit.forward_ns)}, backward {format_ns(unit.backward_ns)}"
-        + (f", of it recompute {format_ns(unit.recompute_ns)}." if unit.recompute_ns else "."),
+        + (f" with recompute {format_ns(unit.recompute_ns)}." if unit.recompute_ns else "."),
     ]
     return " ".join(facts)
 
@@ -131,15 +134,21 @@ def _describe_unit(unit: UnitCost) -> str:
 def _show_waits(unit: UnitCost, waits: RankWaits | None, summary: Summary) -> None:
     exposed = waits.exposed if waits is not None else None
     if exposed is None or not exposed.owners:
-        show_empty_card("Waits and their causes", "It has no timed collective.", key="unit-waits")
+        show_empty_card(
+            "Exposed waits by cause",
+            "This unit has no collective in a timed step.",
+            key="unit-waits",
+        )
         return
     frame = frame_causes(exposed.owners)
-    with show_card("Waits and their causes, per step", key="unit-waits") as header:
+    with show_card("Exposed waits by cause", key="unit-waits") as header:
         with header:
             show_csv_button(frame, key="unit-waits")
-        show_table(frame, key="unit-causes", alt="Its waits by cause")
+        show_table(frame, key="unit-causes", alt="Exposed waits of the unit by cause")
         show_table(
-            frame_collectives(unit), key="unit-collectives", alt="Its collectives, one row a kind"
+            frame_collectives(unit),
+            key="unit-collectives",
+            alt="Collectives of the unit, one row a kind",
         )
         _show_longest_wait(exposed, unit)
         arrivals = waits.arrivals.sentence if waits is not None and waits.arrivals else ""
@@ -150,7 +159,7 @@ def _show_waits(unit: UnitCost, waits: RankWaits | None, summary: Summary) -> No
 
 
 def _show_longest_wait(exposed: Exposed, unit: UnitCost) -> None:
-    """The longest wait of all steps, and where it is to be seen."""
+    """Show the longest exposed wait of all steps, with a link to the timeline."""
     name = format_unit(unit.fqn)
     shown: dict[str, Value] = {UNIT_KEY: name, RANK_KEY: exposed.rank}
     if exposed.evidence and exposed.evidence[0].exposed_ns:
@@ -161,15 +170,15 @@ def _show_longest_wait(exposed: Exposed, unit: UnitCost) -> None:
         )
         st.markdown(
             plain(
-                f"The longest: {format_ns(longest.exposed_ns)} in step {longest.step}, for the "
+                f"Longest wait: {format_ns(longest.exposed_ns)} in step {longest.step}, "
                 f"{format_kind(longest.kind)} in {longest.phase} ({causes})."
             )
         )
-    page_link("timeline", "Show it in the timeline", icon=":material/view_timeline:", **shown)
+    page_link("timeline", "Show in timeline", icon=":material/view_timeline:", **shown)
 
 
 def _fits_of(history: UnitHistory, bandwidth: Bandwidth | None) -> dict[str, LinkFit]:
-    """The run's latency and bandwidth for each of the unit's kinds of collectives."""
+    """The fitted latency and bandwidth for each kind of collective of the unit."""
     kinds = bandwidth.kinds if bandwidth is not None else ()
     links = {(kind.kind, kind.group): kind.link for kind in kinds}
     found = {name_history(one): links.get((one.kind, one.group)) for one in history.histories}
@@ -183,28 +192,28 @@ def _show_collectives(history: UnitHistory, fits: Mapping[str, LinkFit], summary
     left, right = st.columns(2)
     with left:
         show_chart_card(
-            "Its collectives over the steps",
+            "Collectives over steps",
             draw_collectives(history, fits),
             frame_history(history),
             key="unit-history",
             alt=f"Duration of each collective of the unit in {history.num_steps} timed steps",
-            note=f"{_describe_rates(history, fits)}Dotted: what a message of that size takes by "
-            f"the run's own latency and bandwidth, fitted to all collectives of the kind. "
+            note=f"{_describe_rates(history, fits)}Dotted line: the duration of such a message "
+            f"by the latency and bandwidth fitted to this run. "
             f"{provenance}",
         )
     with right:
         show_chart_card(
-            "How long they take",
+            "Collective durations",
             draw_spreads(history),
             frame_spreads(history, fits),
             key="unit-spreads",
             alt="Durations of the unit's collectives by kind and phase: quartiles and points",
-            note="Boxes: quartiles over the timed steps. The table sets them beside the run's fit.",
+            note="Boxes: quartiles over the timed steps. The table compares them with the fit.",
         )
 
 
 def _describe_rates(history: UnitHistory, fits: Mapping[str, LinkFit]) -> str:
-    """How fast its messages travel, beside what the run's fit says of messages of that size."""
+    """The measured bus bandwidth by kind of collective, with the fitted one."""
     rates = []
     for one in history.histories:
         name = name_history(one)
@@ -215,25 +224,28 @@ def _describe_rates(history: UnitHistory, fits: Mapping[str, LinkFit]) -> str:
             expected = fits[name].predict_bus_bytes_per_s(one.bytes)
             rate += f" (fit {format_bytes_per_s(expected)})"
         rates.append(rate)
-    return f"Bus bandwidth, medians: {'; '.join(rates)}. " if rates else ""
+    return f"Median bus bandwidth: {'; '.join(rates)}. " if rates else ""
 
 
 def _show_prefetch(waits: RankWaits | None) -> None:
     prefetches = waits.prefetch.units if waits is not None and waits.prefetch else ()
     if not prefetches:
-        show_empty_card("Prefetch", "It has no all-gather in a timed step.", key="unit-prefetch")
+        show_empty_card(
+            "Prefetch", "This unit has no all-gather in a timed step.", key="unit-prefetch"
+        )
         return
-    frame = frame_prefetches(prefetches)
-    with show_card("Was it gathered early enough?", key="unit-prefetch") as header:
+    frame = frame_of(GATHERS, prefetches, *_PREFETCH_COLUMNS)
+    with show_card("Prefetch", key="unit-prefetch") as header:
         with header:
             show_csv_button(frame, key="unit-prefetch")
-        show_table(frame, key="unit-prefetches", alt="Its all-gathers, one row a phase")
+        show_table(frame, key="unit-prefetches", alt="All-gathers of the unit, one row a phase")
         st.caption(
             plain(
-                "Lead: from the issue of the all-gather to the moment at which its parameters "
-                "are needed; a lead of the time in flight hides it. Explicit: another unit's hook "
-                "issued it; implicit: its own, but the host ran ahead; missed: its own, when it "
-                "was needed; blocked: it held the host; first: nothing lies before it."
+                "Lead: time from the issue of the all-gather to its need. A lead as long as the "
+                "time in flight hides it. Explicit: the hook of another unit issued it. Implicit: "
+                "its own unit issued it early, because the host ran ahead. Missed: its own unit "
+                "issued it when it was needed. Blocked: it blocked the host. First: no compute "
+                "precedes it."
             )
         )
 
@@ -243,18 +255,20 @@ def _show_memory(unit: UnitCost, history: UnitHistory | None, summary: Summary) 
     with left:
         if history is None or not history.holds:
             show_empty_card(
-                "When it holds memory", "It was not gathered in a timed step.", key="unit-holds"
+                "Memory over the step",
+                "This unit has no all-gather in a timed step.",
+                key="unit-holds",
             )
         else:
             show_chart_card(
-                f"When it holds memory, in step {history.step}",
+                f"Memory over step {history.step}",
                 draw_holds(history),
                 frame_holds(history),
                 key="unit-holds",
                 alt=f"Spans of one step of {format_ns(history.step_time_ns)} in which the unit "
                 "holds full parameters or buffers",
-                note=f"Rank {history.rank}. Inferred from the times of its events and the sizes "
-                "of its parameters; its shards are there all the time.",
+                note=f"Rank {history.rank}. Inferred from event times and parameter sizes. Shards "
+                "are not drawn: they are always allocated.",
             )
     with right:
         _show_owned(unit, summary)
@@ -265,34 +279,31 @@ def _show_owned(unit: UnitCost, summary: Summary) -> None:
     frame = None if peak is None else frame_owned(peak, unit.index)
     if peak is None or frame is None or frame.empty:
         show_empty_card(
-            "What it owns at the peak",
-            "Who owns memory is known in memory steps only: record with "
-            "Recorder(..., memory_steps=[3])."
+            "Memory at the peak",
+            "Memory by unit requires a memory step. Record with Recorder(..., memory_steps=[3])."
             if peak is None
-            else "Nothing was owned by it then.",
+            else "This unit owns no memory at the peak.",
             key="unit-owned",
         )
         return
-    with show_card("What it owns at the peak", key="unit-owned"):
-        show_table(frame, key="unit-owned-rows", alt="What it owns at the peak")
+    with show_card("Memory at the peak", key="unit-owned"):
+        show_table(frame, key="unit-owned-rows", alt="Memory at the peak")
         st.caption(
-            plain(
-                f"At the highest moment of step {peak.step} on rank {peak.rank}, measured by the "
-                "storage tracker."
-            )
+            plain(f"Peak of step {peak.step} on rank {peak.rank}, measured by the storage tracker.")
         )
 
 
 def _show_parameters(record: Unit) -> None:
     if not record.parameters:
         show_empty_card(
-            "Its parameters",
-            f"Not recorded by name. Modules: {', '.join(map(format_unit, record.modules))}.",
+            "Parameters",
+            "Parameter names were not recorded. "
+            f"Modules: {', '.join(map(format_unit, record.modules))}.",
             key="unit-parameters",
         )
         return
     frame = frame_parameters(record)
-    with show_card(f"Its parameters: {len(frame)}", key="unit-parameters") as header:
+    with show_card(f"Parameters: {len(frame)}", key="unit-parameters") as header:
         with header:
             show_csv_button(frame, key="unit-parameters")
-        show_table(frame, key="unit-parameter-rows", alt="Its parameters, one row each")
+        show_table(frame, key="unit-parameter-rows", alt="Parameters of the unit, one row each")

@@ -1,4 +1,4 @@
-"""What do the knobs of What-if make of a step? The simulator on a run's work, measured once."""
+"""Simulate the settings of What-if on the recorded work of a run, which is measured once."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from fsdp_inspect_app.knobs import KNOBS_OF_NETWORK, Knob, changes_of, network_o
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
-    """What every prediction for a run starts from."""
+    """The start of every prediction for a run."""
 
     work: RecordedWork
     replayed: Played
@@ -22,7 +22,7 @@ class PreparedRun:
 
 
 def prepare(run: RunSource) -> PreparedRun:
-    """Measure a run's work, once for all that is asked of it.
+    """Measure the recorded work of a run.
 
     Raises:
         MissingDataError: The run holds too little to simulate from.
@@ -39,7 +39,7 @@ def simulate_knobs(
     chosen: Mapping[str, str],
     knobs: Sequence[Knob],
 ) -> Simulation:
-    """A plan with the changes that the knobs ask for, on the network that they ask for.
+    """Simulate a plan with the changes and the network of the chosen settings.
 
     Args:
         bench: Of the run.

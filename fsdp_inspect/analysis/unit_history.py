@@ -11,11 +11,14 @@ A unit holds memory beyond its shards in three forms. Their times come from the 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from fsdp_inspect.analysis.step_selection import timed_rank
 from fsdp_inspect.analysis.wait_causes import Waits, read_waits
+from fsdp_inspect.columns import TableSpec, metric_column, number_column, value_column
+from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.statistics import Distribution, median
 from fsdp_inspect.trace.bus_bandwidth import bus_bytes_per_s
 from fsdp_inspect.trace.codes import EventKind, Method, Phase
@@ -43,6 +46,18 @@ class OneCollective:
     exposed_ns: int
     bus_bytes_per_s: float | None
     """None if no bytes are sent, or the sizes are unknown."""
+
+    TABLE: ClassVar[TableSpec] = TableSpec(
+        "Collectives of the unit",
+        (
+            number_column("step", "The step."),
+            value_column(
+                "duration_ns", MetricUnit.NS, "Duration of the collective.", label="duration"
+            ),
+            metric_column("exposed_ns", label="exposed"),
+            metric_column("bus_bytes_per_s"),
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from fsdp_inspect.report.values import format_kind, format_method
 from fsdp_inspect.trace.run import RunManifest
 
 _NO_NETWORK = "fake"
-"""The backend of torch for an emulated run; its collectives transfer no data."""
+"""The backend of torch that an emulated run uses; its collectives transfer no data."""
 
 
 def describe_plan(manifest: RunManifest) -> str:

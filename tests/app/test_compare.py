@@ -76,7 +76,7 @@ def test_the_answer_comes_first_in_the_librarys_words(compared, comparison):
     assert not compared.exception
     assert not compared.error
     assert read(compared).startswith(comparison.answer)
-    assert "What differs in their settings" in read(compared)
+    assert "Different settings" in read(compared)
 
 
 def test_settings_that_differ_come_before_what_they_cost(compared, comparison):
@@ -112,13 +112,13 @@ def test_the_address_holds_the_runs_and_what_is_looked_at(open_app, folder):
     assert app.query_params["with"] == ["after", "hostile"]
     assert app.button_group(key="side").value == "C"
     assert "What changed from A to C" in read(app)
-    assert "C less A: forward of each unit" in read(app)
+    assert "C - A: forward of each unit" in read(app)
 
 
 def test_repeats_stand_on_one_side(open_app, folder):
     app = open_with(open_app, folder, "before", "again", "after")
     assert "A** · baseline" in read(app)
-    assert "2 runs, this one has the median step time" in read(app)
+    assert "median of 2 runs" in read(app)
     assert "C** ·" not in read(app)
 
 
@@ -178,11 +178,11 @@ def test_damaged_runs_are_compared_in_what_they_have(open_app, runs_folder, othe
 
 def test_one_run_is_nothing_to_compare(open_app, folder, tmp_path):
     shutil.copytree(folder / "before", tmp_path / "alone")
-    assert "only one run here" in read(open_app(tmp_path, "compare"))
+    assert "A comparison needs two runs." in read(open_app(tmp_path, "compare"))
 
 
 def test_no_run_says_how_to_record(open_app, tmp_path):
-    assert "There is no run here yet." in read(open_app(tmp_path, "compare"))
+    assert "No run found." in read(open_app(tmp_path, "compare"))
 
 
 def test_steps_are_drawn_on_one_scale_and_add_up(folder):

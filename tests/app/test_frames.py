@@ -1,4 +1,4 @@
-"""Do tables hold the numbers of the result objects, and is their CSV harmless?"""
+"""Test that tables hold the numbers of the results, and that their CSV is safe."""
 
 import io
 
@@ -6,12 +6,21 @@ import pandas as pd
 import pytest
 from fsdp_inspect_app.frames.overview import frame_breakdown
 from fsdp_inspect_app.frames.timeline import frame_spans
-from fsdp_inspect_app.frames.units import frame_collectives, frame_units
-from fsdp_inspect_app.frames.values import gb_per_s, mib, ms, to_csv
+from fsdp_inspect_app.frames.units import frame_collectives
+from fsdp_inspect_app.frames.values import frame_of, gb_per_s, mib, ms, to_csv
 from fsdp_inspect_app.timeline.tracks import build_timeline
 
+from fsdp_inspect import result_types
 from fsdp_inspect.analysis.summary import measure_summary
+from fsdp_inspect.analysis.units import COLLECTIVES_TABLE, UnitCosts
+from fsdp_inspect.metrics import find_metric
 from tests.app.synthetic import MESSAGE_BYTES, make_run
+
+ALL_TABLES = [COLLECTIVES_TABLE] + [
+    getattr(result_types, name).TABLE
+    for name in result_types.__all__
+    if hasattr(getattr(result_types, name), "TABLE")
+]
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +41,29 @@ def test_the_parts_of_the_breakdown_add_up_to_its_last_row(digest):
 
 
 def test_units_keep_their_order_and_numbers(digest):
-    frame = frame_units(digest.units)
+    frame = frame_of(UnitCosts.TABLE, digest.units)
     assert frame["unit"].tolist()[:2] == ["(root)", "layers.0"]
     assert frame["exposed (ms)"].tolist() == [unit.exposed_ns / 1e6 for unit in digest.units]
     assert frame["all-gather: message (MiB)"].iloc[1] == MESSAGE_BYTES[1] / (1 << 20)
+
+
+def test_a_table_keeps_the_definition_and_the_unit_of_each_column(digest):
+    frame = frame_of(UnitCosts.TABLE, digest.units, "unit", "exposed_ns", "num_parameters")
+    assert list(frame.columns) == ["unit", "exposed (ms)", "parameters"]
+    assert frame.attrs["definitions"]["exposed (ms)"] == find_metric("exposed_ns").definition
+    assert frame.attrs["units"] == {"exposed (ms)": "ns", "parameters": "count"}
+
+
+def test_a_column_without_any_value_is_left_out_unless_it_is_named(digest):
+    assert "all-reduce: exposed (ms)" not in frame_of(UnitCosts.TABLE, digest.units)
+    named = frame_of(UnitCosts.TABLE, digest.units, "all_reduce_exposed_ns")
+    assert named["all-reduce: exposed (ms)"].isna().all()
+
+
+def test_no_table_declares_two_columns_with_one_header():
+    for spec in ALL_TABLES:
+        headers = [column.header for column in spec.columns]
+        assert len(set(headers)) == len(headers), spec.title
 
 
 def test_a_unit_shows_only_the_collectives_that_it_has(digest):

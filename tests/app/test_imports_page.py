@@ -35,7 +35,7 @@ def shown_by(app):
 def test_a_folder_without_traces_says_where_it_looked_and_how_to_make_one(open_app, tmp_path):
     app = open_app(tmp_path, "imports")
     assert not app.exception
-    assert "There is nothing to import in this folder." in read(app)
+    assert "This folder has nothing to import." in read(app)
     assert "export_chrome_trace" in app.code[0].value
 
 
@@ -61,4 +61,4 @@ def test_what_is_gone_by_now_is_not_imported(open_app, folder):
     app = open_app(folder, "imports", source="b.json")
     (folder / "b.json").unlink()
     next(button for button in app.button if button.label == "Import").click().run()
-    assert "b.json is not there any more" in shown_by(app)
+    assert "'b.json' not found: the file was removed." in shown_by(app)

@@ -1,13 +1,14 @@
-"""Does the Live page show a run that is being recorded, and say when it is over?"""
+"""Test that the Live page shows a run that is being recorded, and says when it is over."""
 
 import time
 
 import pytest
 from fsdp_inspect_app.charts.live import draw_devices, draw_live_steps
-from fsdp_inspect_app.frames.live import format_sample, frame_devices, frame_live_steps
+from fsdp_inspect_app.frames.live import format_sample, frame_devices
+from fsdp_inspect_app.frames.values import frame_of
 
 from fsdp_inspect.analysis.live.feed import LiveFeed
-from fsdp_inspect.analysis.live.view import DeviceSeries
+from fsdp_inspect.analysis.live.view import DeviceSeries, LiveStep
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunStatus
@@ -31,9 +32,9 @@ def recorded(tmp_path):
 def test_the_last_step_comes_first(open_app, recorded):
     app = open_app(recorded[0], "live", run="now")
     assert not app.exception
-    assert "Step 2 took 1.00 µs, of which 200 ns exposed." in read(app)
+    assert "Step 2 took 1.00 µs and waited 200 ns of it for communication" in read(app)
     assert [metric.value for metric in app.metric][:3] == ["2", "1.00 µs", "20%"]
-    assert "The last 3 steps" in read(app)
+    assert "Last 3 steps" in read(app)
 
 
 def test_a_run_that_ends_while_it_is_watched_says_so(open_app, recorded):
@@ -46,14 +47,14 @@ def test_a_run_that_ends_while_it_is_watched_says_so(open_app, recorded):
     app.run()
     assert not app.exception
     text = read(app)
-    assert "not being recorded any more" in text or "This run is not being recorded" in text
+    assert "not being recorded any more" in text or "This run is not live" in text
 
 
 @pytest.mark.parametrize("run", ["whole", "failed", "no-steps"])
 def test_a_run_that_is_over_leads_to_the_other_pages(shown, run):
     app = shown("live", run)
     assert not app.exception
-    assert "This run is not being recorded" in read(app)
+    assert "This run is not live" in read(app)
 
 
 def test_a_run_that_was_killed_shows_its_last_steps(open_app, recorded):
@@ -65,7 +66,7 @@ def test_a_run_that_was_killed_shows_its_last_steps(open_app, recorded):
     assert not app.exception
     assert "Ranks 0-1 stopped without reporting an error. The last step was 2." in read(app)
     assert "The other ranks wait" not in read(app)
-    assert "The last 3 steps" in read(app)
+    assert "Last 3 steps" in read(app)
 
 
 def test_what_the_address_names_wrongly_is_as_if_not_named(open_app, recorded):
@@ -79,7 +80,9 @@ def test_steps_are_drawn_with_their_exposed_part_hatched(recorded):
     step_time, exposed = draw_live_steps(steps).data
     assert list(step_time.y) == [0.001] * 3
     assert exposed.fillpattern.shape == "/"
-    assert frame_live_steps(steps)["step"].tolist() == [2, 1, 0]
+    frame = frame_of(LiveStep.TABLE, steps[::-1])
+    assert frame["step"].tolist() == [2, 1, 0]
+    assert frame["step time (ms)"].tolist() == [step.step_time_ns / 1e6 for step in steps[::-1]]
 
 
 def test_every_number_of_the_machine_has_a_small_chart_with_its_newest_value():

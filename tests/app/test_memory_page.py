@@ -1,10 +1,11 @@
-"""Does the Memory page say what fills memory, in the library's own words and numbers?"""
+"""Test that the Memory page shows the numbers and sentences of the library."""
 
 import pytest
 from fsdp_inspect_app.charts.memory import draw_step_memory
-from fsdp_inspect_app.frames.memory import frame_alive, frame_step_memory
+from fsdp_inspect_app.frames.memory import frame_step_memory
+from fsdp_inspect_app.frames.values import frame_of
 
-from fsdp_inspect.analysis.memory.overview import measure_memory_overview
+from fsdp_inspect.analysis.memory.overview import MemoryOverview, measure_memory_overview
 from fsdp_inspect.analysis.memory.step import measure_step_memory
 from fsdp_inspect.importing.snapshot import import_snapshot
 from fsdp_inspect.report import memory_wording, palette
@@ -52,7 +53,7 @@ def test_an_allocators_run_shows_headroom_growth_ranks_and_the_device(shown):
     assert not app.exception
     assert "of the device's 80.0 GiB were never taken." in read(app)
     titles = [element.value for element in app.markdown]
-    for title in ("Does it grow?", "Are the ranks alike?", "Allocated, reserved, and the device"):
+    for title in ("Growth", "Memory by rank", "Allocator and device"):
         assert any(title in shown.replace("\\", "") for shown in titles), title
 
 
@@ -60,7 +61,7 @@ def test_the_address_chooses_rank_and_step(open_app, runs_folder):
     app = open_app(runs_folder, "memory", run="whole", rank="0", step="3")
     assert app.selectbox(key="memory rank of synthetic").value == 0
     assert app.query_params["step"] == "3"
-    assert "Through step 3 of rank 0" in read(app)
+    assert "Memory over step 3, rank 0" in read(app)
 
 
 def test_what_the_address_names_wrongly_is_as_if_not_named(open_app, runs_folder):
@@ -109,8 +110,8 @@ def test_the_table_of_a_step_has_a_row_for_each_reading(sample):
 
 def test_what_is_alive_adds_up_to_the_peak(sample):
     peak = measure_memory_overview(sample).memory.peak
-    frame = frame_alive(peak)
-    assert frame["all (MiB)"].sum() == pytest.approx(peak.bytes / (1 << 20))
+    frame = frame_of(MemoryOverview.TABLE, peak.owners)
+    assert frame["at the peak (MiB)"].sum() == pytest.approx(peak.bytes / (1 << 20))
     assert frame["unit"].iloc[0] == "layers.5"
     figure = draw_alive(peak, most=2)
     assert len(figure.data[0].x) == 2

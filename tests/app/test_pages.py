@@ -59,7 +59,7 @@ def test_runs_lists_every_run_with_its_status(open_app, runs_folder):
         "broken": "unreadable",
         "newer": "unreadable",
     }
-    assert "6 runs, from" in read(app)
+    assert "6 runs. Fastest: `" in read(app)
     assert app.expander[0].label == "2 runs cannot be read"
     assert "are not JSON" in read(app)
 
@@ -94,7 +94,7 @@ def test_search_without_a_match_says_so(open_app, runs_folder):
 
 def test_an_empty_folder_says_how_to_record(open_app, tmp_path):
     app = open_app(tmp_path)
-    assert "There is no run here yet." in read(app)
+    assert "No run found." in read(app)
     assert "torchrun" in app.code[0].value
 
 
@@ -102,7 +102,7 @@ def test_an_empty_folder_says_how_to_record(open_app, tmp_path):
 def test_a_page_about_a_run_says_so_where_there_is_none(open_app, tmp_path, page):
     app = open_app(tmp_path, page)
     assert not app.exception
-    assert "There is no run here yet." in read(app)
+    assert "No run found." in read(app)
 
 
 def test_overview_says_the_verdict_first_and_then_the_digests_numbers(shown, runs_folder):
@@ -242,7 +242,7 @@ def test_units_shows_one_row_a_unit_with_the_digests_numbers(shown, runs_folder)
 
 def test_units_shows_one_unit_in_detail_and_links_to_it(open_app, runs_folder):
     app = open_app(runs_folder, "units", run="whole", unit="norm, lm_head")
-    assert "`norm, lm_head` is waited for" in read(app)
+    assert "`norm, lm_head`: " in read(app)
     assert app.query_params["unit"] == "norm, lm_head"
 
 
@@ -263,8 +263,8 @@ def test_overview_names_the_causes_of_the_step_that_its_bar_shows(shown, runs_fo
 def test_overview_leads_to_the_timeline_at_the_unit_that_is_waited_for_most(shown, runs_folder):
     digest = measure_summary(open_run(runs_folder / "whole"))
     links = {link.proto.label: link.proto for link in shown("overview", "whole").get("page_link")}
-    shown_me = parse_qs(links["Show me"].query_string)
-    assert links["Show me"].page == "timeline"
+    shown_me = parse_qs(links["Show evidence"].query_string)
+    assert links["Show evidence"].page == "timeline"
     assert shown_me == {
         "run": ["whole"],
         "step": [str(digest.breakdown.closest_step)],
@@ -289,7 +289,7 @@ def test_overview_shares_its_address_and_exports_the_run(shown):
 
 def test_a_link_to_a_run_that_is_not_here_says_so_until_another_is_chosen(open_app, runs_folder):
     app = open_app(runs_folder, "overview", run="last-weeks")
-    assert "The link names `last-weeks`, and there is no such run here" in read(app)
+    assert "Run `last-weeks` of the link was not found" in read(app)
     app.selectbox(key="run").set_value("whole").run()
     assert "last-weeks" not in read(app)
 
@@ -298,16 +298,16 @@ def test_findings_lead_to_the_page_that_shows_them(shown):
     text = read(shown("overview", "whole"))
     assert "The run follows its plan" in text
     labels = [link.proto.label for link in shown("overview", "whole").get("page_link")]
-    assert "Seen in Units" in labels
+    assert "Show in Units" in labels
 
 
 @pytest.mark.parametrize(
     ("run", "page", "expected"),
     [
-        pytest.param("failed", "overview", "recorded until the failure is shown", id="failed"),
+        pytest.param("failed", "overview", "what was recorded before the failure", id="failed"),
         pytest.param("partial", "units", "fsdp-inspect merge", id="partial"),
         pytest.param("newer", "overview", "newer version of FSDP Inspect", id="newer schema"),
-        pytest.param("no-steps", "units", "No step counts yet", id="no steps"),
+        pytest.param("no-steps", "units", "No timed step yet", id="no steps"),
     ],
 )
 def test_every_state_of_a_run_says_what_to_do(shown, run, page, expected):
@@ -322,9 +322,14 @@ def test_a_run_of_a_newer_schema_says_how_to_update(shown):
 def test_a_units_page_names_its_neighbours_and_why_it_is_waited_for(open_app, runs_folder):
     app = open_app(runs_folder, "units", run="whole", unit="layers.3")
     labels = [link.proto.label for link in app.get("page_link")]
-    assert {"Before it: `layers.2`", "After it: `layers.4`", "All units"} <= set(labels)
+    assert {"Previous: `layers.2`", "Next: `layers.4`", "All units"} <= set(labels)
     titles = " ".join(element.value for element in app.markdown)
-    for title in ("Waits and their causes", "over the steps", "early enough", "holds memory"):
+    for title in (
+        "Exposed waits by cause",
+        "Collectives over steps",
+        "Prefetch",
+        "Memory over step ",
+    ):
         assert title in titles.replace("\\", "")
 
 
@@ -387,7 +392,7 @@ def linked_folder(tmp_path_factory):
 def test_a_run_that_is_a_link_out_of_the_folder_is_named_and_not_read(open_app, linked_folder):
     app = open_app(linked_folder[0])
     assert app.dataframe[0].value["run"].tolist() == ["whole"]
-    assert "links to places outside this folder: `linked`" in read(app)
+    assert "Links to places outside this folder are not shown: `linked`" in read(app)
 
 
 def test_a_link_inside_a_run_that_leads_out_of_the_folder_is_refused(open_app, tmp_path):

@@ -67,11 +67,11 @@ def test_a_link_opens_one_step_of_one_rank(open_app, sample):
     assert not app.exception
     breakdown = measure_step_breakdown(sample, rank=2, step=7)
     assert f"Step 7: {format_ns(breakdown.step_time_ns)}" in read(app)
-    [picker] = [box for box in app.selectbox if box.label == "Step in detail"]
+    [picker] = [box for box in app.selectbox if box.label == "Step"]
     assert picker.value == 7
-    closest = next(option for option in picker.options if option.endswith("(closest to typical)"))
-    picker.set_value(int(closest.split(" ")[0])).run()
-    assert "closest to its typical step" in read(app)
+    typical = next(option for option in picker.options if option.endswith("(typical)"))
+    picker.set_value(int(typical.split(" ")[0])).run()
+    assert "closest to the typical step: " in read(app)
     assert "step" not in app.query_params
 
 

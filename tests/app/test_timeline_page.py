@@ -51,10 +51,10 @@ def test_only_steps_with_events_can_be_chosen_and_the_others_are_counted(thinned
     [picker] = [box for box in app.selectbox if box.label == "Step"]
     assert [option.split(" ")[0] for option in picker.options] == ["0", "5", "7"]
     assert app.query_params["step"] in ("0", "5", "7")
-    assert "3 of 8 finished steps kept their events" in read(app)
+    assert "3 of 8 completed steps have events" in read(app)
 
 
 def test_without_any_events_the_page_says_what_there_is_instead(thinned):
     app = start_app(thinned, "timeline", run="none")
     assert not app.exception
-    assert "The events of this run's steps are not here" in read(app)
+    assert "No step can be drawn: the events are missing." in read(app)

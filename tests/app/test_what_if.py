@@ -118,8 +118,8 @@ def test_turning_a_knob_moves_the_number_and_the_address(open_app):
 
 def test_the_replays_error_stands_beside_the_prediction(open_app, bench):
     app = open_app(SAMPLES, "what_if", run=RUN)
-    assert app.metric[3].label == "Replay error"
-    assert "measured" in app.metric[3].help
+    assert app.metric[3].label == "Self-check"
+    assert "recorded step" in app.metric[3].help
     assert "%" in app.metric[3].value
 
 
@@ -135,7 +135,7 @@ def test_the_replays_error_stands_beside_the_prediction(open_app, bench):
 def test_what_cannot_be_played_is_explained(open_app, address, said):
     app = open_app(SAMPLES, "what_if", run=RUN, **address)
     assert not app.exception
-    assert "That cannot be played" in read(app)
+    assert "These settings cannot be simulated" in read(app)
     assert said in app.warning[0].value.replace("\\", "")
 
 
@@ -151,7 +151,7 @@ def test_a_plan_from_a_link_is_played_and_can_be_changed_further(open_app, bench
     plan = wrap(bench.plan, "every:2")
     app = open_app(SAMPLES, "what_if", run=RUN, plan=pack_plan(plan), bandwidth="1GB/s")
     assert not app.exception
-    assert "On top of the plan that the link brought" in read(app)
+    assert "Changes of the plan in the address" in read(app)
     assert app.code[0].value.endswith("--bandwidth 1GB/s --plan plan.toml")
     file = tmp_path / "plan.toml"
     plan.dump(file)
@@ -163,14 +163,14 @@ def test_a_plan_of_another_model_is_explained(open_app):
     plan = Plan.from_dict({"units": [{"modules": ["other.7"]}, {"modules": [""]}]})
     app = open_app(SAMPLES, "what_if", run=RUN, plan=pack_plan(plan))
     assert not app.exception
-    assert "That cannot be played" in read(app)
+    assert "These settings cannot be simulated" in read(app)
 
 
 @pytest.mark.parametrize("name", ["whole", "partial", "no-steps", "failed"])
 def test_a_run_that_cannot_be_played_says_why_and_what_to_do(shown, name):
     app = shown("what_if", name)
     assert not app.exception
-    assert "No other plan can be played on this run" in read(app)
+    assert "This run cannot be simulated" in read(app)
     assert any("fsdp_inspect.record" in block.value for block in app.code)
 
 

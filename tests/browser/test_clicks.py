@@ -1,4 +1,4 @@
-"""Does a click on a point of a chart lead to what the point stands for?"""
+"""Test that a click on a point of a chart opens its page."""
 
 from urllib.parse import parse_qs, urlsplit
 

@@ -37,7 +37,7 @@ def test_the_answer_the_settings_and_both_steps_are_there(server, tab, entries, 
     open_comparison(dashboard, entries)
     assert dashboard.headline() == said(comparison.answer)
     main = dashboard.page.get_by_test_id("stMain").inner_text()
-    assert main.index("What differs in their settings") < main.index("What they cost")
+    assert main.index("Different settings") < main.index("Metrics")
     canvas = dashboard.page.locator(".st-key-card-timelines canvas[data-draws]")
     canvas.wait_for()
     for entry in entries:

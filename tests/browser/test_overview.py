@@ -53,7 +53,7 @@ def test_a_run_that_is_not_whole_says_so_and_what_to_do(states_server, tab, run)
 def test_show_me_leads_to_the_timeline_at_the_unit_that_is_waited_for(states_server, tab, digests):
     dashboard = tab(states_server)
     dashboard.open("overview", run="recorded")
-    dashboard.page.get_by_role("link", name="Show me").click()
+    dashboard.page.get_by_role("link", name="Show evidence").click()
     dashboard.page.wait_for_url("**/timeline?**")
     dashboard.settle()
     shown = parse_qs(urlsplit(dashboard.page.url).query)
@@ -70,7 +70,7 @@ def test_a_top_unit_leads_to_its_page(states_server, tab):
     card.get_by_role("link", name=re.compile("norm, lm_head")).first.click()
     dashboard.page.wait_for_url("**/units?**")
     dashboard.settle()
-    assert dashboard.headline().startswith("norm, lm_head is waited for")
+    assert dashboard.headline().startswith("norm, lm_head: ")
 
 
 def test_the_report_is_one_file_that_is_made_when_asked(states_server, tab):

@@ -45,7 +45,7 @@ def test_a_row_opens_its_rank_and_leaves_the_picker_to_choose_another(server, ta
     dashboard.shown = None
     choose_row(dashboard, 2)
     assert headline_of(dashboard, "**rank=2**") == describe_rank(ranks.ranks[2])
-    picker = dashboard.page.get_by_role("combobox", name="Rank in detail")
+    picker = dashboard.page.get_by_role("combobox", name="Rank")
     picker.click()
     picker.press_sequentially("3")
     picker.press("Enter")

@@ -33,7 +33,7 @@ def test_every_run_is_listed_with_its_status(states_server, tab):
     dashboard.page.wait_for_function(
         "() => !document.querySelector('[data-testid=stProgress]')", timeout=60_000
     )
-    assert dashboard.headline().startswith(f"{len(RUNS)} runs, from ")
+    assert dashboard.headline().startswith(f"{len(RUNS)} runs. Fastest: ")
     statuses = {cells[0]: cells[1] for cells in listed(dashboard)}
     assert statuses == {
         "recorded": "complete",

@@ -205,7 +205,7 @@ def test_the_guilty_unit_is_one_click_away(open_timeline, longest):
     assert "issued when it was needed" in words
     assert f"exposed {format_ns(facts.exposed_ns)}: late issue" in words
     assert "recorded, measured" in words
-    link = timeline.page.get_by_role("link", name="Unit page of norm, lm_head")
+    link = timeline.page.get_by_role("link", name="Open unit norm, lm_head")
     named = parse_qs(urlparse(link.get_attribute("href")).query)
     assert (named["unit"], named["run"]) == (["norm, lm_head"], ["whole"])
 
@@ -374,7 +374,7 @@ def test_names_from_a_run_are_shown_and_never_obeyed(open_timeline):
     box = timeline.canvas.bounding_box()
     timeline.canvas.hover(position={"x": GUTTER + (box["width"] - GUTTER) / 2, "y": GATHER_Y})
     assert HOSTILE in page.locator(".tip .title").inner_text()
-    page.get_by_text("The same as a table").click()
+    page.get_by_text("Table: ").click()
     page.get_by_test_id("stDataFrame").wait_for()
     assert page.title() != "owned"
     assert page.locator("img[src='x']").count() == 0
@@ -383,7 +383,7 @@ def test_names_from_a_run_are_shown_and_never_obeyed(open_timeline):
 def test_ranks_without_a_common_clock_are_told_apart(open_timeline):
     timeline = open_timeline("apart", step="3")
     words = timeline.page.get_by_test_id("stMain").inner_text()
-    assert "Each on a clock of its own that begins at 0: ranks 2, 3" in words, words
+    assert "The clocks of ranks 2, 3 are not aligned" in words, words
     assert "must not be compared" in words
 
 

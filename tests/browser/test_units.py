@@ -10,13 +10,13 @@ from fsdp_inspect.store.folder import list_runs
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 CARDS = (
-    "Waits and their causes",
-    "Its collectives over the steps",
-    "How long they take",
-    "Was it gathered early enough?",
-    "When it holds memory",
-    "What it owns at the peak",
-    "Its parameters",
+    "Exposed waits by cause",
+    "Collectives over steps",
+    "Collective durations",
+    "Prefetch",
+    "Memory over the step",
+    "Memory at the peak",
+    "Parameters",
 )
 
 
@@ -55,7 +55,7 @@ def test_a_click_on_a_name_opens_the_unit_and_its_neighbours_follow(states_serve
     dashboard.page.wait_for_url("**unit=**")
     dashboard.settle()
     assert address_of(dashboard)["unit"] == ["layers.1"]
-    dashboard.page.get_by_role("link", name=re.compile(r"After it: layers\.2")).click()
+    dashboard.page.get_by_role("link", name=re.compile(r"Next: layers\.2")).click()
     dashboard.page.wait_for_url("**unit=layers.2**")
     dashboard.settle()
     assert dashboard.headline().startswith("layers.2 is ")

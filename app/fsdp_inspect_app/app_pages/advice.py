@@ -1,4 +1,4 @@
-"""What should be changed about this run, what would it bring, and did it?"""
+"""Page Advice: findings, suggested changes with predictions, and measured outcomes."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -64,8 +64,8 @@ T = TypeVar("T")
 _FRONT_KEY = "front"
 _CLICKED_KEY = "clicked in the front"
 _FLOOR = (
-    "The first all-gather of forward and the last reduction of backward have nothing to hide "
-    "behind: {floor} of every step that no plan takes away."
+    "Floor: the first all-gather of forward and the last reduction of backward expose {floor} per "
+    "step under every plan."
 )
 
 
@@ -76,7 +76,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
     question = _ask(entry)
     if question is None:
         with answer:
-            show_headline("How much may a plan take\\? Correct the limit below\\.")
+            show_headline("Invalid limit\\. Correct it below\\.")
         return
     advice = advice_of(entry, question.wishes)
     with answer:
@@ -92,7 +92,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the advice is for, and how the command and the address say it."""
+    """The request for advice, with its command and its address parameters."""
 
     wishes: AdviceRequest
     command: str
@@ -101,22 +101,21 @@ class Question:
 
 
 def _ask(entry: RunEntry) -> Question | None:
-    """What the advice is for; None if something cannot be read."""
+    """Read the request from the widgets; None if a value is invalid."""
     columns = st.columns([3, 3, 3, 3, 3], vertical_alignment="bottom")
     with columns[0]:
         limit = _ask_amount(
             _LIMIT_KEY,
             "Memory limit",
             "such as 80GiB",
-            "The predicted peak of allocated memory must not exceed it; the device's memory unless "
-            "given.",
+            "Highest predicted peak of allocated memory. Default: the memory of the device.",
         )
     with columns[1]:
         time_limit = _ask_amount(
             _TIME_LIMIT_KEY,
             "Longest step",
             "such as 300ms",
-            "Of the smallest plan: the recorded step unless given.",
+            "Longest step of the plan with the lowest peak. Default: the recorded step.",
         )
     network = {}
     for column, knob in zip(columns[2:4], KNOBS_OF_LINK, strict=True):
@@ -161,45 +160,48 @@ def _ask_dtypes() -> bool:
     allow_dtypes = st.toggle(
         "Try bfloat16",
         key=_DTYPES_KEY,
-        help="Half the bytes of messages, and other numbers: check that the loss still falls.",
+        help="Halves the message sizes and changes the numerics. Check the loss.",
     )
     link(_DTYPES_KEY, "1" if allow_dtypes else None)
     return allow_dtypes
 
 
 def _read(text: str, parse: Callable[[str], T | None], what: str, example: str) -> T | None:
-    """The value of a text; one that is none is said to be."""
+    """The value of a text; an invalid text shows an error."""
     value = parse(text) if text else None
     if text and not value:
         st.error(
-            plain(f"{text!r} is no {what} above 0. Expected a number with a unit, like {example}."),
+            plain(
+                f"Invalid {what}: {text!r}. "
+                f"Expected a number above 0 with a unit, such as {example}."
+            ),
             icon=":material/error:",
         )
     return value
 
 
 def _show_refusal(advice: Advice) -> None:
-    with show_card("No plan can be played on this run", key="refusal"):
+    with show_card("This run cannot be simulated", key="refusal"):
         st.markdown(plain(advice.refusal or ""))
         st.caption(
-            "Plans are played from what a recorder saw of units, collectives and compute\\. "
-            "Imported traces and runs without a timed step hold too little of it\\. Record the "
-            "job with the recorder, past warm\\-up:"
+            "The simulation requires recorded units, collectives and compute, which imported "
+            "traces and runs without a timed step lack\\. Record the job with more steps than "
+            "warm\\-up:"
         )
         st.code("torchrun --nproc-per-node N -m fsdp_inspect.record train.py ARGS", language="bash")
 
 
-# --- what comes first
+# --- findings
 
 
 def _show_findings(findings: Sequence[Finding], manifest: RunManifest) -> None:
-    with show_card("Before the plan", key="findings"):
+    with show_card("Findings", key="findings"):
         for place, finding in enumerate(findings):
             rule = f" {_badge(finding.rule)}" if finding.rule else ""
             st.markdown(f"**{plain(finding.sentence)}**{rule}")
             if finding.evidence:
                 st.caption(plain(finding.evidence))
-            lines = [f"- **Seen**: {plain(describe_row(row))}" for row in finding.rows]
+            lines = [f"- **Evidence**: {plain(describe_row(row))}" for row in finding.rows]
             lines += [f"- {plain(step)}" for step in finding.do]
             lines.append(f"- **Effect**: {plain(finding.effect.sentence)}")
             lines += [f"- **Assumed**: {plain(line)}" for line in finding.assumptions]
@@ -211,7 +213,7 @@ def _show_findings(findings: Sequence[Finding], manifest: RunManifest) -> None:
 
 
 def _link_units(units: Sequence[str], manifest: RunManifest, *, key: str) -> None:
-    """To the evidence: the pages of the units that the run has, or of all of them."""
+    """Link to the evidence: the pages of the units, or the page of all units."""
     recorded = {unit.fqn for unit in manifest.units}
     own = [fqn for fqn in units if fqn in recorded]
     with st.container(horizontal=True, gap="small", key=f"links-{key}"):
@@ -219,8 +221,8 @@ def _link_units(units: Sequence[str], manifest: RunManifest, *, key: str) -> Non
             name = format_unit(fqn)
             page_link("units", plain(name), icon=":material/stacks:", unit=name)
         if len(own) != 1:
-            page_link("units", "all units", icon=":material/stacks:", unit=None)
-        page_link("timeline", "timeline", icon=":material/view_timeline:", unit=None)
+            page_link("units", "Open all units", icon=":material/stacks:", unit=None)
+        page_link("timeline", "Open timeline", icon=":material/view_timeline:", unit=None)
 
 
 # --- the plan
@@ -250,17 +252,17 @@ def _show_numbers(plan: PlanAdvice) -> None:
     fastest = plan.fastest
     interval = f"{format_ns(fastest.step_low_ns)} to {format_ns(fastest.step_high_ns)}"
     numbers = (
-        ("Step, predicted", format_ns(fastest.step_ns), interval),
-        ("Step of the recorded plan", format_ns(plan.recorded_step_ns), "measured"),
+        ("Predicted step", format_ns(fastest.step_ns), interval),
+        ("Recorded step", format_ns(plan.recorded_step_ns), "measured"),
         (
-            "Peak, predicted",
+            "Predicted peak",
             format_bytes(fastest.peak_bytes),
-            f"recorded: {format_bytes(plan.replayed_peak_bytes)}",
+            f"recorded plan: {format_bytes(plan.replayed_peak_bytes)}",
         ),
         (
-            "Replay error",
+            "Self-check",
             format_error(plan.replay_error),
-            f"{plan.num_plans} plans played",
+            f"{plan.num_plans} plans simulated",
         ),
     )
     for column, (name, value, detail) in zip(st.columns(len(numbers)), numbers, strict=True):
@@ -275,7 +277,7 @@ def _show_suggestion(
     manifest: RunManifest,
 ) -> None:
     step = format_ns(suggestion.step_ns)
-    step = f"down to {step}" if suggestion.saved_ns >= 0 else f"{step} with it"
+    step = f"step {step}"
     with show_card(f"{place}. {suggestion.what}", key=f"change-{place}") as header:
         with header:
             st.markdown(" ".join(_badge(rule) for rule in suggestion.rules if rule))
@@ -286,14 +288,14 @@ def _show_suggestion(
             )
         )
         lines = [f"- **Why**: {plain(line)}" for line in suggestion.evidence]
-        lines += [f"- **Seen**: {plain(describe_row(row))}" for row in suggestion.rows]
+        lines += [f"- **Evidence**: {plain(describe_row(row))}" for row in suggestion.rows]
         lines += [f"- **Assumed**: {plain(line)}" for line in suggestion.assumptions]
         lines += [f"- **Risk**: {plain(line)}" for line in suggestion.risks]
         st.markdown("\n".join(lines))
         if suggestion.snippet:
             st.code(suggestion.snippet, language="python")
         _link_units(suggestion.units, manifest, key=f"change-{place}")
-        _offer_plan(suggestion.plan, question, key=f"change-{place}", label="Plan up to here")
+        _offer_plan(suggestion.plan, question, key=f"change-{place}", label="Download plan so far")
 
 
 def _badge(rule: str) -> str:
@@ -302,7 +304,7 @@ def _badge(rule: str) -> str:
 
 
 def _offer_plan(plan: Plan, question: Question, *, key: str, label: str) -> None:
-    """A plan to keep, and to try out."""
+    """Show buttons to download a plan and to open it in What-if."""
     with st.container(horizontal=True, vertical_alignment="center", gap="small"):
         st.download_button(
             label,
@@ -325,8 +327,8 @@ def _offer_plan(plan: Plan, question: Question, *, key: str, label: str) -> None
 
 
 def _show_how_to_run(entry: RunEntry, plan: PlanAdvice, question: Question) -> None:
-    with show_card("Do it, and see whether it held", key="run"):
-        st.markdown("**1\\. Save the plan**, with all changes above, and what is predicted of it:")
+    with show_card("Run and verify", key="run"):
+        st.markdown("**1\\. Save the plan** with all changes above, and its prediction:")
         _offer_plan(plan.fastest.plan, question, key="fastest", label=_PLAN_FILE)
         st.download_button(
             _PREDICTION_FILE,
@@ -338,12 +340,12 @@ def _show_how_to_run(entry: RunEntry, plan: PlanAdvice, question: Question) -> N
             icon=":material/download:",
             key="prediction",
             on_click="ignore",
-            help="What is predicted of the plan: verify holds it against the run of the plan.",
+            help="fsdp-inspect verify compares the prediction with the run of the plan.",
         )
         st.code(question.command, language="bash", wrap_lines=True)
-        st.markdown("**2\\. Shard the model by it**, in place of your own `fully_shard` calls:")
+        st.markdown("**2\\. Apply the plan** in place of your `fully_shard` calls:")
         st.code(plan.snippet, language="python")
-        st.markdown("**3\\. Record that run, and hold the prediction against it:**")
+        st.markdown("**3\\. Record the run and compare it with the prediction:**")
         for line in plan.verify:
             st.code(line, language="bash", wrap_lines=True)
 
@@ -352,10 +354,10 @@ def _show_how_to_run(entry: RunEntry, plan: PlanAdvice, question: Question) -> N
 
 
 def _show_alternative(proposal: Proposal, plan: PlanAdvice, question: Question) -> None:
-    with show_card("Instead, for less memory", key="smallest"):
+    with show_card("Alternative with less memory", key="smallest"):
         st.markdown(f"**{plain(proposal.what)}**")
         st.markdown(
-            plain(f"Predicted: {describe_alternative(proposal, plan)}. An alternative, not on top.")
+            plain(f"Predicted: {describe_alternative(proposal, plan)}. Replaces the plan above.")
         )
         lines = [f"- **Assumed**: {plain(line)}" for line in proposal.assumptions]
         lines += [f"- **Risk**: {plain(line)}" for line in proposal.risks]
@@ -364,11 +366,11 @@ def _show_alternative(proposal: Proposal, plan: PlanAdvice, question: Question) 
 
 
 def _show_front(plan: PlanAdvice, question: Question) -> None:
-    with show_card("Step time against peak memory, of all plans played", key="front") as header:
+    with show_card("Step time and peak memory of plans", key="front") as header:
         with header:
-            show_table_button(frame_front(plan), key="front", alt="Plans that no other beats")
+            show_table_button(frame_front(plan), key="front", alt="Plans of the front")
         if plan.replayed_peak_bytes is None:
-            st.caption("Memory is not known, so there is nothing to weigh against the step time\\.")
+            st.caption("The peak memory of the plans is unknown\\.")
         else:
             event = st.plotly_chart(
                 draw_front(plan),
@@ -376,22 +378,22 @@ def _show_front(plan: PlanAdvice, question: Question) -> None:
                 config=CONFIG,
                 on_select="rerun",
                 selection_mode="points",
-                alt=f"{len(plan.front)} plans that no other beats in both step time and peak "
-                "memory, and the recorded one; the table holds the numbers",
+                alt=f"{len(plan.front)} plans that no other plan beats in both step time and peak "
+                "memory, and the recorded plan; the table has the numbers",
             )
             _follow_click(event["selection"]["points"])
         point = _pick_point(plan.front)
         st.markdown(
             plain(
-                f"{format_ns(point.step_ns)} a step, peak {format_bytes(point.peak_bytes)}, "
-                "predicted."
+                f"Predicted: step {format_ns(point.step_ns)}, "
+                f"peak {format_bytes(point.peak_bytes)}."
             )
         )
         _offer_plan(point.plan, question, key="front", label=_PLAN_FILE)
 
 
 def _follow_click(points: Sequence[Mapping[str, Any]]) -> None:
-    """A point that was clicked is the chosen plan, until another one is chosen."""
+    """Choose the plan of the clicked point."""
     clicked = next((one["point_index"] for one in points if one["curve_number"] == 0), None)
     if clicked is not None and clicked != st.session_state.get(_CLICKED_KEY):
         st.session_state[_FRONT_KEY] = clicked
@@ -405,10 +407,10 @@ def _pick_point(front: Sequence[ParetoPoint]) -> ParetoPoint:
     if st.session_state[_FRONT_KEY] not in legal.values():
         st.session_state[_FRONT_KEY] = 0
     chosen = st.selectbox(
-        "A plan of the front, from the fastest to the smallest",
+        "Plan",
         range(len(front)),
         format_func=lambda place: (
-            "The recorded plan" if front[place].is_recorded else front[place].what
+            "Recorded plan" if front[place].is_recorded else front[place].what
         ),
         key=_FRONT_KEY,
     )
@@ -417,7 +419,7 @@ def _pick_point(front: Sequence[ParetoPoint]) -> ParetoPoint:
 
 
 def _show_outcomes(entry: RunEntry, run_id: str) -> None:
-    """Predicted beside measured, of earlier suggestions for this run."""
+    """Show predictions and measured outcomes of earlier suggestions for this run."""
     place = find_ledger(entry.path)
     if not is_in_folder(place, loading.runs_folder()):
         return
@@ -429,7 +431,7 @@ def _show_outcomes(entry: RunEntry, run_id: str) -> None:
     if not record.predictions:
         return
     frame = frame_outcomes(record.predictions)
-    with show_card("Afterwards: predicted beside measured", key="outcomes") as header:
+    with show_card("Predicted and measured", key="outcomes") as header:
         with header:
             show_csv_button(frame, key="outcomes")
         st.markdown(plain(record.sentence))
@@ -439,7 +441,7 @@ def _show_outcomes(entry: RunEntry, run_id: str) -> None:
 
 
 def _show_rest(plan: PlanAdvice, summary: Summary) -> None:
-    with show_card("What will not help, and what is assumed", key="rest"):
+    with show_card("Limits and assumptions", key="rest"):
         lines = [_FLOOR.format(floor=format_ns(summary.floor_ns))] if summary.floor_ns else []
         lines += plan.notes
         lines += [f"Assumed: {line}" for line in plan.fastest.assumptions]

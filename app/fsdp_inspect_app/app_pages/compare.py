@@ -1,4 +1,4 @@
-"""How do runs differ: in their settings, in time, unit by unit, and in memory?"""
+"""Page Compare: differences of runs in settings, time, units and memory."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ from fsdp_inspect_app.wording import code, plain
 
 _MOST_OTHERS = 7
 _MOST_UNITS = 40
-_MOST_LOOKED_AT = 60  # manifests read to find a run that is worth comparing
+_MOST_LOOKED_AT = 60  # manifests that are read to suggest a run
 _SIDES_IN_A_ROW = 4
 _ORDER_KEY, _BY_EXECUTION = "order", "execution"
 _MEASURES = {
@@ -75,22 +75,22 @@ _MEASURE_TITLES = {
 
 
 def show_page() -> None:
-    """The answer, who is compared, what differs, and what that changed."""
+    """Show the headline, the sides, their differences, and the effects."""
     entries = {entry.id: entry for entry in loading.list_entries()}
     if not entries:
         show_no_runs()
         return
     if len(entries) == 1:
         show_nothing(
-            "There is only one run here: nothing to compare it with.",
-            "Record a second one, with another setting, into the same folder.",
+            "A comparison needs two runs. This folder has one.",
+            "Record a second run with another setting into the same folder.",
         )
         return
     answer = st.container()
     baseline, others = _pick_runs(entries)
     if not others:
         with answer:
-            show_headline(f"Which runs stand against {code(baseline)}? Choose one or more\\.")
+            show_headline(f"Choose runs to compare with {code(baseline)}\\.")
         return
     chosen = [entries[name] for name in (baseline, *others)]
     try:
@@ -108,7 +108,7 @@ def show_page() -> None:
 
 
 def _refuse_copies(chosen: Sequence[RunEntry]) -> None:
-    """A run compared with a copy of itself never differs, which would mislead."""
+    """Reject copies of one run, which would never differ."""
     seen: dict[str, str] = {}
     for entry in chosen:
         run_id = loading.open_entry(entry).manifest.run_id
@@ -120,18 +120,18 @@ def _refuse_copies(chosen: Sequence[RunEntry]) -> None:
         seen[run_id] = entry.id
 
 
-# --- who is compared
+# --- sides
 
 
 def _pick_runs(entries: dict[str, RunEntry]) -> tuple[str, list[str]]:
-    """The baseline, and the runs against it."""
+    """The baseline, and the runs to compare with it."""
     baseline, others = _suggest(entries)
     names = {name: name for name in entries}
     left, right = st.columns([2, 3], vertical_alignment="bottom")
     with left:
         follow(BASELINE_KEY, BASELINE_KEY, names, baseline)
         baseline = st.selectbox(
-            "Baseline", list(entries), key=BASELINE_KEY, help="The others are compared with it."
+            "Baseline", list(entries), key=BASELINE_KEY, help="The reference of the comparison."
         )
         link(BASELINE_KEY, baseline)
     options = [name for name in entries if name != baseline]
@@ -140,12 +140,12 @@ def _pick_runs(entries: dict[str, RunEntry]) -> tuple[str, list[str]]:
         kept = [name for name in st.session_state[WITH_KEY] if name in options]
         st.session_state[WITH_KEY] = kept[:_MOST_OTHERS]
         chosen = st.multiselect(
-            "Against",
+            "Compare with",
             options,
             key=WITH_KEY,
             max_selections=_MOST_OTHERS,
             placeholder="one to seven runs",
-            help="Runs of the same settings as an earlier one count as repeats of it.",
+            help="Runs with the same settings are repeats, and count as one side.",
         )
     link(WITH_KEY, chosen or None)
     return baseline, chosen
@@ -209,49 +209,49 @@ def _show_sides(comparison: Comparison, by_run: Mapping[str, RunEntry]) -> None:
 
 
 def _show_side(side: Side, entry: RunEntry, *, is_baseline: bool) -> None:
-    role = "baseline" if is_baseline else "against it"
+    role = "baseline" if is_baseline else "compared"
     standing = next(run for run in side.runs if run.run_id == side.median_run)
     with st.container(border=True, key=f"card-side-{side.label}", gap="xsmall"):
         st.markdown(f"**{side.label}** · {role} · {plain(format_ns(standing.step_time_ns))} a step")
         facts = f"{standing.num_timed_steps} timed steps · {standing.status}"
         if len(side.runs) > 1:
-            facts += f" · {len(side.runs)} runs, this one has the median step time"
+            facts += f" · median of {len(side.runs)} runs"
         st.caption(plain(facts))
         page_link("overview", plain(entry.id), icon=":material/insights:", run=entry.id)
 
 
-# --- in what they differ
+# --- settings
 
 
 def _show_settings(comparison: Comparison, manifests: Sequence[RunManifest]) -> None:
     labels = [side.label for side in comparison.sides]
-    with show_card("What differs in their settings", key="settings") as header:
+    with show_card("Different settings", key="settings") as header:
         if comparison.settings:
             frame = frame_settings(comparison.settings, labels)
             with header:
                 show_csv_button(frame, key="settings")
             show_table(frame, key="settings", alt="Settings that differ, one row each")
         else:
-            st.markdown("Nothing: their recorded settings are the same\\.")
+            st.markdown("The recorded settings are the same\\.")
         shared = find_shared_settings(manifests)
         with st.popover(
-            f"The same on all sides: {len(shared)} settings", type="tertiary", key="shared"
+            f"Same on all sides: {len(shared)} settings", type="tertiary", key="shared"
         ):
             show_table(
                 frame_shared(shared), key="shared-settings", alt="Settings that are the same"
             )
 
 
-# --- what they cost
+# --- costs
 
 
 def _show_metrics(comparison: Comparison) -> None:
     labels = [side.label for side in comparison.sides]
     frame = frame_metrics(comparison.metrics, labels)
-    with show_card("What they cost", key="metrics") as header:
+    with show_card("Metrics", key="metrics") as header:
         with header:
             show_csv_button(frame, key="metrics")
-        show_table(frame, key="metrics", alt="What they cost, one row a metric")
+        show_table(frame, key="metrics", alt="Metrics, one row each")
         st.caption(plain(_describe_noise()))
         with st.popover("Runs of each side", type="tertiary", key="repeats"):
             show_table(frame_sides(comparison), key="sides", alt="The runs of each side")
@@ -259,10 +259,10 @@ def _show_metrics(comparison: Comparison) -> None:
 
 def _describe_noise() -> str:
     return (
-        "Times are those of the typical step, one number a run: steps of one process are not "
-        f"independent. With fewer than {RUNS_FOR_A_TEST} runs a side, times closer than "
-        f"{format_ratio(PROCESS_NOISE_RATIO)} cannot be told from noise; with more, the interval "
-        "is 95 % of the change (rank test). Counts and bytes are compared exactly."
+        "Times are those of the typical step, one number a run, because the steps of one process "
+        f"are not independent. With fewer than {RUNS_FOR_A_TEST} runs a side, a difference below "
+        f"{format_ratio(PROCESS_NOISE_RATIO)} is not significant. With more runs, the table shows "
+        "the 95% confidence interval of the change. Counts and bytes are compared exactly."
     )
 
 
@@ -274,24 +274,24 @@ def _show_steps(contents: ComparisonContents) -> None:
         if summary.breakdown is not None
     ]
     if not steps:
-        show_empty_card("Where their steps go", "No side has a step that counts.", key="steps")
+        show_empty_card("Parts of the step", "No side has a timed step.", key="steps")
         return
     listed = "; ".join(f"{label} {format_ns(step.step_time_ns)}" for label, step in steps)
     show_chart_card(
-        "Where their steps go, on one scale",
+        "Parts of the step by side",
         draw_steps(
             [(label, {part.name: part.duration_ns for part in step.parts}) for label, step in steps]
         ),
         frame_compared_parts(comparison.parts, [side.label for side in comparison.sides]),
         key="steps",
         alt=f"One bar for the typical step of each side: {listed}",
-        note="The typical step of each side's median run; the parts add up. "
-        f"Hatched: standing still for communication. {_describe_origins(contents)}",
+        note="Typical step of the median run of each side. The parts add up. "
+        f"Hatching marks exposed waits. {_describe_origins(contents)}",
     )
 
 
 def _describe_origins(contents: ComparisonContents) -> str:
-    """How the steps of each side were obtained; said once where it is the same for all."""
+    """How the times of each side were obtained, once if it is the same for all sides."""
     origins = [
         wording.describe_provenance(summary.provenance, "step", "forward", "backward", "all_gather")
         for summary in contents.digests
@@ -303,13 +303,13 @@ def _describe_origins(contents: ComparisonContents) -> str:
 
 
 def _pick_side(comparison: Comparison) -> int:
-    """Which side is looked at in detail, from 1."""
+    """The side shown in detail, from 1."""
     labels = [side.label for side in comparison.sides[1:]]
     if len(labels) == 1:
         return 1
     legal = {label: label for label in labels}
     follow("side", "side", legal, labels[0])
-    chosen = st.segmented_control("In detail, against A", labels, key="side", required=True)
+    chosen = st.segmented_control("Side", labels, key="side", required=True)
     link("side", chosen)
     return 1 + labels.index(str(chosen))
 
@@ -320,15 +320,15 @@ def _show_reasons(comparison: Comparison, other: int) -> None:
     with show_card(f"What changed from A to {conclusion.label}", key="reasons"):
         if len(comparison.conclusions) > 1:
             st.markdown(plain(conclusion.sentence))
-        st.markdown(lines or "Nothing that the runs can tell\\.")
+        st.markdown(lines or "No known reason\\.")
 
 
 def _show_part_changes(comparison: Comparison, other: int) -> None:
     label = comparison.sides[other].label
     labels = [side.label for side in comparison.sides]
-    title = f"Parts of the step, {label} less A"
+    title = f"Parts of the step, {label} - A"
     if not comparison.parts:
-        show_empty_card(title, "No side has a step that counts.", key="parts")
+        show_empty_card(title, "No side has a timed step.", key="parts")
         return
     changes = [
         (find_metric(f"{part.name}_ns").label, part.changes_ns[other - 1])
@@ -340,24 +340,26 @@ def _show_part_changes(comparison: Comparison, other: int) -> None:
         frame_compared_parts(comparison.parts, labels),
         key="parts",
         alt=f"Diverging bars: by how much each part of the step changed from A to {label}",
-        note="The changes add up to that of the typical steps. Left and blue: less; right and "
-        "orange: more.",
+        note="The changes add up to the change of the typical step. Blue, left: less. Orange, "
+        "right: more.",
     )
     if comparison.causes:
         with st.container(horizontal=True, vertical_alignment="center"):
-            st.caption("Why they wait, cause by cause", width="content")
+            st.caption("Exposed waits by cause", width="content")
             show_table_button(
-                frame_compared_causes(comparison.causes, labels), key="causes", alt="Waits by cause"
+                frame_compared_causes(comparison.causes, labels),
+                key="causes",
+                alt="Exposed waits by cause",
             )
 
 
 def _show_memory(comparison: Comparison, other: int) -> None:
     label = comparison.sides[other].label
-    title = f"Memory at the peak, {label} less A"
+    title = f"Memory at the peak, {label} - A"
     if all(row.changes[other - 1] is None for row in comparison.memory):
         show_empty_card(
             title,
-            "What fills memory is recorded in memory steps; not both sides have one: "
+            "Memory by category requires a memory step on both sides. Record with "
             "Recorder(..., memory_steps=[3]).",
             key="memory",
         )
@@ -368,7 +370,7 @@ def _show_memory(comparison: Comparison, other: int) -> None:
         if row.changes[other - 1]
     ]
     if not changes:
-        show_empty_card(title, "Every category holds exactly as much on both sides.", key="memory")
+        show_empty_card(title, "Every category has the same size on both sides.", key="memory")
         return
     show_chart_card(
         title,
@@ -376,14 +378,14 @@ def _show_memory(comparison: Comparison, other: int) -> None:
         frame_categories(comparison.memory, [side.label for side in comparison.sides]),
         key="memory",
         alt=f"Diverging bars: by how much each memory category changed from A to {label}",
-        note="At the highest moment of the memory steps, counted by the storage tracker. Left and "
-        "blue: less; right and orange: more.",
+        note="Peak of the memory steps, measured by the storage tracker. Blue, left: less. "
+        "Orange, right: more.",
     )
 
 
 def _show_units(comparison: Comparison, other: int) -> None:
     if not comparison.units:
-        show_empty_card("Unit by unit", "No side has an FSDP unit.", key="units")
+        show_empty_card("Units", "No side has an FSDP unit.", key="units")
         return
     left, right = st.columns([3, 2], vertical_alignment="bottom")
     with left:
@@ -393,9 +395,9 @@ def _show_units(comparison: Comparison, other: int) -> None:
     labels = (comparison.sides[0].label, comparison.sides[other].label)
     changes = find_unit_changes(comparison.units, measure, other, largest_first=is_sorted)
     known = [change for change in changes if change.change is not None]
-    title = f"{labels[1]} less {labels[0]}: {_MEASURE_TITLES[measure]}"
+    title = f"{labels[1]} - {labels[0]}: {_MEASURE_TITLES[measure]}"
     if not known:
-        show_empty_card(title, "Not known for a unit that both sides have.", key="units")
+        show_empty_card(title, "Unknown for all units that both sides have.", key="units")
         return
     shown = known[:_MOST_UNITS]
     bars = [(name_units(change), change.change) for change in shown]
@@ -406,13 +408,13 @@ def _show_units(comparison: Comparison, other: int) -> None:
         frame_unit_changes(changes, labels, other),
         key="units",
         alt=f"Diverging bars, one a unit: {title}",
-        note=f"{more}Units are aligned by their modules, also where the sides cut them "
-        "differently. Left and blue: less; right and orange: more. Of each side's median run.",
+        note=f"{more}Median run of each side. Units are aligned by their modules, also across "
+        "different wrap policies. Blue, left: less. Orange, right: more.",
     )
 
 
 def _ask_order() -> bool:
-    """Whether the largest changes come first; else the units are in order of execution."""
+    """Whether the largest change comes first, instead of the order of execution."""
     follow(_ORDER_KEY, _ORDER_KEY, {_BY_EXECUTION: False}, True)
     is_sorted = st.toggle("Largest change first", key=_ORDER_KEY)
     link(_ORDER_KEY, None if is_sorted else _BY_EXECUTION)
@@ -422,7 +424,7 @@ def _ask_order() -> bool:
 def _pick_measure() -> UnitMeasure:
     by_name = {name: measure for measure, name in _MEASURES.items()}
     follow("measure", "measure", {name: name for name in by_name}, "exposed")
-    chosen = str(st.segmented_control("Unit by unit", list(by_name), key="measure", required=True))
+    chosen = str(st.segmented_control("Units", list(by_name), key="measure", required=True))
     link("measure", chosen)
     return by_name[chosen]
 
@@ -430,16 +432,16 @@ def _pick_measure() -> UnitMeasure:
 def _show_timelines(
     contents: ComparisonContents, other: int, by_run: Mapping[str, RunEntry]
 ) -> None:
-    """The typical steps of the baseline and of another side, from their starts on one axis."""
+    """Show one step of the baseline and of another side, from their starts on one axis."""
     places = [
         (contents.comparison.sides[place], contents.digests[place].breakdown)
         for place in (0, other)
     ]
-    title = "Their typical steps, one above the other"
+    title = "Timelines of the typical steps"
     tracks = []
     for side, step in places:
         if step is None:
-            show_empty_card(title, f"{side.label} has no step that counts.", key="timelines")
+            show_empty_card(title, f"{side.label} has no timed step.", key="timelines")
             return
         try:
             drawn = loading.timeline_of(
@@ -455,18 +457,18 @@ def _show_timelines(
             for side, step in places:
                 page_link(
                     "timeline",
-                    f"{side.label} alone",
+                    f"Open {side.label}",
                     icon=":material/view_timeline:",
                     run=by_run[side.median_run].id,
                     step=step.closest_step if step else None,
                     unit=None,
                 )
         show_timeline(tracks, key="timelines")
-        st.caption("Both begin at 0, and zoom together\\. Hatched: standing still\\.")
+        st.caption("Both start at 0 and zoom together\\. Hatching marks exposed waits\\.")
 
 
 def _show_export(contents: ComparisonContents, chosen: Sequence[RunEntry]) -> None:
-    with show_card("Keep it, or send it", key="export"):
+    with show_card("Export", key="export"):
         st.download_button(
             "HTML report",
             lambda: render_comparison_page(contents).encode(),
@@ -476,7 +478,7 @@ def _show_export(contents: ComparisonContents, chosen: Sequence[RunEntry]) -> No
             key="html",
             on_click="ignore",
         )
-        st.caption("The same in a terminal, and as JSON with `--json`:")
+        st.caption("The same in a terminal; `--json` prints JSON:")
         words = ["fsdp-inspect", "compare", *(str(entry.path) for entry in chosen)]
         st.code(shlex.join(words), language="bash", wrap_lines=True)
 

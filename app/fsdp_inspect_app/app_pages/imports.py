@@ -1,4 +1,4 @@
-"""Which traces and memory snapshots lie in the folder, and how do they become runs?"""
+"""Page Import: profiler traces and memory snapshots of the folder, which become runs."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def show_page() -> None:
     sources = _list(str(loading.runs_folder()))
     if not sources:
         show_nothing(
-            "There is nothing to import in this folder.",
+            "This folder has nothing to import.",
             f"Looked in {loading.runs_folder()} and four folders down for profiler traces (.json, "
             ".json.gz) and memory snapshots (.pickle). Copy them there; a folder with one "
             "trace for each rank becomes one run.",
@@ -47,8 +47,8 @@ def show_page() -> None:
             frame_sources(sources), hide_index=True, alt="What can be imported, one row each"
         )
     st.caption(
-        f"Only what lies in {code(str(loading.runs_folder()))} can be imported here\\. Runs go to "
-        f"{code('imported/')} in it\\. For other places: {code('fsdp-inspect import')}\\."
+        f"This page imports files of {code(str(loading.runs_folder()))} into its folder "
+        f"{code('imported/')}\\. For other folders, use {code('fsdp-inspect import')}\\."
     )
 
 
@@ -86,11 +86,11 @@ def _show_choice(sources: Sequence[ImportSource], jobs: ImportJobs) -> None:
         link(_SOURCE_KEY, chosen)
         source = names[chosen]
         with right:
-            name = st.text_input("Name of the run", placeholder="as the file", key="import name")
+            name = st.text_input("Run name", placeholder="name of the file", key="import name")
         files = "1 file" if source.num_files == 1 else f"{source.num_files} files, a rank each"
         st.caption(plain(f"A {source.kind.value}: {files}, {format_bytes(source.num_bytes)}."))
         by_step = not source.kind.is_snapshot and st.toggle(
-            "One step for each ProfilerStep mark",
+            "One step per ProfilerStep",
             key="import by step",
             help="Without it the whole trace is one step\\.",
         )
@@ -103,7 +103,7 @@ def _start(jobs: ImportJobs, chosen: str, name: str, by_step: bool) -> None:
     """Start it if it is still there: the name is looked up in the listing of this moment."""
     source = find_source(loading.runs_folder(), chosen)
     if source is None:
-        st.error(plain(f"{chosen} is not there any more. Choose another one."))
+        st.error(plain(f"{chosen!r} not found: the file was removed. Choose another source."))
         return
     try:
         jobs.start(source, name=name, by_step=by_step)

@@ -1,4 +1,4 @@
-"""How does the run go that is being recorded: does it move, how fast, with which memory?"""
+"""Page Live: the state, pace and memory of a run that is being recorded."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,15 @@ from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.live_wording import advise_live, describe_live, describe_pace
-from fsdp_inspect.result_types import DeviceSeries, LiveState, LiveStatus, RunEntry, RunStatus
+from fsdp_inspect.result_types import (
+    DeviceSeries,
+    LiveMemory,
+    LiveState,
+    LiveStatus,
+    LiveStep,
+    RunEntry,
+    RunStatus,
+)
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.cards import (
     show_card,
@@ -24,10 +32,9 @@ from fsdp_inspect_app.empty_states import show_no_runs, show_nothing
 from fsdp_inspect_app.frames.live import (
     format_sample,
     frame_devices,
-    frame_live_memory,
     frame_live_ranks,
-    frame_live_steps,
 )
+from fsdp_inspect_app.frames.values import frame_of
 from fsdp_inspect_app.live_feed import look_at
 from fsdp_inspect_app.selection import (
     RANK_KEY,
@@ -72,9 +79,8 @@ def _show_header(run: Run) -> None:
 
 def _show_over(run: Run) -> None:
     show_nothing(
-        f"This run is not being recorded: it is {run.status.value}.",
-        "Live shows runs while they are recorded. Everything that this one left is on the other "
-        "pages.",
+        f"This run is not live: it is {run.status.value}.",
+        "Live shows runs while they are recorded. The other pages show what this run recorded.",
     )
     if run.notes:
         st.warning("\n".join(f"- {plain(note)}" for note in run.notes), icon=":material/warning:")
@@ -123,7 +129,7 @@ def _show_now(entry: RunEntry, run: Run, recorded: Sequence[int]) -> None:
     if live is None:
         return
     if live.state not in _GOING_ON and not live.view.steps:
-        st.caption("Its live streams are gone: the other pages show what it recorded\\.")
+        st.caption("The live streams are gone\\. The other pages show what was recorded\\.")
         _show_ranks(live)
         return
     _show_tiles(live)
@@ -180,12 +186,12 @@ def _show_tiles(live: LiveStatus) -> None:
 def _show_steps(live: LiveStatus) -> None:
     steps = live.view.steps
     if not steps:
-        show_empty_card("The last steps", "No step has ended yet.", key="live-steps")
+        show_empty_card("Last steps", "No completed step yet.", key="live-steps")
         return
     show_chart_card(
-        f"The last {len(steps)} steps" if len(steps) > 1 else "The first step",
+        f"Last {len(steps)} steps" if len(steps) > 1 else "First step",
         draw_live_steps(steps),
-        frame_live_steps(steps),
+        frame_of(LiveStep.TABLE, steps[::-1]),
         key="live-steps",
         alt=f"Step time of the steps {steps[0].step} to {steps[-1].step} and the exposed part of "
         "each",
@@ -198,36 +204,36 @@ def _show_memory(live: LiveStatus) -> None:
     if not memory:
         show_empty_card(
             "Memory",
-            "No reading of memory yet. On CPU it is counted in memory steps only.",
+            "No memory reading yet. On CPU, memory is recorded in memory steps only.",
             key="live-memory",
         )
         return
     show_chart_card(
         "Memory",
         draw_live_memory(memory),
-        frame_live_memory(memory),
+        frame_of(LiveMemory.TABLE, memory[::-1]),
         key="live-memory",
         alt=f"Highest readings of memory of {len(memory)} steps; the last "
         f"{format_bytes(memory[-1].allocated_bytes)} allocated",
-        note=f"The highest reading at a unit boundary in each step, the last of step "
-        f"{memory[-1].step}; the peaks between readings are on the page Memory. Measured.",
+        note=f"Highest reading at a unit boundary of each step, up to step {memory[-1].step}. The "
+        "page Memory has the peaks between readings. Measured.",
     )
 
 
 def _show_devices(series: Sequence[DeviceSeries]) -> None:
     if not series:
-        show_empty_card("The machine", "No sample of the machine yet.", key="live-devices")
+        show_empty_card("Devices", "No device sample yet.", key="live-devices")
         return
     seconds = max(-one.seconds[0] for one in series)
     newest = ", ".join(f"{one.label} {format_sample(one.values[-1], one.unit)}" for one in series)
     show_chart_card(
-        f"The machine, the last {seconds:.0f} s",
+        f"Devices, last {seconds:.0f} s",
         draw_devices(series),
         frame_devices(series),
         key="live-devices",
-        alt=f"Small charts of the machine; the newest values: {newest}",
-        note="Sampled by a background thread of the rank. GPU numbers by NVML, for the whole "
-        "device, all its processes together; CPU in percent of one core.",
+        alt=f"Small charts of the devices; newest values: {newest}",
+        note="Sampled by a background thread of the rank. GPU numbers come from NVML and include "
+        "all processes of the device. CPU is in percent of one core.",
     )
 
 

@@ -1,4 +1,4 @@
-"""What fills memory at the peak, where, how close is the limit, and does it grow?"""
+"""Page Memory: the peak by unit and category, headroom, growth, ranks and the allocator."""
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -16,8 +16,11 @@ from fsdp_inspect.report.figures import draw_alive
 from fsdp_inspect.report.values import format_metric
 from fsdp_inspect.result_types import (
     MemoryGrowth,
+    MemoryOfStep,
     MemoryOverview,
     PeakMoment,
+    PositionBytes,
+    RankMemory,
     RunEntry,
     StepMemory,
 )
@@ -41,14 +44,11 @@ from fsdp_inspect_app.charts.memory import (
 from fsdp_inspect_app.clicks import Click, open_on_click
 from fsdp_inspect_app.empty_states import show_nothing
 from fsdp_inspect_app.frames.memory import (
-    frame_alive,
     frame_allocator,
-    frame_growth,
-    frame_positions,
-    frame_rank_memory,
     frame_step_memory,
     name_place,
 )
+from fsdp_inspect_app.frames.values import frame_of
 from fsdp_inspect_app.selection import (
     RANK_KEY,
     STEP_KEY,
@@ -71,10 +71,10 @@ _TILES = (
 )
 _REMEDY = """with Recorder(model, path="runs/first", memory_steps=[3]) as recorder: ...
 
-# or, without a line in the script
+# or without a change of the script
 torchrun --nproc-per-node 2 -m fsdp_inspect.record --memory-steps 3 train.py
 
-# or the trainer that comes with it
+# or with the included trainer
 torchrun --nproc-per-node 2 -m instrumented_trainer --memory-steps 3"""
 
 
@@ -84,7 +84,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
     whole = run.memory()
     if whole.rank is None or whole.memory.shown_rank is None:
         show_nothing(
-            "No memory was recorded, so what fills it cannot be told.",
+            "No memory was recorded.",
             memory_wording.describe_nothing(whole),
             remedy="" if whole.source == "imported" else _REMEDY,
         )
@@ -126,7 +126,7 @@ def _pick_rank(overview: MemoryOverview) -> int:
 
 
 def _pick_step(entry: RunEntry, rank: int) -> StepMemory | None:
-    """The memory of the chosen step; None if the rank has no sample."""
+    """The memory of the chosen step; None if the rank has no reading."""
     try:
         highest = loading.result_of(entry, measure_step_memory, rank=rank)
     except FsdpInspectError as error:
@@ -139,7 +139,7 @@ def _pick_step(entry: RunEntry, rank: int) -> StepMemory | None:
     legal: Mapping[str, int] = {str(step): step for step in steps}
     follow(STEP_KEY, key, legal, highest.step)
     if len(steps) == 1:
-        st.caption(f"Only step {steps[0]} has readings\\.")
+        st.caption(f"Readings in step {steps[0]} only\\.")
         chosen = steps[0]
     else:
         chosen = st.select_slider("Step", steps, key=key)
@@ -170,32 +170,32 @@ def _show_tiles(overview: MemoryOverview) -> None:
 def _show_step(overview: MemoryOverview, memory: StepMemory | None) -> None:
     if memory is None:
         show_empty_card(
-            "Through one step",
-            "This rank has no reading of its memory, only its peak.",
+            "Memory over the step",
+            "This rank has a peak, but no readings.",
             key="memory-step",
         )
         return
     place = memory_wording.describe_place(memory.peak.fqn, memory.peak.phase, memory.step)
     highest = format_bytes(memory.peak.highest_bytes)
     areas = (
-        "Areas: what it is made of. "
+        "Areas: categories. "
         if memory.composition
-        else "What it is made of was not recorded in this step: that takes a memory step. "
+        else "Categories are recorded in memory steps only. "
     )
     show_chart_card(
-        f"Through step {memory.step} of rank {memory.rank}",
+        f"Memory over step {memory.step}, rank {memory.rank}",
         draw_step_memory(memory),
         frame_step_memory(memory),
         key="memory-step",
         alt=f"Memory at {len(memory.readings)} readings of step {memory.step}; the peak is "
         f"{highest}, {place}",
-        note=f"{areas}Strip below: the innermost unit on the host's stack. Between two readings "
-        f"lines are straight; the peak counts what was reached between them. "
+        note=f"{areas}Strip below: the innermost unit on the host's stack. Lines between readings "
+        f"are straight; the peak includes values between readings. "
         f"{memory_wording.describe_counting(overview)}",
     )
     page_link(
         "timeline",
-        f"This step in the timeline, rank {memory.rank}",
+        f"Show step {memory.step} in timeline",
         icon=":material/view_timeline:",
         rank=memory.rank,
         step=memory.step,
@@ -206,7 +206,7 @@ def _show_peak(overview: MemoryOverview) -> None:
     peak = overview.memory.peak
     if peak is None:
         show_empty_card(
-            "What is alive at the peak", memory_wording.describe_filling(None), key="memory-alive"
+            "Memory at the peak by unit", memory_wording.describe_filling(None), key="memory-alive"
         )
         _show_places(overview)
         return
@@ -216,18 +216,18 @@ def _show_peak(overview: MemoryOverview) -> None:
         return
     place = memory_wording.describe_place(peak.fqn, peak.phase, peak.step)
     owners = peak.owners[:_MOST_OWNERS]
-    frame = frame_alive(peak)
+    frame = frame_of(MemoryOverview.TABLE, peak.owners)
     left, right = st.columns(2)
     with left:
         show_chart_card(
-            f"What is alive at the peak: {format_bytes(peak.bytes)}",
+            f"Memory at the peak by unit: {format_bytes(peak.bytes)}",
             draw_alive(peak, most=_MOST_OWNERS),
             frame,
             key="memory-alive",
-            alt=f"Bars of what each unit owns at the peak; the largest is "
+            alt=f"Bars of the memory that each unit owns at the peak; the largest is "
             f"{name_place(owners[0].fqn)} with {format_bytes(owners[0].bytes)}",
-            note=f"Reached {place}. By the unit that allocated it, the largest "
-            f"{len(owners)} of {len(peak.owners)}. Click a bar for its unit. "
+            note=f"Reached {place}. The owner of memory is the unit that allocated it. The largest "
+            f"{len(owners)} of {len(peak.owners)} owners. Click a bar to open its unit. "
             f"{memory_wording.describe_counting(overview)}",
         )
         fqns = [owner.fqn for owner in owners]
@@ -238,8 +238,8 @@ def _show_peak(overview: MemoryOverview) -> None:
 
 
 def _show_owners(peak: PeakMoment, frame: pd.DataFrame) -> None:
-    """Every owner, unit by category; a click on a unit opens it."""
-    with show_card("What is alive at the peak, unit by category", key="memory-owners") as header:
+    """Show every owner by category; a click on a unit opens it."""
+    with show_card("Memory at the peak by unit and category", key="memory-owners") as header:
         with header:
             show_csv_button(frame, key="memory-owners-rows")
         state = st.dataframe(
@@ -252,7 +252,7 @@ def _show_owners(peak: PeakMoment, frame: pd.DataFrame) -> None:
             key="memory-owners-table",
             on_select="rerun",
             selection_mode="single-cell",
-            alt="What each unit owns at the peak, one row a unit",
+            alt="Memory at the peak, one row a unit",
         )
     for row, column in state["selection"]["cells"]:
         if column == "unit" and row < len(peak.owners):
@@ -265,7 +265,7 @@ def _show_owners_missing(peak: PeakMoment) -> None:
         for one in peak.categories
     )
     show_empty_card(
-        "What is alive at the peak", f"By category: {held}. By unit: not known.", key="memory-alive"
+        "Memory at the peak by unit", f"By category: {held}. By unit: unknown.", key="memory-alive"
     )
 
 
@@ -287,7 +287,7 @@ def _show_over_steps(run: Run, overview: MemoryOverview, most_grown: MemoryGrowt
 
 
 def _show_growth(run: Run, overview: MemoryOverview, most_grown: MemoryGrowth | None) -> None:
-    """Over the steps of the shown rank, and what is said of the rank that rose most."""
+    """Show the memory of the shown rank over steps, and the growth of the rank that grew most."""
     steps = overview.memory.over_steps
     verdict = memory_wording.describe_growth(overview.growth)
     here = overview.growth
@@ -297,21 +297,21 @@ def _show_growth(run: Run, overview: MemoryOverview, most_grown: MemoryGrowth | 
         where = (
             "" if overview.device_type != "cpu" else " On CPU memory is counted in memory steps."
         )
-        show_empty_card("Does it grow?", f"{verdict}{where}", key="memory-growth")
+        show_empty_card("Growth", f"{verdict}{where}", key="memory-growth")
         return
     show_chart_card(
-        "Does it grow?",
+        "Growth",
         draw_growth(steps, run.steps.warmup),
-        frame_growth(steps),
+        frame_of(MemoryOfStep.TABLE, steps),
         key="memory-growth",
-        alt=f"Highest memory of {len(steps)} steps, and what each leaves allocated. {verdict}",
-        note=f"{verdict} Click a step to look into it.",
+        alt=f"Peak memory of {len(steps)} steps, and the allocated memory at their ends. {verdict}",
+        note=f"{verdict} Click a step to open it.",
     )
     open_on_click("chart-memory-growth", partial(_open_step, {step.step for step in steps}))
 
 
 def _open_step(steps: Collection[int], click: Click) -> None:
-    """To the step that was clicked."""
+    """Open the clicked step."""
     step = click.column()
     if step in steps:
         switch_page("memory", **{STEP_KEY: step})
@@ -321,19 +321,19 @@ def _show_ranks(overview: MemoryOverview) -> None:
     ranks = overview.memory.ranks
     spread = memory_wording.describe_spread(overview.memory)
     show_chart_card(
-        "Are the ranks alike?",
+        "Memory by rank",
         draw_rank_memory(ranks, overview.memory.shown_rank),
-        frame_rank_memory(ranks),
+        frame_of(RankMemory.TABLE, ranks),
         key="memory-ranks",
         alt=f"Peak memory of {len(ranks)} ranks. {spread}",
-        note=f"{spread} Highest of all steps; the larger mark is the rank that is shown. Click a "
-        "rank to show it.",
+        note=f"{spread} Peak over all steps. The larger mark is the shown rank. Click a rank to "
+        "open it.",
     )
     open_on_click("chart-memory-ranks", partial(_open_rank, {rank.rank for rank in ranks}))
 
 
 def _open_rank(ranks: Collection[int], click: Click) -> None:
-    """To the rank that was clicked."""
+    """Open the clicked rank."""
     rank = click.column()
     if rank in ranks:
         switch_page("memory", **{RANK_KEY: rank})
@@ -347,12 +347,12 @@ def _show_allocator(overview: MemoryOverview) -> None:
         for name in ("fragmentation_ratio", "num_alloc_retries", "num_ooms")
         if getattr(use, name) is not None
     ]
-    facts = [f"Rank {use.rank}, at its highest sample (step {use.step}), measured."]
+    facts = [f"Rank {use.rank}, highest sample (step {use.step}), measured."]
     facts += [f"{'; '.join(numbers)}."] if numbers else []
     facts += ["NVML was not sampled."] if use.device_used_bytes is None else []
     device_bytes = overview.rank.device_bytes if overview.rank else None
     show_chart_card(
-        "Allocated, reserved, and the device",
+        "Allocator and device",
         draw_allocator(use, device_bytes),
         frame_allocator(use),
         key="memory-allocator",
@@ -366,15 +366,15 @@ def _show_places(overview: MemoryOverview) -> None:
     positions = overview.memory.positions
     if not positions:
         return
-    frame = frame_positions(positions)
-    title = f"Highest readings of rank {overview.memory.shown_rank} by the place of the program"
+    frame = frame_of(PositionBytes.TABLE, positions)
+    title = f"Highest readings by position, rank {overview.memory.shown_rank}"
     with show_card(title, key="memory-places") as header:
         with header:
             show_csv_button(frame, key="memory-places-rows")
         show_table(frame, key="memory-places-table", alt=title)
         st.caption(
-            "Place: the innermost unit on the host's stack; over all steps\\. It need not own "
-            "what is alive then\\."
+            "Position: the innermost unit on the host's stack, over all steps\\. The unit may own "
+            "none of the memory\\."
         )
 
 

@@ -1,4 +1,4 @@
-"""What limits this run, and where does its step go?"""
+"""Page Overview: the verdict, key numbers, the typical step, exposed waits and findings."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -24,6 +24,7 @@ from fsdp_inspect.report.values import format_kind
 from fsdp_inspect.result_types import (
     Exposed,
     ExposedOwner,
+    MemoryOfStep,
     PeakMoment,
     RankWaits,
     RunEntry,
@@ -47,14 +48,12 @@ from fsdp_inspect_app.exports import show_export_button, show_share_button
 from fsdp_inspect_app.finding_list import find_waits, page_of_limit, show_findings
 from fsdp_inspect_app.frames.overview import (
     frame_breakdown,
-    frame_memory,
-    frame_owners,
     frame_peak,
     frame_scalar,
-    frame_steps,
     name_owner,
 )
 from fsdp_inspect_app.frames.runs import frame_about
+from fsdp_inspect_app.frames.values import frame_of
 from fsdp_inspect_app.selection import (
     RANK_KEY,
     STEP_KEY,
@@ -103,17 +102,17 @@ def _show_buttons(run: Run) -> None:
 
 
 def _show_answer(summary: Summary) -> None:
-    """The verdict, why, and where it is to be seen."""
+    """Show the verdict, its reason, and a link to the evidence."""
     show_headline(plain(summary.verdict.sentence))
     st.markdown(plain(summary.verdict.why))
     if summary.breakdown is not None:
         page = page_of_limit(summary.verdict)
         shown = _evidence_of(page, summary.breakdown, summary)
-        page_link(page, "Show me", icon=":material/arrow_forward:", **shown)
+        page_link(page, "Show evidence", icon=":material/arrow_forward:", **shown)
 
 
 def _evidence_of(page: str, step: StepBreakdown, summary: Summary) -> dict[str, Value]:
-    """What the link to that page names, so that it shows what the verdict is about."""
+    """The selection that shows the evidence of the verdict on that page."""
     if page == "memory":
         return {RANK_KEY: summary.memory.peak_rank, STEP_KEY: None}
     if page == "ranks":
@@ -127,7 +126,7 @@ def _evidence_of(page: str, step: StepBreakdown, summary: Summary) -> dict[str, 
 
 
 def _show_next_steps(summary: Summary) -> None:
-    with show_card("What to try next", key="verdict"):
+    with show_card("Next steps", key="verdict"):
         st.markdown("\n".join(f"- {plain(step)}" for step in summary.verdict.next_steps))
 
 
@@ -138,16 +137,16 @@ def _show_findings(run: Run) -> None:
             "findings of the overview", lambda: find_findings(run.source, digest=summary)
         )
     except FsdpInspectError as error:
-        show_empty_card("What stands out", str(error), key="findings")
+        show_empty_card("Findings", str(error), key="findings")
         return
-    with show_card("What stands out", key="findings"):
+    with show_card("Findings", key="findings"):
         show_findings(findings, summary.verdict, summary.plan_check)
 
 
 def _show_key_numbers(summary: Summary) -> None:
     times, memory = summary.step_time_ns, summary.memory
     spread = f"{format_ns(times.p10)} to {format_ns(times.p90)}" if times else None
-    floor = f"of it floor {format_ns(summary.floor_ns)}" if summary.floor_ns is not None else None
+    floor = f"floor {format_ns(summary.floor_ns)}" if summary.floor_ns is not None else None
     communication = f"of {format_ns(summary.communication_ns)}"
     numbers = [
         ("step_time_ns", format_ns(times.typical if times else None), spread),
@@ -180,7 +179,7 @@ def _show_key_numbers(summary: Summary) -> None:
             help=plain(define_metric(name, in_kernel_trace=summary.is_kernel_trace)),
         )
     origin = (
-        f"Typical step of rank {summary.median_rank}; below the step time its p10 to p90. "
+        f"Typical step of rank {summary.median_rank}. Below the step time: p10 to p90. "
         if times
         else ""
     )
@@ -198,7 +197,7 @@ def _memory_detail(summary: Summary) -> str | None:
 def _show_step(summary: Summary) -> None:
     breakdown = summary.breakdown
     if breakdown is None:
-        st.info("No step counts yet: a step does once it has ended after warm-up.")
+        st.info("No timed step yet. A step is timed once it completes after warm-up.")
         return
     parts = ", ".join(
         f"{find_metric(f'{part.name}_ns').label} {format_ns(part.duration_ns)}"
@@ -210,13 +209,13 @@ def _show_step(summary: Summary) -> None:
             show_table_button(
                 frame_breakdown(breakdown, in_kernel_trace=summary.is_kernel_trace),
                 key="breakdown",
-                alt="The parts of the step",
+                alt="Parts of the step",
             )
         st.plotly_chart(
             draw_breakdown(breakdown),
             key="chart-breakdown",
             config=CONFIG,
-            alt=f"One bar of {format_ns(breakdown.step_time_ns)}, made of {parts}",
+            alt=f"One bar of {format_ns(breakdown.step_time_ns)} with the parts {parts}",
         )
         if summary.exposed is not None and summary.exposed.causes_ns:
             st.markdown(_describe_causes(summary.exposed))
@@ -237,23 +236,25 @@ def _show_step(summary: Summary) -> None:
 
 
 def _describe_causes(exposed: Exposed) -> str:
-    """The exposed time of the step by cause, as Markdown."""
+    """The exposed communication of the step by cause, as Markdown."""
     causes = " · ".join(
         f"{format_cause(cause)} **{plain(format_ns(duration))}**"
         for cause, duration in exposed.causes_ns.items()
     )
-    return f"Waits by cause, {plain(format_ns(exposed.exposed_ns))} in all: {causes}"
+    return f"Exposed waits by cause, total {plain(format_ns(exposed.exposed_ns))}: {causes}"
 
 
 def _show_owners(waits: RankWaits | None, summary: Summary) -> None:
     exposed = waits.exposed if waits is not None else None
     if exposed is None or not any(owner.exposed_ns for owner in exposed.owners):
-        show_empty_card("Waited for most", "No communication is waited for.", key="owners")
+        show_empty_card("Exposed waits by unit", "No exposed wait.", key="owners")
         return
     top = exposed.owners[0]
-    with show_card("Waited for most", key="owners") as header:
+    with show_card("Exposed waits by unit", key="owners") as header:
         with header:
-            show_table_button(frame_owners(exposed.owners), key="owners", alt="Waits by unit")
+            show_table_button(
+                frame_of(RankWaits.TABLE, exposed.owners), key="owners", alt="Waits by unit"
+            )
         st.plotly_chart(
             draw_owners(exposed.owners, most=_MOST_OWNERS),
             key="chart-owners",
@@ -267,16 +268,16 @@ def _show_owners(waits: RankWaits | None, summary: Summary) -> None:
             _show_owner(owner)
         st.caption(
             plain(
-                f"Exposed time in the typical step of rank {exposed.rank}. Two waits at once "
-                "count for both units, so bars may add up to more than the step's exposed time. "
-                "Click a bar for its unit. "
+                f"Typical step of rank {exposed.rank}. Waits that overlap count for each unit, so "
+                "the bars may add up to more than the exposed communication of the step. "
+                "Click a bar to open its unit. "
                 + wording.describe_provenance(summary.provenance, "all_gather", "reduce_scatter")
             )
         )
 
 
 def _show_owner(owner: ExposedOwner) -> None:
-    """One line: the unit, its wait and the cause of most of it, leading to the unit's page."""
+    """Show one line with a link to the unit: its exposed wait and the main cause."""
     if owner.exposed_ns == 0:
         return
     facts = [format_ns(owner.exposed_ns), f"{format_kind(owner.kind)} in {owner.phase}"]
@@ -295,11 +296,11 @@ def _show_step_times(summary: Summary, times: StepTimes) -> None:
     show_chart_card(
         "Step time over steps",
         draw_step_times(times),
-        frame_steps(times.over_steps),
+        frame_of(StepTimes.TABLE, times.over_steps),
         key="step-times",
         alt=f"Step time of {len(times.over_steps)} steps and the exposed part of each",
         note=(
-            f"Rank {times.median_rank}; band: p10 to p90 of the timed steps. Click a step to see "
+            f"Rank {times.median_rank}. Band: p10 to p90 of the timed steps. Click a step to open "
             "it in the timeline. "
             if times.median_rank is not None
             else ""
@@ -310,7 +311,7 @@ def _show_step_times(summary: Summary, times: StepTimes) -> None:
 
 
 def _open_step(times: StepTimes, click: Click) -> None:
-    """To the step that was clicked, in the timeline."""
+    """Open the clicked step in the timeline."""
     step = click.column()
     if step in {point.step for point in times.over_steps}:
         switch_page("timeline", **{STEP_KEY: step, RANK_KEY: times.median_rank, UNIT_KEY: None})
@@ -357,7 +358,7 @@ def _show_memory(summary: Summary, times: StepTimes) -> None:
     if not memory.over_steps:
         show_empty_card(
             "Memory over steps",
-            "Memory was not recorded. On CPU it is counted in memory steps only.",
+            "Memory was not recorded. On CPU, memory is recorded in memory steps only.",
             key="memory",
         )
     elif memory.peak is not None and len(memory.over_steps) < _FEW_STEPS:
@@ -367,30 +368,34 @@ def _show_memory(summary: Summary, times: StepTimes) -> None:
         show_chart_card(
             "Memory over steps",
             draw_memory(memory.over_steps, times.selection.warmup),
-            frame_memory(memory.over_steps),
+            frame_of(
+                MemoryOfStep.TABLE,
+                memory.over_steps,
+                *("step", "highest_allocated_bytes", "highest_reserved_bytes"),
+            ),
             key="memory",
             alt=f"Highest memory of {len(memory.over_steps)} steps; peak allocated "
             f"{format_bytes(memory.peak_allocated_bytes)}",
-            note=f"Highest of each step on rank {memory.peak_rank}, the rank with the highest "
-            f"peak. Measured by the {counted_by}.",
+            note=f"Peak of each step on rank {memory.peak_rank}, the rank with the highest peak. "
+            f"Measured by the {counted_by}.",
         )
 
 
 def _show_peak(peak: PeakMoment) -> None:
-    """Where only a memory step or two were sampled, their peak says more than a line."""
+    """Show the peak by category, for runs with memory of one or two steps only."""
     where = "outside all units" if peak.fqn is None else f"in {format_unit(peak.fqn)}"
     show_chart_card(
-        f"Memory at its peak: {format_bytes(peak.bytes)}",
+        f"Peak memory: {format_bytes(peak.bytes)}",
         draw_peak(peak),
         frame_peak(peak),
         key="memory",
-        alt="Memory at its highest moment by category: "
+        alt="Memory at the peak by category: "
         + ", ".join(
             f"{wording.name_category(one.category)} {format_bytes(one.bytes)}"
             for one in peak.categories
         ),
         note=f"Reached in step {peak.step} on rank {peak.rank}, in {peak.phase}, {where}. "
-        "Measured by the storage tracker, which counts every live storage of a memory step.",
+        "Measured by the storage tracker in a memory step.",
     )
 
 
@@ -399,9 +404,7 @@ def _show_about(manifest: RunManifest, summary: Summary) -> None:
         st.code(
             " ".join(manifest.command) or "(no command recorded)", language=None, wrap_lines=True
         )
-        st.dataframe(
-            frame_about(manifest, summary), hide_index=True, alt="What is known about this run"
-        )
+        st.dataframe(frame_about(manifest, summary), hide_index=True, alt="Facts about this run")
 
 
 entry = entry_or_stop()

@@ -1,4 +1,4 @@
-"""Which rank makes the others wait, what does it cost, and how do the ranks differ?"""
+"""Page Ranks: the straggler with its cost, ranks by step, one rank, and skews."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -16,6 +16,7 @@ from fsdp_inspect.report.figure_style import CONFIG
 from fsdp_inspect.report.figures import draw_breakdown
 from fsdp_inspect.report.values import format_metric
 from fsdp_inspect.result_types import (
+    CollectiveSkew,
     RankGrid,
     RankRow,
     Ranks,
@@ -39,9 +40,8 @@ from fsdp_inspect_app.frames.overview import frame_breakdown
 from fsdp_inspect_app.frames.ranks import (
     frame_grid,
     frame_rank_steps,
-    frame_ranks,
-    frame_skews,
 )
+from fsdp_inspect_app.frames.values import frame_of
 from fsdp_inspect_app.selection import (
     RANK_KEY,
     STEP_KEY,
@@ -97,7 +97,7 @@ def _show_answer(ranks: Ranks, rank: int | None, row: RankRow | None) -> None:
         st.markdown(plain(answer))
         return
     if rank is not None:
-        show_headline(plain(f"Rank {rank} has no step that counts yet."))
+        show_headline(plain(f"Rank {rank} has no timed step yet."))
         st.markdown(plain(answer))
         return
     show_headline(plain(answer))
@@ -107,7 +107,7 @@ def _show_answer(ranks: Ranks, rank: int | None, row: RankRow | None) -> None:
         straggler = ranks.straggler.rank
         page_link(
             "ranks",
-            f"Rank {straggler} in detail",
+            f"Open rank {straggler}",
             icon=":material/search:",
             rank=straggler,
             step=None,
@@ -121,13 +121,13 @@ def _show_refusals(refusals: Sequence[str]) -> None:
     lines = [f"- {plain(refusal)}" for refusal in refusals[:_MOST_REFUSALS]]
     if len(refusals) > _MOST_REFUSALS:
         lines.append(f"- and {len(refusals) - _MOST_REFUSALS} more")
-    st.info("What cannot be told:\n" + "\n".join(lines), icon=":material/info:")
+    st.info("Unknown:\n" + "\n".join(lines), icon=":material/info:")
 
 
 def _pick_measure() -> str:
     names = list(_MEASURES)
     follow(_MEASURE_KEY, "rank measure", {name: name for name in names}, names[0])
-    chosen = st.segmented_control("The map shows", names, required=True, key="rank measure")
+    chosen = st.segmented_control("Measure", names, required=True, key="rank measure")
     link(_MEASURE_KEY, str(chosen))
     return _MEASURES[str(chosen)]
 
@@ -136,13 +136,13 @@ def _pick_rank(run_id: str, known: Sequence[int]) -> int | None:
     key = _picker_of(run_id)
     legal: dict[str, int | None] = {str(rank): rank for rank in known}
     follow(RANK_KEY, key, legal, None)
-    chosen = st.selectbox("Rank in detail", known, placeholder="all ranks", key=key, index=None)
+    chosen = st.selectbox("Rank", known, placeholder="all ranks", key=key, index=None)
     link(RANK_KEY, None if chosen is None else str(chosen))
     return chosen
 
 
 def _picker_of(run_id: str) -> str:
-    """The key of the picker of the rank in detail."""
+    """The key of the rank picker."""
     return f"rank of {run_id}"
 
 
@@ -170,7 +170,7 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
         open_on_click("chart-rank-grid", partial(_open_cell, grid))
         page_link(
             "ranks",
-            f"The highest: rank {highest.rank}, step {highest.step}",
+            f"Open the highest: rank {highest.rank}, step {highest.step}",
             icon=":material/search:",
             rank=highest.rank,
             step=highest.step,
@@ -178,9 +178,9 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
         st.caption(
             plain(
                 f"{metric.label.capitalize()}: {metric.definition}. {of_all.capitalize()}, "
-                f"{len(grid.steps)} steps. Highest that counts: {amount} on rank {highest.rank} in "
-                f"step {highest.step}. Colours span the 1st to the 99th percentile of what counts. "
-                "Click a cell to open that step of that rank. "
+                f"{len(grid.steps)} steps. Highest in a timed step: {amount}, rank {highest.rank}, "
+                f"step {highest.step}. Colors span the 1st to the 99th percentile of timed steps. "
+                "Click a cell to open its rank and step. "
                 + wording.describe_provenance(summary.provenance, "step")
             )
         )
@@ -188,7 +188,7 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
 
 
 def _open_cell(grid: RankGrid, click: Click) -> None:
-    """To the rank and step of the cell that was clicked."""
+    """Open the rank and step of the clicked cell."""
     rank, step = click.row(), click.column()
     if rank in grid.ranks and step in grid.steps:
         switch_page("ranks", rank=rank, step=step)
@@ -198,16 +198,16 @@ def _why_empty(grid: RankGrid) -> str:
     if grid.refusals:
         return grid.refusals[0]
     if grid.metric == "peak_allocated_bytes":
-        return "No memory was recorded. On CPU it is counted in memory steps only."
+        return "Memory was not recorded. On CPU, memory is recorded in memory steps only."
     if grid.metric == "lateness_ns":
-        return "No collective of two ranks matches, so who arrives after whom is not known."
-    return "No step has ended yet."
+        return "Arrival order is unknown: no collective of two ranks matches."
+    return "No completed step yet."
 
 
 @st.fragment
 def _show_grid_table(grid: RankGrid) -> None:
-    """The table for those who cannot see the map; made and sent only once it is opened."""
-    title = f"The same as a table: ranks by steps, {len(grid.ranks)} x {len(grid.steps)}"
+    """Show the map as a table, which is made when it is opened."""
+    title = f"Table: {len(grid.ranks)} ranks by {len(grid.steps)} steps"
     panel = st.expander(title, key="rank-grid-panel", on_change="rerun")
     if not panel.open:
         return
@@ -220,10 +220,10 @@ def _show_grid_table(grid: RankGrid) -> None:
 def _show_rank(
     entry: RunEntry, run: Run, grid: RankGrid, rank: int, row: RankRow | None
 ) -> int | None:
-    """One rank: its numbers, where else it is shown, one of its steps and why, all its steps.
+    """Show one rank: its numbers, links, one of its steps, and all its steps.
 
     Returns:
-        The step that is shown; None without any.
+        The shown step; None without a completed step.
     """
     verdict = next((one for one in run.summary().rank_verdicts if one.rank == rank), None)
     with show_card(f"Rank {rank}", key="one-rank"):
@@ -243,7 +243,7 @@ def _closest_step(run: Run, rank: int) -> int | None:
 
 
 def _pick_step(entry: RunEntry, rank: int, closest: int | None) -> int | None:
-    """One of the rank's finished steps; by default the one closest to its typical step."""
+    """The chosen completed step of the rank; default the step closest to the typical step."""
     times = loading.result_of(entry, measure_rank_grid, metric="step_time_ns")
     own = times.of_rank(rank)
     steps = (
@@ -257,10 +257,10 @@ def _pick_step(entry: RunEntry, rank: int, closest: int | None) -> int | None:
     key = f"step of rank {rank} of {entry.id}"
     follow(STEP_KEY, key, {str(step): step for step in steps}, first)
     chosen = st.selectbox(
-        "Step in detail",
+        "Step",
         steps,
         key=key,
-        format_func=lambda step: f"{step} (closest to typical)" if step == closest else str(step),
+        format_func=lambda step: f"{step} (typical)" if step == closest else str(step),
         width=_PICKER_PX,
     )
     link(STEP_KEY, None if chosen == closest else str(chosen))
@@ -282,12 +282,12 @@ def _show_links(rank: int, step: int | None) -> None:
     with st.container(horizontal=True):
         page_link(
             "timeline",
-            "In the timeline" if step is None else f"Step {step} in the timeline",
+            "Show in timeline" if step is None else f"Show step {step} in timeline",
             icon=":material/view_timeline:",
             rank=rank,
             step=step,
         )
-        page_link("memory", "Its memory", icon=":material/memory:", rank=rank, step=None)
+        page_link("memory", "Show memory", icon=":material/memory:", rank=rank, step=None)
         page_link("ranks", "All ranks", icon=":material/grid_on:", rank=None, step=None)
 
 
@@ -295,22 +295,22 @@ def _show_rank_steps(grid: RankGrid, rank: int) -> None:
     metric = find_metric(grid.metric)
     if grid.of_rank(rank) is None:
         with show_card(f"{metric.label.capitalize()} over steps", key="rank-steps"):
-            st.caption(plain(f"Not known of rank {rank}: {_why_empty(grid)}"))
+            st.caption(plain(f"Unknown for rank {rank}: {_why_empty(grid)}"))
         return
     show_chart_card(
         f"{metric.label.capitalize()} over steps",
         draw_rank_steps(grid, rank),
         frame_rank_steps(grid, rank),
         key="rank-steps",
-        alt=f"{metric.label} of rank {rank} over {len(grid.steps)} steps beside the median of "
-        "all ranks",
+        alt=f"{metric.label} of rank {rank} over {len(grid.steps)} steps and the median of all "
+        "ranks",
         note=f"{metric.label.capitalize()}: {metric.definition}. Click a step to open it.",
     )
     open_on_click("chart-rank-steps", partial(_open_step, grid, rank))
 
 
 def _open_step(grid: RankGrid, rank: int, click: Click) -> None:
-    """To the step of the rank that was clicked."""
+    """Open the clicked step of the rank."""
     step = click.column()
     if step in grid.steps:
         switch_page("ranks", rank=rank, step=step)
@@ -319,9 +319,9 @@ def _open_step(grid: RankGrid, rank: int, click: Click) -> None:
 def _show_rank_step(
     entry: RunEntry, run: Run, rank: int, step: int, verdict: RankVerdict | None
 ) -> None:
-    """Where one of its steps goes; of the one closest to its typical step also what limits it."""
+    """Show the breakdown of one step of the rank, and the verdict for its typical step."""
     breakdown = loading.result_of(entry, measure_step_breakdown, rank=rank, step=step)
-    which = f"Step {step}, closest to its typical step" if verdict else f"Step {step}"
+    which = f"Step {step}, closest to the typical step" if verdict else f"Step {step}"
     show_chart_card(
         f"{which}: {format_ns(breakdown.step_time_ns)}",
         draw_breakdown(breakdown),
@@ -329,20 +329,20 @@ def _show_rank_step(
         key="rank-breakdown",
         alt=f"One bar of {format_ns(breakdown.step_time_ns)}: the parts of step {step} of rank "
         f"{rank}",
-        note=f"{verdict.sentence if verdict else ''} A real step, so the parts add up. Hatched: "
-        "standing still for communication. "
+        note=f"{verdict.sentence if verdict else ''} The parts add up. Hatching marks exposed "
+        "waits. "
         + wording.describe_provenance(run.summary().provenance, "step", "forward", "backward"),
     )
 
 
 def _show_all(ranks: Ranks, run_id: str, shown: int | None) -> None:
-    """All ranks; a row that is chosen opens its rank."""
+    """Show all ranks; choosing a row opens its rank."""
     if not ranks.ranks:
         return
-    frame = frame_ranks(ranks.ranks)
+    frame = frame_of(Ranks.TABLE, ranks.ranks)
     numbers = [row.rank for row in ranks.ranks]
     chosen = [numbers.index(shown)] if shown in numbers else []
-    with show_card(f"Ranks, sortable: {len(ranks.ranks)}", key="all-ranks") as header:
+    with show_card(f"Ranks: {len(ranks.ranks)}", key="all-ranks") as header:
         with header:
             show_csv_button(frame, key="ranks")
         st.dataframe(
@@ -351,11 +351,9 @@ def _show_all(ranks: Ranks, run_id: str, shown: int | None) -> None:
             column_config={
                 **column_formats(frame),
                 "rank": st.column_config.NumberColumn(pinned=True),
-                "arrives last": st.column_config.NumberColumn(format="percent"),
-                "works longest": st.column_config.NumberColumn(format="percent"),
             },
             placeholder=MISSING,
-            # A callback, for it tells of a choice once: its row stays chosen in every later run.
+            # A callback reports a choice once; the row stays chosen in later runs of the page.
             on_select=partial(_open_row, numbers, run_id),
             selection_mode="single-row",
             selection_default={"selection": {"rows": chosen}},
@@ -370,7 +368,7 @@ def _show_all(ranks: Ranks, run_id: str, shown: int | None) -> None:
 
 
 def _open_row(numbers: Sequence[int], run_id: str) -> None:
-    """The rank of the row that was chosen becomes the one in detail; none, if it was let go."""
+    """Pick the rank of the chosen row, or no rank if the row is no longer chosen."""
     rows = st.session_state[_TABLE_KEY]["selection"]["rows"]
     is_known = bool(rows) and rows[0] < len(numbers)
     st.session_state[_picker_of(run_id)] = numbers[rows[0]] if is_known else None
@@ -378,11 +376,11 @@ def _open_row(numbers: Sequence[int], run_id: str) -> None:
 
 
 def _show_skews(ranks: Ranks) -> None:
-    skews = frame_skews(ranks.skews)
-    with show_card("How far apart ranks arrive, and the transfer alone", key="skews") as header:
+    skews = frame_of(CollectiveSkew.TABLE, ranks.skews)
+    with show_card("Skew and transfer by collective", key="skews") as header:
         with header:
             show_csv_button(skews, key="skews")
-        show_table(skews, key="skews-table", alt="Skew and transfer, one row a sort of collective")
+        show_table(skews, key="skews-table", alt="Skew and transfer, one row a kind of collective")
         st.caption(
             plain(
                 f"Skew: {find_metric('skew_ns').definition}. Medians over the sampled collectives."

@@ -1,4 +1,4 @@
-"""Which runs are there, and how do they compare at a glance?"""
+"""Page Runs: all runs of the folder with their key numbers."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ _NAME_COLUMN = "run"
 
 
 def show_page() -> None:
-    """The answer, a search, what can be done with the chosen runs, and the list."""
+    """Show the headline, a search, actions for the chosen runs, and the list."""
     entries = loading.list_entries()
     foreign = loading.list_foreign()
     if not entries:
@@ -67,30 +67,31 @@ def _answer(entries: Sequence[RunEntry], found: KnownRuns) -> str:
         if row.summary.step_time_ns is not None
     }
     if not timed:
-        return plain(f"{count}, none of them with a step that counts yet.")
+        return plain(f"{count}, none with a timed step yet.")
     fastest = min(timed, key=lambda run: timed[run])
     if len(timed) == 1:
-        return f"{plain(count)}: {code(fastest)} takes {plain(format_ns(timed[fastest]))} a step\\."
-    slowest = max(timed, key=lambda run: timed[run])
-    return (
-        f"{plain(count)}, from {plain(format_ns(timed[fastest]))} a step ({code(fastest)}) to "
-        f"{plain(format_ns(timed[slowest]))} ({code(slowest)})\\."
-    )
+        return (
+            f"{plain(count)}: {code(fastest)} takes {plain(format_ns(timed[fastest]))} per step\\."
+        )
+    step = plain(format_ns(timed[fastest]))
+    return f"{plain(count)}\\. Fastest: {code(fastest)}, {step} per step\\."
 
 
 def _show_foreign(foreign: Sequence[str]) -> None:
     if foreign:
         listed = ", ".join(code(run) for run in foreign[:_MOST_NAMED])
         st.warning(
-            f"Not shown, being links to places outside this folder: {listed}"
+            f"Links to places outside this folder are not shown: {listed}"
             + plain(_and_more(len(foreign)))
-            + plain(". Start the dashboard with a folder that holds them, or copy them here."),
+            + plain(
+                ". Start the dashboard with the folder that contains them, or copy the runs here."
+            ),
             icon=":material/link_off:",
         )
 
 
 def _show_problems(found: KnownRuns) -> None:
-    """One line however many runs cannot be read; the reasons once it is opened."""
+    """Show the number of unreadable runs; opening the line shows the reasons."""
     count = len(found.problems)
     if count:
         words = f"{count} {'run' if count == 1 else 'runs'} cannot be read"
@@ -114,16 +115,15 @@ def _show_list(matching: Sequence[RunEntry], found: KnownRuns) -> None:
     with actions:
         _show_actions(chosen, pinned, baseline)
     st.caption(
-        "Step time and exposed communication: the typical step of the median rank, "
-        "warm-up left out; measured, unless the source says otherwise. Peak: the highest rank. "
-        "Changes against a baseline below 10 % may be noise between identical processes: Compare "
-        "tells."
+        "Step time and exposed communication: typical step of the median rank; measured, unless "
+        "the source says otherwise. Peak: the rank with the highest peak. Changes below 10% may "
+        "be process noise; Compare tests them."
     )
     show_csv_button(frame, key="runs")
 
 
 def _show_table(frame: pd.DataFrame) -> list[str]:
-    """Show the listing; the ids of the chosen rows. A click on a name opens that run."""
+    """Show the list and return the ids of the chosen rows. A click on a name opens the run."""
     ids = [str(run) for run in frame[_NAME_COLUMN]]
     asked = set(remembered(WITH_KEY, ids))
     # Rows are known by their positions, so a listing in another order is another table.
@@ -167,18 +167,18 @@ def _height(num_rows: int) -> int:
 
 
 def _show_actions(chosen: Sequence[str], pinned: Sequence[str], baseline: str | None) -> None:
-    """What can be done with the chosen runs."""
+    """Show the actions for the chosen runs."""
     if not chosen:
         st.caption(
-            "Click a name to open a run; tick runs to compare them, to pin them, or to make one "
-            "the baseline.",
+            "Click a name to open a run. Select rows to compare or pin runs, or to set the "
+            "baseline.",
             width="content",
         )
     if len(chosen) == 1:
         page_link("overview", f"Open {code(chosen[0])}", icon=":material/insights:", run=chosen[0])
     compared = _compared(chosen, baseline)
     if len(compared) > _MOST_COMPARED:
-        st.caption(f"{len(compared)} runs: at most {_MOST_COMPARED} can be compared.")
+        st.caption(f"{len(compared)} runs chosen. Compare at most {_MOST_COMPARED}.")
     elif len(compared) > 1:
         page_link(
             "compare",
@@ -189,10 +189,10 @@ def _show_actions(chosen: Sequence[str], pinned: Sequence[str], baseline: str | 
         )
     if len(chosen) == 1 and chosen[0] != baseline:
         st.button(
-            "Make it the baseline", on_click=remember, args=(BASELINE_KEY, [chosen[0]]), key="base"
+            "Set as baseline", on_click=remember, args=(BASELINE_KEY, [chosen[0]]), key="base"
         )
     if baseline is not None:
-        st.button("No baseline", on_click=remember, args=(BASELINE_KEY, []), key="no-base")
+        st.button("Clear baseline", on_click=remember, args=(BASELINE_KEY, []), key="no-base")
     loose = [run for run in chosen if run not in pinned]
     if loose:
         st.button("Pin", on_click=remember, args=(PIN_KEY, [*pinned, *loose]), key="pin")
@@ -209,12 +209,12 @@ def _compared(chosen: Sequence[str], baseline: str | None) -> list[str]:
 
 @st.fragment(run_every=_LOOK_AGAIN_S)
 def _show_progress(entries: Sequence[RunEntry]) -> None:
-    """How far the reading of the list got; once it is through, the page is made anew."""
+    """Show how many runs are read; after the last one, rerun the page."""
     found = summaries_of(str(loading.runs_folder())).find(entries, patience_s=0.0)
     if found.is_complete:
         st.rerun()
     known = len(found.rows) + len(found.problems)
-    st.progress(known / len(entries), f"Reading the numbers: {known} of {len(entries)} runs")
+    st.progress(known / len(entries), f"Reading runs: {known} of {len(entries)}")
 
 
 show_page()

@@ -1,4 +1,4 @@
-"""What happened inside one step, rank by rank?"""
+"""Page Timeline: the events of one step, by rank."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,7 +39,7 @@ from fsdp_inspect_app.timeline.track_set import Place, TrackSet
 from fsdp_inspect_app.wording import plain
 
 WINDOW_KEY, SPAN_KEY, TOP_KEY = "window", "span", "top"
-"""Parameters of the address: `START-END` in ns, `RANK-EVENT`, and ranks at the top; repeats."""
+"""Address parameters: `START-END` in ns, `RANK-EVENT`, and pinned ranks, which may repeat."""
 
 _RANKS_AT_FIRST = 4
 _MOST_RANKS = 16
@@ -48,18 +48,18 @@ _MOST_NAMED = 6
 _DETAILS_PX = 112
 _CANVAS = "timeline"
 _KEYS = (
-    "Hatched: standing still for a collective. Wheel or W S zooms, drag or A D pans, Shift+drag "
-    "measures, double-click fits, / finds a unit, a click on a rank's name pins it; ? lists all."
+    "Hatching marks exposed waits. Wheel or W S zooms, drag or A D pans, Shift+drag measures, "
+    "double-click fits, / finds a unit, a click on the name of a rank pins it, ? lists all keys."
 )
 _HEADINGS = {
-    "emulated": "Emulated: collectives take what the given network says, the compute is real",
-    "predicted": "Predicted: nothing here was measured",
+    "emulated": "Emulated: compute is measured, collectives take the times of the given network",
+    "predicted": "Predicted: no time is measured",
 }
 """Above the lanes, by the run's source."""
 
 
 def show_page(entry: RunEntry, run: Run, outline: RunHeading) -> None:
-    """Controls, the answer for the chosen step, the canvas, and its table."""
+    """Show the controls, the headline of the chosen step, the canvas, and its table."""
     show_run_header(run.manifest, outline)
     recorded = [record.rank for record in run.ranks_recorded]
     drawable = _drawable_steps(entry, recorded, outline)
@@ -94,7 +94,7 @@ def show_page(entry: RunEntry, run: Run, outline: RunHeading) -> None:
 def _drawable_steps(
     entry: RunEntry, recorded: Sequence[int], outline: RunHeading
 ) -> tuple[int, ...]:
-    """The steps with events, by the rank that stands for the run, else by any other of a few."""
+    """The steps with events of the median rank, or of the first rank that has any."""
     median = [outline.median_rank] if outline.median_rank in recorded else []
     for rank in [*median, *recorded[:_RANKS_AT_FIRST]]:
         steps = loading.result_of(entry, find_drawable_steps, rank=rank)
@@ -104,26 +104,26 @@ def _drawable_steps(
 
 
 def _show_no_steps(selection: StepSelection, memory: Memory) -> None:
-    """There is nothing to draw: why, and what there is instead."""
+    """Show why no step can be drawn, and where other results are."""
     if selection.finished:
         show_nothing(
-            "The events of this run's steps are not here, so no step can be drawn.",
-            f"{len(selection.finished)} steps are known by their summary: Overview, Units and "
-            "Ranks show them. Copy the ranks' folders beside run.json to see their events.",
+            "No step can be drawn: the events are missing.",
+            f"Overview, Units and Ranks show the summary of {len(selection.finished)} steps. "
+            "To see their events, copy the rank folders next to run.json.",
         )
     elif memory.peak_allocated_bytes is not None:
         show_nothing(
-            "This run holds memory and no events, so there is no step to draw.",
-            "It was imported from a memory snapshot. The page Memory shows it; a trace of "
-            "torch.profiler of the same training would show when each unit ran and waited.",
+            "No step can be drawn: this run has memory only.",
+            "The run was imported from a memory snapshot, which the page Memory shows. To see "
+            "units and waits, import a torch.profiler trace of the same training.",
             remedy="fsdp-inspect import TRACE --out runs/imported",
         )
-        page_link("memory", "What fills memory at the peak", icon=":material/memory:")
+        page_link("memory", "Open Memory", icon=":material/memory:")
     else:
         show_nothing(
-            "No step has ended yet, so there is nothing to draw.",
-            "A step is drawn once it has ended. While a run is being recorded, reload the page "
-            "after its first step; a run that died before has nothing to show here.",
+            "No completed step yet.",
+            "The timeline shows completed steps. While a run is being recorded, reload the page "
+            "after its first step. A run that ended before its first step has no timeline.",
         )
 
 
@@ -143,8 +143,8 @@ def _show_controls(
     left_out = len(selection.finished) - len(drawable)
     if left_out > 0:
         st.caption(
-            f"{len(drawable)} of {len(selection.finished)} finished steps kept their events and "
-            "can be drawn\\. The others are in the summary only\\."
+            f"{len(drawable)} of {len(selection.finished)} completed steps have events and can be "
+            "drawn\\. The summary has the other steps\\."
         )
     return step, ranks
 
@@ -188,12 +188,12 @@ def _set_state(key: str, value: int) -> None:
 
 
 def _name_step(step: int, *, typical: int, selection: StepSelection) -> str:
-    """A step and what is special about it."""
+    """A step with its kind."""
     if step in selection.warmup:
         return f"{step} (warm-up)"
     if step in selection.memory:
-        return f"{step} (memory tracker)"
-    return f"{step} (closest to typical)" if step == typical else str(step)
+        return f"{step} (memory step)"
+    return f"{step} (typical)" if step == typical else str(step)
 
 
 def _pick_ranks(outline: RunHeading, recorded: Sequence[int]) -> tuple[int, ...]:
@@ -218,7 +218,7 @@ def _pick_ranks(outline: RunHeading, recorded: Sequence[int]) -> tuple[int, ...]
 
 
 def _opening(tracks: TrackSet) -> TimelineRequest:
-    """What the address says of the drawing, as far as it makes sense."""
+    """The valid parts of the address that concern the canvas."""
     ranks = [one.rank for one in tracks.timeline.ranks]
     tops = linked_all(TOP_KEY, {str(rank) for rank in ranks})
     return TimelineRequest(
@@ -233,14 +233,14 @@ def _opening(tracks: TrackSet) -> TimelineRequest:
 
 
 def _explain(entry: RunEntry, tracks: TrackSet, rank: int, asked: TimelineRequest) -> None:
-    """The longest waits, what is selected, and the address that names what is shown."""
+    """Show the longest waits and the selected span, and update the address."""
     _link_to(tracks, asked)
     _show_longest_waits(entry, tracks, rank)
     _show_selection(entry, tracks, asked.selected)
 
 
 def _show_longest_waits(entry: RunEntry, tracks: TrackSet, rank: int) -> None:
-    """A button for each of the longest waits of a rank, which leads to it."""
+    """Show a button for each of the longest waits of a rank, which jumps to it."""
     step = tracks.timeline.step
     waits = loading.result_of(entry, measure_step_waits, rank=rank, step=step)
     longest, drawn = waits.longest(), tracks.timeline.find_rank(rank)
@@ -262,7 +262,7 @@ def _show_longest_waits(entry: RunEntry, tracks: TrackSet, rank: int) -> None:
 
 
 def _link_to(tracks: TrackSet, asked: TimelineRequest) -> None:
-    """Let the address name what is shown."""
+    """Write the present view into the address."""
     view, selected = asked.view, asked.selected
     is_part = view is not None and (view.start_ns > 0 or view.end_ns < tracks.timeline.end_ns)
     link(WINDOW_KEY, f"{view.start_ns}-{view.end_ns}" if view and is_part else None)
@@ -272,10 +272,10 @@ def _link_to(tracks: TrackSet, asked: TimelineRequest) -> None:
 
 
 def _show_selection(entry: RunEntry, tracks: TrackSet, selected: Place | None) -> None:
-    """What was selected, with a link to its unit; of one height, so that the canvas stays put."""
+    """Show the selected span with a link to its unit, at a fixed height."""
     with st.container(border=True, height=_DETAILS_PX, key="selected-span", gap="xxsmall"):
         if selected is None:
-            st.caption("Click a span to see what it is and what it waited for\\.")
+            st.caption("Click a span to see its details\\.")
             st.caption(plain(_KEYS))
             return
         facts = _facts(entry, tracks, selected)
@@ -285,9 +285,7 @@ def _show_selection(entry: RunEntry, tracks: TrackSet, selected: Place | None) -
             st.caption(plain(f"Rank {rank} · {tell_origin(facts)}"), width="content")
             if facts.fqn is not None:
                 name = format_unit(facts.fqn)
-                page_link(
-                    "units", plain(f"Unit page of {name}"), icon=":material/stacks:", unit=name
-                )
+                page_link("units", plain(f"Open unit {name}"), icon=":material/stacks:", unit=name)
 
 
 def _facts(entry: RunEntry, tracks: TrackSet, place: Place) -> EventFacts:
@@ -310,27 +308,23 @@ def _describe_origin(tracks: TrackSet, outline: RunHeading) -> list[str]:
         return [provenance]
     return [
         provenance,
-        "An imported trace shows the window that was profiled. Exposed is communication that no "
-        "kernel covers; who waited for it is not recorded.",
+        "An imported trace shows the profiled window. Exposed is communication without a "
+        "concurrent compute kernel; the trace does not record waits.",
     ]
 
 
 def _describe_memory(entry: RunEntry, tracks: TrackSet) -> list[str]:
-    """When the memory was read; without any in this step, where there is some."""
+    """The times of the memory readings, or the steps that have readings."""
     if tracks.timeline.has_memory:
         on_cpu = tracks.manifest.device_type == "cpu"
-        return (
-            []
-            if on_cpu
-            else ["Memory is drawn at the host's time, which runs ahead of the streams."]
-        )
+        return [] if on_cpu else ["Memory is drawn at host time, which runs ahead of the streams."]
     sampled = loading.result_of(entry, find_sampled_steps)
     if not sampled:
-        return ["No memory was read in this run."]
+        return ["This run has no memory readings."]
     named = ", ".join(map(str, sampled[:_MOST_NAMED]))
     more = f" and {len(sampled) - _MOST_NAMED} more" if len(sampled) > _MOST_NAMED else ""
     steps = "step" if len(sampled) == 1 else "steps"
-    return [f"No memory was read in this step; it was in {steps} {named}{more}."]
+    return [f"This step has no memory readings. Readings: {steps} {named}{more}."]
 
 
 def _describe_clocks(tracks: TrackSet) -> list[str]:
@@ -341,26 +335,26 @@ def _describe_clocks(tracks: TrackSet) -> list[str]:
     if timeline.refusals:
         ranks = ", ".join(map(str, timeline.refusals))
         return [
-            f"Each on a clock of its own that begins at 0: ranks {ranks}; their times must not be "
-            "compared with those of other ranks.",
+            f"The clocks of ranks {ranks} are not aligned: each starts at 0. Do not compare their "
+            "times with other ranks.",
             next(iter(timeline.refusals.values())),
         ]
     if timeline.clock_uncertainty_ns == 0:
         return ["The ranks share one clock."]
     error = format_ns(timeline.clock_uncertainty_ns)
-    return [f"Lanes of different ranks may be shifted by up to {error}."]
+    return [f"Clock alignment of ranks: within {error}."]
 
 
 @st.fragment
 def _show_spans(tracks: TrackSet) -> None:
-    """The table for those who cannot see the canvas; made and sent only once it is opened."""
+    """Show the spans as a table, which is made when it is opened."""
     total = tracks.timeline.num_timed_spans
-    panel = st.expander(f"The same as a table: {total} spans", key="spans-panel", on_change="rerun")
+    panel = st.expander(f"Table: {total} spans", key="spans-panel", on_change="rerun")
     if not panel.open:
         return
     with panel:
         if total > _MOST_ROWS:
-            st.caption(f"The first {_MOST_ROWS} of {total} spans, lane by lane; the CSV has all\\.")
+            st.caption(f"First {_MOST_ROWS} of {total} spans\\. The CSV has all\\.")
         shown = frame_spans(tracks.timeline, tracks.manifest, most=_MOST_ROWS)
         show_table(shown, key="spans", alt="The spans, lane by lane")
         show_csv_button(
@@ -370,7 +364,7 @@ def _show_spans(tracks: TrackSet) -> None:
 
 
 def _outline(entry: RunEntry) -> RunHeading:
-    """Instead of the digest, whose waits this page does not show: they take as long as the rest."""
+    """The run heading, which is faster than the summary because it has no waits."""
     return loading.result_of(entry, measure_run_heading)
 
 

@@ -1,4 +1,4 @@
-"""What does each FSDP unit cost, and which one is waited for?"""
+"""Page Units: the cost of each FSDP unit, and one unit in detail."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from fsdp_inspect.formatting import MISSING, format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.figure_style import CONFIG
 from fsdp_inspect.report.figures import UNIT_MEASURES, draw_units
-from fsdp_inspect.result_types import RunEntry, Summary, UnitCost
+from fsdp_inspect.result_types import RunEntry, Summary, UnitCost, UnitCosts
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
@@ -20,7 +20,7 @@ from fsdp_inspect_app.cards import (
 )
 from fsdp_inspect_app.clicks import open_on_click
 from fsdp_inspect_app.finding_list import find_waits
-from fsdp_inspect_app.frames.units import frame_units
+from fsdp_inspect_app.frames.values import frame_of
 from fsdp_inspect_app.selection import UNIT_KEY, entry_or_stop, follow, link, open_unit
 from fsdp_inspect_app.unit_page import show_unit
 from fsdp_inspect_app.wording import plain
@@ -56,9 +56,7 @@ def _pick_unit(units: Sequence[UnitCost]) -> UnitCost | None:
     by_name = {format_unit(unit.fqn): unit for unit in units}
     names = {name: name for name in by_name}
     follow(UNIT_KEY, UNIT_KEY, names, None)
-    chosen = st.selectbox(
-        "Unit in detail", list(by_name), index=None, placeholder="all units", key=UNIT_KEY
-    )
+    chosen = st.selectbox("Unit", list(by_name), index=None, placeholder="all units", key=UNIT_KEY)
     link(UNIT_KEY, chosen)
     return None if chosen is None else by_name[chosen]
 
@@ -66,11 +64,11 @@ def _pick_unit(units: Sequence[UnitCost]) -> UnitCost | None:
 def _show_bars(summary: Summary) -> None:
     names = {name: name for name in UNIT_MEASURES}
     follow(_MEASURE_KEY, _MEASURE_KEY, names, "exposed")
-    chosen = st.segmented_control("Bars show", list(names), required=True, key=_MEASURE_KEY)
+    chosen = st.segmented_control("Measure", list(names), required=True, key=_MEASURE_KEY)
     measure = chosen or "exposed"
     link(_MEASURE_KEY, measure)
     with show_card(UNIT_MEASURES[measure], key="units-bars"):
-        # Hundreds of bars scroll inside their card, so that the table stays within reach.
+        # Many bars scroll inside their card, so that the table stays near.
         scrolls = len(summary.units) > _MOST_BARS
         with st.container(height=_BARS_HEIGHT if scrolls else "content", border=False):
             st.plotly_chart(
@@ -78,11 +76,11 @@ def _show_bars(summary: Summary) -> None:
                 key="chart-units",
                 config=CONFIG,
                 alt=f"{UNIT_MEASURES[measure]}: one bar for each of {len(summary.units)} units, "
-                "in order of execution; the table below holds the numbers",
+                "in order of execution; the table below has the numbers",
             )
             fqns = [unit.fqn for unit in summary.units]
             open_on_click("chart-units", lambda click: open_unit(click.pick(fqns)))
-        st.caption(plain(f"{_describe_numbers(summary)} Click a bar for its unit."))
+        st.caption(plain(f"{_describe_numbers(summary)} Click a bar to open its unit."))
 
 
 def _describe_numbers(summary: Summary) -> str:
@@ -90,14 +88,14 @@ def _describe_numbers(summary: Summary) -> str:
         summary.provenance, "all_gather", "reduce_scatter", "forward", "backward"
     )
     return (
-        f"In order of execution. Typical step of {summary.num_timed_steps} timed steps of rank "
-        f"{summary.median_rank}; forward and backward hold nested units. {provenance}"
+        f"In order of execution. Typical step of rank {summary.median_rank}. Forward and backward "
+        f"include nested units. {provenance}"
     )
 
 
 def _show_table(summary: Summary) -> None:
-    frame = frame_units(summary.units)
-    with show_card("All numbers, sortable", key="units-table") as header:
+    frame = frame_of(UnitCosts.TABLE, summary.units)
+    with show_card("All units", key="units-table") as header:
         with header:
             show_csv_button(frame, key="units")
         state = st.dataframe(
@@ -111,11 +109,11 @@ def _show_table(summary: Summary) -> None:
             on_select="rerun",
             selection_mode="single-cell",
             placeholder=MISSING,
-            alt="What each unit costs per step, one row a unit",
+            alt="Units, one row each",
         )
         st.caption(
             plain(
-                "Click a unit for its own page. Bus bandwidth: "
+                "Click a unit to open it. Bus bandwidth: "
                 f"{find_metric('bus_bytes_per_s').definition}."
             )
         )

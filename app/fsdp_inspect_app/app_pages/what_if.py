@@ -1,4 +1,4 @@
-"""What would a step take under another plan, or on another network?"""
+"""Page What-if: the predicted step under another plan or on another network."""
 
 import shlex
 from collections.abc import Sequence
@@ -79,18 +79,18 @@ def show_page(entry: RunEntry, run: Run) -> None:
 
 
 def _show_refusal(reason: str) -> None:
-    show_headline("No other plan can be played on this run\\.")
+    show_headline("This run cannot be simulated\\.")
     st.info(plain(reason), icon=":material/info:")
     st.caption(
-        "Plans are played from what a recorder saw of units, collectives and compute\\. Imported "
-        "traces and runs without a timed step hold too little of it\\. Record the job:"
+        "The simulation requires recorded units, collectives and compute, which imported traces "
+        "and runs without a timed step lack\\. Record the job:"
     )
     st.code("torchrun --nproc-per-node N -m fsdp_inspect.record train.py ARGS", language="bash")
 
 
 @st.fragment
 def _show_bench(entry: RunEntry, run: Run, bench: PreparedRun) -> None:
-    """Everything that moves with the knobs; turning one runs only this part of the page again."""
+    """Show the settings and all results; a changed setting reruns only this part of the page."""
     answer = st.container()
     start, problem = _linked_plan(run.manifest)
     left, right = st.columns([2, 5], gap="medium")
@@ -102,7 +102,7 @@ def _show_bench(entry: RunEntry, run: Run, bench: PreparedRun) -> None:
         simulation = simulate_knobs(bench, run.manifest, start or bench.plan, chosen, knobs)
     except (FsdpInspectError, ValueError) as error:
         with answer:
-            show_headline("That cannot be played\\.")
+            show_headline("These settings cannot be simulated\\.")
             st.warning(plain(str(error)), icon=":material/warning:")
         return
     with answer:
@@ -143,10 +143,10 @@ def _show_knobs(
         ("Network", KNOBS_OF_NETWORK, True),
     )
     chosen: dict[str, str] = {}
-    with show_card("Another plan", key="knobs"):
+    with show_card("Plan and network", key="knobs"):
         if is_linked:
-            st.caption("On top of the plan that the link brought\\.")
-            page_link("what_if", "Start from the recorded plan", icon=":material/undo:")
+            st.caption("Changes of the plan in the address\\.")
+            page_link("what_if", "Use the recorded plan", icon=":material/undo:")
         for name, knobs, is_open in groups:
             turned = any(knob.name in st.query_params for knob in knobs)
             with st.expander(name, expanded=is_open or turned):
@@ -158,7 +158,7 @@ def _show_knobs(
                     st.caption(plain(_describe_network(bench.work)))
         all_knobs = [knob for _, knobs, _ in groups for knob in knobs]
         st.button(
-            "All as recorded",
+            "Reset",
             key="reset",
             icon=":material/restart_alt:",
             disabled=not chosen,
@@ -180,10 +180,10 @@ def _describe_network(work: RecordedWork) -> str:
         f"{format_ns(line.latency_ns)}"
         for kind, line in work.network.lines.items()
     )
-    return f"The run's own, fitted to its collectives: {lines}."
+    return f"Fitted to the collectives of this run: {lines}."
 
 
-# --- what they make of the step
+# --- results
 
 
 def _show_numbers(simulation: Simulation) -> None:
@@ -194,27 +194,27 @@ def _show_numbers(simulation: Simulation) -> None:
             "Step",
             format_ns(after.step_time_ns),
             f"{format_ns(simulation.low_ns)} to {format_ns(simulation.high_ns)}",
-            "Predicted, with its interval: the replay's error, and how far the run's own "
-            "collectives lie from the fitted line.",
+            "Predicted step time. The interval includes the self-check error and the residuals of "
+            "the fitted network.",
         ),
         (
             "Exposed",
             format_ns(after.exposed_ns),
             f"was {format_ns(before.exposed_ns)}",
-            "Communication that the rank stands still for, in a step.",
+            "Predicted exposed communication in a step.",
         ),
         (
             "Peak",
             format_bytes(after.peak_bytes),
             f"was {format_bytes(before.peak_bytes)}",
-            "Peak of allocated memory, played.",
+            "Predicted peak of allocated memory.",
         ),
         (
-            "Replay error",
+            "Self-check",
             format_error(simulation.replay_error),
             f"peak {memory_error}",
-            f"The recorded plan plays in {format_ns(before.step_time_ns)} against "
-            f"{format_ns(simulation.recorded_step_ns)} measured.",
+            f"The simulated step of the recorded plan takes {format_ns(before.step_time_ns)}, the "
+            f"recorded step {format_ns(simulation.recorded_step_ns)}.",
         ),
     )
     columns = st.columns([5, 4, 4, 4])
@@ -235,13 +235,13 @@ def _show_steps(simulation: Simulation) -> None:
     before, after = simulation.replayed, simulation.predicted
     lines = " ".join(f"Assumed: {line}" for line in simulation.assumptions)
     show_chart_card(
-        "The step",
+        "Predicted step",
         draw_steps([("recorded plan", before.parts_ns), ("this plan", after.parts_ns)]),
         frame_parts(simulation),
         key="steps",
         alt=f"Two bars: the recorded plan's step of {format_ns(before.step_time_ns)} and the "
         f"predicted one of {format_ns(after.step_time_ns)}, split into their parts",
-        note=f"Both played, so that the replay's own error cancels. {lines}",
+        note=f"Both steps are simulated, so that a common error cancels. {lines}",
     )
 
 
@@ -258,9 +258,9 @@ def _show_peaks(simulation: Simulation) -> None:
         frame_peaks(simulation),
         key="peaks",
         alt=f"Two bars: the recorded plan's peak of {format_bytes(before.peak_bytes)} and the "
-        f"predicted one of {format_bytes(after.peak_bytes)}, split by what fills them",
-        note=f"Predicted by a ledger of what the step allocates and frees; the recorded plan's own "
-        f"peak plays with an error of {format_error(simulation.memory_error)}.",
+        f"predicted one of {format_bytes(after.peak_bytes)}, split by category",
+        note="Predicted from all allocations of the step. The error for the recorded plan is "
+        f"{format_error(simulation.memory_error)}.",
     )
 
 
@@ -273,20 +273,20 @@ def _show_timelines(entry: RunEntry, run: Run, simulation: Simulation) -> None:
             recorded = loading.timeline_of(entry, step=step, ranks=(rank,))
             tracks.append(replace(recorded, title=f"Recorded, step {step}"))
         except FsdpInspectError:
-            tracks = []  # its events are not here: the prediction is drawn alone
+            tracks = []  # its events are missing: only the prediction is drawn
     after = simulation.predicted
     if after.events is not None:
         drawn = draw_events(after.events, rank=simulation.rank)
         named = run.manifest.model_copy(update={"units": list(after.event_units)})
         tracks.append(TrackSet(drawn, named, title="This plan, predicted"))
-    with show_card("The recorded step and the predicted one", key="timelines"):
+    with show_card("Recorded and predicted timeline", key="timelines"):
         show_timeline(tracks, key="timelines")
-        st.caption("Both begin at 0, and zoom together\\. Hatched: standing still\\.")
+        st.caption("Both start at 0 and zoom together\\. Hatching marks exposed waits\\.")
 
 
 def _show_units(simulation: Simulation) -> None:
     frame = frame_played_units(simulation.predicted)
-    with show_card("Units of this plan, predicted", key="units") as header:
+    with show_card("Predicted units", key="units") as header:
         with header:
             show_csv_button(frame, key="units")
         show_table(frame, key="units", alt="Units of this plan, one row each")
@@ -300,7 +300,7 @@ def _show_keep(
     *,
     is_linked: bool,
 ) -> None:
-    with show_card("Keep it", key="keep"):
+    with show_card("Export", key="keep"):
         bandwidth, latency = network_of(chosen)
         origin = Origin(
             made_by="what-if",
@@ -328,13 +328,13 @@ def _show_keep(
                 icon=":material/download:",
                 key="prediction-file",
                 on_click="ignore",
-                help="fsdp-inspect verify holds it against the run of the plan.",
+                help="fsdp-inspect verify compares the prediction with the run of the plan.",
             )
-        st.caption("The same numbers in a terminal; the address of this page holds every setting:")
+        st.caption("The same numbers in a terminal. The address of this page has all settings:")
         st.code(
             _command(entry, chosen, knobs, is_linked=is_linked), language="bash", wrap_lines=True
         )
-        st.caption("Once the plan ran:")
+        st.caption("After the run of the plan:")
         st.code(
             f"fsdp-inspect verify {_PREDICTION_FILE} NEW_RUN --baseline "
             f"{shlex.quote(str(entry.path))}",
@@ -346,7 +346,7 @@ def _show_keep(
 def _command(
     entry: RunEntry, chosen: dict[str, str], knobs: Sequence[Knob], *, is_linked: bool
 ) -> str:
-    """Of a plan from a link the saved file holds all but the network."""
+    """The command; for a plan from an address, the saved file has all but the network."""
     if not is_linked:
         return command_of(str(entry.path), chosen, knobs)
     network = command_of(str(entry.path), chosen, KNOBS_OF_NETWORK)

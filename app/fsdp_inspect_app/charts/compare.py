@@ -1,6 +1,7 @@
-"""How do runs look beside each other? Results of a comparison to figures; nothing is computed.
+"""Draw the changes of a comparison as diverging bars.
 
-Less is blue and more is orange, on both themes and for every eye; signs say it too.
+Less is blue and more is orange, readable in both themes and with colour blindness. The texts have
+signs as well.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,1 +1,1 @@
-"""Tables of results, one file a question; each is exported as CSV."""
+"""Tables of results, which pages show and export as CSV."""

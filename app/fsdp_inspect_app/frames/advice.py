@@ -1,4 +1,4 @@
-"""What is advised? As tables, one row a plan."""
+"""Tables of advice, one row a plan."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from fsdp_inspect_app.frames.values import mib, ms
 
 
 def frame_front(plan: PlanAdvice) -> pd.DataFrame:
-    """The plans that no other beats in both step time and peak, fastest first."""
+    """The plans that no other plan beats in both step time and peak, fastest first."""
     return pd.DataFrame(
         [
             {
-                "plan": "the recorded plan" if point.is_recorded else point.what,
+                "plan": "recorded plan" if point.is_recorded else point.what,
                 "predicted step (ms)": ms(point.step_ns),
                 "predicted peak (MiB)": mib(point.peak_bytes),
             }
@@ -25,7 +25,7 @@ def frame_front(plan: PlanAdvice) -> pd.DataFrame:
 
 
 def frame_outcomes(predictions: Sequence[VerifiedPrediction]) -> pd.DataFrame:
-    """What was predicted beside what was then measured, newest first."""
+    """Predictions and measured outcomes, newest first."""
     return pd.DataFrame([_outcome_row(each) for each in predictions])
 
 
@@ -40,7 +40,7 @@ def _outcome_row(verified: VerifiedPrediction) -> dict[str, object]:
         "measured step (ms)": ms(outcome.step_time_ns if outcome else None),
         "predicted peak (MiB)": mib(prediction.peak_bytes.value if prediction.peak_bytes else None),
         "measured peak (MiB)": mib(outcome.peak_bytes if outcome else None),
-        "measured in": ", ".join(outcome.run_ids) if outcome else "",
-        "what that says": outcome.sentence if outcome else "",
+        "runs": ", ".join(outcome.run_ids) if outcome else "",
+        "verdict": outcome.sentence if outcome else "",
         "predicted (UTC)": prediction.created,
     }

@@ -1,4 +1,4 @@
-"""What does a comparison say? As tables, one row a thing and one column a side."""
+"""Tables of a comparison, with one column a side."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def frame_sides(comparison: Comparison) -> pd.DataFrame:
             {
                 "side": side.label,
                 "run": run.run_id,
-                "stands for the side": run.run_id == side.median_run,
+                "median run": run.run_id == side.median_run,
                 "status": run.status,
                 "timed steps": run.num_timed_steps,
                 "step time (ms)": ms(run.step_time_ns),
@@ -44,12 +44,12 @@ def frame_sides(comparison: Comparison) -> pd.DataFrame:
 
 
 def frame_settings(settings: Sequence[SettingDifference], labels: Sequence[str]) -> pd.DataFrame:
-    """What differs, one row a setting, as configuration files write it."""
+    """The different settings, one row each, as configuration files write them."""
     return pd.DataFrame(
         [
             {
                 "setting": setting.name,
-                "of": setting.group,
+                "group": setting.group,
                 "where": setting.where or "the whole run",
                 **{
                     label: _written(value)
@@ -62,9 +62,12 @@ def frame_settings(settings: Sequence[SettingDifference], labels: Sequence[str])
 
 
 def frame_shared(settings: Iterable[SharedSetting]) -> pd.DataFrame:
-    """What all sides have alike."""
+    """The settings that are the same on all sides."""
     return pd.DataFrame(
-        [{"setting": one.name, "of": one.group, "value": _written(one.value)} for one in settings]
+        [
+            {"setting": one.name, "group": one.group, "value": _written(one.value)}
+            for one in settings
+        ]
     )
 
 
@@ -75,7 +78,7 @@ def _written(value: Any) -> str:
 
 
 def frame_metrics(metrics: Sequence[MetricComparison], labels: Sequence[str]) -> pd.DataFrame:
-    """The headline numbers as they are read, with what may be said of each change."""
+    """The metrics of each side, with the verdict on each change."""
     return pd.DataFrame([_metric_row(metric, labels) for metric in metrics])
 
 
@@ -88,13 +91,13 @@ def _metric_row(metric: MetricComparison, labels: Sequence[str]) -> dict[str, An
     for label, value, judgement in others:
         is_same = value is not None and value == metric.values[0]
         row[label] = format_metric(metric.name, value)
-        row[f"{label} against {labels[0]}"] = format_change(0 if is_same else judgement.change)
+        row[f"{label} vs {labels[0]}"] = format_change(0 if is_same else judgement.change)
         row[f"verdict on {label}"] = describe_judgement(judgement)
     return row
 
 
 def frame_compared_parts(rows: Sequence[PartComparison], labels: Sequence[str]) -> pd.DataFrame:
-    """The parts of the typical steps; changes add up to that of the step."""
+    """The parts of the typical steps; their changes add up to the change of the step."""
     return _frame_changes(
         [(find_metric(f"{row.name}_ns").label, row.values_ns, row.changes_ns) for row in rows],
         labels,
@@ -105,7 +108,7 @@ def frame_compared_parts(rows: Sequence[PartComparison], labels: Sequence[str]) 
 
 
 def frame_compared_causes(rows: Sequence[PartComparison], labels: Sequence[str]) -> pd.DataFrame:
-    """Why they wait."""
+    """The exposed waits by cause."""
     return _frame_changes(
         [(row.name.replace("_", " "), row.values_ns, row.changes_ns) for row in rows],
         labels,
@@ -116,7 +119,7 @@ def frame_compared_causes(rows: Sequence[PartComparison], labels: Sequence[str])
 
 
 def frame_categories(rows: Sequence[CategoryComparison], labels: Sequence[str]) -> pd.DataFrame:
-    """What fills memory at the peak."""
+    """The memory at the peak by category."""
     return _frame_changes(
         [(wording.name_category(row.category), row.values, row.changes) for row in rows],
         labels,
@@ -142,7 +145,7 @@ def _frame_changes(
                     for label, value in zip(labels, values, strict=True)
                 },
                 **{
-                    f"{label} less {labels[0]} ({unit})": convert(change)
+                    f"{label} - {labels[0]} ({unit})": convert(change)
                     for label, change in zip(labels[1:], changes, strict=True)
                 },
             }
@@ -165,7 +168,7 @@ def frame_unit_changes(
         [
             {
                 "unit": name_units(change),
-                "cut differently": change.row.is_regrouped,
+                "regrouped": change.row.is_regrouped,
                 **_side_columns(labels[0], change.row.sides[0]),
                 **_side_columns(labels[1], change.row.sides[other]),
             }

@@ -1,4 +1,4 @@
-"""What can be imported? As a table."""
+"""Tables of traces and snapshots to import."""
 
 from collections.abc import Sequence
 

@@ -1,42 +1,11 @@
-"""What does a run do that is being recorded? As tables."""
+"""Tables of a live run."""
 
 from collections.abc import Sequence
 
 import pandas as pd
 
 from fsdp_inspect.formatting import format_bytes, format_bytes_per_s
-from fsdp_inspect.result_types import DeviceSeries, LiveMemory, LiveStep, RankRecord
-from fsdp_inspect_app.frames.values import mib, ms
-
-
-def frame_live_steps(steps: Sequence[LiveStep]) -> pd.DataFrame:
-    """The last steps, newest first."""
-    return pd.DataFrame(
-        [
-            {
-                "step": step.step,
-                "step time (ms)": ms(step.step_time_ns),
-                "exposed (ms)": ms(step.exposed_ns),
-                "communication (ms)": ms(step.communication_ns),
-                "memory step": step.is_memory_step,
-            }
-            for step in reversed(steps)
-        ]
-    )
-
-
-def frame_live_memory(memory: Sequence[LiveMemory]) -> pd.DataFrame:
-    """The highest readings of the last steps, newest first."""
-    return pd.DataFrame(
-        [
-            {
-                "step": one.step,
-                "allocated (MiB)": mib(one.allocated_bytes),
-                "reserved (MiB)": mib(one.reserved_bytes),
-            }
-            for one in reversed(memory)
-        ]
-    )
+from fsdp_inspect.result_types import DeviceSeries, RankRecord
 
 
 def frame_devices(series: Sequence[DeviceSeries]) -> pd.DataFrame:

@@ -1,6 +1,4 @@
-"""What fills memory, when and where? As tables, amounts in MiB."""
-
-from collections.abc import Sequence
+"""Tables of memory, in MiB."""
 
 import pandas as pd
 
@@ -9,10 +7,6 @@ from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.result_types import (
     AllocatorUse,
     Composition,
-    MemoryOfStep,
-    PeakMoment,
-    PositionBytes,
-    RankMemory,
     StepMemory,
 )
 from fsdp_inspect_app import wording
@@ -58,77 +52,6 @@ def _frame_composition(composition: Composition) -> pd.DataFrame:
         for series in composition.series
     }
     return pd.DataFrame({_TIME: [ms(offset) for offset in composition.offsets_ns], **columns})
-
-
-def frame_alive(peak: PeakMoment) -> pd.DataFrame:
-    """What is alive at the peak: a row for each owner, a column for each category."""
-    held = {
-        name_place(owner.fqn): {one.category: one.bytes for one in owner.categories}
-        for owner in peak.owners
-    }
-    return pd.DataFrame(
-        [
-            {
-                "unit": name_place(owner.fqn),
-                "all (MiB)": mib(owner.bytes),
-                **{
-                    f"{wording.name_category(one.category)} (MiB)": mib(
-                        held[name_place(owner.fqn)].get(one.category, 0)
-                    )
-                    for one in peak.categories
-                },
-            }
-            for owner in peak.owners
-        ]
-    )
-
-
-def frame_growth(steps: Sequence[MemoryOfStep]) -> pd.DataFrame:
-    """The highest memory of each step, and what it leaves."""
-    return pd.DataFrame(
-        [
-            {
-                "step": step.step,
-                "allocated at most (MiB)": mib(step.highest_allocated_bytes),
-                "allocated at the end (MiB)": mib(step.allocated_at_end_bytes),
-                "reserved at most (MiB)": mib(step.highest_reserved_bytes),
-            }
-            for step in steps
-        ]
-    )
-
-
-def frame_rank_memory(ranks: Sequence[RankMemory]) -> pd.DataFrame:
-    """One row a rank."""
-    return pd.DataFrame(
-        [
-            {
-                "rank": rank.rank,
-                "peak allocated (MiB)": mib(rank.peak_allocated_bytes),
-                "peak reserved (MiB)": mib(rank.peak_reserved_bytes),
-                "resting (MiB)": mib(rank.resting_bytes),
-                "a step adds (MiB)": mib(rank.step_adds_bytes),
-                "device (MiB)": mib(rank.device_bytes),
-                "never taken (MiB)": mib(rank.headroom_bytes),
-            }
-            for rank in ranks
-        ]
-    )
-
-
-def frame_positions(positions: Sequence[PositionBytes]) -> pd.DataFrame:
-    """The highest readings by the place of the program."""
-    return pd.DataFrame(
-        [
-            {
-                "unit": name_place(place.fqn),
-                "phase": place.phase,
-                "step": place.step,
-                "allocated (MiB)": mib(place.bytes),
-            }
-            for place in positions
-        ]
-    )
 
 
 def frame_allocator(use: AllocatorUse) -> pd.DataFrame:

@@ -1,54 +1,11 @@
-"""How do the ranks compare? As tables, one row a rank, a collective or a step."""
-
-from collections.abc import Sequence
+"""Tables of ranks by step."""
 
 import numpy as np
 import pandas as pd
 
 from fsdp_inspect.metrics import MetricUnit, find_metric
-from fsdp_inspect.report.values import format_kind
-from fsdp_inspect.result_types import CollectiveSkew, RankGrid, RankRow
-from fsdp_inspect_app.frames.values import BYTES_PER_MIB, NS_PER_MS, gb_per_s, mib, ms
-
-
-def frame_ranks(rows: Sequence[RankRow]) -> pd.DataFrame:
-    """One row a rank."""
-    return pd.DataFrame(
-        [
-            {
-                "rank": row.rank,
-                "host": row.host,
-                "step time (ms)": ms(row.step_time_ns),
-                "own work (ms)": ms(row.own_work_ns),
-                "exposed (ms)": ms(row.exposed_ns),
-                "overlap": row.overlap_ratio,
-                "arrives last": row.last_ratio,
-                "after the first (ms)": ms(row.lateness_ns),
-                "works longest": row.busiest_ratio,
-                "peak allocated (MiB)": mib(row.peak_allocated_bytes),
-            }
-            for row in rows
-        ]
-    )
-
-
-def frame_skews(skews: Sequence[CollectiveSkew]) -> pd.DataFrame:
-    """How far apart ranks arrive, one row a sort of collective."""
-    return pd.DataFrame(
-        [
-            {
-                "collective": format_kind(row.kind),
-                "message (MiB)": mib(row.bytes) if row.bytes >= 0 else None,
-                "ranks": row.num_ranks,
-                "how many": row.num_collectives,
-                "skew (ms)": ms(row.skew_ns),
-                "skew, p90 (ms)": ms(row.skew_p90_ns),
-                "transfer alone (ms)": ms(row.pure_transfer_ns),
-                "bus bandwidth (GB/s)": gb_per_s(row.bus_bytes_per_s),
-            }
-            for row in skews
-        ]
-    )
+from fsdp_inspect.result_types import RankGrid
+from fsdp_inspect_app.frames.values import BYTES_PER_MIB, NS_PER_MS
 
 
 def unit_of_grid(measure: str) -> tuple[float, str]:

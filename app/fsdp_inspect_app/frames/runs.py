@@ -1,4 +1,4 @@
-"""Which runs are there, and what is known about one? As tables."""
+"""Tables of all runs, and of the facts about one run."""
 
 from collections.abc import Collection, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What does a timeline draw? As tables, one row a span."""
+"""Tables of a timeline, one row a span."""
 
 import numpy as np
 import pandas as pd

@@ -1,4 +1,4 @@
-"""What does each unit cost? As tables, one row a unit or a collective."""
+"""Tables of one unit: collectives, causes, memory and parameters."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.analysis.units import COLLECTIVES_TABLE
 from fsdp_inspect.report.causes import format_cause
 from fsdp_inspect.report.values import format_kind
 from fsdp_inspect.result_types import (
@@ -14,75 +14,27 @@ from fsdp_inspect.result_types import (
     CollectiveHistory,
     ExposedOwner,
     LinkFit,
+    OneCollective,
     PeakMoment,
     Unit,
-    UnitCollective,
     UnitCost,
     UnitHistory,
-    UnitPrefetch,
 )
 from fsdp_inspect_app import wording
-from fsdp_inspect_app.frames.values import gb_per_s, mib, ms
-
-
-def frame_units(units: Sequence[UnitCost]) -> pd.DataFrame:
-    """What each unit costs per step, in order of execution."""
-    return pd.DataFrame([_unit_row(unit) for unit in units])
-
-
-def _unit_row(unit: UnitCost) -> dict[str, Any]:
-    return {
-        "unit": format_unit(unit.fqn),
-        "exposed (ms)": ms(unit.exposed_ns),
-        "forward (ms)": ms(unit.forward_ns),
-        "backward (ms)": ms(unit.backward_ns),
-        "recompute (ms)": ms(unit.recompute_ns),
-        "copies (ms)": ms(unit.copies_ns),
-        **_collective_columns("all-gather", unit.all_gather),
-        **_collective_columns("reduce-scatter", unit.reduce_scatter),
-        **_collective_columns("all-reduce", unit.all_reduce),
-        "prefetched per step": unit.prefetched_per_step,
-        "parameters": unit.num_parameters,
-        "unsharded (MiB)": mib(unit.unsharded_bytes),
-        "reshard after forward": str(unit.reshard_after_forward),
-        "class": unit.module_class,
-    }
-
-
-def _collective_columns(name: str, collective: UnitCollective) -> dict[str, Any]:
-    if collective.count_per_step == 0 and name == "all-reduce":
-        return {}
-    return {
-        f"{name}: exposed (ms)": ms(collective.exposed_ns),
-        f"{name}: duration (ms)": ms(collective.duration_ns),
-        f"{name}: per step": collective.count_per_step,
-        f"{name}: message (MiB)": mib(collective.bytes),
-        f"{name}: bus (GB/s)": gb_per_s(collective.bus_bytes_per_s),
-    }
+from fsdp_inspect_app.frames.values import frame_of, gb_per_s, mib, ms
 
 
 def frame_collectives(unit: UnitCost) -> pd.DataFrame:
     """The collectives of one unit, one row a kind that it has."""
-    members = {
+    kinds = {
         "all-gather": unit.all_gather,
         "reduce-scatter": unit.reduce_scatter,
         "all-reduce": unit.all_reduce,
     }
-    return pd.DataFrame(
-        [
-            {
-                "collective": name,
-                "per step": collective.count_per_step,
-                "message (MiB)": mib(collective.bytes),
-                "ranks": collective.group_size,
-                "duration (ms)": ms(collective.duration_ns),
-                "exposed per step (ms)": ms(collective.exposed_ns),
-                "bus bandwidth (GB/s)": gb_per_s(collective.bus_bytes_per_s),
-            }
-            for name, collective in members.items()
-            if collective.count_per_step
-        ]
-    )
+    present = {name: collective for name, collective in kinds.items() if collective.count_per_step}
+    frame = frame_of(COLLECTIVES_TABLE, list(present.values()))
+    frame.insert(0, "collective", list(present))
+    return frame
 
 
 def name_history(history: CollectiveHistory) -> str:
@@ -92,19 +44,12 @@ def name_history(history: CollectiveHistory) -> str:
 
 def frame_history(history: UnitHistory) -> pd.DataFrame:
     """Every collective of one unit, one row each."""
-    return pd.DataFrame(
-        [
-            {
-                "collective": name_history(one),
-                "step": each.step,
-                "duration (ms)": ms(each.duration_ns),
-                "exposed (ms)": ms(each.exposed_ns),
-                "bus bandwidth (GB/s)": gb_per_s(each.bus_bytes_per_s),
-            }
-            for one in history.histories
-            for each in one.collectives
-        ]
+    frame = frame_of(
+        OneCollective.TABLE, [each for kind in history.histories for each in kind.collectives]
     )
+    names = [name_history(kind) for kind in history.histories for _ in kind.collectives]
+    frame.insert(0, "collective", names)
+    return frame
 
 
 def frame_spreads(history: UnitHistory, fits: Mapping[str, LinkFit]) -> pd.DataFrame:
@@ -157,28 +102,6 @@ def frame_parameters(unit: Unit) -> pd.DataFrame:
                 "parameters": math.prod(shape),
             }
             for name, shape in unit.parameters.items()
-        ]
-    )
-
-
-def frame_prefetches(prefetches: Sequence[UnitPrefetch]) -> pd.DataFrame:
-    """Whether the gathers of one unit were issued early, one row a phase."""
-    return pd.DataFrame(
-        [
-            {
-                "phase": one.phase,
-                "all-gathers": one.num_gathers,
-                "issued": ", ".join(
-                    f"{issue} {count}" for issue, count in one.num_by_issue.items()
-                ),
-                "issued by": ", ".join(format_unit(fqn) for fqn in one.issued_by)
-                or "its own hooks",
-                "lead (ms)": ms(one.lead_ns),
-                "in flight (ms)": ms(one.duration_ns),
-                "hidden": one.hidden_ratio,
-                "exposed per step (ms)": ms(one.exposed_ns),
-            }
-            for one in prefetches
         ]
     )
 

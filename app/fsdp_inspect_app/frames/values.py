@@ -1,11 +1,15 @@
-"""How do numbers look in a table? In ms, MiB and GB/s at full precision, and harmless in a CSV.
+"""Build the tables of the pages: in ms, MiB and GB/s at full precision, and safe as CSV.
 
-What is shown is rounded, what is sorted and exported is not. What is missing stays missing.
+A table comes from a column specification of the library (`frame_of`), so a column is declared
+once. Pages round what they show; sorting and CSV use the full precision.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
+
+from fsdp_inspect.columns import TableSpec
 
 NS_PER_MS = 1e6
 
@@ -14,6 +18,27 @@ BYTES_PER_MIB = float(1 << 20)
 BYTES_PER_GB = 1e9
 
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+
+
+def frame_of(spec: TableSpec, rows: Sequence[Any], *names: str) -> pd.DataFrame:
+    """The table of some rows, with the unit of each column in its header.
+
+    `frame.attrs` holds the `definitions` of the columns and the `units` of the numbers, by header.
+
+    Args:
+        spec: The columns.
+        rows: What the columns read their values from.
+        names: The columns to show, in order; default all that have a value.
+    """
+    columns = (spec.only(*names) if names else spec.with_values(rows)).columns
+    frame = pd.DataFrame(
+        {column.header: [column.scaled(row) for row in rows] for column in columns}
+    )
+    frame.attrs["definitions"] = {column.header: column.definition for column in columns}
+    frame.attrs["units"] = {
+        column.header: column.unit.value for column in columns if column.unit is not None
+    }
+    return frame
 
 
 def to_csv(frame: pd.DataFrame) -> bytes:

@@ -1,4 +1,4 @@
-"""What does a played plan take, beside the recorded one? As tables, one row a thing."""
+"""Tables of a simulated plan and the recorded plan."""
 
 import pandas as pd
 
@@ -8,11 +8,11 @@ from fsdp_inspect.result_types import Played, Simulation
 from fsdp_inspect_app.frames.values import mib, ms
 from fsdp_inspect_app.played_memory_looks import HELD_LOOKS
 
-RECORDED, PREDICTED = "recorded plan, played", "this plan, predicted"
+RECORDED, PREDICTED = "recorded plan, simulated", "this plan, predicted"
 
 
 def frame_parts(simulation: Simulation) -> pd.DataFrame:
-    """Where the steps go, and the steps that the parts add up to."""
+    """The parts of both steps, and their sums."""
     before, after = simulation.replayed, simulation.predicted
     rows = [
         {
@@ -31,7 +31,7 @@ def frame_parts(simulation: Simulation) -> pd.DataFrame:
 
 
 def frame_peaks(simulation: Simulation) -> pd.DataFrame:
-    """What fills memory at the peaks."""
+    """The memory at both peaks by category."""
     before, after = simulation.replayed, simulation.predicted
     return pd.DataFrame(
         [
@@ -46,14 +46,14 @@ def frame_peaks(simulation: Simulation) -> pd.DataFrame:
 
 
 def frame_played_units(played: Played) -> pd.DataFrame:
-    """The units of a played plan, in order."""
+    """The units of a simulated plan, in order."""
     return pd.DataFrame(
         [
             {
                 "unit": format_unit(unit.fqn),
                 "exposed (ms)": ms(unit.exposed_ns),
                 "all-gather (ms)": ms(unit.gather_ns),
-                "gathers per step": unit.gathers_per_step,
+                "all-gathers per step": unit.gathers_per_step,
                 "unsharded (MiB)": mib(unit.unsharded_bytes),
                 "parameters": unit.num_parameters,
             }

@@ -1,4 +1,4 @@
-"""How does one event of a timeline read, in a line?"""
+"""Describe one event of a timeline in a line."""
 
 from fsdp_inspect.formatting import (
     format_bytes,

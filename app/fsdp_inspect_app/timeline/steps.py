@@ -1,4 +1,4 @@
-"""Which steps of a rank can be drawn, and in which was memory read?
+"""Find the steps of a rank that have events, and those with memory readings.
 
 Long runs keep the events of only some steps, and on CPU memory is read in memory steps only.
 """

@@ -7,11 +7,20 @@ that ends it), and the last samples of the machine.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.methods import name_methods
+from fsdp_inspect.columns import (
+    TableSpec,
+    metric_column,
+    number_column,
+    text_column,
+    value_column,
+)
+from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.reduction.memory_parts import samples_of
 from fsdp_inspect.reduction.step_parts import reduce_rank
 from fsdp_inspect.statistics import Distribution
@@ -57,6 +66,21 @@ class LiveStep:
         """Exposed / step time, 0 to 1; None for a step without duration."""
         return self.exposed_ns / self.step_time_ns if self.step_time_ns else None
 
+    TABLE: ClassVar[TableSpec] = TableSpec(
+        "Last steps",
+        (
+            number_column("step", "The step."),
+            metric_column("step_time_ns"),
+            metric_column("exposed_ns", label="exposed"),
+            metric_column("communication_ns"),
+            text_column(
+                "is_memory_step",
+                "True under the storage tracker, which makes the step slower.",
+                label="memory step",
+            ),
+        ),
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class LiveMemory:
@@ -66,6 +90,25 @@ class LiveMemory:
     allocated_bytes: int
     reserved_bytes: int | None
     """None on CPU."""
+
+    TABLE: ClassVar[TableSpec] = TableSpec(
+        "Memory of the last steps",
+        (
+            number_column("step", "The step."),
+            value_column(
+                "allocated_bytes",
+                MetricUnit.BYTES,
+                "The highest reading of allocated memory in the step.",
+                label="allocated",
+            ),
+            value_column(
+                "reserved_bytes",
+                MetricUnit.BYTES,
+                "The highest reading of reserved memory in the step.",
+                label="reserved",
+            ),
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)

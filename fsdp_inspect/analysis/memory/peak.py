@@ -11,13 +11,23 @@ ranks are fast.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.memory.summary_rows import memory_parts
 from fsdp_inspect.analysis.step_selection import select_steps, split_by_rank
+from fsdp_inspect.columns import (
+    TableSpec,
+    metric_column,
+    number_column,
+    text_column,
+    value_column,
+)
 from fsdp_inspect.errors import IncompleteRunError, StoreError
+from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.reduction.memory_parts import STORAGE_TRACKER, UNATTRIBUTED, samples_of
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Phase, StepPart
@@ -75,6 +85,25 @@ class PositionBytes:
     """The step of that reading."""
     bytes: int
 
+    TABLE: ClassVar[TableSpec] = TableSpec(
+        "Highest readings by position",
+        (
+            text_column(
+                "unit",
+                "The innermost unit on the host's stack.",
+                lambda position: "(no unit)" if position.fqn is None else format_unit(position.fqn),
+            ),
+            text_column("phase", "The part of the step."),
+            number_column("step", "The step of the highest reading."),
+            value_column(
+                "bytes",
+                MetricUnit.BYTES,
+                "The highest allocated memory at this position, over all steps.",
+                label="allocated",
+            ),
+        ),
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
@@ -102,6 +131,19 @@ class RankMemory:
             return None
         return max(self.device_bytes - self.peak_reserved_bytes, 0)
 
+    TABLE: ClassVar[TableSpec] = TableSpec(
+        "Memory by rank",
+        (
+            number_column("rank", "The rank."),
+            metric_column("peak_allocated_bytes"),
+            metric_column("peak_reserved_bytes"),
+            metric_column("resting_bytes"),
+            metric_column("step_adds_bytes"),
+            value_column("device_bytes", MetricUnit.BYTES, "Memory of the device.", label="device"),
+            metric_column("headroom_bytes"),
+        ),
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class RankSpread:
@@ -125,6 +167,31 @@ class MemoryOfStep:
     highest_reserved_bytes: int | None
     allocated_at_end_bytes: int | None
     """Allocated at the end of the step; None without a sample there."""
+
+    TABLE: ClassVar[TableSpec] = TableSpec(
+        "Memory by step",
+        (
+            number_column("step", "The step."),
+            value_column(
+                "highest_allocated_bytes",
+                MetricUnit.BYTES,
+                "The highest allocated memory in the step.",
+                label="peak allocated",
+            ),
+            value_column(
+                "allocated_at_end_bytes",
+                MetricUnit.BYTES,
+                "Allocated memory at the end of the step.",
+                label="allocated at the end",
+            ),
+            value_column(
+                "highest_reserved_bytes",
+                MetricUnit.BYTES,
+                "The highest reserved memory in the step.",
+                label="peak reserved",
+            ),
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,8 +52,15 @@ from fsdp_inspect.analysis.stragglers.sampling import (
     sample_ranks,
     spread,
 )
-from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column
+from fsdp_inspect.columns import (
+    TableSpec,
+    metric_column,
+    number_column,
+    text_column,
+    value_column,
+)
 from fsdp_inspect.formatting import format_ratio
+from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.statistics import median, percentile
 from fsdp_inspect.trace.bus_bandwidth import bus_factor
@@ -116,6 +123,30 @@ class CollectiveSkew:
     """Fraction of these collectives whose skew is longer than their transfer."""
     bus_bytes_per_s: float | None
     """Bus bandwidth of the pure transfer: the rate once all ranks have arrived."""
+
+    TABLE: ClassVar[TableSpec] = TableSpec(
+        "Arrivals and transfers by collective",
+        (
+            text_column("collective", "Its kind.", lambda row: row.kind.replace("_", "-")),
+            metric_column("bytes", lambda row: row.bytes if row.bytes >= 0 else None),
+            number_column("num_ranks", "Ranks of the process group.", label="ranks"),
+            number_column("num_collectives", "Sampled collectives.", label="count"),
+            metric_column("skew_ns"),
+            value_column(
+                "skew_p90_ns",
+                MetricUnit.NS,
+                "The skew that 90% of the collectives do not exceed.",
+                label="skew, p90",
+            ),
+            metric_column("pure_transfer_ns"),
+            value_column(
+                "bus_bytes_per_s",
+                MetricUnit.BYTES_PER_S,
+                "Bus bandwidth of the pure transfer.",
+                label="bus bandwidth",
+            ),
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)
