@@ -103,7 +103,7 @@ _ALL = (
         "late issue",
         _NS,
         "exposed time that an earlier issue would have saved: min(exposed, issue - earliest); "
-        "at `earliest`, the dependencies of its stream and the previous collective on its "
+        "earliest: the dependencies of its stream and the previous collective on its "
         "communicator have ended",
     ),
     Metric(

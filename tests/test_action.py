@@ -123,7 +123,7 @@ def test_what_cannot_be_judged_fails_unless_allowed(made: Path, tmp_path: Path) 
     assert (refused.code, allowed.code) == (2, 0)
     assert allowed.outputs["exit-code"] == "2"
     assert "::warning title=FSDP Inspect::" in allowed.log
-    assert "world size 4, and the run of 8" in allowed.log
+    assert "world size 4, and the run has 8" in allowed.log
 
 
 def test_a_check_without_a_verdict_fails_even_where_unjudged_is_allowed(

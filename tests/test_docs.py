@@ -168,6 +168,7 @@ def test_python_blocks_in_the_guides_run(tmp_path: Path, run_ranks: Torchrun) ->
     script = tmp_path / "reader.py"
     script.write_text(f"BLOCKS = {blocks!r}\n{READER}")
 
+    (tmp_path / "samples").symlink_to(ROOT / "samples")
     run_ranks(script, cwd=tmp_path)
 
     assert any("Recorder(" in block for block in blocks)

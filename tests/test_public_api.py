@@ -14,7 +14,7 @@ PUBLIC_NAMES = [
     "ForecastTarget",
     "Plan",
     "Recorder",
-    "StoredRun",
+    "Run",
     "__version__",
     "apply_plan",
     "forecast_memory",

@@ -197,11 +197,11 @@ def test_what_cannot_be_judged_is_no_pass(session: Session) -> None:
     failed = session.run(*select, RANKS="8")
     assert outcomes(failed) == {"test_other_world_size": "FAILED"}
     reason = part_of(failed, "test_other_world_size")
-    assert "world size 4, and the run of 8" in reason
-    assert "Write a baseline for it with --fsdp-update-baselines" in reason
+    assert "world size 4, and the run has 8" in reason
+    assert "Write a new baseline with --fsdp-update-baselines" in reason
     skipped = session.run(*select, "--fsdp-skip-unjudged", RANKS="8")
     assert outcomes(skipped) == {"test_other_world_size": "SKIPPED"}
-    assert "world size 4, and the run of 8" in " ".join(skipped.split())
+    assert "world size 4, and the run has 8" in " ".join(skipped.split())
 
 
 def test_an_update_keeps_limits_and_refuses_what_it_cannot_read(session: Session) -> None:
@@ -231,13 +231,13 @@ def test_a_recorded_block_is_held_against_its_baseline(session: Session) -> None
     first = session.run()
     assert set(outcomes(first).values()) == {"FAILED"}, first
     told = part_of(first, "test_recorded")
-    assert "There is no baseline at fsdp_baselines/test_steps.test_recorded.json" in told
+    assert "Baseline not found: fsdp_baselines/test_steps.test_recorded.json" in told
     assert "pytest 'test_steps.py::test_recorded' --fsdp-update-baselines" in told
-    assert "The marker says world_size=8, and 1 ranks" in part_of(first, "test_other_ranks")
+    assert "The marker has world_size=8, but 1 ranks" in part_of(first, "test_other_ranks")
 
     written = session.run("--fsdp-update-baselines")
     assert outcomes(written)["test_recorded"] == "PASSED"
-    assert "Memory was not recorded" in part_of(written, "test_one_step_is_too_few")
+    assert "No memory is recorded" in part_of(written, "test_one_step_is_too_few")
     assert outcomes(session.run("-k", "test_recorded")) == {"test_recorded": "PASSED"}
 
     leaking = session.run("-k", "test_recorded", PLANT="leak")
@@ -259,7 +259,7 @@ def test_a_recorded_block_is_held_against_its_baseline(session: Session) -> None
         ('"1 GiB", "2 GiB", world_size=4', "takes one limit, got 2"),
         ('"1 GiB"', "has no world_size"),
         ('"1 GiB", world_size=0', "world_size is 0. Expected a number of ranks"),
-        ('"1 GiB", worldsize=4', "takes no 'worldsize'. Expected one of world_size"),
+        ('"1 GiB", worldsize=4', "unknown keyword 'worldsize'. Expected one of world_size"),
         ('"1 GiB", world_size=4, device_type="tpu"', "Expected 'cuda' or 'cpu'"),
     ],
     ids=["limit", "number", "two limits", "no ranks", "0 ranks", "unknown", "device"],
@@ -279,10 +279,10 @@ def test_a_wrong_marker_is_a_usage_error(session: Session, marker: str, message:
 def test_a_marker_or_fixture_that_does_nothing_is_a_usage_error(session: Session) -> None:
     marked = "import pytest\n\n@pytest.mark.fsdp_memory('1 GiB')\ndef test_it(): ...\n"
     session.pytester.makepyfile(test_wrong=marked)
-    assert "ERROR: test_wrong.py::test_it: the marker fsdp_memory would do nothing" in session.run()
+    assert "ERROR: test_wrong.py::test_it: the marker fsdp_memory has no effect" in session.run()
 
     session.pytester.makepyfile(test_wrong="def test_it(fsdp_forecast): ...\n")
-    assert "asked for without a world size" in session.run()
+    assert "world size. Expected a marker that sets it" in session.run()
 
 
 def test_in_a_worker_of_xdist_a_wrong_marker_fails_its_test(session: Session) -> None:

@@ -104,7 +104,7 @@ OWNERS = TableSpec(
         metric_column("floor_ns", label="floor"),
         metric_column("step_ratio"),
         metric_column("duration_ns", metric="communication_ns", label="in flight"),
-        metric_column("count_per_step"),
+        metric_column("count_per_step", label="per step"),
         text_column("causes", "Fractions of the exposed time by cause.", _causes_of),
         *(
             metric_column(
@@ -123,7 +123,7 @@ PASSES = TableSpec(
     (
         text_column("collective", "The kind of collective.", _kind_of),
         text_column("phase", "The phase in which it was issued."),
-        metric_column("count_per_step"),
+        metric_column("count_per_step", label="per step"),
         number_column("num_units", "The units that own some.", label="units"),
         metric_column("exposed_ns", label="exposed"),
         text_column("causes", "Fractions of the exposed time by cause.", _causes_of),

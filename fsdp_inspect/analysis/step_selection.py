@@ -182,9 +182,9 @@ class RankSteps:
 
     @property
     def closest_step(self) -> int:
-        """The step whose time is closest to the typical step, the earliest of equals."""
-        distance = np.abs(self.step_time_ns - self.typical_mean(self.step_time_ns))
-        return int(self.steps[np.argmin(distance)])
+        """The typical step whose time is closest to their mean, the earliest of equals."""
+        times = self.step_time_ns[self.is_typical]
+        return int(self.typical_steps[np.argmin(np.abs(times - times.mean()))])
 
 
 def steps_by_rank(rows: SummaryTable) -> Iterator[RankSteps]:

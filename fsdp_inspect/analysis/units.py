@@ -113,7 +113,7 @@ def _collective_columns(kind: str) -> tuple[Column, ...]:
 COLLECTIVES_TABLE = TableSpec(
     "Collectives of the unit in the typical step",
     (
-        metric_column("count_per_step"),
+        metric_column("count_per_step", label="per step"),
         metric_column("bytes"),
         number_column("group_size", "Ranks of the process group.", label="ranks"),
         metric_column("duration_ns"),

@@ -81,7 +81,7 @@ def test_a_run_without_fault_has_no_finding():
 
 def test_a_straggler_comes_first_and_a_starved_input_beside_it_is_named_too():
     found = findings(replace(FACTS, straggler=STRAGGLER, data_ns=12, compute_ns=60))
-    assert "straggler: it costs 20 ns" in found[0].sentence
+    assert "straggler: it costs 20% of the step" in found[0].sentence
     assert (found[0].rule, found[0].limits) == ("R32", True)
     assert "Waiting for the next batch takes 12 ns" in found[1].sentence
 

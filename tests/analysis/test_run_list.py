@@ -22,7 +22,7 @@ def test_an_unreadable_run_comes_last_with_the_reason(tmp_path):
     (tmp_path / "bad" / "run.json").write_text("not json")
     good, bad = list_recorded_runs(tmp_path)
     assert (good.id, bad.id, bad.status) == ("good", "bad", None)
-    assert "not JSON" in bad.notes[0]
+    assert "invalid JSON" in bad.notes[0]
 
 
 def test_a_folder_without_runs_lists_nothing(tmp_path):

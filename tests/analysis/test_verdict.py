@@ -116,7 +116,7 @@ def test_a_model_in_one_unit_is_told_to_wrap_its_blocks_though_all_is_floor():
 
 def test_the_sentence_holds_the_number_and_the_why_the_owner():
     verdict = give_verdict(facts(exposed_ns=15 * MS, top=waiting()))
-    assert verdict.sentence == "Communication is exposed for 15.0% of the step."
+    assert verdict.sentence == "Communication is exposed for 15% of the step."
     assert verdict.why == (
         "15.0 ms of the typical step of 100 ms are exposed. The longest wait is for the "
         "all-gather of layers.7 in forward: 8.00 ms."
@@ -197,7 +197,7 @@ def test_memory_names_what_is_reserved_and_fragmentation():
             peak_allocated_bytes=60 * GIB,
         )
     )
-    assert verdict.sentence == "Memory limits the run: 97.0% of the device is reserved."
+    assert verdict.sentence == "Memory limits the run: 97% of the device is reserved."
     assert verdict.why == (
         "The allocator reserves 77.0 GiB of 80.0 GiB; tensors hold at most 60.0 GiB. A larger "
         "batch or a longer sequence can run out of memory."
@@ -234,7 +234,7 @@ def test_a_headline_has_at_most_twelve_words(changes):
 
 def test_a_straggler_is_named_with_its_price_and_what_it_does_meanwhile():
     verdict = give_verdict(facts(straggler=straggler()))
-    assert verdict.sentence == "Rank 4 is a straggler: it costs 10.0% of the step."
+    assert verdict.sentence == "Rank 4 is a straggler: it costs 10% of the step."
     assert verdict.why == (
         "Without its extra work the typical step of 100 ms is 10.0 ms shorter. It arrives last "
         "at 86.1% of the collectives, by 2.00 ms, most of all in backward. On this rank data "

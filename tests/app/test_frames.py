@@ -49,9 +49,9 @@ def test_units_keep_their_order_and_numbers(digest):
 
 def test_a_table_keeps_the_definition_and_the_unit_of_each_column(digest):
     frame = frame_of(UnitCosts.TABLE, digest.units, "unit", "exposed_ns", "num_parameters")
-    assert list(frame.columns) == ["unit", "exposed (ms)", "parameters"]
+    assert list(frame.columns) == ["unit", "exposed (ms)", "params"]
     assert frame.attrs["definitions"]["exposed (ms)"] == find_metric("exposed_ns").definition
-    assert frame.attrs["units"] == {"exposed (ms)": "ns", "parameters": "count"}
+    assert frame.attrs["units"] == {"exposed (ms)": "ns", "params": "count"}
 
 
 def test_a_column_without_any_value_is_left_out_unless_it_is_named(digest):

@@ -32,7 +32,7 @@ def recorded(tmp_path):
 def test_the_last_step_comes_first(open_app, recorded):
     app = open_app(recorded[0], "live", run="now")
     assert not app.exception
-    assert "Step 2 took 1.00 µs and waited 200 ns of it for communication" in read(app)
+    assert "Step 2 took 1.00 µs, of which 200 ns exposed" in read(app)
     assert [metric.value for metric in app.metric][:3] == ["2", "1.00 µs", "20%"]
     assert "Last 3 steps" in read(app)
 
@@ -47,7 +47,7 @@ def test_a_run_that_ends_while_it_is_watched_says_so(open_app, recorded):
     app.run()
     assert not app.exception
     text = read(app)
-    assert "not being recorded any more" in text or "This run is not live" in text
+    assert "The run has ended." in text or "This run is not live" in text
 
 
 @pytest.mark.parametrize("run", ["whole", "failed", "no-steps"])

@@ -51,7 +51,7 @@ def test_the_answer_comes_first_and_every_chart_has_a_table(open_app, sample):
 def test_an_allocators_run_shows_headroom_growth_ranks_and_the_device(shown):
     app = shown("memory", "whole")
     assert not app.exception
-    assert "of the device's 80.0 GiB were never taken." in read(app)
+    assert "Headroom: " in read(app)
     titles = [element.value for element in app.markdown]
     for title in ("Growth", "Memory by rank", "Allocator and device"):
         assert any(title in shown.replace("\\", "") for shown in titles), title

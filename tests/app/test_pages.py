@@ -61,7 +61,7 @@ def test_runs_lists_every_run_with_its_status(open_app, runs_folder):
     }
     assert "6 runs. Fastest: `" in read(app)
     assert app.expander[0].label == "2 runs cannot be read"
-    assert "are not JSON" in read(app)
+    assert "invalid JSON" in read(app)
 
 
 def test_runs_shows_the_numbers_of_the_digest(shown, runs_folder):
@@ -160,7 +160,7 @@ def test_an_unreadable_run_is_named_with_the_reason(shown):
     app = shown("overview", "broken")
     assert not app.exception
     assert "`broken` cannot be read." in read(app)
-    assert "are not JSON" in app.error[0].value
+    assert "invalid JSON" in app.error[0].value
 
 
 @pytest.mark.parametrize("page", RUN_PAGES)

@@ -44,7 +44,7 @@ def test_a_link_opens_one_rank_with_the_map_that_it_names(open_app, sample):
     row = measure_ranks(sample).ranks[2]
     assert ranks_wording.describe_rank(row) in read(app)
     assert app.query_params["rank"] == "2"
-    assert "Late by rank and step" in read(app)
+    assert "Lateness by rank and step" in read(app)
     assert len(app.get("plotly_chart")) == 3
 
 

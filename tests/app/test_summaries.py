@@ -39,7 +39,7 @@ def test_every_run_is_summarised_and_what_cannot_be_read_says_why(tmp_path):
     assert found.is_complete
     assert found.rows["good"].summary.num_steps == 4
     assert found.rows["good"].plan == "10 units, reshard after forward, bfloat16"
-    assert "not JSON" in found.problems["bad"]
+    assert "invalid JSON" in found.problems["bad"]
 
 
 def test_a_run_is_read_again_only_when_its_files_have_changed(tmp_path, reads):

@@ -148,7 +148,7 @@ def test_a_rank_whose_clock_cannot_be_aligned_begins_at_0_and_says_why():
     for rank in (2, 3):  # both ranks of the second host
         run.tables[rank].sequence[:] = -1
     timeline = build_timeline(run, step=3, ranks=[0, 3])
-    assert "no collective in common" in timeline.refusals[3]
+    assert "it shares no collective with an aligned rank" in timeline.refusals[3]
     assert timeline.windows[1].start_ns == 0
 
 

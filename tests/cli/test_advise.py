@@ -71,7 +71,7 @@ def test_the_advised_plan_can_be_written_and_takes_the_advised_time(invoke, tmp_
         (("--memory-limit", "much"), "Invalid amount of memory: 'much'."),
         (("--memory-limit", "0GiB"), "Invalid amount of memory: '0GiB'."),
         (("--write", SAMPLE), "already exists. Expected a new file."),
-        (("--write", SAMPLE / "run.json" / "plan.toml"), "run.json is no folder."),
+        (("--write", SAMPLE / "run.json" / "plan.toml"), "run.json is not a folder."),
         (("--take", "1"), "Missing --write"),
         (("--take", "0", "--write", "plan.toml"), "greater than or equal to 1"),
     ],

@@ -157,7 +157,7 @@ def test_what_cannot_be_written_exits_with_2_and_a_regression_stays_one(
     update = invoke("check", forecasts / "nothing", "--baseline", taken / "b.json", "--update")
 
     assert (holds.code, grown.code, update.code) == (2, 1, 2)
-    assert "the verdict cannot be written" in holds.err
+    assert "the result cannot be written" in holds.err
     assert "cannot be written" in update.err
 
 

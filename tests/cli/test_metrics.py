@@ -37,7 +37,7 @@ def test_an_export_is_the_same_text(invoke, runs_folder, tmp_path):
     printed = invoke("metrics", runs_folder / "four", "--once").out
 
     assert ended.code == 0
-    assert "numbers of" in ended.out
+    assert "samples of" in ended.out
     assert out.read_text() == printed
     refused = invoke("export", runs_folder / "four", "--format", "openmetrics", "--out", out)
     assert (refused.code, out.read_text()) == (1, printed)
@@ -46,8 +46,8 @@ def test_an_export_is_the_same_text(invoke, runs_folder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("--ranks", "9"), 1, "holds nothing of rank 9"),
-        (("--ranks", "x"), 2, "no number and no range"),
+        (("--ranks", "9"), 1, "Rank 9 not found"),
+        (("--ranks", "x"), 2, "invalid number or range 'x'"),
         (("--port", "70000"), 2, "65535"),
     ],
     ids=["no such rank", "no rank", "no port"],
@@ -65,7 +65,7 @@ def test_steps_cannot_be_chosen_for_metrics(invoke, runs_folder, tmp_path):
     ended = invoke("export", runs_folder / "four", *given)
 
     assert (ended.code, out.exists()) == (2, False)
-    assert "metrics describe the typical step" in " ".join(ended.err.split())
+    assert "covers all timed steps" in " ".join(ended.err.split())
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from tests.builders import steady_run, write_run
 def test_a_summary_shows_the_verdict_and_where_the_step_goes(invoke, runs_folder):
     ended = invoke("summary", runs_folder / "steady")
     assert ended.code == 0
-    assert "Communication is exposed for 25.0% of the step." in ended.out
+    assert "Communication is exposed for 25% of the step." in ended.out
     assert "left out: step 0 (warm-up)" in ended.out
 
 

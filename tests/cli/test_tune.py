@@ -93,7 +93,7 @@ def test_ctrl_c_keeps_what_has_ended_and_resume_does_the_rest(tmp_path):
     assert child.returncode == 130
     folder = next((tmp_path / "runs").glob("tune-*"))
     assert f"fsdp-inspect tune --resume {folder}" in err
-    assert "The session is not done" in out
+    assert "The session is incomplete" in out
     assert [(each.plan, each.round) for each in read_session(folder).tried] == [(0, 0)]
     session = json.loads((folder / "session.json").read_text())
     session["command"] = command

@@ -83,7 +83,7 @@ def test_a_run_of_another_plan_cannot_be_judged_and_is_named(told, invoke):
     assert ended.code == 2
     words = " ".join(ended.out.split())
     assert words.startswith("Cannot be judged: ")
-    assert "Another plan ran than the one asked for." in words
+    assert "The plan of the run differs from the predicted plan." in words
     assert "Plan differs in reshard_after_forward of" in words
     assert "No outcome is written." in words
     assert not (run.parent / LEDGER_FILE).exists()

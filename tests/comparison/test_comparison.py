@@ -75,7 +75,7 @@ def test_five_runs_a_side_are_tested():
     [conclusion] = compare_runs(before, after).conclusions
     assert conclusion.telling is Telling.DIFFERENT
     assert conclusion.sentence == (
-        "B is 4.9% slower than A. The step takes 107.0 ns instead of 102.0 ns (95% interval "
+        "B is 4.9% slower than A. The step takes 107 ns instead of 102 ns (95% interval "
         "+2.0% to +7.8%, p = 0.0079)."
     )
 
@@ -84,8 +84,8 @@ def test_one_run_a_side_below_ten_percent_cannot_be_told_and_says_what_is_missin
     [conclusion] = compare_runs(run_of_step(100), run_of_step(107)).conclusions
     assert conclusion.telling is Telling.UNKNOWN
     assert conclusion.sentence == (
-        "B and A do not differ significantly in step time: +7.0%. The step takes 107.0 ns instead "
-        "of 100.0 ns. Identical processes differ by up to 10%, or by as much as the repeats here. "
+        "B and A do not differ significantly in step time: +7%. The step takes 107 ns instead "
+        "of 100 ns. Identical processes differ by up to 10%, or by as much as the repeats here. "
         "To test the difference, record 4 more runs of A and 4 more of B."
     )
 
@@ -94,9 +94,9 @@ def test_a_change_is_explained_by_the_part_and_the_unit_that_moved_in_it():
     slow = run_of_step(200, exposed=110, config={"reshard": True})
     [conclusion] = compare_runs(run_of_step(100, exposed=10), slow).conclusions
     assert conclusion.reasons[:3] == (
-        "The typical step changes by +100.0 ns: exposed all-gather +100.0 ns.",
-        "The cause of waits that changes most is floor: +100.0 ns.",
-        "The unit with the largest change in exposed all-gather is layers.0: +100.0 ns per step.",
+        "The typical step changes by +100 ns: exposed all-gather +100 ns.",
+        "The cause of waits that changes most is floor: +100 ns.",
+        "The unit with the largest change in exposed all-gather is layers.0: +100 ns per step.",
     )
     assert conclusion.reasons[-1] == (
         "The only setting that differs is reshard: the likely reason, unless the machine was "
@@ -108,8 +108,8 @@ def test_a_part_that_moved_the_other_way_is_said_too():
     slow = run_of_step(160, exposed=110)
     [conclusion] = compare_runs(run_of_step(100, exposed=10), slow).conclusions
     assert conclusion.reasons[0] == (
-        "The typical step changes by +60.0 ns: exposed all-gather +100.0 ns; in the other "
-        "direction: forward -40.0 ns."
+        "The typical step changes by +60 ns: exposed all-gather +100 ns; in the other "
+        "direction: forward -40 ns."
     )
 
 
@@ -261,8 +261,8 @@ def test_a_run_against_its_twin_differs_in_nothing():
 def test_several_sides_are_summarised_in_one_sentence():
     runs = [run_of_step(time, git_commit=str(time)) for time in (100, 50, 101, 200)]
     assert compare_runs(*runs).answer == (
-        "Step time compared with A (100.0 ns). Faster: B (-50.0%). Slower: D (+100.0%). "
-        "Not significant: C (+1.0%)."
+        "Step time compared with A (100 ns). Faster: B (-50%). Slower: D (+100%). "
+        "Not significant: C (+1%)."
     )
 
 

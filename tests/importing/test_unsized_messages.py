@@ -40,7 +40,7 @@ def test_units_of_unknown_size_are_neither_empty_nor_frozen(unsized):
 def test_whether_unsized_messages_fit_the_plan_cannot_be_told(unsized):
     check = check_plan(unsized)
     assert check.is_consistent is None
-    assert "cannot be told" in check.sentence
+    assert "cannot be checked" in check.sentence
     assert "record_shapes=True" in check.sentence
     assert check.findings == ()
 

@@ -16,7 +16,7 @@ backward                 320 ns    32%  ██████████
 FSDP copies               20 ns     2%  █
 exposed all-gather       130 ns    13%  ▒▒▒▒
 exposed reduce-scatter   100 ns    10%  ▒▒▒
-exposed, other            20 ns     2%  ▒
+exposed other             20 ns     2%  ▒
 optimizer                100 ns    10%  ███
 data                      50 ns     5%  ██
 other                     60 ns     6%  ██

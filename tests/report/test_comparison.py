@@ -19,7 +19,7 @@ step time              100 ns  150 ns    +50%
 communication           10 ns   50 ns   +400%
 exposed communication   10 ns   50 ns   +400%
 collectives                 1       1       =  exactly equal
-communicated             64 B    64 B       =  exactly equal
+communicated bytes       64 B    64 B       =  exactly equal
 peak allocated              –       –       –
 peak reserved               –       –       –
 

@@ -23,7 +23,7 @@ backward                 320 ns    32%  ██████████
 FSDP copies               20 ns     2%  █
 exposed all-gather       130 ns    13%  ▒▒▒▒
 exposed reduce-scatter   100 ns    10%  ▒▒▒
-exposed, other            20 ns     2%  ▒
+exposed other             20 ns     2%  ▒
 optimizer                100 ns    10%  ███
 data                      50 ns     5%  ██
 other                     60 ns     6%  ██
@@ -33,7 +33,7 @@ Key numbers of rank 0 (3 timed steps)
 step time              1.00 µs  p10 1.00 µs, p90 1.00 µs
 communication           500 ns
 exposed communication   250 ns
-exposed, floor          150 ns
+exposed floor           150 ns
 overlap                    50%
 peak allocated               –
 peak reserved                –  not reserved on CPU

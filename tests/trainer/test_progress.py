@@ -24,7 +24,7 @@ def report(**changes: object) -> StepReport:
 def test_a_step_is_one_plain_line_where_there_is_no_terminal(capsys):
     make_reporter(10, 0, is_first=True).step(report())
     assert capsys.readouterr().out == (
-        "step  3/10  loss 1.2346  lr 3.00e-04  grad norm 0.50  250.0 ms  4,000 tokens/s  "
+        "step  3/10  loss 1.2346  lr 3.00e-04  grad norm 0.50  250 ms  4,000 tokens/s  "
         "3.00 MiB resident\n"
     )
 

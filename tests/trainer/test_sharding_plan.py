@@ -166,7 +166,7 @@ def test_the_other_settings_reach_the_plan():
         ({"reshard_after_forward": "3"}, "does not fit 4 sharding ranks. Expected auto, true"),
         ({"reshard_after_forward": "layers.9=true"}, "contains an unknown unit 'layers.9'"),
         ({"offload": "cpu_pinned"}, "there is no GPU, so pinned memory is unsupported"),
-        ({"plan": "absent.toml"}, "No plan can be read from 'absent.toml'"),
+        ({"plan": "absent.toml"}, "The plan 'absent.toml' cannot be read"),
         ({"plan": "x.toml", "mesh": "2x2"}, "--mesh and --plan both define the sharding"),
         (
             {"plan": "x.toml", "microbatches": 4, "accumulation_sync": "last"},

@@ -42,5 +42,7 @@ def format_sample(value: float, unit: str) -> str:
             return format_bytes(value)
         case "bytes/s":
             return format_bytes_per_s(value)
+        case "%":
+            return f"{value:.0f}%"
         case _:
             return f"{value:,.0f} {unit}"
