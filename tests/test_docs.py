@@ -72,8 +72,10 @@ def at_hand(shard):
 
 
 dist.init_process_group("gloo")
+names = {}
 for block in BLOCKS:
-    exec(block, at_hand(shard="apply_plan(" not in block))
+    names |= at_hand(shard="apply_plan(" not in block)
+    exec(block, names)
 dist.destroy_process_group()
 release_process_groups()
 '''

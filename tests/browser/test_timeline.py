@@ -296,7 +296,7 @@ def test_the_keyboard_alone_selects_and_explains(open_timeline):
     timeline.page.keyboard.press("p")
     timeline.wait("state => state.pinned === '0'")
     timeline.page.keyboard.press("Escape")
-    timeline.page.get_by_text("Click a span to see what it is").wait_for()
+    timeline.page.get_by_text("Click a span to see its details").wait_for()
 
 
 def test_a_link_shows_a_colleague_the_same(open_timeline, browser):
@@ -384,19 +384,19 @@ def test_ranks_without_a_common_clock_are_told_apart(open_timeline):
     timeline = open_timeline("apart", step="3")
     words = timeline.page.get_by_test_id("stMain").inner_text()
     assert "The clocks of ranks 2, 3 are not aligned" in words, words
-    assert "must not be compared" in words
+    assert "Do not compare their" in words
 
 
 def test_an_emulated_step_says_so_in_the_picture(open_timeline):
     timeline = open_timeline("emulated", step="3")
-    assert timeline.canvas.get_attribute("aria-label").startswith("Emulated: collectives take")
+    assert timeline.canvas.get_attribute("aria-label").startswith("Emulated: compute is measured")
 
 
 def test_an_imported_trace_is_one_window_and_says_what_it_cannot_know(open_timeline):
     timeline = open_timeline("imported")
     words = timeline.page.get_by_test_id("stMain").inner_text()
-    assert "An imported trace shows the window that was profiled" in words
-    assert "No memory was read in this run" in words
+    assert "An imported trace shows the profiled window" in words
+    assert "This run has no memory readings" in words
     timeline.page.locator(".st-key-waits button").first.click()
     assert "imported, " in timeline.details()
 
@@ -404,8 +404,8 @@ def test_an_imported_trace_is_one_window_and_says_what_it_cannot_know(open_timel
 def test_a_run_of_memory_alone_says_what_to_do(address, tab):
     dashboard = tab(address)
     dashboard.open("timeline", run="memory")
-    assert "holds memory and no events" in dashboard.headline()
-    assert dashboard.page.get_by_role("link", name="What fills memory").count() == 1
+    assert "this run has memory only" in dashboard.headline()
+    assert dashboard.page.get_by_role("link", name="Open Memory").count() == 1
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(800, "light"), (1280, "dark")])
