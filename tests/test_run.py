@@ -103,10 +103,10 @@ def test_two_runs_are_compared_with_the_first_as_the_reference() -> None:
 
 
 def test_errors_name_the_value_and_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(NotARunError, match=r"No run at"):
+    with pytest.raises(NotARunError, match=r"No run found at"):
         fi.open_run(tmp_path)
     run = Run(steady_run())
-    with pytest.raises(IncompleteRunError, match=r"rank 99"):
+    with pytest.raises(IncompleteRunError, match=r"Rank 99 not found"):
         run.units(rank=99)
     with pytest.raises(MissingDataError, match=r"nonexistent"):
         run.exposed(unit="nonexistent")

@@ -156,7 +156,9 @@ def _split(rows: SummaryTable) -> StepBreakdown:
             for part, duration in zip(PARTS_OF_STEP, durations.tolist(), strict=True)
         ),
         exposed_ns=exposed,
-        closest_step=int(whole.step[np.argmin(np.abs(whole.duration_ns - total))]),
+        closest_step=int(
+            whole.step[np.argmin(np.abs(whole.duration_ns - whole.duration_ns.mean()))]
+        ),
         communication_ns=mean(StepPart.COMMUNICATION),
         between_ns=mean(StepPart.BETWEEN_STEPS),
     )

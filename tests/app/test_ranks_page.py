@@ -39,7 +39,7 @@ def test_the_answer_comes_first_then_every_rank(open_app, sample):
 
 
 def test_a_link_opens_one_rank_with_the_map_that_it_names(open_app, sample):
-    app = open_app(SAMPLES, "ranks", run=SAMPLE, rank="2", measure="skew")
+    app = open_app(SAMPLES, "ranks", run=SAMPLE, rank="2", measure="lateness")
     assert not app.exception
     row = measure_ranks(sample).ranks[2]
     assert ranks_wording.describe_rank(row) in read(app)
@@ -55,7 +55,7 @@ def test_what_the_address_names_wrongly_is_as_if_not_named(open_app):
     assert app.query_params["measure"] == "step time"
 
 
-@pytest.mark.parametrize("measure", ["exposed", "own work", "peak", "skew"])
+@pytest.mark.parametrize("measure", ["exposed", "own work", "peak", "lateness"])
 def test_the_map_shows_what_is_chosen(open_app, runs_folder, measure):
     app = open_app(runs_folder, "ranks", run="whole", measure=measure)
     assert not app.exception

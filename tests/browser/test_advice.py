@@ -53,7 +53,7 @@ def test_a_change_opens_in_what_if_with_the_same_number(server, tab, entry, advi
 def test_evidence_is_one_click_away(server, tab, entry, advice):
     dashboard = tab(server)
     dashboard.open("advice", run=entry.id)
-    dashboard.page.locator(".st-key-card-change-1").get_by_text("timeline", exact=True).click()
+    dashboard.page.locator(".st-key-card-change-1").get_by_text("Open timeline", exact=True).click()
     dashboard.page.wait_for_url("**/timeline?**")
     dashboard.shown = None
 

@@ -48,7 +48,7 @@ def check(dashboard, widths, screenshots, name, scheme):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_it_fits_the_window(server, tab, parameters, screenshots, page, scheme, widths):
     dashboard = tab(server, width=widths[0], scheme=scheme)
-    show = dashboard.load if scheme == "light" else dashboard.open  # each page is loaded once
+    show = dashboard.load if scheme == "light" else dashboard.go  # each page is loaded once
     show(page.address, **parameters[page.name])
     check(dashboard, widths, screenshots, page.name, scheme)
 

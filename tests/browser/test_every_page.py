@@ -13,7 +13,7 @@ PAGES = [page.name for page in SECTIONS["This run"]]
 def check_every_page(dashboard, run):
     """Each page has an answer, shows no exception, and fits the window."""
     for name in (*PAGES, "compare"):
-        dashboard.open(name, run=run)
+        dashboard.go(name, run=run)
         assert dashboard.headline().strip(), name
         assert dashboard.page.get_by_test_id("stException").count() == 0, name
         assert fits_the_window(dashboard.page), name

@@ -60,7 +60,7 @@ def test_a_row_opens_its_rank_and_leaves_the_picker_to_choose_another(server, ta
 def test_the_map_shows_what_is_chosen(server, tab, ranks):
     dashboard = tab(server)
     dashboard.open("ranks", run=SAMPLE, rank="1")
-    dashboard.page.get_by_role("radio", name="skew").click()
-    dashboard.page.get_by_text("Late by rank and step").wait_for()
+    dashboard.page.get_by_role("radio", name="lateness").click()
+    dashboard.page.get_by_text("Lateness by rank and step").wait_for()
     dashboard.shown = None
-    assert "measure=skew" in dashboard.page.url
+    assert "measure=lateness" in dashboard.page.url

@@ -31,7 +31,7 @@ def dialogs(states_server, tab):
 @pytest.mark.parametrize("name", PAGES)
 def test_names_from_a_run_are_text_on_every_page(states_server, tab, dialogs, name):
     dashboard = tab(states_server)
-    dashboard.open("" if name == "runs" else name, run="hostile")
+    dashboard.go("" if name == "runs" else name, run="hostile")
     check_harmless(dashboard.page, dialogs)
     if name in ("overview", "timeline", "units"):
         shown = dashboard.page.get_by_test_id("stMain").inner_text()

@@ -14,7 +14,7 @@ CARDS = (
     "Collectives over steps",
     "Collective durations",
     "Prefetch",
-    "Memory over the step",
+    "Memory over step",
     "Memory at the peak",
     "Parameters",
 )
@@ -41,7 +41,7 @@ def test_every_unit_has_a_bar_and_a_row(states_server, states_folder, tab, run):
 def test_one_units_page_shows_all_there_is_of_it(states_server, tab, run):
     dashboard = tab(states_server)
     dashboard.open("units", run=run, unit="layers.0")
-    assert dashboard.headline().startswith("layers.0 is ")
+    assert dashboard.headline().startswith("layers.0: ")
     text = dashboard.page.get_by_test_id("stMain").inner_text()
     for title in CARDS:
         assert title in text
@@ -58,16 +58,16 @@ def test_a_click_on_a_name_opens_the_unit_and_its_neighbours_follow(states_serve
     dashboard.page.get_by_role("link", name=re.compile(r"Next: layers\.2")).click()
     dashboard.page.wait_for_url("**unit=layers.2**")
     dashboard.settle()
-    assert dashboard.headline().startswith("layers.2 is ")
+    assert dashboard.headline().startswith("layers.2: ")
     dashboard.page.go_back()
     dashboard.page.wait_for_url("**unit=layers.1**")
-    dashboard.page.locator(".st-key-headline", has_text="layers.1 is ").wait_for()
+    dashboard.page.locator(".st-key-headline", has_text="layers.1: ").wait_for()
 
 
 def test_the_longest_wait_is_shown_in_the_timeline(states_server, tab):
     dashboard = tab(states_server)
     dashboard.open("units", run="recorded", unit="norm, lm_head")
-    dashboard.page.get_by_role("link", name="Show it in the timeline").click()
+    dashboard.page.get_by_role("link", name="Show in timeline").click()
     dashboard.page.wait_for_url("**/timeline?**")
     dashboard.settle()
     assert address_of(dashboard)["unit"] == ["norm, lm_head"]

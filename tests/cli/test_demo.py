@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 
@@ -68,8 +69,8 @@ def test_the_numbers_of_a_real_run_hold_together(digests):
 @pytest.mark.distributed
 def test_the_demo_prints_both_summaries_and_how_they_differ(demonstrated):
     printed = demonstrated[1]
-    assert printed.count("Typical step of rank 0 (mean over") == 2
-    assert "differs in reshard_after_forward: true -> false" in printed
+    assert len(re.findall(r"Typical step of rank [01] \(mean over", printed)) == 2
+    assert "reshard_after_forward: true -> false" in printed
     assert "Show a run again: fsdp-inspect summary recorded/" in printed
 
 

@@ -153,7 +153,7 @@ class VirtualDevice:
         return self.now_ns - self.clock_offset_ns
 
     def pause(self, seconds: float) -> None:
-        self.spend(round(seconds * 1e9))
+        self.now_ns += round(seconds * 1e9)
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ _MEASURES = {
     "exposed": "exposed_ns",
     "own work": "own_work_ns",
     "peak": "peak_allocated_bytes",
-    "skew": "lateness_ns",
+    "lateness": "lateness_ns",
 }
 _MEASURE_KEY = "measure"
 _TABLE_KEY = "ranks-table"
