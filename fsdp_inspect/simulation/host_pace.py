@@ -46,10 +46,7 @@ def measure_host_pace(events: EventTable) -> HostPace:
         for microbatch in np.unique(of_step.microbatch).tolist():
             rows = of_step.where(of_step.microbatch == microbatch)
             for found, spans in ((forward, _forward(rows)), (backward, _backward(rows))):
-                taken: dict[int, int] = defaultdict(int)
                 for unit, duration in spans:
-                    taken[unit] += duration
-                for unit, duration in taken.items():
                     found[unit].append(duration)
     begins = (events.kind == EventKind.FORWARD) & (events.unit == NO_UNIT)
     begins &= (events.microbatch == 0) & (events.phase == Phase.FORWARD)

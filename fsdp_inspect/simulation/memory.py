@@ -9,6 +9,7 @@ keeps, and the rise of memory while a piece runs, come from the recorded memory 
 the loss does too; the first backward frees it.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -119,13 +120,18 @@ class MemoryLedger:
         self.peak_amounts = tuple(self._amounts)
         """Bytes at the peak by `Held`; they add up to `peak`."""
         self._held: int | None = None  # the unit whose output is kept until the next copy-out
+        self._open: Counter[int] = Counter()
+        """By piece, its forwards without a backward so far."""
         self._piece_gradients: dict[int, int] = {}
         self._sharded_gradients: dict[int, int] = {}
         self._shares: set[int] = set()
         self._of_loss = 0
 
     def begin(self) -> None:
-        """Start a step: gradients are freed, and unsharded parameters stay."""
+        """Start a step: gradients and the activations of discarded forwards are freed."""
+        for piece, count in self._open.items():
+            self._free(Held.ACTIVATION, count * self._work.pieces[piece].kept)
+        self._open.clear()
         self._free(Held.SHARDED_GRADIENT, sum(self._sharded_gradients.values()))
         self._sharded_gradients.clear()
         self.peak, self.peak_unit = self.allocated, NO_UNIT
@@ -180,11 +186,13 @@ class MemoryLedger:
             self._shares.remove(unit)
             self._free(Held.SHARDED_PARAMETER, self._work.units[unit].share.kept)
 
-    def forward(self, piece: int, unit: int) -> None:
-        """Run the forward of a piece."""
+    def forward(self, piece: int, unit: int, *, keeps: bool = True) -> None:
+        """Run the forward of a piece; without a graph it keeps nothing."""
         memory = self._work.pieces[piece]
         self._rise(Held.TEMPORARY, memory.forward_rise, unit)
-        self._add(Held.ACTIVATION, memory.kept, unit)
+        if keeps:
+            self._open[piece] += 1
+            self._add(Held.ACTIVATION, memory.kept, unit)
 
     def loss(self) -> None:
         """Run the loss and its own backward."""
@@ -198,7 +206,9 @@ class MemoryLedger:
         self._rise(Held.TEMPORARY, memory.backward_rise, unit)
         new = 0 if piece in self._piece_gradients else memory.gradients
         self._piece_gradients[piece] = memory.gradients
-        self._free(Held.ACTIVATION, memory.kept)
+        if self._open[piece]:
+            self._open[piece] -= 1
+            self._free(Held.ACTIVATION, memory.kept)
         if memory.backward_rise:
             self._free(Held.ACTIVATION, self._of_loss)
             self._of_loss = 0

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from fsdp_inspect.error_text import suggest
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.simulation.parameters import smaller_group
-from fsdp_inspect.simulation.workload import Microbatch, UnitPolicy
+from fsdp_inspect.simulation.workload import Microbatch, Pass, UnitPolicy
 from fsdp_inspect.trace.plan import Accumulation, Plan, UnitPlan
 
 
@@ -92,6 +92,34 @@ def microbatches_of(accumulation: Accumulation) -> tuple[Microbatch, ...]:
         )
         for number in range(accumulation.microbatches)
     )
+
+
+def microbatches_of_passes(passes: Sequence[Pass]) -> tuple[Microbatch, ...] | None:
+    """The microbatches of a step; None if it is not a forward and its backward for each of them.
+
+    All forwards must have one tape, and all backwards too.
+    """
+    forwards, backwards = passes[::2], passes[1::2]
+    if not backwards or len(forwards) != len(backwards):
+        return None
+    if not all(each.is_forward for each in forwards) or any(each.is_forward for each in backwards):
+        return None
+    if len({each.tape for each in forwards}) > 1 or len({each.tape for each in backwards}) > 1:
+        return None
+    return tuple(
+        Microbatch(
+            reduces=each.reduces is None or bool(each.reduces),
+            all_reduces=each.all_reduces,
+            finishes=each.finishes,
+        )
+        for each in backwards
+    )
+
+
+def accumulation_of_passes(passes: Sequence[Pass]) -> Accumulation | None:
+    """The accumulation of a step; None if its passes are not those of a plain loop."""
+    microbatches = microbatches_of_passes(passes)
+    return None if microbatches is None else accumulation_of(microbatches)
 
 
 def accumulation_of(microbatches: Sequence[Microbatch]) -> Accumulation:

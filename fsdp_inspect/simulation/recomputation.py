@@ -147,14 +147,15 @@ def _repeated(workload: Workload, added: Collection[int], removed: Collection[in
 
 def _inside(workload: Workload) -> Iterator[int]:
     """The pieces that run between their unit's entry and its end."""
-    entered: list[int] = []
-    for op, index in workload.tape:
-        if op is Op.ENTER:
-            entered.append(index)
-        elif op is Op.LEAVE:
-            entered.remove(index)
-        elif workload.pieces[index].unit in entered:
-            yield index
+    for one in workload.forwards:
+        entered: list[int] = []
+        for op, index in one.tape:
+            if op is Op.ENTER:
+                entered.append(index)
+            elif op is Op.LEAVE:
+                entered.remove(index)
+            elif workload.pieces[index].unit in entered:
+                yield index
 
 
 def _repeating(piece: Piece) -> Piece:

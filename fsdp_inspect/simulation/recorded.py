@@ -12,8 +12,9 @@ farthest from the typical step time. Where they differ from the rest, the replay
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +26,17 @@ from fsdp_inspect.simulation.host_pace import HostPace, measure_host_pace
 from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
 from fsdp_inspect.simulation.network import Network, fit_network
 from fsdp_inspect.simulation.nodes import find_node
-from fsdp_inspect.simulation.policies import accumulation_of, policies_of
+from fsdp_inspect.simulation.policies import accumulation_of_passes, policies_of
 from fsdp_inspect.simulation.recorded_memory import measure_memory_work
 from fsdp_inspect.simulation.schedule import PlayedStep, Schedule
-from fsdp_inspect.simulation.step_pieces import ClockPart, ClockStretch, StepReading, read_step
-from fsdp_inspect.simulation.workload import Microbatch, Op, Piece, UnitWork, Workload
+from fsdp_inspect.simulation.step_pieces import (
+    ClockPart,
+    ClockStretch,
+    PassReading,
+    StepReading,
+    read_step,
+)
+from fsdp_inspect.simulation.workload import Op, Pass, Piece, UnitWork, Workload
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import COLLECTIVES, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.plan import Accumulation, Plan
@@ -40,6 +47,31 @@ MAX_STEPS = 64
 """The highest number of steps in the means; more only cost time."""
 
 
+_Place = tuple["_Template", int]
+"""A stretch of compute: the template and the position in it."""
+_Slot = tuple[str, int]
+"""A place in the code of a model: what lies behind the `first` boundary of a unit (its entry in
+forward, its end in backward), or `after` it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Template:
+    """What passes with equal tapes do, as the mean over them."""
+
+    is_forward: bool
+    slots: list[_Slot]
+    """The place of each stretch of compute; one before each boundary."""
+    owners: list[int]
+    """The unit of each stretch, by index in the manifest."""
+    compute_ns: list[float]
+    ops: list[tuple[Op, int]]
+    """The boundary behind each stretch, by index in the manifest."""
+    count: int = 1
+    pieces: list[int] = field(default_factory=list)
+    """The piece of each stretch; -1: there is no compute."""
+
+
+_NOT_COMPUTE = (ClockPart.REDUCE, ClockPart.BEFORE_PASS, ClockPart.AFTER_PASSES)
 _ENTRY_OF = {ClockPart.GATHER: ClockPart.ENTRY, ClockPart.GATHER_BACKWARD: ClockPart.ENTRY_BACKWARD}
 
 
@@ -79,6 +111,9 @@ class RecordedWork:
     """Half of what the durations of `steps` span, as a share of their mean."""
     peak_bytes: int | None = None
     """The peak of the memory step behind the workload's memory; None: there is none."""
+    accumulation: Accumulation | None = field(default_factory=Accumulation)
+    """Of the step; None: its passes are not a forward and its backward for each microbatch, so it
+    cannot be changed."""
 
     def play(self) -> PlayedStep:
         """Simulate the recorded plan."""
@@ -172,21 +207,17 @@ def _observed_accumulation(run: RunSource) -> Accumulation:
     member = timed_rank(run)
     if member is None:
         return Accumulation()
-    return accumulation_of(_microbatches(run.events(member.rank, steps=[member.closest_step])))
+    reading = read_step(run.events(member.rank, steps=[member.closest_step]))
+    return (reading and _accumulation(reading)) or Accumulation()
 
 
-def _microbatches(events: EventTable) -> tuple[Microbatch, ...]:
-    """The microbatches of similar steps, with the reductions of each."""
-    mine = events.where((events.unit >= 0) & (events.phase != Phase.EVALUATION))
-    count = 1 + int(mine.microbatch.max(initial=0))
-    reduced, all_reduced = (
-        set(mine.microbatch[mine.kind == kind].tolist())
-        for kind in (EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
-    )
-    all_reduced = all_reduced or reduced  # without replicas: as if replicas followed the reduction
-    return tuple(
-        Microbatch(reduces=number in reduced, all_reduces=number in all_reduced)
-        for number in range(count)
+def _accumulation(reading: StepReading) -> Accumulation | None:
+    """The accumulation of a step; None if it is not a forward and its backward for each."""
+    return accumulation_of_passes(
+        [
+            Pass(each.phase, each.tape, reduces=each.reduced, all_reduces=each.all_reduces)
+            for each in reading.passes
+        ]
     )
 
 
@@ -225,7 +256,7 @@ class _Builder:
         is_stream = self._execution is Execution.STREAM
         self._pace = measure_host_pace(events) if is_stream else HostPace()
         first = readings[0]
-        used = sorted({unit for _, unit in first.tape})
+        used = sorted({unit for each in first.passes for _, unit in each.tape})
         by_index = {unit.index: unit for unit in run.manifest.units}
         self._units = tuple(by_index[index] for index in used)
         self._position = {index: position for position, index in enumerate(used)}
@@ -242,12 +273,12 @@ class _Builder:
 
     def build(self) -> RecordedWork:
         plan = Plan.from_dict(self._run.manifest.plan)
-        pieces, tape = self._pieces()
+        pieces, passes = self._program()
         pieces = self._with_repeated_forwards(pieces)
         units = [self._unit_work(unit) for unit in self._units]
         samples = self._run.memory(self._rank)
         shard_ranks = self._shard_ranks()
-        memory = measure_memory_work(samples, self._units, pieces, tape, len(shard_ranks))
+        memory = measure_memory_work(samples, self._units, pieces, passes, len(shard_ranks))
         network = fit_network(self._events, self._run.manifest.process_groups)
         is_gloo = (
             self._execution is Execution.BLOCKING_HOST and "gloo" in self._run.manifest.backend
@@ -256,12 +287,9 @@ class _Builder:
             units=units,
             policies=policies_of(plan, [unit.fqn for unit in self._units]),
             pieces=pieces,
-            tape=tape,
-            microbatches=_microbatches(self._events),
+            passes=passes,
             final_order=tuple(self._deferred()),
-            before_forward_ns=self._mean_of(ClockPart.BEFORE_FORWARD),
-            after_forward_ns=self._mean_of(ClockPart.AFTER_FORWARD),
-            after_backward_ns=self._mean_of(ClockPart.AFTER_BACKWARD),
+            after_ns=self._mean_of(ClockPart.AFTER_PASSES),
             host_ahead_ns=self._pace.ahead_ns,
             max_reduce_buffers=max(unit.reduce_scatter_max_input_buffers for unit in plan.units),
             separate_reduce_group=any(unit.separate_reduce_scatter_group for unit in plan.units),
@@ -277,6 +305,7 @@ class _Builder:
             network=replace(network, node=find_node(self._run, network, shard_ranks)),
             spread_ratio=_spread([reading.duration_ns for reading in self._readings]),
             peak_bytes=None if memory is None else memory[1],
+            accumulation=_accumulation(self._readings[0]),
         )
 
     def _shard_ranks(self) -> Sequence[int]:
@@ -287,8 +316,12 @@ class _Builder:
 
     # --- stretches
 
-    def _mean_of(self, part: ClockPart) -> int:
-        return _mean([ns for stretch, ns in self._stretches if stretch.part is part])
+    def _mean_of(self, part: ClockPart, number: int | None = None) -> int:
+        """The mean over the stretches of a part, or over those of one pass."""
+        return _mean(
+            [ns for stretch, ns in self._stretches
+             if stretch.part is part and number in (None, stretch.number)]
+        )  # fmt: skip
 
     def _find_hooks(self, part: ClockPart, gather: ClockPart) -> dict[int, int]:
         """Hook time of each gathered unit in one part; the median for units without such time.
@@ -314,84 +347,173 @@ class _Builder:
                 return ns
         return max(ns - self._hooks[stretch.part][stretch.unit], 0)
 
-    def _pieces(self) -> tuple[list[Piece], tuple[tuple[Op, int], ...]]:
-        """The compute between boundaries, with forward and backward of the same code together."""
-        backward = self._backward_slots()
-        pieces: list[Piece] = []
-        tape: list[tuple[Op, int]] = []
-        slot, compute = ("start", -1), 0
-        for stretch, ns in self._of_one_microbatch(
-            ClockPart.GATHER, ClockPart.ENTRY, ClockPart.FORWARD
-        ):
-            compute += ns if stretch.part is ClockPart.FORWARD else self._beyond_hooks(stretch, ns)
-            if stretch.part is ClockPart.GATHER:
+    def _program(self) -> tuple[list[Piece], tuple[Pass, ...]]:
+        """The pieces of compute, and the passes in which they run."""
+        templates: dict[object, _Template] = {}
+        order = [self._join(templates, number) for number in range(len(self._first_passes))]
+        pieces = self._pieces(order)
+        return pieces, tuple(self._passes(order, pieces))
+
+    @property
+    def _first_passes(self) -> Sequence[PassReading]:
+        return self._readings[0].passes
+
+    def _join(self, templates: dict[object, _Template], number: int) -> _Template:
+        """Add a pass to the template of its tape."""
+        one = self._first_passes[number]
+        read = self._read_pass(number)
+        known = templates.setdefault((one.phase, one.keeps_graph, one.tape), read)
+        if known is not read:
+            known.count += 1
+            known.compute_ns = [
+                mean + (own - mean) / known.count
+                for mean, own in zip(known.compute_ns, read.compute_ns, strict=True)
+            ]
+        return known
+
+    def _read_pass(self, number: int) -> _Template:
+        """The compute between the boundaries of a pass.
+
+        The stretch that ends at the opening of a backward belongs to the code behind the unit, and
+        the one that ends at its closing to the code behind the unit's entry.
+        """
+        is_forward = self._first_passes[number].is_forward
+        read = _Template(is_forward, [], [], [], [])
+        slot: _Slot = ("start", -1)
+        compute = 0
+        for stretch, ns in self._of_pass(number):
+            is_own = stretch.part in (ClockPart.FORWARD, ClockPart.BACKWARD)
+            compute += ns if is_own else self._beyond_hooks(stretch, ns)
+            if stretch.part in _ENTRY_OF:
                 continue
-            enters = stretch.part is ClockPart.ENTRY
             # Outside of all units: code between two units belongs to the next unit.
-            owner = stretch.enclosing if enters and stretch.enclosing >= 0 else stretch.unit
-            back = backward[slot].pop() if backward[slot] else 0
-            if compute or back:
-                tape.append((Op.RUN, len(pieces)))
-                launches = self._launches(slot)
-                pieces.append(Piece(self._position[owner], compute, back, 0, *launches))
-            op = Op.ENTER if enters else Op.LEAVE
-            tape.append((op, self._position[stretch.unit]))
-            slot, compute = ("first" if enters else "after", stretch.unit), 0
-        if any(backward[slot]):
-            # The backward of code after the last unit runs before the first unit's backward.
-            tape.append((Op.RUN, len(pieces)))
-            pieces.append(Piece(self._position[slot[1]], 0, backward[slot].pop()))
-        return pieces, tuple(tape)
+            owner = stretch.unit if is_own or stretch.enclosing < 0 else stretch.enclosing
+            behind: _Slot = ("first" if is_own else "after", stretch.unit)
+            read.slots.append(slot if is_forward else behind)
+            read.owners.append(owner)
+            read.compute_ns.append(compute)
+            read.ops.append((Op.LEAVE if is_own else Op.ENTER, stretch.unit))
+            slot, compute = ("after" if is_own else "first", stretch.unit), 0
+        return read
+
+    def _of_pass(self, number: int) -> list[tuple[ClockStretch, int]]:
+        """The stretches of compute and hooks of a pass, as means over the passes with equal ones.
+
+        The mean comes first: hooks are subtracted from it, and no single pass lies below 0.
+        """
+        alike = self._alike_passes[number]
+        return [(each[0][0], _mean([ns for _, ns in each])) for each in zip(*alike, strict=True)]
+
+    @cached_property
+    def _alike_passes(self) -> list[list[list[tuple[ClockStretch, int]]]]:
+        """For each pass, the stretches of the passes with equal tapes and stretches."""
+        of_pass: list[list[tuple[ClockStretch, int]]] = [[] for _ in self._first_passes]
+        for stretch, ns in self._stretches:
+            if stretch.part not in _NOT_COMPUTE:
+                of_pass[stretch.number].append((stretch, ns))
+        groups: dict[object, list[list[tuple[ClockStretch, int]]]] = defaultdict(list)
+        keys = [
+            (one.tape, one.keeps_graph, tuple((each.part, each.unit) for each, _ in stretches))
+            for one, stretches in zip(self._first_passes, of_pass, strict=True)
+        ]
+        for key, stretches in zip(keys, of_pass, strict=True):
+            groups[key].append(stretches)
+        return [groups[key] for key in keys]
+
+    def _pieces(self, order: Sequence[_Template]) -> list[Piece]:
+        """One piece for the forward and the backward of the same code."""
+        forward_of = self._partners(order)
+        backward_of = {forward: backward for backward, forward in forward_of.items()}
+        templates = dict.fromkeys(order)
+        pieces: list[Piece] = []
+        for template in (each for each in templates if each.is_forward):
+            for at, compute in enumerate(template.compute_ns):
+                found = backward_of.get((template, at))
+                back = found[0].compute_ns[found[1]] if found else 0
+                self._add(pieces, template, at, round(compute), round(back))
+        for template in (each for each in templates if not each.is_forward):
+            for at, compute in enumerate(template.compute_ns):
+                found = forward_of.get((template, at))
+                if found is not None:
+                    template.pieces.append(found[0].pieces[found[1]])
+                else:  # the backward of the loss, or another one of the same forward
+                    self._add(pieces, template, at, 0, round(compute))
+        return pieces
+
+    def _partners(self, order: Sequence[_Template]) -> dict[_Place, _Place]:
+        """The forward of each stretch of a backward, if it is known.
+
+        A backward belongs to the latest forward of its code that has no backward yet.
+        """
+        partners: dict[_Place, _Place] = {}
+        taken: set[_Place] = set()
+        waiting: dict[_Slot, list[_Place]] = defaultdict(list)
+        for template, one in zip(order, self._first_passes, strict=True):
+            for at, slot in enumerate(template.slots):
+                if one.is_forward and one.keeps_graph:
+                    waiting[slot].append((template, at))
+                elif not one.is_forward and waiting[slot]:
+                    forward = waiting[slot].pop()
+                    if forward not in taken and (template, at) not in partners:
+                        partners[template, at] = forward
+                        taken.add(forward)
+        return partners
+
+    def _add(
+        self, pieces: list[Piece], template: _Template, at: int, forward: int, backward: int
+    ) -> None:
+        """Add the piece of a stretch, unless it has no compute."""
+        template.pieces.append(len(pieces) if forward or backward else -1)
+        if forward or backward:
+            launches = self._launches(template.slots[at])
+            owner = self._position[template.owners[at]]
+            pieces.append(Piece(owner, forward, backward, 0, *launches))
+
+    def _passes(self, order: Sequence[_Template], pieces: Sequence[Piece]) -> Iterator[Pass]:
+        """The passes of the step, each with the tape of its template."""
+        for number, (one, template) in enumerate(zip(self._first_passes, order, strict=True)):
+            tape: list[tuple[Op, int]] = []
+            for piece, (op, unit) in zip(template.pieces, template.ops, strict=True):
+                if piece >= 0:
+                    tape.append((Op.RUN, piece))
+                tape.append((op, self._position[unit]))
+            yield Pass(
+                one.phase,
+                tuple(tape),
+                one.microbatch,
+                before_ns=self._mean_of(ClockPart.BEFORE_PASS, number),
+                keeps_graph=one.keeps_graph,
+                reduces=frozenset(
+                    self._position[unit] for unit in one.reduced if unit in self._position
+                ),
+                all_reduces=one.all_reduces,
+            )
 
     def _with_repeated_forwards(self, pieces: Sequence[Piece]) -> list[Piece]:
         """The pieces with the repeated forwards separated from the rest of the backward."""
         again = self._events.where(self._events.kind == EventKind.RECOMPUTE)
-        passes = len(self._readings) * len(_microbatches(self._events))
+        backwards = self._events.where(self._events.kind == EventKind.BACKWARD)
         split = list(pieces)
         for position, unit in enumerate(self._units):
             rows = again.where(again.unit == unit.index)
+            times = np.unique(backwards.microbatch[backwards.unit == unit.index])
             own = [at for at, piece in enumerate(split) if piece.unit == position]
-            if len(rows) and own:
-                at = max(own, key=lambda each: split[each].backward_ns)
-                total = split[at].backward_ns
-                spent = min(round(int((rows.end_ns - rows.start_ns).sum()) / passes), total)
-                split[at] = replace(split[at], backward_ns=total - spent, recompute_ns=spent)
+            total = sum(split[at].backward_ns for at in own)
+            if not len(rows) or not total or not len(times):
+                continue
+            spent = float((rows.end_ns - rows.start_ns).sum()) / len(self._readings) / len(times)
+            for at in own:
+                piece = split[at]
+                part = min(round(spent * piece.backward_ns / total), piece.backward_ns)
+                split[at] = replace(piece, backward_ns=piece.backward_ns - part, recompute_ns=part)
         return split
 
-    def _launches(self, slot: tuple[str, int]) -> tuple[int, int]:
+    def _launches(self, slot: _Slot) -> tuple[int, int]:
         """Host time after a unit's entry, forward and backward."""
         place, unit = slot
         if place != "first":
             return 0, 0
         return self._pace.forward_ns.get(unit, 0), self._pace.backward_ns.get(unit, 0)
-
-    def _backward_slots(self) -> dict[tuple[str, int], list[int]]:
-        """Backward compute by the forward boundary that precedes its code.
-
-        Compute before a unit's backward is the backward of the code after its forward. Compute up
-        to the end of its backward is the backward of the code after its entry.
-        """
-        slots: dict[tuple[str, int], list[int]] = defaultdict(list)
-        parts = (ClockPart.GATHER_BACKWARD, ClockPart.ENTRY_BACKWARD, ClockPart.BACKWARD)
-        compute = 0
-        for stretch, ns in self._of_one_microbatch(*parts):
-            if stretch.part is ClockPart.BACKWARD:
-                slots["first", stretch.unit].append(ns)
-                continue
-            compute += self._beyond_hooks(stretch, ns)
-            if stretch.part is ClockPart.ENTRY_BACKWARD:
-                slots["after", stretch.unit].append(compute)
-                compute = 0
-        return slots
-
-    def _of_one_microbatch(self, *parts: ClockPart) -> Iterator[tuple[ClockStretch, int]]:
-        """The stretches of the first microbatch, each with its mean over all microbatches."""
-        passes: dict[int, list[tuple[ClockStretch, int]]] = defaultdict(list)
-        for stretch, ns in self._stretches:
-            if stretch.part in parts:
-                passes[stretch.microbatch].append((stretch, ns))
-        for alike in zip(*passes.values(), strict=False):
-            yield alike[0][0], _mean([ns for _, ns in alike])
 
     def _deferred(self) -> Iterator[int]:
         """The order after the backward; units without a reduction there may come in any order."""
@@ -431,9 +553,11 @@ class _Builder:
         return self._hooks[gather][unit] + self._hooks[_ENTRY_OF[gather]][unit]
 
     def _ends_late(self, unit: int) -> bool:
-        """Whether its reduction was issued after the last unit's backward compute."""
-        order = self._readings[0].backward_order
-        return unit in order[-1:]
+        """Whether it is the last to close in every backward that reaches it."""
+        closed = [[each for op, each in one.tape if op is Op.LEAVE]
+                  for one in self._first_passes if not one.is_forward]  # fmt: skip
+        reached = [order[-1] for order in closed if unit in order]
+        return bool(reached) and all(last == unit for last in reached)
 
 
 def _mean_duration(events: EventTable, kind: EventKind) -> int | None:

@@ -10,6 +10,7 @@ the part of a unit that rises. There, a unit that encloses others has only its g
 memory of the loss is 0.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -19,14 +20,18 @@ import numpy as np
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.parameters import last_gradient_of, share_of
 from fsdp_inspect.simulation.parts import Course, FirstUse
-from fsdp_inspect.simulation.workload import Op, Piece, Tape
+from fsdp_inspect.simulation.workload import Op, Pass, Piece
 from fsdp_inspect.trace.codes import OF_COMMUNICATION, MemoryCategory, MemoryPoint, Phase
 from fsdp_inspect.trace.run import Unit
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
 
 
 def measure_memory_work(
-    samples: MemoryTable, units: Sequence[Unit], pieces: Sequence[Piece], tape: Tape, shard: int
+    samples: MemoryTable,
+    units: Sequence[Unit],
+    pieces: Sequence[Piece],
+    passes: Sequence[Pass],
+    shard: int,
 ) -> tuple[MemoryWork, int] | None:
     """The memory of a workload, and the peak of its memory step.
 
@@ -34,7 +39,7 @@ def measure_memory_work(
         samples: Samples of one rank.
         units: Units by index in the workload.
         pieces: Pieces of the workload; `unit` is that index.
-        tape: Tape of the workload.
+        passes: Passes of the workload.
         shard: Ranks of the shard group.
 
     Returns:
@@ -42,12 +47,19 @@ def measure_memory_work(
     """
     by_category = samples.sharded_parameter != MISSING_INT
     for step in np.unique(samples.step[by_category]).tolist():
-        of_step = samples.where((samples.step == step) & (samples.microbatch == 0))
-        reader = _Reader(of_step, units, tape, shard)
+        reader = _Reader(samples.where(samples.step == step), units, passes, shard)
         if reader.is_whole:
             peaks = samples.where(samples.step == step)
             return reader.work(pieces), int(max(peaks.peak_allocated.max(), peaks.allocated.max()))
     return None
+
+
+_PHASE_OF = {
+    MemoryPoint.FORWARD_START: Phase.FORWARD,
+    MemoryPoint.FORWARD_END: Phase.FORWARD,
+    MemoryPoint.BACKWARD_START: Phase.BACKWARD,
+    MemoryPoint.BACKWARD_END: Phase.BACKWARD,
+}
 
 
 class _Stretch(NamedTuple):
@@ -62,33 +74,33 @@ class _Stretch(NamedTuple):
 class _Reader:
     """Reads one memory step."""
 
-    def __init__(self, samples: MemoryTable, units: Sequence[Unit], tape: Tape, shard: int) -> None:
+    def __init__(
+        self, samples: MemoryTable, units: Sequence[Unit], passes: Sequence[Pass], shard: int
+    ) -> None:
         self._samples = samples
         self._units = units
-        self._tape = tape
+        self._passes = _first_of_each_tape(passes)
         self._shard = shard
-        self._leaves = _leaves(tape)
-        self._rows = {
-            (int(point), int(unit)): row
-            for row, (point, unit) in enumerate(zip(samples.point, samples.unit, strict=True))
-            if samples.phase[row] in (Phase.FORWARD, Phase.BACKWARD)
-        }
+        self._leaves = _leaves(passes)
+        self._rows: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        columns = (samples.microbatch, samples.point, samples.unit, samples.phase)
+        for row, key in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            microbatch, point, unit, phase = key
+            if phase == _PHASE_OF.get(point):  # not a forward that backward repeats
+                self._rows[microbatch, point, unit].append(row)
         self._records_rises = bool(np.any(samples.peak_compute != MISSING_INT))
 
     @property
     def is_whole(self) -> bool:
-        """Whether every unit without inner units has its four samples."""
-        points = (
-            MemoryPoint.FORWARD_START,
-            MemoryPoint.FORWARD_END,
-            MemoryPoint.BACKWARD_START,
-            MemoryPoint.BACKWARD_END,
-        )
-        return bool(self._leaves) and all(
-            (int(point), self._units[unit].index) in self._rows
-            for point in points
-            for unit in self._leaves
-        )
+        """Whether every unit without inner units has its samples in each of the passes."""
+        wanted = {
+            (one.microbatch, int(point), self._units[index].index)
+            for one in self._passes
+            for op, index in one.tape
+            if op is not Op.RUN and index in self._leaves
+            for point in (_point(one, op),)
+        }
+        return bool(wanted) and all(self._rows.get(key) for key in wanted)
 
     def work(self, pieces: Sequence[Piece]) -> MemoryWork:
         """The memory of all pieces and units."""
@@ -105,25 +117,31 @@ class _Reader:
     def _pieces(self, pieces: Sequence[Piece]) -> list[PieceMemory]:
         """The longest piece of each stretch gets the stretch's memory."""
         memory = [PieceMemory()] * len(pieces)
-        for stretch in self._known(self._forward(), pieces):
-            at = _longest(stretch, pieces)
-            memory[at] = replace(
-                memory[at],
-                kept=self._compute(stretch.end) - self._compute(stretch.begin),
-                forward_rise=self._rise(stretch),
-                forward=self._course(stretch, pieces[at]),
-            )
-        for stretch in self._known(self._backward(), pieces):
-            at = _longest(stretch, pieces)
-            memory[at] = replace(
-                memory[at],
-                backward_rise=self._rise(stretch),
-                backward=self._course(stretch, pieces[at]),
-                gradients=self._grown(MemoryCategory.UNSHARDED_GRADIENT, stretch),
-                output=self._category(MemoryCategory.TEMPORARY, stretch.begin),
-            )
+        for one in self._passes:
+            for stretch in self._known(self._stretches(one), pieces):
+                at = _longest(stretch, pieces)
+                read = self._forward if one.is_forward else self._backward
+                memory[at] = read(memory[at], stretch, pieces[at])
         memory = [replace(each, used=_used(each)) for each in memory]
         return memory if self._records_rises else self._with_late_gradients(memory, pieces)
+
+    def _forward(self, memory: PieceMemory, stretch: _Stretch, piece: Piece) -> PieceMemory:
+        return replace(
+            memory,
+            kept=self._compute(stretch.end) - self._compute(stretch.begin),
+            forward_rise=self._rise(stretch),
+            forward=self._course(stretch, piece),
+        )
+
+    def _backward(self, memory: PieceMemory, stretch: _Stretch, piece: Piece) -> PieceMemory:
+        return replace(
+            memory,
+            backward_rise=self._rise(stretch),
+            backward=self._course(stretch, piece),
+            # A reduction that is sampled late ends in the next stretch.
+            gradients=max(self._grown(MemoryCategory.UNSHARDED_GRADIENT, stretch), 0),
+            output=self._category(MemoryCategory.TEMPORARY, stretch.begin),
+        )
 
     def _known(self, stretches: Iterable[_Stretch], pieces: Sequence[Piece]) -> Iterator[_Stretch]:
         """The stretches with known memory: only units without inner units in older runs."""
@@ -142,45 +160,42 @@ class _Reader:
             for at, each in enumerate(memory)
         ]
 
-    def _forward(self) -> Iterator[_Stretch]:
+    def _stretches(self, one: Pass) -> Iterator[_Stretch]:
+        """The pieces between two boundaries of a pass, with the samples at both."""
         begin: int | None = None
         pieces: list[int] = []
-        for op, index in self._tape:
+        seen: Counter[tuple[Op, int]] = Counter()
+        for op, index in one.tape:
             if op is Op.RUN:
                 pieces.append(index)
                 continue
-            enters = op is Op.ENTER
-            end = self._row(MemoryPoint.FORWARD_START if enters else MemoryPoint.FORWARD_END, index)
+            end = self._row(one, op, index, seen[op, index])
+            seen[op, index] += 1
             yield from _stretch(pieces, begin, end)
-            begin, pieces = end, []
-
-    def _backward(self) -> Iterator[_Stretch]:
-        begin: int | None = None
-        pieces: list[int] = []
-        for op, index in reversed(self._tape):
-            if op is Op.RUN:
-                pieces.append(index)
-                continue
-            leaves = op is Op.LEAVE
-            end = self._row(
-                MemoryPoint.BACKWARD_START if leaves else MemoryPoint.BACKWARD_END, index
-            )
-            yield from _stretch(pieces, begin, end)
-            begin, pieces = end if leaves else self._reduced(end), []
+            is_reduced = op is Op.LEAVE and not one.is_forward
+            begin, pieces = self._reduced(end) if is_reduced else end, []
 
     def _reduced(self, end: int | None) -> int | None:
         """The sample after a unit's reduction, which follows the end of its backward."""
         if end is None:
             return None
-        later = np.flatnonzero(self._samples.point[end:] == MemoryPoint.AFTER_REDUCE)
+        samples = self._samples
+        later = np.flatnonzero(
+            (samples.point[end:] == MemoryPoint.AFTER_REDUCE)
+            & (samples.microbatch[end:] == samples.microbatch[end])
+        )
         return end + int(later[0]) if len(later) else end
 
     def _loss(self) -> PieceMemory:
-        """Memory between the last forward of a unit and the first backward."""
+        """Memory between the first backward of a unit and the forward before it."""
         samples = self._samples
-        ends = np.flatnonzero(samples.point == MemoryPoint.FORWARD_END)
         begins = np.flatnonzero(samples.point == MemoryPoint.BACKWARD_START)
-        if not self._records_rises or not len(ends) or not len(begins) or ends[-1] > begins[0]:
+        ends = (
+            np.flatnonzero(samples.point[: begins[0]] == MemoryPoint.FORWARD_END)
+            if len(begins)
+            else begins
+        )
+        if not self._records_rises or not len(ends):
             return PieceMemory()
         stretch = _Stretch((), int(ends[-1]), int(begins[0]))
         return PieceMemory(
@@ -267,8 +282,11 @@ class _Reader:
     def _category(self, category: MemoryCategory, row: int) -> int:
         return max(int(getattr(self._samples, category.label)[row]), 0)
 
-    def _row(self, point: MemoryPoint, unit: int) -> int | None:
-        return self._rows.get((int(point), self._units[unit].index))
+    def _row(self, one: Pass, op: Op, unit: int, number: int) -> int | None:
+        """The sample at a boundary of a unit, which may have several of the kind in a pass."""
+        key = (one.microbatch, int(_point(one, op)), self._units[unit].index)
+        rows = self._rows.get(key, ())
+        return rows[number] if number < len(rows) else None
 
 
 def _stretch(pieces: Sequence[int], begin: int | None, end: int | None) -> Iterator[_Stretch]:
@@ -286,17 +304,34 @@ def _longest(stretch: _Stretch, pieces: Sequence[Piece]) -> int:
     return max(stretch.pieces, key=lambda at: pieces[at].forward_ns + pieces[at].backward_ns)
 
 
-def _leaves(tape: Tape) -> set[int]:
+def _point(one: Pass, op: Op) -> MemoryPoint:
+    """The kind of sample at a boundary of a unit."""
+    if one.is_forward:
+        return MemoryPoint.FORWARD_START if op is Op.ENTER else MemoryPoint.FORWARD_END
+    return MemoryPoint.BACKWARD_START if op is Op.ENTER else MemoryPoint.BACKWARD_END
+
+
+def _first_of_each_tape(passes: Sequence[Pass]) -> list[Pass]:
+    """Passes with equal tapes share their pieces, so the first one shows their memory."""
+    first: dict[object, Pass] = {}
+    for one in passes:
+        first.setdefault((one.phase, one.tape), one)
+    return list(first.values())
+
+
+def _leaves(passes: Sequence[Pass]) -> set[int]:
     """Units without inner units."""
-    inside: list[int] = []
     leaves, enclosing = set(), set()
-    for op, unit in tape:
-        if op is Op.ENTER:
-            enclosing.update(inside)
-            inside.append(unit)
-            leaves.add(unit)
-        elif op is Op.LEAVE:
-            inside.remove(unit)
+    for one in passes:
+        inside: list[int] = []
+        for op, unit in one.tape:
+            if op is Op.ENTER:
+                if one.is_forward:
+                    enclosing.update(inside)
+                inside.append(unit)
+                leaves.add(unit)
+            elif op is Op.LEAVE and unit in inside:
+                inside.remove(unit)
     return leaves - enclosing
 
 

@@ -21,6 +21,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from fsdp_inspect.errors import MissingDataError, PlanError
+from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.network import Network
 from fsdp_inspect.simulation.parameters import (
@@ -34,7 +35,6 @@ from fsdp_inspect.simulation.parameters import (
 )
 from fsdp_inspect.simulation.parts import change_of, rise_of, time_share_of
 from fsdp_inspect.simulation.policies import (
-    accumulation_of,
     microbatches_of,
     policies_of,
     reshard_of,
@@ -42,18 +42,11 @@ from fsdp_inspect.simulation.policies import (
 from fsdp_inspect.simulation.rates import Rates, copy_of_share
 from fsdp_inspect.simulation.recomputation import recompute
 from fsdp_inspect.simulation.recorded import Execution, RecordedWork
-from fsdp_inspect.simulation.workload import (
-    Microbatch,
-    Op,
-    Piece,
-    Tape,
-    UnitWork,
-    Workload,
-    tape_of,
-)
+from fsdp_inspect.simulation.regrouping import Regrouping
+from fsdp_inspect.simulation.workload import Op, Pass, Piece, Tape, UnitWork, Workload
 from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind
-from fsdp_inspect.trace.plan import Plan, UnitPlan, check_reshard_sizes
+from fsdp_inspect.trace.plan import Accumulation, Plan, UnitPlan, check_reshard_sizes
 from fsdp_inspect.trace.run import RunManifest, Unit
 
 _DIVIDED_BY_TIME = (
@@ -216,9 +209,10 @@ class _Regrouping:
     def build(self) -> Scenario:
         units = [self._unit(index, name) for index, name in enumerate(self._names)]
         cuts = list(self._cuts())
-        pieces, tape = self._pieces(cuts)
+        pieces = self._pieces(cuts)
         base = self._work.workload
-        late = self._ending_late(tape)
+        passes = tuple(self._passes(cuts))
+        late = self._ending_late(next(each.tape for each in passes if each.is_forward))
         works = [
             replace(self._unit_work(unit), ends_with_backward=unit.index in late) for unit in units
         ]
@@ -227,11 +221,10 @@ class _Regrouping:
             units=works,
             policies=policies_of(self._plan, self._names, self._mesh.shard),
             pieces=pieces,
-            tape=tape,
+            passes=passes,
             final_order=tuple(range(len(units))),
             max_reduce_buffers=self._most(lambda unit: unit.reduce_scatter_max_input_buffers),
             separate_reduce_group=any(u.separate_reduce_scatter_group for u in self._plan.units),
-            microbatches=self._microbatches(),
             memory=self._memory(cuts, units),
         )
         return Scenario(self._plan, tuple(units), workload, tuple(self._assumptions))
@@ -239,18 +232,111 @@ class _Regrouping:
     def _most(self, setting: Callable[[UnitPlan], int]) -> int:
         return max(setting(unit) for unit in self._plan.units)
 
-    def _microbatches(self) -> Sequence[Microbatch]:
-        """The recorded microbatches, unless the plan accumulates differently."""
-        recorded = self._work.workload.microbatches
-        if self._plan.accumulation == accumulation_of(recorded):
+    # --- passes
+
+    def _passes(self, cuts: Sequence[_Cut]) -> Iterator[Pass]:
+        """The recorded passes in units of the plan, with the accumulation of the plan."""
+        cuts_of: dict[int, list[int]] = defaultdict(list)
+        for at, cut in enumerate(cuts):
+            cuts_of[cut.piece].append(at)
+        position = {name: index for index, name in enumerate(self._names)}
+        unchanged = {
+            self._work.units.index(before): position[name]
+            for name in self._names
+            if (before := self._unchanged(name)) is not None
+        }
+        around = [
+            [index for index, name in enumerate(self._names) if self._is_around(name, other)]
+            for other in self._names
+        ]
+        regroup = Regrouping(
+            unit_of_cut=[cut.unit for cut in cuts],
+            cuts_of=cuts_of,
+            unchanged=unchanged,
+            around=around,
+            is_part=[self._is_part(name) for name in self._names],
+            pieces=[piece.unit for piece in self._work.workload.pieces],
+        )
+        into = [{position[name] for name in self._into(unit)} for unit in self._work.units]
+        for one in self._accumulated():
+            reduces = one.reduces
+            if reduces is not None:
+                reduces = frozenset(new for unit in reduces for new in into[unit])
+            tape = regroup.tape(one)
+            self._check_executed(one, tape)
+            yield replace(one, tape=tape, reduces=reduces)
+
+    def _check_executed(self, one: Pass, tape: Tape) -> None:
+        """Check that a pass runs the modules of the units that it would open.
+
+        Raises:
+            PlanError: It runs only a part of such a module, as a loss does that calls the output
+                layer by itself. FSDP's hooks on the module would not run.
+        """
+        ran = {self._work.units[index].fqn for op, index in one.tape if op is Op.ENTER}
+        recorded = {tuple(unit.modules): unit.fqn for unit in self._work.units}
+        for name in dict.fromkeys(self._names[index] for op, index in tape if op is Op.ENTER):
+            before = recorded.get(tuple(self._plan.unit(name).modules))
+            if before is not None and before not in ran and self._unchanged(name) is None:
+                raise PlanError(
+                    f"The unit {format_unit(name)} of the plan owns parameters that a "
+                    f"{one.phase.label} of this run uses without running the unit's own module, "
+                    "so FSDP would not gather them. Expected a unit of their own for them. Keep "
+                    "the recorded unit around these parameters."
+                )
+
+    def _is_around(self, name: str, other: str) -> bool:
+        """Whether all modules of another unit of the plan lie inside a module of this one."""
+        if name == other:
+            return False
+        mine, theirs = self._plan.unit(name).modules, self._plan.unit(other).modules
+        return all(any(is_inside(each, module) for module in mine) for each in theirs)
+
+    def _is_part(self, name: str) -> bool:
+        """Whether one recorded unit owned all its parameters."""
+        own = self._members[name].keys()
+        return sum(not own.isdisjoint(parameters_of(unit)) for unit in self._work.units) == 1
+
+    def _into(self, unit: Unit) -> set[str]:
+        """The plan's units of the trained parameters of a recorded unit."""
+        return {self._owners[name] for name in parameters_of(unit)}
+
+    def _accumulated(self) -> Sequence[Pass]:
+        """The recorded passes, unless the plan accumulates differently."""
+        recorded, wanted = self._work.workload.passes, self._plan.accumulation
+        ran = self._work.accumulation
+        if wanted == (ran or Accumulation()):
             return recorded
-        passes = microbatches_of(self._plan.accumulation)
-        if len(passes) != len(recorded):
+        if ran is None:
+            raise MissingDataError(
+                f"The accumulation of this run cannot be changed to {wanted.microbatches} "
+                "microbatches: its steps are not a forward and its backward for each microbatch. "
+                "Expected such a loop. Leave the accumulation of the plan as it is."
+            )
+        microbatches = microbatches_of(wanted)
+        if len(microbatches) != ran.microbatches:
             self._assumptions[
-                f"A microbatch takes as long as a recorded one: the plan has {len(passes)} a step, "
-                f"the run {len(recorded)}."
+                "A microbatch takes as long as a recorded one: the plan has "
+                f"{len(microbatches)} a step, the run {ran.microbatches}."
             ] = None
-        return passes
+        forwards, backwards = recorded[::2], recorded[1::2]
+        before = [round(sum(each.before_ns for each in some) / len(some))
+                  for some in (forwards, backwards)]  # fmt: skip
+        return [
+            each
+            for number, microbatch in enumerate(microbatches)
+            for each in (
+                replace(forwards[0], microbatch=number, before_ns=before[0]),
+                replace(
+                    backwards[0],
+                    microbatch=number,
+                    before_ns=before[1],
+                    reduces=None if microbatch.reduces else frozenset(),
+                    all_reduces=microbatch.all_reduces,
+                    finishes=microbatch.finishes,
+                ),
+            )
+        ]
 
     # --- parameters
 
@@ -339,8 +425,13 @@ class _Regrouping:
     def _cuts(self) -> Iterator[_Cut]:
         """The recorded pieces in order, each divided among the plan's units."""
         position = {name: index for index, name in enumerate(self._names)}
-        run = [index for op, index in self._work.workload.tape if op is Op.RUN]
-        for index, shares in zip(run, self._shares_of(run), strict=True):
+        shares_of: dict[int, dict[str, float]] = {}
+        for one in self._work.workload.passes:
+            run = [index for op, index in one.tape if op is Op.RUN]
+            for index, shares in zip(run, self._shares_of(run), strict=True):
+                if shares:
+                    shares_of.setdefault(index, shares)
+        for index, shares in sorted(shares_of.items()):
             largest = max(shares.values())
             for name, share in shares.items():
                 yield _Cut(index, position[name], share, share / largest)
@@ -360,12 +451,9 @@ class _Regrouping:
                 shares[at] = {next(reversed(shares[before])): 1.0}
         return shares
 
-    def _pieces(self, cuts: Sequence[_Cut]) -> tuple[list[Piece], Tape]:
+    def _pieces(self, cuts: Sequence[_Cut]) -> list[Piece]:
         recorded = self._work.workload.pieces
-        pieces = [
-            _scaled(recorded[cut.piece], cut.unit, *self._shares_of_time(cut)) for cut in cuts
-        ]
-        return pieces, tape_of(pieces, self._root())
+        return [_scaled(recorded[cut.piece], cut.unit, *self._shares_of_time(cut)) for cut in cuts]
 
     def _shares_of_time(self, cut: _Cut) -> tuple[float, float]:
         """The fractions of a piece's forward and backward in a cut.
@@ -438,10 +526,6 @@ class _Regrouping:
             last_gradient=last_gradient_of(unit),
             share=share_of(unit, self._mesh.shard),
         )
-
-    def _root(self) -> int | None:
-        roots = [i for i, name in enumerate(self._names) if self._plan.unit(name).is_root]
-        return roots[0] if roots else None
 
     def _shares(self, piece: int) -> dict[str, float]:
         """The division of a piece among the plan's units; empty: it uses no parameters."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from fsdp_inspect.simulation.machine import Communicator, Machine, VirtualStream
 from fsdp_inspect.simulation.memory import MemoryLedger, MemoryWork
-from fsdp_inspect.simulation.workload import Microbatch, Op, Workload
+from fsdp_inspect.simulation.workload import Op, Pass, Workload
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 
 
@@ -139,7 +139,6 @@ class Schedule:
         self._phase = Phase.OUTSIDE
         self._microbatch = 0
         self._spans: list[Span] = []
-        self._root = workload.tape[0][1] if workload.tape[0][0] is Op.ENTER else NO_UNIT
 
     def play(self) -> PlayedStep:
         """Simulate one step; the next call simulates the next step."""
@@ -147,19 +146,23 @@ class Schedule:
         self._spans = []
         self._memory.begin()
         start_ns = machine.reached(machine.compute)
-        for number, microbatch in enumerate(work.microbatches):
-            self._microbatch = number
-            self._phase = Phase.FORWARD
-            machine.run(machine.compute, work.before_forward_ns)
-            if number == 0 and work.host_ahead_ns is not None:
-                machine.hold_back(work.host_ahead_ns)
-            self._forward()
-            self._memory.loss()
-            machine.run(machine.compute, work.after_forward_ns)
-            self._phase = Phase.BACKWARD
-            self._backward(microbatch)
+        must_hold_back, before = work.host_ahead_ns is not None, Phase.OUTSIDE
+        for each in work.passes:
+            self._microbatch = each.microbatch
+            if not each.is_forward and before is Phase.FORWARD:
+                self._memory.loss()
+            self._phase = Phase.FORWARD if before is Phase.OUTSIDE else before
+            machine.run(machine.compute, each.before_ns)
+            self._phase = before = each.phase
+            if each.is_forward:
+                if must_hold_back and work.host_ahead_ns is not None:
+                    machine.hold_back(work.host_ahead_ns)
+                    must_hold_back = False
+                self._forward(each)
+            else:
+                self._backward(each)
         self._phase = Phase.OPTIMIZER
-        machine.run(machine.compute, work.after_backward_ns)
+        machine.run(machine.compute, work.after_ns)
         end_ns, memory = machine.reached(machine.compute), self._memory
         if work.memory is None:
             return PlayedStep(start_ns, end_ns, self._spans)
@@ -169,18 +172,17 @@ class Schedule:
 
     # --- forward
 
-    def _forward(self) -> None:
-        machine = self._machine
-        begin_ns = machine.reached(machine.compute)
+    def _forward(self, one: Pass) -> None:
+        begin_ns = self._machine.reached(self._machine.compute)
         self._hold_gathers_until(begin_ns)
-        for op, index in self._work.tape:
+        for op, index in one.tape:
             if op is Op.ENTER:
                 self._enter(index)
             elif op is Op.LEAVE:
                 self._leave(index)
             else:
                 piece = self._work.pieces[index]
-                self._memory.forward(index, piece.unit)
+                self._memory.forward(index, piece.unit, keeps=one.keeps_graph)
                 self._compute(piece.unit, piece.forward_ns, piece.forward_launch_ns)
         self._memory.free_held()
         if self._previous_copy_out_ns is not None:
@@ -207,26 +209,26 @@ class Schedule:
 
     # --- backward
 
-    def _backward(self, microbatch: Microbatch) -> None:
+    def _backward(self, one: Pass) -> None:
         begin_ns = self._machine.reached(self._machine.compute)
         for state in self._units:
             state.is_done = False
-        for op, index in reversed(self._work.tape):
-            if op is Op.LEAVE:
+        for op, index in one.tape:
+            if op is Op.ENTER:
                 self._pre_backward(index)
-            elif op is Op.ENTER:
+            elif op is Op.LEAVE:
                 if not self._work.units[index].ends_with_backward:
-                    self._post_backward(index, microbatch)
+                    self._post_backward(index, one)
             else:
                 piece = self._work.pieces[index]
                 duration = piece.recompute_ns + piece.backward_ns
                 self._memory.backward(index, piece.unit)
                 self._compute(piece.unit, duration, piece.backward_launch_ns)
-        self._finish_backward(microbatch)
+        self._finish_backward(one)
         self._note_pass(EventKind.BACKWARD, NO_UNIT, begin_ns)
 
     def _pre_backward(self, unit: int) -> None:
-        policy = self._work.policies[unit]
+        policy, state = self._work.policies[unit], self._units[unit]
         self._hook_unit = unit
         if policy.unshard_in_backward:
             self._unshard(unit)
@@ -235,7 +237,8 @@ class Schedule:
             if self._work.policies[target].unshard_in_backward:
                 self._unshard(target)
         self._hook_unit = NO_UNIT
-        self._units[unit].ready_ns.append(self._machine.reached(self._machine.compute))
+        state.is_done = False
+        state.ready_ns.append(self._machine.reached(self._machine.compute))
 
     def _backward_targets(self, unit: int) -> Sequence[int]:
         """The units to prefetch while this unit computes."""
@@ -245,14 +248,14 @@ class Schedule:
             return named
         return self._forward_order[position - 1 : position] if position > 0 else ()
 
-    def _post_backward(self, unit: int, microbatch: Microbatch) -> None:
+    def _post_backward(self, unit: int, one: Pass) -> None:
         work, state = self._work.units[unit], self._units[unit]
         state.is_done = True
         if state.ready_ns:
             self._note_pass(EventKind.BACKWARD, unit, state.ready_ns.pop())
         if self._work.policies[unit].reshard_after_backward:
             self._reshard(unit)
-        if not microbatch.reduces or not work.is_trainable:
+        if not work.is_trainable or not (one.reduces is None or unit in one.reduces):
             return
         self._hook_unit = unit
         while len(self._in_flight) >= self._work.max_reduce_buffers:
@@ -262,20 +265,27 @@ class Schedule:
         if state.reduced_ns is not None:
             self._machine.wait(self._machine.compute, state.reduced_ns)
             state.reduced_ns = None
-        self._reduce(unit, microbatch)
+        self._reduce(unit, one)
         self._hook_unit = NO_UNIT
 
-    def _finish_backward(self, microbatch: Microbatch) -> None:
-        """Torch's callback after the backward: each unit waits for all earlier reductions."""
+    def _finish_backward(self, one: Pass) -> None:
+        """Torch's callback after the backward: each unit waits for all earlier reductions.
+
+        A unit that is still unsharded has its post-backward here, whether this backward reached it
+        or not.
+        """
         for unit in self._work.final_order:
-            if not self._units[unit].is_done:
-                self._post_backward(unit, microbatch)
-            if microbatch.finishes:
+            state = self._units[unit]
+            if not state.is_done and (state.ready_ns or one.reduces is None):
+                self._post_backward(unit, one)
+            elif state.is_unsharded and self._work.policies[unit].reshard_after_backward:
+                self._reshard(unit)
+            if one.finishes:
                 self._await_all()
-                self._units[unit].reduced_ns = None
-                self._units[unit].forwards.clear()
+                state.reduced_ns = None
+                state.forwards.clear()
                 self._drop_unused_gather(unit)
-        if microbatch.finishes:
+        if one.finishes:
             for reduction in self._in_flight:
                 self._memory.reduced(reduction.unit)
             self._in_flight.clear()
@@ -383,7 +393,7 @@ class Schedule:
         machine.wait(machine.copy_in, event_ns)
         machine.wait(machine.gather, event_ns)
 
-    def _reduce(self, unit: int, microbatch: Microbatch) -> None:
+    def _reduce(self, unit: int, one: Pass) -> None:
         work, machine = self._work.units[unit], self._machine
         self._memory.reduce(unit, self._pieces_of[unit])
         machine.launch(work.reduce_launch_ns)
@@ -395,7 +405,7 @@ class Schedule:
         scatter = self._transfer(machine.reduce, self._reduce_link, work.reduce_ns)
         self._in_flight.append(self._reduction(EventKind.REDUCE_SCATTER, unit, scatter))
         end_ns = scatter.end_ns
-        if work.all_reduce_ns and microbatch.all_reduces:
+        if work.all_reduce_ns and one.all_reduces:
             reduced = self._transfer(
                 machine.all_reduce, self._replica_link, work.all_reduce_ns, not_before_ns=end_ns
             )

@@ -3,6 +3,10 @@
 The split uses one clock, that of the compute stream (CPU: the main thread). Compute and hooks are
 the time of this clock without waits for collectives and FSDP's copies.
 
+[Note: passes] A step is read as the passes that ran, in any order. Every backward (a call of
+autograd) is a pass. The forwards before it are a pass too, if there are any, and so are those
+behind the last one. Forwards without a graph (`no_grad`) are passes of their own.
+
 [Note: hooks] Between the end of one unit's compute and the start of the next one's, torch runs its
 hooks. This time depends on the communication that the hooks issue: all-gathers of the entered unit
 or of prefetched units (`GATHER`, and `ENTRY` for the rest), and a reduction (`REDUCE`). In a unit
@@ -10,8 +14,8 @@ that encloses others (a root with parameters), it also contains the enclosing un
 `recorded` separates the two.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -49,14 +53,16 @@ class ClockPart(IntEnum):
     ENTRY_BACKWARD = 5
     REDUCE = 6
     """From a unit's backward to its reduction."""
-    BEFORE_FORWARD = 7
-    AFTER_FORWARD = 8
-    """Between forward and backward: the loss."""
-    AFTER_BACKWARD = 9
+    BEFORE_PASS = 7
+    """Before a pass: data, or the loss."""
+    AFTER_PASSES = 8
 
 
-_Boundary = tuple[int, bool, int]
-"""Time, whether a unit opens or closes there, and the unit."""
+_OF_PASS = {
+    Phase.FORWARD: (ClockPart.GATHER, ClockPart.ENTRY, ClockPart.FORWARD),
+    Phase.BACKWARD: (ClockPart.GATHER_BACKWARD, ClockPart.ENTRY_BACKWARD, ClockPart.BACKWARD),
+}
+"""The parts before an all-gather, before an opening and before a closing boundary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +74,30 @@ class ClockStretch:
     """The unit of the stretch; -1: none."""
     enclosing: int
     """The innermost unit around the stretch; -1: none."""
-    microbatch: int
+    number: int
+    """The pass, by its position in the step; after all passes: their number."""
     duration_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class PassReading:
+    """The boundaries of one pass."""
+
+    phase: Phase
+    """FORWARD or BACKWARD."""
+    microbatch: int
+    keeps_graph: bool
+    tape: tuple[tuple[Op, int], ...] = ()
+    """ENTER and LEAVE of units."""
+    reduced: Set[int] = frozenset()
+    """The units whose gradients it reduced."""
+    all_reduces: bool = True
+    """HSDP: it reduced over the replicas too; also True if no pass of the step did."""
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it is a forward."""
+        return self.phase is Phase.FORWARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +108,16 @@ class StepReading:
     duration_ns: int
     stretches: tuple[ClockStretch, ...]
     """In the order of time; together with the waits and copies they are the whole step."""
-    tape: tuple[tuple[Op, int], ...]
-    """ENTER and LEAVE of the first microbatch's forward."""
-    backward_order: tuple[int, ...]
-    """Units of the first microbatch, in the order of their backward ends."""
+    passes: tuple[PassReading, ...]
+    """In the order of time."""
     reduce_order: tuple[int, ...]
-    """Units of the first microbatch, in the order in which their reductions were issued."""
+    """Units in the order in which their first reductions were issued."""
 
     @property
     def signature(self) -> tuple[object, ...]:
         """Equal for steps with the same boundaries in the same order."""
-        places = tuple((each.part, each.unit, each.microbatch) for each in self.stretches)
-        return (places, self.tape, self.reduce_order)
+        places = tuple((each.part, each.unit, each.number) for each in self.stretches)
+        return (places, self.passes, self.reduce_order)
 
 
 def read_step(events: EventTable) -> StepReading | None:
@@ -101,12 +127,12 @@ def read_step(events: EventTable) -> StepReading | None:
         events: All events of that step and rank.
 
     Returns:
-        None if no unit ran a forward and a backward in the step.
+        None if no unit ran a forward, or none a backward, in the step.
     """
     window = events.where(events.kind == EventKind.STEP)
     reader = _Reader(events, _taken(events))
     stretches = tuple(reader.stretches(int(window.start_ns[0]), int(window.end_ns[0])))
-    if not reader.tape or not reader.backward_order:
+    if {each.phase for each in reader.passes} != {Phase.FORWARD, Phase.BACKWARD}:
         return None
     between = events.kind == EventKind.BETWEEN_STEPS
     spans = Intervals.of(events.start_ns[between], events.end_ns[between])
@@ -115,8 +141,7 @@ def read_step(events: EventTable) -> StepReading | None:
         step=int(window.step[0]),
         duration_ns=duration,
         stretches=stretches,
-        tape=tuple(reader.tape),
-        backward_order=tuple(reader.backward_order),
+        passes=tuple(reader.passes),
         reduce_order=_reduce_order(events),
     )
 
@@ -136,9 +161,19 @@ def _taken(events: EventTable) -> Intervals:
 
 def _reduce_order(events: EventTable) -> tuple[int, ...]:
     mask = (events.kind == EventKind.REDUCE_SCATTER) & (events.unit != NO_UNIT)
-    mask &= (events.microbatch == 0) & (events.phase != Phase.EVALUATION)
+    mask &= events.phase != Phase.EVALUATION
     order = np.argsort(events.issue_ns[mask], kind="stable")
-    return tuple(events.unit[mask][order].tolist())
+    return tuple(dict.fromkeys(events.unit[mask][order].tolist()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Boundary:
+    """A moment at which a unit opens or closes."""
+
+    at_ns: int
+    opens: bool
+    unit: int
+    keeps_graph: bool
 
 
 class _Reader:
@@ -147,143 +182,174 @@ class _Reader:
     def __init__(self, events: EventTable, taken: Intervals) -> None:
         self._events = events
         self._taken = taken
-        self.tape: list[tuple[Op, int]] = []
-        self.backward_order: list[int] = []
+        self.passes: list[PassReading] = []
         gathers = events.where(self._rows(EventKind.ALL_GATHER))
         self._issues = sorted(zip(gathers.issue_ns.tolist(), gathers.unit.tolist(), strict=True))
+        reductions = events.where(self._rows(EventKind.REDUCE_SCATTER))
+        self._reductions = sorted(
+            zip(reductions.issue_ns.tolist(), reductions.unit.tolist(), strict=True)
+        )
 
     def stretches(self, start_ns: int, end_ns: int) -> Iterator[ClockStretch]:
         """All stretches between two times, in order."""
         now = start_ns
-        microbatches = np.unique(self._events.microbatch[self._rows(EventKind.BACKWARD)])
-        for microbatch in microbatches.tolist():
-            passes = self._boundaries(microbatch)
-            begin, turn = self._pass_starts(microbatch)
-            yield self._stretch(ClockPart.BEFORE_FORWARD, NO_UNIT, NO_UNIT, microbatch, now, begin)
+        for begin_ns, one, boundaries in self._found():
+            number, begin = len(self.passes), max(begin_ns, now)
+            yield self._stretch(ClockPart.BEFORE_PASS, NO_UNIT, NO_UNIT, number, now, begin)
             now = begin
-            for stretch, at in self._forward(passes[0], begin, microbatch):
+            tape: list[tuple[Op, int]] = []
+            gather, entry, own = _OF_PASS[one.phase]
+            for stretch, at in self._pass((gather, entry, own), boundaries, begin, number):
                 yield stretch
                 now = at
-            yield self._stretch(ClockPart.AFTER_FORWARD, NO_UNIT, NO_UNIT, microbatch, now, turn)
-            now = turn
-            for stretch, at in self._backward(passes[1], turn, microbatch):
-                yield stretch
-                now = at
-        last = max(microbatches.tolist(), default=0)
-        yield self._stretch(ClockPart.AFTER_BACKWARD, NO_UNIT, NO_UNIT, last, now, end_ns)
+                if stretch.part in (entry, own):
+                    tape.append((Op.ENTER if stretch.part is entry else Op.LEAVE, stretch.unit))
+            self.passes.append(replace(one, tape=tuple(tape)))
+        last = len(self.passes)
+        yield self._stretch(ClockPart.AFTER_PASSES, NO_UNIT, NO_UNIT, last, now, end_ns)
 
-    def _forward(
-        self, boundaries: list[_Boundary], now: int, microbatch: int
-    ) -> Iterator[tuple[ClockStretch, int]]:
-        parts = (ClockPart.GATHER, ClockPart.ENTRY, ClockPart.FORWARD)
-        for stretch, at in self._pass(parts, boundaries, now, microbatch):
-            yield stretch, at
-            if microbatch == 0 and stretch.part is not ClockPart.GATHER:
-                op = Op.ENTER if stretch.part is ClockPart.ENTRY else Op.LEAVE
-                self.tape.append((op, stretch.unit))
+    # --- passes
 
-    def _backward(
-        self, boundaries: list[_Boundary], now: int, microbatch: int
-    ) -> Iterator[tuple[ClockStretch, int]]:
-        parts = (ClockPart.GATHER_BACKWARD, ClockPart.ENTRY_BACKWARD, ClockPart.BACKWARD)
-        for stretch, at in self._pass(parts, boundaries, now, microbatch):
-            yield stretch, at
-            if microbatch == 0 and stretch.part is ClockPart.BACKWARD:
-                self.backward_order.append(stretch.unit)
+    def _found(self) -> Iterator[tuple[int, PassReading, list[_Boundary]]]:
+        """Each pass with its start and its boundaries, in the order of time."""
+        repeated = (self._events.flags & EventFlag.RECOMPUTE) != 0
+        forward = self._rows(EventKind.FORWARD) & ~repeated
+        backward = self._rows(EventKind.BACKWARD)
+        numbers = np.unique(self._events.microbatch[forward | backward]).tolist()
+        for microbatch in numbers:
+            of_microbatch = self._events.microbatch == microbatch
+            begin = self._begin(EventKind.FORWARD, microbatch)
+            for boundaries in _by_graph(self._boundaries(forward & of_microbatch)):
+                keeps = boundaries[0].keeps_graph
+                one = PassReading(Phase.FORWARD, microbatch, keeps_graph=keeps)
+                yield boundaries[0].at_ns if begin is None else begin, one, boundaries
+                begin = None
+            boundaries = self._boundaries(backward & of_microbatch)
+            if boundaries:
+                begin = self._begin(EventKind.BACKWARD, microbatch)
+                one = PassReading(
+                    Phase.BACKWARD,
+                    microbatch,
+                    keeps_graph=True,
+                    reduced=self._reduced(microbatch),
+                    all_reduces=self._all_reduces(microbatch),
+                )
+                yield boundaries[0].at_ns if begin is None else begin, one, boundaries
+
+    def _begin(self, kind: EventKind, microbatch: int) -> int | None:
+        """The start of the forwards or of the backward of a microbatch; None: not recorded."""
+        events = self._events
+        phase = Phase.FORWARD if kind is EventKind.FORWARD else Phase.BACKWARD
+        rows = (events.unit == NO_UNIT) & (events.microbatch == microbatch)
+        rows &= (events.kind == kind) & (events.phase == phase)
+        return int(events.start_ns[rows].min()) if rows.any() else None
+
+    def _reduced(self, microbatch: int) -> Set[int]:
+        rows = self._rows(EventKind.REDUCE_SCATTER) & (self._events.microbatch == microbatch)
+        return frozenset(self._events.unit[rows].tolist())
+
+    def _all_reduces(self, microbatch: int) -> bool:
+        rows = self._rows(EventKind.ALL_REDUCE)
+        return not rows.any() or bool(np.any(rows & (self._events.microbatch == microbatch)))
+
+    def _boundaries(self, mask: NDArray[np.bool_]) -> list[_Boundary]:
+        rows = self._events.where(mask)
+        keeps = (rows.flags & EventFlag.NO_GRAD) == 0
+        columns = (rows.start_ns, rows.end_ns, rows.unit, keeps)
+        spans = zip(*(column.tolist() for column in columns), strict=True)
+        ordered = sorted(
+            (order, opens, unit, graph)
+            for start, end, unit, graph in spans
+            for order, opens in _nesting_order(start, end)
+        )
+        return [_Boundary(order[0], opens, unit, graph) for order, opens, unit, graph in ordered]
+
+    # --- stretches of a pass
 
     def _pass(
         self,
         parts: tuple[ClockPart, ClockPart, ClockPart],
         boundaries: list[_Boundary],
         now: int,
-        microbatch: int,
+        number: int,
     ) -> Iterator[tuple[ClockStretch, int]]:
-        """The stretches of a forward or backward, each with its end.
+        """The stretches of a pass, each with its end.
 
         Args:
-            parts: The parts before an all-gather, before an opening and before a closing boundary.
+            parts: See `_OF_PASS`.
             boundaries: The boundaries in the order of time.
             now: The start of the pass.
-            microbatch: The microbatch of the step.
+            number: The position of the pass in the step.
         """
         gather, entry, own = parts
         inside: list[int] = []
-        for at, opens, unit in boundaries:
+        for boundary in boundaries:
+            at, opens, unit = boundary.at_ns, boundary.opens, boundary.unit
             around = inside[-1] if inside else NO_UNIT
             if opens:
-                for stretch, issued in self._gathers(gather, around, microbatch, now, at):
+                for stretch, issued in self._gathers(gather, around, number, now, at):
                     yield stretch, issued
                     now = issued
-            yield self._stretch(entry if opens else own, unit, around, microbatch, now, at), at
+            yield self._stretch(entry if opens else own, unit, around, number, now, at), at
             now = at
             _nest(inside, unit, opens=opens)
             reduced = None if opens or own is ClockPart.FORWARD else self._reduction_start(unit, at)
             if reduced is not None:
                 around = inside[-1] if inside else NO_UNIT
                 yield (
-                    self._stretch(ClockPart.REDUCE, unit, around, microbatch, at, reduced),
+                    self._stretch(ClockPart.REDUCE, unit, around, number, at, reduced),
                     reduced,
                 )
                 now = reduced
 
     def _gathers(
-        self, part: ClockPart, around: int, microbatch: int, low: int, high: int
+        self, part: ClockPart, around: int, number: int, low: int, high: int
     ) -> Iterator[tuple[ClockStretch, int]]:
         """One stretch for each all-gather issued up to `high`, ending at its issue."""
         while self._issues and self._issues[0][0] <= high:
             issue_ns, unit = self._issues.pop(0)
             end = max(issue_ns, low)
-            yield self._stretch(part, unit, around, microbatch, low, end), end
+            yield self._stretch(part, unit, around, number, low, end), end
             low = end
 
+    def _reduction_start(self, unit: int, after_ns: int) -> int | None:
+        """The issue of the reduce-scatter behind a unit's backward.
+
+        None if the unit has another boundary first: then this backward reduced nothing.
+        """
+        later = [issue for issue, owner in self._reductions if owner == unit and issue >= after_ns]
+        if not later:
+            return None
+        events, own = self._events, self._rows(EventKind.BACKWARD)
+        ends = events.end_ns[own & (events.unit == unit) & (events.end_ns > after_ns)]
+        return later[0] if not len(ends) or later[0] <= ends.min() else None
+
     def _stretch(
-        self, part: ClockPart, unit: int, around: int, microbatch: int, low: int, high: int
+        self, part: ClockPart, unit: int, around: int, number: int, low: int, high: int
     ) -> ClockStretch:
         covered = int(self._taken.covered_ns([low], [high])[0])
-        return ClockStretch(part, unit, around, microbatch, max(high - low, 0) - covered)
-
-    def _boundaries(self, microbatch: int) -> tuple[list[_Boundary], ...]:
-        """The boundaries of units' forwards and backwards, in the order of time."""
-        repeated = (self._events.flags & EventFlag.RECOMPUTE) != 0
-        forward = self._rows(EventKind.FORWARD) & ~repeated
-        backward = self._rows(EventKind.BACKWARD)
-        return tuple(self._sorted(mask, microbatch) for mask in (forward, backward))
-
-    def _sorted(self, mask: NDArray[np.bool_], microbatch: int) -> list[_Boundary]:
-        rows = self._events.where(mask & (self._events.microbatch == microbatch))
-        spans = zip(rows.start_ns.tolist(), rows.end_ns.tolist(), rows.unit.tolist(), strict=True)
-        boundaries = [
-            (order, opens, unit) for s, e, unit in spans for order, opens in _nesting_order(s, e)
-        ]
-        return [(order[0], opens, unit) for order, opens, unit in sorted(boundaries)]
-
-    def _pass_starts(self, microbatch: int) -> tuple[int, int]:
-        """The start of the forward and of the backward of a microbatch."""
-        events = self._events
-        of_loop = (events.unit == NO_UNIT) & (events.microbatch == microbatch)
-        starts = []
-        for kind, phase in (
-            (EventKind.FORWARD, Phase.FORWARD),
-            (EventKind.BACKWARD, Phase.BACKWARD),
-        ):
-            rows = of_loop & (events.kind == kind) & (events.phase == phase)
-            fallback = self._rows(kind) & (events.microbatch == microbatch)
-            starts.append(int(events.start_ns[rows if rows.any() else fallback].min()))
-        return starts[0], starts[1]
-
-    def _reduction_start(self, unit: int, after_ns: int) -> int | None:
-        """The issue of the unit's next reduce-scatter."""
-        events = self._events
-        rows = (events.kind == EventKind.REDUCE_SCATTER) & (events.unit == unit)
-        later = events.issue_ns[rows & (events.issue_ns >= after_ns)]
-        return int(later.min()) if len(later) else None
+        return ClockStretch(part, unit, around, number, max(high - low, 0) - covered)
 
     def _rows(self, kind: EventKind) -> NDArray[np.bool_]:
-        """Events of units in training passes."""
+        """Events of units in a step; evaluation passes lie between two steps."""
         events = self._events
         mask: NDArray[np.bool_] = (events.kind == kind) & (events.unit != NO_UNIT)
         mask &= events.phase != Phase.EVALUATION
         return mask
+
+
+def _by_graph(boundaries: list[_Boundary]) -> Iterator[list[_Boundary]]:
+    """The boundaries of forwards, divided where no unit is open and `no_grad` begins or ends."""
+    group: list[_Boundary] = []
+    depth = 0
+    for boundary in boundaries:
+        if group and depth == 0 and boundary.keeps_graph != group[0].keeps_graph:
+            yield group
+            group = []
+        group.append(boundary)
+        depth += 1 if boundary.opens else -1
+    if group:
+        yield group
 
 
 def _nesting_order(start: int, end: int) -> tuple[tuple[tuple[int, int, int], bool], ...]:

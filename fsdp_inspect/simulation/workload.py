@@ -1,26 +1,30 @@
 """Define the work of a step independent of its schedule: units, pieces of compute, their order.
 
-A *piece* is compute of one unit without another unit's boundary in it. A *tape* is the forward of a
-model in the order of its code: units are entered and left, and pieces run in between. The backward
-is the tape in reverse. All times are ns.
+A *piece* is compute of one unit without another unit's boundary in it. A *pass* is a forward or a
+backward: units are entered and left, and pieces run in between, in the order of its *tape*. A step
+is any sequence of passes, as the training loop ran them: forwards without a backward, several
+backwards of one forward, two forwards before two backwards. All times are ns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 from fsdp_inspect.simulation.memory import MemoryWork
+from fsdp_inspect.trace.codes import Phase
 
 
 class Op(IntEnum):
     """The operation of a tape entry."""
 
     ENTER = 0
-    """The unit's pre-forward: its parameters are gathered, unless they are unsharded already."""
+    """The unit's pre-forward or pre-backward: its parameters are gathered, unless they are
+    unsharded already."""
     RUN = 1
     """A piece of compute runs."""
     LEAVE = 2
-    """The unit's post-forward: its parameters are resharded if its policy requires it."""
+    """The unit's post-forward or post-backward: its parameters are resharded if its policy
+    requires it, and a backward reduces its gradients."""
 
 
 Tape = tuple[tuple[Op, int], ...]
@@ -73,7 +77,8 @@ class UnitWork:
     """Host time around a reduction."""
     is_trainable: bool = True
     ends_with_backward: bool = False
-    """Its inputs need no gradient, so torch runs its post-backward after the whole backward."""
+    """Its inputs need no gradient, so torch runs its post-backward after the whole backward. A
+    LEAVE of a backward's tape then has no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +101,34 @@ class UnitPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward or backward of a step."""
+
+    phase: Phase
+    """FORWARD or BACKWARD."""
+    tape: Tape
+    microbatch: int = 0
+    """The number of backwards before it in the step, as in recorded events."""
+    before_ns: int = 0
+    """Time on the main thread or compute stream before it: data, or the loss."""
+    keeps_graph: bool = True
+    """A forward without it (`no_grad`) has no backward."""
+    reduces: Set[int] | None = None
+    """The units whose gradients a backward reduces; None: all that are trainable."""
+    all_reduces: bool = True
+    """HSDP: a backward also reduces over the replicas."""
+    finishes: bool = True
+    """A backward waits for every reduction (torch's `set_is_last_backward`)."""
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it is a forward."""
+        return self.phase is Phase.FORWARD
+
+
+@dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One forward and backward of a step."""
+    """One forward and backward of a step with gradient accumulation."""
 
     reduces: bool = True
     """Gradients are reduced; False: accumulated unsharded (`set_requires_gradient_sync(False)`)."""
@@ -115,20 +146,15 @@ class Workload:
     policies: Sequence[UnitPolicy]
     """One per unit."""
     pieces: Sequence[Piece]
-    tape: Tape
-    """The tape of one forward."""
-    microbatches: Sequence[Microbatch] = (Microbatch(),)
+    passes: Sequence[Pass]
+    """In the order in which they run."""
     final_order: Sequence[int] = field(default_factory=tuple)
-    """The order in which torch visits the units after the backward: that of `named_modules`."""
-    before_forward_ns: int = 0
-    """Time on the main thread or compute stream before each forward: data, moving inputs."""
-    after_forward_ns: int = 0
-    """Time between forward and backward: the loss."""
-    after_backward_ns: int = 0
-    """Time after the last backward: clipping, optimizer, zeroing, the rest of the step."""
+    """The order in which torch visits the units after a backward: that of `named_modules`."""
+    after_ns: int = 0
+    """Time after the last pass: clipping, optimizer, zeroing, the rest of the step."""
     host_ahead_ns: int | None = None
-    """The highest lead of the host over the device when a step's forward begins; None: no limit.
-    It has no effect if the host does the work."""
+    """The highest lead of the host over the device when a step's first forward begins; None: no
+    limit. It has no effect if the host does the work."""
     max_reduce_buffers: int = 1
     """`set_reduce_scatter_max_input_buffers`."""
     separate_reduce_group: bool = False
@@ -144,6 +170,51 @@ class Workload:
             )
         if not self.final_order:
             object.__setattr__(self, "final_order", tuple(range(len(self.units))))
+
+    @property
+    def forwards(self) -> Iterator[Pass]:
+        """The forwards, in order."""
+        return (each for each in self.passes if each.is_forward)
+
+
+def reversed_tape(tape: Tape) -> Tape:
+    """The backward of a tape: everything in reverse, so that what was left is entered."""
+    opposite = {Op.ENTER: Op.LEAVE, Op.RUN: Op.RUN, Op.LEAVE: Op.ENTER}
+    return tuple((opposite[op], index) for op, index in reversed(tape))
+
+
+def passes_of(
+    tape: Tape,
+    microbatches: Sequence[Microbatch] = (Microbatch(),),
+    *,
+    before_forward_ns: int = 0,
+    after_forward_ns: int = 0,
+) -> tuple[Pass, ...]:
+    """The passes of a plain training loop: a forward and its backward for each microbatch.
+
+    Args:
+        tape: The tape of the forward.
+        microbatches: What differs between the microbatches.
+        before_forward_ns: Time before each forward.
+        after_forward_ns: Time between a forward and its backward: the loss.
+    """
+    backward = reversed_tape(tape)
+    return tuple(
+        each
+        for number, microbatch in enumerate(microbatches)
+        for each in (
+            Pass(Phase.FORWARD, tape, number, before_forward_ns),
+            Pass(
+                Phase.BACKWARD,
+                backward,
+                number,
+                after_forward_ns,
+                reduces=None if microbatch.reduces else frozenset(),
+                all_reduces=microbatch.all_reduces,
+                finishes=microbatch.finishes,
+            ),
+        )
+    )
 
 
 def tape_of(pieces: Sequence[Piece], root: int | None = None) -> Tape:

@@ -30,6 +30,7 @@ from fsdp_inspect.simulation.workload import (
     UnitPolicy,
     UnitWork,
     Workload,
+    passes_of,
     tape_of,
 )
 from fsdp_inspect.store.reader import open_run
@@ -55,7 +56,7 @@ def blocks(num: int, *, compute_ns: int, link_ns: int) -> Workload:
     """Equal blocks in a row."""
     works = [UnitWork(gather_ns=link_ns, reduce_ns=link_ns) for _ in range(num)]
     pieces = [Piece(at, compute_ns, 2 * compute_ns) for at in range(num)]
-    return Workload(works, [UnitPolicy()] * num, pieces, tape_of(pieces))
+    return Workload(works, [UnitPolicy()] * num, pieces, passes_of(tape_of(pieces)))
 
 
 def latency_bound_run() -> InMemoryRun:
@@ -182,7 +183,10 @@ def test_without_a_recorded_all_reduce_replicas_are_not_guessed():
 
 def test_gradients_of_several_microbatches_are_reduced_once_where_reductions_are_exposed():
     workload = blocks(6, compute_ns=10 * MS, link_ns=40 * MS)
-    run = as_run(replace(workload, microbatches=[Microbatch()] * 4), Execution.HOST)
+    run = as_run(
+        replace(workload, passes=passes_of(tape_of(workload.pieces), [Microbatch()] * 4)),
+        Execution.HOST,
+    )
     advice = plan_advice(run)
     assert advice.fastest.plan.accumulation.microbatches == 4
     assert advice.fastest.plan.accumulation.sync == "last"

@@ -27,6 +27,7 @@ from fsdp_inspect.simulation.workload import (
     UnitPolicy,
     UnitWork,
     Workload,
+    passes_of,
     tape_of,
 )
 from tests.recording.virtual_device import VirtualDevice, VirtualStream, fsdp_on
@@ -76,10 +77,9 @@ def workload_of(case: Case) -> Workload:
         ],
         policies=[layer.policy for layer in case.all],
         pieces=pieces,
-        tape=tape_of(pieces, root=ROOT),
+        passes=passes_of(tape_of(pieces, root=ROOT), case.microbatches),
         max_reduce_buffers=case.max_reduce_buffers,
         separate_reduce_group=case.separate_reduce_group,
-        microbatches=case.microbatches,
     )
 
 

@@ -16,6 +16,7 @@ from fsdp_inspect.simulation.workload import (
     UnitPolicy,
     UnitWork,
     Workload,
+    passes_of,
     tape_of,
 )
 from fsdp_inspect.store.reader import open_run
@@ -45,7 +46,7 @@ def blocks(
     pieces = [Piece(unit, 10, 20) for unit in range(last)]
     unit = UnitMemory(SIZE, SIZE if trains else 0, SIZE // 4 if trains else 0, RESTING)
     memory = MemoryWork([PieceMemory(**piece)] * last, [unit] * last, rest=7)
-    return Workload(works, policies, pieces, tape_of(pieces), memory=memory)
+    return Workload(works, policies, pieces, passes_of(tape_of(pieces)), memory=memory)
 
 
 def rise(workload: Workload, *, steps: int = 2) -> int:
@@ -99,8 +100,9 @@ def test_steps_do_not_leak():
 
 def test_gradients_that_are_not_reduced_stay_unsharded():
     reducing = blocks(gradients=SIZE, backward_rise=SIZE)
-    every = replace(reducing, microbatches=[Microbatch(), Microbatch()])
-    last = replace(reducing, microbatches=[Microbatch(reduces=False), Microbatch()])
+    tape = tape_of(reducing.pieces)
+    every = replace(reducing, passes=passes_of(tape, [Microbatch(), Microbatch()]))
+    last = replace(reducing, passes=passes_of(tape, [Microbatch(reduces=False), Microbatch()]))
     assert rise(last) - rise(every) > (NUM_BLOCKS - 2) * SIZE * 3 // 4
 
 

@@ -10,7 +10,7 @@ from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.recomputation import recompute
 from fsdp_inspect.simulation.recorded import Execution, RecordedWork, play
 from fsdp_inspect.simulation.scenario import make_scenario
-from fsdp_inspect.simulation.workload import Op, Piece
+from fsdp_inspect.simulation.workload import Op, Piece, passes_of
 from fsdp_inspect.trace.plan import Checkpointing, Plan, UnitPlan
 from fsdp_inspect.trace.run import RunManifest
 from tests.simulation.test_scenario import MS, NETWORK, block_plan, recorded
@@ -93,9 +93,9 @@ def test_compute_between_units_is_not_repeated():
     work, _ = run()
     between = Piece(1, 3 * MS, 4 * MS)
     pieces = [*work.workload.pieces, between]
-    tape = list(work.workload.tape)
+    tape = list(work.workload.passes[0].tape)
     tape.insert(tape.index((Op.ENTER, 1)), (Op.RUN, len(pieces) - 1))
-    workload = replace(work.workload, pieces=pieces, tape=tuple(tape), memory=None)
+    workload = replace(work.workload, pieces=pieces, passes=passes_of(tuple(tape)), memory=None)
     found = recompute(replace(work, workload=workload), block_plan(), checkpointed())
     assert [piece.recompute_ns for piece in found.work.workload.pieces] == [10 * MS] * 4 + [0]
 

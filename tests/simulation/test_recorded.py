@@ -19,6 +19,7 @@ from fsdp_inspect.simulation.workload import (
     UnitPolicy,
     UnitWork,
     Workload,
+    passes_of,
     tape_of,
 )
 from fsdp_inspect.store.reader import open_run
@@ -57,11 +58,13 @@ def workloads(draw: st.DrawFn) -> Workload:
         units,
         policies,
         pieces,
-        tape_of(pieces),
-        microbatches=[Microbatch()] * draw(st.integers(1, 2)),
-        before_forward_ns=draw(durations),
-        after_forward_ns=draw(durations),
-        after_backward_ns=draw(durations),
+        passes_of(
+            tape_of(pieces),
+            [Microbatch()] * draw(st.integers(1, 2)),
+            before_forward_ns=draw(durations),
+            after_forward_ns=draw(durations),
+        ),
+        after_ns=draw(durations),
     )
 
 
@@ -140,7 +143,7 @@ def test_a_predicted_table_says_so():
 def simple(num: int, **unit: int) -> Workload:
     work = UnitWork(**{"gather_ns": 2 * MS, "reduce_ns": 3 * MS, **unit})
     pieces = [Piece(at, 10 * MS, 20 * MS) for at in range(num)]
-    return Workload([work] * num, [UnitPolicy()] * num, pieces, tape_of(pieces))
+    return Workload([work] * num, [UnitPolicy()] * num, pieces, passes_of(tape_of(pieces)))
 
 
 def test_the_work_of_each_unit_is_found_again():

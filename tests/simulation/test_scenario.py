@@ -16,12 +16,12 @@ from fsdp_inspect.simulation.recorded import (
 )
 from fsdp_inspect.simulation.scenario import Mesh, Scenario, make_scenario, mesh_of
 from fsdp_inspect.simulation.workload import (
-    Microbatch,
     Op,
     Piece,
     UnitPolicy,
     UnitWork,
     Workload,
+    passes_of,
     tape_of,
 )
 from fsdp_inspect.store.reader import open_run
@@ -80,7 +80,7 @@ def recorded(num_blocks: int = 4) -> tuple[RecordedWork, RunManifest]:
     )
     pieces = [Piece(unit, 10 * MS, 20 * MS) for unit in range(num_blocks)]
     policies = [UnitPolicy()] * num_blocks
-    workload = Workload([work] * num_blocks, policies, pieces, tape_of(pieces))
+    workload = Workload([work] * num_blocks, policies, pieces, passes_of(tape_of(pieces)))
     units = tuple(block(index) for index in range(num_blocks))
     plan = block_plan(num_blocks)
     builder = RunBuilder([unit.fqn for unit in units], plan=plan.to_dict(), mesh={"shard": RANKS})
@@ -138,7 +138,9 @@ def test_a_split_block_divides_its_compute_by_its_parameters_and_says_so():
 
 def test_one_unit_around_all_is_gathered_once():
     scenario = scenario_of(Plan(units=(UnitPlan(modules=("",)),)))
-    assert [entry for entry in scenario.workload.tape if entry[0] is Op.ENTER] == [(Op.ENTER, 0)]
+    assert [entry for entry in scenario.workload.passes[0].tape if entry[0] is Op.ENTER] == [
+        (Op.ENTER, 0)
+    ]
     assert scenario.workload.units[0].gather_ns == transfer_ns(4 * MESSAGE)
     assert not scenario.workload.policies[0].reshard_after_forward  # torch's rule for the root
 
@@ -172,7 +174,7 @@ def test_more_ranks_pad_the_first_dimension():
 def test_a_run_without_replicas_would_all_reduce_where_it_reduces():
     (plain,) = (path for path in SAMPLES if path.parent.name == "tiny-2-ranks")
     work = measure_work(open_run(plain))
-    assert work.workload.microbatches == (Microbatch(reduces=True, all_reduces=True),)
+    assert [each.all_reduces for each in work.workload.passes] == [True, True]
 
 
 def test_replicas_need_a_run_that_all_reduces():

@@ -18,6 +18,7 @@ from fsdp_inspect.simulation.workload import (
     UnitPolicy,
     UnitWork,
     Workload,
+    passes_of,
     tape_of,
 )
 from fsdp_inspect.trace.codes import EventKind
@@ -173,7 +174,7 @@ def blocks(num: int, work: UnitWork, *, reshard: bool = True) -> Workload:
     """Blocks of 10 ms forward and 20 ms backward in a row, without a root."""
     pieces = [Piece(unit, 10 * MS, 20 * MS) for unit in range(num)]
     policies = [UnitPolicy(reshard_after_forward=reshard)] * num
-    return Workload([work] * num, policies, pieces, tape_of(pieces))
+    return Workload([work] * num, policies, pieces, passes_of(tape_of(pieces)))
 
 
 def test_a_synchronous_backend_adds_every_collective_to_the_step():

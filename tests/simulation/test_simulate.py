@@ -5,7 +5,7 @@ from dataclasses import replace
 from fsdp_inspect.simulation.changes import Changes, apply_changes
 from fsdp_inspect.simulation.recorded import Execution, observed_plan
 from fsdp_inspect.simulation.simulate import Simulation, simulate_plan
-from fsdp_inspect.simulation.workload import Microbatch
+from fsdp_inspect.simulation.workload import Microbatch, passes_of, tape_of
 from tests.simulation.test_recorded import as_run, simple
 
 
@@ -35,7 +35,11 @@ def test_a_backend_that_holds_the_host_blocks():
 
 def test_the_plan_of_a_run_tells_its_accumulation():
     workload = replace(
-        simple(3), microbatches=[Microbatch(reduces=False), Microbatch(reduces=False), Microbatch()]
+        simple(3),
+        passes=passes_of(
+            tape_of(simple(3).pieces),
+            [Microbatch(reduces=False), Microbatch(reduces=False), Microbatch()],
+        ),
     )
     plan = observed_plan(as_run(workload, Execution.HOST))
     assert (plan.accumulation.microbatches, plan.accumulation.sync) == (3, "last")

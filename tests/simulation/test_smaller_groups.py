@@ -11,7 +11,14 @@ from fsdp_inspect.simulation.prediction import predicted_events
 from fsdp_inspect.simulation.recorded import Execution, RecordedWork, play
 from fsdp_inspect.simulation.scenario import Scenario, make_scenario
 from fsdp_inspect.simulation.simulate import simulate_work
-from fsdp_inspect.simulation.workload import Piece, UnitPolicy, UnitWork, Workload, tape_of
+from fsdp_inspect.simulation.workload import (
+    Piece,
+    UnitPolicy,
+    UnitWork,
+    Workload,
+    passes_of,
+    tape_of,
+)
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 from fsdp_inspect.trace.run import RunManifest, Unit
@@ -79,7 +86,11 @@ def recorded(network: Network = NETWORK) -> tuple[RecordedWork, RunManifest]:
     unit = UnitMemory(SIZE, SIZE, SIZE // RANKS, SIZE // RANKS)
     memory = MemoryWork([PieceMemory(gradients=SIZE)] * NUM_BLOCKS, [unit] * NUM_BLOCKS, rest=0)
     workload = Workload(
-        [own] * NUM_BLOCKS, [UnitPolicy()] * NUM_BLOCKS, pieces, tape_of(pieces), memory=memory
+        [own] * NUM_BLOCKS,
+        [UnitPolicy()] * NUM_BLOCKS,
+        pieces,
+        passes_of(tape_of(pieces)),
+        memory=memory,
     )
     units = tuple(block(at) for at in range(NUM_BLOCKS))
     builder = RunBuilder([], world_size=RANKS, plan=plan().to_dict(), mesh={"shard": RANKS})
