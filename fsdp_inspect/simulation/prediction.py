@@ -146,7 +146,7 @@ class _Writer:
             "dtype": 0,
             "source": Source.PREDICTED,
             "method": Method.INFERRED,
-            "flags": 0,
+            "flags": 0 if span.keeps_graph else int(EventFlag.NO_GRAD),
             "sequence": MISSING_INT,
             "collective": MISSING_INT,
             "bytes": MISSING_INT,

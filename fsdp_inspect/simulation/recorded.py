@@ -326,18 +326,20 @@ class _Builder:
     def _find_hooks(self, part: ClockPart, gather: ClockPart) -> dict[int, int]:
         """Hook time of each gathered unit in one part; the median for units without such time.
 
-        Inside a unit with parameters, the time also contains that unit's compute. So at most the
-        median counts as hooks there.
+        A pass that contains other code in that time shows more, so the shortest pass counts. Inside
+        a unit with parameters, the time also contains that unit's compute. So at most the median
+        counts as hooks there.
         """
         found: dict[int, list[int]] = defaultdict(list)
         enclosed: set[int] = set()
-        for stretch, ns in self._stretches:
-            if stretch.part is part and (gather, stretch.unit) in self._gathered:
-                found[stretch.unit].append(ns)
-                enclosed.update([stretch.unit] if stretch.enclosing >= 0 else [])
-        means = {unit: _mean(each) for unit, each in found.items()}
-        typical = median(list(means.values())) or 0
-        hooks = {unit.index: means.get(unit.index, typical) for unit in self._units}
+        for number in range(len(self._first_passes)):
+            for stretch, ns in self._of_pass(number):
+                if stretch.part is part and (gather, stretch.unit) in self._gathered:
+                    found[stretch.unit].append(ns)
+                    enclosed.update([stretch.unit] if stretch.enclosing >= 0 else [])
+        least = {unit: min(each) for unit, each in found.items()}
+        typical = median(list(least.values())) or 0
+        hooks = {unit.index: least.get(unit.index, typical) for unit in self._units}
         return {unit: min(ns, typical) if unit in enclosed else ns for unit, ns in hooks.items()}
 
     def _beyond_hooks(self, stretch: ClockStretch, ns: int) -> int:

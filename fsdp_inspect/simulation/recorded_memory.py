@@ -78,6 +78,8 @@ class _Reader:
         self, samples: MemoryTable, units: Sequence[Unit], passes: Sequence[Pass], shard: int
     ) -> None:
         self._samples = samples
+        self._first = int(np.argmax(samples.microbatch == 0))
+        """The first sample of the first forward."""
         self._units = units
         self._passes = _first_of_each_tape(passes)
         self._shard = shard
@@ -260,12 +262,12 @@ class _Reader:
             unit.sharded_bytes * unit.num_trainable_parameters / max(unit.num_parameters, 1)
             for unit in self._units
         )
-        states = self._category(MemoryCategory.OPTIMIZER_STATE, 0)
+        states = self._category(MemoryCategory.OPTIMIZER_STATE, self._first)
         return states / sharded if sharded else 0.0
 
     def _rest(self, units: Sequence[UnitMemory]) -> int:
         """Memory at the first sample without the units' resting memory and communication."""
-        return self._compute(0) - sum(unit.resting for unit in units)
+        return self._compute(self._first) - sum(unit.resting for unit in units)
 
     # --- samples
 

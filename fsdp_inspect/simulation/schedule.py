@@ -45,6 +45,8 @@ class Span:
     """The moment at which the compute stream began to wait for it; -1: never."""
     issued_by: int = NO_UNIT
     """The unit whose hook issued the collective."""
+    keeps_graph: bool = True
+    """False for a forward under `no_grad`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ class _UnitState:
     is_unsharded: bool = False
     reduced_ns: int | None = None
     """The end of its last reduction, until a wait for it."""
+    has_share: bool = False
+    """True while a smaller group keeps its parameters."""
     kept_ns: int | None = None
     """The end of a smaller group's copy of its share, until an all-gather waits for it."""
     forwards: list[int] = field(default_factory=list)
@@ -138,6 +142,7 @@ class Schedule:
         self._hook_unit = NO_UNIT
         self._phase = Phase.OUTSIDE
         self._microbatch = 0
+        self._keeps_graph = True
         self._spans: list[Span] = []
 
     def play(self) -> PlayedStep:
@@ -148,7 +153,7 @@ class Schedule:
         start_ns = machine.reached(machine.compute)
         must_hold_back, before = work.host_ahead_ns is not None, Phase.OUTSIDE
         for each in work.passes:
-            self._microbatch = each.microbatch
+            self._microbatch, self._keeps_graph = each.microbatch, each.keeps_graph
             if not each.is_forward and before is Phase.FORWARD:
                 self._memory.loss()
             self._phase = Phase.FORWARD if before is Phase.OUTSIDE else before
@@ -213,12 +218,15 @@ class Schedule:
         begin_ns = self._machine.reached(self._machine.compute)
         for state in self._units:
             state.is_done = False
-        for op, index in one.tape:
+        # Autograd hands a parameter its gradient after the last of its uses.
+        last = {index: at for at, (op, index) in enumerate(one.tape) if op is Op.LEAVE}
+        for at, (op, index) in enumerate(one.tape):
             if op is Op.ENTER:
                 self._pre_backward(index)
             elif op is Op.LEAVE:
-                if not self._work.units[index].ends_with_backward:
-                    self._post_backward(index, one)
+                is_last = at == last[index]
+                if not (is_last and self._work.units[index].ends_with_backward):
+                    self._post_backward(index, one, has_gradient=is_last)
             else:
                 piece = self._work.pieces[index]
                 duration = piece.recompute_ns + piece.backward_ns
@@ -244,18 +252,19 @@ class Schedule:
         """The units to prefetch while this unit computes."""
         state, named = self._units[unit], self._work.policies[unit].backward_prefetch
         position = state.forwards.pop() if state.forwards else 0
-        if named is not None:
+        if named:
             return named
         return self._forward_order[position - 1 : position] if position > 0 else ()
 
-    def _post_backward(self, unit: int, one: Pass) -> None:
+    def _post_backward(self, unit: int, one: Pass, *, has_gradient: bool = True) -> None:
         work, state = self._work.units[unit], self._units[unit]
         state.is_done = True
         if state.ready_ns:
             self._note_pass(EventKind.BACKWARD, unit, state.ready_ns.pop())
         if self._work.policies[unit].reshard_after_backward:
             self._reshard(unit)
-        if not work.is_trainable or not (one.reduces is None or unit in one.reduces):
+        reduces = has_gradient and (one.reduces is None or unit in one.reduces)
+        if not work.is_trainable or not reduces:
             return
         self._hook_unit = unit
         while len(self._in_flight) >= self._work.max_reduce_buffers:
@@ -278,7 +287,7 @@ class Schedule:
             state = self._units[unit]
             if not state.is_done and (state.ready_ns or one.reduces is None):
                 self._post_backward(unit, one)
-            elif state.is_unsharded and self._work.policies[unit].reshard_after_backward:
+            elif not state.is_done and self._work.policies[unit].reshard_after_backward:
                 self._reshard(unit)
             if one.finishes:
                 self._await_all()
@@ -306,14 +315,15 @@ class Schedule:
             self._hold_gathers_until(state.kept_ns)
             state.kept_ns = None
         self._memory.gather(unit)
-        machine.launch(self._of_phase(work.gather_launch_ns, work.gather_backward_launch_ns))
+        machine.launch(self._of_gather(unit, work.gather_launch_ns, work.gather_backward_launch_ns))
         copy_in, gather = self._gather_streams(is_async)
         issue_ns = machine.host_ns
-        copied = machine.run(copy_in, self._of_phase(work.copy_in_ns, work.copy_in_backward_ns))
+        copy_ns = self._of_gather(unit, work.copy_in_ns, work.copy_in_backward_ns)
+        copied = machine.run(copy_in, copy_ns)
         self._note(EventKind.ALL_GATHER_COPY_IN, unit, issue_ns, copied)
         if gather is not copy_in:
             machine.wait(gather, copied[1])
-        duration_ns = self._of_phase(work.gather_ns, work.gather_backward_ns)
+        duration_ns = self._of_gather(unit, work.gather_ns, work.gather_backward_ns)
         transfer = self._transfer(gather, self._link_of(unit), duration_ns, is_async=is_async)
         state.gather = _Gather(transfer, self._hook_unit, self._phase, is_async)
 
@@ -342,15 +352,17 @@ class Schedule:
 
     def _link_of(self, unit: int) -> Communicator:
         """The communicator of the unit's all-gather."""
-        is_smaller = self._work.policies[unit].smaller_group is not None
-        in_backward = self._phase is Phase.BACKWARD
-        return self._smaller_links[unit] if is_smaller and in_backward else self._gather_link
+        return self._smaller_links[unit] if self._units[unit].has_share else self._gather_link
 
-    def _of_phase(self, forward_ns: int, backward_ns: int | None) -> int:
-        """The duration for the current phase; None: backward equals forward."""
-        if self._phase is Phase.BACKWARD and backward_ns is not None:
-            return backward_ns
-        return forward_ns
+    def _of_gather(self, unit: int, forward_ns: int, backward_ns: int | None) -> int:
+        """The cost of an all-gather issued now.
+
+        Those of a smaller group count where the group has the parameters, and otherwise those of
+        the phase. None: backward equals forward.
+        """
+        is_smaller = self._work.policies[unit].smaller_group is not None
+        in_backward = self._units[unit].has_share if is_smaller else self._phase is Phase.BACKWARD
+        return backward_ns if in_backward and backward_ns is not None else forward_ns
 
     def _reshard_after_forward(self, unit: int) -> None:
         state, machine = self._units[unit], self._machine
@@ -360,12 +372,18 @@ class Schedule:
         self._memory.keep_share(unit)
         machine.run(machine.compute, self._work.units[unit].reshard_ns)
         state.kept_ns = machine.reached(machine.compute)
-        state.is_unsharded = False
+        state.is_unsharded, state.has_share = False, True
 
     def _reshard(self, unit: int) -> None:
-        if self._units[unit].is_unsharded:
+        state = self._units[unit]
+        if state.is_unsharded:
             self._memory.free_unsharded(unit)
-            self._units[unit].is_unsharded = False
+            state.is_unsharded = False
+        self._drop_share(unit)
+
+    def _drop_share(self, unit: int) -> None:
+        self._units[unit].has_share = False
+        self._memory.free_share(unit)
 
     def _wait_for_unshard(self, unit: int) -> None:
         state, machine = self._units[unit], self._machine
@@ -378,8 +396,7 @@ class Schedule:
             self._previous_copy_out_ns = None
         self._note_gather(unit, gather, self._wait_for(gather.transfer))
         self._memory.copy_out(unit, keeps_output=in_forward and not gather.is_async)
-        if not in_forward:
-            self._memory.free_share(unit)
+        self._drop_share(unit)
         copied = machine.run(machine.compute, self._work.units[unit].copy_out_ns)
         self._note(EventKind.ALL_GATHER_COPY_OUT, unit, machine.host_ns, copied)
         if in_forward and not gather.is_async:
@@ -446,7 +463,8 @@ class Schedule:
         gather = self._units[unit].gather
         if gather is not None:
             self._machine.wait(self._machine.compute, gather.transfer.end_ns)
-            self._note_gather(unit, gather, -1)
+            held_ns = gather.transfer.held_ns
+            self._note_gather(unit, gather, -1 if held_ns is None else held_ns)
             self._memory.drop_output(unit)
             self._units[unit].gather = None
 
@@ -460,7 +478,16 @@ class Schedule:
         machine = self._machine
         end_ns = machine.reached(machine.compute)
         self._spans.append(
-            Span(kind, unit, self._phase, self._microbatch, begin_ns, begin_ns, end_ns)
+            Span(
+                kind,
+                unit,
+                self._phase,
+                self._microbatch,
+                begin_ns,
+                begin_ns,
+                end_ns,
+                keeps_graph=self._keeps_graph,
+            )
         )
 
     def _note(self, kind: EventKind, unit: int, issue_ns: int, ran: tuple[int, int]) -> None:

@@ -4,8 +4,9 @@ The split uses one clock, that of the compute stream (CPU: the main thread). Com
 the time of this clock without waits for collectives and FSDP's copies.
 
 [Note: passes] A step is read as the passes that ran, in any order. Every backward (a call of
-autograd) is a pass. The forwards before it are a pass too, if there are any, and so are those
-behind the last one. Forwards without a graph (`no_grad`) are passes of their own.
+autograd) is a pass, and every forward of the root unit. Where no unit encloses others, the forwards
+before a backward are one pass, because nothing recorded divides them. Forwards without a graph
+(`no_grad`) are passes of their own.
 
 [Note: hooks] Between the end of one unit's compute and the start of the next one's, torch runs its
 hooks. This time depends on the communication that the hooks issue: all-gathers of the entered unit
@@ -194,7 +195,7 @@ class _Reader:
         """All stretches between two times, in order."""
         now = start_ns
         for begin_ns, one, boundaries in self._found():
-            number, begin = len(self.passes), max(begin_ns, now)
+            number, begin = len(self.passes), now if begin_ns is None else max(begin_ns, now)
             yield self._stretch(ClockPart.BEFORE_PASS, NO_UNIT, NO_UNIT, number, now, begin)
             now = begin
             tape: list[tuple[Op, int]] = []
@@ -210,20 +211,25 @@ class _Reader:
 
     # --- passes
 
-    def _found(self) -> Iterator[tuple[int, PassReading, list[_Boundary]]]:
-        """Each pass with its start and its boundaries, in the order of time."""
+    def _found(self) -> Iterator[tuple[int | None, PassReading, list[_Boundary]]]:
+        """Each pass with its start and its boundaries, in the order of time.
+
+        The start is None for a pass that begins where the one before it ended.
+        """
         repeated = (self._events.flags & EventFlag.RECOMPUTE) != 0
         forward = self._rows(EventKind.FORWARD) & ~repeated
         backward = self._rows(EventKind.BACKWARD)
+        has_root = _has_nested(self._boundaries(forward))
         numbers = np.unique(self._events.microbatch[forward | backward]).tolist()
         for microbatch in numbers:
             of_microbatch = self._events.microbatch == microbatch
-            begin = self._begin(EventKind.FORWARD, microbatch)
-            for boundaries in _by_graph(self._boundaries(forward & of_microbatch)):
+            in_forward = self._boundaries(forward & of_microbatch)
+            for number, boundaries in enumerate(_divided(in_forward, has_root=has_root)):
+                begin = self._begin(EventKind.FORWARD, microbatch)
+                begin = boundaries[0].at_ns if begin is None else begin
                 keeps = boundaries[0].keeps_graph
                 one = PassReading(Phase.FORWARD, microbatch, keeps_graph=keeps)
-                yield boundaries[0].at_ns if begin is None else begin, one, boundaries
-                begin = None
+                yield None if number else begin, one, boundaries
             boundaries = self._boundaries(backward & of_microbatch)
             if boundaries:
                 begin = self._begin(EventKind.BACKWARD, microbatch)
@@ -338,12 +344,23 @@ class _Reader:
         return mask
 
 
-def _by_graph(boundaries: list[_Boundary]) -> Iterator[list[_Boundary]]:
-    """The boundaries of forwards, divided where no unit is open and `no_grad` begins or ends."""
+def _has_nested(boundaries: list[_Boundary]) -> bool:
+    """Whether a unit encloses others, as a root with parameters does."""
+    depth = 0
+    for boundary in boundaries:
+        depth += 1 if boundary.opens else -1
+        if depth > 1:
+            return True
+    return False
+
+
+def _divided(boundaries: list[_Boundary], *, has_root: bool) -> Iterator[list[_Boundary]]:
+    """The boundaries of forwards, divided into passes where no unit is open."""
     group: list[_Boundary] = []
     depth = 0
     for boundary in boundaries:
-        if group and depth == 0 and boundary.keeps_graph != group[0].keeps_graph:
+        is_new = has_root or (group and boundary.keeps_graph != group[0].keeps_graph)
+        if group and depth == 0 and is_new:
             yield group
             group = []
         group.append(boundary)

@@ -77,8 +77,8 @@ class UnitWork:
     """Host time around a reduction."""
     is_trainable: bool = True
     ends_with_backward: bool = False
-    """Its inputs need no gradient, so torch runs its post-backward after the whole backward. A
-    LEAVE of a backward's tape then has no effect."""
+    """Its inputs need no gradient, so torch runs its post-backward after the whole backward. The
+    last LEAVE of a backward's tape then has no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +95,18 @@ class UnitPolicy:
     forward_prefetch: tuple[int, ...] = ()
     """Units whose all-gathers are issued in this unit's pre-forward, in this order."""
     backward_prefetch: tuple[int, ...] | None = None
-    """The same in pre-backward; None: the previous unit in forward order."""
+    """The same in pre-backward; None or empty: the previous unit in forward order, as in torch."""
     is_async: bool = False
     """`_set_unshard_async_op(True)`: the all-gather is issued from the compute stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward or backward of a step."""
+    """One forward or backward of a step.
+
+    A forward begins and ends with the hooks that torch runs for the outermost FSDP module: the root
+    as a rule, or a unit that the loop calls by itself.
+    """
 
     phase: Phase
     """FORWARD or BACKWARD."""

@@ -4,7 +4,9 @@ Names are relative to the run folder, with slashes. A missing file or folder is 
 never an error, because any file of a run may be missing.
 """
 
+import errno
 import os
+import stat
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,6 +50,23 @@ class RunFiles(Protocol):
         ...
 
 
+def read_regular(path: Path) -> bytes:
+    """All bytes of a regular file. A pipe would be waited for, and a device has no end.
+
+    Raises:
+        OSError: The file cannot be read, or is not a regular file.
+    """
+    with open(path, "rb", opener=_open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "Not a regular file", str(path))
+        return file.read()
+
+
+def _open_at_once(name: str, flags: int) -> int:
+    """Open a file without waiting for the other end of a pipe."""
+    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+
+
 class LocalFiles:
     """A run folder on a local or mounted disk."""
 
@@ -58,7 +77,7 @@ class LocalFiles:
     def read(self, name: str) -> bytes | None:
         """All bytes of a file; None if there is none."""
         try:
-            return (self.path / name).read_bytes()
+            return read_regular(self.path / name)
         except (FileNotFoundError, NotADirectoryError):
             return None
 

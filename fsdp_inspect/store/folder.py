@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_inspect.errors import NotARunError, StoreError
-from fsdp_inspect.store.files import LocalFiles
+from fsdp_inspect.store.files import LocalFiles, read_regular
 from fsdp_inspect.store.liveness import is_alive
 from fsdp_inspect.store.records import decode_record, encode_record, replace_file
 from fsdp_inspect.store.schema import (
@@ -119,7 +119,7 @@ def read_manifest(path: Path) -> RunManifest:
     """
     target = path / MANIFEST_FILE
     try:
-        encoded = target.read_bytes()
+        encoded = read_regular(target)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotARunError(
             f"No run found at {str(path)!r}: {MANIFEST_FILE} is missing. Expected the folder of a "
@@ -162,7 +162,7 @@ def read_rank_record(folder: Path) -> RankRecord | None:
         OSError: The file cannot be read.
     """
     with contextlib.suppress(FileNotFoundError, StoreError):
-        return decode_record((folder / RANK_FILE).read_bytes(), RankRecord, RANK_FILE)
+        return decode_record(read_regular(folder / RANK_FILE), RankRecord, RANK_FILE)
     return None
 
 
@@ -180,7 +180,7 @@ def list_runs(directory: Path) -> list[RunEntry]:
 
 
 def _find_runs(directory: Path, depth: int) -> Iterator[Path]:
-    if (directory / MANIFEST_FILE).exists():
+    if (directory / MANIFEST_FILE).is_file():
         yield directory
         return
     if depth == 0:
@@ -194,7 +194,7 @@ def _find_runs(directory: Path, depth: int) -> Iterator[Path]:
 def _read_created(path: Path) -> int:
     """The start time of a run, without decoding its whole manifest."""
     try:
-        found = _CREATED.search((path / MANIFEST_FILE).read_bytes())
+        found = _CREATED.search(read_regular(path / MANIFEST_FILE))
     except OSError:
         return 0
     return int(found[1]) if found else 0

@@ -71,8 +71,7 @@ def test_a_row_of_a_table_opens_what_it_stands_for_and_one_can_come_back(
     assert dashboard.headline() != before
     dashboard.page.go_back()
     dashboard.page.wait_for_url(f"**/{page}?**")
-    dashboard.settle()
-    assert dashboard.headline() == before
+    dashboard.page.locator(".st-key-headline", has_text=before).wait_for()
 
 
 def test_a_cell_of_the_map_opens_its_rank_and_step_and_the_next_cell_another(states_server, tab):

@@ -173,9 +173,12 @@ def fsdp_on(device: VirtualDevice, *, copy_ns: int = 0) -> Iterator[None]:
         return copy(params)
 
     _fsdp_collectives._get_param_all_gather_inputs = timed_copy
+    current_stream = torch.accelerator.current_stream
+    torch.accelerator.current_stream = device.current_stream  # asked for where a gather is dropped
     try:
         yield
     finally:
+        torch.accelerator.current_stream = current_stream
         _fsdp_collectives._get_param_all_gather_inputs = copy
         for module, handle in zip(modules, saved, strict=True):
             module._get_device_handle = handle

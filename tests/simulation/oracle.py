@@ -23,13 +23,18 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fsdp_inspect.simulation.workload import (
     Microbatch,
+    Op,
+    Pass,
     Piece,
+    Tape,
     UnitPolicy,
     UnitWork,
     Workload,
     passes_of,
+    reversed_tape,
     tape_of,
 )
+from fsdp_inspect.trace.codes import Phase
 from tests.recording.virtual_device import VirtualDevice, VirtualStream, fsdp_on
 
 ROOT = 0
@@ -47,6 +52,19 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Move:
+    """One forward or backward of a program, which may be any sequence of them."""
+
+    kind: str
+    """`forward` of the model, `no_grad` (a forward of it without a graph), `layer` (a block called
+    by itself, as a chunked loss calls the output layer), or `backward`."""
+    blocks: tuple[int, ...] = ()
+    """The blocks that a forward runs, from 1."""
+    graph: int = 0
+    """The forward of a backward, by its place among those without one."""
+
+
+@dataclass(frozen=True)
 class Case:
     """A model of blocks in a row inside a root, with a timed head that belongs to the root."""
 
@@ -56,6 +74,8 @@ class Case:
     max_reduce_buffers: int = 1
     separate_reduce_group: bool = False
     microbatches: Sequence[Microbatch] = (Microbatch(),)
+    program: Sequence[Move] = ()
+    """Instead of the microbatches."""
 
     @property
     def all(self) -> list[Layer]:
@@ -77,10 +97,36 @@ def workload_of(case: Case) -> Workload:
         ],
         policies=[layer.policy for layer in case.all],
         pieces=pieces,
-        passes=passes_of(tape_of(pieces, root=ROOT), case.microbatches),
+        passes=_program(case) or passes_of(tape_of(pieces, root=ROOT), case.microbatches),
         max_reduce_buffers=case.max_reduce_buffers,
         separate_reduce_group=case.separate_reduce_group,
     )
+
+
+def _program(case: Case) -> tuple[Pass, ...]:
+    """The passes of the case's program."""
+    passes: list[Pass] = []
+    graphs: list[Tape] = []
+    for move in case.program:
+        number = sum(not each.is_forward for each in passes)
+        if move.kind == "backward":
+            tape = reversed_tape(graphs.pop(move.graph))
+            reduced = frozenset(unit for op, unit in tape if op is Op.ENTER)
+            passes.append(Pass(Phase.BACKWARD, tape, number, reduces=reduced))
+            continue
+        tape = tuple(entry for unit in move.blocks for entry in _run(unit, unit - 1))
+        if move.kind != "layer":
+            head = len(case.layers)
+            tape = ((Op.ENTER, ROOT), *tape, (Op.RUN, head), (Op.LEAVE, ROOT))
+        keeps_graph = move.kind != "no_grad"
+        if keeps_graph:
+            graphs.append(tape)
+        passes.append(Pass(Phase.FORWARD, tape, number, keeps_graph=keeps_graph))
+    return tuple(passes)
+
+
+def _run(unit: int, piece: int) -> Tape:
+    return ((Op.ENTER, unit), (Op.RUN, piece), (Op.LEAVE, unit))
 
 
 class OracleDevice(VirtualDevice):
@@ -193,8 +239,8 @@ class _Model(nn.Module):
         )
         self.head = _Block(device, "", case.head)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
+    def forward(self, x: torch.Tensor, blocks: Sequence[int] | None = None) -> torch.Tensor:
+        for layer in self.layers if blocks is None else [self.layers[i - 1] for i in blocks]:
             x = layer(x)
         return self.head(x)
 
@@ -208,7 +254,8 @@ def play_with_torch(case: Case, mesh: DeviceMesh, *, steps: int = 2) -> tuple[in
         for _ in range(steps):
             device.log.clear()
             start = max(device.compute.free_ns, device.now_ns)
-            for microbatch in case.microbatches:
+            _run_program(model, case.program)
+            for microbatch in () if case.program else case.microbatches:
                 model.set_requires_gradient_sync(microbatch.reduces)
                 model.set_requires_all_reduce(microbatch.all_reduces)
                 model.set_is_last_backward(microbatch.finishes)
@@ -217,6 +264,21 @@ def play_with_torch(case: Case, mesh: DeviceMesh, *, steps: int = 2) -> tuple[in
             model.zero_grad()
             duration = max(device.compute.free_ns, device.now_ns) - start
     return duration, device
+
+
+def _run_program(model: Any, program: Sequence[Move]) -> None:
+    losses: list[torch.Tensor] = []
+    for move in program:
+        x = torch.ones(1, 4, requires_grad=True)
+        if move.kind == "backward":
+            losses.pop(move.graph).backward()
+        elif move.kind == "no_grad":
+            with torch.no_grad():
+                model(x, move.blocks)
+        elif move.kind == "layer":
+            losses.append(model.layers[move.blocks[0] - 1](x).sum())
+        else:
+            losses.append(model(x, move.blocks).sum())
 
 
 def _shard(model: _Model, case: Case, device: OracleDevice, mesh: DeviceMesh) -> Any:

@@ -15,15 +15,19 @@ from fsdp_inspect.simulation.schedule import Schedule
 from fsdp_inspect.simulation.step_pieces import read_step
 from fsdp_inspect.simulation.workload import (
     Microbatch,
+    Op,
+    Pass,
     Piece,
+    Tape,
     UnitPolicy,
     UnitWork,
     Workload,
     passes_of,
+    reversed_tape,
     tape_of,
 )
 from fsdp_inspect.store.reader import open_run
-from fsdp_inspect.trace.codes import EventKind, Source
+from fsdp_inspect.trace.codes import EventKind, Phase, Source
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 from tests.builders import InMemoryRun, RunBuilder
 
@@ -66,6 +70,52 @@ def workloads(draw: st.DrawFn) -> Workload:
         ),
         after_ns=draw(durations),
     )
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Workload:
+    """Passes over some of the blocks in any order, with or without a root unit around them.
+
+    Hooks cost the same in all units: inside a root, hooks and the root's compute look alike.
+    """
+    workload, launch_ns = draw(workloads()), draw(durations)
+    num, has_root = len(workload.units), draw(st.booleans())
+    units = [
+        replace(unit, ends_with_backward=False, gather_launch_ns=launch_ns)
+        for unit in workload.units
+    ]
+    passes: list[Pass] = []
+    graphs: list[Tape] = []
+    for _ in range(draw(st.integers(1, 6))):
+        number = sum(not each.is_forward for each in passes)
+        if graphs and draw(st.booleans()):
+            tape = reversed_tape(graphs.pop(draw(st.integers(0, len(graphs) - 1))))
+            reduced = frozenset(unit for op, unit in tape if op is Op.ENTER)
+            passes.append(_drawn(draw, Pass(Phase.BACKWARD, tape, number, reduces=reduced)))
+            continue
+        blocks = draw(st.lists(st.integers(1, num - 1), min_size=1, max_size=5))
+        tape = tuple(entry for unit in blocks for entry in _whole(unit, unit))
+        if has_root:
+            tape = ((Op.ENTER, 0), *tape, (Op.RUN, 0), (Op.LEAVE, 0))
+        keeps_graph = draw(st.integers(0, 3)) > 0
+        graphs += [tape] if keeps_graph else []
+        passes.append(_drawn(draw, Pass(Phase.FORWARD, tape, number, keeps_graph=keeps_graph)))
+    last = tuple(entry for unit in range(1, num) for entry in _whole(unit, unit))
+    if has_root:
+        last = ((Op.ENTER, 0), *last, (Op.RUN, 0), (Op.LEAVE, 0))
+    number = sum(not each.is_forward for each in passes)
+    passes.append(Pass(Phase.FORWARD, last, number))
+    reduced = frozenset(unit for op, unit in last if op is Op.ENTER)
+    passes.append(Pass(Phase.BACKWARD, reversed_tape(last), number, reduces=reduced))
+    return replace(workload, units=units, passes=tuple(passes))
+
+
+def _whole(unit: int, piece: int) -> Tape:
+    return ((Op.ENTER, unit), (Op.RUN, piece), (Op.LEAVE, unit))
+
+
+def _drawn(draw: st.DrawFn, one: Pass) -> Pass:
+    return replace(one, before_ns=draw(durations))
 
 
 def names_of(workload: Workload) -> list[str]:
@@ -113,6 +163,22 @@ def test_a_blocking_run_plays_again_in_its_own_time(workload: Workload):
 def test_an_emulated_run_plays_again_in_its_own_time(workload: Workload):
     played, measured = played_again(as_run(workload, Execution.HOST))
     assert abs(played - measured) <= 200  # ns: every mean is rounded
+
+
+@given(workload=programs())
+@settings(max_examples=150, deadline=None)
+def test_any_program_of_passes_plays_again_in_its_own_time(workload: Workload):
+    played, measured = played_again(as_run(workload, Execution.BLOCKING_HOST))
+    assert abs(played - measured) <= 500  # ns: every mean is rounded
+
+
+@given(workload=programs().filter(lambda drawn: drawn.passes[0].tape[0] == (Op.ENTER, 0)))
+@settings(max_examples=100, deadline=None)
+def test_any_program_of_a_root_plays_again_in_its_own_time(workload: Workload):
+    # Code before a pass is part of its compute. Passes with one tape share the mean of it.
+    workload = replace(workload, passes=tuple(replace(p, before_ns=0) for p in workload.passes))
+    played, measured = played_again(as_run(workload, Execution.HOST))
+    assert abs(played - measured) <= 500  # ns: every mean is rounded
 
 
 @given(workload=workloads())

@@ -1,5 +1,6 @@
 """Run folders: a restart is the next attempt, another run is refused, listings are quick."""
 
+import os
 import threading
 from pathlib import Path
 
@@ -98,6 +99,15 @@ def test_unreadable_run_is_listed_last_with_the_reason(tmp_path: Path) -> None:
     assert bad.manifest is None
     assert bad.problem is not None
     assert "invalid JSON" in bad.problem
+
+
+def test_a_pipe_in_place_of_a_manifest_is_no_run_and_is_not_waited_for(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    os.mkfifo(folder / "run.json")
+    assert list_runs(tmp_path) == []
+    with pytest.raises(OSError, match="Not a regular file"):
+        read_manifest(folder)
 
 
 def test_folder_that_does_not_exist_has_no_runs(tmp_path: Path) -> None:
