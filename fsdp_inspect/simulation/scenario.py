@@ -428,6 +428,7 @@ class _Regrouping:
         shares_of: dict[int, dict[str, float]] = {}
         for one in self._work.workload.passes:
             run = [index for op, index in one.tape if op is Op.RUN]
+            run = run if one.is_forward else run[::-1]  # the order of the code
             for index, shares in zip(run, self._shares_of(run), strict=True):
                 if shares:
                     shares_of.setdefault(index, shares)
