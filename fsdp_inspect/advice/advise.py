@@ -222,7 +222,9 @@ def _notes(bench: PlanScorer, limit: int | None) -> list[str]:
             "Collectives of this backend block the main thread, so prefetch cannot help unless "
             "units gather asynchronously (unshard_async_op). Fewer or smaller collectives help."
         )
-    if bench.recorded.peak_bytes is None:
+    if bench.recorded.peak_bytes is None and bench.work.memory_refusal is not None:
+        notes.append(bench.work.memory_refusal)
+    elif bench.recorded.peak_bytes is None:
         words = "" if limit is None else f", so the limit of {format_bytes(limit)} is not applied"
         notes.append(
             f"Memory is unknown: the run has no memory step that records categories{words}. "
@@ -242,6 +244,7 @@ def _notes(bench: PlanScorer, limit: int | None) -> list[str]:
             "machine was busy, or the steps are unequal. "
             "Record the run again on a quiet machine before you rely on a small gain."
         )
+    notes += [f"Not tried: {reason}" for reason in bench.refusals]
     refused = bench.space.refused
     if refused:
         first = next(iter(refused))

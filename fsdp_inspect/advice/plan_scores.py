@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_inspect.advice.plan_space import Choice, Space, make_space
 from fsdp_inspect.advice.slowdown import NOTHING_PAID, Paid, Slowdown, hidden_ns
+from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.simulation.network import Network, NodeLink
 from fsdp_inspect.simulation.parameters import smaller_group
 from fsdp_inspect.simulation.policies import policies_of
@@ -30,6 +31,8 @@ from fsdp_inspect.simulation.workload import Workload
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunSource
 
+MAX_REPLAY_ERROR = 0.05
+"""The largest error of the simulated recorded plan with which plans are ranked."""
 AS_RECORDED = Choice()
 
 
@@ -83,13 +86,21 @@ class PlanScorer:
         self._scenarios: dict[object, Scenario] = {}
         self.scores: dict[Choice, Score] = {}
         """Every simulated plan, in order."""
+        self.refusals: dict[str, None] = {}
+        """Why some plans could not be simulated, one sentence each."""
         self.slowdown = slowdown or Slowdown()
         step = self.work.play()
         self._hidden_ns = hidden_ns(step) if self.slowdown.is_told else 0
         self.replay_error = step.duration_ns / self.work.step_time_ns - 1
         """The self-check: simulated / measured step time of the recorded plan, - 1."""
-        measured = self.work.peak_bytes
-        self.memory_error = step.peak_bytes / measured - 1 if step.peak_bytes and measured else None
+        if abs(self.replay_error) > MAX_REPLAY_ERROR:
+            raise MissingDataError(
+                f"Plans of run {run.manifest.run_id!r} cannot be ranked: the simulation of the "
+                f"recorded plan itself is off by {self.replay_error:+.1%}. Expected at most "
+                f"{MAX_REPLAY_ERROR:.0%}. Record more steps on a quiet machine. If the error "
+                "stays, the simulator does not know what this loop does."
+            )
+        self.memory_error = self.work.memory_error
         """Simulated / measured peak memory of the recorded plan, - 1; None: unknown."""
         self.recorded = Score(step.duration_ns, step.peak_bytes)
         """The recorded plan on the requested network."""
@@ -112,6 +123,18 @@ class PlanScorer:
             known = self.scores[choice] = self._play(choice, self.network)
             self._on_play(len(self.scores))
         return known
+
+    def can_play(self, choice: Choice) -> bool:
+        """Simulate a plan; False if the run does not tell what it would do.
+
+        The reason is kept in `refusals`.
+        """
+        try:
+            self.score(choice)
+        except (MissingDataError, PlanError) as error:
+            self.refusals.setdefault(str(error), None)
+            return False
+        return True
 
     def range_ns(self, choice: Choice) -> tuple[int, int]:
         """Step time with the fastest and the slowest messages that the run's own fit allows."""

@@ -86,7 +86,7 @@ class Search:
             self._tails,
         ):
             for choice in list(choices()):
-                self._bench.score(choice)
+                self._bench.can_play(choice)
         self._merge()
         fastest = self._fastest()
         return SearchResult(
@@ -193,7 +193,8 @@ class Search:
                 return
             merged = [space.add_merge(best.grouping, *pair) for pair in pairwise(inner)]
             choices = [replace(best, grouping=name) for name in merged if name is not None]
-            fitting = [each for each in choices if self.fits(bench.score(each))]
+            playable = [each for each in choices if bench.can_play(each)]
+            fitting = [each for each in playable if self.fits(bench.score(each))]
             least = min((bench.score(each).step_ns for each in fitting), default=None)
             if least is None or least > bench.score(best).step_ns - self.noise_ns:
                 return

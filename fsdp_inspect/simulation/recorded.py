@@ -43,6 +43,8 @@ from fsdp_inspect.trace.plan import Accumulation, Plan
 from fsdp_inspect.trace.run import RunSource, Unit
 from fsdp_inspect.trace.tables import EventTable
 
+MAX_MEMORY_ERROR = 0.02
+"""The largest error of the simulated peak of the recorded plan with which others are simulated."""
 MAX_STEPS = 64
 """The highest number of steps in the means; more only cost time."""
 
@@ -111,6 +113,11 @@ class RecordedWork:
     """Half of what the durations of `steps` span, as a share of their mean."""
     peak_bytes: int | None = None
     """The peak of the memory step behind the workload's memory; None: there is none."""
+    memory_error: float | None = None
+    """Simulated / measured peak of the recorded plan, - 1; None: unknown."""
+    memory_refusal: str | None = None
+    """Why the workload has no memory although the run has a memory step; None: it has, or the run
+    has no such step."""
     accumulation: Accumulation | None = field(default_factory=Accumulation)
     """Of the step; None: its passes are not a forward and its backward for each microbatch, so it
     cannot be changed."""
@@ -151,7 +158,24 @@ def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
     steps = tuple(reading.step for reading in readings)
     events = with_own_turns(run.events(member.rank, steps=steps))
     _expect_measured_collectives(run, events)
-    return _Builder(run, readings, events, member).build()
+    return _with_checked_memory(_Builder(run, readings, events, member).build())
+
+
+def _with_checked_memory(work: RecordedWork) -> RecordedWork:
+    """The work, without its memory if that does not explain the recorded peak."""
+    played = work.play().peak_bytes
+    if not played or not work.peak_bytes:
+        return work
+    error = played / work.peak_bytes - 1
+    if abs(error) <= MAX_MEMORY_ERROR:
+        return replace(work, memory_error=error)
+    refusal = (
+        "Memory cannot be predicted: the simulated peak of the recorded plan is off by "
+        f"{error:+.1%}, more than {MAX_MEMORY_ERROR:.0%}. So no limit is applied. `fsdp-inspect "
+        "forecast` computes memory without a recorded run."
+    )
+    workload = replace(work.workload, memory=None)
+    return replace(work, workload=workload, memory_error=error, memory_refusal=refusal)
 
 
 def _expect_measured_collectives(run: RunSource, events: EventTable) -> None:

@@ -217,13 +217,13 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         replayed=replayed,
         replay_error=error,
         recorded_peak_bytes=work.peak_bytes,
-        memory_error=_ratio(replayed.peak_bytes, work.peak_bytes),
+        memory_error=work.memory_error,
         predicted=predicted,
         low_ns=low,
         high_ns=high,
         change=predicted.step_time_ns / replayed.step_time_ns - 1,
         assumptions=(*scenario.assumptions, *_refusals(network)),
-        memory_refusal=scenario.memory_refusal,
+        memory_refusal=work.memory_refusal or scenario.memory_refusal,
         plan=scenario.plan,
     )
 
@@ -240,10 +240,6 @@ def without_events(simulation: Simulation) -> Simulation:
         replayed=replace(simulation.replayed, events=None, event_units=()),
         predicted=replace(simulation.predicted, events=None, event_units=()),
     )
-
-
-def _ratio(played: int | None, measured: int | None) -> float | None:
-    return played / measured - 1 if played is not None and measured else None
 
 
 def _refusals(network: Network) -> list[str]:

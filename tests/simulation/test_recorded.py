@@ -178,7 +178,8 @@ def test_any_program_of_a_root_plays_again_in_its_own_time(workload: Workload):
     # Code before a pass is part of its compute. Passes with one tape share the mean of it.
     workload = replace(workload, passes=tuple(replace(p, before_ns=0) for p in workload.passes))
     played, measured = played_again(as_run(workload, Execution.HOST))
-    assert abs(played - measured) <= 500  # ns: every mean is rounded
+    # Inside a root, its own short compute counts as hooks, so a gather may be issued later.
+    assert abs(played - measured) <= 0.03 * measured
 
 
 @given(workload=workloads())
