@@ -110,10 +110,13 @@ class Space:
             second: The name of the unit that runs after it.
 
         Returns:
-            Its key in `groupings`; None if it would add a risk.
+            Its key in `groupings`; None if it would add a risk, or if one is inside the other.
         """
         start = self.groupings[grouping] if grouping is not None else self.plan
-        merged = with_units(start, start.merge([first, second]).units)
+        try:
+            merged = with_units(start, start.merge([first, second]).units)
+        except PlanError:
+            return None  # one is inside the other
         if set(self.find_risks(merged)) - set(self.find_risks(self.plan)):
             return None
         words = f"merge {format_unit(first)} with {format_unit(second)}"
@@ -124,7 +127,7 @@ class Space:
     def plan_of(self, choice: Choice) -> Plan:
         """The recorded plan with the changes of a choice."""
         plan = self.groupings[choice.grouping] if choice.grouping is not None else self.plan
-        inner = [unit for unit in plan.units if not unit.is_root]
+        inner = plan.inner_units
         reshards = _reshards(inner, choice)
         units = [_changed(unit, choice, reshards.get(unit.name)) for unit in plan.units]
         if choice.embedding_in_backward is not None:
@@ -243,7 +246,7 @@ def _regrouped(plan: Plan) -> Iterator[tuple[str, str, Plan]]:
             is_merge = len(plan_of.units) < len(plan.units)
             words = "make every block a unit" if size == 1 else f"make units of {size} blocks"
             yield words, "R2" if is_merge else "R3", plan_of
-    if any(unit.is_root for unit in plan.units) and len(plan.units) > 1:
+    if len(plan.fsdp_roots) == 1 and len(plan.units) > 1:
         alone = _wrapped(plan, "root")
         if alone is not None:
             yield "make the whole model one unit", "R2", alone
@@ -260,9 +263,10 @@ def _unwrapped(
     plan: Plan, parameters: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, str, Plan]]:
     """Make units of the blocks whose parameters the root unit holds (R1)."""
-    root = next((unit for unit in plan.units if unit.is_root), None)
-    if root is None:
+    roots = [unit for unit in plan.units if unit.name in plan.fsdp_roots]
+    if len(roots) != 1:
         return
+    root = roots[0]
     names = owned_parameters(plan.units, parameters)[root.name]
     blocks = list(dict.fromkeys(m.group(0) for name in names if (m := BLOCK.match(name))))
     if len(blocks) < 2:

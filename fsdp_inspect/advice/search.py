@@ -188,7 +188,7 @@ class Search:
         space, bench = self._bench.space, self._bench
         for _ in range(MAX_MERGES):
             best = self._fastest()
-            inner = [unit.name for unit in space.plan_of(best).units if not unit.is_root]
+            inner = [unit.name for unit in space.plan_of(best).inner_units]
             if len(inner) > MAX_PAIRS:
                 return
             merged = [space.add_merge(best.grouping, *pair) for pair in pairwise(inner)]
@@ -231,7 +231,7 @@ class Search:
         """Keep some of the last units unsharded: as many as fit, and a few counts for the front."""
         for choice in self._beam():
             plan = self._bench.space.plan_of(choice)
-            units = sum(not unit.is_root for unit in plan.units)
+            units = len(plan.inner_units)
             for count in sorted({1, units // 4, units // 2, 3 * units // 4} - {0}):
                 yield _keeping(choice, count, units)
             if self._limit is not None:

@@ -60,10 +60,14 @@ def _unit_settings(
 ) -> Iterator[PlanDifference]:
     ran_units = {unit.name: unit for unit in ran.units if unit.name in with_parameters}
     pairs = [(unit, ran_units[unit.name]) for unit in asked.units if unit.name in ran_units]
+    roots = asked.fsdp_roots, ran.fsdp_roots
     for setting in SETTINGS:
         found: dict[tuple[Any, Any], list[str]] = {}
         for first, second in pairs:
-            values = _value(first, setting), _value(second, setting)
+            values = (
+                _value(first, setting, is_root=first.name in roots[0]),
+                _value(second, setting, is_root=second.name in roots[1]),
+            )
             if values[0] is not None and values[0] != values[1]:
                 found.setdefault(values, []).append(first.name)
         for (wanted, got), names in found.items():
@@ -71,10 +75,10 @@ def _unit_settings(
             yield PlanDifference(setting, where, wanted, got)
 
 
-def _value(unit: UnitPlan, setting: str) -> Any:
+def _value(unit: UnitPlan, setting: str, *, is_root: bool) -> Any:
     value = getattr(unit, setting)
     if setting == "reshard_after_forward" and value is None:
-        return not unit.is_root
+        return not is_root
     return value
 
 

@@ -89,7 +89,7 @@ def apply_changes(
         fields["checkpointing"] = checkpoint(plan, changes.checkpointing, parameters or {})
     if fields:
         plan = Plan.from_dict({**plan.to_dict(), **fields})
-    inner = [unit.name for unit in plan.units if not unit.is_root]
+    inner = [unit.name for unit in plan.inner_units]
     for names, table in ((inner, _OF_INNER_UNITS), (plan.unit_names, _OF_ALL_UNITS)):
         settings = {
             setting: value
@@ -145,8 +145,9 @@ def wrap(plan: Plan, policy: str, parameters: Mapping[str, Sequence[int]] | None
     if policy == "split":
         return _halved(wrap(plan, "block"), parameters or {})
     if policy == "root":
-        root = next((unit for unit in plan.units if unit.is_root), plan.units[0])
-        alone = root.model_copy(update={"modules": (ROOT,), "reshard_after_forward": None})
+        roots = [unit for unit in plan.units if unit.name in plan.fsdp_roots]
+        modules = roots[0].modules if len(roots) == 1 else (ROOT,)
+        alone = roots[0].model_copy(update={"modules": modules, "reshard_after_forward": None})
         return with_units(plan, [alone])
     if not is_wrap(policy):
         raise PlanError(f"Invalid wrap policy: {policy!r}. Expected {WRAPS}.")

@@ -26,10 +26,11 @@ def policies_of(
     without = [unit.name for unit in plan.units if unit.name not in index]
     forward = plan.prefetch_lists("forward", without=without)
     backward = plan.prefetch_lists("backward", without=without)
+    roots = plan.fsdp_roots
     return [
         _policy(
             unit,
-            reshard_of(unit, shard),
+            reshard_of(unit, shard, is_root=unit.name in roots),
             _indices(forward.get(unit.name, ()), index),
             None if (named := backward.get(unit.name)) is None else _indices(named, index),
         )
@@ -37,7 +38,7 @@ def policies_of(
     ]
 
 
-def reshard_of(unit: UnitPlan, shard: int | None = None) -> bool | int:
+def reshard_of(unit: UnitPlan, shard: int | None = None, *, is_root: bool) -> bool | int:
     """The effective reshard of the unit after forward; an int is the size of a smaller group.
 
     For a group of one rank, torch keeps the parameters whole. A group of all ranks has the same
@@ -46,10 +47,11 @@ def reshard_of(unit: UnitPlan, shard: int | None = None) -> bool | int:
     Args:
         unit: A unit of a plan.
         shard: Ranks of its shard group; None: unknown.
+        is_root: Whether torch makes it an FSDP root (`Plan.fsdp_roots`).
     """
     wanted = unit.reshard_after_forward
     if wanted is None or isinstance(wanted, bool):
-        return not unit.is_root if wanted is None else wanted
+        return not is_root if wanted is None else wanted
     if wanted == 1:
         return False
     return True if wanted == shard else wanted

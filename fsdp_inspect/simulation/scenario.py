@@ -185,6 +185,7 @@ class _Regrouping:
         self._work = work
         self._recorded_shard = recorded_shard
         self._plan = plan
+        self._roots = plan.fsdp_roots
         self._mesh = mesh
         self._network = network
         self._assumptions: dict[str, None] = {}
@@ -381,10 +382,12 @@ class _Regrouping:
             reduce_bytes=round(padded * trained) * itemsize(reduce_dtype),
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
-            reshard_after_forward=reshard_of(planned, self._mesh.shard),
+            reshard_after_forward=reshard_of(
+                planned, self._mesh.shard, is_root=name in self._roots
+            ),
             shard_group=source.shard_group,
             replicate_group=source.replicate_group,
-            is_root=planned.is_root,
+            is_root=name in self._roots,
         )
 
     def _sharded_bytes(self, members: Mapping[str, Sequence[int]], padded: int) -> int:

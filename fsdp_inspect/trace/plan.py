@@ -14,7 +14,7 @@ names; `plan_text` describes the file format.
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -263,6 +263,29 @@ class Plan(PlanRecord):
         new = [old.model_copy(update={"modules": tuple(part)}) for part in parts]
         return self._with_units(
             piece for unit in self.units for piece in (new if unit is old else [unit])
+        )
+
+    @property
+    def fsdp_roots(self) -> frozenset[str]:
+        """The names of the units without another unit around them.
+
+        torch makes them FSDP roots, whose default is to keep the parameters after forward. A plan
+        may have several, and an FSDP root need not be the model itself.
+        """
+        modules = {module for unit in self.units for module in unit.modules}
+        return frozenset(
+            unit.name for unit in self.units if modules.isdisjoint(_ancestors(unit.modules[0]))
+        )
+
+    @property
+    def inner_units(self) -> tuple[UnitPlan, ...]:
+        """The units that can be changed one by one: all but roots with units inside them."""
+        around = {name for unit in self.units for name in _ancestors(unit.modules[0])}
+        roots = self.fsdp_roots
+        return tuple(
+            unit
+            for unit in self.units
+            if not unit.is_root and (unit.name not in roots or around.isdisjoint(unit.modules))
         )
 
     def merge(self, names: Sequence[str]) -> Self:
@@ -612,3 +635,12 @@ def _norms_left_behind(
         "and are too small to be worth a unit. Put each norm in the unit of the module after it, "
         "for example ['attention_norm', 'attention']."
     )
+
+
+def _ancestors(module: str) -> Iterator[str]:
+    """The modules around a module, the model itself included."""
+    if module == ROOT:
+        return
+    yield ROOT
+    parts = module.split(".")
+    yield from (".".join(parts[:end]) for end in range(1, len(parts)))

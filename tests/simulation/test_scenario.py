@@ -90,7 +90,8 @@ def recorded(num_blocks: int = 4) -> tuple[RecordedWork, RunManifest]:
 
 
 def block_plan(num_blocks: int = 4) -> Plan:
-    return Plan(units=tuple(UnitPlan(modules=(f"layers.{i}",)) for i in range(num_blocks)))
+    names = [f"layers.{i}" for i in range(num_blocks)]
+    return Plan(units=tuple(UnitPlan(modules=(n,), reshard_after_forward=True) for n in names))
 
 
 def scenario_of(plan: Plan, network: Network = NETWORK) -> Scenario:
