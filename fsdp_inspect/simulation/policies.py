@@ -27,12 +27,15 @@ def policies_of(
     forward = plan.prefetch_lists("forward", without=without)
     backward = plan.prefetch_lists("backward", without=without)
     roots = plan.fsdp_roots
+    root_of = plan.root_of_units
+    numbers = {root: number for number, root in enumerate(dict.fromkeys(root_of.values()))}
     return [
         _policy(
             unit,
             reshard_of(unit, shard, is_root=unit.name in roots),
             _indices(forward.get(unit.name, ()), index),
             None if (named := backward.get(unit.name)) is None else _indices(named, index),
+            numbers[root_of[unit.name]],
         )
         for unit in map(plan.unit, unit_names)
     ]
@@ -62,6 +65,7 @@ def _policy(
     reshard: bool | int,
     forward: tuple[int, ...],
     backward: tuple[int, ...] | None,
+    root: int,
 ) -> UnitPolicy:
     return UnitPolicy(
         reshard_after_forward=bool(reshard),
@@ -71,6 +75,7 @@ def _policy(
         forward_prefetch=forward,
         backward_prefetch=backward,
         is_async=unit.unshard_async_op,
+        root=root,
     )
 
 

@@ -118,6 +118,15 @@ class _UnitState:
     """The start of each open pass."""
 
 
+@dataclass(slots=True)
+class _Context:
+    """The state that the units of one FSDP root share (torch's `FSDPCommContext`)."""
+
+    previous_copy_out_ns: int | None = None
+    forward_order: list[int] = field(default_factory=list)
+    in_flight: list[_Reduction] = field(default_factory=list)
+
+
 class Schedule:
     """Simulates steps of a workload on a machine, with the state that torch keeps between steps."""
 
@@ -135,9 +144,8 @@ class Schedule:
         self._reduce_link = Communicator() if workload.separate_reduce_group else self._gather_link
         self._replica_link = Communicator()
         self._smaller_links = [Communicator() for _ in workload.units]
-        self._previous_copy_out_ns: int | None = None
-        self._forward_order: list[int] = []
-        self._in_flight: list[_Reduction] = []
+        roots: dict[int, _Context] = {}
+        self._contexts = [roots.setdefault(each.root, _Context()) for each in workload.policies]
         self._outstanding: list[_Reduction] = []
         self._hook_unit = NO_UNIT
         self._phase = Phase.OUTSIDE
@@ -190,9 +198,10 @@ class Schedule:
                 self._memory.forward(index, piece.unit, keeps=one.keeps_graph)
                 self._compute(piece.unit, piece.forward_ns, piece.forward_launch_ns)
         self._memory.free_held()
-        if self._previous_copy_out_ns is not None:
-            self._hold_gathers_until(self._previous_copy_out_ns)
-            self._previous_copy_out_ns = None
+        for context in self._contexts:
+            if context.previous_copy_out_ns is not None:
+                self._hold_gathers_until(context.previous_copy_out_ns)
+                context.previous_copy_out_ns = None
         self._note_pass(EventKind.FORWARD, NO_UNIT, begin_ns)
 
     def _enter(self, unit: int) -> None:
@@ -209,8 +218,9 @@ class Schedule:
         self._note_pass(EventKind.FORWARD, unit, state.ready_ns.pop())
         if self._work.policies[unit].reshard_after_forward:
             self._reshard_after_forward(unit)
-        state.forwards.append(len(self._forward_order))
-        self._forward_order.append(unit)
+        order = self._contexts[unit].forward_order
+        state.forwards.append(len(order))
+        order.append(unit)
 
     # --- backward
 
@@ -254,7 +264,8 @@ class Schedule:
         position = state.forwards.pop() if state.forwards else 0
         if named:
             return named
-        return self._forward_order[position - 1 : position] if position > 0 else ()
+        order = self._contexts[unit].forward_order
+        return order[position - 1 : position] if position > 0 else ()
 
     def _post_backward(self, unit: int, one: Pass, *, has_gradient: bool = True) -> None:
         work, state = self._work.units[unit], self._units[unit]
@@ -267,8 +278,9 @@ class Schedule:
         if not work.is_trainable or not reduces:
             return
         self._hook_unit = unit
-        while len(self._in_flight) >= self._work.max_reduce_buffers:
-            oldest = self._in_flight.pop(0)
+        in_flight = self._contexts[unit].in_flight
+        while len(in_flight) >= self._work.max_reduce_buffers:
+            oldest = in_flight.pop(0)
             self._await(oldest)
             self._memory.reduced(oldest.unit)
         if state.reduced_ns is not None:
@@ -283,25 +295,31 @@ class Schedule:
         A unit that is still unsharded has its post-backward here, whether this backward reached it
         or not.
         """
-        for unit in self._work.final_order:
+        reached = {self._work.policies[unit].root for op, unit in one.tape if op is Op.ENTER}
+        units = [unit for unit in self._work.final_order
+                 if one.reduces is None or self._work.policies[unit].root in reached]  # fmt: skip
+        for unit in units:
             state = self._units[unit]
             if not state.is_done and (state.ready_ns or one.reduces is None):
                 self._post_backward(unit, one)
             elif not state.is_done and self._work.policies[unit].reshard_after_backward:
                 self._reshard(unit)
             if one.finishes:
-                self._await_all()
+                self._await_all(unit)
                 state.reduced_ns = None
                 state.forwards.clear()
                 self._drop_unused_gather(unit)
-        if one.finishes:
-            for reduction in self._in_flight:
+        for context in [self._contexts[unit] for unit in units] if one.finishes else []:
+            for reduction in context.in_flight:
                 self._memory.reduced(reduction.unit)
-            self._in_flight.clear()
-            self._forward_order.clear()
+            context.in_flight.clear()
+            context.forward_order.clear()
 
-    def _await_all(self) -> None:
-        for reduction in sorted(self._outstanding, key=lambda each: each.transfer.end_ns):
+    def _await_all(self, unit: int) -> None:
+        """Let compute wait for all reductions of a unit's root."""
+        context = self._contexts[unit]
+        own = (each for each in self._outstanding if self._contexts[each.unit] is context)
+        for reduction in sorted(own, key=lambda each: each.transfer.end_ns):
             self._await(reduction)
 
     # --- communication
@@ -391,16 +409,17 @@ class Schedule:
         if gather is None:
             return
         in_forward = self._phase is Phase.FORWARD
-        if in_forward and self._previous_copy_out_ns is not None:
-            self._hold_gathers_until(self._previous_copy_out_ns)
-            self._previous_copy_out_ns = None
+        context = self._contexts[unit]
+        if in_forward and context.previous_copy_out_ns is not None:
+            self._hold_gathers_until(context.previous_copy_out_ns)
+            context.previous_copy_out_ns = None
         self._note_gather(unit, gather, self._wait_for(gather.transfer))
         self._memory.copy_out(unit, keeps_output=in_forward and not gather.is_async)
         self._drop_share(unit)
         copied = machine.run(machine.compute, self._work.units[unit].copy_out_ns)
         self._note(EventKind.ALL_GATHER_COPY_OUT, unit, machine.host_ns, copied)
         if in_forward and not gather.is_async:
-            self._previous_copy_out_ns = machine.reached(machine.compute)
+            context.previous_copy_out_ns = machine.reached(machine.compute)
         else:
             self._hold_gathers_until(machine.reached(machine.compute))
         state.gather, state.is_unsharded = None, True
@@ -420,7 +439,9 @@ class Schedule:
         if machine.reduce is not machine.compute:
             machine.wait(machine.reduce, copied[1])
         scatter = self._transfer(machine.reduce, self._reduce_link, work.reduce_ns)
-        self._in_flight.append(self._reduction(EventKind.REDUCE_SCATTER, unit, scatter))
+        self._contexts[unit].in_flight.append(
+            self._reduction(EventKind.REDUCE_SCATTER, unit, scatter)
+        )
         end_ns = scatter.end_ns
         if work.all_reduce_ns and one.all_reduces:
             reduced = self._transfer(

@@ -98,6 +98,8 @@ class UnitPolicy:
     """The same in pre-backward; None or empty: the previous unit in forward order, as in torch."""
     is_async: bool = False
     """`_set_unshard_async_op(True)`: the all-gather is issued from the compute stream."""
+    root: int = 0
+    """Units of one FSDP root have the same number. They share prefetch order and reductions."""
 
 
 @dataclass(frozen=True, slots=True)

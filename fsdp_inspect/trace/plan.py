@@ -278,6 +278,18 @@ class Plan(PlanRecord):
         )
 
     @property
+    def root_of_units(self) -> dict[str, str]:
+        """By unit, its FSDP root: the outermost unit around it, or itself."""
+        of_module = {module: unit.name for unit in self.units for module in unit.modules}
+        return {
+            unit.name: next(
+                (of_module[name] for name in _ancestors(unit.modules[0]) if name in of_module),
+                unit.name,
+            )
+            for unit in self.units
+        }
+
+    @property
     def inner_units(self) -> tuple[UnitPlan, ...]:
         """The units that can be changed one by one: all but roots with units inside them."""
         around = {name for unit in self.units for name in _ancestors(unit.modules[0])}

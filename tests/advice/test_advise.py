@@ -74,7 +74,8 @@ def latency_bound_run() -> InMemoryRun:
     ]
     workload = replace(base, units=works)
     names = ["embedding", *(f"layers.{at}" for at in range(8))]
-    plan = Plan(units=tuple(UnitPlan(modules=(n,), reshard_after_forward=True) for n in names))
+    units = tuple(UnitPlan(modules=(n,), reshard_after_forward=True) for n in names)
+    plan = Plan(units=(UnitPlan(modules=("",)), *units))
     builder = RunBuilder(names, plan=plan.to_dict(), source="emulated", warmup_steps=1)
     for at, name in enumerate(names):
         size = 400 * (1 + at % 2)

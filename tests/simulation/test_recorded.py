@@ -127,9 +127,12 @@ def as_run(workload: Workload, execution: Execution) -> InMemoryRun:
     schedule = Schedule(workload, execution.machine())
     steps = [schedule.play() for _ in range(NUM_STEPS)]
     plan = Plan(
-        units=tuple(
-            UnitPlan(modules=(name,), reshard_after_forward=policy.reshard_after_forward)
-            for name, policy in zip(names_of(workload), workload.policies, strict=True)
+        units=(
+            UnitPlan(modules=("",)),  # the root, without parameters of its own
+            *(
+                UnitPlan(modules=(name,), reshard_after_forward=policy.reshard_after_forward)
+                for name, policy in zip(names_of(workload), workload.policies, strict=True)
+            ),
         ),
         forward_prefetch={
             f"layers.{unit}": tuple(f"layers.{target}" for target in policy.forward_prefetch)
@@ -179,7 +182,7 @@ def test_any_program_of_a_root_plays_again_in_its_own_time(workload: Workload):
     workload = replace(workload, passes=tuple(replace(p, before_ns=0) for p in workload.passes))
     played, measured = played_again(as_run(workload, Execution.HOST))
     # Inside a root, its own short compute counts as hooks, so a gather may be issued later.
-    assert abs(played - measured) <= 0.03 * measured
+    assert abs(played - measured) <= 0.05 * measured
 
 
 @given(workload=workloads())

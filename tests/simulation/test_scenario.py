@@ -79,7 +79,7 @@ def recorded(num_blocks: int = 4) -> tuple[RecordedWork, RunManifest]:
         reduce_launch_ns=MS,
     )
     pieces = [Piece(unit, 10 * MS, 20 * MS) for unit in range(num_blocks)]
-    policies = [UnitPolicy()] * num_blocks
+    policies = [UnitPolicy(root=unit) for unit in range(num_blocks)]
     workload = Workload([work] * num_blocks, policies, pieces, passes_of(tape_of(pieces)))
     units = tuple(block(index) for index in range(num_blocks))
     plan = block_plan(num_blocks)

@@ -64,11 +64,12 @@ def block(index: int, **changes: object) -> Unit:
 
 
 def plan(reshard: bool | int | None = True) -> Plan:
+    blocks = (
+        UnitPlan(modules=(f"layers.{at}",), reshard_after_forward=reshard)
+        for at in range(NUM_BLOCKS)
+    )
     return Plan(
-        units=tuple(
-            UnitPlan(modules=(f"layers.{at}",), reshard_after_forward=reshard)
-            for at in range(NUM_BLOCKS)
-        ),
+        units=(UnitPlan(modules=("",)), *blocks),
         world_size=RANKS,
         mesh={"shard": RANKS},
     )

@@ -96,6 +96,7 @@ class ObservedCollectives:
         self.all_reducing = passes_with(events, EventKind.ALL_REDUCE)
         of_unit = events.unit != NO_UNIT
         self._passes = _ByUnit(events.where(of_unit & np.isin(events.kind, PASS_KINDS)))
+        self._backwards: dict[frozenset[int], BackwardPasses] = {}
         training = of_unit & np.isin(events.step, steps) & (events.phase != Phase.EVALUATION)
         self._collectives = {
             kind: _ByUnit(events.where(training & (events.kind == kind))) for kind in COUNTED_KINDS
@@ -109,6 +110,15 @@ class ObservedCollectives:
     def passes_of(self, unit: int) -> EventTable:
         """Return the forwards and backwards of a unit, in every step, evaluation included."""
         return self._passes.of(unit)
+
+    def backwards_of(self, units: frozenset[int]) -> BackwardPasses:
+        """Return the backward passes that reach any of these units."""
+        known = self._backwards.get(units)
+        if known is None:
+            events = self._passes.events
+            known = BackwardPasses.of(events.where(np.isin(events.unit, list(units))))
+            self._backwards[units] = known
+        return known
 
     def collectives(self, unit: int, kind: EventKind) -> EventTable:
         """Return the collectives of a unit in the compared steps, without evaluation."""
@@ -159,6 +169,10 @@ class _UnitCounter:
         self._replicate = sizes.get(unit.replicate_group, 1)
         self._gathers = observed.collectives(unit.index, EventKind.ALL_GATHER)
         self._reshards = _reshards(unit, self._gathers)
+        root = _root_of(unit, manifest)
+        self._with_same_root = frozenset(
+            each.index for each in manifest.units if _root_of(each, manifest) == root
+        )
 
     def count(self) -> UnitCount:
         needed, is_kept = self._find_needed_gathers()
@@ -191,7 +205,7 @@ class _UnitCounter:
     def _replay(self, *, keeps: bool) -> Counter[StepPhase]:
         return count_needed_gathers(
             self._observed.passes_of(self._unit.index),
-            self._observed.passes,
+            self._observed.backwards_of(self._with_same_root),
             reshards=self._reshards,
             keeps_between=keeps,
             unshards_in_backward=self._plan is None or self._plan.unshard_in_backward,
@@ -268,3 +282,17 @@ def _reshards(unit: Unit, gathers: EventTable) -> bool:
     if unit.reshard_after_forward is None:
         return bool(np.any(gathers.phase == Phase.BACKWARD))
     return unit.reshard_after_forward is not False
+
+
+def _root_of(unit: Unit, manifest: RunManifest) -> int | None:
+    """The FSDP root around a unit: the end of its backward reshards the units inside it only.
+
+    None for a unit whose root has no parameters; such units share one root.
+    """
+    around = [each for each in manifest.units if each.is_root and _is_around(each, unit)]
+    return around[0].index if around else None
+
+
+def _is_around(root: Unit, unit: Unit) -> bool:
+    names = [f"{module}." if module else "" for module in root.modules]
+    return root is unit or unit.modules[0].startswith(tuple(names))

@@ -1,0 +1,235 @@
+"""Training loops whose steps are not a forward and its backward, recorded one after another.
+
+torchrun --nproc-per-node 2 loop_driver.py FOLDER [LOOP ...]
+"""
+
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_inspect import Recorder
+from fsdp_inspect.sharding.torch_fsdp import release_process_groups
+
+WIDTH, VOCABULARY, NUM_STEPS = 128, 256, 9
+
+
+class Block(nn.Module):
+    """A residual block with two matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(torch.relu(self.up(self.norm(hidden))))
+
+
+class Model(nn.Module):
+    """A small language model; `repeats` runs each block several times, as ALBERT does."""
+
+    def __init__(self, *, num_blocks: int = 3, repeats: int = 1, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.repeats, self.checkpoints = repeats, checkpoints
+
+    def forward(self, tokens: torch.Tensor, *, has_head: bool = True) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            for _ in range(self.repeats):
+                hidden = (
+                    checkpoint(layer, hidden, use_reentrant=False)
+                    if self.checkpoints
+                    else layer(hidden)
+                )
+        hidden = self.norm(hidden)
+        return self.head(hidden) if has_head else hidden
+
+
+class Wrapped(nn.Module):
+    """A model inside another module, as a framework wraps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Model()
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.net(tokens)
+
+
+Step = Callable[[nn.Module, torch.Tensor], None]
+
+
+def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Cross entropy over all positions."""
+    return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def plain(model: nn.Module, tokens: torch.Tensor) -> None:
+    """A forward and its backward."""
+    loss_of(model(tokens), tokens).backward()
+
+
+def chunked_loss(model: nn.Module, tokens: torch.Tensor) -> None:
+    """torchtitan's loss: the head runs forward and backward by itself, chunk by chunk."""
+    hidden = model(tokens, has_head=False)
+    detached = hidden.detach().requires_grad_()
+    for chunk in detached.chunk(4, dim=1):
+        model.head(chunk).float().logsumexp(-1).mean().backward()
+    hidden.backward(detached.grad)
+
+
+def two_losses(model: nn.Module, tokens: torch.Tensor) -> None:
+    """Two backwards of one forward."""
+    logits = model(tokens)
+    loss_of(logits, tokens).backward(retain_graph=True)
+    logits.square().mean().backward()
+
+
+def pipelined(model: nn.Module, tokens: torch.Tensor) -> None:
+    """Two forwards, then their backwards."""
+    losses = [loss_of(model(tokens), tokens), loss_of(model(tokens.flip(0)), tokens)]
+    for loss in losses:
+        loss.backward()
+
+
+def siamese(model: nn.Module, tokens: torch.Tensor) -> None:
+    """Two forwards with one backward."""
+    (model(tokens) - model(tokens.flip(0))).square().mean().backward()
+
+
+def reference(model: nn.Module, tokens: torch.Tensor) -> None:
+    """DPO: a forward without a graph before the one that is trained."""
+    with torch.no_grad():
+        target = model(tokens)
+    (model(tokens) - target - 1).square().mean().backward()
+
+
+def discarded(model: nn.Module, tokens: torch.Tensor) -> None:
+    """A forward whose result nobody uses."""
+    model(tokens)
+    plain(model, tokens)
+
+
+def generating(model: nn.Module, tokens: torch.Tensor) -> None:
+    """Some tokens are generated before they are learned."""
+    with torch.no_grad():
+        for length in range(1, 5):
+            model(tokens[:, :length])
+    plain(model, tokens)
+
+
+def evaluating(model: nn.Module, tokens: torch.Tensor) -> None:
+    """An evaluation behind the backward, inside the step."""
+    plain(model, tokens)
+    model.eval()
+    with torch.no_grad():
+        model(tokens)
+    model.train()
+
+
+def failing(model: nn.Module, tokens: torch.Tensor) -> None:
+    """The first microbatch ends in an exception behind its forward."""
+    for microbatch in range(2):
+        try:
+            loss = loss_of(model(tokens), tokens)
+            if microbatch == 0:
+                raise ValueError("a bad batch")
+            loss.backward()
+        except ValueError:
+            pass
+
+
+def accumulating(model: nn.Module, tokens: torch.Tensor) -> None:
+    """Three microbatches, of which the last one reduces."""
+    for microbatch in range(3):
+        model.set_requires_gradient_sync(microbatch == 2)  # type: ignore[operator]
+        plain(model, tokens)
+
+
+def teaching(model: nn.Module, tokens: torch.Tensor) -> None:
+    """Two models in one module, of which one is trained."""
+    with torch.no_grad():
+        target = model["teacher"](tokens)  # type: ignore[index]
+    (model["student"](tokens) - target).square().mean().backward()  # type: ignore[index]
+
+
+LOOPS: dict[str, Step] = {
+    each.__name__: each
+    for each in (plain, chunked_loss, two_losses, pipelined, siamese, reference, discarded,
+                 generating, evaluating, failing, accumulating, teaching)
+}  # fmt: skip
+LOOPS |= dict.fromkeys(("shared_layer", "checkpointed", "frozen", "wrapped", "without_root"), plain)
+
+
+def build(loop: str) -> nn.Module:
+    """The model of a loop, sharded."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if loop == "teaching":
+        model: nn.Module = nn.ModuleDict({"student": Model(), "teacher": Model(num_blocks=2)})
+        roots = list(model.children())
+    elif loop == "wrapped":
+        model = Wrapped()
+        roots = [model.net]
+    else:
+        model = Model(
+            num_blocks=1 if loop == "shared_layer" else 3,
+            repeats=4 if loop == "shared_layer" else 1,
+            checkpoints=loop == "checkpointed",
+        )
+        roots = [model]
+    if loop == "frozen":
+        model.layers[0].requires_grad_(requires_grad=False)
+    for root in roots:
+        parts = [*root.layers, *([root.head] if loop == "chunked_loss" else [])]
+        if loop == "without_root":
+            parts += [root.embedding, root.norm, root.head]
+        for part in parts:
+            fully_shard(part, mesh=mesh)
+        if loop != "without_root":
+            fully_shard(root, mesh=mesh)
+    return model
+
+
+def train(loop: str, folder: str) -> None:
+    """Train some steps of a loop and record them."""
+    torch.manual_seed(0)
+    model = build(loop)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    tokens = torch.randint(0, VOCABULARY, (4, 32))
+    with Recorder(
+        model, optimizer=optimizer, path=f"{folder}/{loop}", warmup_steps=2, print_verdict=False
+    ) as recorder:
+        for _ in range(NUM_STEPS):
+            with recorder.step():
+                LOOPS[loop](model, tokens)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def main() -> None:
+    """Record every loop, or those that are named."""
+    folder, *names = sys.argv[1:]
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    for loop in names or LOOPS:
+        train(loop, folder)
+    release_process_groups()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Loops as other people write them: their steps are replayed, and every answer is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_inspect.analysis.plan_check.check import check_plan
+from fsdp_inspect.run import Run, open_run
+from fsdp_inspect.simulation.recorded import measure_work
+from fsdp_inspect.trace.codes import EventKind
+from tests.conftest import Torchrun
+from tests.distributed.loop_driver import LOOPS
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+DRIVER = Path(__file__).with_name("loop_driver.py")
+
+
+@pytest.fixture(scope="module")
+def recorded(run_ranks: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loops")
+    run_ranks(str(DRIVER), str(folder), num_ranks=2, timeout_s=300)
+    return folder
+
+
+@pytest.fixture(params=LOOPS)
+def run(request: pytest.FixtureRequest, recorded: Path) -> Run:
+    return open_run(recorded / request.param)
+
+
+def test_the_recorded_step_is_replayed(run: Run) -> None:
+    simulation = run.simulate()
+    assert abs(simulation.replay_error) < 0.02
+    assert simulation.change == 0
+    # A peak is predicted where the recorded one is explained, and withheld with a reason elsewhere.
+    is_explained = simulation.memory_error is not None and abs(simulation.memory_error) <= 0.02
+    assert (simulation.peak_bytes is not None) == is_explained
+    assert is_explained or simulation.memory_refusal
+
+
+def test_each_pass_has_the_collectives_that_ran(run: Run) -> None:
+    """The simulated step gathers and reduces each unit as often as the recorded one."""
+    work = measure_work(run.source)
+    recorded = run.source.events(work.rank, steps=work.steps)
+    for kind in ("ALL_GATHER", "REDUCE_SCATTER"):
+        played = [span.unit for span in work.play().spans if span.kind.name == kind]
+        ran = recorded.where(recorded.kind == EventKind[kind])
+        for at, unit in enumerate(work.units):
+            count = int((ran.unit == unit.index).sum()) / len(work.steps)
+            assert played.count(at) == count, (kind, unit.fqn)
+
+
+def test_advice_is_given_and_the_plan_is_followed(run: Run) -> None:
+    advice = run.advise()
+    assert advice.plan is not None, advice.refusal
+    assert check_plan(run.source).is_consistent
+
+
+def test_no_unit_is_merged_into_a_module_that_a_loop_does_not_run(recorded: Path) -> None:
+    """The head of a chunked loss runs by itself, so the root cannot take it over."""
+    advice = open_run(recorded / "chunked_loss").advise()
+    assert advice.plan is not None
+    assert any("uses without running the unit's own module" in note for note in advice.plan.notes)
+    assert all("head" in point.plan.unit_names for point in advice.plan.front)
