@@ -9,7 +9,6 @@ keeps, and the rise of memory while a piece runs, come from the recorded memory 
 the loss does too; the first backward frees it.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -31,6 +30,9 @@ class PieceMemory:
     """The peak of its backward above its start, including gradients."""
     gradients: int = 0
     """Unsharded gradients after its backward."""
+    left: int = 0
+    """What its backward allocates and leaves beyond its gradients, less what it frees beyond
+    `kept`. Gradients of a parameter that is used twice wait in this way for the second use."""
     output: int = 0
     """The unit's output within `kept`, derived from its gradient; 0: unknown."""
     forward: Course | None = None
@@ -67,8 +69,6 @@ class MemoryWork:
     """Other memory at the start of a step: inputs, buffers and unattributed bytes."""
     copies_reduce_input: bool = False
     """The backend works on a copy of a reduce-scatter's input, as gloo does."""
-    loss: PieceMemory = PieceMemory()
-    """Memory between forward and backward, in the fields of a forward."""
 
     @classmethod
     def unknown(cls, num_pieces: int, num_units: int) -> "MemoryWork":
@@ -120,18 +120,13 @@ class MemoryLedger:
         self.peak_amounts = tuple(self._amounts)
         """Bytes at the peak by `Held`; they add up to `peak`."""
         self._held: int | None = None  # the unit whose output is kept until the next copy-out
-        self._open: Counter[int] = Counter()
-        """By piece, its forwards without a backward so far."""
         self._piece_gradients: dict[int, int] = {}
         self._sharded_gradients: dict[int, int] = {}
         self._shares: set[int] = set()
-        self._of_loss = 0
 
     def begin(self) -> None:
         """Start a step: gradients and the activations of discarded forwards are freed."""
-        for piece, count in self._open.items():
-            self._free(Held.ACTIVATION, count * self._work.pieces[piece].kept)
-        self._open.clear()
+        self._free(Held.ACTIVATION, self._amounts[Held.ACTIVATION])
         self._free(Held.SHARDED_GRADIENT, sum(self._sharded_gradients.values()))
         self._sharded_gradients.clear()
         self.peak, self.peak_unit = self.allocated, NO_UNIT
@@ -186,19 +181,16 @@ class MemoryLedger:
             self._shares.remove(unit)
             self._free(Held.SHARDED_PARAMETER, self._work.units[unit].share.kept)
 
-    def forward(self, piece: int, unit: int, *, keeps: bool = True) -> None:
-        """Run the forward of a piece; without a graph it keeps nothing."""
+    def forward(self, piece: int, unit: int) -> None:
+        """Run the forward of a piece."""
         memory = self._work.pieces[piece]
         self._rise(Held.TEMPORARY, memory.forward_rise, unit)
-        if keeps:
-            self._open[piece] += 1
-            self._add(Held.ACTIVATION, memory.kept, unit)
+        self._add(Held.ACTIVATION, memory.kept, unit)
 
-    def loss(self) -> None:
-        """Run the loss and its own backward."""
-        self._rise(Held.TEMPORARY, self._work.loss.forward_rise, NO_UNIT)
-        self._of_loss = self._work.loss.kept
-        self._add(Held.ACTIVATION, self._of_loss, NO_UNIT)
+    def between(self, code: PieceMemory) -> None:
+        """Run the code before a pass, such as the loss and its own backward."""
+        self._rise(Held.TEMPORARY, code.forward_rise, NO_UNIT)
+        self._add(Held.ACTIVATION, code.kept, NO_UNIT)
 
     def backward(self, piece: int, unit: int) -> None:
         """Run the backward of a piece: free activations, and add or accumulate gradients."""
@@ -206,12 +198,7 @@ class MemoryLedger:
         self._rise(Held.TEMPORARY, memory.backward_rise, unit)
         new = 0 if piece in self._piece_gradients else memory.gradients
         self._piece_gradients[piece] = memory.gradients
-        if self._open[piece]:
-            self._open[piece] -= 1
-            self._free(Held.ACTIVATION, memory.kept)
-        if memory.backward_rise:
-            self._free(Held.ACTIVATION, self._of_loss)
-            self._of_loss = 0
+        self._add(Held.ACTIVATION, memory.left - memory.kept, unit)
         self._add(Held.UNSHARDED_GRADIENT, new, unit)
 
     def reduce(self, unit: int, pieces: Sequence[int]) -> None:

@@ -303,6 +303,11 @@ class _Builder:
         samples = self._run.memory(self._rank)
         shard_ranks = self._shard_ranks()
         memory = measure_memory_work(samples, self._units, pieces, passes, len(shard_ranks))
+        if memory is not None:
+            passes = tuple(
+                replace(one, before_memory=before)
+                for one, before in zip(passes, memory.before_passes, strict=True)
+            )
         network = fit_network(self._events, self._run.manifest.process_groups)
         is_gloo = (
             self._execution is Execution.BLOCKING_HOST and "gloo" in self._run.manifest.backend
@@ -317,7 +322,7 @@ class _Builder:
             host_ahead_ns=self._pace.ahead_ns,
             max_reduce_buffers=max(unit.reduce_scatter_max_input_buffers for unit in plan.units),
             separate_reduce_group=any(unit.separate_reduce_scatter_group for unit in plan.units),
-            memory=None if memory is None else replace(memory[0], copies_reduce_input=is_gloo),
+            memory=None if memory is None else replace(memory.work, copies_reduce_input=is_gloo),
         )
         return RecordedWork(
             rank=self._rank,
@@ -328,7 +333,7 @@ class _Builder:
             workload=workload,
             network=replace(network, node=find_node(self._run, network, shard_ranks)),
             spread_ratio=_spread([reading.duration_ns for reading in self._readings]),
-            peak_bytes=None if memory is None else memory[1],
+            peak_bytes=None if memory is None else memory.peak_bytes,
             accumulation=_accumulation(self._readings[0]),
         )
 

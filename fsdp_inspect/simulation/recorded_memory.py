@@ -10,7 +10,7 @@ the part of a unit that rises. There, a unit that encloses others has only its g
 memory of the loss is 0.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -26,13 +26,23 @@ from fsdp_inspect.trace.run import Unit
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
 
 
+class MeasuredMemory(NamedTuple):
+    """The memory of the work of a memory step."""
+
+    work: MemoryWork
+    before_passes: Sequence[PieceMemory]
+    """By pass, the memory of the code before it."""
+    peak_bytes: int
+    """Of the memory step."""
+
+
 def measure_memory_work(
     samples: MemoryTable,
     units: Sequence[Unit],
     pieces: Sequence[Piece],
     passes: Sequence[Pass],
     shard: int,
-) -> tuple[MemoryWork, int] | None:
+) -> MeasuredMemory | None:
     """The memory of a workload, and the peak of its memory step.
 
     Args:
@@ -50,7 +60,8 @@ def measure_memory_work(
         reader = _Reader(samples.where(samples.step == step), units, passes, shard)
         if reader.is_whole:
             peaks = samples.where(samples.step == step)
-            return reader.work(pieces), int(max(peaks.peak_allocated.max(), peaks.allocated.max()))
+            peak = int(max(peaks.peak_allocated.max(), peaks.allocated.max()))
+            return MeasuredMemory(reader.work(pieces), reader.between_passes(), peak)
     return None
 
 
@@ -81,7 +92,7 @@ class _Reader:
         self._first = int(np.argmax(samples.microbatch == 0))
         """The first sample of the first forward."""
         self._units = units
-        self._passes = _first_of_each_tape(passes)
+        self._passes = passes
         self._shard = shard
         self._leaves = _leaves(passes)
         self._rows: dict[tuple[int, int, int], list[int]] = defaultdict(list)
@@ -90,19 +101,49 @@ class _Reader:
             microbatch, point, unit, phase = key
             if phase == _PHASE_OF.get(point):  # not a forward that backward repeats
                 self._rows[microbatch, point, unit].append(row)
+        self._boundaries = [list(self._boundary_rows(one)) for one in passes]
+        """By pass, the sample of each boundary; None: there is none."""
         self._records_rises = bool(np.any(samples.peak_compute != MISSING_INT))
+
+    def _boundary_rows(self, one: Pass) -> Iterator[int | None]:
+        """The sample of each boundary of a pass; a unit may have several of a kind."""
+        for op, index in _boundaries_of(one):
+            rows = self._rows.get((one.microbatch, int(_point(one, op)), self._units[index].index))
+            yield rows.pop(0) if rows else None
 
     @property
     def is_whole(self) -> bool:
         """Whether every unit without inner units has its samples in each of the passes."""
-        wanted = {
-            (one.microbatch, int(point), self._units[index].index)
-            for one in self._passes
-            for op, index in one.tape
-            if op is not Op.RUN and index in self._leaves
-            for point in (_point(one, op),)
-        }
-        return bool(wanted) and all(self._rows.get(key) for key in wanted)
+        of_leaves = [
+            row
+            for one, rows in zip(self._passes, self._boundaries, strict=True)
+            for (_, index), row in zip(_boundaries_of(one), rows, strict=True)
+            if index in self._leaves
+        ]
+        return bool(of_leaves) and None not in of_leaves
+
+    def between_passes(self) -> list[PieceMemory]:
+        """By pass, the memory of the code before it; that before the first pass is not recorded."""
+        between = [PieceMemory()]
+        for at, rows in enumerate(self._boundaries[1:]):
+            begin = next((row for row in reversed(self._boundaries[at]) if row is not None), None)
+            end = next((row for row in rows if row is not None), None)
+            if not self._passes[at].is_forward:
+                begin = self._reduced(begin)
+            if not self._records_rises or begin is None or end is None or begin >= end:
+                between.append(PieceMemory())
+                continue
+            kept = self._compute(end) - self._compute(begin)
+            rise = self._rise(_Stretch((), begin, end))
+            between.append(PieceMemory(kept=kept, forward_rise=rise))
+        return between
+
+    def _first_of_each_tape(self) -> Iterable[tuple[Pass, list[int | None]]]:
+        """Passes with equal tapes share their pieces, so the first one shows their memory."""
+        first: dict[object, tuple[Pass, list[int | None]]] = {}
+        for one, rows in zip(self._passes, self._boundaries, strict=True):
+            first.setdefault((one.phase, one.keeps_graph, one.tape), (one, rows))
+        return first.values()
 
     def work(self, pieces: Sequence[Piece]) -> MemoryWork:
         """The memory of all pieces and units."""
@@ -111,7 +152,6 @@ class _Reader:
             pieces=self._pieces(pieces),
             units=of_units,
             rest=self._rest(of_units),
-            loss=self._loss(),
         )
 
     # --- pieces
@@ -119,8 +159,8 @@ class _Reader:
     def _pieces(self, pieces: Sequence[Piece]) -> list[PieceMemory]:
         """The longest piece of each stretch gets the stretch's memory."""
         memory = [PieceMemory()] * len(pieces)
-        for one in self._passes:
-            for stretch in self._known(self._stretches(one), pieces):
+        for one, rows in self._first_of_each_tape():
+            for stretch in self._known(self._stretches(one, rows), pieces):
                 at = _longest(stretch, pieces)
                 read = self._forward if one.is_forward else self._backward
                 memory[at] = read(memory[at], stretch, pieces[at])
@@ -136,12 +176,14 @@ class _Reader:
         )
 
     def _backward(self, memory: PieceMemory, stretch: _Stretch, piece: Piece) -> PieceMemory:
+        grown = self._grown(MemoryCategory.UNSHARDED_GRADIENT, stretch)
+        change = self._compute(stretch.end) - self._compute(stretch.begin)
         return replace(
             memory,
             backward_rise=self._rise(stretch),
             backward=self._course(stretch, piece),
-            # A reduction that is sampled late ends in the next stretch.
-            gradients=max(self._grown(MemoryCategory.UNSHARDED_GRADIENT, stretch), 0),
+            gradients=max(grown, 0),  # a reduction that is sampled late ends in the next stretch
+            left=change - grown + memory.kept if self._records_rises else 0,
             output=self._category(MemoryCategory.TEMPORARY, stretch.begin),
         )
 
@@ -162,17 +204,16 @@ class _Reader:
             for at, each in enumerate(memory)
         ]
 
-    def _stretches(self, one: Pass) -> Iterator[_Stretch]:
+    def _stretches(self, one: Pass, rows: Sequence[int | None]) -> Iterator[_Stretch]:
         """The pieces between two boundaries of a pass, with the samples at both."""
         begin: int | None = None
         pieces: list[int] = []
-        seen: Counter[tuple[Op, int]] = Counter()
+        ends = iter(rows)
         for op, index in one.tape:
             if op is Op.RUN:
                 pieces.append(index)
                 continue
-            end = self._row(one, op, index, seen[op, index])
-            seen[op, index] += 1
+            end = next(ends)
             yield from _stretch(pieces, begin, end)
             is_reduced = op is Op.LEAVE and not one.is_forward
             begin, pieces = self._reduced(end) if is_reduced else end, []
@@ -187,23 +228,6 @@ class _Reader:
             & (samples.microbatch[end:] == samples.microbatch[end])
         )
         return end + int(later[0]) if len(later) else end
-
-    def _loss(self) -> PieceMemory:
-        """Memory between the first backward of a unit and the forward before it."""
-        samples = self._samples
-        begins = np.flatnonzero(samples.point == MemoryPoint.BACKWARD_START)
-        ends = (
-            np.flatnonzero(samples.point[: begins[0]] == MemoryPoint.FORWARD_END)
-            if len(begins)
-            else begins
-        )
-        if not self._records_rises or not len(ends):
-            return PieceMemory()
-        stretch = _Stretch((), int(ends[-1]), int(begins[0]))
-        return PieceMemory(
-            kept=self._compute(stretch.end) - self._compute(stretch.begin),
-            forward_rise=self._rise(stretch),
-        )
 
     def _rise(self, stretch: _Stretch) -> int:
         """The peak of a stretch above its begin.
@@ -284,12 +308,6 @@ class _Reader:
     def _category(self, category: MemoryCategory, row: int) -> int:
         return max(int(getattr(self._samples, category.label)[row]), 0)
 
-    def _row(self, one: Pass, op: Op, unit: int, number: int) -> int | None:
-        """The sample at a boundary of a unit, which may have several of the kind in a pass."""
-        key = (one.microbatch, int(_point(one, op)), self._units[unit].index)
-        rows = self._rows.get(key, ())
-        return rows[number] if number < len(rows) else None
-
 
 def _stretch(pieces: Sequence[int], begin: int | None, end: int | None) -> Iterator[_Stretch]:
     """A stretch if there are pieces and both boundaries have samples."""
@@ -313,12 +331,8 @@ def _point(one: Pass, op: Op) -> MemoryPoint:
     return MemoryPoint.BACKWARD_START if op is Op.ENTER else MemoryPoint.BACKWARD_END
 
 
-def _first_of_each_tape(passes: Sequence[Pass]) -> list[Pass]:
-    """Passes with equal tapes share their pieces, so the first one shows their memory."""
-    first: dict[object, Pass] = {}
-    for one in passes:
-        first.setdefault((one.phase, one.tape), one)
-    return list(first.values())
+def _boundaries_of(one: Pass) -> list[tuple[Op, int]]:
+    return [(op, index) for op, index in one.tape if op is not Op.RUN]
 
 
 def _leaves(passes: Sequence[Pass]) -> set[int]:

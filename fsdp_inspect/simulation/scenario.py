@@ -491,7 +491,6 @@ class _Regrouping:
             units=[self._unit_memory(unit, before) for unit in units],
             rest=before.rest,
             copies_reduce_input=before.copies_reduce_input,
-            loss=before.loss,
         )
 
     def _piece_memory(self, memory: PieceMemory, cut: _Cut, units: Sequence[Unit]) -> PieceMemory:
@@ -514,7 +513,13 @@ class _Regrouping:
             kept, forward_rise = change_of(memory.forward, own), rise_of(memory.forward, own)
         if memory.backward is not None:
             backward_rise = rise_of(memory.backward, own, unused=gradients)
-        return PieceMemory(round(kept), round(forward_rise), round(backward_rise), gradients)
+        return PieceMemory(
+            round(kept),
+            round(forward_rise),
+            round(backward_rise),
+            gradients,
+            left=round(memory.left * cut.share),
+        )
 
     def _unit_memory(self, unit: Unit, before: MemoryWork) -> UnitMemory:
         trained = unit.num_trainable_parameters / max(unit.num_parameters, 1)

@@ -162,8 +162,7 @@ class Schedule:
         must_hold_back, before = work.host_ahead_ns is not None, Phase.OUTSIDE
         for each in work.passes:
             self._microbatch, self._keeps_graph = each.microbatch, each.keeps_graph
-            if not each.is_forward and before is Phase.FORWARD:
-                self._memory.loss()
+            self._memory.between(each.before_memory)
             self._phase = Phase.FORWARD if before is Phase.OUTSIDE else before
             machine.run(machine.compute, each.before_ns)
             self._phase = before = each.phase
@@ -195,7 +194,7 @@ class Schedule:
                 self._leave(index)
             else:
                 piece = self._work.pieces[index]
-                self._memory.forward(index, piece.unit, keeps=one.keeps_graph)
+                self._memory.forward(index, piece.unit)
                 self._compute(piece.unit, piece.forward_ns, piece.forward_launch_ns)
         self._memory.free_held()
         for context in self._contexts:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from fsdp_inspect.simulation.memory import MemoryWork
+from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory
 from fsdp_inspect.trace.codes import Phase
 
 
@@ -117,6 +117,8 @@ class Pass:
     """The number of backwards before it in the step, as in recorded events."""
     before_ns: int = 0
     """Time on the main thread or compute stream before it: data, or the loss."""
+    before_memory: PieceMemory = field(default_factory=PieceMemory)
+    """The memory of the code before it, in the fields of a forward."""
     keeps_graph: bool = True
     """A forward without it (`no_grad`) has no backward."""
     reduces: Set[int] | None = None

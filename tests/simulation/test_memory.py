@@ -58,13 +58,26 @@ def rise(workload: Workload, *, steps: int = 2) -> int:
     return played[-1].peak_bytes - workload.memory.resting
 
 
+def with_loss(plain: Workload, loss: PieceMemory) -> Workload:
+    """What the loss keeps goes with the backward of the last block."""
+    assert plain.memory is not None
+    forward, backward = plain.passes
+    *others, last = plain.memory.pieces
+    pieces = [*others, replace(last, left=-loss.kept)]
+    return replace(
+        plain,
+        passes=(forward, replace(backward, before_memory=loss)),
+        memory=replace(plain.memory, pieces=pieces),
+    )
+
+
 def test_the_loss_rises_above_all_activations_and_what_it_leaves_goes_with_the_first_backward():
     plain = blocks(kept=10, backward_rise=10 * SIZE)
     assert plain.memory is not None
     loss = PieceMemory(kept=50, forward_rise=50_000)
-    high = replace(plain, memory=replace(plain.memory, loss=loss))
+    high = with_loss(plain, loss)
     assert rise(high) == NUM_BLOCKS * 10 + 50_000
-    low = replace(plain, memory=replace(plain.memory, loss=replace(loss, forward_rise=50)))
+    low = with_loss(plain, replace(loss, forward_rise=50))
     schedule = Schedule(low, HostMachine(is_blocking=False))
     played = [schedule.play() for _ in range(3)]
     assert played[1].peak_bytes == played[2].peak_bytes  # nothing is left over
