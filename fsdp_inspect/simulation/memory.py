@@ -5,8 +5,8 @@ in this order, independent of the execution times. The unsharded parameters, all
 gradients and reduce-scatter buffers of units follow from the plan, by FSDP2's rules (2.13). In
 forward, the output of an all-gather lives until the next unit's copy-out, and in backward until its
 own. The input of a reduce-scatter lives until compute waits for it. The activations that a forward
-keeps, and the rise of memory while a piece runs, come from the recorded memory step. The memory of
-the loss does too; the first backward frees it.
+keeps, what a backward leaves, and the rise of memory while a piece runs come from the recorded
+memory step. So does the memory of the code between two passes, such as the loss.
 """
 
 from collections.abc import Sequence

@@ -89,6 +89,7 @@ class _Reader:
         self, samples: MemoryTable, units: Sequence[Unit], passes: Sequence[Pass], shard: int
     ) -> None:
         self._samples = samples
+        self._copies = self._copies_of_backend()
         self._first = int(np.argmax(samples.microbatch == 0))
         """The first sample of the first forward."""
         self._units = units
@@ -300,7 +301,22 @@ class _Reader:
         return int(self._samples.allocated[row]) - self._communication(row)
 
     def _communication(self, row: int) -> int:
-        return sum(self._category(category, row) for category in OF_COMMUNICATION)
+        buffers = sum(self._category(category, row) for category in OF_COMMUNICATION)
+        return buffers + self._copies[row]
+
+    def _copies_of_backend(self) -> list[int]:
+        """By sample, the copies of a reduce-scatter's input that gloo makes and frees on a thread.
+
+        The recorder shows them as inputs of the step, which do not grow in a backward.
+        """
+        samples = self._samples
+        copies = [0] * len(samples.point)
+        first: dict[int, int] = {}
+        for row in np.flatnonzero(samples.phase == Phase.BACKWARD).tolist():
+            inputs = self._category(MemoryCategory.INPUT, row)
+            own = first.setdefault(int(samples.microbatch[row]), inputs)
+            copies[row] = max(inputs - own, 0)
+        return copies
 
     def _grown(self, category: MemoryCategory, stretch: _Stretch) -> int:
         return self._category(category, stretch.end) - self._category(category, stretch.begin)
