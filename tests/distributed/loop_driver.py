@@ -171,7 +171,8 @@ LOOPS: dict[str, Step] = {
     for each in (plain, chunked_loss, two_losses, pipelined, siamese, reference, discarded,
                  generating, evaluating, failing, accumulating, teaching)
 }  # fmt: skip
-LOOPS |= dict.fromkeys(("shared_layer", "checkpointed", "frozen", "wrapped", "without_root"), plain)
+_MODELS = ("shared_layer", "checkpointed", "frozen", "tied", "wrapped", "without_root")
+LOOPS |= dict.fromkeys(_MODELS, plain)
 
 
 def build(loop: str) -> nn.Module:
@@ -190,6 +191,8 @@ def build(loop: str) -> nn.Module:
             checkpoints=loop == "checkpointed",
         )
         roots = [model]
+    if loop == "tied":
+        model.head.weight = model.embedding.weight
     if loop == "frozen":
         model.layers[0].requires_grad_(requires_grad=False)
     for root in roots:

@@ -35,9 +35,12 @@ def test_the_recorded_step_is_replayed(run: Run) -> None:
     assert abs(simulation.replay_error) < 0.02
     assert simulation.change == 0
     # A peak is predicted where the recorded one is explained, and withheld with a reason elsewhere.
-    is_explained = simulation.memory_error is not None and abs(simulation.memory_error) <= 0.02
+    assert simulation.memory_error is not None
+    is_explained = abs(simulation.memory_error) <= 0.02
     assert (simulation.peak_bytes is not None) == is_explained
     assert is_explained or simulation.memory_refusal
+    if run.id != "accumulating":  # its later microbatches add to gradients that are there already
+        assert abs(simulation.memory_error) < 0.01
 
 
 def test_each_pass_has_the_collectives_that_ran(run: Run) -> None:
