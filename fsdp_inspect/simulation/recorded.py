@@ -47,6 +47,8 @@ MAX_MEMORY_ERROR = 0.02
 """The largest error of the simulated peak of the recorded plan with which others are simulated."""
 MAX_STEPS = 64
 """The highest number of steps in the means; more only cost time."""
+_MAX_PASSES_OF_UNITS = 50_000
+"""The same for forwards and backwards of units: a step that generates text has thousands."""
 
 
 _Place = tuple["_Template", int]
@@ -249,7 +251,10 @@ def _readings(run: RunSource, member: RankSteps) -> Iterator[StepReading]:
     """The typical steps, the nearest to the typical step time, cut at their boundaries."""
     distance = np.abs(member.step_time_ns - member.typical_mean(member.step_time_ns))
     order = np.argsort(distance[member.is_typical], kind="stable")
-    nearest = np.sort(member.typical_steps[order[:MAX_STEPS]])
+    closest = run.events(member.rank, steps=[member.closest_step])
+    in_units = np.isin(closest.kind, [EventKind.FORWARD, EventKind.BACKWARD]) & (closest.unit >= 0)
+    most = max(min(MAX_STEPS, _MAX_PASSES_OF_UNITS // max(int(in_units.sum()), 1)), 1)
+    nearest = np.sort(member.typical_steps[order[:most]])
     events = run.events(member.rank, steps=nearest.tolist())
     for step in nearest.tolist():
         reading = read_step(events.where(events.step == step))

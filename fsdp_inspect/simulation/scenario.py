@@ -563,7 +563,7 @@ class _Regrouping:
 
     def _ending_late(self, tape: Tape) -> set[int]:
         """The units entered before any compute, if such a unit ended late in the run."""
-        first_run = next(at for at, (op, _) in enumerate(tape) if op is Op.RUN)
+        first_run = next((at for at, (op, _) in enumerate(tape) if op is Op.RUN), len(tape))
         ends_late = any(unit.ends_with_backward for unit in self._work.workload.units)
         return {unit for op, unit in tape[:first_run] if op is Op.ENTER} if ends_late else set()
 
