@@ -66,11 +66,12 @@ def test_a_reader_that_goes_away_is_no_error(runs_folder):
     assert (done.stdout, done.stderr) == ("{\n", "")
 
 
-def test_ctrl_c_exits_as_shells_expect(tmp_path):
-    fifo = tmp_path / "run.json"
+def test_ctrl_c_exits_as_shells_expect(tmp_path, runs_folder):
+    fifo = tmp_path / "plan.toml"
     os.mkfifo(fifo)
+    run = runs_folder / "four"
     process = subprocess.Popen(
-        [sys.executable, "-m", "fsdp_inspect", "summary", str(tmp_path)],
+        [sys.executable, "-m", "fsdp_inspect", "simulate", str(run), "--plan", str(fifo)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
