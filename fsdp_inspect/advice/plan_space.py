@@ -263,12 +263,12 @@ def _unwrapped(
     plan: Plan, parameters: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, str, Plan]]:
     """Make units of the blocks whose parameters the root unit holds (R1)."""
-    roots = [unit for unit in plan.units if unit.name in plan.fsdp_roots]
-    if len(roots) != 1:
+    names = plan.fsdp_roots
+    if len(names) != 1:
         return
-    root = roots[0]
-    names = owned_parameters(plan.units, parameters)[root.name]
-    blocks = list(dict.fromkeys(m.group(0) for name in names if (m := BLOCK.match(name))))
+    root = plan.unit(*names)
+    owned = owned_parameters(plan.units, parameters)[root.name]
+    blocks = list(dict.fromkeys(m.group(0) for name in owned if (m := BLOCK.match(name))))
     if len(blocks) < 2:
         return
     new = tuple(root.model_copy(update={"modules": (name,)}) for name in blocks)

@@ -145,7 +145,8 @@ def wrap(plan: Plan, policy: str, parameters: Mapping[str, Sequence[int]] | None
     if policy == "split":
         return _halved(wrap(plan, "block"), parameters or {})
     if policy == "root":
-        roots = [unit for unit in plan.units if unit.name in plan.fsdp_roots]
+        names = plan.fsdp_roots
+        roots = [unit for unit in plan.units if unit.name in names]
         modules = roots[0].modules if len(roots) == 1 else (ROOT,)
         alone = roots[0].model_copy(update={"modules": modules, "reshard_after_forward": None})
         return with_units(plan, [alone])

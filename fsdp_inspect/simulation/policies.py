@@ -26,13 +26,12 @@ def policies_of(
     without = [unit.name for unit in plan.units if unit.name not in index]
     forward = plan.prefetch_lists("forward", without=without)
     backward = plan.prefetch_lists("backward", without=without)
-    roots = plan.fsdp_roots
     root_of = plan.root_of_units
     numbers = {root: number for number, root in enumerate(dict.fromkeys(root_of.values()))}
     return [
         _policy(
             unit,
-            reshard_of(unit, shard, is_root=unit.name in roots),
+            reshard_of(unit, shard, is_root=root_of[unit.name] == unit.name),
             _indices(forward.get(unit.name, ()), index),
             None if (named := backward.get(unit.name)) is None else _indices(named, index),
             numbers[root_of[unit.name]],

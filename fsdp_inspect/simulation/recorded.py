@@ -32,7 +32,6 @@ from fsdp_inspect.simulation.schedule import PlayedStep, Schedule
 from fsdp_inspect.simulation.step_pieces import (
     ClockPart,
     ClockStretch,
-    PassReading,
     StepReading,
     read_step,
 )
@@ -165,8 +164,10 @@ def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
 
 def _with_checked_memory(work: RecordedWork) -> RecordedWork:
     """The work, without its memory if that does not explain the recorded peak."""
+    if not work.peak_bytes:
+        return work
     played = work.play().peak_bytes
-    if not played or not work.peak_bytes:
+    if not played:
         return work
     error = played / work.peak_bytes - 1
     if abs(error) <= MAX_MEMORY_ERROR:
@@ -239,12 +240,7 @@ def _observed_accumulation(run: RunSource) -> Accumulation:
 
 def _accumulation(reading: StepReading) -> Accumulation | None:
     """The accumulation of a step; None if it is not a forward and its backward for each."""
-    return accumulation_of_passes(
-        [
-            Pass(each.phase, each.tape, reduces=each.reduced, all_reduces=each.all_reduces)
-            for each in reading.passes
-        ]
-    )
+    return accumulation_of_passes(reading.passes)
 
 
 def _readings(run: RunSource, member: RankSteps) -> Iterator[StepReading]:
@@ -388,10 +384,10 @@ class _Builder:
         templates: dict[object, _Template] = {}
         order = [self._join(templates, number) for number in range(len(self._first_passes))]
         pieces = self._pieces(order)
-        return pieces, tuple(self._passes(order, pieces))
+        return pieces, tuple(self._passes(order))
 
     @property
-    def _first_passes(self) -> Sequence[PassReading]:
+    def _first_passes(self) -> Sequence[Pass]:
         return self._readings[0].passes
 
     def _join(self, templates: dict[object, _Template], number: int) -> _Template:
@@ -505,7 +501,7 @@ class _Builder:
             owner = self._position[template.owners[at]]
             pieces.append(Piece(owner, forward, backward, 0, *launches))
 
-    def _passes(self, order: Sequence[_Template], pieces: Sequence[Piece]) -> Iterator[Pass]:
+    def _passes(self, order: Sequence[_Template]) -> Iterator[Pass]:
         """The passes of the step, each with the tape of its template."""
         for number, (one, template) in enumerate(zip(self._first_passes, order, strict=True)):
             tape: list[tuple[Op, int]] = []
@@ -513,16 +509,12 @@ class _Builder:
                 if piece >= 0:
                     tape.append((Op.RUN, piece))
                 tape.append((op, self._position[unit]))
-            yield Pass(
-                one.phase,
-                tuple(tape),
-                one.microbatch,
+            reduces = (one.reduces or frozenset()) & self._position.keys()
+            yield replace(
+                one,
+                tape=tuple(tape),
                 before_ns=self._mean_of(ClockPart.BEFORE_PASS, number),
-                keeps_graph=one.keeps_graph,
-                reduces=frozenset(
-                    self._position[unit] for unit in one.reduced if unit in self._position
-                ),
-                all_reduces=one.all_reduces,
+                reduces=frozenset(self._position[unit] for unit in reduces),
             )
 
     def _with_repeated_forwards(self, pieces: Sequence[Piece]) -> list[Piece]:

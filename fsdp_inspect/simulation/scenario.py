@@ -258,7 +258,10 @@ class _Regrouping:
             is_part=[self._is_part(name) for name in self._names],
             pieces=[piece.unit for piece in self._work.workload.pieces],
         )
-        into = [{position[name] for name in self._into(unit)} for unit in self._work.units]
+        into = [
+            {position[self._owners[name]] for name in parameters_of(unit)}
+            for unit in self._work.units
+        ]
         for one in self._accumulated():
             reduces = one.reduces
             if reduces is not None:
@@ -297,10 +300,6 @@ class _Regrouping:
         """Whether one recorded unit owned all its parameters."""
         own = self._members[name].keys()
         return sum(not own.isdisjoint(parameters_of(unit)) for unit in self._work.units) == 1
-
-    def _into(self, unit: Unit) -> set[str]:
-        """The plan's units of the trained parameters of a recorded unit."""
-        return {self._owners[name] for name in parameters_of(unit)}
 
     def _accumulated(self) -> Sequence[Pass]:
         """The recorded passes, unless the plan accumulates differently."""

@@ -159,13 +159,12 @@ class Schedule:
         self._spans = []
         self._memory.begin()
         start_ns = machine.reached(machine.compute)
-        must_hold_back, before = work.host_ahead_ns is not None, Phase.OUTSIDE
+        must_hold_back = work.host_ahead_ns is not None
         for each in work.passes:
             self._microbatch, self._keeps_graph = each.microbatch, each.keeps_graph
             self._memory.between(each.before_memory)
-            self._phase = Phase.FORWARD if before is Phase.OUTSIDE else before
             machine.run(machine.compute, each.before_ns)
-            self._phase = before = each.phase
+            self._phase = each.phase
             if each.is_forward:
                 if must_hold_back and work.host_ahead_ns is not None:
                     machine.hold_back(work.host_ahead_ns)

@@ -22,7 +22,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.simulation.workload import Op
+from fsdp_inspect.simulation.workload import Op, Pass
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
     COPIES,
@@ -81,27 +81,6 @@ class ClockStretch:
 
 
 @dataclass(frozen=True, slots=True)
-class PassReading:
-    """The boundaries of one pass."""
-
-    phase: Phase
-    """FORWARD or BACKWARD."""
-    microbatch: int
-    keeps_graph: bool
-    tape: tuple[tuple[Op, int], ...] = ()
-    """ENTER and LEAVE of units."""
-    reduced: Set[int] = frozenset()
-    """The units whose gradients it reduced."""
-    all_reduces: bool = True
-    """HSDP: it reduced over the replicas too; also True if no pass of the step did."""
-
-    @property
-    def is_forward(self) -> bool:
-        """Whether it is a forward."""
-        return self.phase is Phase.FORWARD
-
-
-@dataclass(frozen=True, slots=True)
 class StepReading:
     """One step, split at the boundaries of its units."""
 
@@ -109,8 +88,8 @@ class StepReading:
     duration_ns: int
     stretches: tuple[ClockStretch, ...]
     """In the order of time; together with the waits and copies they are the whole step."""
-    passes: tuple[PassReading, ...]
-    """In the order of time."""
+    passes: tuple[Pass, ...]
+    """In the order of time. Units are those of the manifest, and tapes have no compute."""
     reduce_order: tuple[int, ...]
     """Units in the order in which their first reductions were issued."""
 
@@ -183,7 +162,7 @@ class _Reader:
     def __init__(self, events: EventTable, taken: Intervals) -> None:
         self._events = events
         self._taken = taken
-        self.passes: list[PassReading] = []
+        self.passes: list[Pass] = []
         gathers = events.where(self._rows(EventKind.ALL_GATHER))
         self._issues = sorted(zip(gathers.issue_ns.tolist(), gathers.unit.tolist(), strict=True))
         reductions = events.where(self._rows(EventKind.REDUCE_SCATTER))
@@ -211,7 +190,7 @@ class _Reader:
 
     # --- passes
 
-    def _found(self) -> Iterator[tuple[int | None, PassReading, list[_Boundary]]]:
+    def _found(self) -> Iterator[tuple[int | None, Pass, list[_Boundary]]]:
         """Each pass with its start and its boundaries, in the order of time.
 
         The start is None for a pass that begins where the one before it ended.
@@ -228,16 +207,16 @@ class _Reader:
                 begin = self._begin(EventKind.FORWARD, microbatch)
                 begin = boundaries[0].at_ns if begin is None else begin
                 keeps = boundaries[0].keeps_graph
-                one = PassReading(Phase.FORWARD, microbatch, keeps_graph=keeps)
+                one = Pass(Phase.FORWARD, (), microbatch, keeps_graph=keeps, reduces=frozenset())
                 yield None if number else begin, one, boundaries
             boundaries = self._boundaries(backward & of_microbatch)
             if boundaries:
                 begin = self._begin(EventKind.BACKWARD, microbatch)
-                one = PassReading(
+                one = Pass(
                     Phase.BACKWARD,
+                    (),
                     microbatch,
-                    keeps_graph=True,
-                    reduced=self._reduced(microbatch),
+                    reduces=self._reduced(microbatch),
                     all_reduces=self._all_reduces(microbatch),
                 )
                 yield boundaries[0].at_ns if begin is None else begin, one, boundaries

@@ -272,10 +272,7 @@ class Plan(PlanRecord):
         torch makes them FSDP roots, whose default is to keep the parameters after forward. A plan
         may have several, and an FSDP root need not be the model itself.
         """
-        modules = {module for unit in self.units for module in unit.modules}
-        return frozenset(
-            unit.name for unit in self.units if modules.isdisjoint(_ancestors(unit.modules[0]))
-        )
+        return frozenset(name for name, root in self.root_of_units.items() if name == root)
 
     @property
     def root_of_units(self) -> dict[str, str]:
