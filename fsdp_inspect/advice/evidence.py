@@ -19,6 +19,10 @@ MOST_ROWS = 3
 """The highest number of events that a finding or a suggestion shows."""
 
 
+SIMULATED_PLANS = "the simulated plans"
+"""`Effect.played_by` of findings that only name a change of the plan."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeLinks:
     """A shard group that crosses nodes, with its bandwidth across and within nodes."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from fsdp_inspect.advice.evidence import Effect, Evidence, Finding, TraceRow
 from fsdp_inspect.advice.setting_findings import find_costly_settings
 from fsdp_inspect.advice.trace_findings import find_in_trace
-from fsdp_inspect.analysis.verdict import STRAGGLER_RATIO, Limit
+from fsdp_inspect.analysis.verdict import COMPARE_PLANS, STRAGGLER_RATIO, Limit, Verdict
 from fsdp_inspect.analysis.verdict.limits import HOST_RATIO, INPUT_RATIO
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_ns, format_ratio
@@ -30,13 +30,14 @@ _COSTS = {
     Limit.STRAGGLER: "straggler_cost_ns",
     Limit.HOST: "host_bound_ns",
     Limit.INPUT: "data_ns",
+    Limit.COMMUNICATION: "exposed_other_ns",
 }
 """The cost of each limit a step: the name of the verdict's number."""
 
 
 def find_first_things(evidence: Evidence) -> tuple[Finding, ...]:
     """All findings: the limit of the step, then the trace, then the settings."""
-    finds = (_limit, _also, _broken_plan, find_in_trace, find_costly_settings)
+    finds = (_limit, _late_ranks, _also, _broken_plan, find_in_trace, find_costly_settings)
     return tuple(_verifiable(finding) for find in finds for finding in find(evidence))
 
 
@@ -48,22 +49,57 @@ def _verifiable(finding: Finding) -> Finding:
 
 
 def _limit(evidence: Evidence) -> Iterator[Finding]:
-    """The limit of the step, unless it is communication or compute."""
+    """The limit of the step, unless a change of the plan or faster compute is the answer."""
     verdict = evidence.verdict
-    if verdict.limit in _BEFORE_COMMUNICATION:
+    if verdict.limit in _BEFORE_COMMUNICATION or _is_outside_fsdp(verdict):
         rule = _RULES.get(verdict.limit, "")
         yield Finding(
             rule,
             (),
             verdict.sentence,
             verdict.why,
-            verdict.next_steps,
+            tuple(step for step in verdict.next_steps if step != COMPARE_PLANS),
             dict(verdict.numbers),
             limits=True,
             rows=_rows(evidence, verdict.limit),
             effect=_effect(evidence, verdict.limit),
             verify=_VERIFY.get(verdict.limit, ""),
         )
+
+
+def _is_outside_fsdp(verdict: Verdict) -> bool:
+    """Whether more exposed time comes from other communication than from FSDP's."""
+    other, exposed = (verdict.numbers.get(n) or 0 for n in ("exposed_other_ns", "exposed_ns"))
+    return verdict.limit is Limit.COMMUNICATION and 2 * other > exposed
+
+
+def _late_ranks(evidence: Evidence) -> Iterator[Finding]:
+    """Most of the exposed time is waiting for late ranks, although no single rank is late."""
+    numbers = evidence.verdict.numbers
+    late = evidence.causes_ns.get(Cause.STRAGGLER.label, 0)
+    exposed = sum(evidence.causes_ns.values())
+    if evidence.verdict.limit is not Limit.COMMUNICATION or 2 * late <= exposed:
+        return
+    step = numbers.get("step_time_ns") or 0
+    yield Finding(
+        "R32",
+        (),
+        f"Waiting for late ranks takes {format_ratio(late / step)} of the step.",
+        f"{format_ns(late)} of {format_ns(exposed)} of exposed time is waiting for ranks that "
+        "arrive late at a collective. No single rank causes it.",
+        ("Find out when ranks arrive late: fsdp-inspect ranks RUN.",),
+        {"exposed_ns": exposed},
+        limits=True,
+        rows=_rows(evidence, Limit.STRAGGLER),
+        effect=Effect(
+            sentence=f"Saves at most {format_ns(late)} a step, all waits for late ranks. A plan "
+            "with fewer collectives waits for them less often, not shorter.",
+            saved_low_ns=0,
+            saved_high_ns=late,
+            is_exposed=True,
+        ),
+        verify=_VERIFY[Limit.STRAGGLER],
+    )
 
 
 _VERIFY = {
@@ -89,7 +125,7 @@ def _effect(evidence: Evidence, limit: Limit) -> Effect:
         sentence=f"Saves at most {format_ns(cost)} a step, the whole cost.",
         saved_low_ns=0,
         saved_high_ns=round(cost),
-        is_exposed=limit is Limit.STRAGGLER,
+        is_exposed=limit is Limit.STRAGGLER,  # other communication is no gain of a plan
     )
 
 

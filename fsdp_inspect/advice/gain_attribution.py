@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdp_inspect.advice.evidence import Effect, Finding
+from fsdp_inspect.advice.evidence import SIMULATED_PLANS, Effect, Finding
 from fsdp_inspect.formatting import format_bytes, format_ns
 
 
@@ -11,6 +11,9 @@ def attribute_gains(
     findings: Sequence[Finding], *, can_play: bool, has_changes: bool
 ) -> tuple[Finding, ...]:
     """Remove gains that an earlier finding or a change of the plan already claims.
+
+    If plans were simulated, findings that only name a change of the plan are left out: the
+    simulation has tried it, and a suggestion names it if it helps.
 
     [Note: no ms twice] Exposed time is one sum. A change of the plan, a fixed straggler and a
     faster link may all shorten the same wait. So the changes of the plan claim exposed time if
@@ -24,13 +27,18 @@ def attribute_gains(
     """
     settled: list[Finding] = []
     claimed_by = "the changes of the plan" if has_changes else ""
-    for finding in findings:
+    for finding in leave_out_plans(findings) if can_play else findings:
         if finding.effect.is_exposed and claimed_by:
             finding = replace(finding, effect=_unclaimed(finding.effect, claimed_by))
         elif finding.effect.is_exposed:
             claimed_by = "the fix of an earlier finding"
         settled.append(_with_time(finding, can_play=can_play))
     return tuple(settled)
+
+
+def leave_out_plans(findings: Sequence[Finding]) -> list[Finding]:
+    """Leave out the findings whose effect the simulation of plans decides."""
+    return [finding for finding in findings if finding.effect.played_by != SIMULATED_PLANS]
 
 
 def _with_time(finding: Finding, *, can_play: bool) -> Finding:

@@ -8,6 +8,7 @@ So plans with the same units, dtypes, mesh and accumulation share one workload.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from fsdp_inspect.advice.gain_parts import SLOWDOWN, split_step
 from fsdp_inspect.advice.plan_space import Choice, Space, make_space
 from fsdp_inspect.advice.slowdown import NOTHING_PAID, Paid, Slowdown, hidden_ns
 from fsdp_inspect.errors import MissingDataError, PlanError
@@ -15,6 +16,7 @@ from fsdp_inspect.simulation.network import Network, NodeLink
 from fsdp_inspect.simulation.parameters import smaller_group
 from fsdp_inspect.simulation.policies import policies_of
 from fsdp_inspect.simulation.recorded import (
+    Execution,
     RecordedWork,
     measure_work,
     observed_plan,
@@ -27,6 +29,7 @@ from fsdp_inspect.simulation.scenario import (
     mesh_of,
     resolve_plan,
 )
+from fsdp_inspect.simulation.schedule import PlayedStep
 from fsdp_inspect.simulation.workload import Workload
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunSource
@@ -148,18 +151,28 @@ class PlanScorer:
         own = self.score(choice).step_ns
         return min(own, *steps), max(own, *steps)
 
+    def parts_ns(self, choice: Choice) -> dict[str, int]:
+        """The parts of the simulated step (`advice.gain_parts`); they add up to its time."""
+        step = self._simulate(choice, self.network)
+        on_host = self.work.execution is not Execution.STREAM
+        parts = split_step(step, on_host=on_host)
+        return parts | {SLOWDOWN: self.score(choice).step_ns - step.duration_ns}
+
     def scenario(self, choice: Choice) -> Scenario:
         """The work under a plan: its resolved plan, units and assumptions."""
         plan = self.space.plan_of(choice)
         return replace(self._scenario(plan, self.network, "own"), plan=plan)
 
     def _play(self, choice: Choice, network: Network, pace: str = "own") -> Score:
-        plan = self.space.plan_of(choice)
-        step = play(self.workload(plan, network, pace), self.work.execution)
+        step = self._simulate(choice, network, pace)
         paid = NOTHING_PAID
         if self.slowdown.is_told:
             paid = self.slowdown.paid(hidden_ns(step) - self._hidden_ns)
         return Score(step.duration_ns + paid.value_ns, step.peak_bytes, paid)
+
+    def _simulate(self, choice: Choice, network: Network, pace: str = "own") -> PlayedStep:
+        plan = self.space.plan_of(choice)
+        return play(self.workload(plan, network, pace), self.work.execution)
 
     def workload(self, plan: Plan, network: Network, pace: str = "own") -> Workload:
         """The recorded work under a resolved plan. See [Note: what is shared]."""

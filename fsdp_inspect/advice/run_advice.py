@@ -7,6 +7,7 @@ from fsdp_inspect.advice.advise import Advice, give_advice, slowdown_of
 from fsdp_inspect.advice.candidates import find_candidates
 from fsdp_inspect.advice.evidence import Evidence, Finding
 from fsdp_inspect.advice.findings import find_first_things
+from fsdp_inspect.advice.gain_attribution import leave_out_plans
 from fsdp_inspect.advice.node_links import find_node_links
 from fsdp_inspect.advice.plan_scores import PlanScorer
 from fsdp_inspect.advice.request import AdviceRequest
@@ -83,11 +84,15 @@ def find_plans_to_run(
 def find_findings(run: RunSource, *, digest: Summary | None = None) -> tuple[Finding, ...]:
     """The findings of a run: problems that no sharding plan can fix.
 
+    For a run that cannot be simulated, they include changes of the plan without a predicted gain.
+
     Args:
         run: A run.
         digest: The summary of the run, if it is known already.
     """
-    return find_first_things(_evidence(run, digest or measure_summary(run), for_plans=False))
+    findings = find_first_things(_evidence(run, digest or measure_summary(run), for_plans=False))
+    is_simulated = bool(run.manifest.plan) and run.manifest.source != "imported"
+    return tuple(leave_out_plans(findings)) if is_simulated else findings
 
 
 def _evidence(run: RunSource, digest: Summary, *, for_plans: bool = True) -> Evidence:

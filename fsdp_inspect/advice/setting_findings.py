@@ -6,7 +6,7 @@ The findings come from the manifest, the plan check and the allocator's counters
 import math
 from collections.abc import Iterator
 
-from fsdp_inspect.advice.evidence import Effect, Evidence, Finding
+from fsdp_inspect.advice.evidence import SIMULATED_PLANS, Effect, Evidence, Finding
 from fsdp_inspect.analysis.plan_check.unit_waste import padding_bytes
 from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.analysis.verdict.facts import DOMINANT_UNIT_RATIO
@@ -23,7 +23,6 @@ FROZEN_RATIO = 0.05
 """Below this fraction of trained parameters, a model counts as mostly frozen (R29)."""
 _MOST_NAMED = 3
 _FROM_UNITS = "Derived from the units of the run."
-_PLANS = "the simulated plans"
 _PLANS_IN_16_BITS = "the plans with --allow-dtypes"
 
 
@@ -49,7 +48,9 @@ def _one_unit(evidence: Evidence) -> Iterator[Finding]:
         "all-gathers.",
         f"The unit gathers {format_bytes(largest.unsharded_bytes)} at once.",
         ("Call fully_shard on every transformer block, and on the model last.",),
-        effect=Effect(sentence="One all-gather becomes many smaller ones.", played_by=_PLANS),
+        effect=Effect(
+            sentence="One all-gather becomes many smaller ones.", played_by=SIMULATED_PLANS
+        ),
         snippet=(
             "for block in model.layers:  # the blocks of your model\n"
             "    fully_shard(block, mesh=mesh)\n"
@@ -84,7 +85,7 @@ def _large_unit(evidence: Evidence) -> Iterator[Finding]:
             effect=Effect(
                 sentence=f"The peak falls by at most {format_bytes(excess)}, and only if memory "
                 "reaches it while this unit is unsharded.",
-                played_by=_PLANS,
+                played_by=SIMULATED_PLANS,
                 added_low_bytes=-excess,
                 added_high_bytes=0,
             ),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from fsdp_inspect.advice.change_words import rule_of, say_changes
 from fsdp_inspect.advice.evidence import Evidence, TraceRow
+from fsdp_inspect.advice.gain_parts import say_parts, subtract_parts
 from fsdp_inspect.advice.plan_scores import AS_RECORDED, PlanScorer
 from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.advice.search import Increment
@@ -60,6 +61,8 @@ class Suggestion:
     """The longest waits that the change reduces, longest first; empty: none was exposed."""
     saved_ns: int
     """Predicted gain a step, beyond the earlier suggestions; negative: the step takes longer."""
+    saved_by_ns: Mapping[str, int]
+    """`saved_ns` by part of the simulated step (`advice.gain_parts`); the parts add up to it."""
     saved_low_ns: int
     saved_high_ns: int
     """Bounds of the gain. They cover fast and slow messages within the run's own fit, the error of
@@ -124,13 +127,16 @@ class Narrator:
         rules = self._bench.space.rules
         added = _difference(after.peak_bytes, before.peak_bytes)
         margin = self._memory_margin(after.peak_bytes)
+        parts = (self._bench.parts_ns(c) for c in (increment.before, increment.after))
+        saved_by = subtract_parts(*parts)
         return Suggestion(
             rules=tuple(dict.fromkeys(rule_of(choice, name, rules) for name in increment.names)),
             what=say_changes(choice),
             units=self._units(increment),
-            evidence=tuple(self._why(choice)),
+            evidence=(*_account(saved_by), *self._why(choice)),
             rows=self._rows(choice),
             saved_ns=before.step_ns - after.step_ns,
+            saved_by_ns=saved_by,
             saved_low_ns=low,
             saved_high_ns=high,
             step_ns=after.step_ns,
@@ -244,16 +250,14 @@ class Narrator:
         if choice.accumulation_sync is not None:
             count = self._bench.space.plan.accumulation.microbatches
             yield f"A step has {count} microbatches."
-        if choice.async_gathers:
+        if choice.async_gathers and exposed.get("all_gather"):
             yield (
                 "The backend blocks the main thread in its collectives; all-gathers block it for "
-                f"{format_ns(exposed.get('all_gather', 0))} a step."
+                f"{format_ns(exposed['all_gather'])} a step."
             )
-        if choice.reduce_buffers or choice.accumulation_sync is not None:
-            yield (
-                f"Reduce-scatter is exposed for {format_ns(exposed.get('reduce_scatter', 0))} a "
-                "step."
-            )
+        reduces = choice.reduce_buffers or choice.accumulation_sync is not None
+        if reduces and exposed.get("reduce_scatter"):
+            yield f"Reduce-scatter is exposed for {format_ns(exposed['reduce_scatter'])} a step."
 
     def _causes(self, choice: Choice) -> Iterator[str]:
         """The causes of waits that a change reduces."""
@@ -272,7 +276,7 @@ class Narrator:
         """Facts about the size of the recorded units."""
         units = self._bench.work.units
         line = self._bench.network.lines.get(EventKind.ALL_GATHER)
-        if rule == "R2" and line is not None and line.latency_ns:
+        if rule == "R2" and line is not None and round(line.latency_ns):
             yield (
                 f"{len(units)} units gather, each with a latency of {format_ns(line.latency_ns)} "
                 "(fitted to the run's all-gathers)."
@@ -283,8 +287,10 @@ class Narrator:
                 f"The largest of {len(units)} units, {format_unit(largest.fqn)}, gathers "
                 f"{format_bytes(largest.unsharded_bytes)} at once."
             )
-        exposed = sum(self._evidence.exposed_by_kind_ns.values())
-        yield f"{len(units)} units expose {format_ns(exposed)} of communication a step."
+        exposed = self._evidence.exposed_by_kind_ns
+        of_units = sum(ns for kind, ns in exposed.items() if kind != "other")
+        if of_units:
+            yield f"{len(units)} units expose {format_ns(of_units)} of communication a step."
 
     def _gathered_again(self) -> Iterator[str]:
         """The cost of the all-gathers in backward: waits and work."""
@@ -301,9 +307,11 @@ class Narrator:
         link = sum(unit.gather_backward_ns or unit.gather_ns for unit in again)
         yield (
             f"Backward gathers {len(again)} units again. One pass takes {format_ns(link)} on the "
-            f"link and {format_ns(busy)} in copies and hooks; "
-            f"{format_ns(self._evidence.backward_gathers_ns)} a step are exposed."
+            f"link and {format_ns(busy)} in copies and hooks."
         )
+        exposed = self._evidence.backward_gathers_ns
+        if exposed:
+            yield f"These all-gathers are exposed for {format_ns(exposed)} a step."
 
     def _risks(self, before: Choice, choice: Choice) -> Iterator[str]:
         after = before.take(choice, choice.changed)
@@ -328,6 +336,13 @@ class Narrator:
                 "One unit hides no communication on backends that overlap collectives with "
                 "compute, as on GPUs, and gathers the whole model at once (R1)."
             )
+
+
+def _account(saved_by_ns: Mapping[str, int]) -> Iterator[str]:
+    """The parts of the simulated step behind a gain."""
+    parts = say_parts(saved_by_ns)
+    if parts:
+        yield f"The gain by part of the step: {parts}."
 
 
 def _assume_dtypes(choice: Choice) -> Iterator[str]:

@@ -7,6 +7,7 @@ time is a time of the rank's typical step ([Note: the typical step] in `analysis
 so causes add up to the exposed time, and kinds to the exposed time of the breakdown.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -69,6 +70,18 @@ class ExposedPass:
     """Per step; simultaneous waits count for each collective."""
     causes_ns: dict[str, int]
     """By `Cause`, only causes above 0, largest first; they add up to `exposed_ns`."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherCommunication:
+    """Collectives that FSDP did not issue: of one kind, in one phase, on one mesh dimension."""
+
+    kind: str
+    phase: str
+    dimension: str
+    """The name of the mesh dimension (`tp`); empty: the process group has none."""
+    exposed_ns: int
+    """Per step."""
 
 
 def _kind_of(row: ExposedOwner | ExposedPass) -> str:
@@ -242,6 +255,9 @@ class Exposed:
     """Every kind of collective in every phase, most exposed first."""
     owners: tuple[ExposedOwner, ...]
     """Every owner of communication, most exposed first."""
+    not_fsdp: tuple[OtherCommunication, ...]
+    """Communication that FSDP did not issue, most exposed first; empty if the source does not
+    record the issuer."""
     evidence: tuple[ExposedWait, ...]
     """The longest waits of the timed steps, longest first, at most `MOST_EVIDENCE`: the longest
     wait of each owner, or the longest waits of a selected unit."""
@@ -298,6 +314,7 @@ def measure_exposed(
         causes_ns=typical.causes_ns(typical.waits.share_by_cause_ns, exposed),
         passes=_find_passes(typical, unit),
         owners=_find_owners(run.manifest, member, typical, unit),
+        not_fsdp=_find_other(run.manifest, typical) if run.manifest.knows_fsdp else (),
         evidence=_Evidence(run.manifest, waits).collect(unit),
     )
 
@@ -422,6 +439,23 @@ def _find_owners(
             )
         )
     return tuple(sorted(owners, key=lambda owner: -owner.exposed_ns))
+
+
+def _find_other(manifest: RunManifest, typical: _TypicalWaits) -> tuple[OtherCommunication, ...]:
+    dimensions = {group.index: group.dimension for group in manifest.process_groups}
+    collectives, exposed = typical.waits.collectives, typical.waits.exposed_ns
+    is_other = (collectives.unit == NO_UNIT) & (exposed > 0)
+    sums: dict[tuple[str, str, str], int] = defaultdict(int)
+    for position in np.flatnonzero(is_other & (collectives.phase != Phase.EVALUATION)).tolist():
+        kind = EventKind(int(collectives.kind[position])).label
+        phase = Phase(int(collectives.phase[position])).label
+        dimension = dimensions.get(int(collectives.group[position]), "")
+        sums[kind, phase, dimension] += int(exposed[position])
+    found = (
+        OtherCommunication(*key, round(total / max(typical.num_steps, 1)))
+        for key, total in sums.items()
+    )
+    return tuple(sorted(found, key=lambda one: -one.exposed_ns))
 
 
 def _owners(table: EventTable | SummaryTable) -> NDArray[np.int64]:

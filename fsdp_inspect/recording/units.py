@@ -43,7 +43,11 @@ class ProcessGroups:
         index = self._indices[name] = len(self._groups)
         self._groups.append(
             ProcessGroup(
-                index=index, name=name, ranks=dist.get_process_group_ranks(group), role=role
+                index=index,
+                name=name,
+                ranks=dist.get_process_group_ranks(group),
+                role=role,
+                dimension=torch_fsdp.mesh_dimension_of(group),
             )
         )
         self._issued.append(0)

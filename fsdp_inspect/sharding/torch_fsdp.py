@@ -219,6 +219,17 @@ def mesh_sizes(group: FSDPParamGroup) -> dict[str, int]:
     return sizes
 
 
+def mesh_dimension_of(group: ProcessGroup) -> str:
+    """The name of a process group's dimension in its `DeviceMesh`; empty if it has none.
+
+    `DeviceMesh` (torch 2.13) describes the group of its dimension `tp` as `mesh_tp`, and that of
+    its second unnamed dimension as `mesh_dim_1`.
+    """
+    name = group.group_desc.removeprefix("mesh_")
+    is_named = name != group.group_desc and name != "default" and not name.startswith("dim_")
+    return name if is_named else ""
+
+
 def offloads_to_cpu(group: FSDPParamGroup) -> bool:
     """Whether a group's sharded parameters, gradients and optimizer state are on the host."""
     return isinstance(group.offload_policy, CPUOffloadPolicy)

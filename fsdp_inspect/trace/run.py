@@ -108,6 +108,8 @@ class ProcessGroup(Record):
     """Global ranks, in group order. Of groups with one role, this is the group of rank 0."""
     role: str = "other"
     """`shard`, `replicate`, `post_forward` or `other`."""
+    dimension: str = ""
+    """The name of its dimension in the `DeviceMesh` (`tp`); empty: it has none, or no name."""
 
 
 class ModelInfo(Record):

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_inspect.advice.advise import Advice, PlanAdvice
+from fsdp_inspect.advice.gain_parts import say_parts
 from fsdp_inspect.advice.plan_scores import PlanScorer
 from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.advice.request import AdviceRequest
-from fsdp_inspect.advice.run_advice import advise_run
+from fsdp_inspect.advice.run_advice import advise_run, find_findings
 from fsdp_inspect.simulation.policies import policies_of
 from fsdp_inspect.simulation.prediction import predicted_events
 from fsdp_inspect.simulation.recorded import Execution, play
@@ -212,6 +213,7 @@ def test_savings_add_up_and_no_advice_is_slower_than_the_recorded_plan(workload:
     assert all(ns >= 0.02 * advice.replayed_step_ns for ns in saved)
     for each in advice.suggestions:
         assert each.saved_low_ns <= each.saved_ns <= each.saved_high_ns
+        assert sum(each.saved_by_ns.values()) == each.saved_ns
     steps = [point.step_ns for point in advice.front]
     assert steps == sorted(steps)
     assert advice.fastest.step_ns <= advice.replayed_step_ns
@@ -265,6 +267,34 @@ def test_every_suggestion_can_be_judged_and_run_by_itself():
         assert {row.kind for row in each.rows} <= {"all_gather", "reduce_scatter"}
     steps = [each.step_ns for each in advice.suggestions]
     assert steps[-1] == advice.fastest.step_ns
+
+
+def test_a_gain_names_the_parts_of_the_step_that_become_shorter():
+    run = as_run(blocks(6, compute_ns=10 * MS, link_ns=8 * MS), Execution.HOST)
+    first = plan_advice(run).suggestions[0]
+    assert first.saved_by_ns["all-gather"] > 0.9 * first.saved_ns
+    assert first.evidence[0].startswith("The gain by part of the step: all-gather ")
+
+
+def test_a_gain_lists_its_large_parts_and_adds_up_the_small_ones():
+    parts = {"all-gather": 25_200_000, "host work": 5_800_000, "copies": -1_000_000}
+    assert say_parts(parts) == "all-gather 25.2 ms, host work 5.80 ms, copies -1.00 ms"
+    small = {f"part {number}": 9 for number in range(20)}
+    assert say_parts({"all-gather": 1000, **small}) == "all-gather 1.00 µs, other 180 ns"
+    assert say_parts({"all-gather": 1000, "copies": 1}) == "all-gather 1.00 µs"
+    assert say_parts({}) == ""
+
+
+def test_a_simulated_run_gets_no_finding_that_only_names_a_plan():
+    """One unit holds most parameters, but the simulation may advise one unit for the model."""
+    run = as_run(blocks(1, compute_ns=10 * MS, link_ns=8 * MS), Execution.BLOCKING_HOST)
+    sizes = [unit.model_copy(update={"num_parameters": 9}) for unit in run.manifest.units[:1]]
+    units = [*sizes, *run.manifest.units[1:]]
+    run = replace(run, manifest=run.manifest.model_copy(update={"units": units}))
+    imported = run.manifest.model_copy(update={"source": "imported"})
+    assert "R1" in {each.rule for each in find_findings(replace(run, manifest=imported))}
+    assert "R1" not in {each.rule for each in find_findings(run)}
+    assert "R1" not in {each.rule for each in advise_run(run, AdviceRequest()).findings}
 
 
 def test_exposed_time_is_claimed_by_the_plan_or_by_one_finding():

@@ -220,5 +220,5 @@ def test_data_parallel_alone_is_advised_nothing_about_gathers():
     verdict = measure_summary(builder.build()).verdict
     assert verdict.limit is Limit.COMMUNICATION
     assert verdict.next_steps == (
-        "Start with the most exposed collective: `fsdp-inspect exposed RUN` shows it.",
+        "Find the call that issues it: `fsdp-inspect exposed RUN` shows its kind and phase.",
     )

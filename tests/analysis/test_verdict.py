@@ -1,8 +1,10 @@
 import pytest
 
 from fsdp_inspect.analysis.verdict import (
+    COMPARE_PLANS,
     Limit,
     MemoryGrowthFacts,
+    OtherPart,
     StepFacts,
     StragglerFacts,
     Waiting,
@@ -103,8 +105,56 @@ def test_the_limit_is_the_largest_share_above_its_threshold(changes, limit):
 def test_the_floor_is_never_offered_as_a_gain():
     verdict = give_verdict(facts(exposed_ns=20 * MS, floor_ns=17 * MS))
     assert verdict.limit is Limit.COMPUTE
-    assert verdict.next_steps[0] == "Change nothing in the sharding plan."
+    assert verdict.next_steps[-1] == "Change nothing in the sharding plan."
     assert "20.0 ms, of which 17.0 ms is the floor, which no setting hides." in verdict.why
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"exposed_ns": 30 * MS, "backward_gathers_ns": 20 * MS}, id="communication"),
+        pytest.param({"exposed_ns": 30 * MS, "num_units": 1}, id="one unit"),
+        pytest.param({"exposed_ns": 30 * MS, "top": waiting()}, id="late all-gather"),
+        pytest.param({"exposed_ns": 30 * MS, "causes_ns": {"serialized": 9 * MS}}, id="queue"),
+        pytest.param({"host_bound_ns": 20 * MS}, id="host"),
+        pytest.param({"device_ratio": 0.97, "device_bytes": 80 * GIB}, id="memory"),
+        pytest.param({}, id="compute"),
+    ],
+)
+def test_a_verdict_leaves_changes_of_the_plan_to_the_simulation(changes):
+    steps = " ".join(give_verdict(facts(has_plan=True, **changes)).next_steps)
+    named = ("reshard", "Reshard", "Prefetch", "fully_shard", "set_separate", "units", "nothing")
+    assert not any(name in steps for name in named)
+    without_plan = give_verdict(facts(**changes)).next_steps
+    assert any(name in " ".join(without_plan) for name in named)
+
+
+@pytest.mark.parametrize(
+    ("dimension", "phase", "name"),
+    [
+        ("tp", "forward", "tensor parallelism in forward"),
+        ("ep", "backward", "expert parallelism in backward"),
+        ("mine", "forward", "the mesh dimension 'mine' in forward"),
+        ("", "optimizer", "the optimizer phase"),
+        ("", "data", "data loading"),
+        ("", "outside", "the training loop"),
+    ],
+)
+def test_communication_outside_fsdp_is_named_before_any_plan(dimension, phase, name):
+    part = OtherPart(
+        kind="all_reduce", phase=phase, dimension=dimension, exposed_ns=12 * MS, total_ns=18 * MS
+    )
+    verdict = give_verdict(facts(exposed_ns=30 * MS, other_part=part, has_plan=True))
+    assert verdict.sentence == "Communication outside FSDP is exposed for 18% of the step."
+    assert f"is the all-reduce of {name}: 12.0 ms. No sharding plan changes it." in verdict.why
+    assert verdict.next_steps[0] != COMPARE_PLANS
+    assert verdict.next_steps[1:] == (COMPARE_PLANS,)
+
+
+def test_waiting_for_late_ranks_comes_before_any_plan():
+    causes = {"straggler": 16 * MS, "bandwidth": 14 * MS}
+    verdict = give_verdict(facts(exposed_ns=30 * MS, causes_ns=causes, has_plan=True))
+    assert "16.0 ms of the exposed time is waiting for ranks" in verdict.next_steps[0]
 
 
 def test_a_model_in_one_unit_is_told_to_wrap_its_blocks_though_all_is_floor():

@@ -25,18 +25,21 @@ from dataclasses import dataclass, field
 
 from fsdp_inspect.analysis.verdict.facts import (
     MemoryGrowthFacts,
+    OtherPart,
     StepFacts,
     StragglerFacts,
     Waiting,
 )
 from fsdp_inspect.analysis.verdict.limits import STRAGGLER_RATIO, Limit, find_limit
-from fsdp_inspect.analysis.verdict.words import describe_extra_work, phrase_limit
+from fsdp_inspect.analysis.verdict.words import COMPARE_PLANS, describe_extra_work, phrase_limit
 
 __all__ = [
+    "COMPARE_PLANS",
     "STRAGGLER_RATIO",
     "UNKNOWN",
     "Limit",
     "MemoryGrowthFacts",
+    "OtherPart",
     "RankVerdict",
     "StepFacts",
     "StragglerFacts",
@@ -122,6 +125,7 @@ def _numbers(facts: StepFacts) -> dict[str, float | int | None]:
         "exposed_ns": facts.exposed_ns,
         "floor_ns": facts.floor_ns,
         "other_ns": facts.other_ns,
+        "exposed_other_ns": facts.exposed_by_kind_ns.get("other"),
         "backward_gathers_ns": facts.backward_gathers_ns,
         "straggler_rank": straggler.rank if straggler else None,
         "straggler_cost_ns": straggler.cost_ns if straggler else None,

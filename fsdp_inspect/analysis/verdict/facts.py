@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fsdp_inspect.analysis.wait_causes import Cause
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
@@ -13,6 +15,20 @@ class Waiting:
     kind: str
     phase: str
     exposed_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherPart:
+    """The largest part of the exposed time that FSDP did not cause."""
+
+    kind: str
+    phase: str
+    dimension: str
+    """The name of the mesh dimension (`tp`); empty: the process group has none."""
+    exposed_ns: int
+    """Of this part."""
+    total_ns: int
+    """Of all communication that FSDP did not issue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +89,12 @@ class StepFacts:
     """Imported kernel trace: it shows when kernels ran, but no waits for collectives or data."""
     knows_fsdp: bool = True
     """A collective without a unit is known not to come from FSDP."""
+    other_part: OtherPart | None = None
+    """Set if more exposed time comes from other code than from FSDP: no sharding plan changes
+    it."""
+    has_plan: bool = False
+    """The run has its sharding plan, so `advise` can simulate other plans. The verdict then names
+    no change of the plan: only the simulation decides which change helps."""
     has_gathers: bool = True
     """The step gathers parameters: the run has a sharding plan that can be changed."""
     num_units: int = 0
@@ -101,8 +123,13 @@ class StepFacts:
 
     @property
     def avoidable_ns(self) -> int:
-        """Exposed time that some plan can hide; in an unwrapped model all of it."""
+        """Exposed time that some change can hide; in an unwrapped model all of it."""
         return self.exposed_ns if self.is_unwrapped else self.exposed_ns - self.floor_ns
+
+    @property
+    def late_ranks_ns(self) -> int:
+        """Exposed time spent waiting for ranks that arrive later."""
+        return self.causes_ns.get(Cause.STRAGGLER.label, 0)
 
 
 DOMINANT_UNIT_RATIO = 0.50

@@ -17,6 +17,7 @@ from fsdp_inspect.analysis.provenance import Provenance
 from fsdp_inspect.analysis.verdict import (
     UNKNOWN,
     MemoryGrowthFacts,
+    OtherPart,
     RankVerdict,
     StepFacts,
     StragglerFacts,
@@ -82,6 +83,7 @@ def _facts_of_run(answers: Answers, step: StepBreakdown) -> StepFacts:
         causes_ns=exposed.causes_ns if exposed else {},
         backward_gathers_ns=exposed.backward_gathers_ns if exposed else 0,
         top=_top_owner(exposed) if exposed else None,
+        other_part=_largest_other(exposed) if exposed else None,
         reduces_in_float32=any(unit.reduce_dtype == "float32" for unit in answers.manifest.units),
         blocks_host=answers.provenance is not None and answers.provenance.blocks_host,
         peak_allocated_bytes=memory.peak_allocated_bytes,
@@ -128,6 +130,7 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
         backend=manifest.backend,
         is_kernel_trace=is_kernel_trace,
         knows_fsdp=manifest.knows_fsdp,
+        has_plan=bool(manifest.plan) and manifest.source != "imported",
         has_gathers=_has_gathers(answers),
         num_units=len(parameters),
         largest_unit_ratio=max(parameters, default=0) / max(sum(parameters), 1),
@@ -158,6 +161,21 @@ def _growth(growth: MemoryGrowth | None) -> MemoryGrowthFacts | None:
         rank=growth.rank,
         bytes_per_step=growth.growth_bytes_per_step,
         steps_until_full=growth.steps_until_full,
+    )
+
+
+def _largest_other(exposed: Exposed) -> OtherPart | None:
+    """Return the largest part of other communication, if FSDP's own is exposed for less time."""
+    other = exposed.by_kind_ns.get("other", 0)
+    if not exposed.not_fsdp or 2 * other <= exposed.exposed_ns:
+        return None
+    largest = exposed.not_fsdp[0]
+    return OtherPart(
+        kind=largest.kind,
+        phase=largest.phase,
+        dimension=largest.dimension,
+        exposed_ns=min(largest.exposed_ns, other),
+        total_ns=other,
     )
 
 

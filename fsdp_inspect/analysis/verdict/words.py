@@ -5,16 +5,22 @@ A headline has at most 12 words. The details are in the reason.
 
 from collections.abc import Callable
 
-from fsdp_inspect.analysis.verdict.facts import StepFacts, StragglerFacts
+from fsdp_inspect.analysis.verdict.facts import OtherPart, StepFacts, StragglerFacts
 from fsdp_inspect.analysis.verdict.limits import Limit
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.trace.codes import Phase
 
 FRAGMENTED_RATIO = 0.10
 """R21 applies if a larger fraction of reserved memory is unused at the peak."""
 WORTH_NAMING_RATIO = 0.02
 """Changes that concern a smaller fraction of the step are not advised."""
+
+COMPARE_PLANS = "Compare other sharding plans by simulation: `fsdp-inspect advise RUN`."
+"""The only next step about the plan of a recorded run. Which change of the plan helps is the answer
+of the simulation, so the verdict names none and cannot contradict it."""
+FIND_CALL = "Find the call that issues it: `fsdp-inspect exposed RUN` shows its kind and phase."
 
 Words = tuple[str, str, tuple[str, ...]]
 """The headline, the reason, the changes to try next."""
@@ -48,7 +54,9 @@ def _plan(facts: StepFacts) -> str:
 def _phrase_memory(facts: StepFacts) -> Words:
     reserved, allocated = facts.peak_reserved_bytes or 0, facts.peak_allocated_bytes or 0
     steps = ["Recompute activations (activation checkpointing), or halve the microbatch."]
-    if facts.has_gathers:
+    if facts.has_plan:
+        steps.append(COMPARE_PLANS)
+    elif facts.has_gathers:
         steps.append("Reshard every block after forward, if some blocks stay unsharded.")
     unused = _unused_ratio(facts)
     if unused > FRAGMENTED_RATIO:
@@ -120,13 +128,13 @@ def _phrase_host(facts: StepFacts) -> Words:
             f"No kernel and no collective runs for {idle}. The trace does not record what the "
             "host does: this time includes waits for the next batch."
         )
-    fewer_units = ", fewer and larger units" if facts.has_gathers else ""
+    fewer_units = ", fewer and larger units" if _may_name_plans(facts) else ""
     steps = [
         "Reduce the host's work relative to the device's: torch.compile, a larger "
         f"microbatch{fewer_units}.",
         "Remove synchronisations from the step (.item(), printing a loss, .cpu()).",
     ]
-    if facts.has_gathers:
+    if _may_name_plans(facts):
         steps.append(
             "Prefetch one unit ahead in forward, so that the host issues all-gathers earlier."
         )
@@ -169,7 +177,14 @@ def describe_extra_work(straggler: StragglerFacts) -> str:
     return f"{part} takes {format_ns(straggler.meanwhile_ns)} longer"
 
 
+def _may_name_plans(facts: StepFacts) -> bool:
+    """Whether the verdict names changes of the plan: no simulation of this run can choose one."""
+    return facts.has_gathers and not facts.has_plan
+
+
 def _phrase_communication(facts: StepFacts) -> Words:
+    if facts.other_part is not None:
+        return _phrase_other_part(facts, facts.other_part)
     causes = "" if facts.blocks_host else _phrase_causes(facts)
     why = [_phrase_kinds(facts), causes, _phrase_most_exposed(facts)]
     if facts.blocks_host:
@@ -186,6 +201,55 @@ def _phrase_communication(facts: StepFacts) -> Words:
         " ".join(sentence for sentence in why if sentence),
         tuple(_advise_communication(facts)),
     )
+
+
+def _phrase_other_part(facts: StepFacts, part: OtherPart) -> Words:
+    """The largest part of the exposed time comes from other code than FSDP."""
+    name, remedy = describe_other_part(part)
+    place = f" in {part.phase}" if part.phase in _PHASES_BY_NAME else ""
+    kind = part.kind.replace("_", "-")
+    return (
+        f"Communication outside FSDP is exposed for {_ratio(facts, part.total_ns)} of the step.",
+        f"{_phrase_kinds(facts)} The largest part outside FSDP is the {kind} of {name}{place}: "
+        f"{format_ns(part.exposed_ns)}. No sharding plan changes it.",
+        (remedy, *([COMPARE_PLANS] if facts.has_plan else [])),
+    )
+
+
+def describe_other_part(part: OtherPart) -> tuple[str, str]:
+    """The name of communication that FSDP did not issue, and what to do about it."""
+    if part.dimension in _DIMENSIONS:
+        return _DIMENSIONS[part.dimension]
+    if part.dimension:
+        return f"the mesh dimension {part.dimension!r}", FIND_CALL
+    if part.phase == Phase.OPTIMIZER.label:
+        return (
+            "the optimizer phase",
+            "Look for gradient clipping, norms or metrics around the optimizer: issue them less "
+            "often, or without waiting for each result.",
+        )
+    if part.phase == Phase.DATA.label:
+        return "data loading", "Let each rank read its own batch, or fetch the next batch earlier."
+    return "the training loop", FIND_CALL
+
+
+_KEEP_ON_NODE = "Keep its ranks on one node, or use fewer ranks in this dimension."
+_DIMENSIONS = {
+    "tp": (
+        "tensor parallelism",
+        f"{_KEEP_ON_NODE} On GPUs, torch.compile can hide it (async tensor parallelism).",
+    ),
+    "ep": (
+        "expert parallelism",
+        f"{_KEEP_ON_NODE} Check that the experts receive equally many tokens.",
+    ),
+    "cp": ("context parallelism", _KEEP_ON_NODE),
+    "pp": (
+        "pipeline parallelism",
+        "Use more microbatches, or a schedule with smaller gaps between the stages.",
+    ),
+}
+"""By the name of the mesh dimension: its name in words, and what to do."""
 
 
 def _phrase_kinds(facts: StepFacts) -> str:
@@ -227,8 +291,22 @@ def _phrase_most_exposed(facts: StepFacts) -> str:
     return f"{lead} longest wait is for the {kind}{owner}{place}: {exposed}."
 
 
+_MEASURE_ON_GPUS = "Measure overlap and prefetch on GPUs, where a collective blocks only a stream."
+
+
 def _advise_communication(facts: StepFacts) -> list[str]:
     steps = []
+    if 2 * facts.late_ranks_ns > facts.exposed_ns:
+        steps.append(
+            f"Balance the ranks first: {format_ns(facts.late_ranks_ns)} of the exposed time is "
+            "waiting for ranks that arrive late, and no single rank causes it. `fsdp-inspect ranks "
+            "RUN` shows when."
+        )
+    if facts.has_plan:
+        steps.append(COMPARE_PLANS)
+        if facts.blocks_host:
+            steps.append(_MEASURE_ON_GPUS)
+        return steps
     if facts.is_unwrapped and facts.has_gathers:
         steps.append(
             "Call fully_shard on every transformer block, not only on the whole model: no compute "
@@ -251,7 +329,7 @@ def _advise_communication(facts: StepFacts) -> list[str]:
 
 def _advise_most_exposed(facts: StepFacts) -> list[str]:
     if facts.blocks_host:
-        return ["Measure overlap and prefetch on GPUs, where a collective blocks only a stream."]
+        return [_MEASURE_ON_GPUS]
     if facts.top is None:
         return []
     is_late = (
@@ -293,11 +371,20 @@ def _phrase_compute(facts: StepFacts) -> Words:
         f"The step is compute-bound: compute takes {_ratio(facts, facts.compute_ns)} of it.",
         f"{why} {exposed}",
         (
-            f"Change nothing in {_plan(facts)}.",
-            "Only faster compute makes the step shorter: torch.compile, bfloat16, less "
-            "recomputation.",
+            "Make compute faster: torch.compile, bfloat16, less recomputation.",
+            _say_plan_gain(facts),
         ),
     )
+
+
+def _say_plan_gain(facts: StepFacts) -> str:
+    """What a change of communication can gain in a compute-bound step."""
+    if facts.has_plan:
+        return (
+            f"Another sharding plan can hide at most {format_ns(max(facts.avoidable_ns, 0))} of "
+            "communication. `fsdp-inspect advise RUN` also simulates its copies and host time."
+        )
+    return f"Change nothing in {_plan(facts)}."
 
 
 _WORDS: dict[Limit, Callable[[StepFacts], Words]] = {
