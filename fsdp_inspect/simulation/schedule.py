@@ -272,15 +272,18 @@ class Schedule:
             self._note_pass(EventKind.BACKWARD, unit, state.ready_ns.pop())
         if self._work.policies[unit].reshard_after_backward:
             self._reshard(unit)
-        reduces = has_gradient and (one.reduces is None or unit in one.reduces)
-        if not work.is_trainable or not reduces:
-            return
-        self._hook_unit = unit
+        if one.reduces is not None and not one.reduces:
+            return  # a backward without gradient sync
+        # Torch waits for earlier reductions even if this unit has no gradient to reduce.
         in_flight = self._contexts[unit].in_flight
         while len(in_flight) >= self._work.max_reduce_buffers:
             oldest = in_flight.pop(0)
             self._await(oldest)
             self._memory.reduced(oldest.unit)
+        reduces = has_gradient and (one.reduces is None or unit in one.reduces)
+        if not work.is_trainable or not reduces:
+            return
+        self._hook_unit = unit
         if state.reduced_ns is not None:
             self._machine.wait(self._machine.compute, state.reduced_ns)
             state.reduced_ns = None

@@ -226,6 +226,7 @@ class _Block(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.device, self.unit, self.layer = device, unit, layer
+        self.requires_grad_(layer.work.is_trainable)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Work.apply(self.linear(x), self)

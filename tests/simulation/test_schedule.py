@@ -98,8 +98,14 @@ def cases(draw: st.DrawFn) -> Case:
 
 @st.composite
 def programs(draw: st.DrawFn) -> Case:
-    """Forwards and backwards in any order, of a model whose root ran at least once."""
+    """Forwards and backwards in any order, of a model whose root ran at least once.
+
+    Some units are frozen.
+    """
     case = replace(draw(cases()), input_needs_grad=True, separate_reduce_group=False)
+    is_frozen = draw(st.lists(st.booleans(), min_size=len(case.all), max_size=len(case.all)))
+    if draw(st.booleans()):
+        case = frozen(case, is_frozen)
     blocks = st.lists(st.integers(1, len(case.layers)), max_size=4).map(tuple)
     moves = [Move("forward", draw(blocks))]
     num_graphs = 1
@@ -116,6 +122,14 @@ def programs(draw: st.DrawFn) -> Case:
     moves.append(Move("forward", tuple(range(1, len(case.layers) + 1))))
     moves.append(Move("backward", graph=num_graphs))
     return replace(case, program=moves)
+
+
+def frozen(case: Case, is_frozen: Sequence[bool]) -> Case:
+    layers = [
+        replace(layer, work=replace(layer.work, is_trainable=not freeze))
+        for layer, freeze in zip(case.all, is_frozen, strict=True)
+    ]
+    return replace(case, head=layers[0], layers=layers[1:])
 
 
 def play(case: Case) -> PlayedStep:
