@@ -123,7 +123,7 @@ def give_advice(
             node=request.node,
         )
     except MissingDataError as error:
-        answer = findings[0].sentence if findings else f"This run cannot be simulated: {error}"
+        answer = findings[0].sentence if findings else "No plan of this run can be simulated."
         return Advice(
             run.manifest.run_id,
             answer,
@@ -260,7 +260,12 @@ def _limits_of_play(bench: PlanScorer, request: AdviceRequest, *, fits: bool) ->
     if limit_ns is not None and all(each.step_ns > limit_ns for each in bench.scores.values()):
         least = min(each.step_ns for each in bench.scores.values())
         yield f"No plan takes at most {format_ns(limit_ns)}: the fastest takes {format_ns(least)}."
-    if bench.mesh.world_size > 1 and EventKind.ALL_REDUCE not in bench.network.lines:
+    if bench.space.plan.num_other_ranks > 1 or any(unit.mesh for unit in bench.space.plan.units):
+        yield (
+            "Replicas (HSDP) were not tried: the mesh has dimensions besides data parallelism, or "
+            "units have meshes of their own."
+        )
+    elif bench.mesh.world_size > 1 and EventKind.ALL_REDUCE not in bench.network.lines:
         yield (
             "Replicas (HSDP) were not tried: the run contains no all-reduce to measure. "
             "Record a run with a mesh of replicas, or set both --bandwidth and --latency."

@@ -191,6 +191,7 @@ class PlanScorer:
         units = tuple(
             (
                 unit.modules,
+                tuple(unit.mesh.items()),
                 unit.param_dtype,
                 unit.reduce_dtype,
                 smaller_group(unit.reshard_after_forward),

@@ -91,8 +91,7 @@ def find_findings(run: RunSource, *, digest: Summary | None = None) -> tuple[Fin
         digest: The summary of the run, if it is known already.
     """
     findings = find_first_things(_evidence(run, digest or measure_summary(run), for_plans=False))
-    is_simulated = bool(run.manifest.plan) and run.manifest.source != "imported"
-    return tuple(leave_out_plans(findings)) if is_simulated else findings
+    return tuple(leave_out_plans(findings)) if run.manifest.can_rank_plans else findings
 
 
 def _evidence(run: RunSource, digest: Summary, *, for_plans: bool = True) -> Evidence:

@@ -164,8 +164,14 @@ class Search:
             )
 
     def _meshes(self) -> Iterator[Choice]:
-        """Smaller shard groups, if the run contains an all-reduce."""
-        if EventKind.ALL_REDUCE not in self._bench.network.lines:
+        """Smaller shard groups, if the run contains an all-reduce, on a mesh of data parallelism.
+
+        With tensor or pipeline parallelism, or several meshes, the code that makes the mesh is not
+        known, so no change of it can be shown.
+        """
+        plan = self._bench.space.plan
+        has_other_dimensions = plan.num_other_ranks > 1 or any(unit.mesh for unit in plan.units)
+        if EventKind.ALL_REDUCE not in self._bench.network.lines or has_other_dimensions:
             return
         shard = self._bench.mesh.shard
         replicas = self._bench.mesh.replicate

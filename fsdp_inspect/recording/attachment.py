@@ -355,7 +355,7 @@ class Attachment:
                 plan.dump(self.folder.path / PLAN_FILE)
             return plan.to_dict()
         except Exception as error:
-            reason = str(error).splitlines()[0]
+            reason = " ".join(str(error).split())
             self.session.problem(f"The observed plan could not be stored: {reason}")
             return {}
 

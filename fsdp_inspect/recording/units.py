@@ -243,10 +243,8 @@ def _original_class(module: nn.Module) -> type:
     """The class from the model's source code, without `FSDP...` and wrapper classes."""
     module = getattr(module, "_checkpoint_wrapped_module", module)
     module = getattr(module, "_orig_mod", module)
-    cls = type(module)
-    if isinstance(module, FSDPModule) and len(cls.__mro__) > 2:
-        return cls.__mro__[2]
-    return cls
+    # `fully_shard` and `replicate` put classes of their own before the original class.
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def _is_fsdp1(model: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ from fsdp_inspect.trace.plan import (
 )
 
 
-def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh | None = None) -> Plan:
+def apply_plan(
+    model: nn.Module, plan: Plan, mesh: DeviceMesh | Sequence[DeviceMesh] | None = None
+) -> Plan:
     """Shard a model by a plan: activation checkpointing, `fully_shard`, prefetch.
 
     Gradient accumulation is applied by the training loop, which reads it from the plan. Compile
@@ -39,8 +41,11 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh | None = None) -> 
     Args:
         model: A model that is not sharded; it may be on the meta device.
         plan: Names or patterns of modules of this model.
-        mesh: One dimension (shard) or two (replicate, shard). Default: the plan's mesh on the
-            accelerator, or on the CPU if there is none. If the plan has no mesh, all ranks shard.
+        mesh: One dimension (shard or replicate) or two (replicate, shard). Several meshes if units
+            have meshes of their own, such as experts: each unit takes the mesh of its shape.
+            Default: the plan's mesh on the accelerator, or on the CPU if there is none. If the
+            plan has no mesh, all ranks shard. With tensor, expert or pipeline parallelism, pass
+            the data-parallel meshes, since a plan does not state which ranks they have.
 
     Returns:
         The plan with its patterns resolved for this model.
@@ -53,12 +58,13 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh | None = None) -> 
     _refuse_sharded(model)
     resolved = plan.resolve(modules)
     _refuse_containers(resolved, modules)
-    mesh = _checked_mesh(resolved, mesh)
+    meshes = _Meshes(resolved, mesh)
     _warn_of_risks(model, resolved, modules)
     apply_checkpointing(model, resolved.checkpointing)
     modules = torch_fsdp.modules_by_name(model)
     for unit in _inner_first(resolved.units):
-        _shard(unit, modules, mesh)
+        is_replicated = resolved.is_replicated(unit)
+        _shard(unit, modules, meshes.of(unit), is_replicated=is_replicated)
     _set_separate_groups(resolved.units, modules)
     _set_prefetch(resolved, modules, model)
     return resolved
@@ -83,34 +89,76 @@ def _refuse_containers(plan: Plan, modules: dict[str, nn.Module]) -> None:
                 )
 
 
-def _checked_mesh(plan: Plan, mesh: DeviceMesh | None) -> DeviceMesh:
-    if not dist.is_initialized():
-        raise PlanError(
-            "No process group is initialized. Expected one with every rank of the plan. Call "
-            "torch.distributed.init_process_group first, for example under torchrun."
-        )
-    world_size = dist.get_world_size()
-    if plan.world_size not in (None, world_size):
-        raise PlanError(
-            f"The plan requires {plan.world_size} ranks, but {world_size} are running. Start "
-            f"{plan.world_size} ranks, or change world_size and mesh in the plan."
-        )
-    sizes = plan.mesh or {"shard": world_size}
-    if mesh is None:
-        if math.prod(sizes.values()) != world_size:
+class _Meshes:
+    """The device mesh of each unit of a plan."""
+
+    def __init__(self, plan: Plan, given: DeviceMesh | Sequence[DeviceMesh] | None) -> None:
+        """Check all units, so that an error leaves the model unchanged.
+
+        Raises:
+            PlanError: The ranks or the meshes do not fit the plan.
+        """
+        if not dist.is_initialized():
             raise PlanError(
-                f"The plan's mesh {sizes} does not cover {world_size} ranks. Expected a product "
-                f"of {world_size}. Pass the mesh of the data-parallel ranks, or change the plan."
+                "No process group is initialized. Expected one with every rank of the plan. Call "
+                "torch.distributed.init_process_group first, for example under torchrun."
+            )
+        self._plan = plan
+        self._world_size = dist.get_world_size()
+        if plan.world_size not in (None, self._world_size):
+            raise PlanError(
+                f"The plan requires {plan.world_size} ranks, but {self._world_size} are running. "
+                f"Start {plan.world_size} ranks, or change world_size and mesh in the plan."
+            )
+        self._given = [given] if isinstance(given, DeviceMesh) else given
+        self._by_sizes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+        for unit in plan.units:
+            mesh = self.of(unit)
+            if not unit.mesh:
+                check_reshard_sizes(plan, mesh.size(mesh.ndim - 1))
+
+    def of(self, unit: UnitPlan) -> DeviceMesh:
+        """The mesh of a unit."""
+        sizes = self._plan.mesh_of(unit)
+        key = tuple(sizes.items())
+        if key not in self._by_sizes:
+            self._by_sizes[key] = (
+                self._create(dict(sizes) or {"shard": self._world_size})
+                if self._given is None
+                else self._choose(dict(sizes), unit, self._given)
+            )
+        return self._by_sizes[key]
+
+    def _create(self, sizes: Mapping[Any, int]) -> DeviceMesh:
+        if math.prod(sizes.values()) != self._world_size:
+            raise PlanError(
+                f"The plan's mesh {dict(sizes)} does not cover {self._world_size} ranks. Expected "
+                f"a product of {self._world_size}. Pass the mesh of the data-parallel ranks, or "
+                "change the plan."
             )
         names = tuple(str(name) for name in sizes)
-        mesh = init_device_mesh(_device_type(), tuple(sizes.values()), mesh_dim_names=names)
-    elif plan.mesh and tuple(mesh.shape) != tuple(sizes.values()):
-        raise PlanError(
-            f"The mesh has the shape {tuple(mesh.shape)}, but the plan has {sizes}. Pass a mesh of "
-            "the plan's shape, or change the plan."
-        )
-    check_reshard_sizes(plan, mesh.size(mesh.ndim - 1))
-    return mesh
+        return init_device_mesh(_device_type(), tuple(sizes.values()), mesh_dim_names=names)
+
+    def _choose(
+        self, sizes: Mapping[Any, int], unit: UnitPlan, given: Sequence[DeviceMesh]
+    ) -> DeviceMesh:
+        if not sizes and len(given) == 1:
+            return given[0]
+        shape = tuple(sizes.values())
+        fitting = [mesh for mesh in given if tuple(mesh.shape) == shape]
+        name = f"unit {unit.name!r}" if unit.mesh else "the plan"
+        if not fitting:
+            shapes = ", ".join(str(tuple(mesh.shape)) for mesh in given)
+            raise PlanError(
+                f"No given mesh has the shape of {name}, {dict(sizes)}: the given shapes are "
+                f"{shapes}. Pass a mesh of that shape, or change the plan."
+            )
+        if any(mesh.mesh.tolist() != fitting[0].mesh.tolist() for mesh in fitting):
+            raise PlanError(
+                f"Several given meshes have the shape of {name}, {dict(sizes)}, with different "
+                "ranks. Expected one. Call fully_shard for these units in your code instead."
+            )
+        return fitting[0]
 
 
 def _device_type() -> str:
@@ -137,18 +185,23 @@ def _inner_first(units: Sequence[UnitPlan]) -> Iterable[UnitPlan]:
     return [by_name[name] for name in reversed(entry_order(units, "backward"))]
 
 
-def _shard(unit: UnitPlan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
+def _shard(
+    unit: UnitPlan, modules: dict[str, nn.Module], mesh: DeviceMesh, *, is_replicated: bool
+) -> None:
     targets = [modules[name] for name in unit.modules]
+    target: Any = targets[0] if len(targets) == 1 else targets
     settings: dict[str, Any] = {
         "mesh": mesh,
-        "reshard_after_forward": unit.reshard_after_forward,
         "mp_policy": _mixed_precision(unit),
         "offload_policy": _offload(unit),
     }
-    if len(targets) == 1:
-        fully_shard(targets[0], **settings)
+    if is_replicated:
+        # Imported here, because older torch versions lack it.
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+
+        replicate(target, **settings)
     else:
-        fully_shard(targets, **settings)
+        fully_shard(target, reshard_after_forward=unit.reshard_after_forward, **settings)
     torch_fsdp.configure(
         targets[0],
         reshard_after_backward=unit.reshard_after_backward,

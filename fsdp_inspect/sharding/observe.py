@@ -33,12 +33,12 @@ def observe_plan(model: nn.Module) -> Plan:
             f"{type(model).__name__} has no plan: fully_shard was never called on it or on a "
             "module in it. Observe the model after fully_shard, or apply a plan first."
         )
-    units = [_observe_unit(handle) for handle in handles]
-    groups = [group for handle in handles for group in handle.groups]
+    mesh = _most_common_mesh(handles)
+    units = [_observe_unit(handle, mesh) for handle in handles]
     return Plan(
         units=tuple(units),
         world_size=dist.get_world_size() if dist.is_initialized() else None,
-        mesh=torch_fsdp.mesh_sizes(groups[0]) if groups else {},
+        mesh=mesh,
         forward_prefetch=_observe_prefetch(handles, units, "forward"),
         backward_prefetch=_observe_prefetch(handles, units, "backward"),
         checkpointing=observe_checkpointing(model),
@@ -46,7 +46,13 @@ def observe_plan(model: nn.Module) -> Plan:
     )
 
 
-def _observe_unit(handle: StateHandle) -> UnitPlan:
+def _most_common_mesh(handles: Sequence[StateHandle]) -> dict[str, int]:
+    """The mesh of most units; empty if no unit has parameters."""
+    meshes = [torch_fsdp.mesh_sizes(handle.groups[0]) for handle in handles if handle.groups]
+    return max(meshes, key=meshes.count, default={})
+
+
+def _observe_unit(handle: StateHandle, plan_mesh: dict[str, int]) -> UnitPlan:
     policy = handle.state._mp_policy
     settings: dict[str, Any] = {
         "modules": handle.fqns,
@@ -59,8 +65,12 @@ def _observe_unit(handle: StateHandle) -> UnitPlan:
         group = handle.groups[0]
         is_automatic = handle.is_root and torch_fsdp.is_reshard_automatic(handle.state)
         settings |= _observe_group(group)
+        mesh = torch_fsdp.mesh_sizes(group)
+        settings["mesh"] = {} if mesh == plan_mesh else mesh
         settings["reshard_after_forward"] = (
-            None if is_automatic else torch_fsdp.reshard_after_forward_of(group)
+            None
+            if is_automatic or torch_fsdp.is_replicated(group)
+            else torch_fsdp.reshard_after_forward_of(group)
         )
     return UnitPlan.model_validate(settings)
 
@@ -107,9 +117,6 @@ def _observe_prefetch(
 
 def _find_inexpressible(model: nn.Module, handles: Sequence[StateHandle]) -> list[str]:
     notes: list[str] = []
-    groups = [group for handle in handles for group in handle.groups]
-    if len({str(torch_fsdp.mesh_sizes(group)) for group in groups}) > 1:
-        notes.append("Units have meshes of different shapes; the plan contains the first one only.")
     checks: tuple[Callable[[StateHandle], str | None], ...] = (_several_groups, _other_dimension)
     notes += [note for handle in handles for check in checks if (note := check(handle))]
     ignored = torch_fsdp.unmanaged_parameters(model)

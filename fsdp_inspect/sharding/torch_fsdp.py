@@ -219,6 +219,11 @@ def mesh_sizes(group: FSDPParamGroup) -> dict[str, int]:
     return sizes
 
 
+def is_replicated(group: FSDPParamGroup) -> bool:
+    """Whether a group keeps whole parameters on every rank (torch's `replicate`)."""
+    return not isinstance(group.mesh_info, FSDPMeshInfo)
+
+
 def mesh_dimension_of(group: ProcessGroup) -> str:
     """The name of a process group's dimension in its `DeviceMesh`; empty if it has none.
 

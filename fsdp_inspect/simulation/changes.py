@@ -253,18 +253,28 @@ def with_units(plan: Plan, units: Sequence[UnitPlan]) -> Plan:
 
 
 def resized(plan: Plan, world_size: int | None, replicas: int | None) -> dict[str, object]:
-    """The mesh for another world size, or for other replicas; an unnamed one stays."""
+    """The mesh for another world size, or for other replicas; an unnamed one stays.
+
+    The ranks of other parallelism (tensor, pipeline) keep their number.
+    """
+    if any(unit.mesh for unit in plan.units):
+        raise PlanError(
+            "The mesh cannot be changed: some units have a mesh of their own. Expected one mesh "
+            "for all units. Change the meshes in a plan file, and simulate that file."
+        )
     replicate = plan.mesh.get("replicate", 1) if replicas is None else replicas
-    ranks = world_size or plan.world_size or math.prod(plan.mesh.values())
+    all_ranks = world_size or plan.world_size or math.prod(plan.mesh.values())
+    ranks, rest = divmod(all_ranks, plan.num_other_ranks)
     if not plan.mesh and world_size is None and plan.world_size is None:
         raise PlanError(
             "The number of ranks is unknown: the plan has no world size. Expected a world size "
             "with the replicas. Set both."
         )
-    if ranks % replicate:
+    if rest or ranks % replicate:
+        least = replicate * plan.num_other_ranks
         raise PlanError(
-            f"Invalid mesh: a world size of {ranks} with {replicate} replicas. Expected a multiple "
-            f"of {replicate}. Change the world size or the replicas."
+            f"Invalid mesh: a world size of {all_ranks} with {replicate} replicas. Expected a "
+            f"multiple of {least}. Change the world size or the replicas."
         )
     mesh: dict[str, int] = {"replicate": replicate} if replicate > 1 else {}
-    return {"world_size": ranks, "mesh": {**mesh, "shard": ranks // replicate}}
+    return {"world_size": all_ranks, "mesh": {**mesh, "shard": ranks // replicate}}

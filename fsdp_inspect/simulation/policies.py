@@ -17,7 +17,8 @@ def policies_of(
     Args:
         plan: A resolved plan (names, no patterns).
         unit_names: The units with parameters, by index; the plan may have more.
-        shard: Ranks of the shard group; None: unknown, so no number of ranks means all of them.
+        shard: Ranks that shard the units without a mesh of their own; None: unknown, so no number
+            of ranks means all of them.
 
     Raises:
         PlanError: The plan lacks a unit, or prefetches an unknown unit.
@@ -31,7 +32,11 @@ def policies_of(
     return [
         _policy(
             unit,
-            reshard_of(unit, shard, is_root=root_of[unit.name] == unit.name),
+            reshard_of(
+                unit,
+                None if shard is None else unit.num_shards(shard),
+                is_root=root_of[unit.name] == unit.name,
+            ),
             _indices(forward.get(unit.name, ()), index),
             None if (named := backward.get(unit.name)) is None else _indices(named, index),
             numbers[root_of[unit.name]],

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from fsdp_inspect.analysis.collectives.queues import queue_up
 from fsdp_inspect.analysis.step_selection import RankSteps, timed_rank
 from fsdp_inspect.errors import MissingDataError
+from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.simulation.host_pace import HostPace, measure_host_pace
 from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
 from fsdp_inspect.simulation.network import Network, fit_network
@@ -155,7 +156,7 @@ def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
             "FSDP unit. Expected a recorded run of a fully_shard model. Record more steps, past "
             "warm-up and memory steps."
         )
-    observed_plan(run)
+    _expect_sharded_units(run, observed_plan(run))
     steps = tuple(reading.step for reading in readings)
     events = with_own_turns(run.events(member.rank, steps=steps))
     _expect_measured_collectives(run, events)
@@ -179,6 +180,23 @@ def _with_checked_memory(work: RecordedWork) -> RecordedWork:
     )
     workload = replace(work.workload, memory=None)
     return replace(work, workload=workload, memory_error=error, memory_refusal=refusal)
+
+
+def _expect_sharded_units(run: RunSource, plan: Plan) -> None:
+    """Check that every unit is sharded.
+
+    Raises:
+        MissingDataError: Some units are replicated: they gather nothing, and the schedule does not
+            know them.
+    """
+    replicated = [unit.name for unit in plan.units if plan.is_replicated(unit)]
+    if replicated:
+        raise MissingDataError(
+            f"Run {run.manifest.run_id!r} cannot be simulated: {len(replicated)} of its "
+            f"{len(plan.units)} units are replicated (torch's replicate), first "
+            f"{format_unit(replicated[0])}. Expected units of fully_shard. Record a run in which "
+            "all units are sharded."
+        )
 
 
 def _expect_measured_collectives(run: RunSource, events: EventTable) -> None:

@@ -101,7 +101,7 @@ class Scenario:
 
 
 def mesh_of(plan: Plan, manifest: RunManifest) -> Mesh:
-    """The mesh of a plan; missing sizes come from the run.
+    """The mesh of a plan's units without a mesh of their own; missing sizes come from the run.
 
     Raises:
         PlanError: The mesh does not match the world size.
@@ -109,11 +109,11 @@ def mesh_of(plan: Plan, manifest: RunManifest) -> Mesh:
     sizes = dict(plan.mesh or manifest.mesh)
     replicate = sizes.get("replicate", 1)
     world_size = plan.world_size or (math.prod(sizes.values()) if sizes else manifest.world_size)
-    shard = sizes.get("shard", world_size // replicate)
-    if plan.world_size and plan.mesh and shard * replicate != plan.world_size:
+    shard = sizes.get("shard", 1 if plan.mesh else world_size // replicate)
+    if plan.world_size and plan.mesh and plan.world_size % (shard * replicate):
         raise PlanError(
             f"Invalid mesh {plan.mesh} for a world size of {plan.world_size}. Expected a mesh "
-            "whose sizes multiply to the world size. Correct one of the two."
+            "whose product divides the world size. Correct one of the two."
         )
     return Mesh(shard=shard, replicate=replicate)
 
@@ -156,7 +156,7 @@ def make_scenario(
     is_new = network.is_changed or mesh != recorded
     changed = replace(network, is_changed=is_new)
     repeated = recompute(work, ran, resolved)
-    scenario = _Regrouping(repeated.work, resolved, mesh, changed, recorded.shard).build()
+    scenario = _Regrouping(repeated.work, resolved, mesh, changed, ran, recorded.shard).build()
     return replace(
         scenario,
         assumptions=(*repeated.assumptions, *scenario.assumptions),
@@ -180,9 +180,16 @@ class _Regrouping:
     """Moves parameters and compute of the recorded units into the units of a plan."""
 
     def __init__(
-        self, work: RecordedWork, plan: Plan, mesh: Mesh, network: Network, recorded_shard: int
+        self,
+        work: RecordedWork,
+        plan: Plan,
+        mesh: Mesh,
+        network: Network,
+        ran: Plan,
+        recorded_shard: int,
     ) -> None:
         self._work = work
+        self._recorded = {unit.name: unit for unit in ran.units}
         self._recorded_shard = recorded_shard
         self._plan = plan
         self._roots = plan.fsdp_roots
@@ -353,8 +360,32 @@ class _Regrouping:
                         "would keep a full copy. Expected a unit around every parameter. Add a "
                         'unit for its module, or for the whole model (modules = [""]).'
                     )
-                owners[parameter] = unit_of[max(around, key=len)]
+                owner = owners[parameter] = unit_of[max(around, key=len)]
+                self._check_mesh(unit.fqn, owner)
         return owners
+
+    def _check_mesh(self, before: str, after: str) -> None:
+        """Check that parameters stay on their mesh: experts differ between its ranks.
+
+        Raises:
+            PlanError: The plan moves them to a unit with another mesh.
+        """
+        recorded = self._recorded.get(before)
+        own, new = recorded.mesh if recorded else {}, self._plan.unit(after).mesh
+        if own != new:
+            raise PlanError(
+                f"The plan moves parameters of {format_unit(before)} to {format_unit(after)}, a "
+                f"unit on another mesh ({new or 'that of the plan'} instead of "
+                f"{own or 'that of the plan'}). Expected units within one mesh. Keep them apart."
+            )
+
+    def _shard_of(self, name: str) -> int:
+        """The number of ranks that shard a unit of the plan."""
+        return self._plan.unit(name).num_shards(self._mesh.shard)
+
+    def _recorded_shard_of(self, unit: Unit) -> int:
+        recorded = self._recorded.get(unit.fqn)
+        return recorded.num_shards(self._recorded_shard) if recorded else self._recorded_shard
 
     def _unit(self, index: int, name: str) -> Unit:
         """The plan's unit in the form of a manifest."""
@@ -365,7 +396,8 @@ class _Regrouping:
         reduce_dtype = planned.reduce_dtype or (
             source.reduce_dtype if planned.param_dtype is None else param_dtype
         )
-        padded = sum(self._padded_numel(name, shape) for name, shape in members.items())
+        ranks = self._shard_of(name)
+        padded = sum(self._padded_numel(each, shape, ranks) for each, shape in members.items())
         numel = sum(math.prod(shape) for shape in members.values())
         trained = self._trained_ratio(members)
         return Unit(
@@ -377,33 +409,33 @@ class _Regrouping:
             num_tensors=before.num_tensors if before else len(members),
             parameters=members,
             unsharded_bytes=padded * itemsize(param_dtype),
-            sharded_bytes=self._sharded_bytes(members, padded),
+            sharded_bytes=self._sharded_bytes(name, members, padded),
             reduce_bytes=round(padded * trained) * itemsize(reduce_dtype),
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
             reshard_after_forward=reshard_of(
-                planned, self._mesh.shard, is_root=name in self._roots
+                planned, self._shard_of(name), is_root=name in self._roots
             ),
             shard_group=source.shard_group,
             replicate_group=source.replicate_group,
             is_root=name in self._roots,
         )
 
-    def _sharded_bytes(self, members: Mapping[str, Sequence[int]], padded: int) -> int:
+    def _sharded_bytes(self, name: str, members: Mapping[str, Sequence[int]], padded: int) -> int:
         """Bytes of one rank, in the dtypes of the recorded units that own the parameters."""
         recorded = {name: unit for unit in self._work.units for name in parameters_of(unit)}
         total = own = 0
         for unit in {recorded[name].index: recorded[name] for name in members}.values():
             total += unit.unsharded_bytes // itemsize(unit.param_dtype)
-            own += unit.sharded_bytes * self._recorded_shard
-        return round(padded / self._mesh.shard * own / total) if total else 0
+            own += unit.sharded_bytes * self._recorded_shard_of(unit)
+        return round(padded / self._shard_of(name) * own / total) if total else 0
 
-    def _padded_numel(self, parameter: str, shape: Sequence[int]) -> int:
-        """Elements that a parameter puts into an all-gather's output."""
+    def _padded_numel(self, parameter: str, shape: Sequence[int], ranks: int) -> int:
+        """Elements that a parameter puts into the output of an all-gather over the ranks."""
         lump = self._lumps.get(parameter)
         if lump is not None:
             return lump.unsharded_bytes // itemsize(lump.param_dtype)
-        return padded_numel(shape, self._mesh.shard)
+        return padded_numel(shape, ranks)
 
     def _trained_ratio(self, members: Mapping[str, Sequence[int]]) -> float:
         """The fraction of trained parameters, derived from the recorded units."""
@@ -532,7 +564,7 @@ class _Regrouping:
             sharded_gradients=gradients,
             resting=round(sharded * states / parameters),
             last_gradient=last_gradient_of(unit),
-            share=share_of(unit, self._mesh.shard),
+            share=share_of(unit, self._shard_of(unit.fqn)),
         )
 
     def _shares(self, piece: int) -> dict[str, float]:
@@ -585,9 +617,13 @@ class _Regrouping:
             unit,
             replace(
                 own,
-                gather_ns=self._duration(EventKind.ALL_GATHER, unit.unsharded_bytes),
+                gather_ns=self._duration(
+                    EventKind.ALL_GATHER, unit.unsharded_bytes, self._shard_of(unit.fqn)
+                ),
                 gather_backward_ns=None,
-                reduce_ns=self._duration(EventKind.REDUCE_SCATTER, unit.reduce_bytes),
+                reduce_ns=self._duration(
+                    EventKind.REDUCE_SCATTER, unit.reduce_bytes, self._shard_of(unit.fqn)
+                ),
                 all_reduce_ns=self._all_reduce(unit),
                 is_trainable=unit.reduce_bytes > 0,
             ),
@@ -617,17 +653,18 @@ class _Regrouping:
             return work
         if group is None:
             return replace(work, gather_backward_ns=None)
-        gather_ns = self._smaller_gather_ns(unit.unsharded_bytes, group)
+        shard = self._shard_of(unit.fqn)
+        gather_ns = self._smaller_gather_ns(unit.unsharded_bytes, group, shard)
         if is_as_before:
             # The recorded compute contains the copy of its share; copy-in is a mean of passes.
             return replace(work, gather_backward_ns=gather_ns)
-        copied = copy_of_share(work, group, self._mesh.shard)
+        copied = copy_of_share(work, group, shard)
         return replace(
             work, gather_backward_ns=gather_ns, copy_in_backward_ns=copied, reshard_ns=copied
         )
 
-    def _smaller_gather_ns(self, message_bytes: int, group: int) -> int:
-        line, assumption = self._network.line_of_smaller(group, self._mesh.shard)
+    def _smaller_gather_ns(self, message_bytes: int, group: int, shard: int) -> int:
+        line, assumption = self._network.line_of_smaller(group, shard)
         if line is None:
             raise _unknown_link(group, self._network.node.num_ranks)
         self._assumptions[_OWN_COMMUNICATORS] = None
@@ -636,13 +673,15 @@ class _Regrouping:
         return line.duration_ns(message_bytes, bus_factor(EventKind.ALL_GATHER, group))
 
     def _all_reduce(self, unit: Unit) -> int:
-        if self._mesh.replicate < 2:
+        own = self._plan.unit(unit.fqn).mesh
+        replicas = own.get("replicate", 1) if own else self._mesh.replicate
+        if replicas < 2:
             return 0
-        message = unit.reduce_bytes // self._mesh.shard
-        return self._duration(EventKind.ALL_REDUCE, message, self._mesh.replicate)
+        message = unit.reduce_bytes // self._shard_of(unit.fqn)
+        return self._duration(EventKind.ALL_REDUCE, message, replicas)
 
-    def _duration(self, kind: EventKind, message_bytes: int, ranks: int | None = None) -> int:
-        duration = self._network.duration_ns(kind, message_bytes, ranks or self._mesh.shard)
+    def _duration(self, kind: EventKind, message_bytes: int, ranks: int) -> int:
+        duration = self._network.duration_ns(kind, message_bytes, ranks)
         if duration is None:
             raise MissingDataError(
                 f"The run has no {kind.label} of FSDP, and the plan needs one to predict its "

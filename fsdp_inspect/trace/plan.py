@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     StrictBool,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
@@ -66,6 +66,16 @@ def _check_prefetch(value: Any) -> Any:
     )
 
 
+def _order_mesh(mesh: dict[str, int]) -> dict[str, int]:
+    return {name: mesh[name] for name in ("replicate", "shard") if name in mesh}
+
+
+MeshSizes = Annotated[
+    dict[Literal["replicate", "shard"], PositiveInt],
+    AfterValidator(_order_mesh),
+    Field(default_factory=dict),
+]
+"""Ranks in each dimension, outermost first."""
 Reshard = Annotated[bool | int | None, BeforeValidator(_check_reshard)]
 Prefetch = Annotated[int | dict[str, tuple[str, ...]], BeforeValidator(_check_prefetch)]
 
@@ -100,6 +110,8 @@ class UnitPlan(PlanRecord):
     cast_forward_inputs: StrictBool = True
     offload: Literal["none", "cpu", "cpu_pinned"] = "none"
     """The host memory for sharded parameters, gradients and optimizer state, if any."""
+    mesh: MeshSizes
+    """The unit's own mesh, such as that of experts; empty: the plan's mesh."""
 
     @property
     def name(self) -> str:
@@ -115,6 +127,14 @@ class UnitPlan(PlanRecord):
     def is_pattern(self) -> bool:
         """Whether the entry is a pattern, with one unit for each match."""
         return any("*" in module for module in self.modules)
+
+    def num_shards(self, of_plan: int) -> int:
+        """The number of ranks that shard the unit.
+
+        Args:
+            of_plan: The number for units without a mesh of their own.
+        """
+        return self.mesh.get("shard", 1) if self.mesh else of_plan
 
     @model_validator(mode="after")
     def _check_modules(self) -> Self:
@@ -153,8 +173,10 @@ class Plan(PlanRecord):
     units: tuple[UnitPlan, ...]
     """In any order: `apply_plan` shards inner modules first."""
     world_size: PositiveInt | None = None
-    mesh: dict[Literal["replicate", "shard"], PositiveInt] = Field(default_factory=dict)
-    """Ranks in each dimension, outermost first; empty: all ranks shard."""
+    mesh: MeshSizes
+    """The ranks of the data-parallel mesh; empty: all ranks shard. Its product divides the world
+    size: tensor, expert or pipeline parallelism use the other ranks. Without `shard`, parameters
+    are replicated (torch's `replicate`)."""
     forward_prefetch: Prefetch = 0
     """The number of units to prefetch, in the order of the model's modules; or, for each unit, the
     names of the units that it prefetches. 0: torch's own order."""
@@ -239,6 +261,21 @@ class Plan(PlanRecord):
             f"The plan has no unit {name!r}. {suggest(name, self.unit_names, what='units')} "
             "Name one of its units."
         )
+
+    def mesh_of(self, unit: UnitPlan) -> dict[Literal["replicate", "shard"], int]:
+        """The mesh of a unit: its own one, or else the plan's."""
+        return unit.mesh or self.mesh
+
+    def is_replicated(self, unit: UnitPlan) -> bool:
+        """Whether every rank keeps all parameters of the unit (torch's `replicate`)."""
+        mesh = self.mesh_of(unit)
+        return bool(mesh) and "shard" not in mesh
+
+    @property
+    def num_other_ranks(self) -> int:
+        """Ranks of other parallelism (tensor, pipeline) for each data-parallel rank."""
+        covered = math.prod(self.mesh.values())
+        return self.world_size // covered if self.mesh and self.world_size else 1
 
     def change(self, names: Iterable[str], **settings: Any) -> Self:
         """A copy of the plan with changed settings of some units (fields of `UnitPlan`)."""
@@ -396,19 +433,15 @@ class Plan(PlanRecord):
                     if name not in names:
                         self.unit(name)
 
-    @field_validator("mesh", mode="after")
-    @classmethod
-    def _order_mesh(cls, mesh: dict[str, int]) -> dict[str, int]:
-        return {name: mesh[name] for name in ("replicate", "shard") if name in mesh}
-
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.units:
             raise ValueError("A plan has no units. Expected at least one")
         _check_unique(self.units)
-        _check_mesh(self.mesh, self.world_size)
-        shard = self.mesh.get("shard")
+        for mesh in (self.mesh, *(unit.mesh for unit in self.units)):
+            _check_mesh(mesh, self.world_size)
         for unit in self.units:
+            shard = self.mesh_of(unit).get("shard")
             reshard = unit.reshard_after_forward
             if shard and type(reshard) is int and shard % reshard:
                 raise ValueError(
@@ -454,15 +487,19 @@ def check_reshard_sizes(plan: Plan, shard: int) -> None:
 
     A plan whose mesh defines that number checks this itself.
 
+    Args:
+        plan: The plan.
+        shard: The number of ranks that shard the units without a mesh of their own.
+
     Raises:
         PlanError: A value does not divide the number of ranks.
     """
     for unit in plan.units:
-        size = unit.reshard_after_forward
-        if type(size) is int and shard % size:
+        size, ranks = unit.reshard_after_forward, unit.num_shards(shard)
+        if type(size) is int and ranks % size:
             raise PlanError(
-                f"reshard_after_forward of unit {unit.name!r} is {size}, and {shard} ranks shard. "
-                f"Expected true, false or a divisor of {shard}: {_divisors(shard)}. Change it."
+                f"reshard_after_forward of unit {unit.name!r} is {size}, and {ranks} ranks shard. "
+                f"Expected true, false or a divisor of {ranks}: {_divisors(ranks)}. Change it."
             )
 
 
@@ -551,10 +588,6 @@ def _check_unique(units: Sequence[UnitPlan]) -> None:
 
 
 def _check_mesh(mesh: Mapping[Any, int], world_size: int | None) -> None:
-    if not mesh:
-        return
-    if "shard" not in mesh:
-        raise ValueError("The mesh has no 'shard' dimension. Expected { shard = N }")
     if world_size and world_size % math.prod(mesh.values()):
         raise ValueError(
             f"A mesh of {' x '.join(map(str, mesh.values()))} ranks does not fit a world size of "

@@ -50,7 +50,7 @@ Modules = tuple[str, ...]
 def defaults_of(unit_type: type[BaseModel]) -> dict[str, Any]:
     """The default of each setting of a unit, used if a file does not contain the setting."""
     return {
-        name: field.default
+        name: field.get_default(call_default_factory=True)
         for name, field in unit_type.model_fields.items()
         if not field.is_required()
     }
@@ -169,11 +169,10 @@ def _shared_settings(
     """The most frequent value of each setting, if it is not the default."""
     shared = {}
     for key, default in defaults.items():
-        ((_, value), count), *_ = Counter(
-            (type(unit[key]), unit[key]) for unit in units
-        ).most_common()
-        if _differs(value, default) and count > 1:
-            shared[key] = value
+        values = {_value(unit[key]): unit[key] for unit in units}
+        (text, count), *_ = Counter(_value(unit[key]) for unit in units).most_common()
+        if text != _value(default) and count > 1:
+            shared[key] = values[text]
     return shared
 
 

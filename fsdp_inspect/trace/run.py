@@ -172,6 +172,16 @@ class RunManifest(Record):
         return self.source == "imported" and self.device_type != "cpu"
 
     @property
+    def can_rank_plans(self) -> bool:
+        """Whether other plans can be simulated, as far as the manifest tells.
+
+        It takes the plan, which no import has, and units that are all sharded: a replicated unit
+        (torch's `replicate`) has no shard group.
+        """
+        is_replicated = any(u.shard_group < 0 <= u.replicate_group for u in self.units)
+        return bool(self.plan) and self.source != "imported" and not is_replicated
+
+    @property
     def is_fsdp1(self) -> bool:
         """Whether the run was imported from a training with `FullyShardedDataParallel` (FSDP1)."""
         return any(unit.recorded_by == UNITS_FROM_FSDP1 for unit in self.units)

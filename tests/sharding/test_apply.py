@@ -100,7 +100,21 @@ def test_a_plan_that_does_not_fit_changes_nothing(fake_world_of_4, decoder, chan
 
 def test_a_mesh_of_another_shape_is_refused(fake_world_of_4, decoder):
     plan = BLOCKS.model_copy(update={"mesh": {"replicate": 2, "shard": 2}})
-    assert "has the shape (4,)" in refusal(decoder, plan, init_device_mesh("cpu", (4,)))
+    text = refusal(decoder, plan, init_device_mesh("cpu", (4,)))
+    assert "No given mesh has the shape of the plan, {'replicate': 2, 'shard': 2}" in text
+    assert "the given shapes are (4,)" in text
+
+
+def test_a_mesh_of_some_ranks_must_be_given(fake_world_of_4, decoder):
+    plan = BLOCKS.model_copy(update={"mesh": {"shard": 2}})
+    assert "does not cover 4 ranks" in refusal(decoder, plan, None)
+    apply_plan(decoder, plan, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"])
+
+
+def test_two_meshes_of_one_shape_are_refused(fake_world_of_4, decoder):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    plan = BLOCKS.model_copy(update={"mesh": {"shard": 2}})
+    assert "with different ranks" in refusal(decoder, plan, [mesh["a"], mesh["b"]])
 
 
 def test_a_sharded_model_is_refused(fake_world_of_4, decoder):

@@ -191,7 +191,7 @@ def test_parameters_outside_all_units_are_refused():
 
 def test_a_mesh_that_is_not_the_world_is_refused():
     plan = block_plan().model_copy(update={"world_size": 6, "mesh": {"replicate": 2, "shard": 2}})
-    with pytest.raises(PlanError, match="multiply to the world size"):
+    with pytest.raises(PlanError, match="whose product divides the world size"):
         mesh_of(plan, recorded()[1])
 
 

@@ -168,7 +168,10 @@ def test_a_merged_unit_whose_first_input_needs_no_gradient_is_a_risk():
         ({"units": [{"modules": ["a"], "reshard": 1}]}, "no key 'reshard'.*reshard_after_forward"),
         ({"unit": []}, "There is no key 'unit'. Nearest: 'units'"),
         ({"version": 2}, "Unsupported plan version 2. Expected a version up to 1. Update"),
-        ({"units": [{"modules": ["a"]}], "mesh": {"replicate": 2}}, "no 'shard' dimension"),
+        (
+            {"units": [{"modules": ["a"], "mesh": {"shard": 3}}], "world_size": 4},
+            "mesh of 3 ranks does not fit a world size of 4",
+        ),
         (
             {"units": [{"modules": ["a"]}], "mesh": {"shard": 3}, "world_size": 4},
             "mesh of 3 ranks does not fit a world size of 4",

@@ -166,7 +166,6 @@ class _UnitCounter:
         sizes = {group.index: len(group.ranks) for group in manifest.process_groups}
         self._unit, self._plan, self._observed = unit, plan, observed
         self._shard = sizes.get(unit.shard_group, 1)
-        self._replicate = sizes.get(unit.replicate_group, 1)
         self._gathers = observed.collectives(unit.index, EventKind.ALL_GATHER)
         self._reshards = _reshards(unit, self._gathers)
         root = _root_of(unit, manifest)
@@ -244,11 +243,12 @@ class _UnitCounter:
     def _count_reductions(self, kind: EventKind) -> CollectiveCount:
         unit, observed = self._unit, self._observed
         scatters = kind == EventKind.REDUCE_SCATTER
-        ranks = self._shard if scatters else self._replicate
+        # Torch (2.13) all-reduces in a group of one replica, too, but scatters nothing to one rank.
+        communicates = self._shard > 1 if scatters else unit.replicate_group >= 0
         message = unit.reduce_bytes if scatters else unit.reduce_bytes // max(self._shard, 1)
         rule = "one per backward pass, in the microbatches that synchronise gradients"
         by_step = Counter[int]()
-        if ranks < 2:
+        if not communicates:
             rule = f"none: no group of ranks {'shards' if scatters else 'replicates'} the unit"
         elif not unit.num_trainable_parameters:
             rule = "none: the unit is frozen and has no gradients"
@@ -256,7 +256,7 @@ class _UnitCounter:
             passes = observed.reducing if scatters else observed.all_reducing
             by_step = count_needed_reductions(observed.passes_of(unit.index), passes)
         expected = [by_step[step] for step in observed.steps]
-        return self._compare(kind, expected, message if ranks > 1 and message else None, rule)
+        return self._compare(kind, expected, message if communicates and message else None, rule)
 
     def _compare(
         self, kind: EventKind, expected: Sequence[int], expected_bytes: int | None, rule: str

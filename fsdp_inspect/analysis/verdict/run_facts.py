@@ -130,7 +130,7 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
         backend=manifest.backend,
         is_kernel_trace=is_kernel_trace,
         knows_fsdp=manifest.knows_fsdp,
-        has_plan=bool(manifest.plan) and manifest.source != "imported",
+        has_plan=manifest.can_rank_plans,
         has_gathers=_has_gathers(answers),
         num_units=len(parameters),
         largest_unit_ratio=max(parameters, default=0) / max(sum(parameters), 1),
