@@ -75,7 +75,12 @@ class MemorySteps:
             return
         # The group's device: an offload policy keeps the parameters on the host.
         device = self._handles[0].group.device.type
-        tracker = StorageTracker(session.position, device_type=device, host_units=self._host_units)
+        tracker = StorageTracker(
+            session.position,
+            device_type=device,
+            is_in_collective=lambda: session.collective_depth > 0,
+            host_units=self._host_units,
+        )
         self._register(tracker)
         tracker.__enter__()
         session.follow_storages(tracker)

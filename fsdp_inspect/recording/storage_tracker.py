@@ -57,6 +57,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BEGIN_OF_PASS = (MemoryPoint.FORWARD_START, MemoryPoint.BACKWARD_START)
 _END_OF_PASS = (MemoryPoint.FORWARD_END, MemoryPoint.BACKWARD_END)
 
+_OF_COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
+"""The namespaces of collectives, whose arguments are tensors of the caller."""
+
 _is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
 
 
@@ -72,6 +75,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         position: Returns the current innermost unit (-1: none) and the `Phase`. It is called at
             every allocation and release, from any thread: it must be quick and touch no tensor.
         device_type: Count only storages on this device (`cpu`, `cuda`); None: all but `meta`.
+        is_in_collective: Returns whether a collective runs now. Storages that a backend creates
+            there, such as gloo's copy of a reduce-scatter's input, are buffers of communication.
         host_units: Units whose shards, gradients and optimizer state count as on the host, where
             the tensors' devices do not show it (on fake ranks).
     """
@@ -83,11 +88,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         position: Callable[[], tuple[int, int]],
         *,
         device_type: str | None = None,
+        is_in_collective: Callable[[], bool] = lambda: False,
         host_units: Collection[int] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._position = position
         self._device_type = device_type
+        self._is_in_collective = is_in_collective
         self._host_units = host_units
         self._log = StorageLog()
         self._live: dict[int, _LiveStorage] = {}
@@ -232,7 +239,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor, storage in _storages_in(arguments):
             live = self._live.get(storage._cdata)
             if live is None:
-                self._follow(tensor, storage, _category_of_argument(func, tensor))
+                self._follow(tensor, storage, self._category_of_argument(func, tensor))
             elif live.num_bytes != storage.nbytes():
                 self._note_size(live, storage)
             elif live.parameter is not None and not getattr(func, "is_view", False):
@@ -240,6 +247,12 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor, storage in _storages_in(result):
             if storage._cdata not in self._live:
                 self._follow(tensor, storage)
+
+    def _category_of_argument(self, func: Any, tensor: TensorLike) -> MemoryCategory | None:
+        """The category of an unknown storage in an argument of an operation."""
+        if self._is_in_collective() and getattr(func, "namespace", "") not in _OF_COLLECTIVES:
+            return MemoryCategory.REDUCE_SCATTER_BUFFER
+        return _category_of_argument(func, tensor)
 
     def _follow(
         self,
