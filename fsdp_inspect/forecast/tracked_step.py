@@ -97,7 +97,8 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
         memory_steps.name_optimizer_states(optimizer)
         probe.sample(MemoryPoint.OPTIMIZER_END)
 
-    instruments = Instruments(session, handles, probe, target.optimizer, optimizer_stepped)
+    optimizers = None if target.optimizer is None else [target.optimizer]
+    instruments = Instruments(session, handles, probe, optimizers, optimizer_stepped)
     instruments.attach()
     try:
         for _ in range(TRACKED_STEP + 1):

@@ -36,6 +36,8 @@ from fsdp_inspect.recording.folders import RecordingFolder, agree_on_folder, def
 from fsdp_inspect.recording.instruments import Instruments
 from fsdp_inspect.recording.memory import CudaAllocator, MemoryProbe
 from fsdp_inspect.recording.memory_steps import MemorySteps
+from fsdp_inspect.recording.models import Models
+from fsdp_inspect.recording.optimizer_rounds import OptimizerRound
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.scalars import ScalarLog
 from fsdp_inspect.recording.session import Session
@@ -90,7 +92,10 @@ class Attachment:
     """A recording in progress: hooks on a model, a writer, a sampler."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer] | None,
+        options: Options,
     ) -> None:
         if not dist.is_initialized():
             raise RecordingError(
@@ -134,8 +139,11 @@ class Attachment:
         if options.memory_snapshot and self._device.type == "cuda":
             self._history.start()
         self._instruments = Instruments(
-            self.session, self._handles, self._memory, optimizer, self._optimizer_stepped
+            self.session, self._handles, self._memory, optimizers, self._optimizer_stepped
         )
+        # A single model without named optimizers: the first optimizer after a forward ends a step.
+        has_rounds = isinstance(model, Models) or len(optimizers or ()) > 1
+        self._round = OptimizerRound(optimizers, self.session.problem) if has_rounds else None
         self._recorded_by = self._instruments.attach()
         mark_recorded(self._handles, self.folder.path)
         self._settle_units()
@@ -275,7 +283,9 @@ class Attachment:
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._memory_steps.name_optimizer_states(optimizer)
         self._memory.sample(MemoryPoint.OPTIMIZER_END)
-        if self.session.ends_with_optimizer:
+        if self.session.ends_with_optimizer and (
+            self._round is None or self._round.is_complete(optimizer)
+        ):
             self._end_step()
             self._memory_steps.begin()
 

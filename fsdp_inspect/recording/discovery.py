@@ -1,4 +1,4 @@
-"""Find the model that a script trains: the first `fully_shard` model that runs with gradients.
+"""Find the models that a script trains, at the first forward of a `fully_shard` model.
 
 [Note: Discovery without interference]
 A process that never calls `fully_shard` gets no hook. The first call creates a subclass of
@@ -7,16 +7,19 @@ pre-hook checks each called module, until one contains FSDP modules, has trainab
 runs with gradients. The hook runs before that module's own hooks, so the recorder is attached
 before the first unit is unsharded and before torch.compile traces anything. Then the hook is
 removed. The found model is the outermost called module, which may itself be unsharded.
+
+Other models with units that exist at that moment, such as a critic or a teacher, are part of the
+recording. A model that is made later is not, and the recording notes it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -27,6 +30,7 @@ from torch.nn.modules.module import (
 
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.recording.import_hook import call_after_import
+from fsdp_inspect.recording.models import Models, name_models
 from fsdp_inspect.recording.patches import Patches
 
 if TYPE_CHECKING:
@@ -79,8 +83,6 @@ class Discovery:
         self._has_said_why = False
         self._is_fully_shard_called = False
         self._wrapper: str | None = None
-        self._without_gradients: WeakSet[nn.Module] = WeakSet()
-        """Sharded models that ran without gradients."""
         self._search_patches = Patches()
         self._attached_patches = Patches()
         handle = register_module_module_registration_hook(self._note_wrapper)
@@ -135,8 +137,6 @@ class Discovery:
         if torch.is_grad_enabled() and any(part.requires_grad for part in module.parameters()):
             self._search_patches.undo()
             self._attach(module)
-        else:
-            self._without_gradients.add(module)
 
     # --- found
 
@@ -146,6 +146,10 @@ class Discovery:
             if _is_recorded_already(model):
                 self._refuse(RECORDS_ITSELF)
                 return
+            others = find_other_models(model)
+            if others:
+                named = name_models([model, *others])
+                model = Models(dict(zip(named, [model, *others], strict=True)))
             self.recorder = self._record(model)
             self._watch_for_another(model)
         except FsdpInspectError as error:
@@ -158,18 +162,13 @@ class Discovery:
         self._say(f"nothing is recorded: {reason}")
 
     def _watch_for_another(self, model: nn.Module) -> None:
-        """Report once when an unrecorded unit runs, or ran before.
+        """Report once when an unrecorded unit runs.
 
         torch calls `lazy_init` of each group in the first forward of its root.
         """
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
         recorded = {id(group) for group in _groups(model)}
-        ran_before = [group for other in self._without_gradients for group in _groups(other)]
-        for group in ran_before:
-            if id(group) not in recorded:
-                self._note_another(model, group)
-                return
         original = FSDPParamGroup.lazy_init
 
         def lazy_init(group: FSDPParamGroup) -> None:
@@ -185,8 +184,9 @@ class Discovery:
         names = ", ".join(type(module).__name__ for module in group.modules)
         sentence = (
             f"Another fully_shard model (with {names}) runs in this process and is ignored. A "
-            f"recording contains one model: here {type(model).__name__}, the first that trained. "
-            "To choose the model, attach fsdp_inspect.Recorder to it in the script."
+            "recording contains the models that exist when the first one trains: here "
+            f"{model.class_names if isinstance(model, Models) else type(model).__name__}. To "
+            "choose the models, attach fsdp_inspect.Recorder to them in the script."
         )
         self.recorder.note(sentence)
         self._say(sentence)
@@ -197,6 +197,19 @@ class Discovery:
         if self._wrapper is not None and not self._is_fully_shard_called:
             return WRAPPERS[self._wrapper]
         return NO_GRADIENTS if self._is_fully_shard_called else NOT_SHARDED
+
+
+def find_other_models(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules with units that exist in this process besides a model."""
+    from torch.distributed.fsdp import FSDPModule
+
+    gc.collect()  # a model that the script has dropped is none
+    own = set(map(id, model.modules()))
+    # The type, not isinstance: an object of the script may compute its __class__.
+    alive = [each for each in gc.get_objects() if issubclass(type(each), FSDPModule)]
+    found = [each for each in alive if id(each) not in own]
+    inner = {id(part) for each in found for part in each.modules() if part is not each}
+    return [each for each in found if id(each) not in inner]
 
 
 def _is_sharded(module: nn.Module) -> bool:

@@ -24,7 +24,7 @@ class Instruments:
         session: Session,
         handles: Sequence[GroupHandle],
         memory: MemoryProbe,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer] | None,
         on_optimizer_step: Callable[[torch.optim.Optimizer], None],
     ) -> None:
         reductions = ReductionsByContext()
@@ -35,7 +35,7 @@ class Instruments:
             for index, handle in enumerate(handles)
         ]
         self._dist_calls = DistCalls(session, lambda unit: self._units[unit].reductions)
-        self._loop = LoopHooks(session, optimizer, on_optimizer_step)
+        self._loop = LoopHooks(session, optimizers, on_optimizer_step)
 
     def attach(self) -> list[str]:
         """Install all hooks.

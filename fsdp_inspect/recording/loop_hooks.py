@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,11 +30,11 @@ class LoopHooks:
     def __init__(
         self,
         session: Session,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer] | None,
         on_optimizer_step: Callable[[torch.optim.Optimizer], None],
     ) -> None:
         self._session = session
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._on_optimizer_step = on_optimizer_step
         self._backward_depth = 0
         self._optimizer_start: Any = None
@@ -89,10 +89,14 @@ class LoopHooks:
     # --- optimizer
 
     def _hook_optimizer(self, patches: Patches) -> None:
-        if self._optimizer is not None:
+        if self._optimizers is not None:
             handles = [
-                self._optimizer.register_step_pre_hook(self._before_optimizer),
-                self._optimizer.register_step_post_hook(self._after_optimizer),
+                handle
+                for optimizer in self._optimizers
+                for handle in (
+                    optimizer.register_step_pre_hook(self._before_optimizer),
+                    optimizer.register_step_post_hook(self._after_optimizer),
+                )
             ]
         else:
             handles = [

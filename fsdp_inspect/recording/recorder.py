@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdp_inspect.emulation.process import active_emulation
 from fsdp_inspect.recording.attachment import Attachment, Options
+from fsdp_inspect.recording.models import as_one_module
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.trace.codes import EventKind, Phase
 
@@ -39,10 +40,17 @@ class Recorder:
     Without `recorder.step()` a step ends when the optimizer steps. The training computes the same
     numbers with and without the recorder. It continues if the recorder or its disk fails.
 
+    Several models of one training are one recording: `Recorder([actor, critic],
+    optimizer=[actor_optimizer, critic_optimizer])`. The names of their units begin with the name of
+    the model.
+
     Args:
-        model: The model that `fully_shard` was called on, or one that holds such modules.
-        optimizer: The optimizer to record; its step ends a training step. None means any optimizer
-            that steps in this process.
+        model: The model that `fully_shard` was called on, or one that holds such modules. Several
+            models: a sequence, with the names of the variables that hold them, or a mapping from
+            names to models.
+        optimizer: The optimizer to record; its step ends a training step. With several optimizers
+            or models, a step ends when each optimizer has stepped. None means any optimizer that
+            steps in this process.
         path: The run folder. If it holds a run of the same model, the recording is a new attempt.
             None means `runs/<time>-<name>-<random>`.
         name: The display name of the run; None means the model's class.
@@ -65,9 +73,9 @@ class Recorder:
 
     def __init__(  # noqa: PLR0913 - the one public constructor; keywords read better than a bag
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
         *,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         path: str | os.PathLike[str] | None = None,
         name: str | None = None,
         config: Mapping[str, Any] | None = None,
@@ -98,7 +106,10 @@ class Recorder:
             memory_snapshot=memory_snapshot,
             print_verdict=print_verdict,
         )
-        self._attachment = Attachment(model, optimizer, options)
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        self._attachment = Attachment(
+            as_one_module(model), None if optimizers is None else list(optimizers), options
+        )
         emulation = active_emulation()
         if emulation is not None:
             # Not `self.note`: the emulation must not keep an unclosed recorder alive.

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fsdp_inspect.errors import RecordingError
+from fsdp_inspect.recording.models import Models
 from fsdp_inspect.sharding import torch_fsdp
 from fsdp_inspect.sharding.torch_fsdp import GroupHandle
 from fsdp_inspect.trace.codes import DTYPES
@@ -161,7 +162,11 @@ def describe_model(model: nn.Module, groups: Sequence[GroupHandle]) -> ModelInfo
         ):
             sizes[id(parameter)] = (size.numel(), parameter.requires_grad)
     return ModelInfo(
-        class_name=_original_class(model).__name__,
+        class_name=(
+            model.class_names
+            if isinstance(model, Models)
+            else torch_fsdp.original_class(model).__name__
+        ),
         num_parameters=sum(numel for numel, _ in sizes.values()),
         num_trainable_parameters=sum(numel for numel, trained in sizes.values() if trained),
     )
@@ -201,7 +206,7 @@ def _describe_unit(
         index=index,
         fqn=name,
         modules=list(handle.fqns),
-        module_class=_original_class(handle.modules[0]).__name__,
+        module_class=torch_fsdp.original_class(handle.modules[0]).__name__,
         num_parameters=sum(numels),
         num_trainable_parameters=sum(trained_numels),
         num_tensors=len(parameters),
@@ -237,14 +242,6 @@ def model_mesh_of(handles: Sequence[GroupHandle]) -> dict[str, int]:
 
 def _group_index(process_groups: ProcessGroups, group: dist.ProcessGroup | None, role: str) -> int:
     return -1 if group is None else process_groups.index(group, role)
-
-
-def _original_class(module: nn.Module) -> type:
-    """The class from the model's source code, without `FSDP...` and wrapper classes."""
-    module = getattr(module, "_checkpoint_wrapped_module", module)
-    module = getattr(module, "_orig_mod", module)
-    # `fully_shard` and `replicate` put classes of their own before the original class.
-    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def _is_fsdp1(model: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from fsdp_inspect.errors import PlanError
 from fsdp_inspect.sharding import torch_fsdp
 from fsdp_inspect.sharding.checkpointing import observe_checkpointing
 from fsdp_inspect.sharding.torch_fsdp import StateHandle
-from fsdp_inspect.trace.plan import Plan, Prefetch, UnitPlan, entry_order, lists_of_depth
+from fsdp_inspect.trace.plan import Plan, Prefetch, UnitPlan, lists_of_depth
 
 
 def observe_plan(model: nn.Module) -> Plan:
@@ -108,10 +108,10 @@ def _observe_prefetch(
     lists = {name: targets for name, targets in lists.items() if targets}
     if not lists:
         return 0
-    with_parameters = {handle.name for handle in handles if handle.groups}
-    order = [name for name in entry_order(units, direction) if name in with_parameters]
+    empty = {handle.name for handle in handles if not handle.groups}
     depth = max(len(targets) for targets in lists.values())
-    as_depth = {name: tuple(targets) for name, targets in lists_of_depth(order, depth).items()}
+    of_depth = lists_of_depth(units, direction, depth, without=empty)
+    as_depth = {name: tuple(targets) for name, targets in of_depth.items()}
     return depth if lists == as_depth else lists
 
 

@@ -183,6 +183,14 @@ def strip_wrappers(fqn: str) -> str:
     return ".".join(part for part in fqn.split(".") if part not in WRAPPER_SEGMENTS)
 
 
+def original_class(module: nn.Module) -> type:
+    """The class from the model's source code, without `FSDP...` and wrapper classes."""
+    module = getattr(module, "_checkpoint_wrapped_module", module)
+    module = getattr(module, "_orig_mod", module)
+    # `fully_shard` and `replicate` put classes of their own before the original class.
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+
+
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     """All modules of a model on which `fully_shard` was called."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -314,14 +314,7 @@ class Plan(PlanRecord):
     @property
     def root_of_units(self) -> dict[str, str]:
         """By unit, its FSDP root: the outermost unit around it, or itself."""
-        of_module = {module: unit.name for unit in self.units for module in unit.modules}
-        return {
-            unit.name: next(
-                (of_module[name] for name in _ancestors(unit.modules[0]) if name in of_module),
-                unit.name,
-            )
-            for unit in self.units
-        }
+        return _roots_of(self.units)
 
     @property
     def inner_units(self) -> tuple[UnitPlan, ...]:
@@ -384,8 +377,7 @@ class Plan(PlanRecord):
         prefetch = self.forward_prefetch if direction == "forward" else self.backward_prefetch
         if isinstance(prefetch, dict):
             return {name: list(targets) for name, targets in prefetch.items() if targets}
-        order = [name for name in entry_order(self.units, direction) if name not in without]
-        return lists_of_depth(order, prefetch)
+        return lists_of_depth(self.units, direction, prefetch, without=without)
 
     def find_risks(
         self,
@@ -524,13 +516,49 @@ def entry_order(units: Sequence[UnitPlan], direction: Literal["forward", "backwa
     return walk(None)
 
 
-def lists_of_depth(order: Sequence[str], depth: int) -> dict[str, list[str]]:
-    """Prefetch lists in which each unit prefetches the next `depth` units of an order."""
+def lists_of_depth(
+    units: Sequence[UnitPlan],
+    direction: Literal["forward", "backward"],
+    depth: int,
+    *,
+    without: Collection[str] = (),
+) -> dict[str, list[str]]:
+    """Prefetch lists in which each unit prefetches the next `depth` units.
+
+    They stay within an FSDP root with units inside it, because another root is another model. The
+    units of a model without such a root are one order.
+
+    Args:
+        units: Names, no patterns.
+        direction: The pass.
+        depth: The number of units to prefetch.
+        without: Units that are skipped, because they manage no parameters.
+    """
     if depth == 0:
         return {}
+    root_of = _roots_of(units)
+    around = {root for name, root in root_of.items() if name != root}
+    orders: dict[str | None, list[str]] = {}
+    for name in entry_order(units, direction):
+        if name not in without:
+            root = root_of[name] if root_of[name] in around else None
+            orders.setdefault(root, []).append(name)
     return {
-        name: list(order[position + 1 : position + 1 + depth])
+        name: order[position + 1 : position + 1 + depth]
+        for order in orders.values()
         for position, name in enumerate(order[:-1])
+    }
+
+
+def _roots_of(units: Sequence[UnitPlan]) -> dict[str, str]:
+    """By unit, its FSDP root: the outermost unit around it, or itself."""
+    of_module = {module: unit.name for unit in units for module in unit.modules}
+    return {
+        unit.name: next(
+            (of_module[name] for name in _ancestors(unit.modules[0]) if name in of_module),
+            unit.name,
+        )
+        for unit in units
     }
 
 

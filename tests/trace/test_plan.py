@@ -107,7 +107,17 @@ def test_a_prefetch_depth_names_the_next_units_in_either_direction():
         "": ["norm, lm_head", "tok_embeddings"],
         "norm, lm_head": ["tok_embeddings"],
     }
-    assert lists_of_depth(["a", "b"], 0) == {}
+    assert lists_of_depth(units("a", "b"), "forward", 0) == {}
+
+
+def test_a_prefetch_depth_stays_within_a_model():
+    actor_and_critic = units("actor", "actor.a", "actor.b", "critic", "critic.a")
+    assert lists_of_depth(actor_and_critic, "forward", 2) == {
+        "actor": ["actor.a", "actor.b"],
+        "actor.a": ["actor.b"],
+        "critic": ["critic.a"],
+    }
+    assert lists_of_depth(units("a", "b"), "backward", 1) == {"b": ["a"]}
 
 
 def test_a_split_unit_leaves_its_settings_to_the_parts():

@@ -1,0 +1,114 @@
+"""Hold several models as one module, so that one recording contains them all."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+
+from torch import nn
+
+from fsdp_inspect.sharding.torch_fsdp import original_class
+
+
+class Models(nn.Module):
+    """Several models of one training, such as actor and critic.
+
+    The name of a model is the prefix of the names of its units. The module is never called.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, model in models.items():
+            self.add_module(name, model)
+
+    @property
+    def class_names(self) -> str:
+        """The classes of the models: `Actor + Critic`."""
+        return " + ".join(original_class(model).__name__ for model in self.children())
+
+
+def as_one_module(
+    models: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+) -> nn.Module:
+    """The module to record: a single model itself, or a holder of several.
+
+    In a sequence, each model has the name of the variable that holds it in the calling script, or
+    else the name of its class.
+
+    Raises:
+        ValueError: There is no model, one is no module, or a model is given twice.
+    """
+    if isinstance(models, nn.Module):
+        return models
+    named = dict(models) if isinstance(models, Mapping) else None
+    given = list(models.values()) if isinstance(models, Mapping) else list(models)
+    _check(given)
+    if named is None:
+        if len(given) == 1:
+            return given[0]
+        named = dict(zip(name_models(given, _calling_frame()), given, strict=True))
+    for name in named:
+        if not name.isidentifier():
+            raise ValueError(
+                f"The model name {name!r} is no identifier. Expected a name such as 'actor': it is "
+                "the prefix of the model's units."
+            )
+    return Models(named)
+
+
+def _check(models: Sequence[object]) -> None:
+    wrong = next((each for each in models if not isinstance(each, nn.Module)), None)
+    if not models or wrong is not None:
+        found = "no model" if wrong is None else f"a {type(wrong).__name__}"
+        raise ValueError(
+            f"The models to record contain {found}. Expected torch modules: Recorder(model), "
+            "Recorder([actor, critic]) or Recorder({'actor': actor, 'critic': critic})."
+        )
+    if len({id(model) for model in models}) < len(models):
+        raise ValueError("A model is given twice. Expected each model once.")
+
+
+def name_models(models: Sequence[nn.Module], frame: FrameType | None = None) -> list[str]:
+    """A name for each model, all different.
+
+    Args:
+        models: The models.
+        frame: A frame of the script; its variables name the models.
+    """
+    names: list[str] = []
+    for model in models:
+        name = _variable_of(model, frame) or original_class(model).__name__.lower()
+        number, unique = 2, name
+        while unique in names:
+            unique, number = f"{name}_{number}", number + 1
+        names.append(unique)
+    return names
+
+
+def _variable_of(model: nn.Module, frame: FrameType | None) -> str:
+    """The variable of the frame, or the attribute of its `self`, that holds the model."""
+    for scope in _scopes(frame):
+        for name, value in scope.items():
+            if value is model and name.isidentifier() and not name.startswith("_"):
+                return name
+    return ""
+
+
+def _scopes(frame: FrameType | None) -> Iterator[Mapping[str, object]]:
+    if frame is None:
+        return
+    yield frame.f_locals
+    owner = frame.f_locals.get("self")
+    if owner is not None and not isinstance(owner, nn.Module):
+        yield getattr(owner, "__dict__", {})
+    yield frame.f_globals
+
+
+def _calling_frame() -> FrameType | None:
+    """The innermost frame outside this package."""
+    package = __name__.partition(".")[0] + "."
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(package):
+        frame = frame.f_back
+    return frame
