@@ -206,6 +206,10 @@ def _waste(evidence: Evidence) -> Iterator[Finding]:
 
 _DO_ABOUT_WASTE = {
     "": ("Find out why the unit never runs. Remove it from the model, or freeze it.",),
+    "R11": (
+        "Name the units to prefetch in backward (set_modules_to_backward_prefetch), if these "
+        "all-gathers are exposed.",
+    ),
     "R14": ("Pass the same MixedPrecisionPolicy to every fully_shard call.",),
     "R27": ("Call fully_shard once with both modules: fully_shard([embedding, head]).",),
     "R30": (
@@ -215,6 +219,7 @@ _DO_ABOUT_WASTE = {
 }
 _EFFECT_OF_WASTE = {
     "": "Frees its shard, gradient and optimizer state. Saves no time, since the unit never ran.",
+    "R11": "Removes these all-gathers. No time is predicted.",
     "R14": "Halves their messages.",
     "R27": "Saves one all-gather and one reduce-scatter a pass. No time is predicted: the "
     "simulation cannot combine tied weights into one unit.",

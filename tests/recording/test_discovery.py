@@ -121,7 +121,7 @@ def test_the_outermost_module_called_is_the_model(launched: Launched) -> None:
     assert launched.said == []
 
 
-def test_a_model_that_runs_without_gradients_is_passed_over(launched: Launched) -> None:
+def test_a_recording_begins_with_the_first_forward_with_gradients(launched: Launched) -> None:
     frozen, model = make_sharded("Frozen").requires_grad_(False), make_sharded()
 
     with torch.no_grad():
@@ -130,21 +130,27 @@ def test_a_model_that_runs_without_gradients_is_passed_over(launched: Launched) 
     assert launched.models == []
     train(model)
 
-    assert launched.models == [model]
+    (models,) = launched.models
+    assert dict(models.named_children()) == {"net": model, "frozen": frozen}
 
 
-def test_a_model_that_was_passed_over_is_named_as_another(launched: Launched) -> None:
+def test_every_model_that_exists_is_recorded(launched: Launched) -> None:
     teacher, model = make_sharded("Teacher"), make_sharded()
-    with torch.no_grad():
-        teacher(torch.ones(2, 4))
+    dropped = make_sharded("Dropped")
+    del dropped
 
     train(model)
+    with torch.no_grad():
+        teacher(torch.ones(2, 4))
+    launched.discovery.finish(None)
 
-    assert len(launched.said) == 1
-    assert "(with FSDPTeacher)" in launched.said[0]
+    assert launched.said == []
+    run = open_run(launched.folder)
+    assert run.manifest.model.class_name == "Net + Teacher"
+    assert {unit.fqn for unit in run.manifest.units} == {"net", "teacher"}
 
 
-def test_a_second_model_is_said_once_and_noted_in_the_run(launched: Launched) -> None:
+def test_a_later_model_is_said_once_and_noted_in_the_run(launched: Launched) -> None:
     train(make_sharded())
     for name in ("Second", "Third"):
         train(make_sharded(name))
@@ -274,7 +280,8 @@ def compile_and_train(model: nn.Module, *, evaluate_first: bool) -> tuple[nn.Mod
 def test_a_compiled_model_is_found_without_a_warning_and_without_more_graphs(
     tmp_path: Path, evaluate_first: bool
 ) -> None:
-    _, graphs = compile_and_train(make_sharded(), evaluate_first=evaluate_first)
+    graphs = compile_and_train(make_sharded(), evaluate_first=evaluate_first)[1]
+    torch._dynamo.reset()  # its caches hold the model, which would be another one
     launched = Launched(tmp_path / "run")
 
     compiled, graphs_launched = compile_and_train(make_sharded(), evaluate_first=evaluate_first)

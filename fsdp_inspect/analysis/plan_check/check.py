@@ -161,7 +161,12 @@ def _check(manifest: RunManifest, rank: int, observed: ObservedCollectives) -> P
         loop=loop,
         totals=totals,
         units=tuple(_describe_unit(count) for count in counts),
-        findings=(*wrong, *_unused_units(counts, observed), *find_waste(manifest)),
+        findings=(
+            *wrong,
+            *_prefetched_in_vain(counts, num_steps=len(observed.steps)),
+            *_unused_units(counts, observed),
+            *find_waste(manifest),
+        ),
     )
 
 
@@ -212,6 +217,24 @@ def _explain(count: UnitCount) -> Iterator[PlanFinding]:
     for reduction in (count.reduce_scatter, count.all_reduce):
         if not reduction.is_consistent:
             yield PlanFinding("", fqns, True, _explain_reductions(count, reduction))
+
+
+def _prefetched_in_vain(counts: Sequence[UnitCount], *, num_steps: int) -> Iterator[PlanFinding]:
+    """Yield one finding for all units whose parameters torch prefetched without a use."""
+    found = [count for count in counts if count.num_unneeded]
+    if found:
+        number = sum(count.num_unneeded for count in found)
+        size = sum(count.num_unneeded * count.unit.unsharded_bytes for count in found)
+        frozen = any(not count.unit.num_trainable_parameters for count in found)
+        also = ", and includes frozen units" if frozen else ""
+        yield PlanFinding(
+            "R11",
+            tuple(count.unit.fqn for count in found),
+            False,
+            f"is prefetched in backward without a use ({number / num_steps:.1f} all-gathers and "
+            f"{format_bytes(size / num_steps)} a step in all): torch follows the order of all "
+            f"forwards, also of those without a backward{also}",
+        )
 
 
 def _explain_gathers(count: UnitCount) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.plan_check.expected_collectives import (
     PASS_KINDS,
@@ -76,6 +77,9 @@ class UnitCount:
     is_kept: bool
     """Whether it stays unsharded between microbatches although no plan declares it."""
     surplus: GatherSurplus
+    num_unneeded: int
+    """All-gathers of torch's own backward prefetch that no backward used; `all_gather` does not
+    count them."""
 
 
 class ObservedCollectives:
@@ -166,7 +170,10 @@ class _UnitCounter:
         sizes = {group.index: len(group.ranks) for group in manifest.process_groups}
         self._unit, self._plan, self._observed = unit, plan, observed
         self._shard = sizes.get(unit.shard_group, 1)
-        self._gathers = observed.collectives(unit.index, EventKind.ALL_GATHER)
+        gathers = observed.collectives(unit.index, EventKind.ALL_GATHER)
+        is_unneeded = self._find_unneeded(gathers, manifest)
+        self._num_unneeded = int(is_unneeded.sum())
+        self._gathers = gathers.where(~is_unneeded)
         self._reshards = _reshards(unit, self._gathers)
         root = _root_of(unit, manifest)
         self._with_same_root = frozenset(
@@ -183,7 +190,30 @@ class _UnitCounter:
             reshards=self._reshards,
             is_kept=is_kept,
             surplus=self._find_surplus(needed),
+            num_unneeded=self._num_unneeded,
         )
+
+    def _find_unneeded(self, gathers: EventTable, manifest: RunManifest) -> NDArray[np.bool_]:
+        """Return which all-gathers torch's own backward prefetch issued in vain; shape (n,).
+
+        Without prefetch lists, torch (2.13) prefetches the unit that ran before in the order of all
+        forwards since the last backward. After a forward without a backward (an evaluation, a
+        discarded forward) that unit has no backward left, and a frozen unit may have none at all.
+        """
+        is_own_order = bool(manifest.plan) and not manifest.plan.get("backward_prefetch")
+        is_prefetched = (gathers.flags & EventFlag.PREFETCHED) != 0
+        unneeded: NDArray[np.bool_] = is_prefetched & (gathers.phase == Phase.BACKWARD)
+        unneeded &= is_own_order
+        passes = self._observed.passes_of(self._unit.index)
+        backwards = passes.where(passes.kind == EventKind.BACKWARD)
+        for row in np.flatnonzero(unneeded).tolist():
+            is_used = (
+                (backwards.step == gathers.step[row])
+                & (backwards.microbatch == gathers.microbatch[row])
+                & (backwards.end_ns > gathers.start_ns[row])
+            )
+            unneeded[row] = not is_used.any()
+        return unneeded
 
     def _find_needed_gathers(self) -> tuple[Counter[StepPhase], bool]:
         """Return the all-gathers that the plan requires, or the ones of a loop that keeps units.
@@ -238,7 +268,7 @@ class _UnitCounter:
             rule += "; it stays unsharded between microbatches"
         message = self._unit.unsharded_bytes if self._shard > 1 else 0
         expected = self._in_training(needed)
-        return self._compare(EventKind.ALL_GATHER, expected, message or None, rule)
+        return self._compare(EventKind.ALL_GATHER, self._gathers, expected, message or None, rule)
 
     def _count_reductions(self, kind: EventKind) -> CollectiveCount:
         unit, observed = self._unit, self._observed
@@ -256,12 +286,18 @@ class _UnitCounter:
             passes = observed.reducing if scatters else observed.all_reducing
             by_step = count_needed_reductions(observed.passes_of(unit.index), passes)
         expected = [by_step[step] for step in observed.steps]
-        return self._compare(kind, expected, message if communicates and message else None, rule)
+        events = observed.collectives(unit.index, kind)
+        sent = message if communicates and message else None
+        return self._compare(kind, events, expected, sent, rule)
 
     def _compare(
-        self, kind: EventKind, expected: Sequence[int], expected_bytes: int | None, rule: str
+        self,
+        kind: EventKind,
+        events: EventTable,
+        expected: Sequence[int],
+        expected_bytes: int | None,
+        rule: str,
     ) -> CollectiveCount:
-        events = self._observed.collectives(self._unit.index, kind)
         counts = self._observed.count_per_step(events)
         sizes = tuple(int(size) for size in np.unique(events.bytes[events.bytes >= 0]))
         fits = expected_bytes is None or set(sizes) <= {expected_bytes}
