@@ -268,6 +268,27 @@ def padded_shard_numels(group: FSDPParamGroup) -> list[int]:
     return [param.padded_sharded_param_size.numel() for param in group.fsdp_params]
 
 
+def gathered_bytes(group: FSDPParamGroup, num_ranks: int, itemsize: int) -> int:
+    """The message of a group's all-gather.
+
+    A tensor subclass may gather other tensors than its own (`fsdp_pre_all_gather`), such as
+    float8 weights. Their sizes are known after the first all-gather.
+
+    Args:
+        group: The group.
+        num_ranks: The number of ranks that share its parameters.
+        itemsize: Bytes of an element of the other parameters, as they are gathered.
+    """
+    total = 0
+    for param in group.fsdp_params:
+        gathered = getattr(param, "all_gather_outputs", [])
+        if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") and gathered:
+            total += sum(each.numel() * each.element_size() for each in gathered)
+        else:
+            total += param.padded_sharded_param_size.numel() * num_ranks * itemsize
+    return total
+
+
 def shard_dimensions(group: FSDPParamGroup) -> set[int]:
     """The tensor dimensions on which a group's parameters are sharded; 0 by default."""
     return {int(param.fsdp_placement.dim) for param in group.fsdp_params}

@@ -161,7 +161,12 @@ def _check(manifest: RunManifest, rank: int, observed: ObservedCollectives) -> P
         loop=loop,
         totals=totals,
         units=tuple(_describe_unit(count) for count in counts),
-        findings=(*wrong, *_unused_units(counts, observed), *find_waste(manifest)),
+        findings=(
+            *wrong,
+            *_mistargeted_prefetches(counts),
+            *_unused_units(counts, observed),
+            *find_waste(manifest),
+        ),
     )
 
 
@@ -372,6 +377,21 @@ def _unused_units(
     unused = [count.unit.fqn for count in counts if len(observed.passes_of(count.unit.index)) == 0]
     if unused:
         yield PlanFinding("", tuple(unused), False, "never runs: its shards only cost memory")
+
+
+def _mistargeted_prefetches(counts: Sequence[UnitCount]) -> Iterator[PlanFinding]:
+    """Yield one finding for each unit that torch prefetches without need after an evaluation."""
+    for count in counts:
+        number = count.surplus.mistargeted
+        if number:
+            yield PlanFinding(
+                "",
+                (count.unit.fqn,),
+                False,
+                f"is gathered {number} {'time' if number == 1 else 'times'} without need, in the "
+                "first backward after an evaluation: torch's backward prefetch follows the "
+                "forwards of the evaluation too",
+            )
 
 
 def _phrase_result(

@@ -6,7 +6,7 @@ the sizes in the manifest.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +15,10 @@ from fsdp_inspect.analysis.plan_check.expected_collectives import (
     PASS_KINDS,
     BackwardPasses,
     StepPhase,
+    count_mistargeted,
     count_needed_gathers,
     count_needed_reductions,
+    find_unshards,
     passes_with,
 )
 from fsdp_inspect.statistics import median
@@ -61,6 +63,8 @@ class GatherSurplus:
     observed_in_backward: int
     unused: int
     """All-gathers that nothing waits for."""
+    mistargeted: int
+    """Unused prefetches that follow from an evaluation; they are expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +177,12 @@ class _UnitCounter:
         self._with_same_root = frozenset(
             each.index for each in manifest.units if _root_of(each, manifest) == root
         )
+        self._is_recorded = manifest.source != "imported"
+        self._mistargeted = count_mistargeted(
+            observed.passes_of(unit.index),
+            self._gathers,
+            observed.backwards_of(self._with_same_root),
+        )
 
     def count(self) -> UnitCount:
         needed, is_kept = self._find_needed_gathers()
@@ -196,11 +206,21 @@ class _UnitCounter:
             return Counter(), False
         ran = self._observed.count_per_step(self._gathers)
         keeps = self._plan is not None and not self._plan.reshard_after_backward
-        declared = self._replay(keeps=keeps)
-        kept = self._replay(keeps=True)
-        if self._in_training(declared) != ran and self._in_training(kept) == ran:
-            return kept, True
+        declared = self._replay(keeps=keeps) + self._mistargeted
+        if self._in_training(declared) == ran:
+            return declared, False
+        for explained, is_kept in self._explanations(keeps=keeps):
+            if self._in_training(explained) == ran:
+                return explained, is_kept
         return declared, False
+
+    def _explanations(self, *, keeps: bool) -> Iterator[tuple[Counter[StepPhase], bool]]:
+        """Yield what a loop may do without a plan, and whether it keeps the unit unsharded."""
+        yield self._replay(keeps=True) + self._mistargeted, True
+        if self._is_recorded and len(find_unshards(self._gathers)):
+            # The script also reshards the unit, which no event shows: its loop cannot be checked.
+            gathers = self._gathers
+            yield Counter(zip(gathers.step.tolist(), gathers.phase.tolist(), strict=True)), False
 
     def _replay(self, *, keeps: bool) -> Counter[StepPhase]:
         return count_needed_gathers(
@@ -222,11 +242,13 @@ class _UnitCounter:
         expected: Counter[int] = Counter()
         for (step, phase), count in needed.items():
             expected[phase] += count if step in self._observed.steps else 0
+        mistargeted = self._mistargeted.total()
         return GatherSurplus(
             in_forward=ran[Phase.FORWARD] - expected[Phase.FORWARD],
             in_backward=ran[Phase.BACKWARD] - expected[Phase.BACKWARD],
             observed_in_backward=ran[Phase.BACKWARD],
-            unused=int(np.count_nonzero(self._gathers.flags & EventFlag.UNUSED)),
+            unused=int(np.count_nonzero(self._gathers.flags & EventFlag.UNUSED)) - mistargeted,
+            mistargeted=mistargeted,
         )
 
     def _count_gathers(self, needed: Mapping[StepPhase, int], is_kept: bool) -> CollectiveCount:
@@ -237,6 +259,8 @@ class _UnitCounter:
             rule = "one per forward: reshard_after_forward=False keeps it unsharded until backward"
         if is_kept:
             rule += "; it stays unsharded between microbatches"
+        if len(find_unshards(self._gathers)):
+            rule += ". The script calls unshard() on it: such all-gathers are not checked"
         message = self._unit.unsharded_bytes if self._shard > 1 else 0
         expected = self._in_training(needed)
         return self._compare(EventKind.ALL_GATHER, expected, message or None, rule)
@@ -265,6 +289,9 @@ class _UnitCounter:
         counts = self._observed.count_per_step(events)
         sizes = tuple(int(size) for size in np.unique(events.bytes[events.bytes >= 0]))
         fits = expected_bytes is None or set(sizes) <= {expected_bytes}
+        if not fits and kind != EventKind.ALL_GATHER and self._adds_up(events, expected):
+            expected, fits = counts, True
+            rule += ". The script runs parts of the unit apart, and each part reduces once"
         return CollectiveCount(
             kind=kind.label,
             expected_per_step=median(expected) or 0,
@@ -276,6 +303,14 @@ class _UnitCounter:
             rule=rule,
             is_consistent=list(expected) == counts and fits,
         )
+
+    def _adds_up(self, events: EventTable, expected: Sequence[int]) -> bool:
+        """Whether the reductions of each step are the unit's message, sent in parts."""
+        sent = dict.fromkeys(self._observed.steps, 0)
+        for step, size in zip(events.step.tolist(), events.bytes.tolist(), strict=True):
+            sent[step] += size
+        whole = self._unit.reduce_bytes
+        return list(sent.values()) == [count * whole for count in expected]
 
 
 def _reshards(unit: Unit, gathers: EventTable) -> bool:

@@ -15,6 +15,12 @@ Prefetch moves an all-gather, and never adds one. A unit with trainable paramete
 each backward pass that reaches it, if its microbatch synchronises gradients. A unit that is used
 twice has its gradients only after the last of its backwards, because autograd adds them up.
 
+A script may also gather a unit itself with `unshard()`, and return to the shard with `reshard()`.
+No event shows the second call, so the all-gathers of such a unit are not computed.
+
+torch's backward prefetch follows all forwards since the last backward pass. After an evaluation it
+prefetches one unit that ran in the evaluation only.
+
 Source: `_fsdp_param_group.py` (`unshard`, `post_forward`, `post_backward`) and `_fsdp_state.py`
 (`_root_post_backward_final_callback`), torch 2.13.
 """
@@ -26,7 +32,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
+from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.tables import EventTable
 
 PASS_KINDS = (EventKind.FORWARD, EventKind.BACKWARD)
@@ -103,6 +109,46 @@ def count_needed_gathers(
         else:
             holds_all = phase == Phase.BACKWARD or not reshards
     return needed
+
+
+def find_unshards(gathers: EventTable) -> EventTable:
+    """The all-gathers that the script issued itself, with `unshard()`."""
+    is_early = (gathers.flags & EventFlag.PREFETCHED) != 0
+    return gathers.where(is_early & (gathers.issued_by == NO_UNIT))
+
+
+def count_mistargeted(
+    own: EventTable, gathers: EventTable, passes: BackwardPasses
+) -> Counter[StepPhase]:
+    """Count the prefetches in backward that torch aims at a forward without a backward.
+
+    torch prefetches in the reverse order of all forwards since the last backward pass. If an
+    evaluation ran since then, the first unit of the training forward prefetches the last unit of
+    the evaluation. No backward of that unit follows, and the parameters are freed unused.
+
+    Args:
+        own: Forwards and backwards of the unit, evaluation included.
+        gathers: The all-gathers of the unit.
+        passes: The backward passes of the same rank.
+    """
+    is_forward = (own.kind == EventKind.FORWARD) & (own.phase != Phase.BACKWARD)
+    forwards = np.sort(own.start_ns[is_forward])
+    backwards = np.sort(own.start_ns[own.kind == EventKind.BACKWARD])
+    is_prefetch = (gathers.flags & EventFlag.PREFETCHED) != 0
+    is_prefetch &= (gathers.phase == Phase.BACKWARD) & (gathers.issued_by != NO_UNIT)
+    mistargeted: Counter[StepPhase] = Counter()
+    ends = np.sort(passes.end_ns)
+    for row in np.flatnonzero(is_prefetch):
+        now = gathers.start_ns[row]
+        place = int(np.searchsorted(ends, now))
+        begin = ends[place - 1] if place else np.iinfo(np.int64).min
+        end = ends[place] if place < len(ends) else np.iinfo(np.int64).max
+        ran = int(((forwards > begin) & (forwards <= now)).sum())
+        finished = int(((backwards > begin) & (backwards <= now)).sum())
+        is_used = bool(((backwards > now) & (backwards <= end)).any())
+        if not is_used and ran > finished:
+            mistargeted[int(gathers.step[row]), int(gathers.phase[row])] += 1
+    return mistargeted
 
 
 def count_needed_reductions(own: EventTable, reducing: set[tuple[int, int]]) -> Counter[int]:
