@@ -1,6 +1,6 @@
-"""Record a torchtitan run with an override, without a change of its code or configuration.
+r"""Record a torchtitan run with an override, without a change of its code or configuration.
 
-    torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_8b \\
+    torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_8b \
         --override.imports 'fsdp_inspect.recording.integrations.torchtitan.record={"path": "run"}'
 
 In a configuration:
@@ -38,16 +38,16 @@ except ImportError as error:
 _REMEDY = "With torchtitan: train on two or more ranks with a data-parallel shard degree above 1."
 
 
-def record(config: Any, **options: Unpack[RecorderOptions]) -> Any:
+def record(metrics: Any, /, **options: Unpack[RecorderOptions]) -> Any:
     """Return a metrics processor's configuration that also records the training.
 
     torchtitan calls this function if `--override.imports` names it.
 
     Args:
-        config: The configuration of the metrics processor, torchtitan's or a subclass of it.
+        metrics: The configuration of the metrics processor, torchtitan's or a subclass of it.
         options: Keywords of `fsdp_inspect.Recorder`.
     """
-    return derive(config, _recording_config(type(config)), recorder_options=dict(options))
+    return derive(metrics, _recording_config(type(metrics)), recorder_options=dict(options))
 
 
 override(target=MetricsProcessor.Config, description="Records the run with FSDP Inspect.")(record)

@@ -141,7 +141,9 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(
     assert f"pip install '{extra}'" in str(caught.value)
 
 
-@pytest.mark.parametrize("module", ["", ".transformers", ".trl", ".accelerate", ".lightning", ".torchtitan"])
+@pytest.mark.parametrize(
+    "module", ["", ".transformers", ".trl", ".accelerate", ".lightning", ".torchtitan"]
+)
 def test_examples_in_the_docstrings_are_python(module: str) -> None:
     path = f"fsdp_inspect/recording/integrations{module.replace('.', '/') or '/__init__'}.py"
     docstring = ast.get_docstring(ast.parse((ROOT / path).read_text())) or ""
