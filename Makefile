@@ -7,6 +7,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+FRAMEWORKS := .venv-frameworks
 # Created last: an interrupted set-up lacks this file and starts again.
 READY := $(VENV)/.complete
 PYTEST := $(BIN)/python -m pytest
@@ -63,6 +64,14 @@ bench: $(READY) ## Measure the published figures (takes minutes; needs an idle m
 validate: $(READY) ## Compare predictions with runs under emulation (needs an idle machine)
 	$(BIN)/python -m tests.validation $(ARGS)
 
+.PHONY: frameworks
+frameworks: $(FRAMEWORKS)/.complete ## Record other training frameworks and write docs/frameworks.md (takes long)
+	rm -rf build/frameworks
+	FSDP_INSPECT_FRAMEWORKS=build/frameworks \
+		$(FRAMEWORKS)/bin/python -m pytest -m frameworks tests/frameworks $(ARGS); tests=$$?; \
+		$(if $(ARGS),,$(FRAMEWORKS)/bin/python -m tests.frameworks build/frameworks docs/frameworks.md &&) \
+		exit $$tests
+
 .PHONY: gpu
 gpu: $(READY) ## Test and measure on a CUDA device (OUT=DIR: keep the table and a sample)
 	$(PYTEST) -m gpu $(ARGS); tests=$$?; \
@@ -90,8 +99,8 @@ constraints: ## Pin the newest versions that pyproject.toml allows, except torch
 	rm -rf build/constraints
 
 .PHONY: clean
-clean: ## Remove .venv, build products and caches, but not recorded runs
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean: ## Remove virtual environments, build products and caches, but not recorded runs
+	rm -rf $(VENV) $(FRAMEWORKS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A complete .venv is updated in place. An incomplete one is created again.
@@ -106,4 +115,10 @@ $(READY): constraints.txt pyproject.toml
 			"and run make again." >&2; exit 1; }
 	@if [ -e $@ ]; then rm $@; else $(PYTHON) -m venv --clear $(VENV); fi
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# The frameworks have a virtual environment of their own: they are heavy, and limit other versions.
+$(FRAMEWORKS)/.complete: constraints-frameworks.txt pyproject.toml
+	@if [ -e $@ ]; then rm $@; else $(PYTHON) -m venv --clear $(FRAMEWORKS); fi
+	$(FRAMEWORKS)/bin/python -m pip install -c constraints-frameworks.txt -e '.[frameworks]'
 	@touch $@

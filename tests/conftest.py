@@ -1,8 +1,9 @@
 """Set up what all tests share: one thread per process, loopback only, and `torchrun`.
 
-Benchmarks run only with `-m benchmark`. Tests marked `slow` run only with `--exhaustive`, with
-`-m slow`, or when they are named (`tests/file.py::test`). Tests marked `gpu` are skipped with a
-reason where there is no CUDA device. Tests that need Chromium ask for the `chromium` fixture.
+Benchmarks run only with `-m benchmark`, and tests of other frameworks with `-m frameworks`. Tests
+marked `slow` run only with `--exhaustive`, with `-m slow`, or when they are named
+(`tests/file.py::test`). Tests marked `gpu` are skipped with a reason where there is no CUDA device.
+Tests that need Chromium ask for the `chromium` fixture.
 """
 
 import os
@@ -57,8 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "benchmark" not in config.option.markexpr:
-        _deselect(config, items, "benchmark")
+    for marker in ("benchmark", "frameworks"):
+        if marker not in config.option.markexpr:
+            _deselect(config, items, marker)
     is_named = any("::" in argument for argument in config.args)
     if not (config.getoption(EXHAUSTIVE) or "slow" in config.option.markexpr or is_named):
         _deselect(config, items, "slow")

@@ -69,7 +69,7 @@ class Communication:
         self.stream = stream
         self.step = session.step
         self.microbatch = session.microbatch
-        self.phase = session.phase
+        self.phase = session.communication_phase()
         self.issued_by = session.issuing_unit()
         self.identity = session.next_collective()
         self.flags = 0 if session.tracker is None else _MEMORY_STEP

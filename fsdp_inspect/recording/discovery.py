@@ -200,7 +200,10 @@ class Discovery:
 
 
 def find_other_models(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules with units that exist in this process besides a model."""
+    """The outermost modules with units that exist in this process besides a model.
+
+    Models of process groups that are destroyed are left out.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     gc.collect()  # a model that the script has dropped is none
@@ -209,7 +212,15 @@ def find_other_models(model: nn.Module) -> list[nn.Module]:
     alive = [each for each in gc.get_objects() if issubclass(type(each), FSDPModule)]
     found = [each for each in alive if id(each) not in own]
     inner = {id(part) for each in found for part in each.modules() if part is not each}
-    return [each for each in found if id(each) not in inner]
+    return [each for each in found if id(each) not in inner and _can_communicate(each)]
+
+
+def _can_communicate(model: nn.Module) -> bool:
+    from fsdp_inspect.sharding.torch_fsdp import find_groups, is_live_process_group
+
+    handles = find_groups(model)
+    groups = [group for each in handles for group in (each.shard_group, each.replicate_group)]
+    return bool(handles) and all(each is None or is_live_process_group(each) for each in groups)
 
 
 def _is_sharded(module: nn.Module) -> bool:

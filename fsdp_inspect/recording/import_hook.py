@@ -4,8 +4,8 @@ A launcher that imports torch before the script runs would change the script: va
 OMP_NUM_THREADS or PYTORCH_ALLOC_CONF, set above the script's `import torch`, would have no effect.
 """
 
-import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -21,19 +21,24 @@ def call_after_import(name: str, callback: Callable[[], None]) -> None:
 
 
 class _Watch(MetaPathFinder):
-    """Finds one module through the other finders, and removes itself at the first import."""
+    """Finds one module through the other finders, until the module is imported.
+
+    It stays in place when a library only asks whether the module exists, as
+    `importlib.util.find_spec` does. Such a question does not import the module.
+    """
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self._name = name
         self._callback = callback
+        self._searching: set[int] = set()
+        """Threads that ask the other finders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._name:
+        if fullname != self._name or threading.get_ident() in self._searching:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        spec = self._ask_others(fullname, path, target)
         loader = spec.loader if spec is not None else None
         if loader is None or not hasattr(loader, "exec_module"):
             return spec
@@ -41,7 +46,23 @@ class _Watch(MetaPathFinder):
 
         def run_and_call(module: ModuleType) -> None:
             run(module)
-            self._callback()
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._callback()
 
         loader.exec_module = run_and_call  # type: ignore[method-assign]
         return spec
+
+    def _ask_others(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        self._searching.add(threading.get_ident())
+        try:
+            for finder in list(sys.meta_path):
+                find = getattr(finder, "find_spec", None)
+                spec: ModuleSpec | None = find(fullname, path, target) if find else None
+                if spec is not None:
+                    return spec
+            return None
+        finally:
+            self._searching.discard(threading.get_ident())

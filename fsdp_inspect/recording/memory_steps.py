@@ -102,9 +102,10 @@ class MemorySteps:
 
     def name_optimizer_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember an optimizer that stepped, and classify its states in a memory step."""
-        self._optimizers[id(optimizer)] = optimizer
-        if self._session.tracker is not None:
-            self._register_states(self._session.tracker, optimizer)
+        for each in _members(optimizer):
+            self._optimizers[id(each)] = each
+            if self._session.tracker is not None:
+                self._register_states(self._session.tracker, each)
 
     def _leave(self) -> StorageTracker | None:
         tracker = self._session.tracker
@@ -135,6 +136,14 @@ class MemorySteps:
             tensors = [value for value in state.values() if torch.is_tensor(value)]
             unit = self._unit_of.get(id(parameter), NO_UNIT)
             tracker.register_known(MemoryCategory.OPTIMIZER_STATE, tensors, unit)
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that hold states: those in a container, such as torchtitan's, or itself."""
+    held = getattr(optimizer, "optimizers", None)
+    members = list(held) if isinstance(held, (list, tuple)) else []
+    is_container = bool(members) and all(isinstance(e, torch.optim.Optimizer) for e in members)
+    return members if is_container else [optimizer]
 
 
 def _other_modes() -> list[TorchDispatchMode]:

@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fsdp_inspect.recording.clocks import Clock
 from fsdp_inspect.recording.journal import NOT_NEEDED, Journal, host_ns_of
 from fsdp_inspect.recording.patches import warn
@@ -105,6 +107,16 @@ class Session:
         """The step of a number that is logged now; between two steps, the step that ended."""
         has_begun = self.in_step or self.microbatch > 0 or self._forward_start is not None
         return self.step if has_begun else max(self.step - 1, 0)
+
+    def communication_phase(self) -> Phase:
+        """The phase of a collective that is issued now.
+
+        After a forward of an evaluation, a collective without gradients belongs to the evaluation,
+        such as the gather of an `unshard()` call or the reduction of the evaluation's loss.
+        """
+        if self.phase == Phase.OUTSIDE and self._evaluation and not torch.is_grad_enabled():
+            return Phase.EVALUATION
+        return self.phase
 
     @property
     def ends_with_optimizer(self) -> bool:

@@ -71,6 +71,7 @@ _REDUCE_SCATTER = EventKind.REDUCE_SCATTER
 _REDUCE_SCATTER_COPY_IN = EventKind.REDUCE_SCATTER_COPY_IN
 _FORWARD, _BACKWARD = EventKind.FORWARD, EventKind.BACKWARD
 _FORWARD_PHASE, _BACKWARD_PHASE = Phase.FORWARD, Phase.BACKWARD
+_EVALUATION_PHASE = Phase.EVALUATION
 _HOST_STREAM, _COPY_IN_STREAM = Stream.HOST, Stream.ALL_GATHER_COPY_IN
 _ALL_GATHER_STREAM, _REDUCE_SCATTER_STREAM = Stream.ALL_GATHER, Stream.REDUCE_SCATTER
 _MEASURED, _INFERRED = Method.MEASURED, Method.INFERRED
@@ -360,7 +361,7 @@ class UnitHooks:
         session = self._session
         self._outer_hooks.append(session.hook_unit)
         session.hook_unit = self.index
-        if self._group._training_state is _TORCH_FORWARD:
+        if self._group._training_state is _TORCH_FORWARD and not self._close_evaluation():
             return False  # another module of the same unit has opened this forward
         if torch._C._current_graph_task_id() == -1:
             mark = self._clock.mark()
@@ -369,6 +370,19 @@ class UnitHooks:
                 session.note_execution(self.index)
         if session.watches_memory:
             self._memory.inputs(args, kwargs)
+        return True
+
+    def _close_evaluation(self) -> bool:
+        """Drop a forward that an evaluation has left open; whether there was one.
+
+        If only some modules of a unit run last in an evaluation, torch ends this forward in the
+        next pass. Its end is unknown.
+        """
+        is_left = bool(self._forwards) and self._forwards[-1][1] is _EVALUATION_PHASE
+        if not is_left or not torch.is_grad_enabled():
+            return False
+        self._forwards.pop()
+        self._session.close_unit(self.index)
         return True
 
     def _after_pre_forward(self, opened: bool, result: Any) -> None:

@@ -211,7 +211,7 @@ def _describe_unit(
         num_trainable_parameters=sum(trained_numels),
         num_tensors=len(parameters),
         parameters=torch_fsdp.parameter_shapes(handle),
-        unsharded_bytes=sum(padded) * shard_size * param_dtype.itemsize,
+        unsharded_bytes=torch_fsdp.gathered_bytes(group, shard_size, param_dtype.itemsize),
         sharded_bytes=sum(padded) * original.itemsize,
         reduce_bytes=padded_trained * shard_size * reduce_dtype.itemsize,
         param_dtype=dtype_name(param_dtype),

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
@@ -232,6 +232,11 @@ def is_replicated(group: FSDPParamGroup) -> bool:
     return not isinstance(group.mesh_info, FSDPMeshInfo)
 
 
+def is_live_process_group(group: ProcessGroup) -> bool:
+    """Whether a process group exists: `destroy_process_group` was not called since it was made."""
+    return group in distributed_c10d._world.pg_map
+
+
 def mesh_dimension_of(group: ProcessGroup) -> str:
     """The name of a process group's dimension in its `DeviceMesh`; empty if it has none.
 
@@ -290,6 +295,27 @@ def parameter_shapes(handle: GroupHandle) -> dict[str, list[int]]:
 def padded_shard_numels(group: FSDPParamGroup) -> list[int]:
     """Elements of each parameter on one rank with padding: its part of the all-gather input."""
     return [param.padded_sharded_param_size.numel() for param in group.fsdp_params]
+
+
+def gathered_bytes(group: FSDPParamGroup, num_ranks: int, itemsize: int) -> int:
+    """The message of a group's all-gather.
+
+    A tensor subclass may gather other tensors than its own (`fsdp_pre_all_gather`), such as
+    float8 weights. Their sizes are known after the first all-gather.
+
+    Args:
+        group: The group.
+        num_ranks: The number of ranks that share its parameters.
+        itemsize: Bytes of an element of the other parameters, as they are gathered.
+    """
+    total = 0
+    for param in group.fsdp_params:
+        gathered = getattr(param, "all_gather_outputs", [])
+        if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") and gathered:
+            total += sum(each.numel() * each.element_size() for each in gathered)
+        else:
+            total += param.padded_sharded_param_size.numel() * num_ranks * itemsize
+    return total
 
 
 def shard_dimensions(group: FSDPParamGroup) -> set[int]:

@@ -16,7 +16,7 @@ from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.unit_hooks import Reductions
 from fsdp_inspect.recording.units import ProcessGroups
-from fsdp_inspect.trace.codes import EventFlag, EventKind, Method
+from fsdp_inspect.trace.codes import EventFlag, EventKind, Method, Phase
 from fsdp_inspect.trace.tables import EventTable
 
 
@@ -96,3 +96,15 @@ def test_what_is_raised_in_the_block_goes_through_and_recording_goes_on() -> Non
         dist.all_reduce(torch.ones(2))
     assert [row["bytes"] for row in recorded.collectives()] == [8]
     assert recorded.session.active
+
+
+def test_a_reduction_after_a_forward_of_an_evaluation_belongs_to_the_evaluation() -> None:
+    with Recorded() as recorded:
+        session = recorded.session
+        session.enter_forward(session.clock.mark(), grad_enabled=False)
+        session.leave_forward(session.clock.mark())
+        with torch.no_grad():
+            dist.all_reduce(torch.ones(2))
+        dist.all_reduce(torch.ones(2))
+    phases = [row["phase"] for row in recorded.collectives()]
+    assert phases == [Phase.EVALUATION, Phase.OUTSIDE]

@@ -1,6 +1,7 @@
 """Is a module left as it is found, with one call after its import?"""
 
 import importlib
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -89,3 +90,15 @@ def test_an_error_in_the_module_is_the_scripts(package: str, tmp_path: Path) -> 
         importlib.import_module(f"{package}.broken")
 
     assert seen == []
+
+
+def test_a_search_for_the_module_does_not_end_the_wait(package: str) -> None:
+    """transformers and datasets search for torch before anything imports it."""
+    seen: list[str] = []
+    call_after_import(package, lambda: seen.append("called"))
+
+    assert importlib.util.find_spec(package) is not None
+    assert seen == []
+    importlib.import_module(package)
+
+    assert seen == ["called"]

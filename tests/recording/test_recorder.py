@@ -22,7 +22,7 @@ from fsdp_inspect.recording.failure import describe_allocated
 from fsdp_inspect.recording.memory import AllocatorReading
 from fsdp_inspect.recording.units import ProcessGroups, describe_units, find_recordable_groups
 from fsdp_inspect.store.reader import open_run
-from fsdp_inspect.trace.codes import EventKind, Source
+from fsdp_inspect.trace.codes import EventKind, Phase, Source
 from fsdp_inspect.trace.run import RunStatus
 
 WORLD_SIZE = 4
@@ -364,6 +364,45 @@ def test_data_and_evaluation_that_the_script_names_are_recorded(
     events = open_run(tmp_path / "run").events(0, steps=[1])
     assert (events.kind == EventKind.DATA).sum() == 1
     assert (events.kind == EventKind.BETWEEN_STEPS).sum() == 1
+
+
+class HeadApart(nn.Module):
+    """A loss in chunks, as torchtitan has it: the head runs outside of the model's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = (nn.Linear(8, 8) for _ in range(3))
+        fully_shard([self.norm, self.head])
+        fully_shard(self.body)
+        fully_shard(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.body(x))
+
+
+def test_a_unit_that_an_evaluation_leaves_open_is_opened_anew_by_the_training(
+    fake_ranks: None, tmp_path: Path
+) -> None:
+    """torch ends such a forward in the next pass, since no backward follows the evaluation."""
+    model = HeadApart()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with quiet(model, tmp_path / "run", memory_steps=()) as recorder:
+        for _ in range(2):
+            with torch.no_grad():
+                model.head(model(torch.ones(2, 8)))
+            with recorder.step():
+                hidden = model(torch.ones(2, 8))
+                model.head(hidden.detach().requires_grad_()).sum().backward()
+                hidden.sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    events = open_run(tmp_path / "run").events(0, steps=[1], kinds=[EventKind.FORWARD])
+    names = [unit.fqn for unit in open_run(tmp_path / "run").manifest.units]
+    own = events.where(events.unit == names.index("norm, head"))
+    whole = events.where((events.unit == -1) & (events.phase == Phase.FORWARD))
+    assert Phase.FORWARD in own.phase
+    in_training = own.where(own.phase == Phase.FORWARD)
+    assert (in_training.start_ns >= whole.start_ns[0]).all()
 
 
 def test_a_data_loader_is_timed_without_cooperation(fake_ranks: None, tmp_path: Path) -> None:

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -150,3 +152,19 @@ def test_the_whole_shape_of_every_parameter_is_known_before_and_after_a_forward(
         assert {name: shape for shapes in found for name, shape in shapes.items()} == whole
         assert all(name.startswith(("norm", "head")) for name in found[1])
         decoder(tokens)
+
+
+def test_a_tensor_that_gathers_its_own_dtype_has_the_size_of_what_it_gathers():
+    """torchao's float8 weights: one byte an element, known after the first all-gather."""
+    size = torch.Size([4, 2])
+    plain = SimpleNamespace(_sharded_local_tensor=torch.empty(size), padded_sharded_param_size=size)
+    float8 = SimpleNamespace(
+        _sharded_local_tensor=SimpleNamespace(fsdp_pre_all_gather=None),
+        padded_sharded_param_size=size,
+        all_gather_outputs=[],
+    )
+    group = SimpleNamespace(fsdp_params=[plain, float8])
+
+    assert torch_fsdp.gathered_bytes(group, 2, 4) == 2 * 64
+    float8.all_gather_outputs = [torch.empty(16, dtype=torch.float8_e4m3fn)]
+    assert torch_fsdp.gathered_bytes(group, 2, 4) == 64 + 16

@@ -22,6 +22,7 @@ from fsdp_inspect.analysis.plan_check.collective_counts import (
     ObservedCollectives,
     UnitCount,
     count_unit,
+    find_roots,
 )
 from fsdp_inspect.analysis.plan_check.expected_collectives import PASS_KINDS
 from fsdp_inspect.analysis.plan_check.unit_waste import PlanFinding, find_waste
@@ -144,7 +145,10 @@ def _unknown(manifest: RunManifest, reason: str) -> PlanCheck:
 def _check(manifest: RunManifest, rank: int, observed: ObservedCollectives) -> PlanCheck:
     plan, complaint = _read_plan(manifest)
     plans = {unit.name: unit for unit in plan.units} if plan else {}
-    counts = [count_unit(unit, plans.get(unit.fqn), manifest, observed) for unit in manifest.units]
+    roots = find_roots(manifest)
+    counts = [
+        count_unit(unit, plans.get(unit.fqn), manifest, observed, roots) for unit in manifest.units
+    ]
     loop = _describe_loop(observed, [count.unit.fqn for count in counts if count.is_kept])
     wrong = [
         *_joined(finding for count in counts for finding in _explain(count)),

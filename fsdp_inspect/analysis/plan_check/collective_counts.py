@@ -6,11 +6,10 @@ the sizes in the manifest.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.plan_check.expected_collectives import (
     PASS_KINDS,
@@ -18,6 +17,8 @@ from fsdp_inspect.analysis.plan_check.expected_collectives import (
     StepPhase,
     count_needed_gathers,
     count_needed_reductions,
+    find_prefetches_in_vain,
+    find_unshards,
     passes_with,
 )
 from fsdp_inspect.statistics import median
@@ -146,7 +147,11 @@ class _ByUnit:
 
 
 def count_unit(
-    unit: Unit, plan: UnitPlan | None, manifest: RunManifest, observed: ObservedCollectives
+    unit: Unit,
+    plan: UnitPlan | None,
+    manifest: RunManifest,
+    observed: ObservedCollectives,
+    roots: Mapping[int, str | None],
 ) -> UnitCount:
     """Count the observed and the expected collectives of one unit.
 
@@ -155,8 +160,9 @@ def count_unit(
         plan: The unit's part of the plan; None without a plan.
         manifest: For the sizes of the process groups.
         observed: One rank's passes and collectives.
+        roots: The FSDP root of each unit (`find_roots`).
     """
-    return _UnitCounter(unit, plan, manifest, observed).count()
+    return _UnitCounter(unit, plan, manifest, observed, roots).count()
 
 
 class _UnitCounter:
@@ -166,19 +172,24 @@ class _UnitCounter:
         plan: UnitPlan | None,
         manifest: RunManifest,
         observed: ObservedCollectives,
+        roots: Mapping[int, str | None],
     ) -> None:
         sizes = {group.index: len(group.ranks) for group in manifest.process_groups}
         self._unit, self._plan, self._observed = unit, plan, observed
         self._shard = sizes.get(unit.shard_group, 1)
+        self._with_same_root = frozenset(
+            index for index, root in roots.items() if root == roots[unit.index]
+        )
         gathers = observed.collectives(unit.index, EventKind.ALL_GATHER)
-        is_unneeded = self._find_unneeded(gathers, manifest)
+        is_unneeded = find_prefetches_in_vain(
+            observed.passes_of(unit.index), gathers, observed.backwards_of(self._with_same_root)
+        )
+        # Prefetch lists of the script follow no forward: there, such an all-gather is a mistake.
+        is_unneeded &= not manifest.plan.get("backward_prefetch")
         self._num_unneeded = int(is_unneeded.sum())
         self._gathers = gathers.where(~is_unneeded)
         self._reshards = _reshards(unit, self._gathers)
-        root = _root_of(unit, manifest)
-        self._with_same_root = frozenset(
-            each.index for each in manifest.units if _root_of(each, manifest) == root
-        )
+        self._is_recorded = manifest.source != "imported"
 
     def count(self) -> UnitCount:
         needed, is_kept = self._find_needed_gathers()
@@ -193,28 +204,6 @@ class _UnitCounter:
             num_unneeded=self._num_unneeded,
         )
 
-    def _find_unneeded(self, gathers: EventTable, manifest: RunManifest) -> NDArray[np.bool_]:
-        """Return which all-gathers torch's own backward prefetch issued in vain; shape (n,).
-
-        Without prefetch lists, torch (2.13) prefetches the unit that ran before in the order of all
-        forwards since the last backward. After a forward without a backward (an evaluation, a
-        discarded forward) that unit has no backward left, and a frozen unit may have none at all.
-        """
-        is_own_order = bool(manifest.plan) and not manifest.plan.get("backward_prefetch")
-        is_prefetched = (gathers.flags & EventFlag.PREFETCHED) != 0
-        unneeded: NDArray[np.bool_] = is_prefetched & (gathers.phase == Phase.BACKWARD)
-        unneeded &= is_own_order
-        passes = self._observed.passes_of(self._unit.index)
-        backwards = passes.where(passes.kind == EventKind.BACKWARD)
-        for row in np.flatnonzero(unneeded).tolist():
-            is_used = (
-                (backwards.step == gathers.step[row])
-                & (backwards.microbatch == gathers.microbatch[row])
-                & (backwards.end_ns > gathers.start_ns[row])
-            )
-            unneeded[row] = not is_used.any()
-        return unneeded
-
     def _find_needed_gathers(self) -> tuple[Counter[StepPhase], bool]:
         """Return the all-gathers that the plan requires, or the ones of a loop that keeps units.
 
@@ -226,10 +215,20 @@ class _UnitCounter:
         ran = self._observed.count_per_step(self._gathers)
         keeps = self._plan is not None and not self._plan.reshard_after_backward
         declared = self._replay(keeps=keeps)
-        kept = self._replay(keeps=True)
-        if self._in_training(declared) != ran and self._in_training(kept) == ran:
-            return kept, True
+        if self._in_training(declared) == ran:
+            return declared, False
+        for explained, is_kept in self._explanations(keeps=keeps):
+            if self._in_training(explained) == ran:
+                return explained, is_kept
         return declared, False
+
+    def _explanations(self, *, keeps: bool) -> Iterator[tuple[Counter[StepPhase], bool]]:
+        """Yield what a loop may do without a plan, and whether it keeps the unit unsharded."""
+        yield self._replay(keeps=True), True
+        if self._is_recorded and len(find_unshards(self._gathers)):
+            # The script also reshards the unit, which no event shows: its loop cannot be checked.
+            gathers = self._gathers
+            yield Counter(zip(gathers.step.tolist(), gathers.phase.tolist(), strict=True)), False
 
     def _replay(self, *, keeps: bool) -> Counter[StepPhase]:
         return count_needed_gathers(
@@ -266,6 +265,8 @@ class _UnitCounter:
             rule = "one per forward: reshard_after_forward=False keeps it unsharded until backward"
         if is_kept:
             rule += "; it stays unsharded between microbatches"
+        if len(find_unshards(self._gathers)):
+            rule += ". The script calls unshard() on it: such all-gathers are not checked"
         message = self._unit.unsharded_bytes if self._shard > 1 else 0
         expected = self._in_training(needed)
         return self._compare(EventKind.ALL_GATHER, self._gathers, expected, message or None, rule)
@@ -301,6 +302,9 @@ class _UnitCounter:
         counts = self._observed.count_per_step(events)
         sizes = tuple(int(size) for size in np.unique(events.bytes[events.bytes >= 0]))
         fits = expected_bytes is None or set(sizes) <= {expected_bytes}
+        if not fits and kind != EventKind.ALL_GATHER and self._adds_up(events, expected):
+            expected, fits = counts, True
+            rule += ". The script runs parts of the unit apart, and each part reduces once"
         return CollectiveCount(
             kind=kind.label,
             expected_per_step=median(expected) or 0,
@@ -313,6 +317,14 @@ class _UnitCounter:
             is_consistent=list(expected) == counts and fits,
         )
 
+    def _adds_up(self, events: EventTable, expected: Sequence[int]) -> bool:
+        """Whether the reductions of each step are the unit's message, sent in parts."""
+        sent = dict.fromkeys(self._observed.steps, 0)
+        for step, size in zip(events.step.tolist(), events.bytes.tolist(), strict=True):
+            sent[step] += size
+        whole = self._unit.reduce_bytes
+        return list(sent.values()) == [count * whole for count in expected]
+
 
 def _reshards(unit: Unit, gathers: EventTable) -> bool:
     if unit.reshard_after_forward is None:
@@ -320,15 +332,19 @@ def _reshards(unit: Unit, gathers: EventTable) -> bool:
     return unit.reshard_after_forward is not False
 
 
-def _root_of(unit: Unit, manifest: RunManifest) -> int | None:
-    """The FSDP root around a unit: the end of its backward reshards the units inside it only.
+def find_roots(manifest: RunManifest) -> dict[int, str | None]:
+    """By unit, its FSDP root: the end of a root's backward reshards the units inside it only.
 
-    None for a unit whose root has no parameters; such units share one root.
+    The plan has the roots that manage no parameters, too. Without it, units outside all recorded
+    roots share one root, None.
     """
-    around = [each for each in manifest.units if each.is_root and _is_around(each, unit)]
-    return around[0].index if around else None
+    planned = {name for unit in manifest.plan.get("units", ()) for name in unit["modules"]}
+    outer = [name for unit in manifest.units if unit.is_root for name in unit.modules]
+    return {unit.index: _outermost(unit.modules[0], planned or outer) for unit in manifest.units}
 
 
-def _is_around(root: Unit, unit: Unit) -> bool:
-    names = [f"{module}." if module else "" for module in root.modules]
-    return root is unit or unit.modules[0].startswith(tuple(names))
+def _outermost(module: str, names: Collection[str]) -> str | None:
+    """The shortest of the names that is the module or a module around it."""
+    parts = module.split(".")
+    around = ["", *(".".join(parts[: end + 1]) for end in range(len(parts)))]
+    return next((name for name in around if name in names), None)

@@ -15,6 +15,9 @@ Prefetch moves an all-gather, and never adds one. A unit with trainable paramete
 each backward pass that reaches it, if its microbatch synchronises gradients. A unit that is used
 twice has its gradients only after the last of its backwards, because autograd adds them up.
 
+A script may also gather a unit itself with `unshard()`, and return to the shard with `reshard()`.
+No event shows the second call, so the all-gathers of such a unit are not computed.
+
 Source: `_fsdp_param_group.py` (`unshard`, `post_forward`, `post_backward`) and `_fsdp_state.py`
 (`_root_post_backward_final_callback`), torch 2.13.
 """
@@ -26,7 +29,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
+from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.tables import EventTable
 
 PASS_KINDS = (EventKind.FORWARD, EventKind.BACKWARD)
@@ -103,6 +106,47 @@ def count_needed_gathers(
         else:
             holds_all = phase == Phase.BACKWARD or not reshards
     return needed
+
+
+def find_unshards(gathers: EventTable) -> EventTable:
+    """The all-gathers that the script issued itself, with `unshard()`."""
+    is_early = (gathers.flags & EventFlag.PREFETCHED) != 0
+    return gathers.where(is_early & (gathers.issued_by == NO_UNIT))
+
+
+def find_prefetches_in_vain(
+    own: EventTable, gathers: EventTable, passes: BackwardPasses
+) -> NDArray[np.bool_]:
+    """Find the prefetches in backward that torch aims at a forward without a backward.
+
+    Without prefetch lists, torch prefetches in the reverse order of all forwards since the last
+    backward pass. An evaluation, a discarded forward or a frozen unit leaves a forward there whose
+    backward never comes: the parameters are gathered and freed unused.
+
+    Args:
+        own: Forwards and backwards of the unit, evaluation included.
+        gathers: The n all-gathers of the unit.
+        passes: The backward passes of the same rank and FSDP root.
+
+    Returns:
+        Shape (n,).
+    """
+    is_forward = (own.kind == EventKind.FORWARD) & (own.phase != Phase.BACKWARD)
+    forwards = np.sort(own.start_ns[is_forward])
+    backwards = np.sort(own.start_ns[own.kind == EventKind.BACKWARD])
+    in_vain: NDArray[np.bool_] = (gathers.flags & EventFlag.PREFETCHED) != 0
+    in_vain &= (gathers.phase == Phase.BACKWARD) & (gathers.issued_by != NO_UNIT)
+    ends = np.sort(passes.end_ns)
+    for row in np.flatnonzero(in_vain).tolist():
+        now = gathers.start_ns[row]
+        place = int(np.searchsorted(ends, now))
+        begin = ends[place - 1] if place else np.iinfo(np.int64).min
+        end = ends[place] if place < len(ends) else np.iinfo(np.int64).max
+        ran = int(((forwards > begin) & (forwards <= now)).sum())
+        finished = int(((backwards > begin) & (backwards <= now)).sum())
+        is_used = bool(((backwards > now) & (backwards <= end)).any())
+        in_vain[row] = not is_used and ran > finished
+    return in_vain
 
 
 def count_needed_reductions(own: EventTable, reducing: set[tuple[int, int]]) -> Counter[int]:

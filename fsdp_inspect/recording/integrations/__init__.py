@@ -1,4 +1,4 @@
-"""Record training with Hugging Face Trainer, Accelerate or Lightning, with one object each.
+"""Record training with Hugging Face Trainer, TRL, Accelerate, Lightning or torchtitan.
 
 Hugging Face Trainer, with FSDP2 (`fsdp_version: 2`, or a model sharded when it was loaded):
 
@@ -7,6 +7,13 @@ Hugging Face Trainer, with FSDP2 (`fsdp_version: 2`, or a model sharded when it 
 
     trainer = Trainer(model, args, train_dataset=data, callbacks=[FsdpInspectCallback()])
     trainer.train()
+
+TRL, for `SFTTrainer` and the other trainers:
+
+    from trl import SFTTrainer
+    from fsdp_inspect.recording.integrations.trl import FsdpInspectCallback
+
+    SFTTrainer(model, args, train_dataset=data, callbacks=[FsdpInspectCallback()]).train()
 
 Lightning (`lightning` or `pytorch_lightning`), with `fully_shard` in `configure_model`:
 
@@ -30,6 +37,10 @@ Accelerate, with `fsdp_version: 2`:
                 optimizer.zero_grad()
             recorder.log(loss=loss)
 
-All three accept the keyword arguments of `fsdp_inspect.Recorder`: `path`, `name`, `warmup_steps`,
+torchtitan needs no code, only an option of its command line:
+
+    --override.imports 'fsdp_inspect.recording.integrations.torchtitan.record={"path": "run"}'
+
+All accept the keyword arguments of `fsdp_inspect.Recorder`: `path`, `name`, `warmup_steps`,
 `memory_steps` and so on. Each module imports only its own library.
 """

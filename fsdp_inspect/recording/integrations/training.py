@@ -36,20 +36,29 @@ class RecordedTraining:
         """The open recording; None outside a training and for a model that cannot be recorded."""
         return self._recorder
 
-    def begin(self, model: nn.Module, config: Mapping[str, Any], *, is_first_rank: bool) -> None:
+    def begin(
+        self,
+        model: nn.Module,
+        config: Mapping[str, Any],
+        *,
+        is_first_rank: bool,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
         """Begin recording, or warn on the first rank that this model cannot be recorded.
 
         Args:
             model: The sharded model that will train.
             config: Settings to store, unless the user passed some.
             is_first_rank: Whether this rank prints the warning.
+            optimizer: The optimizer whose step ends a step, unless `begin_step` is used; None
+                means any optimizer.
         """
         if self._recorder is not None:
             self.close(RecordingError("a new training began before the previous one ended."))
         options: RecorderOptions = {"config": config, **self._options}
         try:
             find_recordable_groups(model)  # a better message than the missing process group
-            self._recorder = Recorder(model, **options)
+            self._recorder = Recorder(model, optimizer=optimizer, **options)
         except RecordingError as error:
             if is_first_rank:
                 warn(f"nothing is recorded: {error} {self._remedy}")

@@ -19,6 +19,7 @@ with the exception that ended the process.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 from fsdp_inspect.recording.integrations.options import RecorderOptions
@@ -82,8 +83,11 @@ class FsdpInspectCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Record the values that the Trainer logs."""
-        logs = kwargs.get("logs") or {}
-        self._training.log({name: logs[name] for name in _LOGGED if name in logs})
+        self._training.log(self.select_metrics(kwargs.get("logs") or {}))
+
+    def select_metrics(self, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """Select what is recorded of the values that the Trainer logs."""
+        return {name: logs[name] for name in _LOGGED if name in logs}
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -323,3 +323,68 @@ def test_gathered_bytes_are_the_padded_parameters_in_their_dtype(name):
     for unit, described in zip(check.units, manifest.units, strict=True):
         shards = len(manifest.process_groups[described.shard_group].ranks)
         assert unit.all_gather.observed_bytes == (shards * described.sharded_bytes,)
+
+
+# --- what frameworks do
+
+
+def test_a_prefetch_that_an_evaluation_misleads_is_expected_and_named():
+    """torch prefetches the evaluation's last unit in the first backward after it."""
+    builder = trained(reshard=True)
+    rank = builder.rank(0)
+    rank.add(EventKind.FORWARD, 1001, 1002, unit="layers.1", phase=Phase.EVALUATION)
+    rank.all_gather(
+        "layers.1", 1062, 1063, phase=Phase.BACKWARD, issued_by=0, flags=EventFlag.PREFETCHED
+    )
+
+    check = check_plan(builder.build())
+
+    assert check.is_consistent is True
+    (finding,) = check.findings
+    assert finding.fqns == ("layers.1",)
+    assert "is prefetched in backward without a use" in finding.sentence
+    assert finding.sentence.endswith("all forwards, also of those without a backward")
+
+
+def test_an_unused_prefetch_without_an_evaluation_contradicts_the_plan():
+    builder = trained(reshard=True)
+    builder.rank(0).all_gather(
+        "layers.1", 1062, 1063, phase=Phase.BACKWARD, issued_by=0, flags=EventFlag.PREFETCHED
+    )
+
+    assert check_plan(builder.build()).is_consistent is False
+
+
+def test_a_unit_that_the_script_gathers_itself_is_not_checked():
+    """A loss in chunks calls `unshard()` and `reshard()` on the head; only the first is seen."""
+    builder = trained(reshard=True)
+    builder.rank(0).all_gather("layers.1", 1036, 1037, issued_by=-1, flags=EventFlag.PREFETCHED)
+
+    check = check_plan(builder.build())
+
+    assert check.is_consistent is True
+    assert check.units[1].all_gather.rule == (
+        "one per forward and one per backward: the unit reshards after forward. The script calls "
+        "unshard() on it: such all-gathers are not checked"
+    )
+
+
+def test_an_imported_trace_does_not_show_who_gathers():
+    builder = trained(reshard=True, manifest={"source": "imported"})
+    builder.rank(0).all_gather("layers.1", 1036, 1037, issued_by=-1, flags=EventFlag.PREFETCHED)
+
+    assert check_plan(builder.build()).is_consistent is False
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_consistent"), [((MESSAGE_BYTES - 8, 8), True), ((MESSAGE_BYTES, 8), False)]
+)
+def test_reductions_in_parts_add_up_to_the_message_of_the_unit(parts, is_consistent):
+    """The head of a loss in chunks reduces before the norm of its unit does."""
+    builder = trained(num_steps=1, reduces=lambda microbatch: False)
+    rank = builder.rank(0)
+    for unit in BLOCKS:
+        for size in parts if unit == "layers.1" else (MESSAGE_BYTES,):
+            rank.reduce_scatter(unit, 90, 91, bytes=size)
+
+    assert check_plan(builder.build()).is_consistent is is_consistent

@@ -120,6 +120,8 @@ def test_a_training_that_begins_anew_closes_the_one_before_as_failed(
     [
         ("transformers", ["transformers"], "fsdp-inspect[record,hf]"),
         ("lightning", ["lightning.pytorch", "pytorch_lightning"], "fsdp-inspect[record,lightning]"),
+        ("trl", ["trl"], "fsdp-inspect[record,trl]"),
+        ("torchtitan", ["torchtitan"], "fsdp-inspect[record,torchtitan]"),
     ],
 )
 def test_a_library_that_is_not_installed_is_named_with_its_extra(
@@ -139,13 +141,48 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(
     assert f"pip install '{extra}'" in str(caught.value)
 
 
-@pytest.mark.parametrize("module", ["", ".transformers", ".accelerate", ".lightning"])
+@pytest.mark.parametrize(
+    "module", ["", ".transformers", ".trl", ".accelerate", ".lightning", ".torchtitan"]
+)
 def test_examples_in_the_docstrings_are_python(module: str) -> None:
     path = f"fsdp_inspect/recording/integrations{module.replace('.', '/') or '/__init__'}.py"
     docstring = ast.get_docstring(ast.parse((ROOT / path).read_text())) or ""
     examples = re.findall(r"(?:^(?: {4}.*)?\n)+", f"{docstring}\n", flags=re.MULTILINE)
-    code = [textwrap.dedent(example) for example in examples if "import" in example]
+    code = [textwrap.dedent(example) for example in examples if " import " in example]
 
     assert code
     for example in code:
         compile(example, path, "exec")
+
+
+class Container(torch.optim.Optimizer):
+    """Several optimizers as one, as in torchtitan."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        super().__init__([each for one in optimizers for each in one.param_groups[0]["params"]], {})
+
+    def step(self, closure: Any = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def test_a_container_of_optimizers_is_one_step_with_the_states_of_all(
+    model: nn.Module, tmp_path: Path
+) -> None:
+    first, second = (torch.optim.AdamW(model[place].parameters()) for place in (0, 2))
+    training = recorded(tmp_path / "run")
+    optimizer = Container([first, second])
+    training.begin(model, {}, is_first_rank=True, optimizer=optimizer)
+    for _ in range(4):
+        train_microbatch(model)
+        optimizer.step()
+    training.close()
+
+    run = open_run(tmp_path / "run")
+    memory = run.memory(0)
+    assert list(run.events(0, kinds=[EventKind.STEP]).step) == [0, 1, 2, 3]
+    assert len(run.events(0, kinds=[EventKind.OPTIMIZER])) == 4
+    states = [*first.state.values(), *second.state.values()]
+    held = sum(value.nbytes for state in states for value in state.values())
+    assert memory.optimizer_state.max() == held

@@ -1,0 +1,135 @@
+"""The frameworks of the matrix, each with its driver and with what a reader must know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One framework, or one kind of hand-written loop."""
+
+    name: str
+    """Also the name of its driver: `NAME_driver.py`."""
+    title: str
+    packages: tuple[str, ...]
+    """The packages whose versions the matrix shows."""
+    callback: str
+    """What records it from inside the script."""
+    limits: str
+    """What the fixture replaces, and what a recording does not show; empty if nothing."""
+    ends: tuple[int, int] = (0, 1)
+    """The optimizer step that ends the first recorded step, and the distance to the next, when an
+    unmodified script is recorded."""
+    callback_ends: tuple[int, int] = (0, 1)
+    """The same with the callback."""
+    scalars: frozenset[str] = frozenset()
+    """The numbers that the callback records."""
+    is_one_model: bool = True
+    """Whether one recording contains everything that trains in an unmodified script."""
+
+    @property
+    def driver(self) -> Path:
+        """The training script."""
+        return FOLDER / f"{self.name}_driver.py"
+
+
+ENTRIES = (
+    Entry(
+        "transformers",
+        "Transformers Trainer",
+        ("transformers",),
+        "`integrations.transformers.FsdpInspectCallback`",
+        "Transformers shards the model while it loads it (`distributed_config`). That also works "
+        "on CPU. The other way, `fsdp_config`, goes through Accelerate.",
+        scalars=frozenset({"loss", "grad_norm", "learning_rate", "eval_loss"}),
+    ),
+    Entry(
+        "accelerate",
+        "Accelerate",
+        ("accelerate",),
+        "`integrations.accelerate.accelerate_recorder`",
+        "Accelerate has no supported way to FSDP2 on CPU. The fixture sets the state that an "
+        "accelerator would set. `prepare` and the loop are Accelerate's own.",
+        scalars=frozenset({"loss"}),
+    ),
+    Entry(
+        "lightning",
+        "Lightning `ModelParallelStrategy`",
+        ("lightning",),
+        "`integrations.lightning.FsdpInspectCallback`",
+        "",
+        scalars=frozenset({"loss"}),
+    ),
+    Entry(
+        "torchtitan",
+        "torchtitan, `llama3_debugmodel`",
+        ("torchtitan",),
+        "`--override.imports` with `integrations.torchtitan.record`",
+        "On CPU the fixture replaces the device module, FlexAttention (by SDPA) and PREMUL_SUM "
+        "(by SUM), and sets `--parallelism.spmd-backend partial_dtensor`. torch 2.13 lacks "
+        "`set_timeout`, which the fixture adds without effect. Sequences are short, and the data "
+        "are random tokens. The script calls `unshard()` on the head, so the plan check does not "
+        "compare the all-gathers of that unit.",
+        scalars=frozenset({"loss", "grad_norm", "validation_loss"}),
+    ),
+    Entry(
+        "trl",
+        "TRL `SFTTrainer`",
+        ("trl",),
+        "`integrations.trl.FsdpInspectCallback`",
+        "Sharded by Transformers, as in the first row.",
+        scalars=frozenset(
+            {
+                "loss",
+                "grad_norm",
+                "learning_rate",
+                "eval_loss",
+                "entropy",
+                "mean_token_accuracy",
+                "num_tokens",
+            }
+        ),
+    ),
+    Entry(
+        "peft",
+        "peft LoRA",
+        ("peft",),
+        "`Recorder` in the script",
+        "peft has no loop. `fully_shard` is called on each layer of the model with adapters.",
+    ),
+    Entry(
+        "float8",
+        "torchao float8",
+        ("torchao",),
+        "`Recorder` in the script",
+        "The matrix products are emulated, because they need a GPU. The weights are gathered in "
+        "float8.",
+    ),
+    Entry(
+        "ppo",
+        "PPO, hand-written",
+        ("torch",),
+        "`Recorder` on a module that holds all models",
+        "An unmodified script is recorded with its actor only: a recording contains one model. "
+        "Collectives of the critic and of the reference have no unit, and advice covers the actor "
+        "only.",
+        ends=(0, 2),
+        callback_ends=(3, 4),
+        is_one_model=False,
+    ),
+    Entry(
+        "gan",
+        "GAN, hand-written",
+        ("torch",),
+        "`Recorder` on a module that holds both models",
+        "An unmodified script is recorded with one model only, here the generator. Collectives of "
+        "the other model have no unit, and advice covers the generator only.",
+        ends=(0, 2),
+        callback_ends=(1, 2),
+        is_one_model=False,
+    ),
+)
