@@ -16,6 +16,9 @@ PARALLEL := -n $(WORKERS) --maxprocesses 4 --durations 10
 # `make app` opens runs/ if it exists, otherwise the samples.
 RUNS ?= $(wildcard runs)
 
+# A test run starts hundreds of processes. Without bytecode files each compiles what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -49,7 +52,7 @@ coverage: $(READY) ## Measure line and branch coverage of all tests; takes longe
 check: $(READY) ## Check format, lint, types and import directions
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy --strict
+	$(BIN)/mypy --strict --num-workers 2
 	$(BIN)/lint-imports --no-logo --no-cache
 
 .PHONY: gate

@@ -92,7 +92,7 @@ RULES: Mapping[str, Rule] = {
         "set the units that backward prefetches",
         ("change", "check"),
         "Simulated: these all-gathers are issued earlier. Or a backward prefetch of the plan never "
-        "ran.",
+        "ran, or torch's own prefetch gathers a unit in vain.",
     ),
     "R12": Rule(
         "limit_all_gathers=True (FSDP1)",

@@ -28,8 +28,9 @@ class Entry:
     """The same with the callback."""
     scalars: frozenset[str] = frozenset()
     """The numbers that the callback records."""
-    is_one_model: bool = True
-    """Whether one recording contains everything that trains in an unmodified script."""
+    first_compared: int = 1
+    """The first step of an unmodified script whose collectives are compared. With several
+    optimizers it is 2: the recorder learns them in the steps before."""
 
     @property
     def driver(self) -> Path:
@@ -113,23 +114,21 @@ ENTRIES = (
         "ppo",
         "PPO, hand-written",
         ("torch",),
-        "`Recorder` on a module that holds all models",
-        "An unmodified script is recorded with its actor only: a recording contains one model. "
-        "Collectives of the critic and of the reference have no unit, and advice covers the actor "
-        "only.",
-        ends=(0, 2),
+        "`Recorder({'actor': actor, ...})`",
+        "Actor, critic and reference are one recording. Without a change of the script, a step is "
+        "a round of both optimizers, of which one iteration has two.",
+        ends=(1, 2),
         callback_ends=(3, 4),
-        is_one_model=False,
+        first_compared=2,
     ),
     Entry(
         "gan",
         "GAN, hand-written",
         ("torch",),
-        "`Recorder` on a module that holds both models",
-        "An unmodified script is recorded with one model only, here the generator. Collectives of "
-        "the other model have no unit, and advice covers the generator only.",
-        ends=(0, 2),
+        "`Recorder([generator, discriminator], optimizer=[...])`",
+        "Both models are one recording. A step is a round of both optimizers.",
+        ends=(1, 2),
         callback_ends=(1, 2),
-        is_one_model=False,
+        first_compared=2,
     ),
 )

@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node 2 gan_driver.py FOLDER [--callback]
 
-A recording contains one model. With `--callback` one module holds both models and is recorded; a
-step ends when the generator's optimizer steps.
+A step of the recording is a round of both optimizers.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def main(folder: Path, *, with_callback: bool) -> None:
     if with_callback:
         from fsdp_inspect import Recorder
 
-        both = nn.ModuleDict({"generator": generator, "discriminator": discriminator})
-        recorder = Recorder(both, optimizer=for_generator, path=folder / "run")
+        optimizers = [for_generator, for_discriminator]
+        recorder = Recorder([generator, discriminator], optimizer=optimizers, path=folder / "run")
     torch.manual_seed(1 + dist.get_rank())
     for _ in range(NUM_STEPS):
         real, noise = torch.randn(32, 64) + 1, torch.randn(32, 16)

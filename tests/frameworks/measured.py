@@ -92,8 +92,8 @@ def measure(entry: Entry, folder: Path) -> Measured:
     return Measured(
         entry.name,
         {name: version(name) for name in entry.packages},
-        _judge(entry, runs[0], plain, zero, entry.ends, frozenset()),
-        _judge(entry, call / "run", plain, call, entry.callback_ends, entry.scalars),
+        _judge(runs[0], plain, zero, entry.ends, frozenset(), entry.first_compared),
+        _judge(call / "run", plain, call, entry.callback_ends, entry.scalars),
     )
 
 
@@ -130,23 +130,23 @@ def _train(*arguments: str | Path) -> None:
 
 
 def _judge(
-    entry: Entry,
     path: Path,
     plain: Path,
     trained: Path,
     ends: tuple[int, int],
     scalars: frozenset[str],
+    first_compared: int = 1,
 ) -> Recording:
     run = fsdp_inspect.open_run(path)
     losses = read_losses(plain)
     same = bool(losses) and len(losses) == NUM_RANKS and losses == read_losses(trained)
-    counts, compared = _compare_counts(run, plain, ends)
+    counts, compared = _compare_counts(run, plain, ends, first_compared)
     simulation = run.simulate()
     refusal = run.advise().refusal or ""
     return Recording(
         losses="" if same else "the losses differ",
         counts=counts,
-        recording=_judge_recording(entry, run, scalars),
+        recording=_judge_recording(run, scalars),
         plan=_judge_plan(run),
         commands=_run_commands(path, trained),
         replay_error=simulation.replay_error,
@@ -156,12 +156,10 @@ def _judge(
     )
 
 
-def _judge_recording(entry: Entry, run: Any, scalars: frozenset[str]) -> str:
+def _judge_recording(run: Any, scalars: frozenset[str]) -> str:
     if run.source.status is not RunStatus.COMPLETE:
         return f"the run is {run.source.status.name}"
     problems = {problem for rank in run.source.ranks for problem in rank.problems}
-    if not entry.is_one_model:  # the recorder says that it ignores the other models
-        problems = {problem for problem in problems if "is ignored" not in problem}
     missing = scalars - set(run.source.ranks[0].scalar_names)
     if missing:
         problems.add(f"not recorded: {', '.join(sorted(missing))}.")
@@ -176,14 +174,16 @@ def _judge_plan(run: Any) -> str:
     return "the verdict reports a failed plan check" if PLAN_FAILS in verdict else ""
 
 
-def _compare_counts(run: Any, plain: Path, ends: tuple[int, int]) -> tuple[str, int]:
-    """Compare the collectives of every step but the first, in which the recording begins."""
+def _compare_counts(
+    run: Any, plain: Path, ends: tuple[int, int], first_compared: int
+) -> tuple[str, int]:
+    """Compare the collectives of every step but the first ones, in which the recording begins."""
     first, distance = ends
     compared = 0
     for rank in run.source.ranks:
         counted = json.loads((plain / f"counts-{rank.rank}.json").read_text())
         events = run.source.events(rank.rank)
-        for step in range(1, rank.num_steps):
+        for step in range(first_compared, rank.num_steps):
             begin = first + distance * (step - 1) + 1
             expected: Counter[str] = Counter()
             for one in counted[begin : begin + distance]:

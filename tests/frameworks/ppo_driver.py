@@ -2,9 +2,8 @@
 
     torchrun --nproc-per-node 2 ppo_driver.py FOLDER [--callback]
 
-Each step generates tokens, scores them, and trains the actor and the critic for two epochs. A
-recording contains one model. With `--callback` one module holds all three models and is recorded;
-`recorder.step()` marks the step, since four optimizer steps belong to it.
+Each step generates tokens, scores them, and trains the actor and the critic for two epochs. With
+`--callback`, `recorder.step()` marks the step, since four optimizer steps belong to it.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def main(folder: Path, *, with_callback: bool) -> None:
     if with_callback:
         from fsdp_inspect import Recorder
 
-        models = nn.ModuleDict({"actor": actor, "critic": critic, "reference": reference})
+        models = {"actor": actor, "critic": critic, "reference": reference}
         recorder = Recorder(models, path=folder / "run")
     torch.manual_seed(1 + dist.get_rank())
     for _ in range(NUM_STEPS):
