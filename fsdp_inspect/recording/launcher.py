@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 8 -m fsdp_inspect.record --out /scratch/runs -m pkg.train --lr 3e-4
 
 Every rank runs the script as `python train.py --lr 3e-4` would, with the same numerical results
-(see [Note: What a script can see] in `script`). A `Recorder` is attached to the first `fully_shard`
-model that runs a forward pass with gradients (see `discovery`). A step ends when an optimizer
-steps. The recording closes when the script ends, with the script's exception if there is one.
+(see [Note: What a script can see] in `script`). A `Recorder` is attached to every `fully_shard`
+model at the first forward pass with gradients (see `discovery`). A step ends when an optimizer
+steps, or with several models when each optimizer has stepped. The recording closes when the script ends, with the script's exception if there is one.
 A failure of the recording never stops the script or changes its exit code.
 
 Without a shared file system every node records below its own `--out`, into a folder with the name
@@ -38,9 +38,9 @@ _DESCRIPTION = """\
 Record an unmodified training script.
 
 Every rank runs the script as Python would run it, with the same results and exit code. The recorder
-attaches to the first model sharded with fully_shard (FSDP2) that runs a forward pass with
-gradients. A step ends when an optimizer steps. At the end rank 0 prints on stderr what limits the
-step, and the path of the recording.
+attaches to every model sharded with fully_shard (FSDP2) when the first of them runs a forward pass
+with gradients. A step ends when an optimizer steps; with several models, when each optimizer has
+stepped. At the end rank 0 prints on stderr what limits the step, and the path of the recording.
 """
 
 _EPILOG = """\

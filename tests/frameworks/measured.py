@@ -115,7 +115,12 @@ def _train(*arguments: str | Path) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={NUM_RANKS}")
     done = subprocess.run(
         [*launcher, *local, *map(str, arguments)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"},
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "WANDB_MODE": "disabled",
+            "PYTHONPATH": str(Path(__file__).parents[2]),  # the drivers import tests.frameworks
+        },
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
