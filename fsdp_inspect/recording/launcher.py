@@ -6,7 +6,8 @@
 Every rank runs the script as `python train.py --lr 3e-4` would, with the same numerical results
 (see [Note: What a script can see] in `script`). A `Recorder` is attached to every `fully_shard`
 model at the first forward pass with gradients (see `discovery`). A step ends when an optimizer
-steps, or with several models when each optimizer has stepped. The recording closes when the script ends, with the script's exception if there is one.
+steps, or with several models when each optimizer has stepped. The recording closes when the script
+ends, with the script's exception if there is one.
 A failure of the recording never stops the script or changes its exit code.
 
 Without a shared file system every node records below its own `--out`, into a folder with the name

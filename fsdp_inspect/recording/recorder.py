@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -20,6 +19,7 @@ from fsdp_inspect.emulation.process import active_emulation
 from fsdp_inspect.recording.attachment import Attachment, Options
 from fsdp_inspect.recording.models import as_one_module
 from fsdp_inspect.recording.patches import warn
+from fsdp_inspect.store.at_exit import call_at_exit
 from fsdp_inspect.trace.codes import EventKind, Phase
 
 DEFAULT_WARMUP_STEPS = 2
@@ -114,7 +114,7 @@ class Recorder:
         if emulation is not None:
             # Not `self.note`: the emulation must not keep an unclosed recorder alive.
             emulation.send_notes(self._attachment.session.problem)
-        self._atexit = _close_at_exit(self)
+        self._cancel_at_exit = _close_at_exit(self)
 
     def __enter__(self) -> Self:
         return self
@@ -203,7 +203,7 @@ class Recorder:
         if self._closed or self._attachment is None or os.getpid() != self._pid:
             return  # a forked child leaves the recording to its parent
         self._closed = True
-        atexit.unregister(self._atexit)
+        self._cancel_at_exit()
         try:
             self._attachment.finish(error, show=show)
         except Exception as failure:  # an internal error must not reach the training
@@ -226,7 +226,7 @@ def _check_arguments(warmup_steps: int, device_interval_s: float, flush_interval
 
 
 def _close_at_exit(recorder: Recorder) -> Callable[[], None]:
-    """Return a function that closes the recording at exit, without keeping the recorder alive."""
+    """Close the recording at exit, without keeping the recorder alive; returns the undo."""
     reference = weakref.ref(recorder)
 
     def close() -> None:
@@ -234,5 +234,4 @@ def _close_at_exit(recorder: Recorder) -> Callable[[], None]:
         if alive is not None:
             alive.close(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
 
-    atexit.register(close)
-    return close
+    return call_at_exit(close)

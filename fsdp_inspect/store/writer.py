@@ -8,7 +8,6 @@ training. The log is used instead of `warnings`, because a warning in a backgrou
 under `-W error`.
 """
 
-import atexit
 import logging
 import os
 import sys
@@ -18,6 +17,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from fsdp_inspect.store.at_exit import call_at_exit
 from fsdp_inspect.store.compaction import MAX_BYTES_AT_END, compact_rank
 from fsdp_inspect.store.folder import rank_folder
 from fsdp_inspect.store.liveness import pid_scope
@@ -110,7 +110,7 @@ class RankWriter:
         self._thread = threading.Thread(target=self._work, name="fsdp-inspect-writer", daemon=True)
         self._guard = threading.Thread(target=self._watch, name="fsdp-inspect-guard", daemon=True)
         self._has_ended = threading.Event()
-        atexit.register(self._close_at_exit)
+        self._cancel_at_exit = call_at_exit(self._close_at_exit)
         self._start()
 
     @property
@@ -156,7 +156,7 @@ class RankWriter:
             return
         self._is_closed = True
         self._has_ended.set()
-        atexit.unregister(self._close_at_exit)
+        self._cancel_at_exit()
         self._ending = (status, failure, compact)
         self._wake.set()
         if self._thread.is_alive():

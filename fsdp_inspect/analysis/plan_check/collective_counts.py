@@ -21,7 +21,6 @@ from fsdp_inspect.analysis.plan_check.expected_collectives import (
     find_unshards,
     passes_with,
 )
-from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.plan import UnitPlan
 from fsdp_inspect.trace.run import RunManifest, Unit
@@ -37,9 +36,9 @@ class CollectiveCount:
 
     kind: str
     """`all_gather`, `reduce_scatter` or `all_reduce`."""
-    expected_per_step: int
-    """Median over the checked steps, like `observed_per_step`."""
-    observed_per_step: int
+    expected_per_step: float
+    """Mean over the checked steps, like `observed_per_step`: an expert may run in few of them."""
+    observed_per_step: float
     expected_count: int
     """Over all checked steps."""
     observed_count: int
@@ -307,8 +306,8 @@ class _UnitCounter:
             rule += ". The script runs parts of the unit apart, and each part reduces once"
         return CollectiveCount(
             kind=kind.label,
-            expected_per_step=median(expected) or 0,
-            observed_per_step=median(counts) or 0,
+            expected_per_step=_mean(expected),
+            observed_per_step=_mean(counts),
             expected_count=sum(expected),
             observed_count=sum(counts),
             expected_bytes=expected_bytes,
@@ -348,3 +347,7 @@ def _outermost(module: str, names: Collection[str]) -> str | None:
     parts = module.split(".")
     around = ["", *(".".join(parts[: end + 1]) for end in range(len(parts)))]
     return next((name for name in around if name in names), None)
+
+
+def _mean(counts: Sequence[int]) -> float:
+    return sum(counts) / len(counts) if counts else 0.0
