@@ -8,8 +8,6 @@ from types import FrameType
 
 from torch import nn
 
-from fsdp_inspect.sharding.torch_fsdp import original_class
-
 
 class Models(nn.Module):
     """Several models of one training, such as actor and critic.
@@ -25,7 +23,7 @@ class Models(nn.Module):
     @property
     def class_names(self) -> str:
         """The classes of the models: `Actor + Critic`."""
-        return " + ".join(original_class(model).__name__ for model in self.children())
+        return " + ".join(_class_name(model) for model in self.children())
 
 
 def as_one_module(
@@ -78,12 +76,19 @@ def name_models(models: Sequence[nn.Module], frame: FrameType | None = None) -> 
     """
     names: list[str] = []
     for model in models:
-        name = _variable_of(model, frame) or original_class(model).__name__.lower()
+        name = _variable_of(model, frame) or _class_name(model).lower()
         number, unique = 2, name
         while unique in names:
             unique, number = f"{name}_{number}", number + 1
         names.append(unique)
     return names
+
+
+def _class_name(model: nn.Module) -> str:
+    # Not at the top: a launcher imports this file while the script's first import of torch runs.
+    from fsdp_inspect.sharding.torch_fsdp import original_class
+
+    return original_class(model).__name__
 
 
 def _variable_of(model: nn.Module, frame: FrameType | None) -> str:
