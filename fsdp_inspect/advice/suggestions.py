@@ -318,7 +318,7 @@ class Narrator:
         first, second = self._bench.score(before), self._bench.score(after)
         added = _difference(second.peak_bytes, first.peak_bytes)
         if added is None:
-            yield _NO_MEMORY
+            yield self._bench.work.memory_refusal or _NO_MEMORY
         elif added > 0:
             yield f"The peak rises by {format_bytes(added)}."
         if choice.accumulation_sync is not None:
