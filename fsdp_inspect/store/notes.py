@@ -1,5 +1,6 @@
 """Describe missing and unusual data of a run, one note for each problem."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -60,6 +61,24 @@ def note_ends(records: Sequence[RankRecord], last_signs: Mapping[int, int]) -> l
             "of recording after it are lost."
         )
     return notes
+
+
+def note_step_counts(records: Sequence[RankRecord]) -> list[str]:
+    """Note the ranks that ended normally after another number of steps than most ranks."""
+    complete = [record for record in records if record.status is RunStatus.COMPLETE]
+    counts = Counter(record.num_steps for record in complete)
+    if len(counts) < 2:
+        return []
+    (usual, number), *_ = counts.most_common(1)
+    others = [
+        f"{describe_ranks([each.rank for each in complete if each.num_steps == count])}: {count}"
+        for count in sorted(counts)
+        if count != usual
+    ]
+    return [
+        f"The ranks completed different numbers of steps. {number} of {len(complete)} ranks: "
+        f"{usual}; {'; '.join(others)}."
+    ]
 
 
 def note_losses(records: Sequence[RankRecord]) -> list[str]:

@@ -22,6 +22,7 @@ from fsdp_inspect.store.notes import (
     note_ends,
     note_losses,
     note_missing,
+    note_step_counts,
     note_stream,
     noting,
 )
@@ -316,6 +317,7 @@ class StoredRun:
             *self._manifest.notes,
             *note_missing(self._missing_ranks, self._manifest.world_size),
             *note_ends(records, signs),
+            *note_step_counts(records),
             *note_losses(records),
         ]
 
