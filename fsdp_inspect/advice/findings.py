@@ -86,7 +86,8 @@ def _late_ranks(evidence: Evidence) -> Iterator[Finding]:
         (),
         f"Waiting for late ranks takes {format_ratio(late / step)} of the step.",
         f"{format_ns(late)} of {format_ns(exposed)} of exposed time is waiting for ranks that "
-        "arrive late at a collective. No single rank causes it.",
+        f"arrive late at a collective. No single rank costs {format_ratio(STRAGGLER_RATIO)} of the "
+        "step.",
         ("Find out when ranks arrive late: fsdp-inspect ranks RUN.",),
         {"exposed_ns": exposed},
         limits=True,

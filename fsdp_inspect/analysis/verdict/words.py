@@ -6,7 +6,7 @@ A headline has at most 12 words. The details are in the reason.
 from collections.abc import Callable
 
 from fsdp_inspect.analysis.verdict.facts import OtherPart, StepFacts, StragglerFacts
-from fsdp_inspect.analysis.verdict.limits import Limit
+from fsdp_inspect.analysis.verdict.limits import STRAGGLER_RATIO, Limit
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.metrics import find_metric
@@ -299,8 +299,8 @@ def _advise_communication(facts: StepFacts) -> list[str]:
     if 2 * facts.late_ranks_ns > facts.exposed_ns:
         steps.append(
             f"Balance the ranks first: {format_ns(facts.late_ranks_ns)} of the exposed time is "
-            "waiting for ranks that arrive late, and no single rank causes it. `fsdp-inspect ranks "
-            "RUN` shows when."
+            "waiting for ranks that arrive late, and no single rank costs "
+            f"{format_ratio(STRAGGLER_RATIO)} of the step. `fsdp-inspect ranks RUN` shows when."
         )
     if facts.has_plan:
         steps.append(COMPARE_PLANS)
