@@ -7,6 +7,7 @@ import streamlit as st
 
 from fsdp_inspect import Run
 from fsdp_inspect.advice.run_advice import find_findings
+from fsdp_inspect.analysis.verdict import COMPARE_PLANS
 from fsdp_inspect.errors import FsdpInspectError, StoreError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
 from fsdp_inspect.metrics import define_metric, find_metric
@@ -126,8 +127,15 @@ def _evidence_of(page: str, step: StepBreakdown, summary: Summary) -> dict[str, 
 
 
 def _show_next_steps(summary: Summary) -> None:
+    steps = summary.verdict.next_steps
     with show_card("Next steps", key="verdict"):
-        st.markdown("\n".join(f"- {plain(step)}" for step in summary.verdict.next_steps))
+        named = [step for step in steps if step != COMPARE_PLANS]
+        if named:
+            st.markdown("\n".join(f"- {plain(step)}" for step in named))
+        if COMPARE_PLANS in steps:
+            page_link(
+                "advice", "Compare other sharding plans by simulation", icon=":material/lightbulb:"
+            )
 
 
 def _show_findings(run: Run) -> None:
