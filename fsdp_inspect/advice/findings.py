@@ -12,7 +12,7 @@ from dataclasses import replace
 from fsdp_inspect.advice.evidence import Effect, Evidence, Finding, TraceRow
 from fsdp_inspect.advice.setting_findings import find_costly_settings
 from fsdp_inspect.advice.trace_findings import find_in_trace
-from fsdp_inspect.analysis.verdict import COMPARE_PLANS, STRAGGLER_RATIO, Limit, Verdict
+from fsdp_inspect.analysis.verdict import COMPARE_PLANS, STRAGGLER_RATIO, Limit
 from fsdp_inspect.analysis.verdict.limits import HOST_RATIO, INPUT_RATIO
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_ns, format_ratio
@@ -51,7 +51,7 @@ def _verifiable(finding: Finding) -> Finding:
 def _limit(evidence: Evidence) -> Iterator[Finding]:
     """The limit of the step, unless a change of the plan or faster compute is the answer."""
     verdict = evidence.verdict
-    if verdict.limit in _BEFORE_COMMUNICATION or _is_outside_fsdp(verdict):
+    if verdict.limit in _BEFORE_COMMUNICATION or verdict.is_outside_fsdp:
         rule = _RULES.get(verdict.limit, "")
         yield Finding(
             rule,
@@ -65,12 +65,6 @@ def _limit(evidence: Evidence) -> Iterator[Finding]:
             effect=_effect(evidence, verdict.limit),
             verify=_VERIFY.get(verdict.limit, ""),
         )
-
-
-def _is_outside_fsdp(verdict: Verdict) -> bool:
-    """Whether more exposed time comes from other communication than from FSDP's."""
-    other, exposed = (verdict.numbers.get(n) or 0 for n in ("exposed_other_ns", "exposed_ns"))
-    return verdict.limit is Limit.COMMUNICATION and 2 * other > exposed
 
 
 def _late_ranks(evidence: Evidence) -> Iterator[Finding]:

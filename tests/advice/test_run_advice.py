@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run, find_findings
 from fsdp_inspect.importing.kineto import import_traces
@@ -71,6 +73,20 @@ def test_a_pipeline_limits_what_plans_are_worth_and_so_begins_the_answer():
     advice = advise_run(device_run(delay=0, receives=True), AdviceRequest())
     assert advice.answer.startswith("The run is a pipeline")
     assert finding_of(device_run(delay=0), "R31") is None
+
+
+@pytest.mark.parametrize(("source", "is_named"), [("recorded", True), ("imported", False)])
+def test_communication_outside_fsdp_is_a_finding_only_where_the_issuer_is_recorded(
+    source: str, is_named: bool
+):
+    builder = RunBuilder(units=(), world_size=2, source=source)
+    rank = builder.rank(0)
+    rank.step(0, 0, 100)
+    rank.all_reduce(None, 10, 95, need=15)
+    limits = [each.sentence for each in find_findings(builder.build()) if each.limits]
+    assert limits == (
+        ["Communication outside FSDP is exposed for 80% of the step."] if is_named else []
+    )
 
 
 def test_every_finding_says_its_effect_and_how_to_verify_it(tmp_path):

@@ -63,6 +63,8 @@ class Verdict:
     """Changes to try, best first; may be a single "change nothing"."""
     numbers: dict[str, float | int | None] = field(default_factory=dict)
     """The numbers behind the verdict, by metric name."""
+    is_outside_fsdp: bool = False
+    """The limit is communication, most of which FSDP did not issue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,8 @@ def give_verdict(facts: StepFacts) -> Verdict:
     """Return the limit of a step, its reason, and the changes to try next."""
     limit = find_limit(facts)
     sentence, why, next_steps = phrase_limit(limit, facts)
-    return Verdict(limit, sentence, why, next_steps, _numbers(facts))
+    is_outside_fsdp = limit is Limit.COMMUNICATION and facts.other_part is not None
+    return Verdict(limit, sentence, why, next_steps, _numbers(facts), is_outside_fsdp)
 
 
 def give_rank_verdict(rank: int, host: str, facts: StepFacts, run: Verdict) -> RankVerdict:
