@@ -260,7 +260,7 @@ def _limits_of_play(bench: PlanScorer, request: AdviceRequest, *, fits: bool) ->
     if limit_ns is not None and all(each.step_ns > limit_ns for each in bench.scores.values()):
         least = min(each.step_ns for each in bench.scores.values())
         yield f"No plan takes at most {format_ns(limit_ns)}: the fastest takes {format_ns(least)}."
-    if bench.space.plan.num_other_ranks > 1 or any(unit.mesh for unit in bench.space.plan.units):
+    if bench.space.plan.has_other_dimensions:
         yield (
             "Replicas (HSDP) were not tried: the mesh has dimensions besides data parallelism, or "
             "units have meshes of their own."

@@ -7,20 +7,13 @@ it belongs to one part: compute, a copy of FSDP, a wait for a collective, or the
 
 from collections.abc import Iterator, Mapping
 
-import numpy as np
-
 from fsdp_inspect.formatting import format_ns
-from fsdp_inspect.simulation.schedule import PlayedStep, Span
-from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
+from fsdp_inspect.simulation.schedule import PlayedStep
+from fsdp_inspect.trace.codes import COLLECTIVES, COPIES, EventKind
 from fsdp_inspect.trace.intervals import Intervals
 
-COMPUTE, COPIES, HOST, SLOWDOWN = "compute", "copies", "host work", "slowdown of compute"
-"""Parts besides the waits, which have the names of the collectives (`all-gather`)."""
-_COPIES = frozenset({
-    EventKind.ALL_GATHER_COPY_IN,
-    EventKind.ALL_GATHER_COPY_OUT,
-    EventKind.REDUCE_SCATTER_COPY_IN,
-})  # fmt: skip
+HOST, SLOWDOWN = "host work", "slowdown of compute"
+"""Parts besides compute, copies and the waits, which have the names of the collectives."""
 _LEAST_RATIO = 0.01
 """Smaller fractions of a gain are not listed."""
 
@@ -33,12 +26,12 @@ def split_step(step: PlayedStep, *, on_host: bool) -> dict[str, int]:
         on_host: Whether one thread runs everything but the collectives (CPU). On a device the
             all-gather's copy-in runs on a stream of its own, beside compute.
     """
-    copies = _COPIES if on_host else _COPIES - {EventKind.ALL_GATHER_COPY_IN}
+    copies = COPIES if on_host else COPIES - {EventKind.ALL_GATHER_COPY_IN}
     parts: dict[str, int] = {}
     taken = Intervals.empty()
     for name, spans in (
-        (COMPUTE, _ran(step, frozenset({EventKind.COMPUTE}))),
-        (COPIES, _ran(step, copies)),
+        ("compute", step.ran({EventKind.COMPUTE})),
+        ("copies", step.ran(copies)),
         *_waits(step),
     ):
         own = spans.clip(step.start_ns, step.end_ns)
@@ -72,21 +65,10 @@ def _signed(ns: int) -> str:
     return format_ns(ns) if ns >= 0 else f"-{format_ns(-ns)}"
 
 
-def _ran(step: PlayedStep, kinds: frozenset[EventKind]) -> Intervals:
-    spans = [span for span in step.spans if span.kind in kinds]
-    return _intervals((span.start_ns, span.end_ns) for span in spans)
-
-
 def _waits(step: PlayedStep) -> Iterator[tuple[str, Intervals]]:
     for kind in sorted(COLLECTIVES):
-        waited: list[Span] = [s for s in step.spans if s.kind is kind and s.need_ns >= 0]
+        waited = [span for span in step.spans if span.kind is kind and span.need_ns >= 0]
         if waited:
-            yield (
-                kind.label.replace("_", "-"),
-                _intervals((span.need_ns, max(span.end_ns, span.need_ns)) for span in waited),
-            )
-
-
-def _intervals(bounds: Iterator[tuple[int, int]]) -> Intervals:
-    pairs = np.array(list(bounds), dtype=np.int64).reshape(-1, 2)
-    return Intervals.of(pairs[:, 0], pairs[:, 1])
+            begins = [span.need_ns for span in waited]
+            ends = [max(span.end_ns, span.need_ns) for span in waited]
+            yield kind.label.replace("_", "-"), Intervals.of(begins, ends)

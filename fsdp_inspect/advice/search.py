@@ -169,9 +169,8 @@ class Search:
         With tensor or pipeline parallelism, or several meshes, the code that makes the mesh is not
         known, so no change of it can be shown.
         """
-        plan = self._bench.space.plan
-        has_other_dimensions = plan.num_other_ranks > 1 or any(unit.mesh for unit in plan.units)
-        if EventKind.ALL_REDUCE not in self._bench.network.lines or has_other_dimensions:
+        has_all_reduce = EventKind.ALL_REDUCE in self._bench.network.lines
+        if not has_all_reduce or self._bench.space.plan.has_other_dimensions:
             return
         shard = self._bench.mesh.shard
         replicas = self._bench.mesh.replicate

@@ -9,12 +9,9 @@ nothing is charged, and the advice states this assumption.
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from fsdp_inspect.analysis.contention import Contention
 from fsdp_inspect.simulation.schedule import PlayedStep
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
-from fsdp_inspect.trace.intervals import Intervals
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +66,7 @@ NOTHING_PAID = Paid()
 
 def hidden_ns(step: PlayedStep) -> int:
     """The time of a simulated step during which communication and compute both run."""
-    compute = [span for span in step.spans if span.kind is EventKind.COMPUTE]
-    communication = [span for span in step.spans if span.kind in COLLECTIVES]
-    both = (
-        Intervals.of(
-            np.array([span.start_ns for span in spans], dtype=np.int64),
-            np.array([span.end_ns for span in spans], dtype=np.int64),
-        )
-        for spans in (compute, communication)
-    )
-    computing, communicating = both
-    return computing.intersect(communicating).duration_ns
+    return step.ran({EventKind.COMPUTE}).intersect(step.ran(COLLECTIVES)).duration_ns
 
 
 def _clause(sentence: str) -> str:

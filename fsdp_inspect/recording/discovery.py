@@ -30,7 +30,7 @@ from torch.nn.modules.module import (
 
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.recording.import_hook import call_after_import
-from fsdp_inspect.recording.models import Models, name_models
+from fsdp_inspect.recording.models import Models, class_name_of, name_models
 from fsdp_inspect.recording.patches import Patches
 
 if TYPE_CHECKING:
@@ -185,8 +185,8 @@ class Discovery:
         sentence = (
             f"Another fully_shard model (with {names}) runs in this process and is ignored. A "
             "recording contains the models that exist when the first one trains: here "
-            f"{model.class_names if isinstance(model, Models) else type(model).__name__}. To "
-            "choose the models, attach fsdp_inspect.Recorder to them in the script."
+            f"{class_name_of(model)}. To choose the models, attach fsdp_inspect.Recorder to them "
+            "in the script."
         )
         self.recorder.note(sentence)
         self._say(sentence)

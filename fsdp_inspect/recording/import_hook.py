@@ -4,6 +4,7 @@ A launcher that imports torch before the script runs would change the script: va
 OMP_NUM_THREADS or PYTORCH_ALLOC_CONF, set above the script's `import torch`, would have no effect.
 """
 
+import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ class _Watch(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._name or threading.get_ident() in self._searching:
             return None
-        spec = self._ask_others(fullname, path, target)
+        spec = self._ask_others(fullname)
         loader = spec.loader if spec is not None else None
         if loader is None or not hasattr(loader, "exec_module"):
             return spec
@@ -53,16 +54,9 @@ class _Watch(MetaPathFinder):
         loader.exec_module = run_and_call  # type: ignore[method-assign]
         return spec
 
-    def _ask_others(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
-    ) -> ModuleSpec | None:
+    def _ask_others(self, fullname: str) -> ModuleSpec | None:
         self._searching.add(threading.get_ident())
         try:
-            for finder in list(sys.meta_path):
-                find = getattr(finder, "find_spec", None)
-                spec: ModuleSpec | None = find(fullname, path, target) if find else None
-                if spec is not None:
-                    return spec
-            return None
+            return importlib.util.find_spec(fullname)
         finally:
             self._searching.discard(threading.get_ident())

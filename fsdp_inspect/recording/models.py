@@ -20,10 +20,15 @@ class Models(nn.Module):
         for name, model in models.items():
             self.add_module(name, model)
 
-    @property
-    def class_names(self) -> str:
-        """The classes of the models: `Actor + Critic`."""
-        return " + ".join(_class_name(model) for model in self.children())
+
+def class_name_of(model: nn.Module) -> str:
+    """The class of a model in its source code; of several models, `Actor + Critic`."""
+    if isinstance(model, Models):
+        return " + ".join(class_name_of(each) for each in model.children())
+    # Not at the top: a launcher imports this file while the script's first import of torch runs.
+    from fsdp_inspect.sharding.torch_fsdp import original_class
+
+    return original_class(model).__name__
 
 
 def as_one_module(
@@ -76,19 +81,12 @@ def name_models(models: Sequence[nn.Module], frame: FrameType | None = None) -> 
     """
     names: list[str] = []
     for model in models:
-        name = _variable_of(model, frame) or _class_name(model).lower()
+        name = _variable_of(model, frame) or class_name_of(model).lower()
         number, unique = 2, name
         while unique in names:
             unique, number = f"{name}_{number}", number + 1
         names.append(unique)
     return names
-
-
-def _class_name(model: nn.Module) -> str:
-    # Not at the top: a launcher imports this file while the script's first import of torch runs.
-    from fsdp_inspect.sharding.torch_fsdp import original_class
-
-    return original_class(model).__name__
 
 
 def _variable_of(model: nn.Module, frame: FrameType | None) -> str:

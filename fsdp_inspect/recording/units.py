@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fsdp_inspect.errors import RecordingError
-from fsdp_inspect.recording.models import Models
+from fsdp_inspect.recording.models import class_name_of
 from fsdp_inspect.sharding import torch_fsdp
 from fsdp_inspect.sharding.torch_fsdp import GroupHandle
 from fsdp_inspect.trace.codes import DTYPES
@@ -162,11 +162,7 @@ def describe_model(model: nn.Module, groups: Sequence[GroupHandle]) -> ModelInfo
         ):
             sizes[id(parameter)] = (size.numel(), parameter.requires_grad)
     return ModelInfo(
-        class_name=(
-            model.class_names
-            if isinstance(model, Models)
-            else torch_fsdp.original_class(model).__name__
-        ),
+        class_name=class_name_of(model),
         num_parameters=sum(numel for numel, _ in sizes.values()),
         num_trainable_parameters=sum(numel for numel, trained in sizes.values() if trained),
     )

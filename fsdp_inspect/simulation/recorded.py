@@ -156,7 +156,8 @@ def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
             "FSDP unit. Expected a recorded run of a fully_shard model. Record more steps, past "
             "warm-up and memory steps."
         )
-    _expect_sharded_units(run, observed_plan(run))
+    observed_plan(run)
+    _expect_sharded_units(run)
     steps = tuple(reading.step for reading in readings)
     events = with_own_turns(run.events(member.rank, steps=steps))
     _expect_measured_collectives(run, events)
@@ -182,18 +183,19 @@ def _with_checked_memory(work: RecordedWork) -> RecordedWork:
     return replace(work, workload=workload, memory_error=error, memory_refusal=refusal)
 
 
-def _expect_sharded_units(run: RunSource, plan: Plan) -> None:
+def _expect_sharded_units(run: RunSource) -> None:
     """Check that every unit is sharded.
 
     Raises:
         MissingDataError: Some units are replicated: they gather nothing, and the schedule does not
             know them.
     """
-    replicated = [unit.name for unit in plan.units if plan.is_replicated(unit)]
+    units = run.manifest.units
+    replicated = [unit.fqn for unit in units if unit.is_replicated]
     if replicated:
         raise MissingDataError(
             f"Run {run.manifest.run_id!r} cannot be simulated: {len(replicated)} of its "
-            f"{len(plan.units)} units are replicated (torch's replicate), first "
+            f"{len(units)} units are replicated (torch's replicate), first "
             f"{format_unit(replicated[0])}. Expected units of fully_shard. Record a run in which "
             "all units are sharded."
         )

@@ -349,7 +349,7 @@ class _Regrouping:
 
     def _assign(self) -> dict[str, str]:
         """The plan's unit of each parameter: the unit of the innermost module around it."""
-        unit_of = {module: unit.name for unit in self._plan.units for module in unit.modules}
+        unit_of = {module: unit for unit in self._plan.units for module in unit.modules}
         owners = {}
         for unit in self._work.units:
             for parameter in parameters_of(unit):
@@ -360,22 +360,23 @@ class _Regrouping:
                         "would keep a full copy. Expected a unit around every parameter. Add a "
                         'unit for its module, or for the whole model (modules = [""]).'
                     )
-                owner = owners[parameter] = unit_of[max(around, key=len)]
+                owner = unit_of[max(around, key=len)]
                 self._check_mesh(unit.fqn, owner)
+                owners[parameter] = owner.name
         return owners
 
-    def _check_mesh(self, before: str, after: str) -> None:
+    def _check_mesh(self, before: str, after: UnitPlan) -> None:
         """Check that parameters stay on their mesh: experts differ between its ranks.
 
         Raises:
             PlanError: The plan moves them to a unit with another mesh.
         """
         recorded = self._recorded.get(before)
-        own, new = recorded.mesh if recorded else {}, self._plan.unit(after).mesh
+        own, new = recorded.mesh if recorded else {}, after.mesh
         if own != new:
             raise PlanError(
-                f"The plan moves parameters of {format_unit(before)} to {format_unit(after)}, a "
-                f"unit on another mesh ({new or 'that of the plan'} instead of "
+                f"The plan moves parameters of {format_unit(before)} to {format_unit(after.name)}, "
+                f"a unit on another mesh ({new or 'that of the plan'} instead of "
                 f"{own or 'that of the plan'}). Expected units within one mesh. Keep them apart."
             )
 

@@ -17,13 +17,14 @@ version with another schedule is noticed. The rules:
   reduction.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from fsdp_inspect.simulation.machine import Communicator, Machine, VirtualStream
 from fsdp_inspect.simulation.memory import MemoryLedger, MemoryWork
 from fsdp_inspect.simulation.workload import Op, Pass, Workload
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
+from fsdp_inspect.trace.intervals import Intervals
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,11 @@ class PlayedStep:
     def duration_ns(self) -> int:
         """The step time."""
         return self.end_ns - self.start_ns
+
+    def ran(self, kinds: Set[EventKind]) -> Intervals:
+        """The time during which operations of these kinds ran."""
+        spans = [span for span in self.spans if span.kind in kinds]
+        return Intervals.of([span.start_ns for span in spans], [span.end_ns for span in spans])
 
 
 @dataclass(frozen=True, slots=True)

@@ -277,6 +277,11 @@ class Plan(PlanRecord):
         covered = math.prod(self.mesh.values())
         return self.world_size // covered if self.mesh and self.world_size else 1
 
+    @property
+    def has_other_dimensions(self) -> bool:
+        """Whether the ranks do more than data parallelism, or units have meshes of their own."""
+        return self.num_other_ranks > 1 or any(unit.mesh for unit in self.units)
+
     def change(self, names: Iterable[str], **settings: Any) -> Self:
         """A copy of the plan with changed settings of some units (fields of `UnitPlan`)."""
         wanted = {self.unit(name).name for name in names}
@@ -319,7 +324,7 @@ class Plan(PlanRecord):
     @property
     def inner_units(self) -> tuple[UnitPlan, ...]:
         """The units that can be changed one by one: all but roots with units inside them."""
-        around = {name for unit in self.units for name in _ancestors(unit.modules[0])}
+        around = {name for unit in self.units for name in modules_around(unit.modules[0])}
         roots = self.fsdp_roots
         return tuple(
             unit
@@ -555,7 +560,7 @@ def _roots_of(units: Sequence[UnitPlan]) -> dict[str, str]:
     of_module = {module: unit.name for unit in units for module in unit.modules}
     return {
         unit.name: next(
-            (of_module[name] for name in _ancestors(unit.modules[0]) if name in of_module),
+            (of_module[name] for name in modules_around(unit.modules[0]) if name in of_module),
             unit.name,
         )
         for unit in units
@@ -707,7 +712,7 @@ def _norms_left_behind(
     )
 
 
-def _ancestors(module: str) -> Iterator[str]:
+def modules_around(module: str) -> Iterator[str]:
     """The modules around a module, the model itself included."""
     if module == ROOT:
         return

@@ -98,6 +98,11 @@ class Unit(Record):
     the group object itself (several groups in a module, torch before 2.9). Imports have
     `UNITS_FROM_RANGES`, `UNITS_FROM_FSDP1` or `UNITS_FROM_ORDER`."""
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank keeps all parameters (torch's `replicate`): it has no shard group."""
+        return self.shard_group < 0 <= self.replicate_group
+
 
 class ProcessGroup(Record):
     """A group of ranks that communicate with each other."""
@@ -175,11 +180,10 @@ class RunManifest(Record):
     def can_rank_plans(self) -> bool:
         """Whether other plans can be simulated, as far as the manifest tells.
 
-        It takes the plan, which no import has, and units that are all sharded: a replicated unit
-        (torch's `replicate`) has no shard group.
+        It takes the plan, which no import has, and units that are all sharded.
         """
-        is_replicated = any(u.shard_group < 0 <= u.replicate_group for u in self.units)
-        return bool(self.plan) and self.source != "imported" and not is_replicated
+        is_sharded = not any(unit.is_replicated for unit in self.units)
+        return bool(self.plan) and self.source != "imported" and is_sharded
 
     @property
     def is_fsdp1(self) -> bool:

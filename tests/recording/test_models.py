@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_inspect.recording.models import Models, as_one_module, name_models
+from fsdp_inspect.recording.models import Models, as_one_module, class_name_of, name_models
 from fsdp_inspect.recording.optimizer_rounds import MOST_STEPS, OptimizerRound
 
 
@@ -25,7 +25,7 @@ def test_models_have_the_names_of_their_variables():
     models = as_one_module([actor, critic])
     assert isinstance(models, Models)
     assert dict(models.named_children()) == {"actor": actor, "critic": critic}
-    assert models.class_names == "Actor + Actor"
+    assert class_name_of(models) == "Actor + Actor"
 
 
 def test_models_without_a_variable_have_the_names_of_their_classes():

@@ -6,7 +6,7 @@ the sizes in the manifest.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from fsdp_inspect.analysis.plan_check.expected_collectives import (
     passes_with,
 )
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Phase
-from fsdp_inspect.trace.plan import UnitPlan
+from fsdp_inspect.trace.plan import UnitPlan, modules_around
 from fsdp_inspect.trace.run import RunManifest, Unit
 from fsdp_inspect.trace.tables import EventTable
 
@@ -339,14 +339,14 @@ def find_roots(manifest: RunManifest) -> dict[int, str | None]:
     """
     planned = {name for unit in manifest.plan.get("units", ()) for name in unit["modules"]}
     outer = [name for unit in manifest.units if unit.is_root for name in unit.modules]
-    return {unit.index: _outermost(unit.modules[0], planned or outer) for unit in manifest.units}
-
-
-def _outermost(module: str, names: Collection[str]) -> str | None:
-    """The shortest of the names that is the module or a module around it."""
-    parts = module.split(".")
-    around = ["", *(".".join(parts[: end + 1]) for end in range(len(parts)))]
-    return next((name for name in around if name in names), None)
+    names = planned or outer
+    return {
+        unit.index: next(
+            (each for each in (*modules_around(unit.modules[0]), unit.modules[0]) if each in names),
+            None,
+        )
+        for unit in manifest.units
+    }
 
 
 def _mean(counts: Sequence[int]) -> float:
