@@ -33,6 +33,7 @@ from fsdp_inspect.trace.codes import (
     Source,
     Stream,
 )
+from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.run import (
     ClockPair,
     ModelInfo,
@@ -70,6 +71,7 @@ class InMemoryRun:
     device_tables: Mapping[int, DeviceTable] = field(default_factory=dict)
     status: RunStatus = RunStatus.COMPLETE
     notes: Sequence[str] = ()
+    network_probe: NetworkProbe | None = None
 
     def events(
         self,

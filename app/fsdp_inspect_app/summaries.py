@@ -28,7 +28,7 @@ from fsdp_inspect.store.schema import (
     rank_name,
     rank_numbers,
 )
-from fsdp_inspect.trace.run import SCHEMA_VERSION
+from fsdp_inspect.trace.records import SCHEMA_VERSION
 from fsdp_inspect.version import __version__
 from fsdp_inspect_app.boundary import refuse_links_out
 from fsdp_inspect_app.findings_cache import CachedFinding, FindingsCache, findings_file

@@ -17,6 +17,7 @@ from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.results import Result
+from fsdp_inspect.simulation.network import unknown_latencies
 from fsdp_inspect.simulation.recorded import Execution
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan
@@ -178,7 +179,11 @@ def _advise_plan(
         fastest=narrator.proposal(target),
         smallest=_smallest(bench, narrator, found.smallest, target),
         front=tuple(_point(bench, choice) for choice in found.front),
-        notes=(*_notes(bench, limit), *_limits_of_play(bench, request, fits=found.fits)),
+        notes=(
+            *_notes(bench, limit),
+            *_maybe_faster(bench, search, target),
+            *_limits_of_play(bench, request, fits=found.fits),
+        ),
         snippet=how_to_apply(request.plan_file),
         verify=how_to_verify(evidence.manifest, request),
     )
@@ -186,7 +191,7 @@ def _advise_plan(
 
 def _exceeds_error(bench: PlanScorer, choice: Choice) -> bool:
     """Whether a plan gains more than the error of the self-check."""
-    saved = bench.recorded.step_ns - bench.score(choice).step_ns
+    saved = bench.recorded.cautious_ns - bench.score(choice).cautious_ns
     return saved > abs(bench.replay_error) * bench.recorded.step_ns
 
 
@@ -244,12 +249,28 @@ def _notes(bench: PlanScorer, limit: int | None) -> list[str]:
             "machine was busy, or the steps are unequal. "
             "Record the run again on a quiet machine before you rely on a small gain."
         )
+    notes += unknown_latencies(bench.network)
     notes += [f"Not tried: {reason}" for reason in bench.refusals]
     refused = bench.space.refused
     if refused:
         first = next(iter(refused))
         notes.append(f"Not tried because of its risk: {', '.join(refused)}. {refused[first]}")
     return notes
+
+
+def _maybe_faster(bench: PlanScorer, search: Search, target: Choice) -> Iterator[str]:
+    """The plan that is faster if the latency has its middle value, but perhaps not otherwise."""
+    fitting = [choice for choice, score in bench.scores.items() if search.fits(score)]
+    best = min(fitting, key=lambda choice: bench.score(choice).step_ns, default=target)
+    saved = bench.score(target).step_ns - bench.score(best).step_ns
+    if saved < WORTH_RATIO * bench.recorded.step_ns:
+        return
+    low, high = (format_ns(ns) for ns in bench.range_ns(best))
+    yield (
+        f"Perhaps faster: {say_changes(best)}. The step takes {low} to {high}, depending on the "
+        "latency, which the run does not show. Measure it with `python -m fsdp_inspect.probe`, "
+        "or run the plan."
+    )
 
 
 def _limits_of_play(bench: PlanScorer, request: AdviceRequest, *, fits: bool) -> Iterator[str]:
@@ -305,4 +326,6 @@ def _say_gain(plan: PlanAdvice) -> str:
     if peak is not None and limit is not None and peak > limit:
         return f"The recorded plan exceeds {format_bytes(limit)}. The recommended plan fits."
     ratio = plan.fastest.saved_ns / plan.replayed_step_ns
+    if sum(each.saved_low_ns for each in plan.suggestions) <= 0:
+        return f"The recommended plan may save {100 * ratio:.1f}% of the step, or nothing."
     return f"The recommended plan saves {100 * ratio:.1f}% of the step time (predicted)."

@@ -12,7 +12,7 @@ from fsdp_inspect.advice.gain_parts import SLOWDOWN, split_step
 from fsdp_inspect.advice.plan_space import Choice, Space, make_space
 from fsdp_inspect.advice.slowdown import NOTHING_PAID, Paid, Slowdown, hidden_ns
 from fsdp_inspect.errors import MissingDataError, PlanError
-from fsdp_inspect.simulation.network import Network, NodeLink
+from fsdp_inspect.simulation.network import Network, NodeLink, Pace
 from fsdp_inspect.simulation.parameters import smaller_group
 from fsdp_inspect.simulation.policies import policies_of
 from fsdp_inspect.simulation.recorded import (
@@ -47,6 +47,9 @@ class Score:
     """Includes the cost of hiding more communication than the recorded plan does."""
     peak_bytes: int | None
     """None: the run has no memory step that records categories."""
+    cautious_ns: int
+    """`step_ns` with the highest durations that an unknown latency allows; plans are ranked by it.
+    Equal to `step_ns` if the latency is known."""
     paid: Paid = NOTHING_PAID
     """Part of `step_ns`; see [Note: what hiding costs] in `advice.slowdown`."""
 
@@ -105,10 +108,10 @@ class PlanScorer:
             )
         self.memory_error = self.work.memory_error
         """Simulated / measured peak memory of the recorded plan, - 1; None: unknown."""
-        self.recorded = Score(step.duration_ns, step.peak_bytes)
+        self.recorded = Score(step.duration_ns, step.peak_bytes, step.duration_ns)
         """The recorded plan on the requested network."""
         if self.network.is_changed:
-            self.recorded = self._play(AS_RECORDED, self.network)
+            self.recorded = self._score(AS_RECORDED)
         self.scores[AS_RECORDED] = self.recorded
 
     @property
@@ -123,7 +126,7 @@ class PlanScorer:
         """The score of a plan. Each plan is simulated at most once."""
         known = self.scores.get(choice)
         if known is None:
-            known = self.scores[choice] = self._play(choice, self.network)
+            known = self.scores[choice] = self._score(choice)
             self._on_play(len(self.scores))
         return known
 
@@ -144,8 +147,8 @@ class PlanScorer:
         if choice == AS_RECORDED:
             return self.recorded.step_ns, self.recorded.step_ns
         steps = []
-        for pace, quickly in (("fast", True), ("slow", False)):
-            score = self._play(choice, self.network.shifted(quickly=quickly), pace=pace)
+        for pace in (Pace.FAST, Pace.SLOW):
+            score = self._play(choice, self.network.at(pace), pace)
             alone = score.step_ns - score.paid.value_ns
             steps += [alone + score.paid.low_ns, alone + score.paid.high_ns]
         own = self.score(choice).step_ns
@@ -161,20 +164,28 @@ class PlanScorer:
     def scenario(self, choice: Choice) -> Scenario:
         """The work under a plan: its resolved plan, units and assumptions."""
         plan = self.space.plan_of(choice)
-        return replace(self._scenario(plan, self.network, "own"), plan=plan)
+        return replace(self._scenario(plan, self.network, Pace.TYPICAL), plan=plan)
 
-    def _play(self, choice: Choice, network: Network, pace: str = "own") -> Score:
+    def _score(self, choice: Choice) -> Score:
+        score = self._play(choice, self.network)
+        cautious = self.network.at(Pace.CAUTIOUS)
+        if cautious == self.network:
+            return score
+        return replace(score, cautious_ns=self._play(choice, cautious, Pace.CAUTIOUS).step_ns)
+
+    def _play(self, choice: Choice, network: Network, pace: Pace = Pace.TYPICAL) -> Score:
         step = self._simulate(choice, network, pace)
         paid = NOTHING_PAID
         if self.slowdown.is_told:
             paid = self.slowdown.paid(hidden_ns(step) - self._hidden_ns)
-        return Score(step.duration_ns + paid.value_ns, step.peak_bytes, paid)
+        step_ns = step.duration_ns + paid.value_ns
+        return Score(step_ns, step.peak_bytes, step_ns, paid)
 
-    def _simulate(self, choice: Choice, network: Network, pace: str = "own") -> PlayedStep:
+    def _simulate(self, choice: Choice, network: Network, pace: Pace = Pace.TYPICAL) -> PlayedStep:
         plan = self.space.plan_of(choice)
         return play(self.workload(plan, network, pace), self.work.execution)
 
-    def workload(self, plan: Plan, network: Network, pace: str = "own") -> Workload:
+    def workload(self, plan: Plan, network: Network, pace: Pace = Pace.TYPICAL) -> Workload:
         """The recorded work under a resolved plan. See [Note: what is shared]."""
         scenario = self._scenario(plan, network, pace)
         return replace(
@@ -187,7 +198,7 @@ class PlanScorer:
     def _shard(self, plan: Plan) -> int:
         return mesh_of(plan, self._run.manifest).shard
 
-    def _scenario(self, plan: Plan, network: Network, pace: str) -> Scenario:
+    def _scenario(self, plan: Plan, network: Network, pace: Pace) -> Scenario:
         units = tuple(
             (
                 unit.modules,

@@ -2,7 +2,8 @@
 
 The search is a beam search. Units, reshard and prefetch are searched together because they depend
 on each other. Depth, buffers and dtypes are then tried on the best of these plans. Bisection finds
-how many of the last units can stay unsharded, because memory rises with each one.
+how many of the last units can stay unsharded, because memory rises with each one. If the run does
+not show the latency of its network, plans are ranked by the slower end (`Score.cautious_ns`).
 
 [Note: the simplest] Of all plans within the noise of the fastest one, the search takes the plan
 with the fewest changes. The noise is 1% of the step, or the error of the self-check, up to 2%.
@@ -200,8 +201,8 @@ class Search:
             choices = [replace(best, grouping=name) for name in merged if name is not None]
             playable = [each for each in choices if bench.can_play(each)]
             fitting = [each for each in playable if self.fits(bench.score(each))]
-            least = min((bench.score(each).step_ns for each in fitting), default=None)
-            if least is None or least > bench.score(best).step_ns - self.noise_ns:
+            least = min((bench.score(each).cautious_ns for each in fitting), default=None)
+            if least is None or least > bench.score(best).cautious_ns - self.noise_ns:
                 return
 
     def _dtypes(self) -> Iterator[Choice]:
@@ -258,7 +259,7 @@ class Search:
         scores = self._bench.scores
         fitting = [choice for choice in scores if self.fits(scores[choice])]
         best: dict[object, Choice] = {}
-        for choice in sorted(fitting, key=lambda each: (scores[each].step_ns, each.effort)):
+        for choice in sorted(fitting, key=lambda each: (scores[each].cautious_ns, each.effort)):
             best.setdefault((choice.grouping, choice.reshard, choice.num_kept), choice)
         smallest = min(scores, key=lambda each: (self._peak(each), scores[each].step_ns))
         return list(dict.fromkeys([*list(best.values())[:BEAM], smallest, AS_RECORDED]))
@@ -279,17 +280,17 @@ class Search:
         fitting = [choice for choice in scores if self.fits(scores[choice])]
         if not fitting:
             return min(scores, key=lambda each: (self._peak(each), each.effort))
-        best = min(scores[choice].step_ns for choice in fitting)
-        alike = [each for each in fitting if scores[each].step_ns <= best + self.noise_ns]
-        simplest = min(alike, key=lambda each: (each.effort, scores[each].step_ns))
+        best = min(scores[choice].cautious_ns for choice in fitting)
+        alike = [each for each in fitting if scores[each].cautious_ns <= best + self.noise_ns]
+        simplest = min(alike, key=lambda each: (each.effort, scores[each].cautious_ns))
         return self._simplified(
             simplest,
-            lambda score: self.fits(score) and score.step_ns <= best + self.noise_ns,
+            lambda score: self.fits(score) and score.cautious_ns <= best + self.noise_ns,
         )
 
     def _smallest(self) -> Choice:
         scores, recorded = self._bench.scores, self._bench.recorded
-        as_fast = [each for each in scores if scores[each].step_ns <= self._longest_ns]
+        as_fast = [each for each in scores if scores[each].cautious_ns <= self._longest_ns]
         if recorded.peak_bytes is None or not as_fast:
             return AS_RECORDED
         lowest = min(self._peak(each) for each in as_fast)
@@ -349,11 +350,11 @@ def split_gain(
     at, start, pending = AS_RECORDED, AS_RECORDED, list[str]()
     left = list(choice.changed)
     while left:
-        name = min(left, key=lambda one: bench.score(at.take(choice, [one])).step_ns)
+        name = min(left, key=lambda one: bench.score(at.take(choice, [one])).cautious_ns)
         left.remove(name)
         pending.append(name)
         at = at.take(choice, [name])
-        if bench.score(start).step_ns - bench.score(at).step_ns >= worth:
+        if bench.score(start).cautious_ns - bench.score(at).cautious_ns >= worth:
             increments.append(Increment(tuple(pending), start, at))
             start, pending = at, []
     if pending and not fits(bench.score(start)):

@@ -13,6 +13,8 @@ from fsdp_inspect.advice.slowdown import Paid
 from fsdp_inspect.advice.snippets import write_snippet
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
+from fsdp_inspect.simulation.network import CostLine
+from fsdp_inspect.simulation.simulate import noise_ratio
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.plan import Plan, owned_parameters
 
@@ -160,7 +162,7 @@ class Narrator:
         """A whole plan."""
         score, recorded = self._bench.score(choice), self._bench.recorded
         low, high = self._bench.range_ns(choice)
-        error = abs(self._bench.replay_error) + self._bench.work.spread_ratio
+        error = noise_ratio(self._bench.work, self._bench.replay_error)
         scenario = self._bench.scenario(choice)
         margin = self._memory_margin(score.peak_bytes)
         return Proposal(
@@ -277,10 +279,7 @@ class Narrator:
         units = self._bench.work.units
         line = self._bench.network.lines.get(EventKind.ALL_GATHER)
         if rule == "R2" and line is not None and round(line.latency_ns):
-            yield (
-                f"{len(units)} units gather, each with a latency of {format_ns(line.latency_ns)} "
-                "(fitted to the run's all-gathers)."
-            )
+            yield f"{len(units)} units gather, each with a latency of {_describe_latency(line)}."
         if rule != "R2":
             largest = max(units, key=lambda unit: unit.unsharded_bytes)
             yield (
@@ -343,6 +342,15 @@ def _account(saved_by_ns: Mapping[str, int]) -> Iterator[str]:
     parts = say_parts(saved_by_ns)
     if parts:
         yield f"The gain by part of the step: {parts}."
+
+
+def _describe_latency(line: CostLine) -> str:
+    if line.source:
+        return f"{format_ns(line.latency_ns)} (from {line.source})"
+    if line.bounds is None:
+        return f"{format_ns(line.latency_ns)} (fitted to the run's all-gathers)"
+    most = format_ns(line.bounds.most_latency.latency_ns)
+    return f"at most {most} (the run does not show it)"
 
 
 def _assume_dtypes(choice: Choice) -> Iterator[str]:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, TypeVar
 
+from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource, RunStatus
 from fsdp_inspect.trace.tables import (
     DeviceTable,
@@ -63,6 +64,11 @@ class RunContext:
     def ranks(self) -> Sequence[RankRecord]:
         """See `RunSource`."""
         return self.source.ranks
+
+    @property
+    def network_probe(self) -> NetworkProbe | None:
+        """See `RunSource`."""
+        return self.source.network_probe
 
     def events(
         self,

@@ -7,9 +7,15 @@ bandwidth of the link. Both results are non-negative. The fit minimises the rela
 logarithm). Large errors count linearly and not squared, because some collectives are delayed by
 ten times their duration. A latency requires messages of different sizes. Without them, the result
 has the bandwidth only, and the reason.
+
+[Note: error of the line] Messages of one size share their error (the link was slower, or the buffer
+lay elsewhere), so each size counts as one observation with the error `residual_ratio`. The standard
+errors are those of weighted least squares through these observations: 1 / sum w of the duration at
+the weighted mean size, and 1 / sum w (size - mean)^2 of the slope.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,10 +58,25 @@ class LinkFit:
     """Ninetieth percentile of duration / predicted."""
     refusal: str | None
     """Why there is no latency, in words; None if both were fitted."""
+    is_constant: bool
+    """Messages of different sizes take equally long: the latency is the whole duration."""
+    typical_ns: float
+    """Median duration."""
+    middle_bytes: float
+    """The message whose duration the line predicts best."""
+    middle_error_ns: float
+    """Standard error of that duration. See [Note: error of the line]."""
+    slope_error_ns_per_byte: float
+    """Standard error of the slope; 0 without a latency."""
 
     def predict_ns(self, message_bytes: float) -> float:
         """Return the typical duration of a message."""
         return self.latency_ns + message_bytes * self.bus_factor / self.bus_bytes_per_s * 1e9
+
+    def error_ns(self, message_bytes: float) -> float:
+        """Return the standard error of a predicted duration; it grows outside the fitted sizes."""
+        distance = message_bytes - self.middle_bytes
+        return math.hypot(self.middle_error_ns, self.slope_error_ns_per_byte * distance)
 
     def predict_bus_bytes_per_s(self, message_bytes: float) -> float | None:
         """Return the bus bandwidth of a message, latency included; None if it takes no time."""
@@ -85,7 +106,8 @@ def fit_link(
         return sample.bandwidth_only(refusal)
     latency, slope = sample.solve()
     if slope * sample.sizes.max() < MIN_GROWTH_RATIO * (latency + slope * sample.sizes.max()):
-        return sample.bandwidth_only("The duration does not grow with the message.")
+        constant = sample.bandwidth_only("The duration does not grow with the message.")
+        return replace(constant, is_constant=True)
     fit = sample.describe(latency, slope, None)
     if fit.explained_ratio < MIN_EXPLAINED_RATIO:
         return sample.bandwidth_only(
@@ -143,11 +165,14 @@ class _Sample:
 
     def describe(self, latency: float, slope: float, refusal: str | None) -> LinkFit:
         """Return a line and the quality of its fit."""
-        ratios = self.durations / (latency + slope * self.sizes)
+        predicted = latency + slope * self.sizes
+        ratios = self.durations / predicted
         logs = np.log(self.durations)
         constant = np.abs(logs - np.median(logs)).sum()
         explained = 1 - np.abs(np.log(ratios)).sum() / constant if constant else 0.0
         low, high = np.percentile(ratios, _SPREAD_PERCENT)
+        residual = float(np.median(np.abs(ratios - 1)))
+        middle, middle_error, slope_error = self._errors(latency, slope, residual)
         return LinkFit(
             latency_ns=latency,
             bus_bytes_per_s=self.bus_factor / slope * 1e9,
@@ -156,9 +181,23 @@ class _Sample:
             num_sizes=len(np.unique(self.sizes)),
             smallest_bytes=int(self.sizes.min()),
             largest_bytes=int(self.sizes.max()),
-            residual_ratio=float(np.median(np.abs(ratios - 1))),
+            residual_ratio=residual,
             explained_ratio=round(float(explained), 9),
             low_ratio=float(low),
             high_ratio=float(high),
             refusal=refusal,
+            is_constant=False,
+            typical_ns=float(np.median(self.durations)),
+            middle_bytes=middle,
+            middle_error_ns=middle_error,
+            slope_error_ns_per_byte=0.0 if refusal else slope_error,
         )
+
+    def _errors(self, latency: float, slope: float, residual: float) -> tuple[float, float, float]:
+        """Return the middle size and the errors there; see [Note: error of the line]."""
+        sizes = np.unique(self.sizes)
+        weights = 1 / (latency + slope * sizes) ** 2  # the squared residual is a common factor
+        middle = float(np.average(sizes, weights=weights))
+        spread = float((weights * (sizes - middle) ** 2).sum())
+        slope_error = residual / math.sqrt(spread) if spread else 0.0
+        return middle, residual / math.sqrt(float(weights.sum())), slope_error

@@ -29,7 +29,7 @@ def measure_run_delay(run: RunSource) -> RunDelay | None:
     Returns:
         None if no rank has scheduler samples: imports, predictions, systems other than Linux.
     """
-    ratios = {record.rank: _of(run, record.rank) for record in run.ranks}
+    ratios = {record.rank: run_delay_of(run, record.rank) for record in run.ranks}
     known = {rank: ratio for rank, ratio in ratios.items() if ratio is not None}
     if not known:
         return None
@@ -37,7 +37,8 @@ def measure_run_delay(run: RunSource) -> RunDelay | None:
     return RunDelay(rank, known[rank])
 
 
-def _of(run: RunSource, rank: int) -> float | None:
+def run_delay_of(run: RunSource, rank: int) -> float | None:
+    """The `run_delay_ratio` of one rank; None if it is unknown."""
     try:
         samples = run.devices(rank)
     except StoreError:

@@ -11,7 +11,8 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from fsdp_inspect.trace.run import Record, RunManifest
+from fsdp_inspect.trace.records import Record
+from fsdp_inspect.trace.run import RunManifest
 
 PREDICTION_VERSION = 1
 """Increased when an older reader would misread a newer prediction or outcome."""

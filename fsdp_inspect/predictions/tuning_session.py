@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 from fsdp_inspect.error_text import describe_validation_error
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.store.records import replace_file
-from fsdp_inspect.trace.run import Record
+from fsdp_inspect.trace.records import Record
 
 SESSION_FILE = "session.json"
 SESSION_VERSION = 1

@@ -4,20 +4,52 @@ Each kind of collective has a cost line. The line comes from the run (`analysis.
 bus bytes / bandwidth, fitted to its own collectives) or from the user's values. All-gathers of a
 group that is smaller than the shard group (an integer `reshard_after_forward`) have separate lines:
 such a group usually lies within a node, where links are faster than between nodes.
+
+[Note: unknown latency] Messages of one size do not separate latency from bandwidth. Then any
+latency between 0 and the shortest typical duration of an all-gather or a reduce-scatter of the
+group fits the run, and each latency gives another duration for another size. The line is the middle
+of the two extremes: its error is at most half of their difference, and no other line guarantees
+less. An emulated network states its latency, and `fsdp_inspect.probe` measures it.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
 from fsdp_inspect.analysis.link_fit import LinkFit, fit_link
+from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.run import ProcessGroup
 from fsdp_inspect.trace.tables import EventTable
 
 KINDS = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
+_SAME_STEPS = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER)
+"""Kinds whose ring has N - 1 steps: the latency of one is at most the duration of the other."""
+_NORMAL_90 = 1.645
+"""90% of a normal distribution lie within so many standard errors."""
+_MOST_ERROR = 0.9
+
+
+class Pace(Enum):
+    """Which end of the uncertainty of a line its durations show."""
+
+    FAST = "fast"
+    TYPICAL = "typical"
+    CAUTIOUS = "cautious"
+    """The slowest of the lines of an unknown latency, without the error of the fit."""
+    SLOW = "slow"
+
+
+class Bounds(NamedTuple):
+    """The extremes of a line whose latency is unknown. See [Note: unknown latency]."""
+
+    least_latency: "CostLine"
+    most_latency: "CostLine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,30 +58,60 @@ class CostLine:
 
     latency_ns: float
     bus_bytes_per_s: float
+    """Infinite if the bytes take no time."""
     fit: LinkFit | None = None
-    """The fit behind the line; None: values of the user or of an emulated network."""
+    """The fit behind the line; None: values of the user, of an emulated network or of a probe."""
+    bounds: Bounds | None = None
+    """The extremes of an uncertain latency; None: fitted or given."""
+    source: str = ""
+    """Where the latency comes from in words; empty: the run's own collectives, or the user."""
+    pace: Pace = Pace.TYPICAL
 
     def duration_ns(self, message_bytes: int, factor: float) -> int:
         """Duration of a message in a group with this bus factor; 0 if no bytes travel."""
         if message_bytes <= 0 or factor <= 0:
             return 0
-        return round(self.latency_ns + message_bytes * factor / self.bus_bytes_per_s * 1e9)
+        bus_bytes = message_bytes * factor
+        typical = self.typical_ns(bus_bytes)
+        if self.pace is Pace.TYPICAL:
+            return round(typical)
+        extremes = [typical, *(line.typical_ns(bus_bytes) for line in self.bounds or ())]
+        error = self._error_ratio(bus_bytes)
+        match self.pace:
+            case Pace.FAST:
+                return round(min(extremes) * (1 - error))
+            case Pace.SLOW:
+                return round(max(extremes) * (1 + error))
+        return round(max(extremes))
 
-    def shifted(self, *, quickly: bool) -> "CostLine":
-        """The line shifted by the typical residual of its collectives."""
-        if self.fit is None:
-            return self
-        residual = min(self.fit.residual_ratio, 0.9)
-        ratio = 1 - residual if quickly else 1 + residual
-        return replace(
-            self, latency_ns=self.latency_ns * ratio, bus_bytes_per_s=self.bus_bytes_per_s / ratio
-        )
+    def typical_ns(self, bus_bytes: float) -> float:
+        """The duration on the line itself."""
+        return self.latency_ns + bus_bytes / self.bus_bytes_per_s * 1e9
+
+    def _error_ratio(self, bus_bytes: float) -> float:
+        """Half the 90% interval of a typical duration on the line, as a fraction of it.
+
+        At least the typical residual, since a unit's messages can all lie on one side of the line.
+        """
+        typical = self.typical_ns(bus_bytes)
+        if self.fit is None or not typical:
+            return 0.0
+        error = _NORMAL_90 * self.fit.error_ns(bus_bytes) / typical
+        return min(max(self.fit.residual_ratio, error), _MOST_ERROR)
+
+    def at(self, pace: Pace) -> "CostLine":
+        """The line with the durations of a pace. A latency from another source is not in doubt."""
+        is_known = pace is Pace.CAUTIOUS and (self.bounds is None or self.source)
+        return self if is_known else replace(self, pace=pace)
 
     def changed(self, bus_bytes_per_s: float | None, latency_ns: float | None) -> "CostLine":
         """The line with another bandwidth, latency or both; unchanged without values."""
-        values = {"bus_bytes_per_s": bus_bytes_per_s, "latency_ns": latency_ns}
-        update = {name: value for name, value in values.items() if value is not None}
-        return replace(self, fit=None, **update) if update else self
+        if bus_bytes_per_s is None and latency_ns is None:
+            return self
+        return CostLine(
+            self.latency_ns if latency_ns is None else latency_ns,
+            self.bus_bytes_per_s if bus_bytes_per_s is None else bus_bytes_per_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +183,14 @@ class Network:
             return None, ""
         return self.smaller[min(larger)], f"{taken} the run's groups of {min(larger)} ranks."
 
-    def shifted(self, *, quickly: bool) -> "Network":
-        """The network with every line shifted by the typical residual of its collectives."""
+    def at(self, pace: Pace) -> "Network":
+        """The network with the durations of a pace."""
         line = self.node.line
         return replace(
             self,
-            lines={kind: each.shifted(quickly=quickly) for kind, each in self.lines.items()},
-            smaller={size: each.shifted(quickly=quickly) for size, each in self.smaller.items()},
-            node=replace(self.node, line=line and line.shifted(quickly=quickly)),
+            lines={kind: each.at(pace) for kind, each in self.lines.items()},
+            smaller={size: each.at(pace) for size, each in self.smaller.items()},
+            node=replace(self.node, line=line and line.at(pace)),
         )
 
     def change(
@@ -180,6 +242,29 @@ class Network:
         return replace(self, smaller={}, node=replace(self.node, line=line, is_changed=True))
 
 
+def unknown_latencies(network: Network) -> list[str]:
+    """What is assumed of the kinds whose latency the run does not show, one sentence each."""
+    return [
+        _assume_latency(kind.label.replace("_", "-"), line, line.bounds)
+        for kind, line in network.lines.items()
+        if line.bounds is not None
+    ]
+
+
+def _assume_latency(name: str, line: CostLine, bounds: Bounds) -> str:
+    least, most = (format_ns(each.latency_ns) for each in bounds)
+    between = f"between {least} and {most}"
+    why = line.fit.refusal if line.fit is not None else ""
+    if line.source:
+        latency = format_ns(line.latency_ns)
+        extent = "" if least == most else f", {between}"
+        return f"The latency of {name} is {latency}{extent}, from {line.source}."
+    return (
+        f"The latency of {name} is {between}: {why} The prediction takes the middle, and its "
+        "interval covers both ends. `python -m fsdp_inspect.probe` measures the latency."
+    )
+
+
 def _check(bus_bytes_per_s: float | None, latency_ns: float | None) -> None:
     if bus_bytes_per_s is not None and not bus_bytes_per_s > 0:
         raise ValueError(f"Invalid bandwidth: {bus_bytes_per_s} bytes/s. Expected a value above 0.")
@@ -187,41 +272,120 @@ def _check(bus_bytes_per_s: float | None, latency_ns: float | None) -> None:
         raise ValueError(f"Invalid latency: {latency_ns} ns. Expected at least 0.")
 
 
-def fit_network(events: EventTable, groups: Iterable[ProcessGroup]) -> Network:
+KnownLine = Callable[[EventKind, Sequence[int]], CostLine | None]
+"""The line of a kind of collective in a group, by its ranks, from another source than the run's
+own collectives; None: unknown."""
+
+
+def fit_network(
+    events: EventTable, groups: Iterable[ProcessGroup], known: KnownLine = lambda *_: None
+) -> Network:
     """Fit the cost lines of FSDP's own collectives; nodes stay unknown.
 
     Args:
         events: Events of one rank in timed steps.
         groups: The run's process groups.
+        known: Gives the latency if the run's own collectives do not show it.
     """
-    described = list(groups)
-    sizes = {group.index: len(group.ranks) for group in described}
-    smaller = {group.index for group in described if group.role == "post_forward"}
-    of_smaller = np.isin(events.group, list(smaller))
+    described = {group.index: group for group in groups}
+    smaller = [group.index for group in described.values() if group.role == "post_forward"]
+    of_smaller = np.isin(events.group, smaller)
     rows = events.where((events.unit != NO_UNIT) & (events.phase != Phase.EVALUATION) & ~of_smaller)
-    found = {kind: _fit(rows.where(rows.kind == kind), kind, sizes) for kind in KINDS}
-    lines = {kind: line for kind, line in found.items() if line is not None}
-    return Network(lines, smaller=_fit_smaller(events.where(of_smaller), sizes))
+    lines = _fit_kinds(rows, KINDS, described, known)
+    return Network(lines, smaller=_fit_smaller(events.where(of_smaller), described, known))
 
 
-def _fit_smaller(events: EventTable, sizes: dict[int, int]) -> dict[int, CostLine]:
+def _fit_smaller(
+    events: EventTable, groups: Mapping[int, ProcessGroup], known: KnownLine
+) -> dict[int, CostLine]:
     """One line for each size of group, since each unit has its own group."""
-    gathers = events.where(events.kind == EventKind.ALL_GATHER)
-    ranks = np.array([sizes[group] for group in gathers.group.tolist()], dtype=np.int64)
+    ranks = np.array([len(groups[group].ranks) for group in events.group.tolist()], dtype=np.int64)
     found = {
-        size: _fit(gathers.where(ranks == size), EventKind.ALL_GATHER, sizes)
+        size: _fit_kinds(events.where(ranks == size), (EventKind.ALL_GATHER,), groups, known)
         for size in np.unique(ranks).tolist()
     }
-    return {size: line for size, line in found.items() if line is not None}
+    return {
+        size: lines[EventKind.ALL_GATHER]
+        for size, lines in found.items()
+        if EventKind.ALL_GATHER in lines
+    }
 
 
-def _fit(rows: EventTable, kind: EventKind, group_sizes: dict[int, int]) -> CostLine | None:
-    """One line for all groups of the kind: bus bytes make their messages comparable.
+def _fit_kinds(
+    rows: EventTable,
+    kinds: Iterable[EventKind],
+    groups: Mapping[int, ProcessGroup],
+    known: KnownLine,
+) -> dict[EventKind, CostLine]:
+    """The line of each kind that the rows contain."""
+    samples = {
+        kind: sample
+        for kind in kinds
+        if (sample := _sample_of(rows.where(rows.kind == kind), kind, groups)) is not None
+    }
+    latest = min(
+        (samples[kind].fit.typical_ns for kind in _SAME_STEPS if kind in samples), default=0.0
+    )
+    lines = {}
+    for kind, sample in samples.items():
+        most = latest if kind in _SAME_STEPS else sample.fit.typical_ns
+        lines[kind] = sample.line(known(kind, sample.ranks), most)
+    return lines
 
-    The fit passes through typical durations, but a step contains the long ones too. So the line is
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """The messages of one kind.
+
+    The fit passes through typical durations, but a step contains the long ones too. So each line is
     scaled to keep the sum of all durations.
     """
-    factors = np.array(_factors(rows.group.tolist(), kind, group_sizes))
+
+    fit: LinkFit
+    ranks: Sequence[int]
+    """The largest group of the kind."""
+    mean_bytes: float
+    """Bus bytes, which make the messages of all groups comparable."""
+    mean_ns: float
+
+    def line(self, known: CostLine | None, most_latency_ns: float) -> CostLine:
+        """The line through the mean.
+
+        Args:
+            known: The line of the group from another source; None: unknown.
+            most_latency_ns: The highest latency, if the fit has none.
+        """
+        if self.fit.refusal is None:
+            ratio = self.mean_ns / self.fit.predict_ns(self.mean_bytes)
+            return CostLine(self.fit.latency_ns * ratio, self.fit.bus_bytes_per_s / ratio, self.fit)
+        least, most, typical = 0.0, most_latency_ns, most_latency_ns / 2
+        if known is not None:
+            typical = known.latency_ns
+            error = _NORMAL_90 * known.fit.error_ns(0) if known.fit else 0.0
+            least, most = max(typical - error, 0.0), typical + error
+        elif self.fit.is_constant:
+            typical = most = self.mean_ns
+            least = self.mean_ns * (1 - self.fit.residual_ratio)
+        bounds = Bounds(self._through_mean(least), self._through_mean(most))
+        return replace(
+            self._through_mean(typical),
+            fit=self.fit,
+            bounds=bounds,
+            source="" if known is None else known.source,
+        )
+
+    def _through_mean(self, latency_ns: float) -> CostLine:
+        transfer_ns = self.mean_ns - latency_ns
+        rate = self.mean_bytes / transfer_ns * 1e9 if transfer_ns > 0 else math.inf
+        return CostLine(min(latency_ns, self.mean_ns), rate)
+
+
+def _sample_of(
+    rows: EventTable, kind: EventKind, groups: Mapping[int, ProcessGroup]
+) -> _Sample | None:
+    """The messages whose duration is known; None without any."""
+    ranks = [groups[group].ranks if group in groups else [] for group in rows.group.tolist()]
+    factors = np.array([bus_factor(kind, len(each)) for each in ranks])
     if not len(rows) or not factors.max(initial=0.0) > 0:
         return None
     # Some durations are only upper bounds: these collectives may have ended long before.
@@ -231,10 +395,4 @@ def _fit(rows: EventTable, kind: EventKind, group_sizes: dict[int, int]) -> Cost
     fit = fit_link(bus_bytes, durations, 1.0)
     if fit is None:
         return None
-    sum_ns = fit.latency_ns * len(bus_bytes) + bus_bytes.sum() / fit.bus_bytes_per_s * 1e9
-    ratio = float(durations.sum() / sum_ns)
-    return CostLine(fit.latency_ns * ratio, fit.bus_bytes_per_s / ratio, fit)
-
-
-def _factors(groups: Iterable[int], kind: EventKind, group_sizes: dict[int, int]) -> list[float]:
-    return [bus_factor(kind, group_sizes.get(group, 0)) for group in groups]
+    return _Sample(fit, max(ranks, key=len), float(bus_bytes.mean()), float(durations.mean()))

@@ -5,11 +5,19 @@ without such groups shows their link only in two cases: all ranks of the shard g
 or the network is emulated.
 """
 
+import math
 from collections.abc import Sequence
 
-from fsdp_inspect.simulation.network import UNKNOWN_NODE, CostLine, Network, Node
+from fsdp_inspect.analysis.link_fit import fit_link
+from fsdp_inspect.simulation.network import UNKNOWN_NODE, CostLine, KnownLine, Network, Node
+from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind
-from fsdp_inspect.trace.nodes import emulated_ranks_per_node, hosts_of, ranks_per_node
+from fsdp_inspect.trace.nodes import (
+    emulated_latency_ns,
+    emulated_ranks_per_node,
+    hosts_of,
+    ranks_per_node,
+)
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
 
@@ -34,6 +42,29 @@ def find_node(run: RunSource, network: Network, shard_ranks: Sequence[int]) -> N
         line = network.smaller[max(within)]
         source = f"the run's groups of {max(within)} ranks within a node"
     return Node(size, line, source)
+
+
+def known_lines(run: RunSource) -> KnownLine:
+    """The lines of the run's process groups that its own collectives do not show.
+
+    An emulated network states its latency. A probe measures messages of many sizes.
+    """
+    probe = run.network_probe
+
+    def find(kind: EventKind, ranks: Sequence[int]) -> CostLine | None:
+        latency_ns = emulated_latency_ns(run.manifest, ranks)
+        if latency_ns is not None:
+            return CostLine(latency_ns, math.inf, source="the emulated network")
+        if probe is None:
+            return None
+        messages, durations = probe.durations_of(kind, ranks)
+        fit = fit_link(messages, durations, bus_factor(kind, len(ranks)))
+        if fit is None or fit.refusal:
+            return None
+        source = "the network probe of the run"
+        return CostLine(fit.latency_ns, fit.bus_bytes_per_s, fit, source=source)
+
+    return find
 
 
 def _emulated_line(manifest: RunManifest) -> CostLine | None:

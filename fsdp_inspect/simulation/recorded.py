@@ -20,13 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.collectives.queues import queue_up
+from fsdp_inspect.analysis.run_delay import run_delay_of
 from fsdp_inspect.analysis.step_selection import RankSteps, timed_rank
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.simulation.host_pace import HostPace, measure_host_pace
 from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
 from fsdp_inspect.simulation.network import Network, fit_network
-from fsdp_inspect.simulation.nodes import find_node
+from fsdp_inspect.simulation.nodes import find_node, known_lines
 from fsdp_inspect.simulation.policies import accumulation_of_passes, policies_of
 from fsdp_inspect.simulation.recorded_memory import measure_memory_work
 from fsdp_inspect.simulation.schedule import PlayedStep, Schedule
@@ -112,7 +113,9 @@ class RecordedWork:
     network: Network
     """The cost lines of the run's own collectives."""
     spread_ratio: float = 0.0
-    """Half of what the durations of `steps` span, as a share of their mean."""
+    """Half of the range of the durations of `steps`, as a fraction of their mean."""
+    run_delay_ratio: float = 0.0
+    """Fraction of the recording in which the training thread had no CPU core; 0 if unknown."""
     peak_bytes: int | None = None
     """The peak of the memory step behind the workload's memory; None: there is none."""
     memory_error: float | None = None
@@ -329,7 +332,8 @@ class _Builder:
                 replace(one, before_memory=before)
                 for one, before in zip(passes, memory.before_passes, strict=True)
             )
-        network = fit_network(self._events, self._run.manifest.process_groups)
+        groups = self._run.manifest.process_groups
+        network = fit_network(self._events, groups, known_lines(self._run))
         is_gloo = (
             self._execution is Execution.BLOCKING_HOST and "gloo" in self._run.manifest.backend
         )
@@ -354,6 +358,7 @@ class _Builder:
             workload=workload,
             network=replace(network, node=find_node(self._run, network, shard_ranks)),
             spread_ratio=_spread([reading.duration_ns for reading in self._readings]),
+            run_delay_ratio=run_delay_of(self._run, self._rank) or 0.0,
             peak_bytes=None if memory is None else memory.peak_bytes,
             accumulation=_accumulation(self._readings[0]),
         )

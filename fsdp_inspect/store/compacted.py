@@ -36,7 +36,7 @@ from fsdp_inspect.store.schema import (
     TableFile,
     TableT,
 )
-from fsdp_inspect.trace.run import SCHEMA_VERSION
+from fsdp_inspect.trace.records import SCHEMA_VERSION
 
 _ZSTD_LEVEL = 3
 _NO_DIFFERENCE = np.iinfo(np.int64).min

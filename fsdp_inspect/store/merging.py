@@ -28,7 +28,7 @@ from fsdp_inspect.store.folder import (
     read_manifest,
     read_rank_record,
 )
-from fsdp_inspect.store.schema import COMPACTED_SUFFIX, LIVE_SUFFIX, MANIFEST_FILE
+from fsdp_inspect.store.schema import COMPACTED_SUFFIX, LIVE_SUFFIX, MANIFEST_FILE, PROBE_FILE
 from fsdp_inspect.store.summary_files import Place
 from fsdp_inspect.trace.run import RankRecord, RunManifest
 
@@ -299,6 +299,9 @@ def _copy(
     for manifest in _manifest_files(parts):
         shutil.copyfile(manifest, target / MANIFEST_FILE)
         break
+    probes = [part.path / PROBE_FILE for part in parts if (part.path / PROBE_FILE).is_file()]
+    for probe in probes[:1]:
+        shutil.copyfile(probe, target / PROBE_FILE)
     for done, (place, source) in enumerate(sources.items(), start=1):
         folder = rank_folder(target, *place)
         folder.mkdir(parents=True)

@@ -34,6 +34,7 @@ from fsdp_inspect.store.schema import (
     EVENTS,
     MANIFEST_FILE,
     MEMORY,
+    PROBE_FILE,
     RANK_FILE,
     SCALARS,
     TableFile,
@@ -45,6 +46,7 @@ from fsdp_inspect.store.schema import (
 )
 from fsdp_inspect.store.streams import StreamContents
 from fsdp_inspect.store.summary_reader import SummaryReader
+from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
 from fsdp_inspect.trace.tables import (
     DeviceTable,
@@ -154,6 +156,16 @@ class StoredRun:
     def ranks(self) -> Sequence[RankRecord]:
         """The records of the ranks with data, by rank; a rank that exited silently is crashed."""
         return [record for record in self._records.values() if record is not None]
+
+    @property
+    def network_probe(self) -> NetworkProbe | None:
+        """The probe of the network; None without one, or if it is damaged (see `notes`)."""
+        encoded = self._files.read(PROBE_FILE)
+        if encoded is None:
+            return None
+        with noting(self._found):
+            return decode_record(encoded, NetworkProbe, _label(self._files, PROBE_FILE))
+        return None
 
     def events(
         self,

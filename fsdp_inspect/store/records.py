@@ -1,4 +1,4 @@
-"""Write and read `run.json` and `rank.json`.
+"""Write and read `run.json`, `rank.json` and `network.json`.
 
 A record is written to a temporary file and renamed, so that a reader never sees half of it.
 """
@@ -17,14 +17,16 @@ from pydantic import ValidationError
 
 from fsdp_inspect.errors import CorruptFileError, SchemaVersionError
 from fsdp_inspect.store.checksums import checksum_text
-from fsdp_inspect.trace.run import SCHEMA_VERSION, RankRecord, RunManifest
+from fsdp_inspect.trace.network_probe import NetworkProbe
+from fsdp_inspect.trace.records import SCHEMA_VERSION
+from fsdp_inspect.trace.run import RankRecord, RunManifest
 
-RecordT = TypeVar("RecordT", RunManifest, RankRecord)
+RecordT = TypeVar("RecordT", RunManifest, RankRecord, NetworkProbe)
 
 _CHECKSUM_FIELD = re.compile(rb'"crc32"\s*:\s*"([0-9a-f]{8})"\s*\}\s*\Z')
 
 
-def encode_record(record: RunManifest | RankRecord) -> bytes:
+def encode_record(record: RunManifest | RankRecord | NetworkProbe) -> bytes:
     """Encode a record as JSON, with a checksum as the last field."""
     text = record.model_dump_json(indent=1, fallback=str)
     body = text.removesuffix("\n}") + ",\n "

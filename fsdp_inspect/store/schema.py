@@ -8,6 +8,7 @@ file of an earlier attempt::
     <run>/
       run.json                        the manifest; written before any event, and again when more
                                       is known (process groups)
+      network.json                    a probe of the network (optional)
       summary.parquet                 the whole steps of all ranks of all attempts; only after
                                       compaction
       attempt-000/                    three digits or more, from 0
@@ -24,12 +25,13 @@ possibly of a killed process: ignore them. A folder may lack ranks, and may lack
 other nodes wrote them to their own disks. The other data stays usable. Copying the folders of all
 nodes of one run into one folder gives the complete run (`fsdp-inspect merge` also checks them).
 
-**JSON files** are UTF-8 objects: the fields of `trace.run.RunManifest` (`run.json`) and
-`trace.run.RankRecord` (`rank.json`), whose docstrings give meaning and units. Unknown fields are
-ignored. The last field may be `crc32`: eight lower-case hexadecimal digits, the CRC-32 (IEEE 802.3,
-as in zlib and gzip) of all bytes of the file before that field's opening quote. Without the field
-the file is not checked (remove the field when you edit the file by hand). Both files are replaced
-atomically (written to a temporary file, then renamed), so they are never half written.
+**JSON files** are UTF-8 objects: the fields of `trace.run.RunManifest` (`run.json`),
+`trace.run.RankRecord` (`rank.json`) and `trace.network_probe.NetworkProbe` (`network.json`), whose
+docstrings give meaning and units. Unknown fields are ignored. The last field may be `crc32`: eight
+lower-case hexadecimal digits, the CRC-32 (IEEE 802.3, as in zlib and gzip) of all bytes of the file
+before that field's opening quote. Without the field the file is not checked (remove the field when
+you edit the file by hand). The files are replaced atomically (written to a temporary file, then
+renamed), so they are never half written.
 
 **Tables.** All columns are non-null little-endian integers, two's complement (`scalars.value` is an
 IEEE 754 double). `DTYPES` of the classes in `trace.tables` defines their names, order and widths;
@@ -103,7 +105,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from fsdp_inspect.trace.run import SCHEMA_VERSION
+from fsdp_inspect.trace.records import SCHEMA_VERSION
 from fsdp_inspect.trace.tables import (
     MISSING_INT,
     DeviceTable,
@@ -115,6 +117,7 @@ from fsdp_inspect.trace.tables import (
 )
 
 MANIFEST_FILE = "run.json"
+PROBE_FILE = "network.json"
 RANK_FILE = "rank.json"
 LIVE_SUFFIX = ".arrows"
 COMPACTED_SUFFIX = ".parquet"

@@ -12,6 +12,16 @@ def emulated_ranks_per_node(manifest: RunManifest) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
+def emulated_latency_ns(manifest: RunManifest, ranks: Iterable[int]) -> float | None:
+    """The latency of the emulated link of a group of ranks; None for runs not emulated."""
+    size, emulation = emulated_ranks_per_node(manifest), manifest.emulation
+    if size is None:
+        return None
+    crosses_nodes = len({rank // size for rank in ranks}) > 1
+    link = (emulation.get("inter") if crosses_nodes else None) or emulation.get("intra")
+    return None if link is None else float(link["latency_ns"])
+
+
 def hosts_of(run: RunSource) -> dict[int, str]:
     """The node of each rank, by rank; ranks of an unknown node are missing."""
     size = emulated_ranks_per_node(run.manifest)

@@ -8,8 +8,10 @@ from collections.abc import Collection, Sequence
 from enum import StrEnum
 from typing import Any, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from fsdp_inspect.trace.network_probe import NetworkProbe
+from fsdp_inspect.trace.records import SCHEMA_VERSION, Record
 from fsdp_inspect.trace.tables import (
     DeviceTable,
     EventTable,
@@ -17,16 +19,6 @@ from fsdp_inspect.trace.tables import (
     ScalarTable,
     SummaryTable,
 )
-
-SCHEMA_VERSION = 1
-"""Version of the run folder; increased when an older reader would misread a newer run."""
-
-
-class Record(BaseModel):
-    """Base of the records stored as JSON: unknown fields are ignored, values are checked."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
 
 IMPORTED_CLOCK = "kineto"
 """`RankRecord.clock` of a profiler trace: the ranks of one host share a clock if their collectives
@@ -289,6 +281,11 @@ class RunSource(Protocol):
     @property
     def ranks(self) -> Sequence[RankRecord]:
         """The records of the ranks that have data, by rank."""
+        ...
+
+    @property
+    def network_probe(self) -> NetworkProbe | None:
+        """The measured durations of messages of many sizes; None: the run has none."""
         ...
 
     def events(

@@ -325,6 +325,7 @@ class SyntheticRun:
     num_steps: int
     status: RunStatus = RunStatus.COMPLETE
     notes: Sequence[str] = ()
+    network_probe: None = None
 
     def events(
         self,

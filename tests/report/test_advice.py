@@ -83,7 +83,7 @@ def test_one_screen_shows_the_change_its_gain_memory_risk_and_code(advice: Advic
     assert "Peak 28.1 MiB (+2.94 MiB)" in lines[first + 3]
     assert "The peak rises by 2.94 MiB." in lines[first + 4]
     assert lines[first + 7] == ("      fully_shard(module, mesh=mesh, reshard_after_forward=False)")
-    assert any(line.startswith("All 3 changes of the plan: 165 ms a step") for line in lines)
+    assert any(line.startswith("All 3 changes of the plan: 158 ms a step") for line in lines)
     assert "--details" in lines[-1]
 
 

@@ -1,16 +1,47 @@
-"""The lines of a run's own collectives."""
+"""Test the cost lines of a run's own collectives."""
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_inspect.simulation.network import fit_network
+from fsdp_inspect.simulation.network import (
+    CostLine,
+    KnownLine,
+    Network,
+    Pace,
+    fit_network,
+    unknown_latencies,
+)
+from fsdp_inspect.simulation.nodes import known_lines
 from fsdp_inspect.trace.codes import EventKind
-from tests.builders import RunBuilder
+from fsdp_inspect.trace.network_probe import NetworkProbe, ProbedMessage
+from tests.builders import InMemoryRun, RunBuilder
 
 MESSAGES = st.lists(
     st.tuples(st.integers(10**4, 10**8), st.integers(10**3, 10**8)), min_size=1, max_size=30
 )
+MS, FACTOR = 1_000_000, 3 / 4
+"""A millisecond, and the bus factor of all-gathers of four ranks."""
+
+
+def network_of(
+    *gathers: tuple[int, int], scatters: tuple[tuple[int, int], ...] = (), **about_run: object
+) -> Network:
+    """The network of a rank with these all-gathers and reduce-scatters: bytes and durations."""
+    builder = RunBuilder(("layers.0",), world_size=4, **about_run)  # type: ignore[arg-type]
+    rank, start = builder.rank(0), 0
+    for collective, messages in ((rank.all_gather, gathers), (rank.reduce_scatter, scatters)):
+        for num_bytes, duration in messages:
+            collective("layers.0", start, start + duration, bytes=num_bytes)
+            start += duration
+    run = builder.build()
+    return fit_network(run.events(0), run.manifest.process_groups, known_lines(run))
+
+
+def gather_line(network: Network) -> CostLine:
+    return network.lines[EventKind.ALL_GATHER]
 
 
 @settings(deadline=None)  # the first fit loads scipy
@@ -18,13 +49,116 @@ MESSAGES = st.lists(
 def test_a_line_keeps_the_sum_of_all_durations_however_they_scatter(
     messages: list[tuple[int, int]],
 ):
-    builder = RunBuilder(("layers.0",), world_size=4)
-    rank, start = builder.rank(0), 0
-    for num_bytes, duration in messages:
-        rank.all_gather("layers.0", start, start + duration, bytes=num_bytes)
-        start += duration
-    run = builder.build()
-    network = fit_network(run.events(0), run.manifest.process_groups)
+    network = network_of(*messages)
     predicted = [network.duration_ns(EventKind.ALL_GATHER, size, 4) for size, _ in messages]
     total = sum(each for each in predicted if each is not None)
     assert total == pytest.approx(sum(duration for _, duration in messages), rel=1e-3)
+
+
+@settings(deadline=None)
+@given(MESSAGES, st.integers(10**3, 10**9))
+def test_the_paces_of_a_line_are_ordered_for_every_message(
+    messages: list[tuple[int, int]], size: int
+):
+    line = gather_line(network_of(*messages))
+    paces = (Pace.FAST, Pace.TYPICAL, Pace.CAUTIOUS, Pace.SLOW)
+    durations = [line.at(pace).duration_ns(size, FACTOR) for pace in paces]
+    assert durations == sorted(durations)
+    assert durations[0] >= 0
+
+
+def test_messages_of_one_size_bound_the_latency():
+    line = gather_line(network_of((4000, 10 * MS), (4000, 10 * MS)))
+    assert line.bounds is not None
+    assert [each.latency_ns for each in line.bounds] == [0, 10 * MS]
+    for size, least, most in ((4000, 10, 10), (2000, 5, 10), (40_000, 10, 100)):
+        assert line.at(Pace.FAST).duration_ns(size, FACTOR) == least * MS
+        assert line.at(Pace.CAUTIOUS).duration_ns(size, FACTOR) == most * MS
+        assert line.duration_ns(size, FACTOR) == (least + most) / 2 * MS
+
+
+def test_a_shorter_reduce_scatter_lowers_the_highest_latency_of_the_all_gather():
+    network = network_of((8000, 10 * MS), scatters=((4000, 6 * MS),))
+    bounds = [line.bounds for line in network.lines.values()]
+    assert [each and each.most_latency.latency_ns for each in bounds] == [6 * MS, 6 * MS]
+
+
+def test_an_unknown_latency_is_stated_with_its_bounds_and_the_remedy():
+    first, *_ = unknown_latencies(network_of((4000, 10 * MS)))
+    assert first.startswith("The latency of all-gather is between 0 ns and 10.0 ms: All 1 messages")
+    assert "python -m fsdp_inspect.probe" in first
+
+
+def test_durations_that_do_not_grow_with_the_message_are_latency():
+    line = gather_line(network_of((4000, 10 * MS), (40_000, 10 * MS)))
+    assert line.duration_ns(100, FACTOR) == 10 * MS
+    assert line.duration_ns(400_000, FACTOR) == 10 * MS
+
+
+def test_two_sizes_separate_latency_and_bandwidth():
+    network = network_of((4000, 10 * MS), (8000, 11 * MS))
+    line = gather_line(network)
+    assert line.bounds is None
+    assert line.latency_ns == pytest.approx(9 * MS, rel=1e-3)
+    assert unknown_latencies(network) == []
+
+
+def test_the_error_of_a_line_grows_outside_its_sizes():
+    messages = [(4000, 9.5), (4000, 10.5), (8000, 11), (8000, 12), (16000, 14), (16000, 13)]
+    line = gather_line(network_of(*((size, int(ms * MS)) for size, ms in messages)))
+    widths = [
+        line.at(Pace.SLOW).duration_ns(size, FACTOR) / line.duration_ns(size, FACTOR)
+        for size in (8000, 100_000, 1_000_000)
+    ]
+    assert widths[0] < widths[1] < widths[2]
+
+
+def test_an_emulated_network_states_its_latency():
+    link = {"latency_ns": 9 * MS, "bandwidth_bytes_per_s": 3e6}
+    emulation = {"gpus_per_node": 4, "intra": link, "inter": None}
+    network = network_of((4000, 10 * MS), source="emulated", emulation=emulation)
+    assert gather_line(network).duration_ns(40_000, FACTOR) == 19 * MS
+    assert unknown_latencies(network) == [
+        "The latency of all-gather is 9.00 ms, from the emulated network."
+    ]
+
+
+def test_a_probe_of_the_same_group_gives_the_latency():
+    probed = [
+        ProbedMessage(kind="all_gather", ranks=[0, 1, 2, 3], bytes=size, count=9, duration_ns=ns)
+        for size, ns in ((1000, 8 * MS), (4000, 11 * MS), (8000, 15 * MS))
+    ]
+    builder = RunBuilder(("layers.0",), world_size=4)
+    builder.rank(0).all_gather("layers.0", 0, 10 * MS, bytes=4000)
+    run = builder.build()
+    probe = NetworkProbe(world_size=4, backend="gloo", device_type="cpu", messages=probed)
+    network = fit_network(
+        run.events(0), run.manifest.process_groups, known_lines(_with_probe(run, probe))
+    )
+    line = gather_line(network)
+    assert line.latency_ns == pytest.approx(7 * MS, rel=0.01)
+    assert line.duration_ns(4000, FACTOR) == 10 * MS  # the run's own mean, not that of the probe
+    assert line.source == "the network probe of the run"
+
+
+def test_a_probe_of_another_group_is_ignored():
+    known: KnownLine = known_lines(
+        _with_probe(
+            RunBuilder(("a",), world_size=4).build(),
+            NetworkProbe(
+                world_size=4,
+                backend="gloo",
+                device_type="cpu",
+                messages=[
+                    ProbedMessage(kind="all_gather", ranks=[0, 1], bytes=b, count=1, duration_ns=b)
+                    for b in (1000, 8000)
+                ],
+            ),
+        )
+    )
+    assert known(EventKind.ALL_GATHER, [0, 1, 2, 3]) is None
+    assert known(EventKind.ALL_GATHER, [0, 1]) is not None
+
+
+def _with_probe(run: InMemoryRun, probe: NetworkProbe) -> InMemoryRun:
+    return replace(run, network_probe=probe)

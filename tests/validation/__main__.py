@@ -1,4 +1,4 @@
-"""How far are predictions from what then happens? `make validate`, or `python -m tests.validation`.
+"""Compare predictions with runs: `make validate`, or `python -m tests.validation`.
 
 Parts, each by itself with `--parts`:
 
@@ -12,7 +12,8 @@ Parts, each by itself with `--parts`:
 - advised: the plan that `advise` ranks first, run on virtual time and on the machine's clock,
   against the best of the grid;
 - real: a few plans with real compute;
-- limited: plans on two real ranks over a network that is limited by the kernel.
+- limited: plans on two real ranks over a network that is limited by the kernel;
+- loops: models of Transformers and loops with chunked or several losses, with real compute.
 
 On the machine's clock a run of the recorded plan stands before each plan: how far it is from the
 baseline is the machine's own error (A/A). Prints tables and a verdict; exits with 1 where a figure
@@ -38,12 +39,23 @@ from tests.validation.emulated import VIRTUAL_STEPS, EmulationBench, judge_all, 
 from tests.validation.figures import RUN_PARTS, Results, all_figures, as_json
 from tests.validation.grid import REAL, draw, real_trials
 from tests.validation.limited import judge_limited
+from tests.validation.loops import LOOP_STEPS, all_loops, judge_loops
 from tests.validation.oracle import judge_played, judge_predicted
 from tests.validation.remade import judge_remade
 from tests.validation.rewrapped import judge_rewrapped
 from tests.validation.tables import markdown, tables, verdict
 
-PARTS = ("oracle", "virtual", "emulated", "advised", "remade", "rewrapped", "real", "limited")
+PARTS = (
+    "oracle",
+    "virtual",
+    "emulated",
+    "advised",
+    "remade",
+    "rewrapped",
+    "real",
+    "limited",
+    "loops",
+)
 
 
 def main() -> int:
@@ -100,6 +112,9 @@ def _run(options: argparse.Namespace, folder: Path, say: Callable[[str], None]) 
         results.real = judge_all(bench, trials)
     if "limited" in parts:
         _limited(results, folder / "limited", say)
+    if "loops" in parts:
+        say("models and loops of public projects:")
+        results.loops = judge_loops(folder / "loops", options.loops, LOOP_STEPS, say)
     return results
 
 
@@ -145,12 +160,19 @@ def _parse() -> argparse.Namespace:
         default=PARTS,
         help=f"some of {','.join(PARTS)} (default all)",
     )
+    parser.add_argument(
+        "--loops",
+        type=lambda text: text.split(","),
+        default=all_loops(),
+        help=f"some of {','.join(all_loops())} (default all)",
+    )
     parser.add_argument("--json", type=Path, help="also write all outcomes here")
     parser.add_argument("--markdown", type=Path, help="also write the figures here, as a table")
     options = parser.parse_args()
-    unknown = sorted(set(options.parts) - set(PARTS))
-    if unknown:
-        parser.error(f"--parts names {', '.join(unknown)}. Expected some of {', '.join(PARTS)}.")
+    for name, legal in (("parts", PARTS), ("loops", all_loops())):
+        unknown = sorted(set(getattr(options, name)) - set(legal))
+        if unknown:
+            parser.error(f"--{name} has {', '.join(unknown)}. Expected some of {', '.join(legal)}.")
     return options
 
 

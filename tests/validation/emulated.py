@@ -1,4 +1,4 @@
-"""Are plans predicted as they then run under emulation? One recorded baseline a shape.
+"""Compare predictions with runs under emulation, from one recorded baseline for each shape.
 
 A run of the baseline stands before each plan's own run: how far it is from the recorded baseline
 is the machine's own error (A/A), and noise moves both.

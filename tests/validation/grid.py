@@ -1,4 +1,4 @@
-"""Which plans are predicted from one baseline and then run? A grid of plans, links, shapes.
+"""List the plans, links and shapes that are predicted from a baseline and then run.
 
 One baseline a shape is recorded, on the medium link; the other links are predicted as well, as
 `fsdp-inspect simulate --bandwidth --latency` does.

@@ -1,4 +1,4 @@
-"""Are plans predicted as they then run on two real ranks over a network that truly is slow?"""
+"""Compare predictions with runs of two ranks over a network that the kernel limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far is one prediction from what then happened? A plan, predicted, run, compared."""
+"""Predict one plan, run it, and compare the two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do the outcomes read? Tables for a terminal, and for docs/figures.md."""
+"""Show the outcomes as tables, for a terminal and for docs/figures.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer with blocks of different widths: what a model is whose blocks are not alike."""
+"""Run the trainer with blocks of different widths."""
 
 import sys
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which times pass if only decreed ones do? Runs a module on a clock that no machine's noise moves.
+"""Run a module on a virtual clock, which only fixed durations advance.
 
     python -m tests.validation.virtual_time MODULE ARGS
 

@@ -1,0 +1,12 @@
+"""Define what all JSON records of a run have in common."""
+
+from pydantic import BaseModel, ConfigDict
+
+SCHEMA_VERSION = 1
+"""Version of the run folder; increased when an older reader would misread a newer run."""
+
+
+class Record(BaseModel):
+    """Base of the records stored as JSON: unknown fields are ignored, values are checked."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
