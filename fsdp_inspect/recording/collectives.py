@@ -309,9 +309,13 @@ def run_inside_collective(session: Session, collective: Callable[[], Any]) -> An
     """Call a collective without recording the inner collectives that it issues."""
     session.collective_depth += 1
     try:
-        return collective()
+        result = collective()
     finally:
         session.collective_depth -= 1
+    if session.tracker is not None and session.collective_depth == 0:
+        # An asynchronous collective, also a functional one, still uses its tensors.
+        session.tracker.collective_ended(is_blocking=result is None)
+    return result
 
 
 def is_recorded(comm: object) -> bool:

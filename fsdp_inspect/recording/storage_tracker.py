@@ -17,6 +17,12 @@ The Python object of a storage lives as long as the storage itself (torch keeps 
 together). The callback of a weak reference to the object therefore runs exactly when the memory is
 freed. That may happen inside any line of Python and on autograd's own threads, so the callback only
 appends to a list.
+
+[Note: Threads of a backend]
+A thread of gloo keeps the tensors of a collective for some microseconds after the collective has
+ended; on a busy machine, for longer. The peak of a step would depend on this by chance. So after a
+blocking collective the tracker waits until no more references than before exist, at most
+`_LONGEST_RELEASE_S`.
 """
 
 import functools
@@ -60,6 +66,10 @@ _END_OF_PASS = (MemoryPoint.FORWARD_END, MemoryPoint.BACKWARD_END)
 _OF_COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
 """The namespaces of collectives, whose arguments are tensors of the caller."""
 
+_LONGEST_RELEASE_S = 0.05
+_count_references = getattr(torch._C, "_storage_Use_Count", None)
+"""References to a storage, by its address (torch 2.4 to 2.13)."""
+
 _is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
 
 
@@ -101,6 +111,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """By the address of torch's own storage object, which is unique among live ones."""
         self._follow_lock = threading.RLock()
         self._on_free = _free_callback(self)
+        self._sent: dict[int, int] = {}
+        """The storages of the current collective: references to each before it, by address."""
         self._passes: dict[int, UnitPass] = {}
         """The units' open passes, by unit."""
         self._patches = Patches()
@@ -170,6 +182,16 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (live := self._live.get(storage._cdata)) is not None:
                 live.parameter = parameter
 
+    def collective_ended(self, *, is_blocking: bool) -> None:
+        """Wait until the backend has released the storages of the collective that has ended.
+
+        See [Note: Threads of a backend]. An asynchronous collective is not waited for.
+        """
+        sent, self._sent = self._sent, {}
+        if is_blocking:
+            deadline = time.monotonic() + _LONGEST_RELEASE_S
+            self._guarded(self._await_release, sent, deadline)
+
     def result(self) -> TrackedStepMemory:
         """The memory of the step.
 
@@ -228,6 +250,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(map(_is_wrapper, types)):
             return NotImplemented
         kwargs = kwargs or {}
+        if func.namespace in _OF_COLLECTIVES:
+            self._guarded(self._note_sent, (args, kwargs))
         result = func(*args, **kwargs)
         self._guarded(self._observe, func, (args, kwargs), result)
         return result
@@ -247,6 +271,26 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor, storage in _storages_in(result):
             if storage._cdata not in self._live:
                 self._follow(tensor, storage)
+
+    def _note_sent(self, arguments: object) -> None:
+        """Count the references to the storages of a collective before it begins."""
+        if _count_references is not None and self._is_in_collective():
+            for tensor, storage in _storages_in(arguments):
+                if tensor.device.type == "cpu":
+                    self._sent.setdefault(storage._cdata, _count_references(storage._cdata))
+
+    def _await_release(self, sent: Mapping[int, int], deadline: float) -> None:
+        count = _count_references
+        assert count is not None
+        for address, allowed in sent.items():
+            while (live := self._live.get(address)) is not None:
+                storage = live()  # keeps it alive while its references are counted
+                if storage is None or count(address) <= allowed:
+                    break
+                del storage
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0)
 
     def _category_of_argument(self, func: Any, tensor: TensorLike) -> MemoryCategory | None:
         """The category of an unknown storage in an argument of an operation."""
@@ -272,6 +316,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             live.key, live.index = storage._cdata, len(self._log.storages)
             live.num_bytes = storage.nbytes()
             live.parameter = None
+            if category is MemoryCategory.REDUCE_SCATTER_BUFFER and self._is_in_collective():
+                self._sent[live.key] = 1  # the backend's own copy: only the weak reference remains
             self._log.storages.append(TrackedStorage(moment.unit, category))
             self._live[live.key] = live
             self._log.events.append(StorageEvent(live.index, live.num_bytes, moment))
