@@ -29,6 +29,8 @@ from fsdp_inspect.errors import CheckError
 from fsdp_inspect.store.records import replace_file
 from fsdp_inspect.trace.run import RunManifest
 
+RUNS_TO_LEARN = 3
+"""Runs from which a baseline learns the tolerance of memory."""
 _KEPT = {
     "backend",
     "config",
@@ -99,6 +101,10 @@ class Baseline(BaseModel):
     """The method that counted the memory."""
     memory: dict[str, int]
     """Bytes by metric."""
+    memory_ranges: dict[str, int] = Field(default_factory=dict)
+    """Highest minus lowest bytes over the runs, by metric; empty for fewer than three runs."""
+    num_memory_runs: int = 1
+    """Runs behind `memory`."""
     times: dict[str, list[int]] = Field(default_factory=dict)
     """ns by metric, one number per run; empty: times are not gated."""
     parts: dict[str, int] = Field(default_factory=dict)
@@ -142,6 +148,10 @@ class Baseline(BaseModel):
         """`waits` in the form of a reading."""
         return _flat(self.waits)
 
+    def learned_range(self, metric: str) -> int | None:
+        """The range of a memory metric over the runs; None: there were too few runs."""
+        return self.memory_ranges.get(metric)
+
     def parsed_limits(self) -> dict[str, GateLimit]:
         """The limits by metric.
 
@@ -165,6 +175,8 @@ def make_baseline(reading: GateMeasurements, *, limits: dict[str, str] | None = 
         run=_settings_of(reading.manifest, is_timed=bool(times)),
         method=reading.method,
         memory={name: value for name, value in reading.memory.items() if "." not in name},
+        memory_ranges=_kept_ranges(reading),
+        num_memory_runs=max(reading.num_memory_runs, 1),
         times=times,
         parts=reading.parts if times else {},
         waits=_nested(reading.waits) if times else {},
@@ -176,6 +188,12 @@ def make_baseline(reading: GateMeasurements, *, limits: dict[str, str] | None = 
         },
         limits=limits or {},
     )
+
+
+def _kept_ranges(reading: GateMeasurements) -> dict[str, int]:
+    if reading.num_memory_runs < RUNS_TO_LEARN:
+        return {}
+    return {name: value for name, value in reading.ranges.items() if "." not in name}
 
 
 def why_no_baseline(reading: GateMeasurements) -> str | None:

@@ -1,9 +1,15 @@
 """Check a run against its baseline and budget: judge each gated metric, then all together.
 
-The storage tracker's memory is deterministic if the other ranks are emulated or forecast. It is
-compared to the byte, unless a limit is set. An allocator's counts vary slightly from run to run.
-The memory that gloo's threads hold with several real ranks varies too. Times are judged as in
+Memory of forecasts and of emulated ranks is deterministic. It is compared to the byte, unless a
+limit is set. Memory of recorded runs may grow by 1% and the largest rounding of the allocator. A
+baseline of several runs replaces the 1% by what it learned from them. Times are judged as in
 `comparison.noise`. A difference that is not significant does not pass the gate.
+
+[Note: learned tolerance] A baseline of at least `baseline.RUNS_TO_LEARN` runs keeps the range of
+each metric over them. The next run may be `TIMES_THE_RANGE` times that range above the highest one:
+of n runs, the next one exceeds the highest with a probability of 1 / (n + 1), and mostly by less
+than the range. At least `LEAST_LEARNED` of the baseline is allowed, because equal repeats do not
+prove that no repeat will ever differ.
 """
 
 import json
@@ -39,17 +45,15 @@ must not overlap."""
 MOST_RUN_DELAY = 0.05
 """The largest difference of run delay between comparable sides. Above it, other programs took the
 cores of one side."""
-EXACT_METHOD = "storage_tracker"
-DEFAULT_LIMITS = {
-    "peak_allocated_bytes": GateLimit("+1%", beyond_ratio=0.01),
-    "peak_reserved_bytes": GateLimit("+2%", beyond_ratio=0.02),
-    "resting_bytes": GateLimit("+1%", beyond_ratio=0.01),
-}
-"""Default limits for counts of an allocator."""
 EXACT = GateLimit("to the byte", beyond=0)
-REAL_RANKS = GateLimit("+10%", beyond_ratio=0.10)
-"""Limit for real ranks on CPU: gloo's threads free sent buffers at varying moments. Peaks of eight
-runs of one program differed by up to 4.2%."""
+DEFAULT_RATIO = 0.01
+"""Allowed growth of the memory of a recorded run, besides the rounding."""
+ROUNDING_BYTES = 512
+RESERVED_ROUNDING_BYTES = 20 << 20
+"""The CUDA allocator rounds a block up to 512 bytes, and reserves segments of up to 20 MiB for
+blocks below 10 MiB (`c10/cuda/CUDACachingAllocator.cpp`, torch 2.13)."""
+TIMES_THE_RANGE = 2
+LEAST_LEARNED = 0.001
 ALWAYS = tuple(name for name in MEMORY_METRICS if name != "step_adds_bytes")
 """Memory metrics that are gated if the baseline has them. `step_adds_bytes` is not one of them: it
 also rises when resting memory falls."""
@@ -106,7 +110,7 @@ class CheckResult(Result):
     """The method that counted the memory."""
     metrics: tuple[MetricCheck, ...]
     growth: tuple[Increase, ...]
-    """Increases at the peak by category and units, largest first; for a regression of memory."""
+    """Increases at the peak by category and units, largest first, also within the limits."""
     longer: tuple[Increase, ...]
     """Increases of time, ns: parts of the step, then waits by collective, phase and units, each
     longest first."""
@@ -155,8 +159,8 @@ def check_run(
     failed = [one.name for one in metrics if one.outcome is CheckOutcome.REGRESSION]
     of_memory = [name for name in failed if name not in TIME_METRICS]
     of_time = [name for name in failed if name in TIME_METRICS]
-    phase = _phase_to_explain(reading, failed)
-    grown = _grown(reading, baseline, phase) if of_memory else ()
+    phase = _phase_to_explain(reading, failed or _risen(metrics))
+    grown = _grown(reading, baseline, phase)
     causes = (
         find_causes(
             before, reading.manifest, grown, of_memory=bool(of_memory), of_time=bool(of_time)
@@ -181,6 +185,12 @@ def check_run(
         reasons=tuple(reasons),
         improved=tuple(one.name for one in metrics if _is_improved(one)),
     )
+
+
+def _risen(metrics: Sequence[MetricCheck]) -> list[str]:
+    """The metrics of memory that rose, the largest increase first."""
+    rose = [one for one in metrics if one.name not in TIME_METRICS and (one.change or 0) > 0]
+    return [one.name for one in sorted(rose, key=lambda one: -(one.change or 0))]
 
 
 def _phase_to_explain(reading: GateMeasurements, failed: Sequence[str]) -> str | None:
@@ -314,7 +324,7 @@ def _judge_memory(
     name: str, reading: GateMeasurements, baseline: Baseline | None, limit: GateLimit | None
 ) -> MetricCheck:
     before, after = _memory_before(baseline, name), reading.value(name)
-    limit = limit or _default_limit(name, reading)
+    limit = limit or _default_limit(name, reading, baseline)
     allowed = limit.allowed(before)
     if after is None or allowed is None:
         what = (
@@ -341,11 +351,22 @@ def _memory_before(baseline: Baseline | None, name: str) -> int | None:
     return baseline.memory.get(name)
 
 
-def _default_limit(name: str, reading: GateMeasurements) -> GateLimit:
-    if reading.method != EXACT_METHOD:
-        return DEFAULT_LIMITS.get(name, EXACT)
-    is_real = reading.manifest.source == "recorded" and reading.manifest.world_size > 1
-    return REAL_RANKS if is_real and name != "resting_bytes" else EXACT
+def _default_limit(name: str, reading: GateMeasurements, baseline: Baseline | None) -> GateLimit:
+    """The limit of a metric without a written one. See [Note: learned tolerance]."""
+    if reading.manifest.source in ("predicted", "emulated"):
+        return EXACT
+    is_reserved = name == "peak_reserved_bytes"
+    rounding = RESERVED_ROUNDING_BYTES if is_reserved else ROUNDING_BYTES
+    learned = baseline.learned_range(name) if baseline else None
+    before = _memory_before(baseline, name)
+    if learned is None or not before or baseline is None:
+        return GateLimit(f"+{DEFAULT_RATIO:.0%}", beyond=rounding, beyond_ratio=DEFAULT_RATIO)
+    ratio = max(TIMES_THE_RANGE * learned / before, LEAST_LEARNED)
+    return GateLimit(
+        f"+{100 * ratio:.2g}%, learned from {baseline.num_memory_runs} runs",
+        beyond=rounding,
+        beyond_ratio=ratio,
+    )
 
 
 def _judge_time(

@@ -52,6 +52,10 @@ class GateMeasurements:
     """Memory counter: `cuda_allocator`, `storage_tracker`, `memory_snapshot`; or empty."""
     memory: dict[str, int] = field(default_factory=dict)
     """Highest value over the runs, by metric; unrecorded metrics are missing."""
+    ranges: dict[str, int] = field(default_factory=dict)
+    """Highest minus lowest value over the runs, by metric of `memory`; empty for one run."""
+    num_memory_runs: int = 1
+    """Runs with recorded memory."""
     times: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Typical step of each run, by metric."""
     phase: str | None = None
@@ -84,15 +88,21 @@ def read_runs(runs: Sequence[RunSource]) -> GateMeasurements:
     memories = [measure_memory(run, with_warmup=False) for run in runs]
     top = max(range(len(runs)), key=lambda place: memories[place].peak_allocated_bytes or 0)
     memory = memories[top]
-    amounts: dict[str, int] = {}
+    found: dict[str, list[int]] = {}
     for one in memories:
         for metric, amount in _memory_of(one).items():
-            amounts[metric] = max(amount, amounts.get(metric, 0))
+            found.setdefault(metric, []).append(amount)
     return GateMeasurements(
         manifest=runs[top].manifest,
         run_ids=tuple(run.manifest.run_id for run in runs),
         method=next((row.method for row in memory.ranks if row.method), ""),
-        memory=amounts,
+        memory={metric: max(amounts) for metric, amounts in found.items()},
+        ranges={
+            metric: max(amounts) - min(amounts)
+            for metric, amounts in found.items()
+            if len(amounts) > 1
+        },
+        num_memory_runs=len(found.get("peak_allocated_bytes", ())),
         times={
             metric: times for metric in TIME_METRICS if (times := tuple(_times_of(metric, timings)))
         },

@@ -37,7 +37,8 @@ def describe_outcome(result: CheckResult) -> str:
     if not failed:
         count = len(result.metrics)
         lower = f" Lower than before: {', '.join(result.improved)}." if result.improved else ""
-        return f"{result.name}: holds ({count} {'metric' if count == 1 else 'metrics'}).{lower}"
+        metrics = f"{count} {'metric' if count == 1 else 'metrics'}"
+        return f"{result.name}: holds ({metrics}).{_growth_within_limits(result)}{lower}"
     worst = failed[0]
     return f"{result.name}: {worst.name} {_excess(worst)}.{_where(result, worst)}"
 
@@ -53,6 +54,17 @@ def describe_baseline(baseline: Baseline, *, num_runs: int) -> str:
         f"The gate checks {gated}. It does not check times: they require {RUNS_FOR_A_TEST} runs, "
         f"and the baseline has {runs}."
     )
+
+
+def _growth_within_limits(result: CheckResult) -> str:
+    """The largest increase of memory that the limits allow; empty if nothing grew."""
+    grown = [
+        one for one in result.metrics if one.name not in TIME_METRICS and (one.change or 0) > 0
+    ]
+    if not grown:
+        return ""
+    most = max(grown, key=lambda one: one.change or 0)
+    return f" {most.name} {_excess(most)}, within its limit.{_where(result, most)}"
 
 
 def _excess(one: MetricCheck) -> str:
