@@ -40,6 +40,7 @@ _KEPT = {
     "mesh",
     "model",
     "name",
+    "observed",
     "plan",
     "source",
     "units",

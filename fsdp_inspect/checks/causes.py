@@ -1,35 +1,56 @@
-"""Find the likely causes of more memory or time: differences of the observed plan, then of numbers.
+"""Find the likely causes of more memory or time: changed settings that explain the increase.
 
-A difference of the observed plan is the first suspect, since the plan shows the effect of the
-code's `fully_shard` calls. Only possible causes are named: a unit that keeps less unsharded does
-not add memory, and a unit that keeps more does not add time.
+A change of the observed plan is the first suspect, since the plan shows the effect of the code's
+`fully_shard` calls. Then come settings of the configuration, of the model and of the loop.
+
+[Note: explained bytes] Each setting can only raise some categories of memory, and some settings
+only by a known number of bytes. The causes are stated if together they account for
+`EXPLAINED_RATIO` of the increase. Otherwise none is: an unrecorded change is then at least as
+likely, and the output lists what grew instead.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from fsdp_inspect.checks.increases import Increase, abbreviate_units
 from fsdp_inspect.comparison.settings import compare_settings
 from fsdp_inspect.formatting import format_bytes, format_unit
 from fsdp_inspect.predictions.comparability import decides_shape
-from fsdp_inspect.trace.codes import ITEMSIZE
+from fsdp_inspect.trace.codes import ITEMSIZE, MemoryCategory
 from fsdp_inspect.trace.run import RunManifest, Unit
 
-_PLAN_OF_THE_WHOLE = ("forward_prefetch", "backward_prefetch", "checkpointing", "accumulation")
-_KEEPS = (
-    "{what} of {where} stay allocated: look for tensors that outlive their use (a list, a hook, "
-    "an attribute, a graph that is not freed)"
-)
-_BY_CATEGORY = {
-    "activation": _KEEPS.format(what="activations", where="{where}"),
-    "temporary": _KEEPS.format(what="temporaries", where="{where}"),
-    "optimizer_state": "the optimizer state of {where} is {ratio} as large per parameter: "
-    "another optimizer, or another dtype of its state",
-    "sharded_gradient": "gradients of {where} stay allocated: zero_grad(set_to_none=True) frees "
-    "them",
-    "sharded_parameter": "the parameters of {where} are {ratio} as large: more parameters, or "
-    "another dtype",
-    "input": "the batch is larger, or an earlier batch is still referenced",
+EXPLAINED_RATIO = 0.8
+_COMPUTED = ("activation", "temporary")
+_UNSHARDED = ("unsharded_parameter", "all_gather_buffer")
+_REDUCED = ("reduce_scatter_buffer", "unsharded_gradient", "sharded_gradient")
+_ALL = tuple(category.label for category in MemoryCategory)
+_RAISED_BY_PLAN: Mapping[str, Collection[str]] = {
+    "forward_prefetch": _UNSHARDED,
+    "backward_prefetch": _UNSHARDED,
+    "checkpointing": _COMPUTED,
+    "accumulation": (*_UNSHARDED, *_REDUCED),
 }
+_RAISED_BY_MODEL: Mapping[str, Collection[str]] = {
+    "num_parameters": tuple(name for name in _ALL if name != "input"),
+    "dropout": _COMPUTED,
+    "attention": _COMPUTED,
+    "loss_dtype": _COMPUTED,
+    "optimizer": ("optimizer_state", "temporary"),
+}
+_WORDS_OF_BATCH = ("batch", "seq", "length", "tokens")
+_ROUNDING_RATIO = 0.1
+"""A setting may raise memory by this fraction more than computed: padding, and a shifted peak."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    """A changed setting."""
+
+    sentence: str
+    raises: Collection[str]
+    """Categories of memory that it can raise; empty: it only costs time."""
+    most_bytes: int | None = None
+    """The most that it can raise them by; None: unknown."""
 
 
 def find_causes(
@@ -39,8 +60,8 @@ def find_causes(
     *,
     of_memory: bool,
     of_time: bool,
-) -> Iterator[str]:
-    """The likely causes, one sentence each, best evidence first.
+) -> tuple[str, ...]:
+    """The likely causes, one sentence each, best evidence first; empty: unknown.
 
     Args:
         before: The settings of the baseline.
@@ -59,12 +80,34 @@ def find_causes(
         *_whole_plan(before, after),
         *_sizes(before, after),
     ]
-    yield from found
-    if not found:
-        yield from _from_numbers(growth)
+    of_bytes = _explaining(found, growth) if of_memory else []
+    timed = found if of_time else []
+    return tuple(dict.fromkeys(cause.sentence for cause in (*of_bytes, *timed)))
 
 
-def _regrouped(before: Sequence[Unit], after: Sequence[Unit]) -> Iterator[str]:
+def _explaining(causes: Sequence[_Cause], growth: Sequence[Increase]) -> list[_Cause]:
+    """The causes that account for the increase. See [Note: explained bytes]."""
+    grown: dict[str, int] = {}
+    for one in growth:
+        grown[one.category] = grown.get(one.category, 0) + one.increase
+    total, kept = sum(grown.values()), []
+    for cause in causes:
+        possible = sum(grown.get(category, 0) for category in cause.raises)
+        most = possible
+        if cause.most_bytes is not None:
+            most = min(possible, round(cause.most_bytes * (1 + _ROUNDING_RATIO)))
+        if not possible:
+            continue
+        kept.append(cause)
+        for category in cause.raises:
+            taken = min(grown.get(category, 0), most)
+            grown[category] = grown.get(category, 0) - taken
+            most -= taken
+    left = sum(grown.values())
+    return kept if total and left <= (1 - EXPLAINED_RATIO) * total else []
+
+
+def _regrouped(before: Sequence[Unit], after: Sequence[Unit]) -> Iterator[_Cause]:
     known, now = {unit.fqn for unit in before}, {unit.fqn for unit in after}
     gone = [unit for unit in before if unit.fqn not in now]
     if not gone or len(before) == len(after):
@@ -77,43 +120,53 @@ def _regrouped(before: Sequence[Unit], after: Sequence[Unit]) -> Iterator[str]:
     ]
     names = abbreviate_units([format_unit(unit.fqn) for unit in gone])
     for unit, old in larger:
-        yield (
+        yield _Cause(
             f"`{names}` {'is no longer a unit' if len(gone) == 1 else 'are no longer units'}, and "
             f"`{format_unit(unit.fqn)}` holds {'its' if len(gone) == 1 else 'their'} parameters: "
             f"it unshards {format_bytes(unit.unsharded_bytes)} instead of "
-            f"{format_bytes(old.unsharded_bytes)}"
+            f"{format_bytes(old.unsharded_bytes)}",
+            (*_UNSHARDED, *_REDUCED),
         )
     if not larger:
         new = [format_unit(unit.fqn) for unit in after if unit.fqn not in known]
-        yield f"the units changed: `{names}` became `{abbreviate_units(new) or 'none'}`"
+        yield _Cause(
+            f"the units changed: `{names}` became `{abbreviate_units(new) or 'none'}`",
+            (*_UNSHARDED, *_REDUCED),
+        )
 
 
-def _kept_longer(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[str]:
+def _kept_longer(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[_Cause]:
     """Units that keep more between forward and backward than in the baseline."""
     for now, units in _resharding(was, shared, keeps_more=True).items():
         names = abbreviate_units([format_unit(unit.fqn) for unit in units])
         number, noun = len(units), "block" if len(units) == 1 else "blocks"
+        most = sum(unit.unsharded_bytes for unit in units)
         if now is False:
-            held = format_bytes(sum(unit.unsharded_bytes for unit in units))
-            yield (
+            held = format_bytes(most)
+            yield _Cause(
                 f"`{names}` now reshard_after_forward=False: +{number} unsharded {noun} ({held}) "
-                "between forward and backward"
+                "between forward and backward",
+                _UNSHARDED,
+                most,
             )
         else:
-            yield (
+            yield _Cause(
                 f"`{names}` now reshard_after_forward={now}: {number} {noun} sharded over only "
-                f"{now} ranks between forward and backward"
+                f"{now} ranks between forward and backward",
+                (*_UNSHARDED, "sharded_parameter"),
+                most,
             )
 
 
-def _gathered_again(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[str]:
+def _gathered_again(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[_Cause]:
     """Units of which backward gathers more than in the baseline."""
     for now, units in _resharding(was, shared, keeps_more=False).items():
         names = abbreviate_units([format_unit(unit.fqn) for unit in units])
         held = format_bytes(sum(unit.unsharded_bytes for unit in units))
-        yield (
+        yield _Cause(
             f"`{names}` now reshard_after_forward={now}: backward gathers "
-            f"{'it' if len(units) == 1 else 'them'} again ({held})"
+            f"{'it' if len(units) == 1 else 'them'} again ({held})",
+            (),
         )
 
 
@@ -138,46 +191,60 @@ def _kept(reshard_after_forward: bool | int) -> float:
     return 1 / reshard_after_forward
 
 
-def _dtypes(was: dict[str, Unit], shared: Sequence[Unit], *, of_time: bool) -> Iterator[str]:
+def _dtypes(was: dict[str, Unit], shared: Sequence[Unit], *, of_time: bool) -> Iterator[_Cause]:
     """Changed dtypes; a narrower dtype can only explain time."""
-    for name, what in (("param_dtype", "all-gathers"), ("reduce_dtype", "gradient reduction")):
+    for name, what, raises in (
+        ("param_dtype", "all-gathers", (*_UNSHARDED, *_COMPUTED, *_REDUCED)),
+        ("reduce_dtype", "gradient reduction", _REDUCED),
+    ):
         changed: dict[tuple[str, str], list[str]] = {}
         for unit in shared:
             old, new = getattr(was[unit.fqn], name), getattr(unit, name)
             if old != new and (of_time or ITEMSIZE.get(new, 0) >= ITEMSIZE.get(old, 0)):
                 changed.setdefault((old, new), []).append(format_unit(unit.fqn))
         for (old, new), units in changed.items():
-            yield f"`{abbreviate_units(units)}` now {name}={new} instead of {old}: {what} in {new}"
+            sentence = f"`{abbreviate_units(units)}` now {name}={new} instead of {old}"
+            yield _Cause(f"{sentence}: {what} in {new}", raises)
 
 
-def _whole_plan(before: RunManifest, after: RunManifest) -> Iterator[str]:
-    for name in _PLAN_OF_THE_WHOLE:
+def _whole_plan(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
+    for name, raises in _RAISED_BY_PLAN.items():
         old, new = before.plan.get(name), after.plan.get(name)
-        if old != new:
-            yield f"{name} is {_short(new)} instead of {_short(old)}"
+        if old != new and not (name == "checkpointing" and _repeats_all(old, new)):
+            yield _Cause(f"{name} is {_short(new)} instead of {_short(old)}", raises)
 
 
-def _sizes(before: RunManifest, after: RunManifest) -> Iterator[str]:
-    """Settings that decide how much is computed, and the size of the model."""
+def _repeats_all(old: object, new: object) -> bool:
+    """Whether every block that was checkpointed still is: checkpointing then adds no memory."""
+    was, now = ({name for names in _lists(each) for name in names} for each in (old, new))
+    return was <= now
+
+
+def _lists(checkpointing: object) -> list[list[str]]:
+    tables = checkpointing if isinstance(checkpointing, Mapping) else {}
+    return [[*value] for value in tables.values() if isinstance(value, list | tuple)]
+
+
+def _sizes(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
+    """Settings that decide how much is computed, and what was observed of model and loop."""
     for difference in compare_settings([before, after]):
-        old, new = difference.values
-        is_size = difference.group == "config" and decides_shape(difference.name)
-        if is_size and old is not None and new is not None:
-            yield f"{difference.name} is {_short(new)} instead of {_short(old)}"
-        elif (difference.group, difference.name) == ("model", "num_parameters"):
-            yield f"the model has {new:,} parameters instead of {old:,}"
+        name, (old, new) = difference.name, difference.values
+        if old is None or new is None or (_is_number(old) and _is_number(new) and new < old):
+            continue
+        sentence = f"{name} is {_short(new)} instead of {_short(old)}"
+        if difference.group == "config" and decides_shape(name):
+            is_batch = any(word in name.lower() for word in _WORDS_OF_BATCH)
+            yield _Cause(sentence, (*_COMPUTED, "input") if is_batch else _ALL)
+        elif difference.group == "model" and name in _RAISED_BY_MODEL:
+            if name == "num_parameters":
+                sentence = f"the model has {new:,} parameters instead of {old:,}"
+            yield _Cause(sentence, _RAISED_BY_MODEL[name])
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _from_numbers(growth: Sequence[Increase]) -> Iterator[str]:
-    for one in growth[:2]:
-        words = _BY_CATEGORY.get(one.category)
-        if words is not None:
-            ratio = f"{one.after / one.before:.3g} times" if one.before else "newly"
-            yield words.format(where=one.where, ratio=ratio)
-        elif one.category in ("all_gather_buffer", "unsharded_parameter"):
-            yield f"more of {one.where} is unsharded at once: another all-gather is in flight"

@@ -16,6 +16,8 @@ _NAMES_OF_A_RUN = frozenset({"name", "runs_dir", "tag", "tags"})
 _REPEATS_MAY_DIFFER = frozenset({"seed"})
 """Settings that may differ between repeats of one side."""
 _PLAN_OF_THE_WHOLE = ("forward_prefetch", "backward_prefetch", "accumulation", "checkpointing")
+_OBSERVED = ("dropout", "attention", "optimizer", "loss_dtype")
+"""Settings in `RunManifest.observed`, which older runs lack."""
 _MOST_NAMED = 3
 
 
@@ -66,10 +68,12 @@ def compare_settings(manifests: Sequence[RunManifest]) -> tuple[SettingDifferenc
     """
     tables = [dict(_settings(manifest)) for manifest in manifests]
     names = dict.fromkeys(name for table in tables for name in table)
+    unknown = () if all(manifest.observed for manifest in manifests) else _OBSERVED
     plain = [
         SettingDifference(group, name, "", values)
         for group, name in names
-        if not _all_equal(values := tuple(table.get((group, name)) for table in tables))
+        if name not in unknown
+        and not _all_equal(values := tuple(table.get((group, name)) for table in tables))
     ]
     found = [*plain, *_compare_units(manifests)]
     return tuple(sorted(found, key=lambda difference: _ORDER.index(difference.group)))
@@ -148,6 +152,8 @@ def _settings(manifest: RunManifest) -> Iterator[tuple[tuple[str, str], Any]]:
     yield ("machine", "source"), manifest.source
     yield ("model", "class"), manifest.model.class_name
     yield ("model", "num_parameters"), manifest.model.num_parameters
+    for name, observed in manifest.observed.items():
+        yield ("model", name), observed
     for name, value in _flatten("", manifest.config):
         if name not in _NAMES_OF_A_RUN:
             yield ("config", name), value

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 from fsdp_inspect.errors import ForecastError, FsdpInspectError, StoreError
 from fsdp_inspect.forecast.fake_rank import fake_rank
 from fsdp_inspect.forecast.fake_values import ValuelessTensors, describe_user_line
-from fsdp_inspect.forecast.target import Builder, ForecastTarget, build_target
+from fsdp_inspect.forecast.target import Builder, ForecastTarget, build_target, default_settings
 from fsdp_inspect.forecast.tracked_step import TRACKED_STEP, TrackedStep, track_step
 from fsdp_inspect.recording.environment import describe_environment, read_clock_pair
 from fsdp_inspect.store.compaction import compact_run
@@ -77,7 +77,7 @@ def forecast_memory(
     _check_free(path)
     with fake_rank(world_size, gpus_per_node=gpus_per_node, device_type=device_type) as tensors:
         target, tracked = _follow(builder, given, has_host=device_type != "cpu")
-    config = {**given, **target.config}
+    config = {**default_settings(builder), **given, **target.config}
     name = target.name or tracked.model.class_name
     manifest = _describe(
         path, tracked, name, config, world_size=world_size, device_type=device_type
@@ -152,6 +152,7 @@ def _describe(
         command=described.command,
         config=dict(config),
         plan=tracked.plan,
+        observed=tracked.observed,
         model=tracked.model,
         units=tracked.units,
         process_groups=tracked.process_groups,

@@ -109,6 +109,17 @@ def build_target(builder: Builder, settings: Mapping[str, Any]) -> ForecastTarge
     return target
 
 
+def default_settings(builder: Builder) -> dict[str, Any]:
+    """The default values of a builder's keywords, as far as JSON can hold them."""
+    values = {
+        name: each.default
+        for name, each in inspect.signature(builder).parameters.items()
+        if each.default is not inspect.Parameter.empty
+    }
+    plain = str | int | float | bool | None
+    return {name: value for name, value in values.items() if isinstance(value, plain)}
+
+
 def accepted_settings(builder: Builder) -> list[str] | None:
     """The names of a builder's keywords; None if it accepts any."""
     parameters = inspect.signature(builder).parameters

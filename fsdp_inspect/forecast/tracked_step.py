@@ -20,6 +20,7 @@ from fsdp_inspect.recording.clocks import HostClock
 from fsdp_inspect.recording.instruments import Instruments
 from fsdp_inspect.recording.memory import MemoryProbe
 from fsdp_inspect.recording.memory_steps import MemorySteps, is_compiled
+from fsdp_inspect.recording.observed_settings import observe_settings
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.units import (
     ProcessGroups,
@@ -55,6 +56,8 @@ class TrackedStep:
     process_groups: list[ProcessGroup]
     mesh: dict[str, int]
     plan: dict[str, Any]
+    observed: dict[str, str]
+    """See `recording.observed_settings`."""
     notes: tuple[str, ...]
     """Limits of the count, one sentence each."""
     rows: Sequence[tuple[int, ...]]
@@ -130,6 +133,7 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
         process_groups=groups.describe(),
         mesh=model_mesh_of(handles),
         plan=observe_plan(target.model).to_dict(),
+        observed=observe_settings(target.model, memory_steps.optimizers, session.loss_dtype),
         notes=tuple(
             note
             for note, applies in {

@@ -37,6 +37,7 @@ from fsdp_inspect.recording.instruments import Instruments
 from fsdp_inspect.recording.memory import CudaAllocator, MemoryProbe
 from fsdp_inspect.recording.memory_steps import MemorySteps
 from fsdp_inspect.recording.models import Models
+from fsdp_inspect.recording.observed_settings import observe_settings
 from fsdp_inspect.recording.optimizer_rounds import OptimizerRound
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.scalars import ScalarLog
@@ -332,8 +333,11 @@ class Attachment:
             )
             for unit in describe_units(self._handles, self._process_groups)
         ]
+        observed = observe_settings(
+            self._model, self._memory_steps.optimizers, self.session.loss_dtype
+        )
         self._manifest = self._manifest.model_copy(
-            update={"units": units, "plan": self._observed_plan()}
+            update={"units": units, "plan": self._observed_plan(), "observed": observed}
         )
 
     def _write_manifest(self) -> None:

@@ -56,6 +56,8 @@ class LoopHooks:
         def before(*args: Any, **kwargs: Any) -> Any:
             self._backward_depth += 1
             passing = not session.active or self._backward_depth > 1
+            if not (passing or session.loss_dtype):
+                session.loss_dtype = _dtype_of(args[0] if args else kwargs.get("tensors"))
             return None if passing or torch.compiler.is_compiling() else session.begin_backward()
 
         def after(begin: Any, result: Any) -> None:
@@ -193,3 +195,9 @@ class LoopHooks:
 
         patches.set_attribute(hook, "__enter__", entered)
         patches.set_attribute(hook, "__exit__", left)
+
+
+def _dtype_of(tensors: Any) -> str:
+    """The dtype of the first of some tensors: `float32`; empty if there is none."""
+    first = next(iter(tensors), None) if isinstance(tensors, list | tuple) else tensors
+    return str(first.dtype).removeprefix("torch.") if torch.is_tensor(first) else ""

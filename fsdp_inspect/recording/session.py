@@ -45,6 +45,9 @@ _MEMORY_STEP = int(EventFlag.MEMORY_STEP)
 class Session:
     """The recording's position in the training, and the conversion of marks to rows."""
 
+    loss_dtype = ""
+    """Dtype of the tensor of the first backward: `float32`; empty before it."""
+
     def __init__(
         self,
         clock: Clock,

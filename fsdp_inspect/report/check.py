@@ -67,6 +67,16 @@ def _growth_within_limits(result: CheckResult) -> str:
     return f" {most.name} {_excess(most)}, within its limit.{_where(result, most)}"
 
 
+UNEXPLAINED = "cause: unknown. No recorded setting explains this increase."
+
+
+def is_unexplained(result: CheckResult) -> bool:
+    """Whether memory regressed and no change of a setting accounts for it."""
+    failed = (one for one in result.metrics if one.outcome is CheckOutcome.REGRESSION)
+    of_memory = any(one.name not in TIME_METRICS for one in failed)
+    return of_memory and not result.causes
+
+
 def _excess(one: MetricCheck) -> str:
     """The increase of a metric, or the limit that it exceeds if it did not rise."""
     if one.before is None or not one.change or one.change < 0:
@@ -146,6 +156,8 @@ def _parts(result: CheckResult) -> Iterable[RenderableType]:
         yield Text(f"  {reason}", style="yellow")
     for cause in result.causes:
         yield Text(f"  likely cause: {cause}")
+    if is_unexplained(result):
+        yield Text(f"  {UNEXPLAINED}")
     if result.metrics:
         yield from section("Metrics", _metrics_table(result))
     if result.growth:
@@ -213,6 +225,8 @@ def _markdown_lines(result: CheckResult) -> Iterable[str]:
     yield from _growth_lines(f"grew{_place(result)}", result.growth, format_bytes)
     yield from _growth_lines("takes longer in a step", result.longer, format_ns)
     yield from (f"- Likely cause: {_escape(cause)}" for cause in result.causes)
+    if is_unexplained(result):
+        yield f"- {_escape(UNEXPLAINED)}"
     yield from (f"- Differs: {_escape(line)}" for line in describe_settings(result.settings))
     if result.outcome is not CheckOutcome.HOLDS:
         yield from (f"- {_escape(reason)}" for reason in result.reasons)

@@ -151,6 +151,9 @@ class RunManifest(Record):
     versions: dict[str, str] = Field(default_factory=dict)
     environment: dict[str, str] = Field(default_factory=dict)
     """The relevant environment variables: CUDA_DEVICE_MAX_CONNECTIONS, NCCL_*, ..."""
+    observed: dict[str, str] = Field(default_factory=dict)
+    """Settings of the model and the loop as observed in the first step: `dropout`, `attention`
+    (of Transformers), `optimizer`, `loss_dtype`."""
     git_commit: str | None = None
     tags: list[str] = Field(default_factory=list)
     recorder: dict[str, Any] = Field(default_factory=dict)

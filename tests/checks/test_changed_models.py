@@ -25,7 +25,8 @@ BLOCK = 2 * 128 * 512  # parameters
 KIB = 1024
 WORLD_SIZE = 4
 
-# plant: metric that fails first, phase, [(category, units, bytes more)], words of the cause
+# plant: metric that fails first, phase, [(category, units, bytes more)], words of the cause (None:
+# no setting shows it, so none may be stated)
 REGRESSIONS = {
     "not resharded": (
         "peak_allocated_bytes",
@@ -37,7 +38,7 @@ REGRESSIONS = {
         "peak_allocated_bytes",
         "backward",
         [("activation", ["layers.3"], 64 * KIB)],
-        "activations of layers.3 stay allocated",
+        None,
     ),
     "fp32 reduce": (
         "peak_allocated_bytes",
@@ -49,7 +50,7 @@ REGRESSIONS = {
         "peak_allocated_bytes",
         "backward",
         [("activation", ["layers.3"], 64 * KIB)],
-        "activations of layers.3 stay allocated",
+        None,
     ),
     "optimizer state": (
         "peak_allocated_bytes",
@@ -61,7 +62,7 @@ REGRESSIONS = {
                 896 * KIB + 14 * 4,  # and Adam's step count of each of 14 tensors
             )
         ],
-        "is 2 times as large per parameter",
+        "optimizer is Adam",
     ),
     "root swallows": (
         "peak_allocated_bytes",
@@ -161,7 +162,10 @@ def test_a_planted_regression_is_found_and_nothing_else_is_blamed(
     assert ended.with_outcome("regression")[0] == metric
     assert verdict["phase"] == phase
     assert found == grown
-    assert any(cause in words for words in verdict["causes"]), verdict["causes"]
+    if cause is None:
+        assert verdict["causes"] == []
+    else:
+        assert any(cause in words for words in verdict["causes"]), verdict["causes"]
 
 
 def test_a_leak_is_seen_in_what_the_step_leaves(results: dict[str, Ended]) -> None:
@@ -189,7 +193,7 @@ def test_the_message_says_by_how_much_where_and_why(folder: Path) -> None:
     assert "peak_allocated_bytes rose by 64.0 KiB" in words
     assert "at the peak of backward" in words
     assert "activation of layers.3 +64.0 KiB" in words
-    assert "likely cause: activations of layers.3 stay allocated" in words
+    assert "cause: unknown. No recorded setting explains this increase." in words
 
 
 def test_a_baseline_written_again_is_the_same_to_the_byte(folder: Path) -> None:
