@@ -126,10 +126,23 @@ class MemorySteps:
                     tracker.register_known(
                         MemoryCategory.UNSHARDED_PARAMETER, param.all_gather_outputs, index
                     )
+        owners = self._owners_of_buffers()
         for buffer in self._model.buffers():
-            tracker.register_known(MemoryCategory.BUFFER, [buffer], NO_UNIT)
+            unit = owners.get(id(buffer), NO_UNIT)
+            tracker.register_known(MemoryCategory.BUFFER, [buffer], unit)
         for optimizer in self._optimizers.values():
             self._register_states(tracker, optimizer)
+
+    def _owners_of_buffers(self) -> dict[int, int]:
+        """The innermost unit around each buffer, by the buffer's id."""
+        owners: dict[int, int] = {}
+        depths: dict[int, int] = {}
+        for index, handle in enumerate(self._handles):
+            depth = max((len(fqn.split(".")) if fqn else 0 for fqn in handle.fqns), default=0)
+            for buffer in (each for module in handle.modules for each in module.buffers()):
+                if handle.index == 0 and depth >= depths.get(id(buffer), 0):
+                    owners[id(buffer)], depths[id(buffer)] = index, depth
+        return owners
 
     def _register_states(self, tracker: StorageTracker, optimizer: torch.optim.Optimizer) -> None:
         for parameter, state in optimizer.state.items():

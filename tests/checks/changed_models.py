@@ -19,13 +19,14 @@ class Block(nn.Module):
         for name in names:
             shape = (WIDTH, 4 * WIDTH) if name == "up" else (4 * WIDTH, WIDTH)
             self.register_module(name, nn.Linear(*shape, bias=False))
+        self.dropout: nn.Module = nn.Identity()
         self.kept: list[torch.Tensor] | None = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         wide = F.gelu(self.up(hidden))
         if self.kept is not None:
             self.kept.append(wide * 2)
-        return hidden + self.down(wide)
+        return hidden + self.dropout(self.down(wide))
 
 
 class Model(nn.Module):
@@ -66,6 +67,11 @@ def build(plant: str = "nothing") -> ForecastTarget:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), **momentum)
     if plant == "optimizer state":
         optimizer = torch.optim.Adam(model.parameters())
+    if plant == "buffer":
+        model.blocks[4].register_buffer("mask", torch.zeros(256, 256))
+    if plant == "dropout":
+        for block in model.blocks:
+            block.dropout = nn.Dropout(0.1)
     if plant in ("kept activation", "leak"):
         model.blocks[3].kept = []
     return ForecastTarget(

@@ -70,6 +70,20 @@ REGRESSIONS = {
         [("unsharded_parameter", ["(root)"], 128 * KIB)],
         "`embedding` is no longer a unit, and `(root)` holds its parameters",
     ),
+    "buffer": (
+        "peak_allocated_bytes",
+        "backward",
+        [("buffer", ["layers.4"], 256 * KIB)],
+        None,
+    ),
+    "dropout": (
+        "peak_allocated_bytes",
+        "backward",
+        [
+            ("activation", [f"layers.{block}" for block in range(5)], None)
+        ],  # the peak is in layers.5
+        "dropout is 0.1 in 6 modules instead of none",
+    ),
     "gather in flight": (
         "peak_allocated_bytes",
         "backward",
@@ -161,7 +175,10 @@ def test_a_planted_regression_is_found_and_nothing_else_is_blamed(
     assert ended.code == verdict["exit_code"] == 1
     assert ended.with_outcome("regression")[0] == metric
     assert verdict["phase"] == phase
-    assert found == grown
+    # Kernels of CPU and CUDA keep masks of different sizes: no bytes are expected of dropout.
+    assert found == [
+        (category, units, found[0][2] if more is None else more) for category, units, more in grown
+    ]
     if cause is None:
         assert verdict["causes"] == []
     else:
@@ -175,7 +192,7 @@ def test_a_leak_is_seen_in_what_the_step_leaves(results: dict[str, Ended]) -> No
         if "resting_bytes" not in ended.with_outcome("holds")
     ]
 
-    assert leaves == ["leak", "optimizer state"]
+    assert leaves == ["leak", "optimizer state", "buffer"]
 
 
 @pytest.mark.parametrize("plant", HARMLESS)
