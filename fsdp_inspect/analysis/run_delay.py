@@ -12,6 +12,10 @@ from fsdp_inspect.errors import StoreError
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import MISSING_INT
 
+MOST_DIFFERENCE = 0.05
+"""The largest difference of run delay between comparable sides. Above it, other programs took the
+cores of one side."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunDelay:

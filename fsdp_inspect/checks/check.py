@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from fsdp_inspect.analysis.run_delay import MOST_DIFFERENCE
 from fsdp_inspect.checks.baseline import Baseline, torch_release
 from fsdp_inspect.checks.causes import find_causes
 from fsdp_inspect.checks.increases import Increase, find_increases, find_longer
@@ -42,9 +43,6 @@ from fsdp_inspect.trace.run import RunManifest
 SIGNIFICANCE = 0.01
 """Stricter than in a comparison, since the gate stops a merge: with five runs a side, the two sides
 must not overlap."""
-MOST_RUN_DELAY = 0.05
-"""The largest difference of run delay between comparable sides. Above it, other programs took the
-cores of one side."""
 EXACT = GateLimit("to the byte", beyond=0)
 DEFAULT_RATIO = 0.01
 """Allowed growth of the memory of a recorded run, besides the rounding."""
@@ -412,7 +410,7 @@ def _hindrance(
         return None
     was, now = statistics.median(before or (0.0,)), statistics.median(after)
     is_slower = outcome is CheckOutcome.REGRESSION
-    if abs(now - was) <= MOST_RUN_DELAY or (now > was) is not is_slower:
+    if abs(now - was) <= MOST_DIFFERENCE or (now > was) is not is_slower:
         return None
     delay = f"a training thread was ready but had no core for {now:.0%} of the time"
     in_baseline = f" ({was:.0%} in the baseline's runs)" if before else ""

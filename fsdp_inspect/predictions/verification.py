@@ -5,12 +5,14 @@ is "cannot be judged". Step time and peak memory are judged (`predictions.judgem
 is only shown, since it is part of the step.
 """
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.overlap import measure_overlap
 from fsdp_inspect.analysis.provenance import measure_provenance
+from fsdp_inspect.analysis.run_delay import MOST_DIFFERENCE, measure_run_delay
 from fsdp_inspect.analysis.units import measure_units
 from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.plan_differences import PlanDifference
@@ -151,7 +153,10 @@ def verify_prediction(
     untimed = [each.run_id for each in measured if each.step_ns is None]
     obstacles += tuple(f"Run {run_id} has no timed step." for run_id in untimed)
     moved = _moved_compute(prediction, timed, before)
+    busier = _busier(timed, before)
     step, exposed = _judge_times(prediction, timed, before, moved)
+    if busier or _about_compute(moved, step):
+        step, exposed = (each and replace(each, ruling=_UNTOLD) for each in (step, exposed))
     peak = _peak(prediction, measured, before)
     quantities = (
         _time_quantity("step_time_ns", prediction.step_time_ns, timed, step),
@@ -169,6 +174,7 @@ def verify_prediction(
         plan_differences=differences,
         caveats=(
             *find_prediction_caveats(prediction, runs, baselines),
+            *busier,
             *_about_compute(moved, step),
             *_about_memory(prediction, peak),
         ),
@@ -203,6 +209,10 @@ class _Measured:
     exposed_ns: int | None
     compute_ns: int | None
     """Forward and backward of the typical step."""
+    host_ns: int | None
+    """FSDP's copies and the optimizer in that step."""
+    run_delay_ratio: float | None
+    """Fraction of the recording in which the training thread had no core."""
     peak_bytes: int | None
     methods: Mapping[str, str]
     memory: str
@@ -213,12 +223,15 @@ def _measure(run: RunSource, prediction: Prediction) -> _Measured:
     """Measure the median rank; memory is that of the prediction's rank."""
     middle = measure_overlap(run).run
     step = measure_breakdown(run).headline
+    delay = measure_run_delay(run)
     provenance = measure_provenance(run)
     return _Measured(
         run_id=run.manifest.run_id,
         step_ns=middle.step_time_ns if middle else None,
         exposed_ns=middle.exposed_ns if middle else None,
         compute_ns=sum(step.duration_ns(part) for part in _COMPUTE) if step else None,
+        host_ns=sum(step.duration_ns(part) for part in _BESIDE_COMPUTE) if step else None,
+        run_delay_ratio=delay.run_delay_ratio if delay else None,
         peak_bytes=_measure_peak(run, prediction.rank),
         methods=provenance.methods,
         memory=provenance.memory or "",
@@ -233,7 +246,10 @@ def _measure_peak(run: RunSource, rank: int) -> int | None:
         return None
 
 
+_UNTOLD = Ruling.CANNOT_BE_TOLD
 _COMPUTE = (StepPart.FORWARD, StepPart.BACKWARD)
+_BESIDE_COMPUTE = (StepPart.FSDP_COPIES, StepPart.OPTIMIZER)
+"""A plan changes the copies, but its prediction does not state them by themselves."""
 _CHANGING_COMPUTE = frozenset(
     {"accumulation", "checkpointing", "mesh", "offload", "param_dtype", "world_size"}
 )
@@ -273,6 +289,27 @@ def _moved_compute(
     return _Moved(before, after, paid_ns)
 
 
+def _busier(runs: Sequence[_Measured], baselines: Sequence[_Measured]) -> tuple[str, ...]:
+    """A caveat if other programs took the cores of one side: its times say nothing of the plan.
+
+    Without a run of the baseline, its machine counts as quiet.
+    """
+    after, before = (
+        [each.run_delay_ratio for each in side if each.run_delay_ratio is not None]
+        for side in (runs, baselines)
+    )
+    if not after:
+        return ()
+    was, now_ = statistics.median(before or (0.0,)), statistics.median(after)
+    if abs(now_ - was) <= MOST_DIFFERENCE:
+        return ()
+    return (
+        f"A training thread was ready but had no core for {now_:.0%} of the time, and for "
+        f"{was:.0%} in the baseline. The machine was busier in one of them, so the times do not "
+        "show the effect of the plan. Repeat both in turn on a quiet machine.",
+    )
+
+
 def _judge_times(
     prediction: Prediction,
     runs: Sequence[_Measured],
@@ -290,7 +327,10 @@ def _judge_times(
         return None, None
     step_ns = median(steps) or prediction.recorded_step_ns
     scale = step_ns / prediction.replayed_step_ns
-    moved_ns = moved.shift_ns if moved else 0
+    moved_ns = abs(moved.shift_ns) if moved else 0
+    host = [[each.host_ns for each in side if each.host_ns] for side in (baselines, runs)]
+    if all(host):
+        moved_ns += abs((median(host[1]) or 0) - (median(host[0]) or 0))
     return (
         judge_time(
             prediction.step_time_ns,
@@ -448,7 +488,7 @@ def _answer(
     beginning = {
         Ruling.HELD: "Held",
         Ruling.DID_NOT_HOLD: "Did not hold",
-        Ruling.CANNOT_BE_TOLD: "Not significant",
+        Ruling.CANNOT_BE_TOLD: "Cannot tell",
     }[ruling]
     return f"{beginning}: {numbers}.{'' if step.is_tested else _say_noise(ruling, step)}"
 

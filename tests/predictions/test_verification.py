@@ -1,5 +1,6 @@
 """A prediction beside the runs of its plan: what the machine did to compute is told apart."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,14 +9,15 @@ from fsdp_inspect.predictions.records import Circumstances, Ruling
 from fsdp_inspect.predictions.verification import Verification, verify_prediction
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 from fsdp_inspect.trace.run import RunSource
-from tests.builders import RunBuilder
+from fsdp_inspect.trace.tables import DeviceTable
+from tests.builders import InMemoryRun, RunBuilder
 from tests.prediction_records import MS, prediction
 
 UNITS = ("layers.0", "layers.1")
 PLAN = Plan(units=tuple(UnitPlan(modules=(name,)) for name in UNITS)).to_dict()
 
 
-def run_of(run_id: str, *, compute: int, waiting: int) -> RunSource:
+def run_of(run_id: str, *, compute: int, waiting: int) -> InMemoryRun:
     """Three steps, each with a forward and a backward of `compute` ms together."""
     builder = RunBuilder(UNITS, run_id=run_id, plan=PLAN)
     rank = builder.rank(0)
@@ -79,3 +81,17 @@ def test_what_the_plan_adds_is_scaled_to_the_measured_baseline_and_named():
         "Compute takes 20% longer than in the baseline (70.0 ms before, 91.0 ms after, "
         "including 7.00 ms for hiding communication), and the plan does not explain the rest"
     )
+
+
+@pytest.mark.parametrize(("waited", "ruling"), [(0, "did_not_hold"), (30, "cannot_be_told")])
+def test_other_programs_on_the_machine_make_a_verdict_impossible(waited: int, ruling: str):
+    after = run_of("after", compute=70, waiting=30)
+    samples = DeviceTable.from_rows(
+        [
+            {**dict.fromkeys(DeviceTable.DTYPES, -1), "time_ns": time, "run_delay_ns": delay}
+            for time, delay in ((0, 0), (300 * MS, waited * MS))
+        ]
+    )
+    found = verified(replace(after, device_tables={0: samples}))
+    assert found.ruling == ruling
+    assert any("no core for 10% of the time" in each for each in found.caveats) == bool(waited)
