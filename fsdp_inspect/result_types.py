@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdp_inspect.advice.advise import Advice, ParetoPoint, PlanAdvice
+    from fsdp_inspect.advice.code_change import CodeChange
     from fsdp_inspect.advice.evidence import Finding
     from fsdp_inspect.advice.request import AdviceRequest
     from fsdp_inspect.advice.suggestions import Proposal, Suggestion
@@ -95,6 +96,7 @@ __all__ = [
     "Changes",
     "CheckResult",
     "Checkpointing",
+    "CodeChange",
     "CollectiveHistory",
     "CollectiveSkew",
     "Comparison",
@@ -188,6 +190,7 @@ _HOMES = {
     "Changes": "fsdp_inspect.simulation.changes",
     "CheckResult": "fsdp_inspect.checks.check",
     "Checkpointing": "fsdp_inspect.trace.plan",
+    "CodeChange": "fsdp_inspect.advice.code_change",
     "CollectiveHistory": "fsdp_inspect.analysis.unit_history",
     "CollectiveSkew": "fsdp_inspect.analysis.stragglers.ranks",
     "Comparison": "fsdp_inspect.comparison.comparison",

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.advice.change_words import say_changes
+from fsdp_inspect.advice.code_change import CodeChange
 from fsdp_inspect.advice.evidence import Evidence, Finding
 from fsdp_inspect.advice.findings import find_first_things
 from fsdp_inspect.advice.gain_attribution import attribute_gains
@@ -70,6 +71,8 @@ class PlanAdvice:
     notes: tuple[str, ...]
     snippet: str
     """Python that applies the written plan."""
+    change: CodeChange
+    """How the recorded run's own code makes all suggested changes."""
     verify: tuple[str, ...]
     """Commands that record the plan and compare it with the baseline."""
 
@@ -152,11 +155,13 @@ def _advise_plan(
     bench: PlanScorer, evidence: Evidence, search: Search, request: AdviceRequest, limit: int | None
 ) -> PlanAdvice:
     found = search.run()
-    narrator = Narrator(bench, evidence)
+    narrator = Narrator(bench, evidence, request.plan_file)
     increments = split_gain(bench, found.fastest, search.fits)
     target = increments[-1].after if increments else AS_RECORDED
     if search.fits(bench.recorded) and not _exceeds_error(bench, target):
         increments, target = (), AS_RECORDED
+    suggestions = [narrator.suggestion(each) for each in increments]
+    change = narrator.code_change(target)
     return PlanAdvice(
         rank=bench.work.rank,
         execution=bench.work.execution.value,
@@ -170,11 +175,8 @@ def _advise_plan(
         fits=found.fits,
         num_plans=len(bench.scores),
         suggestions=tuple(
-            replace(
-                narrator.suggestion(each),
-                verify=how_to_verify(evidence.manifest, request, take=place),
-            )
-            for place, each in enumerate(increments, 1)
+            replace(each, verify=how_to_verify(request, each.change.launch, take=place))
+            for place, each in enumerate(suggestions, 1)
         ),
         fastest=narrator.proposal(target),
         smallest=_smallest(bench, narrator, found.smallest, target),
@@ -185,7 +187,8 @@ def _advise_plan(
             *_limits_of_play(bench, request, fits=found.fits),
         ),
         snippet=how_to_apply(request.plan_file),
-        verify=how_to_verify(evidence.manifest, request),
+        change=change,
+        verify=how_to_verify(request, change.launch),
     )
 
 

@@ -1,17 +1,10 @@
 """The request for advice, and the commands that repeat it, run its plan and verify it."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fsdp_inspect.simulation.network import NodeLink
-from fsdp_inspect.trace.plan import DECIDED_BY_PLAN
-from fsdp_inspect.trace.run import RunManifest
-
-_SHARDING_FLAGS = frozenset(
-    f"--{no}{name.replace('_', '-')}" for name in DECIDED_BY_PLAN for no in ("", "no-")
-)
-"""Flags of the trainer that set what a plan sets. The trainer rejects them next to a plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +40,13 @@ def how_to_apply(plan_file: str) -> str:
 
 
 def how_to_verify(
-    manifest: RunManifest, request: AdviceRequest, *, take: int | None = None
+    request: AdviceRequest, launch: str, *, take: int | None = None
 ) -> tuple[str, ...]:
     """Commands that record the new plan and compare it with the baseline.
 
     Args:
-        manifest: The manifest of the recorded run.
         request: The request for advice.
+        launch: The recorded launch line with the change applied.
         take: Only the first `take` changes: then the first command writes their plan.
     """
     write: tuple[str, ...] = ()
@@ -65,25 +58,7 @@ def how_to_verify(
         f"fsdp-inspect verify {shlex.quote(prediction)} NEW_RUN "
         f"--baseline {shlex.quote(request.run_name)}"
     )
-    if "instrumented_trainer" not in manifest.command:
-        again = "Record the script with these lines in the same way as the first run. Then:"
-        return *write, again, hold
-    again = f"{shlex.join(_renamed(manifest.command))} --plan {shlex.quote(request.plan_file)}"
-    flags = [word for word in manifest.command if word.split("=")[0] in _SHARDING_FLAGS]
-    if flags:
-        again = f"{again}  # without {', '.join(flags)}: the plan sets it"
-    return *write, again, hold
-
-
-def _renamed(command: Sequence[str]) -> list[str]:
-    """A command of the trainer with another name of the run."""
-    words = list(command)
-    for at, word in enumerate(words):
-        if word.startswith("--name="):
-            words[at] = f"{word}-advised"
-        elif word == "--name" and at + 1 < len(words):
-            words[at + 1] = f"{words[at + 1]}-advised"
-    return words
+    return *write, launch, hold
 
 
 def _advise_command(request: AdviceRequest) -> str:

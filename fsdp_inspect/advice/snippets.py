@@ -86,7 +86,7 @@ _OF_ALL: Mapping[str, Callable[[Any], str]] = {
 def _checkpoint(after: Plan) -> Iterator[str]:
     """Wrap the modules before any `fully_shard` call."""
     yield f"from {_WRAPPER} import checkpoint_wrapper"
-    yield f"for name in {_listed(after.checkpointing.full)}:  # before fully_shard"
+    yield f"for name in {list_names(after.checkpointing.full)}:  # before fully_shard"
     yield "    parent, _, child = name.rpartition('.')"
     yield "    module = model.get_submodule(parent)"
     yield "    setattr(module, child, checkpoint_wrapper(getattr(module, child)))"
@@ -99,7 +99,7 @@ def _calls(before: Plan, after: Plan) -> Iterator[str]:
     if not new:
         gone = [name for unit in before.units if unit.modules not in kept for name in unit.modules]
         yield "# remove your calls for these modules; the enclosing unit takes their parameters"
-        yield f"names = {_listed(gone)}"
+        yield f"names = {list_names(gone)}"
         return
     calls = [f"fully_shard({_modules(unit)}, mesh=mesh)" for unit in _root_last(new)]
     yield "# replaces your calls for the same modules"
@@ -116,7 +116,7 @@ def _keep(before: Plan, after: Plan) -> Iterator[str]:
     changed = _changed_units(before, after)
     kept = [unit for unit in changed if unit.reshard_after_forward is False]
     if kept:
-        yield f"for name in {_listed([unit.modules[0] for unit in kept])}:"
+        yield f"for name in {list_names([unit.modules[0] for unit in kept])}:"
         yield "    model.get_submodule(name).set_reshard_after_forward(False, recurse=False)"
 
 
@@ -124,7 +124,7 @@ def _prefetch(after: Plan, direction: str, depth: int, without: Collection[str])
     order = entry_order(after.units, "forward" if direction == "forward" else "backward")
     order = [name for name in order if name not in without]
     first = {unit.name: unit.modules[0] for unit in after.units}
-    yield f"names = {_listed([first[name] for name in order])}"
+    yield f"names = {list_names([first[name] for name in order])}"
     yield "units = [model.get_submodule(name) for name in names]"
     yield "for at, unit in enumerate(units):"
     yield f"    unit.set_modules_to_{direction}_prefetch(units[at + 1 : at + 1 + {depth}])"
@@ -142,10 +142,10 @@ def _module(unit: UnitPlan) -> str:
 def _modules(unit: UnitPlan) -> str:
     if len(unit.modules) == 1:
         return _module(unit)
-    return f"[model.get_submodule(name) for name in {_listed(unit.modules)}]"
+    return f"[model.get_submodule(name) for name in {list_names(unit.modules)}]"
 
 
-def _listed(names: Sequence[str]) -> str:
+def list_names(names: Sequence[str]) -> str:
     """Names as a Python list; consecutive numbered names become one expression."""
     parts: list[str] = []
     for prefix, group in groupby(names, key=_prefix):

@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from fsdp_inspect.advice.call_edits import Change
 from fsdp_inspect.advice.change_words import rule_of, say_changes
+from fsdp_inspect.advice.code_change import CodeChange, write_code_change
 from fsdp_inspect.advice.evidence import Evidence, TraceRow
 from fsdp_inspect.advice.gain_parts import say_parts, subtract_parts
 from fsdp_inspect.advice.plan_scores import AS_RECORDED, PlanScorer
@@ -85,6 +87,8 @@ class Suggestion:
     """The plan with this suggestion and all earlier ones."""
     snippet: str
     """Torch code of the change; empty: only the plan file can make it."""
+    change: CodeChange
+    """How the recorded run's own code makes this change and all earlier ones."""
     verify: tuple[str, ...] = ()
     """Commands that write the plan up to here with its prediction, run it, and compare."""
 
@@ -116,10 +120,17 @@ class Proposal:
 class Narrator:
     """Describes choices in words and numbers."""
 
-    def __init__(self, bench: PlanScorer, evidence: Evidence) -> None:
-        """Prepare the descriptions. Plans are simulated when a description needs them."""
+    def __init__(self, bench: PlanScorer, evidence: Evidence, plan_file: str = "plan.toml") -> None:
+        """Prepare the descriptions. Plans are simulated when a description needs them.
+
+        Args:
+            bench: The simulated plans.
+            evidence: The results of the analyses of the run.
+            plan_file: The name of the written plan.
+        """
         self._bench = bench
         self._evidence = evidence
+        self._plan_file = plan_file
 
     def suggestion(self, increment: Increment) -> Suggestion:
         """One change on the way to a plan."""
@@ -156,7 +167,19 @@ class Narrator:
                 self._bench.space.plan_of(increment.after),
                 without=self._empty_units(increment.after),
             ),
+            change=self.code_change(increment.after),
         )
+
+    def code_change(self, choice: Choice) -> CodeChange:
+        """How the code of the recorded run makes a choice."""
+        space = self._bench.space
+        change = Change(
+            space.plan_of(AS_RECORDED),
+            space.plan_of(choice),
+            without=self._empty_units(choice),
+            plan_file=self._plan_file,
+        )
+        return write_code_change(self._evidence.manifest, change)
 
     def proposal(self, choice: Choice) -> Proposal:
         """A whole plan."""

@@ -1,5 +1,7 @@
 """The command `fsdp-inspect advise`: recommend changes of a run."""
 
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,7 +67,8 @@ def advise(  # noqa: PLR0913 - one argument an option
         Path | None,
         typer.Option(
             help="Write the fastest plan within the limit, and next to it its prediction for "
-            "`verify`: plan.toml and plan.prediction.json.",
+            "`verify` and the diff of the script, if one can be written: plan.toml, "
+            "plan.prediction.json and plan.patch.",
             metavar="FILE",
         ),
     ] = None,
@@ -121,7 +124,7 @@ def advise(  # noqa: PLR0913 - one argument an option
             "example --write plan.toml.",
             param_hint="--take",
         )
-    for file in (write, write and prediction_file_of(write)):
+    for file in (write, write and prediction_file_of(write), write and patch_file_of(write)):
         require_new_file("--write", file)
     source = open_stored_argument(run)
     with show_progress() as on_play:
@@ -191,10 +194,20 @@ def _write(
             param_hint="--take",
         )
     prediction = predict_advised(run, advice.plan, request, take=take)
+    chosen = advice.plan if take is None else advice.plan.suggestions[take - 1]
     plan = advice.plan.fastest.plan if take is None else advice.plan.suggestions[take - 1].plan
     plan.dump(path)
     write_prediction(prediction, prediction_file_of(path))
+    if chosen.change.diff:
+        patch = patch_file_of(path)
+        patch.write_text(f"{chosen.change.diff}\n", encoding="utf-8")
+        print(f"Change the script: patch -p0 < {shlex.quote(str(patch))}", file=sys.stderr)
     say_how_to_verify(prediction_file_of(path))
+
+
+def patch_file_of(plan: Path) -> Path:
+    """The file of the diff next to a plan file: `plan.patch`."""
+    return plan.with_suffix(".patch")
 
 
 def _earlier(run: "StoredRun", advice: "Advice") -> "TrackRecord":

@@ -34,6 +34,7 @@ from fsdp_inspect.recording.failure import (
 )
 from fsdp_inspect.recording.folders import RecordingFolder, agree_on_folder, default_path
 from fsdp_inspect.recording.instruments import Instruments
+from fsdp_inspect.recording.launch_command import describe_launch
 from fsdp_inspect.recording.memory import CudaAllocator, MemoryProbe
 from fsdp_inspect.recording.memory_steps import MemorySteps
 from fsdp_inspect.recording.models import Models
@@ -42,6 +43,7 @@ from fsdp_inspect.recording.optimizer_rounds import OptimizerRound
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.scalars import ScalarLog
 from fsdp_inspect.recording.session import Session
+from fsdp_inspect.recording.sharding_calls import read_noted_calls
 from fsdp_inspect.recording.units import (
     ProcessGroups,
     describe_model,
@@ -61,6 +63,7 @@ from fsdp_inspect.store.schema import MANIFEST_FILE
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Phase, Source
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
+from fsdp_inspect.trace.training_code import TrainingCode
 
 PLAN_FILE = "plan.toml"
 """File in the run folder with the observed plan. `--plan` and `apply_plan` read it."""
@@ -86,6 +89,7 @@ class Options:
     device_interval_s: float
     flush_interval_s: float
     memory_snapshot: bool
+    record_source: bool
     print_verdict: bool
 
 
@@ -180,7 +184,24 @@ class Attachment:
             versions=described.versions,
             environment=described.environment,
             git_commit=find_script_commit() if self._rank == 0 else None,
+            code=self._training_code() if self._rank == 0 else TrainingCode(),
             tags=options.tags,
+        )
+
+    def _training_code(self) -> TrainingCode:
+        """The calls that sharded the model and the launch; empty if reading them fails."""
+        try:
+            noted = read_noted_calls(self._model, with_source=self._options.record_source)
+            launch, launched_at = describe_launch()
+        except Exception:  # the code only helps to word advice
+            return TrainingCode()
+        return TrainingCode(
+            calls=noted.calls,
+            sources=noted.sources,
+            frameworks=noted.frameworks,
+            settings=noted.settings,
+            launch=launch,
+            launched_at=launched_at,
         )
 
     def _make_folder(self) -> RecordingFolder:

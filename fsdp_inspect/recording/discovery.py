@@ -1,7 +1,8 @@
 """Find the models that a script trains, at the first forward of a `fully_shard` model.
 
 [Note: Discovery without interference]
-A process that never calls `fully_shard` gets no hook. The first call creates a subclass of
+A process that never calls `fully_shard` gets no hook; only the lines of such calls are noted (see
+`sharding_calls`). The first call creates a subclass of
 `FSDPModule`, which the discovery sees through `__init_subclass__`. From then on a global forward
 pre-hook checks each called module, until one contains FSDP modules, has trainable parameters and
 runs with gradients. The hook runs before that module's own hooks, so the recorder is attached
@@ -116,6 +117,10 @@ class Discovery:
 
     def _await_fully_shard(self) -> None:
         from torch.distributed.fsdp import FSDPModule
+
+        from fsdp_inspect.recording.sharding_calls import note_sharding_calls
+
+        note_sharding_calls()
 
         def follow(cls: type[FSDPModule], /, **kwargs: Any) -> None:
             super(FSDPModule, cls).__init_subclass__(**kwargs)

@@ -42,8 +42,9 @@ VARIABLES = frozenset(
 )
 """Environment variables that change how a step runs."""
 
-VARIABLE_PREFIXES = ("GLOO_", "NCCL_", "TORCH_")
-"""Prefixes of such variables; `TORCH_` includes `TORCH_NCCL_`."""
+VARIABLE_PREFIXES = ("FSDP_", "GLOO_", "NCCL_", "TORCH_")
+"""Prefixes of such variables; `FSDP_` are those of `accelerate launch`, and `TORCH_` includes
+`TORCH_NCCL_`."""
 
 _GIT_TIMEOUT_S = 5.0
 _CLOCK_READINGS = 16

@@ -67,6 +67,7 @@ class LauncherArguments(NamedTuple):
     warmup_steps: int | None
     """None means the recorder's default."""
     memory_steps: Sequence[int] | Literal["auto"]
+    record_source: bool
     print_verdict: bool
 
 
@@ -152,6 +153,7 @@ class Launch:
             name=name,
             warmup_steps=DEFAULT_WARMUP_STEPS if steps is None else steps,
             memory_steps=given.memory_steps,
+            record_source=given.record_source,
             print_verdict=given.print_verdict,
         )
 
@@ -213,6 +215,7 @@ def read_arguments(parser: argparse.ArgumentParser, given: argparse.Namespace) -
         name=given.name,
         warmup_steps=given.warmup_steps,
         memory_steps=given.memory_steps,
+        record_source=given.record_source,
         print_verdict=given.print_verdict,
     )
 
@@ -242,6 +245,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="memory steps, which run under the storage tracker (about twice as slow, and no time "
         "uses them): a list such as 3,50, counted from 0; 'none'; or 'auto', the first step after "
         "the warm-up (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--no-source",
+        dest="record_source",
+        action="store_false",
+        help="do not store the lines of the script around its fully_shard calls; `advise` then "
+        "writes no diff of the script",
     )
     parser.add_argument(
         "--no-verdict",

@@ -19,10 +19,13 @@ from fsdp_inspect.emulation.process import active_emulation
 from fsdp_inspect.recording.attachment import Attachment, Options
 from fsdp_inspect.recording.models import as_one_module
 from fsdp_inspect.recording.patches import warn
+from fsdp_inspect.recording.sharding_calls import note_sharding_calls
 from fsdp_inspect.store.at_exit import call_at_exit
 from fsdp_inspect.trace.codes import EventKind, Phase
 
 DEFAULT_WARMUP_STEPS = 2
+
+note_sharding_calls()  # a script imports the recorder before it shards its model
 
 
 class Recorder:
@@ -63,6 +66,8 @@ class Recorder:
         flush_interval_s: Longest time that rows stay in memory; a killed process may lose them.
         memory_snapshot: On CUDA, record allocation histories and write a snapshot into the rank's
             folder on an out-of-memory. It costs some time in every allocation.
+        record_source: Store the lines of the script around its `fully_shard` calls, for which
+            `advise` then writes a diff. Secrets in these lines are masked.
         print_verdict: At the end, rank 0 prints on stderr what limits the step.
         enabled: False makes every method do nothing.
 
@@ -85,6 +90,7 @@ class Recorder:
         device_interval_s: float = 0.5,
         flush_interval_s: float = 1.0,
         memory_snapshot: bool = False,
+        record_source: bool = True,
         print_verdict: bool = True,
         enabled: bool = True,
     ) -> None:
@@ -104,6 +110,7 @@ class Recorder:
             device_interval_s=device_interval_s,
             flush_interval_s=flush_interval_s,
             memory_snapshot=memory_snapshot,
+            record_source=record_source,
             print_verdict=print_verdict,
         )
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer

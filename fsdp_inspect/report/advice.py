@@ -63,10 +63,7 @@ class _OneScreen:
             code = [_code_of_plan(advice.plan, "--write FILE")]
         elif suggestion is not None and advice.plan is not None:
             head += [*section(_title(suggestion, advice.plan)), _change(suggestion, advice.plan)]
-            code = [
-                suggestion.snippet.splitlines(),
-                _code_of_plan(advice.plan, "--take 1 --write FILE"),
-            ]
+            code = _codes(suggestion, advice.plan)
         if advice.refusal:
             text = f"No plan was simulated. {advice.refusal}"
             head += ["", _Clipped(text, _TEXT_LINES)]
@@ -101,7 +98,7 @@ def _change(suggestion: Suggestion, plan: PlanAdvice) -> RenderableType:
         ("Gain", saving[:1].upper() + saving[1:]),
         ("Memory", f"Peak {describe_plan_peak(suggestion)}"),
         ("Risk", " ".join(suggestion.risks) or "None known"),
-        ("Code", "" if suggestion.snippet else "None: only the plan file makes this change"),
+        ("Code", suggestion.change.where),
     )
 
 
@@ -154,6 +151,18 @@ def _added_memory(finding: Finding) -> str:
         return "No change of the peak is predicted"
     span = _signed_bytes(low) if low == high else f"{_signed_bytes(low)} to {_signed_bytes(high)}"
     return f"Peak {span}"
+
+
+def _codes(suggestion: Suggestion, plan: PlanAdvice) -> list[Sequence[str]]:
+    """The forms of the code of a change, the best one first; the first one that fits is shown."""
+    change, options = suggestion.change, "--take 1 --write FILE"
+    launch = f"$ {change.launch}"
+    if not change.text:
+        snippet = suggestion.snippet.splitlines()
+        return [[*snippet, launch], snippet, _code_of_plan(plan, options)]
+    head = [f"# advise ... {options} writes the plan file"] if change.needs_plan_file else []
+    full, short = [*head, *change.text.splitlines()], [*head, *change.changed_lines]
+    return [[*full, launch], full, [*short, launch], short, ["# --details shows the code"]]
 
 
 def _code_of_plan(plan: PlanAdvice, options: str) -> list[str]:
@@ -236,10 +245,15 @@ def _all_parts(advice: Advice) -> Iterator[RenderableType]:
     if len(plan.front) > 1:
         yield from section("Fastest simulated plans for each peak memory", _front(plan))
     if plan.suggestions:
-        yield from section("Apply the plan", _indented([plan.snippet]))
+        yield from section("Apply the plan", _indented(_applied(plan)))
         yield from section("Verify the plan", _indented(plan.verify))
     yield ""
     yield from (dim(line) for line in (*_assumptions(plan), describe_plans(plan), _RULES_COMMAND))
+
+
+def _applied(plan: PlanAdvice) -> list[str]:
+    """Where the code changes, and the change of the code."""
+    return [plan.change.where, *_code(plan.change.text or plan.snippet)]
 
 
 def _finding(finding: Finding) -> RenderableType:
@@ -264,7 +278,8 @@ def _suggestion(number: int, suggestion: Suggestion, plan: PlanAdvice) -> Render
     lines += [f"   Evidence: {line}" for line in suggestion.evidence]
     lines += [f"   Event: {describe_row(row)}" for row in suggestion.rows]
     lines += [f"   Assumed: {line}" for line in suggestion.assumptions]
-    lines += [f"   {line}" for line in _code(suggestion.snippet)]
+    lines += [f"   Code: {suggestion.change.where}"]
+    lines += [f"   {line}" for line in _code(suggestion.change.text or suggestion.snippet)]
     lines += [f"   Risk: {line}" for line in suggestion.risks]
     return _indented(lines)
 

@@ -370,6 +370,45 @@ class Plan(PlanRecord):
         resolved._check_prefetch_names()
         return resolved
 
+    def within(self, module: str) -> Self:
+        """The part of the plan inside one module, with names relative to that module.
+
+        A recording of a wrapper, or of several models, has names such as `actor.layers.0`. The
+        actor alone takes `plan.within("actor")`.
+
+        Args:
+            module: A module of the recorded model.
+
+        Raises:
+            PlanError: The plan has no unit in this module.
+        """
+        units = [unit for unit in self.units if all(_is_inside(m, module) for m in unit.modules)]
+        if not units:
+            raise PlanError(
+                f"The plan has no unit in the module {module!r}. Expected a module that contains "
+                f"units. Its units are {', '.join(map(repr, self.unit_names[:4]))}."
+            )
+        inner = [
+            unit.model_copy(update={"modules": _inside_names(unit.modules, module)})
+            for unit in units
+        ]
+        prefetch = {
+            name: value
+            if isinstance(value, int)
+            else {
+                _inside_name(unit, module): _inside_names(targets, module)
+                for unit, targets in value.items()
+                if _is_inside(unit, module)
+            }
+            for name in ("forward_prefetch", "backward_prefetch")
+            for value in (getattr(self, name),)
+        }
+        checkpointing = Checkpointing(
+            full=_inside_names(self.checkpointing.full, module),
+            selective=_inside_names(self.checkpointing.selective, module),
+        )
+        return self._with_units(inner, checkpointing=checkpointing, **prefetch)
+
     def prefetch_lists(
         self, direction: Literal["forward", "backward"], *, without: Collection[str] = ()
     ) -> dict[str, list[str]]:
@@ -658,6 +697,21 @@ def _resolve_names(names: Iterable[str], order: Mapping[str, int]) -> tuple[str,
             _expect(name, order)
             found.append(name)
     return tuple(sorted(dict.fromkeys(found), key=lambda name: order[name]))
+
+
+def _is_inside(name: str, module: str) -> bool:
+    return not module or name == module or name.startswith(f"{module}.")
+
+
+def _inside_name(name: str, module: str) -> str:
+    """A name, or the names of a unit, relative to a module."""
+    parts = name.split(", ")
+    return ", ".join(part.removeprefix(module).removeprefix(".") for part in parts)
+
+
+def _inside_names(names: Iterable[str], module: str) -> tuple[str, ...]:
+    """The names inside a module, relative to it."""
+    return tuple(_inside_name(name, module) for name in names if _is_inside(name, module))
 
 
 def _matches(pattern: str, order: Mapping[str, int]) -> list[tuple[str, ...]]:

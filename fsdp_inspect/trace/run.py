@@ -19,6 +19,7 @@ from fsdp_inspect.trace.tables import (
     ScalarTable,
     SummaryTable,
 )
+from fsdp_inspect.trace.training_code import TrainingCode
 
 IMPORTED_CLOCK = "kineto"
 """`RankRecord.clock` of a profiler trace: the ranks of one host share a clock if their collectives
@@ -155,6 +156,8 @@ class RunManifest(Record):
     """Settings of the model and the loop as observed in the first step: `dropout`, `attention`
     (of Transformers), `optimizer`, `loss_dtype`."""
     git_commit: str | None = None
+    code: TrainingCode = TrainingCode()
+    """The code that sharded the models, and the command that started the ranks."""
     tags: list[str] = Field(default_factory=list)
     recorder: dict[str, Any] = Field(default_factory=dict)
     """Settings of the recording: clock, flush interval, parts that could not be recorded."""

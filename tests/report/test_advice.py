@@ -77,7 +77,7 @@ def test_one_screen_shows_the_change_its_gain_memory_risk_and_code(advice: Advic
         "  Keep parameters unsharded after forward (reshard_after_forward=False)"
     )
     assert [line[:10] for line in lines[first + 2 : first + 6]] == [
-        "  Gain    ", "  Memory  ", "  Risk    ", "  Code",
+        "  Gain    ", "  Memory  ", "  Risk    ", "  Code    ",
     ]  # fmt: skip
     assert "Saves 51.1 ms a step" in lines[first + 2]
     assert "Peak 28.1 MiB (+2.94 MiB)" in lines[first + 3]

@@ -27,6 +27,7 @@ from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.result_types import (
     Advice,
     AdviceRequest,
+    CodeChange,
     Finding,
     ParetoPoint,
     Plan,
@@ -292,10 +293,18 @@ def _show_suggestion(
         lines += [f"- **Assumed**: {plain(line)}" for line in suggestion.assumptions]
         lines += [f"- **Risk**: {plain(line)}" for line in suggestion.risks]
         st.markdown("\n".join(lines))
-        if suggestion.snippet:
-            st.code(suggestion.snippet, language="python")
+        _show_code(suggestion.change, suggestion.snippet)
         _link_units(suggestion.units, manifest, key=f"change-{place}")
         _offer_plan(suggestion.plan, question, key=f"change-{place}", label="Download plan so far")
+
+
+def _show_code(change: CodeChange, snippet: str) -> None:
+    """Show where the code of the run changes, and its diff, settings or lines."""
+    st.caption(plain(change.where))
+    text = change.text or snippet
+    if text:
+        language = "diff" if change.diff else "yaml" if change.settings else "python"
+        st.code(text, language=language)
 
 
 def _badge(rule: str) -> str:
@@ -343,8 +352,8 @@ def _show_how_to_run(entry: RunEntry, plan: PlanAdvice, question: Question) -> N
             help="fsdp-inspect verify compares the prediction with the run of the plan.",
         )
         st.code(question.command, language="bash", wrap_lines=True)
-        st.markdown("**2\\. Apply the plan** in place of your `fully_shard` calls:")
-        st.code(plan.snippet, language="python")
+        st.markdown("**2\\. Change the code:**")
+        _show_code(plan.change, plan.snippet)
         st.markdown("**3\\. Record the run and compare it with the prediction:**")
         for line in plan.verify:
             st.code(line, language="bash", wrap_lines=True)

@@ -17,5 +17,6 @@ class RecorderOptions(TypedDict, total=False):
     device_interval_s: float
     flush_interval_s: float
     memory_snapshot: bool
+    record_source: bool
     print_verdict: bool
     enabled: bool

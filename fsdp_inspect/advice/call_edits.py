@@ -1,0 +1,278 @@
+"""Edit the user's `fully_shard` calls so that they make another plan.
+
+There are two ways. Simple changes edit the calls: another value of `reshard_after_forward`, lines
+for prefetch, asynchronous gathers. For any other plan, `apply_plan` replaces the calls. A call
+whose statement is unknown, or whose settings no plan can express, is not edited.
+"""
+
+import ast
+import textwrap
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from fsdp_inspect.advice.snippets import list_names
+from fsdp_inspect.advice.source_diff import Edit, lines_of
+from fsdp_inspect.trace.plan import Plan, entry_order
+from fsdp_inspect.trace.training_code import ShardingCall, SourceLines, TrainingCode
+
+_RESHARD = "reshard_after_forward"
+_NOT_IN_PLANS = frozenset({"shard_placement_fn", "ignored_params", "dp_mesh_dims"})
+_DEPTHS = ("forward_prefetch", "backward_prefetch")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A plan and the recorded one, with names of the recorded model."""
+
+    before: Plan
+    after: Plan
+    without: Collection[str] = ()
+    """Units without parameters, which prefetch skips."""
+    plan_file: str = "plan.toml"
+
+
+def is_readable(calls: Sequence[ShardingCall]) -> bool:
+    """Whether every call is a statement of the user's own code."""
+    return bool(calls) and all(
+        call.argument and not call.package and call.function in ("fully_shard", "replicate")
+        for call in calls
+    )
+
+
+def edit_own_calls(code: TrainingCode, change: Change) -> list[Edit] | None:
+    """Edits of the calls for a simple change; None: it is not simple."""
+    if not _is_simple(change):
+        return None
+    edits, later = list[Edit](), list[str]()
+    for call in code.calls:
+        changed = [name for name in call.units if _reshard(change, name)]
+        values = {change.after.unit(name).reshard_after_forward for name in changed}
+        if not changed:
+            continue
+        edited = None
+        if len(changed) == len(call.units) and len(values) == 1:
+            edited = _with_keyword(call, code.sources, repr(next(iter(values))))
+        if edited is not None:
+            edits.append(Edit(call.file, call.first_line, call.end_line, edited))
+        elif all(isinstance(value, bool) for value in values):
+            later += changed
+        else:
+            return None
+    roots = find_roots(code.calls, change.before)
+    lines = list(lines_after(change, later))
+    if not lines:
+        return edits
+    if len(roots) != 1:
+        return None
+    (prefix, root), *_ = roots.items()
+    if not _is_once(root):
+        return None
+    lines = [line.replace("MODEL", root.argument) for line in lines_after(change, later, prefix)]
+    return _add_lines(edits, root, _indented(lines, _indent(root, code.sources)))
+
+
+def lines_after(change: Change, kept: Sequence[str] = (), prefix: str = "") -> Iterator[str]:
+    """Lines after the calls: prefetch, asynchronous gathers, and `kept` units. MODEL is the model.
+
+    Args:
+        change: A simple change.
+        kept: Units whose calls do not state their new `reshard_after_forward`.
+        prefix: The module of the recorded model that MODEL is.
+    """
+    for value in (False, True):
+        names = [
+            change.after.unit(name).modules[0]
+            for name in kept
+            if change.after.unit(name).reshard_after_forward is value
+        ]
+        if names:
+            yield f"for name in {list_names(_relative(names, prefix))}:"
+            yield f"    MODEL.get_submodule(name).set_reshard_after_forward({value}, recurse=False)"
+    gathers = {unit.unshard_async_op for unit in change.after.units}
+    if gathers != {unit.unshard_async_op for unit in change.before.units}:
+        yield f"MODEL._set_unshard_async_op({next(iter(gathers))})"
+    for setting in _DEPTHS:
+        if getattr(change.after, setting) != getattr(change.before, setting):
+            yield from _prefetch_lines(change, setting, prefix)
+
+
+def _prefetch_lines(change: Change, setting: str, prefix: str) -> Iterator[str]:
+    direction = setting.removesuffix("_prefetch")
+    units = change.after.units
+    order = entry_order(units, "forward" if direction == "forward" else "backward")
+    first = {unit.name: unit.modules[0] for unit in units}
+    names = [first[name] for name in order if name not in change.without]
+    yield f"names = {list_names(_relative(names, prefix))}"
+    yield "units = [MODEL.get_submodule(name) for name in names]"
+    yield "for at, unit in enumerate(units):"
+    depth = getattr(change.after, setting)
+    yield f"    unit.set_modules_to_{direction}_prefetch(units[at + 1 : at + 1 + {depth}])"
+
+
+def replace_calls(code: TrainingCode, change: Change) -> list[Edit] | None:
+    """Edits that put `apply_plan` in place of the calls; None: it would lose a setting."""
+    lost = any(_NOT_IN_PLANS & set(call.keywords) for call in code.calls)
+    roots = find_roots(code.calls, change.before)
+    if lost or change.before.notes or not roots or not all(map(_is_once, roots.values())):
+        return None
+    edits = list[Edit]()
+    places = {(call.file, call.line): prefix for prefix, call in roots.items()}
+    for first, last, calls in _removals(code.calls):
+        file, lines = calls[0].file, list[str]()
+        for call in calls:
+            if (call.file, call.line) in places:
+                prefix = places[call.file, call.line]
+                lines += apply_lines(change, call.argument, _mesh(code.calls, call, change), prefix)
+        if not lines and all(call.leaves_block_empty for call in calls):
+            lines = ["pass"]
+        indent = _indent_at(file, first, code.sources)
+        edits.append(Edit(file, first, last, tuple(_indented(lines, indent))))
+    return edits
+
+
+def apply_lines(change: Change, model: str, mesh: str, prefix: str = "") -> list[str]:
+    """Lines that apply the plan to a module of the recorded model."""
+    part = f".within({_quoted(prefix)})" if prefix else ""
+    arguments = f"{model}, plan{f', {mesh}' if mesh else ''}"
+    return [
+        "import fsdp_inspect",
+        f"plan = fsdp_inspect.Plan.load({_quoted(change.plan_file)}){part}",
+        f"fsdp_inspect.apply_plan({arguments})",
+    ]
+
+
+def find_roots(calls: Sequence[ShardingCall], plan: Plan) -> dict[str, ShardingCall]:
+    """The call of each outermost unit, by its module; empty if one of them is several modules."""
+    roots = {}
+    for call in calls:
+        for name in call.units:
+            if name in plan.fsdp_roots:
+                roots[name] = call
+    if any(", " in name for name in roots) or len(roots) != len(plan.fsdp_roots):
+        return {}
+    return roots
+
+
+# --- which changes are simple
+
+
+def _is_simple(change: Change) -> bool:
+    """Whether only settings differ that code after the calls can set."""
+    before, after = change.before, change.after
+    if before.unit_names != after.unit_names or len({u.unshard_async_op for u in after.units}) != 1:
+        return False
+    for setting in _DEPTHS:
+        old, new = getattr(before, setting), getattr(after, setting)
+        if old != new and (old != 0 or not isinstance(new, int)):
+            return False
+    same = {name: getattr(after, name) for name in (*_DEPTHS, "accumulation", "notes")}
+    units = tuple(
+        unit.model_copy(
+            update={
+                name: getattr(after.unit(unit.name), name)
+                for name in (_RESHARD, "unshard_async_op")
+            }
+        )
+        for unit in before.units
+    )
+    return before.model_copy(update={**same, "units": units}) == after
+
+
+def _reshard(change: Change, name: str) -> bool:
+    old, new = (plan.unit(name).reshard_after_forward for plan in (change.before, change.after))
+    return old is not new and old != new
+
+
+def _is_once(call: ShardingCall) -> bool:
+    return len(call.units) == 1
+
+
+# --- the text of the edits
+
+
+def _with_keyword(
+    call: ShardingCall, sources: Sequence[SourceLines], value: str
+) -> tuple[str, ...] | None:
+    """The statement with another `reshard_after_forward`; None: an unpacked mapping may have it."""
+    lines = lines_of(sources, call.file, call.first_line, call.end_line)
+    if lines is None or "**" in call.keywords or value == "None":
+        return None
+    text = textwrap.dedent("\n".join(lines))
+    indent = lines[0][: len(lines[0]) - len(lines[0].lstrip())]
+    statement = ast.parse(text).body[0]
+    assert isinstance(statement, ast.Expr | ast.Assign)
+    node = statement.value
+    assert isinstance(node, ast.Call)
+    given = next((each.value for each in node.keywords if each.arg == _RESHARD), None)
+    rows = text.splitlines()
+    if given is not None:
+        start, end = (given.lineno, given.col_offset), (given.end_lineno, given.end_col_offset)
+        new = value
+    else:
+        last = max((*node.args, *(k.value for k in node.keywords)), key=_end)
+        start = end = _end(last)
+        new = f", {_RESHARD}={value}"
+    if start[0] != end[0]:
+        return None
+    row = rows[start[0] - 1].encode()
+    rows[start[0] - 1] = (row[: start[1]] + new.encode() + row[end[1] :]).decode()
+    return tuple(f"{indent}{row}" if row else row for row in rows)
+
+
+def _end(node: ast.expr) -> tuple[int, int]:
+    return node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
+
+
+def _add_lines(edits: list[Edit], call: ShardingCall, lines: Sequence[str]) -> list[Edit]:
+    """Add lines after a call, also if the call itself is edited."""
+    for at, edit in enumerate(edits):
+        if (edit.file, edit.first) == (call.file, call.first_line):
+            more = Edit(edit.file, edit.first, edit.last, (*edit.lines, *lines))
+            return [*edits[:at], more, *edits[at + 1 :]]
+    return [*edits, Edit(call.file, call.end_line + 1, call.end_line, tuple(lines))]
+
+
+def _removals(calls: Sequence[ShardingCall]) -> Iterator[tuple[int, int, list[ShardingCall]]]:
+    """The lines to remove, with the calls in them; a loop with several calls is one part."""
+    spans: dict[tuple[str, int, int], list[ShardingCall]] = {}
+    for call in calls:
+        spans.setdefault((call.file, call.removed_from, call.removed_to), []).append(call)
+    for (_, first, last), inside in spans.items():
+        yield first, last, inside
+
+
+def _mesh(calls: Sequence[ShardingCall], root: ShardingCall, change: Change) -> str:
+    """The mesh of the calls as written; empty: the default mesh, or the plan has another one."""
+    if change.before.mesh != change.after.mesh:
+        return ""
+    texts = dict.fromkeys(filter(None, map(_mesh_of, (root, *calls))))
+    has_own = any(unit.mesh for unit in change.after.units)
+    return f"[{', '.join(texts)}]" if has_own and len(texts) > 1 else _mesh_of(root)
+
+
+def _mesh_of(call: ShardingCall) -> str:
+    if "mesh" in call.keywords:
+        return call.keywords["mesh"]
+    unpacked = call.keywords.get("**", "")
+    return f'{unpacked}.get("mesh")' if unpacked.isidentifier() else ""
+
+
+def _indent(call: ShardingCall, sources: Sequence[SourceLines]) -> str:
+    return _indent_at(call.file, call.first_line, sources)
+
+
+def _indent_at(file: str, line: int, sources: Sequence[SourceLines]) -> str:
+    found = lines_of(sources, file, line, line) or [""]
+    return found[0][: len(found[0]) - len(found[0].lstrip())]
+
+
+def _indented(lines: Sequence[str], indent: str) -> list[str]:
+    return [f"{indent}{line}" if line else line for line in lines]
+
+
+def _relative(names: Sequence[str], prefix: str) -> list[str]:
+    return [name.removeprefix(prefix).removeprefix(".") if prefix else name for name in names]
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"' if '"' not in text and "\\" not in text else repr(text)

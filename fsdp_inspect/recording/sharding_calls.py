@@ -1,0 +1,319 @@
+"""Note which line of code calls `fully_shard`, and read the source lines around these calls.
+
+[Note: Noting the calls]
+Every `fully_shard` call initializes one `FSDPState`. `note_sharding_calls` wraps that method once a
+process, so it sees the calls of the script and of frameworks, whatever they imported. The launcher
+installs it when the script imports FSDP, and importing `fsdp_inspect.Recorder` installs it too. A
+note costs about 20 µs a call. A model that was sharded before has no notes: its lines are unknown.
+The wrap stays until the process ends, because further models may be sharded at any time.
+
+Source lines are read when the recorder attaches, on rank 0 only.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from fsdp_inspect.recording.call_statements import read_calls, read_user_statement
+from fsdp_inspect.recording.environment import mask_secrets
+from fsdp_inspect.trace.training_code import ShardingCall, SourceLines, UserStatement
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+_FUNCTIONS = ("fully_shard", "replicate")
+_OWN = ("fsdp_inspect", "instrumented_trainer")
+_FRAMEWORKS = frozenset(
+    {
+        "accelerate",
+        "axolotl",
+        "lightning",
+        "lightning_fabric",
+        "nemo",
+        "peft",
+        "pytorch_lightning",
+        "torchtitan",
+        "torchtune",
+        "transformers",
+        "trl",
+        "verl",
+    }
+)
+"""Packages that are often run from a clone, outside the installed packages."""
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_INSTALLED = ("site-packages", "dist-packages")
+_CONTEXT_LINES = 3
+_MOST_LINES = 200
+"""The highest number of recorded source lines of a run."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """A line that called."""
+
+    function: str
+    file: str
+    line: int
+    package: str
+    outer_packages: tuple[str, ...]
+    user: tuple[str, int, str] | None
+    """File and line of the user's code that led to a call of a package, and its variable."""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+_places: WeakKeyDictionary[FSDPState, _Place] = WeakKeyDictionary()
+
+
+def note_sharding_calls() -> None:
+    """Note the lines that call `fully_shard` from now on; does nothing if it is already noted."""
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    original = FSDPState.init
+    if getattr(original, "notes_calls", False):
+        return
+
+    def init(state: FSDPState, modules: Any, *args: Any, **kwargs: Any) -> None:
+        original(state, modules, *args, **kwargs)
+        try:
+            place = _find_place(sys._getframe(1), modules)
+            if place is not None:
+                _places[state] = place
+        except Exception:  # the line stays unknown
+            return
+
+    init.notes_calls = True  # type: ignore[attr-defined]
+    FSDPState.init = init  # type: ignore[assignment, method-assign]
+
+
+@dataclass(frozen=True, slots=True)
+class NotedCalls:
+    """The calls that sharded a model, with the user's source lines around them."""
+
+    calls: list[ShardingCall]
+    sources: list[SourceLines]
+    frameworks: list[str]
+    settings: dict[str, Any]
+
+
+def read_noted_calls(model: nn.Module, *, with_source: bool = True) -> NotedCalls:
+    """Read the calls that sharded a model; no calls if any of its units was not noted.
+
+    Args:
+        model: The recorded model.
+        with_source: Whether to read source lines.
+    """
+    from fsdp_inspect.sharding.torch_fsdp import find_states
+
+    units: dict[tuple[str, int], list[str]] = {}
+    places: dict[tuple[str, int], _Place] = {}
+    noted = [(handle, _places.get(handle.state)) for handle in find_states(model)]
+    if any(place is None for _, place in noted):
+        return NotedCalls([], [], [], {})
+    order = {id(state): at for at, state in enumerate(_places.keys())}
+    for handle, place in sorted(noted, key=lambda pair: order[id(pair[0].state)]):
+        assert place is not None
+        key = (place.file, place.line)
+        units.setdefault(key, []).append(handle.name)
+        places.setdefault(key, place)
+    calls = [_describe(place, units[key]) for key, place in places.items()]
+    calls = _read_statements(calls) if with_source else calls
+    around = [each for place in places.values() for each in (place.package, *place.outer_packages)]
+    return NotedCalls(
+        [_relative(call) for call in calls],
+        _source_lines(calls) if with_source else [],
+        [each for each in dict.fromkeys(around) if each],
+        next((each.settings for each in places.values() if each.settings), {}),
+    )
+
+
+# --- at the call
+
+
+def _find_place(frame: FrameType | None, modules: Sequence[Any]) -> _Place | None:
+    """The innermost frame outside torch; of a package, also the user's frame below it."""
+    function, caller, packages = "fully_shard", None, []
+    settings: dict[str, Any] = {}
+    while frame is not None:
+        package = _package_of(frame)
+        name = frame.f_code.co_name
+        if package == "torch" and name in _FUNCTIONS and caller is None:
+            function = name
+        elif package == "fsdp_inspect" and caller is None:
+            function = "apply_plan"
+        elif package is not None and package != "torch":
+            if caller is None:
+                caller, where = frame, package
+            elif package:
+                packages.append(package)
+            settings = settings or _settings_of(frame, package)
+            if not package:
+                break
+        frame = frame.f_back
+    if caller is None:
+        return None
+    user = None
+    if where and frame is not None:
+        user = (frame.f_code.co_filename, frame.f_lineno, _variable_of(frame, modules[0]))
+    outer = tuple(packages) or _packages_around(caller)
+    return _Place(
+        function, caller.f_code.co_filename, caller.f_lineno, where, outer, user, settings
+    )
+
+
+def _package_of(frame: FrameType) -> str | None:
+    """The package of a frame; empty: the user's code; None: the standard library."""
+    file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
+    top = module.partition(".")[0]
+    if top in _OWN or top in _FRAMEWORKS or top == "torch":
+        return top
+    parts = Path(file).parts
+    for name in _INSTALLED:
+        if name in parts:
+            return parts[parts.index(name) + 1].removesuffix(".py")
+    return None if file.startswith(("<", _STANDARD_LIBRARY)) else ""
+
+
+def _packages_around(frame: FrameType | None) -> tuple[str, ...]:
+    """The frameworks that run the user's code, innermost first."""
+    found = []
+    while frame is not None:
+        package = _package_of(frame)
+        if package in _FRAMEWORKS and package not in found:
+            found.append(package)
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _variable_of(frame: FrameType, module: Any) -> str:
+    names = (name for name, value in frame.f_locals.items() if value is module)
+    return next(names, "")
+
+
+def _settings_of(frame: FrameType, package: str) -> dict[str, Any]:
+    """The settings of a framework that are visible in one of its frames."""
+    if package == "accelerate":
+        plugin = getattr(getattr(frame.f_locals.get("self"), "state", None), "fsdp_plugin", None)
+        return {} if plugin is None else _accelerate_settings(plugin)
+    return {}
+
+
+def _accelerate_settings(plugin: Any) -> dict[str, Any]:
+    names = ("fsdp_version", "reshard_after_forward", "activation_checkpointing", "min_num_params")
+    found = {name: getattr(plugin, name, None) for name in names}
+    classes = getattr(plugin, "transformer_cls_names_to_wrap", None)
+    found["transformer_cls_names_to_wrap"] = None if classes is None else list(classes)
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not None and isinstance(value, (bool, int, str, list))
+    }
+
+
+# --- when the recorder attaches
+
+
+def _describe(place: _Place, units: list[str]) -> ShardingCall:
+    user = None
+    if place.user is not None:
+        file, line, variable = place.user
+        user = UserStatement(file=file, line=line, end_line=line, model=variable)
+    return ShardingCall(
+        function=place.function,
+        file=place.file,
+        line=place.line,
+        units=units,
+        package=place.package,
+        user=user,
+    )
+
+
+def _read_statements(calls: Sequence[ShardingCall]) -> list[ShardingCall]:
+    """Add what the source tells about each statement."""
+    own: dict[str, list[ShardingCall]] = {}
+    for call in calls:
+        if not call.package:
+            own.setdefault(call.file, []).append(call)
+    read = {
+        (each.file, each.line): each
+        for file, group in own.items()
+        for each in read_calls(_text_of(file), group)
+    }
+    found = [read.get((call.file, call.line), call) for call in calls]
+    return [
+        call
+        if call.user is None
+        else call.model_copy(
+            update={"user": read_user_statement(_text_of(call.user.file), call.user)}
+        )
+        for call in found
+    ]
+
+
+def _text_of(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _source_lines(calls: Sequence[ShardingCall]) -> list[SourceLines]:
+    """The lines around the statements of the user's code, with secrets masked."""
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for call in calls:
+        if not call.package:
+            first, last = call.removed_from or call.line, call.removed_to or call.line
+            spans.setdefault(call.file, []).append((first, max(last, call.end_line)))
+        elif call.user is not None:
+            user = call.user
+            spans.setdefault(user.file, []).append((user.line, user.end_line))
+            if user.made_at:
+                spans[user.file].append((user.made_at, user.made_at))
+    found, left = [], _MOST_LINES
+    for file, known in spans.items():
+        lines = _text_of(file).splitlines()
+        for first, last in _merge(known, len(lines)):
+            taken = lines[first - 1 : last][:left]
+            left -= len(taken)
+            if taken:
+                masked = [mask_secrets(line) for line in taken]
+                found.append(SourceLines(file=_shown(file), first_line=first, lines=masked))
+    return found
+
+
+def _merge(spans: Sequence[tuple[int, int]], num_lines: int) -> Iterator[tuple[int, int]]:
+    """The spans with the lines around them; overlapping ones become one."""
+    merged: list[list[int]] = []
+    for first, last in sorted(spans):
+        low, high = max(first - _CONTEXT_LINES, 1), min(last + _CONTEXT_LINES, num_lines)
+        if merged and low <= merged[-1][1] + 1:
+            merged[-1][1] = max(merged[-1][1], high)
+        else:
+            merged.append([low, high])
+    return ((first, last) for first, last in merged)
+
+
+def _relative(call: ShardingCall) -> ShardingCall:
+    user = call.user
+    if user is not None:
+        user = user.model_copy(update={"file": _shown(user.file)})
+    return call.model_copy(update={"file": _shown(call.file, call.package), "user": user})
+
+
+_START = Path.cwd()
+"""The working directory before the script can change it."""
+
+
+def _shown(file: str, package: str = "") -> str:
+    """A path relative to the package or to the working directory, if it is below it."""
+    path = Path(file).absolute()
+    if package and package in path.parts:
+        return Path(*path.parts[path.parts.index(package) :]).as_posix()
+    return path.relative_to(_START).as_posix() if path.is_relative_to(_START) else str(path)
