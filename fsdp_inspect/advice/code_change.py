@@ -19,6 +19,7 @@ from fsdp_inspect.advice.call_edits import (
 from fsdp_inspect.advice.framework_settings import (
     FrameworkSettings,
     express_in_settings,
+    switch_off_wrapping,
     title_of_framework,
 )
 from fsdp_inspect.advice.launch_line import TRAINER, write_launch_line
@@ -48,14 +49,14 @@ class CodeChange:
 
     @property
     def text(self) -> str:
-        """The diff, the settings or the lines."""
-        return self.diff or self.settings or self.lines
+        """The diff, the settings and the lines."""
+        return "\n".join(filter(None, (self.diff, self.settings, self.lines)))
 
     @property
     def changed_lines(self) -> tuple[str, ...]:
-        """Of a diff only the removed and added lines, else all lines of the text."""
-        lines = self.text.splitlines()
-        return tuple(line for line in lines if not self.diff or line[:1] in "+-")
+        """The text without the unchanged lines of the diff."""
+        changed = [line for line in self.diff.splitlines() if line[:1] in "+-"]
+        return (*changed, *self.settings.splitlines(), *self.lines.splitlines())
 
 
 def write_code_change(manifest: RunManifest, change: Change) -> CodeChange:
@@ -81,29 +82,28 @@ def write_code_change(manifest: RunManifest, change: Change) -> CodeChange:
 
 def _change_own_calls(manifest: RunManifest, change: Change) -> CodeChange:
     code = manifest.code
-    where = f"The diff changes {_places(code.calls)}."
+    calls = f"the calls in {_places(code.calls)}"
     if is_readable(code.calls):
         edits = edit_own_calls(code, change)
         diff = write_diff(code.sources, edits) if edits else ""
         if diff:
+            where = f"The diff changes {calls}, or adds lines after them."
             return _finish(manifest, change, where, diff=diff, needs_plan_file=False)
         edits = replace_calls(code, change)
         diff = write_diff(code.sources, edits) if edits else ""
         if diff:
-            where = (
-                f"The diff applies the plan file in place of the calls in {_places(code.calls)}."
-            )
+            where = f"The diff applies the plan file in place of {calls}."
             return _finish(manifest, change, where, diff=diff)
     roots = find_roots(code.calls, change.before)
     model = next(iter(roots.values())).argument if len(roots) == 1 else ""
     prefix = next(iter(roots), "") if len(roots) == 1 else ""
     lines = apply_lines(change, model or "model", "mesh", prefix)
-    where = f"Replace the calls in {_places(code.calls)} by these lines. {_say_no_diff(manifest)}"
+    where = f"Replace {calls} by these lines. {_say_no_diff(manifest)}"
     return _finish(manifest, change, where, lines=lines)
 
 
 def _change_framework(manifest: RunManifest, change: Change) -> CodeChange:
-    code, call = manifest.code, next(call for call in manifest.code.calls if call.package)
+    code, call = manifest.code, _outer_call(manifest.code.calls)
     title = title_of_framework(call.package)
     settings = express_in_settings(code.frameworks, code.settings, change)
     if settings is not None:
@@ -134,6 +134,13 @@ def _change_framework(manifest: RunManifest, change: Change) -> CodeChange:
     lines = apply_lines(change, user.model or "model", "")
     where = f"{shards}. No setting makes this change. Build the model unsharded and apply the plan."
     return _finish(manifest, change, where, lines=lines)
+
+
+def _outer_call(calls: Sequence[ShardingCall]) -> ShardingCall:
+    """The call of a package for the whole model, else the first call of a package."""
+    of_packages = [call for call in calls if call.package]
+    whole = [call for call in of_packages if call.user is not None and call.user.model]
+    return (whole or of_packages)[0]
 
 
 def _is_later(change: Change) -> bool:
@@ -192,10 +199,17 @@ def _before_accelerate(
         edit = Edit(user.file, user.made_at + 1, user.made_at, new)
         diff = write_diff(manifest.code.sources, [edit])
     where = (
-        f"{shards}. It keeps a model that is already sharded, so the plan is applied after the "
-        "model is built and before its optimizer."
+        f"{shards}. It keeps a model that is already sharded, so apply the plan after the model "
+        "is built and before its optimizer, and switch off its own wrapping."
     )
-    return _finish(manifest, change, where, diff=diff, lines=() if diff else lines)
+    return _finish(
+        manifest,
+        change,
+        where,
+        diff=diff,
+        settings=switch_off_wrapping(manifest.code.frameworks),
+        lines=() if diff else lines,
+    )
 
 
 # --- the parts
@@ -225,12 +239,19 @@ def _finish(  # noqa: PLR0913 - the parts of one change
 
 
 def _places(calls: Sequence[ShardingCall]) -> str:
-    places = list(dict.fromkeys(f"{call.file}:{call.line}" for call in calls))
-    more = len(places) - _MOST_PLACES
-    shown = places[: _MOST_PLACES if more > 0 else None]
-    if more > 0:
-        return f"{', '.join(shown)} and {more} more"
-    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
+    """`train.py, lines 22 and 23`."""
+    lines: dict[str, list[int]] = {}
+    for call in calls:
+        lines.setdefault(call.file, []).append(call.line)
+    return "; ".join(_lines_of_file(file, found) for file, found in lines.items())
+
+
+def _lines_of_file(file: str, lines: Sequence[int]) -> str:
+    numbers = [str(line) for line in sorted(set(lines))]
+    if len(numbers) > _MOST_PLACES:
+        numbers = [*numbers[:_MOST_PLACES], f"{len(numbers) - _MOST_PLACES} more"]
+    words = " and ".join(filter(None, (", ".join(numbers[:-1]), numbers[-1])))
+    return f"{file}, line{'s' * (len(numbers) > 1)} {words}"
 
 
 def _load_line(change: Change) -> list[str]:

@@ -58,6 +58,24 @@ def express_in_settings(
     return None
 
 
+def switch_off_wrapping(frameworks: list[str]) -> FrameworkSettings:
+    """The settings with which Accelerate accepts a model that is already sharded.
+
+    Otherwise it looks for the class of the layers, whose name `fully_shard` has changed.
+    """
+    if "transformers" in frameworks or "trl" in frameworks:
+        return FrameworkSettings(
+            '# TrainingArguments(fsdp_config={...}) without "transformer_layer_cls_to_wrap"'
+        )
+    return FrameworkSettings(
+        "# in the file of `accelerate config`:\n"
+        "fsdp_config:\n"
+        "  fsdp_auto_wrap_policy: NO_WRAP\n"
+        '# or in code: FullyShardedDataParallelPlugin(..., auto_wrap_policy="no_wrap")',
+        starter_options={"--fsdp_auto_wrap_policy": "NO_WRAP"},
+    )
+
+
 def _accelerate(
     frameworks: list[str], settings: dict[str, object], change: Change
 ) -> FrameworkSettings | None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import unified_diff
+from pathlib import PurePath
 
 from fsdp_inspect.trace.training_code import SourceLines
 
@@ -47,7 +48,9 @@ def _diff(file: str, sources: Sequence[SourceLines], edits: Sequence[Edit]) -> I
     for edit in own:
         new += [*old[at - 1 : edit.first - 1], *edit.lines]
         at = edit.last + 1
-    yield from unified_diff(old, [*new, *old[at - 1 :]], file, file, lineterm="")
+    # `patch` refuses absolute paths.
+    name = PurePath(file).name if PurePath(file).is_absolute() else file
+    yield from unified_diff(old, [*new, *old[at - 1 :]], name, name, lineterm="")
 
 
 def _known(file: str, sources: Sequence[SourceLines]) -> dict[int, str]:

@@ -137,7 +137,7 @@ def test_without_source_lines_the_advice_names_the_lines(
     before = plan_of(manifest)
     written = write_code_change(manifest, Change(before, merged(before)))
     assert not written.diff
-    assert f"{SCRIPT}:55" in written.where
+    assert f"{SCRIPT}, lines 55" in written.where
     assert "no source lines" in written.where
     assert 'Plan.load("plan.toml").within("decoder")' in written.lines
 

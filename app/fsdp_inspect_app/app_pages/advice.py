@@ -301,10 +301,15 @@ def _show_suggestion(
 def _show_code(change: CodeChange, snippet: str) -> None:
     """Show where the code of the run changes, and its diff, settings or lines."""
     st.caption(plain(change.where))
-    text = change.text or snippet
-    if text:
-        language = "diff" if change.diff else "yaml" if change.settings else "python"
-        st.code(text, language=language)
+    if not change.text and snippet:
+        st.code(snippet, language="python")
+    for text, language in (
+        (change.diff, "diff"),
+        (change.settings, "yaml"),
+        (change.lines, "python"),
+    ):
+        if text:
+            st.code(text, language=language)
 
 
 def _badge(rule: str) -> str:
