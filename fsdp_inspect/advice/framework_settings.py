@@ -64,9 +64,8 @@ def switch_off_wrapping(frameworks: list[str]) -> FrameworkSettings:
     Otherwise it looks for the class of the layers, whose name `fully_shard` has changed.
     """
     if "transformers" in frameworks or "trl" in frameworks:
-        return FrameworkSettings(
-            '# TrainingArguments(fsdp_config={...}) without "transformer_layer_cls_to_wrap"'
-        )
+        line = 'TrainingArguments(..., fsdp_config={..., "auto_wrap_policy": "NO_WRAP"})'
+        return FrameworkSettings(line)
     return FrameworkSettings(
         "# in the file of `accelerate config`:\n"
         "fsdp_config:\n"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.step_selection import timed_rank
 from fsdp_inspect.columns import (
@@ -25,6 +26,7 @@ from fsdp_inspect.results import TableResult
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import COPIES, EventFlag, EventKind, Phase
+from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 from fsdp_inspect.trace.tables import EventTable, SummaryTable, rows_of
 
@@ -259,9 +261,14 @@ def measure_units(run: RunSource, *, rank: int | None = None) -> UnitCosts:
         gathers = run.events(member.rank, steps=steps.tolist(), kinds=[EventKind.ALL_GATHER])
     trained = _UnitRows(rows.where(rows.phase != Phase.EVALUATION), len(steps))
     prefetched = gathers.where((gathers.flags & EventFlag.PREFETCHED) != 0)
+    recompute_ns = {} if member is None else _measure_recompute(run, member.rank, trained, steps)
     units = [
         _measure_unit(
-            unit, run.manifest, trained.of_unit(unit.index), _of_unit(prefetched, unit.index)
+            unit,
+            run.manifest,
+            trained.of_unit(unit.index),
+            _of_unit(prefetched, unit.index),
+            recompute_ns.get(unit.index, 0),
         )
         for unit in run.manifest.units
     ]
@@ -309,14 +316,11 @@ def _execution_order(unit: UnitCost) -> tuple[bool, int]:
 
 
 def _measure_unit(
-    unit: Unit, manifest: RunManifest, own: _UnitRows, prefetched: EventTable
+    unit: Unit, manifest: RunManifest, own: _UnitRows, prefetched: EventTable, recompute_ns: int
 ) -> UnitCost:
     sizes = {group.index: len(group.ranks) for group in manifest.process_groups}
     shard, replicate = sizes.get(unit.shard_group), sizes.get(unit.replicate_group)
     gathers = own.of_kind(EventKind.ALL_GATHER)
-    recompute_ns = own.of_kind(EventKind.RECOMPUTE).per_step("duration_ns") + own.of_kind(
-        EventKind.FORWARD, phase=Phase.BACKWARD
-    ).per_step("duration_ns")
     return UnitCost(
         index=unit.index,
         fqn=unit.fqn,
@@ -348,6 +352,46 @@ def _measure_unit(
         backward_ns=_known_time(own.of_kind(EventKind.BACKWARD), manifest),
         recompute_ns=recompute_ns,
     )
+
+
+_INSIDE_RECOMPUTE = (
+    EventKind.RECOMPUTE,
+    EventKind.FORWARD,
+    EventKind.ALL_GATHER,
+    EventKind.ALL_GATHER_COPY_IN,
+    EventKind.ALL_GATHER_COPY_OUT,
+    EventKind.ALL_GATHER_WAIT,
+)
+
+
+def _measure_recompute(
+    run: RunSource, rank: int, trained: _UnitRows, steps: NDArray[np.int32]
+) -> dict[int, int]:
+    """Measure the repeated forwards of each unit per step.
+
+    A checkpoint around several units repeats their forwards inside the backward of one of them.
+    Each unit then gets its own forward. The gathers for it are no recompute.
+    """
+    repeats = trained.of_kind(EventKind.RECOMPUTE).rows
+    if not len(repeats) and not len(trained.of_kind(EventKind.FORWARD, phase=Phase.BACKWARD).rows):
+        return {}
+    events = run.events(rank, steps=steps.tolist(), kinds=_INSIDE_RECOMPUTE)
+    events = events.where(events.phase == Phase.BACKWARD)
+    is_recompute = events.kind == EventKind.RECOMPUTE
+    is_forward = events.kind == EventKind.FORWARD
+    blocks = ~is_recompute & ((events.flags & EventFlag.ASYNC) == 0)
+    found = {}
+    for unit in np.unique(events.unit[is_recompute | is_forward]).tolist():
+        is_own = events.unit == unit
+        others = _spans(events.where(blocks & ~is_own))
+        own = _spans(events.where(is_recompute & is_own)).subtract(others)
+        repeated = own.union(_spans(events.where(is_forward & is_own)))
+        found[unit] = round(repeated.duration_ns / max(len(steps), 1))
+    return found
+
+
+def _spans(events: EventTable) -> Intervals:
+    return Intervals.of(events.start_ns, events.end_ns)
 
 
 def _known(unit: Unit, value: int) -> int | None:

@@ -29,6 +29,7 @@ class Instruments:
     ) -> None:
         reductions = ReductionsByContext()
         self._session = session
+        session.unit_depths = [_depth(handle.fqns[0]) for handle in handles]
         self._patches = Patches()
         self._units = [
             UnitHooks(session, handle, index, reductions, memory)
@@ -62,3 +63,7 @@ class Instruments:
             hooks.close()
         self._patches.undo()
         self._session.process_groups.forget()
+
+
+def _depth(fqn: str) -> int:
+    return fqn.count(".") + 1 if fqn else 0

@@ -161,40 +161,93 @@ class LoopHooks:
     # --- recomputation
 
     def _wrap_recomputation(self, patches: Patches) -> None:
-        """Time the recompute of activation checkpointing in backward (non-reentrant only).
-
-        torch 2.13, `torch/utils/checkpoint.py`: the repeated forward runs inside a
-        `_recomputation_hook`, even if an exception stops it early.
-        """
+        """Time the recompute of activation checkpointing in backward."""
+        self._wrap_reentrant(patches)
         hook = getattr(torch.utils.checkpoint, "_recomputation_hook", None)
         if hook is None:
             self._session.problem(
                 "This torch version has no torch.utils.checkpoint._recomputation_hook: recompute "
-                "is part of backward and not shown separately."
+                "of non-reentrant checkpoints is part of backward and not shown separately."
             )
             return
-        session, starts = self._session, []
+        self._wrap_hook(hook, patches)
+
+    def _wrap_hook(self, hook: Any, patches: Patches) -> None:
+        """Time the recompute of non-reentrant checkpoints.
+
+        torch 2.13, `torch/utils/checkpoint.py`: the repeated forward runs inside a
+        `_recomputation_hook`, even if an exception stops it early.
+        """
+        session, starts = self._session, list[Any]()
         enter, leave = hook.__enter__, hook.__exit__
 
         def entered(self_: Any) -> Any:
-            starts.append(session.clock.mark() if session.active else None)
+            starts.append(self._begin_recompute())
             return enter(self_)
 
         def left(self_: Any, *error: Any) -> Any:
-            start = starts.pop() if starts else None
-            if start is not None and session.active:
-                unit, _ = session.position()
-                session.add(
-                    EventKind.RECOMPUTE,
-                    start,
-                    session.clock.mark(),
-                    unit=unit,
-                    phase=Phase.BACKWARD,
-                )
+            begun = starts.pop() if starts else None
+            if begun is not None and session.active:
+                self._end_recompute(begun)
             return leave(self_, *error)
 
         patches.set_attribute(hook, "__enter__", entered)
         patches.set_attribute(hook, "__exit__", left)
+
+    def _wrap_reentrant(self, patches: Patches) -> None:
+        """Time the recompute of reentrant checkpoints, and note their first forward.
+
+        `CheckpointFunction.apply` runs the first forward without gradients, and its `backward`
+        calls `ctx.run_function` again. A forward without gradients is otherwise an evaluation.
+        """
+        session, function = self._session, torch.utils.checkpoint.CheckpointFunction
+        apply: Callable[..., Any] = function.apply
+        backward: Callable[..., Any] = function.backward
+
+        def first(*args: Any, **kwargs: Any) -> Any:
+            outer = session.will_repeat
+            session.will_repeat = outer or torch.is_grad_enabled()
+            try:
+                return apply(*args, **kwargs)
+            finally:
+                session.will_repeat = outer
+
+        def again(ctx: Any, *gradients: Any) -> Any:
+            run = ctx.run_function
+
+            def timed(*args: Any, **kwargs: Any) -> Any:
+                begun = self._begin_recompute()
+                try:
+                    return run(*args, **kwargs)
+                finally:
+                    if begun is not None and session.active:
+                        self._end_recompute(begun)
+
+            ctx.run_function = timed
+            try:
+                return backward(ctx, *gradients)
+            finally:
+                ctx.run_function = run
+
+        patches.set_attribute(function, "apply", first)
+        patches.set_attribute(function, "backward", staticmethod(again))
+
+    def _begin_recompute(self) -> tuple[Any, int] | None:
+        """The start of a recompute and its unit; None: nothing is recorded."""
+        session = self._session
+        try:
+            return (session.clock.mark(), session.repeating_unit()) if session.active else None
+        except Exception as error:
+            session.fail(error)
+            return None
+
+    def _end_recompute(self, begun: tuple[Any, int]) -> None:
+        session, (start, unit) = self._session, begun
+        try:
+            end = session.clock.mark()
+            session.add(EventKind.RECOMPUTE, start, end, unit=unit, phase=Phase.BACKWARD)
+        except Exception as error:
+            session.fail(error)
 
 
 def _dtype_of(tensors: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +47,10 @@ class Session:
 
     loss_dtype = ""
     """Dtype of the tensor of the first backward: `float32`; empty before it."""
+    unit_depths: Sequence[int] = ()
+    """By unit: how deep its first module is in the model."""
+    will_repeat = False
+    """Inside the first forward of a reentrant checkpoint, which runs without gradients."""
 
     def __init__(
         self,
@@ -77,7 +81,8 @@ class Session:
         self.hook_unit = NO_UNIT
         """The unit whose FSDP hook is on the host's stack; -1: none."""
         self.open_units: list[int] = []
-        """Units whose forward or backward is open, outermost first."""
+        """Units whose forward or backward is open, outermost first. In backward, a unit around
+        the last one opens after it."""
         self.tracker: StorageTracker | None = None
         """Set during a memory step; see `follow_storages`."""
         self.samples_boundaries = False
@@ -135,6 +140,15 @@ class Session:
         if self.hook_unit != NO_UNIT:
             return self.hook_unit
         return self.open_units[-1] if self.open_units else NO_UNIT
+
+    def repeating_unit(self) -> int:
+        """The innermost open unit by its place in the model; -1: none."""
+        depths = self.unit_depths
+        return max(
+            reversed(self.open_units),
+            key=lambda unit: depths[unit] if unit < len(depths) else 0,
+            default=NO_UNIT,
+        )
 
     def close_unit(self, unit: int) -> None:
         """Take a unit off the stack; backward does not close units strictly in nested order."""

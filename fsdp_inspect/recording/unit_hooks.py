@@ -94,6 +94,11 @@ WRAPPED_METHODS = (
 """The methods of `FSDPParamGroup` that are wrapped on the instance."""
 
 
+def _keeps_graph(session: Session) -> bool:
+    """Whether a forward that starts now has a backward."""
+    return torch.is_grad_enabled() or session.will_repeat
+
+
 class Reductions:
     """Gradient reductions in flight, shared by the units of one `comm_ctx` (device streams)."""
 
@@ -365,7 +370,7 @@ class UnitHooks:
             return False  # another module of the same unit has opened this forward
         if torch._C._current_graph_task_id() == -1:
             mark = self._clock.mark()
-            phase = session.enter_forward(mark, grad_enabled=torch.is_grad_enabled())
+            phase = session.enter_forward(mark, grad_enabled=_keeps_graph(session))
             if not session.execution_known and phase == _FORWARD_PHASE:
                 session.note_execution(self.index)
         if session.watches_memory:
@@ -390,7 +395,7 @@ class UnitHooks:
         session.hook_unit = self._outer_hooks.pop() if self._outer_hooks else NO_UNIT
         if not opened:
             return
-        flags = 0 if torch.is_grad_enabled() else _NO_GRAD
+        flags = 0 if _keeps_graph(session) else _NO_GRAD
         if session.phase == _BACKWARD_PHASE:
             flags |= _RECOMPUTE
         self._forwards.append((self._clock.mark(), session.phase, flags))

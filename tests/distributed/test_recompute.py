@@ -1,0 +1,47 @@
+"""The repeated forwards of both kinds of checkpoints are measured, wherever the checkpoints are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fsdp_inspect
+from fsdp_inspect.trace.codes import EventKind, Phase
+from tests.conftest import Torchrun
+from tests.distributed.checkpointed_script import NUM_BLOCKS, SLEEP_S
+
+pytestmark = pytest.mark.distributed
+
+SCRIPT = Path(__file__).with_name("checkpointed_script.py")
+LEAST_NS = SLEEP_S * 1e9
+REPEATED = {
+    "inside": range(NUM_BLOCKS),
+    "around": range(NUM_BLOCKS),
+    "every-second": range(1, NUM_BLOCKS, 2),
+    "pair": range(NUM_BLOCKS),
+}
+
+
+@pytest.mark.parametrize("place", REPEATED)
+@pytest.mark.parametrize("kind", [(), ("--reentrant",), ("--reentrant", "--steps")], ids=" ".join)
+def test_each_unit_shows_its_own_repeated_forward(
+    run_ranks: Torchrun, tmp_path: Path, kind: tuple[str, ...], place: str
+) -> None:
+    run_ranks(SCRIPT, place, *kind, cwd=tmp_path)
+    run = fsdp_inspect.open_run(tmp_path / "run")
+    units = {unit.fqn: unit for unit in run.units().units}
+    blocks = [units[f"layers.{at}"] for at in range(NUM_BLOCKS)]
+    for at, block in enumerate(blocks):
+        assert block.forward_ns is not None
+        assert block.forward_ns >= LEAST_NS
+        assert block.all_gather.count_per_step == 2
+        if at in REPEATED[place]:
+            assert LEAST_NS <= block.recompute_ns < 2 * LEAST_NS
+        else:
+            assert block.recompute_ns == 0
+    assert units[""].recompute_ns < LEAST_NS
+    events = run.source.events(0, kinds=[EventKind.RECOMPUTE])
+    assert set(events.phase.tolist()) <= {Phase.BACKWARD}
+    assert run.summary().plan_check.sentence.startswith("The run follows its plan")
+    assert [rank.problems for rank in run.source.ranks] == [[], []]
