@@ -200,7 +200,7 @@ _ALL = (
         "count_per_step",
         "count per step",
         _COUNT,
-        "collectives of the unit in one step",
+        "collectives of the unit in one step, mean over all timed steps",
         Better.NEITHER,
     ),
     Metric(

@@ -430,7 +430,7 @@ def _find_owners(
                 is_fsdp=_is_fsdp(manifest, unit),
                 kind=kind.label,
                 phase=phase.label,
-                count_per_step=member.typical_mean_per_step(own, "count"),
+                count_per_step=float(own.count.sum() / max(len(member.steps), 1)),
                 duration_ns=member.typical_per_step(own, "duration_ns"),
                 exposed_ns=exposed,
                 floor_ns=owned.floor_ns(owned.waits.by_cause_ns),

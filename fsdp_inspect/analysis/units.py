@@ -38,7 +38,8 @@ class UnitCollective:
     """One unit's collectives of one kind."""
 
     count_per_step: float
-    """Mean over the typical steps; 0 for a group of one rank, or for frozen parameters."""
+    """Mean over all timed steps, because an expert may run in few of them, outside the typical
+    steps; 0 for a group of one rank, or for frozen parameters."""
     bytes: int | None
     """Full padded message of one collective: all-gather output, reduce-scatter input."""
     group_size: int | None
@@ -254,12 +255,13 @@ def measure_units(run: RunSource, *, rank: int | None = None) -> UnitCosts:
     """
     member = timed_rank(run, rank)
     if member is None:
-        rows, gathers, steps = SummaryTable.empty(), EventTable.empty(), np.empty(0, np.int32)
+        timed, gathers, steps = SummaryTable.empty(), EventTable.empty(), np.empty(0, np.int32)
     else:
-        steps = member.typical_steps
-        rows = member.rows.where(np.isin(member.rows.step, steps))
+        steps, timed = member.typical_steps, member.rows
         gathers = run.events(member.rank, steps=steps.tolist(), kinds=[EventKind.ALL_GATHER])
-    trained = _UnitRows(rows.where(rows.phase != Phase.EVALUATION), len(steps))
+    timed = timed.where(timed.phase != Phase.EVALUATION)
+    trained = _UnitRows(timed.where(np.isin(timed.step, steps)), len(steps))
+    all_steps = _UnitRows(timed, 0 if member is None else len(member.steps))
     prefetched = gathers.where((gathers.flags & EventFlag.PREFETCHED) != 0)
     recompute_ns = {} if member is None else _measure_recompute(run, member.rank, trained, steps)
     units = [
@@ -267,6 +269,7 @@ def measure_units(run: RunSource, *, rank: int | None = None) -> UnitCosts:
             unit,
             run.manifest,
             trained.of_unit(unit.index),
+            all_steps.of_unit(unit.index),
             _of_unit(prefetched, unit.index),
             recompute_ns.get(unit.index, 0),
         )
@@ -316,7 +319,12 @@ def _execution_order(unit: UnitCost) -> tuple[bool, int]:
 
 
 def _measure_unit(
-    unit: Unit, manifest: RunManifest, own: _UnitRows, prefetched: EventTable, recompute_ns: int
+    unit: Unit,
+    manifest: RunManifest,
+    own: _UnitRows,
+    timed: _UnitRows,
+    prefetched: EventTable,
+    recompute_ns: int,
 ) -> UnitCost:
     sizes = {group.index: len(group.ranks) for group in manifest.process_groups}
     shard, replicate = sizes.get(unit.shard_group), sizes.get(unit.replicate_group)
@@ -334,14 +342,21 @@ def _measure_unit(
         param_dtype=unit.param_dtype,
         reduce_dtype=unit.reduce_dtype,
         reshard_after_forward=unit.reshard_after_forward,
-        all_gather=_measure_collective(gathers, shard, _gather_factor(gathers, unit, shard)),
+        all_gather=_measure_collective(
+            gathers,
+            timed.of_kind(EventKind.ALL_GATHER),
+            shard,
+            _gather_factor(gathers, unit, shard),
+        ),
         reduce_scatter=_measure_collective(
             own.of_kind(EventKind.REDUCE_SCATTER),
+            timed.of_kind(EventKind.REDUCE_SCATTER),
             shard,
             bus_factor(EventKind.REDUCE_SCATTER, shard or 0),
         ),
         all_reduce=_measure_collective(
             own.of_kind(EventKind.ALL_REDUCE),
+            timed.of_kind(EventKind.ALL_REDUCE),
             replicate,
             bus_factor(EventKind.ALL_REDUCE, replicate or 0),
         ),
@@ -406,8 +421,19 @@ def _known_time(own: _UnitRows, manifest: RunManifest) -> int | None:
     return own.per_step("duration_ns")
 
 
-def _measure_collective(own: _UnitRows, group_size: int | None, factor: float) -> UnitCollective:
-    """Measure the collectives of one kind; `factor` converts message bytes to bus bytes."""
+def _measure_collective(
+    own: _UnitRows, timed: _UnitRows, group_size: int | None, factor: float
+) -> UnitCollective:
+    """Measure the collectives of one kind.
+
+    Args:
+        own: Of the typical steps.
+        timed: Of all timed steps; the sizes and durations of a unit that no typical step runs.
+        group_size: The number of ranks.
+        factor: Converts message bytes to bus bytes.
+    """
+    per_step, exposed_ns = timed.mean_per_step("count"), own.per_step("exposed_ns")
+    own = own if len(own.rows) else timed
     # A size of 0 bytes means that the size was not recorded.
     message = median(own.rows.bytes // np.maximum(own.rows.count, 1)) or None
     count = int(own.rows.count.sum())
@@ -416,11 +442,11 @@ def _measure_collective(own: _UnitRows, group_size: int | None, factor: float) -
     if message and total_ns and factor > 0:
         bandwidth = message * factor * count / total_ns * 1e9
     return UnitCollective(
-        count_per_step=own.mean_per_step("count"),
+        count_per_step=per_step,
         bytes=message,
         group_size=group_size,
         duration_ns=round(total_ns / count) if count else None,
-        exposed_ns=own.per_step("exposed_ns"),
+        exposed_ns=exposed_ns,
         bus_bytes_per_s=bandwidth,
     )
 

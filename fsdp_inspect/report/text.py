@@ -250,6 +250,7 @@ def _units_footer(costs: UnitCosts) -> str:
         return "The run has no timed step, so times are missing."
     return (
         f"Typical step of rank {costs.rank}, from {costs.num_steps} timed steps. n: collectives "
-        "per step. duration: of one collective. exposed: of all n. forward and backward include "
-        f"nested units. bus: {find_metric('bus_bytes_per_s').definition}."
+        "per step, mean over all timed steps. duration: of one collective. exposed: per typical "
+        "step. forward and backward include nested units. "
+        f"bus: {find_metric('bus_bytes_per_s').definition}."
     )

@@ -70,10 +70,11 @@ unit      params  forward  backward  recompute  copies  prefetched
 layers.0     100   100 ns    160 ns       0 ns   10 ns           1
 layers.1     100   100 ns    160 ns       0 ns   10 ns           1
 
-Typical step of rank 0, from 3 timed steps. n: collectives per step. duration:
-of one collective. exposed: of all n. forward and backward include nested units.
-bus: message x (N-1)/N / duration for all-gather and reduce-scatter, 2(N-1)/N
-for all-reduce, N ranks in the group (nccl-tests); missing for N = 1."""
+Typical step of rank 0, from 3 timed steps. n: collectives per step, mean over
+all timed steps. duration: of one collective. exposed: per typical step. forward
+and backward include nested units. bus: message x (N-1)/N / duration for
+all-gather and reduce-scatter, 2(N-1)/N for all-reduce, N ranks in the group
+(nccl-tests); missing for N = 1."""
 
 
 def summary_of(run):
