@@ -142,6 +142,44 @@ def test_without_source_lines_the_advice_names_the_lines(
     assert 'Plan.load("plan.toml").within("decoder")' in written.lines
 
 
+def test_the_trainer_runs_the_printed_launch_line(tmp_path: Path, torchrun: Torchrun) -> None:
+    settings = ("--wrap", "root", "--no-reshard-after-backward", "--microbatches=2")
+    steps = ("--steps", "8", "--record", "--runs-dir", "runs", "--name", "first")
+    torchrun("-m", "instrumented_trainer", *settings, *steps, cwd=tmp_path)
+    manifest = open_run(newest(tmp_path / "runs")).manifest
+    before = plan_of(manifest)
+    after = before.change([""], reshard_after_forward=True)
+    written = write_code_change(manifest, Change(before, after))
+    assert not written.diff
+    assert written.launch.endswith(
+        "-m instrumented_trainer --steps 8 --record --runs-dir runs --name first-advised "
+        "--plan plan.toml"
+    )
+    after.dump(tmp_path / "plan.toml")
+    launch = shlex.split(written.launch)
+    torchrun(*launch[manifest.code.launched_at :], cwd=tmp_path)
+    again = open_run(newest(tmp_path / "runs")).manifest
+    assert again.name == "first-advised"
+    assert plan_of(again).units == after.units
+
+
+def test_a_model_that_was_sharded_before_the_recorder_was_imported_has_no_places(
+    tmp_path: Path, torchrun: Torchrun
+) -> None:
+    text = (FOLDER / MODELS).read_text()
+    line = "from fsdp_inspect import Recorder\n"
+    late = text.replace(line, "").replace("    options = {", f"    {line}    options = {{")
+    (tmp_path / MODELS).write_text(late)
+    torchrun(MODELS, cwd=tmp_path)
+    manifest = open_run(tmp_path / "run").manifest
+    assert manifest.code.calls == []
+    before = plan_of(manifest)
+    after = before.change(["critic.0"], reshard_after_forward=False)
+    written = write_code_change(manifest, Change(before, after))
+    assert "sharded before the script imported the recorder" in written.where
+    assert written.launch.endswith(MODELS)
+
+
 def advisable_run(recorded: Path, torchrun: Torchrun) -> Path:
     """A run that can be simulated; on a busy machine a run varies too much now and then."""
     for _ in range(4):

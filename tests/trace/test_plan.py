@@ -304,3 +304,26 @@ def test_a_plan_file_replaces_the_old_one_as_a_whole(tmp_path):
     BLOCKS.change(["layers.*"], offload="cpu").dump(path)
     assert Plan.load(path).unit("layers.*").offload == "cpu"
     assert [entry.name for entry in path.parent.iterdir()] == ["plan.toml"]
+
+
+def test_the_part_of_a_plan_within_a_module_has_names_relative_to_it():
+    plan = Plan(
+        units=[
+            {"modules": ["actor"]},
+            {"modules": ["actor.layers.0"]},
+            {"modules": ["actor.norm", "actor.head"]},
+            {"modules": ["actors"]},
+        ],
+        forward_prefetch={"actor.layers.0": ("actor.norm, actor.head",), "actors": ("actor",)},
+        checkpointing={"full": ["actor.layers.0", "actors.layers.0"]},
+    )
+    part = plan.within("actor")
+    assert part.unit_names == ("", "layers.0", "norm, head")
+    assert part.forward_prefetch == {"layers.0": ("norm, head",)}
+    assert part.checkpointing.full == ("layers.0",)
+    assert plan.within("") == plan
+
+
+def test_a_module_without_units_has_no_part_of_the_plan():
+    with pytest.raises(PlanError, match="The plan has no unit in the module 'critic'"):
+        Plan(units=[{"modules": ["actor"]}]).within("critic")

@@ -1,0 +1,245 @@
+"""The change of the code: a diff, a framework's settings, or the place to insert the plan."""
+
+import ast
+
+import pytest
+
+from fsdp_inspect.advice.call_edits import Change
+from fsdp_inspect.advice.code_change import CodeChange, write_code_change
+from fsdp_inspect.recording.call_statements import read_calls
+from fsdp_inspect.trace.plan import Accumulation, Plan, UnitPlan
+from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.trace.training_code import (
+    ShardingCall,
+    SourceLines,
+    TrainingCode,
+    UserStatement,
+)
+from tests.builders import RunBuilder
+
+BLOCKS = tuple(f"layers.{at}" for at in range(3))
+PLAN = Plan(units=tuple(UnitPlan(modules=(name,)) for name in (*BLOCKS, "")))
+RESHARDED = PLAN.change(BLOCKS, reshard_after_forward=False)
+MERGED = PLAN.merge(["layers.0", "layers.1"])
+
+
+def manifest_of(code: TrainingCode) -> RunManifest:
+    command = ["python", "-u", "train.py"]
+    return RunBuilder((*BLOCKS, ""), command=command, code=code).build().manifest
+
+
+def own_calls(text: str, *lines: tuple[int, tuple[str, ...]]) -> TrainingCode:
+    """The code of a script with calls in these lines, each with its units."""
+    calls = [
+        ShardingCall(function="fully_shard", file="train.py", line=line, units=list(units))
+        for line, units in lines
+    ]
+    source = SourceLines(file="train.py", first_line=1, lines=text.splitlines())
+    return TrainingCode(calls=read_calls(text, calls), sources=[source])
+
+
+def changed(text: str, after: Plan, *lines: tuple[int, tuple[str, ...]]) -> CodeChange:
+    return write_code_change(manifest_of(own_calls(text, *lines)), Change(PLAN, after))
+
+
+def added(change: CodeChange) -> list[str]:
+    return [line[1:] for line in change.diff.splitlines()[2:] if line.startswith("+")]
+
+
+def removed(change: CodeChange) -> list[str]:
+    return [line[1:] for line in change.diff.splitlines()[2:] if line.startswith("-")]
+
+
+LOOP = """\
+def shard(model, mesh):
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+"""
+CALLS = ((3, BLOCKS), (4, ("",)))
+
+
+def test_a_keyword_is_added_to_the_call():
+    change = changed(LOOP, RESHARDED, *CALLS)
+    assert added(change) == ["        fully_shard(layer, mesh=mesh, reshard_after_forward=False)"]
+    assert not change.needs_plan_file
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "fully_shard(layer, reshard_after_forward=True, mesh=mesh)",
+        "fsdp.fully_shard(layer, mesh=mesh, reshard_after_forward=policy == 'always')",
+    ],
+)
+def test_another_value_replaces_the_old_one(call):
+    (line,) = added(changed(LOOP.replace("fully_shard(layer, mesh=mesh)", call), RESHARDED, *CALLS))
+    assert line.count("reshard_after_forward=False") == 1
+    ast.parse(line.strip())
+
+
+def test_unpacked_settings_get_lines_after_the_calls():
+    text = LOOP.replace("mesh=mesh)", "**settings)")
+    lines = added(changed(text, RESHARDED, *CALLS))
+    assert lines[0] == '    for name in [*(f"layers.{at}" for at in range(0, 3))]:'
+    assert "model.get_submodule(name).set_reshard_after_forward(False, recurse=False)" in lines[1]
+    plan = added(changed(text, MERGED, *CALLS))
+    assert plan[-1] == '    fsdp_inspect.apply_plan(model, plan, settings.get("mesh"))'
+
+
+def test_the_mesh_of_the_calls_stays_unless_the_plan_has_another():
+    assert added(changed(LOOP, MERGED, *CALLS))[-1].endswith("apply_plan(model, plan, mesh)")
+    replicas = MERGED.model_copy(update={"mesh": {"replicate": 2, "shard": 2}})
+    assert added(changed(LOOP, replicas, *CALLS))[-1].endswith("apply_plan(model, plan)")
+
+
+def test_a_loop_that_does_more_than_shard_stays():
+    text = LOOP.replace("        fully_shard", "        layer.half()\n        fully_shard")
+    change = changed(text, MERGED, (4, BLOCKS), (5, ("",)))
+    assert removed(change) == [
+        "        fully_shard(layer, mesh=mesh)",
+        "    fully_shard(model, mesh=mesh)",
+    ]
+
+
+def test_a_block_that_only_sharded_stays_valid():
+    text = """\
+if big:
+    fully_shard(layers[0])
+fully_shard(model)
+"""
+    change = changed(text, MERGED, (2, BLOCKS), (3, ("",)))
+    assert added(change)[0] == "    pass"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["layers = [fully_shard(layer) for layer in layers]", "wrapped = fully_shard(model)"],
+)
+def test_a_call_inside_another_statement_is_only_named(statement):
+    change = changed(f"{statement}\nfully_shard(model)\n", MERGED, (1, BLOCKS), (2, ("",)))
+    assert not change.diff
+    assert change.where.startswith("Replace the calls in train.py, lines 1 and 2 by these lines.")
+    assert "No diff can be written" in change.where
+    ast.parse(change.lines)
+
+
+def test_settings_that_a_plan_cannot_express_are_not_lost():
+    text = LOOP.replace("fully_shard(layer, ", "fully_shard(layer, ignored_params=ignored, ")
+    assert not changed(text, MERGED, *CALLS).diff
+    assert changed(text, RESHARDED, *CALLS).diff
+
+
+def test_lines_with_a_masked_secret_give_no_diff():
+    code = own_calls(LOOP, *CALLS)
+    lines = ["token = '***'", *LOOP.splitlines()[1:]]
+    masked = code.model_copy(
+        update={"sources": [SourceLines(file="train.py", first_line=1, lines=lines)]}
+    )
+    change = write_code_change(manifest_of(masked), Change(PLAN, MERGED))
+    assert not change.diff
+    assert change.lines
+
+
+def test_one_helper_that_shards_several_models_is_only_named():
+    names = tuple(f"{model}.{name}" for model in ("actor", "critic") for name in ("0", "1"))
+    plan = Plan(units=tuple(UnitPlan(modules=(name,)) for name in ("actor", "critic", *names)))
+    code = own_calls(LOOP, (3, names), (4, ("actor", "critic")))
+    merged = plan.merge(["actor.0", "actor.1"])
+    assert not write_code_change(manifest_of(code), Change(plan, merged)).diff
+    kept = plan.change(names, reshard_after_forward=False)
+    assert write_code_change(manifest_of(code), Change(plan, kept)).diff
+
+
+def test_accumulation_is_left_to_the_loop():
+    after = RESHARDED.model_copy(update={"accumulation": Accumulation(microbatches=2, sync="last")})
+    change = changed(LOOP, after, *CALLS)
+    assert change.diff
+    assert "The training loop must also reduce gradients as the plan states." in change.where
+
+
+def test_an_older_run_says_that_the_place_is_unknown():
+    change = write_code_change(manifest_of(TrainingCode()), Change(PLAN, MERGED))
+    assert "unknown, because the run does not contain it" in change.where
+    assert "apply_plan(model, plan, mesh)" in change.lines
+
+
+def test_a_model_sharded_before_the_recorder_was_imported_is_reported():
+    code = TrainingCode(launch=["torchrun", "train.py"], launched_at=1)
+    change = write_code_change(manifest_of(code), Change(PLAN, MERGED))
+    assert "sharded before the script imported the recorder" in change.where
+
+
+# --- frameworks
+
+
+def of_package(package: str, **fields: object) -> TrainingCode:
+    calls = [
+        ShardingCall(
+            function="fully_shard",
+            file=f"{package}/parallelize.py",
+            line=line,
+            units=list(units),
+            package=package,
+            user=fields.get("user"),  # type: ignore[arg-type]
+        )
+        for line, units in CALLS
+    ]
+    return TrainingCode(
+        calls=calls,
+        frameworks=fields.get("frameworks", [package]),  # type: ignore[arg-type]
+        settings=fields.get("settings", {}),  # type: ignore[arg-type]
+        launch=["torchrun", "-m", f"{package}.train", "--training.steps", "9"],
+        launched_at=1,
+    )
+
+
+def test_torchtitan_gets_its_own_option_in_the_launch_line():
+    change = write_code_change(manifest_of(of_package("torchtitan")), Change(PLAN, RESHARDED))
+    assert change.where == "torchtitan makes this change by its own settings."
+    assert change.launch == (
+        "torchrun -m torchtitan.train --training.steps 9 "
+        "--parallelism.fsdp_reshard_after_forward never"
+    )
+    back = RESHARDED.change(BLOCKS, reshard_after_forward=True)
+    again = write_code_change(manifest_of(of_package("torchtitan")), Change(RESHARDED, back))
+    assert again.launch.endswith("--parallelism.fsdp_reshard_after_forward always")
+
+
+def test_torchtitan_gets_options_for_dtypes():
+    after = PLAN.change(PLAN.unit_names, reduce_dtype="bfloat16")
+    change = write_code_change(manifest_of(of_package("torchtitan")), Change(PLAN, after))
+    assert change.launch.endswith("--training.mixed_precision_reduce bfloat16")
+
+
+def test_a_change_without_a_setting_of_torchtitan_names_its_calls():
+    code = of_package("torchtitan")
+    merged = write_code_change(manifest_of(code), Change(PLAN, MERGED))
+    assert merged.where == (
+        "torchtitan shards the model in torchtitan/parallelize.py:3. Put these lines in place of "
+        "its calls."
+    )
+    assert merged.needs_plan_file
+    prefetching = PLAN.model_copy(update={"forward_prefetch": 1})
+    after = write_code_change(manifest_of(code), Change(PLAN, prefetching))
+    assert "Add these lines after its calls." in after.where
+    assert "set_modules_to_forward_prefetch" in after.lines
+    assert not after.needs_plan_file
+
+
+def test_accelerate_under_the_trainer_of_transformers_is_set_in_its_arguments():
+    user = UserStatement(file="train.py", line=9, end_line=9)
+    code = of_package(
+        "accelerate",
+        frameworks=["accelerate", "transformers"],
+        settings={"reshard_after_forward": True},
+        user=user,
+    )
+    before = PLAN.change(BLOCKS, reshard_after_forward=True)
+    after = before.change(BLOCKS, reshard_after_forward=False)
+    change = write_code_change(manifest_of(code), Change(before, after))
+    assert change.settings.startswith("TrainingArguments(..., fsdp_config=")
+    assert '"reshard_after_forward": False' in change.settings
+    merged = write_code_change(manifest_of(code), Change(before, before.merge(BLOCKS[:2])))
+    assert '"auto_wrap_policy": "NO_WRAP"' in merged.settings
+    assert "called from train.py:9" in merged.where
