@@ -35,7 +35,7 @@ def write_launch_line(
     code = manifest.code
     words, start = (code.launch, code.launched_at) if code.launch else (manifest.command, 0)
     head, own = list(words[:start]), list(words[start:])
-    comments = [] if code.launch else _say_unknown_start(manifest)
+    comments = [] if code.launched_at else _say_unknown_start(manifest)
     if TRAINER in own:
         at = own.index(TRAINER) + 1
         arguments = _renamed(without_options(own[at:], _DECIDED))

@@ -8,7 +8,8 @@ from fsdp_inspect_app.charts.advice import ADVISED, draw_front
 from fsdp_inspect_app.frames.advice import frame_front
 from fsdp_inspect_app.plan_links import pack_plan, unpack_plan
 
-from fsdp_inspect.advice.request import AdviceRequest
+from fsdp_inspect.advice.code_change import CodeChange
+from fsdp_inspect.advice.request import AdviceRequest, how_to_verify
 from fsdp_inspect.advice.run_advice import advise_run
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.formatting import format_ns
@@ -59,6 +60,35 @@ def test_every_change_says_what_why_and_by_how_much(advised, advice):
         assert f"peak {describe_plan_peak(suggestion)}." in text
         for line in (*suggestion.evidence, *suggestion.risks):
             assert line in text
+
+
+def test_the_diff_of_the_script_and_its_launch_are_those_of_the_library(
+    open_app, advice, monkeypatch
+):
+    change = CodeChange(
+        where="The diff changes the calls in train.py, line 3.",
+        diff="--- train.py\n+++ train.py\n@@ -1 +1 @@\n-fully_shard(a)\n+fully_shard(b)",
+        settings="fsdp_auto_wrap_policy: NO_WRAP",
+        lines="",
+        launch="torchrun --nproc-per-node 2 train.py",
+        needs_plan_file=False,
+    )
+    suggestion = dataclasses.replace(advice.plan.suggestions[0], change=change)
+    plan = dataclasses.replace(
+        advice.plan,
+        suggestions=(suggestion,),
+        change=change,
+        verify=how_to_verify(AdviceRequest(), change.launch),
+    )
+    changed = dataclasses.replace(advice, plan=plan)
+    monkeypatch.setattr("fsdp_inspect_app.advice_search.advice_of", lambda *_: changed)
+    page = open_app(SAMPLES, "advice", run=RUN)
+    code = [block.value for block in page.code]
+    assert code.count(change.diff) == 2
+    assert code.count(change.settings) == 2
+    assert change.launch in code
+    assert advice.plan.snippet not in code
+    assert change.where in read(page)
 
 
 def test_a_change_that_costs_time_says_between_what(open_app, advice, monkeypatch):
