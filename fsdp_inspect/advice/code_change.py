@@ -44,8 +44,8 @@ class CodeChange:
     """Lines to insert by hand, if there is no diff and no setting."""
     launch: str
     """The recorded launch line with the change applied."""
-    needs_plan_file: bool
-    """Whether the changed code reads the plan file."""
+    plan_file: str
+    """The plan file that the changed code reads; empty: it reads none."""
 
     @property
     def text(self) -> str:
@@ -235,7 +235,8 @@ def _finish(  # noqa: PLR0913 - the parts of one change
         reads_plan=needs_plan_file,
     )
     words = settings.lines if settings else ""
-    return CodeChange(where, diff, words, "\n".join(lines), launch, needs_plan_file)
+    plan_file = change.plan_file if needs_plan_file else ""
+    return CodeChange(where, diff, words, "\n".join(lines), launch, plan_file)
 
 
 def _places(calls: Sequence[ShardingCall]) -> str:

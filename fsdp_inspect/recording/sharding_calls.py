@@ -12,6 +12,7 @@ Source lines are read when the recorder attaches, on rank 0 only.
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -313,7 +314,7 @@ _START = Path.cwd()
 
 def _shown(file: str, package: str = "") -> str:
     """A path relative to the package or to the working directory, if it is below it."""
-    path = Path(file).absolute()
+    path = Path(os.path.normpath(Path(file).absolute()))  # links stay
     if package and package in path.parts:
         return Path(*path.parts[path.parts.index(package) :]).as_posix()
     return path.relative_to(_START).as_posix() if path.is_relative_to(_START) else str(path)

@@ -160,7 +160,8 @@ def _codes(suggestion: Suggestion, plan: PlanAdvice) -> list[Sequence[str]]:
     if not change.text:
         snippet = suggestion.snippet.splitlines()
         return [[*snippet, launch], snippet, _code_of_plan(plan, options)]
-    head = [f"# advise ... {options} writes the plan file"] if change.needs_plan_file else []
+    write = f"# advise ... --take 1 --write {change.plan_file} writes the plan file"
+    head = [write] if change.plan_file else []
     full, short = [*head, *change.text.splitlines()], [*head, *change.changed_lines]
     return [[*full, launch], full, [*short, launch], short, ["# --details shows the code"]]
 

@@ -62,7 +62,7 @@ CALLS = ((3, BLOCKS), (4, ("",)))
 def test_a_keyword_is_added_to_the_call():
     change = changed(LOOP, RESHARDED, *CALLS)
     assert added(change) == ["        fully_shard(layer, mesh=mesh, reshard_after_forward=False)"]
-    assert not change.needs_plan_file
+    assert not change.plan_file
 
 
 @pytest.mark.parametrize(
@@ -219,12 +219,12 @@ def test_a_change_without_a_setting_of_torchtitan_names_its_calls():
         "torchtitan shards the model in torchtitan/parallelize.py:3. Put these lines in place of "
         "its calls."
     )
-    assert merged.needs_plan_file
+    assert merged.plan_file == "plan.toml"
     prefetching = PLAN.model_copy(update={"forward_prefetch": 1})
     after = write_code_change(manifest_of(code), Change(PLAN, prefetching))
     assert "Add these lines after its calls." in after.where
     assert "set_modules_to_forward_prefetch" in after.lines
-    assert not after.needs_plan_file
+    assert not after.plan_file
 
 
 def test_accelerate_under_the_trainer_of_transformers_is_set_in_its_arguments():

@@ -71,7 +71,7 @@ def test_the_diff_of_the_script_and_its_launch_are_those_of_the_library(
         settings="fsdp_auto_wrap_policy: NO_WRAP",
         lines="",
         launch="torchrun --nproc-per-node 2 train.py",
-        needs_plan_file=False,
+        plan_file="",
     )
     suggestion = dataclasses.replace(advice.plan.suggestions[0], change=change)
     plan = dataclasses.replace(

@@ -111,7 +111,7 @@ def test_accelerate_keeps_units_sharded_by_its_own_setting(
     after = resharded(before)
     written = write_code_change(first, Change(before, after))
     assert "  fsdp_reshard_after_forward: false" in written.settings
-    assert not written.needs_plan_file
+    assert not written.plan_file
     text = (FOLDER / "accelerate_driver.py").read_text()
     changed = text.replace("fsdp_version=2,", "fsdp_version=2, reshard_after_forward=False,")
     assert changed != text
