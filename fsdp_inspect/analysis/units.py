@@ -394,15 +394,34 @@ def _measure_recompute(
     events = events.where(events.phase == Phase.BACKWARD)
     is_recompute = events.kind == EventKind.RECOMPUTE
     is_forward = events.kind == EventKind.FORWARD
-    blocks = ~is_recompute & ((events.flags & EventFlag.ASYNC) == 0)
+    blocks = events.where(~is_recompute & ((events.flags & EventFlag.ASYNC) == 0))
+    blocks = blocks.where(np.argsort(blocks.start_ns, kind="stable"))
     found = {}
     for unit in np.unique(events.unit[is_recompute | is_forward]).tolist():
         is_own = events.unit == unit
-        others = _spans(events.where(blocks & ~is_own))
-        own = _spans(events.where(is_recompute & is_own)).subtract(others)
-        repeated = own.union(_spans(events.where(is_forward & is_own)))
+        own = events.where(is_recompute & is_own)
+        others = _inner_units(own, blocks.where(blocks.unit != unit))
+        repeated = _spans(own).subtract(others).union(_spans(events.where(is_forward & is_own)))
         found[unit] = round(repeated.duration_ns / max(len(steps), 1))
     return found
+
+
+def _inner_units(recomputes: EventTable, others: EventTable) -> Intervals:
+    """The time of other units inside recomputes, each from its gather to the end of its forward.
+
+    Args:
+        recomputes: Repeated forwards of one unit.
+        others: Gathers and forwards of other units, by start.
+    """
+    starts, ends = list[int](), list[int]()
+    for first, last in zip(recomputes.start_ns, recomputes.end_ns, strict=True):
+        low, high = np.searchsorted(others.start_ns, [first, last])
+        units, unit_ends = others.unit[low:high], others.end_ns[low:high]
+        for unit in np.unique(units).tolist():
+            chosen = units == unit
+            starts.append(int(others.start_ns[low:high][chosen].min()))
+            ends.append(min(int(unit_ends[chosen].max()), int(last)))
+    return Intervals.of(starts, ends)
 
 
 def _spans(events: EventTable) -> Intervals:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_inspect import Recorder
 
 NUM_BLOCKS = 4
-SLEEP_S = 0.005
+SLEEP_S = 0.02
 PLACE, *OPTIONS = sys.argv[1:] or [""]
 IS_REENTRANT = "--reentrant" in OPTIONS
 

@@ -37,10 +37,10 @@ def test_each_unit_shows_its_own_repeated_forward(
         assert block.forward_ns >= LEAST_NS
         assert block.all_gather.count_per_step == 2
         if at in REPEATED[place]:
-            assert LEAST_NS <= block.recompute_ns < 2 * LEAST_NS
+            assert LEAST_NS <= block.recompute_ns < 1.8 * LEAST_NS
         else:
             assert block.recompute_ns == 0
-    assert units[""].recompute_ns < LEAST_NS
+    assert units[""].recompute_ns < LEAST_NS / 2
     events = run.source.events(0, kinds=[EventKind.RECOMPUTE])
     assert set(events.phase.tolist()) <= {Phase.BACKWARD}
     assert run.summary().plan_check.sentence.startswith("The run follows its plan")
