@@ -3,6 +3,7 @@
 `errors` defines the form of these messages.
 """
 
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 _MAX_SHOWN = 3
+_MAX_LETTERS = 120
+"""Longest value or place that a message shows."""
 
 
 def nearest(name: str, names: Iterable[str], *, count: int = _MAX_SHOWN) -> list[str]:
@@ -36,6 +39,11 @@ def quote_all(values: Iterable[object]) -> str:
     return ", ".join(repr(value) for value in values)
 
 
+def shorten(text: str, most: int = _MAX_LETTERS) -> str:
+    """A text that is short enough for one line of a message."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def describe_validation_error(
     error: ValidationError, *, legal_keys: Mapping[str, Sequence[str]] | None = None
 ) -> str:
@@ -54,7 +62,7 @@ def describe_validation_error(
 
 
 def _describe(complaint: Any, legal_keys: Mapping[str, Sequence[str]]) -> str:
-    place = [str(part) for part in complaint["loc"]]
+    place = [shorten(str(part)) for part in complaint["loc"]]
     if complaint["type"] == "extra_forbidden":
         table = ".".join(part for part in place[:-1] if not part.isdigit())
         return f"There is no key {place[-1]!r}{_inside(place)}. " + suggest(
@@ -65,7 +73,12 @@ def _describe(complaint: Any, legal_keys: Mapping[str, Sequence[str]]) -> str:
     if complaint["type"] == "value_error":
         return _sentence(str(complaint["ctx"]["error"]))
     expected = _lower_first(complaint["msg"].removeprefix("Input should be "))
-    return _sentence(f"{'.'.join(place)} is {complaint['input']!r}. Expected {expected}")
+    return _sentence(f"{'.'.join(place)} is {_show(complaint['input'])}. Expected {expected}")
+
+
+def _show(value: object) -> str:
+    """A value in a message: without the contents of long texts and tables."""
+    return shorten(reprlib.repr(value))
 
 
 def _inside(place: Sequence[str]) -> str:

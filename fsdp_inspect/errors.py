@@ -11,6 +11,7 @@
     |   +-- NotARunError          the path holds no run
     |   +-- SchemaVersionError    written by a newer version than this one reads
     |   +-- CorruptFileError      a file of the run is damaged or has another format
+    |   +-- UnreadableFileError   a file exists but cannot be read, or a URL cannot be reached
     |   +-- IncompleteRunError    the analysis needs ranks or steps that are missing
     +-- MissingDataError      the run does not contain the data that the analysis needs
     +-- ImportingError        a trace of another tool cannot be read
@@ -65,6 +66,10 @@ class SchemaVersionError(StoreError):
 
 class CorruptFileError(StoreError):
     """A file of the run is damaged or truncated, or has another format."""
+
+
+class UnreadableFileError(StoreError):
+    """A file of the run exists but cannot be read, or its URL cannot be reached."""
 
 
 class IncompleteRunError(StoreError):

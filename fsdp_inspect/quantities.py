@@ -34,11 +34,16 @@ def parse_bytes_per_s(text: str) -> float | None:
     return number * _RATES[found[2].lower()] / (8 if is_bits else 1)
 
 
-def parse_bytes(text: str) -> int | None:
-    """Parse an amount of memory such as `38 GiB` (powers of 1024) or `38 GB` (powers of 1000)."""
+def parse_bytes(text: str, *, needs_unit: bool = False) -> int | None:
+    """Parse an amount of memory such as `38 GiB` (powers of 1024) or `38 GB` (powers of 1000).
+
+    Args:
+        text: The amount. A number without a unit is bytes.
+        needs_unit: Reject a number without a unit.
+    """
     found = _AMOUNT.fullmatch(text.strip())
     number = None if found is None else _number(found[1])
-    if found is None or number is None:
+    if found is None or number is None or (needs_unit and not text.strip()[-1].isalpha()):
         return None
     base = 1024.0 if found[3] else 1000.0
     return round(number * base ** _AMOUNTS[found[2].lower()])

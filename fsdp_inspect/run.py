@@ -329,10 +329,12 @@ class Run:
         from fsdp_inspect.advice.run_advice import advise_run
         from fsdp_inspect.quantities import parse_bytes
 
-        limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
+        is_text = isinstance(memory_limit, str)
+        limit = parse_bytes(memory_limit, needs_unit=True) if is_text else memory_limit
         if limit is None and memory_limit is not None:
             raise ValueError(
-                f"Invalid memory limit: {memory_limit!r}. Expected an amount such as '80GiB'."
+                f"Invalid memory limit: {memory_limit!r}. Expected bytes, or an amount with a "
+                "unit such as '80GiB'."
             )
         wanted = AdviceRequest(memory_limit=limit, **{"run_name": self.id, **request})
         return advise_run(self._context, wanted, digest=self.summary(), on_play=on_progress)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fsdp_inspect.errors import ConfigError
+from fsdp_inspect.reading import MAX_JSON_BYTES, parse_json, read_regular
 from instrumented_trainer.config import TrainerConfig
 
 _FACTS = "trainer.json"
@@ -127,7 +128,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 def _read_facts(path: Path, config: TrainerConfig) -> SavedCheckpoint:
     try:
-        facts = json.loads((path / _FACTS).read_text(encoding="utf-8"))
+        facts = parse_json(read_regular(path / _FACTS, MAX_JSON_BYTES))
         step, saved = int(facts["step"]), dict(facts["config"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -5,7 +5,6 @@ file, at its top or in the table of its section. A flag is also `--flag` or `--n
 """
 
 import argparse
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +14,7 @@ from pydantic import ValidationError
 
 from fsdp_inspect.error_text import describe_validation_error, quote_all, suggest
 from fsdp_inspect.errors import ConfigError
+from fsdp_inspect.reading import MAX_TOML_BYTES, InvalidTextError, parse_toml, read_regular
 from instrumented_trainer.config import (
     Section,
     TrainerConfig,
@@ -197,15 +197,15 @@ def read_file(path: Path) -> dict[str, Any]:
         ConfigError: The file cannot be read, or has an unknown setting.
     """
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        tables = parse_toml(read_regular(path, MAX_TOML_BYTES))
+    except OSError as error:
         raise ConfigError(
             f"The settings file {str(path)!r} cannot be read: {error}. Expected a TOML file. "
             "Pass an existing one, or write one with --print-config."
         ) from error
-    except tomllib.TOMLDecodeError as error:
+    except InvalidTextError as error:
         raise ConfigError(
-            f"{str(path)!r} is invalid TOML: {error}. Correct the file at that position."
+            f"The settings file {str(path)!r} cannot be parsed: {error}. Correct the file."
         ) from error
     settings: dict[str, Any] = {}
     for key, value in tables.items():

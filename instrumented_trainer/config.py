@@ -4,7 +4,6 @@ The command line, the TOML file, `--help` and `--print-config` are generated fro
 setting that is None takes the preset's value, or no value, as its text says.
 """
 
-import json
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal
@@ -24,6 +23,8 @@ from pydantic import (
 
 from fsdp_inspect.emulation.fixed_times import LEGAL as FIXED_TIMES_LEGAL
 from fsdp_inspect.emulation.specification import LEGAL as EMULATION_LEGAL
+from fsdp_inspect.error_text import shorten
+from fsdp_inspect.reading import InvalidTextError, parse_json
 
 STDLIB = "stdlib"
 """The default corpus: the source text of Python's standard library, as bytes."""
@@ -55,10 +56,10 @@ def _read_json(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value or "{}")
-    except json.JSONDecodeError as error:
+        return parse_json(value or "{}")
+    except InvalidTextError as error:
         raise ValueError(
-            f"hf_config is {value!r}, which is invalid JSON: {error}. Expected an object such as "
+            f"hf_config is {shorten(repr(value))}: {error}. Expected an object such as "
             "'{\"hidden_size\": 64}'"
         ) from error
 

@@ -3,7 +3,6 @@
 Weights are random, from the seed; nothing is downloaded, except the config of a hub name.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 
 from fsdp_inspect.error_text import suggest
 from fsdp_inspect.errors import ConfigError
+from fsdp_inspect.reading import MAX_JSON_BYTES, parse_json, read_regular
 
 
 def make_config(name: str, changes: dict[str, Any]) -> Any:
@@ -103,7 +103,7 @@ def _find_file(name: str) -> Path | None:
 
 def _read_fields(path: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = parse_json(read_regular(path, MAX_JSON_BYTES))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"The Hugging Face config {str(path)!r} cannot be read: {error}. Expected a JSON "

@@ -1,5 +1,7 @@
 """Show why a page is empty, and what to do."""
 
+import logging
+
 import streamlit as st
 
 from fsdp_inspect.errors import FsdpInspectError, NotARunError, SchemaVersionError
@@ -7,6 +9,8 @@ from fsdp_inspect.result_types import RunEntry
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.cards import show_headline
 from fsdp_inspect_app.wording import code, plain
+
+_LOG = logging.getLogger(__name__)
 
 _RECORD = """# a small demonstration on this machine
 fsdp-inspect demo
@@ -46,6 +50,23 @@ _SENTENCES: dict[type[FsdpInspectError], str] = {
 _REMEDIES: dict[type[FsdpInspectError], str] = {
     SchemaVersionError: "pip install --upgrade fsdp-inspect  # then start the dashboard again",
 }
+
+
+def show_failure(error: Exception) -> None:
+    """Show that the page cannot be shown, without a traceback, which goes to the server's log."""
+    show_headline("This page cannot be shown\\.")
+    if isinstance(error, FsdpInspectError):
+        st.error(plain(str(error)), icon=":material/error:")
+        return
+    _LOG.error("The page failed", exc_info=error)
+    st.error(
+        plain(
+            f"Internal error: {type(error).__name__}. This is a defect of fsdp-inspect, or a file "
+            "of the run is damaged. Choose another run in the sidebar. The traceback is in the "
+            "output of the server: attach it to a bug report."
+        ),
+        icon=":material/error:",
+    )
 
 
 def show_nothing(answer: str, reason: str, *, remedy: str = "") -> None:

@@ -55,7 +55,7 @@ def server_flags(
         "server.enableXsrfProtection": "true",
         "server.fileWatcherType": "none",
         "browser.gatherUsageStats": "false",
-        "client.showErrorDetails": "type" if is_shared else "full",
+        "client.showErrorDetails": "type",
     }
     if is_shared:
         # Named here, it is not asked of a server on the internet.

@@ -9,6 +9,7 @@ import streamlit as st
 
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.access import require_login
+from fsdp_inspect_app.empty_states import show_failure
 from fsdp_inspect_app.pages import FIRST, SECTIONS, PageFile, find_page
 from fsdp_inspect_app.selection import RUN_KEY, follow_run, forget_lost_run, link, lost_run
 from fsdp_inspect_app.wording import code
@@ -67,4 +68,7 @@ menu[""].append(st.Page(open_first, title=FIRST, url_path=FIRST, visibility="hid
 page = st.navigation(menu)
 require_login()
 pick_run()
-page.run()
+try:
+    page.run()
+except Exception as error:  # the page says what is wrong; the log has the rest
+    show_failure(error)

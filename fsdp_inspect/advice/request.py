@@ -65,7 +65,7 @@ def _advise_command(request: AdviceRequest) -> str:
     """The command that repeats this advice."""
     words = ["fsdp-inspect", "advise", request.run_name]
     if request.memory_limit is not None:
-        words += ["--memory-limit", str(request.memory_limit)]
+        words += ["--memory-limit", f"{request.memory_limit}B"]
     if request.time_limit_ns is not None:
         words += ["--time-limit", f"{request.time_limit_ns}ns"]
     words += ["--allow-dtypes"] if request.allow_dtypes else []

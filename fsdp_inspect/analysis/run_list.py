@@ -134,7 +134,7 @@ def _describe(entry: RunEntry) -> ListedRun:
     try:
         run = open_run(entry.path)
         status, ranks, notes = run.status.value, run.ranks, tuple(run.notes)
-    except (StoreError, OSError) as error:
+    except StoreError as error:
         return _unreadable(entry, str(error))
     return ListedRun(
         run_id=manifest.run_id,

@@ -26,6 +26,7 @@ from fsdp_inspect.checks.unit_rows import fold, in_words_and_numbers, unfold
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.error_text import describe_validation_error
 from fsdp_inspect.errors import CheckError
+from fsdp_inspect.reading import MAX_JSON_BYTES, InvalidTextError, parse_json, read_regular
 from fsdp_inspect.store.records import replace_file
 from fsdp_inspect.trace.run import RunManifest
 
@@ -280,7 +281,7 @@ def write_baseline(
         OSError: The file is not writable.
     """
     limits = read_baseline(path).limits if path.exists() else {}
-    before = path.read_bytes() if path.exists() else None
+    before = read_regular(path, MAX_JSON_BYTES) if path.exists() else None
     baseline = make_baseline(reading, limits=limits)
     content = render_baseline(baseline).encode()
     if content != before and not dry:
@@ -297,17 +298,18 @@ def read_baseline(path: Path) -> Baseline:
         CheckError: The file is missing or is not a baseline.
     """
     try:
-        baseline = Baseline.model_validate_json(path.read_text(encoding="utf-8"))
+        baseline = Baseline.model_validate(parse_json(read_regular(path, MAX_JSON_BYTES)))
         _ = baseline.manifest
     except FileNotFoundError as error:
         raise CheckError(
             f"Baseline not found at {str(path)!r}. Expected a file that --update wrote. "
             "Run the same check with --update once on correct code, and commit the file."
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, InvalidTextError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise CheckError(
-            f"Cannot read the baseline {str(path)!r}: {error}. Expected JSON. Write it again "
-            "with --update."
+            f"Cannot read the baseline {str(path)!r}: {reason}. Expected a JSON file that "
+            "--update wrote. Name that file, or write it again with --update."
         ) from error
     except ValidationError as error:
         raise CheckError(

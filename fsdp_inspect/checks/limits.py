@@ -10,7 +10,6 @@ A budget is a TOML file:
 A baseline may contain such limits too. The budget's limits override them.
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 from fsdp_inspect.error_text import suggest
 from fsdp_inspect.errors import CheckError
 from fsdp_inspect.quantities import parse_bytes, parse_time_ns
+from fsdp_inspect.reading import MAX_TOML_BYTES, InvalidTextError, parse_toml, read_regular
 from fsdp_inspect.trace.codes import MemoryCategory
 
 PHASES = ("forward", "backward", "optimizer")
@@ -92,8 +92,8 @@ def read_budget(path: Path) -> dict[str, GateLimit]:
         CheckError: The file is unreadable or not TOML, or it names an unknown metric.
     """
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        tables = parse_toml(read_regular(path, MAX_TOML_BYTES))
+    except (OSError, InvalidTextError) as error:
         raise CheckError(
             f"Cannot read the budget {str(path)!r}: {error}. Expected TOML with a table "
             "[limits]. See fsdp-inspect check --help."

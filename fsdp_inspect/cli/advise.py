@@ -17,11 +17,13 @@ from fsdp_inspect.cli.arguments import (
     open_stored_argument,
     parse_bandwidth,
     parse_latency,
+    parse_memory,
     parse_node_link,
     parse_time,
     print_renderable,
     require_new_file,
     say_how_to_verify,
+    whole_number,
 )
 from fsdp_inspect.cli.progress import show_progress
 
@@ -43,10 +45,11 @@ def _print_rules(asked: bool) -> None:
 def advise(  # noqa: PLR0913 - one argument an option
     run: RunArgument,
     memory_limit: Annotated[
-        str | None,
+        int | None,
         typer.Option(
             help="Highest allowed peak of a plan. Default: the memory of the device.",
             metavar="SIZE",
+            parser=parse_memory,
         ),
     ] = None,
     time_limit: Annotated[
@@ -74,7 +77,9 @@ def advise(  # noqa: PLR0913 - one argument an option
     ] = None,
     take: Annotated[
         int | None,
-        typer.Option(help="With --write: only the first N changes.", min=1, metavar="N"),
+        typer.Option(
+            help="With --write: only the first N changes.", parser=whole_number(1), metavar="N"
+        ),
     ] = None,
     rules: Annotated[
         bool,
@@ -109,7 +114,7 @@ def advise(  # noqa: PLR0913 - one argument an option
     from fsdp_inspect.results import to_plain
 
     request = AdviceRequest(
-        memory_limit=parse_memory_limit(memory_limit),
+        memory_limit=memory_limit,
         time_limit_ns=_parse_time_limit(time_limit),
         allow_dtypes=allow_dtypes,
         bus_bytes_per_s=parse_bandwidth(bandwidth),
@@ -142,26 +147,6 @@ def advise(  # noqa: PLR0913 - one argument an option
 
     earlier = render_track_record(record) if details else ()
     print_renderable(Group(render_advice(advice, details=details), *earlier))
-
-
-def parse_memory_limit(text: str | None) -> int | None:
-    """Parse `--memory-limit` to bytes; None if it is not given.
-
-    Raises:
-        typer.BadParameter: The text is not an amount of memory above 0.
-    """
-    from fsdp_inspect.quantities import parse_bytes
-
-    if text is None:
-        return None
-    limit = parse_bytes(text)
-    if not limit:
-        raise typer.BadParameter(
-            f"Invalid amount of memory: {text!r}. Expected a number above 0 with a unit, for "
-            "example 80GiB.",
-            param_hint="--memory-limit",
-        )
-    return limit
 
 
 def _parse_time_limit(text: str | None) -> int | None:

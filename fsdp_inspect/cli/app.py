@@ -5,6 +5,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from fsdp_inspect.cli.arguments import whole_number
+
 DEFAULT_PORT = 8501
 _NUM_PORTS_TRIED = 50
 
@@ -28,8 +30,7 @@ def app(
         int | None,
         typer.Option(
             help=f"Port. Default: the first free one from {DEFAULT_PORT}.",
-            min=1,
-            max=65535,
+            parser=whole_number(1, 65535),
             show_default=False,
         ),
     ] = None,

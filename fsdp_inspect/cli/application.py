@@ -21,6 +21,7 @@ from fsdp_inspect.cli.metrics import metrics
 from fsdp_inspect.cli.ranks import ranks
 from fsdp_inspect.cli.report import report
 from fsdp_inspect.cli.runs import runs
+from fsdp_inspect.cli.shared_options import add_shared_options
 from fsdp_inspect.cli.simulate import simulate
 from fsdp_inspect.cli.summary import summary
 from fsdp_inspect.cli.tune import tune
@@ -66,7 +67,7 @@ def build_application() -> typer.Typer:
     )
     application.callback()(_options)
     for command in _COMMANDS:
-        application.command(command.__name__.rstrip("_"))(command)
+        application.command(command.__name__.rstrip("_"))(add_shared_options(command))
     return application
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fsdp_inspect.error_text import shorten
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -169,26 +171,54 @@ def _parse(
     value = parse(text)
     if value is None:
         raise typer.BadParameter(
-            f"invalid quantity {text!r}. Expected a number with a unit, such as {example}.",
+            f"invalid quantity {shorten(text)!r}. Expected a number with a unit, such as "
+            f"{example}.",
             param_hint=option,
         )
     return value
 
 
 def parse_memory(text: str) -> int:
-    """Parse an amount of memory, for `typer.Option(parser=...)`: `80GiB`, `500 MB`, `1000000`.
+    """Parse an amount of memory, for `typer.Option(parser=...)`: `80GiB`, `500 MB`.
 
     Raises:
-        typer.BadParameter: It is not an amount above 0.
+        typer.BadParameter: It is not an amount above 0 with a unit.
     """
     from fsdp_inspect.quantities import parse_bytes
 
-    amount = parse_bytes(text)
+    amount = parse_bytes(text, needs_unit=True)
     if not amount:
+        is_bare = parse_bytes(text)
+        reason = "has no unit" if is_bare else "is not an amount of memory above 0"
         raise typer.BadParameter(
-            f"invalid amount of memory {text!r}. Expected a number with a unit, such as 80GiB."
+            f"{shorten(text)!r} {reason}. Expected a number with a unit, such as "
+            f"{f'{text.strip()}GiB' if is_bare and len(text) < 8 else '80GiB'}."
         )
     return amount
+
+
+def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
+    """A parser of whole numbers, for `typer.Option(parser=...)`.
+
+    Args:
+        low: The lowest allowed number.
+        high: The highest allowed number; by default above all that a command can use.
+    """
+
+    def parse(text: str) -> int:
+        # More digits than this are out of range, and Python does not parse 5,000 of them.
+        digits = str(text).strip()
+        number = int(digits) if digits.lstrip("-").isdecimal() and len(digits) < 20 else None
+        if number is None or not low <= number <= high:
+            most = "" if high == 2**31 - 1 else f" to {high}"
+            raise typer.BadParameter(
+                f"{shorten(str(text))!r} is not a valid number. Expected a whole number from "
+                f"{low}{most}."
+            )
+        return number
+
+    parse.__name__ = "INTEGER"
+    return parse
 
 
 def say_how_to_verify(prediction: Path) -> None:

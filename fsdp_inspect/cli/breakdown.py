@@ -4,17 +4,24 @@ from typing import Annotated
 
 import typer
 
-from fsdp_inspect.cli.arguments import JsonOption, RunArgument, open_run_argument, print_renderable
+from fsdp_inspect.cli.arguments import (
+    JsonOption,
+    RunArgument,
+    open_run_argument,
+    print_renderable,
+    whole_number,
+)
 
 
 def breakdown(
     run: RunArgument,
     rank: Annotated[
-        int | None, typer.Option(help="The rank to show; default the median rank.", min=0)
+        int | None,
+        typer.Option(help="The rank to show; default the median rank.", parser=whole_number(0)),
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option(help="The step to show; default the typical step.", min=0),
+        typer.Option(help="The step to show; default the typical step.", parser=whole_number(0)),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdp_inspect.cli.arguments import JsonOption, open_stored_argument, print_renderable
+from fsdp_inspect.cli import UNJUDGED
+from fsdp_inspect.cli.arguments import (
+    JsonOption,
+    open_stored_argument,
+    print_renderable,
+    whole_number,
+)
 from fsdp_inspect.formatting import show_controls
 
 if TYPE_CHECKING:
@@ -18,7 +24,6 @@ if TYPE_CHECKING:
     from fsdp_inspect.checks.measurements import GateMeasurements
     from fsdp_inspect.store.reader import StoredRun
 
-_UNJUDGED = 2
 _FOLDER = "{runs}"
 
 
@@ -61,7 +66,10 @@ def check(  # noqa: PLR0913 - one argument an option
         ),
     ] = None,
     repeat: Annotated[
-        int, typer.Option(help="Number of runs to record; times require 5.", min=1, metavar="N")
+        int,
+        typer.Option(
+            help="Number of runs to record; times require 5.", parser=whole_number(1), metavar="N"
+        ),
     ] = 1,
     out: Annotated[
         Path | None,
@@ -110,12 +118,12 @@ def check(  # noqa: PLR0913 - one argument an option
         result = _judge(reading, baseline, budget)
     except FsdpInspectError as error:
         typer.echo(show_controls(f"Error: {error}"), err=True)
-        raise typer.Exit(_UNJUDGED) from error
+        raise typer.Exit(UNJUDGED) from error
     _print(result, output, as_json=as_json)
     if record is not None and out is None and result.exit_code:
         typer.echo("The recorded runs were deleted. To keep them, use --out DIR.", err=True)
     are_written = _write_files(result, markdown, junit)
-    raise typer.Exit(result.exit_code or (0 if are_written else _UNJUDGED))
+    raise typer.Exit(result.exit_code or (0 if are_written else UNJUDGED))
 
 
 def _split(record: str) -> list[str]:

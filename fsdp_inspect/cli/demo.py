@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdp_inspect.cli.app import serve
-from fsdp_inspect.cli.arguments import print_renderable
+from fsdp_inspect.cli.arguments import print_renderable, whole_number
 
 if TYPE_CHECKING:
     from fsdp_inspect.store.reader import StoredRun
@@ -35,13 +35,17 @@ def demo(
     runs_dir: Annotated[
         Path, typer.Option(metavar="DIR", help="The folder for the two runs.")
     ] = Path("runs"),
-    steps: Annotated[int, typer.Option(help="Steps of each run.", min=1)] = DEFAULT_STEPS,
+    steps: Annotated[
+        int, typer.Option(help="Steps of each run.", parser=whole_number(1))
+    ] = DEFAULT_STEPS,
     should_serve: Annotated[
         bool, typer.Option("--serve/--no-serve", help="Serve the dashboard afterwards.")
     ] = True,
     port: Annotated[
         int | None,
-        typer.Option(help="Port of the dashboard; default the first free one.", min=1),
+        typer.Option(
+            help="Port of the dashboard; default the first free one.", parser=whole_number(1, 65535)
+        ),
     ] = None,
 ) -> None:
     """Record two short 2-rank runs that differ in one setting, and compare them.

@@ -13,6 +13,7 @@ from fsdp_inspect.cli.arguments import (
     RunArgument,
     open_stored_argument,
     print_renderable,
+    whole_number,
 )
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def export(  # noqa: PLR0913 (every option is a parameter)
     ] = None,
     max_mb: Annotated[
         int,
-        typer.Option(help="Largest uncompressed size of a perfetto trace.", min=1),
+        typer.Option(help="Largest uncompressed size of a perfetto trace.", parser=whole_number(1)),
     ] = DEFAULT_MAX_MB,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an earlier export at --out.")

@@ -1,6 +1,5 @@
 """`fsdp-inspect forecast`: how much memory will a step need on N ranks, with no GPU at hand?"""
 
-import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from fsdp_inspect.cli.arguments import JsonOption, print_renderable
+from fsdp_inspect.cli.arguments import JsonOption, parse_memory, print_renderable, whole_number
+from fsdp_inspect.error_text import shorten
+from fsdp_inspect.reading import InvalidTextError, parse_json
+from fsdp_inspect.trace.limits import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
     from fsdp_inspect.analysis.capacity.device_overhead import DeviceOverhead
@@ -43,7 +45,9 @@ def forecast(  # noqa: PLR0913 - one argument an option
     world_size: Annotated[
         str, typer.Option(help="Ranks; several with commas between.", metavar="N[,N...]")
     ] = "8",
-    gpus_per_node: Annotated[int, typer.Option(help="Ranks on one node.", min=1)] = 8,
+    gpus_per_node: Annotated[
+        int, typer.Option(help="Ranks on one node.", parser=whole_number(1))
+    ] = 8,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -54,11 +58,12 @@ def forecast(  # noqa: PLR0913 - one argument an option
         ),
     ] = None,
     fit: Annotated[
-        str | None,
+        int | None,
         typer.Option(
             help="Memory of a device: find the fewest ranks, the largest batch, and what to "
             "change if it does not fit.",
             metavar="AMOUNT",
+            parser=parse_memory,
         ),
     ] = None,
     allowance: Annotated[
@@ -95,7 +100,6 @@ def forecast(  # noqa: PLR0913 - one argument an option
     from fsdp_inspect.analysis.capacity.forecasts import collect_forecasts, peak_of
 
     sizes = _parse_sizes(world_size)
-    limit = _parse_amount("--fit", fit)
     measured, extra = _find_allowance(allowance, allowance_from)
     builder, settings = _find_model(model, preset, hf, config, set_ or [])
     if force and out is None:
@@ -103,10 +107,10 @@ def forecast(  # noqa: PLR0913 - one argument an option
     with _forecasting(builder, settings, gpus_per_node, device, out, replaces=force) as maker:
         runs = [maker.keep(size) for size in sizes]
         found: Fit | None = None
-        if limit is not None:
+        if fit is not None:
             found = find_fit(
                 lambda size, changed: peak_of(maker.try_out(size, changed)) + (extra or 0),
-                limit,
+                fit,
                 world_size=sizes[0],
                 accepted=maker.accepted,
             )
@@ -250,20 +254,15 @@ def _parse_setting(text: str) -> tuple[str, Any]:
             param_hint="--set",
         )
     try:
-        return name.replace("-", "_"), json.loads(value)
-    except json.JSONDecodeError:
+        return name.replace("-", "_"), parse_json(value)
+    except InvalidTextError:
         return name.replace("-", "_"), value
 
 
 def _parse_sizes(text: str) -> list[int]:
     sizes = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in sizes):
-        raise typer.BadParameter(
-            f"{text!r} is no number of ranks. Expected numbers from 1 with commas between, like "
-            "8,64,512.",
-            param_hint="--world-size",
-        )
-    return list(dict.fromkeys(int(part) for part in sizes))
+    number_of_ranks = whole_number(1, MAX_WORLD_SIZE)
+    return list(dict.fromkeys(number_of_ranks(part) for part in sizes))
 
 
 def _parse_amount(option: str, text: str | None) -> int | None:
@@ -271,10 +270,11 @@ def _parse_amount(option: str, text: str | None) -> int | None:
 
     if text is None:
         return None
-    amount = parse_bytes(text)
+    amount = parse_bytes(text, needs_unit=True)
     if amount is None:
         raise typer.BadParameter(
-            f"{text!r} is no amount of memory. Expected a number with a unit, like 80GiB.",
+            f"{shorten(text)!r} is not an amount of memory with a unit. Expected, for example, "
+            "80GiB.",
             param_hint=option,
         )
     return amount

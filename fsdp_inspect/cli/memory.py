@@ -4,14 +4,22 @@ from typing import Annotated
 
 import typer
 
-from fsdp_inspect.cli.arguments import JsonOption, RunArgument, open_run_argument, print_renderable
+from fsdp_inspect.cli.arguments import (
+    JsonOption,
+    RunArgument,
+    open_run_argument,
+    print_renderable,
+    whole_number,
+)
 
 
 def memory(
     run: RunArgument,
     rank: Annotated[
         int | None,
-        typer.Option(help="The rank to show; default the rank with the highest peak.", min=0),
+        typer.Option(
+            help="The rank to show; default the rank with the highest peak.", parser=whole_number(0)
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

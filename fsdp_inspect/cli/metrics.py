@@ -1,13 +1,15 @@
-"""`fsdp-inspect metrics`: how does a monitoring system follow a run?"""
+"""`fsdp-inspect metrics`: serve the numbers of a run to a monitoring system."""
 
+import contextlib
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdp_inspect.cli.arguments import RunArgument, open_stored_argument
+from fsdp_inspect.cli.arguments import RunArgument, open_stored_argument, whole_number
 from fsdp_inspect.cli.export import parse_numbers
 
 if TYPE_CHECKING:
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 9464
 REQUEST_TIMEOUT_S = 10.0
-"""A connection that sends nothing for so long is closed, and its thread ends."""
+"""A request that is not complete, or an answer that is not taken, after so long is cut off."""
+MAX_CONNECTIONS = 16
+"""Connections at once. Further ones are closed at once, so that threads and files stay bounded."""
 _PATH = "/metrics"
 _EXPOSURE = (
     "Listening on {host}: whoever reaches port {port} of this machine reads the names and times of "
@@ -28,7 +32,7 @@ _EXPOSURE = (
 def metrics(
     run: RunArgument,
     port: Annotated[
-        int, typer.Option(help="Port; 0: any that is free.", min=0, max=65535)
+        int, typer.Option(help="Port; 0: any that is free.", parser=whole_number(0, 65535))
     ] = DEFAULT_PORT,
     host: Annotated[
         str, typer.Option(help="Address to listen on; the default is for this machine only.")
@@ -107,7 +111,7 @@ def _serve(render: Callable[[], str], host: str, port: int, run: str) -> None:
     from fsdp_inspect.errors import FsdpInspectError
 
     try:
-        server = ThreadingHTTPServer((host, port), _handler(render, is_local=_is_loopback(host)))
+        server = _BoundedServer((host, port), _handler(render, is_local=_is_loopback(host)))
     except OSError as error:
         raise FsdpInspectError(
             f"Cannot listen on {host}, port {port}: {error.strerror or error}. Expected a free "
@@ -122,6 +126,35 @@ def _serve(render: Callable[[], str], host: str, port: int, run: str) -> None:
         server.serve_forever()
 
 
+class _BoundedServer(ThreadingHTTPServer):
+    """A server with a limit on concurrent connections."""
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(address, handler)
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own, or close the connection if there are too many."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, then let another connection in."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore a client that went away; the server prints no traceback."""
+
+
 def _is_loopback(host: str) -> bool:
     from ipaddress import ip_address
 
@@ -129,6 +162,35 @@ def _is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+class _TimedHandler(BaseHTTPRequestHandler):
+    """Cuts off a request that is not complete after `REQUEST_TIMEOUT_S`."""
+
+    timeout = REQUEST_TIMEOUT_S
+
+    def setup(self) -> None:
+        """Start the deadline."""
+        super().setup()
+        # The socket's timeout begins anew with each byte; this one is for the whole request.
+        self._deadline = threading.Timer(REQUEST_TIMEOUT_S, self._cut_off)
+        self._deadline.daemon = True
+        self._deadline.start()
+
+    def finish(self) -> None:
+        """Stop the deadline."""
+        self._deadline.cancel()
+        super().finish()
+
+    def parse_request(self) -> bool:
+        """Stop the deadline when the request is complete."""
+        is_complete = super().parse_request()
+        self._deadline.cancel()
+        return is_complete
+
+    def _cut_off(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
 
 def _handler(render: Callable[[], str], *, is_local: bool) -> type[BaseHTTPRequestHandler]:
@@ -139,8 +201,7 @@ def _handler(render: Callable[[], str], *, is_local: bool) -> type[BaseHTTPReque
     from fsdp_inspect.errors import FsdpInspectError
     from fsdp_inspect.report.openmetrics import CONTENT_TYPE
 
-    class Handler(BaseHTTPRequestHandler):
-        timeout = REQUEST_TIMEOUT_S
+    class Handler(_TimedHandler):
         server_version = "fsdp-inspect"
         sys_version = ""
 
@@ -158,6 +219,8 @@ def _handler(render: Callable[[], str], *, is_local: bool) -> type[BaseHTTPReque
                 self._answer(200, CONTENT_TYPE, render())
             except (FsdpInspectError, OSError) as error:
                 self._answer(503, "text/plain; charset=utf-8", f"{error}\n")
+            except Exception as error:
+                self._answer(500, "text/plain; charset=utf-8", f"{type(error).__name__}\n")
 
         def _answer(self, status: int, kind: str, text: str) -> None:
             content = text.encode()
@@ -168,6 +231,6 @@ def _handler(render: Callable[[], str], *, is_local: bool) -> type[BaseHTTPReque
             self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
-            """A scrape every few seconds is no news."""
+            """Print nothing for each request."""
 
     return Handler

@@ -20,6 +20,7 @@ from fsdp_inspect.cli.arguments import (
     print_renderable,
     require_new_file,
     say_how_to_verify,
+    whole_number,
 )
 
 
@@ -80,10 +81,12 @@ def simulate(  # noqa: PLR0913 - one argument an option
         ),
     ] = None,
     forward_prefetch: Annotated[
-        int | None, typer.Option(help="Units to prefetch in forward.", min=0, metavar="N")
+        int | None,
+        typer.Option(help="Units to prefetch in forward.", parser=whole_number(0), metavar="N"),
     ] = None,
     backward_prefetch: Annotated[
-        int | None, typer.Option(help="Units to prefetch in backward.", min=0, metavar="N")
+        int | None,
+        typer.Option(help="Units to prefetch in backward.", parser=whole_number(0), metavar="N"),
     ] = None,
     reshard_after_forward: Annotated[
         Any,
@@ -105,7 +108,11 @@ def simulate(  # noqa: PLR0913 - one argument an option
     ] = None,
     reduce_scatter_buffers: Annotated[
         int | None,
-        typer.Option(help="Reduce-scatter inputs that may be alive at once.", min=1, metavar="N"),
+        typer.Option(
+            help="Reduce-scatter inputs that may be alive at once.",
+            parser=whole_number(1),
+            metavar="N",
+        ),
     ] = None,
     separate_reduce_scatter_group: Annotated[
         bool | None,
@@ -116,17 +123,19 @@ def simulate(  # noqa: PLR0913 - one argument an option
         ),
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option(help="Number of ranks.", min=1, metavar="N")
+        int | None, typer.Option(help="Number of ranks.", parser=whole_number(1), metavar="N")
     ] = None,
     replicas: Annotated[
         int | None,
         typer.Option(
-            help="Replicas of the model (HSDP); with 1, all ranks shard.", min=1, metavar="N"
+            help="Replicas of the model (HSDP); with 1, all ranks shard.",
+            parser=whole_number(1),
+            metavar="N",
         ),
     ] = None,
     microbatches: Annotated[
         int | None,
-        typer.Option(help="Microbatches per step.", min=1, metavar="N"),
+        typer.Option(help="Microbatches per step.", parser=whole_number(1), metavar="N"),
     ] = None,
     accumulation_sync: Annotated[
         Any,

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdp_inspect.cli.arguments import JsonOption, print_renderable, require_new_file
+from fsdp_inspect.cli.arguments import (
+    JsonOption,
+    parse_memory,
+    print_renderable,
+    require_new_file,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from fsdp_inspect.cli.tuner import Tuner
@@ -35,20 +41,22 @@ def tune(  # noqa: PLR0913 - one argument an option
     budget: Annotated[
         int | None,
         typer.Option(
-            help=f"Largest number of plans to run. [default: {_BUDGET}]", min=1, metavar="N"
+            help=f"Largest number of plans to run. [default: {_BUDGET}]",
+            parser=whole_number(1),
+            metavar="N",
         ),
     ] = None,
     repeats: Annotated[
         int | None,
         typer.Option(
             help=f"Runs of each plan; changes below 10% require 5. [default: {_REPEATS}]",
-            min=1,
+            parser=whole_number(1),
             metavar="N",
         ),
     ] = None,
     nproc_per_node: Annotated[
         int | None,
-        typer.Option(help="Ranks on this machine; default 2.", min=1, metavar="K"),
+        typer.Option(help="Ranks on this machine; default 2.", parser=whole_number(1), metavar="K"),
     ] = None,
     emulate: Annotated[
         str | None,
@@ -61,11 +69,15 @@ def tune(  # noqa: PLR0913 - one argument an option
         ),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Steps of each run.", min=1, metavar="N")
+        int | None, typer.Option(help="Steps of each run.", parser=whole_number(1), metavar="N")
     ] = None,
     memory_limit: Annotated[
-        str | None,
-        typer.Option(help="Largest peak memory of a plan, for example 80GiB.", metavar="SIZE"),
+        int | None,
+        typer.Option(
+            help="Largest peak memory of a plan, for example 80GiB.",
+            metavar="SIZE",
+            parser=parse_memory,
+        ),
     ] = None,
     allow_dtypes: Annotated[
         bool, typer.Option("--allow-dtypes", help="Allow plans with bfloat16 messages.")
@@ -94,7 +106,7 @@ def tune(  # noqa: PLR0913 - one argument an option
     predictions.jsonl. A plan that crashes or runs out of memory is an outcome. The fastest plan
     beyond noise is written to a file. Ctrl-C keeps all completed runs.
 
-    Without a command, the reference trainer runs with the settings of `--config`.
+    With `--config`, the reference trainer runs with these settings.
 
     Example: `fsdp-inspect tune --budget 3 -- torchrun train.py --plan {plan} --runs-dir {runs}`
     """
@@ -162,6 +174,14 @@ def _command(
         if complaint is not None:
             raise typer.BadParameter(complaint, param_hint="COMMAND")
         return command, {"PYTHONUNBUFFERED": "1"}
+    if config is None:
+        raise typer.BadParameter(
+            "Nothing to train: --config and a command are missing. Expected --config FILE with the "
+            "settings of the reference trainer, or your training command after --, with {plan} "
+            "and {runs} in it. Write a settings file with: python -m instrumented_trainer "
+            "--print-config > config.toml",
+            param_hint="--config",
+        )
     require_trainer("Tuning without a command")
     words = [word for pair in given.items() for word in pair]
     filled, ranks = trainer_command(config, num_ranks=num_ranks, options=words)
@@ -173,10 +193,9 @@ def _new_session(
     environment: dict[str, str],
     budget: int | None,
     repeats: int | None,
-    memory_limit: str | None,
+    memory_limit: int | None,
     allow_dtypes: bool,
 ) -> "TuningSession":
-    from fsdp_inspect.cli.advise import parse_memory_limit
     from fsdp_inspect.predictions.tuning_session import TuningSession
 
     return TuningSession(
@@ -184,7 +203,7 @@ def _new_session(
         environment=environment,
         budget=budget or _BUDGET,
         repeats=repeats or _REPEATS,
-        memory_limit=parse_memory_limit(memory_limit),
+        memory_limit=memory_limit,
         allow_dtypes=allow_dtypes,
     )
 

@@ -6,7 +6,6 @@ baseline has no plan file: its command omits the words with `{plan}` and the opt
 """
 
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import tomli_w
 
 from fsdp_inspect.cli.child import TRAINER, torchrun_words
 from fsdp_inspect.errors import FsdpInspectError
+from fsdp_inspect.reading import MAX_TOML_BYTES, InvalidTextError, parse_toml, read_regular
 from fsdp_inspect.trace.plan import DECIDED_BY_PLAN
 
 PLAN, RUNS, NAME, CONFIG = "{plan}", "{runs}", "{name}", "{config}"
@@ -77,8 +77,8 @@ def read_config(config: Path) -> dict[str, Any]:
         FsdpInspectError: It cannot be read, or is no TOML.
     """
     try:
-        return tomllib.loads(config.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return parse_toml(read_regular(config, MAX_TOML_BYTES))
+    except (OSError, InvalidTextError) as error:
         raise FsdpInspectError(
             f"No settings can be read from {str(config)!r}: {error}. Expected a TOML file of the "
             f"trainer's settings. Write one with: python -m {TRAINER} --print-config"

@@ -4,13 +4,20 @@ from typing import Annotated
 
 import typer
 
-from fsdp_inspect.cli.arguments import JsonOption, RunArgument, open_run_argument, print_renderable
+from fsdp_inspect.cli.arguments import (
+    JsonOption,
+    RunArgument,
+    open_run_argument,
+    print_renderable,
+    whole_number,
+)
 
 
 def units(
     run: RunArgument,
     rank: Annotated[
-        int | None, typer.Option(help="The rank to show; default the median rank.", min=0)
+        int | None,
+        typer.Option(help="The rank to show; default the median rank.", parser=whole_number(0)),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -78,10 +78,14 @@ def find_builder(name: str) -> Builder:
         ) from error
     builder = getattr(module, function_name, None)
     if not callable(builder):
-        known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        known = [
+            name
+            for name, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module_name
+        ]
         raise ForecastError(
             f"Module {module_name!r} has no function {function_name!r}. Expected one that returns "
-            f"a ForecastTarget.{suggest(function_name, known)}"
+            f"a ForecastTarget. {suggest(function_name, known, what='functions of the module')}"
         )
     return builder  # type: ignore[no-any-return]
 

@@ -1,6 +1,5 @@
 """Write and read prediction files."""
 
-import json
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -8,6 +7,7 @@ from pydantic import ValidationError
 from fsdp_inspect.error_text import describe_validation_error
 from fsdp_inspect.errors import PredictionError
 from fsdp_inspect.predictions.records import PREDICTION_FORMAT, PREDICTION_VERSION, Prediction
+from fsdp_inspect.reading import MAX_JSON_BYTES, InvalidTextError, parse_json, read_regular
 from fsdp_inspect.store.records import replace_file
 
 _HOW_TO_WRITE = "Write one with `fsdp-inspect simulate RUN ... --write-prediction FILE`"
@@ -42,7 +42,7 @@ def read_prediction(path: Path) -> Prediction:
             contains an invalid value. The message names the problem.
     """
     try:
-        encoded = path.read_bytes()
+        encoded = read_regular(path, MAX_JSON_BYTES)
     except OSError as error:
         raise PredictionError(
             f"Cannot read a prediction from {str(path)!r}: {error.strerror or error}. Expected a "
@@ -66,8 +66,8 @@ def read_prediction(path: Path) -> Prediction:
 
 def _fields_of(encoded: bytes, path: Path) -> dict[str, object]:
     try:
-        fields = json.loads(encoded)
-    except ValueError as error:
+        fields = parse_json(encoded)
+    except InvalidTextError as error:
         sibling = prediction_file_of(path)
         hint = f" Did you mean {str(sibling)!r}?" if sibling.exists() and sibling != path else ""
         raise PredictionError(

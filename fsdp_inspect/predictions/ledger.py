@@ -17,8 +17,12 @@ from pydantic import ValidationError
 
 from fsdp_inspect.errors import PredictionError
 from fsdp_inspect.predictions.records import PREDICTION_VERSION, Ledger, Outcome, Prediction
+from fsdp_inspect.reading import parse_json, read_regular
 
 LEDGER_FILE = "predictions.jsonl"
+
+_MAX_BYTES = 256 << 20
+"""Larger histories are not read; a prediction has some kB."""
 
 Entry = Prediction | Outcome
 _KINDS: dict[str, type[Entry]] = {"prediction": Prediction, "outcome": Outcome}
@@ -60,7 +64,7 @@ def append_entries(path: Path, entries: Sequence[Entry]) -> None:
 def read_ledger(path: Path) -> Ledger:
     """Read all valid lines, with notes on the rest; a missing file is empty."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_regular(path, _MAX_BYTES).split(b"\n")
     except FileNotFoundError:
         return Ledger()
     except OSError as error:
@@ -95,7 +99,7 @@ def _encode(entry: Entry) -> bytes:
 def _decode(line: bytes) -> Entry | str:
     """An entry, or the reason why the line is invalid."""
     try:
-        fields = json.loads(line)
+        fields = parse_json(line)
         version, kind, entry = fields["schema_version"], fields["kind"], fields["entry"]
         if version > PREDICTION_VERSION:
             return _NEWER

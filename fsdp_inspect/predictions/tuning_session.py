@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from fsdp_inspect.error_text import describe_validation_error
 from fsdp_inspect.errors import StoreError
+from fsdp_inspect.reading import MAX_JSON_BYTES, InvalidTextError, parse_json, read_regular
 from fsdp_inspect.store.records import replace_file
 from fsdp_inspect.trace.records import Record
 
@@ -84,16 +85,19 @@ def read_session(folder: Path) -> TuningSession:
     """
     path = folder / SESSION_FILE
     try:
-        session = TuningSession.model_validate_json(path.read_bytes())
+        session = TuningSession.model_validate(parse_json(read_regular(path, MAX_JSON_BYTES)))
     except OSError as error:
         raise StoreError(
             f"Tuning session not found at {str(folder)!r}: {error.strerror or error} "
             f"({SESSION_FILE}). Expected the folder that `fsdp-inspect tune` printed. Pass that "
             "folder, or start a new session."
         ) from error
-    except ValidationError as error:
+    except (InvalidTextError, ValidationError) as error:
+        problem = (
+            describe_validation_error(error) if isinstance(error, ValidationError) else f"{error}."
+        )
         raise StoreError(
-            f"Invalid session {str(path)!r}: {describe_validation_error(error)} Restore the file, "
+            f"Invalid session {str(path)!r}: {problem} Restore the file, "
             "or start a new session with fsdp-inspect tune."
         ) from error
     if session.session_version > SESSION_VERSION:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_inspect.checks.baseline import Baseline
-from fsdp_inspect.checks.check import CheckOutcome, CheckResult, MetricCheck
+from fsdp_inspect.checks.check import ALWAYS, CheckOutcome, CheckResult, MetricCheck
 from fsdp_inspect.checks.increases import Increase
 from fsdp_inspect.checks.limits import TIME_METRICS
 from fsdp_inspect.checks.measurements import RESTING
@@ -45,7 +45,7 @@ def describe_outcome(result: CheckResult) -> str:
 
 def describe_baseline(baseline: Baseline, *, num_runs: int) -> str:
     """Describe the metrics that a new baseline gates."""
-    count = len(baseline.memory)
+    count = sum(name in baseline.memory for name in ALWAYS)
     gated = f"{count} {'metric' if count == 1 else 'metrics'} of memory"
     if baseline.times:
         return f"The gate checks {gated} and the times of {num_runs} runs."

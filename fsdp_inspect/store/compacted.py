@@ -11,14 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, Generic
+from typing import Any, BinaryIO, Generic, Self
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from pydantic import Field, NonNegativeInt, ValidationError, model_validator
 
-from fsdp_inspect.errors import CorruptFileError
+from fsdp_inspect.error_text import describe_validation_error
+from fsdp_inspect.errors import CorruptFileError, FsdpInspectError
+from fsdp_inspect.reading import parse_json
 from fsdp_inspect.store.arrow_columns import (
     Columns,
     build_table,
@@ -27,6 +30,7 @@ from fsdp_inspect.store.arrow_columns import (
     to_arrow,
 )
 from fsdp_inspect.store.checksums import checksum_columns, checksum_text
+from fsdp_inspect.store.read_limits import check_decoded_size
 from fsdp_inspect.store.records import check_version, unfinished_path
 from fsdp_inspect.store.schema import (
     FOOTER_CHECKSUM_KEY,
@@ -36,14 +40,38 @@ from fsdp_inspect.store.schema import (
     TableFile,
     TableT,
 )
-from fsdp_inspect.trace.records import SCHEMA_VERSION
+from fsdp_inspect.trace.records import SCHEMA_VERSION, Record
 
 _ZSTD_LEVEL = 3
+_MAX_FOOTER_BYTES = 16 << 20
+_WIDTHS = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8}
+"""Bytes of one value, by physical type of Parquet. 8-bit and 16-bit integers are INT32."""
 _NO_DIFFERENCE = np.iinfo(np.int64).min
 _REMEDY = (
     "Copy the file again from where it was recorded, or move it away to work with the other ranks."
 )
 _SUMMARY_REMEDY = "Run `fsdp-inspect compact` on the run to make it again from the events."
+
+
+Group = tuple[NonNegativeInt, int, int, str]
+"""A row group: rows, lowest step, highest step, checksum."""
+
+
+class Footer(Record):
+    """The fields of the footer; `store.schema` defines them."""
+
+    table: str
+    covered_rows: NonNegativeInt
+    groups: tuple[Group, ...]
+    kinds: tuple[tuple[int, ...], ...] | None = None
+    reduction: int | None = None
+    ranks: dict[NonNegativeInt, tuple[NonNegativeInt, ...]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_kinds(self) -> Self:
+        if self.kinds is not None and len(self.kinds) != len(self.groups):
+            raise ValueError(f"kinds has {len(self.kinds)} row groups, and groups has others")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +82,12 @@ class CompactedContents(Generic[TableT]):
     """The requested rows, in the order of the file."""
     covered_rows: int
     """The number of recorded rows that the file covers: stream rows below it are in the file."""
-    details: Mapping[str, Any]
-    """The fields of the footer."""
+    details: Footer
 
     @property
     def is_whole(self) -> bool:
         """Whether `table` has all rows of the file."""
-        total: int = sum(rows for rows, *_ in self.details["groups"])
-        return len(self.table) == total
+        return len(self.table) == sum(rows for rows, *_ in self.details.groups)
 
 
 def write_compacted(
@@ -134,15 +160,23 @@ def read_compacted(
         SchemaVersionError: A newer version of FSDP Inspect wrote the file.
     """
     try:
-        parquet = pq.ParquetFile(source, page_checksum_verification=True)
+        size = source.seek(0, os.SEEK_END)
+        parquet = pq.ParquetFile(
+            source,
+            page_checksum_verification=True,
+            thrift_string_size_limit=_MAX_FOOTER_BYTES,
+            thrift_container_size_limit=_MAX_FOOTER_BYTES,
+        )
         footer = _read_footer(parquet, file, name)
+        chosen = _choose_groups(footer, steps, kinds)
+        check_decoded_size(_decoded_bytes(parquet, chosen), size, name)
         batches = [
-            _from_stored(
-                file, _read_group(parquet, number, footer["groups"][number], name, _remedy(file))
-            )
-            for number in _choose_groups(footer, steps, kinds)
+            _from_stored(file, _read_group(parquet, number, footer.groups[number], name, file))
+            for number in chosen
         ]
-    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+    except FsdpInspectError:
+        raise
+    except Exception as error:  # pyarrow's errors, and those of any remote file system
         if isinstance(error, FileNotFoundError):
             raise
         raise CorruptFileError(
@@ -152,17 +186,11 @@ def read_compacted(
     table = build_table(file, batches, name)
     if len(batches) > 1:  # otherwise little memory is unused, and the next read reuses it
         pa.default_memory_pool().release_unused()
-    return CompactedContents(
-        table,
-        covered_rows=footer["covered_rows"],
-        details=footer,
-    )
+    return CompactedContents(table, covered_rows=footer.covered_rows, details=footer)
 
 
-def read_footer(
-    source: BinaryIO | pa.NativeFile, file: TableFile[Any], name: str
-) -> Mapping[str, Any]:
-    """Read only the fields of the footer, without rows.
+def read_footer(source: BinaryIO | pa.NativeFile, file: TableFile[Any], name: str) -> Footer:
+    """Read only the footer, without rows.
 
     Raises:
         CorruptFileError: The file is foreign, cut off, or changed since it was written.
@@ -198,7 +226,10 @@ def _from_stored(file: TableFile[Any], stored: Columns) -> dict[str, NDArray[Any
     for column in file.relative_columns:
         differences = columns.pop(column.stored_name, None)
         if differences is not None:
-            values = differences + columns[column.base]
+            base = columns.get(column.base)
+            if base is None:
+                raise ValueError(f"column {column.base!r} is missing")
+            values = differences + base
             values[differences == _NO_DIFFERENCE] = column.nothing
             columns[column.name] = values
     return columns
@@ -271,7 +302,7 @@ def _open_parquet(
         yield writer
 
 
-def _read_footer(parquet: pq.ParquetFile, file: TableFile[Any], name: str) -> Mapping[str, Any]:
+def _read_footer(parquet: pq.ParquetFile, file: TableFile[Any], name: str) -> Footer:
     metadata = parquet.metadata.metadata or {}
     text = metadata.get(FOOTER_KEY, b"").decode(errors="replace")
     if not text:
@@ -286,32 +317,55 @@ def _read_footer(parquet: pq.ParquetFile, file: TableFile[Any], name: str) -> Ma
             f"{name} has a footer with the checksum {checksum_text(text)}. Expected {stored!r}: "
             f"the file has changed since it was written. {_remedy(file)}"
         )
-    footer: dict[str, Any] = json.loads(text)
-    check_version(footer["schema_version"], name)
-    if footer["table"] != file.name or len(footer["groups"]) != parquet.num_row_groups:
+    fields = parse_json(text)
+    check_version(fields.get("schema_version") if isinstance(fields, dict) else None, name)
+    try:
+        footer = Footer.model_validate(fields)
+    except ValidationError as error:
         raise CorruptFileError(
-            f"{name} has the table {footer['table']!r} in {parquet.num_row_groups} row groups. "
-            f"Expected {file.name!r} in {len(footer['groups'])}. {_remedy(file)}"
+            f"{name} has an invalid footer: {describe_validation_error(error)} Expected the footer "
+            f"of a compacted table. {_remedy(file)}"
+        ) from error
+    rows = [parquet.metadata.row_group(n).num_rows for n in range(parquet.num_row_groups)]
+    if footer.table != file.name or [group[0] for group in footer.groups] != rows:
+        raise CorruptFileError(
+            f"{name} has the table {footer.table!r:.40} in {len(rows)} row groups of {sum(rows):,} "
+            f"rows. Expected {file.name!r} in {len(footer.groups)} row groups of "
+            f"{sum(group[0] for group in footer.groups):,} rows. {_remedy(file)}"
         )
     return footer
 
 
+def _decoded_bytes(parquet: pq.ParquetFile, numbers: Sequence[int]) -> int:
+    """Bytes of these row groups when decoded.
+
+    Raises:
+        ValueError: A column has a type without a fixed size, which the store never writes.
+    """
+    width = 0
+    for column in (parquet.schema.column(number) for number in range(len(parquet.schema))):
+        if column.physical_type not in _WIDTHS:
+            raise ValueError(f"column {column.name!r} has the type {column.physical_type}")
+        width += _WIDTHS[column.physical_type]
+    rows = sum(parquet.metadata.row_group(number).num_rows for number in numbers)
+    return rows * width
+
+
 def _choose_groups(
-    footer: Mapping[str, Any], steps: Collection[int] | None, kinds: Collection[int] | None
+    footer: Footer, steps: Collection[int] | None, kinds: Collection[int] | None
 ) -> list[int]:
     """Numbers of the row groups that can contain any of the steps and any of the kinds."""
-    groups = footer["groups"]
-    listed = footer.get("kinds", [kinds] * len(groups))
+    listed = footer.kinds
     return [
         number
-        for number, (_, lowest, highest, _) in enumerate(groups)
+        for number, (_, lowest, highest, _) in enumerate(footer.groups)
         if (steps is None or any(lowest <= step <= highest for step in steps))
-        and (kinds is None or not frozenset(kinds).isdisjoint(listed[number]))
+        and (kinds is None or listed is None or not frozenset(kinds).isdisjoint(listed[number]))
     ]
 
 
 def _read_group(
-    parquet: pq.ParquetFile, number: int, group: list[Any], name: str, remedy: str
+    parquet: pq.ParquetFile, number: int, group: Group, name: str, file: TableFile[Any]
 ) -> Columns:
     is_large = parquet.num_row_groups > 1
     batches = parquet.read_row_group(number, use_threads=is_large).combine_chunks().to_batches()
@@ -320,7 +374,7 @@ def _read_group(
     if actual != group[3]:
         raise CorruptFileError(
             f"{name}: row group {number} has the checksum {actual}. Expected {group[3]}: the file "
-            f"has changed since it was written. {remedy}"
+            f"has changed since it was written. {_remedy(file)}"
         )
     return columns
 

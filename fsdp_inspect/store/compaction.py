@@ -261,7 +261,7 @@ def _count_rows(path: Path, file: TableFile[TableT]) -> int:
     if not path.exists():
         return 0
     with path.open("rb") as source:
-        return sum(group[0] for group in read_footer(source, file, str(path))["groups"])
+        return sum(group[0] for group in read_footer(source, file, str(path)).groups)
 
 
 def _mark_crashed(folder: Path, record: RankRecord) -> None:

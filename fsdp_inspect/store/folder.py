@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_inspect.errors import NotARunError, StoreError
-from fsdp_inspect.store.files import LocalFiles, read_regular
+from fsdp_inspect.store.files import LocalFiles
 from fsdp_inspect.store.liveness import is_alive
 from fsdp_inspect.store.records import decode_record, encode_record, replace_file
 from fsdp_inspect.store.schema import (
@@ -48,7 +48,7 @@ class RunEntry:
     def _read(self) -> tuple[RunManifest | None, str | None]:
         try:
             return read_manifest(self.path), None
-        except (StoreError, OSError) as error:
+        except StoreError as error:
             return None, str(error)
 
 
@@ -117,15 +117,13 @@ def read_manifest(path: Path) -> RunManifest:
         NotARunError: `run.json` is missing.
         StoreError: `run.json` is damaged or from a newer version.
     """
-    target = path / MANIFEST_FILE
-    try:
-        encoded = read_regular(target)
-    except (FileNotFoundError, NotADirectoryError) as error:
+    encoded = LocalFiles(path).read(MANIFEST_FILE)
+    if encoded is None:
         raise NotARunError(
             f"No run found at {str(path)!r}: {MANIFEST_FILE} is missing. Expected the folder of a "
             "run. Name another folder, or record a run with fsdp_inspect.Recorder."
-        ) from error
-    return decode_record(encoded, RunManifest, str(target))
+        )
+    return decode_record(encoded, RunManifest, str(path / MANIFEST_FILE))
 
 
 def has_running_ranks(path: Path, attempt: int) -> bool:
@@ -159,10 +157,12 @@ def read_rank_record(folder: Path) -> RankRecord | None:
     """Read the record in a rank's folder; None if it is missing or damaged.
 
     Raises:
-        OSError: The file cannot be read.
+        UnreadableFileError: The file cannot be read.
     """
-    with contextlib.suppress(FileNotFoundError, StoreError):
-        return decode_record(read_regular(folder / RANK_FILE), RankRecord, RANK_FILE)
+    encoded = LocalFiles(folder).read(RANK_FILE)
+    if encoded is not None:
+        with contextlib.suppress(StoreError):
+            return decode_record(encoded, RankRecord, RANK_FILE)
     return None
 
 
@@ -180,24 +180,23 @@ def list_runs(directory: Path) -> list[RunEntry]:
 
 
 def _find_runs(directory: Path, depth: int) -> Iterator[Path]:
-    if (directory / MANIFEST_FILE).is_file():
+    if LocalFiles(directory).exists(MANIFEST_FILE):
         yield directory
         return
     if depth == 0:
         return
-    with contextlib.suppress(OSError):
-        for child in directory.iterdir():
-            if not child.name.startswith(".") and child.is_dir():
-                yield from _find_runs(child, depth - 1)
+    with contextlib.suppress(StoreError):
+        for name in LocalFiles(directory).folders(""):
+            if not name.startswith("."):
+                yield from _find_runs(directory / name, depth - 1)
 
 
 def _read_created(path: Path) -> int:
     """The start time of a run, without decoding its whole manifest."""
-    try:
-        found = _CREATED.search(read_regular(path / MANIFEST_FILE))
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
+    with contextlib.suppress(StoreError):
+        found = _CREATED.search(LocalFiles(path).read(MANIFEST_FILE) or b"")
+        return int(found[1]) if found else 0
+    return 0
 
 
 def find_differences(there: RunManifest, new: RunManifest) -> list[str]:

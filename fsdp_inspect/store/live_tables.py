@@ -73,11 +73,8 @@ class LiveTables:
             file: The specification of the table.
 
         Returns:
-            None if the stream is missing, or if it is damaged. Reading all of a damaged stream
+            None if the stream is missing, damaged or unreadable. Reading all of such a stream
             reports the error.
-
-        Raises:
-            OSError: The stream cannot be read.
         """
         name = str(path)
         with self._lock:

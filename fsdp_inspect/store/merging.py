@@ -83,6 +83,8 @@ def merge_runs(
     """
     found = [_find_part(path) for path in parts]
     _check_out(out, found)
+    for part in found:
+        _refuse_links_out(part)
     manifest = _check_one_run(found)
     sources, copies = _choose_sources(found)
     _check_same_time(sources)
@@ -149,6 +151,23 @@ def _find_part(path: Path) -> _Part:
             )
     has_manifest = (path / MANIFEST_FILE).exists()
     return _Part(path, read_manifest(path) if has_manifest else None, tuple(places))
+
+
+def _refuse_links_out(part: _Part) -> None:
+    """Reject a link that leads out of the part: its target would be copied into the merged run.
+
+    Raises:
+        StoreError: The part contains such a link.
+    """
+    root = part.path.resolve()
+    folders = [rank_folder(part.path, *place) for place in part.places]
+    files = [file for folder in folders for file in _files_of(folder)]
+    for path in (part.path / MANIFEST_FILE, *folders, *files):
+        if not path.resolve().is_relative_to(root):
+            raise StoreError(
+                f"{str(path)!r} is a link to a place outside of the run. Expected files of the run "
+                "itself. Replace the link with a copy of its target, or remove it."
+            )
 
 
 def _check_out(out: Path, parts: Sequence[_Part]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdp_inspect.errors import IncompleteRunError, NotARunError
+from fsdp_inspect.errors import IncompleteRunError, NotARunError, UnreadableFileError
 from fsdp_inspect.formatting import format_numbers
 from fsdp_inspect.reduction.rank_rows import join_memory
 from fsdp_inspect.store.files import LocalFiles, RunFiles, open_files
@@ -82,7 +82,7 @@ def open_run(
     """
     files = open_files(path)
     attempts = attempt_numbers(files.folders(""))
-    encoded = files.read(MANIFEST_FILE)
+    encoded, note = _read_manifest(files, can_omit=bool(attempts))
     if encoded is None and not attempts:
         raise NotARunError(_describe_no_run(path))
     if attempt is not None and attempt not in attempts:
@@ -92,7 +92,7 @@ def open_run(
         )
     chosen = attempt if attempt is not None else max(attempts, default=0)
     if encoded is None:
-        return _open_without_manifest(files, attempts, chosen, reuse or ReaderCache())
+        return _open_without_manifest(files, attempts, chosen, note, reuse or ReaderCache())
     manifest = decode_record(encoded, RunManifest, _label(files, MANIFEST_FILE))
     return StoredRun(files, manifest, attempts=attempts, attempt=chosen, reuse=reuse)
 
@@ -342,6 +342,20 @@ class StoredRun:
         )
 
 
+def _read_manifest(files: RunFiles, *, can_omit: bool) -> tuple[bytes | None, str]:
+    """The bytes of `run.json`, or None with a note that states why they are missing.
+
+    Raises:
+        UnreadableFileError: The file cannot be read, and the run cannot be opened without it.
+    """
+    try:
+        return files.read(MANIFEST_FILE), NO_MANIFEST_NOTE
+    except UnreadableFileError as error:
+        if not can_omit:
+            raise
+        return None, f"{error} Until then, unit names, parameters and settings are unknown."
+
+
 def _list_ranks(files: RunFiles, attempt: int) -> list[int]:
     return rank_numbers(files.folders(attempt_name(attempt)))
 
@@ -359,6 +373,8 @@ def _read_records(
             found[note] = None
             continue
         with noting(found):
+            if isinstance(content, UnreadableFileError):
+                raise content
             records[rank] = _read_record(files, folder, content)
     return records
 
@@ -372,7 +388,7 @@ def _read_record(files: RunFiles, folder: str, encoded: bytes) -> RankRecord:
 
 
 def _open_without_manifest(
-    files: RunFiles, attempts: Sequence[int], attempt: int, reuse: ReaderCache
+    files: RunFiles, attempts: Sequence[int], attempt: int, note: str, reuse: ReaderCache
 ) -> StoredRun:
     """Open a part of a run: some ranks without the manifest, which the node of rank 0 has."""
     records = _read_records(files, attempt, _list_ranks(files, attempt), {})
@@ -388,7 +404,7 @@ def _open_without_manifest(
         manifest.model_copy(update={"units": units}),
         attempts=attempts,
         attempt=attempt,
-        notes=[NO_MANIFEST_NOTE],
+        notes=[note],
         reuse=reuse,
     )
 

@@ -4,18 +4,18 @@ A record is written to a temporary file and renamed, so that a reader never sees
 """
 
 import contextlib
-import json
 import os
 import re
-import reprlib
 import threading
 import zlib
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from fsdp_inspect.error_text import describe_validation_error
 from fsdp_inspect.errors import CorruptFileError, SchemaVersionError
+from fsdp_inspect.reading import InvalidTextError, parse_json
 from fsdp_inspect.store.checksums import checksum_text
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.records import SCHEMA_VERSION
@@ -46,20 +46,29 @@ def decode_record(encoded: bytes, kind: type[RecordT], name: str) -> RecordT:
         CorruptFileError: The file is cut off, changed, or no such record.
     """
     _check_integrity(encoded, name)
+    fields = _fields_of(encoded, name)
+    check_version(fields["schema_version"], name)
     try:
-        record = kind.model_validate_json(encoded)
+        return kind.model_validate(fields)
     except ValidationError as error:
-        raise _diagnose(encoded, error, name) from error
-    check_version(record.schema_version, name)
-    return record
+        raise CorruptFileError(
+            f"{name} is invalid: {describe_validation_error(error)} Expected a record of schema "
+            f"version {SCHEMA_VERSION}. {_REMEDY}"
+        ) from error
 
 
-def check_version(version: int, name: str) -> None:
+def check_version(version: object, name: str) -> None:
     """Reject files of a newer schema version.
 
     Raises:
         SchemaVersionError: This version does not support `version`.
+        CorruptFileError: `version` is not a version.
     """
+    if not isinstance(version, int):
+        raise CorruptFileError(
+            f"{name} has the invalid schema version {version!r:.40}. Expected a number up to "
+            f"{SCHEMA_VERSION}. {_REMEDY}"
+        )
     if version > SCHEMA_VERSION:
         raise SchemaVersionError(
             f"{name} has the unsupported schema version {version}. Expected a version up to "
@@ -100,31 +109,20 @@ def unfinished_path(path: Path) -> Path:
 _REMEDY = "Copy the file again from where it was recorded."
 
 
-def _diagnose(encoded: bytes, error: ValidationError, name: str) -> CorruptFileError:
-    """Build the error for bytes that are no such record.
-
-    Raises:
-        SchemaVersionError: A newer version of FSDP Inspect wrote them.
-    """
+def _fields_of(encoded: bytes, name: str) -> dict[str, Any]:
     try:
-        fields = json.loads(encoded)
-    except ValueError as reason:
-        return CorruptFileError(
-            f"{name} has {len(encoded)} bytes of invalid JSON ({reason}). Expected the record "
-            f"of a run as UTF-8 JSON. {_REMEDY}"
-        )
-    if not isinstance(fields, dict) or not isinstance(fields.get("schema_version"), int):
-        return CorruptFileError(
+        fields = parse_json(encoded)
+    except InvalidTextError as error:
+        raise CorruptFileError(
+            f"{name} ({len(encoded)} bytes) cannot be parsed: {error}. Expected the record of a "
+            f"run as UTF-8 JSON. {_REMEDY}"
+        ) from error
+    if not isinstance(fields, dict) or "schema_version" not in fields:
+        raise CorruptFileError(
             f"{name} is JSON without a schema_version. Expected a record written by "
             f"fsdp-inspect. {_REMEDY}"
         )
-    check_version(fields["schema_version"], name)
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return CorruptFileError(
-        f"{name} has the invalid value {reprlib.repr(first['input'])} at {where}: {first['msg']}. "
-        f"Expected a record of schema version {SCHEMA_VERSION}. {_REMEDY}"
-    )
+    return fields
 
 
 def _check_integrity(encoded: bytes, name: str) -> None:

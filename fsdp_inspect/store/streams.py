@@ -26,7 +26,9 @@ from fsdp_inspect.store.arrow_columns import (
     num_rows_of,
     to_arrow,
 )
+from fsdp_inspect.store.arrow_messages import decoded_bytes_of
 from fsdp_inspect.store.checksums import checksum_columns
+from fsdp_inspect.store.read_limits import check_decoded_size
 from fsdp_inspect.store.records import check_version
 from fsdp_inspect.store.schema import (
     CHECKSUM_KEY,
@@ -302,8 +304,11 @@ class _StreamReading:
         try:
             reader = pa.ipc.open_stream(source)
             self._check_schema(reader.schema, file)
+            decoded = 0
             while True:
                 position = source.tell()
+                decoded += decoded_bytes_of(self._raw, position)
+                check_decoded_size(decoded, len(self._raw), self._name)
                 item = reader.read_next_batch_with_custom_metadata()
                 found.append(self._checked(item.batch, item.custom_metadata, position))
         except StopIteration:

@@ -6,15 +6,14 @@ all ranks therefore opens one file and decodes only the kinds that it needs. A s
 `REDUCTION_VERSION` counts as missing.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from fsdp_inspect.reduction.rank_rows import is_of_whole_step
-from fsdp_inspect.store.compacted import read_footer, write_compacted
+from fsdp_inspect.store.compacted import Footer, read_footer, write_compacted
 from fsdp_inspect.store.files import RunFiles
 from fsdp_inspect.store.rank_tables import read_compacted_table
 from fsdp_inspect.store.schema import (
@@ -103,7 +102,7 @@ def read_rank_summary(
         SchemaVersionError: A newer version of FSDP Inspect wrote it.
     """
     contents = read_compacted_table(files, folder_of(place), SUMMARY, kinds=kinds)
-    if contents is None or contents.details.get("reduction") != REDUCTION_VERSION:
+    if contents is None or contents.details.reduction != REDUCTION_VERSION:
         return None
     return contents.table.where(np.argsort(contents.table.step, kind="stable"))
 
@@ -131,7 +130,7 @@ def has_rank_summary(files: RunFiles, place: Place) -> bool:
         SchemaVersionError: A newer version of FSDP Inspect wrote it.
     """
     footer = _read_footer(files, folder_of(place))
-    return footer is not None and footer.get("reduction") == REDUCTION_VERSION
+    return footer is not None and footer.reduction == REDUCTION_VERSION
 
 
 def summed_up(files: RunFiles) -> frozenset[Place]:
@@ -163,7 +162,7 @@ def _changes_of_kind(rows: SummaryTable) -> list[int]:
     return changes
 
 
-def _read_footer(files: RunFiles, folder: str) -> Mapping[str, Any] | None:
+def _read_footer(files: RunFiles, folder: str) -> Footer | None:
     name = f"{folder}/{SUMMARY.compacted_name}" if folder else SUMMARY.compacted_name
     source = files.open(name)
     if source is None:
@@ -172,8 +171,7 @@ def _read_footer(files: RunFiles, folder: str) -> Mapping[str, Any] | None:
         return read_footer(source, SUMMARY, f"{files.label.rstrip('/')}/{name}")
 
 
-def _listed(footer: Mapping[str, Any]) -> frozenset[Place]:
-    if footer.get("reduction") != REDUCTION_VERSION:
+def _listed(footer: Footer) -> frozenset[Place]:
+    if footer.reduction != REDUCTION_VERSION:
         return frozenset()
-    listed: Mapping[str, list[int]] = footer["ranks"]
-    return frozenset((int(attempt), rank) for attempt, ranks in listed.items() for rank in ranks)
+    return frozenset((attempt, rank) for attempt, ranks in footer.ranks.items() for rank in ranks)

@@ -14,6 +14,8 @@ from typing import BinaryIO, Generic
 import pyarrow as pa
 
 from fsdp_inspect.errors import CorruptFileError
+from fsdp_inspect.reading import open_regular
+from fsdp_inspect.store.files import unreadable
 from fsdp_inspect.store.schema import DEVICE, EVENTS, MEMORY, SCALARS, TableFile, TableT
 from fsdp_inspect.store.streams import StreamContents, read_stream
 from fsdp_inspect.trace.tables import DeviceTable, EventTable, MemoryTable, ScalarTable
@@ -66,15 +68,17 @@ class StreamTail(Generic[TableT]):
         Raises:
             CorruptFileError: The stream is foreign, or has changed since it was written.
             SchemaVersionError: A newer version of FSDP Inspect wrote the stream.
-            OSError: The stream cannot be read.
+            UnreadableFileError: The stream cannot be read.
         """
         try:
-            with self._path.open("rb") as stream:
+            with open_regular(self._path) as stream:
                 self.is_gone = False
                 return self._read(stream)
         except (FileNotFoundError, NotADirectoryError):
             self.is_gone = self.identity is not None
             return self._file.table.empty()
+        except OSError as error:
+            raise unreadable(str(self._path), error) from error
 
     def _begin(self) -> None:
         self.identity: tuple[int, int] | None = None

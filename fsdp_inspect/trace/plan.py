@@ -31,6 +31,7 @@ from pydantic import (
 
 from fsdp_inspect.error_text import describe_validation_error, quote_all, suggest
 from fsdp_inspect.errors import PlanError
+from fsdp_inspect.reading import MAX_TOML_BYTES, read_regular
 from fsdp_inspect.trace import plan_text
 
 PLAN_VERSION = 1
@@ -196,8 +197,8 @@ class Plan(PlanRecord):
         """
         path = Path(path)
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_regular(path, MAX_TOML_BYTES)
+        except OSError as error:
             raise PlanError(
                 f"The plan {str(path)!r} cannot be read: {error}. Expected a TOML file as "
                 "written by Plan.dump. Name an existing plan file."
@@ -208,7 +209,7 @@ class Plan(PlanRecord):
             raise PlanError(f"The plan {str(path)!r} is invalid. {error}") from error
 
     @classmethod
-    def from_toml(cls, text: str) -> Self:
+    def from_toml(cls, text: str | bytes) -> Self:
         """Read a plan from the text of a plan file."""
         return cls.from_dict(plan_text.parse(text))
 

@@ -25,7 +25,6 @@ prefix expand together: `["layers.{0..1}.a"]`, `["layers.{0..1}.b"]` are the uni
 """
 
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -34,6 +33,7 @@ import tomli_w
 from pydantic import BaseModel
 
 from fsdp_inspect.errors import PlanError
+from fsdp_inspect.reading import InvalidTextError, parse_toml
 
 AUTO = "auto"
 
@@ -56,16 +56,17 @@ def defaults_of(unit_type: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-def parse(text: str) -> dict[str, Any]:
+def parse(text: str | bytes) -> dict[str, Any]:
     """Read the fields of a plan with ranges and shared settings expanded; values are not checked.
 
     Raises:
         PlanError: The text is not TOML, or it contains an invalid range.
     """
     try:
-        fields = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise PlanError(f"Invalid TOML: {error}. Correct the file at that place.") from error
+        fields = parse_toml(text)
+    except InvalidTextError as error:
+        problem = f"{error}. Correct the file at that place."
+        raise PlanError(problem[0].upper() + problem[1:]) from error
     shared = fields.pop("every_unit", {})
     entries = fields.get("units")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):

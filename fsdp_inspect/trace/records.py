@@ -9,4 +9,4 @@ SCHEMA_VERSION = 1
 class Record(BaseModel):
     """Base of the records stored as JSON: unknown fields are ignored, values are checked."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)

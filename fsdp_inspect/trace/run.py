@@ -6,10 +6,11 @@ newer minor version may add. Writing is strict.
 
 from collections.abc import Collection, Sequence
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 from pydantic import Field
 
+from fsdp_inspect.trace.limits import Amount, Index, Moment, WorldSize
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.records import SCHEMA_VERSION, Record
 from fsdp_inspect.trace.tables import (
@@ -53,27 +54,27 @@ class RunStatus(StrEnum):
 class Unit(Record):
     """One FSDP communication group (torch: `FSDPParamGroup`)."""
 
-    index: int
+    index: Index
     fqn: str
     """The name that torch gives the unit: its modules' fqns joined by `, `; empty for the root."""
     modules: list[str]
     """The fqns of the modules of one `fully_shard` call."""
     module_class: str = ""
-    num_parameters: int
+    num_parameters: Amount
     """Parameters of the whole unit, over all ranks, without padding."""
-    num_trainable_parameters: int
-    num_tensors: int = 0
-    parameters: dict[str, list[int]] = Field(default_factory=dict)
+    num_trainable_parameters: Amount
+    num_tensors: Amount = 0
+    parameters: dict[str, list[Amount]] = Field(default_factory=dict)
     """The unsharded shape of each parameter by fqn, in the model's order; empty: not recorded."""
-    unsharded_bytes: int
+    unsharded_bytes: Amount
     """The padded all-gather output in the parameter dtype, which an unshard allocates."""
-    sharded_bytes: int
+    sharded_bytes: Amount
     """One rank's shard in the original dtype, with padding; 0: unknown (imports)."""
-    reduce_bytes: int
+    reduce_bytes: Amount
     """The padded reduce-scatter input in the reduce dtype; 0 for a frozen unit."""
     param_dtype: str
     reduce_dtype: str
-    reshard_after_forward: bool | int | None
+    reshard_after_forward: bool | WorldSize | None
     """The effective value, after torch's rule for the root; an int is the number of ranks to
     reshard to."""
     shard_group: int = -1
@@ -100,9 +101,9 @@ class Unit(Record):
 class ProcessGroup(Record):
     """A group of ranks that communicate with each other."""
 
-    index: int
+    index: Index
     name: str
-    ranks: list[int]
+    ranks: list[Index]
     """Global ranks, in group order. Of groups with one role, this is the group of rank 0."""
     role: str = "other"
     """`shard`, `replicate`, `post_forward` or `other`."""
@@ -114,19 +115,19 @@ class ModelInfo(Record):
     """The model as a whole."""
 
     class_name: str = ""
-    num_parameters: int = 0
-    num_trainable_parameters: int = 0
+    num_parameters: Amount = 0
+    num_trainable_parameters: Amount = 0
 
 
 class RunManifest(Record):
     """`run.json`: rank 0 writes it before any event."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Index = SCHEMA_VERSION
     run_id: str
     name: str = ""
     created: str
     """ISO 8601, UTC."""
-    created_unix_ns: int
+    created_unix_ns: Moment
     command: list[str] = Field(default_factory=list)
     config: dict[str, Any] = Field(default_factory=dict)
     """The configuration that the training script passed to the recorder."""
@@ -135,8 +136,8 @@ class RunManifest(Record):
     model: ModelInfo = ModelInfo()
     units: list[Unit] = Field(default_factory=list)
     process_groups: list[ProcessGroup] = Field(default_factory=list)
-    world_size: int
-    mesh: dict[str, int] = Field(default_factory=dict)
+    world_size: WorldSize
+    mesh: dict[str, WorldSize] = Field(default_factory=dict)
     """Mesh dimension name to size, outermost first."""
     backend: str
     device_type: str
@@ -145,9 +146,9 @@ class RunManifest(Record):
     """`recorded`, `emulated`, `imported` or `predicted`."""
     emulation: dict[str, Any] = Field(default_factory=dict)
     """Emulated runs: world size, links (bytes/s, ns), preset, fixed compute times."""
-    warmup_steps: int = 0
+    warmup_steps: Index = 0
     """The number of warm-up steps, which no time uses."""
-    memory_steps: list[int] = Field(default_factory=list)
+    memory_steps: list[Index] = Field(default_factory=list)
     """The numbers of the memory steps, which no time uses."""
     versions: dict[str, str] = Field(default_factory=dict)
     environment: dict[str, str] = Field(default_factory=dict)
@@ -202,21 +203,21 @@ class RunManifest(Record):
 class ClockPair(Record):
     """The monotonic clock of the events and the wall clock, read at one moment."""
 
-    monotonic_ns: int
-    unix_ns: int
-    uncertainty_ns: int
+    monotonic_ns: Moment
+    unix_ns: Moment
+    uncertainty_ns: Amount
     """Half the time between the two reads around it."""
 
 
 class FailedRequest(Record):
     """An allocation that failed because the device was out of memory."""
 
-    requested_bytes: int
-    device_free_bytes: int
+    requested_bytes: Amount
+    device_free_bytes: Amount
     """Free memory of the device at that moment."""
-    allocated_bytes: int | None = None
+    allocated_bytes: Amount | None = None
     """Allocated bytes at that moment; None if unknown."""
-    reserved_bytes: int | None = None
+    reserved_bytes: Amount | None = None
     step: int = 0
     phase: str = "outside"
     unit: int = -1
@@ -226,36 +227,36 @@ class FailedRequest(Record):
 class RankRecord(Record):
     """`rank.json`: one rank of one attempt; written at the start, on changes, and at the end."""
 
-    schema_version: int = SCHEMA_VERSION
-    rank: int
-    world_size: int
-    attempt: int = 0
+    schema_version: Index = SCHEMA_VERSION
+    rank: Index
+    world_size: WorldSize
+    attempt: Index = 0
     local_rank: int = 0
     host: str = ""
-    pid: int = 0
+    pid: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     pid_scope: str = ""
     """The boot and PID namespace in which `pid` is valid; set by the store."""
     device: str = ""
-    device_memory_bytes: int | None = None
+    device_memory_bytes: Amount | None = None
     """Total memory of the device; None on CPU."""
     clock: str = "host"
     """`host` (CPU) or `cuda_event`; imports have `IMPORTED_CLOCK` or `UNPLACED_CLOCK`."""
     clock_start: ClockPair
     clock_end: ClockPair | None = None
-    clock_uncertainty_ns: int = 0
+    clock_uncertainty_ns: Amount = 0
     """Uncertainty of the event times on the host clock; 0 for times of the host itself."""
     status: RunStatus = RunStatus.RUNNING
     failure: str | None = None
     """The error that ended the training, if the recorder saw it."""
-    num_steps: int = 0
+    num_steps: Index = 0
     flush_interval_s: float = 1.0
-    flushed_unix_ns: int = 0
+    flushed_unix_ns: Moment = 0
     """The time of the last write of this file; the live streams are newer."""
     memory_from: str = ""
     """The source of memory samples: `cuda_allocator`, `storage_tracker` or `memory_snapshot`."""
     failed_request: FailedRequest | None = None
     """The last failed allocation, if an imported snapshot contains one."""
-    dropped: dict[str, int] = Field(default_factory=dict)
+    dropped: dict[str, Amount] = Field(default_factory=dict)
     """The number of rows that could not be written, by table."""
     problems: list[str] = Field(default_factory=list)
     """Problems during the recording, one message for each."""

@@ -161,8 +161,8 @@ def test_column_that_an_older_version_did_not_write_reads_as_missing(tmp_path: P
 def test_footer_alone_tells_what_the_file_stands_for(path: Path) -> None:
     with path.open("rb") as source:
         footer = read_footer(source, EVENTS, "events.parquet")
-    assert footer["covered_rows"] == 1200
-    assert [group[:3] for group in footer["groups"]] == [[1200, 0, 299]]
+    assert footer.covered_rows == 1200
+    assert [group[:3] for group in footer.groups] == [(1200, 0, 299)]
 
 
 def test_refused_write_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect.errors import StoreError
+from fsdp_inspect.errors import StoreError, UnreadableFileError
 from fsdp_inspect.store.folder import (
     create_run,
     has_running_ranks,
@@ -106,7 +106,7 @@ def test_a_pipe_in_place_of_a_manifest_is_no_run_and_is_not_waited_for(tmp_path:
     folder.mkdir()
     os.mkfifo(folder / "run.json")
     assert list_runs(tmp_path) == []
-    with pytest.raises(OSError, match="Not a regular file"):
+    with pytest.raises(UnreadableFileError, match="Not a regular file"):
         read_manifest(folder)
 
 

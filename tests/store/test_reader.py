@@ -362,7 +362,9 @@ def test_damaged_rank_record_is_noted_and_its_tables_stay_readable(tmp_path: Pat
 def test_damaged_manifest_is_an_error_that_names_it(tmp_path: Path) -> None:
     write_run(tmp_path)
     (tmp_path / "run.json").write_bytes((tmp_path / "run.json").read_bytes()[:50])
-    with pytest.raises(CorruptFileError, match=r"run\.json has 50 bytes of invalid JSON"):
+    with pytest.raises(
+        CorruptFileError, match=r"run\.json \(50 bytes\) cannot be parsed: invalid JSON"
+    ):
         open_run(tmp_path)
 
 

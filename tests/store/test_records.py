@@ -57,7 +57,8 @@ def test_record_edited_by_hand_opens_without_its_checksum() -> None:
 
 
 def test_record_cut_off_is_named_with_its_size() -> None:
-    with pytest.raises(CorruptFileError, match=r"run\.json has 40 bytes of invalid JSON"):
+    message = r"run\.json \(40 bytes\) cannot be parsed: invalid JSON"
+    with pytest.raises(CorruptFileError, match=message):
         decode(encode_record(make_manifest())[:40])
 
 
@@ -67,7 +68,7 @@ def test_record_cut_off_is_named_with_its_size() -> None:
     ids=["object", "list", "odd version"],
 )
 def test_foreign_json_is_named_as_such(foreign: bytes) -> None:
-    with pytest.raises(CorruptFileError, match="JSON without a schema_version"):
+    with pytest.raises(CorruptFileError, match="without a schema_version|invalid schema version"):
         decode(foreign)
 
 
@@ -80,7 +81,7 @@ def test_impossible_value_is_named_with_its_place() -> None:
     fields = json.loads(encode_record(make_manifest()))
     del fields["crc32"]
     fields["units"][1]["num_parameters"] = "many"
-    with pytest.raises(CorruptFileError, match=r"'many' at units\.1\.num_parameters"):
+    with pytest.raises(CorruptFileError, match=r"units\.1\.num_parameters is 'many'"):
         decode(json.dumps(fields).encode())
 
 

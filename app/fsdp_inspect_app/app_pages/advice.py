@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import streamlit as st
@@ -126,7 +127,7 @@ def _ask(entry: RunEntry) -> Question | None:
                 network[knob.name] = chosen
     with columns[4]:
         allow_dtypes = _ask_dtypes()
-    limit_bytes = _read(limit, parse_bytes, "amount of memory", "80GiB")
+    limit_bytes = _read(limit, partial(parse_bytes, needs_unit=True), "amount of memory", "80GiB")
     time_ns = _read(time_limit, parse_time_ns, "time", "300ms")
     if (limit and not limit_bytes) or (time_limit and not time_ns):
         return None

@@ -72,7 +72,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
     show_run_header(run.manifest, run.summary())
     try:
         bench = loading.result_of(entry, prepare)
-    except MissingDataError as error:
+    except (MissingDataError, PlanError) as error:
         _show_refusal(str(error))
         return
     _show_bench(entry, run, bench)

@@ -1,0 +1,21 @@
+"""Limit the sizes that a run may state, so that no loop or array over them is endless.
+
+The limits are far above any training run. A file with a larger number is damaged or hostile.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+
+MAX_WORLD_SIZE = 1 << 20
+MAX_INDEX = 1 << 24
+"""Largest number of a unit, a step, an attempt or a rank."""
+MAX_NS = 1 << 62
+"""Largest time and largest size in bytes: sums of two fit into 64 bits."""
+
+WorldSize = Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)]
+Index = Annotated[int, Field(ge=0, le=MAX_INDEX)]
+Amount = Annotated[int, Field(ge=0, le=MAX_NS)]
+"""A number of bytes, nanoseconds or parameters."""
+Moment = Annotated[int, Field(ge=-MAX_NS, le=MAX_NS)]
+"""A time on a clock, ns."""
