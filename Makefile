@@ -67,6 +67,10 @@ bench: $(READY) ## Measure the published figures (takes minutes; needs an idle m
 validate: $(READY) ## Compare predictions with runs under emulation (needs an idle machine)
 	$(BIN)/python -m tests.validation $(ARGS)
 
+.PHONY: fuzz
+fuzz: $(READY) ## Feed mutated inputs to all readers for SECONDS=600 (REPLAY=FILE: one failure again)
+	$(BIN)/python -m tests.fuzz $(if $(REPLAY),--replay $(REPLAY),--seconds $(or $(SECONDS),600)) $(ARGS)
+
 .PHONY: frameworks
 frameworks: $(FRAMEWORKS)/.complete ## Record other training frameworks and write docs/frameworks.md (takes long)
 	rm -rf build/frameworks

@@ -329,8 +329,11 @@ class Run:
         from fsdp_inspect.advice.run_advice import advise_run
         from fsdp_inspect.quantities import parse_bytes
 
-        is_text = isinstance(memory_limit, str)
-        limit = parse_bytes(memory_limit, needs_unit=True) if is_text else memory_limit
+        limit = (
+            parse_bytes(memory_limit, needs_unit=True)
+            if isinstance(memory_limit, str)
+            else memory_limit
+        )
         if limit is None and memory_limit is not None:
             raise ValueError(
                 f"Invalid memory limit: {memory_limit!r}. Expected bytes, or an amount with a "

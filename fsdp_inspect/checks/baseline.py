@@ -126,8 +126,11 @@ class Baseline(BaseModel):
     @field_validator("run")
     @classmethod
     def _check_rows(cls, run: dict[str, Any]) -> dict[str, Any]:
+        plan = run.get("plan", {})
+        if not isinstance(plan, dict):
+            raise ValueError(f"run.plan is a {type(plan).__name__}. Expected a table")
         unfold(run.get("units", ()))
-        unfold(run.get("plan", {}).get("units", ()))
+        unfold(plan.get("units", ()))
         return run
 
     @property

@@ -83,11 +83,8 @@ class CompactedContents(Generic[TableT]):
     covered_rows: int
     """The number of recorded rows that the file covers: stream rows below it are in the file."""
     details: Footer
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether `table` has all rows of the file."""
-        return len(self.table) == sum(rows for rows, *_ in self.details.groups)
+    is_whole: bool
+    """Whether `table` has the rows of all row groups."""
 
 
 def write_compacted(
@@ -186,7 +183,12 @@ def read_compacted(
     table = build_table(file, batches, name)
     if len(batches) > 1:  # otherwise little memory is unused, and the next read reuses it
         pa.default_memory_pool().release_unused()
-    return CompactedContents(table, covered_rows=footer.covered_rows, details=footer)
+    return CompactedContents(
+        table,
+        covered_rows=footer.covered_rows,
+        details=footer,
+        is_whole=len(chosen) == len(footer.groups),
+    )
 
 
 def read_footer(source: BinaryIO | pa.NativeFile, file: TableFile[Any], name: str) -> Footer:

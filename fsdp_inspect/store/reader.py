@@ -46,6 +46,7 @@ from fsdp_inspect.store.schema import (
 )
 from fsdp_inspect.store.streams import StreamContents
 from fsdp_inspect.store.summary_reader import SummaryReader
+from fsdp_inspect.store.table_values import check_values
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
 from fsdp_inspect.trace.tables import (
@@ -247,15 +248,17 @@ class StoredRun:
         """A table of a rank, sorted; rows of other steps may be left out."""
         if rank not in self._rank_numbers:
             raise IncompleteRunError(self._describe_missing_rank(rank))
+        name = f"{self.path.rstrip('/')}/{self._folder(rank)}/{file.name}"
         growing = self._read_growing(rank, file)
         if growing is not None:
-            return growing
+            return check_values(growing, name)
         state = self._state_of(rank, file)
         asked = self.path, state
         whole, part = (*asked, None), (*asked, None if steps is None else frozenset(steps))
         table: TableT | None = self._reuse.kept.find(whole, part)
         if table is None:
-            table, is_whole = self._decode(rank, file, steps)
+            decoded, is_whole = self._decode(rank, file, steps)
+            table = check_values(decoded, name)
             if any(changed for _, changed in state):
                 self._reuse.kept.keep(whole if is_whole else part, table)
         return table

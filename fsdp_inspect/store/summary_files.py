@@ -23,6 +23,7 @@ from fsdp_inspect.store.schema import (
     attempt_name,
     rank_name,
 )
+from fsdp_inspect.store.table_values import check_values
 from fsdp_inspect.trace.tables import SummaryTable
 
 Place = tuple[int, int]
@@ -104,7 +105,8 @@ def read_rank_summary(
     contents = read_compacted_table(files, folder_of(place), SUMMARY, kinds=kinds)
     if contents is None or contents.details.reduction != REDUCTION_VERSION:
         return None
-    return contents.table.where(np.argsort(contents.table.step, kind="stable"))
+    rows = check_values(contents.table, f"{folder_of(place)}/{SUMMARY.compacted_name}")
+    return rows.where(np.argsort(rows.step, kind="stable"))
 
 
 def read_run_summary(files: RunFiles, *, kinds: Collection[int] | None = None) -> SummaryFile:
@@ -118,7 +120,9 @@ def read_run_summary(files: RunFiles, *, kinds: Collection[int] | None = None) -
     if contents is None:
         return SummaryFile(SummaryTable.empty(), frozenset(), is_whole=True)
     places = _listed(contents.details)
-    rows = contents.table if places else SummaryTable.empty()
+    rows = SummaryTable.empty()
+    if places:
+        rows = check_values(contents.table, f"{files.label.rstrip('/')}/{SUMMARY.compacted_name}")
     return SummaryFile(rows, places, is_whole=contents.is_whole)
 
 

@@ -147,17 +147,16 @@ class SummaryReader:
 
     def _read_rank(self, rank: int, kinds: Collection[int] | None) -> SummaryTable:
         """A rank's rows with at least these kinds; no rows if its files are damaged."""
-        with noting(self._found):
-            place = (self._attempt, rank)
-            rows = None
-            if not self._grows(rank):
-                rows = read_rank_summary(self._files, place, kinds=kinds)
-            if rows is None:
+        rows = None
+        if not self._grows(rank):
+            with noting(self._found):
+                rows = read_rank_summary(self._files, (self._attempt, rank), kinds=kinds)
+        if rows is None:  # missing, out of date or damaged: the events still have all of it
+            with noting(self._found):
                 rows = self._summarise(rank)
-            if len(rows) == 0 and rank in self._covered:
-                return self._whole_steps([rank], WHOLE_STEP_KINDS)
-            return rows
-        return SummaryTable.empty()
+        if not rows and rank in self._covered:
+            return self._whole_steps([rank], WHOLE_STEP_KINDS)
+        return SummaryTable.empty() if rows is None else rows
 
     def _grows(self, rank: int) -> bool:
         """Whether the rank has streams that its summary does not cover."""

@@ -27,6 +27,7 @@ prefix expand together: `["layers.{0..1}.a"]`, `["layers.{0..1}.b"]` are the uni
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import tomli_w
@@ -41,7 +42,12 @@ _HEADER = """\
 # How a model is sharded: each [[units]] entry is one fully_shard call, or one for each number in
 # a range. Apply it with fsdp_inspect.apply_plan(model, Plan.load(FILE)).
 """
-_RANGE = re.compile(r"(?P<prefix>[^{}]*)\{(?P<first>\d+)\.\.(?P<last>\d+)\}(?P<suffix>[^{}]*)")
+_RANGE = re.compile(
+    r"(?P<prefix>[^{}]*)\{(?P<first>[0-9]{1,6})\.\.(?P<last>[0-9]{1,6})\}(?P<suffix>[^{}]*)"
+)
+MAX_UNITS = 32_768
+"""Largest number of units of a plan, with ranges written out; recordings number units with 16
+bits."""
 _MAX_PERIOD = 8
 
 Modules = tuple[str, ...]
@@ -79,7 +85,7 @@ def parse(text: str | bytes) -> dict[str, Any]:
             f"[every_unit] is {shared!r}. Expected settings of units, without modules. Move the "
             "modules to [[units]]."
         )
-    fields["units"] = list(_expand_units([{**shared, **entry} for entry in entries]))
+    fields["units"] = _expanded([{**shared, **entry} for entry in entries])
     _expand_checkpointing(fields)
     return {key: _without_auto(value) for key, value in fields.items()}
 
@@ -268,6 +274,21 @@ def _renumber(modules: Modules, prefix: str, number: int, replacement: str) -> M
     return tuple(f"{prefix}{replacement}{name[start:]}" for name in modules)
 
 
+def _expanded(units: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All units with ranges written out.
+
+    Raises:
+        PlanError: A range is invalid, or there are more than `MAX_UNITS`.
+    """
+    expanded = list(islice(_expand_units(units), MAX_UNITS + 1))
+    if len(expanded) > MAX_UNITS:
+        raise PlanError(
+            f"The plan has more than {MAX_UNITS:,} units with its ranges written out. Expected at "
+            "most that many. Shorten the ranges."
+        )
+    return expanded
+
+
 def _expand_units(units: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     position = 0
     while position < len(units):
@@ -325,7 +346,7 @@ def _expand_checkpointing(fields: dict[str, Any]) -> None:
     if not isinstance(table, dict):
         return
     fields["checkpointing"] = {
-        mode: [unit["modules"][0] for unit in _expand_units([{"modules": [n]} for n in names])]
+        mode: [unit["modules"][0] for unit in _expanded([{"modules": [n]} for n in names])]
         if isinstance(names, list) and all(isinstance(name, str) for name in names)
         else names
         for mode, names in table.items()

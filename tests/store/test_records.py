@@ -68,7 +68,7 @@ def test_record_cut_off_is_named_with_its_size() -> None:
     ids=["object", "list", "odd version"],
 )
 def test_foreign_json_is_named_as_such(foreign: bytes) -> None:
-    with pytest.raises(CorruptFileError, match="without a schema_version|invalid schema version"):
+    with pytest.raises(CorruptFileError, match=r"without a schema_version|invalid schema version"):
         decode(foreign)
 
 

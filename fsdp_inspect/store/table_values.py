@@ -1,0 +1,133 @@
+"""Check the values of a decoded table, and replace the codes that this version does not know.
+
+A checksum shows that a file is as it was written, not that its writer was right. The analyses rely
+on the limits here, so that no sum of times or sizes overflows. Codes may be newer than this
+version: rows of an unknown kind are left out, and other unknown codes become a neutral one.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.errors import CorruptFileError
+from fsdp_inspect.store.schema import TableT
+from fsdp_inspect.trace.codes import (
+    DTYPES,
+    EventKind,
+    Method,
+    Phase,
+    Source,
+    StepPart,
+    Stream,
+)
+from fsdp_inspect.trace.limits import MAX_INDEX, MAX_NS
+
+_MAX_SPAN_NS = 1 << 55
+"""Longest time that the events of one rank span: more than a year."""
+_LOWEST, _HIGHEST = -1, 1 << 53
+"""Range of sizes, counts and durations; -1 means missing."""
+_EVENT_KINDS = [int(code) for code in EventKind]
+_SUMMARY_KINDS = [*_EVENT_KINDS, *(int(code) for code in StepPart)]
+_CODES: Mapping[str, tuple[type[IntEnum], int]] = {
+    "phase": (Phase, Phase.OUTSIDE),
+    "stream": (Stream, Stream.OTHER),
+    "source": (Source, Source.RECORDED),
+    "method": (Method, Method.INFERRED),
+}
+"""Other codes with their neutral value, by column."""
+_TIMES = frozenset({"issue_ns", "start_ns", "end_ns", "need_ns", "time_ns"})
+
+Columns = dict[str, NDArray[Any]]
+
+
+def check_values(table: TableT, name: str) -> TableT:
+    """The table with known codes only.
+
+    Args:
+        table: As decoded.
+        name: The file's name, for messages.
+
+    Raises:
+        CorruptFileError: A value is outside of the range that any recording can have.
+    """
+    columns: Columns = dict(table.columns())
+    for column, values in columns.items():
+        if len(values) and values.dtype.kind == "i":
+            low, high = _range_of(column)
+            _check_range(column, values, low, high, name)
+    _check_order(columns, name)
+    for column, (codes, neutral) in _CODES.items():
+        if column in columns:
+            columns[column] = _with_known(columns[column], codes, neutral)
+    if "dtype" in columns:
+        values = columns["dtype"]
+        columns["dtype"] = np.where(values < len(DTYPES), values, -1).astype(values.dtype)
+    if "kind" in columns:
+        is_event = "start_ns" in columns
+        columns = _only_known(columns, "kind", _EVENT_KINDS if is_event else _SUMMARY_KINDS)
+    if "duration_ns" in columns:
+        _check_unique(columns, name)
+    return type(table).from_columns(columns)
+
+
+def _range_of(column: str) -> tuple[int, int]:
+    if column in _TIMES:
+        return -MAX_NS, MAX_NS
+    if column == "step":
+        return -1, MAX_INDEX
+    if column in ("unit", "issued_by", "rank", "attempt", "group", "parameter"):
+        return -1, MAX_INDEX
+    if column in ("sequence", "collective"):
+        return -MAX_NS, MAX_NS
+    return _LOWEST, _HIGHEST
+
+
+def _check_range(column: str, values: NDArray[Any], low: int, high: int, name: str) -> None:
+    for extreme in (int(values.min()), int(values.max())):
+        if not low <= extreme <= high:
+            raise _corrupt(name, f"{column} is {extreme}", f"{low} to {high}")
+
+
+def _check_order(columns: Columns, name: str) -> None:
+    """Check that no event ends before it starts, and that all lie in one recording."""
+    if "start_ns" not in columns or not len(columns["start_ns"]):
+        return
+    start, end = columns["start_ns"], columns["end_ns"]
+    if (end < start).any():
+        at = int(np.argmax(end < start))
+        raise _corrupt(name, f"row {at} ends before it starts", "an end after the start")
+    span = int(end.max()) - int(start.min())
+    if span > _MAX_SPAN_NS:
+        raise _corrupt(name, f"the events span {span} ns", f"at most {_MAX_SPAN_NS} ns")
+
+
+def _with_known(values: NDArray[Any], codes: type[IntEnum], neutral: int) -> NDArray[Any]:
+    is_known = np.isin(values, [int(code) for code in codes])
+    return values if is_known.all() else np.where(is_known, values, neutral).astype(values.dtype)
+
+
+def _check_unique(columns: Columns, name: str) -> None:
+    """Check that a summary has each kind of a whole step of a rank once."""
+    is_whole = (columns["kind"] == EventKind.STEP) | (columns["kind"] >= min(StepPart))
+    parts = [columns[column][is_whole] for column in ("attempt", "rank", "step", "kind")]
+    order = np.lexsort(parts)
+    is_same = [np.diff(part[order].astype(np.int64)) == 0 for part in parts]
+    if np.logical_and.reduce(is_same).any():
+        raise _corrupt(name, "a step of a rank has two rows of one kind", "one row of each kind")
+
+
+def _only_known(columns: Columns, column: str, known: Sequence[int]) -> Columns:
+    is_known = np.isin(columns[column], known)
+    if is_known.all():
+        return columns
+    return {name: values[is_known] for name, values in columns.items()}
+
+
+def _corrupt(name: str, found: str, expected: str) -> CorruptFileError:
+    return CorruptFileError(
+        f"{name} has an invalid value: {found}. Expected {expected}. It was not recorded so: "
+        "remove the file, or copy it again from where it was recorded."
+    )

@@ -1,0 +1,154 @@
+"""The valid files from which inputs are mutated, made once in a folder of the harness."""
+
+import contextlib
+import io
+import json
+import os
+import random
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from unittest import mock
+
+from fsdp_inspect.checks.baseline import make_baseline, render_baseline
+from fsdp_inspect.checks.measurements import GateMeasurements, read_runs
+from fsdp_inspect.predictions.creation import Origin, make_prediction
+from fsdp_inspect.predictions.ledger import append_entries
+from fsdp_inspect.run import Run
+from fsdp_inspect.store.compaction import compact_run
+from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.store.schema import EVENTS
+from fsdp_inspect.store.streams import RowEncoder
+from fsdp_inspect.trace.plan import Plan
+from tests.builders import steady_run, write_run
+from tests.importing.kineto_traces import TraceWriter, fsdp2_step
+from tests.importing.snapshots import FakeAllocator, train
+from tests.prediction_records import outcome
+
+SAMPLE = Path(__file__).parents[2] / "samples" / "tiny-2-ranks" / "run"
+RANK = "attempt-000/rank-00000"
+BUDGET = b"""\
+[limits]
+peak_allocated_bytes = "38 GiB"
+step_time_ns = "+5%"
+"category.activation" = "+256 MiB"
+"""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The valid files, in one folder."""
+
+    folder: Path
+
+    @property
+    def sample(self) -> Path:
+        """A recorded run of two ranks, compacted."""
+        return self.folder / "sample"
+
+    @property
+    def live(self) -> Path:
+        """A small run whose tables are streams."""
+        return self.folder / "live"
+
+    @property
+    def compacted(self) -> Path:
+        """The same run, compacted."""
+        return self.folder / "compacted"
+
+    def content(self, name: str) -> bytes:
+        """The bytes of a file, unchanged by any input."""
+        return (self.folder / "kept" / name).read_bytes()
+
+    def file(self, name: str) -> Path:
+        """The path that an input replaces."""
+        return self.folder / name
+
+    @contextlib.contextmanager
+    def replaced(self, name: str, content: bytes) -> Iterator[Path]:
+        """A file with an input in it; afterwards it is valid again."""
+        path = self.file(name)
+        path.write_bytes(content)
+        try:
+            yield path
+        finally:
+            path.write_bytes(self.content(name))
+
+    @cached_property
+    def reading(self) -> GateMeasurements:
+        """The measurements of the sample, for the gate."""
+        return read_runs([open_run(self.sample)])
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The sample, opened once."""
+        return [Run(open_run(self.sample))]
+
+
+def make_corpus(folder: Path) -> Corpus:
+    """Write all valid files into a new folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    corpus = Corpus(folder)
+    shutil.copytree(SAMPLE, corpus.sample)
+    _write_streams(corpus.live)
+    write_run(steady_run(), corpus.compacted)
+    compact_run(corpus.compacted)
+    sample = open_run(corpus.sample)
+    Plan.from_dict(sample.manifest.plan).dump(folder / "plan.toml")
+    (folder / "budget.toml").write_bytes(BUDGET)
+    reading = read_runs([sample])
+    (folder / "baseline.json").write_text(render_baseline(make_baseline(reading)))
+    prediction = make_prediction(sample, Run(sample).simulate(), Origin(made_by="simulate"))
+    (folder / "prediction.json").write_text(prediction.model_dump_json(indent=1))
+    append_entries(folder / "predictions.jsonl", [prediction, outcome()])
+    trace = TraceWriter()
+    fsdp2_step(trace)
+    trace.write(folder / "trace.json")
+    allocator = FakeAllocator()
+    train(allocator)
+    allocator.dump(folder / "snapshot.pickle")
+    shutil.copytree(folder, folder.with_name(f"{folder.name}-kept"))
+    folder.with_name(f"{folder.name}-kept").rename(folder / "kept")
+    return corpus
+
+
+def _write_streams(folder: Path) -> None:
+    """A small run whose events of rank 0 are a stream of several batches, not yet closed."""
+    write_run(steady_run(), folder)
+    rows = list(
+        zip(*(c.tolist() for c in open_run(folder).events(0).columns().values()), strict=True)
+    )
+    for name in ("events.parquet", "summary.parquet"):
+        (folder / RANK / name).unlink()
+    (folder / "summary.parquet").unlink(missing_ok=True)
+    encoder = RowEncoder(EVENTS)
+    batches = [encoder.encode(encoder.pack(rows[at : at + 20])[0], at) for at in (0, 20, 40)]
+    (folder / RANK / EVENTS.live_name).write_bytes(encoder.header + b"".join(batches))
+
+
+@contextlib.contextmanager
+def captured(words: list[str]) -> Iterator[tuple[io.StringIO, io.StringIO]]:
+    """The command line's arguments in place, and its output collected."""
+    out, err = io.StringIO(), io.StringIO()
+    environment = {"COLUMNS": "80", "NO_COLOR": "1"}
+    with (
+        mock.patch.object(sys, "argv", ["fsdp-inspect", *words]),
+        mock.patch.dict(os.environ, environment),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        yield out, err
+
+
+def read_json(content: bytes) -> object:
+    """Plain values of a valid file."""
+    return json.loads(content)
+
+
+def seeded(seed: int, target: str, number: int) -> random.Random:
+    """The random numbers of one input, equal on every machine."""
+    return random.Random(f"{seed}:{target}:{number}")
