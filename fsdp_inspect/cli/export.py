@@ -15,6 +15,7 @@ from fsdp_inspect.cli.arguments import (
     print_renderable,
     whole_number,
 )
+from fsdp_inspect.error_text import shorten
 
 if TYPE_CHECKING:
     from fsdp_inspect.report.openmetrics import MetricsExport
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_MB = 200
 _MOST_NUMBERS = 1_000_000
+_MOST_DIGITS = 10
 
 
 class ExportFormat(StrEnum):
@@ -189,9 +191,10 @@ def parse_numbers(text: str | None, *, option: str) -> list[int] | None:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         low, high = first.strip(), last.strip() if dash else first.strip()
-        if not (low.isdecimal() and high.isdecimal()) or int(high) < int(low):
+        is_valid = low.isdecimal() and high.isdecimal() and max(len(low), len(high)) < _MOST_DIGITS
+        if not is_valid or int(high) < int(low):
             raise typer.BadParameter(
-                f"invalid number or range {part.strip()!r}. Expected, for example, 3-5,8.",
+                f"invalid number or range {shorten(part.strip())!r}. Expected, for example, 3-5,8.",
                 param_hint=option,
             )
         if int(high) - int(low) >= _MOST_NUMBERS:

@@ -17,7 +17,7 @@ DEFAULT_MAX_MEMORY = 8 << 30
 COPIES = 4
 """Reading holds the decoded columns, the joined table, its sorted rows and their index at once."""
 MAX_RATIO = 1_000
-"""Largest decoded size of a file relative to its own size. Recorded tables reach 40."""
+"""Largest decoded size of a file relative to its own size; below 20 in all samples."""
 ALWAYS_ALLOWED = 64 << 20
 """Decoded size that is allowed for a file of any size."""
 

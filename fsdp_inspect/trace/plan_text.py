@@ -240,7 +240,7 @@ def _first_number(name: str, later: str) -> tuple[str, int] | None:
 
 
 def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and str(int(text)) == text
+    return text.isascii() and text.isdigit() and len(text) < 10 and str(int(text)) == text
 
 
 def _count_repeats(

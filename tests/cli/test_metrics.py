@@ -146,7 +146,7 @@ def test_an_address_that_others_reach_says_what_that_exposes(invoke, runs_folder
         def serve_forever(self):
             raise SystemExit(0)
 
-    monkeypatch.setattr("fsdp_inspect.cli.metrics.ThreadingHTTPServer", Silent)
+    monkeypatch.setattr("fsdp_inspect.cli.metrics._BoundedServer", Silent)
     ended = invoke("metrics", runs_folder / "four", "--host", "0.0.0.0", "--port", "1234")
 
     assert "whoever reaches port 1234" in ended.err
@@ -178,3 +178,44 @@ def test_requests_that_are_never_finished_are_closed(monkeypatch):
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert threading.active_count() <= before
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A server of two connections at once, with a short time for a request."""
+    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(metrics, "MAX_CONNECTIONS", 2)
+    handler = metrics._handler(lambda: "# EOF\n", is_local=True)
+    with metrics._BoundedServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield running
+        running.shutdown()
+
+
+def test_a_request_that_arrives_byte_by_byte_is_cut_off(server):
+    with socket.create_connection(server.server_address) as slow:
+        started = time.monotonic()
+        while time.monotonic() - started < 20 and not is_closed_after(slow, b"G"):
+            time.sleep(0.2)
+        assert time.monotonic() - started < 10
+
+
+def is_closed_after(connection, content):
+    try:
+        connection.sendall(content)
+    except OSError:
+        return True
+    return False
+
+
+def test_connections_above_the_limit_are_closed_and_later_ones_answered(server):
+    with ExitStack() as opened:
+        for _ in range(2):
+            opened.enter_context(socket.create_connection(server.server_address))
+        time.sleep(0.2)
+        third = opened.enter_context(socket.create_connection(server.server_address))
+        third.settimeout(0.7)
+        assert third.recv(1) == b""
+    time.sleep(0.3)
+    address = f"127.0.0.1:{server.server_address[1]}"
+    assert status(address, "/metrics", host="localhost") == 200

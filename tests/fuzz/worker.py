@@ -52,7 +52,9 @@ def _read_many(
         content = target.make(corpus, seeded(seed, name, number))
         pipe.send(("at", number))
         began = time.monotonic()
+        faulthandler.dump_traceback_later(2 * HANG_S, exit=True)  # code in C that no signal reaches
         problem = read_one(target, corpus, content)
+        faulthandler.cancel_dump_traceback_later()
         slowest = max(slowest, time.monotonic() - began)
         if problem is not None:
             kind, text = problem
@@ -69,7 +71,6 @@ def read_one(target: Any, corpus: Any, content: bytes) -> tuple[str, str] | None
     """Read one input; None, or the kind of the failure and its traceback."""
     from tests.fuzz.targets import CommandFailure, run_target
 
-    faulthandler.dump_traceback_later(2 * HANG_S, exit=True)  # code in C that no signal reaches
     signal.setitimer(signal.ITIMER_REAL, HANG_S)
     try:
         run_target(target, corpus, content)
@@ -81,7 +82,6 @@ def read_one(target: Any, corpus: Any, content: bytes) -> tuple[str, str] | None
         return f"{target.name}: {type(error).__name__} in {_place()}", traceback.format_exc()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        faulthandler.cancel_dump_traceback_later()
     return None
 
 
