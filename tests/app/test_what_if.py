@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 
 import pytest
 from fsdp_inspect_app.charts.stacks import draw_peaks, draw_steps
@@ -28,6 +29,7 @@ from fsdp_inspect.report.simulation import answer_simulation
 from fsdp_inspect.simulation.changes import wrap
 from fsdp_inspect.simulation.memory import Held
 from fsdp_inspect.store.reader import open_run
+from tests.app.conftest import start_app
 from tests.app.test_pages import SAMPLES, read
 
 RUN = "tiny-2-ranks/run"
@@ -172,6 +174,18 @@ def test_a_run_that_cannot_be_played_says_why_and_what_to_do(shown, name):
     assert not app.exception
     assert "This run cannot be simulated" in read(app)
     assert any("fsdp_inspect.record" in block.value for block in app.code)
+
+
+def test_a_run_whose_plan_names_other_units_says_so(tmp_path):
+    shutil.copytree(SAMPLES / RUN, tmp_path / "run")
+    manifest = json.loads((tmp_path / "run" / "run.json").read_text())
+    del manifest["crc32"]
+    manifest["plan"]["units"] = [{"modules": ["other.7"]}, {"modules": [""]}]
+    (tmp_path / "run" / "run.json").write_text(json.dumps(manifest))
+    app = start_app(tmp_path, "what_if", run="run")
+    assert not app.exception
+    assert "This run cannot be simulated" in read(app)
+    assert "other.7" in read(app)
 
 
 def test_every_option_is_legal_for_the_command(bench, knobs):

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from unittest import mock
 
-from fsdp_inspect.checks.baseline import make_baseline, render_baseline
+from fsdp_inspect.checks.baseline import Baseline, make_baseline, read_baseline, render_baseline
 from fsdp_inspect.checks.measurements import GateMeasurements, read_runs
 from fsdp_inspect.predictions.creation import Origin, make_prediction
 from fsdp_inspect.predictions.ledger import append_entries
@@ -81,6 +81,11 @@ class Corpus:
     def reading(self) -> GateMeasurements:
         """The measurements of the sample, for the gate."""
         return read_runs([open_run(self.sample)])
+
+    @cached_property
+    def baseline(self) -> Baseline:
+        """The baseline of the sample."""
+        return read_baseline(self.folder / "kept" / "baseline.json")
 
     @cached_property
     def runs(self) -> list[Run]:

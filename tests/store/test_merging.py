@@ -184,3 +184,25 @@ def test_compacting_a_merged_run_again_changes_nothing(split, tmp_path):
     before = contents(merged)
     compact_run(merged)
     assert contents(merged) == before
+
+
+@pytest.mark.parametrize("what", ["a file of a rank", "the folder of a rank", "run.json"])
+def test_a_link_out_of_a_part_is_refused_and_nothing_is_written(split, tmp_path, what):
+    parts = split((0, 1), (2, 3))
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret.json").write_text("{}")
+    link = parts[0] / "attempt-000" / "rank-00000" / "secret.json"
+    if what == "the folder of a rank":
+        link = parts[0] / "attempt-000" / "rank-00004"
+        link.symlink_to(outside)
+    elif what == "run.json":
+        link = parts[0] / "run.json"
+        (outside / "run.json").write_bytes(link.read_bytes())
+        link.unlink()
+        link.symlink_to(outside / "run.json")
+    else:
+        link.symlink_to(outside / "secret.json")
+    with pytest.raises(StoreError, match="is a link to a place outside of the run"):
+        merge_runs(parts, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
