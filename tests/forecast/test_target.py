@@ -28,6 +28,16 @@ def test_a_name_that_leads_nowhere_says_why(name: str, message: str) -> None:
         find_builder(name)
 
 
+def test_only_functions_that_the_module_itself_defines_are_suggested(tmp_path, monkeypatch) -> None:
+    (tmp_path / "zoo.py").write_text("from os.path import join\n\n\ndef build(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ForecastError) as raised:
+        find_builder("zoo:nope")
+    assert str(raised.value).endswith(
+        "returns a ForecastTarget. The functions of the module are 'build'."
+    )
+
+
 def test_a_setting_that_the_builder_does_not_take_is_named() -> None:
     with pytest.raises(ForecastError, match=r"Unknown setting 'batch'.*batch_size"):
         build_target(builder, {"batch": 2})
