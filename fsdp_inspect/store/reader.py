@@ -161,11 +161,10 @@ class StoredRun:
     @property
     def network_probe(self) -> NetworkProbe | None:
         """The probe of the network; None without one, or if it is damaged (see `notes`)."""
-        encoded = self._files.read(PROBE_FILE)
-        if encoded is None:
-            return None
         with noting(self._found):
-            return decode_record(encoded, NetworkProbe, _label(self._files, PROBE_FILE))
+            encoded = self._files.read(PROBE_FILE)
+            if encoded is not None:
+                return decode_record(encoded, NetworkProbe, _label(self._files, PROBE_FILE))
         return None
 
     def events(

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.limits import Amount, Index, Moment, WorldSize
 from fsdp_inspect.trace.records import SCHEMA_VERSION, Record
 
 
@@ -15,13 +16,13 @@ class ProbedMessage(Record):
 
     kind: str
     """Label of an `EventKind`: `all_gather`, `reduce_scatter` or `all_reduce`."""
-    ranks: list[int]
+    ranks: list[Index]
     """The process group of rank 0."""
-    bytes: int
+    bytes: Amount
     """The full message: the output of an all-gather, the input of the other two."""
-    count: int
+    count: Amount
     """Measured collectives."""
-    duration_ns: int
+    duration_ns: Amount
     """Median of the measured durations; each is that of the slowest rank."""
 
 
@@ -29,8 +30,8 @@ class NetworkProbe(Record):
     """`network.json`: one probe of the network between the ranks of a run."""
 
     schema_version: int = SCHEMA_VERSION
-    created_unix_ns: int = 0
-    world_size: int
+    created_unix_ns: Moment = 0
+    world_size: WorldSize
     backend: str
     device_type: str
     messages: list[ProbedMessage] = Field(default_factory=list)

@@ -20,8 +20,10 @@ from fsdp_inspect.predictions.ledger import append_entries
 from fsdp_inspect.run import Run
 from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.store.records import encode_record
 from fsdp_inspect.store.schema import EVENTS
 from fsdp_inspect.store.streams import RowEncoder
+from fsdp_inspect.trace.network_probe import NetworkProbe, ProbedMessage
 from fsdp_inspect.trace.plan import Plan
 from tests.builders import steady_run, write_run
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
@@ -110,6 +112,9 @@ def make_corpus(folder: Path) -> Corpus:
     prediction = make_prediction(sample, Run(sample).simulate(), Origin(made_by="simulate"))
     (folder / "prediction.json").write_text(prediction.model_dump_json(indent=1))
     append_entries(folder / "predictions.jsonl", [prediction, outcome()])
+    message = ProbedMessage(kind="all_gather", ranks=[0, 1], bytes=64, count=3, duration_ns=9)
+    probe = NetworkProbe(world_size=2, backend="gloo", device_type="cpu", messages=[message])
+    (corpus.sample / "network.json").write_bytes(encode_record(probe))
     trace = TraceWriter()
     fsdp2_step(trace)
     trace.write(folder / "trace.json")

@@ -127,6 +127,14 @@ def _read_rank(corpus: Corpus, content: bytes) -> None:
         _analyse(path.parents[2], content)
 
 
+def _read_probe(corpus: Corpus, content: bytes) -> None:
+    with corpus.replaced("sample/network.json", content) as path:
+        run = open_run(path.parent)
+        _ = run.network_probe
+        if zlib.crc32(content) % 24 == 0:
+            Run(run).simulate()
+
+
 def _reader_of(run: str, name: str) -> Callable[[Corpus, bytes], None]:
     def read(corpus: Corpus, content: bytes) -> None:
         with corpus.replaced(f"{run}/{RANK}/{name}", content):
@@ -400,6 +408,7 @@ def _load_page(corpus: Corpus, content: bytes) -> None:
 TARGETS = (
     Target("run.json", 10, _json_of("compacted/run.json"), _read_manifest),
     Target("rank.json", 10, _json_of(f"compacted/{RANK}/rank.json"), _read_rank),
+    Target("network.json", 6, _json_of("sample/network.json"), _read_probe),
     Target(
         "events.parquet",
         6,
