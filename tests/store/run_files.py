@@ -100,7 +100,7 @@ def event_rows(num_steps: int) -> list[Row]:
 
 def memory_row(number: int) -> Row:
     known = {**dict.fromkeys(MemoryTable.DTYPES, -1), "step": number, "time_ns": number}
-    return tuple({**known, "allocated": 1000 + number}.values())
+    return tuple({**known, "phase": 0, "method": 0, "allocated": 1000 + number}.values())
 
 
 def scalar_row(number: int) -> Row:

@@ -60,7 +60,7 @@ from tests.store.run_files import *
 writer = RankWriter(Path(sys.argv[1]), make_record(world_size=1), flush_interval_s=0.05)
 print("ready", flush=True)
 for number in range(int(sys.argv[2])):
-    noise = {"bytes": hash((number, 1)) >> 2, "issue_ns": hash((number, 2)) >> 2}
+    noise = {"bytes": hash((number, 1)) & (2**53 - 1), "issue_ns": hash((number, 2)) >> 2}
     writer.events.append(event_row(number, **noise))
     if number % 500 == 0:
         time.sleep(0.01)
