@@ -255,6 +255,7 @@ def _timed_ranks(run: RunSource) -> TimedRanks:
     timed = select_steps(run).timed
     steps = _of_steps(run.summary(kinds=[EventKind.STEP]), timed)
     communication = _of_steps(run.summary(kinds=[StepPart.COMMUNICATION]), timed)
+    steps, communication = _in_both(steps, communication), _in_both(communication, steps)
 
     def rows_of_rank(rank: int) -> SummaryTable:
         return _of_steps(run.summary(ranks=[rank]), timed)
@@ -267,6 +268,14 @@ def _timed_ranks(run: RunSource) -> TimedRanks:
 
 def _of_steps(rows: SummaryTable, steps: Collection[int]) -> SummaryTable:
     return rows.where(np.isin(rows.step, list(steps)))
+
+
+def _in_both(rows: SummaryTable, other: SummaryTable) -> SummaryTable:
+    """The rows of ranks and steps that the other table has too: all, unless a file is damaged."""
+    if np.array_equal(rows.rank, other.rank) and np.array_equal(rows.step, other.step):
+        return rows
+    keys, known = ((part.rank.astype(np.int64) << 32) + part.step for part in (rows, other))
+    return rows.where(np.isin(keys, known))
 
 
 def timed_rank(run: RunSource, rank: int | None = None) -> RankSteps | None:

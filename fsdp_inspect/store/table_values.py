@@ -58,7 +58,10 @@ def check_values(table: TableT, name: str) -> TableT:
         if len(values) and values.dtype.kind == "i":
             low, high = _range_of(column)
             _check_range(column, values, low, high, name)
-    _check_order(columns, name)
+    if "start_ns" in columns and len(columns["start_ns"]):
+        # Two clock readings of one short event may be reversed.
+        columns["end_ns"] = np.maximum(columns["end_ns"], columns["start_ns"])
+        _check_span(columns, name)
     for column, (codes, neutral) in _CODES.items():
         if column in columns:
             columns[column] = _with_known(columns[column], codes, neutral)
@@ -91,15 +94,9 @@ def _check_range(column: str, values: NDArray[Any], low: int, high: int, name: s
             raise _corrupt(name, f"{column} is {extreme}", f"{low} to {high}")
 
 
-def _check_order(columns: Columns, name: str) -> None:
-    """Check that no event ends before it starts, and that all lie in one recording."""
-    if "start_ns" not in columns or not len(columns["start_ns"]):
-        return
-    start, end = columns["start_ns"], columns["end_ns"]
-    if (end < start).any():
-        at = int(np.argmax(end < start))
-        raise _corrupt(name, f"row {at} ends before it starts", "an end after the start")
-    span = int(end.max()) - int(start.min())
+def _check_span(columns: Columns, name: str) -> None:
+    """Check that all events lie in one recording."""
+    span = int(columns["end_ns"].max()) - int(columns["start_ns"].min())
     if span > _MAX_SPAN_NS:
         raise _corrupt(name, f"the events span {span} ns", f"at most {_MAX_SPAN_NS} ns")
 

@@ -68,12 +68,12 @@ def test_the_advised_plan_can_be_written_and_takes_the_advised_time(invoke, tmp_
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (("--memory-limit", "much"), "Invalid amount of memory: 'much'."),
-        (("--memory-limit", "0GiB"), "Invalid amount of memory: '0GiB'."),
+        (("--memory-limit", "much"), "'much' is not an amount of memory above 0."),
+        (("--memory-limit", "0GiB"), "'0GiB' is not an amount of memory above 0."),
         (("--write", SAMPLE), "already exists. Expected a new file."),
         (("--write", SAMPLE / "run.json" / "plan.toml"), "run.json is not a folder."),
         (("--take", "1"), "Missing --write"),
-        (("--take", "0", "--write", "plan.toml"), "greater than or equal to 1"),
+        (("--take", "0", "--write", "plan.toml"), "Expected a whole number from 1"),
     ],
 )
 def test_a_mistake_is_named_before_anything_is_played(invoke, options, complaint):

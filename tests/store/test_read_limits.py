@@ -74,7 +74,7 @@ def test_max_memory_limits_what_is_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("end_ns", -1, "ends before it starts"),
+        ("end_ns", 2**60, "the events span"),
         ("start_ns", -(2**63), "start_ns is"),
         ("bytes", 2**63 - 1, "bytes is"),
         ("step", 2**31 - 1, "step is"),
@@ -91,6 +91,19 @@ def test_values_that_no_recording_has_are_refused(tmp_path, column, value, messa
     write_compacted(folder / RANK / "events.parquet", EVENTS, table, covered_rows=len(table))
     with pytest.raises(CorruptFileError, match=message):
         open_run(folder).events(0)
+
+
+def test_an_event_that_ends_before_it_starts_lasts_no_time(tmp_path):
+    from fsdp_inspect.store.compacted import write_compacted
+    from fsdp_inspect.trace.tables import EventTable
+
+    folder = write_run(steady_run(), tmp_path / "run")
+    columns = {n: v.copy() for n, v in open_run(folder).events(0).columns().items()}
+    columns["end_ns"][3] = columns["start_ns"][3] - 5
+    table = EventTable.from_columns(columns)
+    write_compacted(folder / RANK / "events.parquet", EVENTS, table, covered_rows=len(table))
+    found = open_run(folder).events(0)
+    assert found.end_ns[3] == found.start_ns[3]
 
 
 def test_codes_of_a_newer_version_are_replaced_or_left_out(tmp_path):
