@@ -262,7 +262,10 @@ def _parse_setting(text: str) -> tuple[str, Any]:
 def _parse_sizes(text: str) -> list[int]:
     sizes = [part.strip() for part in text.split(",")]
     number_of_ranks = whole_number(1, MAX_WORLD_SIZE)
-    return list(dict.fromkeys(number_of_ranks(part) for part in sizes))
+    try:
+        return list(dict.fromkeys(number_of_ranks(part) for part in sizes))
+    except typer.BadParameter as error:
+        raise typer.BadParameter(error.message, param_hint="--world-size") from error
 
 
 def _parse_amount(option: str, text: str | None) -> int | None:

@@ -79,8 +79,8 @@ def test_a_builder_of_ones_own_is_found_from_the_current_folder(builder, invoke)
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("--world-size", "eight"), 2, "is no number of ranks"),
-        (("--fit", "much"), 2, "is no amount of memory"),
+        (("--world-size", "eight"), 2, "Expected a whole number from 1"),
+        (("--fit", "much"), 2, "is not an amount of memory above 0"),
         (("--set", "batch_size"), 2, "sets nothing"),
         (("--device", "tpu"), 2, "neither cuda nor cpu"),
         (("mine:build", "--preset", "tiny"), 2, "Give one of the two"),

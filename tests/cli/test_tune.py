@@ -134,7 +134,7 @@ def test_a_baseline_that_leaves_no_run_says_where_one_was_expected(invoke, tmp_p
         (("--steps", "3", "--", "python", "train.py", "{plan}"), 2, "Expected one of them"),
         (("--resume", "nowhere"), 1, "Tuning session not found at 'nowhere'"),
         (("--resume", "nowhere", "--config", "a.toml"), 2, "cannot be combined with --config"),
-        (("--memory-limit", "much"), 2, "Invalid amount of memory: 'much'."),
+        (("--memory-limit", "much"), 2, "'much' is not an amount of memory above 0."),
     ],
 )
 def test_a_mistake_is_named_before_anything_runs(invoke, tmp_path, arguments, code, complaint):
