@@ -14,6 +14,7 @@ from fsdp_inspect.reading import InvalidTextError, parse_json
 from fsdp_inspect.trace.limits import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
+    from fsdp_inspect.analysis.capacity.allowance import Allowance
     from fsdp_inspect.analysis.capacity.device_overhead import DeviceOverhead
     from fsdp_inspect.analysis.capacity.fit import Fit
     from fsdp_inspect.cli.forecaster import Forecaster
@@ -68,7 +69,11 @@ def forecast(  # noqa: PLR0913 - one argument an option
     ] = None,
     allowance: Annotated[
         str | None,
-        typer.Option(help="Memory for what a forecast leaves out.", metavar="AMOUNT"),
+        typer.Option(
+            help="Memory that a forecast leaves out: allocator, CUDA context, libraries (default: "
+            "estimated for --fit on cuda).",
+            metavar="AMOUNT",
+        ),
     ] = None,
     allowance_from: Annotated[
         Path | None,
@@ -96,10 +101,12 @@ def forecast(  # noqa: PLR0913 - one argument an option
 
     Example: `fsdp-inspect forecast --preset llama-8b --world-size 8,64,512 --fit 80GiB`
     """
+    from fsdp_inspect.analysis.capacity.allowance import default_allowance
     from fsdp_inspect.analysis.capacity.fit import find_fit
     from fsdp_inspect.analysis.capacity.forecasts import collect_forecasts, peak_of
 
     sizes = _parse_sizes(world_size)
+    measured: DeviceOverhead | Allowance | None
     measured, extra = _find_allowance(allowance, allowance_from)
     builder, settings = _find_model(model, preset, hf, config, set_ or [])
     if force and out is None:
@@ -108,8 +115,18 @@ def forecast(  # noqa: PLR0913 - one argument an option
         runs = [maker.keep(size) for size in sizes]
         found: Fit | None = None
         if fit is not None:
+            if is_estimated := extra is None and device == "cuda":
+                measured = default_allowance(peak_of(runs[0]), world_size=sizes[0])
+                extra = measured.bytes
+
+            def needed(size: int, changed: Mapping[str, Any]) -> int:
+                peak = peak_of(maker.try_out(size, changed))
+                if is_estimated:
+                    return peak + default_allowance(peak, world_size=size).bytes
+                return peak + (extra or 0)
+
             found = find_fit(
-                lambda size, changed: peak_of(maker.try_out(size, changed)) + (extra or 0),
+                needed,
                 fit,
                 world_size=sizes[0],
                 accepted=maker.accepted,

@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fsdp_inspect.analysis.capacity.allowance import RESERVED_RATIO, Allowance
 from fsdp_inspect.analysis.capacity.fit import Fit
 from fsdp_inspect.analysis.capacity.forecasts import ForecastRow, ForecastTable
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
@@ -24,7 +25,7 @@ def render_forecast(digest: ForecastTable) -> RenderableType:
 def _parts(digest: ForecastTable) -> Iterable[RenderableType]:
     yield Text(_headline(digest), style="bold")
     if digest.fit is not None:
-        for sentence in _describe_fit(digest.fit):
+        for sentence in _describe_fit(digest.fit, digest.allowance_bytes):
             yield Text(f"  {sentence}")
     yield from section("Memory of rank 0 at the peak", _sizes_table(digest))
     owners = digest.memory.memory.peak.owners if digest.memory.memory.peak else ()
@@ -59,12 +60,16 @@ def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def _describe_fit(fit: Fit) -> Iterable[str]:
+def _describe_fit(fit: Fit, allowance_bytes: int | None) -> Iterable[str]:
     limit, on_ranks = format_bytes(fit.limit_bytes), f"on {_ranks(fit.world_size)}"
+    needed = "It"
+    if allowance_bytes:
+        needed = f"With the allowance it needs {format_bytes(fit.peak_bytes)}: it"
     if fit.fits:
-        yield f"It fits into {limit} {on_ranks}. Headroom: {format_bytes(fit.spare_bytes)}."
+        yield f"{needed} fits into {limit} {on_ranks}. Headroom: {format_bytes(fit.spare_bytes)}."
     else:
-        yield f"It does not fit into {limit} {on_ranks}: {format_bytes(-fit.spare_bytes)} missing."
+        missing = format_bytes(-fit.spare_bytes)
+        yield f"{needed} does not fit into {limit} {on_ranks}. Missing: {missing}."
     if fit.smallest_world_size == 0:
         yield "It does not fit on any number of ranks up to 4,096: activations alone exceed it."
     elif fit.smallest_world_size is not None:
@@ -116,7 +121,9 @@ def _remedies_table(fit: Fit) -> Table:
 
 
 def _provenance(digest: ForecastTable) -> str:
-    if digest.allowance is not None:
+    if isinstance(digest.allowance, Allowance):
+        added = _describe_estimate(digest.allowance)
+    elif digest.allowance is not None:
         measured = digest.allowance
         outside = (
             "NVML was not recorded"
@@ -135,8 +142,17 @@ def _provenance(digest: ForecastTable) -> str:
             "the peaks."
         )
     else:
-        added = (
-            "The fit has no allowance for memory outside the forecast. Measure it on a recorded "
-            "GPU run with --allowance-from RUN, or set it with --allowance."
-        )
-    return "\n".join([f"Predicted with torch {digest.torch_version}.", *digest.notes, added])
+        added = ""
+    lines = [f"Predicted with torch {digest.torch_version}.", *digest.notes, added]
+    return "\n".join(filter(None, lines))
+
+
+def _describe_estimate(allowance: Allowance) -> str:
+    return (
+        f"Allowance (estimated): {format_bytes(allowance.bytes)} = "
+        f"{format_bytes(allowance.reserved_bytes)} reserved and not allocated "
+        f"({RESERVED_RATIO:.0%} of the peak) + {format_bytes(allowance.context_bytes)} for the "
+        f"CUDA context + {format_bytes(allowance.library_bytes)} for cuBLAS and NCCL. It counts "
+        "for the fit, not for the peaks. Measure it on a recorded GPU run with --allowance-from "
+        "RUN, or set it with --allowance."
+    )

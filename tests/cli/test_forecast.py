@@ -29,6 +29,7 @@ def build(width=64, batch_size=1):
 
     return ForecastTarget(model=model, step=step, optimizer=optimizer, name="two layers")
 """
+WITHOUT_ALLOWANCE = ("--allowance", "0B")
 
 
 @pytest.fixture
@@ -40,8 +41,9 @@ def builder(tmp_path, monkeypatch):
 
 def test_a_table_by_world_size_and_what_fits(invoke, tmp_path):
     ended = invoke(
-        "forecast", *SMALL, "--world-size", "2,8", "--fit", "8MiB", "--out", tmp_path / "runs"
-    )
+        "forecast", *SMALL, "--world-size", "2,8", "--fit", "8MiB", "--out", tmp_path / "runs",
+        *WITHOUT_ALLOWANCE,
+    )  # fmt: skip
 
     assert ended.code == 0, ended.err
     assert "on 2 ranks" in ended.out
@@ -53,6 +55,15 @@ def test_a_table_by_world_size_and_what_fits(invoke, tmp_path):
     kept = open_run(tmp_path / "runs" / "tiny-8-ranks")
     assert kept.manifest.source == "predicted"
     assert not any("missing" in note for note in kept.notes)
+
+
+def test_the_fit_includes_an_estimated_allowance_that_is_shown_by_part(builder, invoke):
+    ended = invoke("forecast", builder, "--fit", "1GiB")
+
+    words = " ".join(ended.out.split())
+    assert "With the allowance it needs 1.6" in words
+    assert "it does not fit into 1.00 GiB on 8 ranks." in words
+    assert "reserved and not allocated (20% of the peak) + 1.30 GiB for the CUDA context" in words
 
 
 def test_json_holds_what_the_table_shows(invoke):
@@ -68,7 +79,9 @@ def test_json_holds_what_the_table_shows(invoke):
 
 
 def test_a_builder_of_ones_own_is_found_from_the_current_folder(builder, invoke):
-    ended = invoke("forecast", builder, "--set", "width=256", "--fit", "1MiB", "--json")
+    ended = invoke(
+        "forecast", builder, "--set", "width=256", "--fit", "1MiB", "--json", *WITHOUT_ALLOWANCE
+    )
 
     printed = json.loads(ended.out)
     assert printed["name"] == "two layers"
@@ -92,7 +105,7 @@ def test_wrong_use_is_refused_before_anything_runs(invoke, arguments, code, mess
     ended = invoke("forecast", *arguments)
 
     assert ended.code == code
-    assert message in " ".join(ended.err.split())
+    assert message in " ".join(ended.err.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(
@@ -147,7 +160,7 @@ def test_what_a_builder_does_not_take_is_said_and_the_rest_is_answered(builder, 
     fixed = BUILDER.replace(", batch_size=1):", "):").replace("batch_size, width", "1, width")
     (tmp_path / "fixed.py").write_text(fixed)
 
-    ended = invoke("forecast", "fixed:build", "--fit", "10KiB")
+    ended = invoke("forecast", "fixed:build", "--fit", "10KiB", *WITHOUT_ALLOWANCE)
 
     words = " ".join(ended.out.split())
     assert ended.code == 0, ended.err

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fsdp_inspect.analysis.capacity.allowance import Allowance
 from fsdp_inspect.analysis.capacity.device_overhead import DeviceOverhead
 from fsdp_inspect.analysis.capacity.fit import Fit
 from fsdp_inspect.analysis.memory.overview import MemoryOverview, measure_memory_overview
@@ -43,8 +44,9 @@ class ForecastTable:
     """One for each world size, in the given order."""
     allowance_bytes: int | None
     """Added for device memory that a forecast leaves out; None: neither given nor measured."""
-    allowance: DeviceOverhead | None
-    """The measurement of `allowance_bytes`; None: it was given, or there is none."""
+    allowance: DeviceOverhead | Allowance | None
+    """The measurement or the estimate of `allowance_bytes`; None: it was given, or there is
+    none."""
     fit: Fit | None
     """None: no memory limit was given."""
     memory: MemoryOverview
@@ -56,7 +58,7 @@ def collect_forecasts(
     runs: Sequence[RunSource],
     *,
     allowance_bytes: int | None = None,
-    allowance: DeviceOverhead | None = None,
+    allowance: DeviceOverhead | Allowance | None = None,
     fit: Fit | None = None,
 ) -> ForecastTable:
     """Collect forecasts of one model.
@@ -64,7 +66,7 @@ def collect_forecasts(
     Args:
         runs: One for each world size, at least one.
         allowance_bytes: Device memory to add, because forecasts leave it out.
-        allowance: The measurement of `allowance_bytes`.
+        allowance: The measurement or the estimate of `allowance_bytes`, for the first run.
         fit: The configurations that fit into a device's memory.
     """
     first = runs[0].manifest
