@@ -1,20 +1,25 @@
-"""How is the dashboard started safely? The command line of its server, built without Streamlit.
+"""Build the command line that serves the dashboard, without importing Streamlit.
 
-Appearance lies in `.streamlit/config.toml` beside the script. What keeps strangers out is passed
-as flags, which nothing overrides: neither the environment nor a `config.toml` of the user.
+The appearance is in `.streamlit/config.toml` beside the script. Settings that protect the server
+are flags, so neither the environment nor the user's `config.toml` overrides them. The accepted
+requests and the token are passed in the environment: other users can read a command line.
 """
 
+import os
 import socket
 import sys
-from collections.abc import Sequence
-from ipaddress import ip_address
 from pathlib import Path
+
+import msgspec
+
+from fsdp_inspect.errors import FsdpInspectError
+from fsdp_inspect.server_access import Origin, ServerAccess, is_loopback, server_names
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8501
 
-_SCRIPT = Path(__file__).with_name("streamlit_app.py")
-_LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_SCRIPT = Path(__file__).with_name("asgi.py")
+_ACCESS_VARIABLE = "FSDP_INSPECT_SERVER_ACCESS"
 
 
 def server_command(
@@ -22,31 +27,31 @@ def server_command(
     *,
     host: str = DEFAULT_HOST,
     port: int = DEFAULT_PORT,
-    proxy_name: str | None = None,
+    proxy: Origin | None = None,
 ) -> list[str]:
     """The command that serves the dashboard.
 
     Args:
-        runs_folder: Where the runs lie; None: the samples.
+        runs_folder: The folder of runs; None: the samples.
         host: The address to listen on.
         port: The TCP port.
-        proxy_name: The host name under which a proxy in front of it is reached.
+        proxy: The origin of a proxy or tunnel in front of it.
     """
     return [
         *(sys.executable, "-m", "fsdp_inspect_app.server", "run", str(_SCRIPT)),
-        *server_flags(host=host, port=port, proxy_name=proxy_name),
+        *server_flags(host=host, port=port, proxy=proxy),
         *(() if runs_folder is None else ("--", str(runs_folder.absolute()))),
     ]
 
 
 def server_flags(
-    *, host: str = DEFAULT_HOST, port: int = DEFAULT_PORT, proxy_name: str | None = None
+    *, host: str = DEFAULT_HOST, port: int = DEFAULT_PORT, proxy: Origin | None = None
 ) -> list[str]:
     """Streamlit's flags for serving on that address.
 
-    Requests that name another host are refused (DNS rebinding), and so are pages of other origins.
+    Streamlit checks Host and Origin of the WebSocket only, so `guard` checks all requests first.
     """
-    is_shared = proxy_name is not None or not is_loopback(host)
+    is_shared = proxy is not None or not is_loopback(host)
     values = {
         "server.address": host,
         "server.port": str(port),
@@ -56,26 +61,48 @@ def server_flags(
         "server.fileWatcherType": "none",
         "browser.gatherUsageStats": "false",
         "client.showErrorDetails": "type",
+        "logger.hideWelcomeMessage": "true",  # it shows a URL without the token
     }
     if is_shared:
-        # Named here, it is not asked of a server on the internet.
+        # Without a name, Streamlit asks a server on the internet for the address.
         reachable = socket.gethostname() if host in ("0.0.0.0", "::") else host
-        values["browser.serverAddress"] = proxy_name or reachable
+        values["browser.serverAddress"] = reachable if proxy is None else proxy.name
     flags = [f"--{name}={value}" for name, value in values.items()]
-    hosts = [*_allowed_hosts(host), *([] if proxy_name is None else [proxy_name])]
+    hosts = [*server_names(host), *([] if proxy is None else [proxy.name])]
     return [*flags, *(f"--server.allowedHosts={name}" for name in hosts)]
 
 
-def describe_exposure(runs_folder: Path | None, *, host: str, port: int) -> str:
-    """What listening on an address that others reach exposes, and what to put in front of it."""
+def pass_access(access: ServerAccess) -> None:
+    """Pass the accepted requests to the server that replaces this process."""
+    os.environ[_ACCESS_VARIABLE] = msgspec.json.encode(access).decode()
+
+
+def receive_access() -> ServerAccess:
+    """The accepted requests; processes that the server starts do not inherit them.
+
+    Raises:
+        FsdpInspectError: The server was started by another command.
+    """
+    text = os.environ.pop(_ACCESS_VARIABLE, None)
+    if text is None:
+        raise FsdpInspectError(
+            f"The variable {_ACCESS_VARIABLE} is missing, so the dashboard does not know which "
+            "requests it may answer. Start it with: fsdp-inspect app DIR"
+        )
+    return msgspec.json.decode(text, type=ServerAccess)
+
+
+def describe_exposure(runs_folder: Path | None, *, host: str, port: int, has_token: bool) -> str:
+    """What a server on an address that others reach exposes, and how to protect it."""
     shown = "the samples" if runs_folder is None else f"{str(runs_folder)!r}"
-    return _EXPOSURE.format(host=host, port=port, shown=shown)
+    who = "everyone who has the token and" if has_token else "everyone who"
+    return _EXPOSURE.format(host=host, port=port, shown=shown, who=who)
 
 
 _EXPOSURE = """\
-Listening on {host}: whoever reaches port {port} of this machine sees every run of {shown}, with
-its command lines, settings, environment variables, host names and names of modules. Nobody is
-asked who they are, and nothing is encrypted.
+Listening on {host}: {who} reaches port {port} of this machine sees every run of {shown}, with
+its command lines, settings, environment variables, host names and names of modules. Nothing is
+encrypted, neither the runs nor the token: use this only in a network that you trust.
 
 Only for yourself: leave --host out, and from your own machine
   ssh -L {port}:127.0.0.1:{port} THIS_MACHINE
@@ -95,19 +122,3 @@ A proxy that asks for a login and speaks TLS, on this machine: leave --host out,
 under which it is reached
   fsdp-inspect app DIR --proxy-name NAME
 """
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach that address."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _allowed_hosts(host: str) -> Sequence[str]:
-    """Names under which a browser may ask for the dashboard."""
-    if is_loopback(host):
-        return _LOCAL_NAMES
-    own_names = (host, socket.gethostname(), socket.getfqdn())
-    return tuple(dict.fromkeys([*_LOCAL_NAMES, *own_names]))

@@ -1,6 +1,6 @@
 """Run the dashboard: navigation, the run picker, and the chosen page.
 
-streamlit run app/fsdp_inspect_app/streamlit_app.py -- RUNS_DIR
+`asgi` serves this script behind the guard. `streamlit run` on this script alone has no guard.
 """
 
 from pathlib import Path

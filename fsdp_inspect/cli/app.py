@@ -6,7 +6,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from fsdp_inspect.cli.arguments import whole_number
+from fsdp_inspect.server_access import PROXY_HELP, TOKEN_HELP
 
+DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8501
 _NUM_PORTS_TRIED = 50
 
@@ -21,11 +23,13 @@ def app(
         ),
     ] = None,
     host: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Address to listen on; the default accepts connections from this machine only."
+            help=f"Address to listen on. Default: {DEFAULT_HOST}, which accepts connections from "
+            "this machine only.",
+            show_default=False,
         ),
-    ] = "127.0.0.1",
+    ] = None,
     port: Annotated[
         int | None,
         typer.Option(
@@ -36,50 +40,60 @@ def app(
     ] = None,
     proxy_name: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Host name of a reverse proxy; requests with other host names are rejected.",
-            show_default=False,
-        ),
+        typer.Option(metavar="NAME", help=PROXY_HELP, show_default=False),
+    ] = None,
+    is_token_wanted: Annotated[
+        bool | None, typer.Option("--token/--no-token", help=TOKEN_HELP, show_default=False)
     ] = None,
 ) -> None:
     """Serve the dashboard until Ctrl-C.
 
     It listens on 127.0.0.1, so other machines cannot reach it. To use it from another machine,
-    forward the port: `ssh -L 8501:127.0.0.1:8501 HOST`. There is no authentication. With another
-    --host, the dashboard warns about this.
+    forward the port: `ssh -L 8501:127.0.0.1:8501 HOST`. Other users of this machine need the token
+    of the printed URL. Requests that name another host or port are refused.
 
     Example: `fsdp-inspect app runs/`
     """
-    serve(directory, host=host, port=port, proxy_name=proxy_name)
+    serve(directory, host=host, port=port, proxy_name=proxy_name, is_token_wanted=is_token_wanted)
 
 
 def serve(
-    directory: Path | None, *, host: str, port: int | None, proxy_name: str | None = None
+    directory: Path | None,
+    *,
+    host: str | None = None,
+    port: int | None = None,
+    proxy_name: str | None = None,
+    is_token_wanted: bool | None = None,
 ) -> NoReturn:
     """Replace this process by the dashboard server, so that signals reach the server.
 
     Args:
         directory: A folder of runs; None for the samples, or else `./runs`.
-        host: Address to listen on.
+        host: Address to listen on; None for this machine only.
         port: None for the first free port.
         proxy_name: Host name of a proxy in front.
+        is_token_wanted: Whether requests need a token; None for the default.
 
     Raises:
-        FsdpInspectError: There are no runs, the dashboard is not installed, or the port is in use.
+        FsdpInspectError: There are no runs, the dashboard is not installed, the port is in use, or
+            the proxy's name or the token of the environment is invalid.
     """
     import os
     import sys
 
+    from fsdp_inspect.server_access import choose_token, parse_origin
+
     _require_dashboard()
     folder = _find_folder(directory)
-    chosen = _find_port(host, port)
-    # A browser cannot open a wildcard address.
-    address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    print(f"Dashboard of {folder}: http://{address}:{chosen} (Ctrl-C ends it)", flush=True)
-    command = [sys.executable, "-m", "fsdp_inspect_app", str(folder)]
-    command += ["--host", host, "--port", str(chosen)]
-    command += [] if proxy_name is None else ["--proxy-name", proxy_name]
+    chosen = _find_port(host or DEFAULT_HOST, port)
+    command = [sys.executable, "-m", "fsdp_inspect_app", str(folder), "--port", str(chosen)]
+    command += [] if host is None else ["--host", host]
+    if proxy_name is not None:
+        parse_origin(proxy_name)
+        command += ["--proxy-name", proxy_name]
+    # The next process creates the token: a command line is no secret.
+    token = choose_token(is_wanted=is_token_wanted, is_host_given=host is not None)
+    command += ["--no-token" if token is None else "--token"]
     sys.stdout.flush()
     os.execv(command[0], command)
 

@@ -70,7 +70,7 @@ def demo(
     print_renderable(render_comparison(compare_runs(*recorded)))
     print(f"\nShow a run again: fsdp-inspect summary {recorded[0].path}", flush=True)
     if should_serve:
-        serve(runs_dir, host="127.0.0.1", port=port)
+        serve(runs_dir, port=port)
 
 
 def _record(

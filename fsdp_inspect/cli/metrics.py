@@ -11,11 +11,16 @@ import typer
 
 from fsdp_inspect.cli.arguments import RunArgument, open_stored_argument, whole_number
 from fsdp_inspect.cli.export import parse_numbers
+from fsdp_inspect.server_access import PROXY_HELP, TOKEN_HELP
 
 if TYPE_CHECKING:
+    from email.message import Message
+
     from fsdp_inspect.analysis.live.monitor import Monitor, MonitoredRun
+    from fsdp_inspect.server_access import Origin, ServerAccess
     from fsdp_inspect.store.reader import StoredRun
 
+DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 9464
 REQUEST_TIMEOUT_S = 10.0
 """A request that is not complete, or an answer that is not taken, after so long is cut off."""
@@ -23,25 +28,38 @@ MAX_CONNECTIONS = 16
 """Connections at once. Further ones are closed at once, so that threads and files stay bounded."""
 _PATH = "/metrics"
 _EXPOSURE = (
-    "Listening on {host}: whoever reaches port {port} of this machine reads the names and times of "
-    "every unit and what the training logged. Nobody is asked who they are, and nothing is "
-    "encrypted."
+    "Listening on {host}: everyone who {who} port {port} of this machine can read the names and "
+    "times of every unit and the values that the training logged. Nothing is encrypted."
+)
+_NO_TOKEN = (
+    "The metrics require their token: use the URL that the command printed, or send "
+    "`Authorization: Bearer TOKEN`.\n"
 )
 
 
-def metrics(
+def metrics(  # noqa: PLR0913 - one argument an option
     run: RunArgument,
     port: Annotated[
         int, typer.Option(help="Port; 0: any that is free.", parser=whole_number(0, 65535))
     ] = DEFAULT_PORT,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; the default is for this machine only.")
-    ] = "127.0.0.1",
+        str | None,
+        typer.Option(
+            help=f"Address to listen on. Default: {DEFAULT_HOST}, for this machine only.",
+            show_default=False,
+        ),
+    ] = None,
     ranks: Annotated[
         str | None,
         typer.Option(metavar="0,1", help="Only these ranks; the first 16 unless given."),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print the numbers and end.")] = False,
+    proxy_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help=PROXY_HELP, show_default=False)
+    ] = None,
+    is_token_wanted: Annotated[
+        bool | None, typer.Option("--token/--no-token", help=TOKEN_HELP, show_default=False)
+    ] = None,
 ) -> None:
     """Serve the numbers of a run as OpenMetrics, for Prometheus, until Ctrl-C.
 
@@ -53,6 +71,7 @@ def metrics(
     """
     from fsdp_inspect.analysis.live.monitor import choose_ranks
     from fsdp_inspect.report.selection import select
+    from fsdp_inspect.server_access import choose_token, parse_origin
 
     asked = parse_numbers(ranks, option="--ranks")
     opened = open_stored_argument(run)
@@ -65,7 +84,10 @@ def metrics(
     left_out = len(opened.ranks) - len(choose_ranks(opened, asked))
     if asked is None and left_out > 0:
         typer.echo(f"Left out {left_out} ranks. Choose others with --ranks.", err=True)
-    _serve(source.render, host, port, run)
+    proxy = None if proxy_name is None else parse_origin(proxy_name)
+    token = choose_token(is_wanted=is_token_wanted, is_host_given=host is not None)
+    with _listen(host or DEFAULT_HOST, port) as server:
+        _serve(server, source.render, host or DEFAULT_HOST, proxy, token, run)
 
 
 class _Source:
@@ -107,23 +129,16 @@ class _Source:
         return self._followed[1].look(run)
 
 
-def _serve(render: Callable[[], str], host: str, port: int, run: str) -> None:
+def _listen(host: str, port: int) -> "_BoundedServer":
     from fsdp_inspect.errors import FsdpInspectError
 
     try:
-        server = _BoundedServer((host, port), _handler(render, is_local=_is_loopback(host)))
+        return _BoundedServer((host, port), BaseHTTPRequestHandler)
     except OSError as error:
         raise FsdpInspectError(
             f"Cannot listen on {host}, port {port}: {error.strerror or error}. Expected a free "
             "port of this machine. Choose another one with --port; 0 takes any."
         ) from error
-    with server:
-        chosen = server.server_address[1]
-        if not _is_loopback(host):
-            typer.echo(_EXPOSURE.format(host=host, port=chosen), err=True)
-        address = "127.0.0.1" if host in ("0.0.0.0", "") else host
-        print(f"Metrics of {run}: http://{address}:{chosen}{_PATH} (Ctrl-C ends it)", flush=True)
-        server.serve_forever()
 
 
 class _BoundedServer(ThreadingHTTPServer):
@@ -155,13 +170,25 @@ class _BoundedServer(ThreadingHTTPServer):
         """Ignore a client that went away; the server prints no traceback."""
 
 
-def _is_loopback(host: str) -> bool:
-    from ipaddress import ip_address
+def _serve(
+    server: ThreadingHTTPServer,
+    render: Callable[[], str],
+    host: str,
+    proxy: "Origin | None",
+    token: str | None,
+    run: str,
+) -> None:
+    """Serve until interrupted; the accepted requests name the port, so it is bound before."""
+    from fsdp_inspect.server_access import is_loopback, make_access, server_url
 
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    port = int(server.server_address[1])
+    server.RequestHandlerClass = _handler(render, make_access(host, port, proxy, token))
+    if not is_loopback(host):
+        who = "reaches" if token is None else "has the token and reaches"
+        typer.echo(_EXPOSURE.format(host=host, port=port, who=who), err=True)
+    url = server_url(host, port, _PATH, proxy=proxy, token=token)
+    print(f"Metrics of {run}: {url} (Ctrl-C ends it)", flush=True)
+    server.serve_forever()
 
 
 class _TimedHandler(BaseHTTPRequestHandler):
@@ -193,11 +220,8 @@ class _TimedHandler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
 
 
-def _handler(render: Callable[[], str], *, is_local: bool) -> type[BaseHTTPRequestHandler]:
-    """A handler that answers with what `render` gives.
-
-    Bound to this machine it refuses requests under other names, which a web page may have sent.
-    """
+def _handler(render: Callable[[], str], access: "ServerAccess") -> type[BaseHTTPRequestHandler]:
+    """A handler that answers accepted requests with the text of `render`."""
     from fsdp_inspect.errors import FsdpInspectError
     from fsdp_inspect.report.openmetrics import CONTENT_TYPE
 
@@ -206,10 +230,11 @@ def _handler(render: Callable[[], str], *, is_local: bool) -> type[BaseHTTPReque
         sys_version = ""
 
         def do_GET(self) -> None:
-            name = self.headers.get("Host", "").rsplit(":", 1)[0].strip("[]")
-            if is_local and not _is_loopback(name):
-                self._answer(403, "text/plain; charset=utf-8", "Not under that name.\n")
-            elif self.path.partition("?")[0] != _PATH:
+            path, _, query = self.path.partition("?")
+            refusal = _find_refusal(access, self.headers, query)
+            if refusal:
+                self._answer(403, "text/plain; charset=utf-8", refusal)
+            elif path != _PATH:
                 self._answer(404, "text/plain; charset=utf-8", f"The metrics are at {_PATH}.\n")
             else:
                 self._answer_metrics()
@@ -234,3 +259,17 @@ def _handler(render: Callable[[], str], *, is_local: bool) -> type[BaseHTTPReque
             """Print nothing for each request."""
 
     return Handler
+
+
+def _find_refusal(access: "ServerAccess", headers: "Message", query: str) -> str:
+    """The reason to refuse a request; empty if it is accepted."""
+    from urllib.parse import parse_qs
+
+    from fsdp_inspect.server_access import TOKEN_PARAMETER, read_bearer
+
+    refusal = access.find_refusal(headers.get_all("Host", []), headers.get_all("Origin", []))
+    if refusal:
+        return f"{refusal}\n"
+    in_query = parse_qs(query).get(TOKEN_PARAMETER, [])
+    bearer = read_bearer(headers.get("Authorization", ""))
+    return "" if access.accepts_token([*in_query, bearer]) else _NO_TOKEN

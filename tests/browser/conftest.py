@@ -7,8 +7,10 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Literal, Protocol
+from urllib.error import HTTPError
 from urllib.parse import quote
 
 import pytest
@@ -100,9 +102,10 @@ def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def serve(folder: Path, port: int, log: Path) -> Iterator[str]:
+def serve(folder: Path, port: int, log: Path, *options: str) -> Iterator[str]:
     """Serve the dashboard of a folder; the server is gone afterwards, whatever happens."""
     command = [sys.executable, "-m", "fsdp_inspect_app", str(folder), "--port", str(port)]
+    command += options or ["--no-token"]
     with log.open("w") as output:
         server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
@@ -125,6 +128,9 @@ def _wait_until_healthy(address: str, server: subprocess.Popen[bytes], log: Path
             with urllib.request.urlopen(f"{address}/_stcore/health", timeout=2) as answer:
                 if answer.status == 200:
                     return
+        except HTTPError as error:
+            if error.code == HTTPStatus.FORBIDDEN:  # it is up, and requires its token
+                return
         except OSError:
             time.sleep(0.1)
     pytest.fail(f"the dashboard did not come up:\n{log.read_text()[-3000:]}", pytrace=False)

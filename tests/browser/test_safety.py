@@ -67,8 +67,10 @@ def check_harmless(page, dialogs):
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        pytest.param({"Host": "127.0.0.1:{port}"}, 101, id="this machine"),
+        pytest.param({"Origin": "http://127.0.0.1:{port}"}, 101, id="this machine"),
         pytest.param({"Host": "evil.example:{port}"}, 403, id="another host"),
+        pytest.param({"Origin": "http://evil.example"}, 403, id="another site"),
+        pytest.param({}, 403, id="no origin"),
     ],
 )
 def test_runs_are_served_only_under_the_names_of_this_machine(states_server, headers, status):

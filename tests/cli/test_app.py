@@ -1,3 +1,4 @@
+import os
 import signal
 import socket
 import subprocess
@@ -10,6 +11,8 @@ import pytest
 from fsdp_inspect.cli import app as app_command
 from fsdp_inspect.errors import FsdpInspectError, NotARunError
 
+TOKEN = "a-token-for-this-test"
+
 
 @pytest.fixture
 def executed(monkeypatch):
@@ -20,15 +23,32 @@ def executed(monkeypatch):
 
 
 def test_the_dashboard_is_served_on_loopback_with_the_given_folder(invoke, executed, tmp_path):
-    ended = invoke("app", tmp_path, "--port", "8765")
-    address = ["--host", "127.0.0.1", "--port", "8765"]
-    assert executed == [[sys.executable, "-m", "fsdp_inspect_app", str(tmp_path), *address]]
-    assert f"Dashboard of {tmp_path}: http://127.0.0.1:8765" in ended.out
+    invoke("app", tmp_path, "--port", "8765", "--no-token")
+    options = ["--port", "8765", "--no-token"]
+    assert executed == [[sys.executable, "-m", "fsdp_inspect_app", str(tmp_path), *options]]
+
+
+def test_a_given_host_turns_the_token_on(invoke, executed, tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdp_inspect.server_access.may_have_other_users", lambda: False)
+    invoke("app", tmp_path, "--port", "8765")
+    assert executed[0][-1] == "--no-token"
+    invoke("app", tmp_path, "--port", "8765", "--host", "127.0.0.1")
+    assert executed[1][-3:] == ["--host", "127.0.0.1", "--token"]
+
+
+def test_an_invalid_token_of_the_environment_is_refused(invoke, executed, tmp_path, monkeypatch):
+    monkeypatch.setenv("FSDP_INSPECT_TOKEN", "short")
+    ended = invoke("app", tmp_path)
+    assert (ended.code, executed) == (1, [])
+    assert "Invalid FSDP_INSPECT_TOKEN: 5 characters" in " ".join(ended.err.split())
 
 
 def test_the_name_of_a_proxy_is_passed_on(invoke, executed, tmp_path):
     invoke("app", tmp_path, "--port", "8765", "--proxy-name", "runs.example.org")
-    assert executed[0][-2:] == ["--proxy-name", "runs.example.org"]
+    assert executed[0][-3:-1] == ["--proxy-name", "runs.example.org"]
+    ended = invoke("app", tmp_path, "--proxy-name", "https://runs.example.org/path")
+    assert (ended.code, len(executed)) == (1, 1)
+    assert "Expected a host name without a path" in " ".join(ended.err.split())
 
 
 def test_without_a_port_the_first_free_one_is_taken(executed, tmp_path, monkeypatch):
@@ -36,8 +56,8 @@ def test_without_a_port_the_first_free_one_is_taken(executed, tmp_path, monkeypa
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         monkeypatch.setattr(app_command, "DEFAULT_PORT", taken.getsockname()[1])
-        app_command.serve(tmp_path, host="127.0.0.1", port=None)
-        assert int(executed[0][-1]) > taken.getsockname()[1]
+        app_command.serve(tmp_path, port=None, is_token_wanted=False)
+        assert int(executed[0][-2]) > taken.getsockname()[1]
 
 
 def test_a_port_that_is_taken_is_refused(executed, tmp_path):
@@ -69,11 +89,13 @@ def test_the_dashboard_comes_up_and_ends_with_the_signal(runs_folder, free_port)
     port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "fsdp_inspect", "app", str(runs_folder), "--port", str(port)],
+        env={**os.environ, "FSDP_INSPECT_TOKEN": TOKEN},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
     try:
-        assert answers(f"http://127.0.0.1:{port}/_stcore/health", process) == b"ok"
+        url = f"http://127.0.0.1:{port}/_stcore/health?token={TOKEN}"
+        assert answers(url, process) == b"ok"
         process.send_signal(signal.SIGTERM)
         process.wait(20)
     finally:

@@ -83,6 +83,7 @@ def recorded(tmp_path):
 def address(recorded):
     """Where a server of that run listens."""
     command = [sys.executable, "-m", "fsdp_inspect", "metrics", recorded[0], "--port", "0"]
+    command += ["--no-token"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             yield re.search(r"http://(\S+)/metrics", server.stdout.readline())[1]
@@ -104,7 +105,11 @@ def test_a_run_that_goes_on_is_followed(recorded, address):
 
     assert status(address, "/") == 404
     assert status(address, "/metrics", host="evil.example") == 403
-    assert status(address, "/metrics", host="localhost:1") == 200
+    port = address.rpartition(":")[2]
+    assert status(address, "/metrics", host=f"localhost:{port}") == 200
+    assert status(address, "/metrics", host="localhost:1") == 403
+    assert status(address, "/metrics", origin="http://evil.example") == 403
+    assert status(address, "/metrics", origin=f"http://localhost:{port}") == 200
 
 
 def scrape(address):
@@ -117,6 +122,27 @@ def status(address, path, **headers):
     with closing(http.client.HTTPConnection(address, timeout=30)) as connection:
         connection.request("GET", path, headers=headers)
         return connection.getresponse().status
+
+
+def serve_in_thread(server, token):
+    arguments = (server, lambda: "# EOF\n", "127.0.0.1", None, token, "RUN")
+    threading.Thread(target=metrics._serve, args=arguments, daemon=True).start()
+    return f"127.0.0.1:{server.server_address[1]}"
+
+
+def test_with_a_token_metrics_need_it_in_the_url_or_as_a_bearer(capsys):
+    with metrics._listen("127.0.0.1", 0) as server:
+        address = serve_in_thread(server, token="t" * 20)
+        assert status(address, "/metrics") == 403
+        assert f"http://{address}/metrics?token={'t' * 20} " in capsys.readouterr().out
+        assert status(address, "/") == 403
+        assert status(address, "/metrics?token=wrong") == 403
+        assert status(address, f"/metrics?token={'t' * 20}") == 200
+        assert status(address, "/metrics", authorization=f"Bearer {'t' * 20}") == 200
+        assert status(address, "/metrics", authorization=f"Basic {'t' * 20}") == 403
+        wrong_host = {"host": "evil.example", "authorization": f"Bearer {'t' * 20}"}
+        assert status(address, "/metrics", **wrong_host) == 403
+        server.shutdown()
 
 
 def test_a_taken_port_is_told(runs_folder, command):
@@ -147,20 +173,20 @@ def test_an_address_that_others_reach_says_what_that_exposes(invoke, runs_folder
             raise SystemExit(0)
 
     monkeypatch.setattr("fsdp_inspect.cli.metrics._BoundedServer", Silent)
+    monkeypatch.setattr("fsdp_inspect.server_access.may_have_other_users", lambda: False)
     ended = invoke("metrics", runs_folder / "four", "--host", "0.0.0.0", "--port", "1234")
 
-    assert "whoever reaches port 1234" in ended.err
-    assert "nothing is encrypted" in ended.err
-    assert "http://127.0.0.1:1234/metrics" in ended.out
+    assert "everyone who has the token and reaches port 1234" in ended.err
+    assert "Nothing is encrypted" in ended.err
+    assert "http://127.0.0.1:1234/metrics?token=" in ended.out
     assert invoke("metrics", runs_folder / "four", "--port", "1234").err == ""
 
 
 def test_requests_that_are_never_finished_are_closed(monkeypatch):
     monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 0.3)
     before = threading.active_count()
-    handler = metrics._handler(lambda: "# EOF\n", is_local=True)
-    with metrics.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with metrics._listen("127.0.0.1", 0) as server:
+        serve_in_thread(server, token=None)
         with ExitStack() as opened:
             connections = [
                 opened.enter_context(socket.create_connection(server.server_address))
@@ -171,8 +197,7 @@ def test_requests_that_are_never_finished_are_closed(monkeypatch):
             for connection in connections:
                 connection.settimeout(20)
                 assert connection.recv(1) == b""  # the server has closed it
-        address = f"127.0.0.1:{server.server_address[1]}"
-        assert status(address, "/metrics", host="localhost") == 200
+        assert status(f"127.0.0.1:{server.server_address[1]}", "/metrics") == 200
         server.shutdown()
     deadline = time.monotonic() + 20
     while threading.active_count() > before and time.monotonic() < deadline:
@@ -185,9 +210,8 @@ def server(monkeypatch):
     """A server of two connections at once, with a short time for a request."""
     monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 1.0)
     monkeypatch.setattr(metrics, "MAX_CONNECTIONS", 2)
-    handler = metrics._handler(lambda: "# EOF\n", is_local=True)
-    with metrics._BoundedServer(("127.0.0.1", 0), handler) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
+    with metrics._listen("127.0.0.1", 0) as running:
+        serve_in_thread(running, token=None)
         yield running
         running.shutdown()
 
@@ -218,4 +242,4 @@ def test_connections_above_the_limit_are_closed_and_later_ones_answered(server):
         assert third.recv(1) == b""
     time.sleep(0.3)
     address = f"127.0.0.1:{server.server_address[1]}"
-    assert status(address, "/metrics", host="localhost") == 200
+    assert status(address, "/metrics") == 200
