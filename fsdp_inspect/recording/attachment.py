@@ -153,6 +153,7 @@ class Attachment:
         mark_recorded(self._handles, self.folder.path)
         self._settle_units()
         self._write_manifest()
+        self._writer.flush()
 
     # --- starting
 
@@ -329,7 +330,7 @@ class Attachment:
         new = self.session.problems[self._reported_problems :]
         if new:
             self._reported_problems += len(new)
-            self._writer.update(problems=[*self._writer.record.problems, *new])
+            self._writer.add_problems(new)
 
     def _guarded(self, action: Any) -> None:
         """Run recorder code; its exceptions never reach the training."""
@@ -362,7 +363,10 @@ class Attachment:
         )
 
     def _write_manifest(self) -> None:
-        """Write the current manifest on rank 0; a later attempt does not change the first one."""
+        """Write the current manifest on rank 0; a later attempt does not change the first one.
+
+        The writer's thread does it, so a disk that hangs does not stop the training.
+        """
         if self._rank != 0 or self.folder.attempt > 0:
             return
         self._manifest = self._manifest.model_copy(
@@ -377,17 +381,16 @@ class Attachment:
                 },
             }
         )
-        try:
-            folder.rewrite_manifest(self.folder.path, self._manifest)
-        except OSError as error:
-            self.session.problem(f"Rewriting run.json failed: {error}.")
+        path, manifest = self.folder.path, self._manifest
+        self._writer.write_file(MANIFEST_FILE, lambda: folder.rewrite_manifest(path, manifest))
 
     def _observed_plan(self) -> dict[str, Any]:
         """Return the plan as a dict for the manifest; rank 0 also writes it to `PLAN_FILE`."""
         try:
             plan = observe_plan(self._model)
             if self._rank == 0 and self.folder.attempt == 0:
-                plan.dump(self.folder.path / PLAN_FILE)
+                path = self.folder.path / PLAN_FILE
+                self._writer.write_file(PLAN_FILE, lambda: plan.dump(path))
             return plan.to_dict()
         except Exception as error:
             reason = " ".join(str(error).split())
@@ -416,7 +419,7 @@ class Attachment:
         finally:
             self._writer.close(status, failure if status == RunStatus.FAILED else None)
             self._release()
-        if self._rank == 0 and status == RunStatus.COMPLETE:
+        if self._rank == 0 and status == RunStatus.COMPLETE and not self._writer.is_stalled:
             self._conclude(show=show and self._options.print_verdict)
 
     def _stop(self, timeout_s: float) -> None:

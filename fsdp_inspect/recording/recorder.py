@@ -63,7 +63,8 @@ class Recorder:
         memory_steps: Steps that run under the storage tracker (about twice as slow, never timed).
             "auto" means the first step after the warm-up, or none under torch.compile.
         device_interval_s: Seconds between samples of GPU, CPU and host memory; 0 means no samples.
-        flush_interval_s: Longest time that rows stay in memory; a killed process may lose them.
+        flush_interval_s: Longest time that rows stay in memory while the disk works; a killed
+            process may lose them.
         memory_snapshot: On CUDA, record allocation histories and write a snapshot into the rank's
             folder on an out-of-memory. It costs some time in every allocation.
         record_source: Store the lines of the script around its `fully_shard` calls, for which

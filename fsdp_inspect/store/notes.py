@@ -28,6 +28,15 @@ def describe_ranks(numbers: Sequence[int]) -> str:
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {format_numbers(numbers)}"
 
 
+def describe_rows(numbers: Mapping[str, int]) -> str:
+    """Numbers of rows by table as text: `8 rows of events, 1 row of memory`; empty for none."""
+    return ", ".join(
+        f"{rows} {'row' if rows == 1 else 'rows'} of {table}"
+        for table, rows in numbers.items()
+        if rows
+    )
+
+
 def note_missing(missing: Sequence[int], world_size: int) -> list[str]:
     """Note the ranks without data in this folder."""
     if not missing:
@@ -58,7 +67,7 @@ def note_ends(records: Sequence[RankRecord], last_signs: Mapping[int, int]) -> l
         notes.append(
             f"{_capital(describe_ranks([record.rank for record in crashed]))} stopped without "
             f"reporting an error. The last write was at {_wall_time(latest)}; at most {lost:g} s "
-            "of recording after it are lost."
+            "of recording after it are lost, or more if the disk had failed."
         )
     return notes
 
@@ -86,11 +95,7 @@ def note_losses(records: Sequence[RankRecord]) -> list[str]:
     notes: list[str] = []
     reporting: dict[str, list[int]] = {}
     for record in records:
-        dropped = ", ".join(
-            f"{rows} {'row' if rows == 1 else 'rows'} of {table}"
-            for table, rows in record.dropped.items()
-            if rows
-        )
+        dropped = describe_rows(record.dropped)
         if dropped:
             notes.append(f"Rank {record.rank} dropped {dropped}.")
         for problem in dict.fromkeys(record.problems):

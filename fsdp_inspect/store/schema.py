@@ -64,9 +64,12 @@ name and the schema version: `events 1`. Each record batch has two fields of cus
   UTF-8 and its values as little-endian bytes without padding.
 
 A stream without the empty batch at its end belongs to a running or killed process. Its last batch
-may be cut off anywhere (a torn tail); the batches before it are valid. A killed process loses the
-rows since its last flush, at most `flush_interval_s` of `rank.json`. A power failure may lose more,
-because the writer does not wait for the disk.
+may be cut off anywhere (a torn tail); the batches before it are valid. An empty file is a stream
+without rows. While the disk works, a killed process loses the rows since its last flush, at most
+`flush_interval_s` of `rank.json`. After a disk fault, rows wait in the memory of the process, up to
+64 MiB of encoded rows per rank; a kill then loses all of them. Rows that the writer dropped are
+counted in `dropped` of `rank.json`, unless that file cannot be written either. A power failure may
+lose more, because the writer does not wait for the disk.
 
 **Summaries** have two sorts of rows: rows of a whole step of a rank (`kind` 0 and from 100; at most
 one row for each of these kinds in a step) and rows of units (all other kinds). A rank's summary has

@@ -4,6 +4,7 @@ A live table is an Arrow IPC stream (see `store.schema`). Each write goes to the
 last complete batch, so that a write that failed halfway can be repeated.
 """
 
+import contextlib
 import os
 import struct
 import time
@@ -41,9 +42,6 @@ from fsdp_inspect.store.schema import (
 
 Row = tuple[float, ...]
 """One row in the column order of the table's DTYPES."""
-
-MAX_PENDING_BYTES = 32 << 20
-"""Limit of encoded batches that wait for a failing disk; above it, the oldest are dropped."""
 
 _COMPRESS_FROM_ROWS = 128
 """LZ4 makes smaller batches larger, because they are mostly headers (measured)."""
@@ -121,8 +119,10 @@ class LiveStream:
         self._encoder = RowEncoder(file)
         self._pending: deque[tuple[bytes, int]] = deque()
         self._pending_bytes = 0
+        self._pending_rows = 0
         self._fd: int | None = None
         self._offset = 0
+        self._has_torn_tail = False
         self._next_row = 0
         self._rows_on_disk = 0
 
@@ -134,14 +134,18 @@ class LiveStream:
     @property
     def num_pending_rows(self) -> int:
         """Number of encoded rows that are not written yet."""
-        return sum(rows for _, rows in self._pending)
+        return self._pending_rows
+
+    @property
+    def num_pending_bytes(self) -> int:
+        """Size of the encoded rows that are not written yet."""
+        return self._pending_bytes
 
     def add(self, rows: Sequence[Row]) -> int:
         """Encode rows for the next write.
 
         Returns:
-            The number of dropped rows: invalid rows, and the oldest rows above
-            `MAX_PENDING_BYTES`.
+            The number of invalid rows, which are dropped.
         """
         if not rows:
             return 0
@@ -150,38 +154,62 @@ class LiveStream:
             message = self._encoder.encode(array, self._next_row)
             self._pending.append((message, len(array)))
             self._pending_bytes += len(message)
+            self._pending_rows += len(array)
         self._next_row += len(rows)
-        while self._pending_bytes > MAX_PENDING_BYTES:
-            dropped += self._drop_oldest()
         return dropped
 
-    def write(self) -> None:
-        """Append the pending rows; the first rows create the file.
+    def skip(self, rows: int) -> None:
+        """Leave a gap in the row numbers, for rows that were dropped before they were added."""
+        self._next_row += rows
+
+    def drop_oldest(self) -> int:
+        """Drop the oldest pending batch; the row numbers of the file then have a gap.
+
+        Returns:
+            The number of dropped rows.
+        """
+        message, rows = self._pending.popleft()
+        self._pending_bytes -= len(message)
+        self._pending_rows -= rows
+        return rows
+
+    def open(self) -> None:
+        """Create the file; it stays open, so later writes need no free file descriptor.
 
         Raises:
-            OSError: Writing failed. The rows stay pending; the file ends with a complete batch.
+            OSError: The file cannot be created, or exists.
+        """
+        if self._fd is None:
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+    def write(self) -> None:
+        """Append the pending rows; create the file if it is not open.
+
+        Raises:
+            OSError: Writing failed. The rows stay pending. Bytes after the last complete batch
+                are removed now or before the next write.
         """
         if not self._pending:
             return
-        if self._fd is None:
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self.open()
         if self._offset == 0:
             self._write_at_end(self._encoder.header)
         while self._pending:
             message, rows = self._pending[0]
             self._write_at_end(message)
-            self._pending.popleft()
-            self._pending_bytes -= len(message)
+            self.drop_oldest()
             self._rows_on_disk += rows
 
     def finish(self) -> None:
-        """Write the closing batch and close. Rows that are still pending are lost.
+        """Write the closing batch and close; a file without rows is removed.
+
+        Rows that are still pending are lost.
 
         Raises:
             OSError: Writing the closing batch failed; the file is closed nevertheless.
         """
         self._pending.clear()
-        self._pending_bytes = 0
+        self._pending_bytes = self._pending_rows = 0
         if self._fd is None:
             return
         try:
@@ -189,9 +217,10 @@ class LiveStream:
                 nothing, _ = self._encoder.pack([])
                 closing = self._encoder.encode(nothing, self._next_row)
                 self._write_at_end(closing + END_OF_STREAM)
+            elif self._is_in_place(self._fd):
+                self.path.unlink()
         finally:
-            os.close(self._fd)
-            self._fd = None
+            self._close()
 
     def forget_deleted_file(self) -> int:
         """Close the file if it was deleted or replaced, so that the next write creates a new one.
@@ -201,8 +230,7 @@ class LiveStream:
         """
         if self._fd is None or self._is_in_place(self._fd):
             return 0
-        os.close(self._fd)
-        self._fd = None
+        self._close()
         self._offset = 0
         lost, self._rows_on_disk = self._rows_on_disk, 0
         return lost
@@ -213,22 +241,32 @@ class LiveStream:
         except FileNotFoundError:
             return False
 
+    def _close(self) -> None:
+        descriptor, self._fd = self._fd, None
+        self._has_torn_tail = False
+        if descriptor is not None:
+            os.close(descriptor)
+
     def _write_at_end(self, content: bytes) -> None:
         assert self._fd is not None
+        if self._has_torn_tail:
+            self._remove_torn_tail()
         view = memoryview(content)
         written = 0
         try:
             while written < len(content):
                 written += os.pwrite(self._fd, view[written:], self._offset + written)
         except OSError:
-            os.ftruncate(self._fd, self._offset)
+            self._has_torn_tail = True
+            with contextlib.suppress(OSError):  # repeated before the next write
+                self._remove_torn_tail()
             raise
         self._offset += written
 
-    def _drop_oldest(self) -> int:
-        message, rows = self._pending.popleft()
-        self._pending_bytes -= len(message)
-        return rows
+    def _remove_torn_tail(self) -> None:
+        assert self._fd is not None
+        os.ftruncate(self._fd, self._offset)
+        self._has_torn_tail = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,14 @@
 
 The training thread only appends tuples to lists. A background thread takes, encodes and writes
 them; all file access happens there. A second thread limits the waiting rows while the first one
-hangs in a dead file system. Errors (a full disk, a deleted folder, a bug of the recorder) are
-counted, and the first one is logged to the logger `fsdp_inspect.store`. No error is raised into the
-training. The log is used instead of `warnings`, because a warning in a background thread is lost
-under `-W error`.
+hangs in a dead file system.
+
+After a fault of the disk, the encoded rows wait in memory and are written when the disk works
+again. Above `MAX_BACKLOG_BYTES` the oldest rows are dropped, because the latest ones show how the
+training ended. Dropped rows are counted in `rank.json`. Two messages go to the logger
+`fsdp_inspect.store`: one at the first problem, and one at the end if rows were dropped. No error is
+raised into the training. The log is used instead of `warnings`, because a warning in a background
+thread is lost under `-W error`.
 """
 
 import logging
@@ -14,13 +18,17 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.store.at_exit import call_at_exit
 from fsdp_inspect.store.compaction import MAX_BYTES_AT_END, compact_rank
+from fsdp_inspect.store.disk_faults import RetryTimer, SpareDescriptor
 from fsdp_inspect.store.folder import rank_folder
 from fsdp_inspect.store.liveness import pid_scope
+from fsdp_inspect.store.notes import describe_rows
 from fsdp_inspect.store.records import encode_record, replace_file
 from fsdp_inspect.store.schema import (
     DEVICE,
@@ -35,8 +43,14 @@ from fsdp_inspect.trace.run import RankRecord, RunStatus
 
 logger = logging.getLogger("fsdp_inspect.store")
 
+MAX_BACKLOG_BYTES = 64 << 20
+"""Limit of the encoded rows of one rank that wait for a failing disk: 3 million events of 20 bytes.
+Above it, the oldest rows of the largest table are dropped."""
 MAX_BUFFERED_ROWS = 100_000
-"""Limit of the waiting rows of one table (about 40 MB); above it, the oldest are dropped."""
+"""Limit of the rows of one table (about 40 MB) that wait for a write that does not return; above
+it, the oldest are dropped."""
+STALL_TIMEOUT_S = 10.0
+"""How long the end of a recording waits for a disk that writes nothing."""
 
 _POLLS_PER_INTERVAL = 4
 """How often in a flush interval the background thread checks the number of waiting rows."""
@@ -47,6 +61,10 @@ _GUARD_S = 5.0
 """Interval of the check that limits the waiting rows, also while the disk hangs."""
 _FLUSH_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 120.0
+"""How long the end of a recording waits for a disk that writes slowly, and for compaction."""
+_LAST_RECORD_TIMEOUT_S = 2.0
+"""How long the end waits for `rank.json` after the disk stalled."""
+_CLOSE_POLL_S = 0.1
 _MAX_PROBLEMS = 20
 
 
@@ -74,7 +92,8 @@ class RankWriter:
         Args:
             run_folder: The run's folder; the record defines attempt and rank.
             record: The record of this rank.
-            flush_interval_s: A killed process loses at most this much recording.
+            flush_interval_s: A killed process loses at most this much recording while the disk
+                works.
             flush_rows: Flush earlier when a table has this many rows.
         """
         self.folder = rank_folder(run_folder, record.attempt, record.rank)
@@ -100,6 +119,13 @@ class RankWriter:
         self._is_record_news = True
         self._record_written_s = 0.0
         self._flushed_s = time.monotonic()
+        self._retry = RetryTimer(flush_interval_s)
+        self._spare = SpareDescriptor()
+        self._buffer_lock = threading.Lock()
+        self._num_shed = dict.fromkeys(self._buffers, 0)
+        self._unwritten: dict[str, int] = {}
+        self._has_failed = False
+        self._unfinished_files: dict[str, Callable[[], None]] = {}
         self._has_warned = False
         self._seen_problems: set[str] = set()
         self._owner = os.getpid()
@@ -107,6 +133,8 @@ class RankWriter:
         self._waiting: deque[threading.Event] = deque()
         self._ending: tuple[RunStatus, str | None, bool] | None = None
         self._is_closed = False
+        self._has_written_all = threading.Event()
+        self._is_stalled = False
         self._thread = threading.Thread(target=self._work, name="fsdp-inspect-writer", daemon=True)
         self._guard = threading.Thread(target=self._watch, name="fsdp-inspect-guard", daemon=True)
         self._has_ended = threading.Event()
@@ -116,7 +144,31 @@ class RankWriter:
     @property
     def record(self) -> RankRecord:
         """The contents of `rank.json`, or of its next rewrite."""
-        return self._record
+        dropped = self._all_dropped()
+        return self._record.model_copy(update={"dropped": dropped})
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the recording ended while the disk did not respond."""
+        return self._is_stalled
+
+    def write_file(self, name: str, write: Callable[[], None]) -> None:
+        """Write another file of the run from the background thread, within one flush interval.
+
+        Args:
+            name: The file's name. A second call with this name before the write replaces the first.
+            write: Called again after an `OSError`, until it succeeds or the recording ends.
+        """
+        if self._is_owner():
+            self._unfinished_files[name] = write
+
+    def add_problems(self, problems: list[str]) -> None:
+        """Add problems of the recording to the record."""
+        if problems and self._is_owner():
+            with self._record_lock:
+                known = [*self._record.problems, *problems]
+                self._record = self._record.model_copy(update={"problems": known})
+                self._is_record_news = True
 
     def update(self, **fields: Any) -> None:
         """Change fields of the record; `rank.json` is rewritten within one flush interval."""
@@ -147,6 +199,9 @@ class RankWriter:
     ) -> None:
         """Write the remaining rows and close the streams; further calls do nothing.
 
+        Waits at most `STALL_TIMEOUT_S` for a disk that writes nothing. The rows that are then not
+        written are counted as dropped.
+
         Args:
             status: The final status of the rank.
             failure: The error that ended the training.
@@ -160,11 +215,9 @@ class RankWriter:
         self._ending = (status, failure, compact)
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join(_CLOSE_TIMEOUT_S)
+            self._await_end()
         else:
             self._end()
-        if self._thread.is_alive():
-            self._report("close", TimeoutError(f"the disk took over {_CLOSE_TIMEOUT_S:.0f} s"))
 
     def _start(self) -> None:
         try:
@@ -173,6 +226,43 @@ class RankWriter:
         except RuntimeError as error:
             self._report("background thread", error)
         self.flush()
+
+    def _await_end(self) -> None:
+        """Wait until all rows are written and compacted, or the disk stalls."""
+        started_s = progressed_s = time.monotonic()
+        written = self._num_bytes()
+        while not self._has_written_all.wait(_CLOSE_POLL_S):
+            now = time.monotonic()
+            if self._num_bytes() != written:
+                written, progressed_s = self._num_bytes(), now
+            if now - progressed_s > STALL_TIMEOUT_S or now - started_s > _CLOSE_TIMEOUT_S:
+                self._leave_stalled_disk(now - started_s)
+                return
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._report("compaction", TimeoutError(f"took over {_CLOSE_TIMEOUT_S:.0f} s"))
+
+    def _num_bytes(self) -> int:
+        return sum(stream.num_bytes for stream in self._streams.values())
+
+    def _leave_stalled_disk(self, waited_s: float) -> None:
+        """Count the rows that are not written, and try to store the count for a short time.
+
+        If the disk responds while the process still runs, the background thread writes these rows
+        and corrects the count.
+        """
+        self._is_stalled = True
+        self._unwritten = {
+            name: len(self._buffers[name]) + stream.num_pending_rows
+            for name, stream in self._streams.items()
+        }
+        status, failure, _ = self._ending or (RunStatus.COMPLETE, None, False)
+        self._change_record({"status": status, "failure": failure})
+        self._report("close", TimeoutError(f"the disk did not respond for {waited_s:.0f} s"))
+        self._warn_of_dropped()
+        last = threading.Thread(target=self._write_record_safely, daemon=True)
+        last.start()
+        last.join(_LAST_RECORD_TIMEOUT_S)
 
     def _is_owner(self) -> bool:
         return os.getpid() == self._owner
@@ -186,7 +276,7 @@ class RankWriter:
             self._wake.clear()
             waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             if waiting or self._is_flush_due():
-                self._flush_safely()
+                self._flush_safely(must_try=bool(waiting))
             for done in waiting:
                 done.set()
         self._end()
@@ -196,70 +286,136 @@ class RankWriter:
             return True
         return any(len(buffer) >= self._flush_rows for buffer in self._buffers.values())
 
-    def _flush_safely(self) -> None:
+    def _flush_safely(self, *, must_try: bool = True) -> None:
+        """Take all rows, and write them unless the disk failed a moment ago."""
         for name in self._buffers:
             try:
-                self._flush_table(name)
+                self._take_rows(name)
             except Exception as error:  # nothing may stop the thread
                 self._report(name, error)
+        self._limit_backlog()
         self._flushed_s = time.monotonic()
-        self._write_record_safely()
+        if must_try or self._retry.is_due:
+            self._write_all()
 
-    def _flush_table(self, name: str) -> None:
+    def _take_rows(self, name: str) -> None:
         buffer, stream = self._buffers[name], self._streams[name]
-        rows = buffer[: len(buffer)]
-        del buffer[: len(rows)]
+        with self._buffer_lock:
+            rows = buffer[: len(buffer)]
+            del buffer[: len(rows)]
+            shed, self._num_shed[name] = self._num_shed[name], 0
+        stream.skip(shed)
         try:
-            dropped = stream.add(rows)
+            invalid = stream.add(rows)
         except Exception:
+            stream.skip(len(rows))
             self._count_dropped(name, len(rows))
             raise
-        if dropped:
-            self._count_dropped(name, dropped)
-            self._report(name, ValueError("invalid rows, or rows above the limit, were dropped"))
+        if invalid:
+            self._count_dropped(name, invalid)
+            self._report(name, ValueError("invalid rows were dropped"))
+
+    def _limit_backlog(self) -> None:
+        while sum(each.num_pending_bytes for each in self._streams.values()) > MAX_BACKLOG_BYTES:
+            name, stream = max(self._streams.items(), key=lambda item: item[1].num_pending_bytes)
+            self._count_dropped(name, stream.drop_oldest())
+            self._report(name, OSError("the disk failed for too long, the oldest rows are dropped"))
+
+    def _write_all(self) -> None:
+        """Write the streams, the other files and the record; one failure does not stop the rest."""
+        self._has_failed = False
+        self._spare.keep()
+        self._write_record_first()
+        for name in self._streams:
+            self._try(name, lambda name=name: self._write_stream(name))
+        for name in list(self._unfinished_files):
+            self._try(name, lambda name=name: self._write_other_file(name))
+        self._write_record_safely()
+        self._retry.note_attempt(failed=self._has_failed)
+
+    def _try(self, name: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # nothing may stop the thread
+            self._has_failed = True
+            self._report(name, error)
+
+    def _write_record_first(self) -> None:
+        """At the start: create the folder and all files, while descriptors are free."""
+        if self._record_written_s:
+            return
+        self._write_record_safely()
+        for name, stream in self._streams.items():
+            if self._record_written_s:
+                self._try(name, stream.open)
+
+    def _write_stream(self, name: str) -> None:
+        stream = self._streams[name]
         lost = stream.forget_deleted_file()
         if lost:
             self._count_dropped(name, lost)
             self._report(name, FileNotFoundError(f"{stream.path} was deleted"))
         stream.write()
 
+    def _write_other_file(self, name: str) -> None:
+        write = self._unfinished_files.pop(name)
+        try:
+            self._spare.use_for(write)
+        except OSError:
+            self._unfinished_files.setdefault(name, write)  # unless there is a newer one
+            raise
+
     def _write_record_safely(self) -> None:
         now = time.monotonic()
         if not self._is_record_news and now - self._record_written_s < _HEARTBEAT_S:
             return
-        try:
-            self._write_record()
-        except Exception as error:  # nothing may stop the thread
-            self._report(RANK_FILE, error)
+        self._try(RANK_FILE, self._write_record)
 
     def _write_record(self) -> None:
         if not self._record_written_s:
             self.folder.mkdir(parents=True, exist_ok=True)
         self._is_record_news = False
         try:
-            record = self._record.model_copy(update={"flushed_unix_ns": time.time_ns()})
-            replace_file(self.folder / RANK_FILE, encode_record(record))
+            content = encode_record(self._record_to_write())
+            self._spare.use_for(lambda: replace_file(self.folder / RANK_FILE, content))
         except Exception:
             self._is_record_news = True
             raise
         self._record_written_s = time.monotonic()
 
+    def _record_to_write(self) -> RankRecord:
+        with self._record_lock:
+            fields = {"flushed_unix_ns": time.time_ns(), "dropped": self._all_dropped()}
+            return self._record.model_copy(update=fields)
+
+    def _all_dropped(self) -> dict[str, int]:
+        """By table: the rows that were dropped, and those that a stalled disk did not take."""
+        dropped = {**self._record.dropped}
+        for name, rows in self._unwritten.items():
+            if rows:
+                dropped[name] = dropped.get(name, 0) + rows
+        return dropped
+
     def _end(self) -> None:
-        self._flush_safely()
         status, failure, compact = self._ending or (RunStatus.COMPLETE, None, False)
-        for name, stream in self._streams.items():
-            self._count_dropped(name, stream.num_pending_rows)  # the disk may still be full
-            try:
-                stream.finish()
-            except Exception as error:  # nothing may reach the training
-                self._report(name, error)
-        self._change_record({"status": status, "failure": failure})
-        self._write_record_safely()
-        if compact:
+        try:
+            self._flush_safely()
+            for name, stream in self._streams.items():
+                self._count_dropped(name, stream.num_pending_rows)  # the disk may still be full
+                self._try(name, stream.finish)
+            self._unwritten = {}
+            self._change_record({"status": status, "failure": failure})
+            self._write_record_safely()
+            if not self._is_stalled:
+                self._warn_of_dropped()
+        finally:
+            self._has_written_all.set()
+        if compact and not self._is_stalled:
             self._compact_safely()
+        self._spare.release()
 
     def _compact_safely(self) -> None:
-        if sum(stream.num_bytes for stream in self._streams.values()) > MAX_BYTES_AT_END:
+        if self._num_bytes() > MAX_BYTES_AT_END:
             return
         try:
             compact_rank(self._run_folder, self._record.attempt, self._record.rank)
@@ -291,14 +447,21 @@ class RankWriter:
 
     def _watch(self) -> None:
         """The second thread: limits memory while the first one hangs in a dead file system."""
+        flushed_s = self._flushed_s
         while not self._has_ended.wait(_GUARD_S):
             self._shed_rows()
+            overdue_s = time.monotonic() - self._flushed_s - self._flush_interval_s
+            if self._flushed_s == flushed_s and overdue_s > STALL_TIMEOUT_S:
+                self._report("flush", TimeoutError("the disk does not respond"))
+            flushed_s = self._flushed_s
 
     def _shed_rows(self) -> None:
         for name, buffer in self._buffers.items():
-            surplus = len(buffer) - MAX_BUFFERED_ROWS
-            if surplus > 0:
+            with self._buffer_lock:
+                surplus = max(len(buffer) - MAX_BUFFERED_ROWS, 0)
                 del buffer[:surplus]
+                self._num_shed[name] += surplus
+            if surplus:
                 self._count_dropped(name, surplus)
                 self._report(name, TimeoutError("the disk does not respond, rows were dropped"))
 
@@ -317,13 +480,24 @@ class RankWriter:
             self._warn(problem)
 
     def _warn(self, problem: str) -> None:
+        self._log(
+            "Rank %d cannot record all data (%s). Training goes on. The recorder keeps up to %s of "
+            "rows in memory and writes them when the disk works again. Dropped rows are counted in "
+            "%s. This message is logged once.",
+            self._record.rank,
+            problem,
+            format_bytes(MAX_BACKLOG_BYTES),
+            self.folder / RANK_FILE,
+        )
+
+    def _warn_of_dropped(self) -> None:
+        """At the end: state how many rows are missing in the run."""
+        dropped = describe_rows(self._all_dropped())
+        if dropped:
+            self._log("Rank %d dropped %s.", self._record.rank, dropped)
+
+    def _log(self, message: str, *values: object) -> None:
         try:
-            logger.warning(
-                "Rank %d cannot record all data (%s). Training goes on. Dropped rows are "
-                "counted in %s. This message is logged once.",
-                self._record.rank,
-                problem,
-                self.folder / RANK_FILE,
-            )
+            logger.warning(message, *values)
         except Exception:  # a logging handler of the training script may raise
             return

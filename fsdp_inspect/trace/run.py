@@ -257,7 +257,8 @@ class RankRecord(Record):
     failed_request: FailedRequest | None = None
     """The last failed allocation, if an imported snapshot contains one."""
     dropped: dict[str, Amount] = Field(default_factory=dict)
-    """The number of rows that could not be written, by table."""
+    """The number of rows that the recorder dropped, by table: invalid rows, and rows that it could
+    not write because of a disk fault."""
     problems: list[str] = Field(default_factory=list)
     """Problems during the recording, one message for each."""
     scalar_names: list[str] = Field(default_factory=list)

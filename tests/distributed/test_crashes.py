@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -95,12 +96,32 @@ def test_killed_runs_can_be_compacted(killed: list[Path]) -> None:
 # --- the disk
 
 DISK_SCRIPT = """
-import os, shutil, sys, warnings
+import errno, os, resource, shutil, sys, threading, warnings
 import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_inspect import Recorder
+from fsdp_inspect.store import streams
+
+class FaultyOs:
+    def __init__(self, hangs):
+        self.hangs = hangs
+    def __getattr__(self, name):
+        return getattr(os, name)
+    def pwrite(self, *arguments):
+        if self.hangs:
+            threading.Event().wait()
+        raise OSError(errno.EIO, "Input/output error")
+
+def take_all_descriptors():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
+    try:
+        while True:
+            os.open(os.devnull, os.O_RDONLY)
+    except OSError:
+        pass
+
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 torch.manual_seed(0)
 model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
@@ -118,6 +139,12 @@ with Recorder(model, optimizer=optimizer, path=path, flush_interval_s=0.05,
             optimizer.zero_grad()
         if step == 100 and damage == "delete":
             shutil.rmtree(path)
+        if step == 100 and damage == "descriptors":
+            take_all_descriptors()
+        if step == 100 and damage in ("errors", "hang"):
+            streams.os = FaultyOs(hangs=damage == "hang")
+        if step == 250 and damage == "errors":
+            streams.os = os
 print("trained", 300, loss.item().hex())
 """
 
@@ -161,8 +188,9 @@ def test_a_full_disk_costs_records_and_not_the_training(
         assert (done.returncode, done.stdout) == (0, undisturbed)
         assert said_once(done.stderr), done.stderr
         run = open_run(disk / "run")
-        steps = run.events(0, kinds=[EventKind.STEP])
-        assert 0 < len(steps) < 300 or any("dropped" in note for note in run.notes)
+        found = re.search(r"Rank 0 dropped (\d+) rows of events", done.stderr)
+        assert found, done.stderr
+        assert len(run.events(0)) + int(found[1]) == num_events(tmp_path, train_on)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -187,3 +215,34 @@ def test_a_folder_deleted_in_mid_run_does_not_stop_the_training(
     assert (done.returncode, done.stdout) == (0, undisturbed)
     assert said_once(done.stderr), done.stderr
     assert os.environ.get("OMP_NUM_THREADS") == "1"
+
+
+@pytest.mark.parametrize("damage", ["errors", "descriptors"])
+def test_no_step_is_lost_when_writing_fails_for_a_while(
+    undisturbed: str, tmp_path: Path, train_on: TrainOn, damage: str
+) -> None:
+    done = train_on(tmp_path / "run", damage)
+    assert (done.returncode, done.stdout) == (0, undisturbed), done.stderr
+    run = open_run(tmp_path / "run")
+    steps = run.events(0, kinds=[EventKind.STEP]).step
+    assert np.array_equal(np.sort(steps), np.arange(300))
+    assert run.ranks[0].dropped == {}
+
+
+def test_a_disk_that_hangs_until_the_end_costs_counted_rows(
+    undisturbed: str, tmp_path: Path, train_on: TrainOn
+) -> None:
+    done = train_on(tmp_path / "run", "hang")
+    assert (done.returncode, done.stdout) == (0, undisturbed), done.stderr
+    run = open_run(tmp_path / "run")
+    num_steps = len(run.events(0, kinds=[EventKind.STEP]))
+    assert 0 < num_steps < 300
+    dropped = run.ranks[0].dropped["events"]
+    assert f"dropped {dropped} rows of events" in done.stderr
+    assert len(run.events(0)) + dropped == num_events(tmp_path, train_on)
+
+
+def num_events(folder: Path, train_on: TrainOn) -> int:
+    """The number of events of the same training on a healthy disk."""
+    train_on(folder / "whole", "none")
+    return len(open_run(folder / "whole").events(0))

@@ -208,7 +208,9 @@ def test_a_folder_that_cannot_be_made_costs_the_recording_only(
     model = sharded_model()
     with quiet(model, tmp_path / "file" / "run") as recorder:
         train(model, recorder)
-    assert [record.getMessage().count("Training goes on") for record in caplog.records] == [1]
+    first, last = caplog.messages
+    assert "Training goes on" in first
+    assert last == "Rank 0 dropped 93 rows of events, 50 rows of memory."
 
 
 # --- failures of the training

@@ -8,7 +8,6 @@ import pyarrow as pa
 import pytest
 
 from fsdp_inspect.errors import CorruptFileError, SchemaVersionError
-from fsdp_inspect.store import streams
 from fsdp_inspect.store.schema import END_OF_STREAM, EVENTS, MEMORY, STREAM_KEY
 from fsdp_inspect.store.streams import LiveStream, RowEncoder, read_stream
 from fsdp_inspect.trace.tables import EventTable
@@ -164,16 +163,23 @@ def test_stream_never_overwrites_a_file_that_is_there(tmp_path: Path) -> None:
     assert path.read_bytes() == b"of an earlier process"
 
 
-def test_oldest_rows_go_when_the_disk_refuses_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropped_oldest_rows_leave_a_gap_in_the_row_numbers(tmp_path: Path) -> None:
     stream = LiveStream(tmp_path / "missing" / "events.arrows", EVENTS)
-    monkeypatch.setattr(streams, "MAX_PENDING_BYTES", 10_000)
-    dropped = sum(stream.add(ROWS[start : start + 100]) for start in range(0, 600, 100))
-    assert 0 < dropped < 600
+    for start in range(0, 600, 100):
+        stream.add(ROWS[start : start + 100])
+    assert stream.drop_oldest() + stream.drop_oldest() == 200
+    assert stream.num_pending_rows == 400
     stream.path.parent.mkdir()
     stream.write()
     stream.finish()
     contents = read_stream(stream.path.read_bytes(), EVENTS, "events.arrows")
-    assert_same_rows(contents.table, table_of(EventTable, ROWS[dropped:]))
-    assert contents.missing_rows == dropped
+    assert_same_rows(contents.table, table_of(EventTable, ROWS[200:]))
+    assert contents.missing_rows == 200
+
+
+def test_stream_without_rows_leaves_no_file(tmp_path: Path) -> None:
+    stream = LiveStream(tmp_path / "events.arrows", EVENTS)
+    stream.open()
+    assert len(read_stream(stream.path.read_bytes(), EVENTS, "events.arrows").table) == 0
+    stream.finish()
+    assert not stream.path.exists()
