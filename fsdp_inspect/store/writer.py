@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -327,9 +328,9 @@ class RankWriter:
         self._spare.keep()
         self._write_record_first()
         for name in self._streams:
-            self._try(name, lambda name=name: self._write_stream(name))
+            self._try(name, partial(self._write_stream, name))
         for name in list(self._unfinished_files):
-            self._try(name, lambda name=name: self._write_other_file(name))
+            self._try(name, partial(self._write_other_file, name))
         self._write_record_safely()
         self._retry.note_attempt(failed=self._has_failed)
 
