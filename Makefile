@@ -71,6 +71,10 @@ validate: $(READY) ## Compare predictions with runs under emulation (needs an id
 fuzz: $(READY) ## Feed mutated inputs to all readers for SECONDS=600 (REPLAY=FILE: one failure again)
 	$(BIN)/python -m tests.fuzz $(if $(REPLAY),--replay $(REPLAY),--seconds $(or $(SECONDS),600)) $(ARGS)
 
+.PHONY: chaos
+chaos: $(READY) ## Kill recordings and break their disks at random moments for SECONDS=600
+	$(BIN)/python -m tests.chaos --seconds $(or $(SECONDS),600) $(ARGS)
+
 .PHONY: frameworks
 frameworks: $(FRAMEWORKS)/.complete ## Record other training frameworks and write docs/frameworks.md (takes long)
 	rm -rf build/frameworks
