@@ -101,7 +101,7 @@ def test_a_forecast_says_what_it_is_and_what_it_leaves_out(tmp_path: Path) -> No
 
     run = open_run(path)
     assert run.manifest.source == "predicted"
-    assert run.manifest.config == {"width": 16}
+    assert run.manifest.config == {"width": 16, "shard": True}
     assert run.manifest.world_size == 8
     assert any("fragmentation" in note for note in run.manifest.notes)
     assert len(run.events(0)) == 0

@@ -101,7 +101,7 @@ def test_help_names_every_setting_with_its_meaning_legal_values_and_default():
         (["--preset", "big"], "preset is 'big'. Expected 'tiny', 'small', 'llama-1b',"),
         (["--lr", "quick"], "Legal values of lr: a number above 0."),
         (["--compile", "maybe"], "Legal values of compile: true, false."),
-        (["--hf-config", "{"], "hf_config is '{', which is invalid JSON"),
+        (["--hf-config", "{"], "hf_config is '{': invalid JSON"),
         (["--config", "absent.toml"], "The settings file 'absent.toml' cannot be read"),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_bad_command_line_is_refused_with_what_is_legal(arguments, complaint):
         ),
         ("[training]\nlr = 3", "sets 'lr' in [training]. Expected it in [optimizer]"),
         ("training = 3", "sets 'training', which is an unknown setting."),
-        ("steps = ]", "is invalid TOML:"),
+        ("steps = ]", "invalid TOML:"),
     ],
 )
 def test_a_bad_file_is_refused_with_the_nearest_key(tmp_path, text, complaint):
