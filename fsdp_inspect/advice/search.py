@@ -354,7 +354,7 @@ def split_gain(
         left.remove(name)
         pending.append(name)
         at = at.take(choice, [name])
-        if bench.score(start).cautious_ns - bench.score(at).cautious_ns >= worth:
+        if bench.score(at).saves_over(bench.score(start)) >= worth:
             increments.append(Increment(tuple(pending), start, at))
             start, pending = at, []
     if pending and not fits(bench.score(start)):

@@ -44,8 +44,9 @@ from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 from fsdp_inspect.trace.tables import EventTable, SummaryTable, rows_of
 
 PROCESS_SPREAD_RATIO = 0.04
-"""90% of processes that run the same plan differ by less in their typical steps (`make validate`,
-A/A, two virtual CPUs)."""
+"""Assumed spread between processes that run the same plan, as a fraction of the step. Equal runs
+differ by 1.5% at the median (docs/figures.md, A/A, two virtual CPUs). 90% of a normal distribution
+lie within 2.44 times the median."""
 
 
 @dataclass(frozen=True, slots=True)
