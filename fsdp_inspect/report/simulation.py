@@ -52,7 +52,7 @@ def answer_simulation(simulation: Simulation) -> str:
 
 def _reasons(simulation: Simulation) -> Iterable[str]:
     before, after = simulation.replayed, simulation.predicted
-    yield f"90% interval: {format_ns(simulation.low_ns)} to {format_ns(simulation.high_ns)}."
+    yield f"Interval: {format_ns(simulation.low_ns)} to {format_ns(simulation.high_ns)}."
     yield (
         f"Exposed communication: {format_ns(before.exposed_ns)} -> {format_ns(after.exposed_ns)}. "
         f"Communication: {format_ns(before.communication_ns)} -> "
@@ -121,7 +121,7 @@ def describe_simulation(simulation: Simulation) -> str:
     return (
         f"Predicted from {simulation.num_steps} recorded steps of rank {simulation.rank}, "
         f"simulated on {_EXECUTIONS[simulation.execution]}. The recorded plan is simulated too, so "
-        "that the error of the simulation cancels in the difference. The 90% interval covers "
+        "that the error of the simulation cancels in the difference. The interval covers "
         "this error, the fit of the collectives, the spread of the steps, the noise between "
         "processes and the time without a CPU core."
     )

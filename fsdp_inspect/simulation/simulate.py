@@ -2,10 +2,9 @@
 
 The recorded plan itself is simulated first. Its error is the self-check.
 
-[Note: the interval] A predicted step time has a 90% interval: nine of ten plans that are run lie in
-it. Its ends are the step with messages at the fast and at the slow end of the network's cost lines,
-minus and plus `noise_ratio`. `make validate` measures the coverage, and docs/figures.md publishes
-it.
+[Note: the interval] The ends of the interval are the step with messages at the fast and at the slow
+end of the network's cost lines, minus and plus `noise_ratio`. It aims at 90% of the runs of a plan.
+It is not calibrated yet: docs/figures.md has the measured coverage, which is lower.
 """
 
 import math
@@ -128,7 +127,7 @@ class Simulation(Result):
     predicted: Played
     low_ns: int
     high_ns: int
-    """The 90% interval of the step time of a run of the plan. See [Note: the interval]."""
+    """The interval of the step time of a run of the plan. See [Note: the interval]."""
     change: float
     """predicted / replayed - 1. Both are simulated, so the error of the self-check cancels."""
     assumptions: tuple[str, ...]
@@ -250,7 +249,7 @@ def without_events(simulation: Simulation) -> Simulation:
 
 
 def noise_ratio(work: RecordedWork, replay_error: float) -> float:
-    """Half the width of the 90% interval of a step without the network, as a fraction of the step.
+    """Half the width of the interval of a step without the network, as a fraction of the step.
 
     Args:
         work: The recorded work.
