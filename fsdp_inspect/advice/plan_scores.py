@@ -90,6 +90,7 @@ class PlanScorer:
         self.work: RecordedWork = measure_work(run)
         own = self.work.network if node is None else self.work.network.change_node(node)
         self.network: Network = own.change(bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns)
+        self._cautious = self.network.at(Pace.CAUTIOUS)
         plan = resolve_plan(observed_plan(run), run.manifest)
         self.mesh: Mesh = mesh_of(plan, run.manifest)
         self.space: Space = make_space(self.work, plan)
@@ -172,10 +173,10 @@ class PlanScorer:
 
     def _score(self, choice: Choice) -> Score:
         score = self._play(choice, self.network)
-        cautious = self.network.at(Pace.CAUTIOUS)
-        if cautious == self.network:
+        if self._cautious == self.network:
             return score
-        return replace(score, cautious_ns=self._play(choice, cautious, Pace.CAUTIOUS).step_ns)
+        cautious_ns = self._play(choice, self._cautious, Pace.CAUTIOUS).step_ns
+        return replace(score, cautious_ns=cautious_ns)
 
     def _play(self, choice: Choice, network: Network, pace: Pace = Pace.TYPICAL) -> Score:
         step = self._simulate(choice, network, pace)

@@ -4,6 +4,8 @@ Other programs on the machine, too many data loader workers and a too small CPU 
 here: on the host's clock, a thread without a core looks like a thread that works slowly.
 """
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +41,21 @@ def measure_run_delay(run: RunSource) -> RunDelay | None:
         return None
     rank = max(known, key=lambda rank: known[rank])
     return RunDelay(rank, known[rank])
+
+
+def find_run_delay_difference(
+    before: Sequence[float], after: Sequence[float]
+) -> tuple[float, float] | None:
+    """The typical run delays of two sides whose times are not comparable; None: they are.
+
+    Args:
+        before: `run_delay_ratio` of each run of the first side; empty counts as a quiet machine.
+        after: The same of the second side; empty: unknown, so there is no difference.
+    """
+    if not after:
+        return None
+    was, now = statistics.median(before or (0.0,)), statistics.median(after)
+    return (was, now) if abs(now - was) > MOST_DIFFERENCE else None
 
 
 def run_delay_of(run: RunSource, rank: int) -> float | None:

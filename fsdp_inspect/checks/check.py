@@ -14,13 +14,12 @@ prove that no repeat will ever differ.
 
 import json
 import math
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from fsdp_inspect.analysis.run_delay import MOST_DIFFERENCE
+from fsdp_inspect.analysis.run_delay import find_run_delay_difference
 from fsdp_inspect.checks.baseline import Baseline, torch_release
 from fsdp_inspect.checks.causes import find_causes
 from fsdp_inspect.checks.increases import Increase, find_increases, find_longer
@@ -157,7 +156,7 @@ def check_run(
     failed = [one.name for one in metrics if one.outcome is CheckOutcome.REGRESSION]
     of_memory = [name for name in failed if name not in TIME_METRICS]
     of_time = [name for name in failed if name in TIME_METRICS]
-    phase = _phase_to_explain(reading, failed or _risen(metrics))
+    phase = _phase_to_explain(reading, failed or [one.name for one in find_risen(metrics)])
     grown = _grown(reading, baseline, phase)
     causes = (
         find_causes(
@@ -185,10 +184,10 @@ def check_run(
     )
 
 
-def _risen(metrics: Sequence[MetricCheck]) -> list[str]:
+def find_risen(metrics: Sequence[MetricCheck]) -> list[MetricCheck]:
     """The metrics of memory that rose, the largest increase first."""
     rose = [one for one in metrics if one.name not in TIME_METRICS and (one.change or 0) > 0]
-    return [one.name for one in sorted(rose, key=lambda one: -(one.change or 0))]
+    return sorted(rose, key=lambda one: -(one.change or 0))
 
 
 def _phase_to_explain(reading: GateMeasurements, failed: Sequence[str]) -> str | None:
@@ -406,11 +405,12 @@ def _hindrance(
         before: Run delays of the baseline's runs; empty: unknown, or the limit is absolute.
         after: Run delays of the runs.
     """
-    if not after or outcome is CheckOutcome.UNTOLD:
+    difference = find_run_delay_difference(before, after)
+    if difference is None or outcome is CheckOutcome.UNTOLD:
         return None
-    was, now = statistics.median(before or (0.0,)), statistics.median(after)
+    was, now = difference
     is_slower = outcome is CheckOutcome.REGRESSION
-    if abs(now - was) <= MOST_DIFFERENCE or (now > was) is not is_slower:
+    if (now > was) is not is_slower:
         return None
     delay = f"a training thread was ready but had no core for {now:.0%} of the time"
     in_baseline = f" ({was:.0%} in the baseline's runs)" if before else ""

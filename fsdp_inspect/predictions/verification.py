@@ -5,14 +5,13 @@ is "cannot be judged". Step time and peak memory are judged (`predictions.judgem
 is only shown, since it is part of the step.
 """
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.overlap import measure_overlap
 from fsdp_inspect.analysis.provenance import measure_provenance
-from fsdp_inspect.analysis.run_delay import MOST_DIFFERENCE, measure_run_delay
+from fsdp_inspect.analysis.run_delay import find_run_delay_difference, measure_run_delay
 from fsdp_inspect.analysis.units import measure_units
 from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.plan_differences import PlanDifference
@@ -298,11 +297,10 @@ def _busier(runs: Sequence[_Measured], baselines: Sequence[_Measured]) -> tuple[
         [each.run_delay_ratio for each in side if each.run_delay_ratio is not None]
         for side in (runs, baselines)
     )
-    if not after:
+    difference = find_run_delay_difference(before, after)
+    if difference is None:
         return ()
-    was, now_ = statistics.median(before or (0.0,)), statistics.median(after)
-    if abs(now_ - was) <= MOST_DIFFERENCE:
-        return ()
+    was, now_ = difference
     return (
         f"A training thread was ready but had no core for {now_:.0%} of the time, and for "
         f"{was:.0%} in the baseline. The machine was busier in one of them, so the times do not "

@@ -100,8 +100,6 @@ def parse_emulation_arguments(arguments: Sequence[str]) -> EmulationArguments:
         usage="python -m fsdp_inspect.emulate [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENTS]",
         description=_DESCRIPTION,
         epilog=_EPILOG.format(presets=_describe_presets()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     for name, meaning in _OPTIONS.items():
         parser.add_argument(f"--{name}", metavar="VALUE", help=meaning)

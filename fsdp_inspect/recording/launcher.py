@@ -169,7 +169,12 @@ def _is_rank_0() -> bool:
 
 
 class RankParser(argparse.ArgumentParser):
-    """Prints on one rank only, instead of once per rank."""
+    """A parser for one of several ranks: prints on one of them only, and accepts whole options."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
+        )
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if _is_rank_0():
@@ -191,8 +196,6 @@ def parse_arguments(arguments: Sequence[str]) -> LauncherArguments:
         usage="torchrun ... -m fsdp_inspect.record [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENTS]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_options(parser)
     return read_arguments(parser, parser.parse_args(arguments))

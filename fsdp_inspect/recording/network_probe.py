@@ -90,8 +90,6 @@ def _make_parser() -> argparse.ArgumentParser:
         usage="torchrun ... -m fsdp_inspect.probe [--seconds N] RUN",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "run", type=Path, metavar="RUN", help="run folder; rank 0 reads and writes it"

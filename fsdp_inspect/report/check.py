@@ -11,7 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_inspect.checks.baseline import Baseline
-from fsdp_inspect.checks.check import ALWAYS, CheckOutcome, CheckResult, MetricCheck
+from fsdp_inspect.checks.check import (
+    ALWAYS,
+    CheckOutcome,
+    CheckResult,
+    MetricCheck,
+    find_risen,
+)
 from fsdp_inspect.checks.increases import Increase
 from fsdp_inspect.checks.limits import TIME_METRICS
 from fsdp_inspect.checks.measurements import RESTING
@@ -58,12 +64,10 @@ def describe_baseline(baseline: Baseline, *, num_runs: int) -> str:
 
 def _growth_within_limits(result: CheckResult) -> str:
     """The largest increase of memory that the limits allow; empty if nothing grew."""
-    grown = [
-        one for one in result.metrics if one.name not in TIME_METRICS and (one.change or 0) > 0
-    ]
-    if not grown:
+    rose = find_risen(result.metrics)
+    if not rose:
         return ""
-    most = max(grown, key=lambda one: one.change or 0)
+    most = rose[0]
     return f" {most.name} {_excess(most)}, within its limit.{_where(result, most)}"
 
 

@@ -60,7 +60,7 @@ class CostLine:
     bus_bytes_per_s: float
     """Infinite if the bytes take no time."""
     fit: LinkFit | None = None
-    """The fit behind the line; None: values of the user, of an emulated network or of a probe."""
+    """The fit of the run's own collectives; None: values of the user or of an emulated network."""
     bounds: Bounds | None = None
     """The extremes of an uncertain latency; None: fitted or given."""
     source: str = ""
