@@ -43,6 +43,9 @@ examples:
 """
 _KINDS = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
 _SMALLEST_BYTES, _LARGEST_BYTES = 4 << 10, 64 << 20
+# torch 2.13 warns at each of the older names.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _ALWAYS_BYTES = 1 << 20
 _LONGEST_SHARE = 0.005
 """Sizes above `_ALWAYS_BYTES` grow until one message takes this fraction of the whole time."""
@@ -261,9 +264,9 @@ class _Prober:
         self._synchronise()
         started = time.perf_counter_ns()
         if kind is EventKind.ALL_GATHER:
-            dist.all_gather_into_tensor(whole, part, group=group)
+            _all_gather(whole, part, group=group)
         elif kind is EventKind.REDUCE_SCATTER:
-            dist.reduce_scatter_tensor(part, whole, group=group)
+            _reduce_scatter(part, whole, group=group)
         else:
             dist.all_reduce(whole, group=group)
         self._synchronise()
