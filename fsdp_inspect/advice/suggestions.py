@@ -185,8 +185,8 @@ class Narrator:
         """A whole plan."""
         score, recorded = self._bench.score(choice), self._bench.recorded
         low, high = self._bench.range_ns(choice)
-        error = noise_ratio(self._bench.work, self._bench.replay_error)
         scenario = self._bench.scenario(choice)
+        error = noise_ratio(self._bench.work, self._bench.replay_error, scenario.units)
         margin = self._memory_margin(score.peak_bytes)
         return Proposal(
             what=say_changes(choice),

@@ -122,6 +122,6 @@ def describe_simulation(simulation: Simulation) -> str:
         f"Predicted from {simulation.num_steps} recorded steps of rank {simulation.rank}, "
         f"simulated on {_EXECUTIONS[simulation.execution]}. The recorded plan is simulated too, so "
         "that the error of the simulation cancels in the difference. The interval covers "
-        "this error, the fit of the collectives, the spread of the steps, the noise between "
-        "processes and the time without a CPU core."
+        "this error, the fit of the collectives, the spread of the steps, the spread between "
+        "processes, other units than recorded, and the time without a CPU core."
     )

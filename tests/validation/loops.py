@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from fsdp_inspect.errors import PlanError
 from fsdp_inspect.simulation.changes import Changes, apply_changes
 from fsdp_inspect.simulation.recorded import observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan, shapes_of
@@ -47,9 +48,14 @@ def _judge_loop(
         plan_file = folder / f"{number}.toml"
         plan = _changed(baseline, changes)
         plan.dump(plan_file)
+        try:
+            simulation = predict(baseline, plan, {})
+        except PlanError as error:  # such as one unit, with a loss that calls the head alone
+            say(f"{loop}: {name} cannot run: {error}")
+            continue
         beside = work_of(_run(folder / f"{number}-beside", loop, steps))
         actual = work_of(_run(folder / f"{number}", loop, steps, plan_file))
-        outcome = compare(f"{loop}: {name}", predict(baseline, plan, {}), actual, beside)
+        outcome = compare(f"{loop}: {name}", simulation, actual, beside)
         say(f"{outcome.name}: {outcome.step_error:+.1%} (A/A {outcome.same_error:+.1%})")
         yield outcome
 
