@@ -11,8 +11,10 @@ import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, TypeVar
 
+from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource, RunStatus
+from fsdp_inspect.trace.stack_dumps import StackDump
 from fsdp_inspect.trace.tables import (
     DeviceTable,
     EventTable,
@@ -69,6 +71,14 @@ class RunContext:
     def network_probe(self) -> NetworkProbe | None:
         """See `RunSource`."""
         return self.source.network_probe
+
+    def black_box(self, rank: int) -> BlackBox | None:
+        """See `RunSource`."""
+        return self.source.black_box(rank)
+
+    def stack_dumps(self, rank: int) -> Sequence[StackDump]:
+        """See `RunSource`."""
+        return self.source.stack_dumps(rank)
 
     def events(
         self,

@@ -3,16 +3,23 @@
 A change of the observed plan is the first suspect, since the plan shows the effect of the code's
 `fully_shard` calls. Then come settings of the configuration, of the model and of the loop.
 
-[Note: explained bytes] Each setting can only raise some categories of memory, and some settings
-only by a known number of bytes. The causes are stated if together they account for
-`EXPLAINED_RATIO` of the increase. Otherwise none is: an unrecorded change is then at least as
-likely, and the output lists what grew instead.
+[Note: explained bytes] Each setting can only raise some categories of memory, in some units, and
+mostly by a limited number of bytes: a batch that is 25% larger raises activations by 25%. The
+causes are stated if together they account for `EXPLAINED_RATIO` of the increase. Otherwise none is:
+an unrecorded change is then at least as likely, and the output lists what grew instead.
+
+[Note: moved peak] If the peak moves to another unit, the two moments hold different activations.
+Their increase contains memory that did not grow. A cause with limited bytes is then compared with
+the increase of the peak itself.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from fsdp_inspect.checks.increases import Increase, abbreviate_units
+from fsdp_inspect.checks.measurements import NO_UNIT, RESTING
 from fsdp_inspect.comparison.settings import compare_settings
 from fsdp_inspect.formatting import format_bytes, format_unit
 from fsdp_inspect.predictions.comparability import decides_shape
@@ -20,26 +27,31 @@ from fsdp_inspect.trace.codes import ITEMSIZE, MemoryCategory
 from fsdp_inspect.trace.run import RunManifest, Unit
 
 EXPLAINED_RATIO = 0.8
+_LEAST_SHARE = 0.05
+"""A setting that accounts for a smaller fraction of the increase is not named."""
 _COMPUTED = ("activation", "temporary")
 _UNSHARDED = ("unsharded_parameter", "all_gather_buffer")
 _REDUCED = ("reduce_scatter_buffer", "unsharded_gradient", "sharded_gradient")
+_FREED_IN_A_STEP = {*_COMPUTED, "all_gather_buffer", "reduce_scatter_buffer", "input"}
+"""Only code that keeps tensors lets these outlive a step: no setting does."""
+_OFFLOADED = ("sharded_parameter", "sharded_gradient", "optimizer_state", "temporary")
 _ALL = tuple(category.label for category in MemoryCategory)
-_RAISED_BY_PLAN: Mapping[str, Collection[str]] = {
-    "forward_prefetch": _UNSHARDED,
-    "backward_prefetch": _UNSHARDED,
-    "checkpointing": _COMPUTED,
-    "accumulation": (*_UNSHARDED, *_REDUCED),
-}
 _RAISED_BY_MODEL: Mapping[str, Collection[str]] = {
     "num_parameters": tuple(name for name in _ALL if name != "input"),
     "dropout": _COMPUTED,
     "attention": _COMPUTED,
     "loss_dtype": _COMPUTED,
-    "optimizer": ("optimizer_state", "temporary"),
+    "gradient_sync": _REDUCED,
 }
 _WORDS_OF_BATCH = ("batch", "seq", "length", "tokens")
+_WORDS_OF_LENGTH = ("seq", "length", "dim")
+"""Attention and weights can grow with the square of these."""
 _ROUNDING_RATIO = 0.1
 """A setting may raise memory by this fraction more than computed: padding, and a shifted peak."""
+_COMPUTED_PER_PARAMETER = 2
+"""If a unit has 10% more parameters, its activations may be 20% larger."""
+_COUNT_OF_MODULES = re.compile(r"in (\d+) modules")
+_CALL = re.compile(r"(\w+)\((.*)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +62,31 @@ class _Cause:
     raises: Collection[str]
     """Categories of memory that it can raise; empty: it only costs time."""
     most_bytes: int | None = None
-    """The most that it can raise them by; None: unknown."""
+    """The most that it can raise them by together; None: unknown."""
+    most_of: Callable[[Increase], float] | None = None
+    """The most that it can raise one category of one unit by; None: unknown."""
 
 
-def find_causes(
+def find_causes(  # noqa: PLR0913 - the two sides, and what of them exceeds its limit
     before: RunManifest,
     after: RunManifest,
     growth: Sequence[Increase],
     *,
     of_memory: bool,
     of_time: bool,
+    phase: str | None = None,
+    moved_by: int | None = None,
 ) -> tuple[str, ...]:
     """The likely causes, one sentence each, best evidence first; empty: unknown.
 
     Args:
         before: The settings of the baseline.
         after: The settings of the run.
-        growth: Increases of memory, largest first.
+        growth: Increases of memory by category and unit.
         of_memory: Whether memory exceeds its limit.
         of_time: Whether a time exceeds its limit.
+        phase: The phase whose peak increased; `resting`: after the step; None: unknown.
+        moved_by: The increase of a peak that moved to another unit; None: it did not move.
     """
     was = {unit.fqn: unit for unit in before.units}
     shared = [unit for unit in after.units if unit.fqn in was]
@@ -77,34 +95,46 @@ def find_causes(
         *(_kept_longer(was, shared) if of_memory else ()),
         *(_gathered_again(was, shared) if of_time else ()),
         *_dtypes(was, shared, of_time=of_time),
-        *_whole_plan(before, after),
-        *_sizes(before, after),
+        *_prefetched(before, after, phase),
+        *_checkpointed(before, after),
+        *_sizes(before, after, phase),
     ]
-    of_bytes = _explaining(found, growth) if of_memory else []
+    if phase == RESTING:
+        found = [replace(cause, raises=set(cause.raises) - _FREED_IN_A_STEP) for cause in found]
+    of_bytes = _explaining(found, growth, moved_by) if of_memory else []
     timed = found if of_time else []
     return tuple(dict.fromkeys(cause.sentence for cause in (*of_bytes, *timed)))
 
 
-def _explaining(causes: Sequence[_Cause], growth: Sequence[Increase]) -> list[_Cause]:
+def _explaining(
+    causes: Sequence[_Cause], growth: Sequence[Increase], moved_by: int | None
+) -> list[_Cause]:
     """The causes that account for the increase. See [Note: explained bytes]."""
-    grown: dict[str, int] = {}
-    for one in growth:
-        grown[one.category] = grown.get(one.category, 0) + one.increase
-    total, kept = sum(grown.values()), []
+    left = [one.increase for one in growth]
+    total = sum(left)
+    kept: list[tuple[_Cause, int]] = []
     for cause in causes:
-        possible = sum(grown.get(category, 0) for category in cause.raises)
-        most = possible
-        if cause.most_bytes is not None:
-            most = min(possible, round(cause.most_bytes * (1 + _ROUNDING_RATIO)))
-        if not possible:
-            continue
-        kept.append(cause)
-        for category in cause.raises:
-            taken = min(grown.get(category, 0), most)
-            grown[category] = grown.get(category, 0) - taken
-            most -= taken
-    left = sum(grown.values())
-    return kept if total and left <= (1 - EXPLAINED_RATIO) * total else []
+        most, taken = cause.most_bytes, 0
+        most = None if most is None else round(most * (1 + _ROUNDING_RATIO))
+        for place, one in enumerate(growth):
+            if one.category not in cause.raises:
+                continue
+            limit = math.inf if cause.most_of is None else cause.most_of(one)
+            bytes_ = round(min(left[place], limit * (1 + _ROUNDING_RATIO)))
+            bytes_ = bytes_ if most is None else min(bytes_, most - taken)
+            left[place] -= bytes_
+            taken += bytes_
+        if taken >= _LEAST_SHARE * total and taken:
+            kept.append((cause, taken))
+    named = sum(taken for _, taken in kept)
+    if total and named >= EXPLAINED_RATIO * total:
+        return [cause for cause, _ in kept]
+    if moved_by is None:
+        return []
+    # See [Note: moved peak].
+    limited = [(cause, taken) for cause, taken in kept if cause.most_bytes is not None]
+    enough = sum(taken for _, taken in limited) >= EXPLAINED_RATIO * moved_by
+    return [cause for cause, _ in limited] if enough else []
 
 
 def _regrouped(before: Sequence[Unit], after: Sequence[Unit]) -> Iterator[_Cause]:
@@ -126,6 +156,7 @@ def _regrouped(before: Sequence[Unit], after: Sequence[Unit]) -> Iterator[_Cause
             f"it unshards {format_bytes(unit.unsharded_bytes)} instead of "
             f"{format_bytes(old.unsharded_bytes)}",
             (*_UNSHARDED, *_REDUCED),
+            most_of=_within([unit]),
         )
     if not larger:
         new = [format_unit(unit.fqn) for unit in after if unit.fqn not in known]
@@ -148,6 +179,7 @@ def _kept_longer(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[_Caus
                 "between forward and backward",
                 _UNSHARDED,
                 most,
+                _within(units),
             )
         else:
             yield _Cause(
@@ -155,7 +187,14 @@ def _kept_longer(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[_Caus
                 f"{now} ranks between forward and backward",
                 (*_UNSHARDED, "sharded_parameter"),
                 most,
+                _within(units),
             )
+
+
+def _within(units: Sequence[Unit]) -> Callable[[Increase], float]:
+    """Only memory of these units grows."""
+    names = {format_unit(unit.fqn) for unit in units}
+    return lambda one: math.inf if names.issuperset(one.units) else 0.0
 
 
 def _gathered_again(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[_Cause]:
@@ -207,25 +246,52 @@ def _dtypes(was: dict[str, Unit], shared: Sequence[Unit], *, of_time: bool) -> I
             yield _Cause(f"{sentence}: {what} in {new}", raises)
 
 
-def _whole_plan(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
-    for name, raises in _RAISED_BY_PLAN.items():
+def _prefetched(before: RunManifest, after: RunManifest, phase: str | None) -> Iterator[_Cause]:
+    """Deeper prefetch. Each of the two raises memory in its own phase only."""
+    for name in ("forward_prefetch", "backward_prefetch"):
         old, new = before.plan.get(name), after.plan.get(name)
-        if old != new and not (name == "checkpointing" and _repeats_all(old, new)):
-            yield _Cause(f"{name} is {_short(new)} instead of {_short(old)}", raises)
+        is_possible = phase is None or name.startswith(phase)
+        if old == new or not is_possible:
+            continue
+        was, now = _depth(old), _depth(new)
+        if now > was:
+            yield _Cause(f"{name} gathers {now} units ahead instead of {was}", _UNSHARDED)
 
 
-def _repeats_all(old: object, new: object) -> bool:
-    """Whether every block that was checkpointed still is: checkpointing then adds no memory."""
-    was, now = ({name for names in _lists(each) for name in names} for each in (old, new))
-    return was <= now
+def _depth(prefetch: object) -> int:
+    """The most units that a prefetch setting gathers ahead; 0: none is set."""
+    if isinstance(prefetch, Mapping):
+        return max((len(names) for names in prefetch.values()), default=0)
+    return prefetch if isinstance(prefetch, int) else 0
 
 
-def _lists(checkpointing: object) -> list[list[str]]:
+def _checkpointed(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
+    """Modules whose forward is repeated less than in the baseline."""
+    was, now = (_checkpoints(each.plan.get("checkpointing")) for each in (before, after))
+    for gone, words in (
+        ([name for name in was if name not in now], "no longer checkpointed"),
+        (
+            [name for name, kind in was.items() if kind == "full" and now.get(name, kind) != kind],
+            "now checkpointed selectively",
+        ),
+    ):
+        if gone:
+            names = abbreviate_units([format_unit(name) for name in gone])
+            yield _Cause(f"`{names}` {'is' if len(gone) == 1 else 'are'} {words}", _COMPUTED)
+
+
+def _checkpoints(checkpointing: object) -> dict[str, str]:
+    """By module: `full` or `selective`."""
     tables = checkpointing if isinstance(checkpointing, Mapping) else {}
-    return [[*value] for value in tables.values() if isinstance(value, list | tuple)]
+    return {
+        name: kind
+        for kind, names in tables.items()
+        if isinstance(names, list | tuple)
+        for name in names
+    }
 
 
-def _sizes(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
+def _sizes(before: RunManifest, after: RunManifest, phase: str | None) -> Iterator[_Cause]:
     """Settings that decide how much is computed, and what was observed of model and loop."""
     for difference in compare_settings([before, after]):
         name, (old, new) = difference.name, difference.values
@@ -234,11 +300,84 @@ def _sizes(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
         sentence = f"{name} is {_short(new)} instead of {_short(old)}"
         if difference.group == "config" and decides_shape(name):
             is_batch = any(word in name.lower() for word in _WORDS_OF_BATCH)
-            yield _Cause(sentence, (*_COMPUTED, "input") if is_batch else _ALL)
-        elif difference.group == "model" and name in _RAISED_BY_MODEL:
-            if name == "num_parameters":
-                sentence = f"the model has {new:,} parameters instead of {old:,}"
-            yield _Cause(sentence, _RAISED_BY_MODEL[name])
+            yield _Cause(
+                sentence,
+                (*_COMPUTED, "input") if is_batch else _ALL,
+                most_of=_in_proportion(name, old, new),
+            )
+        elif difference.group == "plan" and name == "offload" and new == "none":
+            yield _Cause(f"offload of {difference.where} is {new} instead of {old}", _OFFLOADED)
+        elif difference.group == "model" and name == "optimizer":
+            raises = ("optimizer_state", *(("temporary",) if phase == "optimizer" else ()))
+            yield _Cause(_describe_other_optimizer(str(old), str(new)), raises)
+        elif difference.group == "model" and name == "num_parameters":
+            sentence = f"the model has {new:,} parameters instead of {old:,}"
+            most_of = _as_parameters(before, after)
+            yield _Cause(sentence, _RAISED_BY_MODEL[name], most_of=most_of)
+        elif (
+            difference.group == "model" and name in _RAISED_BY_MODEL and _can_raise(name, old, new)
+        ):
+            most_of = _next_to_the_loss(after) if name == "loss_dtype" else None
+            yield _Cause(sentence, _RAISED_BY_MODEL[name], most_of=most_of)
+
+
+def _in_proportion(name: str, old: object, new: object) -> Callable[[Increase], float] | None:
+    """Memory grows as a size does, or as its square; None: the setting is no size."""
+    if not (_is_number(old) and _is_number(new)):
+        return None
+    was, now = float(str(old)), float(str(new))
+    if was <= 0:
+        return None
+    power = 2 if any(word in name.lower() for word in _WORDS_OF_LENGTH) else 1
+    ratio = (now / was) ** power - 1
+    return lambda one: ratio * one.before
+
+
+def _as_parameters(before: RunManifest, after: RunManifest) -> Callable[[Increase], float] | None:
+    """Memory of a unit grows if its parameters do; that of a new unit is new."""
+    was = {format_unit(unit.fqn): unit.num_parameters for unit in before.units}
+    now = {format_unit(unit.fqn): unit.num_parameters for unit in after.units}
+    if not (was and now):
+        return None
+    ratios = {
+        name: number / was[name] - 1 if was.get(name) else math.inf for name, number in now.items()
+    }
+    ratios[NO_UNIT] = max((ratio for ratio in ratios.values() if ratio < math.inf), default=0.0)
+
+    def most(one: Increase) -> float:
+        ratio = min((ratios.get(name, 0.0) for name in one.units), default=0.0)
+        if ratio <= 0 or ratio == math.inf:
+            return max(ratio, 0.0)
+        return ratio * one.before * (_COMPUTED_PER_PARAMETER if one.category in _COMPUTED else 1)
+
+    return most
+
+
+def _next_to_the_loss(after: RunManifest) -> Callable[[Increase], float]:
+    """The loss is computed in no unit, in the root, or in the unit that ran last."""
+    last = max(after.units, key=lambda unit: unit.execution_index, default=None)
+    names = {NO_UNIT, format_unit(""), *(() if last is None else (format_unit(last.fqn),))}
+    return lambda one: math.inf if names.issuperset(one.units) else 0.0
+
+
+def _can_raise(name: str, old: object, new: object) -> bool:
+    """Whether this change of an observed setting can cost memory."""
+    if name == "dropout":  # another probability drops as many values
+        counts = [sum(map(int, _COUNT_OF_MODULES.findall(str(value)))) for value in (old, new)]
+        return counts[1] > counts[0]
+    if name == "loss_dtype":
+        return ITEMSIZE.get(str(new), 0) >= ITEMSIZE.get(str(old), 0)
+    return True
+
+
+def _describe_other_optimizer(old: str, new: str) -> str:
+    """Name the arguments of an optimizer that differ, or else both optimizers."""
+    was, now = _CALL.fullmatch(old), _CALL.fullmatch(new)
+    if was is None or now is None or was[1] != now[1]:
+        return f"optimizer is {_short(new)} instead of {_short(old)}"
+    before = dict.fromkeys(was[2].split(", "))
+    changed = [part for part in now[2].split(", ") if part not in before]
+    return f"optimizer is {now[1]} with {', '.join(changed) or 'other settings'}"
 
 
 def _is_number(value: object) -> bool:

@@ -22,7 +22,12 @@ from typing import Any
 from fsdp_inspect.analysis.run_delay import find_run_delay_difference
 from fsdp_inspect.checks.baseline import Baseline, torch_release
 from fsdp_inspect.checks.causes import find_causes
-from fsdp_inspect.checks.increases import Increase, find_increases, find_longer
+from fsdp_inspect.checks.increases import (
+    Increase,
+    find_increases,
+    find_increases_by_unit,
+    find_longer,
+)
 from fsdp_inspect.checks.limits import MEMORY_METRICS, PHASES, TIME_METRICS, GateLimit
 from fsdp_inspect.checks.measurements import RESTING, GateMeasurements
 from fsdp_inspect.comparison.noise import (
@@ -49,6 +54,9 @@ ROUNDING_BYTES = 512
 RESERVED_ROUNDING_BYTES = 20 << 20
 """The CUDA allocator rounds a block up to 512 bytes, and reserves segments of up to 20 MiB for
 blocks below 10 MiB (`c10/cuda/CUDACachingAllocator.cpp`, torch 2.13)."""
+_OTHER_RATIO = 0.2
+"""A failed metric is explained separately if more than this fraction of its increase is not in the
+first one's increase."""
 TIMES_THE_RANGE = 2
 LEAST_LEARNED = 0.001
 ALWAYS = tuple(name for name in MEMORY_METRICS if name != "step_adds_bytes")
@@ -93,6 +101,20 @@ class MetricCheck:
 
 
 @dataclass(frozen=True, slots=True)
+class PhaseGrowth:
+    """What grew at the peak of another phase, or after the step."""
+
+    metric: str
+    phase: str
+    increase: int
+    """Bytes by which the metric rose."""
+    growth: tuple[Increase, ...]
+    """Largest first."""
+    causes: tuple[str, ...]
+    """Likely causes; empty: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
 class CheckResult(Result):
     """The verdict on a run."""
 
@@ -118,6 +140,8 @@ class CheckResult(Result):
     """Position of that peak: the innermost unit on the host's stack."""
     causes: tuple[str, ...]
     """Likely causes of the increase, best evidence first."""
+    others: tuple[PhaseGrowth, ...]
+    """Other failed metrics in which something else grew."""
     settings: tuple[SettingDifference, ...]
     """Settings in which the run differs from the baseline."""
     reasons: tuple[str, ...]
@@ -158,13 +182,13 @@ def check_run(
     of_time = [name for name in failed if name in TIME_METRICS]
     phase = _phase_to_explain(reading, failed or [one.name for one in find_risen(metrics)])
     grown = _grown(reading, baseline, phase)
-    causes = (
-        find_causes(
-            before, reading.manifest, grown, of_memory=bool(of_memory), of_time=bool(of_time)
+    causes: tuple[str, ...] = ()
+    others: tuple[PhaseGrowth, ...] = ()
+    if baseline and failed:
+        causes = _causes_of(
+            reading, baseline, phase, of_memory=bool(of_memory), of_time=bool(of_time)
         )
-        if failed and before
-        else ()
-    )
+        others = tuple(_explain_others(reading, baseline, phase, of_memory))
     return CheckResult(
         outcome=outcome,
         exit_code=EXIT_CODES[outcome],
@@ -177,7 +201,8 @@ def check_run(
         longer=_longer(reading, baseline, of_time),
         phase=phase,
         unit=reading.moments[phase].unit if phase in reading.moments else None,
-        causes=tuple(causes),
+        causes=causes,
+        others=others,
         settings=settings,
         reasons=tuple(reasons),
         improved=tuple(one.name for one in metrics if _is_improved(one)),
@@ -210,6 +235,79 @@ def _grown(
     if baseline is None or phase not in baseline.moments or phase not in reading.moments:
         return ()
     return find_increases(baseline.moments[phase].moment.held, reading.moments[phase].held)
+
+
+def _causes_of(
+    reading: GateMeasurements,
+    baseline: Baseline,
+    phase: str | None,
+    *,
+    of_memory: bool,
+    of_time: bool,
+) -> tuple[str, ...]:
+    """The likely causes of the increase at the peak of a phase."""
+    moved_by = None
+    if phase in baseline.moments and phase in reading.moments:
+        old, new = baseline.moments[phase].moment, reading.moments[phase]
+        moved_by = new.bytes - old.bytes if new.unit != old.unit else None
+    return find_causes(
+        baseline.manifest,
+        reading.manifest,
+        _grown_by_unit(reading, baseline, phase),
+        of_memory=of_memory,
+        of_time=of_time,
+        phase=phase,
+        moved_by=moved_by,
+    )
+
+
+def _explain_others(
+    reading: GateMeasurements, baseline: Baseline, phase: str | None, failed: Sequence[str]
+) -> Iterator[PhaseGrowth]:
+    """Explain failed metrics whose increase is not that of the first one.
+
+    Args:
+        reading: The measurements of the run.
+        baseline: The baseline.
+        phase: The phase that is explained already.
+        failed: The failed metrics of memory, the first one first.
+    """
+    first = _grown_by_unit(reading, baseline, phase)
+    known = {(one.category, one.units): one.increase for one in first}
+    causes = _causes_of(reading, baseline, phase, of_memory=True, of_time=False)
+    seen = {phase}
+    for metric in sorted(failed[1:], key=lambda name: name != "resting_bytes"):
+        other = _phase_to_explain(reading, [metric])
+        if other is None or other in seen:
+            continue
+        seen.add(other)
+        increase = _increase_of(reading, baseline, metric)
+        growth = _grown_by_unit(reading, baseline, other)
+        total = sum(one.increase for one in growth)
+        new = sum(max(0, one.increase - known.get((one.category, one.units), 0)) for one in growth)
+        is_new = new > _OTHER_RATIO * total
+        is_larger = increase > _increase_of(reading, baseline, failed[0])
+        # What explains a peak does not explain memory that is left after the step.
+        is_left = other == RESTING and (is_new or bool(causes))
+        if not growth or not (is_left or (is_new and is_larger)):
+            continue
+        found = _causes_of(reading, baseline, other, of_memory=True, of_time=False)
+        if not found or found != causes:
+            yield PhaseGrowth(metric, other, increase, _grown(reading, baseline, other), found)
+            known |= {(one.category, one.units): one.increase for one in growth}
+
+
+def _increase_of(reading: GateMeasurements, baseline: Baseline, metric: str) -> int:
+    return (reading.value(metric) or 0) - (_memory_before(baseline, metric) or 0)
+
+
+def _grown_by_unit(
+    reading: GateMeasurements, baseline: Baseline, phase: str | None
+) -> tuple[Increase, ...]:
+    if phase not in baseline.moments or phase not in reading.moments:
+        return ()
+    before = baseline.moments[phase].moment.held
+    return find_increases_by_unit(before, reading.moments[phase].held)
 
 
 def _longer(

@@ -61,6 +61,22 @@ def find_increases(before: Held, after: Held) -> tuple[Increase, ...]:
     return tuple(_until_nearly_all(sorted(grown, key=lambda one: -one.increase)))
 
 
+def find_increases_by_unit(before: Held, after: Held) -> tuple[Increase, ...]:
+    """All increases between two moments, one for each category and unit, largest first.
+
+    Args:
+        before: Bytes by unit and category at the baseline's moment.
+        after: Bytes by unit and category at the run's moment.
+    """
+    grown = [
+        _grown(category, [unit], before, after)
+        for category, units in _rises(before, after).items()
+        if _is_net(category, before, after)
+        for unit in units
+    ]
+    return tuple(sorted(grown, key=lambda one: -one.increase))
+
+
 def find_longer(
     parts_before: Mapping[str, int],
     parts_after: Mapping[str, int],

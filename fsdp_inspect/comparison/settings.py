@@ -16,8 +16,10 @@ _NAMES_OF_A_RUN = frozenset({"name", "runs_dir", "tag", "tags"})
 _REPEATS_MAY_DIFFER = frozenset({"seed"})
 """Settings that may differ between repeats of one side."""
 _PLAN_OF_THE_WHOLE = ("forward_prefetch", "backward_prefetch", "accumulation", "checkpointing")
-_OBSERVED = ("dropout", "attention", "optimizer", "loss_dtype")
+_OBSERVED = ("dropout", "attention", "optimizer", "loss_dtype", "gradient_sync")
 """Settings in `RunManifest.observed`, which older runs lack."""
+_ALWAYS_OBSERVED = ("dropout", "gradient_sync")
+"""Those that only a run of an older version lacks."""
 _MOST_NAMED = 3
 
 
@@ -68,7 +70,14 @@ def compare_settings(manifests: Sequence[RunManifest]) -> tuple[SettingDifferenc
     """
     tables = [dict(_settings(manifest)) for manifest in manifests]
     names = dict.fromkeys(name for table in tables for name in table)
-    unknown = () if all(manifest.observed for manifest in manifests) else _OBSERVED
+    unknown = [
+        name
+        for name in _OBSERVED
+        if any(
+            not manifest.observed or (name in _ALWAYS_OBSERVED and name not in manifest.observed)
+            for manifest in manifests
+        )
+    ]
     plain = [
         SettingDifference(group, name, "", values)
         for group, name in names

@@ -133,7 +133,12 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
         process_groups=groups.describe(),
         mesh=model_mesh_of(handles),
         plan=observe_plan(target.model).to_dict(),
-        observed=observe_settings(target.model, memory_steps.optimizers, session.loss_dtype),
+        observed=observe_settings(
+            target.model,
+            memory_steps.optimizers,
+            session.loss_dtype,
+            skips_reduction=session.skips_reduction,
+        ),
         notes=tuple(
             note
             for note, applies in {

@@ -17,20 +17,26 @@ _DROPOUTS = (nn.modules.dropout._DropoutNd,)
 
 
 def observe_settings(
-    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], loss_dtype: str
+    model: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    loss_dtype: str,
+    *,
+    skips_reduction: bool,
 ) -> dict[str, str]:
-    """Describe dropout, attention, optimizers and the dtype of the loss; unknown ones are missing.
+    """Describe what decides memory in the model and the loop; unknown settings are missing.
 
     Args:
         model: The recorded model.
         optimizers: The optimizers that have stepped.
         loss_dtype: Of the tensor of the first backward; empty: unknown.
+        skips_reduction: Whether a backward left gradients unreduced.
     """
     found = {
         "dropout": _describe_dropout(model),
         "attention": _describe_attention(model),
         "optimizer": "; ".join(dict.fromkeys(map(_describe_optimizer, optimizers))),
         "loss_dtype": loss_dtype,
+        "gradient_sync": "some microbatches" if skips_reduction else "every microbatch",
     }
     return {name: text for name, text in found.items() if text}
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from fsdp_inspect.recording.call_statements import read_calls, read_user_statement
+from fsdp_inspect.recording.code_places import FRAMEWORKS, package_of
 from fsdp_inspect.recording.environment import mask_secrets
 from fsdp_inspect.trace.training_code import ShardingCall, SourceLines, UserStatement
 
@@ -31,26 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 _FUNCTIONS = ("fully_shard", "replicate")
-_OWN = ("fsdp_inspect", "instrumented_trainer")
-_FRAMEWORKS = frozenset(
-    {
-        "accelerate",
-        "axolotl",
-        "lightning",
-        "lightning_fabric",
-        "nemo",
-        "peft",
-        "pytorch_lightning",
-        "torchtitan",
-        "torchtune",
-        "transformers",
-        "trl",
-        "verl",
-    }
-)
-"""Packages that are often run from a clone, outside the installed packages."""
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
-_INSTALLED = ("site-packages", "dist-packages")
 _CONTEXT_LINES = 3
 _MOST_LINES = 200
 """The highest number of recorded source lines of a run."""
@@ -143,7 +123,7 @@ def _find_place(frame: FrameType | None, modules: Sequence[Any]) -> _Place | Non
     function, caller, packages = "fully_shard", None, []
     settings: dict[str, Any] = {}
     while frame is not None:
-        package = _package_of(frame)
+        package = package_of(frame)
         name = frame.f_code.co_name
         if package == "torch" and name in _FUNCTIONS and caller is None:
             function = name
@@ -169,25 +149,12 @@ def _find_place(frame: FrameType | None, modules: Sequence[Any]) -> _Place | Non
     )
 
 
-def _package_of(frame: FrameType) -> str | None:
-    """The package of a frame; empty: the user's code; None: the standard library."""
-    file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
-    top = module.partition(".")[0]
-    if top in _OWN or top in _FRAMEWORKS or top == "torch":
-        return top
-    parts = Path(file).parts
-    for name in _INSTALLED:
-        if name in parts:
-            return parts[parts.index(name) + 1].removesuffix(".py")
-    return None if file.startswith(("<", _STANDARD_LIBRARY)) else ""
-
-
 def _packages_around(frame: FrameType | None) -> tuple[str, ...]:
     """The frameworks that run the user's code, innermost first."""
     found = []
     while frame is not None:
-        package = _package_of(frame)
-        if package in _FRAMEWORKS and package not in found:
+        package = package_of(frame)
+        if package in FRAMEWORKS and package not in found:
             found.append(package)
         frame = frame.f_back
     return tuple(found)

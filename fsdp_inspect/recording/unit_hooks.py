@@ -44,6 +44,7 @@ from fsdp_inspect.recording.collectives import (
     unrecorded,
 )
 from fsdp_inspect.recording.patches import Patches, wrap_call
+from fsdp_inspect.recording.units import dtype_code
 from fsdp_inspect.sharding.torch_fsdp import num_reduce_scatters_in_flight
 from fsdp_inspect.trace.codes import (
     NO_UNIT,
@@ -246,33 +247,44 @@ class UnitHooks:
         self, collective: Callable[[], Any], output: torch.Tensor, group: dist.ProcessGroup
     ) -> Any:
         """Run and time the unit's all-gather; returns the original result."""
-        work, start = self._run(collective)
+        work, start, number = self._run(collective, _ALL_GATHER, output, group)
         if start is None:
             return work
         try:
-            return self._gather_issued(work, start, output, group)
+            return self._gather_issued(work, start, output, group, number)
         except Exception as error:
             self._session.fail(error)
             return work
 
-    def _run(self, collective: Callable[[], Any]) -> tuple[Any, Any]:
-        """Run a collective; returns its result and a mark from right before it (None: inactive).
+    def _run(
+        self,
+        collective: Callable[[], Any],
+        kind: int,
+        message: torch.Tensor,
+        group: dist.ProcessGroup,
+    ) -> tuple[Any, Any, int]:
+        """Run a collective.
 
-        All other notes follow after the call. A hook between two pieces of torch's work finds cold
-        processor caches, which cost more than the hook itself.
+        Only the black box and the start are noted before the call. A hook between two pieces of
+        torch's work finds cold processor caches, which cost more than the hook itself.
+
+        Returns:
+            Its result, a mark from right before it (None: inactive), its number in the black box.
         """
         session = self._session
         if not session.active:
-            return collective(), None
+            return collective(), None, 0
         try:
+            code = dtype_code(message.dtype)
+            number = session.note_issue(kind, self.index, group, message.nbytes, code)
             start = self._clock.mark()
         except Exception as error:
             session.fail(error)
-            return collective(), None
-        return run_inside_collective(session, collective), start
+            return collective(), None, 0
+        return run_inside_collective(session, collective), start, number
 
     def _gather_issued(
-        self, work: Any, start: Any, output: torch.Tensor, group: dist.ProcessGroup
+        self, work: Any, start: Any, output: torch.Tensor, group: dist.ProcessGroup, number: int
     ) -> Any:
         session = self._session
         transfer = session.take_transfer()
@@ -290,10 +302,12 @@ class UnitHooks:
             self._copy_in = None
         self._gather = communication
         if end is None:
+            communication.follow_in_black_box(session, number)
             return TimedWork(work, session, communication)
         if transfer is not None:
             return work
         communication.end = end
+        communication.note_end(session, number)
         if session.on_host:
             communication.block_host()
             communication.write(session)
@@ -506,22 +520,23 @@ class UnitHooks:
         self, collective: Callable[[], Any], message: torch.Tensor, group: dist.ProcessGroup
     ) -> Any:
         """Run and time the unit's reduce-scatter; returns the original result."""
-        work, start = self._run(collective)
+        work, start, number = self._run(collective, _REDUCE_SCATTER, message, group)
         if start is not None:
             try:
-                self._reduction_issued(start, message, group)
+                self._reduction_issued(start, message, group, number)
             except Exception as error:
                 self._session.fail(error)
         return work
 
     def _reduction_issued(
-        self, start: Any, message: torch.Tensor, group: dist.ProcessGroup
+        self, start: Any, message: torch.Tensor, group: dist.ProcessGroup, number: int
     ) -> None:
         session, end = self._session, self._clock.mark()
         transfer = session.take_transfer()
         communication = Communication(session, _REDUCE_SCATTER, self.index, _REDUCE_SCATTER_STREAM)
         communication.begin(session, message, group, start)
         communication.end = end
+        communication.note_end(session, number)
         if transfer is not None:
             communication.follow(transfer)
         if session.on_host and transfer is None:

@@ -81,6 +81,15 @@ def is_unexplained(result: CheckResult) -> bool:
     return of_memory and not result.causes
 
 
+def _describe_others(result: CheckResult) -> Iterable[str]:
+    """State what grew in other metrics than the first line's, and why."""
+    for one in result.others:
+        where = "in resting memory" if one.phase == RESTING else f"at the peak of {one.phase}"
+        grew = f" What grew {where}: {_describe_growth(one.growth[0])}." if one.growth else ""
+        cause = "; ".join(one.causes) or "unknown"
+        yield f"cause of {one.metric} (+{format_bytes(one.increase)}): {cause}.{grew}"
+
+
 def _excess(one: MetricCheck) -> str:
     """The increase of a metric, or the limit that it exceeds if it did not rise."""
     if one.before is None or not one.change or one.change < 0:
@@ -162,6 +171,8 @@ def _parts(result: CheckResult) -> Iterable[RenderableType]:
         yield Text(f"  likely cause: {cause}")
     if is_unexplained(result):
         yield Text(f"  {UNEXPLAINED}")
+    for line in _describe_others(result):
+        yield Text(f"  {line}")
     if result.metrics:
         yield from section("Metrics", _metrics_table(result))
     if result.growth:
@@ -231,6 +242,7 @@ def _markdown_lines(result: CheckResult) -> Iterable[str]:
     yield from (f"- Likely cause: {_escape(cause)}" for cause in result.causes)
     if is_unexplained(result):
         yield f"- {_escape(UNEXPLAINED)}"
+    yield from (f"- {_escape(line)}" for line in _describe_others(result))
     yield from (f"- Differs: {_escape(line)}" for line in describe_settings(result.settings))
     if result.outcome is not CheckOutcome.HOLDS:
         yield from (f"- {_escape(reason)}" for reason in result.reasons)

@@ -2,10 +2,15 @@
 
 import json
 import shutil
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 
+from fsdp_inspect.analysis.capacity import fit
+from fsdp_inspect.cli import forecaster
 from fsdp_inspect.store.reader import open_run
+from tests.forked_process import ForkedProcess
 
 SMALL = ("--preset", "tiny", "--set", "num_layers=2")
 BUILDER = """
@@ -30,6 +35,19 @@ def build(width=64, batch_size=1):
     return ForecastTarget(model=model, step=step, optimizer=optimizer, name="two layers")
 """
 WITHOUT_ALLOWANCE = ("--allowance", "0B")
+
+
+@pytest.fixture
+def invoke(invoke, monkeypatch):
+    """As `invoke`, with a child that need not import torch and a search over few world sizes.
+
+    `tests/analysis/capacity/test_fit.py` tests the search up to 4096 ranks, whose forecast takes
+    2 s.
+    """
+    forked = SimpleNamespace(Popen=ForkedProcess, PIPE=subprocess.PIPE)
+    monkeypatch.setattr(forecaster, "subprocess", forked)
+    monkeypatch.setattr(fit, "WORLD_SIZES", (1, 2, 4, 8, 16, 32))
+    return invoke
 
 
 @pytest.fixture
@@ -66,8 +84,8 @@ def test_the_fit_includes_an_estimated_allowance_that_is_shown_by_part(builder, 
     assert "reserved and not allocated (20% of the peak) + 1.30 GiB for the CUDA context" in words
 
 
-def test_json_holds_what_the_table_shows(invoke):
-    ended = invoke("forecast", *SMALL, "--world-size", "4", "--json")
+def test_json_from_a_new_process_holds_what_the_table_shows(command):
+    ended = command("forecast", *SMALL, "--world-size", "4", "--json")
 
     printed = json.loads(ended.out)
     row = printed["rows"][0]

@@ -71,7 +71,7 @@ def merged(plan: Plan) -> Plan:
 def test_the_changed_script_trains_with_exactly_the_plan(
     recorded: Path,
     tmp_path: Path,
-    torchrun: Torchrun,
+    run_ranks: Torchrun,
     change: Callable[[Plan], Plan],
     removed: int,
 ) -> None:
@@ -82,14 +82,14 @@ def test_the_changed_script_trains_with_exactly_the_plan(
     assert count(written, "-") == removed
     after.dump(tmp_path / "plan.toml")
     apply(written.diff, tmp_path, SCRIPT)
-    torchrun(*RECORD, SCRIPT, cwd=tmp_path)
+    run_ranks(*RECORD, SCRIPT, cwd=tmp_path)
     again = open_run(newest(tmp_path / "runs"))
     assert plan_of(again.manifest) == after
     assert again.ranks[0].num_steps == 8
 
 
 def test_the_advice_of_the_command_is_the_plan_that_its_diff_makes(
-    recorded: Path, tmp_path: Path, torchrun: Torchrun
+    recorded: Path, tmp_path: Path, torchrun: Torchrun, run_ranks: Torchrun
 ) -> None:
     run = advisable_run(recorded, torchrun)
     command("advise", run, "--write", "plan.toml", cwd=tmp_path)
@@ -103,7 +103,7 @@ def test_the_advice_of_the_command_is_the_plan_that_its_diff_makes(
     assert launch[0] == "torchrun"
     assert launch[-3:] == ["--name", "first-advised", SCRIPT]
     start = open_run(run).manifest.code.launched_at
-    torchrun(*launch[start:], cwd=tmp_path)
+    run_ranks(*launch[start:], cwd=tmp_path)
     again = open_run(newest(tmp_path / "runs")).manifest
     assert again.name == "first-advised"
     plan = Plan.load(tmp_path / "plan.toml")
@@ -111,9 +111,9 @@ def test_the_advice_of_the_command_is_the_plan_that_its_diff_makes(
     assert plan_of(again).forward_prefetch == plan.forward_prefetch
 
 
-def test_several_models_take_their_parts_of_the_plan(tmp_path: Path, torchrun: Torchrun) -> None:
+def test_several_models_take_their_parts_of_the_plan(tmp_path: Path, run_ranks: Torchrun) -> None:
     shutil.copy(FOLDER / MODELS, tmp_path)
-    torchrun(MODELS, cwd=tmp_path)
+    run_ranks(MODELS, cwd=tmp_path)
     manifest = open_run(tmp_path / "run").manifest
     before = plan_of(manifest)
     after = before.merge(["actor.0", "actor.1"]).change(["critic.0"], reshard_after_forward=False)
@@ -123,15 +123,15 @@ def test_several_models_take_their_parts_of_the_plan(tmp_path: Path, torchrun: T
     after.dump(tmp_path / "plan.toml")
     apply(written.diff, tmp_path, MODELS)
     shutil.rmtree(tmp_path / "run")
-    torchrun(MODELS, cwd=tmp_path)
+    run_ranks(MODELS, cwd=tmp_path)
     assert plan_of(open_run(tmp_path / "run").manifest) == after
 
 
 def test_without_source_lines_the_advice_names_the_lines(
-    tmp_path: Path, torchrun: Torchrun
+    tmp_path: Path, run_ranks: Torchrun
 ) -> None:
     shutil.copy(FOLDER / SCRIPT, tmp_path)
-    torchrun(*RECORD, "--no-source", SCRIPT, cwd=tmp_path)
+    run_ranks(*RECORD, "--no-source", SCRIPT, cwd=tmp_path)
     manifest = open_run(newest(tmp_path / "runs")).manifest
     assert manifest.code.sources == []
     before = plan_of(manifest)
@@ -142,22 +142,27 @@ def test_without_source_lines_the_advice_names_the_lines(
     assert 'Plan.load("plan.toml").within("decoder")' in written.lines
 
 
-def test_the_trainer_runs_the_printed_launch_line(tmp_path: Path, torchrun: Torchrun) -> None:
+def test_the_trainer_runs_the_printed_launch_line(tmp_path: Path, run_ranks: Torchrun) -> None:
     settings = ("--wrap", "root", "--no-reshard-after-backward", "--microbatches=2")
-    steps = ("--steps", "8", "--record", "--runs-dir", "runs", "--name", "first")
-    torchrun("-m", "instrumented_trainer", *settings, *steps, cwd=tmp_path)
-    manifest = open_run(newest(tmp_path / "runs")).manifest
+    steps = ("--steps", "8", "--data", "text", "--record", "--runs-dir", "runs", "--name", "first")
+    (tmp_path / "text").write_text("a corpus of one line " * 10_000)
+    command = ["-m", "instrumented_trainer", *settings, *steps]
+    run_ranks(*command, cwd=tmp_path)
+    recorded = open_run(newest(tmp_path / "runs")).manifest
+    launch = ["torchrun", "--nproc-per-node", "2", *command]  # as torchrun's ranks record it
+    code = recorded.code.model_copy(update={"launch": launch, "launched_at": 3})
+    manifest = recorded.model_copy(update={"code": code})
     before = plan_of(manifest)
     after = before.change([""], reshard_after_forward=True)
     written = write_code_change(manifest, Change(before, after))
     assert not written.diff
     assert written.launch.endswith(
-        "-m instrumented_trainer --steps 8 --record --runs-dir runs --name first-advised "
-        "--plan plan.toml"
+        "-m instrumented_trainer --steps 8 --data text --record --runs-dir runs "
+        "--name first-advised --plan plan.toml"
     )
     after.dump(tmp_path / "plan.toml")
     launch = shlex.split(written.launch)
-    torchrun(*launch[manifest.code.launched_at :], cwd=tmp_path)
+    run_ranks(*launch[manifest.code.launched_at :], cwd=tmp_path)
     again = open_run(newest(tmp_path / "runs")).manifest
     assert again.name == "first-advised"
     assert plan_of(again).units == after.units
@@ -170,7 +175,7 @@ def test_a_model_that_was_sharded_before_the_recorder_was_imported_has_no_places
     line = "from fsdp_inspect import Recorder\n"
     late = text.replace(line, "").replace("    options = {", f"    {line}    options = {{")
     (tmp_path / MODELS).write_text(late)
-    torchrun(MODELS, cwd=tmp_path)
+    torchrun(MODELS, num_ranks=1, cwd=tmp_path)
     manifest = open_run(tmp_path / "run").manifest
     assert manifest.code.calls == []
     before = plan_of(manifest)

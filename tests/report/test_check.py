@@ -39,6 +39,7 @@ MEMORY = CheckResult(
     settings=(SettingDifference("config", "batch_size", "", (1, 2)),),
     reasons=(),
     improved=(),
+    others=(),
 )
 TIMES = replace(
     MEMORY,
